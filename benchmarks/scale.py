@@ -73,9 +73,9 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--devices", type=int, help="spread the silos over so many devices")
     args = parser.parse_args()
-    if args.devices and len(jax.devices()) < args.devices:
+    flag = f"--xla_force_host_platform_device_count={args.devices}"
+    if args.devices and flag not in os.environ.get("XLA_FLAGS", ""):
         # JAX reads the number once, before anything is computed: start again with it.
-        flag = f"--xla_force_host_platform_device_count={args.devices}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
         os.execv(sys.executable, [sys.executable, *sys.argv])
     silos, rows, rounds = args.silos, args.rows, args.iterations

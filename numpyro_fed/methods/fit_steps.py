@@ -272,9 +272,11 @@ class FitSteps:
         """
         name = "PVI" if rounds else "mode"
         state = None if before is None else before.state
+        # A silo may refuse further rounds, by its policy: what there is before them stays.
+        refused = (ModelError,) if before is not None else ()
         try:
             result = self.run_method(PVI, name, rounds, state)
-        except (GuideError, NonFiniteError) as error:
+        except (GuideError, NonFiniteError, *refused) as error:
             self.spend(_sent_before(error))
             self.record(name, f"not possible ({error})", None)
             return None

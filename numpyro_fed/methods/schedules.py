@@ -129,7 +129,11 @@ class Asynchronous:
     A round has as many replies as there are silos. In one process their order is a function of the
     run's key and not of the data. Over a :class:`numpyro_fed.Federation` the clock is the real one:
     each reply is used as it arrives, and the silo is asked again at once, so that nobody waits for
-    the slowest. The result has the order.
+    the slowest, and numbers depend on the order. The result has the order.
+
+    A silo that replies more often counts for more in ``losses``, and in the gradients of shared
+    parameters (``numpyro.param``), as if it had more rows. The posterior does not depend on how
+    often a silo replies: its factor is the same.
 
     Parameters
     ----------

@@ -24,10 +24,10 @@ class Policy:
     A silo's replies are functions of its rows at places that the server chooses: log likelihoods,
     gradients and curvatures. None of these rules makes them private; they bound how many there are,
     and of how few rows. A server that chooses its places badly on purpose finds twenty rows by 21
-    of them, and an honest ``nf.fit`` asks for 18 (``benchmarks/attack.py``). So a silo's owner must
-    trust the study, reads in the audit log what was asked, and closes the search once it is over by
-    ``in_order``. The defaults are enough for one study by ``nf.fit`` with 3,000 rounds of SFVI, and
-    too few for particles, which get a gradient at each of a thousand places in each exchange.
+    of them, and an honest ``nf.fit`` asks for 18; or by the log likelihoods at some hundred draws
+    (``benchmarks/attack.py``). So a silo's owner must trust the study, and reads in the audit log
+    what was asked. The defaults are enough for one study by ``nf.fit`` with 3,000 rounds of SFVI,
+    and too few for particles, which get a gradient at each of a thousand places in each exchange.
 
     Parameters
     ----------
@@ -38,7 +38,8 @@ class Policy:
     in_order : bool
         Whether exchanges must come in the order of ``exchanges``: once one is answered, those
         before it are not answered any more, in all the silo's life. With ``exchanges=("own modes",
-        "mode", "importance")`` there is one search, and none after the first weighing of draws.
+        "mode", "from the mode", "importance")`` there is one search, and none after the first
+        weighing of draws.
     min_silos : int
         The least number of silos in a plan. Of two silos each can take its own part from the sum.
     min_rows : int
@@ -123,22 +124,23 @@ class Policy:
                 "parameters_per_row)."
             )
 
-    def check_exchange(self, name: str, stage: int) -> None:
+    def check_exchange(self, name: str, stage: str) -> None:
         """Raise an error for an exchange that the owner does not allow.
 
-        ``stage`` is the place in ``exchanges`` of the latest one that was answered.
+        ``stage`` is the one farthest down the list that was answered before.
         """
         if self.exchanges and name not in self.exchanges:
             raise ModelError(f"'{name}' is not among the exchanges of this silo's policy.")
-        if self.stage_of(name) < stage:
+        if self.in_order and self.later(name, stage) != name:
             raise ModelError(
-                f"'{name}' comes before '{self.exchanges[stage]}' in this silo's policy (in_order),"
-                " and that was answered already."
+                f"'{name}' comes before '{stage}' in this silo's policy (in_order), and that was "
+                "answered already."
             )
 
-    def stage_of(self, name: str) -> int:
-        """Return the place of an exchange in the order; 0 where the order is free."""
-        return self.exchanges.index(name) if self.in_order else 0
+    def later(self, name: str, stage: str) -> str:
+        """Return which of two exchanges stands farther down the list; one that does not, first."""
+        places = {exchange: i for i, exchange in enumerate(self.exchanges)}
+        return name if places.get(name, -1) >= places.get(stage, -1) else stage
 
 
 @dataclass
@@ -148,18 +150,21 @@ class Ledger:
     Attributes
     ----------
     spent : dict
-        ``places`` and ``draws`` so far, and ``stage``, the place of the latest exchange in the
-        policy's order.
+        ``places`` and ``draws`` so far.
+    stage : str
+        The exchange farthest down the policy's list that was answered.
     """
 
     policy: Policy
     store: Store
     spent: dict[str, int] = field(default_factory=dict)
+    stage: str = ""
 
     def __post_init__(self) -> None:
         content = self.store.get(LEDGER)
-        none = {"places": 0, "draws": 0, "stage": 0}
-        self.spent = none | ({} if content is None else json.loads(content))
+        kept = {"places": 0, "draws": 0, "stage": ""} | json.loads(content or b"{}")
+        self.stage = kept.pop("stage")
+        self.spent = kept
 
     @property
     def left(self) -> dict[str, int]:
@@ -178,25 +183,25 @@ class Ledger:
         ModelError
             If that is more than is left, or the exchange is not allowed, or not any more.
         """
-        self.policy.check_exchange(exchange, self.spent["stage"])
+        self.policy.check_exchange(exchange, self.stage)
         for what, number in numbers.items():
             if not 0 < number <= self.left[what]:
                 raise ModelError(
                     f"this silo's policy allows {self.left[what]} more {what} (max_{what}), and "
                     f"{number} are asked for. Its owner may raise the limit."
                 )
-        before = dict(self.spent)
-        after = {what: n + numbers.get(what, 0) for what, n in before.items()}
-        self._keep({**after, "stage": self.policy.stage_of(exchange)})
+        before = self.spent, self.stage
+        after = {what: n + numbers.get(what, 0) for what, n in self.spent.items()}
+        self._keep(after, self.policy.later(exchange, self.stage))
         try:
             yield
         except BaseException:
-            self._keep(before)
+            self._keep(*before)
             raise
 
-    def _keep(self, spent: dict[str, int]) -> None:
-        self.spent = spent
-        self.store.put(LEDGER, json.dumps(spent).encode())
+    def _keep(self, spent: dict[str, int], stage: str) -> None:
+        self.spent, self.stage = spent, stage
+        self.store.put(LEDGER, json.dumps({**spent, "stage": stage}).encode())
 
     def log(self, entry: dict[str, Any]) -> None:
         """Add a line to the audit log."""

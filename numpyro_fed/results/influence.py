@@ -104,7 +104,9 @@ def table_of(factors: Factors, effects_of_silos: bool = False) -> SiloTable:
             gain = np.sum(along / np.maximum(known, NOTHING)) / 2
         else:
             gain = max(gains[j] - g[j] @ top + top @ A[j] @ top / 2, 0.0)
-        distance, degrees = 2 * gain + along.sum(), max(int((known > NOTHING).sum()), 1)
+        distance = 2 * gain + along.sum()
+        # Along a direction of which only one side knows something nobody can contradict.
+        degrees = max(int(((known > NOTHING) & (known < 1 / NOTHING)).sum()), 1)
         tail = chi2.logsf(distance, degrees)
         if effects_of_silos and others:
             # Their scale is an estimate from the others' effects: along it the distance is one of

@@ -13,12 +13,13 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, ExchangeId, FederatedAlgorithm, Reply
+from numpyro_fed.errors import DataError, ModelError, ReplyError, SiloAwayError
 from numpyro_fed.model.padding import stacked
 from numpyro_fed.runtime.arrivals import Arrivals
 from numpyro_fed.runtime.channel import Channel, Expected, Mark
 from numpyro_fed.runtime.combine import combine, for_participants
 from numpyro_fed.runtime.noise import exchange_key, server_key
-from numpyro_fed.runtime.stack import Batches, RunStatus, ServerData, State
+from numpyro_fed.runtime.stack import Batches, EndedError, RunStatus, ServerData, State
 from numpyro_fed.runtime.step import replayed_part
 from numpyro_fed.trees import drop_weak_types
 
@@ -33,19 +34,24 @@ class UnderWay(NamedTuple):
     arrivals : Arrivals
     numbers : dict of int to int
         The number of the last message to each silo.
+    num_asked : int
+        How often the channel has asked anything else.
     """
 
     state: State
     arrivals: Arrivals
     numbers: dict[int, int]
+    num_asked: int
 
 
 @dataclass(eq=False)
 class ArrivalRounds:
     """The function that runs one round, of as many steps as there are silos.
 
-    Between two rounds of a run messages stay under way. From any other state all silos are asked
-    anew, and their replies to earlier messages are not used.
+    When the reply of a silo arrives, the server makes a step with it alone, and sends that silo its
+    next message at once. Between two rounds of a run messages stay under way. From any other state,
+    or once silos were asked anything else, all are asked anew, and replies to earlier messages are
+    not used.
     """
 
     algorithm: FederatedAlgorithm[Any, Any]
@@ -56,32 +62,38 @@ class ArrivalRounds:
     def __call__(
         self, key: Array, state: State, batches: Batches, server_data: ServerData
     ) -> tuple[State, float, RunStatus, Any]:
-        """Run one round."""
-        size = self.channel.num_silos
-        server, (mark,), (carry, change) = state.server, state.silos, state.schedule
-        first, way, numbers = int(state.round) * size, *self._under_way_from(key, state)
-        rows: list[Any] = []
-        loss, ok, good = 0.0, True, np.ones(size, bool)
-        while ok and len(rows) < size:
-            key_step = exchange_key(key, first + len(rows), 0, 1)
-            silo, answer = way.next()
-            if answer is not None:
-                reply = self.channel.read(
-                    silo, self.exchange, answer, self.expected(self.exchange.id)
-                )
-                server, info = self._after(server, key_step, silo, reply)
-                mark = mark.after(silo, numbers[silo])
-                good[silo], ok = bool(reply.ok), bool(info.ok)
-                loss, change = loss + float(info.loss), change.at[silo].set(info.change)
+        """Run one round.
+
+        Raises
+        ------
+        EndedError
+            With the state after the last good step, if it ends before.
+        """
+        size, exchange = self.channel.num_silos, self.exchange
+        first, rows, loss = int(state.round) * size, list[Any](), 0.0
+        way, numbers = self._under_way_from(key, state)
+        try:
+            while len(rows) < size:
+                silo, answer = way.next()
+                reply = self.channel.read(silo, exchange, answer, self.expected(exchange.id))
+                key_step = exchange_key(key, first + len(rows), 0, 1)
+                server, info = self._after(state.server, key_step, silo, reply)
+                if not (reply.ok and info.ok):
+                    raise EndedError(state, () if reply.ok else (silo,))
+                mark, (carry, change) = state.silos[0].after(silo, numbers[silo]), state.schedule
+                change = change.at[silo].set(info.change)
+                state = state._replace(server=server, silos=(mark,), schedule=(carry, change))
                 rows.append(self._row(info.report, silo, reply))
-            # One that has not answered in time gets the newest posterior as well.
-            key_next = exchange_key(key, first + len(rows), 0, 1)
-            numbers[silo] = self._send(way, silo, key_next, server, mark)
-        # The driver drops a round that is not ok, and its row of the log with it.
-        rows += rows[-1:] * (size - len(rows))
-        after = State(state.round + 1, server, (mark,), (carry, change))
-        self.under_way = UnderWay(after, way, numbers)
-        return after, loss, RunStatus(ok, good), stacked(rows)
+                loss += float(info.loss)
+                key_next = exchange_key(key, first + len(rows), 0, 1)
+                numbers[silo] = self._send(way, silo, key_next, server, mark)
+        except (ReplyError, SiloAwayError) as error:
+            raise EndedError(state, error.silos) from error
+        except (KeyboardInterrupt, ModelError, DataError) as error:
+            raise EndedError(state, ()) from error
+        state = state._replace(round=state.round + 1)
+        self.under_way = UnderWay(state, way, numbers, self.channel.num_asked)
+        return state, loss, RunStatus(True, np.ones(size, bool)), stacked(rows)
 
     @property
     def exchange(self) -> Exchange[Any, Any, Any]:
@@ -91,8 +103,9 @@ class ArrivalRounds:
 
     def _under_way_from(self, key: Array, state: State) -> tuple[Arrivals, dict[int, int]]:
         """Return what is under way from this state; if nothing is, ask all silos."""
-        if self.under_way is not None and self.under_way.state is state:
-            return self.under_way.arrivals, self.under_way.numbers
+        before = self.under_way
+        if before and before.state is state and before.num_asked == self.channel.num_asked:
+            return before.arrivals, before.numbers
         way, silos = self.channel.arrivals(self.exchange.name), range(self.channel.num_silos)
         key_next = exchange_key(key, int(state.round) * len(silos), 0, 1)
         mark = state.silos[0]

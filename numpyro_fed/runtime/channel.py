@@ -91,6 +91,7 @@ class Channel:
         self._answered: dict[str, tuple[int, bytes]] = {}
         self._weights = weights or [Weights(0.0, np.finfo(np.float64).max)] * num_silos
         self._numbers: Counter[str] = Counter()
+        self.num_asked = 0  # exchanges in which all replies were waited for
 
     @property
     def batches(self) -> Batches:
@@ -136,6 +137,7 @@ class Channel:
         ReplyError
             For a reply of other shapes or dtypes, or with a weight that is not allowed.
         """
+        self.num_asked += 1
         name, before = exchange.name, np.asarray(mark.used)
         number = self._next_number(who, mark)
         messages: dict[int, bytes] = {}

@@ -134,8 +134,9 @@ class Federation:
         journal = self._journal
         self._session = secrets.token_bytes(12) if journal is None else journal.session
         self._num_runs, self._cached = 0, dict[Hashable, Any]()
-        workers = min(self.num_silos, at_once)
-        self._pool = None if workers == 1 else ThreadPoolExecutor(workers, "numpyro-fed-ask")
+        self._at_once = min(self.num_silos, at_once)
+        one = self._at_once == 1
+        self._pool = None if one else ThreadPoolExecutor(self._at_once, "numpyro-fed-ask")
 
     def __len__(self) -> int:
         return self.num_silos
@@ -203,8 +204,8 @@ class Federation:
 
     def arrivals(self, exchange: str) -> Arrivals:
         """Return the way to silos whose replies are taken one by one, as they arrive."""
-        ask, at_once = partial(self._one, exchange), self._pool is not None
-        return Arrivals(exchange, ask, self.patience, self._journal, at_once)
+        ask = partial(self._one, exchange)
+        return Arrivals(exchange, ask, self.patience, self._journal, self._at_once)
 
     def _one(self, exchange: str, silo: int, message: bytes, deadline: float) -> bytes | OSError:
         """Return a silo's reply, or the last error, once the log has it."""

@@ -156,6 +156,24 @@ class FewerError(Exception):
         self.present = present
 
 
+class EndedError(Exception):
+    """The signal that a run ends within a round, after some of its steps.
+
+    Its cause is the error that ended it; there is none for a reply that cannot be used.
+
+    Attributes
+    ----------
+    state : State
+        The state after the last good step. Silos have no earlier one any more.
+    silos : tuple of int
+        Those at fault.
+    """
+
+    def __init__(self, state: State, silos: tuple[int, ...]):
+        super().__init__(f"the run ends within a round, at silos {silos}")
+        self.state, self.silos = state, silos
+
+
 class Single(Protocol):
     """A function that runs one round with all silos, from any states."""
 
@@ -207,9 +225,9 @@ class Runtime(NamedTuple):
 def on_device(buckets: Sequence[Bucket]) -> Batches:
     """Return the buckets as batches on the device, or spread over all devices of the process.
 
-    With several devices the silos of a bucket are divided among them. Where their number cannot be,
-    the first silos come once more (:class:`Batch`); a single one is on each device. Programs follow
-    their data: a sum over silos is then one all-reduce.
+    With several devices the silos of a bucket are divided among them. Where the number of silos is
+    no multiple of that of devices, the first silos come once more (:class:`Batch`). A single silo
+    has its data on each device. Programs follow their data: a sum over silos is an all-reduce.
     """
     # On a CPU JAX may otherwise share memory with the user's arrays, which may change in place.
     host = [(np.asarray(b.silos, np.int32), b.data) for b in buckets]

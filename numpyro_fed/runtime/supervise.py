@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 from numpyro_fed.errors import ReplyError, SiloAwayError
 from numpyro_fed.programs import jit_once
 from numpyro_fed.runtime.progress import Progress, progress_of
-from numpyro_fed.runtime.stack import Batches, Log, Runtime, ServerData, Stacks, State
+from numpyro_fed.runtime.stack import Batches, EndedError, Log, Runtime, ServerData, Stacks, State
 from numpyro_fed.trees import all_finite
 
 # Seconds between updates of the progress bar. Each is a return from the compiled loop to Python,
@@ -137,6 +137,13 @@ def drive(
             except (ReplyError, SiloAwayError) as error:
                 failure, ended = Failure(int(state.round), error.silos), "failure"
                 unusable, refused = error.silos, error
+                break
+            except EndedError as end:
+                state, cause = end.state, end.__cause__
+                if cause is not None and not isinstance(cause, ReplyError | SiloAwayError):
+                    raise cause from None
+                failure, ended = Failure(int(state.round), end.silos), "failure"
+                unusable, refused = end.silos, cause
                 break
             if int(after.round) > int(state.round):
                 unusable = failed_silos(last.replies, (), ())
