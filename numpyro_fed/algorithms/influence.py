@@ -55,7 +55,7 @@ class Up(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What all silos say at a place, with a leading axis; gradient and curvature of the prior."""
+    """The messages of all silos, with a leading axis, and the prior's gradient and curvature."""
 
     silos: Up
     prior_gradient: Array

@@ -258,9 +258,8 @@ class Result(FederatedRun[Fit]):
         Raises
         ------
         ModelError
-            For a model without globals, or with more than 300.
-        CoupledRowsError
-            If rows read each other's latents, so that they cannot be integrated row by row.
+            For a model without globals, or with more than 300, or whose rows read each other's
+            latents, so that they cannot be integrated row by row.
         NonFiniteError
             If gradient or Hessian are not finite at a silo.
 

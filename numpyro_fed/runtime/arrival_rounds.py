@@ -62,7 +62,7 @@ class ArrivalRounds:
     def __call__(
         self, key: Array, state: State, batches: Batches, server_data: ServerData
     ) -> tuple[State, float, RunStatus, Any]:
-        """Run one round.
+        """Run one round from a state, and return the state after it.
 
         Raises
         ------
