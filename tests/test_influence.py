@@ -10,7 +10,7 @@ from scipy.stats import chi2
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.influence import Factors, Up
-from numpyro_fed.errors import ModelError
+from numpyro_fed.errors import CoupledRowsError, ModelError
 from numpyro_fed.results.influence import table_of
 
 KEY = jax.random.key(0)
@@ -111,6 +111,19 @@ def test_influence_of_hospital_effects_over_a_federation():
     found, expected = (nf.fit(KEY, model, s, **QUIET).silos for s in (there, silos))
     np.testing.assert_allclose(found.conflict, expected.conflict, rtol=1e-2)
     assert found.flagged == ()
+
+
+def test_rows_that_read_each_other_are_refused():
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 10))
+        with nf.silo_plate("row", len(y)):
+            b = numpyro.sample("b", dist.Normal(0, 1))
+        with nf.silo_plate("row", len(y)):
+            numpyro.sample("y", dist.Normal(mu + b - b.mean(), 1), obs=y)
+
+    result = nf.SFVI(model, start=None).run(KEY, 2, [{"y": np.ones(3)}] * 2, **QUIET)
+    with pytest.raises(CoupledRowsError, match="influence of silos needs"):
+        _ = result.silos
 
 
 def test_a_model_without_globals_has_no_influence():

@@ -29,7 +29,6 @@ from numpyro_fed.algorithms.influence import INFLUENCE, influence
 from numpyro_fed.algorithms.mode import flat_size
 from numpyro_fed.algorithms.tempered import TEMPERED
 from numpyro_fed.errors import (
-    CoupledRowsError,
     DataError,
     GuideError,
     ModelError,
@@ -48,7 +47,7 @@ from numpyro_fed.model.facts import Facts, Plan, agree, check_plan, facts_of, wi
 from numpyro_fed.model.layout import Layout, layout_of
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket, one_by_one, padded
-from numpyro_fed.model.row_checks import RowChecks, check_rows_apart, coupled_rows
+from numpyro_fed.model.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
 from numpyro_fed.model.split import split
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
@@ -401,11 +400,8 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
         bucket_of_one, checks = [Bucket((number,), ({},), stack)], RowChecks(built.model)
         check_rows_apart(built.model, checks, draws, bucket_of_one)
-        if asked.name == INFLUENCE and (rows := coupled_rows(checks, bucket_of_one)) is not None:
-            raise CoupledRowsError(
-                f"{rows.words()} reads latents of other rows, so that they cannot be integrated "
-                "row by row, which the influence of silos needs."
-            )
+        if asked.name == INFLUENCE:
+            refuse_coupled_rows(checks, bucket_of_one, "the influence of silos needs")
         searches = asked.name in {x.name for r in built.search_rounds for x in r.exchanges}
         if (
             searches

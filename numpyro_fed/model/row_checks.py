@@ -284,6 +284,18 @@ def coupled_rows(checks: RowChecks, buckets: Sequence[Bucket]) -> CheckResult | 
     return _coupled(checks, plates, buckets)
 
 
+def refuse_coupled_rows(checks: RowChecks, buckets: Sequence[Bucket], who_needs: str) -> None:
+    """Raise an error for rows that read each other's latents.
+
+    ``who_needs`` ends the sentence on what needs rows that do not: ``"particles need"``.
+    """
+    if (rows := coupled_rows(checks, buckets)) is not None:
+        raise CoupledRowsError(
+            f"{rows.words()} reads latents of other rows, so that they cannot be integrated row by "
+            f"row, which {who_needs}."
+        )
+
+
 def _coupled(
     checks: RowChecks, plates: Sequence[str], buckets: Sequence[Bucket]
 ) -> CheckResult | None:

@@ -16,14 +16,14 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Private
 from numpyro_fed.algorithms.influence import MOST_GLOBALS, influence
-from numpyro_fed.errors import CoupledRowsError, ModelError, NonFiniteError
+from numpyro_fed.errors import ModelError, NonFiniteError
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import Sizes
 from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.row_checks import RowChecks, coupled_rows
+from numpyro_fed.model.row_checks import RowChecks, refuse_coupled_rows
 from numpyro_fed.precision import in_precision_of_object, is_double, precision
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.base import CompiledMethod, FederatedRun, Silos
@@ -290,12 +290,8 @@ class Result(FederatedRun[Fit]):
                 f"the model has {fit.model.dim} globals, and the influence of silos is known for 1 "
                 f"to {MOST_GLOBALS} of them."
             )
-        rows = None if fit.checks is None else coupled_rows(fit.checks, self._silos.buckets)
-        if rows is not None:
-            raise CoupledRowsError(
-                f"{rows.words()} reads latents of other rows, so that they cannot be integrated "
-                "row by row, which the influence of silos needs."
-            )
+        if fit.checks is not None:
+            refuse_coupled_rows(fit.checks, self._silos.buckets, "the influence of silos needs")
         round_ = influence(fit.model, fit.built.algorithm, self.num_silos)
         factors = self._run_round_once(
             fit.quick_round(round_),

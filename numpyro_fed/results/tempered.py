@@ -22,7 +22,6 @@ from numpyro_fed.algorithms.tempered import (
     Tempering,
 )
 from numpyro_fed.errors import (
-    CoupledRowsError,
     Interrupted,
     ModelError,
     NonFiniteError,
@@ -31,7 +30,7 @@ from numpyro_fed.errors import (
 from numpyro_fed.integrals.quadrature import default_nodes, quadrature_misfit
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.row_checks import coupled_rows
+from numpyro_fed.model.row_checks import refuse_coupled_rows
 from numpyro_fed.objectives import default_quadrature
 from numpyro_fed.precision import precision
 from numpyro_fed.results.built import Built
@@ -308,12 +307,7 @@ def check_temperable(fit: Result) -> None:
     if any(p.dim for p in fm.plates) and not default_nodes(fm):
         raise ModelError("particles need rows of at most two latents, with those of outer plates.")
     if fit._fit.checks is not None:
-        rows = coupled_rows(fit._fit.checks, fit._silos.buckets)
-        if rows is not None:
-            raise CoupledRowsError(
-                f"{rows.words()} reads latents of other rows, so that they cannot be integrated "
-                "row by row, which particles need."
-            )
+        refuse_coupled_rows(fit._fit.checks, fit._silos.buckets, "particles need")
 
 
 def nodes_for(result: Result | Corrected) -> int:
