@@ -425,6 +425,21 @@ def test_a_reply_that_is_spoilt_ends_asynchronous_rounds_with_their_result():
     assert len(after.losses) == 2
 
 
+def test_no_more_silos_are_asked_than_at_once():
+    silos, at_work, most = silos_of(numbers(), names={"normal": normal}), set(), []
+
+    class Counts(InMemory):
+        def send(self, silo, message, timeout):
+            at_work.add(silo)
+            most.append(len(at_work))
+            time.sleep(0.01)
+            at_work.discard(silo)
+            return super().send(silo, message, timeout)
+
+    run_async(Counts([silo.answer for silo in silos]), 3, at_once=2)
+    assert max(most) == 2
+
+
 def test_an_engine_that_fails_in_a_thread_is_heard():
     silos = silos_of(numbers(), names={"normal": normal})
 
