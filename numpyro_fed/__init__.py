@@ -18,9 +18,11 @@ from numpyro_fed.errors import (
     ModelError,
     ModelWarning,
     NonFiniteError,
+    RefusedError,
     ReplyError,
     SavedStateError,
     SiloAwayError,
+    SilosError,
     StartWarning,
 )
 from numpyro_fed.methods import schedules
@@ -114,6 +116,7 @@ __all__ = [
     "Policy",
     "PowerEP",
     "Quadrature",
+    "RefusedError",
     "ReplyError",
     "Result",
     "SFVIAvg",
@@ -125,6 +128,7 @@ __all__ = [
     "Silo",
     "SiloAwayError",
     "SiloNode",
+    "SilosError",
     "StartWarning",
     "StochasticPowerEP",
     "StreamingVB",

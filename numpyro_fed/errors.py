@@ -108,34 +108,55 @@ class Interrupted(KeyboardInterrupt):
         self.result: Any = result
 
 
-class ReplyError(DataError):
-    """The error for a silo's reply that was not agreed, raised as the reply arrives.
-
-    Attributes
-    ----------
-    silo : int
-    exchange : str
-    result : Result or None
-        The fit at the last good round; None if there is no good round yet.
-    """
-
-    def __init__(self, message: str, *, silo: int, exchange: str):
-        super().__init__(f"the reply of silo {silo} to the exchange '{exchange}' {message}")
-        self.silo, self.silos, self.exchange = silo, (silo,), exchange
-        self.result: Savable | None = None
-
-
-class SiloAwayError(ConnectionError):
-    """The error for silos that did not answer in time.
+class SilosError(Exception):
+    """The base of errors of silos in processes of their own, which end a run.
 
     Attributes
     ----------
     silos : tuple of int
     exchange : str
+    result : Result or None
+        The fit at the last good round; None outside of a run, and if there is no good round yet.
+    """
+
+    silos: tuple[int, ...]
+    exchange: str
+    result: Any = None
+
+
+class ReplyError(SilosError, DataError):
+    """The error for a silo's reply that was not agreed, raised as the reply arrives.
+
+    Attributes
+    ----------
+    silo : int
+    """
+
+    def __init__(self, message: str, *, silo: int, exchange: str):
+        super().__init__(f"the reply of silo {silo} to the exchange '{exchange}' {message}")
+        self.silo, self.silos, self.exchange = silo, (silo,), exchange
+
+
+class RefusedError(SilosError, ModelError):
+    """The error for a silo that does not answer a message, by its policy or for another reason.
+
+    Attributes
+    ----------
+    silo : int
+    """
+
+    def __init__(self, message: str, *, silo: int, exchange: str):
+        super().__init__(f"silo {silo} refuses '{exchange}': {message}")
+        self.silo, self.silos, self.exchange = silo, (silo,), exchange
+
+
+class SiloAwayError(SilosError, ConnectionError):
+    """The error for silos that did not answer in time.
+
+    Attributes
+    ----------
     replies : dict of int to bytes
         What the others have answered.
-    result : Result or None
-        The fit at the last good round; None if there is no good round yet.
     """
 
     def __init__(
@@ -153,7 +174,6 @@ class SiloAwayError(ConnectionError):
         )
         self.silos, self.exchange = tuple(sorted(away)), exchange
         self.replies = dict(replies)
-        self.result: Savable | None = None
 
 
 def positive_number(name: str, value: object) -> None:

@@ -507,6 +507,15 @@ def test_a_budget_outlives_the_process(tmp_path):
     assert {"time", "exchange", "run", "sent", "message", "reply"} <= set(lines[0])
 
 
+def test_a_refusal_keeps_the_rounds_before_it():
+    silos = silos_of(numbers(), policy=nf.Policy(max_places=3))
+    with pytest.raises(nf.RefusedError, match=r"silo 0 refuses 'sfvi': .* 0 more") as caught:
+        named.run(KEY, 20, federation_of(silos), **QUIET)
+    result = caught.value.result
+    np.testing.assert_allclose(result.losses, named.run(KEY, 3, numbers(), **QUIET).losses)
+    assert np.isfinite(result.sample_posterior(KEY, 10)["mu"]).all()
+
+
 def test_exchanges_come_in_the_order_of_the_policy(tmp_path):
     ordered = nf.Policy(exchanges=("pvi", "importance"), in_order=True, min_rows=1)
     pvi, names = nf.PVI(normal, start=None), {"normal": normal}

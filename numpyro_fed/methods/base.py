@@ -140,8 +140,7 @@ def _result_or_error(result: Outcome, run: RunOutcome) -> Outcome:
         )
     if run.failure is None:
         return result
-    # A refused reply has an error of its own, raised
-    # where the reply arrived; it gets the result here.
+    # The error of a silo was raised where its reply arrived; it gets the result here.
     if run.refused is not None:
         run.refused.result = result
         raise run.refused

@@ -31,6 +31,7 @@ from numpyro_fed.errors import (
     Interrupted,
     ModelError,
     NonFiniteError,
+    RefusedError,
 )
 from numpyro_fed.methods.fitted import Fitted, Stage
 from numpyro_fed.methods.method_cache import MethodCache
@@ -235,7 +236,10 @@ class FitSteps:
     def run_method(
         self, kind: type[PVI] | type[SFVI], name: str, rounds: int, before: State | None = None
     ) -> Result:
-        """Return the result of a run; with the plain bound if rows read latents of other rows."""
+        """Return the result of a run; with the plain bound if rows read latents of other rows.
+
+        A silo may refuse further rounds, by its policy: then the run ends with those before.
+        """
         rounds = min(rounds, max(self.budget_left, 0 if not rounds else 1))
         settings = dict(stop="converged", progress_bar=self.bar, runtime=self.runtime)
         settings["init_state"] = before
@@ -246,6 +250,10 @@ class FitSteps:
             except CoupledRowsError:
                 self.coupled, self.inner_draws = True, 1
                 return self.method(kind).run(key, rounds, self.to_fit.silos, **settings)
+            except RefusedError as error:
+                if error.result is None or not len(error.result.losses):
+                    raise
+                return error.result
 
     def new_key(self) -> Array:
         """Return a new key, for one step."""
@@ -272,7 +280,7 @@ class FitSteps:
         """
         name = "PVI" if rounds else "mode"
         state = None if before is None else before.state
-        # A silo may refuse further rounds, by its policy: what there is before them stays.
+        # Where silos refuse all further rounds, what there is before them stays.
         refused = (ModelError,) if before is not None else ()
         try:
             result = self.run_method(PVI, name, rounds, state)
@@ -283,7 +291,7 @@ class FitSteps:
         self.spend(len(result.losses) + _opening(result))
         if rounds:
             at_rest = "come to rest" if result.settled else "not come to rest"
-            self.record(name, f"{len(result.losses)} rounds, {at_rest}", result)
+            self.record(name, f"{_rounds_of(result)}, {at_rest}", result)
         # A conjugate model needs no mode: its factors are exact after one round.
         elif result.start is not None:
             self.record(name, f"found in {_opening(result)} exchanges", result)
@@ -293,7 +301,7 @@ class FitSteps:
         """Return the result of SFVI, which suits every model."""
         result = self.run_method(SFVI, "SFVI", MAX_SFVI_ROUNDS)
         self.spend(len(result.losses) + _opening(result))
-        self.record("SFVI", f"{len(result.losses)} rounds", result)
+        self.record("SFVI", _rounds_of(result), result)
         return result
 
     def correct(
@@ -535,6 +543,11 @@ def _sent_before(error: Exception) -> int:
     if not isinstance(error.result, Result):  # in the search: its exchanges
         return error.round
     return len(error.result.losses) + 1 + _opening(error.result)
+
+
+def _rounds_of(result: Result) -> str:
+    refused = " until a silo refused" if result.ended == "failure" else ""
+    return f"{len(result.losses)} rounds{refused}"
 
 
 def _opening(result: Result) -> int:

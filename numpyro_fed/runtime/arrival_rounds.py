@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, ExchangeId, FederatedAlgorithm, Reply
-from numpyro_fed.errors import DataError, ModelError, ReplyError, SiloAwayError
+from numpyro_fed.errors import DataError, ModelError, SilosError
 from numpyro_fed.model.padding import stacked
 from numpyro_fed.runtime.arrivals import Arrivals
 from numpyro_fed.runtime.channel import Channel, Expected, Mark
@@ -87,7 +87,7 @@ class ArrivalRounds:
                 loss += float(info.loss)
                 key_next = exchange_key(key, first + len(rows), 0, 1)
                 numbers[silo] = self._send(way, silo, key_next, server, mark)
-        except (ReplyError, SiloAwayError) as error:
+        except SilosError as error:
             raise EndedError(state, error.silos) from error
         except (KeyboardInterrupt, ModelError, DataError) as error:
             raise EndedError(state, ()) from error

@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from safetensors.numpy import save
 
 from numpyro_fed.algorithms.base import ExchangeId
-from numpyro_fed.errors import CoupledRowsError, DataError, GuideError, ModelError, ReplyError
+from numpyro_fed.errors import CoupledRowsError, DataError, GuideError, RefusedError, ReplyError
 from numpyro_fed.trees import Tree
 
 DTYPES = {
@@ -38,7 +38,7 @@ DTYPES = {
 }
 # The errors of silos that cross, by name. All others are of the silo's process alone.
 CROSSING: dict[str, type[ValueError]] = {
-    kind.__name__: kind for kind in (CoupledRowsError, DataError, GuideError, ModelError)
+    kind.__name__: kind for kind in (CoupledRowsError, DataError, GuideError)
 }
 HEAD = "head"  # the name under which the file has the head, as JSON
 # Bytes of the header at most. It names arrays and texts; the longest text is a plan, or the facts
@@ -195,9 +195,10 @@ def raise_refusal(reply: bytes, silo: int, exchange: str) -> None:
     except DataError as error:
         raise ReplyError(f"is refused: {error}", silo=silo, exchange=exchange) from error
     if (name := head.get("error")) is not None:
-        kind = CROSSING.get(name, ModelError)
         words = head.get("words", "no reason was given")[:2_000]
-        raise kind(f"silo {silo} refuses '{exchange}': {words}")
+        if name not in CROSSING:
+            raise RefusedError(words, silo=silo, exchange=exchange)
+        raise CROSSING[name](f"silo {silo} refuses '{exchange}': {words}")
 
 
 def pack(prefix: str, tree: object) -> dict[str, Array]:

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from numpyro_fed.errors import ReplyError, SiloAwayError
+from numpyro_fed.errors import SilosError
 from numpyro_fed.programs import jit_once
 from numpyro_fed.runtime.progress import Progress, progress_of
 from numpyro_fed.runtime.stack import Batches, EndedError, Log, Runtime, ServerData, Stacks, State
@@ -58,8 +58,8 @@ class RunOutcome(NamedTuple):
         Why there are no more rounds.
     unusable : tuple of int
         Silos whose reply in the last round could not be used, which stops no search for a mode.
-    refused : ReplyError, SiloAwayError or None
-        The error of a reply that was refused as it arrived, or that did not come.
+    refused : SilosError or None
+        The error of a silo that refused, did not answer, or whose reply was not as agreed.
     """
 
     state: State
@@ -68,7 +68,7 @@ class RunOutcome(NamedTuple):
     log: Log | None
     ended: str = "rounds"
     unusable: tuple[int, ...] = ()
-    refused: ReplyError | SiloAwayError | None = None
+    refused: SilosError | None = None
 
 
 class Watcher(NamedTuple):
@@ -112,7 +112,7 @@ def drive(
     logs: list[Log] = []
     done, failure, ended, begin = 0, None, "rounds", state.round
     unusable: tuple[int, ...] = ()
-    refused: ReplyError | SiloAwayError | None = None
+    refused: SilosError | None = None
 
     def run_so_far() -> RunOutcome:
         if not logs:  # Ctrl-C came in the first chunk
@@ -134,13 +134,13 @@ def drive(
             started = time.perf_counter()
             try:
                 after, log, last = runtime.advance(key, state, batches, n, server_data, stop)
-            except (ReplyError, SiloAwayError) as error:
+            except SilosError as error:
                 failure, ended = Failure(int(state.round), error.silos), "failure"
                 unusable, refused = error.silos, error
                 break
             except EndedError as end:
                 state, cause = end.state, end.__cause__
-                if cause is not None and not isinstance(cause, ReplyError | SiloAwayError):
+                if cause is not None and not isinstance(cause, SilosError):
                     raise cause from None
                 failure, ended = Failure(int(state.round), end.silos), "failure"
                 unusable, refused = end.silos, cause
