@@ -93,6 +93,13 @@ def test_by_version_of_jaxlib(untouched, version, affected):
     assert ("PJRT_NPROC" in os.environ) == affected
 
 
+def test_the_import_starts_no_backend():
+    """After that devices cannot be chosen, nor processes joined by ``jax.distributed``."""
+    code = "import numpyro_fed\nfrom numpyro_fed import threads\nprint(threads.backend_is_there())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
 def test_jax_still_says_whether_a_backend_is_there():
     """Where this fails JAX has moved a private function: find what says it now, name it in
     ``threads.backend_is_there``, and keep the old place for older versions.

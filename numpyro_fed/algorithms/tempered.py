@@ -26,9 +26,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import blackjax.smc.ess
-import blackjax.smc.resampling
-import blackjax.smc.solver
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -429,6 +426,8 @@ class Tempering:
 
     def _resampled(self, key: Array, swarm: Swarm) -> Swarm:
         """Return the state at the next density of the path, particles drawn again by weight."""
+        from blackjax.smc import ess, resampling, solver  # here: its import starts JAX's backend
+
         here, n = swarm.here, self.num_particles
         change = here.log_p - here.log_q
 
@@ -437,19 +436,17 @@ class Tempering:
 
         def effective(delta: Array) -> Array:
             # Of the particles that count at all, so that lost ones do not stop the path.
-            return blackjax.smc.ess.ess(weights_after(delta)) / n - EFFECTIVE * here.found.mean()
+            return ess.ess(weights_after(delta)) / n - EFFECTIVE * here.found.mean()
 
         most = 1 - swarm.b
-        delta = blackjax.smc.solver.dichotomy(effective, jnp.zeros(()), most)
+        delta = solver.dichotomy(effective, jnp.zeros(()), most)
         b = jnp.where(effective(most) > 0, 1.0, swarm.b + jnp.clip(delta, 0.0, most))
         delta = b - swarm.b  # as it is after rounding
         log_weights = weights_after(delta).reshape(NUM_ISLANDS, -1)
         size = log_weights.shape[1]
         weights = jax.nn.softmax(log_weights, axis=1)
         keys = jax.random.split(key, NUM_ISLANDS)
-        chosen = jax.vmap(lambda key, w: blackjax.smc.resampling.systematic(key, w, size))(
-            keys, weights
-        )
+        chosen = jax.vmap(lambda key, w: resampling.systematic(key, w, size))(keys, weights)
         # Rounding of a sum of weights may choose a last particle that has none.
         heaviest = weights.argmax(1)[:, None]
         chosen = jnp.where(jnp.take_along_axis(weights, chosen, 1) > 0, chosen, heaviest)

@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
-import blackjax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from blackjax.mcmc.hmc import HMCState
 from jax import Array
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC, NUTS
@@ -499,6 +497,7 @@ def _blackjax(
     progress_bar: bool,
 ) -> tuple[Position, Array]:
     """Return draws, leaves (chains, samples, ...), and the number of divergences by BlackJAX."""
+    import blackjax  # here: its import starts JAX's backend
 
     def chain(key: Array, start: Position) -> tuple[Position, Array]:
         key_warmup, key_sample = jax.random.split(key)
@@ -508,7 +507,7 @@ def _blackjax(
         (state, parameters), _ = warmup.run(key_warmup, start, num_warmup)
         kernel = blackjax.nuts(log_density, **parameters)
 
-        def step(state: HMCState, key: Array) -> tuple[HMCState, tuple[Position, Array]]:
+        def step(state: Any, key: Array) -> tuple[Any, tuple[Position, Array]]:
             state, info = kernel.step(key, state)
             return state, (state.position, info.is_divergent)
 

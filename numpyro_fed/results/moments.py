@@ -7,7 +7,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from blackjax.diagnostics import psis_weights
 from jax import Array
 
 # Coordinates whose tails are fitted side by side: all of them at once take memory of the order of
@@ -78,6 +77,8 @@ def moments(z: np.ndarray, weights: np.ndarray, from_guide: np.ndarray) -> Momen
 @jax.jit
 def _shapes(log_terms: Array) -> Array:
     """Return the shape of the tail in each row (m,) of ``log_terms`` (m, n); 0 without a tail."""
+    from blackjax.diagnostics import psis_weights  # here: its import starts JAX's backend
+
     log_terms = jnp.maximum(log_terms, log_terms.max(1, keepdims=True) - FAR)
     shapes = jax.lax.map(lambda row: psis_weights(row)[1], log_terms, batch_size=AT_ONCE)
     return jnp.where(jnp.isfinite(shapes), shapes, 0.0)

@@ -18,7 +18,6 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from blackjax.diagnostics import psis_weights
 from jax import Array
 
 from numpyro_fed import html
@@ -341,7 +340,12 @@ def unless_interrupted(correction: Correction, interrupted: bool, num_draws: int
 
 
 # Compiled as one program: BlackJAX calls it op by op, which makes a hundred small ones.
-_smooth = jax.jit(psis_weights)
+@jax.jit
+def _smooth(log_weights: Array) -> tuple[Array, Array]:
+    """Return Pareto-smoothed log weights (n,) and k-hat."""
+    from blackjax.diagnostics import psis_weights  # here: its import starts JAX's backend
+
+    return psis_weights(log_weights)
 
 
 def weights_of(log_weights: Array) -> tuple[float, np.ndarray]:

@@ -29,7 +29,6 @@ import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 import optax
-from blackjax.sgmcmc.diffusions import overdamped_langevin
 from jax import Array
 
 from numpyro_fed.algorithms import convergence
@@ -251,6 +250,9 @@ class Soul:
         gradient of its parameters in it, the mean log density, and the gradient with respect to
         ``seen``: means over draws.
         """
+        # Here, since its import starts JAX's backend.
+        from blackjax.sgmcmc.diffusions import overdamped_langevin
+
         party_model, langevin = self.party_model(data), overdamped_langevin()
 
         def log_p(u: Array, params: ClientParams, context: Context) -> Array:
