@@ -21,7 +21,7 @@ from numpyro_fed.methods.mode import (
     search_for,
 )
 from numpyro_fed.methods.sfvi import SFVI
-from numpyro_fed.model import data as silo_data
+from numpyro_fed.model.hosts import read_all
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.results.mode import Mode
@@ -98,7 +98,8 @@ def find_mode(
         algorithm = fit.built.start.search
         runtime = fit.reach(algorithm, begin=SEARCH)
         return search(key, fit.model, algorithm, runtime, hosted.batches)
-    layout, buckets = lay_out(model, silo_data.read(silos, model))
+    found = read_all(silos, model)
+    layout, buckets = lay_out(model, found)
     fm, batches = layout.model, on_device(buckets)
     _check(fm)
     if (coupled := coupling_reason(fm, layout.checks, buckets)) is not None:
@@ -107,7 +108,7 @@ def find_mode(
         algorithm = wide_mode(fm, starts)
     else:
         effects = effects_of(fm)
-        algorithm = from_own_modes(mode(fm, starts, effects=effects), fm, len(silos), effects)
+        algorithm = from_own_modes(mode(fm, starts, effects=effects), fm, len(found), effects)
     return search(key, fm, algorithm, simulation(algorithm), batches)
 
 

@@ -13,9 +13,9 @@ from numpyro_fed.methods.fit_steps import FitSteps, SilosToFit
 from numpyro_fed.methods.fitted import Fitted
 from numpyro_fed.methods.method_cache import MethodCache
 from numpyro_fed.methods.recipe import method_model
-from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.facts import Facts, agree
 from numpyro_fed.model.fingerprint import fingerprint
+from numpyro_fed.model.hosts import read_all
 from numpyro_fed.model.layout import layout_of
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.split import split
@@ -138,6 +138,6 @@ def _silos_to_fit(
             fm,
             fingerprint(fm, [plan.template()]),
         )
-    read = silo_data.read(silos, model)
+    read = read_all(silos, model)
     fm = layout_of(model, read).model
     return SilosToFit.here(read, fm), fm, fingerprint(fm, read)

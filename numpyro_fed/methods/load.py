@@ -22,8 +22,8 @@ from numpyro_fed.methods.recipe import rebuilt
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.methods.sfvi_avg import SFVIAvg
-from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import ReadSilos
+from numpyro_fed.model.hosts import read_all
 from numpyro_fed.precision import in_precision_of_object, precision
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.corrected import Corrected
@@ -200,7 +200,7 @@ def load(
         raise TypeError(f"give model and silos, or neither of them: {missing}= is missing.")
     # In the precision of the fit: its state would not fit a program of another one.
     with precision(double=_is_double(arrays)):
-        runs = _Runs(path, saved, model, silo_data.read(silos, model))
+        runs = _Runs(path, saved, model, read_all(silos, model))
         run = runs.get("")
         words = saved.get("words", {})
         corrected = None

@@ -44,6 +44,7 @@ from numpyro_fed.methods.recipe import recipe
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData, SilosInput, signature
 from numpyro_fed.model.facts import Facts, Plan, agree, check_plan, facts_of, with_globals
+from numpyro_fed.model.hosts import read_all
 from numpyro_fed.model.layout import Layout, layout_of
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket, one_by_one, padded
@@ -429,7 +430,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
         if isinstance(silos, Federation):
             return fit_over(self, silos)
-        read = silo_data.read(silos, self.model)
+        read = read_all(silos, self.model)
         shapes = (str(jnp.result_type(float)), tuple(signature(s) for s in read))
         cached_layout = self._layouts.get(shapes)
         layout = layout_of(self._text(), read) if cached_layout is None else cached_layout[0]

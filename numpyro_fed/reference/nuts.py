@@ -23,10 +23,10 @@ from numpyro.infer import MCMC, NUTS
 
 from numpyro_fed import html
 from numpyro_fed.errors import ConvergenceWarning, positive_int
-from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData, Sizes, signature
 from numpyro_fed.model.handlers import local_name
+from numpyro_fed.model.hosts import read_all
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket, grouped, stacked
@@ -270,7 +270,7 @@ def run_nuts(
         raise ValueError(f"backend={backend!r}: expected one of {sorted(_BACKENDS)}.")
     for name, value in (("num_samples", num_samples), ("num_chains", num_chains)):
         positive_int(name, value)
-    read = silo_data.read(silos, model)
+    read = read_all(silos, model)
     if params is not None and params.num_silos != len(read):
         raise ValueError(
             f"params comes from a fit of {params.num_silos} silos, but there are {len(read)} here. "

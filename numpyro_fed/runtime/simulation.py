@@ -57,6 +57,7 @@ from numpyro_fed.runtime.stack import (
     chunk_of,
     in_order,
     init_schedule,
+    readable,
     visits,
 )
 from numpyro_fed.runtime.step import Answers, RoundNoise, Transport, step
@@ -96,7 +97,7 @@ def simulation(
         silos = tuple(b.real(jax.vmap(init_one)(b.padded(b.silos), b.data)) for b in batches)
         carry = init_schedule(schedule, key, _num_silos(batches))
         server = algorithm.init_server(key_server)
-        return drop_weak_types(State(jnp.zeros((), jnp.int32), server, silos, carry))
+        return readable(drop_weak_types(State(jnp.zeros((), jnp.int32), server, silos, carry)))
 
     chunk = chunk_of(schedule)
     if schedule is None:
@@ -105,7 +106,19 @@ def simulation(
         advance = _block_loop(algorithm, _rounds_of_participants(algorithm, schedule), chunk)
     else:
         advance = _step_loop(algorithm, schedule)
-    return Runtime(init, jit(advance), single, chunk, partial(single, jit=jit_once))
+
+    @jit
+    def advanced(
+        key: Array,
+        state: State,
+        batches: Batches,
+        n: int,
+        server_data: ServerData = None,
+        stop: bool = False,
+    ) -> tuple[State, Log, RunStatus]:
+        return readable(advance(key, state, batches, n, server_data, stop))
+
+    return Runtime(init, advanced, single, chunk, partial(single, jit=jit_once))
 
 
 def single(round_: Round, jit: Callable[..., Callable[..., Any]] = jax.jit) -> Single:
@@ -122,7 +135,7 @@ def single(round_: Round, jit: Callable[..., Callable[..., Any]] = jax.jit) -> S
         server, silos, info, good, _ = step(
             round_, transport, noise, server, silos, who, server_data
         )
-        return server, silos, info, good[order]
+        return readable((server, silos, info, good[order]))
 
     return run
 

@@ -225,25 +225,48 @@ class Runtime(NamedTuple):
 def on_device(buckets: Sequence[Bucket]) -> Batches:
     """Return the buckets as batches on the device, or spread over all devices of the process.
 
-    With several devices the silos of a bucket are divided among them. Where the number of silos is
-    no multiple of that of devices, the first silos come once more (:class:`Batch`). A single silo
-    has its data on each device. Programs follow their data: a sum over silos is an all-reduce.
+    With several devices the silos of a bucket are divided among them, over all processes of the
+    program. Where the number of silos is no multiple of that of devices, the first silos come once
+    more (:class:`Batch`). A single silo has its data on each device. Programs follow their data: a
+    sum over silos is an all-reduce.
     """
     # On a CPU JAX may otherwise share memory with the user's arrays, which may change in place.
     host = [(np.asarray(b.silos, np.int32), b.data) for b in buckets]
     devices = jax.devices()
     if len(devices) == 1:
         return tuple(Batch(*batch) for batch in jax.device_put(host, may_alias=False))
-    mesh = jax.sharding.Mesh(np.asarray(devices), ("silo",))
-    everywhere, divided = NamedSharding(mesh, P()), NamedSharding(mesh, P("silo"))
+    undivided, divided = _on_all_devices(P()), _on_all_devices(P("silo"))
     batches = []
     for silos, data in host:
         size = len(silos)
         rows = size if size == 1 else -(-size // len(devices)) * len(devices)
         data = jax.tree.map(lambda a: np.asarray(a)[np.arange(rows) % size], data)  # noqa: B023
-        placed = jax.device_put(data, everywhere if size == 1 else divided, may_alias=False)
-        batches.append(Batch(jax.device_put(silos, everywhere), placed))
+        placed = _placed(data, undivided if size == 1 else divided)
+        batches.append(Batch(_placed(silos, undivided), placed))
     return tuple(batches)
+
+
+def _on_all_devices(spec: P) -> NamedSharding:
+    return NamedSharding(jax.sharding.Mesh(np.asarray(jax.devices()), ("silo",)), spec)
+
+
+def _placed(tree: Tree, sharding: NamedSharding) -> Tree:
+    """Return arrays on devices; a process that has all of an array copies its own part alone."""
+    if jax.process_count() == 1:
+        return jax.device_put(tree, sharding, may_alias=False)
+    return jax.tree.map(
+        lambda a: jax.make_array_from_callback(a.shape, sharding, lambda i: np.array(a[i])), tree
+    )
+
+
+def readable(tree: Tree) -> Tree:
+    """Return the output of a program so that each process has all of it, if there are several.
+
+    Else what is computed of silos lies where they do, and only one process can read it.
+    """
+    if jax.process_count() == 1:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, _on_all_devices(P()))
 
 
 def chunk_of(schedule: Schedule[Any] | None) -> int:

@@ -175,7 +175,9 @@ def drive(
                 ended = "callback"
                 break
             if n:
-                seconds = time.perf_counter() - started
+                # Processes of one program need not take the same time, and run the same rounds.
+                alone = jax.process_count() == 1
+                seconds = time.perf_counter() - started if alone else 0.0
                 n = (
                     min(2 * n, runtime.chunk)
                     if seconds < seconds_each

@@ -1,0 +1,82 @@
+"""Silos of several processes of one JAX program (``jax.distributed``), each of which reads its own.
+
+All processes run the same script, and each passes the silos that it has. Those of process 0 come
+first. Rows are sent to all processes once, before anything is compiled; on devices each process has
+its own part of them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
+
+from numpyro_fed.errors import DataError
+from numpyro_fed.model.data import ReadSilos, SilosInput, read, read_one
+from numpyro_fed.model.facts import skeleton, unflatten_skeleton
+
+HEAD = "head"  # the name of the array with all that is no array, as JSON
+
+
+def read_all(silos: SilosInput, model: Callable[..., Any] | None = None) -> ReadSilos:
+    """Return the data of the silos of all processes, read and checked.
+
+    In a program of one process these are the silos that are passed.
+
+    Raises
+    ------
+    DataError
+        In all processes, if one of them has data that cannot be read.
+    """
+    if isinstance(silos, ReadSilos) or jax.process_count() == 1:
+        return read(silos, model)
+    own = _packed(silos)
+    longest = int(process_allgather(np.array(len(own))).max())
+    room = np.zeros(longest, np.uint8)
+    room[: len(own)] = np.frombuffer(own, np.uint8)
+    everyones = [_unpacked(part.tobytes()) for part in process_allgather(room)]
+    return read([silo for of_process in everyones for silo in of_process], model)
+
+
+def _packed(silos: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return the silos of this process, or the error about them, as bytes."""
+    try:
+        found = [
+            read_one(f"silo {j} of process {jax.process_index()}", s) for j, s in enumerate(silos)
+        ]
+    except DataError as error:
+        return _archive({"error": str(error)}, {})
+    head = [{"tree": skeleton(s.named_tree()), "static": dict(s.static)} for s in found]
+    names = [list(s.arrays) for s in found]
+    arrays = {f"{j}/{i}": s.arrays[n] for j, s in enumerate(found) for i, n in enumerate(names[j])}
+    return _archive({"silos": head, "names": names}, arrays)
+
+
+def _archive(head: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **{HEAD: np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays})
+    return file.getvalue()
+
+
+def _unpacked(message: bytes) -> list[dict[str, Any]]:
+    """Return the silos of one process as a list of dicts.
+
+    Raises
+    ------
+    DataError
+        With the error of that process, if there was one.
+    """
+    with np.load(io.BytesIO(message), allow_pickle=False) as file:
+        head = json.loads(file[HEAD].tobytes())
+        if "error" in head:
+            raise DataError(head["error"])
+        silos = []
+        for j, (silo, names) in enumerate(zip(head["silos"], head["names"], strict=True)):
+            arrays = {name: file[f"{j}/{i}"] for i, name in enumerate(names)}
+            silos.append(unflatten_skeleton(silo["tree"], {**arrays, **silo["static"]}))
+        return silos
