@@ -57,7 +57,7 @@ def _packed(silos: Sequence[Mapping[str, Any]]) -> bytes:
     return _archive({"silos": head, "names": names}, arrays)
 
 
-def _archive(head: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
+def _archive(head: Mapping[str, Any], arrays: Mapping[str, Any]) -> bytes:
     file = io.BytesIO()
     np.savez(file, **{HEAD: np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays})
     return file.getvalue()

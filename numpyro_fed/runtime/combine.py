@@ -22,7 +22,11 @@ def combine(how: Combine, stacks: Sequence[Reply[Up]], order: Array | None = Non
         parts = [_weighted_sum(reply) for reply in stacks]
         up = jax.tree.map(lambda *sums: sum(sums[1:], sums[0]), *(total for total, _ in parts))
         weight = sum((w for _, w in parts[1:]), parts[0][1])
-        return Replies(up, jnp.concatenate([reply.ok for reply in stacks]).all(), weight)
+        # A number as the others, so that over several devices one sum carries all of them.
+        bad = sum(
+            (jnp.sum(~reply.ok, dtype=weight.dtype) for reply in stacks), jnp.zeros_like(weight)
+        )
+        return Replies(up, bad == 0, weight)
     index = slice(None) if order is None else order
     triples = [(reply.up, reply.ok, _weights(reply)) for reply in stacks]
     return Replies(*jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[index], *triples))

@@ -250,7 +250,7 @@ def _on_all_devices(spec: P) -> NamedSharding:
     return NamedSharding(jax.sharding.Mesh(np.asarray(jax.devices()), ("silo",)), spec)
 
 
-def _placed(tree: Tree, sharding: NamedSharding) -> Tree:
+def _placed(tree: object, sharding: NamedSharding) -> Any:
     """Return arrays on devices; a process that has all of an array copies its own part alone."""
     if jax.process_count() == 1:
         return jax.device_put(tree, sharding, may_alias=False)

@@ -144,7 +144,7 @@ class _LiveAsker(_Asker, Generic[Drawn, Silos]):
         answers = self._transport(exchange, self._noise[number], down, self.who, self.silos)
         self.silos, self.watched = answers.silos, answers.watched
         self.good = self.good & answers.ok
-        return answers.replies, answers.ok.all()
+        return answers.replies, jnp.asarray(answers.replies.ok).all()
 
 
 def step(
