@@ -170,6 +170,6 @@ def test_federation(tmp_path):
     report = run_quickly("federation.py", tmp_path)
     (exchange,) = report["times"]
     assert exchange["seconds"] > 0
-    assert all(storm["same bits"] == storm["runs"] for storm in report["storms"])
+    assert all(storm["right"] == storm["runs"] for storm in report["storms"])
     assert all(not told["not named"] for told in report["lies"])
     assert report["strangers"][-2]["what"] == "changed plans"

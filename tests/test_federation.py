@@ -561,6 +561,20 @@ def test_a_silo_knows_its_own_texts_alone():
     assert "text of 'plain' differs" in asked(silos_of(numbers(), names={"plain": other}))
 
 
+@pytest.mark.parametrize("secret", [None, "auto"])
+def test_a_second_script_finds_the_programs_of_the_first_at_a_silo(compiled, secret):
+    silos = silos_of(numbers(), secret=secret)
+    first = named.run(KEY, 2, federation_of(silos), **QUIET)
+    at_silos = compiled.count("jit(visit)")
+    assert at_silos
+    again = named.run(KEY, 2, federation_of(silos), **QUIET)
+    assert compiled.count("jit(visit)") == at_silos
+    np.testing.assert_array_equal(again.losses, first.losses)
+    # Another plan is compiled for, and the runs of the first server go on.
+    named.run(KEY, 2, federation_of(silos[:2]), **QUIET)
+    assert len(named.run(KEY, 2, federation_of(silos), **QUIET).losses) == 2
+
+
 def test_settings_that_no_message_holds_need_a_name():
     method = nf.SFVI(plain, optim=optax.adam(0.1))
     with pytest.raises(nf.DataError, match="optim= cannot be sent"):

@@ -117,6 +117,8 @@ class Silo:
         self._state = None if state is None else Path(state)
         self._methods: Store = Memory() if state is None else Folder(Path(state) / "methods")
         self._agreed: OrderedDict[str, _Agreement] = OrderedDict()
+        # The last node of each method, by its settings: it has the programs that were compiled.
+        self._nodes: OrderedDict[str, SiloNode[Any, Any, Any]] = OrderedDict()
         self._policy = policy or Policy()
         self._ledger = Ledger(self._policy, Memory() if state is None else Folder(Path(state)))
         # One message at a time: a silo's state has one next state.
@@ -187,6 +189,8 @@ class Silo:
             raise ModelError("another plan was accepted for this method. Begin again.")
         agreed.accept(question.settings, self._policy)
         self._keep(question.method, agreed)
+        if agreed.node is not None:
+            self._nodes[agreed.settings] = agreed.node
         return write({})
 
     def _agreement(self, method: str, settings: str) -> _Agreement:
@@ -205,9 +209,14 @@ class Silo:
                 self._policy.check_method(str(described.get("named", described.get("method"))))
             if not isinstance(built, Party):
                 return _Agreement(settings, double, describe(built, self._data).to_json(), None)
-            node: SiloNode[Any, Any, Any] = SiloNode(
-                built, self._data, store=store, **self._options
-            )
+            if settings in self._nodes:
+                node = self._nodes[settings].for_other_runs(store)
+            else:
+                node = SiloNode(built, self._data, store=store, **self._options)
+            self._nodes[settings] = node
+            self._nodes.move_to_end(settings)
+            while len(self._nodes) > MAX_METHODS:
+                self._nodes.popitem(last=False)
             return _Agreement(settings, double, node.facts(), node)
 
     def _get(self, method: str) -> _Agreement:

@@ -12,12 +12,13 @@ used a reply, it asks from the state before.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Generic
+from typing import Any, Generic, Self
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +136,7 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
         self._method, self._silo, self._secret = method, silo, secret
         self._allow_unhidden, self._store = allow_unhidden, store
         self._programs: dict[bool, _Programs[SiloInput, Plan, Built]] = {}
+        self._accepted: tuple[str, int] | None = None
         self._sampled: Sampled | None = None
         self.size = PlanSize(0, 0, 0)
 
@@ -142,16 +144,34 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
         """Return the silo's facts as JSON."""
         return self._facts
 
+    def for_other_runs(self, store: Store | None) -> Self:
+        """Return a node for the runs of another server, which has nothing of the runs of this one.
+
+        Where it accepts the same plan, it compiles nothing again.
+        """
+        other = copy.copy(self)
+        other._store, other._sampled = store, None
+        other._runs = other._no_runs()
+        if self._fresh_noise:
+            other._secret = _unknown_key()
+        return other
+
     def accept(self, plan: str, number: int) -> None:
         """Build the algorithm from the agreed plan, as silo ``number`` of all."""
-        agreed = self._method.read_plan(plan)
-        self._method.check_plan(agreed, self._facts, number)
-        built = self._method.build(agreed)
-        self._number = number
-        self._data = self._method.read_silo(self._silo, agreed, number)
-        self._programs = {False: _Programs(self._method, built, self._data)}
-        self.size = self._method.size_of(agreed, built, self._data)
-        self._runs = KeptRuns(self._store, lambda name: self._programs_of(name).state_shapes)
+        if (plan, number) != self._accepted:
+            agreed = self._method.read_plan(plan)
+            self._method.check_plan(agreed, self._facts, number)
+            built = self._method.build(agreed)
+            self._number = number
+            self._data = self._method.read_silo(self._silo, agreed, number)
+            self._programs = {False: _Programs(self._method, built, self._data)}
+            self.size = self._method.size_of(agreed, built, self._data)
+            self._accepted = plan, number
+        self._runs = self._no_runs()
+
+    def _no_runs(self) -> KeptRuns:
+        """Return the runs that are in the store, of which none was read yet."""
+        return KeptRuns(self._store, lambda name: self._programs_of(name).state_shapes)
 
     def _programs_of(self, beginning: str) -> _Programs[SiloInput, Plan, Built]:
         """Return the programs for runs that began by the message ``beginning``."""
