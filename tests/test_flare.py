@@ -8,16 +8,19 @@ import time
 from types import SimpleNamespace
 
 import flare_study
+import jax
 import numpy as np
 import pytest
 from flare_place import SERVER, SITES, USER, Place
 
 import numpyro_fed as nf
 from numpyro_fed.errors import ModelError
-from numpyro_fed.network import Flare
+from numpyro_fed.network import Flare, InMemory
 from numpyro_fed.network.flare_kit import DENIED, EXECUTOR, RELAY, allow, denied, write_job
 from numpyro_fed.network.sockets import short_folder
 from numpyro_fed_relay.pending import Pending
+
+KEY = jax.random.key(0)
 
 pytestmark = [
     pytest.mark.slow,
@@ -109,6 +112,50 @@ def test_a_server_that_was_killed_is_followed_by_a_new_job(place, engine, double
     job = engine._job
     check(flare_study.figures(federation(Killing(engine, 6, kill), state=tmp_path)))
     assert engine._job.id != job.id
+
+
+class Absent(InMemory):
+    """Silos in this process, of which silo 1 does not answer while it is gone."""
+
+    gone = False
+
+    def send(self, silo, message, timeout):
+        if silo == 1 and self.gone:
+            raise ConnectionRefusedError
+        return super().send(silo, message, timeout)
+
+
+def test_a_site_may_be_away_in_three_of_eight_rounds(place, engine, double):
+    def run(engine, leave, come_back):
+        """The result of a run in whose rounds 2, 3 and 4 silo 1 is away."""
+        there = federation(engine)
+
+        def callback(result):
+            if len(result.losses) == 2:
+                leave()
+                there.patience = 2.0
+            elif len(result.losses) == 5:
+                come_back()
+                there.patience = 120.0
+
+        method = nf.PVI(flare_study.plain, start=None, schedule="synchronous")
+        return method.run(KEY, 8, there, progress_bar=False, callback=callback, every=1)
+
+    def come_back():
+        place.start_silo(1)
+        place.wait_for_silos()
+
+    job = engine._job
+    found = run(engine, lambda: place.kill_silo(1), come_back)
+    data = flare_study.numbers()
+    free = nf.Policy(min_rows=1, parameters_per_row=10.0)
+    silos = [nf.Silo(d, names=vars(flare_study), policy=free) for d in data]
+    here = Absent([silo.answer for silo in silos])
+    expected = run(here, lambda: setattr(here, "gone", True), lambda: setattr(here, "gone", False))
+    assert (found.status[:, 0, 1] == 5).tolist() == [False] * 2 + [True] * 3 + [False] * 3
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-12)
+    np.testing.assert_array_equal(found.status, expected.status)
+    assert engine._job is job
 
 
 def median(engine, size, times):
