@@ -1,7 +1,8 @@
 """How many messages, effective draws and seconds ``nf.fit`` takes on models with latents.
 
 The six cities in 2 and in 18 silos; a registry of six hospitals with 10 to 5,000 patients, raw
-covariates and an effect for each hospital. Each is fitted in a process that has compiled nothing,
+covariates and an effect for each hospital; another with two correlated effects, on the intercept
+and on sex. Each is fitted in a process that has compiled nothing,
 then again with another key. NUTS sees all rows. Errors are of means, in NUTS's sds; ratios of sds;
 the worst over all globals, unconstrained.
 
@@ -43,11 +44,24 @@ def registry(x: Any, hospital: Any, n_hospitals: int, y: Any = None) -> None:
         numpyro.sample("y", dist.Bernoulli(logits=x @ beta + u[hospital]), obs=y)
 
 
-def hospitals() -> list[dict[str, Any]]:
+def pair_registry(x: Any, hospital: Any, n_hospitals: int, y: Any = None) -> None:
+    """The same with two correlated effects of each hospital, on the intercept and on sex."""
+    beta = numpyro.sample("beta", dist.Normal(0, 10).expand([x.shape[-1]]).to_event(1))
+    tau = numpyro.sample("tau", dist.HalfNormal(1).expand([2]).to_event(1))
+    root = numpyro.sample("root", dist.LKJCholesky(2, 2))
+    with nf.silo_plate("hospital", n_hospitals):
+        u = numpyro.sample("u", dist.MultivariateNormal(0, scale_tril=tau[:, None] * root))
+    with nf.silo_plate("patient", x.shape[0]):
+        eta = x @ beta + u[hospital, 0] + u[hospital, 1] * x[:, 3]
+        numpyro.sample("y", dist.Bernoulli(logits=eta), obs=y)
+
+
+def hospitals(slope: float = 0.0) -> list[dict[str, Any]]:
     """One silo for each hospital: age in years, a value of about 90, sex, days in hospital."""
     r = np.random.default_rng(0)
     silos = []
-    for n, u in zip(SIZES, r.normal(0, 0.7, len(SIZES)), strict=True):
+    slopes = slope * np.random.default_rng(1).normal(0, 1, len(SIZES))
+    for n, u, v in zip(SIZES, r.normal(0, 0.7, len(SIZES)), slopes, strict=True):
         columns = (
             r.uniform(30, 90, n),
             r.lognormal(4.5, 0.3, n),
@@ -55,7 +69,7 @@ def hospitals() -> list[dict[str, Any]]:
             r.gamma(2, 4, n),
         )
         x = np.stack([np.ones(n), *columns], 1)
-        p = 1 / (1 + np.exp(-(x @ [-4, 0.04, 0.008, 0.3, 0.05] + u)))
+        p = 1 / (1 + np.exp(-(x @ [-4, 0.04, 0.008, 0.3, 0.05] + u + v * x[:, 3])))
         y = r.binomial(1, p)
         silos.append(dict(x=x, hospital=np.zeros(n, int), n_hospitals=1, y=y))
     return silos
@@ -71,12 +85,15 @@ MODELS: dict[str, Any] = {
     "six2": (six_cities.model, lambda: six_cities.silos()),
     "six18": (six_cities.model, lambda: in_silos(18)),
     "registry": (registry, hospitals),
+    "pair": (pair_registry, lambda: hospitals(0.5)),
 }
 
 
 def unconstrained(draws: dict[str, Any]) -> np.ndarray:
-    """The globals as columns (n, dim), tau by its logarithm."""
+    """The globals as columns (n, dim), tau by its logarithm, a root of a correlation by atanh."""
     columns = {k: np.log(v) if k == "tau" else v for k, v in draws.items()}
+    if "root" in columns:
+        columns["root"] = np.arctanh(np.asarray(columns["root"], float)[:, 1, 0])
     return np.column_stack([np.asarray(columns[k], float) for k in sorted(columns)])
 
 

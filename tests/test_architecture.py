@@ -46,6 +46,7 @@ LAYERS = [
     {"bounds"},
     {"algorithms.base"},
     {"algorithms", "runtime", "testing", "sigma"},
+    {"after"},
     {"results"},
     {"reference"},
 ]

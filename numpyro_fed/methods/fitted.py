@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed import html
+from numpyro_fed.after.base import AfterFit
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.influence import SiloTable
@@ -38,7 +39,7 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Fitted:
+class Fitted(AfterFit):
     """The result of :func:`numpyro_fed.fit`: a posterior, and whether to trust it.
 
     Attributes
@@ -64,6 +65,11 @@ class Fitted:
     num_exchanges: int
     missed: tuple[LocalMode, ...] = field(default=(), repr=False)
     interrupted: bool = field(default=False, repr=False)
+
+    @property
+    def run_behind(self) -> Result:
+        """Return the run that the best posterior rests on."""
+        return self.best.run_behind
 
     @property
     def mode(self) -> Mode | None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
+from numpyro_fed.after.base import AfterFit
 from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.algorithms.importance.proposals import (
     Mixture,
@@ -62,7 +63,7 @@ class Pool(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Corrected(Weighted[Result]):
+class Corrected(Weighted[Result], AfterFit):
     """An importance-corrected fit of silos that hold rows.
 
     Attributes
@@ -92,6 +93,11 @@ class Corrected(Weighted[Result]):
     num_exchanges: int
     integration: Integration = field(repr=False)
     pool: Pool | None = field(default=None, repr=False)
+
+    @property
+    def run_behind(self) -> Result:
+        """Return the fit that was corrected."""
+        return self.result
 
     @property
     def _sites(self) -> tuple[Site, ...]:

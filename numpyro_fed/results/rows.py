@@ -14,11 +14,12 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array
 
+from numpyro_fed.after.base import AfterFit
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Private
 from numpyro_fed.algorithms.influence import MOST_GLOBALS, influence
 from numpyro_fed.errors import ModelError, NonFiniteError
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.model.data import Sizes
+from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.indices import new_data_check
@@ -160,7 +161,7 @@ class Fit(CompiledMethod[Built]):
 
 
 @dataclass(frozen=True, eq=False)
-class Result(FederatedRun[Fit]):
+class Result(FederatedRun[Fit], AfterFit):
     """A federated fit of a model whose silos hold rows.
 
     Attributes
@@ -208,6 +209,22 @@ class Result(FederatedRun[Fit]):
     def sizes(self) -> list[Sizes]:
         """Return the rows of each plate at each silo; empty for silos in other processes."""
         return list(self._fit.sizes)
+
+    @property
+    def run_behind(self) -> Result:
+        """Return the run itself."""
+        return self
+
+    def data_of(self, silo: int) -> SiloData:
+        """Return a silo's data, as they were read."""
+        hosted = self._hosted(silo)
+        hosted.place(silo)
+        return hosted.data[silo]
+
+    def sizes_of(self, silo: int) -> Sizes:
+        """Return the rows of each plate at a silo."""
+        self._hosted(silo).place(silo)
+        return self._fit.sizes[silo]
 
     @property
     def plan(self) -> Plan:

@@ -1,0 +1,1 @@
+"""What comes after a fit: prediction, silos left out, and further questions to a posterior."""
