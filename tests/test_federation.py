@@ -507,6 +507,20 @@ def test_a_budget_outlives_the_process(tmp_path):
     assert {"time", "exchange", "run", "sent", "message", "reply"} <= set(lines[0])
 
 
+def test_messages_that_come_to_another_silo_move_nothing():
+    class Swaps(InMemory):
+        def send(self, silo, message, timeout):
+            # First all that is for its neighbour, the plan included.
+            super().send((silo + 1) % 3, message, timeout)
+            return super().send(silo, message, timeout)
+
+    data = numbers()
+    engine = Swaps([silo.answer for silo in silos_of(data)])
+    found = named.run(KEY, 4, nf.Federation(engine, names=NAMES), **QUIET)
+    expected = named.run(KEY, 4, federation_of(silos_of(data)), **QUIET)
+    np.testing.assert_array_equal(found.losses, expected.losses)
+
+
 def test_a_refusal_keeps_the_rounds_before_it():
     silos = silos_of(numbers(), policy=nf.Policy(max_places=3))
     with pytest.raises(nf.RefusedError, match=r"silo 0 refuses 'sfvi': .* 0 more") as caught:

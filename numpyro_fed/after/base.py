@@ -18,6 +18,7 @@ from numpyro_fed.after.predict import (
     predictor,
     read_new,
 )
+from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.precision import in_precision_of_object
@@ -47,6 +48,14 @@ class Run(Protocol):
         """Return a silo's private parameters on their supports, and its guide as ``"guide"``."""
 
 
+class Correction(Protocol):
+    """Weighted draws of a posterior."""
+
+    @property
+    def left_out(self) -> Any:
+        """Return the table of :meth:`AfterFit.leave_out`."""
+
+
 class AfterFit(ABC):
     """A posterior of a model whose silos hold rows, and the questions that can be asked of it."""
 
@@ -54,6 +63,11 @@ class AfterFit(ABC):
     @abstractmethod
     def run_behind(self) -> Run:
         """Return the run that the posterior rests on."""
+
+    @property
+    @abstractmethod
+    def correction_behind(self) -> Correction | str:
+        """Return the weighted draws of the posterior, or the reason why there are none."""
 
     @property
     def double(self) -> bool:
@@ -133,6 +147,52 @@ class AfterFit(ABC):
         check_plates(model, data, silo, self.run_behind.sizes_of(silo))
         new_data_check(model.text, silo)(**new)
         return self._predicted(key, n, data, silo, [*global_latents(model), *outer_latents(model)])
+
+    def leave_out(self) -> Any:
+        r"""Return how well all other silos predict the rows of each silo, without a refit.
+
+        With draws :math:`z_G^s` of the posterior and their weights :math:`w_s`,
+
+        .. math::
+            p(y_j \mid y_{-j}) = \sum_s v_s\, p(y_j \mid z_G^s), \qquad
+            v_s \propto \frac{w_s}{p(y_j \mid z_G^s)},
+
+        where the tail of the ratios is smoothed. It takes one exchange: the server sends draws and
+        weights, and a silo replies with three numbers, which are not added up.
+
+        Returns
+        -------
+        LeaveOut
+            With ``.log_density``, ``.pareto_k`` and ``.shift``, an entry for each silo; prints as a
+            table. Computed once.
+
+        Raises
+        ------
+        ModelError
+            If there is no correction of the fit.
+
+        Examples
+        --------
+        >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
+        >>> import numpyro_fed as nf
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with nf.silo_plate("row", len(y)):
+        ...         numpyro.sample("y", dist.Normal(mu, 2), obs=y)
+        >>> rng = np.random.default_rng(0)
+        >>> silos = [dict(y=rng.normal(m, 2, 20)) for m in (3.0, 3.0, 9.0)]
+        >>> fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
+        >>> int(fitted.leave_out().shift.argmax())
+        2
+
+        References
+        ----------
+        Vehtari, Gelman and Gabry (2017), of rows; here of silos.
+        """
+        correction = self.correction_behind
+        if isinstance(correction, str):
+            raise ModelError(f"silos cannot be left out: {correction}.")
+        return correction.left_out
 
     def _predict_own_rows(self, key: Array, silo: int | str, n: int) -> dict[str, Array]:
         """Return predictive draws for the rows of the fit, of one silo or of all."""

@@ -10,7 +10,7 @@ from numpyro_fed.methods.recipe import HasSettings, for_silos
 from numpyro_fed.model.facts import Facts, Plan
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
-from numpyro_fed.results.importance import importance_correct
+from numpyro_fed.results.importance import correct_from, importance_correct
 from numpyro_fed.results.rows import Fit
 from numpyro_fed.runtime.channel import Channel, Send, Weights
 from numpyro_fed.runtime.federation import Federation
@@ -41,6 +41,7 @@ def fit_over(method: Agrees, federation: Federation) -> tuple[Fit, Silos]:
         fit = Fit(
             plan=plan,
             certify=importance_correct,
+            correct_from=correct_from,
             built=built,
             runtime=reach(built.algorithm, built.schedule),
             reach=reach,

@@ -72,6 +72,11 @@ class Fitted(AfterFit):
         return self.best.run_behind
 
     @property
+    def correction_behind(self) -> Corrected | str:
+        """Return the correction by which the fit is judged, or why there is none."""
+        return self.corrected or "the fit could not be checked"
+
+    @property
     def mode(self) -> Mode | None:
         """Return the mode at which the first fit began, if it began at one."""
         fits = (s.result for s in self.stages if isinstance(s.result, Result))

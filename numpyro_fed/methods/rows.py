@@ -25,6 +25,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from numpyro_fed.algorithms.base import IMPORTANCE, ExchangeId, FederatedAlgorithm, Round
+from numpyro_fed.algorithms.importance.leave_out import LEAVE_OUT
 from numpyro_fed.algorithms.influence import INFLUENCE, influence
 from numpyro_fed.algorithms.mode import flat_size
 from numpyro_fed.algorithms.tempered import TEMPERED
@@ -52,7 +53,8 @@ from numpyro_fed.model.row_checks import RowChecks, check_rows_apart, refuse_cou
 from numpyro_fed.model.split import split
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
-from numpyro_fed.results.importance import importance_correct, weighing
+from numpyro_fed.results.importance import correct_from, importance_correct, weighing
+from numpyro_fed.results.leave_out import leaving_out
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.results.tempered import tempering_of
 from numpyro_fed.runtime.federation import Federation
@@ -377,13 +379,16 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
     def round_of(self, built: Built, asked: ExchangeId) -> tuple[Round, AnyAlgorithm]:
         """Return the round that declares an exchange, and the algorithm whose states it has.
 
-        It is one of a run, an evaluation, a correction, the silos' influence, or particles.
+        It is one of a run, an evaluation, a correction, the silos' influence, silos left out, or
+        particles.
         """
         if asked.name == IMPORTANCE:
             return weighing(built, asked.read_settings())[0], built.algorithm
         if asked.name == INFLUENCE:
             round_ = influence(built.model, built.algorithm, **asked.read_settings())
             return round_, built.algorithm
+        if asked.name == LEAVE_OUT:
+            return leaving_out(built, asked.read_settings()), built.algorithm
         if asked.name == TEMPERED:
             tempering = tempering_of(built, **asked.read_settings())
             return tempering.round(), tempering.algorithm()
@@ -456,6 +461,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             self._fits[cache_key] = Fit(
                 plan=plan,
                 certify=importance_correct,
+                correct_from=correct_from,
                 built=built,
                 runtime=RUNTIMES[runtime](built.algorithm, built.schedule),
                 sizes=layout.sizes,

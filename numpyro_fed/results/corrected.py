@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Self
@@ -16,12 +16,15 @@ from jax import Array, random
 from numpyro_fed.after.base import AfterFit
 from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.algorithms.importance.proposals import (
+    NUM_PARTS,
     Mixture,
 )
 from numpyro_fed.model.sites import Site
 from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.results.arviz import to_arviz
-from numpyro_fed.results.influence import SiloTable
+from numpyro_fed.results.influence import SiloTable, Whitened
+from numpyro_fed.results.leave_out import LeaveOut, table_of
+from numpyro_fed.results.mixture import mixture_at
 from numpyro_fed.results.moments import Moments
 from numpyro_fed.results.posterior import Posterior, posterior
 from numpyro_fed.results.rounding import Rounding
@@ -32,6 +35,9 @@ from numpyro_fed.results.weighted import (
     systematic,
 )
 
+# Draws where the posterior without a silo may be, an exchange of them, and the share of those that
+# look beyond, as in nf.fit, which has compiled both.
+MORE_DRAWS, WIDER = 4_000, 0.16
 PREFIX = "correction/"  # of the names of its arrays in a file
 
 
@@ -84,6 +90,8 @@ class Corrected(Weighted[Result], AfterFit):
         Messages that each silo sent for it.
     integration : Integration
         How silos integrated their own latents.
+    log_weights : array (num_draws,)
+        The log weights before they were smoothed and normalised.
     pool : Pool or None
         The draws as they were weighed, if they came from mixtures; None for the fit's guide.
     """
@@ -93,11 +101,57 @@ class Corrected(Weighted[Result], AfterFit):
     num_exchanges: int
     integration: Integration = field(repr=False)
     pool: Pool | None = field(default=None, repr=False)
+    log_weights: np.ndarray = field(default_factory=lambda: np.zeros(0), repr=False)
 
     @property
     def run_behind(self) -> Result:
         """Return the fit that was corrected."""
         return self.result
+
+    @property
+    def correction_behind(self) -> Corrected:
+        """Return the correction itself."""
+        return self
+
+    @cached_property
+    @in_precision_of_object
+    def left_out(self) -> LeaveOut:
+        """Return the table of :meth:`leave_out`, computed once."""
+        table = self._left_out_by_own_draws
+        for first in range(0, len(table.unknown), NUM_PARTS):
+            silos = table.unknown[first : first + NUM_PARTS]
+            more = self.with_draws_without(silos)
+            found = more._left_out_by_own_draws
+            sent = more.num_exchanges - (self.num_exchanges if self.pool else 0)
+            found = replace(found, num_exchanges=found.num_exchanges + sent)
+            table = table.better_of(found, silos)
+        return table
+
+    @cached_property
+    def _left_out_by_own_draws(self) -> LeaveOut:
+        # Draws that weigh nothing in the posterior may weigh much without a silo, so that it is the
+        # draws as they were weighed; where they are not known, those with weight.
+        z_G, log_weights = self.z_G, np.where(self.weights > 0, self.log_weights, -np.inf)
+        if self.pool is not None:
+            z_G, log_weights = self.pool.z_G, self.log_weights
+        key = random.fold_in(self._key, 2)
+        return table_of(key, self.result, self.integration, z_G, log_weights)
+
+    def with_draws_without(self, silos: Sequence[int]) -> Corrected:
+        """Return the correction with more draws, where the posterior without a silo may be.
+
+        They are from normal approximations there, after an exchange in which silos tell gradient
+        and Hessian of their log likelihoods; at most ``NUM_PARTS`` silos at once.
+        """
+        mean = np.asarray(self.weights) @ np.asarray(self.z_G)
+        whitened = Whitened.of(self.result.factors_at(mean))
+        moves, covariances = zip(*(whitened.without(j) for j in silos), strict=True)
+        own = mixture_at([mean + move for move in moves], list(covariances))
+        key = random.fold_in(self._key, 3)
+        more: Corrected = self.result._fit.correct_from(
+            key, self.result, MORE_DRAWS, None, own, wider=WIDER, before=self
+        )
+        return replace(more, num_exchanges=more.num_exchanges + 1)
 
     @property
     def _sites(self) -> tuple[Site, ...]:
@@ -161,6 +215,7 @@ class Corrected(Weighted[Result], AfterFit):
             _posterior=sampler_of(fit, integration),
             num_exchanges=words["num_exchanges"],
             integration=integration,
+            log_weights=_log(stored["weights"]),
         )
 
     @cached_property
@@ -200,6 +255,11 @@ class Corrected(Weighted[Result], AfterFit):
         """
         sample = partial(self.sample_posterior, silo=silo)
         return to_arviz(sample, key, num_samples, worth=self.ess, attributes=self._attributes)
+
+
+def _log(weights: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore"):
+        return np.log(weights)
 
 
 def sampler_of(fit: Fit, integration: Integration) -> Posterior:

@@ -44,6 +44,7 @@ from numpyro_fed.objectives import (
     draws_by_plate,
 )
 from numpyro_fed.precision import precision
+from numpyro_fed.results.batches import batch_size
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.corrected import Corrected, Pool, sampler_of
 from numpyro_fed.results.rows import Fit, Result
@@ -69,13 +70,6 @@ AT_ONCE = 4_000
 # Terms (draws x rows x inner draws) up to which the program is compiled with few optimisations:
 # running it takes less time than optimising it would. Half or twice of it only moves that point.
 FEW_TERMS = 2e7
-# Numbers of a batch of draws, for each site of the rows: 8 MB in double precision. Batches four
-# times as large took 1.2 times as long on a CPU, and smaller ones no less.
-IN_BATCH = 2**20
-# Draws of a batch: in multiples of VECTOR, and at least LEAST if a batch then has no more numbers
-# than MOST_IN_BATCH. On a CPU, with 2,000 logistic rows, a draw in batches of 8 to 15 took 4.6
-# times as long as in those of 32, and in batches of 22 1.8 times as long.
-VECTOR, LEAST, MOST_IN_BATCH = 16, 32, 2**23
 # Times that heavy draws are compared with their neighbours: each costs an exchange, and shows the
 # draws that become the heaviest after the last ones have lost their weight.
 MAX_CHECKS = 3
@@ -296,6 +290,7 @@ class Weighing:
             _posterior=sampler_of(fit, self.integration),
             num_exchanges=self.sent,
             integration=self.integration,
+            log_weights=np.asarray(log_weights, np.float64),
             pool=pool,
             **quality_fields(np.asarray(z_G), from_own, log_weights, tail_and_weights, of_fit),
         )
@@ -445,7 +440,7 @@ def _compiled(
         nodes=integration.nodes,
         num_draws=num_draws,
         wider=wider,
-        batch_size=_batch_size(fit, integration, num_draws),
+        batch_size=batch_size(fit, integration, num_draws),
     )
 
     def make() -> tuple[Single, Proposal[Any]]:
@@ -466,14 +461,6 @@ def _inner_draws(guide: Guide, inner_draws: int | Mapping[str, int]) -> dict[str
     below = math.isqrt(max(inner_draws - 1, 0)) + 1
     split = {p: inner_draws if p in guide.outer else below for p in guide.locals}
     return draws_by_plate(LocallyEnhanced(split), guide)
-
-
-def _batch_size(fit: Fit, integration: Integration, num_draws: int) -> int:
-    """Return how many draws of the globals a silo takes at a time."""
-    rows = sum(n for _, n in fit.plan.total)
-    numbers = max(rows * integration.terms_of_row(fit.model), 1)
-    size = max(IN_BATCH // numbers, min(LEAST, MOST_IN_BATCH // numbers), 1)
-    return min(num_draws, size if size < VECTOR else size // VECTOR * VECTOR)
 
 
 def integration_of(result: Result, inner_draws: InnerDraws) -> Integration:

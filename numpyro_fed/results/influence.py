@@ -24,6 +24,7 @@ rows is far from a parabola: with parabolas for both, honest silos of 20 rows we
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import scipy.linalg
@@ -37,6 +38,9 @@ NOTHING = 1e-5
 # Least eigenvalue of a precision of many factors, where the total has one: a direction that nothing
 # but one silo knows.
 UNKNOWN = 1e-9
+# Sds of the posterior that a proposal without a silo may be wide, along a direction that hardly
+# anything but the silo knows: the prior's own width may be a million of them.
+WIDEST = 30.0
 LEVEL = 0.01  # of all silos together: honest ones are flagged in one fit of a hundred
 
 
@@ -72,29 +76,73 @@ class SiloTable:
     __repr__ = __str__
 
 
+class Whitened(NamedTuple):
+    """Parabolas of prior and silos, from the highest point of their sum, in its standard units.
+
+    Attributes
+    ----------
+    root : (n, n)
+        Its columns are uncorrelated directions of one sd.
+    step : (n,)
+        From the place at which silos were asked to the highest point.
+    g, A : (num_silos, n), (num_silos, n, n)
+        Gradients and negative Hessians of the silos.
+    prior_g, prior_A : (n,), (n, n)
+        Those of the prior.
+    """
+
+    root: np.ndarray
+    step: np.ndarray
+    g: np.ndarray
+    A: np.ndarray
+    prior_g: np.ndarray
+    prior_A: np.ndarray
+
+    @classmethod
+    def of(cls, factors: Factors) -> Whitened:
+        """Return the parabolas that silos have told."""
+        g, A, _ = (np.asarray(a, np.float64) for a in factors.silos)
+        prior_g = np.asarray(factors.prior_gradient, np.float64)
+        prior_A = np.asarray(factors.prior_curvature, np.float64)
+        root = _whitening(A.sum(0) + prior_A)
+        step = root @ (root.T @ (g.sum(0) + prior_g))
+        g, prior_g = (g - A @ step) @ root, (prior_g - prior_A @ step) @ root
+        return cls(root, step, g, root.T @ A @ root, prior_g, root.T @ prior_A @ root)
+
+    def cavity(self, others: list[int]) -> np.ndarray:
+        """Return the precision of the prior and some silos, made positive."""
+        values, axes = np.linalg.eigh(self.prior_A + self.A[others].sum(0))
+        return (axes * np.maximum(values, UNKNOWN)) @ axes.T
+
+    def without(self, silo: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the highest point without a silo, from where silos were asked, and a covariance.
+
+        It is no wider along a direction than WIDEST sds of the posterior.
+        """
+        others = [i for i in range(len(self.g)) if i != silo]
+        values, axes = np.linalg.eigh(self.cavity(others))
+        values = np.maximum(values, WIDEST**-2.0)
+        top = axes @ (axes.T @ (self.prior_g + self.g[others].sum(0)) / values)
+        half = self.root @ (axes / np.sqrt(values))
+        return self.step + self.root @ top, half @ half.T
+
+
 def table_of(factors: Factors, effects_of_silos: bool = False) -> SiloTable:
     """Return the table from the parabolas of prior and silos at one place.
 
     With ``effects_of_silos`` there are latents of each silo under a global scale.
     """
-    g, A, gains = (np.asarray(a, np.float64) for a in factors.silos)
-    prior_g = np.asarray(factors.prior_gradient, np.float64)
-    prior_A = np.asarray(factors.prior_curvature, np.float64)
-    precision_ = A.sum(0) + prior_A
-    root = _whitening(precision_)  # (n, n): its columns are uncorrelated directions of one sd
-    step = root @ (root.T @ (g.sum(0) + prior_g))
-    moved = gains - g @ step + np.einsum("i,jik,k->j", step, A, step) / 2
+    whitened = Whitened.of(factors)
+    root, step, g, A, prior_g, _ = whitened
+    told_g, told_A, gains = (np.asarray(a, np.float64) for a in factors.silos)
+    moved = gains - told_g @ step + np.einsum("i,jik,k->j", step, told_A, step) / 2
     gains = np.where(gains < 0, gains, np.maximum(moved, 0.0))
-    g, prior_g = (g - A @ step) @ root, (prior_g - prior_A @ step) @ root
-    A, prior_A = root.T @ A @ root, root.T @ prior_A @ root
     sds = np.linalg.norm(root, axis=1)
 
     def compared(j: int, kept: list[int]) -> tuple[np.ndarray, float]:
         """Return how far the others' mean is from that with silo ``j``, and the log tail area."""
         others = [i for i in kept if i != j]
-        cavity = prior_A + A[others].sum(0)
-        values, axes = np.linalg.eigh(cavity)
-        cavity = (axes * np.maximum(values, UNKNOWN)) @ axes.T
+        cavity = whitened.cavity(others)
         # At the highest point of the kept factors; with all of them it is the origin.
         top = np.linalg.solve(cavity + A[j], prior_g + g[kept].sum(0))
         gradient = g[j] - A[j] @ top

@@ -54,6 +54,15 @@ def around_modes(
     return _mixture(log_shares[kept], centres, roots)
 
 
+def mixture_at(centres: Sequence[np.ndarray], covariances: Sequence[np.ndarray]) -> Mixture:
+    """Return the mixture of equal parts with these means (dim,) and covariances (dim, dim)."""
+    roots = []
+    for covariance in covariances:
+        unit = np.sqrt(np.diagonal(covariance))
+        roots.append(unit[:, None] * np.linalg.cholesky(covariance / np.outer(unit, unit)))
+    return _mixture(np.zeros(len(centres)), centres, roots)
+
+
 def matched(z: np.ndarray, weights: np.ndarray) -> Mixture | None:
     """Return the mixture fitted to draws ``z`` (n, dim) with weights (n,) that sum to one.
 

@@ -16,7 +16,7 @@ from jax import Array
 
 from numpyro_fed.after.base import AfterFit
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Private
-from numpyro_fed.algorithms.influence import MOST_GLOBALS, influence
+from numpyro_fed.algorithms.influence import MOST_GLOBALS, Factors, influence
 from numpyro_fed.errors import ModelError, NonFiniteError
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData, Sizes
@@ -26,9 +26,10 @@ from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.row_checks import RowChecks, refuse_coupled_rows
 from numpyro_fed.precision import in_precision_of_object, is_double, precision
+from numpyro_fed.results import built as built_fit
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.base import CompiledMethod, FederatedRun, Silos
-from numpyro_fed.results.built import Built, Factors
+from numpyro_fed.results.built import Built
 from numpyro_fed.results.communication import Communication, communication
 from numpyro_fed.results.influence import SiloTable, table_of
 from numpyro_fed.results.posterior import Posterior, posterior, real_rows
@@ -77,6 +78,8 @@ class Fit(CompiledMethod[Built]):
     plan : Plan
     certify : (key, result) -> Corrected
         The importance correction of a result.
+    correct_from : (key, result, num_draws, inner_draws, own, wider=, before=) -> Corrected
+        The same by draws from a mixture, added to those of a correction before.
     double : bool
         Whether it computes in double precision.
     sizes : tuple of dict
@@ -91,6 +94,7 @@ class Fit(CompiledMethod[Built]):
 
     plan: Plan
     certify: Callable[..., Any]
+    correct_from: Callable[..., Any]
     double: bool = field(default_factory=is_double)
     sizes: tuple[Sizes, ...] = ()
     checks: RowChecks | None = None
@@ -135,7 +139,7 @@ class Fit(CompiledMethod[Built]):
         return self.built.draws
 
     @property
-    def factors(self) -> Factors | None:
+    def factors(self) -> built_fit.Factors | None:
         """Return the parts that PVI alone has: families, settings, an evaluation; else None."""
         return self.built.factors
 
@@ -214,6 +218,11 @@ class Result(FederatedRun[Fit], AfterFit):
     def run_behind(self) -> Result:
         """Return the run itself."""
         return self
+
+    @property
+    def correction_behind(self) -> Any:
+        """Return the fit's correction, or the reason, in words, why there is none."""
+        return self.certificate
 
     def data_of(self, silo: int) -> SiloData:
         """Return a silo's data, as they were read."""
@@ -298,9 +307,14 @@ class Result(FederatedRun[Fit], AfterFit):
         draws, _ = self.draw_globals(jax.random.key(0), MEAN_DRAWS)
         return self.silos_at(np.asarray(draws).mean(0))
 
-    @in_precision_of_object
     def silos_at(self, z_G: np.ndarray) -> SiloTable:
         """Return the influence of each silo at a place (num_globals,) of the globals."""
+        has_outer = any(p.dim and p.outer for p in self._fit.model.plates)
+        return table_of(self.factors_at(z_G), has_outer)
+
+    @in_precision_of_object
+    def factors_at(self, z_G: np.ndarray) -> Factors:
+        """Return the parabolas of the silos' log likelihoods at a place (num_globals,)."""
         fit = self._fit
         if not 0 < fit.model.dim <= MOST_GLOBALS:
             raise ModelError(
@@ -310,13 +324,13 @@ class Result(FederatedRun[Fit], AfterFit):
         if fit.checks is not None:
             refuse_coupled_rows(fit.checks, self._silos.buckets, "the influence of silos needs")
         round_ = influence(fit.model, fit.built.algorithm, self.num_silos)
-        factors = self._run_round_once(
+        factors: Factors = self._run_round_once(
             fit.quick_round(round_),
             jax.random.key(0),
             "gradient or Hessian at the posterior's mean are not finite at {}.",
             jnp.asarray(z_G, float),
         )[0]
-        return table_of(factors, any(p.dim and p.outer for p in fit.model.plates))
+        return factors
 
     @property
     def trusted(self) -> bool:

@@ -17,7 +17,7 @@ from numpyro_fed.algorithms.base import Down, Exchange, Reply, Up
 from numpyro_fed.errors import DataError, ReplyError, SiloAwayError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.runtime.arrivals import Arrivals
-from numpyro_fed.runtime.messages import GO_ON, Question, pack, read, unpack, write
+from numpyro_fed.runtime.messages import GO_ON, Question, at_silo, pack, read, unpack, write
 from numpyro_fed.runtime.stack import Batch, Batches
 
 Send = Callable[[int, bytes], bytes]
@@ -113,7 +113,8 @@ class Channel:
     ) -> Mark:
         run, size = np.frombuffer(self._carrier.new_run(), np.uint32), self.num_silos
         questions = [
-            Question(name, s, _id_of(run), used, used, self._method) for name, s, used in asked
+            Question(name, s, _id_of(run), used, used, at_silo(self._method, j))
+            for j, (name, s, used) in enumerate(asked)
         ]
         self._numbers[_id_of(run)] = max(q.number for q in questions)
         messages = [write(arrays or {}, question.head()) for question in questions]
@@ -198,7 +199,7 @@ class Channel:
         """Return the message to a silo, from the state that it had after the last used reply."""
         arrays = {"key": jax.random.key_data(key), **pack("down", down)}
         run, used = _id_of(mark.run[silo]), int(mark.used[silo])
-        question = Question(*exchange.id, run, number, used, self._method)
+        question = Question(*exchange.id, run, number, used, at_silo(self._method, silo))
         return write(arrays, question.head())
 
     def goes_on(self, without: str) -> bool:

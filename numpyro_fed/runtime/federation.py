@@ -17,7 +17,15 @@ from numpyro_fed.errors import DataError, SiloAwayError, positive_int, positive_
 from numpyro_fed.precision import is_double
 from numpyro_fed.runtime.arrivals import Arrivals
 from numpyro_fed.runtime.journal import Journal
-from numpyro_fed.runtime.messages import ACCEPT, DESCRIBE, Question, raise_refusal, read, write
+from numpyro_fed.runtime.messages import (
+    ACCEPT,
+    DESCRIBE,
+    Question,
+    at_silo,
+    raise_refusal,
+    read,
+    write,
+)
 
 # Seconds between two tries to reach a silo: the first is short, since most failures are, and a silo
 # that restarts is found within the last.
@@ -162,19 +170,19 @@ class Federation:
 
         def make() -> tuple[str, list[str]]:
             id_ = f"{self._session.hex()}-{len(self._cached)}"
-            question = Question(DESCRIBE, settings, method=id_)
-            answers = self.ask(
-                range(self.num_silos), [write({}, question.head())] * self.num_silos, DESCRIBE
-            )
+            silos = range(self.num_silos)
+            questions = [Question(DESCRIBE, settings, method=at_silo(id_, j)) for j in silos]
+            answers = self.ask(silos, [write({}, q.head()) for q in questions], DESCRIBE)
             return id_, [_text("facts", answer, j) for j, answer in enumerate(answers)]
 
         return self.cached(("facts", settings), make)
 
     def accept(self, method: str, plan: str) -> None:
         """Send the agreed plan of a method to all silos, each with its number."""
-        settings = [json.dumps({"plan": plan, "number": j}) for j in range(self.num_silos)]
-        messages = [write({}, Question(ACCEPT, s, method=method).head()) for s in settings]
-        self.ask(range(self.num_silos), messages, ACCEPT)
+        silos = range(self.num_silos)
+        settings = [json.dumps({"plan": plan, "number": j}) for j in silos]
+        questions = [Question(ACCEPT, settings[j], method=at_silo(method, j)) for j in silos]
+        self.ask(silos, [write({}, q.head()) for q in questions], ACCEPT)
 
     def ask(self, who: Sequence[int], messages: Sequence[bytes], exchange: str) -> list[bytes]:
         """Return the reply of each silo of ``who`` to its message; all are asked at once."""

@@ -188,6 +188,14 @@ def is_refusal(reply: bytes) -> bool:
         return False
 
 
+def at_silo(method: str, silo: int) -> str:
+    """Return the name of a method at one silo.
+
+    So a message that comes to another silo is of a method that was never agreed on there.
+    """
+    return f"{method}.{silo}" if method else ""
+
+
 def raise_refusal(reply: bytes, silo: int, exchange: str) -> None:
     """Raise the error with which a silo has answered, if it has."""
     try:

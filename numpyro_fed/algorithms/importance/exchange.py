@@ -14,6 +14,7 @@ and wider distributions (:mod:`numpyro_fed.algorithms.importance.proposals`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -87,32 +88,16 @@ def importance(
         is_wide = jnp.arange(num_draws) >= proposal.own
         return jnp.where(is_wide & ~(values < jnp.inf), -jnp.inf, values)
 
+    evaluate = log_likelihoods(likelihood, fitted, num_draws, batch_size)
+
     def silo(
         noise: Array, down: Down, state: Silo, data: SiloData
     ) -> tuple[Reply[Estimates], Silo]:
-        private = fitted.private(state)
-        theta = {**down.theta, **private.theta}
-
-        u, centre = coordinates_of(down)
-
-        def estimate(batch: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-            s, z_G, u = batch
-            keys = jax.vmap(jax.random.fold_in, (None, 0))(noise, s)
-            draws = Draws(keys, z_G, *private.recentred(Coordinates(u, centre)))
-            return likelihood.log_estimates(theta, private.guide, draws, data, s[0] == 0)
-
-        # In batches: all draws at once would hold a silo's rows, times inner draws, thousands of
-        # times in memory. The last batch is filled up by the first draws: a batch of another size
-        # would be compiled once more.
-        num_batches = -(-num_draws // batch_size)
-        index = jnp.arange(num_batches * -(-num_draws // num_batches)) % num_draws
-        batches = index.reshape(num_batches, -1)
-        values, coarse = jax.lax.map(estimate, (batches, down.z_G[batches], u[batches]))
-        values = values.ravel()[:num_draws]
+        values, coarse = evaluate(noise, down, state, data)
         # Far out a quadrature may be no number, which costs a weight; among the first draws, all
         # close to the fit, that would be mass.
         lost = jnp.isnan(values[: -(-num_draws // 4)]).mean() > MAX_LOST
-        too_coarse = coarse.any() | (likelihood.gives_way & lost)
+        too_coarse = coarse | (likelihood.gives_way & lost)
         # Values that are too coarse are not used, and may not be numbers.
         values = jnp.where(too_coarse, 0.0, without_overflow(values))
         up = Estimates(values, too_coarse.astype(values.dtype))
@@ -140,6 +125,37 @@ def importance(
         IMPORTANCE, silo, silo_noise=key_as_noise, usable=some_count, settings=settings
     )
     return Round((exchange,), run, proposal.noise)
+
+
+def log_likelihoods(
+    likelihood: LikelihoodEstimate,
+    fitted: FederatedAlgorithm[Server, Silo],
+    num_draws: int,
+    batch_size: int,
+) -> Callable[[Array, Down, Silo, SiloData], tuple[Array, Array]]:
+    """Return the function to a silo's log likelihood at each draw (n,), and if it is too coarse."""
+
+    def evaluate(noise: Array, down: Down, state: Silo, data: SiloData) -> tuple[Array, Array]:
+        private = fitted.private(state)
+        theta = {**down.theta, **private.theta}
+        u, centre = coordinates_of(down)
+
+        def estimate(batch: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+            s, z_G, u = batch
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(noise, s)
+            draws = Draws(keys, z_G, *private.recentred(Coordinates(u, centre)))
+            return likelihood.log_estimates(theta, private.guide, draws, data, s[0] == 0)
+
+        # In batches: all draws at once would hold a silo's rows, times inner draws, thousands of
+        # times in memory. The last batch is filled up by the first draws: a batch of another size
+        # would be compiled once more.
+        num_batches = -(-num_draws // batch_size)
+        index = jnp.arange(num_batches * -(-num_draws // num_batches)) % num_draws
+        batches = index.reshape(num_batches, -1)
+        values, coarse = jax.lax.map(estimate, (batches, down.z_G[batches], u[batches]))
+        return values.ravel()[:num_draws], coarse.any()
+
+    return evaluate
 
 
 def some_count(up: Estimates) -> Array:

@@ -1,0 +1,118 @@
+r"""The exchange in which each silo tells how well the others predict its rows.
+
+The server sends draws :math:`z_G^s` with the weights :math:`w_s` that make them draws of the
+posterior. Silo ``j`` takes its own likelihood out of the weights,
+
+.. math::
+    v_s \propto w_s \,/\, p(y_j \mid z_G^s), \qquad
+    p(y_j \mid y_{-j}) = \sum_s v_s \, p(y_j \mid z_G^s),
+
+smooths the tail of the ratios (Vehtari, Gelman and Gabry 2017, by silo instead of by row), and
+replies with the log of that density, the shape of the tail, and how far the mean of a global moves.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_fed.algorithms.base import (
+    Ask,
+    Combine,
+    Exchange,
+    FederatedAlgorithm,
+    Info,
+    Reply,
+    Round,
+    key_as_noise,
+)
+from numpyro_fed.algorithms.importance.exchange import log_likelihoods
+from numpyro_fed.algorithms.importance.likelihood import LikelihoodEstimate
+from numpyro_fed.algorithms.sfvi import Down
+from numpyro_fed.guides.structured import Guide
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.log_density import FederatedModel
+
+LEAVE_OUT = "leave out"  # the name of the exchange
+
+
+class LeaveOutDown(NamedTuple):
+    """The server's message: draws as in a correction, and their log weights (n,)."""
+
+    draws: Down
+    log_weights: Array
+
+
+class LeftOut(NamedTuple):
+    """A silo's reply about its rows, given those of all others.
+
+    Attributes
+    ----------
+    log_density : ()
+        The log predictive density of its rows.
+    pareto_k : ()
+        The shape of the tail of the ratios.
+    shift : ()
+        How far the mean of a global moves without the silo, the farthest one, in posterior sds.
+    """
+
+    log_density: Array
+    pareto_k: Array
+    shift: Array
+
+
+def leave_out(
+    fm: FederatedModel,
+    guide: Guide,
+    likelihood: LikelihoodEstimate,
+    fitted: FederatedAlgorithm[Any, Any],
+    num_draws: int,
+    batch_size: int,
+    settings: str,
+) -> Round:
+    """Return the round that leads from a run's state to the :class:`LeftOut` of all silos.
+
+    The server's data are the draws, with the log weights in a last column (n, dim + 1).
+    """
+    evaluate = log_likelihoods(likelihood, fitted, num_draws, batch_size)
+
+    def silo(
+        noise: Array, down: LeaveOutDown, state: Any, data: SiloData
+    ) -> tuple[Reply[LeftOut], Any]:
+        values, _ = evaluate(noise, down.draws, state, data)
+        up = _left_out(down.draws.z_G, down.log_weights, values)
+        return Reply(up, jnp.array(True)), state
+
+    def run(state: Any, noise: object, ask: Ask) -> tuple[LeftOut, Info]:
+        theta, eta, frame = fitted.shared(state)
+        given = jnp.zeros((num_draws, fm.dim + 1)) if ask.server_data is None else ask.server_data
+        z_G, log_weights = given[:, :-1], given[:, -1]
+        coordinates = (
+            guide.globals.centred_coordinates(frame, eta, z_G) if guide.uses_globals else ()
+        )
+        down = LeaveOutDown(Down(theta, z_G, coordinates), log_weights)
+        replies = ask(LEAVE_OUT, down)
+        return replies.up, Info(jnp.zeros(()), jnp.array(True))
+
+    exchange = Exchange(
+        LEAVE_OUT, silo, combine=Combine.GATHER, silo_noise=key_as_noise, settings=settings
+    )
+    return Round((exchange,), run)
+
+
+def _left_out(z_G: Array, log_weights: Array, values: Array) -> LeftOut:
+    """Return a silo's reply, from its log likelihood at each draw (n,)."""
+    from blackjax.diagnostics import psis_weights  # here: its import starts JAX's backend
+
+    counts = (log_weights > -jnp.inf) & (values > -jnp.inf)
+    smoothed, k = psis_weights(jnp.where(counts, log_weights - values, -jnp.inf))
+    log_v = jax.nn.log_softmax(jnp.where(counts, smoothed, -jnp.inf))
+    density = jax.nn.logsumexp(jnp.where(counts, log_v + values, -jnp.inf))
+    w, v = jax.nn.softmax(log_weights), jnp.exp(log_v)
+    mean = w @ z_G
+    sd = jnp.sqrt(w @ jnp.square(z_G - mean))
+    shift = jnp.abs(v @ z_G - mean) / jnp.where(sd > 0, sd, 1.0)
+    return LeftOut(density, k, shift.max(initial=0.0))

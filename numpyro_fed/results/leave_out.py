@@ -1,0 +1,132 @@
+"""How well the others predict each silo's rows, from the weighted draws that there are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed.algorithms.base import Round
+from numpyro_fed.algorithms.importance.integration import Integration
+from numpyro_fed.algorithms.importance.leave_out import LeftOut, leave_out
+from numpyro_fed.errors import MissingExtraError
+from numpyro_fed.results.batches import batch_size
+from numpyro_fed.results.built import Built
+from numpyro_fed.results.rows import Result
+
+# Shape of a tail above which ratios are not known by so many draws (Vehtari et al. 2024).
+MAX_K = 0.7
+MESSAGE = "the log predictive density is not finite at {}."
+
+
+@dataclass(frozen=True, eq=False)
+class LeaveOut:
+    """A table of what the others say of each silo; it prints as one.
+
+    Attributes
+    ----------
+    log_density : array (num_silos,)
+        The log predictive density of a silo's rows given those of all others,
+        ``log p(y_j | y_-j)``.
+    pareto_k : array (num_silos,)
+        The shape of the tail of the ratios; above 0.7 the other two numbers are not known.
+    shift : array (num_silos,)
+        How far the mean of a global moves when the silo is left out, the farthest one, in posterior
+        standard deviations.
+    num_exchanges : int
+    """
+
+    log_density: np.ndarray
+    pareto_k: np.ndarray
+    shift: np.ndarray
+    num_exchanges: int = field(default=1)
+
+    @property
+    def total(self) -> float:
+        """The sum of all log densities, by which models are compared."""
+        return float(self.log_density.sum())
+
+    @property
+    def unknown(self) -> tuple[int, ...]:
+        """Return the silos whose numbers are not known, since a few draws carry the ratios."""
+        return tuple(np.flatnonzero(~(self.pareto_k <= MAX_K)).tolist())
+
+    def better_of(self, other: LeaveOut, silos: Sequence[int]) -> LeaveOut:
+        """Return the table with some silos' rows from another one, where its tails are lighter.
+
+        The exchanges of both count.
+        """
+        taken = [j for j in silos if other.pareto_k[j] < self.pareto_k[j]]
+
+        def merged(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+            a = a.copy()
+            a[taken] = b[taken]
+            return a
+
+        return LeaveOut(
+            merged(self.log_density, other.log_density),
+            merged(self.pareto_k, other.pareto_k),
+            merged(self.shift, other.shift),
+            self.num_exchanges + other.num_exchanges,
+        )
+
+    def to_frame(self) -> Any:
+        """Return the table as a pandas DataFrame, a row for each silo."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise MissingExtraError("pandas", "examples") from error
+        columns = {name: getattr(self, name) for name in ("log_density", "pareto_k", "shift")}
+        return pandas.DataFrame(columns).rename_axis("silo")
+
+    def __str__(self) -> str:
+        lines = [f"{'silo':>6} {'log density':>12} {'k-hat':>7} {'shift':>7}"]
+        for j, (density, k, shift) in enumerate(
+            zip(self.log_density, self.pareto_k, self.shift, strict=True)
+        ):
+            mark = "  not known" if j in self.unknown else ""
+            lines.append(f"{j:6d} {density:12.2f} {k:7.2f} {shift:7.2f}{mark}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def leaving_out(built: Built, settings: Mapping[str, Any]) -> Round:
+    """Return the round that leaves silos out, which silos elsewhere build from these settings."""
+    integration = Integration(settings["inner_draws"], settings["nodes"])
+    fm, guide = built.model, built.guide
+    return leave_out(
+        fm,
+        guide,
+        integration.likelihood(fm, guide),
+        built.algorithm,
+        settings["num_draws"],
+        settings["batch_size"],
+        json.dumps(dict(settings)),
+    )
+
+
+def table_of(
+    key: Array, result: Result, integration: Integration, z_G: Array, log_weights: np.ndarray
+) -> LeaveOut:
+    """Return the table by draws (n, dim) with log weights (n,), in one exchange."""
+    fit, n = result._fit, len(log_weights)
+    settings = dict(
+        inner_draws=dict(integration.draws),
+        nodes=integration.nodes,
+        num_draws=n,
+        batch_size=batch_size(fit, integration, n),
+    )
+    exchange = fit.cached(
+        ("leave out", json.dumps(settings)),
+        lambda: fit.runtime.quick(leaving_out(fit.built, settings)),
+    )
+    given = jnp.asarray(np.concatenate([np.asarray(z_G), log_weights[:, None]], 1))
+    found: LeftOut = result._run_round_once(exchange, key, MESSAGE, given)[0]
+    density, k, shift = (np.asarray(a, np.float64) for a in found)
+    return LeaveOut(density, k, shift)

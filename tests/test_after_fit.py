@@ -1,0 +1,185 @@
+"""What comes after a fit, against closed forms: prediction, and what a silo changes."""
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_fed as nf
+from numpyro_fed.errors import DataError
+
+KEY = jax.random.key(0)
+QUIET = {"progress_bar": False}
+SIZES = (20, 35, 50)
+
+
+def model(x, hospital, n_hospitals, y=None):
+    """A regression with an effect for each hospital; all variances known."""
+    beta = numpyro.sample("beta", dist.Normal(0, 10).expand([2]).to_event(1))
+    with nf.silo_plate("hospital", n_hospitals):
+        u = numpyro.sample("u", dist.Normal(0, 1.5))
+    with nf.silo_plate("patient", x.shape[0]):
+        mean = numpyro.deterministic("mean", x @ beta + u[hospital])
+        numpyro.sample("y", dist.Normal(mean, 2), obs=y)
+
+
+@pytest.fixture(scope="module")
+def silos():
+    r = np.random.default_rng(0)
+    found = []
+    for size in SIZES:
+        x = np.stack([np.ones(size), r.normal(50, 10, size)], 1)
+        y = x @ [1.0, 0.2] + r.normal(0, 1.5) + r.normal(0, 2, size)
+        found.append(dict(x=x, hospital=np.zeros(size, int), n_hospitals=1, y=y))
+    return found
+
+
+@pytest.fixture(scope="module")
+def fitted(silos):
+    return nf.fit(KEY, model, silos, **QUIET)
+
+
+def exact(silos):
+    """Mean and covariance of the coefficients and of all hospitals' effects."""
+    design = np.zeros((sum(len(s["y"]) for s in silos), 2 + len(silos)))
+    row = 0
+    for j, s in enumerate(silos):
+        rows = slice(row, row := row + len(s["y"]))
+        design[rows, :2], design[rows, 2 + j] = s["x"], 1.0
+    prior = np.diag([0.01, 0.01, *[1 / 1.5**2] * len(silos)])
+    covariance = np.linalg.inv(prior + design.T @ design / 4)
+    return covariance @ design.T @ np.concatenate([s["y"] for s in silos]) / 4, covariance
+
+
+NEW = dict(x=np.array([[1.0, 40.0], [1.0, 70.0]]), hospital=np.zeros(2, int), n_hospitals=1)
+
+
+def close(draws, mean, variance, margin=0.1):
+    """Compare draws (n, rows) with normal distributions."""
+    draws = np.asarray(draws)
+    assert np.abs(draws.mean(0) - mean).max() < margin * np.sqrt(np.min(variance))
+    np.testing.assert_allclose(draws.std(0), np.sqrt(variance), rtol=0.05)
+
+
+def test_a_known_silo_has_its_own_effect(fitted, silos):
+    mean, covariance = exact(silos)
+    for j in (0, 2):
+        at = np.concatenate([NEW["x"], np.eye(3)[[j, j]]], 1)
+        variance = np.einsum("ri,ij,rj->r", at, covariance, at)
+        found = fitted.predict(jax.random.key(1), NEW, silo=j, n=4_000)
+        close(found["y"], at @ mean, variance + 4)
+        close(found["mean"], at @ mean, variance)
+
+
+def test_a_new_silo_has_an_effect_from_the_prior(fitted, silos):
+    mean, covariance = exact(silos)
+    x = NEW["x"]
+    variance = np.einsum("ri,ij,rj->r", x, covariance[:2, :2], x) + 1.5**2 + 4
+    draws = np.asarray(fitted.predict(jax.random.key(1), NEW, n=4_000)["y"])
+    close(draws, x @ mean[:2], variance)
+    # Its two patients share one effect.
+    shared = x[0] @ covariance[:2, :2] @ x[1] + 1.5**2
+    assert np.cov(draws.T)[0, 1] == pytest.approx(shared, abs=0.15 * variance[0])
+
+
+def test_rows_of_the_fit_have_all_latents_of_their_silo(fitted, silos):
+    mean, covariance = exact(silos)
+    draws = fitted.predict(jax.random.key(1), silo="own rows", n=4_000)["y"]
+    assert draws.shape == (4_000, sum(SIZES))
+    design = np.concatenate(
+        [
+            np.concatenate([s["x"], np.tile(np.eye(3)[j], (n, 1))], 1)
+            for j, (s, n) in enumerate(zip(silos, SIZES, strict=True))
+        ]
+    )
+    close(draws, design @ mean, np.einsum("ri,ij,rj->r", design, covariance, design) + 4)
+    alone = fitted.predict(jax.random.key(1), silo=1, n=50)
+    assert alone["y"].shape == (50, SIZES[1])
+
+
+def test_all_results_predict_alike(fitted):
+    """The correction, and the run behind it, by the same draws of what is new."""
+    draws = [
+        np.asarray(of.predict(KEY, NEW, silo=1, n=2_000)["mean"])
+        for of in (fitted, fitted.best, fitted.run_behind)
+    ]
+    np.testing.assert_array_equal(draws[0], draws[1])
+    assert np.abs(draws[2].mean(0) - draws[0].mean(0)).max() < 0.1
+
+
+def test_outcomes_in_new_data_are_not_used(fitted):
+    given = fitted.predict(KEY, {**NEW, "y": np.array([1e6, -1e6])}, n=20)["y"]
+    np.testing.assert_array_equal(given, fitted.predict(KEY, NEW, n=20)["y"])
+
+
+@pytest.mark.parametrize(
+    ("new", "silo", "words"),
+    [
+        ({"hospital": NEW["hospital"], "n_hospitals": 1}, "new", "'x'"),
+        ({**NEW, "age": np.ones(2)}, "new", "'age'"),
+        ({**NEW, "hospital": np.array([0, 3])}, "new", r"(?s)new data.*hospital"),
+        (
+            {**NEW, "hospital": np.array([0, 1]), "n_hospitals": 2},
+            1,
+            "2 of 'hospital'.* silo 1 has 1",
+        ),
+        ([1, 2], "new", "dict"),
+    ],
+)
+def test_new_data_that_do_not_fit_are_refused(fitted, new, silo, words):
+    with pytest.raises(DataError, match=words):
+        fitted.predict(KEY, new, silo=silo, n=10)
+
+
+def test_silos_that_do_not_exist_are_refused(fitted):
+    with pytest.raises(IndexError, match="no silo 3"):
+        fitted.predict(KEY, NEW, silo=3)
+    with pytest.raises(ValueError, match="'old'"):
+        fitted.predict(KEY, NEW, silo="old")
+    with pytest.raises(ValueError, match="no new data"):
+        fitted.predict(KEY, NEW, silo="own rows")
+
+
+def predictive_density(silos, j):
+    """Log density of silo j's rows given those of the others, and the means of coefficients."""
+    others = [s for i, s in enumerate(silos) if i != j]
+    mean, covariance = exact(others)
+    x, y = silos[j]["x"], silos[j]["y"]
+    r = y - x @ mean[:2]
+    total = x @ covariance[:2, :2] @ x.T + 1.5**2 + 4 * np.eye(len(y))
+    logdet = np.linalg.slogdet(2 * np.pi * total)[1]
+    return -0.5 * (r @ np.linalg.solve(total, r) + logdet), mean[:2]
+
+
+def check_left_out(table, silos):
+    mean, covariance = exact(silos)
+    for j in range(len(silos)):
+        density, without = predictive_density(silos, j)
+        assert table.log_density[j] == pytest.approx(density, abs=0.1)
+        shift = np.max(np.abs(without - mean[:2]) / np.sqrt(np.diag(covariance)[:2]))
+        assert table.shift[j] == pytest.approx(shift, abs=0.1, rel=0.02)
+
+
+def test_silos_left_out_have_their_predictive_density(fitted, silos):
+    table = fitted.leave_out()
+    check_left_out(table, silos)
+    assert table.pareto_k.max() < 0.7
+    assert table.num_exchanges == 1
+    assert table.total == pytest.approx(table.log_density.sum())
+    assert str(table).count("\n") == 3
+    assert table.to_frame().loc[1, "log_density"] == table.log_density[1]
+
+
+def test_a_silo_with_most_of_the_rows_is_left_out_by_draws_without_it(silos):
+    """Draws of the posterior say nothing of the posterior without it; others are weighed."""
+    r = np.random.default_rng(5)
+    x = np.stack([np.ones(2_000), r.normal(50, 10, 2_000)], 1)
+    y = x @ [4.0, 0.3] + r.normal(0, 2, 2_000)
+    large = dict(x=x, hospital=np.zeros(2_000, int), n_hospitals=1, y=y)
+    fitted = nf.fit(KEY, model, [silos[0], large], **QUIET)
+    assert 1 in fitted.corrected._left_out_by_own_draws.unknown
+    table = fitted.leave_out()
+    assert not table.unknown
+    check_left_out(table, [silos[0], large])
+    assert table.num_exchanges == 4  # the silos' parabolas, draws, and twice the densities
