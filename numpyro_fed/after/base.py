@@ -106,7 +106,7 @@ class AfterFit(ABC):
         Returns
         -------
         dict of str to array
-            Outcomes and deterministic sites (n, *shape).
+            Outcomes and deterministic sites, each ``(n, *shape)``.
 
         Raises
         ------
