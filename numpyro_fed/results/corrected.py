@@ -128,6 +128,7 @@ class Corrected(Weighted[Result], AfterFit):
         return table
 
     @cached_property
+    @in_precision_of_object
     def _left_out_by_own_draws(self) -> LeaveOut:
         # Draws that weigh nothing in the posterior may weigh much without a silo, so that it is the
         # draws as they were weighed; where they are not known, those with weight.
