@@ -72,6 +72,10 @@ MAX_IDLE = 5  # accepted steps in a row without a gain beyond rounding, after wh
 # Standard deviations from a mode at which another start counts as come there, too; modes that are
 # to be told apart are three and more away (``methods.mode.MODES_APART``).
 MERGED = 1.5
+# Exchanges after which a start that is still lower than a mode is given up. From zero, and without
+# modes of silos' own, the six cities took sixteen; a start drawn from a wide prior took a hundred
+# where others had come to the mode after six (docs/results/few_messages.md).
+LATE = 20
 MAX_HALVINGS = 30  # of a start at which some number is not finite: 2^-30 of it is zero in effect
 ROUNDING_UNITS = 8  # eps of a sum, relative: within it two log densities count as equal
 # Columns of a Hessian, or points, that silos compute side by side. More use more memory; one by one
@@ -242,7 +246,7 @@ def mode(
                 search, Expansion(search.trial, *total), of_effects, max_places
             )
 
-        after = _merged(sequential_map(update_one, (state, replies.up)))
+        after = _without_followers(sequential_map(update_one, (state, replies.up)))
         return after, Info(-after.best.value[best_start(after)], jnp.array(True))
 
     round_ = Round((Exchange("mode", silo, lenient=True),), run)
@@ -495,14 +499,19 @@ def _accept_or_reject(
     return where(search.done, left, after)
 
 
-def _merged(search: Search) -> Search:
-    """Return the state without the starts that come to where a better one rests already."""
+def _without_followers(search: Search) -> Search:
+    """Return the state without the starts that come to where a better one rests, or lag behind it.
+
+    A start lags that is still lower :data:`LATE` exchanges after the best one has come to rest.
+    """
     first = jnp.argmax(jnp.where(search.rests, search.best.value, -jnp.inf))
     away = search.best.x - search.best.x[first]
     squared = jnp.einsum("si,ij,sj->s", away, search.best.curvature[first], away)
     same = (squared <= MERGED**2) & (search.best.value <= search.best.value[first])
-    merged = search.rests[first] & same & search.known & ~search.rests
-    return search._replace(done=search.done | merged, left=search.left | merged)
+    lower = ~search.known | (search.best.value <= search.best.value[first])
+    late = search.tried > search.tried[first] + LATE
+    gone = search.rests[first] & ~search.rests & ((same & search.known) | (late & lower))
+    return search._replace(done=search.done | gone, left=search.left | gone)
 
 
 class _Step(NamedTuple):

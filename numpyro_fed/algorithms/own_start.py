@@ -44,7 +44,9 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.trees import all_finite, where
 
-MAX_STEPS = 50  # of a silo; from zero the six cities take 16
+# Steps of a silo. From zero the six cities take 16. A Poisson rate that is far too high comes down
+# by a factor of e in a step, and with raw covariates of 10^5 a search began at e^113.
+MAX_STEPS = 150
 MIN_GAIN = 1e-2  # predicted gain, in nats, at which a silo stops: the search goes on from there
 # Nats for each coordinate that another step may promise where a climb has ended; with more it ended
 # somewhere else than at a mode, and its parabola says nothing about the sum's.
