@@ -7,7 +7,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.errors import DataError
+from numpyro_fed.errors import DataError, ModelError
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}
@@ -85,15 +85,13 @@ def test_a_new_silo_has_an_effect_from_the_prior(fitted, silos):
 
 def test_rows_of_the_fit_have_all_latents_of_their_silo(fitted, silos):
     mean, covariance = exact(silos)
-    draws = fitted.predict(jax.random.key(1), silo="own rows", n=4_000)["y"]
-    assert draws.shape == (4_000, sum(SIZES))
-    design = np.concatenate(
-        [
-            np.concatenate([s["x"], np.tile(np.eye(3)[j], (n, 1))], 1)
-            for j, (s, n) in enumerate(zip(silos, SIZES, strict=True))
-        ]
-    )
-    close(draws, design @ mean, np.einsum("ri,ij,rj->r", design, covariance, design) + 4)
+    parts = fitted.predict(jax.random.key(1), silo="own rows", n=4_000)
+    for j, (part, silo) in enumerate(zip(parts, silos, strict=True)):
+        assert part["y"].shape == (4_000, SIZES[j])
+        effect = np.tile(np.eye(3)[j], (SIZES[j], 1))
+        design = np.concatenate([silo["x"], effect], 1)
+        variance = np.einsum("ri,ij,rj->r", design, covariance, design) + 4
+        close(part["y"], design @ mean, variance)
     alone = fitted.predict(jax.random.key(1), silo=1, n=50)
     assert alone["y"].shape == (50, SIZES[1])
 
@@ -137,6 +135,8 @@ def test_silos_that_do_not_exist_are_refused(fitted):
         fitted.predict(KEY, NEW, silo=3)
     with pytest.raises(ValueError, match="'old'"):
         fitted.predict(KEY, NEW, silo="old")
+    with pytest.raises(ValueError, match="pass new data"):
+        fitted.predict(KEY)
     with pytest.raises(ValueError, match="no new data"):
         fitted.predict(KEY, NEW, silo="own rows")
 
@@ -183,3 +183,51 @@ def test_a_silo_with_most_of_the_rows_is_left_out_by_draws_without_it(silos):
     assert not table.unknown
     check_left_out(table, [silos[0], large])
     assert table.num_exchanges == 4  # the silos' parabolas, draws, and twice the densities
+
+
+def far(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with nf.silo_plate("row", len(y)):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+
+@pytest.mark.parametrize("precision", ["double", "single"])
+def test_silos_that_are_thousands_of_nats_apart_are_left_out(precision):
+    r = np.random.default_rng(0)
+    silos = [dict(y=r.normal(m, 1, 2_000)) for m in (0.0, 0.0, 3.0)]
+    fitted = nf.fit(KEY, far, silos, precision=precision, **QUIET)
+    table = fitted.leave_out()
+    assert table.shift.argmax() == 2
+    for j in range(3):
+        if j in table.unknown:
+            continue
+        others = np.concatenate([s["y"] for i, s in enumerate(silos) if i != j])
+        variance = 1 / (0.01 + len(others))
+        mean, r = variance * others.sum(), silos[j]["y"]
+        total = np.eye(2_000) + variance
+        density = -0.5 * (
+            (r - mean) @ np.linalg.solve(total, r - mean) + np.linalg.slogdet(2 * np.pi * total)[1]
+        )
+        margin = 0.1 if precision == "double" else 1.0
+        assert table.log_density[j] == pytest.approx(density, abs=margin)
+
+
+def test_particles_are_left_out_by_their_own_weights():
+    silos = [dict(y=np.random.default_rng(j).normal(1, 1, 20)) for j in range(3)]
+    run = nf.SFVI(far).run(KEY, 0, silos, **QUIET)
+    particles = nf.Tempered(num_particles=800).run(KEY, 60, run, **QUIET)
+    expected = nf.importance_correct(KEY, run).leave_out()
+    np.testing.assert_allclose(particles.leave_out().log_density, expected.log_density, atol=0.3)
+
+
+def test_parameters_of_silos_are_not_made_up_for_new_rows():
+    def shifted(y, n=None):
+        mu = numpyro.sample("mu", dist.Normal(0, 10))
+        with nf.silo_plate("row", n or len(y)):
+            a = numpyro.param("a", np.zeros(n or len(y)))
+            numpyro.sample("y", dist.Normal(mu + a, 1), obs=y)
+
+    data = [dict(y=np.arange(3.0)), dict(y=np.arange(3.0))]
+    run = nf.SFVI(shifted, start=None).run(KEY, 2, data, **QUIET)
+    with pytest.raises(ModelError, match="'a' is a parameter"):
+        run.predict(KEY, dict(y=None, n=4))

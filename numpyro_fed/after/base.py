@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.after.predict import (
@@ -17,8 +16,9 @@ from numpyro_fed.after.predict import (
     outer_latents,
     predictor,
     read_new,
+    refuse_private_parameters,
 )
-from numpyro_fed.errors import ModelError
+from numpyro_fed.errors import ModelError, positive_int
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.precision import in_precision_of_object
@@ -86,7 +86,7 @@ class AfterFit(ABC):
         *,
         silo: int | str = NEW,
         n: int = 1_000,
-    ) -> dict[str, Array]:
+    ) -> Any:
         """Return posterior predictive draws of outcomes.
 
         Parameters
@@ -98,15 +98,16 @@ class AfterFit(ABC):
         silo : int or {"new", "own rows"}
             Whose rows they are: of silo ``j``, whose latents of an outer plate (a hospital's
             effect) are drawn from its posterior; of a new silo, all of whose latents are drawn from
-            their prior given the globals; or the rows of the fit of all silos, one after the other.
+            their prior given the globals; or the rows of the fit, of each silo.
             Latents of new rows come from their prior given the globals in any case.
         n : int
             The number of draws.
 
         Returns
         -------
-        dict of str to array
-            Outcomes and deterministic sites, each ``(n, *shape)``.
+        dict of str to array, or a list of them
+            Outcomes and deterministic sites, each ``(n, *shape)``; for ``silo="own rows"`` a list
+            with an entry for each silo.
 
         Raises
         ------
@@ -134,12 +135,14 @@ class AfterFit(ABC):
         >>> y.shape, y.mean(0).round().tolist()
         ((1000, 2), [0.0, 6.0])
         """
+        positive_int("n", n)
         if new is None:
             return self._predict_own_rows(key, silo, n)
         if silo == OWN_ROWS:
             raise ValueError('silo="own rows" predicts for the rows of the fit: pass no new data.')
         model = self.run_behind._fit.model
         data = read_new(model, new)
+        refuse_private_parameters(model)
         if isinstance(silo, str):
             check_name(silo)
             new_data_check(model.text, None)(**new)
@@ -158,7 +161,9 @@ class AfterFit(ABC):
             v_s \propto \frac{w_s}{p(y_j \mid z_G^s)},
 
         where the tail of the ratios is smoothed. It takes one exchange: the server sends draws and
-        weights, and a silo replies with three numbers, which are not added up.
+        weights, and a silo replies with three numbers, which are not added up. Where a tail is too
+        heavy, draws around the posterior without that silo are added: one exchange in which silos
+        send gradient and Hessian, as for ``silos``, and two more for each four such silos.
 
         Returns
         -------
@@ -194,23 +199,17 @@ class AfterFit(ABC):
             raise ModelError(f"silos cannot be left out: {correction}.")
         return correction.left_out
 
-    def _predict_own_rows(self, key: Array, silo: int | str, n: int) -> dict[str, Array]:
-        """Return predictive draws for the rows of the fit, of one silo or of all."""
+    def _predict_own_rows(self, key: Array, silo: int | str, n: int) -> Any:
+        """Return predictive draws for the rows of the fit, of one silo or of each."""
         run = self.run_behind
-        if isinstance(silo, str):
-            check_name(silo, OWN_ROWS)
-        silos = range(run.num_silos) if isinstance(silo, str) else [silo]
         names = all_latents(run._fit.model)
-        parts = [self._predicted(key, n, run.data_of(j), j, names) for j in silos]
-        if len(parts) == 1:
-            return parts[0]
-        axes = {s.name: s.axis for s in run._fit.model.sites if s.plate is not None}
-        return {
-            name: jnp.concatenate([p[name] for p in parts], 1 + (axes[name] or 0))
-            if name in axes
-            else parts[0][name]
-            for name in parts[0]
-        }
+        if not isinstance(silo, str):
+            return self._predicted(key, n, run.data_of(silo), silo, names)
+        if silo == NEW:
+            raise ValueError("pass new data to predict for, or silo='own rows'.")
+        check_name(silo, OWN_ROWS)
+        silos = range(run.num_silos)
+        return [self._predicted(key, n, run.data_of(j), j, names) for j in silos]
 
     def _predicted(
         self, key: Array, n: int, data: Any, silo: int | None, names: list[str]

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 from numpyro import handlers
 
-from numpyro_fed.errors import DataError
+from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.data import SiloData, read_one
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import structure
@@ -75,6 +75,21 @@ def read_new(fm: FederatedModel, new: Mapping[str, Any]) -> SiloData:
             f"new data do not fit the model, whose arguments are {names}: {error}."
         ) from error
     return read_one("new data", new)
+
+
+def refuse_private_parameters(fm: FederatedModel) -> None:
+    """Raise an error if silos have parameters of their own, which new rows do not share.
+
+    Raises
+    ------
+    ModelError
+    """
+    private = [s.name for s in fm.sites if s.kind == "param" and s.plate is not None]
+    if private:
+        raise ModelError(
+            f"'{private[0]}' is a parameter of a silo or a row, without a prior from which it "
+            "could be drawn for new rows. Make it a latent, or predict for the rows of the fit."
+        )
 
 
 def check_plates(fm: FederatedModel, data: SiloData, silo: int, sizes: Mapping[str, int]) -> None:

@@ -187,7 +187,7 @@ class FitSteps:
         elif self.may_go_on(best) and self.budget_left > MIN_BUDGET_FOR_SFVI:
             try:
                 second = self.run_sfvi()
-            except NonFiniteError as error:
+            except (NonFiniteError, RefusedError) as error:
                 self.spend(_sent_before(error))
                 self.record("SFVI", f"not possible ({error})", None)
             else:

@@ -49,12 +49,26 @@ def _packed(silos: Sequence[Mapping[str, Any]]) -> bytes:
         found = [
             read_one(f"silo {j} of process {jax.process_index()}", s) for j, s in enumerate(silos)
         ]
-    except DataError as error:
-        return _archive({"error": str(error)}, {})
+        if odd := next((s for s in silos if not _is_plain(s)), None):
+            raise DataError(
+                f"over several processes arguments are dicts with names, lists and tuples, got "
+                f"{jax.tree.structure(odd)} in process {jax.process_index()}."
+            )
+    except Exception as error:  # of whatever kind: the other processes wait for an answer
+        return _archive({"error": f"{type(error).__name__}: {error}"}, {})
     head = [{"tree": skeleton(s.named_tree()), "static": dict(s.static)} for s in found]
     names = [list(s.arrays) for s in found]
     arrays = {f"{j}/{i}": s.arrays[n] for j, s in enumerate(found) for i, n in enumerate(names[j])}
     return _archive({"silos": head, "names": names}, arrays)
+
+
+def _is_plain(tree: object) -> bool:
+    """Return whether a tree has the same nodes after it was written as JSON."""
+    if type(tree) is dict:
+        return all(isinstance(k, str) and _is_plain(v) for k, v in tree.items())
+    if type(tree) is list or type(tree) is tuple:
+        return all(_is_plain(part) for part in tree)
+    return not isinstance(tree, dict | list | tuple)
 
 
 def _archive(head: Mapping[str, Any], arrays: Mapping[str, Any]) -> bytes:

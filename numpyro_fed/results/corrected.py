@@ -19,6 +19,7 @@ from numpyro_fed.algorithms.importance.proposals import (
     NUM_PARTS,
     Mixture,
 )
+from numpyro_fed.errors import ModelError, NonFiniteError
 from numpyro_fed.model.sites import Site
 from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.results.arviz import to_arviz
@@ -91,7 +92,8 @@ class Corrected(Weighted[Result], AfterFit):
     integration : Integration
         How silos integrated their own latents.
     log_weights : array (num_draws,)
-        The log weights before they were smoothed and normalised.
+        The log weights before they were smoothed and normalised; of a loaded correction those that
+        were.
     pool : Pool or None
         The draws as they were weighed, if they came from mixtures; None for the fit's guide.
     """
@@ -100,8 +102,8 @@ class Corrected(Weighted[Result], AfterFit):
     _posterior: Posterior = field(repr=False)
     num_exchanges: int
     integration: Integration = field(repr=False)
+    log_weights: np.ndarray = field(repr=False)
     pool: Pool | None = field(default=None, repr=False)
-    log_weights: np.ndarray = field(default_factory=lambda: np.zeros(0), repr=False)
 
     @property
     def run_behind(self) -> Result:
@@ -118,9 +120,25 @@ class Corrected(Weighted[Result], AfterFit):
     def left_out(self) -> LeaveOut:
         """Return the table of :meth:`leave_out`, computed once."""
         table = self._left_out_by_own_draws
-        for first in range(0, len(table.unknown), NUM_PARTS):
-            silos = table.unknown[first : first + NUM_PARTS]
-            more = self.with_draws_without(silos)
+        try:
+            return self._with_more_draws(table) if table.unknown else table
+        # Silos need not tell their parabolas, or cannot: then some rows stay unknown.
+        except (ModelError, NonFiniteError) as error:
+            return replace(table, reason=str(error))
+
+    def _with_more_draws(self, table: LeaveOut) -> LeaveOut:
+        """Return the table with rows that were not known by draws around posteriors without them.
+
+        It takes an exchange in which silos tell gradient and Hessian of their log likelihoods, and
+        two more for each :data:`NUM_PARTS` silos.
+        """
+        mean = np.asarray(self.weights) @ np.asarray(self.z_G)
+        whitened = Whitened.of(self.result.factors_at(mean))
+        table = replace(table, num_exchanges=table.num_exchanges + 1)
+        unknown = table.unknown
+        for first in range(0, len(unknown), NUM_PARTS):
+            silos = unknown[first : first + NUM_PARTS]
+            more = self._with_draws_without(silos, mean, whitened)
             found = more._left_out_by_own_draws
             sent = more.num_exchanges - (self.num_exchanges if self.pool else 0)
             found = replace(found, num_exchanges=found.num_exchanges + sent)
@@ -138,21 +156,17 @@ class Corrected(Weighted[Result], AfterFit):
         key = random.fold_in(self._key, 2)
         return table_of(key, self.result, self.integration, z_G, log_weights)
 
-    def with_draws_without(self, silos: Sequence[int]) -> Corrected:
-        """Return the correction with more draws, where the posterior without a silo may be.
-
-        They are from normal approximations there, after an exchange in which silos tell gradient
-        and Hessian of their log likelihoods; at most ``NUM_PARTS`` silos at once.
-        """
-        mean = np.asarray(self.weights) @ np.asarray(self.z_G)
-        whitened = Whitened.of(self.result.factors_at(mean))
+    def _with_draws_without(
+        self, silos: Sequence[int], mean: np.ndarray, whitened: Whitened
+    ) -> Corrected:
+        """Return the correction with more draws, from where the posterior without a silo may be."""
         moves, covariances = zip(*(whitened.without(j) for j in silos), strict=True)
         own = mixture_at([mean + move for move in moves], list(covariances))
         key = random.fold_in(self._key, 3)
         more: Corrected = self.result._fit.correct_from(
             key, self.result, MORE_DRAWS, None, own, wider=WIDER, before=self
         )
-        return replace(more, num_exchanges=more.num_exchanges + 1)
+        return more
 
     @property
     def _sites(self) -> tuple[Site, ...]:

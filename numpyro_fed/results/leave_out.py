@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -39,12 +39,15 @@ class LeaveOut:
         How far the mean of a global moves when the silo is left out, the farthest one, in posterior
         standard deviations.
     num_exchanges : int
+    reason : str
+        Why no further draws could be made where a row is not known; empty if there is no reason.
     """
 
     log_density: np.ndarray
     pareto_k: np.ndarray
     shift: np.ndarray
-    num_exchanges: int = field(default=1)
+    num_exchanges: int = 1
+    reason: str = ""
 
     @property
     def total(self) -> float:
@@ -61,7 +64,7 @@ class LeaveOut:
 
         The exchanges of both count.
         """
-        taken = [j for j in silos if other.pareto_k[j] < self.pareto_k[j]]
+        taken = [j for j in silos if not self.pareto_k[j] <= other.pareto_k[j]]
 
         def merged(a: np.ndarray, b: np.ndarray) -> np.ndarray:
             a = a.copy()

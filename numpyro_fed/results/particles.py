@@ -250,6 +250,7 @@ def particles_of(
         ess=float(min(len(z), 1 / max(error[0].max(initial=0.0), len(z) ** -0.5) ** 2)),
         pareto_k=math.nan,
         weights=even,
+        log_weights=np.log(even),
         result=fit,
         _key=key_draws,
         _moments=computed._replace(error=error, shift_error=error, tail=0.0),

@@ -191,7 +191,8 @@ def is_refusal(reply: bytes) -> bool:
 def at_silo(method: str, silo: int) -> str:
     """Return the name of a method at one silo.
 
-    So a message that comes to another silo is of a method that was never agreed on there.
+    So a message that comes to another silo is of a method of its own there, and moves nothing of
+    the silo's.
     """
     return f"{method}.{silo}" if method else ""
 
@@ -204,7 +205,8 @@ def raise_refusal(reply: bytes, silo: int, exchange: str) -> None:
         raise ReplyError(f"is refused: {error}", silo=silo, exchange=exchange) from error
     if (name := head.get("error")) is not None:
         words = head.get("words", "no reason was given")[:2_000]
-        if name not in CROSSING:
+        begun = exchange not in (DESCRIBE, ACCEPT)
+        if name not in CROSSING or (begun and CROSSING[name] is DataError):
             raise RefusedError(words, silo=silo, exchange=exchange)
         raise CROSSING[name](f"silo {silo} refuses '{exchange}': {words}")
 

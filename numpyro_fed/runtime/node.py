@@ -162,10 +162,10 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
             agreed = self._method.read_plan(plan)
             self._method.check_plan(agreed, self._facts, number)
             built = self._method.build(agreed)
-            self._number = number
-            self._data = self._method.read_silo(self._silo, agreed, number)
-            self._programs = {False: _Programs(self._method, built, self._data)}
-            self.size = self._method.size_of(agreed, built, self._data)
+            data = self._method.read_silo(self._silo, agreed, number)
+            size = self._method.size_of(agreed, built, data)
+            self._number, self._data, self.size = number, data, size
+            self._programs = {False: _Programs(self._method, built, data)}
             self._accepted = plan, number
         self._runs = self._no_runs()
 

@@ -9,6 +9,8 @@ posterior. Silo ``j`` takes its own likelihood out of the weights,
 
 smooths the tail of the ratios (Vehtari, Gelman and Gabry 2017, by silo instead of by row), and
 replies with the log of that density, the shape of the tail, and how far the mean of a global moves.
+Where a silo integrates its latents by draws, its likelihood here has other noise than in the
+weights, and densities come out too small: by 0.15 nats for 80 rows of three latents and 20 draws.
 """
 
 from __future__ import annotations
@@ -37,6 +39,10 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 
 LEAVE_OUT = "leave out"  # the name of the exchange
+# Nats below the largest ratio at which another one counts as so small: the exponential of twice as
+# much is no zero in single precision.
+FAR = 40.0
+NOT_KNOWN = 1e3  # the shape of a tail that cannot be fitted: a few ratios, or equal ones
 
 
 class LeaveOutDown(NamedTuple):
@@ -108,9 +114,15 @@ def _left_out(z_G: Array, log_weights: Array, values: Array) -> LeftOut:
     from blackjax.diagnostics import psis_weights  # here: its import starts JAX's backend
 
     counts = (log_weights > -jnp.inf) & (values > -jnp.inf)
-    smoothed, k = psis_weights(jnp.where(counts, log_weights - values, -jnp.inf))
-    log_v = jax.nn.log_softmax(jnp.where(counts, smoothed, -jnp.inf))
+    ratios = jnp.where(counts, log_weights - values, -jnp.inf)
+    # The exponentials of a tail must be numbers. Ratios far below the largest hardly count, but
+    # they stand where the silo's own likelihood may be e^1000 times as large.
+    near = jnp.maximum(ratios, ratios.max() - FAR)
+    smoothed, k = psis_weights(near)
+    known = jnp.isfinite(k) & jnp.isfinite(smoothed).all()
+    log_v = jax.nn.log_softmax(jnp.where(known, smoothed, near)) + (ratios - near)
     density = jax.nn.logsumexp(jnp.where(counts, log_v + values, -jnp.inf))
+    k = jnp.where(known, k, NOT_KNOWN)
     w, v = jax.nn.softmax(log_weights), jnp.exp(log_v)
     mean = w @ z_G
     sd = jnp.sqrt(w @ jnp.square(z_G - mean))
