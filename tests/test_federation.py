@@ -530,6 +530,16 @@ def test_a_refusal_keeps_the_rounds_before_it():
     assert np.isfinite(result.sample_posterior(KEY, 10)["mu"]).all()
 
 
+def test_a_fit_keeps_its_stages_where_a_silo_is_away():
+    away = Leaves(silos_of(numbers()), "importance", range(1_000))
+    with pytest.raises(SiloAwayError, match="silo 1") as caught:
+        nf.fit(KEY, plain, nf.Federation(away, names=NAMES, patience=0.05), **QUIET)
+    fitted = caught.value.result
+    assert [stage.name for stage in fitted.stages] == ["mode"]
+    assert not fitted.trusted
+    assert np.isfinite(fitted.sample_posterior(KEY, 10)["mu"]).all()
+
+
 def test_exchanges_come_in_the_order_of_the_policy(tmp_path):
     ordered = nf.Policy(exchanges=("pvi", "importance"), in_order=True, min_rows=1)
     pvi, names = nf.PVI(normal, start=None), {"normal": normal}

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax import Array
 
-from numpyro_fed.errors import positive_int
+from numpyro_fed.errors import SilosError, positive_int
 from numpyro_fed.methods.fit_steps import FitSteps, SilosToFit
 from numpyro_fed.methods.fitted import Fitted
 from numpyro_fed.methods.method_cache import MethodCache
@@ -85,6 +85,8 @@ def fit(
         For input that cannot work, and an improper posterior.
     NonFiniteError
         If neither method comes to a finite posterior.
+    SilosError
+        If a silo refuses, or is away; the error's ``result`` has the stages so far.
     Interrupted
         By Ctrl-C once something was computed: a ``KeyboardInterrupt`` whose ``result`` has the
         stages so far, and says that it was interrupted.
@@ -118,6 +120,9 @@ def fit(
         fitting = FitSteps(typed_key(key), found, fm, MethodCache(model, text), budget, bar)
         try:
             return fitting.run()
+        except SilosError as error:
+            error.result = fitting.reached_so_far(error.result)
+            raise
         except KeyboardInterrupt as error:
             partial = fitting.interrupted(error)
             if partial is error:

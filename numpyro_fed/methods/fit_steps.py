@@ -200,25 +200,30 @@ class FitSteps:
 
     def interrupted(self, error: KeyboardInterrupt) -> KeyboardInterrupt:
         """Return ``Interrupted`` with the results so far, or ``error`` itself if there are none."""
-        partial = getattr(error, "result", None)
-        if isinstance(partial, Particles):
-            self.spend(partial.num_exchanges - self.sent_by_particles)
-        if partial is not None:
-            self.record(self.stage_name, "interrupted", partial)
-        if not self.results():
+        fitted = self.reached_so_far(getattr(error, "result", None))
+        if fitted is None:
             return error
-        best: Corrected | None = None
-        for stage in self.stages:
-            if isinstance(stage.result, Corrected):
-                best = self.better(best, stage.result)
-        reached = self.results()[-1] if best is None or not best.reliable else best
-        fitted = Fitted(reached, best, tuple(self.stages), self.spent, interrupted=True)
         return Interrupted(
             "interrupted; what the stages so far have reached is in the error's .result: "
             "error.result.save(path) keeps it. The .result of a stage is a fit, whose .state is an "
             "init_state to go on from.",
             result=fitted,
         )
+
+    def reached_so_far(self, partial: Any) -> Fitted | None:
+        """Return what was reached when a stage ended by an error with this result, if anything."""
+        if isinstance(partial, Particles):
+            self.spend(partial.num_exchanges - self.sent_by_particles)
+        if partial is not None:
+            self.record(self.stage_name, "interrupted", partial)
+        if not self.results():
+            return None
+        best: Corrected | None = None
+        for stage in self.stages:
+            if isinstance(stage.result, Corrected):
+                best = self.better(best, stage.result)
+        reached = self.results()[-1] if best is None or not best.reliable else best
+        return Fitted(reached, best, tuple(self.stages), self.spent, interrupted=True)
 
     def suits_pvi(self) -> bool:
         """Return whether PVI suits: globals, few enough for a full covariance; no parameters."""
