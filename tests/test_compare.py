@@ -47,6 +47,7 @@ def corrected_of(weights, pareto_k=0.1, **sites):
         _posterior=posterior,
         num_exchanges=1,
         integration=Integration({}),
+        log_weights=None,
     )
 
 

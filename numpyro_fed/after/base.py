@@ -131,9 +131,9 @@ class AfterFit(ABC):
         >>> rng = np.random.default_rng(0)
         >>> silos = [dict(x=x, y=3 * x + rng.normal(size=20)) for x in rng.normal(size=(2, 20))]
         >>> fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
-        >>> y = fitted.predict(jax.random.key(1), dict(x=np.array([0.0, 2.0])))["y"]
+        >>> y = fitted.predict(jax.random.key(1), dict(x=np.array([1.0, 2.0])))["y"]
         >>> y.shape, y.mean(0).round().tolist()
-        ((1000, 2), [0.0, 6.0])
+        ((1000, 2), [3.0, 6.0])
         """
         positive_int("n", n)
         if new is None:
