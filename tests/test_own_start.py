@@ -9,7 +9,14 @@ import pytest
 from problems import cut
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.mode import effects_of, mode
+from numpyro_fed.algorithms.mode import (
+    LATE,
+    Expansion,
+    Search,
+    _without_followers,
+    effects_of,
+    mode,
+)
 from numpyro_fed.algorithms.own_start import own_modes
 from numpyro_fed.model.data import read
 from numpyro_fed.model.layout import lay_out
@@ -73,3 +80,31 @@ def test_silos_where_nothing_is_finite_leave_the_others_to_decide(x, expected, d
         np.testing.assert_array_equal(places, before)
     else:  # with half of the prior
         np.testing.assert_allclose(places, expected * 4 / (4 + 0.5 / 25), rtol=1e-9)
+
+
+def rates(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0, 100).expand([2]).to_event(1))
+    with nf.silo_plate("row", len(y)):
+        numpyro.sample("y", dist.Poisson(jnp.exp(90.0 + x @ beta)), obs=y)
+
+
+def test_a_silo_comes_down_from_a_rate_of_e_to_the_hundred(double):
+    """Each step lowers a rate that is far too high by a factor of e, at no exchange."""
+    r = np.random.default_rng(0)
+    x = np.stack([np.ones(90), r.lognormal(0, 0.5, 90)], 1)
+    rows = dict(x=x, y=r.poisson(np.exp(x @ [0.5, 0.2])))
+    found = nf.find_mode(jax.random.key(0), rates, cut(rows, (40, 30, 20)), starts=1)
+    assert found.converged
+    assert found.num_exchanges < 12
+
+
+@pytest.mark.parametrize(("after", "value", "left"), [(LATE, -9, 0), (LATE + 1, -9, 1), (99, 1, 0)])
+def test_a_start_that_lags_behind_a_mode_is_given_up(after, value, left):
+    """The first one rests after six exchanges at a density of zero; the other is far from it."""
+    two, no = jnp.zeros(2), jnp.zeros(2, bool)
+    rests = jnp.array([True, False])
+    place = jnp.array([[0.0], [50.0]])
+    best = Expansion(place, jnp.array([0.0, value]), two[:, None], jnp.ones((2, 1, 1)))
+    search = Search(best, two, ~no, place, two, two, two, two, two, rests, rests, rests, two)
+    search = search._replace(tried=jnp.array([6, 6 + after]))
+    assert _without_followers(search).left.tolist() == [True, bool(left)]

@@ -73,8 +73,8 @@ MAX_IDLE = 5  # accepted steps in a row without a gain beyond rounding, after wh
 # to be told apart are three and more away (``methods.mode.MODES_APART``).
 MERGED = 1.5
 # Exchanges after which a start that is still lower than a mode is given up. From zero, and without
-# modes of silos' own, the six cities took sixteen; a start drawn from a wide prior took a hundred
-# where others had come to the mode after six (docs/results/few_messages.md).
+# modes of silos' own, the six cities took sixteen; with Poisson counts a start took a hundred where
+# another one had come to the mode after forty (docs/results/few_messages.md).
 LATE = 20
 MAX_HALVINGS = 30  # of a start at which some number is not finite: 2^-30 of it is zero in effect
 ROUNDING_UNITS = 8  # eps of a sum, relative: within it two log densities count as equal
