@@ -203,7 +203,7 @@ def private(module: Any, name: str) -> Any:
 PLACES = {
     "memory": "numpyro_fed.methods.rows._memory",
     "pareto_k": "numpyro_fed.reference.compare._pareto_k",
-    "batch_size": "numpyro_fed.results.importance._batch_size",
+    "batch_size": "numpyro_fed.results.importance.batch_size",
     "compiled_correction": "numpyro_fed.results.importance._compiled",
     "factor_for_the_prior": "numpyro_fed.methods.pvi._prior_optimiser",
     "rounds_of_a_log": "numpyro_fed.runtime.supervise._first",

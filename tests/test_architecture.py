@@ -1,6 +1,7 @@
 """Imports point down only, and the package is light to import."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import SLOW_EXAMPLES
+from laid_open import PLACES
 
 import numpyro_fed
 
@@ -193,3 +195,9 @@ def test_slow_examples_are_there():
         module = max((m for m in MODULES if name.startswith(f"{m}.")), key=len)
         for part in name.removeprefix(f"{module}.").split("."):
             assert re.search(rf"(def|class) {part}\b", MODULES[module].read_text()), name
+
+
+def test_places_that_slow_tests_replace_are_there():
+    for place in PLACES.values():
+        module, name = place.rsplit(".", 1)
+        assert hasattr(importlib.import_module(module), name), place
