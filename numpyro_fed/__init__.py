@@ -57,6 +57,7 @@ from numpyro_fed.network.silo import Silo
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, Quadrature
 from numpyro_fed.programs import cache_programs
 from numpyro_fed.reference.compare import Comparison, compare
+from numpyro_fed.reference.models import ModelComparison, compare_models
 from numpyro_fed.reference.nuts import NutsResult, run_nuts
 from numpyro_fed.results.communication import Communication
 from numpyro_fed.results.corrected import Corrected
@@ -106,6 +107,7 @@ __all__ = [
     "LowRankPrior",
     "MissingExtraError",
     "Mode",
+    "ModelComparison",
     "ModelError",
     "ModelWarning",
     "NonFiniteError",
@@ -140,6 +142,7 @@ __all__ = [
     "check_decomposition",
     "client_sum",
     "compare",
+    "compare_models",
     "describe",
     "divergences",
     "expfam",

@@ -105,6 +105,6 @@ def test_a_start_that_lags_behind_a_mode_is_given_up(after, value, left):
     rests = jnp.array([True, False])
     place = jnp.array([[0.0], [50.0]])
     best = Expansion(place, jnp.array([0.0, value]), two[:, None], jnp.ones((2, 1, 1)))
-    search = Search(best, two, ~no, place, two, two, two, two, two, rests, rests, rests, two)
+    search = Search(best, two, ~no, place, two, two, two, two, two, rests, rests, rests, two, two)
     search = search._replace(tried=jnp.array([6, 6 + after]))
     assert _without_followers(search).left.tolist() == [True, bool(left)]

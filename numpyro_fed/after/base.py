@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 from jax import Array
 
+from numpyro_fed.after import pictures
 from numpyro_fed.after.predict import (
     all_latents,
     check_plates,
     global_latents,
+    observed,
     outer_latents,
     predictor,
     read_new,
     refuse_private_parameters,
 )
+from numpyro_fed.after.sensitivity import PriorSensitivity, elements
 from numpyro_fed.errors import ModelError, positive_int
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.indices import new_data_check
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.precision import in_precision_of_object
 
 NEW, OWN_ROWS = "new", "own rows"
+ALL = "all"
+# Share of the prior's precision that a silo must add to an effect's, for an estimate of it alone.
+MIN_TOLD = 0.05
+WhichSilo = int | str | Sequence[int]  # a silo, some of them, or "all"
 
 
 class Run(Protocol):
@@ -55,6 +64,14 @@ class Correction(Protocol):
     def left_out(self) -> Any:
         """Return the table of :meth:`AfterFit.leave_out`."""
 
+    @property
+    def rows_left_out(self) -> Any:
+        """Return the table of :meth:`AfterFit.loo`."""
+
+    @property
+    def prior_answers(self) -> PriorSensitivity:
+        """Return the table of :meth:`AfterFit.prior_sensitivity`."""
+
 
 class AfterFit(ABC):
     """A posterior of a model whose silos hold rows, and the questions that can be asked of it."""
@@ -70,12 +87,19 @@ class AfterFit(ABC):
         """Return the weighted draws of the posterior, or the reason why there are none."""
 
     @property
+    @abstractmethod
+    def silos(self) -> Any:
+        """Return how far each silo moves the posterior."""
+
+    @property
     def double(self) -> bool:
         """Return whether the fit was computed in double precision."""
         return self.run_behind._fit.double
 
     @abstractmethod
-    def sample_posterior(self, key: Array, n: int, *, silo: int | None = None) -> dict[str, Array]:
+    def sample_posterior(
+        self, key: Array, n: int, *, silo: WhichSilo | None = None
+    ) -> dict[str, Array]:
         """Draw from the posterior."""
 
     @in_precision_of_object
@@ -194,10 +218,271 @@ class AfterFit(ABC):
         ----------
         Vehtari, Gelman and Gabry (2017), of rows; here of silos.
         """
+        return self._weighted_draws("silos cannot be left out").left_out
+
+    def loo(self) -> Any:
+        r"""Return how well all other rows predict each row, without a refit (PSIS-LOO).
+
+        With draws :math:`z_G^s` of the posterior, and latents :math:`u^s` of outer plates (a
+        hospital's effect) drawn given each,
+
+        .. math::
+            p(y_i \mid y_{-i}) = \sum_s v_s\, p(y_i \mid z_G^s, u^s), \qquad
+            v_s \propto \frac{1}{p(y_i \mid z_G^s, u^s)},
+
+        where a row's own latents are integrated out and the tail of the ratios is smoothed. A row
+        is one of the silo plate that has outcomes: a patient with all visits, say.
+
+        Returns
+        -------
+        Loo
+            With ``.elpd``, ``.se``, ``.num_bad``; ``.to_arviz()`` is an ``ELPDData``. Computed
+            once.
+
+        Raises
+        ------
+        ModelError
+            If there is no correction of the fit, or rows read each other's latents.
+
+        Notes
+        -----
+        In one process nothing crosses. A silo in another process sends five sums over its rows:
+        of log densities and their squares, of log likelihoods, of bad k-hats, and the number of
+        rows; what is known of each row stays there.
+
+        Examples
+        --------
+        >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
+        >>> import numpyro_fed as nf
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with nf.silo_plate("row", len(y)):
+        ...         numpyro.sample("y", dist.Normal(mu, 2), obs=y)
+        >>> rng = np.random.default_rng(0)
+        >>> silos = [dict(y=rng.normal(3, 2, 20)) for _ in range(3)]
+        >>> fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
+        >>> table = fitted.loo()
+        >>> table.num_rows, table.num_bad, round(table.p_loo)
+        (60, 0, 1)
+
+        References
+        ----------
+        Vehtari, Gelman and Gabry (2017).
+        """
+        return self._weighted_draws("rows cannot be left out").rows_left_out
+
+    def prior_sensitivity(self) -> PriorSensitivity:
+        r"""Return how the posterior answers to a stronger or weaker prior, and likelihood.
+
+        Draws :math:`z^s` of the posterior get the weights :math:`p(z^s)^{\alpha - 1}`, where
+        :math:`p` is the prior of the globals, or the likelihood of all silos, and
+        :math:`\alpha` is 0.99 or 1.01. The table has the slope of the cumulative Jensen-Shannon
+        distance of each marginal: above 0.05 it answers. A marginal that answers to both is one
+        where prior and data are in conflict; one that answers to the prior alone has a strong prior
+        or weak data.
+
+        Returns
+        -------
+        PriorSensitivity
+            With ``.names``, ``.prior``, ``.likelihood`` and ``.diagnosis``. Computed once.
+
+        Raises
+        ------
+        ModelError
+            If there is no correction of the fit.
+
+        Notes
+        -----
+        Nothing crosses: the densities are those of the correction. Priors of globals that depend on
+        other globals (effects under a scale), and those of silos' own latents, are not scaled.
+        On the same draws the numbers are those of ArviZ's ``psense``.
+
+        Examples
+        --------
+        A prior far from the data:
+
+        >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
+        >>> import numpyro_fed as nf
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 1))
+        ...     with nf.silo_plate("row", len(y)):
+        ...         numpyro.sample("y", dist.Normal(mu, 2), obs=y)
+        >>> rng = np.random.default_rng(0)
+        >>> silos = [dict(y=rng.normal(9, 2, 10)) for _ in range(2)]
+        >>> fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
+        >>> fitted.prior_sensitivity().diagnosis
+        ('prior and data in conflict',)
+
+        References
+        ----------
+        Kallioinen et al. (2024), Statistics and Computing 34.
+        """
+        return self._weighted_draws("there are no weighted draws").prior_answers
+
+    def disagreement(self) -> Any:
+        """Return which silos contradict the others, with a probability for each.
+
+        It is the table of :attr:`Result.silos` at this posterior: how far each silo moves the
+        posterior, and with what probability a silo of the same model would disagree with all others
+        as much (node-splitting). ``.plot()`` shows it.
+
+        Raises
+        ------
+        ModelError
+            For a model without globals, or with more than 300.
+
+        Notes
+        -----
+        One exchange, in which each silo sends gradient and Hessian of its log likelihood.
+
+        References
+        ----------
+        Marshall and Spiegelhalter (2007).
+        """
+        return self.silos
+
+    def plot(self, sites: Sequence[str] | None = None, *, n: int = 4_000) -> Any:
+        """Return a figure of the densities of globals, each over that of its prior.
+
+        Parameters
+        ----------
+        sites : list of str, optional
+            Names of global latents and deterministic sites; by default the latents, up to 24
+            elements.
+        n : int
+            The number of draws.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+        """
+        fm = self.run_behind._fit.model
+        chosen = global_latents(fm) if sites is None else list(sites)
+        draws = self.sample_posterior(jax.random.key(0), n)
+        if unknown := [name for name in chosen if name not in draws]:
+            raise ModelError(f"'{unknown[0]}' is no global of the model, which has {list(draws)}.")
+        names, values = elements({name: draws[name] for name in chosen})
+        if not names:
+            raise ModelError("the model has no globals to plot.")
+        prior = self._drawn_from_prior(jax.random.key(1), n)
+        before = None if prior is None else elements({name: prior[name] for name in chosen})[1]
+        most = slice(pictures.MOST_PANELS)
+        return pictures.marginals(names[most], values, before)
+
+    def plot_silos(self, site: str | None = None, *, n: int = 2_000) -> Any:
+        r"""Return a figure of silos' own latents: means with 50 and 90 % intervals, in order.
+
+        Circles are the estimates of each silo alone. With the mean and variance :math:`m_j, v_j` of
+        the posterior of an effect and :math:`m_0, v_0` of its prior given the globals, they are
+        :math:`(m_j / v_j - m_0 / v_0) / (1 / v_j - 1 / v_0)`: what is left of a normal posterior
+        when its prior is taken out. The dashed line is at the prior's mean.
+
+        Parameters
+        ----------
+        site : str, optional
+            A latent in a silo plate; by default the first one that rows share (of a hospital).
+        n : int
+            The number of draws.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+
+        Raises
+        ------
+        DataError
+            For silos in other processes, whose latents are theirs.
+        """
+        run = self.run_behind
+        fm = run._fit.model
+        known = [s.name for s in fm.sites if s.kind == "latent" and s.plate is not None]
+        site = next(iter([*outer_latents(fm), *known]), None) if site is None else site
+        if site is None or site not in known:
+            raise ModelError(f"{site!r} is no latent of silos: the model has {known}.")
+        draws = self.sample_posterior(jax.random.key(0), n, silo=ALL)
+        before = self._drawn_given_globals(jax.random.key(1), draws, site)
+        values, prior = (np.asarray(a, np.float64) for a in (draws[site], before))
+        silos = [(j, i) for j in range(run.num_silos) for i in range(rows_of(run, fm, site, j))]
+        single = len(silos) == run.num_silos
+        labels = [
+            (f"silo {j}" if single else f"silo {j}, {i}") + (f" {list(e)}" if e else "")
+            for j, i in silos
+            for e in np.ndindex(values.shape[2:])
+        ]
+        values, prior = values.reshape(n, -1), prior.reshape(n, -1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            told = 1 / values.var(0) - 1 / prior.var(0)
+            alone = (values.mean(0) / values.var(0) - prior.mean(0) / prior.var(0)) / told
+        alone = np.where(told > MIN_TOLD / prior.var(0), alone, np.nan)
+        return pictures.caterpillar(site, values, labels, alone, float(prior.mean()))
+
+    def plot_check(self, silo: int | str = OWN_ROWS, *, n: int = 50) -> Any:
+        """Return a figure of a posterior predictive check, a panel for each silo.
+
+        The distribution function of the outcomes is drawn over those of ``n`` data sets that the
+        fit predicts for the same rows. A model that fits has the outcomes among them.
+
+        Parameters
+        ----------
+        silo : int or "own rows"
+            One silo, or each of them, up to 24.
+        n : int
+            The number of predictive data sets.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+
+        Raises
+        ------
+        DataError
+            For silos in other processes, whose rows are theirs.
+        """
+        run = self.run_behind
+        fm, theta = run._fit.model, run._fit.model.constrain_theta(run.shared.theta)
+        silos = range(run.num_silos) if isinstance(silo, str) else [silo]
+        silos = list(silos)[: pictures.MOST_PANELS]
+        key, seen, predicted = jax.random.key(0), [], []
+        for j in silos:
+            private = {k: v for k, v in run.silo_params(j).items() if k != "guide"}
+            draws = self.sample_posterior(key, 1, silo=j)
+            latents = {name: draws[name] for name in all_latents(fm)}
+            outcomes = observed(fm, {**theta, **private}, latents, run.data_of(j))
+            seen.append(outcomes)
+            drawn = self._predict_own_rows(key, j, n)
+            predicted.append({name: np.asarray(drawn[name]) for name in outcomes})
+        return pictures.checks(seen, predicted, [f"silo {j}" for j in silos])
+
+    def _drawn_from_prior(self, key: Array, n: int) -> dict[str, Array] | None:
+        """Return draws of the globals from their prior; None if they cannot be drawn."""
+        run = self.run_behind
+        fm, theta = run._fit.model, run.shared.theta
+        z_G = fm.draw_prior(key, n)
+        if z_G is None:
+            return None
+        return jax.jit(jax.vmap(fm.constrain_global, (None, 0)))(theta, z_G)
+
+    def _drawn_given_globals(self, key: Array, draws: Mapping[str, Array], site: str) -> np.ndarray:
+        """Return draws of a latent of all silos from its prior given draws of the globals."""
+        run = self.run_behind
+        fm = run._fit.model
+        theta = fm.constrain_theta(run.shared.theta)
+        given = {name: draws[name] for name in global_latents(fm)}
+        draw = run._fit.cached("latents", lambda: predictor(fm, ("latent",)))
+        axis = next(1 + (s.axis or 0) for s in fm.sites if s.name == site)
+        parts = []
+        for j in range(run.num_silos):
+            private = {k: v for k, v in run.silo_params(j).items() if k != "guide"}
+            found = draw(jax.random.fold_in(key, j), {**theta, **private}, given, run.data_of(j))
+            parts.append(np.asarray(found[site]))
+        return np.concatenate(parts, axis)
+
+    def _weighted_draws(self, what: str) -> Correction:
+        """Return the correction of the fit; raise an error that says ``what`` needs one."""
         correction = self.correction_behind
         if isinstance(correction, str):
-            raise ModelError(f"silos cannot be left out: {correction}.")
-        return correction.left_out
+            raise ModelError(f"{what}: {correction}.")
+        return correction
 
     def _predict_own_rows(self, key: Array, silo: int | str, n: int) -> Any:
         """Return predictive draws for the rows of the fit, of one silo or of each."""
@@ -225,6 +510,12 @@ class AfterFit(ABC):
             theta |= {name: private[name] for name in private if name != "guide"}
         key_new = jax.random.fold_in(key_new, 0 if silo is None else 1 + silo)
         return fit.cached("predict", lambda: predictor(fit.model))(key_new, theta, latents, data)
+
+
+def rows_of(run: Run, fm: FederatedModel, site: str, silo: int) -> int:
+    """Return the number of rows of a latent's plate at a silo."""
+    plate = next(s.plate for s in fm.sites if s.name == site)
+    return 0 if plate is None else run.sizes_of(silo)[plate]
 
 
 def check_name(silo: str, *others: str) -> None:

@@ -11,11 +11,12 @@ patient, are drawn from their prior given the globals.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from numpyro import handlers
 
@@ -29,16 +30,18 @@ from numpyro_fed.tracing import TRACING
 # in memory at once, beside those that are returned.
 SIDE_BY_SIDE = 64
 
+OUTCOMES = "observed", "deterministic"
 Draws = Mapping[str, Array]
 Predict = Callable[[Array, Draws, Draws, SiloData], dict[str, Array]]
 
 
-def predictor(fm: FederatedModel) -> Predict:
-    """Return the compiled function to predictive draws of outcomes and deterministic sites.
+def predictor(fm: FederatedModel, kinds: Collection[str] = OUTCOMES) -> Predict:
+    """Return the compiled function to predictive draws of sites, by default of outcomes.
 
     It takes a key, the shared parameters on their supports, draws of latents (n, ...) and the data.
+    Latents without draws come from their prior given the others.
     """
-    named = [s.name for s in fm.sites if s.kind in ("observed", "deterministic")]
+    named = [s.name for s in fm.sites if s.kind in kinds]
 
     @jax.jit
     def predict(key: Array, theta: Draws, latents: Draws, data: SiloData) -> dict[str, Array]:
@@ -54,6 +57,19 @@ def predictor(fm: FederatedModel) -> Predict:
         return jax.lax.map(one, (jnp.arange(n), dict(latents)), batch_size=SIDE_BY_SIDE)
 
     return predict
+
+
+def observed(
+    fm: FederatedModel, theta: Draws, latents: Draws, data: SiloData
+) -> dict[str, np.ndarray]:
+    """Return the outcomes in a silo's data, by site; ``latents`` (1, ...) have any values."""
+    values = {name: value[0] for name, value in latents.items()}
+    text = handlers.substitute(fm.text, data={**theta, **values})
+    with TRACING, handlers.block():
+        seeded = handlers.seed(text, jax.random.key(0))
+        trace = handlers.trace(seeded).get_trace(**data.kwargs)
+    seen = [s.name for s in fm.sites if s.kind == "observed" and s.plate is not None]
+    return {name: np.asarray(trace[name]["value"]) for name in seen}
 
 
 def read_new(fm: FederatedModel, new: Mapping[str, Any]) -> SiloData:

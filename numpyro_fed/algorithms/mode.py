@@ -67,6 +67,9 @@ DAMPINGS = np.sqrt(10.0) ** np.arange(25)
 MIN_DAMPING = 1e-30  # a damping of zero could never grow again by a factor
 MAX_DAMPING = 1e8  # steps are 1e-8 of a unit: rounding decides whether they gain
 MIN_GAIN = 1e-4  # predicted gain of an undamped step, in nats, below which a point is a mode
+# The same near modes of other data, where every exchange counts. Such a point is a third of an sd
+# off, which draws that are weighed do not notice.
+MIN_GAIN_NEAR = 0.05
 NUDGE = 1e-2  # distance from zero, where some densities have a kink: NumPyro's Bernoulli at logit 0
 MAX_IDLE = 5  # accepted steps in a row without a gain beyond rounding, after which a search ends
 # Standard deviations from a mode at which another start counts as come there, too; modes that are
@@ -134,6 +137,8 @@ class Search(NamedTuple):
         Whether the last exchange was at ``best``: silos' own modes are then those there.
     tried : int
         Points tried.
+    min_gain : ()
+        The predicted gain, in nats, below which a point is a mode.
     """
 
     best: Expansion
@@ -149,6 +154,18 @@ class Search(NamedTuple):
     rests: Array
     left: Array
     tried: Array
+    min_gain: Array
+
+    def beginning_at(self, places: np.ndarray) -> Search:
+        """Return the state of several searches that try some places (k, n) first.
+
+        Searches beyond ``k`` try the first of them, too, and end together with its search.
+        """
+        starts = len(self.trial)
+        taken = np.arange(starts)
+        chosen = places[np.where(taken < len(places), taken, 0)]
+        trial = jnp.asarray(chosen, self.trial.dtype)
+        return self._replace(trial=trial, min_gain=jnp.full_like(self.min_gain, MIN_GAIN_NEAR))
 
 
 class Up(NamedTuple):
@@ -217,6 +234,7 @@ def mode(
                 no,
                 no,
                 never,
+                jnp.array(MIN_GAIN),
             )
 
         return jax.vmap(initial_search)(starting_places(fm, key, num_starts, init_loc_fn))
@@ -471,7 +489,7 @@ def _accept_or_reject(
     scale = jnp.where(better, jnp.maximum(curvature, SCALE_DECAY * search.scale), search.scale)
     step = _newton_step(best_after, scale, damping, metric)
     damping = step.damping
-    rests = better & (step.undamped_gain <= MIN_GAIN)
+    rests = better & (step.undamped_gain <= search.min_gain)
     lost = ~known & ~finite & ((search.tried >= MAX_HALVINGS) | (search.trial == 0).all())
     done = rests | (damping > MAX_DAMPING) | (idle >= MAX_IDLE) | lost
     if max_places is not None:
@@ -494,6 +512,7 @@ def _accept_or_reject(
         rests,
         rests,  # the trial is the best point, and silos' modes are those there
         tried,
+        search.min_gain,
     )
     left = search._replace(left=jnp.array(True))
     return where(search.done, left, after)

@@ -33,6 +33,7 @@ from numpyro_fed.algorithms.base import (
     Info,
     Reply,
     Round,
+    Shared,
     SharedParams,
     SiloParams,
     WarmStart,
@@ -44,6 +45,7 @@ from numpyro_fed.algorithms.sfvi_base import ByGradients, StartParams
 from numpyro_fed.algorithms.standardise import standardising
 from numpyro_fed.frame import Coordinates, Frame
 from numpyro_fed.gaussian import Gaussian
+from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.minibatch import MinibatchNoise, draw_minibatch, rows_at
@@ -84,6 +86,13 @@ class Down(NamedTuple):
     theta: dict[str, Any]
     z_G: Array
     coordinates: Coordinates | tuple[()]
+
+
+def down_of(guide: Guide, shared: Shared, z_G: Array) -> Down:
+    """Return the message with draws (n, dim) of the globals, from the shared part of a state."""
+    theta, eta, frame = shared
+    uses = guide.uses_globals
+    return Down(theta, z_G, guide.globals.centred_coordinates(frame, eta, z_G) if uses else ())
 
 
 def coordinates_of(down: Down) -> Coordinates:

@@ -157,14 +157,7 @@ class RowIntegrals:
         are cut into cells. A cell is drawn by the density at its middle, and a point of it evenly.
         """
         key_outer, key_rows = jax.random.split(key)
-        drawn: Rows = {}
-        for plate in Laplace(self.model).outer_plates:
-            place, root = self._outer_place(theta, z_G, modes, data)
-            terms = self._outer_terms(theta, z_G, modes, data)
-            cells, width = _cells(place.shape[1])
-            log_p = jax.lax.map(lambda cell, at=place, L=root, f=terms: f(at + L @ cell), cells)
-            cell = _drawn_cell(key_outer, log_p, cells, width)
-            drawn[plate] = place + (root @ cell[..., None])[..., 0]
+        drawn = self._drawn_outer(key_outer, theta, z_G, modes, data)
         latents = self._latents(drawn, modes, data)
         for i, (plate, (mode, precision)) in enumerate(
             self._places(theta, z_G, dict(drawn), modes, data).items()
@@ -179,6 +172,29 @@ class RowIntegrals:
             cell = _drawn_cell(jax.random.fold_in(key_rows, i), log_p, cells, width)
             drawn[plate] = mode + linalg.solve(root, cell[..., None], transposed=True)[..., 0]
         return drawn
+
+    def log_rows(self, key: Array, theta: Theta, z_G: Array, modes: Rows, data: SiloData) -> Rows:
+        """Return the log likelihood of each row but those of the outer plate, {plate: (rows,)}.
+
+        It is given a draw of the outer plate's latents from their density given the globals.
+        """
+        drawn = self._drawn_outer(key, theta, z_G, modes, data)
+        terms = self._terms(theta, z_G, drawn, modes, data)
+        return {p: rows for p, rows in terms.items() if p not in drawn}
+
+    def _drawn_outer(
+        self, key: Array, theta: Theta, z_G: Array, modes: Rows, data: SiloData
+    ) -> Rows:
+        """Return a draw of the outer plate's latents given the globals, if there is one."""
+        outer = Laplace(self.model).outer_plates
+        if not outer:
+            return {}
+        place, root = self._outer_place(theta, z_G, modes, data)
+        terms = self._outer_terms(theta, z_G, modes, data)
+        cells, width = _cells(place.shape[1])
+        log_p = jax.lax.map(lambda cell: terms(place + root @ cell), cells)
+        cell = _drawn_cell(key, log_p, cells, width)
+        return {outer[0]: place + (root @ cell[..., None])[..., 0]}
 
     def _over_outer(self, theta: Theta, z_G: Array, modes: Rows, data: SiloData) -> Array:
         """Return the log likelihood of a model with an outer plate."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax import Array
 
-from numpyro_fed.errors import SilosError, positive_int
+from numpyro_fed.errors import DataError, SilosError, positive_int
 from numpyro_fed.methods.fit_steps import FitSteps, SilosToFit
 from numpyro_fed.methods.fitted import Fitted
 from numpyro_fed.methods.method_cache import MethodCache
@@ -20,10 +21,12 @@ from numpyro_fed.model.layout import layout_of
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.split import split
 from numpyro_fed.precision import precision as precision_as
+from numpyro_fed.results.mode import Near
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.progress import StageBar
 
+BUDGET = 10_000  # messages of each silo, at most, about
 PRECISIONS = ("double", "single")
 # One thread at a time: warnings.catch_warnings, by which a fit collects what its stages warn of,
 # acts on all threads of a process.
@@ -35,7 +38,7 @@ def fit(
     model: Callable[..., Any],
     silos: Sequence[Mapping[str, Any]] | Federation,
     *,
-    budget: int = 10_000,
+    budget: int = BUDGET,
     precision: str = "double",
     progress_bar: bool = True,
 ) -> Fitted:
@@ -115,19 +118,55 @@ def fit(
     positive_int("budget", budget)
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r}: expected one of {list(PRECISIONS)}.")
-    with precision_as(double=precision == "double"), _LOCK, StageBar(progress_bar) as bar:
-        found, fm, text = _silos_to_fit(model, silos)
-        fitting = FitSteps(typed_key(key), found, fm, MethodCache(model, text), budget, bar)
-        try:
-            return fitting.run()
-        except SilosError as error:
-            error.result = fitting.reached_so_far(error.result)
-            raise
-        except KeyboardInterrupt as error:
-            partial = fitting.interrupted(error)
-            if partial is error:
+    return FitCall(model, silos, budget, precision == "double", progress_bar).run(key)
+
+
+@dataclass(frozen=True, eq=False)
+class FitCall:
+    """A call of :func:`fit`, which other silos can be given to."""
+
+    model: Callable[..., Any]
+    silos: Sequence[Mapping[str, Any]] | Federation
+    budget: int
+    double: bool
+    progress_bar: bool
+
+    def with_silo(self, silo: Mapping[str, Any] | Federation) -> FitCall:
+        """Return the call with one silo more; of a federation, with another one that has it."""
+        if isinstance(self.silos, Federation):
+            if not isinstance(silo, Federation) or len(silo) != 1 + len(self.silos):
+                raise DataError(
+                    f"the fit is one of {len(self.silos)} silos in other processes: pass a "
+                    "Federation of these, in the same order, and of the new one after them."
+                )
+            return replace(self, silos=silo)
+        if isinstance(silo, Federation):
+            raise DataError("the fit is one of silos in this process: pass the new silo's dict.")
+        return replace(self, silos=[*self.silos, silo])
+
+    def without_silo(self, j: int) -> FitCall:
+        """Return the call without a silo."""
+        others = [i for i in range(len(self.silos)) if i != j]
+        if isinstance(self.silos, Federation):
+            return replace(self, silos=self.silos.of(others))
+        return replace(self, silos=[self.silos[i] for i in others])
+
+    def run(self, key: Array, near: Near | None = None) -> Fitted:
+        """Return the fit; its searches begin ``near`` some places, if they are given."""
+        with precision_as(double=self.double), _LOCK, StageBar(self.progress_bar) as bar:
+            found, fm, text = _silos_to_fit(self.model, self.silos)
+            methods = MethodCache(self.model, text)
+            fitting = FitSteps(typed_key(key), found, fm, methods, self.budget, bar, near)
+            try:
+                return replace(fitting.run(), call=self)
+            except SilosError as error:
+                error.result = fitting.reached_so_far(error.result)
                 raise
-            raise partial from error
+            except KeyboardInterrupt as error:
+                partial = fitting.interrupted(error)
+                if partial is error:
+                    raise
+                raise partial from error
 
 
 def _silos_to_fit(

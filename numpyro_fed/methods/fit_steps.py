@@ -45,7 +45,7 @@ from numpyro_fed.objectives import default_quadrature
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import AT_ONCE, InnerDraws, correct_from, importance_correct
 from numpyro_fed.results.mixture import around_modes, matched
-from numpyro_fed.results.mode import LocalMode, distance
+from numpyro_fed.results.mode import LocalMode, Near, distance
 from numpyro_fed.results.particles import Particles
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.tempered import MIN_EFFECTIVE, Tempered
@@ -143,7 +143,10 @@ def _with_latents(fm: FederatedModel) -> list[str]:
 
 
 class FitSteps:
-    """One call of ``fit``: its steps, and their results so far."""
+    """One call of ``fit``: its steps, and their results so far.
+
+    Its searches begin ``near`` the modes of a fit of nearly the same silos, if there is one.
+    """
 
     def __init__(
         self,
@@ -153,7 +156,9 @@ class FitSteps:
         methods: MethodCache,
         budget: int,
         bar: StageBar,
+        near: Near | None = None,
     ):
+        self.near = near
         self.key, self.to_fit, self.fm, self.methods = key, to_fit, fm, methods
         self.budget_left, self.bar = budget, bar
         self.coupled = self.has_more_inner = False
@@ -247,7 +252,7 @@ class FitSteps:
         """
         rounds = min(rounds, max(self.budget_left, 0 if not rounds else 1))
         settings = dict(stop="converged", progress_bar=self.bar, runtime=self.runtime)
-        settings["init_state"] = before
+        settings["init_state"] = before or self.near
         key = self.new_key()
         with self.stage(name):
             try:

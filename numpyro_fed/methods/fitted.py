@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import numpy as np
 from jax import Array
 
 from numpyro_fed import html
-from numpyro_fed.after.base import AfterFit
+from numpyro_fed.after.base import AfterFit, WhichSilo
+from numpyro_fed.errors import DataError
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.influence import SiloTable
-from numpyro_fed.results.mode import LocalMode, Mode
+from numpyro_fed.results.mode import LocalMode, Mode, Near
 from numpyro_fed.results.particles import Particles
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.saving import SavedWords, save
+from numpyro_fed.runtime.federation import Federation
 
 # Draws of a fit without a reliable correction that a file keeps, as many as a correction has: the
 # sd of a mean is then 1.6 % of an sd.
 KEPT_DRAWS = 4_000
+
+
+class Call(Protocol):
+    """The call that made a fit, to be made again with other silos."""
+
+    def with_silo(self, silo: Any) -> Self:
+        """Return the call with one silo more."""
+
+    def without_silo(self, j: int) -> Self:
+        """Return the call without a silo."""
+
+    def run(self, key: Array, near: Near | None = None) -> Fitted:
+        """Return the fit, whose search begins near some places."""
 
 
 class Stage(NamedTuple):
@@ -57,6 +73,8 @@ class Fitted(AfterFit):
         reach.
     interrupted : bool
         Whether Ctrl-C has ended the call; then this holds what was reached by then.
+    call : FitCall or None
+        The call that made it; None for a fit that was loaded without its data.
     """
 
     best: Corrected | Result
@@ -65,6 +83,7 @@ class Fitted(AfterFit):
     num_exchanges: int
     missed: tuple[LocalMode, ...] = field(default=(), repr=False)
     interrupted: bool = field(default=False, repr=False)
+    call: Call | None = field(default=None, repr=False)
 
     @property
     def run_behind(self) -> Result:
@@ -162,12 +181,90 @@ class Fitted(AfterFit):
         taken = "; ".join(f"{stage.name}: {stage.words}" for stage in self.stages)
         return f"{self.num_exchanges} exchanges. {taken}."
 
-    def sample_posterior(self, key: Array, n: int, *, silo: int | None = None) -> dict[str, Array]:
+    def sample_posterior(
+        self, key: Array, n: int, *, silo: WhichSilo | None = None
+    ) -> dict[str, Array]:
         """Draw from the best posterior that was reached; see :meth:`Result.sample_posterior`."""
         return self.best.sample_posterior(key, n, silo=silo)
 
+    def add(self, key: Array, silo: Mapping[str, Any] | Federation) -> Fitted:
+        """Return a fit of these silos and one more, with a verdict of its own.
+
+        The search for the mode begins at the modes of this fit; everything else is done anew, so
+        that it is the posterior of all rows and not an approximate update of this one.
+
+        Parameters
+        ----------
+        key : jax.Array
+        silo : dict, or Federation
+            The data of the new silo. For silos in other processes a :class:`Federation` of these,
+            in the same order, and of the new one after them.
+
+        Raises
+        ------
+        DataError
+            If the silo's data do not suit the model, or the fit has no data (loaded without them).
+
+        Notes
+        -----
+        Each silo answers as in :func:`fit`, in fewer exchanges. What leaves it is the same.
+
+        Examples
+        --------
+        >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
+        >>> import numpyro_fed as nf
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with nf.silo_plate("row", len(y)):
+        ...         numpyro.sample("y", dist.Normal(mu, 2), obs=y)
+        >>> rng = np.random.default_rng(0)
+        >>> silos = [dict(y=rng.normal(m, 2, 20)) for m in (3.0, 3.0, 9.0)]
+        >>> fitted = nf.fit(jax.random.key(0), model, silos[:2], progress_bar=False)
+        >>> more = fitted.add(jax.random.key(1), silos[2])
+        >>> fewer = more.remove(jax.random.key(2), 2)
+        >>> [round(float(f.sample_posterior(jax.random.key(3), 4_000)["mu"].mean()))
+        ...  for f in (fitted, more, fewer)]
+        [3, 5, 3]
+        """
+        return self._made_again(key, lambda call: call.with_silo(silo))
+
+    def remove(self, key: Array, silo: int) -> Fitted:
+        """Return a fit without a silo, as if it had never taken part.
+
+        Nothing of the silo is in the new fit: neither its factor nor its likelihood in weights and
+        evidence, and the draws are new ones, weighed by the joint density of the others. Only the
+        search for the mode begins at the modes of this fit. The silo itself is not asked.
+
+        Parameters
+        ----------
+        key : jax.Array
+        silo : int
+            The number of the silo. Those after it move up by one.
+
+        Raises
+        ------
+        DataError
+            If there is no such silo, or no other one; or if the fit was loaded without data.
+        """
+        number = self.run_behind.num_silos
+        if not 0 <= silo < number:
+            raise DataError(f"there is no silo {silo}: the fit has {number}, from 0 on.")
+        if number == 1:
+            raise DataError("the only silo cannot be removed: nothing but the prior would be left.")
+        return self._made_again(key, lambda call: call.without_silo(silo))
+
+    def _made_again(self, key: Array, other: Callable[[Call], Call]) -> Fitted:
+        """Return the fit of another call, from the modes of this one."""
+        if self.call is None:
+            raise DataError(
+                "this fit was loaded without its data: use nf.load(path, model, silos) to add or "
+                "remove silos."
+            )
+        near = None if self.mode is None else self.mode.places
+        return other(self.call).run(key, near)
+
     def to_arviz(
-        self, key: Array | None = None, num_samples: int = 1_000, *, silo: int | None = None
+        self, key: Array | None = None, num_samples: int = 1_000, *, silo: WhichSilo | None = None
     ) -> Any:
         """Return posterior draws as an ArviZ object.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from jax import Array
 from numpyro_fed import html
 from numpyro_fed.errors import SavedStateError, positive_int
 from numpyro_fed.files import npz
+from numpyro_fed.methods.fit import BUDGET, FitCall
 from numpyro_fed.methods.fitted import Fitted, Stage
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.recipe import rebuilt
@@ -210,7 +211,8 @@ def load(
         if saved.get("kind") != Fitted.__name__:
             return run if corrected is None else corrected
         others = {part: runs.get(part) for part in saved["others"]}
-        return _fitted(arrays, words, run, corrected, others)
+        fitted = _fitted(arrays, words, run, corrected, others)
+        return replace(fitted, call=FitCall(model, silos, BUDGET, _is_double(arrays), False))
 
 
 def _fitted(

@@ -26,6 +26,7 @@ from jax.typing import ArrayLike
 
 from numpyro_fed.algorithms.base import IMPORTANCE, ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.algorithms.importance.leave_out import LEAVE_OUT
+from numpyro_fed.algorithms.importance.loo import LOO
 from numpyro_fed.algorithms.influence import INFLUENCE, influence
 from numpyro_fed.algorithms.mode import flat_size
 from numpyro_fed.algorithms.tempered import TEMPERED
@@ -55,6 +56,8 @@ from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.importance import correct_from, importance_correct, weighing
 from numpyro_fed.results.leave_out import leaving_out
+from numpyro_fed.results.loo import loo_round
+from numpyro_fed.results.mode import Near
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.results.tempered import tempering_of
 from numpyro_fed.runtime.federation import Federation
@@ -109,7 +112,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         num_rounds: int,
         silos: Sequence[Mapping[str, Any]] | Federation,
         *,
-        init_state: State | None = None,
+        init_state: State | Near | None = None,
         progress_bar: bool | Progress = True,
         runtime: str = "simulation",
         server_data: ServerData = None,
@@ -135,7 +138,8 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             compiled apart, and so are Python ints, bools, strings and None, which are static.
         init_state : State, optional
             Go on from ``result.state``: ``run(key, a)`` and then ``run(key, b, init_state=...)``
-            is ``run(key, a + b)``, bit for bit.
+            is ``run(key, a + b)``, bit for bit. Or the places (``Mode.places``) at which a new run
+            searches first, such as those of a fit of other silos.
         progress_bar : bool
             Show the search for the mode, then rounds and the bound.
         runtime : {"simulation", "quick", "host"}
@@ -178,9 +182,10 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             start: object
             if init_state is None and self.begins_at is not None:
                 state, start = carry_over(fit, key, hosted, self.begins_at)
-            elif init_state is None:
-                search = _search_runtime(fit, runtime)
-                state, start = begin(fit, key, hosted.batches, search, hosted.buckets, progress_bar)
+            elif init_state is None or isinstance(init_state, Near):
+                search, near = _search_runtime(fit, runtime), init_state
+                args = hosted.batches, search, hosted.buckets, progress_bar, near
+                state, start = begin(fit, key, *args)
             else:
                 fit, state = _with_or_without_start(
                     fit, runtime, lambda fit: (fit, fit.check_state(init_state, hosted))
@@ -379,8 +384,8 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
     def round_of(self, built: Built, asked: ExchangeId) -> tuple[Round, AnyAlgorithm]:
         """Return the round that declares an exchange, and the algorithm whose states it has.
 
-        It is one of a run, an evaluation, a correction, the silos' influence, silos left out, or
-        particles.
+        It is one of a run, an evaluation, a correction, the silos' influence, silos or rows left
+        out, or particles.
         """
         if asked.name == IMPORTANCE:
             return weighing(built, asked.read_settings())[0], built.algorithm
@@ -389,6 +394,8 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             return round_, built.algorithm
         if asked.name == LEAVE_OUT:
             return leaving_out(built, asked.read_settings()), built.algorithm
+        if asked.name == LOO:
+            return loo_round(built, asked.read_settings()), built.algorithm
         if asked.name == TEMPERED:
             tempering = tempering_of(built, **asked.read_settings())
             return tempering.round(), tempering.algorithm()

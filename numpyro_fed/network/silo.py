@@ -18,6 +18,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import IMPORTANCE
 from numpyro_fed.algorithms.importance.leave_out import LEAVE_OUT
+from numpyro_fed.algorithms.importance.loo import LOO
 from numpyro_fed.algorithms.tempered import TEMPERED
 from numpyro_fed.errors import DataError, GuideError, ModelError
 from numpyro_fed.files import write_atomically
@@ -326,7 +327,7 @@ def evaluations(question: Question, arrays: Mapping[str, np.ndarray]) -> dict[st
     # Counted on the arrays, whose shapes must be those of the exchange.
     downs = [len(a) for name, a in arrays.items() if name.startswith("down") and a.ndim]
     most = max([1, *downs])
-    if question.exchange in (IMPORTANCE, LEAVE_OUT):
+    if question.exchange in (IMPORTANCE, LEAVE_OUT, LOO):
         return {"draws": most}
     return {"places": most if question.exchange in ("mode", TEMPERED) else 1}
 

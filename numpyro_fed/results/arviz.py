@@ -60,3 +60,56 @@ def to_arviz(
         data = arviz.from_dict({"posterior": posterior})
     data["posterior"].attrs.update(attributes or {})
     return data
+
+
+def elpd_data(values: np.ndarray, k: np.ndarray, *, p: float, num_draws: int) -> Any:
+    """Return log predictive densities (n,) of parts of the data as ArviZ's ``ELPDData``.
+
+    ``k`` (n,) are the shapes of tails, and ``p`` is the effective number of parameters.
+
+    Raises
+    ------
+    MissingExtraError
+        If ArviZ is not installed.
+    """
+    try:
+        import arviz
+        import xarray
+    except ImportError as error:
+        raise MissingExtraError("arviz", "examples") from error
+    n, good_k = len(values), 0.7
+    pointwise, tails = (
+        xarray.DataArray(a, dims="row", coords={"row": np.arange(n)}, name=name)
+        for a, name in ((values, "loo_i"), (k, "pareto_k"))
+    )
+    elpd, se = float(values.sum()), float(np.sqrt(n * np.var(values)))
+    heavy = bool((k > good_k).any())
+    if arviz.__version__.startswith("0."):
+        # Its printing goes by the order.
+        fields = dict(
+            elpd_loo=elpd,
+            se=se,
+            p_loo=p,
+            n_samples=num_draws,
+            n_data_points=n,
+            warning=heavy,
+            loo_i=pointwise,
+            pareto_k=tails,
+            scale="log",
+            good_k=good_k,
+        )
+        return arviz.ELPDData(data=list(fields.values()), index=list(fields))
+    from arviz_stats.utils import ELPDDataLOO
+
+    return ELPDDataLOO(
+        elpd=elpd,
+        se=se,
+        p=p,
+        n_samples=num_draws,
+        n_data_points=n,
+        scale="log",
+        warning=heavy,
+        good_k=good_k,
+        elpd_i=pointwise,
+        pareto_k=tails,
+    )

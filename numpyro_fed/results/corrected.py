@@ -13,7 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-from numpyro_fed.after.base import AfterFit
+from numpyro_fed.after.base import AfterFit, WhichSilo
+from numpyro_fed.after.sensitivity import (
+    PriorSensitivity,
+    elements,
+    log_prior_on_supports,
+    slopes,
+)
 from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.algorithms.importance.proposals import (
     NUM_PARTS,
@@ -25,6 +31,7 @@ from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.influence import SiloTable, Whitened
 from numpyro_fed.results.leave_out import LeaveOut, table_of
+from numpyro_fed.results.loo import Loo, number_of_draws, rows_left_out
 from numpyro_fed.results.mixture import mixture_at
 from numpyro_fed.results.moments import Moments
 from numpyro_fed.results.posterior import Posterior, posterior
@@ -94,6 +101,9 @@ class Corrected(Weighted[Result], AfterFit):
     log_weights : array (num_draws,)
         The log weights before they were smoothed and normalised; of a loaded correction those that
         were.
+    log_joint : array (num_draws,) or None
+        The log joint density of all silos at each draw of any weight; None for a file of an earlier
+        release.
     pool : Pool or None
         The draws as they were weighed, if they came from mixtures; None for the fit's guide.
     """
@@ -103,6 +113,7 @@ class Corrected(Weighted[Result], AfterFit):
     num_exchanges: int
     integration: Integration = field(repr=False)
     log_weights: np.ndarray = field(repr=False)
+    log_joint: np.ndarray | None = field(repr=False)
     pool: Pool | None = field(default=None, repr=False)
 
     @property
@@ -125,6 +136,33 @@ class Corrected(Weighted[Result], AfterFit):
         # Silos need not tell their parabolas, or cannot: then some rows stay unknown.
         except (ModelError, NonFiniteError) as error:
             return replace(table, reason=str(error))
+
+    @cached_property
+    @in_precision_of_object
+    def rows_left_out(self) -> Loo:
+        """Return the table of :meth:`loo`, computed once."""
+        key = random.fold_in(self._key, 4)
+        n = number_of_draws(self.result)
+        chosen = self.z_G[systematic(key, jnp.asarray(self.weights), n)]
+        return rows_left_out(key, self.result, self.integration, chosen)
+
+    @cached_property
+    @in_precision_of_object
+    def prior_answers(self) -> PriorSensitivity:
+        """Return the table of :meth:`prior_sensitivity`, computed once."""
+        if self.log_joint is None:
+            raise ModelError(
+                "a file of an earlier release has no densities of its draws: fit anew."
+            )
+        fm, theta = self.result._fit.model, self.result.shared.theta
+        weights = jnp.asarray(self.weights)
+        chosen = systematic(random.fold_in(self._key, 5), weights, len(self.weights))
+        z_G = self.z_G[chosen]
+        names, values = elements(self._posterior.constrain_globals(theta, z_G))
+        whole = np.asarray(jax.vmap(fm.log_prior, (None, 0))(theta, z_G), np.float64)
+        log_likelihood = self.log_joint[np.asarray(chosen)] - whole
+        log_prior = log_prior_on_supports(fm, theta, z_G)
+        return PriorSensitivity(names, slopes(values, log_prior), slopes(values, log_likelihood))
 
     def _with_more_draws(self, table: LeaveOut) -> LeaveOut:
         """Return the table with rows that were not known by draws around posteriors without them.
@@ -197,6 +235,8 @@ class Corrected(Weighted[Result], AfterFit):
         saved = super().saved_words()
         key = random.key_data(self._key)
         found = dict(self._moments._asdict(), z_G=self.z_G, weights=self.weights, key=key)
+        if self.log_joint is not None:
+            found["log_joint"] = self.log_joint
         arrays = {f"{PREFIX}{name}": np.asarray(value) for name, value in found.items()}
         more = {
             "inner_draws": dict(self.integration.draws),
@@ -231,6 +271,7 @@ class Corrected(Weighted[Result], AfterFit):
             num_exchanges=words["num_exchanges"],
             integration=integration,
             log_weights=_log(stored["weights"]),
+            log_joint=stored.get("log_joint"),
         )
 
     @cached_property
@@ -247,7 +288,9 @@ class Corrected(Weighted[Result], AfterFit):
         return self.sample_posterior(self._key, len(self.weights))
 
     @in_precision_of_object
-    def sample_posterior(self, key: Array, n: int, *, silo: int | None = None) -> dict[str, Array]:
+    def sample_posterior(
+        self, key: Array, n: int, *, silo: WhichSilo | None = None
+    ) -> dict[str, Array]:
         """Draw from the corrected posterior; with ``silo``, also that silo's locals.
 
         Globals are resampled by their weights. Locals are drawn anew at them: under quadrature
@@ -259,7 +302,7 @@ class Corrected(Weighted[Result], AfterFit):
         return self.result.sites_at(jax.random.fold_in(key, 1), chosen, silo, self._posterior)
 
     def to_arviz(
-        self, key: Array | None = None, num_samples: int = 1_000, *, silo: int | None = None
+        self, key: Array | None = None, num_samples: int = 1_000, *, silo: WhichSilo | None = None
     ) -> Any:
         """Return corrected draws as an ArviZ object.
 

@@ -205,8 +205,9 @@ def _corrected(
     parts, interrupted = until_interrupted(exchange, -(-num_draws // size))
     z_G = jnp.concatenate([part.z_G for part in parts])
     log_weights = jnp.concatenate([part.log_weights for part in parts])
+    log_joint = jnp.concatenate([part.log_joint for part in parts])
     from_guide = np.tile(np.arange(size) < weighing.num_own, len(parts))
-    correction = weighing.correction(key, z_G, log_weights, from_guide)
+    correction = weighing.correction(key, z_G, log_weights, log_joint, from_guide)
     return unless_interrupted(correction, interrupted, num_draws)
 
 
@@ -255,10 +256,11 @@ class Weighing:
         key: Array,
         z_G: Array,
         log_weights: Array,
+        log_joint: Array,
         from_own: np.ndarray,
         pool: Pool | None = None,
     ) -> Corrected:
-        """Return the correction by draws (n, dim) with log weights (n,).
+        """Return the correction by draws (n, dim) with log weights and log joint densities (n,).
 
         ``from_own`` (n,) marks the draws that are not from wider distributions: those of the fit's
         guide or, with a ``pool``, of mixtures in its place.
@@ -291,6 +293,7 @@ class Weighing:
             num_exchanges=self.sent,
             integration=self.integration,
             log_weights=np.asarray(log_weights, np.float64),
+            log_joint=np.asarray(log_joint, np.float64),
             pool=pool,
             **quality_fields(np.asarray(z_G), from_own, log_weights, tail_and_weights, of_fit),
         )
@@ -365,7 +368,7 @@ def correct_from(
 
         parts, interrupted = until_interrupted(exchange, -(-num_draws // size))
         z_G = [part.z_G for part in parts]
-        log_joint = [part.log_weights for part in parts]
+        log_joint = [part.log_joint for part in parts]
         from_own = [np.tile(np.arange(size) < propose.wide.num_own, len(parts))]
         mixtures, shares, numbers = [own], [wider], [size * len(parts)]
         if before is not None and before.pool is not None:
@@ -400,7 +403,7 @@ def correct_from(
         )
         log_shares = jnp.log(jnp.asarray(numbers, log_q.dtype) / sum(numbers))
         log_weights = pool.log_joint - jax.nn.logsumexp(log_shares[:, None] + log_q, axis=0)
-        correction = weighing.correction(key, z, log_weights, pool.from_own, pool)
+        correction = weighing.correction(key, z, log_weights, pool.log_joint, pool.from_own, pool)
         return unless_interrupted(correction, interrupted, num_draws)
 
 

@@ -24,12 +24,13 @@ rows is far from a parabola: with parabolas for both, honest silos of 20 rows we
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.linalg
 from scipy.stats import chi2, f
 
+from numpyro_fed.after import pictures
 from numpyro_fed.algorithms.influence import Factors
 
 # Precision of a silo along a direction, of that of all others, below which it knows nothing there:
@@ -65,6 +66,10 @@ class SiloTable:
     shift: np.ndarray
     conflict: np.ndarray
     flagged: tuple[int, ...] = field(default=())
+
+    def plot(self) -> Any:
+        """Return a figure of both numbers, with the silos that contradict the others in red."""
+        return pictures.conflicts(self.shift, self.conflict, self.flagged)
 
     def __str__(self) -> str:
         lines = [f"{'silo':>6} {'shift':>8} {'conflict':>9}"]

@@ -17,6 +17,12 @@ class LocalMode(NamedTuple):
     log_evidence: float
 
 
+class Near(NamedTuple):
+    """Places (k, dim) near which modes are likely, such as those of nearly the same silos."""
+
+    places: np.ndarray
+
+
 @dataclass(frozen=True, eq=False)
 class Mode:
     r"""The highest point of the posterior density that was found, unconstrained.
@@ -56,6 +62,8 @@ class Mode:
     others : tuple of LocalMode
         Other modes at which some of the starts came to rest, three standard deviations and more
         from here, by Laplace's evidence.
+    own_starts : bool
+        Whether the search began where silos found modes of their own, if the model allows that.
     """
 
     sites: dict[str, np.ndarray]
@@ -69,6 +77,12 @@ class Mode:
     names: tuple[str, ...] = field(repr=False)
     flat: tuple[str, ...] = field(repr=False)
     others: tuple[LocalMode, ...] = field(default=(), repr=False)
+    own_starts: bool = field(default=True, repr=False)
+
+    @property
+    def places(self) -> Near:
+        """Return this mode and the others, where a search with other data can begin."""
+        return Near(np.stack([self.z_G, *(peak.z_G for peak in self.others)]))
 
     @cached_property
     def covariance(self) -> np.ndarray:

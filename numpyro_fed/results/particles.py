@@ -251,6 +251,7 @@ def particles_of(
         pareto_k=math.nan,
         weights=even,
         log_weights=np.log(even),
+        log_joint=np.asarray(log_p, np.float64),
         result=fit,
         _key=key_draws,
         _moments=computed._replace(error=error, shift_error=error, tail=0.0),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.base import Shared
+from numpyro_fed.algorithms.base import Private, Shared
 from numpyro_fed.bounds import Bound
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.base import GuideParams
@@ -33,6 +33,9 @@ class Posterior(NamedTuple):
     draw_locals : (key, theta, eta, z_G, coords, data) -> z_L
         One draw of a silo's locals, {plate: (n, rows, dim)}, for each draw of the globals.
     constrain_locals : (theta, z_G, z_L, data) -> {site: value}
+    draw_silos : (keys, theta, privates, z_G, coords, data) -> {site: value}
+        Local sites of silos whose private parts and data are stacked, (silos, n, ...), padded rows
+        included.
     """
 
     draw_globals: Callable[..., tuple[Array, Array]]
@@ -40,6 +43,7 @@ class Posterior(NamedTuple):
     constrain_globals: Callable[..., dict[str, Array]]
     draw_locals: Callable[..., Rows]
     constrain_locals: Callable[..., dict[str, Array]]
+    draw_silos: Callable[..., dict[str, Array]]
 
 
 def posterior(fm: FederatedModel, guide: Guide, bound: Bound) -> Posterior:
@@ -75,7 +79,28 @@ def posterior(fm: FederatedModel, guide: Guide, bound: Bound) -> Posterior:
     def constrain_locals(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> dict[str, Array]:
         return jax.vmap(fm.constrain_local, (None, 0, 0, None))(theta, z_G, z_L, data)
 
-    return Posterior(draw_globals, coordinates, constrain_globals, draw_locals, constrain_locals)
+    @jax.jit
+    def draw_silos(
+        keys: Array,
+        theta: Theta,
+        privates: Private,
+        z_G: Array,
+        coords: Coordinates,
+        data: SiloData,
+    ) -> dict[str, Array]:
+        def draw_one(one: tuple[Array, Private, SiloData]) -> dict[str, Array]:
+            key, private, silo = one
+            own = {**theta, **private.theta}
+            here = private.recentred(coords)
+            z_L = draw_locals(key, own, private.guide, z_G, here, silo)
+            z_L = real_rows(z_L, fm.sizes(silo), len(z_G))
+            return constrain_locals(own, z_G, z_L, silo)
+
+        return jax.lax.map(draw_one, (keys, privates, data))
+
+    return Posterior(
+        draw_globals, coordinates, constrain_globals, draw_locals, constrain_locals, draw_silos
+    )
 
 
 def real_rows(z_L: Rows, size: Sizes, n: int) -> Rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array
 
-from numpyro_fed.after.base import AfterFit
+from numpyro_fed.after.base import ALL, AfterFit, WhichSilo
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Private
 from numpyro_fed.algorithms.influence import MOST_GLOBALS, Factors, influence
 from numpyro_fed.errors import ModelError, NonFiniteError
@@ -374,7 +374,9 @@ class Result(FederatedRun[Fit], AfterFit):
         return self._unpadded_private(silo, self.private(silo).theta)
 
     @in_precision_of_object
-    def sample_posterior(self, key: Array, n: int, *, silo: int | None = None) -> dict[str, Array]:
+    def sample_posterior(
+        self, key: Array, n: int, *, silo: WhichSilo | None = None
+    ) -> dict[str, Array]:
         """Draw from the fitted posterior.
 
         Parameters
@@ -382,9 +384,11 @@ class Result(FederatedRun[Fit], AfterFit):
         key : jax.Array
         n : int
             Number of draws, the leading axis of every site.
-        silo : int, optional
+        silo : int, list of int, or "all", optional
             Also draw this silo's locals, each given the same globals that come without it. Under a
-            locally enhanced bound they are resampled by their weights.
+            locally enhanced bound they are resampled by their weights. With ``"all"``, or a list,
+            latents of several silos stand side by side: an effect of each hospital has the shape
+            ``(n, hospitals)``, and draws are those of each silo alone.
 
         Returns
         -------
@@ -396,13 +400,18 @@ class Result(FederatedRun[Fit], AfterFit):
 
     @in_precision_of_object
     def sites_at(
-        self, key: Array, z_G: Array, silo: int | None, posterior: Posterior
+        self, key: Array, z_G: Array, silo: WhichSilo | None, posterior: Posterior
     ) -> dict[str, Array]:
-        """Return all sites at draws of the globals (n, dim), a silo's locals drawn given them."""
+        """Return all sites at draws of the globals (n, dim), silos' locals drawn given them."""
         sites = posterior.constrain_globals(self.shared.theta, z_G)
         if silo is None:
             return sites
-        return sites | self._sample_locals(key, z_G, silo, posterior)
+        if isinstance(silo, int | np.integer):
+            return sites | self._sample_locals(key, z_G, int(silo), posterior)
+        if isinstance(silo, str) and silo != ALL:
+            raise ValueError(f"silo={silo!r}: expected a number, a list of numbers, or '{ALL}'.")
+        silos = range(self.num_silos) if isinstance(silo, str) else list(silo)
+        return sites | self._sample_side_by_side(key, z_G, silos, posterior)
 
     @in_precision_of_object
     def draw_globals(self, key: Array, n: int) -> tuple[Array, Array]:
@@ -425,6 +434,40 @@ class Result(FederatedRun[Fit], AfterFit):
         theta = {**shared.theta, **self._unpadded_private(silo, private.theta)}
         data = hosted.data[silo]
         return posterior.constrain_locals(theta, z_G, z_L, data)
+
+    def _sample_side_by_side(
+        self, key: Array, z_G: Array, silos: Sequence[int], posterior: Posterior
+    ) -> dict[str, Array]:
+        """Return the local latents of several silos, joined along their rows."""
+        if not silos:
+            raise ValueError("silo=[]: expected at least one silo.")
+        hosted = self._hosted(silos[0])
+        places = {j: hosted.place(j) for j in silos}
+        coords, theta = posterior.coordinates(self.shared, z_G), self.shared.theta
+        private_of = jax.vmap(self._fit.algorithm.private)
+        latents = [s for s in self._fit.model.sites if s.kind == "latent" and s.plate is not None]
+        found: dict[int, dict[str, Array]] = {}
+        for b, batch in enumerate(hosted.batches):
+            members = [j for j in silos if places[j][0] == b]
+            if not members:
+                continue
+            index = jnp.asarray([places[j][1] for j in members])
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.asarray(members))
+            states, data = jax.tree.map(
+                partial(jnp.take, indices=index, axis=0), (self.state.silos[b], batch.data)
+            )
+            drawn = posterior.draw_silos(keys, theta, private_of(states), z_G, coords, data)
+            for i, j in enumerate(members):
+                found[j] = {name: value[i] for name, value in drawn.items()}
+        joined = {}
+        for s in latents:
+            axis, plate = 1 + (s.axis or 0), s.plate or ""
+            parts = [
+                jax.lax.slice_in_dim(found[j][s.name], 0, self._fit.sizes[j][plate], axis=axis)
+                for j in silos
+            ]
+            joined[s.name] = jnp.concatenate(parts, axis)
+        return joined
 
     def private(self, silo: int) -> Private:
         """Return the part of a silo's state that never leaves it, padded rows included."""
@@ -475,7 +518,7 @@ class Result(FederatedRun[Fit], AfterFit):
         return guide
 
     def to_arviz(
-        self, key: Array | None = None, num_samples: int = 1_000, *, silo: int | None = None
+        self, key: Array | None = None, num_samples: int = 1_000, *, silo: WhichSilo | None = None
     ) -> Any:
         """Return posterior draws for ArviZ: a ``DataTree``, or ``InferenceData`` before ArviZ 1.
 

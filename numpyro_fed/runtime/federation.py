@@ -58,6 +58,18 @@ class Engine(Protocol):
         """
 
 
+class SomeSilos:
+    """An engine to some of the silos of another one, which are numbered anew."""
+
+    def __init__(self, engine: Engine, silos: tuple[int, ...]):
+        self._engine, self._silos = engine, silos
+        self.num_silos = len(silos)
+
+    def send(self, silo: int, message: bytes, timeout: float) -> bytes:
+        """Return a silo's reply to a message."""
+        return self._engine.send(self._silos[silo], message, timeout)
+
+
 class Federation:
     """Silos in processes of their own, which any method takes in the place of a list of dicts.
 
@@ -134,6 +146,7 @@ class Federation:
         if missing not in ("wait", "reweight"):
             raise ValueError(f"missing={missing!r}: expected 'wait' or 'reweight'.")
         self.missing = missing
+        self._state, self._most_at_once = None if state is None else Path(state), at_once
         self._engine, self.names, self.patience = engine, dict(names or {}), patience
         self.num_silos = engine.num_silos
         self._journal = None if state is None else Journal(Path(state), self.num_silos)
@@ -141,6 +154,7 @@ class Federation:
         self._log_lock = threading.Lock()
         journal = self._journal
         self._session = secrets.token_bytes(12) if journal is None else journal.session
+        self._parts = 0
         self._num_runs, self._cached = 0, dict[Hashable, Any]()
         self._at_once = min(self.num_silos, at_once)
         one = self._at_once == 1
@@ -148,6 +162,24 @@ class Federation:
 
     def __len__(self) -> int:
         return self.num_silos
+
+    def of(self, silos: Sequence[int]) -> Federation:
+        """Return the federation of some of the silos, in this order.
+
+        Its replies are kept in a folder of their own below ``state``.
+        """
+        # Numbered: the same script makes the same ones again, and each keeps its own replies.
+        self._parts += 1
+        folder = None if self._state is None else self._state / f"part-{self._parts}"
+        return Federation(
+            SomeSilos(self._engine, tuple(silos)),
+            names=self.names,
+            patience=self.patience,
+            missing=self.missing,
+            state=folder,
+            log=self._log,
+            at_once=self._most_at_once,
+        )
 
     def cached(self, name: Hashable, make: Callable[[], Cached]) -> Cached:
         """Return the object of this name, made at its first use."""

@@ -35,7 +35,7 @@ from numpyro_fed.algorithms.base import (
 )
 from numpyro_fed.algorithms.importance.likelihood import Draws, LikelihoodEstimate
 from numpyro_fed.algorithms.importance.proposals import Proposal
-from numpyro_fed.algorithms.sfvi import Down, coordinates_of
+from numpyro_fed.algorithms.sfvi import Down, coordinates_of, down_of
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
@@ -45,10 +45,19 @@ MAX_LOST = 0.01  # share of draws near the fit at which a quadrature may fail; a
 
 
 class WeightedDraws(NamedTuple):
-    """Draws of the globals (n, dim), their log weights (n,), and how many silos' are too coarse."""
+    """Draws of the globals, and how many silos' integrals are too coarse.
+
+    Attributes
+    ----------
+    z_G : (n, dim)
+    log_weights, log_joint : (n,)
+        The log joint density of all silos at each, with and without the proposal's taken off.
+    num_coarse : ()
+    """
 
     z_G: Array
     log_weights: Array
+    log_joint: Array
     num_coarse: Array
 
 
@@ -104,21 +113,19 @@ def importance(
         return Reply(up, jnp.array(True)), state
 
     def run(state: Server, noise: object, ask: Ask) -> tuple[WeightedDraws, Info]:
-        theta, eta, frame = shared = fitted.shared(state)
+        shared = fitted.shared(state)
         if ask.server_data is None:
             z_G, log_q = proposal.draw(shared, noise)
         else:
             z_G, log_q = ask.server_data, jnp.zeros(num_draws)
-        log_prior = jax.vmap(fm.log_prior, (None, 0))(theta, z_G)
-        coordinates = (
-            guide.globals.centred_coordinates(frame, eta, z_G) if guide.uses_globals else ()
-        )
-        replies = ask(IMPORTANCE, Down(theta, z_G, coordinates))
+        log_prior = jax.vmap(fm.log_prior, (None, 0))(shared.theta, z_G)
+        replies = ask(IMPORTANCE, down_of(guide, shared, z_G))
+        log_joint = log_prior + replies.up.log_likelihood
         log_weights = without_overflow(log_prior - log_q) + replies.up.log_likelihood
         usable = ~jnp.isnan(log_weights).any() & jnp.isfinite(log_weights).any()
         # The mean weight is an unbiased estimate of the evidence; minus its log is the loss.
         evidence = jax.nn.logsumexp(log_weights) - jnp.log(num_draws)
-        weighted = WeightedDraws(z_G, log_weights, replies.up.is_coarse)
+        weighted = WeightedDraws(z_G, log_weights, log_joint, replies.up.is_coarse)
         return weighted, Info(-evidence, usable)
 
     exchange = Exchange(

@@ -33,7 +33,7 @@ from numpyro_fed.algorithms.base import (
 )
 from numpyro_fed.algorithms.importance.exchange import log_likelihoods
 from numpyro_fed.algorithms.importance.likelihood import LikelihoodEstimate
-from numpyro_fed.algorithms.sfvi import Down
+from numpyro_fed.algorithms.sfvi import Down, down_of
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
@@ -93,13 +93,9 @@ def leave_out(
         return Reply(up, jnp.array(True)), state
 
     def run(state: Any, noise: object, ask: Ask) -> tuple[LeftOut, Info]:
-        theta, eta, frame = fitted.shared(state)
         given = jnp.zeros((num_draws, fm.dim + 1)) if ask.server_data is None else ask.server_data
         z_G, log_weights = given[:, :-1], given[:, -1]
-        coordinates = (
-            guide.globals.centred_coordinates(frame, eta, z_G) if guide.uses_globals else ()
-        )
-        down = LeaveOutDown(Down(theta, z_G, coordinates), log_weights)
+        down = LeaveOutDown(down_of(guide, fitted.shared(state), z_G), log_weights)
         replies = ask(LEAVE_OUT, down)
         return replies.up, Info(jnp.zeros(()), jnp.array(True))
 
@@ -109,8 +105,19 @@ def leave_out(
     return Round((exchange,), run)
 
 
-def _left_out(z_G: Array, log_weights: Array, values: Array) -> LeftOut:
-    """Return a silo's reply, from its log likelihood at each draw (n,)."""
+def without(log_weights: Array, values: Array) -> tuple[Array, Array, Array]:
+    """Return what remains of draws once a part of the likelihood is taken out of their weights.
+
+    ``log_weights`` (n,) are those of the draws, and ``values`` (n,) the log likelihood of the part.
+
+    Returns
+    -------
+    log_v : (n,)
+        The log weights without the part, their tail smoothed; they sum to one.
+    log_density : ()
+        The log predictive density of the part.
+    pareto_k : ()
+    """
     from blackjax.diagnostics import psis_weights  # here: its import starts JAX's backend
 
     counts = (log_weights > -jnp.inf) & (values > -jnp.inf)
@@ -122,7 +129,12 @@ def _left_out(z_G: Array, log_weights: Array, values: Array) -> LeftOut:
     known = jnp.isfinite(k) & jnp.isfinite(smoothed).all()
     log_v = jax.nn.log_softmax(jnp.where(known, smoothed, near)) + (ratios - near)
     density = jax.nn.logsumexp(jnp.where(counts, log_v + values, -jnp.inf))
-    k = jnp.where(known, k, NOT_KNOWN)
+    return log_v, density, jnp.where(known, k, NOT_KNOWN)
+
+
+def _left_out(z_G: Array, log_weights: Array, values: Array) -> LeftOut:
+    """Return a silo's reply, from its log likelihood at each draw (n,)."""
+    log_v, density, k = without(log_weights, values)
     w, v = jax.nn.softmax(log_weights), jnp.exp(log_v)
     mean = w @ z_G
     sd = jnp.sqrt(w @ jnp.square(z_G - mean))

@@ -87,6 +87,22 @@ class LikelihoodEstimate(Protocol):
         """
         ...
 
+    def log_rows(
+        self,
+        key: Array,
+        theta: Theta,
+        eta: GuideParams,
+        z_G: Array,
+        coordinates: Coordinates,
+        data: SiloData,
+    ) -> Rows:
+        """Return each row's log likelihood at one ``z_G`` (dim,), its own latents integrated out.
+
+        {plate: (rows,)}. Latents of outer plates are a draw from their posterior given ``z_G``, and
+        these plates have no entry.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class QuadratureLikelihood:
@@ -146,6 +162,20 @@ class QuadratureLikelihood:
 
         return values, jax.lax.cond(check, changes, lambda: jnp.array(False))
 
+    def log_rows(
+        self,
+        key: Array,
+        theta: Theta,
+        eta: GuideParams,
+        z_G: Array,
+        coordinates: Coordinates,
+        data: SiloData,
+    ) -> Rows:
+        """Return each row's log likelihood, at a draw of the outer plate's latents."""
+        bound = QuadratureBound(self.model, self.guide, self.nodes)
+        modes = bound.modes(theta, eta, z_G, coordinates, data)
+        return RowIntegrals(self.model, self.nodes, NEARBY).log_rows(key, theta, z_G, modes, data)
+
 
 @dataclass(frozen=True)
 class SiloLikelihood:
@@ -195,22 +225,62 @@ class SiloLikelihood:
 
         ``eta`` are the parameters of the local guides, and ``coordinates`` is ``z_G`` in its frame.
         """
+        latents, key_outer, key_rows = self._latents_at(key, theta, eta, z_G, coordinates, data)
+        if not self.guide.outer:
+            return latents.log_likelihood({}, key_rows)
+        *_, terms = self._outer_terms(latents, key_outer, key_rows)
+        return jax.nn.logsumexp(terms) - jnp.log(len(terms))
+
+    def _latents_at(
+        self,
+        key: Array,
+        theta: Theta,
+        eta: GuideParams,
+        z_G: Array,
+        coordinates: Coordinates,
+        data: SiloData,
+    ) -> tuple[_LatentsAt, Array, Array]:
+        """Return the latents at one draw of the globals, and keys for outer plates and for rows."""
         # At one ``z_G`` the couplings to the globals are constants, and go into the means. So the
         # guides below depend on the latents above the rows only.
         guides = self.guide.at_globals(eta, theta, z_G, coordinates.offset, data)
         start = {p: guides[p]["loc"] for p in self.guide.locals}
         at_globals = coordinates._replace(centre=coordinates.u)
         latents = _LatentsAt(self, theta, guides, start, z_G, at_globals, data).refined_outer()
-        key_outer, key_rows = jax.random.split(key)
-        if not self.guide.outer:
-            return latents.log_likelihood({}, key_rows)
+        return (latents, *jax.random.split(key))
+
+    def _outer_terms(
+        self, latents: _LatentsAt, key: Array, key_rows: Array
+    ) -> tuple[Rows, Array, Array]:
+        """Return draws of the outer plates' latents, a key for the rows of each, and log weights.
+
+        The mean weight is the silo's likelihood.
+        """
         number = max(self.draws[p] for p in self.guide.outer)
-        z, log_mixture = latents.mixture(self.guide.outer, number, {}, key_outer)
+        z, log_mixture = latents.mixture(self.guide.outer, number, {}, key)
         keys = jax.random.split(key_rows, number)
-        terms = jax.vmap(latents.log_likelihood)(z, keys) - sum(
-            v.sum(1) for v in log_mixture.values()
-        )
-        return jax.nn.logsumexp(terms) - jnp.log(number)
+        log_q = sum(v.sum(1) for v in log_mixture.values())
+        return z, keys, jax.vmap(latents.log_likelihood)(z, keys) - log_q
+
+    def log_rows(
+        self,
+        key: Array,
+        theta: Theta,
+        eta: GuideParams,
+        z_G: Array,
+        coordinates: Coordinates,
+        data: SiloData,
+    ) -> Rows:
+        """Return each row's log likelihood, outer plates' latents drawn by their weights."""
+        latents, key_outer, key_rows = self._latents_at(key, theta, eta, z_G, coordinates, data)
+        z_outer: Rows = {}
+        if self.guide.outer:
+            key_outer, key_choice = jax.random.split(key_outer)
+            z, keys, terms = self._outer_terms(latents, key_outer, key_rows)
+            chosen = jax.random.categorical(key_choice, terms)
+            z_outer, key_rows = {p: a[chosen] for p, a in z.items()}, keys[chosen]
+        found = latents.refined_rows(z_outer).row_terms(z_outer, key_rows)
+        return {p: rows for p, rows in found.items() if p not in self.guide.outer}
 
 
 @dataclass(frozen=True)
@@ -261,9 +331,11 @@ class _LatentsAt:
 
     def log_likelihood(self, z_outer: Rows, key: Array) -> Array:
         """Return the log likelihood () given the outer latents, plus the log prior of these."""
-        return self.refined_rows(z_outer)._log_likelihood(z_outer, key)
+        terms = self.refined_rows(z_outer).row_terms(z_outer, key)
+        return sum((rows.sum() for rows in terms.values()), jnp.zeros(()))
 
-    def _log_likelihood(self, z_outer: Rows, key: Array) -> Array:
+    def row_terms(self, z_outer: Rows, key: Array) -> Rows:
+        """Return what each row adds to the log likelihood given the outer latents."""
         plates, fm = self.likelihood.guide.rows, self.likelihood.model
         sizes = fm.sizes(self.data)
         empty = {p.name: jnp.zeros((sizes[p.name], 0)) for p in fm.plates if not p.dim}
@@ -272,17 +344,16 @@ class _LatentsAt:
             return fm.log_silo(self.theta, self.z_G, {**empty, **z_outer, **z}, self.data)
 
         if not plates:
-            return sum((v.sum() for v in joint({}).values()), jnp.zeros(()))
+            return joint({})
         number = max(self.likelihood.draws[p] for p in plates)
         z, log_mixture = self.mixture(plates, number, z_outer, key)
-        terms, total = jax.vmap(joint)(z), jnp.zeros(())
-        for plate, rows in terms.items():
+        terms: Rows = {}
+        for plate, rows in jax.vmap(joint)(z).items():
             if plate in log_mixture:
-                row_terms = jax.nn.logsumexp(rows - log_mixture[plate], axis=0) - jnp.log(number)
+                terms[plate] = jax.nn.logsumexp(rows - log_mixture[plate], axis=0) - jnp.log(number)
             else:
-                row_terms = rows[0]
-            total += row_terms.sum()
-        return total
+                terms[plate] = rows[0]
+        return terms
 
     def mixture(
         self, plates: tuple[str, ...], number: int, z_outer: Rows, key: Array

@@ -1,0 +1,164 @@
+r"""The exchange in which silos leave out each of their rows in turn.
+
+The server sends draws :math:`z_G^s` of the posterior. A silo draws the latents :math:`u^s` of its
+outer plates (a hospital's effect) given each, and integrates out those of the rows themselves. Row
+``i`` takes its own likelihood out of the draws (Vehtari, Gelman and Gabry 2017),
+
+.. math::
+    v_s \propto 1 \,/\, p(y_i \mid z_G^s, u^s), \qquad
+    p(y_i \mid y_{-i}) = \sum_s v_s \, p(y_i \mid z_G^s, u^s),
+
+and smooths the tail of the ratios. What a silo sends are sums over its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_fed.algorithms.base import (
+    Ask,
+    Exchange,
+    FederatedAlgorithm,
+    Info,
+    Reply,
+    Round,
+    key_as_noise,
+)
+from numpyro_fed.algorithms.importance.leave_out import without
+from numpyro_fed.algorithms.importance.likelihood import LikelihoodEstimate
+from numpyro_fed.algorithms.sfvi import Down, coordinates_of, down_of
+from numpyro_fed.frame import Coordinates
+from numpyro_fed.guides.structured import Guide
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.log_density import FederatedModel
+
+LOO = "loo"  # the name of the exchange
+MAX_K = 0.7  # shape of a tail above which ratios are not known (Vehtari et al. 2024)
+
+
+class RowScores(NamedTuple):
+    """The rows of a silo, each given all others; all plates of rows after another.
+
+    Attributes
+    ----------
+    log_density : (rows,)
+        The log predictive density of a row.
+    pareto_k : (rows,)
+        The shape of the tail of its ratios.
+    of_fit : (rows,)
+        The log of its mean likelihood under the posterior, which has seen it.
+    counts : (rows,) bool
+        False in padded rows.
+    """
+
+    log_density: Array
+    pareto_k: Array
+    of_fit: Array
+    counts: Array
+
+
+class RowSums(NamedTuple):
+    """A silo's reply: sums over its rows.
+
+    Attributes
+    ----------
+    log_density, squares : ()
+        Log predictive densities, and their squares.
+    of_fit : ()
+        Logs of mean likelihoods under the posterior.
+    num_bad : ()
+        The number of rows whose density is not known.
+    num_rows : ()
+    """
+
+    log_density: Array
+    squares: Array
+    of_fit: Array
+    num_bad: Array
+    num_rows: Array
+
+    @classmethod
+    def of(cls, scores: RowScores) -> RowSums:
+        """Return the sums over the rows of a silo."""
+
+        def total(values: Array) -> Array:
+            return jnp.where(scores.counts, values, 0.0).sum()
+
+        bad = ~(scores.pareto_k <= MAX_K)
+        return cls(
+            total(scores.log_density),
+            total(scores.log_density**2),
+            total(scores.of_fit),
+            total(bad.astype(scores.of_fit.dtype)),
+            total(jnp.ones_like(scores.of_fit)),
+        )
+
+
+Scores = Callable[[Array, Down, Any, SiloData], RowScores]
+
+
+def row_scores(
+    fm: FederatedModel,
+    likelihood: LikelihoodEstimate,
+    fitted: FederatedAlgorithm[Any, Any],
+    batch_size: int,
+) -> Scores:
+    """Return the function ``(key, down, silo_state, data)`` to the scores of a silo's rows.
+
+    ``batch_size`` draws are computed at a time.
+    """
+    seen = {s.plate for s in fm.sites if s.kind in ("observed", "factor")}
+    plates = [p.name for p in fm.plates if p.name in seen and not (p.outer and p.dim)]
+
+    def scores(key: Array, down: Down, state: Any, data: SiloData) -> RowScores:
+        private = fitted.private(state)
+        theta = {**down.theta, **private.theta}
+        u, centre = coordinates_of(down)
+        sizes = fm.sizes(data)
+        counts = [data.masked(p, jnp.ones(sizes[p])) for p in plates]
+
+        def rows_at(draw: tuple[Array, Array, Array]) -> Array:
+            s, z_G, u = draw
+            coordinates = private.recentred(Coordinates(u, centre))
+            key_draw = jax.random.fold_in(key, s)
+            rows = likelihood.log_rows(key_draw, theta, private.guide, z_G, coordinates, data)
+            return jnp.concatenate([jnp.zeros(0), *(rows[p] for p in plates)])
+
+        index = jnp.arange(len(down.z_G))
+        values = jax.lax.map(rows_at, (index, down.z_G, u), batch_size=batch_size)
+        equal = jnp.zeros(len(index), values.dtype)
+        _, density, k = jax.vmap(without, (None, 1))(equal, values)
+        of_fit = jax.nn.logsumexp(values, 0) - jnp.log(len(index))
+        return RowScores(density, k, of_fit, jnp.concatenate([jnp.zeros(0), *counts]) > 0)
+
+    return scores
+
+
+def loo(
+    fm: FederatedModel,
+    guide: Guide,
+    scores: Scores,
+    fitted: FederatedAlgorithm[Any, Any],
+    num_draws: int,
+    settings: str,
+) -> Round:
+    """Return the round that leads from a run's state to the :class:`RowSums` of all silos.
+
+    The server's data are draws (n, dim) of the posterior.
+    """
+
+    def silo(noise: Array, down: Down, state: Any, data: SiloData) -> tuple[Reply[RowSums], Any]:
+        return Reply(RowSums.of(scores(noise, down, state, data)), jnp.array(True)), state
+
+    def run(state: Any, noise: object, ask: Ask) -> tuple[RowSums, Info]:
+        z_G = jnp.zeros((num_draws, fm.dim)) if ask.server_data is None else ask.server_data
+        found = ask(LOO, down_of(guide, fitted.shared(state), z_G)).up
+        return found, Info(jnp.zeros(()), jnp.array(True))
+
+    exchange = Exchange(LOO, silo, silo_noise=key_as_noise, settings=settings)
+    return Round((exchange,), run)

@@ -1,0 +1,170 @@
+"""PSIS-LOO by row: how well all other rows predict each one, smoothed where the rows are."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed.algorithms.base import Round
+from numpyro_fed.algorithms.importance.integration import Integration
+from numpyro_fed.algorithms.importance.loo import MAX_K, RowScores, RowSums, Scores, loo, row_scores
+from numpyro_fed.algorithms.sfvi import down_of
+from numpyro_fed.errors import DataError
+from numpyro_fed.model.row_checks import refuse_coupled_rows
+from numpyro_fed.results.arviz import elpd_data
+from numpyro_fed.results.batches import batch_size
+from numpyro_fed.results.built import Built
+from numpyro_fed.results.rows import Result
+
+# Draws of the posterior that rows are left out of, at most and at least. Densities of 2,000 draws
+# are right to 0.02 nats as a rule.
+MOST_DRAWS, LEAST_DRAWS = 2_000, 500
+MOST_NUMBERS = 2e8  # draws x rows of a silo, which stand in memory at once: 1.6 GB
+MESSAGE = "the log likelihoods of the rows are not finite at {}."
+
+
+class RowsOfSilo(NamedTuple):
+    """What all other rows say of each row of a silo: log densities and tails (rows,)."""
+
+    log_density: np.ndarray
+    pareto_k: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Loo:
+    """Expected log predictive density of rows, each left out in turn; prints as a table.
+
+    Attributes
+    ----------
+    elpd : float
+        The sum of ``log p(y_i | y_-i)`` over all rows.
+    se : float
+        Its standard error, as a sum over rows that might have been others.
+    p_loo : float
+        By how much it is below the fit to the rows: the effective number of parameters.
+    num_rows, num_bad : int
+        All rows, and those with a Pareto k-hat above 0.7, whose density is not known.
+    num_draws : int
+    num_exchanges : int
+    silos : tuple of RowsOfSilo or None
+        The same row by row, for each silo; None for silos in other processes, where they stay.
+    """
+
+    elpd: float
+    se: float
+    p_loo: float
+    num_rows: int
+    num_bad: int
+    num_draws: int
+    num_exchanges: int
+    silos: tuple[RowsOfSilo, ...] | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        sums: RowSums,
+        num_draws: int,
+        num_exchanges: int,
+        silos: tuple[RowsOfSilo, ...] | None = None,
+    ) -> Loo:
+        """Return the table from sums over all rows."""
+        total, squares, of_fit, bad, rows = (float(a) for a in sums)
+        variance = max(squares / rows - (total / rows) ** 2, 0.0)
+        return cls(
+            total,
+            math.sqrt(rows * variance),
+            of_fit - total,
+            round(rows),
+            round(bad),
+            num_draws,
+            num_exchanges,
+            silos,
+        )
+
+    def to_arviz(self) -> Any:
+        """Return it as ArviZ's ``ELPDData``, row by row, for ``arviz.compare`` and plots of k-hat.
+
+        Raises
+        ------
+        DataError
+            For silos in other processes, whose rows' numbers stay there.
+        """
+        if self.silos is None:
+            raise DataError("silos in other processes keep what is known of each row.")
+        rows, k = (np.concatenate(parts) for parts in zip(*self.silos, strict=True))
+        return elpd_data(rows, k, p=self.p_loo, num_draws=self.num_draws)
+
+    def __str__(self) -> str:
+        bad = f"{self.num_bad} of {self.num_rows} rows have a k-hat above {MAX_K}"
+        what = f"elpd {self.elpd:.1f} (standard error {self.se:.1f}), p_loo {self.p_loo:.1f}"
+        doubt = ", and are not known" if self.num_bad else ""
+        return f"{what}; {bad}{doubt}."
+
+    __repr__ = __str__
+
+
+def loo_round(built: Built, settings: Mapping[str, Any]) -> Round:
+    """Return the round that leaves rows out, which silos elsewhere build from these settings."""
+    scores = _scores(built, settings)
+    n = settings["num_draws"]
+    return loo(built.model, built.guide, scores, built.algorithm, n, json.dumps(dict(settings)))
+
+
+def _scores(built: Built, settings: Mapping[str, Any]) -> Scores:
+    integration = Integration(settings["inner_draws"], settings["nodes"])
+    likelihood = integration.likelihood(built.model, built.guide)
+    return row_scores(built.model, likelihood, built.algorithm, settings["batch_size"])
+
+
+def number_of_draws(result: Result) -> int:
+    """Return how many draws rows are left out of, as many as a silo has room for."""
+    plan = result.plan
+    rows = max((n for _, n in plan.total), default=1) / max(result.num_silos, 1)
+    if result.sizes:
+        rows = max(max(size.values(), default=1) for size in result.sizes)
+    return int(np.clip(MOST_NUMBERS / max(rows, 1), LEAST_DRAWS, MOST_DRAWS))
+
+
+def rows_left_out(key: Array, result: Result, integration: Integration, z_G: Array) -> Loo:
+    """Return the table by draws (n, dim) of the posterior, which weigh the same.
+
+    In one process nothing crosses; with silos in others it takes one exchange.
+
+    Raises
+    ------
+    ModelError
+        If rows read each other's latents.
+    """
+    fit, n = result._fit, len(z_G)
+    if fit.checks is not None:
+        refuse_coupled_rows(fit.checks, result._silos.buckets, "leaving rows out needs")
+    settings = dict(
+        inner_draws=dict(integration.draws),
+        nodes=integration.nodes,
+        num_draws=n,
+        batch_size=batch_size(fit, integration, n),
+    )
+    name = "loo", json.dumps(settings)
+    if result._silos.elsewhere:
+        exchange = fit.cached(name, lambda: fit.runtime.quick(loo_round(fit.built, settings)))
+        sums: RowSums = result._run_round_once(exchange, key, MESSAGE, jnp.asarray(z_G))[0]
+        return Loo.of(sums, n, 1)
+    scores = fit.cached(name, lambda: jax.jit(_scores(fit.built, settings)))
+    down = down_of(fit.guide, result.shared, z_G)
+    silos, total = [], RowSums(*np.zeros(len(RowSums._fields)))
+    for j in range(result.num_silos):
+        data = result._silos.at(j, [batch.data for batch in result._silos.batches])
+        state = result._silo_state(j)
+        found: RowScores = scores(jax.random.fold_in(key, j), down, state, data)
+        counts = np.asarray(found.counts)
+        silos.append(RowsOfSilo(*(np.asarray(a, float)[counts] for a in found[:2])))
+        total = jax.tree.map(np.add, total, RowSums.of(found))
+    return Loo.of(total, n, 0, tuple(silos))
