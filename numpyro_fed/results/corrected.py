@@ -113,7 +113,7 @@ class Corrected(Weighted[Result], AfterFit):
     num_exchanges: int
     integration: Integration = field(repr=False)
     log_weights: np.ndarray = field(repr=False)
-    log_joint: np.ndarray | None = field(repr=False)
+    log_joint: np.ndarray | None = field(default=None, repr=False)
     pool: Pool | None = field(default=None, repr=False)
 
     @property

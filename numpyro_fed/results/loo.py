@@ -19,6 +19,7 @@ from numpyro_fed.algorithms.importance.loo import MAX_K, RowScores, RowSums, Sco
 from numpyro_fed.algorithms.sfvi import down_of
 from numpyro_fed.errors import DataError
 from numpyro_fed.model.row_checks import refuse_coupled_rows
+from numpyro_fed.programs import jit_once
 from numpyro_fed.results.arviz import elpd_data
 from numpyro_fed.results.batches import batch_size
 from numpyro_fed.results.built import Built
@@ -28,6 +29,8 @@ from numpyro_fed.results.rows import Result
 # are right to 0.02 nats as a rule.
 MOST_DRAWS, LEAST_DRAWS = 2_000, 500
 MOST_NUMBERS = 2e8  # draws x rows of a silo, which stand in memory at once: 1.6 GB
+# Terms (draws x rows x evaluations) up to which the program is compiled with few optimisations.
+FEW_TERMS = 2e7
 MESSAGE = "the log likelihoods of the rows are not finite at {}."
 
 
@@ -157,7 +160,10 @@ def rows_left_out(key: Array, result: Result, integration: Integration, z_G: Arr
         exchange = fit.cached(name, lambda: fit.runtime.quick(loo_round(fit.built, settings)))
         sums: RowSums = result._run_round_once(exchange, key, MESSAGE, jnp.asarray(z_G))[0]
         return Loo.of(sums, n, 1)
-    scores = fit.cached(name, lambda: jax.jit(_scores(fit.built, settings)))
+    rows = sum(n for _, n in fit.plan.total)
+    few = n * rows * integration.work_of_row(fit.model) <= FEW_TERMS
+    compiled = jit_once if few else jax.jit
+    scores = fit.cached(name, lambda: compiled(_scores(fit.built, settings)))
     down = down_of(fit.guide, result.shared, z_G)
     silos, total = [], RowSums(*np.zeros(len(RowSums._fields)))
     for j in range(result.num_silos):

@@ -18,6 +18,11 @@ from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.programs import jit_once
+
+# Draws x rows up to which silos' latents are drawn by a program with few optimisations: running it
+# takes less time than more of them would.
+FEW_DRAWN = 1e6
 
 
 class Posterior(NamedTuple):
@@ -79,7 +84,6 @@ def posterior(fm: FederatedModel, guide: Guide, bound: Bound) -> Posterior:
     def constrain_locals(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> dict[str, Array]:
         return jax.vmap(fm.constrain_local, (None, 0, 0, None))(theta, z_G, z_L, data)
 
-    @jax.jit
     def draw_silos(
         keys: Array,
         theta: Theta,
@@ -98,8 +102,17 @@ def posterior(fm: FederatedModel, guide: Guide, bound: Bound) -> Posterior:
 
         return jax.lax.map(draw_one, (keys, privates, data))
 
+    quick, optimised = jit_once(draw_silos), jax.jit(draw_silos)
+
+    def draw_many(
+        keys: Array, theta: Theta, privates: Private, z_G: Array, *others: Any
+    ) -> dict[str, Array]:
+        rows = sum(fm.sizes(jax.tree.map(lambda a: a[0], others[-1])).values())
+        few = len(keys) * len(z_G) * rows <= FEW_DRAWN
+        return (quick if few else optimised)(keys, theta, privates, z_G, *others)
+
     return Posterior(
-        draw_globals, coordinates, constrain_globals, draw_locals, constrain_locals, draw_silos
+        draw_globals, coordinates, constrain_globals, draw_locals, constrain_locals, draw_many
     )
 
 

@@ -1,0 +1,177 @@
+"""Rows left out in turn, and models compared by them, against closed forms."""
+
+import arviz
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_fed as nf
+from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.network import InMemory
+
+KEY = jax.random.key(0)
+QUIET = {"progress_bar": False}
+SIZES = (6, 11, 9)
+
+
+def nested(y, hospital):
+    """An effect for each hospital, and one for each row, both normal; all variances known."""
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with nf.silo_plate("hospital", 1):
+        u = numpyro.sample("u", dist.Normal(0, 1))
+    with nf.silo_plate("row", len(y)):
+        b = numpyro.sample("b", dist.Normal(mu + u[hospital], 1.5))
+        numpyro.sample("y", dist.Normal(b, 1), obs=y)
+
+
+def flat(y, hospital=None):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with nf.silo_plate("row", len(y)):
+        numpyro.sample("y", dist.Normal(mu, 1.5), obs=y)
+
+
+@pytest.fixture(scope="module")
+def silos():
+    r = np.random.default_rng(1)
+    effects = zip(SIZES, (0.5, -1.0, 2.0), strict=True)
+    return [dict(y=r.normal(2 + u, 1.8, n), hospital=np.zeros(n, int)) for n, u in effects]
+
+
+def exact(silos, between, within):
+    """The log density of each row given all others, for outcomes that are normal together."""
+    y = np.concatenate([s["y"] for s in silos])
+    hospital = np.repeat(np.arange(len(silos)), [len(s["y"]) for s in silos])
+    covariance = 100.0 + between * (hospital[:, None] == hospital) + within * np.eye(len(y))
+    precision = np.linalg.inv(covariance)
+    variance = 1 / np.diag(precision)
+    return -0.5 * (np.log(2 * np.pi * variance) + (precision @ y) ** 2 * variance)
+
+
+@pytest.fixture(scope="module")
+def fitted(silos):
+    return nf.fit(KEY, nested, silos, **QUIET)
+
+
+@pytest.fixture(scope="module")
+def without_effects(silos):
+    return nf.fit(KEY, flat, silos, **QUIET)
+
+
+def rows_of(table):
+    return np.concatenate([silo.log_density for silo in table.silos])
+
+
+def test_rows_have_their_density_given_all_others(fitted, silos):
+    """The hospital's effect is drawn, and that of the row is integrated out by quadrature."""
+    table, expected = fitted.loo(), exact(silos, 1.0, 1.5**2 + 1)
+    assert fitted.corrected.integration.nodes
+    np.testing.assert_allclose(rows_of(table), expected, atol=0.1)
+    assert [len(silo.log_density) for silo in table.silos] == list(SIZES)
+    assert table.elpd == pytest.approx(rows_of(table).sum())
+    assert table.se == pytest.approx(np.sqrt(len(expected)) * rows_of(table).std())
+    assert (table.num_rows, table.num_bad, table.num_exchanges) == (26, 0, 0)
+    assert "0 of 26 rows" in str(table)
+
+
+@pytest.mark.slow
+def test_rows_whose_latents_are_drawn_have_the_same_density(fitted, silos):
+    drawn = nf.importance_correct(KEY, fitted.run_behind, 1_000, 40)
+    assert drawn.integration.by_draws
+    np.testing.assert_allclose(rows_of(drawn.loo()), exact(silos, 1.0, 1.5**2 + 1), atol=0.1)
+
+
+def test_a_row_far_from_all_others_is_not_known(silos):
+    """One row tells all that is known of its coefficient, and the others' say nothing of it."""
+
+    def regression(x, y):
+        a, b = (numpyro.sample(name, dist.Normal(0, 100)) for name in "ab")
+        with nf.silo_plate("row", len(y)):
+            numpyro.sample("y", dist.Normal(a + b * x, 1), obs=y)
+
+    y = silos[0]["y"]
+    data = [dict(x=np.eye(len(y))[0], y=y), dict(x=np.zeros(5), y=silos[1]["y"][:5])]
+    table = nf.fit(KEY, regression, data, **QUIET).loo()
+    assert table.num_bad == 1
+    assert table.silos[0].pareto_k.argmax() == 0
+    assert "1 of 11 rows" in str(table)
+
+
+def test_arviz_reads_rows_and_compares_models(fitted, without_effects, silos):
+    one, other = fitted.loo(), without_effects.loo()
+    np.testing.assert_allclose(rows_of(other), exact(silos, 0.0, 1.5**2), atol=0.1)
+    read = one.to_arviz()
+    name = "elpd_loo" if arviz.__version__.startswith("0.") else "elpd"
+    assert float(read[name]) == pytest.approx(one.elpd)
+    found = nf.compare_models({"flat": without_effects, "nested": fitted})
+    best = "nested" if one.elpd > other.elpd else "flat"
+    assert found.names[0] == best
+    assert found.difference[1] == pytest.approx(abs(one.elpd - other.elpd))
+    below = rows_of(one) - rows_of(other)
+    assert found.se_of_difference[1] == pytest.approx(np.sqrt(26) * below.std())
+    assert found.weight.sum() == pytest.approx(1)
+    assert found.log_evidence[found.names.index("flat")] == without_effects.log_evidence
+    assert str(found).count("\n") == 2
+    assert "<table>" in found._repr_html_()
+    assert found.to_frame().loc["nested", "elpd"] == pytest.approx(one.elpd)
+    silos_out = nf.compare_models({"flat": without_effects, "nested": fitted}, by="silos")
+    totals = {"flat": without_effects.leave_out().total, "nested": fitted.leave_out().total}
+    assert dict(zip(silos_out.names, silos_out.elpd, strict=True)) == pytest.approx(totals)
+
+
+def test_models_of_other_data_are_not_compared(without_effects, silos):
+    fewer = nf.fit(KEY, flat, silos[:2], **QUIET)
+    with pytest.raises(DataError, match="'all' has 26, 'fewer' has 17 rows"):
+        nf.compare_models({"all": without_effects, "fewer": fewer})
+    with pytest.raises(ValueError, match="two models"):
+        nf.compare_models({"all": without_effects})
+    with pytest.raises(ValueError, match="by='patients'"):
+        nf.compare_models({"all": without_effects, "fewer": fewer}, by="patients")
+
+
+def test_rows_that_read_others_latents_are_refused():
+    def walk(y):
+        s = numpyro.sample("s", dist.Normal(0, 1))
+        with nf.silo_plate("row", len(y)):
+            b = numpyro.sample("b", dist.Normal(s, 1))
+            numpyro.sample("y", dist.Normal(b + b[::-1], 1), obs=y)
+
+    data = [dict(y=np.arange(4.0))] * 2
+    run = nf.SFVI(walk, start=None).run(KEY, 20, data, **QUIET)
+    fixed = nf.importance_correct(KEY, run, 200, 1)
+    with pytest.raises(ModelError, match="leaving rows out"):
+        fixed.loo()
+
+
+def test_silos_elsewhere_send_sums_alone(without_effects, silos):
+    """Five numbers a silo, which add up to what one process knows."""
+    policy = nf.Policy(min_rows=1, parameters_per_row=1.0)
+    nodes = [nf.Silo(dict(y=s["y"]), names={"flat": flat}, policy=policy) for s in silos]
+    replies = []
+
+    def heard(answer):
+        def wrapped(message):
+            reply = answer(message)
+            replies.append(reply)
+            return reply
+
+        return wrapped
+
+    federation = nf.Federation(InMemory([heard(node.answer) for node in nodes]))
+    fitted = nf.fit(KEY, flat, federation, **QUIET)
+    replies.clear()
+    table = fitted.loo()
+    assert len(replies) == 3
+    assert (
+        max(map(len, replies)) < 1_000
+    )  # a row's numbers of 11 rows and 2,000 draws would be more
+    assert table.silos is None
+    assert table.num_exchanges == 1
+    here = without_effects.loo()
+    assert table.elpd == pytest.approx(here.elpd, abs=0.05)
+    assert (table.num_rows, table.num_bad) == (here.num_rows, here.num_bad)
+    with pytest.raises(DataError, match="keep what is known of each row"):
+        table.to_arviz()
+    with pytest.raises(DataError, match="by='silos'"):
+        nf.compare_models({"a": fitted, "b": fitted})

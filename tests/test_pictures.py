@@ -1,0 +1,125 @@
+"""Silos' latents side by side, and pictures: what they show, and what they refuse."""
+
+import jax
+import matplotlib
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_fed as nf
+from numpyro_fed.after.pictures import curve
+from numpyro_fed.errors import ModelError
+
+matplotlib.use("Agg")
+KEY = jax.random.key(0)
+QUIET = {"progress_bar": False}
+
+
+def model(hospital, n_hospitals, y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with nf.silo_plate("hospital", n_hospitals):
+        u = numpyro.sample("u", dist.Normal(0, 2))
+    with nf.silo_plate("patient", len(y)):
+        b = numpyro.sample("b", dist.Normal(0, 0.5))
+        numpyro.sample("y", dist.Normal(mu + u[hospital] + b, 1), obs=y)
+
+
+EFFECTS = -3.0, 0.0, 4.0
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    r = np.random.default_rng(0)
+    silos = [
+        dict(hospital=np.zeros(n, int), n_hospitals=1, y=r.normal(5 + u, 1.1, n))
+        for n, u in zip((8, 30, 12), EFFECTS, strict=True)
+    ]
+    return nf.fit(KEY, model, silos, **QUIET)
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    from matplotlib import pyplot
+
+    pyplot.close("all")
+
+
+def test_latents_of_all_silos_stand_side_by_side(fitted):
+    together = fitted.sample_posterior(KEY, 200, silo="all")
+    assert together["u"].shape == (200, 3)
+    assert together["b"].shape == (200, 8 + 30 + 12)
+    for j, first in enumerate((0, 8, 38)):
+        alone = fitted.sample_posterior(KEY, 200, silo=j)
+        np.testing.assert_allclose(together["u"][:, j], alone["u"][:, 0], atol=1e-8)
+        rows = slice(first, first + alone["b"].shape[1])
+        np.testing.assert_allclose(together["b"][:, rows], alone["b"], atol=1e-8)
+        np.testing.assert_array_equal(together["mu"], alone["mu"])
+    some = fitted.sample_posterior(KEY, 200, silo=[2, 0])
+    np.testing.assert_allclose(some["u"], np.asarray(together["u"])[:, [2, 0]], atol=1e-12)
+    assert fitted.run_behind.sample_posterior(KEY, 5, silo="all")["u"].shape == (5, 3)
+
+
+def test_silos_that_are_not_there_are_refused(fitted):
+    with pytest.raises(IndexError, match="no silo 3"):
+        fitted.sample_posterior(KEY, 5, silo=[0, 3])
+    with pytest.raises(ValueError, match="'every'"):
+        fitted.sample_posterior(KEY, 5, silo="every")
+    with pytest.raises(ValueError, match="at least one"):
+        fitted.sample_posterior(KEY, 5, silo=[])
+
+
+def test_globals_are_drawn_over_their_prior(fitted):
+    (ax,) = (a for a in fitted.plot().axes if a.axison)
+    assert ax.get_title() == "mu"
+    x, density = ax.lines[0].get_data()
+    draws = np.asarray(fitted.sample_posterior(jax.random.key(0), 4_000)["mu"])
+    assert x[np.argmax(density)] == pytest.approx(np.median(draws), abs=0.5 * draws.std())
+    height = np.interp(0.0, *ax.lines[1].get_data())
+    assert height == pytest.approx(1 / np.sqrt(2 * np.pi) / 10, rel=0.3)  # of the prior at zero
+    with pytest.raises(ModelError, match="'tau' is no global"):
+        fitted.plot(["tau"])
+
+
+def test_effects_are_drawn_in_their_order_with_what_a_silo_says_alone(fitted):
+    ax = fitted.plot_silos("u").axes[0]
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["silo 0", "silo 1", "silo 2"]
+    lines = {line.get_label(): np.asarray(line.get_xdata(), float) for line in ax.lines}
+    draws = np.asarray(fitted.sample_posterior(jax.random.key(0), 2_000, silo="all")["u"])
+    np.testing.assert_allclose(lines["all silos"], draws.mean(0))
+    # Shrunk to the prior's mean, by the precision that the prior has.
+    alone, v = lines["this silo alone"], draws.var(0)
+    np.testing.assert_allclose(alone, draws.mean(0) / (1 - v / 4), atol=0.15)
+    assert fitted.plot_silos().axes[0].get_xlabel().startswith("u:")
+    labels = [t.get_text() for t in fitted.plot_silos("b").axes[0].get_yticklabels()]
+    assert len(labels) == 50
+    assert "silo 1, 29" in labels
+    with pytest.raises(ModelError, match="'v' is no latent of silos"):
+        fitted.plot_silos("v")
+
+
+def test_a_check_has_the_outcomes_and_what_is_predicted(fitted):
+    axes = [a for a in fitted.plot_check(n=20).axes if a.axison]
+    assert [a.get_title() for a in axes] == ["silo 0", "silo 1", "silo 2"]
+    drawn = [line for line in axes[1].lines if len(line.get_xdata())]
+    assert len(drawn) == 21
+    seen = np.sort(fitted.run_behind.data_of(1).kwargs["y"])
+    np.testing.assert_allclose(drawn[-1].get_xdata()[1:], seen)
+    assert len([a for a in fitted.plot_check(2).axes if a.axison]) == 1
+
+
+def test_disagreement_is_drawn(fitted):
+    table = fitted.disagreement()
+    left, right = table.plot().axes
+    np.testing.assert_allclose([bar.get_width() for bar in left.patches], table.shift)
+    np.testing.assert_allclose([b.get_width() for b in right.patches], -np.log10(table.conflict))
+
+
+def test_curves_of_equal_draws_and_of_heavy_tails():
+    x, density = curve(np.full(10, 3.0))
+    assert x[np.argmax(density)] == 3
+    heavy = np.random.default_rng(0).standard_cauchy(4_000)
+    x, density = curve(heavy)
+    assert np.isfinite(density).all()
+    assert abs(x[np.argmax(density)]) < 1
