@@ -29,6 +29,8 @@ LAYERS = [
             "model.substitution",
             "model.jaxprs",
             "model.feasible",
+            "model.frames",
+            "model.missing",
             "model.kinks",
             "model.shapes",
             "model.handlers",

@@ -108,7 +108,7 @@ def test_a_flat_prior_is_refused_where_the_posterior_starts_from_it(prior):
 
 # --- silos that do not fit -------------------------------------------------------------------
 
-NAN, INF = np.array([0, np.nan, 1], np.float32), np.array([0, 1, -np.inf], np.float32)
+INF = np.array([0, 1, -np.inf], np.float32)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ NAN, INF = np.array([0, np.nan, 1], np.float32), np.array([0, 1, -np.inf], np.fl
         ([rows(), rows(0)], "silo 1", "Leave a silo with no rows out"),
         ([rows(), rows(x=np.ones(3))], "silo 1", "same keyword arguments"),
         ([rows(), rows(x=INF)], "silo 1, 'x': 1 of 3", "numpyro.handlers.mask"),
-        ([rows(), {"y": NAN}], "silo 1, 'y': 1 of 3", "numpyro.handlers.mask"),
+        ([rows(), {"y": INF}], "silo 1, 'y': 1 of 3", "numpyro.handlers.mask"),
         ([rows(), {"y": np.arange(3)}], "silo 1, 'y' has dtype int32", "astype('float32')"),
         (
             [rows(), {"y": np.zeros((3, 2), np.float32)}],

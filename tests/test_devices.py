@@ -106,7 +106,7 @@ silos = [dict(y={"of": random.normal(3, 2, n)}, kind="Normal") for n in (5, 5, 9
 if address:  # each process has its own: one silo, and three
     silos = [silos[:1], silos[1:]][number]
 if bad and number:
-    silos[1]["y"]["of"][3] = np.nan
+    silos[1]["y"]["of"][3] = np.inf
 quiet = {"progress_bar": False}
 for method in (nf.SFVI(model, start=None), nf.PVI(model, start=None, schedule="sequential")):
     name, fit = type(method).__name__, method.run(jax.random.key(0), 3, silos, **quiet)

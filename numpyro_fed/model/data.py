@@ -6,8 +6,9 @@ one compiled program.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar, overload
 
 import jax
@@ -19,6 +20,7 @@ from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
 from jax.typing import ArrayLike
 
 from numpyro_fed.errors import DataError
+from numpyro_fed.model.frames import as_dict, column_names
 
 Sizes = dict[str, int]
 
@@ -49,6 +51,10 @@ class SiloData:
         Python ints, bools, strings and None: part of the program, not of its input.
     treedef : (PyTreeDef, names), optional
         The structure of arguments that are trees, and the names of their leaves.
+    missing : tuple of str
+        The arrays in which NaN stands for an outcome that is missing, at this silo or another one.
+    columns : tuple of (str, tuple of str)
+        The names of the columns of arrays that come from DataFrames.
     """
 
     arrays: dict[str, Any]
@@ -57,6 +63,10 @@ class SiloData:
     static: tuple[tuple[str, Any], ...] = field(default=(), metadata={"static": True})
     treedef: tuple[PyTreeDef, tuple[str, ...]] | None = field(
         default=None, metadata={"static": True}
+    )
+    missing: tuple[str, ...] = field(default=(), kw_only=True, metadata={"static": True})
+    columns: tuple[tuple[str, tuple[str, ...]], ...] = field(
+        default=(), kw_only=True, metadata={"static": True}
     )
 
     @property
@@ -139,13 +149,16 @@ SilosInput: TypeAlias = Sequence[Mapping[str, Any]] | ReadSilos
 def read(silos: SilosInput, model: Callable[..., Any] | None = None) -> ReadSilos:
     """Read and check the user's list of dicts, each into a :class:`SiloData` of NumPy arrays.
 
-    Data that were read already are returned as they are. A model with a method ``of_silos`` adds
-    arrays of its own to each silo's data, such as the number of the silo's block of a site.
+    DataFrames and their columns become arrays, and a silo that is a DataFrame the dict of its
+    columns. NaN is read as a missing value: whether it is one of an outcome, which alone may be
+    missing, the model's text says (:mod:`numpyro_fed.model.missing`). Data that were read already
+    are returned as they are. A model with a method ``of_silos`` adds arrays of its own to each
+    silo's data, such as the number of the silo's block of a site.
 
     Raises
     ------
     DataError
-        For an empty list, silos with different keys, dtypes or numbers of axes, NaN or infinity,
+        For an empty list, silos with different keys, dtypes, columns or numbers of axes, infinity,
         or a value that is not an array, a number, a string, None or a tree of these.
     """
     return silos if isinstance(silos, ReadSilos) else _read(silos, model)
@@ -159,10 +172,84 @@ def _read(silos: Sequence[Mapping[str, Any]], model: Callable[..., Any] | None) 
         )
     if not silos:
         raise DataError("the list of silos is empty: pass one dict of arrays for each silo.")
+    columns = [column_names(silo) for silo in silos]
+    arguments = None if model is None else argument_names(model)
+    silos = [as_dict(f"silo {j}", silo, arguments) for j, silo in enumerate(silos)]
     all_data = with_model_data(model, silos)
-    read_silos = ReadSilos(read_one(f"silo {j}", silo) for j, silo in enumerate(all_data))
-    _check_alike(read_silos)
-    return read_silos
+    found = [read_one(f"silo {j}", s, may_miss=True) for j, s in enumerate(all_data)]
+    found = _with_missing(found)
+    _check_alike(found)
+    common = common_columns(columns)
+    return ReadSilos(replace(silo, columns=common) for silo in found)
+
+
+def argument_names(model: Callable[..., Any]) -> list[str] | None:
+    """Return the names of a model's arguments; None if it takes any, or does not tell."""
+    try:
+        parameters = inspect.signature(model).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    return (
+        None if any(p.kind is p.VAR_KEYWORD for p in parameters) else [p.name for p in parameters]
+    )
+
+
+def _with_missing(silos: Sequence[SiloData]) -> list[SiloData]:
+    """Return the silos, each with the names of what is missing at some silo.
+
+    Whole numbers that are missing somewhere are floats there, beside NaN. They become floats at
+    the silos that have all of them, so that all silos hold the same kind.
+    """
+    missing = tuple(sorted({name for silo in silos for name in silo.missing}))
+
+    def as_floats(array: np.ndarray) -> np.ndarray:
+        floats = array.astype(jnp.result_type(float))
+        return floats if np.array_equal(floats, array) else array
+
+    return [
+        replace(
+            silo,
+            missing=missing,
+            arrays={k: as_floats(a) if k in missing else a for k, a in silo.arrays.items()},
+        )
+        for silo in silos
+    ]
+
+
+def common_columns(
+    columns: Sequence[Mapping[str, tuple[str, ...]]],
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the columns of each argument that is a DataFrame, the same at all silos."""
+    common: dict[str, tuple[int, tuple[str, ...]]] = {}
+    for j, of_silo in enumerate(columns):
+        for name, found in of_silo.items():
+            i, expected = common.setdefault(name, (j, found))
+            check_columns(f"silo {j}", name, found, expected, f"silo {i}")
+    return tuple(sorted((name, found) for name, (_, found) in common.items()))
+
+
+def check_columns(
+    owner: str, name: str, found: Sequence[str], expected: Sequence[str], other: str
+) -> None:
+    """Raise an error if a DataFrame has other columns than another one, or in another order.
+
+    Raises
+    ------
+    DataError
+    """
+    if tuple(found) == tuple(expected):
+        return
+    lacking = [c for c in expected if c not in found]
+    extra = [c for c in found if c not in expected]
+    what = " and ".join(
+        [f"lacks the columns {lacking}"] * bool(lacking)
+        + [f"has the columns {extra} besides"] * bool(extra)
+    )
+    raise DataError(
+        f"{owner}, '{name}': a DataFrame that {what or 'has its columns in another order'}: "
+        f"{list(found)}, where {other} has {list(expected)}. A model reads columns by their place: "
+        f"pass df[{list(expected)}]."
+    )
 
 
 def with_model_data(
@@ -177,17 +264,23 @@ def with_model_data(
     return silos
 
 
-def read_one(owner: str, data: Mapping[str, Any]) -> SiloData:
-    """Read and check the data of one party; ``owner`` is its name in errors."""
+def read_one(owner: str, data: Mapping[str, Any], *, may_miss: bool = False) -> SiloData:
+    """Read and check the data of one party; ``owner`` is its name in errors.
+
+    NaN is refused unless numbers ``may_miss``.
+    """
+    columns = tuple(sorted(column_names(data).items()))
+    data = as_dict(owner, data)
     if not isinstance(data, Mapping):
         raise DataError(f"{owner} must be a dict of keyword arguments, got {type(data).__name__}.")
-    paths, tree = tree_flatten_with_path(dict(data), is_leaf=_is_leaf)
+    paths, tree = tree_flatten_with_path(dict(data), is_leaf=is_leaf)
     names = tuple(keystr(path, simple=True, separator=".") for path, _ in paths)
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise DataError(f"{owner}: {twice} name two values each. Rename one of them.")
     arrays: dict[str, np.ndarray] = {}
     static: list[tuple[str, Any]] = []
+    missing: list[str] = []
     for name, (_, value) in zip(names, paths, strict=True):
         if isinstance(value, np.bool_ | np.integer):
             value = value.item()
@@ -195,11 +288,26 @@ def read_one(owner: str, data: Mapping[str, Any]) -> SiloData:
             static.append((name, value))
         else:
             arrays[name] = _read_array(owner, name, value)
+            nan = arrays[name].dtype.kind == "f" and bool(np.isnan(arrays[name]).any())
+            missing += [name] * nan
+    if missing and not may_miss:
+        raise DataError(_not_finite(owner, missing[0], arrays[missing[0]]))
     nested = any(len(path) > 1 for path, _ in paths) or len(names) < len(data)
-    return SiloData(arrays, {}, tuple(static), (tree, names) if nested else None)
+    trees = (tree, names) if nested else None
+    return SiloData(arrays, {}, tuple(static), trees, missing=tuple(missing), columns=columns)
 
 
-def _is_leaf(value: object) -> bool:
+def _not_finite(owner: str, name: str, array: np.ndarray) -> str:
+    """Return the message about values that are not finite where a number is needed."""
+    bad = int((~np.isfinite(array)).sum())
+    return (
+        f"{owner}, '{name}': {bad} of {array.size} values are NaN or infinite. Mark "
+        "missing rows by a mask array in the data and numpyro.handlers.mask around the "
+        "site, and put any finite number in their place."
+    )
+
+
+def is_leaf(value: object) -> bool:
     """Return whether a value is a leaf: None, or a list of numbers, nested to any depth.
 
     A list that holds arrays is a tree.
@@ -224,6 +332,13 @@ def _read_array(owner: str, name: str, value: object) -> np.ndarray:
             "`with numpyro.handlers.mask(mask=seen):` around the observed site."
         )
     array = np.asarray(value)
+    if array.dtype.kind in "Mm":
+        raise DataError(
+            f"{owner}, '{name}': expected an array of numbers, got dates or durations "
+            f"({array.dtype}). A date is no number until somebody says in which unit and from "
+            f"which day on: make it one, such as days ({name} - numpy.datetime64('2020-01-01')) / "
+            "numpy.timedelta64(1, 'D')."
+        )
     if array.dtype.kind not in "fiub":
         raise DataError(
             f"{owner}, '{name}': expected an array of numbers, got {type(value).__name__} "
@@ -240,13 +355,8 @@ def _read_array(owner: str, name: str, value: object) -> np.ndarray:
             "smaller (an index from 0, say), or enable double precision by "
             "jax.config.update('jax_enable_x64', True)."
         )
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        bad = int((~np.isfinite(array)).sum())
-        raise DataError(
-            f"{owner}, '{name}': {bad} of {array.size} values are NaN or infinite. Mark "
-            "missing rows by a mask array in the data and numpyro.handlers.mask around the "
-            "site, and put any finite number in their place."
-        )
+    if array.dtype.kind == "f" and np.isinf(array).any():
+        raise DataError(_not_finite(owner, name, array))
     if array.size and array.dtype.itemsize < original.dtype.itemsize and array.dtype.kind == "f":
         _check_cast(owner, name, original, array)
     return array
@@ -255,12 +365,18 @@ def _read_array(owner: str, name: str, value: object) -> np.ndarray:
 def _check_cast(owner: str, name: str, original: np.ndarray, array: np.ndarray) -> None:
     """Refuse a column if rounding to single precision loses a part of its spread."""
     rows = original.reshape(-1, original.shape[-1] if original.ndim > 1 else 1)
+    array, present = array.reshape(rows.shape), ~np.isnan(rows)
+    if not present.all():
+        # What is missing stands at the first number that is there: it adds nothing to a spread.
+        first = rows[present.argmax(0), np.arange(rows.shape[1])]
+        rows = np.where(present, rows, np.where(np.isnan(first), 0.0, first))
+        array = np.where(present, array, rows.astype(array.dtype))
     # About the first row: the square of a large mean would cancel digits of the sd.
     sd = np.std(rows - rows[:1], axis=0)
-    largest = np.abs(array).reshape(rows.shape).max(0, initial=0.0)
+    largest = np.abs(array).max(0, initial=0.0)
     gap = np.spacing(largest).astype(np.float64)
     # Values that single precision holds exactly, such as counts, lose nothing however dense.
-    rounded = np.abs(array.reshape(rows.shape) - rows).max(0, initial=0.0) > 0
+    rounded = np.abs(array - rows).max(0, initial=0.0) > 0
     # A column of ones that was computed holds 1 + 1e-16: it is constant, and stays so.
     varies = sd > 64 * np.finfo(rows.dtype).eps * largest
     lost = rounded & varies & (sd < GAPS * gap)
@@ -320,6 +436,7 @@ def signature(data: SiloData) -> tuple[Hashable, ...]:
     return (
         data.static,
         data.treedef,
+        data.missing,
         tuple((k, a.shape, str(a.dtype)) for k, a in data.arrays.items()),
         tuple((k, m.shape) for k, m in data.masks.items()),
     )

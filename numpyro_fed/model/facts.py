@@ -21,7 +21,7 @@ from jax import Array
 
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.binding import globals_at
-from numpyro_fed.model.data import SiloData, Sizes, read
+from numpyro_fed.model.data import SiloData, Sizes, check_columns, read
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import Plate, Site, structure
 from numpyro_fed.model.split import split
@@ -59,10 +59,11 @@ class Argument(NamedTuple):
 class Facts:
     """The facts that a silo sends about its data and its model text, as JSON.
 
-    They reveal the names, dtypes and trailing shapes of the arrays, static values as they are, the
-    sites of the model, for each silo plate the number of rows rounded up to a power of two, and
-    verdicts, such as whether the likelihood is conjugate. They do not contain exact numbers of
-    rows, nor any number that depends on the values of data, except for the verdicts.
+    They reveal the names, dtypes and trailing shapes of the arrays, the names of columns of
+    DataFrames, in which outcomes some are missing, static values as they are, the sites of the
+    model, for each silo plate the number of rows rounded up to a power of two, and verdicts, such
+    as whether the likelihood is conjugate. They do not contain exact numbers of rows, nor any
+    number that depends on the values of data, except for the verdicts.
 
     Attributes
     ----------
@@ -79,6 +80,10 @@ class Facts:
         Log densities and values of the global sites at fixed points: two silos with different
         texts differ here.
     verdicts : tuple of (question, bool)
+    missing : tuple of str
+        The arrays in which some outcomes are missing.
+    columns : tuple of (str, tuple of str)
+        The names of the columns of arrays that come from DataFrames.
     version : int
     """
 
@@ -90,6 +95,8 @@ class Facts:
     sizes: tuple[tuple[str, int], ...]
     globals: tuple[tuple[str, tuple[float, ...]], ...] = ()
     verdicts: tuple[tuple[str, bool], ...] = ()
+    missing: tuple[str, ...] = ()
+    columns: tuple[tuple[str, tuple[str, ...]], ...] = ()
     version: int = VERSION
 
     def verdict(self, question: str) -> bool:
@@ -173,9 +180,9 @@ class Plan:
         }
         static = dict(self.facts.static)
         if not self.facts.tree:
-            return SiloData(arrays, {}, tuple(static.items()))
+            return SiloData(arrays, {}, tuple(static.items()), missing=self.facts.missing)
         silo = unflatten_skeleton(json.loads(self.facts.tree), {**arrays, **static})
-        return read([silo])[0]
+        return replace(read([silo])[0], missing=self.facts.missing)
 
     def to_json(self) -> str:
         """Return the plan as JSON text, which :meth:`from_json` reads."""
@@ -215,7 +222,7 @@ def describe(model: Callable[..., Any], silo: Mapping[str, Any]) -> Facts:
     >>> facts.sizes, facts.arguments[0].shape
     ((('row', 8),), ())
     """
-    (data,) = read([silo])
+    (data,) = read([silo], model)
     fm = split(model, [data])
     sizes = structure(fm.text, data, "silo 0").sizes
     return with_globals(facts_of(fm, data, sizes), fm, data, sizes)
@@ -230,6 +237,8 @@ def facts_of(fm: FederatedModel, data: SiloData, sizes: Sizes) -> Facts:
         sites=fm.sites,
         plates=fm.plates,
         sizes=tuple((p, size_class(n)) for p, n in sizes.items()),
+        missing=data.missing,
+        columns=data.columns,
     )
 
 
@@ -285,8 +294,11 @@ def agree(facts: Sequence[Facts]) -> Plan:
     verdicts = tuple((q, all(f.verdict(q) for f in facts)) for q in questions)
     names = [plate for plate, _ in first.sizes]
     sizes = [dict(f.sizes) for f in facts]
+    missing = tuple(sorted({name for f in facts for name in f.missing}))
+    columns = tuple(sorted({name: c for f in facts for name, c in f.columns}.items()))
+    common = replace(smallest, arguments=tuple(arguments), verdicts=verdicts)
     return Plan(
-        replace(smallest, arguments=tuple(arguments), verdicts=verdicts),
+        replace(common, missing=missing, columns=columns),
         len(facts),
         tuple((p, max(s[p] for s in sizes)) for p in names),
         tuple((p, sum(s[p] for s in sizes)) for p in names),
@@ -320,6 +332,9 @@ def _check_alike(first: Facts, other: Facts, j: int) -> None:
             if a.name not in lacking
         )
 
+    names = dict(first.columns)
+    for name, found in other.columns:
+        check_columns(f"silo {j}", name, found, names.get(name, found), "silo 0")
     for what, mine, theirs in (
         ("the version of its facts", other.version, first.version),
         ("its sites", other.sites, first.sites),
@@ -362,6 +377,8 @@ def check_plan(plan: Plan, own: Facts, number: int) -> None:
     for plate, size in own.sizes:
         if not size <= largest.get(plate, 0) <= total.get(plate, 0):
             raise ModelError(f"{words}: it has other numbers of rows of '{plate}'.")
+    if left := set(own.missing) - set(plan.facts.missing):
+        raise ModelError(f"{words}: it says that nothing is missing in {sorted(left)}.")
     for question, verdict in plan.facts.verdicts:
         if verdict and not verdicts[question]:
             raise ModelError(f"{words}: it says yes to '{question}', and this silo says no.")

@@ -19,7 +19,9 @@ from numpyro_fed.model.clients import augment as augment
 from numpyro_fed.model.clients import power_likelihood as power_likelihood
 from numpyro_fed.model.data import with_model_data
 from numpyro_fed.model.feasible import feasible
+from numpyro_fed.model.frames import as_dict
 from numpyro_fed.model.jaxprs import provenance
+from numpyro_fed.model.missing import leaving_out_missing, missing_names
 from numpyro_fed.model.primitives import inside_control_flow, silo_plate_of
 from numpyro_fed.model.substitution import substitute_prior as substitute_prior
 from numpyro_fed.tracing import TRACING
@@ -209,8 +211,10 @@ def joint(model: Callable[..., Any], silos: Sequence[Mapping[str, Any]]) -> Call
 
     def joint_model() -> None:
         values: dict[str, Any] = {}
-        all_data = with_model_data(model, silos)
+        plain = [as_dict(f"silo {j}", silo) for j, silo in enumerate(silos)]
+        all_data = with_model_data(model, plain)
         text = localised(model, all_data[0]) if all_data else model
+        text = leaving_out_missing(text, missing_names(all_data))
         for j, data in enumerate(all_data):
             with at_silo(silo=j), _emit_once(values):
                 text(**data)

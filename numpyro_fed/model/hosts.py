@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,8 +18,9 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
 from numpyro_fed.errors import DataError
-from numpyro_fed.model.data import ReadSilos, SilosInput, read, read_one
+from numpyro_fed.model.data import ReadSilos, SilosInput, common_columns, read, read_one
 from numpyro_fed.model.facts import skeleton, unflatten_skeleton
+from numpyro_fed.model.frames import as_dict, column_names
 
 HEAD = "head"  # the name of the array with all that is no array, as JSON
 
@@ -40,15 +42,18 @@ def read_all(silos: SilosInput, model: Callable[..., Any] | None = None) -> Read
     room = np.zeros(longest, np.uint8)
     room[: len(own)] = np.frombuffer(own, np.uint8)
     everyones = [_unpacked(part.tobytes()) for part in process_allgather(room)]
-    return read([silo for of_process in everyones for silo in of_process], model)
+    columns = common_columns([c for _, of_process in everyones for c in of_process])
+    found = read([silo for of_process, _ in everyones for silo in of_process], model)
+    return ReadSilos(replace(silo, columns=columns) for silo in found)
 
 
 def _packed(silos: Sequence[Mapping[str, Any]]) -> bytes:
     """Return the silos of this process, or the error about them, as bytes."""
     try:
-        found = [
-            read_one(f"silo {j} of process {jax.process_index()}", s) for j, s in enumerate(silos)
-        ]
+        owners = [f"silo {j} of process {jax.process_index()}" for j in range(len(silos))]
+        columns = [column_names(s) for s in silos]
+        silos = [as_dict(owner, s) for owner, s in zip(owners, silos, strict=True)]
+        found = [read_one(owner, s, may_miss=True) for owner, s in zip(owners, silos, strict=True)]
         if odd := next((s for s in silos if not _is_plain(s)), None):
             raise DataError(
                 f"over several processes arguments are dicts with names, lists and tuples, got "
@@ -56,7 +61,10 @@ def _packed(silos: Sequence[Mapping[str, Any]]) -> bytes:
             )
     except Exception as error:  # of whatever kind: the other processes wait for an answer
         return _archive({"error": f"{type(error).__name__}: {error}"}, {})
-    head = [{"tree": skeleton(s.named_tree()), "static": dict(s.static)} for s in found]
+    head = [
+        {"tree": skeleton(s.named_tree()), "static": dict(s.static), "columns": of_silo}
+        for s, of_silo in zip(found, columns, strict=True)
+    ]
     names = [list(s.arrays) for s in found]
     arrays = {f"{j}/{i}": s.arrays[n] for j, s in enumerate(found) for i, n in enumerate(names[j])}
     return _archive({"silos": head, "names": names}, arrays)
@@ -77,8 +85,8 @@ def _archive(head: Mapping[str, Any], arrays: Mapping[str, Any]) -> bytes:
     return file.getvalue()
 
 
-def _unpacked(message: bytes) -> list[dict[str, Any]]:
-    """Return the silos of one process as a list of dicts.
+def _unpacked(message: bytes) -> tuple[list[dict[str, Any]], list[dict[str, tuple[str, ...]]]]:
+    """Return the silos of one process as a list of dicts, and the columns of their DataFrames.
 
     Raises
     ------
@@ -93,4 +101,5 @@ def _unpacked(message: bytes) -> list[dict[str, Any]]:
         for j, (silo, names) in enumerate(zip(head["silos"], head["names"], strict=True)):
             arrays = {name: file[f"{j}/{i}"] for i, name in enumerate(names)}
             silos.append(unflatten_skeleton(silo["tree"], {**arrays, **silo["static"]}))
-        return silos
+        columns = [{k: tuple(names) for k, names in s["columns"].items()} for s in head["silos"]]
+        return silos, columns

@@ -112,7 +112,7 @@ def layout_of(model: Callable[..., Any], silos: Sequence[SiloData]) -> Layout:
 
 def _layout_of(model: Callable[..., Any], silos: Sequence[SiloData]) -> Layout:
     fm = split(model, silos)
-    sizes = tuple(s.sizes for s in structures(model, silos))
+    sizes = tuple(s.sizes for s in structures(fm.text, silos))
     rows = padded_keys(silos, sizes)
     apart = separable(fm, silos, sizes, rows)
     return Layout(fm, sizes, rows, RowChecks(fm), index_check(fm), Supports.of_silos(fm), apart)

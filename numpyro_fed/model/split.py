@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 from numpyro import handlers
 
-from numpyro_fed.errors import ModelError, ModelWarning
+from numpyro_fed.errors import DataError, ModelError, ModelWarning
 from numpyro_fed.model.binding import Rows, Theta, globals_at, log_det_owners, trace_at
 from numpyro_fed.model.data import SiloData, Sizes, signature
 from numpyro_fed.model.feasible import feasible
@@ -27,6 +27,7 @@ from numpyro_fed.model.handlers import localised
 from numpyro_fed.model.jaxprs import Identity, provenance, trace_program, without_dead_code
 from numpyro_fed.model.kinks import rounded
 from numpyro_fed.model.log_density import FederatedModel, ModelText
+from numpyro_fed.model.missing import leaving_out_missing
 from numpyro_fed.model.padding import padded_keys
 from numpyro_fed.model.sites import (
     Structure,
@@ -58,7 +59,11 @@ def split(model: Callable[..., Any], silos: Sequence[SiloData]) -> FederatedMode
         latent, on data or on what differs between silos, such as their numbers of rows; for
         randomness outside of sample sites; for discrete latents, supports without a bijection,
         mutable sites; for sites that differ between silos; and when the model itself raises.
+    DataError
+        For NaN in an argument that is read for something else than an outcome.
     """
+    text, missing = model, tuple(sorted({name for silo in silos for name in silo.missing}))
+    model = leaving_out_missing(text, missing)
     found = structures(model, silos)
     for j, other in enumerate(found):
         check_same_sites(found[0], other, j)
@@ -76,6 +81,8 @@ def split(model: Callable[..., Any], silos: Sequence[SiloData]) -> FederatedMode
         fm = fm._replace(without_kinks=ModelText(rounded(model), first, silo).federated())
     dependence = _dependence(fm, model, silos[smallest])
     _check_dependence(fm, dependence)
+    if missing:
+        _check_missing(fm, text, missing, silos)
     _check_observed(first, silo)
     _check_globals(model, fm, silos, [s.sizes for s in found])
     # A plate is outer if sites of other plates read its latents. Deterministic sites do not count:
@@ -177,6 +184,73 @@ def _dependence(
         # The log-determinant of a latent is a factor of its own; it belongs to the latent.
         dependence.setdefault(owner.get(site, site), set()).update(sources)
     return dependence
+
+
+def _check_missing(
+    fm: FederatedModel,
+    text: Callable[..., Any],
+    missing: tuple[str, ...],
+    silos: Sequence[SiloData],
+) -> None:
+    """Refuse NaN in arguments that are read for something else than an outcome.
+
+    And numbers that are not whole beside missing ones, where the outcome is a whole number.
+    """
+    silo = next((s for s in silos if all(n in s.arrays for n in missing)), silos[0])
+    sizes = fm.sizes(silo)
+    z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in fm.plates}
+    theta = {**fm.init_theta(jax.random.key(0)), **fm.init_private(jax.random.key(0), silo)}
+    whole: set[str] = set()
+
+    def run(model: Callable[..., Any], arrays: dict[str, Any]) -> dict[str, Any]:
+        data = replace(silo, arrays=arrays)
+        values, trace = trace_at(model, fm.sites, theta, jnp.zeros(fm.dim), z_L, data)
+        whole.update(n for n, s in trace.items() if s["type"] == "sample" and _is_whole(s))
+        shown = {s.name: trace[s.name]["value"] for s in fm.sites if s.kind == "deterministic"}
+        return {**values, **shown}
+
+    def readers(name: str, blind: bool) -> set[str]:
+        """Return the sites that read an argument; if blind, for something else than an outcome."""
+        model = leaving_out_missing(text, missing, blind=blind)
+        rest = {k: a for k, a in silo.arrays.items() if k != name}
+        own = {name: silo.arrays[name]}
+        labels = provenance(lambda own, rest: run(model, {**own, **rest}), own=own, rest=rest)
+        return {
+            site
+            for site, found in labels.items()
+            if any("own" in leaf for leaf in jax.tree.leaves(found))
+        }
+
+    for name in missing:
+        having = [(j, s.arrays[name]) for j, s in enumerate(silos) if name in s.arrays]
+        if name not in silo.arrays:
+            continue
+        if sites := sorted(readers(name, blind=True)):
+            j, array = next((p for p in having if np.isnan(p[1]).any()), having[0])
+            raise DataError(
+                f"silo {j}, '{name}': {int(np.isnan(array).sum())} of {array.size} values are "
+                f"missing (NaN), and the site '{sites[0]}' reads '{name}'. Only outcomes may be "
+                "missing: arguments that the text passes to obs= as they are, and reads nowhere "
+                "else. Of a covariate leave out the rows, fill in a number that you can defend, or "
+                "make what is missing a latent of its row. Of an outcome that the text computes "
+                "(obs=jnp.log(y)) compute it before the run, or put any finite number in the place "
+                "of NaN and `with numpyro.handlers.mask(mask=seen):` around the site, with a "
+                "boolean array seen in the data."
+            )
+        if not whole & readers(name, blind=False):
+            continue
+        for j, array in having:
+            if (odd := array[~np.isnan(array) & (array % 1 != 0)]).size:
+                raise DataError(
+                    f"silo {j}, '{name}': the outcome takes whole numbers, got {odd[0]:g}. Mend "
+                    "it, or pass NaN where it is missing."
+                )
+
+
+def _is_whole(site: dict[str, Any]) -> bool:
+    """Return whether a site is observed and takes whole numbers."""
+    support = site["fn"].support if site["is_observed"] else None
+    return bool(getattr(support, "is_discrete", False))
 
 
 KEY = "numpyro.prng_key()"

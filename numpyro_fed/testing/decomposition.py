@@ -33,6 +33,7 @@ from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.handlers import joint, local_name
 from numpyro_fed.model.layout import lay_out
+from numpyro_fed.model.missing import leaving_out_missing
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.row_checks import CheckResult, summary_message
 from numpyro_fed.tracing import TRACING
@@ -139,6 +140,7 @@ class _Check:
         self.theta = fm.init_theta(key)
         self.init_private = jax.jit(fm.init_private)
         self.private = [self.init_private(key, d) for d in data]
+        model = leaving_out_missing(model, data[0].missing)
 
         self.shapes = _shapes(model, data)
         for name, shape in self._latent_shapes().items():

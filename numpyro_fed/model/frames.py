@@ -1,0 +1,252 @@
+"""DataFrames and their columns (pandas, polars, and whatever else narwhals reads) as NumPy arrays.
+
+Each conversion loses nothing, or is refused with the way out. narwhals is asked for where a
+DataFrame comes, and nowhere else: arrays, lists and numbers need no extra.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeGuard
+
+import jax
+import numpy as np
+
+from numpyro_fed.errors import DataError, MissingExtraError
+
+# Whole numbers beyond it are not all numbers of double precision.
+LARGEST_WHOLE = 2**53
+
+
+class Frame(Protocol):
+    """A DataFrame of any library that narwhals reads."""
+
+    @property
+    def columns(self) -> Iterable[Any]: ...
+
+    @property
+    def dtypes(self) -> Any: ...
+
+
+class Column(Protocol):
+    """A column of a DataFrame, as a Series of its own."""
+
+    @property
+    def dtype(self) -> Any: ...
+
+    @property
+    def name(self) -> Any: ...
+
+    def to_numpy(self) -> np.ndarray: ...
+
+
+def is_frame(value: object) -> TypeGuard[Frame]:
+    """Return whether a value is a DataFrame; a lazy one, which has to be collected, is none."""
+    named = hasattr(value, "columns") and hasattr(value, "dtypes")
+    return named and not isinstance(value, Mapping) and not hasattr(value, "collect")
+
+
+def is_column(value: object) -> TypeGuard[Column]:
+    """Return whether a value is a column of a DataFrame, and no array."""
+    named = hasattr(value, "name") and hasattr(value, "to_numpy") and hasattr(value, "dtype")
+    # An array of xarray has a name as well; its dims tell it apart, and NumPy reads it.
+    return named and not hasattr(value, "dims")
+
+
+def is_tabular(value: object) -> bool:
+    """Return whether a value is a DataFrame or a column of one."""
+    return is_frame(value) or is_column(value)
+
+
+def as_dict(owner: str, silo: object, arguments: Sequence[str] | None = None) -> Any:
+    """Return a silo with arrays in the place of DataFrames and columns.
+
+    A silo that is a DataFrame itself becomes the dict of its columns. ``arguments`` are those of
+    the model: then a column without an argument is refused. What is neither a DataFrame nor a
+    mapping is returned as it is, for the caller to refuse.
+
+    Raises
+    ------
+    DataError
+        For columns that are not numbers, columns without an argument, and two columns of one name.
+    MissingExtraError
+        For a DataFrame, where narwhals is not installed.
+    """
+    if is_frame(silo):
+        columns = columns_of(owner, silo)
+        if arguments is not None and (extra := [name for name in columns if name not in arguments]):
+            chosen = [name for name in columns if name in arguments]
+            raise DataError(
+                f"{owner} is a DataFrame with the columns {list(columns)}, whose columns are the "
+                f"model's arguments by name, but the model has no argument {_named(extra)}: its "
+                f"arguments are {list(arguments)}. Choose columns first (df[{chosen}]), "
+                "or pass a dict of arguments, any of which may be a DataFrame: dict(x=df[[...]])."
+            )
+        return {name: column_array(owner, name, column) for name, column in columns.items()}
+    if not isinstance(silo, Mapping):
+        return silo
+    if not _holds_table(silo):
+        return silo
+    return {name: _converted(owner, str(name), value) for name, value in silo.items()}
+
+
+def column_names(silo: object) -> dict[str, tuple[str, ...]]:
+    """Return the names of the columns of each argument that is a DataFrame."""
+    if not isinstance(silo, Mapping):
+        return {}
+    frames = {str(name): value for name, value in silo.items() if is_frame(value)}
+    return {name: tuple(map(str, frame.columns)) for name, frame in frames.items()}
+
+
+def columns_of(owner: str, frame: Frame) -> dict[str, Any]:
+    """Return the columns of a DataFrame by name, each as a column of narwhals.
+
+    Raises
+    ------
+    DataError
+        For two columns of one name, or a name that is no string.
+    """
+    names = list(frame.columns)
+    odd = [name for name in names if not isinstance(name, str)]
+    twice = sorted({str(name) for name in names if names.count(name) > 1})
+    if odd or twice:
+        what = f"{odd} are no strings" if odd else f"{twice} name two columns each"
+        raise DataError(f"{owner}: columns of a DataFrame are called by name, but {what}.")
+    if not names:
+        raise DataError(f"{owner}: a DataFrame without columns holds nothing. Choose some.")
+    whole = narwhals().from_native(frame, eager_only=True)
+    return {name: whole.get_column(name) for name in names}
+
+
+def narwhals() -> Any:
+    """Return narwhals, which reads DataFrames of any library.
+
+    Raises
+    ------
+    MissingExtraError
+    """
+    try:
+        import narwhals
+    except ImportError as error:
+        raise MissingExtraError("narwhals", "frames") from error
+    return narwhals
+
+
+def as_series(column: Column) -> Any:
+    """Return a column as one of narwhals; None if that is not installed, or knows no such type."""
+    try:
+        nw = narwhals()
+    except MissingExtraError:
+        return None  # NumPy reads columns of plain numbers without it
+    return (
+        nw.from_native(column, series_only=True) if nw.dependencies.is_into_series(column) else None
+    )
+
+
+def frame_array(owner: str, name: str, frame: Frame) -> np.ndarray:
+    """Return a DataFrame of numbers as a float array (rows, columns).
+
+    Raises
+    ------
+    DataError
+        For columns that are not numbers, or whole numbers that floats cannot hold.
+    """
+    columns = columns_of(f"{owner}, '{name}'", frame)
+    arrays = {c: column_array(owner, f"{name}.{c}", series) for c, series in columns.items()}
+    for column, array in arrays.items():
+        if array.dtype.kind in "iu" and array.size and _largest(array) > LARGEST_WHOLE:
+            raise DataError(
+                f"{owner}, '{name}.{column}': whole numbers beyond 2**53, which the floats of a "
+                "matrix do not hold. Pass this column as an argument of its own."
+            )
+    floats = all(array.dtype.kind == "f" for array in arrays.values())
+    dtype = np.result_type(*arrays.values()) if floats else np.dtype(np.float64)
+    return np.stack([array.astype(dtype) for array in arrays.values()], axis=1)
+
+
+def column_array(owner: str, name: str, series: Any) -> np.ndarray:
+    """Return a column of narwhals as a NumPy array; missing numbers are NaN.
+
+    Raises
+    ------
+    DataError
+        For a column that is not of numbers or booleans.
+    """
+    dtype, missing = series.dtype, series.null_count()
+    if dtype.is_integer():
+        present = series.drop_nulls().to_numpy() if missing else series.to_numpy()
+        if missing and present.size and _largest(present) > LARGEST_WHOLE:
+            raise DataError(
+                f"{owner}, '{name}': {missing} of {len(series)} values are missing in a column of "
+                f"dtype {dtype}, whose numbers are beyond 2**53: no float holds them beside NaN. "
+                "Make them smaller (an index from 0, say)."
+            )
+        return series.to_numpy()
+    if dtype.is_float() or missing == len(series) > 0:
+        # A column of which nothing is known has no dtype to speak of.
+        return np.full(len(series), np.nan) if missing == len(series) > 0 else series.to_numpy()
+    if dtype == narwhals().Boolean:
+        if not missing:
+            return np.asarray(series.to_numpy(), bool)
+        seen = ~series.is_null().to_numpy()
+        values = np.full(len(series), np.nan)
+        values[seen] = np.asarray(series.drop_nulls().to_numpy(), bool)
+        return values
+    raise DataError(f"{owner}, '{name}': {_way_out(name.rpartition('.')[2], dtype)}")
+
+
+def _way_out(column: str, dtype: Any) -> str:
+    """Return what came in the place of a column of numbers, and what to do, in words."""
+    came, nw = f"expected a column of numbers, got dtype {dtype}. ", narwhals()
+    if dtype.is_temporal():
+        return came + (
+            "A model reads numbers, and a date is none until somebody says in which unit and from "
+            "which day on: make it one, such as the days since a day that all silos agree on "
+            f"(pandas: (df['{column}'] - pandas.Timestamp('2020-01-01')).dt.days)."
+        )
+    if dtype.is_decimal():
+        return came + f"Cast it to floats first (df['{column}'].astype(float))."
+    if dtype in (nw.String, nw.Categorical, nw.Enum):
+        return came + (
+            f"Agree on its levels over all silos and pass their numbers: levels = "
+            f"numpyro_fed.levels(silos, ['{column}']), then levels.encode(silo) for each silo."
+        )
+    return came + (
+        f"Convert it to numbers first (df['{column}'].astype(float); 'boolean' for True, False and "
+        f"None), or, if it has names, agree on levels: numpyro_fed.levels(silos, ['{column}'])."
+    )
+
+
+def _converted(owner: str, name: str, value: object) -> Any:
+    """Return an argument with arrays in the place of DataFrames and columns, at any depth."""
+    if is_frame(value):
+        return frame_array(owner, name, value)
+    if is_column(value):
+        series = as_series(value)
+        return value if series is None else column_array(owner, name, series)
+    if isinstance(value, Mapping):
+        return {key: _converted(owner, f"{name}.{key}", part) for key, part in value.items()}
+    if type(value) in (list, tuple) and isinstance(value, list | tuple):
+        parts = [_converted(owner, f"{name}.{i}", part) for i, part in enumerate(value)]
+        return parts if isinstance(value, list) else tuple(parts)
+    return value
+
+
+def _holds_table(value: object) -> bool:
+    """Return whether a value is a DataFrame or a column, or holds one at any depth."""
+    if isinstance(value, np.ndarray | jax.Array | int | float | str):
+        return False
+    if isinstance(value, Mapping):
+        return any(map(_holds_table, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_table, value))
+    return is_tabular(value)
+
+
+def _largest(array: np.ndarray) -> int:
+    """Return the largest absolute value of whole numbers, without overflow."""
+    return max(abs(int(array.min())), abs(int(array.max())))
+
+
+def _named(names: Sequence[str]) -> str:
+    return " and ".join(f"'{name}'" for name in names)
