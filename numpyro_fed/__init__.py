@@ -51,7 +51,9 @@ from numpyro_fed.methods.vfl_node import VerticalServerNode
 from numpyro_fed.model import handlers
 from numpyro_fed.model.clients import client_sum
 from numpyro_fed.model.facts import Facts, Plan, describe
+from numpyro_fed.model.levels import Levels, level_names, levels
 from numpyro_fed.model.primitives import silo_plate
+from numpyro_fed.model.scaling import Scaling, moments
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.network.silo import Silo
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, Quadrature
@@ -103,6 +105,7 @@ __all__ = [
     "GlobalVI",
     "GuideError",
     "Interrupted",
+    "Levels",
     "LocallyEnhanced",
     "LowRankPrior",
     "MissingExtraError",
@@ -124,6 +127,7 @@ __all__ = [
     "SFVIAvg",
     "Saved",
     "SavedStateError",
+    "Scaling",
     "SeparatorPrior",
     "ServerNode",
     "SigmaPrior",
@@ -152,9 +156,12 @@ __all__ = [
     "guides",
     "handlers",
     "importance_correct",
+    "level_names",
+    "levels",
     "load",
     "local",
     "losses",
+    "moments",
     "network",
     "run_nuts",
     "schedules",

@@ -118,6 +118,7 @@ class AfterFit(ABC):
         key : jax.Array
         new : dict, optional
             The data to predict for, as of one silo, without outcomes; outcomes in it are not used.
+            DataFrames stand where the fit had them, with the same columns.
             None for the rows of the fit, with ``silo=j`` or ``silo="own rows"``.
         silo : int or {"new", "own rows"}
             Whose rows they are: of silo ``j``, whose latents of an outer plate (a hospital's
@@ -136,8 +137,9 @@ class AfterFit(ABC):
         Raises
         ------
         DataError
-            For new data that lack an argument of the model, have another one, or index what does
-            not exist; and for silos in other processes, whose latents are theirs.
+            For new data that lack an argument or a column, have another one, are of a dtype that
+            cannot be made that of the fit without a loss, miss values, or index what does not
+            exist; and for silos in other processes, whose latents are theirs.
 
         Notes
         -----
@@ -165,14 +167,14 @@ class AfterFit(ABC):
         if silo == OWN_ROWS:
             raise ValueError('silo="own rows" predicts for the rows of the fit: pass no new data.')
         model = self.run_behind._fit.model
-        data = read_new(model, new)
+        data = read_new(model, new, self.run_behind._fit.plan.facts)
         refuse_private_parameters(model)
         if isinstance(silo, str):
             check_name(silo)
-            new_data_check(model.text, None)(**new)
+            new_data_check(model.text, None)(**data.kwargs)
             return self._predicted(key, n, data, None, global_latents(model))
         check_plates(model, data, silo, self.run_behind.sizes_of(silo))
-        new_data_check(model.text, silo)(**new)
+        new_data_check(model.text, silo)(**data.kwargs)
         return self._predicted(key, n, data, silo, [*global_latents(model), *outer_latents(model)])
 
     def leave_out(self) -> Any:

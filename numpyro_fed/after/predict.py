@@ -12,16 +12,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.dtypes import canonicalize_dtype
 from numpyro import handlers
 
 from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.model.data import SiloData, read_one
+from numpyro_fed.model.data import SiloData, argument_names, check_columns, read_one
+from numpyro_fed.model.facts import Argument, Facts
+from numpyro_fed.model.feasible import feasible
+from numpyro_fed.model.frames import as_dict, column_names
+from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import structure
 from numpyro_fed.tracing import TRACING
@@ -72,17 +79,24 @@ def observed(
     return {name: np.asarray(trace[name]["value"]) for name in seen}
 
 
-def read_new(fm: FederatedModel, new: Mapping[str, Any]) -> SiloData:
+def read_new(fm: FederatedModel, new: Mapping[str, Any], facts: Facts) -> SiloData:
     """Return new data, whose outcomes may be missing, read and checked.
+
+    ``facts`` are those of the silos of the fit.
 
     Raises
     ------
     DataError
-        For an argument that the model does not have, or lacks.
+        For an argument that the model does not have, or lacks; for columns, dtypes or numbers of
+        axes other than those of the fit; and for missing values, but for outcomes.
     """
+    signature = inspect.signature(fm.text)
+    known, found = dict(facts.columns), column_names(new)
+    new = as_dict("new data", new, argument_names(fm.text))
     if not isinstance(new, Mapping):
         raise DataError(f"new data must be a dict of keyword arguments, got {type(new).__name__}.")
-    signature = inspect.signature(fm.text)
+    for name, columns in found.items():
+        check_columns("new data", name, columns, known.get(name, columns), "the fit")
     try:
         signature.bind(**new)
     except TypeError as error:
@@ -90,7 +104,57 @@ def read_new(fm: FederatedModel, new: Mapping[str, Any]) -> SiloData:
         raise DataError(
             f"new data do not fit the model, whose arguments are {names}: {error}."
         ) from error
-    return read_one("new data", new)
+    data = read_one("new data", new, may_miss=True)
+    _refuse_missing(fm, data)
+    kinds = {a.name: a for a in facts.arguments}
+    arrays = {k: _like(k, a, kinds[k]) if k in kinds else a for k, a in data.arrays.items()}
+    return replace(data, arrays=arrays, missing=())
+
+
+def _like(name: str, array: np.ndarray, fitted: Argument) -> np.ndarray:
+    """Return an array of new data in the dtype that the argument had in the fit."""
+    axes = len(fitted.shape) + bool(fitted.plates)
+    if array.ndim != axes:
+        raise DataError(
+            f"new data, '{name}' has the shape {array.shape}, with {array.ndim} axes, where the "
+            f"fit had {axes}."
+        )
+    # The dtype of a kind is that of the precision in use: 32 bits may have become 64.
+    dtype = (
+        canonicalize_dtype(fitted.dtype)
+        if array.dtype.kind != np.dtype(fitted.dtype).kind
+        else array.dtype
+    )
+    cast = array.astype(dtype)
+    if not np.array_equal(cast, array, equal_nan=array.dtype.kind == "f"):
+        raise DataError(
+            f"new data, '{name}' has dtype {array.dtype}, where the fit had {fitted.dtype}, which "
+            f"does not hold all of its values. Pass it as in the fit."
+        )
+    return cast
+
+
+def _refuse_missing(fm: FederatedModel, data: SiloData) -> None:
+    """Raise an error if values are missing that a prediction reads."""
+
+    def values(own: Array, rest: dict[str, Array], name: str) -> dict[str, Any]:
+        kwargs = replace(data, arrays={**rest, name: own}).kwargs
+        with TRACING, handlers.block(), feasible():
+            text = handlers.seed(handlers.uncondition(fm.text), 0)
+            trace = handlers.trace(text).get_trace(**kwargs)
+        return {s.name: trace[s.name]["value"] for s in fm.sites if s.name in trace}
+
+    for name in data.missing:
+        own = data.arrays[name]
+        rest = {k: a for k, a in data.arrays.items() if k != name}
+        labels = provenance(partial(values, name=name), own=own, rest=rest)
+        readers = [s for s, ls in labels.items() if any("own" in x for x in jax.tree.leaves(ls))]
+        if readers:
+            raise DataError(
+                f"new data, '{name}': {int(np.isnan(own).sum())} of {own.size} values are missing "
+                f"(NaN), and '{readers[0]}' cannot be predicted without them. Leave out these rows "
+                "or fill in a number that you can defend; only outcomes may be missing."
+            )
 
 
 def refuse_private_parameters(fm: FederatedModel) -> None:

@@ -192,11 +192,12 @@ def column_array(owner: str, name: str, series: Any) -> np.ndarray:
         values = np.full(len(series), np.nan)
         values[seen] = np.asarray(series.drop_nulls().to_numpy(), bool)
         return values
-    raise DataError(f"{owner}, '{name}': {_way_out(name.rpartition('.')[2], dtype)}")
+    raise DataError(f"{owner}, '{name}': {_way_out(name, dtype)}")
 
 
-def _way_out(column: str, dtype: Any) -> str:
+def _way_out(name: str, dtype: Any) -> str:
     """Return what came in the place of a column of numbers, and what to do, in words."""
+    column = name.rpartition(".")[2]
     came, nw = f"expected a column of numbers, got dtype {dtype}. ", narwhals()
     if dtype.is_temporal():
         return came + (
@@ -209,11 +210,11 @@ def _way_out(column: str, dtype: Any) -> str:
     if dtype in (nw.String, nw.Categorical, nw.Enum):
         return came + (
             f"Agree on its levels over all silos and pass their numbers: levels = "
-            f"numpyro_fed.levels(silos, ['{column}']), then levels.encode(silo) for each silo."
+            f"numpyro_fed.levels(silos, ['{name}']), then levels.encode(silo) for each silo."
         )
     return came + (
         f"Convert it to numbers first (df['{column}'].astype(float); 'boolean' for True, False and "
-        f"None), or, if it has names, agree on levels: numpyro_fed.levels(silos, ['{column}'])."
+        f"None), or, if it has names, agree on levels: numpyro_fed.levels(silos, ['{name}'])."
     )
 
 
@@ -230,6 +231,20 @@ def _converted(owner: str, name: str, value: object) -> Any:
         parts = [_converted(owner, f"{name}.{i}", part) for i, part in enumerate(value)]
         return parts if isinstance(value, list) else tuple(parts)
     return value
+
+
+def with_columns(frame: Frame, arrays: Mapping[str, np.ndarray]) -> Any:
+    """Return a DataFrame of the same library with other numbers in some columns."""
+    nw = narwhals()
+    whole = nw.from_native(frame, eager_only=True)
+    # Each is put beside a column of the frame, whose index it takes over where there is one.
+    new = [
+        nw.new_series(name, array, backend=whole.implementation).alias(name)
+        for name, array in arrays.items()
+    ]
+    if hasattr(frame, "index"):
+        new = [nw.maybe_set_index(series, index=frame.index) for series in new]
+    return whole.with_columns(*new).to_native()
 
 
 def _holds_table(value: object) -> bool:

@@ -69,7 +69,8 @@ class leave_out_missing(Messenger):
             return
         value = jnp.asarray(msg["value"])
         if self.blind:
-            msg["value"] = jnp.zeros(value.shape, value.dtype)
+            nothing = jnp.zeros(value.shape, value.dtype)
+            msg["value"] = _filled(msg["fn"], nothing, nothing == 0)
         elif value.dtype.kind == "f":
             seen = ~jnp.isnan(value)
             msg["value"] = _filled(msg["fn"], value, seen)

@@ -196,25 +196,25 @@ def _check_missing(
 
     And numbers that are not whole beside missing ones, where the outcome is a whole number.
     """
-    silo = next((s for s in silos if all(n in s.arrays for n in missing)), silos[0])
-    sizes = fm.sizes(silo)
-    z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in fm.plates}
-    theta = {**fm.init_theta(jax.random.key(0)), **fm.init_private(jax.random.key(0), silo)}
     whole: set[str] = set()
 
-    def run(model: Callable[..., Any], arrays: dict[str, Any]) -> dict[str, Any]:
-        data = replace(silo, arrays=arrays)
-        values, trace = trace_at(model, fm.sites, theta, jnp.zeros(fm.dim), z_L, data)
-        whole.update(n for n, s in trace.items() if s["type"] == "sample" and _is_whole(s))
-        shown = {s.name: trace[s.name]["value"] for s in fm.sites if s.kind == "deterministic"}
-        return {**values, **shown}
-
-    def readers(name: str, blind: bool) -> set[str]:
+    def readers(name: str, silo: SiloData, *, blind: bool) -> set[str]:
         """Return the sites that read an argument; if blind, for something else than an outcome."""
-        model = leaving_out_missing(text, missing, blind=blind)
+        model, sizes = leaving_out_missing(text, missing, blind=blind), fm.sizes(silo)
+        z_L: Rows = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in fm.plates}
+        theta = jax.eval_shape(
+            lambda key: {**fm.init_theta(key), **fm.init_private(key, silo)}, jax.random.key(0)
+        )
+
+        def run(own: Array, rest: dict[str, Array], theta: Theta) -> dict[str, Any]:
+            data = replace(silo, arrays={**rest, name: own})
+            values, trace = trace_at(model, fm.sites, theta, jnp.zeros(fm.dim), z_L, data)
+            whole.update(n for n, s in trace.items() if s["type"] == "sample" and _is_whole(s))
+            shown = {s.name: trace[s.name]["value"] for s in fm.sites if s.kind == "deterministic"}
+            return {**values, **shown}
+
         rest = {k: a for k, a in silo.arrays.items() if k != name}
-        own = {name: silo.arrays[name]}
-        labels = provenance(lambda own, rest: run(model, {**own, **rest}), own=own, rest=rest)
+        labels = provenance(run, own=silo.arrays[name], rest=rest, theta=theta)
         return {
             site
             for site, found in labels.items()
@@ -223,9 +223,8 @@ def _check_missing(
 
     for name in missing:
         having = [(j, s.arrays[name]) for j, s in enumerate(silos) if name in s.arrays]
-        if name not in silo.arrays:
-            continue
-        if sites := sorted(readers(name, blind=True)):
+        silo = silos[having[0][0]]
+        if sites := sorted(readers(name, silo, blind=True)):
             j, array = next((p for p in having if np.isnan(p[1]).any()), having[0])
             raise DataError(
                 f"silo {j}, '{name}': {int(np.isnan(array).sum())} of {array.size} values are "
@@ -237,7 +236,7 @@ def _check_missing(
                 "of NaN and `with numpyro.handlers.mask(mask=seen):` around the site, with a "
                 "boolean array seen in the data."
             )
-        if not whole & readers(name, blind=False):
+        if not whole & readers(name, silo, blind=False):
             continue
         for j, array in having:
             if (odd := array[~np.isnan(array) & (array % 1 != 0)]).size:

@@ -1,0 +1,341 @@
+"""Levels of categorical columns, agreed across silos: names cross, and counts do not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.typing import ArrayLike
+
+from numpyro_fed.errors import DataError, positive_int
+from numpyro_fed.model.frames import as_series, columns_of, is_column, is_frame, with_columns
+
+Names = Mapping[str, tuple[str, ...]]
+# The least number of rows of a level whose name leaves a silo. That of a Policy's min_rows, and of
+# the disclosure rules of most statistical offices.
+MIN_COUNT = 5
+OTHER = "other"
+
+
+@dataclass(frozen=True)
+class Levels(Mapping[str, tuple[str, ...]]):
+    """The levels of categorical columns that all silos agree on.
+
+    It is a mapping: ``levels["city"]`` are the names of the levels of a column, and
+    ``len(levels["city"])`` is their number, for the size of an effect's plate.
+
+    Attributes
+    ----------
+    names : dict of str to tuple of str
+        The levels of each column in the order of their codes: sorted, and ``other`` last.
+    min_count : int
+        The least number of rows of a level at some silo; rarer ones are counted as ``other``.
+    other : str
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> levels = nf.Levels.union({"city": ("Bern", "Rome")}, {"city": ("Oslo",)}, min_count=2)
+    >>> levels["city"]
+    ('Bern', 'Oslo', 'Rome', 'other')
+    >>> levels.encode({"city": ["Rome", "Rome", "Oslo", "Nice"]})["city"].tolist()
+    [2, 2, 1, 3]
+    >>> levels.decode("city", [2, 3]).tolist()
+    ['Rome', 'other']
+    """
+
+    names: Names
+    min_count: int = MIN_COUNT
+    other: str = OTHER
+
+    def __getitem__(self, column: str) -> tuple[str, ...]:
+        return self.names[column]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @classmethod
+    def union(cls, *parts: Names, min_count: int = MIN_COUNT, other: str = OTHER) -> Levels:
+        """Return the levels of several silos, each of which has sent the names of its own.
+
+        All parties get the same levels, in whatever order the parts come.
+
+        Parameters
+        ----------
+        *parts : dict of str to tuple of str
+            What :func:`numpyro_fed.level_names` has returned at each silo.
+        min_count : int
+            The one that was used there.
+        other : str
+            The name of the level of all rare ones.
+
+        Returns
+        -------
+        Levels
+
+        Raises
+        ------
+        DataError
+            For parts with other columns than the first.
+        """
+        positive_int("min_count", min_count)
+        if not parts:
+            raise DataError("there are no parts: pass what nf.level_names returned at each silo.")
+        for j, part in enumerate(parts):
+            if set(part) != set(parts[0]):
+                raise DataError(
+                    f"part {j} has levels of the columns {sorted(part)}, and part 0 of "
+                    f"{sorted(parts[0])}. All silos must name the same columns."
+                )
+        united = {c: {str(name) for part in parts for name in part[c]} for c in parts[0]}
+        return cls(
+            {c: (*sorted(found - {other}), other) for c, found in united.items()}, min_count, other
+        )
+
+    def encode(self, silo: Any, *, new: bool = False) -> Any:
+        """Return a silo's data with the codes of levels in the place of their names.
+
+        Parameters
+        ----------
+        silo : dict or DataFrame
+            It is not changed.
+        new : bool
+            Whether the rows took no part in the agreement, as rows to predict for. Rare levels of
+            them cannot be told from unknown ones: each level that is not known is refused.
+
+        Returns
+        -------
+        dict or DataFrame
+            As the silo, where each column is replaced by whole numbers from 0.
+
+        Raises
+        ------
+        DataError
+            For a column that the silo lacks, or that misses values; for a level that is not known,
+            unless this silo has fewer than ``min_count`` rows of it, which are ``other``.
+        """
+        for column, known in self.names.items():
+            found, codes = _strings(silo, column), {name: i for i, name in enumerate(known)}
+            for level, count in sorted(Counter(found).items()):
+                if level in codes:
+                    continue
+                if new or count >= self.min_count:
+                    raise DataError(
+                        f"column '{column}': {count} rows have the level '{level}', which is none "
+                        f"of those that were agreed on, {list(known)}. "
+                        + (
+                            f"Write '{self.other}' for a rare one, and mend one that is misspelt."
+                            if new
+                            else "Mend it if it is misspelt; else agree on the levels again, with "
+                            "this silo among the silos."
+                        )
+                    )
+                codes[level] = codes[self.other]
+            silo = _replaced(silo, column, np.array([codes[name] for name in found], np.int32))
+        return silo
+
+    def decode(self, column: str, codes: ArrayLike) -> np.ndarray:
+        """Return the names of the levels of a column by their codes, in an array of strings.
+
+        Raises
+        ------
+        DataError
+            For another column, or a code that no level has.
+        """
+        if column not in self.names:
+            raise DataError(f"there are no levels of '{column}': known are {list(self.names)}.")
+        index, known = np.asarray(codes), self.names[column]
+        if index.dtype.kind not in "iu":
+            raise DataError(f"codes of '{column}' are whole numbers, got dtype {index.dtype}.")
+        if index.size and not 0 <= index.min() <= index.max() < len(known):
+            raise DataError(
+                f"codes of '{column}' go from 0 to {len(known) - 1}, got {index.min()} to "
+                f"{index.max()}."
+            )
+        return np.array(known)[index]
+
+
+def level_names(
+    silo: Any, columns: Sequence[str], min_count: int = MIN_COUNT
+) -> dict[str, tuple[str, ...]]:
+    """Return the names of a silo's levels, for other parties to see.
+
+    A hospital runs this on its own rows and sends what it returns, which is no more than names;
+    :meth:`Levels.union` unites those of all.
+
+    Parameters
+    ----------
+    silo : dict or DataFrame
+    columns : sequence of str
+        Arguments, columns of the DataFrame, or ``"x.city"`` for a column of the argument ``x``.
+    min_count : int
+        The least number of rows of a level. Fewer are left out: a level that few patients have, a
+        rare disease or a village, says who is here.
+
+    Returns
+    -------
+    dict of str to tuple of str
+        The names of each column, sorted.
+
+    Raises
+    ------
+    DataError
+        For a column that the silo lacks, that holds anything but strings, categories, booleans or
+        whole numbers, or that misses values.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.level_names({"city": ["Bern"] * 7 + ["Rome"] * 6 + ["Nice"] * 2}, ["city"])
+    {'city': ('Bern', 'Rome')}
+    """
+    positive_int("min_count", min_count)
+    if isinstance(columns, str):
+        raise DataError(f"columns must be a list of names, got the string '{columns}'.")
+    counts = {column: Counter(_strings(silo, column)) for column in columns}
+    return {
+        c: tuple(sorted(n for n in found if found[n] >= min_count)) for c, found in counts.items()
+    }
+
+
+def levels(
+    silos: Sequence[Any], columns: Sequence[str], *, min_count: int = MIN_COUNT, other: str = OTHER
+) -> Levels:
+    """Return the levels of categorical columns, in one order for all silos.
+
+    Parameters
+    ----------
+    silos : sequence of dict or DataFrame
+        What each silo holds. Silos in processes of their own each run
+        :func:`numpyro_fed.level_names`, and all unite the names by :meth:`Levels.union`.
+    columns : sequence of str
+        Arguments, columns of the DataFrames, or ``"x.city"`` for a column of the argument ``x``.
+    min_count : int
+        The least number of rows of a level at some silo. Levels that all silos have less often are
+        not named, since a level that few patients have says who is here; they are ``other``.
+    other : str
+        The name of that level. It is there in any case: all silos must have as many levels.
+
+    Returns
+    -------
+    Levels
+
+    Raises
+    ------
+    DataError
+        For a column that a silo lacks, that holds anything but strings, categories, booleans or
+        whole numbers, or that misses values; and for a ``Federation``.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> silos = [{"city": ["Rome"] * 5 + ["Bern"] * 6}, {"city": ["Oslo"] * 8 + ["Nice"]}]
+    >>> levels = nf.levels(silos, ["city"])
+    >>> levels["city"]
+    ('Bern', 'Oslo', 'Rome', 'other')
+    >>> levels.encode(silos[1])["city"].tolist()
+    [1, 1, 1, 1, 1, 1, 1, 1, 3]
+    """
+    parts = [
+        _of_silo(j, silo, columns, min_count)
+        for j, silo in enumerate(_listed(silos, "level_names"))
+    ]
+    return Levels.union(*parts, min_count=min_count, other=other)
+
+
+def _of_silo(
+    j: int, silo: Any, columns: Sequence[str], min_count: int
+) -> dict[str, tuple[str, ...]]:
+    try:
+        return level_names(silo, columns, min_count)
+    except DataError as error:
+        raise DataError(f"silo {j}: {error}") from error
+
+
+def _listed(silos: Sequence[Any], at_home: str) -> Sequence[Any]:
+    """Return silos if they are a list of their data."""
+    if isinstance(silos, Mapping) or not isinstance(silos, Sequence):
+        raise DataError(
+            f"silos must be a list with the data of each silo, got {type(silos).__name__}. Silos "
+            f"in processes of their own run nf.{at_home} each, on their own rows, and send the "
+            "result."
+        )
+    if not silos:
+        raise DataError("the list of silos is empty: pass the data of each silo.")
+    return silos
+
+
+def _strings(silo: Any, column: str) -> list[str]:
+    """Return a categorical column as strings.
+
+    Raises
+    ------
+    DataError
+    """
+    value = _found(silo, column)
+    if value is None:
+        raise DataError(
+            f"there is no column '{column}': the data have {_known(silo)}. A column of an argument "
+            "that is a DataFrame is named 'x.city'."
+        )
+    if is_frame(value):
+        raise DataError(
+            f"'{column}' is a DataFrame with the columns {list(map(str, value.columns))}: name one "
+            f"of them, such as '{column}.{next(iter(value.columns))}'."
+        )
+    series = as_series(value) if is_column(value) else None
+    # Categories are read as objects, so that codes of a library are not taken for names.
+    array = np.asarray(value if series is None else series.to_list(), object).ravel()
+    missing = sum(map(_is_missing, array.tolist()))
+    if missing:
+        raise DataError(
+            f"column '{column}': {missing} of {array.size} values are missing. Make that a level "
+            "of its own ('unknown', in the place of what is missing), or leave these rows out."
+        )
+    odd = [v for v in array.tolist() if not isinstance(v, str | bool | int | np.bool_ | np.integer)]
+    if odd:
+        raise DataError(
+            f"column '{column}': levels have names (strings, categories, booleans or whole "
+            f"numbers), got {odd[0]!r:.40} of type {type(odd[0]).__name__}. Numbers need no "
+            "levels: pass them as they are."
+        )
+    return [str(v) for v in array.tolist()]
+
+
+def _is_missing(value: object) -> bool:
+    """Return whether a value is None, NaN, or the NA of pandas, which cannot be compared."""
+    return value is None or type(value).__name__ == "NAType" or value != value
+
+
+def _found(silo: Any, column: str) -> Any:
+    """Return the column of this name, in a DataFrame or a dict of arguments; None if none is so."""
+    if is_frame(silo):
+        return columns_of("the data", silo).get(column)
+    if not isinstance(silo, Mapping):
+        return None
+    if column in silo:
+        return silo[column]
+    argument, _, inner = column.partition(".")
+    return _found(silo.get(argument), inner)
+
+
+def _known(silo: Any) -> list[str]:
+    if is_frame(silo):
+        return list(map(str, silo.columns))
+    return list(silo) if isinstance(silo, Mapping) else [type(silo).__name__]
+
+
+def _replaced(silo: Any, column: str, codes: np.ndarray) -> Any:
+    """Return the data with codes in the place of a column, which they have."""
+    if is_frame(silo):
+        return with_columns(silo, {column: codes})
+    if column in silo:
+        return {**silo, column: codes}
+    argument, _, inner = column.partition(".")
+    return {**silo, argument: _replaced(silo[argument], inner, codes)}

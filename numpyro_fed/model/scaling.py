@@ -1,0 +1,316 @@
+r"""Means and sds of columns over all silos, of numbers that can be added up silo by silo.
+
+Of a column with :math:`n` numbers a silo has the mean :math:`m` and the sum of squared deviations
+:math:`M = \sum_i (x_i - m)^2`. Those of two silos together are, with :math:`d = m_2 - m_1`,
+
+.. math::
+    m = m_1 + d\, \frac{n_2}{n}, \qquad M = M_1 + M_2 + d^2\, \frac{n_1 n_2}{n}.
+
+References
+----------
+Chan, Golub and LeVeque (1983), The American Statistician 37(3), "Algorithms for computing the
+sample variance". Sums of squares would lose the sd of numbers far from zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from numpyro_fed.errors import DataError
+from numpyro_fed.model.data import check_columns, is_leaf
+from numpyro_fed.model.frames import (
+    as_dict,
+    as_series,
+    column_names,
+    columns_of,
+    is_column,
+    is_frame,
+    with_columns,
+)
+
+Numbers = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The means and sds of columns over all silos, and the way to standard units and back.
+
+    A column is an argument of one axis, or a place on the last axis of one with more; its moments
+    are those of all other axes. Missing numbers (NaN) do not count.
+
+    Attributes
+    ----------
+    mean, sd : dict of str to array
+        By argument, each () or (columns,). The sd is that of the numbers themselves, divided by
+        their number.
+    count : dict of str to int array
+        Of the same shapes.
+    columns : dict of str to tuple of str
+        The names of the columns of arguments that are DataFrames.
+
+    Examples
+    --------
+    >>> import numpy as np, numpyro_fed as nf
+    >>> silos = [dict(age=np.array([20.0, 40.0])), dict(age=np.array([60.0, 80.0, 50.0]))]
+    >>> scaling = nf.moments(silos)
+    >>> float(scaling.mean["age"]), float(scaling.sd["age"]), int(scaling.count["age"])
+    (50.0, 20.0, 5)
+    >>> scaling.standardise(silos[0])["age"].tolist()
+    [-1.5, -0.5]
+    """
+
+    mean: Numbers
+    sd: Numbers
+    count: Numbers
+    columns: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def union(cls, *parts: Scaling) -> Scaling:
+        """Return the moments of all silos together, from those of each.
+
+        A hospital computes its own by ``nf.moments([silo])`` and sends them: a mean, an sd and a
+        count for each column, and no row. All parties unite the parts of all.
+
+        Parameters
+        ----------
+        *parts : Scaling
+
+        Returns
+        -------
+        Scaling
+
+        Raises
+        ------
+        DataError
+            For parts of other arguments or columns than the first.
+        """
+        if not parts:
+            raise DataError(
+                "there are no parts: pass what nf.moments([silo]) returned at each silo."
+            )
+        for j, part in enumerate(parts):
+            _check_alike(f"part {j}", part, parts[0], "part 0")
+        return reduce(_together, parts)
+
+    def standardise(self, silo: Any) -> Any:
+        """Return a silo's data with the columns in standard units, over all silos.
+
+        Parameters
+        ----------
+        silo : dict or DataFrame
+            It is not changed. Arguments that have no moments stay as they are, and so do columns
+            that are constant over all silos, such as an intercept.
+
+        Returns
+        -------
+        dict or DataFrame
+
+        Raises
+        ------
+        DataError
+            For an argument or a column that the silo lacks.
+        """
+        return self._mapped(silo, lambda x, mean, sd: (x - mean) / sd)
+
+    def unstandardise(self, silo: Any) -> Any:
+        """Return data in standard units in the units of before; the inverse of ``standardise``.
+
+        Parameters
+        ----------
+        silo : dict or DataFrame
+
+        Returns
+        -------
+        dict or DataFrame
+
+        Raises
+        ------
+        DataError
+            For an argument or a column that the data lack.
+        """
+        return self._mapped(silo, lambda x, mean, sd: x * sd + mean)
+
+    def _mapped(
+        self, silo: Any, change: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+    ) -> Any:
+        columns, values = column_names(silo), _arguments("the data", silo)
+        changed: Numbers = {}
+        for name, mean in self.mean.items():
+            if name not in values:
+                raise DataError(
+                    f"the data lack '{name}', of which there are moments: they have {list(values)}."
+                )
+            known, found = self.columns.get(name, ()), columns.get(name, ())
+            if known and found:
+                check_columns("the data", name, found, known, "the moments")
+            array = _as_array("the data", name, values[name]).astype(np.float64)
+            if array.shape[1:][-1:] != mean.shape:
+                raise DataError(
+                    f"'{name}' has the shape {array.shape}, and there are moments of "
+                    f"{mean.size} columns: pass the columns of which they were taken."
+                )
+            constant = self.sd[name] == 0
+            shift = np.where(constant, 0.0, mean)
+            changed[name] = change(array, shift, np.where(constant, 1.0, self.sd[name]))
+        if is_frame(silo):
+            return with_columns(silo, changed)
+        return {name: _as(value, changed.get(name)) for name, value in silo.items()}
+
+
+def moments(silos: Sequence[Any], arguments: Sequence[str] | None = None) -> Scaling:
+    """Return the mean and the sd of each column over all silos, as of the pooled rows.
+
+    Parameters
+    ----------
+    silos : sequence of dict or DataFrame
+        What each silo holds. Silos in processes of their own each compute ``nf.moments([silo])``,
+        and all unite the parts by :meth:`Scaling.union`.
+    arguments : sequence of str, optional
+        The arguments, or columns of DataFrames, to take moments of. By default all arrays of
+        floats, outcomes among them: name the covariates where outcomes keep their units. Whole
+        numbers (an index of hospitals, a count) are left out unless they are named.
+
+    Returns
+    -------
+    Scaling
+
+    Raises
+    ------
+    DataError
+        For silos that lack an argument or have other columns, and for columns without any number.
+
+    Notes
+    -----
+    Nothing has to be standardised for ``nf.fit``. It is for priors that are written in standard
+    units.
+
+    Examples
+    --------
+    >>> import numpy as np, numpyro_fed as nf
+    >>> x = 1e8 + np.array([[0.0, 0.1], [2.0, 0.3], [4.0, 0.2]])
+    >>> scaling = nf.moments([dict(x=x[:1]), dict(x=x[1:])], ["x"])
+    >>> (scaling.mean["x"] - 1e8).round(6).tolist()
+    [2.0, 0.2]
+    >>> scaling.sd["x"].round(6).tolist()
+    [1.632993, 0.08165]
+    """
+    if isinstance(silos, Mapping) or not isinstance(silos, Sequence):
+        raise DataError(
+            f"silos must be a list with the data of each silo, got {type(silos).__name__}. Silos "
+            "in processes of their own each compute nf.moments([silo]) and send it; "
+            "nf.Scaling.union(...) is that of all."
+        )
+    if not silos:
+        raise DataError("the list of silos is empty: pass the data of each silo.")
+    parts = [_of_silo(f"silo {j}", silo, arguments) for j, silo in enumerate(silos)]
+    for j, part in enumerate(parts):
+        _check_alike(f"silo {j}", part, parts[0], "silo 0")
+    whole = reduce(_together, parts)
+    for name, count in whole.count.items():
+        if not np.all(count):
+            raise DataError(f"'{name}': a column of which no silo has a number. Leave it out.")
+    return whole
+
+
+def _of_silo(owner: str, silo: Any, arguments: Sequence[str] | None) -> Scaling:
+    """Return the moments of one silo's columns."""
+    columns, found = column_names(silo), _arguments(owner, silo)
+    if arguments is not None and (lacking := [name for name in arguments if name not in found]):
+        raise DataError(f"{owner} lacks {lacking}: it has {list(found)}.")
+    mean, sd, count = Numbers(), Numbers(), Numbers()
+    names = [n for n, v in found.items() if _is_float(v)] if arguments is None else arguments
+    for name in names:
+        array = _as_array(owner, name, found[name])
+        rows = array.astype(np.float64)
+        rows = rows.reshape(-1, rows.shape[-1]) if rows.ndim > 1 else rows
+        mean[name], sd[name], count[name] = _moments(rows)
+    return Scaling(mean, sd, count, {name: c for name, c in columns.items() if name in mean})
+
+
+def _arguments(owner: str, silo: Any) -> Mapping[str, Any]:
+    """Return the arguments that a silo holds, by name; of a DataFrame its columns."""
+    if is_frame(silo):
+        return columns_of(owner, silo)
+    if not isinstance(silo, Mapping):
+        raise DataError(f"{owner} must be a dict or a DataFrame, got {type(silo).__name__}.")
+    return silo
+
+
+def _is_float(value: object) -> bool:
+    """Return whether an argument is an array, a column or a DataFrame of floats."""
+    if is_column(value) and (series := as_series(value)) is not None:
+        return series.dtype.is_float()
+    if is_frame(value):
+        return True
+    array = np.asarray(value) if hasattr(value, "dtype") or is_leaf(value) else np.zeros(())
+    return array.dtype.kind == "f" and array.ndim > 0
+
+
+def _as_array(owner: str, name: str, value: Any) -> np.ndarray:
+    array = np.asarray(as_dict(owner, {name: value})[name])
+    if array.dtype.kind not in "fiub" or not array.ndim:
+        raise DataError(
+            f"{owner}, '{name}': expected an array of numbers, got {type(value).__name__} with "
+            f"dtype {array.dtype} and {array.ndim} axes."
+        )
+    return array
+
+
+def _moments(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return mean, sd and number of each column of (rows,) or (rows, columns), without NaN."""
+    seen = ~np.isnan(rows)
+    count = seen.sum(0)
+    number = np.maximum(count, 1)
+    # About a number of each column: a sum of numbers far from zero would round away their spread.
+    first = np.take_along_axis(rows, seen.argmax(0, keepdims=True), 0)[0] if len(rows) else 0.0
+    centre = np.where(count > 0, first, 0.0)
+    from_centre = np.where(seen, rows - centre, 0.0)
+    shift = from_centre.sum(0) / number
+    deviations = np.where(seen, from_centre - shift, 0.0)
+    return centre + shift, np.sqrt((deviations**2).sum(0) / number), count
+
+
+def _together(a: Scaling, b: Scaling) -> Scaling:
+    """Return the moments of two groups of rows together."""
+    mean, sd, count = Numbers(), Numbers(), Numbers()
+    for name in a.mean:
+        n_a, n_b = a.count[name], b.count[name]
+        n, apart = np.maximum(n_a + n_b, 1), b.mean[name] - a.mean[name]
+        squares = n_a * a.sd[name] ** 2 + n_b * b.sd[name] ** 2 + apart**2 * (n_a * n_b / n)
+        mean[name] = np.where(n_a > 0, a.mean[name] + apart * (n_b / n), b.mean[name])
+        sd[name], count[name] = np.sqrt(squares / n), n_a + n_b
+    return Scaling(mean, sd, count, {**a.columns, **b.columns})
+
+
+def _check_alike(owner: str, part: Scaling, first: Scaling, other: str) -> None:
+    if set(part.mean) != set(first.mean):
+        raise DataError(
+            f"{owner} has moments of {sorted(part.mean)}, and {other} of {sorted(first.mean)}. All "
+            "silos must have the same arguments of the same kind; name those that are meant."
+        )
+    for name, mean in first.mean.items():
+        check_columns(
+            owner,
+            name,
+            part.columns.get(name, ()) or first.columns.get(name, ()),
+            first.columns.get(name, ()) or part.columns.get(name, ()),
+            other,
+        )
+        if part.mean[name].shape != mean.shape:
+            raise DataError(
+                f"{owner}, '{name}': {part.mean[name].size} columns, where {other} has {mean.size}."
+            )
+
+
+def _as(value: Any, changed: np.ndarray | None) -> Any:
+    """Return an argument with changed numbers, a DataFrame where it was one."""
+    if changed is None:
+        return value
+    if is_frame(value):
+        return with_columns(value, {str(c): changed[:, i] for i, c in enumerate(value.columns)})
+    return changed
