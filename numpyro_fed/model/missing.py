@@ -4,7 +4,7 @@ An outcome is missing where an argument of the model has NaN and the text passes
 is to ``obs=``. Such a site becomes what a user would write by hand,
 
     with numpyro.handlers.mask(mask=~jnp.isnan(y)):
-        numpyro.sample("y", ..., obs=jnp.where(jnp.isnan(y), a value of the support, y))
+        numpyro.sample("y", ..., obs=jnp.where(jnp.isnan(y), 0, y))
 
 Only NaN of the data counts: one that the text computes (the log of a negative) is an error as ever.
 """
@@ -85,16 +85,13 @@ def leaving_out_missing(
 
 
 def _filled(fn: Distribution, value: Array, seen: Array) -> Array:
-    """Return observed values with one of the support in the place of what is missing."""
-    support = fn.support
-    if support is None:
-        return jnp.where(seen, value, 0.0)
-    try:
-        value = jnp.where(seen, value, support.feasible_like(value))
-    except NotImplementedError:
-        value = jnp.where(seen, value, 0.0)
+    """Return observed values with a number in the place of what is missing.
+
+    NumPyro's mask puts one of the support there before it asks for a density.
+    """
+    value = jnp.where(seen, value, 0.0)
     # Whole numbers were floats beside NaN only; categories are indices.
-    return value.astype(jnp.result_type(int)) if support.is_discrete else value
+    return value.astype(jnp.result_type(int)) if getattr(fn.support, "is_discrete", False) else value
 
 
 def _masked(fn: Distribution, seen: Array, site: str) -> Distribution:
