@@ -91,7 +91,9 @@ def _filled(fn: Distribution, value: Array, seen: Array) -> Array:
     """
     value = jnp.where(seen, value, 0.0)
     # Whole numbers were floats beside NaN only; categories are indices.
-    return value.astype(jnp.result_type(int)) if getattr(fn.support, "is_discrete", False) else value
+    return (
+        value.astype(jnp.result_type(int)) if getattr(fn.support, "is_discrete", False) else value
+    )
 
 
 def _masked(fn: Distribution, seen: Array, site: str) -> Distribution:
