@@ -121,7 +121,7 @@ def checks(
 ) -> Figure:
     """Return distribution functions of outcomes, over those of predictive data sets, by silo."""
     pairs = [
-        (f"{label}: {name}" if len(seen) > 1 else label, np.ravel(seen[name]), drawn[name])
+        (f"{label}: {name}" if len(seen) > 1 else label, *_there(seen[name], drawn[name]))
         for label, seen, drawn in zip(labels, observed, predicted, strict=True)
         for name in seen
     ][:MOST_PANELS]
@@ -136,6 +136,13 @@ def checks(
     axes[0].plot([], [], color=OBSERVED, label="observed")
     axes[0].legend(frameon=False, fontsize="small")
     return figure
+
+
+def _there(seen: np.ndarray, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return outcomes (k,) and predictive data sets (n, k) where the outcome is not missing."""
+    flat = np.ravel(seen)
+    there = ~np.isnan(flat) if flat.dtype.kind == "f" else np.ones(len(flat), bool)
+    return (flat, drawn) if there.all() else (flat[there], drawn.reshape(len(drawn), -1)[:, there])
 
 
 def conflicts(shift: np.ndarray, conflict: np.ndarray, flagged: Sequence[int]) -> Figure:

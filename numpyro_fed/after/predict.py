@@ -69,14 +69,21 @@ def predictor(fm: FederatedModel, kinds: Collection[str] = OUTCOMES) -> Predict:
 def observed(
     fm: FederatedModel, theta: Draws, latents: Draws, data: SiloData
 ) -> dict[str, np.ndarray]:
-    """Return the outcomes in a silo's data, by site; ``latents`` (1, ...) have any values."""
+    """Return the outcomes in a silo's data, by site, with NaN for what is missing.
+
+    ``latents`` (1, ...) have any values.
+    """
     values = {name: value[0] for name, value in latents.items()}
     text = handlers.substitute(fm.text, data={**theta, **values})
     with TRACING, handlers.block():
         seeded = handlers.seed(text, jax.random.key(0))
         trace = handlers.trace(seeded).get_trace(**data.kwargs)
     seen = [s.name for s in fm.sites if s.kind == "observed" and s.plate is not None]
-    return {name: np.asarray(trace[name]["value"]) for name in seen}
+    outcomes = {name: np.asarray(trace[name]["value"]) for name in seen}
+    for name, value in outcomes.items():
+        if (missing := trace[name].get("missing")) is not None:
+            outcomes[name] = np.where(missing, np.nan, value)
+    return outcomes
 
 
 def read_new(fm: FederatedModel, new: Mapping[str, Any], facts: Facts) -> SiloData:

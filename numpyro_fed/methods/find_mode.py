@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from numpyro_fed.methods.mode import (
     search_for,
 )
 from numpyro_fed.methods.sfvi import SFVI
+from numpyro_fed.model.data import SiloInput
 from numpyro_fed.model.hosts import read_all
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.log_density import FederatedModel
@@ -34,7 +35,7 @@ from numpyro_fed.runtime.stack import on_device
 def find_mode(
     key: Array,
     model: Callable[..., Any],
-    silos: Sequence[Mapping[str, Any]] | Federation,
+    silos: Sequence[SiloInput] | Federation,
     *,
     starts: int = 1,
     max_exchanges: int = 200,

@@ -14,6 +14,7 @@ from numpyro_fed.methods.fit_steps import FitSteps, SilosToFit
 from numpyro_fed.methods.fitted import Fitted
 from numpyro_fed.methods.method_cache import MethodCache
 from numpyro_fed.methods.recipe import method_model
+from numpyro_fed.model.data import SiloInput
 from numpyro_fed.model.facts import Facts, agree
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.hosts import read_all
@@ -36,7 +37,7 @@ _LOCK = threading.RLock()
 def fit(
     key: Array,
     model: Callable[..., Any],
-    silos: Sequence[Mapping[str, Any]] | Federation,
+    silos: Sequence[SiloInput] | Federation,
     *,
     budget: int = BUDGET,
     precision: str = "double",
@@ -63,7 +64,7 @@ def fit(
     key : jax.Array
     model : callable
         A NumPyro model with :class:`~numpyro_fed.silo_plate`.
-    silos : list of dict, or Federation
+    silos : list of dict or DataFrame, or Federation
         The data of each silo, or silos in other processes, as for :meth:`SFVI.run`.
     budget : int
         The number of messages that each silo sends, at most, about; a search, one round and one
@@ -126,7 +127,7 @@ class FitCall:
     """A call of :func:`fit`, which other silos can be given to."""
 
     model: Callable[..., Any]
-    silos: Sequence[Mapping[str, Any]] | Federation
+    silos: Sequence[SiloInput] | Federation
     budget: int
     double: bool
     progress_bar: bool
@@ -170,7 +171,7 @@ class FitCall:
 
 
 def _silos_to_fit(
-    model: Callable[..., Any], silos: Sequence[Mapping[str, Any]] | Federation
+    model: Callable[..., Any], silos: Sequence[SiloInput] | Federation
 ) -> tuple[SilosToFit, FederatedModel, str]:
     """Return the silos, the model split for them, and the fingerprint of its programs."""
     if isinstance(silos, Federation):

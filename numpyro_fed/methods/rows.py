@@ -44,7 +44,7 @@ from numpyro_fed.methods.elsewhere import fit_over
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, NoStartError, begin, coupling_reason
 from numpyro_fed.methods.recipe import recipe
 from numpyro_fed.model import data as silo_data
-from numpyro_fed.model.data import SiloData, SilosInput, signature
+from numpyro_fed.model.data import SiloData, SiloInput, SilosInput, signature
 from numpyro_fed.model.facts import Facts, Plan, agree, check_plan, facts_of, with_globals
 from numpyro_fed.model.hosts import read_all
 from numpyro_fed.model.layout import Layout, layout_of
@@ -110,7 +110,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         self,
         key: Array,
         num_rounds: int,
-        silos: Sequence[Mapping[str, Any]] | Federation,
+        silos: Sequence[SiloInput] | Federation,
         *,
         init_state: State | Near | None = None,
         progress_bar: bool | Progress = True,
@@ -131,7 +131,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             Rounds to run, or with ``stop`` or a ``callback`` the most. For SFVI a round is one step
             of the optimiser; for PVI it visits every participant once. With 0 the result is where
             the run begins: the normal approximation at the mode.
-        silos : list of dict, or Federation
+        silos : list of dict or DataFrame, or Federation
             The data of each silo, or silos in other processes (:class:`numpyro_fed.Federation`).
             Data are keyword arguments of the model, arrays or trees (dicts, lists,
             tuples) of them. Arrays may differ in size; those that differ beyond the first axis are
@@ -206,7 +206,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         settings: dict[str, Any] = {"start": None}
         return replace(self, **settings)
 
-    def cost(self, silos: Sequence[Mapping[str, Any]]) -> Cost:
+    def cost(self, silos: Sequence[SiloInput]) -> Cost:
         """Return the cost of a run with these silos, without running it.
 
         Parameters
@@ -240,7 +240,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
     def load(
         self,
         path: str | Path,
-        silos: Sequence[Mapping[str, Any]],
+        silos: Sequence[SiloInput],
         *,
         runtime: str = "simulation",
     ) -> Found:

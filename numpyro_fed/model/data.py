@@ -20,7 +20,7 @@ from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
 from jax.typing import ArrayLike
 
 from numpyro_fed.errors import DataError
-from numpyro_fed.model.frames import as_dict, column_names
+from numpyro_fed.model.frames import Frame, as_dict, column_names
 
 Sizes = dict[str, int]
 
@@ -143,7 +143,8 @@ def _together(_: None, silos: tuple[SiloData, ...]) -> ReadSilos:
 
 jax.tree_util.register_pytree_node(ReadSilos, _parts, _together)
 
-SilosInput: TypeAlias = Sequence[Mapping[str, Any]] | ReadSilos
+SiloInput: TypeAlias = Mapping[str, Any] | Frame
+SilosInput: TypeAlias = Sequence[SiloInput] | ReadSilos
 
 
 def read(silos: SilosInput, model: Callable[..., Any] | None = None) -> ReadSilos:
@@ -164,7 +165,7 @@ def read(silos: SilosInput, model: Callable[..., Any] | None = None) -> ReadSilo
     return silos if isinstance(silos, ReadSilos) else _read(silos, model)
 
 
-def _read(silos: Sequence[Mapping[str, Any]], model: Callable[..., Any] | None) -> ReadSilos:
+def _read(silos: Sequence[SiloInput], model: Callable[..., Any] | None) -> ReadSilos:
     if isinstance(silos, Mapping) or not isinstance(silos, Sequence):
         raise DataError(
             "silos must be a list with one dict of keyword arguments for each silo, "
@@ -174,8 +175,8 @@ def _read(silos: Sequence[Mapping[str, Any]], model: Callable[..., Any] | None) 
         raise DataError("the list of silos is empty: pass one dict of arrays for each silo.")
     columns = [column_names(silo) for silo in silos]
     arguments = None if model is None else argument_names(model)
-    silos = [as_dict(f"silo {j}", silo, arguments) for j, silo in enumerate(silos)]
-    all_data = with_model_data(model, silos)
+    plain = [as_dict(f"silo {j}", silo, arguments) for j, silo in enumerate(silos)]
+    all_data = with_model_data(model, plain)
     found = [read_one(f"silo {j}", s, may_miss=True) for j, s in enumerate(all_data)]
     found = _with_missing(found)
     _check_alike(found)

@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
 from numpyro_fed.errors import DataError
-from numpyro_fed.model.data import ReadSilos, SilosInput, common_columns, read, read_one
+from numpyro_fed.model.data import ReadSilos, SiloInput, SilosInput, common_columns, read, read_one
 from numpyro_fed.model.facts import skeleton, unflatten_skeleton
 from numpyro_fed.model.frames import as_dict, column_names
 
@@ -47,14 +47,14 @@ def read_all(silos: SilosInput, model: Callable[..., Any] | None = None) -> Read
     return ReadSilos(replace(silo, columns=columns) for silo in found)
 
 
-def _packed(silos: Sequence[Mapping[str, Any]]) -> bytes:
+def _packed(silos: Sequence[SiloInput]) -> bytes:
     """Return the silos of this process, or the error about them, as bytes."""
     try:
         owners = [f"silo {j} of process {jax.process_index()}" for j in range(len(silos))]
         columns = [column_names(s) for s in silos]
-        silos = [as_dict(owner, s) for owner, s in zip(owners, silos, strict=True)]
-        found = [read_one(owner, s, may_miss=True) for owner, s in zip(owners, silos, strict=True)]
-        if odd := next((s for s in silos if not _is_plain(s)), None):
+        plain = [as_dict(owner, s) for owner, s in zip(owners, silos, strict=True)]
+        found = [read_one(owner, s, may_miss=True) for owner, s in zip(owners, plain, strict=True)]
+        if odd := next((s for s in plain if not _is_plain(s)), None):
             raise DataError(
                 f"over several processes arguments are dicts with names, lists and tuples, got "
                 f"{jax.tree.structure(odd)} in process {jax.process_index()}."

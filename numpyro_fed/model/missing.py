@@ -75,6 +75,7 @@ class leave_out_missing(Messenger):
             seen = ~jnp.isnan(value)
             msg["value"] = _filled(msg["fn"], value, seen)
             msg["fn"] = _masked(msg["fn"], seen, msg["name"])
+            msg["missing"] = ~seen  # for whoever reads the values off the trace
 
 
 def leaving_out_missing(

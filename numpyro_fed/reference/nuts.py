@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -24,7 +24,7 @@ from numpyro.infer import MCMC, NUTS
 from numpyro_fed import html
 from numpyro_fed.errors import ConvergenceWarning, positive_int
 from numpyro_fed.model.binding import Rows
-from numpyro_fed.model.data import SiloData, Sizes, signature
+from numpyro_fed.model.data import SiloData, SiloInput, Sizes, signature
 from numpyro_fed.model.handlers import local_name
 from numpyro_fed.model.hosts import read_all
 from numpyro_fed.model.layout import lay_out
@@ -196,7 +196,7 @@ class StartingPoint(Protocol):
 def run_nuts(
     key: Array,
     model: Callable[..., object],
-    silos: Sequence[Mapping[str, Any]],
+    silos: Sequence[SiloInput],
     *,
     num_warmup: int = 1_000,
     num_samples: int = 1_000,
