@@ -175,3 +175,12 @@ def test_silos_elsewhere_send_sums_alone(without_effects, silos):
         table.to_arviz()
     with pytest.raises(DataError, match="by='silos'"):
         nf.compare_models({"a": fitted, "b": fitted})
+
+
+def test_rows_without_an_outcome_do_not_count(without_effects, silos):
+    more = [dict(y=np.append(s["y"], np.nan)) for s in silos]
+    table = nf.fit(KEY, flat, more, **QUIET).loo()
+    here = without_effects.loo()
+    assert table.num_rows == 26
+    assert table.elpd == pytest.approx(here.elpd, abs=0.1)
+    assert table.se == pytest.approx(here.se, rel=0.02)

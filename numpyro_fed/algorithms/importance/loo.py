@@ -38,6 +38,7 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 
 LOO = "loo"  # the name of the exchange
+NOTHING = 1e-6  # nats: rounding of an integral over a row's latents, of which it is one
 MAX_K = 0.7  # shape of a tail above which ratios are not known (Vehtari et al. 2024)
 
 
@@ -53,7 +54,7 @@ class RowScores(NamedTuple):
     of_fit : (rows,)
         The log of its mean likelihood under the posterior, which has seen it.
     counts : (rows,) bool
-        False in padded rows.
+        False in padded rows, and in rows whose outcome is missing.
     """
 
     log_density: Array
@@ -134,7 +135,9 @@ def row_scores(
         equal = jnp.zeros(len(index), values.dtype)
         _, density, k = jax.vmap(without, (None, 1))(equal, values)
         of_fit = jax.nn.logsumexp(values, 0) - jnp.log(len(index))
-        return RowScores(density, k, of_fit, jnp.concatenate([jnp.zeros(0), *counts]) > 0)
+        real = jnp.concatenate([jnp.zeros(0), *counts]) > 0
+        # A row whose outcome is missing adds nothing at any draw, and is no row to predict.
+        return RowScores(density, k, of_fit, real & (jnp.abs(values) > NOTHING).any(0))
 
     return scores
 
