@@ -167,7 +167,7 @@ class AfterFit(ABC):
         if silo == OWN_ROWS:
             raise ValueError('silo="own rows" predicts for the rows of the fit: pass no new data.')
         model = self.run_behind._fit.model
-        data = read_new(model, new, self.run_behind._fit.plan.facts)
+        data = read_new(model, new, self.run_behind._fit.facts)
         refuse_private_parameters(model)
         if isinstance(silo, str):
             check_name(silo)
@@ -512,6 +512,24 @@ class AfterFit(ABC):
             theta |= {name: private[name] for name in private if name != "guide"}
         key_new = jax.random.fold_in(key_new, 0 if silo is None else 1 + silo)
         return fit.cached("predict", lambda: predictor(fit.model))(key_new, theta, latents, data)
+
+
+def chosen_silos(silo: WhichSilo, number: int) -> list[int]:
+    """Return the numbers of the silos that are asked for.
+
+    Raises
+    ------
+    ValueError
+        For another word than ``"all"``, and for no silo.
+    """
+    if isinstance(silo, str):
+        if silo != ALL:
+            raise ValueError(f"silo={silo!r}: expected a number, a list of numbers, or '{ALL}'.")
+        return list(range(number))
+    silos = [int(silo)] if isinstance(silo, int | np.integer) else [int(j) for j in silo]
+    if not silos:
+        raise ValueError("silo=[]: expected at least one silo.")
+    return silos
 
 
 def rows_of(run: Run, fm: FederatedModel, site: str, silo: int) -> int:

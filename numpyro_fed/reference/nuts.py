@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -22,21 +22,28 @@ from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_fed import html
-from numpyro_fed.errors import ConvergenceWarning, positive_int
+from numpyro_fed.after.base import AfterFit, WhichSilo, chosen_silos
+from numpyro_fed.algorithms.base import Shared
+from numpyro_fed.errors import ConvergenceWarning, DataError, ModelError, positive_int
+from numpyro_fed.frame import identity
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData, SiloInput, Sizes, signature
+from numpyro_fed.model.facts import Facts, facts_of
 from numpyro_fed.model.handlers import local_name
 from numpyro_fed.model.hosts import read_all
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket, grouped, stacked
 from numpyro_fed.model.sites import Site
+from numpyro_fed.precision import is_double
 from numpyro_fed.reference.starts import Position, Shapes, good_starts, some_from_prior, uniform
+from numpyro_fed.results.arviz import chains_to_arviz, to_arviz
 from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.results.rows import Result
 from numpyro_fed.trees import Tree
 
 Draws = TypeVar("Draws", np.ndarray, Array)
+Made = TypeVar("Made")
 
 # Samples of each chain from which run_nuts warns by itself: shorter runs are trials, which would
 # always be warned of.
@@ -55,7 +62,60 @@ ROUNDING = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
-class NutsResult:
+class PooledFit:
+    """The model of a pooled run, with what was compiled for it."""
+
+    model: FederatedModel
+    facts: Facts
+    double: bool
+    compiled: dict[Hashable, Any] = field(default_factory=dict)
+
+    def cached(self, name: Hashable, make: Callable[[], Made]) -> Made:
+        """Return the object of this name, made at its first use."""
+        if name not in self.compiled:
+            self.compiled[name] = make()
+        made: Made = self.compiled[name]
+        return made
+
+
+@dataclass(frozen=True, eq=False)
+class PooledRun:
+    """The data and parameters of a pooled run, as questions after a fit ask for them."""
+
+    _fit: PooledFit
+    silos: Sequence[SiloData]
+    sizes: Sequence[Sizes]
+    shared: Shared
+    private: Sequence[dict[str, Any]]
+
+    @property
+    def num_silos(self) -> int:
+        """Return the number of silos."""
+        return len(self.silos)
+
+    def place(self, silo: int) -> int:
+        """Return a silo's number; raise an error if there is none."""
+        if not 0 <= silo < self.num_silos:
+            raise IndexError(
+                f"there is no silo {silo}: they are numbered 0 to {self.num_silos - 1}."
+            )
+        return silo
+
+    def data_of(self, silo: int) -> SiloData:
+        """Return a silo's data."""
+        return self.silos[self.place(silo)]
+
+    def sizes_of(self, silo: int) -> Sizes:
+        """Return the rows of each plate at a silo."""
+        return self.sizes[self.place(silo)]
+
+    def silo_params(self, silo: int) -> dict[str, Any]:
+        """Return a silo's private parameters on their supports."""
+        return self._fit.model.constrain_theta(self.private[self.place(silo)])
+
+
+@dataclass(frozen=True, eq=False)
+class NutsResult(AfterFit):
     """The draws of NUTS from the joint posterior of all silos.
 
     Attributes
@@ -70,6 +130,57 @@ class NutsResult:
     divergences: int
     _locals: Callable[[], dict[str, np.ndarray]] = field(repr=False)
     _rounded: str = field(default="", repr=False)  # why the precision does not hold the posterior
+    _run: PooledRun | None = field(default=None, repr=False)
+
+    @property
+    def run_behind(self) -> PooledRun:
+        """Return the data and parameters of the run."""
+        if self._run is None:
+            raise DataError("these draws have no data with them.")
+        return self._run
+
+    @property
+    def correction_behind(self) -> str:
+        """Return why there are no weighted draws."""
+        return "draws of NUTS have no densities of silos with them; those of a fit have"
+
+    @property
+    def silos(self) -> Any:
+        """Raise an error: the influence of silos is known of fits."""
+        raise ModelError(f"the influence of silos is not known: {self.correction_behind}.")
+
+    def sample_posterior(
+        self, key: Array, n: int, *, silo: WhichSilo | None = None
+    ) -> dict[str, Array]:
+        """Return ``n`` of the draws at random; each once, as long as there are enough of them.
+
+        With ``silo`` also that silo's latents, or those of several silos side by side, as
+        :meth:`Result.sample_posterior` has them.
+        """
+        positive_int("n", n)
+        joined = {k: _join_chains(v) for k, v in self.globals.items()}
+        run = self.run_behind
+        local = [s for s in run._fit.model.sites if s.kind == "latent" and s.plate is not None]
+        if silo is not None:
+            samples = self.samples
+            silos = chosen_silos(silo, run.num_silos)
+            for s in local:
+                parts = [samples[local_name(run.place(j), s.name)] for j in silos]
+                joined[s.name] = np.concatenate(parts, 1 + (s.axis or 0))
+        total = self.num_chains * max(len(v[0]) for v in self.globals.values())
+        index = jax.random.choice(key, total, (n,), replace=n > total)
+        return {name: jnp.asarray(value)[index] for name, value in joined.items()}
+
+    def to_arviz(
+        self, key: Array | None = None, num_samples: int = 1_000, *, silo: WhichSilo | None = None
+    ) -> Any:
+        """Return the draws as an ArviZ object, with their chains; with ``silo``, ``num_samples``.
+
+        Needs the extra ``examples``.
+        """
+        if silo is not None:
+            return to_arviz(partial(self.sample_posterior, silo=silo), key, num_samples)
+        return chains_to_arviz(self.globals)
 
     @cached_property
     def samples(self) -> dict[str, np.ndarray]:
@@ -312,7 +423,15 @@ def run_nuts(
         return _local_sites(fm, read, sizes, flat, [{**shared, **theta} for theta in private])
 
     words = _rounded(_join_chains(np.asarray(draws["z_G"])), fm.named("latent"))
-    result = NutsResult(globals_, int(divergences), local_sites, words)
+    shared_part = Shared(shared, {}, identity((fm.dim,)))
+    run = PooledRun(
+        PooledFit(fm, facts_of(fm, read[0], sizes[0]), is_double()),
+        read,
+        sizes,
+        shared_part,
+        private,
+    )
+    result = NutsResult(globals_, int(divergences), local_sites, words, run)
     if num_samples >= MIN_SAMPLES and not result.accurate:
         warnings.warn(f"NUTS: {result.report()}", category=ConvergenceWarning, stacklevel=2)
     return result

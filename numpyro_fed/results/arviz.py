@@ -46,20 +46,29 @@ def to_arviz(
     MissingExtraError
         If ArviZ is not installed.
     """
+    n = max(1, int(min(num_samples, worth)))
+    draws = sample(jax.random.key(0) if key is None else key, n)
+    data = chains_to_arviz({name: np.asarray(value)[None] for name, value in draws.items()})
+    data["posterior"].attrs.update(attributes or {})
+    return data
+
+
+def chains_to_arviz(draws: Mapping[str, np.ndarray]) -> Any:
+    """Return draws (chains, n, ...) as an ArviZ object.
+
+    Raises
+    ------
+    MissingExtraError
+        If ArviZ is not installed.
+    """
     try:
         import arviz
     except ImportError as error:
         raise MissingExtraError("arviz", "examples") from error
-    n = max(1, int(min(num_samples, worth)))
-    draws = sample(jax.random.key(0) if key is None else key, n)
-    posterior = {name: np.asarray(value)[None] for name, value in draws.items()}
     # ArviZ 1 takes a dict of groups, and keyword arguments no longer.
     if arviz.__version__.startswith("0."):
-        data = arviz.from_dict(posterior=posterior)
-    else:
-        data = arviz.from_dict({"posterior": posterior})
-    data["posterior"].attrs.update(attributes or {})
-    return data
+        return arviz.from_dict(posterior=dict(draws))
+    return arviz.from_dict({"posterior": dict(draws)})
 
 
 def elpd_data(values: np.ndarray, k: np.ndarray, *, p: float, num_draws: int) -> Any:

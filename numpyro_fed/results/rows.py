@@ -14,13 +14,13 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array
 
-from numpyro_fed.after.base import ALL, AfterFit, WhichSilo
+from numpyro_fed.after.base import AfterFit, WhichSilo, chosen_silos
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Private
 from numpyro_fed.algorithms.influence import MOST_GLOBALS, Factors, influence
 from numpyro_fed.errors import ModelError, NonFiniteError
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData, Sizes
-from numpyro_fed.model.facts import Plan
+from numpyro_fed.model.facts import Facts, Plan
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.model.log_density import FederatedModel
@@ -122,6 +122,11 @@ class Fit(CompiledMethod[Built]):
             return replace(self, plan=plan, built=built, runtime=runtime, compiled={})
 
         return self.cached("without a start", make)
+
+    @property
+    def facts(self) -> Facts:
+        """Return what all silos have in common."""
+        return self.plan.facts
 
     @property
     def model(self) -> FederatedModel:
@@ -408,9 +413,7 @@ class Result(FederatedRun[Fit], AfterFit):
             return sites
         if isinstance(silo, int | np.integer):
             return sites | self._sample_locals(key, z_G, int(silo), posterior)
-        if isinstance(silo, str) and silo != ALL:
-            raise ValueError(f"silo={silo!r}: expected a number, a list of numbers, or '{ALL}'.")
-        silos = range(self.num_silos) if isinstance(silo, str) else list(silo)
+        silos = chosen_silos(silo, self.num_silos)
         return sites | self._sample_side_by_side(key, z_G, silos, posterior)
 
     @in_precision_of_object
@@ -439,8 +442,6 @@ class Result(FederatedRun[Fit], AfterFit):
         self, key: Array, z_G: Array, silos: Sequence[int], posterior: Posterior
     ) -> dict[str, Array]:
         """Return the local latents of several silos, joined along their rows."""
-        if not silos:
-            raise ValueError("silo=[]: expected at least one silo.")
         hosted = self._hosted(silos[0])
         places = {j: hosted.place(j) for j in silos}
         coords, theta = posterior.coordinates(self.shared, z_G), self.shared.theta
