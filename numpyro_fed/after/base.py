@@ -177,6 +177,49 @@ class AfterFit(ABC):
         new_data_check(model.text, silo)(**data.kwargs)
         return self._predicted(key, n, data, silo, [*global_latents(model), *outer_latents(model)])
 
+    @in_precision_of_object
+    def prior_predict(
+        self, key: Array, new: Mapping[str, Any] | None = None, *, n: int = 1_000
+    ) -> Any:
+        """Return predictive draws of outcomes from the prior, for the rows of the fit or new ones.
+
+        Parameters
+        ----------
+        key : jax.Array
+        new : dict, optional
+            Data to predict for, as in :meth:`predict`; None for the rows of all silos.
+        n : int
+
+        Returns
+        -------
+        dict of str to array, or a list of them
+            As :meth:`predict` returns them: a list with an entry for each silo without ``new``.
+
+        Raises
+        ------
+        ModelError
+            If the prior cannot be drawn from (it is flat, say).
+        """
+        positive_int("n", n)
+        run = self.run_behind
+        model = run._fit.model
+        drawn = self._drawn_from_prior(jax.random.fold_in(key, 0), n)
+        if drawn is None:
+            raise ModelError("the prior of the globals cannot be drawn from.")
+        latents = {name: drawn[name] for name in global_latents(model)}
+        predict = run._fit.cached("predict", lambda: predictor(model))
+        theta = model.constrain_theta(run.shared.theta)
+        if new is not None:
+            refuse_private_parameters(model)
+            data = read_new(model, new, run._fit.facts)
+            return predict(jax.random.fold_in(key, 1), theta, latents, data)
+        parts = []
+        for j in range(run.num_silos):
+            private = {k: v for k, v in run.silo_params(j).items() if k != "guide"}
+            key_silo = jax.random.fold_in(key, 1 + j)
+            parts.append(predict(key_silo, {**theta, **private}, latents, run.data_of(j)))
+        return parts
+
     def leave_out(self) -> Any:
         r"""Return how well all other silos predict the rows of each silo, without a refit.
 
@@ -503,8 +546,9 @@ class AfterFit(ABC):
     ) -> dict[str, Array]:
         """Return predictive draws for data, with latents ``names`` from the posterior."""
         fit, run = self.run_behind._fit, self.run_behind
-        key_draw, key_new = jax.random.split(key)
-        draws = self.sample_posterior(key_draw, n, silo=silo)
+        # The latents are those that sample_posterior draws with the same key.
+        key_new = jax.random.fold_in(key, 2)
+        draws = self.sample_posterior(key, n, silo=silo)
         latents = {name: draws[name] for name in names if name in draws}
         theta = fit.model.constrain_theta(run.shared.theta)
         if silo is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from numpyro_fed.after.base import AfterFit, WhichSilo
 from numpyro_fed.errors import DataError
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.corrected import Corrected
+from numpyro_fed.results.groups import check_groups, more_groups
 from numpyro_fed.results.influence import SiloTable
 from numpyro_fed.results.mode import LocalMode, Mode, Near
 from numpyro_fed.results.particles import Particles
@@ -264,7 +265,12 @@ class Fitted(AfterFit):
         return other(self.call).run(key, near)
 
     def to_arviz(
-        self, key: Array | None = None, num_samples: int = 1_000, *, silo: WhichSilo | None = None
+        self,
+        key: Array | None = None,
+        num_samples: int = 1_000,
+        *,
+        silo: WhichSilo | None = None,
+        groups: Sequence[str] = (),
     ) -> Any:
         """Return posterior draws as an ArviZ object.
 
@@ -272,13 +278,20 @@ class Fitted(AfterFit):
         draws as the weighted draws are worth, so that ``arviz.ess`` is about true. The group
         ``posterior`` has the attributes ``verdict``, and ``ess`` and ``pareto_k`` of the
         correction. Needs the extra ``examples``.
+
+        ``groups`` are further ones: ``"prior"``, ``"posterior_predictive"``, ``"prior_predictive"``
+        and ``"log_likelihood"`` of the rows of all silos side by side, ``"log_prior"``,
+        ``"observed_data"``, and ``"constant_data"`` with the number of each row's silo. They need
+        the silos' rows in this process.
         """
+        check_groups(groups)
         # Draws of a fit without a reliable correction are independent, and worth their number.
         sample = partial(self.sample_posterior, silo=silo)
         of_correction = {} if self.corrected is None else self.corrected._attributes
         worth = self.best.ess if isinstance(self.best, Corrected) else math.inf
         attributes = {**of_correction, "verdict": self.verdict}
-        return to_arviz(sample, key, num_samples, worth=worth, attributes=attributes)
+        more = partial(more_groups, self, self.best, groups=groups)
+        return to_arviz(sample, key, num_samples, worth=worth, attributes=attributes, more=more)
 
     def save(self, path: str | Path) -> None:
         """Write draws, weights, the verdict and the fit behind it to ``path.npz``.

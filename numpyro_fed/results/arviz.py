@@ -12,6 +12,10 @@ from jax import Array
 
 from numpyro_fed.errors import MissingExtraError
 
+ROW = "row"  # the name of the axis of rows
+OF_DATA = "observed_data", "constant_data"  # groups without draws
+WITH_ROWS = (*OF_DATA, "posterior_predictive", "prior_predictive", "log_likelihood")
+
 
 def to_arviz(
     sample: Callable[[Array, int], Mapping[str, Any]],
@@ -20,6 +24,7 @@ def to_arviz(
     *,
     worth: float = math.inf,
     attributes: Mapping[str, float | str] | None = None,
+    more: Callable[[Array, int], Mapping[str, Mapping[str, np.ndarray]]] | None = None,
 ) -> Any:
     """Return draws as ArviZ's ``DataTree``, or its ``InferenceData`` before ArviZ 1, in one chain.
 
@@ -40,6 +45,9 @@ def to_arviz(
         The effective number of weighted draws, where ``sample`` resamples these.
     attributes : mapping, optional
         Attributes of the group ``posterior``.
+    more : callable, optional
+        ``(key, n) -> {group: {name: values}}``: further groups, whose values with rows have these
+        along the last axis that draws do not run over.
 
     Raises
     ------
@@ -47,14 +55,18 @@ def to_arviz(
         If ArviZ is not installed.
     """
     n = max(1, int(min(num_samples, worth)))
-    draws = sample(jax.random.key(0) if key is None else key, n)
-    data = chains_to_arviz({name: np.asarray(value)[None] for name, value in draws.items()})
+    key = jax.random.key(0) if key is None else key
+    draws = sample(key, n)
+    groups = {} if more is None else more(key, n)
+    data = chains_to_arviz({k: np.asarray(v)[None] for k, v in draws.items()}, groups)
     data["posterior"].attrs.update(attributes or {})
     return data
 
 
-def chains_to_arviz(draws: Mapping[str, np.ndarray]) -> Any:
-    """Return draws (chains, n, ...) as an ArviZ object.
+def chains_to_arviz(
+    draws: Mapping[str, np.ndarray], more: Mapping[str, Mapping[str, np.ndarray]] | None = None
+) -> Any:
+    """Return draws (chains, n, ...) as an ArviZ object, with ``more`` groups of a single chain.
 
     Raises
     ------
@@ -66,9 +78,20 @@ def chains_to_arviz(draws: Mapping[str, np.ndarray]) -> Any:
     except ImportError as error:
         raise MissingExtraError("arviz", "examples") from error
     # ArviZ 1 takes a dict of groups, and keyword arguments no longer.
+    groups: dict[str, dict[str, np.ndarray]] = {"posterior": dict(draws)}
+    rows: dict[str, list[str]] = {}
+    for group, values in (more or {}).items():
+        of_data = group in OF_DATA
+        groups[group] = {k: v if of_data else v[None] for k, v in values.items()}
+        rows |= {k: [ROW] for k in values if group in WITH_ROWS}
     if arviz.__version__.startswith("0."):
-        return arviz.from_dict(posterior=dict(draws))
-    return arviz.from_dict({"posterior": dict(draws)})
+        log_prior = groups.pop("log_prior", None)
+        arguments: dict[str, Any] = {**groups, "dims": rows}
+        data = arviz.from_dict(**arguments)
+        if log_prior is not None:  # a group that from_dict does not know there
+            data.add_groups({"log_prior": log_prior})
+        return data
+    return arviz.from_dict(groups, dims=rows)
 
 
 def elpd_data(values: np.ndarray, k: np.ndarray, *, p: float, num_draws: int) -> Any:

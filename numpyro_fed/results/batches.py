@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from numpyro_fed.algorithms.importance.integration import Integration
-from numpyro_fed.results.rows import Fit
+from numpyro_fed.model.facts import Plan
+from numpyro_fed.model.log_density import FederatedModel
 
 # Numbers of a batch of draws, for each site of the rows: 8 MB in double precision. Batches four
 # times as large took 1.2 times as long on a CPU, and smaller ones no less.
@@ -14,7 +17,17 @@ IN_BATCH = 2**20
 VECTOR, LEAST, MOST_IN_BATCH = 16, 32, 2**23
 
 
-def batch_size(fit: Fit, integration: Integration, num_draws: int) -> int:
+class Planned(Protocol):
+    """A fit, as far as the number of its rows is asked for."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def model(self) -> FederatedModel: ...
+
+
+def batch_size(fit: Planned, integration: Integration, num_draws: int) -> int:
     """Return how many draws of the globals a silo takes at a time."""
     rows = sum(n for _, n in fit.plan.total)
     numbers = max(rows * integration.terms_of_row(fit.model), 1)

@@ -29,6 +29,7 @@ from numpyro_fed.errors import ModelError, NonFiniteError
 from numpyro_fed.model.sites import Site
 from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.results.arviz import to_arviz
+from numpyro_fed.results.groups import check_groups, more_groups
 from numpyro_fed.results.influence import SiloTable, Whitened
 from numpyro_fed.results.leave_out import LeaveOut, table_of
 from numpyro_fed.results.loo import Loo, number_of_draws, rows_left_out
@@ -298,11 +299,16 @@ class Corrected(Weighted[Result], AfterFit):
         reach six standard deviations), else each from ``inner_draws`` draws by weight, which is
         exact as their number grows.
         """
-        chosen = self.z_G[systematic(jax.random.fold_in(key, 0), jnp.asarray(self.weights), n)]
+        chosen = self.unconstrained(key, n)
         return self.result.sites_at(jax.random.fold_in(key, 1), chosen, silo, self._posterior)
 
     def to_arviz(
-        self, key: Array | None = None, num_samples: int = 1_000, *, silo: WhichSilo | None = None
+        self,
+        key: Array | None = None,
+        num_samples: int = 1_000,
+        *,
+        silo: WhichSilo | None = None,
+        groups: Sequence[str] = (),
     ) -> Any:
         """Return corrected draws as an ArviZ object.
 
@@ -310,9 +316,25 @@ class Corrected(Weighted[Result], AfterFit):
         draws as the weighted draws are worth, so that ``arviz.ess`` is about true. The group
         ``posterior`` has the attributes ``ess``, ``pareto_k`` and ``verdict``. Needs the extra
         ``examples``.
+
+        ``groups`` are further ones: ``"prior"``, ``"posterior_predictive"``, ``"prior_predictive"``
+        and ``"log_likelihood"`` of the rows of all silos side by side, ``"log_prior"``,
+        ``"observed_data"``, and ``"constant_data"`` with the number of each row's silo. They need
+        the silos' rows in this process.
         """
-        sample = partial(self.sample_posterior, silo=silo)
-        return to_arviz(sample, key, num_samples, worth=self.ess, attributes=self._attributes)
+        check_groups(groups)
+        return to_arviz(
+            partial(self.sample_posterior, silo=silo),
+            key,
+            num_samples,
+            worth=self.ess,
+            attributes=self._attributes,
+            more=partial(more_groups, self, self, groups=groups),
+        )
+
+    def unconstrained(self, key: Array, n: int) -> Array:
+        """Return the unconstrained globals (n, dim) behind ``sample_posterior(key, n)``."""
+        return self.z_G[systematic(jax.random.fold_in(key, 0), jnp.asarray(self.weights), n)]
 
 
 def _log(weights: np.ndarray) -> np.ndarray:

@@ -31,6 +31,7 @@ from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.base import CompiledMethod, FederatedRun, Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.communication import Communication, communication
+from numpyro_fed.results.groups import check_groups, more_groups
 from numpyro_fed.results.influence import SiloTable, table_of
 from numpyro_fed.results.posterior import Posterior, posterior, real_rows
 from numpyro_fed.results.recognise import Provenance
@@ -519,13 +520,33 @@ class Result(FederatedRun[Fit], AfterFit):
         return guide
 
     def to_arviz(
-        self, key: Array | None = None, num_samples: int = 1_000, *, silo: WhichSilo | None = None
+        self,
+        key: Array | None = None,
+        num_samples: int = 1_000,
+        *,
+        silo: WhichSilo | None = None,
+        groups: Sequence[str] = (),
     ) -> Any:
         """Return posterior draws for ArviZ: a ``DataTree``, or ``InferenceData`` before ArviZ 1.
 
-        Needs the extra ``examples``.
+        Needs the extra ``examples``. ``groups`` are those of :meth:`Corrected.to_arviz`.
         """
-        return to_arviz(partial(self.sample_posterior, silo=silo), key, num_samples)
+        check_groups(groups)
+        more = partial(more_groups, self, self, groups=groups)
+        sample = partial(self.sample_posterior, silo=silo)
+        return to_arviz(sample, key, num_samples, more=more)
+
+    @property
+    def integration(self) -> Any:
+        """Return how silos integrate their own latents in the fit's correction."""
+        correction = self.correction_behind
+        if isinstance(correction, str):
+            raise ModelError(f"log likelihoods of rows are not known: {correction}.")
+        return correction.integration
+
+    def unconstrained(self, key: Array, n: int) -> Array:
+        """Return the unconstrained globals (n, dim) behind ``sample_posterior(key, n)``."""
+        return self.draw_globals(key, n)[0]
 
     def saved_run(self) -> SavedRun:
         """Return the run in the form in which a file keeps it."""

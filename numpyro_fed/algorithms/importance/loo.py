@@ -101,6 +101,7 @@ class RowSums(NamedTuple):
 
 
 Scores = Callable[[Array, Down, Any, SiloData], RowScores]
+Values = Callable[[Array, Down, Any, SiloData], tuple[Array, Array]]
 
 
 def row_scores(
@@ -113,10 +114,32 @@ def row_scores(
 
     ``batch_size`` draws are computed at a time.
     """
+    row_values = log_likelihoods_of_rows(fm, likelihood, fitted, batch_size)
+
+    def scores(key: Array, down: Down, state: Any, data: SiloData) -> RowScores:
+        values, counts = row_values(key, down, state, data)
+        equal = jnp.zeros(len(values), values.dtype)
+        _, density, k = jax.vmap(without, (None, 1))(equal, values)
+        of_fit = jax.nn.logsumexp(values, 0) - jnp.log(len(values))
+        return RowScores(density, k, of_fit, counts)
+
+    return scores
+
+
+def log_likelihoods_of_rows(
+    fm: FederatedModel,
+    likelihood: LikelihoodEstimate,
+    fitted: FederatedAlgorithm[Any, Any],
+    batch_size: int,
+) -> Values:
+    """Return the function to log likelihoods (draws, rows), and whether rows count (rows,).
+
+    It takes ``(key, down, silo_state, data)``, and computes ``batch_size`` draws at a time.
+    """
     seen = {s.plate for s in fm.sites if s.kind in ("observed", "factor")}
     plates = [p.name for p in fm.plates if p.name in seen and not (p.outer and p.dim)]
 
-    def scores(key: Array, down: Down, state: Any, data: SiloData) -> RowScores:
+    def values_of(key: Array, down: Down, state: Any, data: SiloData) -> tuple[Array, Array]:
         private = fitted.private(state)
         theta = {**down.theta, **private.theta}
         u, centre = coordinates_of(down)
@@ -132,14 +155,11 @@ def row_scores(
 
         index = jnp.arange(len(down.z_G))
         values = jax.lax.map(rows_at, (index, down.z_G, u), batch_size=batch_size)
-        equal = jnp.zeros(len(index), values.dtype)
-        _, density, k = jax.vmap(without, (None, 1))(equal, values)
-        of_fit = jax.nn.logsumexp(values, 0) - jnp.log(len(index))
         real = jnp.concatenate([jnp.zeros(0), *counts]) > 0
         # A row whose outcome is missing adds nothing at any draw, and is no row to predict.
-        return RowScores(density, k, of_fit, real & (jnp.abs(values) > NOTHING).any(0))
+        return values, real & (jnp.abs(values) > NOTHING).any(0)
 
-    return scores
+    return values_of
 
 
 def loo(

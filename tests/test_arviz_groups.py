@@ -1,0 +1,145 @@
+"""ArviZ objects with all their groups, and the questions that NUTS's draws answer."""
+
+import arviz
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_fed as nf
+from numpyro_fed.errors import DataError, ModelError
+
+KEY = jax.random.key(0)
+QUIET = {"progress_bar": False}
+SIZES = (8, 12)
+
+
+def model(x, y=None):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    s = numpyro.sample("s", dist.HalfNormal(2))
+    with nf.silo_plate("row", len(x)):
+        numpyro.sample("y", dist.Normal(mu + x, s), obs=y)
+
+
+@pytest.fixture(scope="module")
+def silos():
+    r = np.random.default_rng(0)
+    return [dict(x=x, y=3 + x + r.normal(0, 1.5, n)) for n in SIZES for x in [r.normal(size=n)]]
+
+
+@pytest.fixture(scope="module")
+def fitted(silos):
+    return nf.fit(KEY, model, silos, **QUIET)
+
+
+GROUPS = (
+    "prior",
+    "posterior_predictive",
+    "prior_predictive",
+    "log_likelihood",
+    "log_prior",
+    "observed_data",
+    "constant_data",
+)
+
+
+def test_all_groups_are_of_the_same_draws(fitted, silos, tmp_path):
+    data = fitted.to_arviz(KEY, 400, groups=GROUPS)
+    mu, s = (np.asarray(data["posterior"][name])[0] for name in ("mu", "s"))
+    x, y = (np.concatenate([silo[k] for silo in silos]) for k in "xy")
+    np.testing.assert_allclose(data["observed_data"]["y"], y)
+    np.testing.assert_array_equal(data["constant_data"]["silo"], np.repeat([0, 1], SIZES))
+    np.testing.assert_allclose(data["constant_data"]["x"], x)
+    rows = -0.5 * ((y - x - mu[:, None]) / s[:, None]) ** 2 - np.log(s)[:, None]
+    rows -= 0.5 * np.log(2 * np.pi)
+    np.testing.assert_allclose(np.asarray(data["log_likelihood"]["y"])[0], rows, atol=1e-8)
+    prior = -0.5 * (mu / 10) ** 2 - 0.5 * (s / 2) ** 2
+    difference = np.asarray(data["log_prior"]["globals"])[0] - prior
+    np.testing.assert_allclose(difference, difference[0], atol=1e-8)
+    drawn = np.asarray(data["posterior_predictive"]["y"])[0]
+    standard = (drawn - x - mu[:, None]) / s[:, None]
+    assert abs(standard.mean()) < 5 / np.sqrt(standard.size)
+    assert standard.std() == pytest.approx(1, abs=0.05)
+    assert np.asarray(data["prior_predictive"]["y"]).std() > 5
+    assert np.asarray(data["prior"]["mu"]).std() == pytest.approx(10, rel=0.15)
+    assert data["log_likelihood"]["y"].dims[-1] == "row"
+    path = tmp_path / "fit.nc"
+    data.to_netcdf(path)
+    again = arviz.from_netcdf(path)
+    np.testing.assert_allclose(again["posterior"]["mu"], data["posterior"]["mu"])
+
+
+def test_arviz_leaves_rows_out_as_loo_does(fitted):
+    found = arviz.loo(fitted.to_arviz(KEY, 2_000, groups=["log_likelihood"]))
+    name = "elpd_loo" if arviz.__version__.startswith("0.") else "elpd"
+    assert float(found[name]) == pytest.approx(fitted.loo().elpd, abs=0.1)
+
+
+def test_groups_that_are_not_known_are_refused(fitted):
+    with pytest.raises(ValueError, match="'predictions' is none of"):
+        fitted.to_arviz(groups=["predictions"])
+
+
+def test_the_run_and_its_correction_have_the_same_groups(fitted):
+    for of in (fitted.corrected, fitted.run_behind):
+        data = of.to_arviz(KEY, 50, groups=["log_likelihood", "observed_data"])
+        assert data["log_likelihood"]["y"].shape == (1, 50, 20)
+
+
+def test_the_prior_predicts_rows_and_new_ones(fitted):
+    parts = fitted.prior_predict(KEY, n=2_000)
+    assert [p["y"].shape for p in parts] == [(2_000, n) for n in SIZES]
+    y = np.asarray(fitted.prior_predict(KEY, dict(x=np.array([5.0])), n=4_000)["y"])
+    assert y.mean() == pytest.approx(5, abs=0.7)
+    assert y.std() == pytest.approx(np.sqrt(104), rel=0.07)
+
+
+@pytest.fixture(scope="module")
+def nuts(silos):
+    return nf.run_nuts(KEY, model, silos, num_warmup=300, num_samples=1_000, **QUIET)
+
+
+def test_draws_of_nuts_predict_and_are_drawn_alike(nuts, fitted):
+    mine, its = (f.sample_posterior(KEY, 900)["mu"] for f in (fitted, nuts))
+    assert float(its.mean()) == pytest.approx(
+        float(mine.mean()), abs=0.1 * float(mine.std()) + 0.02
+    )
+    assert len(np.unique(np.asarray(its))) > 600
+    assert nuts.sample_posterior(KEY, 3_000)["mu"].shape == (3_000,)
+    new = dict(x=np.array([2.0]))
+    a, b = (np.asarray(f.predict(KEY, new, n=1_000)["y"]) for f in (fitted, nuts))
+    assert a.mean() == pytest.approx(b.mean(), abs=0.3)
+    assert [p["y"].shape for p in nuts.predict(KEY, silo="own rows", n=5)] == [(5, 8), (5, 12)]
+    assert len([ax for ax in nuts.plot().axes if ax.axison]) == 2
+    assert nuts.to_arviz()["posterior"]["mu"].shape == (1, 1_000)
+    with pytest.raises(ModelError, match="rows cannot be left out: draws of NUTS"):
+        nuts.loo()
+    with pytest.raises(ModelError, match="influence of silos is not known"):
+        nuts.disagreement()
+    with pytest.raises(IndexError, match="no silo 2"):
+        nuts.predict(KEY, silo=2)
+
+
+def test_draws_without_their_data_say_so():
+    bare = nf.NutsResult({"mu": np.zeros((1, 10))}, 0, dict)
+    with pytest.raises(DataError, match="no data"):
+        bare.predict(KEY, dict(x=np.ones(1)))
+
+
+@pytest.mark.slow
+def test_latents_of_silos_by_nuts_stand_side_by_side():
+    def nested(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 10))
+        with nf.silo_plate("row", len(y)):
+            b = numpyro.sample("b", dist.Normal(mu, 1))
+            numpyro.sample("y", dist.Normal(b, 1), obs=y)
+
+    silos = [dict(y=np.arange(3.0)), dict(y=np.arange(5.0))]
+    nuts = nf.run_nuts(KEY, nested, silos, num_warmup=200, num_samples=400, **QUIET)
+    together = nuts.sample_posterior(KEY, 400, silo="all")["b"]
+    assert together.shape == (400, 8)
+    np.testing.assert_array_equal(together[:, 3:], nuts.sample_posterior(KEY, 400, silo=1)["b"])
+    fitted = nf.fit(KEY, nested, silos, **QUIET)
+    mine = np.asarray(fitted.sample_posterior(KEY, 4_000, silo="all")["b"])
+    assert np.abs(mine.mean(0) - np.asarray(together).mean(0)).max() < 0.2
