@@ -231,3 +231,25 @@ def test_parameters_of_silos_are_not_made_up_for_new_rows():
     run = nf.SFVI(shifted, start=None).run(KEY, 2, data, **QUIET)
     with pytest.raises(ModelError, match="'a' is a parameter"):
         run.predict(KEY, dict(y=None, n=4))
+
+
+def test_outcomes_of_yes_or_no_are_predicted_for_a_known_silo():
+    """Without its outcome in the data the site has no observed value, and is no latent either."""
+
+    def visits(hospital, n_hospitals, y=None):
+        mu = numpyro.sample("mu", dist.Normal(0, 2))
+        with nf.silo_plate("hospital", n_hospitals):
+            u = numpyro.sample("u", dist.Normal(0, 1))
+        with nf.silo_plate("patient", len(hospital)):
+            numpyro.sample("y", dist.Bernoulli(logits=mu + u[hospital]), obs=y)
+
+    silos = [
+        dict(hospital=np.zeros(60, int), n_hospitals=1, y=np.arange(60) % 10 < k) for k in (2, 8)
+    ]
+    fitted = nf.fit(KEY, visits, silos, **QUIET)
+    new = dict(hospital=np.zeros(3, int), n_hospitals=1)
+    for j, share in enumerate((0.2, 0.8)):
+        y = np.asarray(fitted.predict(KEY, new, silo=j, n=2_000)["y"])
+        assert y.mean() == pytest.approx(share, abs=0.06)
+    with pytest.raises(DataError, match="2 of 'hospital'"):
+        fitted.predict(KEY, dict(hospital=np.arange(2), n_hospitals=2), silo=0)

@@ -30,7 +30,6 @@ from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.frames import as_dict, column_names
 from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.sites import structure
 from numpyro_fed.tracing import TRACING
 
 # Draws that are computed side by side, as for locals of a posterior. Numbers of so many draws stand
@@ -181,9 +180,21 @@ def refuse_private_parameters(fm: FederatedModel) -> None:
 
 def check_plates(fm: FederatedModel, data: SiloData, silo: int, sizes: Mapping[str, int]) -> None:
     """Raise an error if outer plates of new data are not those of the silo to predict for."""
-    found = structure(fm.text, data, "new data").sizes
+    found: dict[str, int] = {}
+
+    def run(key: Array, data: SiloData) -> None:
+        # Outcomes are not there, so that their sites are drawn like latents.
+        with TRACING, handlers.block():
+            trace = handlers.trace(handlers.seed(fm.text, key)).get_trace(**data.kwargs)
+        plates = {name: site for name, site in trace.items() if site["type"] == "plate"}
+        found.update({name: site["args"][0] for name, site in plates.items()})
+
+    try:
+        jax.eval_shape(run, jax.random.key(0), data)
+    except Exception as error:
+        raise DataError(f"new data: the model does not run on them: {error}") from error
     for plate in fm.plates:
-        if plate.outer and plate.dim and found[plate.name] != sizes[plate.name]:
+        if plate.outer and plate.dim and found.get(plate.name) != sizes[plate.name]:
             raise DataError(
                 f"new data have {found[plate.name]} of '{plate.name}', and silo {silo} has "
                 f"{sizes[plate.name]}: pass them with the same number, in the same order; or use "
