@@ -114,5 +114,5 @@ def in_precision_of_object(method: Callable[Concatenate[Object, Args], T]) -> Ca
 
 
 def _on_host(leaf: Leaf) -> Leaf | np.ndarray:
-    is_float = isinstance(leaf, Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
-    return np.asarray(leaf) if is_float else leaf
+    is_number = isinstance(leaf, Array) and jnp.issubdtype(leaf.dtype, jnp.number)
+    return np.asarray(leaf) if is_number else leaf
