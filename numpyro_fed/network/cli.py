@@ -124,6 +124,8 @@ def _engine(args: argparse.Namespace, stack: ExitStack) -> Engine:
     kept = None if args.state is None else args.state / SITES
     if args.sites is None and kept is not None and kept.exists():
         args.sites = json.loads(kept.read_text())
+        words = "the sites are those of %s, with which the study began; --sites names others"
+        logging.getLogger("numpyro_fed.run").info(words, kept)
     engine = stack.enter_context(Flare(args.kit, args.sites, patience=args.patience))
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)

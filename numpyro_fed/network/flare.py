@@ -29,6 +29,7 @@ APART = 60.0
 # Seconds that a call to the hub may take beside the time for which what is sent moves: its HOLD and
 # the way (numpyro_fed_relay).
 CALL = 20.0
+FIRST_SITE = 60.0  # seconds to wait for a first site, where none is named
 # Seconds for NVFLARE to start a job whose sites are all connected. It looks at a job that it could
 # not start after 10 s, 20 s and so on: a new one is seen sooner.
 STARTING = 60.0
@@ -104,9 +105,7 @@ class Flare:
         # Of the session and the job; a message is sent without it.
         self._lock = threading.RLock()
         try:
-            self._sites = list(sites or sorted(self._connected()))
-            if not self._sites:
-                raise ConnectionError("no site is connected to the NVFLARE server.")
+            self._sites = list(sites or self._connected_first(min(patience, FIRST_SITE)))
             LOG.info("the silos are at %s", ", ".join(self._sites))
             # Here, so that what is wrong with NVFLARE is said at once, and not after a patience.
             self._running(time.monotonic() + patience)
@@ -264,6 +263,18 @@ class Flare:
             self._command("abort_job", job.id)
         except ConnectionError as error:
             LOG.info("job %s could not be ended: %s", job.id, error)
+
+    def _connected_first(self, patience: float) -> list[str]:
+        """Return the sites that are connected, once there are any; a server may have just begun."""
+        deadline = time.monotonic() + patience
+        while not (found := sorted(self._connected())):
+            if time.monotonic() > deadline:
+                raise ConnectionError(
+                    f"no site is connected to the NVFLARE server after {patience:g} s. Name those "
+                    "that are to come (sites=, --sites): the run waits for them."
+                )
+            time.sleep(1.0)
+        return found
 
     def _connected(self) -> set[str]:
         """Return the names of the sites that have spoken to the server lately."""
