@@ -208,16 +208,14 @@ class AfterFit(ABC):
             raise ModelError("the prior of the globals cannot be drawn from.")
         latents = {name: drawn[name] for name in global_latents(model)}
         predict = run._fit.cached("predict", lambda: predictor(model))
-        theta = model.constrain_theta(run.shared.theta)
         if new is not None:
             refuse_private_parameters(model)
             data = read_new(model, new, run._fit.facts)
-            return predict(jax.random.fold_in(key, 1), theta, latents, data)
+            return predict(jax.random.fold_in(key, 1), self._parameters(None), latents, data)
         parts = []
         for j in range(run.num_silos):
-            private = {k: v for k, v in run.silo_params(j).items() if k != "guide"}
             key_silo = jax.random.fold_in(key, 1 + j)
-            parts.append(predict(key_silo, {**theta, **private}, latents, run.data_of(j)))
+            parts.append(predict(key_silo, self._parameters(j), latents, run.data_of(j)))
         return parts
 
     def leave_out(self) -> Any:
@@ -386,6 +384,7 @@ class AfterFit(ABC):
         """
         return self.silos
 
+    @in_precision_of_object
     def plot(self, sites: Sequence[str] | None = None, *, n: int = 4_000) -> Any:
         """Return a figure of the densities of globals, each over that of its prior.
 
@@ -414,6 +413,7 @@ class AfterFit(ABC):
         most = slice(pictures.MOST_PANELS)
         return pictures.marginals(names[most], values, before)
 
+    @in_precision_of_object
     def plot_silos(self, site: str | None = None, *, n: int = 2_000) -> Any:
         r"""Return a figure of silos' own latents: means with 50 and 90 % intervals, in order.
 
@@ -461,6 +461,7 @@ class AfterFit(ABC):
         alone = np.where(told > MIN_TOLD / prior.var(0), alone, np.nan)
         return pictures.caterpillar(site, values, labels, alone, float(prior.mean()))
 
+    @in_precision_of_object
     def plot_check(self, silo: int | str = OWN_ROWS, *, n: int = 50) -> Any:
         """Return a figure of a posterior predictive check, a panel for each silo.
 
@@ -483,20 +484,34 @@ class AfterFit(ABC):
         DataError
             For silos in other processes, whose rows are theirs.
         """
-        run = self.run_behind
-        fm, theta = run._fit.model, run._fit.model.constrain_theta(run.shared.theta)
-        silos = range(run.num_silos) if isinstance(silo, str) else [silo]
-        silos = list(silos)[: pictures.MOST_PANELS]
-        key, seen, predicted = jax.random.key(0), [], []
-        for j in silos:
-            private = {k: v for k, v in run.silo_params(j).items() if k != "guide"}
-            draws = self.sample_posterior(key, 1, silo=j)
-            latents = {name: draws[name] for name in all_latents(fm)}
-            outcomes = observed(fm, {**theta, **private}, latents, run.data_of(j))
-            seen.append(outcomes)
-            drawn = self._predict_own_rows(key, j, n)
-            predicted.append({name: np.asarray(drawn[name]) for name in outcomes})
+        if isinstance(silo, str):
+            check_name(silo, OWN_ROWS)
+            silos = list(range(self.run_behind.num_silos))[: pictures.MOST_PANELS]
+        else:
+            silos = [silo]
+        seen = [self.outcomes_of(j) for j in silos]
+        drawn = [self._predict_own_rows(jax.random.key(0), j, n) for j in silos]
+        predicted = [
+            {name: np.asarray(d[name]) for name in outcomes}
+            for d, outcomes in zip(drawn, seen, strict=True)
+        ]
         return pictures.checks(seen, predicted, [f"silo {j}" for j in silos])
+
+    @in_precision_of_object
+    def outcomes_of(self, silo: int) -> dict[str, np.ndarray]:
+        """Return the outcomes of a silo's rows in this process, by site."""
+        run = self.run_behind
+        fm, data = run._fit.model, run.data_of(silo)
+        draws = self.sample_posterior(jax.random.key(0), 1, silo=silo)
+        latents = {name: draws[name] for name in all_latents(fm)}
+        return observed(fm, self._parameters(silo), latents, data)
+
+    def _parameters(self, silo: int | None) -> dict[str, Any]:
+        """Return the shared parameters on their supports, and a silo's private ones."""
+        run = self.run_behind
+        shared = run._fit.model.constrain_theta(run.shared.theta)
+        private = {} if silo is None else run.silo_params(silo)
+        return {**shared, **{k: v for k, v in private.items() if k != "guide"}}
 
     def _drawn_from_prior(self, key: Array, n: int) -> dict[str, Array] | None:
         """Return draws of the globals from their prior; None if they cannot be drawn."""
@@ -511,14 +526,13 @@ class AfterFit(ABC):
         """Return draws of a latent of all silos from its prior given draws of the globals."""
         run = self.run_behind
         fm = run._fit.model
-        theta = fm.constrain_theta(run.shared.theta)
         given = {name: draws[name] for name in global_latents(fm)}
         draw = run._fit.cached("latents", lambda: predictor(fm, ("latent",)))
         axis = next(1 + (s.axis or 0) for s in fm.sites if s.name == site)
         parts = []
         for j in range(run.num_silos):
-            private = {k: v for k, v in run.silo_params(j).items() if k != "guide"}
-            found = draw(jax.random.fold_in(key, j), {**theta, **private}, given, run.data_of(j))
+            key_silo = jax.random.fold_in(key, j)
+            found = draw(key_silo, self._parameters(j), given, run.data_of(j))
             parts.append(np.asarray(found[site]))
         return np.concatenate(parts, axis)
 
@@ -545,17 +559,14 @@ class AfterFit(ABC):
         self, key: Array, n: int, data: Any, silo: int | None, names: list[str]
     ) -> dict[str, Array]:
         """Return predictive draws for data, with latents ``names`` from the posterior."""
-        fit, run = self.run_behind._fit, self.run_behind
+        fit = self.run_behind._fit
         # The latents are those that sample_posterior draws with the same key.
         key_new = jax.random.fold_in(key, 2)
         draws = self.sample_posterior(key, n, silo=silo)
         latents = {name: draws[name] for name in names if name in draws}
-        theta = fit.model.constrain_theta(run.shared.theta)
-        if silo is not None:
-            private = run.silo_params(silo)
-            theta |= {name: private[name] for name in private if name != "guide"}
         key_new = jax.random.fold_in(key_new, 0 if silo is None else 1 + silo)
-        return fit.cached("predict", lambda: predictor(fit.model))(key_new, theta, latents, data)
+        predict = fit.cached("predict", lambda: predictor(fit.model))
+        return predict(key_new, self._parameters(silo), latents, data)
 
 
 def chosen_silos(silo: WhichSilo, number: int) -> list[int]:

@@ -11,7 +11,6 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.after.base import OWN_ROWS, AfterFit
-from numpyro_fed.after.predict import all_latents, observed
 from numpyro_fed.after.sensitivity import log_prior_on_supports
 from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.algorithms.importance.loo import log_likelihoods_of_rows
@@ -99,15 +98,7 @@ def side_by_side(parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> di
 
 def outcomes(fit: AfterFit) -> dict[str, np.ndarray]:
     """Return the outcomes of all silos, joined along their rows."""
-    run = fit.run_behind
-    fm, key = run._fit.model, jax.random.key(0)
-    parts = []
-    for j in range(run.num_silos):
-        private = {k: v for k, v in run.silo_params(j).items() if k != "guide"}
-        draws = fit.sample_posterior(key, 1, silo=j)
-        latents = {name: draws[name] for name in all_latents(fm)}
-        theta = {**fm.constrain_theta(run.shared.theta), **private}
-        parts.append(observed(fm, theta, latents, run.data_of(j)))
+    parts = [fit.outcomes_of(j) for j in range(fit.run_behind.num_silos)]
     return {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
 
 
