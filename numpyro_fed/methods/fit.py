@@ -124,7 +124,7 @@ def fit(
 
 @dataclass(frozen=True, eq=False)
 class FitCall:
-    """A call of :func:`fit`, which other silos can be given to."""
+    """A call of :func:`numpyro_fed.fit`, which other silos can be given to."""
 
     model: Callable[..., Any]
     silos: Sequence[SiloInput] | Federation

@@ -146,7 +146,7 @@ class NutsResult(AfterFit):
 
     @property
     def silos(self) -> Any:
-        """Raise an error: the influence of silos is known of fits."""
+        """Refuse to tell the influence of silos, which is known of fits alone."""
         raise ModelError(f"the influence of silos is not known: {self.correction_behind}.")
 
     def sample_posterior(
