@@ -105,7 +105,7 @@ def caterpillar(
     ax.plot(draws[:, order].mean(0), at, "o", color=POSTERIOR, mec="white", label="all silos")
     if alone is not None and np.isfinite(alone).any():
         ax.plot(alone[order], at, "o", mfc="none", color="black", label="this silo alone")
-        ax.legend(frameon=False, fontsize="small")
+        figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize="small")
     if centre is not None:
         ax.axvline(centre, color=PRIOR, ls="--", zorder=0)
     ax.set_yticks(at, [labels[i] for i in order])
