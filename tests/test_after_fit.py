@@ -253,3 +253,22 @@ def test_outcomes_of_yes_or_no_are_predicted_for_a_known_silo():
         assert y.mean() == pytest.approx(share, abs=0.06)
     with pytest.raises(DataError, match="2 of 'hospital'"):
         fitted.predict(KEY, dict(hospital=np.arange(2), n_hospitals=2), silo=0)
+
+
+def test_new_data_that_lack_a_column_are_refused():
+    def weighted(x, y, z=None):
+        b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+        with nf.silo_plate("row", len(x)):
+            mean = (x * b).sum(-1) + (0.0 if z is None else z)
+            numpyro.sample("y", dist.Normal(mean, 1), obs=y)
+
+    r = np.random.default_rng(0)
+    silos = [dict(x=r.normal(size=(9, 2)), z=r.normal(size=9), y=r.normal(size=9))] * 2
+    fitted = nf.fit(KEY, weighted, silos, **QUIET)
+    y = np.zeros(1)
+    with pytest.raises(DataError, match=r"rows of the shape \(1,\), where the fit had \(2,\)"):
+        fitted.predict(KEY, dict(x=np.ones((1, 1)), z=np.zeros(1), y=y))
+    with pytest.raises(DataError, match="lack 'z'"):
+        fitted.predict(KEY, dict(x=np.ones((1, 2)), y=y))
+    new = dict(x=np.ones((1, 2)), z=np.zeros(1), y=y)
+    assert fitted.predict(KEY, new, n=5)["y"].shape == (5, 1)

@@ -143,3 +143,32 @@ def test_latents_of_silos_by_nuts_stand_side_by_side():
     fitted = nf.fit(KEY, nested, silos, **QUIET)
     mine = np.asarray(fitted.sample_posterior(KEY, 4_000, silo="all")["b"])
     assert np.abs(mine.mean(0) - np.asarray(together).mean(0)).max() < 0.2
+
+
+def test_rows_run_along_one_axis_in_all_groups():
+    """Items are the first axis of an outcome, and rows the second; one row has none."""
+
+    def items(x, y=None):
+        a = numpyro.sample("a", dist.Normal(0, 2).expand([3]).to_event(1))
+        with (
+            numpyro.plate("item", 3, dim=-2),
+            nf.silo_plate("row", x.shape[0], dim=-1),
+        ):
+            numpyro.sample("y", dist.Normal(a[:, None] + x, 1), obs=y)
+
+    r = np.random.default_rng(0)
+    silos = [dict(x=r.normal(size=n), y=r.normal(size=(3, n))) for n in (5, 6)]
+    silos[0]["y"][:, 2] = np.nan
+    silos[1]["y"][1, 0] = np.nan
+    data = nf.fit(KEY, items, silos, **QUIET).to_arviz(KEY, 50, groups=GROUPS)
+    seen = np.concatenate([np.delete(silos[0]["y"], 2, 1), silos[1]["y"]], 1).T
+    np.testing.assert_allclose(data["observed_data"]["y"], seen)
+    assert data["posterior_predictive"]["y"].shape == (1, 50, 10, 3)
+    assert data["log_likelihood"]["y"].shape == (1, 50, 10)
+    np.testing.assert_array_equal(data["constant_data"]["silo"], [0] * 4 + [1] * 6)
+
+
+def test_prior_draws_and_their_predictions_belong_together(fitted):
+    data = fitted.to_arviz(KEY, 300, groups=["prior", "prior_predictive"])
+    mean = np.asarray(data["prior_predictive"]["y"])[0].mean(1)
+    assert np.corrcoef(np.asarray(data["prior"]["mu"])[0], mean)[0, 1] > 0.9

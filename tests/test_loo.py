@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import optax
 import pytest
 
 import numpyro_fed as nf
@@ -184,3 +185,51 @@ def test_rows_without_an_outcome_do_not_count(without_effects, silos):
     assert table.num_rows == 26
     assert table.elpd == pytest.approx(here.elpd, abs=0.1)
     assert table.se == pytest.approx(here.se, rel=0.02)
+
+
+def test_rows_count_by_their_outcomes_and_not_by_their_likelihood():
+    """Without an outcome a row's integral may not be one; with one its likelihood may be."""
+
+    def heavy(x, y):
+        s = numpyro.sample("s", dist.HalfNormal(2))
+        with nf.silo_plate("row", len(y)):
+            z = numpyro.sample("z", dist.Gamma(2, 1))
+            numpyro.sample("y", dist.Poisson(x * z * s), obs=y)
+
+    r = np.random.default_rng(0)
+    silos = []
+    for _ in range(2):
+        x = np.where(np.arange(12) < 8, 1.0, 1e-9)
+        y = np.where(x == 1, r.poisson(3, 12), 0).astype(float)
+        y[:3] = np.nan
+        silos.append(dict(x=x, y=y))
+    assert nf.fit(KEY, heavy, silos, **QUIET).loo().num_rows == 18
+
+
+def test_parameters_that_were_fitted_to_a_row_are_refused():
+    def free(y):
+        s = numpyro.sample("s", dist.HalfNormal(2))
+        with nf.silo_plate("row", len(y)):
+            a = numpyro.param("a", np.zeros(len(y)))
+            numpyro.sample("y", dist.Normal(a, s), obs=y)
+
+    run = nf.SFVI(free, start=None).run(KEY, 5, [dict(y=np.arange(4.0))] * 2, **QUIET)
+    fixed = nf.importance_correct(KEY, run, 200, 1)
+    with pytest.raises(ModelError, match="'a' is a parameter"):
+        fixed.loo()
+
+
+@pytest.mark.filterwarnings("ignore::numpyro_fed.ConvergenceWarning")
+def test_few_draws_are_counted_as_few(silos):
+    run = nf.SFVI(flat, start=None, optim=optax.sgd(1e-3)).run(KEY, 1, silos, **QUIET)
+    fixed = nf.importance_correct(KEY, run, 4_000, 1)
+    assert not fixed.trusted
+    with pytest.warns(nf.ConvergenceWarning, match="no better than the fit"):
+        table = fixed.loo()
+    assert table.num_draws <= 1.5 * fixed.ess + 1
+
+
+def test_fits_of_other_outcomes_are_not_compared(without_effects, silos):
+    shifted = nf.fit(KEY, flat, [dict(y=s["y"] + 1) for s in silos], **QUIET)
+    with pytest.raises(DataError, match="outcomes of 'b' are not those of 'a'"):
+        nf.compare_models({"a": without_effects, "b": shifted})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ from numpyro_fed.after.predict import (
     refuse_private_parameters,
 )
 from numpyro_fed.after.sensitivity import PriorSensitivity, elements
-from numpyro_fed.errors import ModelError, positive_int
+from numpyro_fed.errors import ConvergenceWarning, ModelError, positive_int
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.model.log_density import FederatedModel
@@ -46,6 +47,10 @@ class Run(Protocol):
 
     @property
     def shared(self) -> Any: ...
+
+    @property
+    def data_here(self) -> Sequence[SiloData]:
+        """Return the data of all silos; nothing if they are elsewhere."""
 
     def data_of(self, silo: int) -> SiloData:
         """Return a silo's data; raise an error if they are elsewhere."""
@@ -90,6 +95,17 @@ class AfterFit(ABC):
     @abstractmethod
     def silos(self) -> Any:
         """Return how far each silo moves the posterior."""
+
+    @property
+    def doubt_of_all(self) -> str:
+        """Return in words why no answer is to be trusted; empty if nothing is known against it."""
+        return ""
+
+    def _warn_of_doubt(self) -> None:
+        """Warn that an answer rests on a posterior that is not to be trusted."""
+        if self.doubt_of_all:
+            words = f"what follows is no better than the fit: {self.doubt_of_all}"
+            warnings.warn(words, category=ConvergenceWarning, stacklevel=4)
 
     @property
     def double(self) -> bool:
@@ -162,12 +178,13 @@ class AfterFit(ABC):
         ((1000, 2), [3.0, 6.0])
         """
         positive_int("n", n)
+        self._warn_of_doubt()
         if new is None:
             return self._predict_own_rows(key, silo, n)
         if silo == OWN_ROWS:
             raise ValueError('silo="own rows" predicts for the rows of the fit: pass no new data.')
         model = self.run_behind._fit.model
-        data = read_new(model, new, self.run_behind._fit.facts)
+        data = read_new(model, new, self.run_behind._fit.facts, self.run_behind.data_here)
         refuse_private_parameters(model)
         if isinstance(silo, str):
             check_name(silo)
@@ -210,7 +227,8 @@ class AfterFit(ABC):
         predict = run._fit.cached("predict", lambda: predictor(model))
         if new is not None:
             refuse_private_parameters(model)
-            data = read_new(model, new, run._fit.facts)
+            data = read_new(model, new, run._fit.facts, run.data_here)
+            new_data_check(model.text, None)(**new)
             return predict(jax.random.fold_in(key, 1), self._parameters(None), latents, data)
         parts = []
         for j in range(run.num_silos):
@@ -271,10 +289,11 @@ class AfterFit(ABC):
 
         .. math::
             p(y_i \mid y_{-i}) = \sum_s v_s\, p(y_i \mid z_G^s, u^s), \qquad
-            v_s \propto \frac{1}{p(y_i \mid z_G^s, u^s)},
+            v_s \propto \frac{w_s}{p(y_i \mid z_G^s, u^s)},
 
         where a row's own latents are integrated out and the tail of the ratios is smoothed. A row
-        is one of the silo plate that has outcomes: a patient with all visits, say.
+        is one of the silo plate that has outcomes: a patient with all visits, say. Outcomes of a
+        plate whose latents other rows share (of a hospital) are no rows, and are not left out.
 
         Returns
         -------
@@ -285,7 +304,8 @@ class AfterFit(ABC):
         Raises
         ------
         ModelError
-            If there is no correction of the fit, or rows read each other's latents.
+            If there is no correction of the fit, rows read each other's latents, or silos have
+            parameters of their own.
 
         Notes
         -----
@@ -382,6 +402,7 @@ class AfterFit(ABC):
         ----------
         Marshall and Spiegelhalter (2007).
         """
+        self._warn_of_doubt()
         return self.silos
 
     @in_precision_of_object
@@ -400,6 +421,7 @@ class AfterFit(ABC):
         -------
         matplotlib.figure.Figure
         """
+        self._warn_of_doubt()
         fm = self.run_behind._fit.model
         chosen = global_latents(fm) if sites is None else list(sites)
         draws = self.sample_posterior(jax.random.key(0), n)
@@ -438,6 +460,7 @@ class AfterFit(ABC):
         DataError
             For silos in other processes, whose latents are theirs.
         """
+        self._warn_of_doubt()
         run = self.run_behind
         fm = run._fit.model
         known = [s.name for s in fm.sites if s.kind == "latent" and s.plate is not None]
@@ -484,6 +507,7 @@ class AfterFit(ABC):
         DataError
             For silos in other processes, whose rows are theirs.
         """
+        self._warn_of_doubt()
         if isinstance(silo, str):
             check_name(silo, OWN_ROWS)
             silos = list(range(self.run_behind.num_silos))[: pictures.MOST_PANELS]
@@ -541,6 +565,7 @@ class AfterFit(ABC):
         correction = self.correction_behind
         if isinstance(correction, str):
             raise ModelError(f"{what}: {correction}.")
+        self._warn_of_doubt()
         return correction
 
     def _predict_own_rows(self, key: Array, silo: int | str, n: int) -> Any:
@@ -581,10 +606,17 @@ def chosen_silos(silo: WhichSilo, number: int) -> list[int]:
         if silo != ALL:
             raise ValueError(f"silo={silo!r}: expected a number, a list of numbers, or '{ALL}'.")
         return list(range(number))
-    silos = [int(silo)] if isinstance(silo, int | np.integer) else [int(j) for j in silo]
+    silos = [silo_number(j) for j in (silo if isinstance(silo, Sequence) else [silo])]
     if not silos:
         raise ValueError("silo=[]: expected at least one silo.")
     return silos
+
+
+def silo_number(silo: Any) -> int:
+    """Return the number of a silo; raise an error for what is no whole number."""
+    if isinstance(silo, bool | np.bool_) or not isinstance(silo, int | np.integer):
+        raise ValueError(f"silo={silo!r}: expected a whole number, from 0 on.")
+    return int(silo)
 
 
 def rows_of(run: Run, fm: FederatedModel, site: str, silo: int) -> int:

@@ -11,7 +11,7 @@ patient, are drawn from their prior given the globals.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -85,10 +85,12 @@ def observed(
     return outcomes
 
 
-def read_new(fm: FederatedModel, new: Mapping[str, Any], facts: Facts) -> SiloData:
+def read_new(
+    fm: FederatedModel, new: Mapping[str, Any], facts: Facts, silos: Sequence[SiloData] = ()
+) -> SiloData:
     """Return new data, whose outcomes may be missing, read and checked.
 
-    ``facts`` are those of the silos of the fit.
+    ``facts`` are those of the silos of the fit, and ``silos`` their data if they are here.
 
     Raises
     ------
@@ -112,6 +114,20 @@ def read_new(fm: FederatedModel, new: Mapping[str, Any], facts: Facts) -> SiloDa
         ) from error
     data = read_one("new data", new, may_miss=True)
     _refuse_missing(fm, data)
+    for name in silos[0].arrays if silos else ():
+        if name not in data.arrays and (readers := _readers(fm, silos[0], name)):
+            raise DataError(
+                f"new data lack '{name}', which all silos of the fit have, and '{readers[0]}' "
+                "cannot be predicted without it."
+            )
+        shapes = {silo.arrays[name].shape[1:] for silo in silos if np.ndim(silo.arrays[name])}
+        if len(shapes) == 1 and name in data.arrays and data.arrays[name].ndim:
+            (shape,) = shapes
+            if len(shape) == data.arrays[name].ndim - 1 and data.arrays[name].shape[1:] != shape:
+                raise DataError(
+                    f"new data, '{name}' has rows of the shape {data.arrays[name].shape[1:]}, "
+                    f"where the fit had {shape}: a column is missing, or one too many is there."
+                )
     kinds = {a.name: a for a in facts.arguments}
     arrays = {k: _like(k, a, kinds[k]) if k in kinds else a for k, a in data.arrays.items()}
     return replace(data, arrays=arrays, missing=())
@@ -142,6 +158,18 @@ def _like(name: str, array: np.ndarray, fitted: Argument) -> np.ndarray:
 
 def _refuse_missing(fm: FederatedModel, data: SiloData) -> None:
     """Raise an error if values are missing that a prediction reads."""
+    for name in data.missing:
+        own = data.arrays[name]
+        if readers := _readers(fm, data, name):
+            raise DataError(
+                f"new data, '{name}': {int(np.isnan(own).sum())} of {own.size} values are missing "
+                f"(NaN), and '{readers[0]}' cannot be predicted without them. Leave out these rows "
+                "or fill in a number that you can defend; only outcomes may be missing."
+            )
+
+
+def _readers(fm: FederatedModel, data: SiloData, name: str) -> list[str]:
+    """Return the sites whose predicted values depend on an argument."""
 
     def values(own: Array, rest: dict[str, Array], name: str) -> dict[str, Any]:
         kwargs = replace(data, arrays={**rest, name: own}).kwargs
@@ -150,17 +178,9 @@ def _refuse_missing(fm: FederatedModel, data: SiloData) -> None:
             trace = handlers.trace(text).get_trace(**kwargs)
         return {s.name: trace[s.name]["value"] for s in fm.sites if s.name in trace}
 
-    for name in data.missing:
-        own = data.arrays[name]
-        rest = {k: a for k, a in data.arrays.items() if k != name}
-        labels = provenance(partial(values, name=name), own=own, rest=rest)
-        readers = [s for s, ls in labels.items() if any("own" in x for x in jax.tree.leaves(ls))]
-        if readers:
-            raise DataError(
-                f"new data, '{name}': {int(np.isnan(own).sum())} of {own.size} values are missing "
-                f"(NaN), and '{readers[0]}' cannot be predicted without them. Leave out these rows "
-                "or fill in a number that you can defend; only outcomes may be missing."
-            )
+    rest = {k: a for k, a in data.arrays.items() if k != name}
+    labels = provenance(partial(values, name=name), own=data.arrays[name], rest=rest)
+    return [s for s, ls in labels.items() if any("own" in x for x in jax.tree.leaves(ls))]
 
 
 def refuse_private_parameters(fm: FederatedModel) -> None:

@@ -157,15 +157,20 @@ class Search(NamedTuple):
     min_gain: Array
 
     def beginning_at(self, places: np.ndarray) -> Search:
-        """Return the state of several searches that try some places (k, n) first.
+        """Return the state of several searches, half of which try some places (k, n) first.
 
-        Searches beyond ``k`` try the first of them, too, and end together with its search.
+        The others begin where they did: other data may have modes where there were none before.
         """
-        starts = len(self.trial)
-        taken = np.arange(starts)
-        chosen = places[np.where(taken < len(places), taken, 0)]
-        trial = jnp.asarray(chosen, self.trial.dtype)
-        return self._replace(trial=trial, min_gain=jnp.full_like(self.min_gain, MIN_GAIN_NEAR))
+        k = min(len(places), -(-len(self.trial) // 2))
+        first = jnp.asarray(places[:k], self.trial.dtype)
+        no = jnp.zeros(k, bool)
+        return self._replace(
+            trial=self.trial.at[:k].set(first),
+            metric=self.metric.at[:k].set(0.0),
+            min_gain=self.min_gain.at[:k].set(MIN_GAIN_NEAR),
+            done=self.done.at[:k].set(no),
+            left=self.left.at[:k].set(no),
+        )
 
 
 class Up(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed import html
-from numpyro_fed.after.base import AfterFit, WhichSilo
+from numpyro_fed.after.base import AfterFit, WhichSilo, silo_number
 from numpyro_fed.errors import DataError
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.corrected import Corrected
@@ -90,6 +90,11 @@ class Fitted(AfterFit):
     def run_behind(self) -> Result:
         """Return the run that the best posterior rests on."""
         return self.best.run_behind
+
+    @property
+    def doubt_of_all(self) -> str:
+        """Return the verdict's judgement if it is not to trust the posterior."""
+        return "" if self.trusted else self._judgement()
 
     @property
     def correction_behind(self) -> Corrected | str:
@@ -191,8 +196,8 @@ class Fitted(AfterFit):
     def add(self, key: Array, silo: Mapping[str, Any] | Federation) -> Fitted:
         """Return a fit of these silos and one more, with a verdict of its own.
 
-        The search for the mode begins at the modes of this fit; everything else is done anew, so
-        that it is the posterior of all rows and not an approximate update of this one.
+        Half of the searches for the mode begin at the modes of this fit, and everything else is
+        done anew: it is the posterior of all rows, and no approximate update of this one.
 
         Parameters
         ----------
@@ -233,8 +238,9 @@ class Fitted(AfterFit):
         """Return a fit without a silo, as if it had never taken part.
 
         Nothing of the silo is in the new fit: neither its factor nor its likelihood in weights and
-        evidence, and the draws are new ones, weighed by the joint density of the others. Only the
-        search for the mode begins at the modes of this fit. The silo itself is not asked.
+        evidence, and the draws are new ones, weighed by the joint density of the others. Only
+        half of the searches for the mode begin at the modes of this fit. The silo itself is not
+        asked.
 
         Parameters
         ----------
@@ -247,7 +253,7 @@ class Fitted(AfterFit):
         DataError
             If there is no such silo, or no other one; or if the fit was loaded without data.
         """
-        number = self.run_behind.num_silos
+        silo, number = silo_number(silo), self.run_behind.num_silos
         if not 0 <= silo < number:
             raise DataError(f"there is no silo {silo}: the fit has {number}, from 0 on.")
         if number == 1:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -140,8 +139,8 @@ def begin(
     """Return the first state of a run that starts at the mode, and the mode.
 
     ``runtime_of`` makes the runtime of the search. Without a start both are those of the
-    algorithm's own first state: no mode is searched for. All searches begin
-    ``near`` some places, if they are given, and silos make no start of their own then.
+    algorithm's own first state: no mode is searched for. Half of the
+    searches begin ``near`` some places, if they are given.
 
     Raises
     ------
@@ -162,12 +161,11 @@ def begin(
     search = start.search
     runtime = fit.cached(SEARCH, lambda: runtime_of(search))
     key_search, key_begin = jax.random.split(jax.random.fold_in(key, SEARCHING))
-    state, opening = runtime.init(key_search, batches), len(search.opening)
+    compiled = partial(fit.quick_round, runtime=runtime)
+    state = runtime.init(key_search, batches)
+    state = after_opening(search, compiled, key_search, state, batches)
     if near is not None and isinstance(state.server, Search):
-        state, opening = state._replace(server=state.server.beginning_at(near.places)), 0
-    else:
-        compiled = partial(fit.quick_round, runtime=runtime)
-        state = after_opening(search, compiled, key_search, state, batches)
+        state = state._replace(server=state.server.beginning_at(near.places))
     # Above the places that a search tries, so that it ends by itself.
     most = max(MAX_PLACES.values()) + 2
     run = drive(runtime, key_search, state, batches, most, progress_bar, stop=True, search=True)
@@ -175,7 +173,7 @@ def begin(
     if run.refused is not None:
         raise run.refused
     search_end = jax.tree.map(np.asarray, run.state.server)
-    exchanges = opening + int(run.state.round) + 1  # the last one begins the run
+    exchanges = len(search.opening) + int(run.state.round) + 1  # the last one begins the run
     if search_end.known.any() and not _curvature_usable(fm, search_end):
         raise NoStartError(
             "no mode to start from was found at which curvature tells how far the posterior "
@@ -194,7 +192,6 @@ def begin(
         server, silos, info, good = begin_run(key_begin, run.state.server, run.state.silos, batches)
         unusable = failed_silos(good, (), ())
         if info.ok:
-            found = replace(found, own_starts=near is None)
             carry = init_schedule(fit.built.schedule, key, fit.plan.num_silos)
             zero = jnp.zeros((), jnp.int32)
             state = drop_weak_types(State(zero, server, silos, carry))

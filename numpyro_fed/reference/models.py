@@ -14,6 +14,7 @@ from numpyro_fed.errors import DataError, MissingExtraError
 from numpyro_fed.results.arviz import elpd_data
 
 ROWS, SILOS = "rows", "silos"
+MOST_COMPARED = 10  # silos whose outcomes are compared, which takes a run of the text for each
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,8 +119,8 @@ def compare_models(fits: Mapping[str, AfterFit], by: str = ROWS) -> ModelCompari
     Raises
     ------
     DataError
-        If the fits have other numbers of silos or rows; or for ``by="rows"`` if silos are in other
-        processes, where rows' numbers stay: then ``by="silos"``.
+        If the fits have other numbers of silos or rows, or other outcomes; or for ``by="rows"`` if
+        silos are in other processes, where rows' numbers stay: then ``by="silos"``.
     MissingExtraError
         If ArviZ is not installed.
 
@@ -164,6 +165,7 @@ def compare_models(fits: Mapping[str, AfterFit], by: str = ROWS) -> ModelCompari
     if len(set(sizes.values())) > 1:
         counted = ", ".join(f"'{name}' has {size}" for name, size in sizes.items())
         raise DataError(f"the fits are of other data: {counted} {by}. Fit them to the same silos.")
+    _check_outcomes(fits)
     elpds = {
         name: elpd_data(part["elpd_i"], part["k"], p=part["p"], num_draws=part["num_draws"])
         for name, part in parts.items()
@@ -189,6 +191,29 @@ def compare_models(fits: Mapping[str, AfterFit], by: str = ROWS) -> ModelCompari
         num_unknown=np.array([(~(parts[name]["k"] <= 0.7)).sum() for name in order]),
         trusted=tuple(bool(getattr(fits[name], "trusted", False)) for name in order),
     )
+
+
+def _check_outcomes(fits: Mapping[str, AfterFit]) -> None:
+    """Raise an error if fits whose data are here have other outcomes than the first one."""
+    here = {name: fit for name, fit in fits.items() if fit.run_behind.data_here}
+    seen = {
+        name: [
+            np.concatenate([np.ravel(v) for v in fit.outcomes_of(j).values()])
+            for j in range(min(fit.run_behind.num_silos, MOST_COMPARED))
+        ]
+        for name, fit in here.items()
+    }
+    first = next(iter(seen), "")
+    for name, values in seen.items():
+        same = len(values) == len(seen[first]) and all(
+            a.shape == b.shape and np.allclose(a, b, equal_nan=True)
+            for a, b in zip(values, seen[first], strict=True)
+        )
+        if not same:
+            raise DataError(
+                f"the fits are of other data: the outcomes of '{name}' are not those of '{first}'. "
+                "Fit both to the same silos, with outcomes on the same scale."
+            )
 
 
 def _left_out(name: str, fit: AfterFit, by: str) -> dict[str, Any]:

@@ -101,6 +101,11 @@ class PooledRun:
             )
         return silo
 
+    @property
+    def data_here(self) -> Sequence[SiloData]:
+        """Return the data of all silos."""
+        return self.silos
+
     def data_of(self, silo: int) -> SiloData:
         """Return a silo's data."""
         return self.silos[self.place(silo)]
@@ -142,7 +147,7 @@ class NutsResult(AfterFit):
     @property
     def correction_behind(self) -> str:
         """Return why there are no weighted draws."""
-        return "draws of NUTS have no densities of silos with them; those of a fit have"
+        return "NUTS keeps no log likelihoods of silos: ask a fit of nf.fit for it"
 
     @property
     def silos(self) -> Any:
@@ -160,12 +165,12 @@ class NutsResult(AfterFit):
         positive_int("n", n)
         joined = {k: _join_chains(v) for k, v in self.globals.items()}
         run = self.run_behind
+        silos = [] if silo is None else [run.place(j) for j in chosen_silos(silo, run.num_silos)]
         local = [s for s in run._fit.model.sites if s.kind == "latent" and s.plate is not None]
         if silo is not None:
             samples = self.samples
-            silos = chosen_silos(silo, run.num_silos)
             for s in local:
-                parts = [samples[local_name(run.place(j), s.name)] for j in silos]
+                parts = [samples[local_name(j, s.name)] for j in silos]
                 joined[s.name] = np.concatenate(parts, 1 + (s.axis or 0))
         total = self.num_chains * max(len(v[0]) for v in self.globals.values())
         index = jax.random.choice(key, total, (n,), replace=n > total)

@@ -47,7 +47,7 @@ def to_arviz(
         Attributes of the group ``posterior``.
     more : callable, optional
         ``(key, n) -> {group: {name: values}}``: further groups, whose values with rows have these
-        along the last axis that draws do not run over.
+        along the first axis after that of draws.
 
     Raises
     ------

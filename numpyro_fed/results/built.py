@@ -73,7 +73,6 @@ class Searched(Protocol):
 
     num_exchanges: int
     converged: bool
-    own_starts: bool
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -154,10 +153,10 @@ class Built(BuiltRun):
             return {x.name: 0 for x in self.search_rounds} | times
         checked = self.curvature_round is not None and start.converged
         opening = self.start.search.opening
-        times |= {r.name: int(start.own_starts) for r in opening} | {self.start.begin.name: 1}
+        times |= {r.name: 1 for r in (*opening, self.start.begin)}
         if self.start.curvature_round is not None:
             times |= {self.start.curvature_round.name: int(checked)}
         # A mode counts all exchanges: the opening of its search, the search, the check, and the one
         # that begins the run.
-        num_search = start.num_exchanges - len(opening) * start.own_starts - 1 - int(checked)
+        num_search = start.num_exchanges - len(opening) - 1 - int(checked)
         return times | {x.name: num_search for x in self.start.search.round.exchanges}

@@ -123,6 +123,11 @@ class Corrected(Weighted[Result], AfterFit):
         return self.result
 
     @property
+    def doubt_of_all(self) -> str:
+        """Return why the correction is not to be trusted."""
+        return "" if self.trusted else str(self.doubt)
+
+    @property
     def correction_behind(self) -> Corrected:
         """Return the correction itself."""
         return self
@@ -144,8 +149,14 @@ class Corrected(Weighted[Result], AfterFit):
         """Return the table of :meth:`loo`, computed once."""
         key = random.fold_in(self._key, 4)
         n = number_of_draws(self.result)
-        chosen = self.z_G[systematic(key, jnp.asarray(self.weights), n)]
-        return rows_left_out(key, self.result, self.integration, chosen)
+        # Each draw once, by how often it was chosen: repeated ones would hide a heavy tail.
+        drawn = np.asarray(systematic(key, jnp.asarray(self.weights), n))
+        chosen, times = np.unique(drawn, return_counts=True)
+        spare = n - len(chosen)  # the program is compiled for a fixed number
+        index = np.concatenate([chosen, np.zeros(spare, int)])
+        log_weights = np.concatenate([np.log(times), np.full(spare, -np.inf)])
+        z_G = self.z_G[jnp.asarray(index)]
+        return rows_left_out(key, self.result, self.integration, z_G, log_weights)
 
     @cached_property
     @in_precision_of_object

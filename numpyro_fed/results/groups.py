@@ -15,6 +15,8 @@ from numpyro_fed.after.sensitivity import log_prior_on_supports
 from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.algorithms.importance.loo import log_likelihoods_of_rows
 from numpyro_fed.algorithms.sfvi import down_of
+from numpyro_fed.errors import ModelError
+from numpyro_fed.model.outcomes import Outcome, outcomes_at
 from numpyro_fed.model.row_checks import refuse_coupled_rows
 from numpyro_fed.precision import precision
 from numpyro_fed.programs import jit_once
@@ -67,12 +69,12 @@ def more_groups(
 def _values(fit: AfterFit, drawn: Drawn, key: Array, n: int, group: str) -> dict[str, np.ndarray]:
     """Return the values of one group."""
     if group == "prior":
-        prior = fit._drawn_from_prior(jax.random.fold_in(key, 1), n)
+        prior = fit._drawn_from_prior(jax.random.fold_in(key, 0), n)
         return {} if prior is None else {k: np.asarray(v) for k, v in prior.items()}
     if group == "posterior_predictive":
-        return side_by_side(fit.predict(key, silo=OWN_ROWS, n=n), outcomes_of(fit))
+        return side_by_side(fit, fit.predict(key, silo=OWN_ROWS, n=n))
     if group == "prior_predictive":
-        return side_by_side(fit.prior_predict(key, n=n), outcomes_of(fit))
+        return side_by_side(fit, fit.prior_predict(key, n=n))
     if group == "log_likelihood":
         # ArviZ takes no variable of an axis's name, which "row" is.
         names = outcomes_of(fit)
@@ -86,20 +88,55 @@ def _values(fit: AfterFit, drawn: Drawn, key: Array, n: int, group: str) -> dict
 
 
 def outcomes_of(fit: AfterFit) -> list[str]:
-    """Return the names of the outcomes of rows."""
+    """Return the names of the outcomes of rows, all of one plate.
+
+    Raises
+    ------
+    ModelError
+        If outcomes are of several plates, whose rows have no axis in common.
+    """
     sites = fit.run_behind._fit.model.sites
-    return [s.name for s in sites if s.kind == "observed" and s.plate is not None]
+    found = [s for s in sites if s.kind == "observed" and s.plate is not None]
+    plates = sorted({str(s.plate) for s in found})
+    if len(plates) > 1:
+        raise ModelError(
+            f"outcomes are of the rows of {plates}, and ArviZ's groups have one axis of rows: take "
+            "predict(), loo() and sample_posterior() for each."
+        )
+    return [s.name for s in found]
 
 
-def side_by_side(parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the draws (n, rows, ...) of all silos, joined along their rows."""
-    return {name: np.concatenate([np.asarray(p[name]) for p in parts], 1) for name in names}
+def outcomes_by_silo(fit: AfterFit) -> list[dict[str, Outcome]]:
+    """Return the outcomes of each silo in this process."""
+    run = fit.run_behind
+    return [outcomes_at(run._fit.model, run.data_of(j)) for j in range(run.num_silos)]
+
+
+def side_by_side(fit: AfterFit, parts: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+    """Return the predictions of all silos (n, rows, ...), of rows that have an outcome."""
+    joined: dict[str, np.ndarray] = {}
+    silos = outcomes_by_silo(fit)
+    for name in outcomes_of(fit):
+        kept = [
+            np.moveaxis(np.asarray(p[name]), 1 + o[name].axis, 1)[:, np.asarray(o[name].seen)]
+            for p, o in zip(parts, silos, strict=True)
+        ]
+        joined[name] = np.concatenate(kept, 1)
+    return joined
 
 
 def outcomes(fit: AfterFit) -> dict[str, np.ndarray]:
-    """Return the outcomes of all silos, joined along their rows."""
-    parts = [fit.outcomes_of(j) for j in range(fit.run_behind.num_silos)]
-    return {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
+    """Return the outcomes (rows, ...) of rows that have one; NaN for parts that are missing."""
+    joined: dict[str, np.ndarray] = {}
+    silos = outcomes_by_silo(fit)
+    for name in outcomes_of(fit):
+        found = [fit.outcomes_of(j)[name] for j in range(len(silos))]
+        kept = [
+            np.moveaxis(value, o[name].axis, 0)[np.asarray(o[name].seen)]
+            for value, o in zip(found, silos, strict=True)
+        ]
+        joined[name] = np.concatenate(kept)
+    return joined
 
 
 def constants(fit: AfterFit) -> dict[str, np.ndarray]:
@@ -107,15 +144,16 @@ def constants(fit: AfterFit) -> dict[str, np.ndarray]:
 
     Arguments that hold outcomes are among them.
     """
-    run = fit.run_behind
-    plates = [s.plate for s in run._fit.model.sites if s.kind == "observed" and s.plate is not None]
-    rows = [run.sizes_of(j)[plates[0]] if plates else 0 for j in range(run.num_silos)]
-    found = {SILO: np.repeat(np.arange(run.num_silos), rows)}
+    run, names = fit.run_behind, outcomes_of(fit)
+    seen = [np.asarray(o[names[0]].seen) for o in outcomes_by_silo(fit)]
+    found = {SILO: np.repeat(np.arange(run.num_silos), [int(s.sum()) for s in seen])}
     data = [run.data_of(j).arrays for j in range(run.num_silos)]
     for name in data[0]:
         values = [np.asarray(d[name]) for d in data]
-        if all(v.ndim and len(v) == n for v, n in zip(values, rows, strict=True)):
-            found[name] = np.concatenate(values)
+        if all(v.ndim and len(v) == len(s) for v, s in zip(values, seen, strict=True)):
+            kept = [v[s] for v, s in zip(values, seen, strict=True)]
+            if len({v.shape[1:] for v in kept}) == 1:
+                found[name] = np.concatenate(kept)
     return found
 
 

@@ -15,9 +15,10 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import Round
 from numpyro_fed.algorithms.importance.integration import Integration
+from numpyro_fed.algorithms.importance.leave_out import LeaveOutDown
 from numpyro_fed.algorithms.importance.loo import MAX_K, RowScores, RowSums, Scores, loo, row_scores
 from numpyro_fed.algorithms.sfvi import down_of
-from numpyro_fed.errors import DataError
+from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.row_checks import refuse_coupled_rows
 from numpyro_fed.programs import jit_once
 from numpyro_fed.results.arviz import elpd_data
@@ -56,6 +57,7 @@ class Loo:
     num_rows, num_bad : int
         All rows, and those with a Pareto k-hat above 0.7, whose density is not known.
     num_draws : int
+        The effective number of the draws behind it.
     num_exchanges : int
     silos : tuple of RowsOfSilo or None
         The same row by row, for each silo; None for silos in other processes, where they stay.
@@ -136,17 +138,25 @@ def number_of_draws(result: Result) -> int:
     return int(np.clip(MOST_NUMBERS / max(rows, 1), LEAST_DRAWS, MOST_DRAWS))
 
 
-def rows_left_out(key: Array, result: Result, integration: Integration, z_G: Array) -> Loo:
-    """Return the table by draws (n, dim) of the posterior, which weigh the same.
+def rows_left_out(
+    key: Array, result: Result, integration: Integration, z_G: Array, log_weights: np.ndarray
+) -> Loo:
+    """Return the table by draws (n, dim) of the posterior with log weights (n,).
 
     In one process nothing crosses; with silos in others it takes one exchange.
 
     Raises
     ------
     ModelError
-        If rows read each other's latents.
+        If rows read each other's latents, or have parameters of their own.
     """
     fit, n = result._fit, len(z_G)
+    own = [s.name for s in fit.model.sites if s.kind == "param" and s.plate is not None]
+    if own:
+        raise ModelError(
+            f"rows cannot be left out: '{own[0]}' is a parameter of silos or rows, which was "
+            "fitted to the very rows. Make it a latent."
+        )
     if fit.checks is not None:
         refuse_coupled_rows(fit.checks, result._silos.buckets, "leaving rows out needs")
     settings = dict(
@@ -156,15 +166,18 @@ def rows_left_out(key: Array, result: Result, integration: Integration, z_G: Arr
         batch_size=batch_size(fit, integration, n),
     )
     name = "loo", json.dumps(settings)
+    w = np.exp(log_weights - log_weights.max())
+    worth = int(w.sum() ** 2 / (w**2).sum())
     if result._silos.elsewhere:
         exchange = fit.cached(name, lambda: fit.runtime.quick(loo_round(fit.built, settings)))
-        sums: RowSums = result._run_round_once(exchange, key, MESSAGE, jnp.asarray(z_G))[0]
-        return Loo.of(sums, n, 1)
+        given = jnp.asarray(np.concatenate([np.asarray(z_G), log_weights[:, None]], 1))
+        sums: RowSums = result._run_round_once(exchange, key, MESSAGE, given)[0]
+        return Loo.of(sums, worth, 1)
     rows = sum(n for _, n in fit.plan.total)
     few = n * rows * integration.work_of_row(fit.model) <= FEW_TERMS
     compiled = jit_once if few else jax.jit
     scores = fit.cached(name, lambda: compiled(_scores(fit.built, settings)))
-    down = down_of(fit.guide, result.shared, z_G)
+    down = LeaveOutDown(down_of(fit.guide, result.shared, z_G), jnp.asarray(log_weights))
     silos, total = [], RowSums(*np.zeros(len(RowSums._fields)))
     for j in range(result.num_silos):
         data = result._silos.at(j, [batch.data for batch in result._silos.batches])
@@ -173,4 +186,4 @@ def rows_left_out(key: Array, result: Result, integration: Integration, z_G: Arr
         counts = np.asarray(found.counts)
         silos.append(RowsOfSilo(*(np.asarray(a, float)[counts] for a in found[:2])))
         total = jax.tree.map(np.add, total, RowSums.of(found))
-    return Loo.of(total, n, 0, tuple(silos))
+    return Loo.of(total, worth, 0, tuple(silos))

@@ -62,8 +62,6 @@ class Mode:
     others : tuple of LocalMode
         Other modes at which some of the starts came to rest, three standard deviations and more
         from here, by Laplace's evidence.
-    own_starts : bool
-        Whether the search began where silos found modes of their own, if the model allows that.
     """
 
     sites: dict[str, np.ndarray]
@@ -77,7 +75,6 @@ class Mode:
     names: tuple[str, ...] = field(repr=False)
     flat: tuple[str, ...] = field(repr=False)
     others: tuple[LocalMode, ...] = field(default=(), repr=False)
-    own_starts: bool = field(default=True, repr=False)
 
     @property
     def places(self) -> Near:

@@ -230,6 +230,11 @@ class Result(FederatedRun[Fit], AfterFit):
         """Return the fit's correction, or the reason, in words, why there is none."""
         return self.certificate
 
+    @property
+    def data_here(self) -> Sequence[SiloData]:
+        """Return the data of all silos; nothing if they are in other processes."""
+        return () if self._silos.elsewhere else self._silos.data
+
     def data_of(self, silo: int) -> SiloData:
         """Return a silo's data, as they were read."""
         hosted = self._hosted(silo)
@@ -412,7 +417,7 @@ class Result(FederatedRun[Fit], AfterFit):
         sites = posterior.constrain_globals(self.shared.theta, z_G)
         if silo is None:
             return sites
-        if isinstance(silo, int | np.integer):
+        if isinstance(silo, int | np.integer) and not isinstance(silo, bool):
             return sites | self._sample_locals(key, z_G, int(silo), posterior)
         silos = chosen_silos(silo, self.num_silos)
         return sites | self._sample_side_by_side(key, z_G, silos, posterior)

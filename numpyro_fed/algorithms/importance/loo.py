@@ -1,11 +1,12 @@
 r"""The exchange in which silos leave out each of their rows in turn.
 
-The server sends draws :math:`z_G^s` of the posterior. A silo draws the latents :math:`u^s` of its
+The server sends draws :math:`z_G^s` with the weights :math:`w_s` that make them draws of the
+posterior. A silo draws the latents :math:`u^s` of its
 outer plates (a hospital's effect) given each, and integrates out those of the rows themselves. Row
 ``i`` takes its own likelihood out of the draws (Vehtari, Gelman and Gabry 2017),
 
 .. math::
-    v_s \propto 1 \,/\, p(y_i \mid z_G^s, u^s), \qquad
+    v_s \propto w_s \,/\, p(y_i \mid z_G^s, u^s), \qquad
     p(y_i \mid y_{-i}) = \sum_s v_s \, p(y_i \mid z_G^s, u^s),
 
 and smooths the tail of the ratios. What a silo sends are sums over its rows.
@@ -29,16 +30,16 @@ from numpyro_fed.algorithms.base import (
     Round,
     key_as_noise,
 )
-from numpyro_fed.algorithms.importance.leave_out import without
+from numpyro_fed.algorithms.importance.leave_out import LeaveOutDown, without
 from numpyro_fed.algorithms.importance.likelihood import LikelihoodEstimate
 from numpyro_fed.algorithms.sfvi import Down, coordinates_of, down_of
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.model.outcomes import outcomes_at
 
 LOO = "loo"  # the name of the exchange
-NOTHING = 1e-6  # nats: rounding of an integral over a row's latents, of which it is one
 MAX_K = 0.7  # shape of a tail above which ratios are not known (Vehtari et al. 2024)
 
 
@@ -100,7 +101,7 @@ class RowSums(NamedTuple):
         )
 
 
-Scores = Callable[[Array, Down, Any, SiloData], RowScores]
+Scores = Callable[[Array, LeaveOutDown, Any, SiloData], RowScores]
 Values = Callable[[Array, Down, Any, SiloData], tuple[Array, Array]]
 
 
@@ -116,11 +117,11 @@ def row_scores(
     """
     row_values = log_likelihoods_of_rows(fm, likelihood, fitted, batch_size)
 
-    def scores(key: Array, down: Down, state: Any, data: SiloData) -> RowScores:
-        values, counts = row_values(key, down, state, data)
-        equal = jnp.zeros(len(values), values.dtype)
-        _, density, k = jax.vmap(without, (None, 1))(equal, values)
-        of_fit = jax.nn.logsumexp(values, 0) - jnp.log(len(values))
+    def scores(key: Array, down: LeaveOutDown, state: Any, data: SiloData) -> RowScores:
+        values, counts = row_values(key, down.draws, state, data)
+        _, density, k = jax.vmap(without, (None, 1))(down.log_weights, values)
+        log_w = jax.nn.log_softmax(down.log_weights)
+        of_fit = jax.nn.logsumexp(values + log_w[:, None], 0)
         return RowScores(density, k, of_fit, counts)
 
     return scores
@@ -136,15 +137,20 @@ def log_likelihoods_of_rows(
 
     It takes ``(key, down, silo_state, data)``, and computes ``batch_size`` draws at a time.
     """
-    seen = {s.plate for s in fm.sites if s.kind in ("observed", "factor")}
-    plates = [p.name for p in fm.plates if p.name in seen and not (p.outer and p.dim)]
+    with_terms = {s.plate for s in fm.sites if s.kind in ("observed", "factor")}
+    plates = [p.name for p in fm.plates if p.name in with_terms and not (p.outer and p.dim)]
 
     def values_of(key: Array, down: Down, state: Any, data: SiloData) -> tuple[Array, Array]:
         private = fitted.private(state)
         theta = {**down.theta, **private.theta}
         u, centre = coordinates_of(down)
-        sizes = fm.sizes(data)
-        counts = [data.masked(p, jnp.ones(sizes[p])) for p in plates]
+        sizes, found = fm.sizes(data), outcomes_at(fm, data).values()
+        # Rows whose outcomes are all missing are no rows to predict.
+        seen = {p: [o.seen for o in found if o.plate == p] for p in plates}
+        counts = [
+            data.masked(p, jnp.ones(sizes[p]) * (sum(seen[p]) > 0 if seen[p] else 1.0))
+            for p in plates
+        ]
 
         def rows_at(draw: tuple[Array, Array, Array]) -> Array:
             s, z_G, u = draw
@@ -155,9 +161,7 @@ def log_likelihoods_of_rows(
 
         index = jnp.arange(len(down.z_G))
         values = jax.lax.map(rows_at, (index, down.z_G, u), batch_size=batch_size)
-        real = jnp.concatenate([jnp.zeros(0), *counts]) > 0
-        # A row whose outcome is missing adds nothing at any draw, and is no row to predict.
-        return values, real & (jnp.abs(values) > NOTHING).any(0)
+        return values, jnp.concatenate([jnp.zeros(0), *counts]) > 0
 
     return values_of
 
@@ -172,15 +176,19 @@ def loo(
 ) -> Round:
     """Return the round that leads from a run's state to the :class:`RowSums` of all silos.
 
-    The server's data are draws (n, dim) of the posterior.
+    The server's data are draws of the posterior, with their log weights in a last column
+    (n, dim + 1).
     """
 
-    def silo(noise: Array, down: Down, state: Any, data: SiloData) -> tuple[Reply[RowSums], Any]:
+    def silo(
+        noise: Array, down: LeaveOutDown, state: Any, data: SiloData
+    ) -> tuple[Reply[RowSums], Any]:
         return Reply(RowSums.of(scores(noise, down, state, data)), jnp.array(True)), state
 
     def run(state: Any, noise: object, ask: Ask) -> tuple[RowSums, Info]:
-        z_G = jnp.zeros((num_draws, fm.dim)) if ask.server_data is None else ask.server_data
-        found = ask(LOO, down_of(guide, fitted.shared(state), z_G)).up
+        given = jnp.zeros((num_draws, fm.dim + 1)) if ask.server_data is None else ask.server_data
+        draws = down_of(guide, fitted.shared(state), given[:, :-1])
+        found = ask(LOO, LeaveOutDown(draws, given[:, -1])).up
         return found, Info(jnp.zeros(()), jnp.array(True))
 
     exchange = Exchange(LOO, silo, silo_noise=key_as_noise, settings=settings)
