@@ -167,7 +167,7 @@ class Search(NamedTuple):
         return self._replace(
             trial=self.trial.at[:k].set(first),
             metric=self.metric.at[:k].set(0.0),
-            min_gain=self.min_gain.at[:k].set(MIN_GAIN_NEAR),
+            min_gain=jnp.full_like(self.min_gain, MIN_GAIN_NEAR),
             done=self.done.at[:k].set(no),
             left=self.left.at[:k].set(no),
         )
