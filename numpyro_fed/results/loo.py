@@ -36,7 +36,7 @@ MESSAGE = "the log likelihoods of the rows are not finite at {}."
 
 
 class RowsOfSilo(NamedTuple):
-    """What all other rows say of each row of a silo: log densities and tails (rows,)."""
+    """The log predictive densities of a silo's rows, and the shapes of their tails (rows,)."""
 
     log_density: np.ndarray
     pareto_k: np.ndarray
