@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -84,7 +85,45 @@ def posterior(fm: FederatedModel, guide: Guide, bound: Bound) -> Posterior:
     def constrain_locals(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> dict[str, Array]:
         return jax.vmap(fm.constrain_local, (None, 0, 0, None))(theta, z_G, z_L, data)
 
-    def draw_silos(
+    draw_silos = SilosSampler(fm, draw_locals, constrain_locals)
+    return Posterior(
+        draw_globals, coordinates, constrain_globals, draw_locals, constrain_locals, draw_silos
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class SilosSampler:
+    """The sampler of several silos' own latents, one silo after the other in one program."""
+
+    model: FederatedModel
+    draw_locals: Callable[..., Rows]
+    constrain_locals: Callable[..., dict[str, Array]]
+
+    def __call__(
+        self,
+        keys: Array,
+        theta: Theta,
+        privates: Private,
+        z_G: Array,
+        coords: Coordinates,
+        data: SiloData,
+    ) -> dict[str, Array]:
+        """Return local sites (silos, n, ...); keys, private parts and data are stacked."""
+        rows = sum(self.model.sizes(jax.tree.map(lambda a: a[0], data)).values())
+        few = len(keys) * len(z_G) * rows <= FEW_DRAWN
+        program = self._quick if few else self._optimised
+        return program(keys, theta, privates, z_G, coords, data)
+
+    @cached_property
+    def _quick(self) -> Callable[..., dict[str, Array]]:
+        return jit_once(self._draw)
+
+    @cached_property
+    def _optimised(self) -> Callable[..., dict[str, Array]]:
+        return jax.jit(self._draw)
+
+    def _draw(
+        self,
         keys: Array,
         theta: Theta,
         privates: Private,
@@ -96,24 +135,11 @@ def posterior(fm: FederatedModel, guide: Guide, bound: Bound) -> Posterior:
             key, private, silo = one
             own = {**theta, **private.theta}
             here = private.recentred(coords)
-            z_L = draw_locals(key, own, private.guide, z_G, here, silo)
-            z_L = real_rows(z_L, fm.sizes(silo), len(z_G))
-            return constrain_locals(own, z_G, z_L, silo)
+            z_L = self.draw_locals(key, own, private.guide, z_G, here, silo)
+            z_L = real_rows(z_L, self.model.sizes(silo), len(z_G))
+            return self.constrain_locals(own, z_G, z_L, silo)
 
         return jax.lax.map(draw_one, (keys, privates, data))
-
-    quick, optimised = jit_once(draw_silos), jax.jit(draw_silos)
-
-    def draw_many(
-        keys: Array, theta: Theta, privates: Private, z_G: Array, *others: Any
-    ) -> dict[str, Array]:
-        rows = sum(fm.sizes(jax.tree.map(lambda a: a[0], others[-1])).values())
-        few = len(keys) * len(z_G) * rows <= FEW_DRAWN
-        return (quick if few else optimised)(keys, theta, privates, z_G, *others)
-
-    return Posterior(
-        draw_globals, coordinates, constrain_globals, draw_locals, constrain_locals, draw_many
-    )
 
 
 def real_rows(z_L: Rows, size: Sizes, n: int) -> Rows:
