@@ -392,7 +392,8 @@ class FitSteps:
         if best.pool is None and not best.reliable and best.many_count and self.budget_left > 0:
             new = self.correct(best.result, "more draws", TAIL_FACTOR * AT_ONCE)
             best = self.better(best, new) or best
-        if best.many_count and not best.trusted and math.isfinite(best.monte_carlo_error):
+        converges = best.many_count or best.reliable
+        if converges and not best.trusted and math.isfinite(best.monte_carlo_error):
             # Errors fall as the root of the number of draws. The 1.3 allows for the error of the
             # estimated error, so that one more correction is enough as a rule.
             factor = 1.3 * (best.monte_carlo_error / MAX_ERROR) ** 2
@@ -466,8 +467,8 @@ class FitSteps:
         # The best of several k-hats is too good by selection: on one model it was 0.43, and 0.72 on
         # new draws (docs/results/raw_data.md).
         tried = sum(isinstance(stage.result, Corrected) for stage in self.stages)
-        # Draws that were added to all before them choose nothing.
-        few = MAX_MATCHES + 1 if best is not None and best.pool is not None else 2
+        # Draws that were added to all before them choose nothing: the first, each match, more draws.
+        few = MAX_MATCHES + 2 if best is not None and best.pool is not None else 2
         if best is None or not best.trusted or tried <= few or self.budget_left <= 0:
             return best
         new = self.correct(best.result, "judged by new draws", len(best.weights), _latest(best))
