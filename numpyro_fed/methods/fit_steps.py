@@ -467,7 +467,7 @@ class FitSteps:
         # The best of several k-hats is too good by selection: on one model it was 0.43, and 0.72 on
         # new draws (docs/results/raw_data.md).
         tried = sum(isinstance(stage.result, Corrected) for stage in self.stages)
-        # Draws that were added to all before them choose nothing: the first, each match, more draws.
+        # Draws that were added to all before them choose nothing: the first, matches, more draws.
         few = MAX_MATCHES + 2 if best is not None and best.pool is not None else 2
         if best is None or not best.trusted or tried <= few or self.budget_left <= 0:
             return best
