@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import optax
 import pytest
 
 import numpyro_fed as nf
@@ -174,9 +175,9 @@ def test_silos_left_out_have_their_predictive_density(fitted, silos):
 def test_a_silo_with_most_of_the_rows_is_left_out_by_draws_without_it(silos):
     """Draws of the posterior say nothing of the posterior without it; others are weighed."""
     r = np.random.default_rng(5)
-    x = np.stack([np.ones(2_000), r.normal(50, 10, 2_000)], 1)
-    y = x @ [4.0, 0.3] + r.normal(0, 2, 2_000)
-    large = dict(x=x, hospital=np.zeros(2_000, int), n_hospitals=1, y=y)
+    x = np.stack([np.ones(500), r.normal(50, 10, 500)], 1)
+    y = x @ [4.0, 0.3] + r.normal(0, 2, 500)
+    large = dict(x=x, hospital=np.zeros(500, int), n_hospitals=1, y=y)
     fitted = nf.fit(KEY, model, [silos[0], large], **QUIET)
     assert 1 in fitted.corrected._left_out_by_own_draws.unknown
     table = fitted.leave_out()
@@ -246,7 +247,8 @@ def test_outcomes_of_yes_or_no_are_predicted_for_a_known_silo():
     silos = [
         dict(hospital=np.zeros(60, int), n_hospitals=1, y=np.arange(60) % 10 < k) for k in (2, 8)
     ]
-    fitted = nf.fit(KEY, visits, silos, **QUIET)
+    sfvi = nf.SFVI(visits, optim=optax.adam(0.03), start=None)
+    fitted = sfvi.run(KEY, 1_000, silos, **QUIET)
     new = dict(hospital=np.zeros(3, int), n_hospitals=1)
     for j, share in enumerate((0.2, 0.8)):
         y = np.asarray(fitted.predict(KEY, new, silo=j, n=2_000)["y"])
@@ -264,7 +266,7 @@ def test_new_data_that_lack_a_column_are_refused():
 
     r = np.random.default_rng(0)
     silos = [dict(x=r.normal(size=(9, 2)), z=r.normal(size=9), y=r.normal(size=9))] * 2
-    fitted = nf.fit(KEY, weighted, silos, **QUIET)
+    fitted = nf.SFVI(weighted, start=None).run(KEY, 1, silos, **QUIET)
     y = np.zeros(1)
     with pytest.raises(DataError, match=r"rows of the shape \(1,\), where the fit had \(2,\)"):
         fitted.predict(KEY, dict(x=np.ones((1, 1)), z=np.zeros(1), y=y))

@@ -160,7 +160,7 @@ def test_rows_run_along_one_axis_in_all_groups():
     silos = [dict(x=r.normal(size=n), y=r.normal(size=(3, n))) for n in (5, 6)]
     silos[0]["y"][:, 2] = np.nan
     silos[1]["y"][1, 0] = np.nan
-    data = nf.fit(KEY, items, silos, **QUIET).to_arviz(KEY, 50, groups=GROUPS)
+    data = nf.PVI(items).run(KEY, 1, silos, **QUIET).to_arviz(KEY, 50, groups=GROUPS)
     seen = np.concatenate([np.delete(silos[0]["y"], 2, 1), silos[1]["y"]], 1).T
     np.testing.assert_allclose(data["observed_data"]["y"], seen)
     assert data["posterior_predictive"]["y"].shape == (1, 50, 10, 3)
