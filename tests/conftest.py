@@ -25,7 +25,9 @@ import pytest
 
 ENOUGH = 3 << 29  # bytes of a worker: more than any one file takes
 SLOW_EXAMPLES = (  # in docstrings, where no mark can stand
+    "after.base.AfterFit.leave_out",
     "methods.fit.fit",
+    "methods.fitted.Fitted.add",
     "methods.load.load",
     "methods.sfvi.SFVI",
     "methods.soul.SOUL",
@@ -33,6 +35,7 @@ SLOW_EXAMPLES = (  # in docstrings, where no mark can stand
     "methods.vfl_node.VerticalServerNode",
     "model.substitution.substitute_prior",
     "reference.compare.compare",
+    "reference.models.compare_models",
     "reference.nuts.run_nuts",
     "results.importance.importance_correct",
     "runtime.node.SiloNode",
