@@ -23,11 +23,14 @@ from numpyro_fed.algorithms.tempered import TEMPERED
 from numpyro_fed.errors import DataError, GuideError, ModelError
 from numpyro_fed.files import write_atomically
 from numpyro_fed.methods.load import METHODS
+from numpyro_fed.methods.of_data import COLUMNS, moments_reply, names_reply
 from numpyro_fed.methods.recipe import rebuilt
 from numpyro_fed.methods.soul import SOUL
 from numpyro_fed.methods.vfl import VFL
 from numpyro_fed.model.facts import describe
 from numpyro_fed.model.fingerprint import source_hash
+from numpyro_fed.model.levels import level_counts
+from numpyro_fed.model.scaling import numbers_of
 from numpyro_fed.network.policy import Ledger, Policy
 from numpyro_fed.precision import is_double, precision
 from numpyro_fed.runtime.kept import Memory, Store
@@ -36,6 +39,8 @@ from numpyro_fed.runtime.messages import (
     BEGINNINGS,
     DESCRIBE,
     GO_ON,
+    LEVELS,
+    OF_DATA,
     Question,
     read,
     refusal,
@@ -168,11 +173,39 @@ class Silo:
             return self._describe(question)
         if question.exchange == ACCEPT:
             return self._accept(question)
+        if question.exchange in OF_DATA:
+            with self._ledger.spending(question.exchange, {}):
+                return self._of_data(question.exchange, _json(question.settings))
         agreed = self._get(question.method)
         if question.exchange in (*BEGINNINGS, GO_ON) or agreed.answered(message, question):
             return agreed.handle(message)
         with self._ledger.spending(question.exchange, evaluations(question, arrays)):
             return agreed.handle(message)
+
+    def _of_data(self, exchange: str, asked: Mapping[str, Any]) -> bytes:
+        """Return the names of the data's levels, or the moments of its columns."""
+        columns, arguments = _names(asked, COLUMNS), _names(asked, "arguments")
+        min_count = asked.get("min_count", 1)
+        if type(min_count) is not int or (exchange == LEVELS and columns is None):
+            raise DataError("a question about data names columns. Is it of another version?")
+        try:
+            if columns is not None and exchange == LEVELS:
+                counts = level_counts(self._data, columns)
+                num_rows = min((found.total() for found in counts.values()), default=0)
+                self._policy.check_levels(num_rows, min_count)
+                return names_reply(self._data, columns, min_count)
+            for name, rows in numbers_of("the silo", self._data, arguments).items():
+                self._policy.check_numbers(name, rows)
+            return moments_reply(self._data, arguments)
+        except DataError as error:
+            # Its words may hold a value of the column that the server has named.
+            LOG.warning("'%s' could not be answered: %s", exchange, error)
+            known = "strings, categories, booleans or whole numbers, and none that is missing"
+            what = known if exchange == LEVELS else "numbers"
+            raise DataError(
+                f"a column of {columns or arguments or 'the data'} is not there, or holds something else than "
+                f"{what}. The silo's log has the rest."
+            ) from error
 
     def _describe(self, question: Question) -> bytes:
         """Return the facts of the silo's data for a method or a model."""
@@ -372,6 +405,15 @@ def _known(name: object, names: Mapping[str, Any], what: str) -> Any:
             "must have it as a variable, or Silo(names={...})."
         )
     return names[name]
+
+
+def _names(asked: Mapping[str, Any], what: str) -> list[str] | None:
+    """Return the names in a question; None if it has none."""
+    names = asked.get(what)
+    listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not (listed or names is None):
+        raise DataError("a question about data names columns. Is it of another version?")
+    return names
 
 
 def _json(text: str) -> dict[str, Any]:
