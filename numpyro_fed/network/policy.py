@@ -55,11 +55,14 @@ class Policy:
     parameters_per_row : float
         Globals and shared parameters for each row of this silo, at most. The default is that of
         DataSHIELD for generalised linear models (``nfilter.glm``).
+    tell_latents : bool
+        Whether this silo tells draws of the latents that its rows share, such as a hospital's
+        effect (``sample_posterior(silo="all")``). Latents of rows are never told.
     max_places : int
         Places at which this silo sends a gradient or a curvature of its likelihood, in all its
         life: the places of a search, and the steps of rounds.
     max_draws : int
-        Draws of the globals at which it sends its log likelihood, in all its life.
+        Draws of the globals at which it sends its log likelihood, or latents, in all its life.
     audit : str, optional
         A file to which each message is added as a line of JSON: time, exchange, run, names and
         shapes of arrays, the SHA-256 of message and reply, and what is left of the budget.
@@ -78,6 +81,7 @@ class Policy:
     min_rows: int = 5
     min_count: int = MIN_COUNT
     parameters_per_row: float = 0.33
+    tell_latents: bool = False
     max_places: int = 5_000
     max_draws: int = 200_000
     audit: str | None = None
@@ -88,6 +92,8 @@ class Policy:
             value = getattr(self, name)
             if not is_number(value) or value < 0:
                 raise ValueError(f"{name} must be a number of at least 0, got {value!r}.")
+        if not isinstance(self.tell_latents, bool):
+            raise ValueError(f"tell_latents must be true or false, got {self.tell_latents!r}.")
         if self.in_order and not self.exchanges:
             raise ValueError("in_order needs exchanges=, a list of names in their order.")
         for name in ("methods", "exchanges"):

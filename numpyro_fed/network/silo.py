@@ -7,7 +7,7 @@ import logging
 import shutil
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import IMPORTANCE
+from numpyro_fed.algorithms.base import IMPORTANCE, OUTER_LATENTS
 from numpyro_fed.algorithms.importance.leave_out import LEAVE_OUT
 from numpyro_fed.algorithms.importance.loo import LOO
 from numpyro_fed.algorithms.tempered import TEMPERED
@@ -118,15 +118,18 @@ class Silo:
         max_bytes: int = MAX_BYTES,
     ):
         self._data, self._names, self._max_bytes = data, dict(names), max_bytes
+        self._policy = policy or Policy()
         self._options: dict[str, Any] = dict(
-            secret=secret, row_ids=row_ids, allow_unhidden=allow_unhidden
+            secret=secret,
+            row_ids=row_ids,
+            allow_unhidden=allow_unhidden,
+            tell_latents=self._policy.tell_latents,
         )
         self._state = None if state is None else Path(state)
         self._methods: Store = Memory() if state is None else Folder(Path(state) / "methods")
         self._agreed: OrderedDict[str, _Agreement] = OrderedDict()
         # The last node of each method, by its settings: it has the programs that were compiled.
         self._nodes: OrderedDict[str, SiloNode[Any, Any, Any]] = OrderedDict()
-        self._policy = policy or Policy()
         self._ledger = Ledger(self._policy, Memory() if state is None else Folder(Path(state)))
         # One message at a time: a silo's state has one next state.
         self._lock = threading.Lock()
@@ -145,6 +148,45 @@ class Silo:
                 words = f"{type(error).__name__} at the silo, whose log has the rest."
                 reply = refusal(ModelError(words))
             return self._logged(entry, message, reply)
+
+    def predict(
+        self, key: Array, draws: bytes, new: Mapping[str, Any] | None = None
+    ) -> dict[str, Array]:
+        """Return posterior predictive draws at this silo, by its own latents; nothing leaves it.
+
+        It may be another process than the one that has answered the server, with the same
+        ``state=``. For arguments, numbers and errors see :meth:`numpyro_fed.SiloNode.predict`.
+
+        Parameters
+        ----------
+        key : jax.Array
+        draws : bytes
+            The message that ``draws_for_silo`` of the server's result has made for this silo.
+        new : dict or DataFrame, optional
+            The data to predict for, without outcomes; None for the silo's own rows.
+
+        Returns
+        -------
+        dict of str to array
+            Outcomes and deterministic sites, each ``(n, *shape)``.
+        """
+        return self._at_home(draws, lambda node: node.predict(key, draws, new))
+
+    def sample_posterior(self, key: Array, draws: bytes) -> dict[str, Array]:
+        """Return draws of the globals and of this silo's own latents; nothing leaves it.
+
+        See :meth:`numpyro_fed.SiloNode.sample_posterior`, and :meth:`predict` for the arguments.
+        """
+        return self._at_home(draws, lambda node: node.sample_posterior(key, draws))
+
+    def _at_home(
+        self, draws: bytes, ask: Callable[[SiloNode[Any, Any, Any]], dict[str, Array]]
+    ) -> dict[str, Array]:
+        """Return what the node answers that has agreed on the method of a message with draws."""
+        with self._lock:
+            agreed = self._get(Question.of(read(draws).head).method)
+            with precision(double=agreed.double):
+                return ask(agreed.ready)
 
     def _logged(self, entry: dict[str, Any], message: bytes, reply: bytes) -> bytes:
         """Return the reply once the audit log has it; if it cannot be written, a refusal."""
@@ -203,8 +245,8 @@ class Silo:
             known = "strings, categories, booleans or whole numbers, and none that is missing"
             what = known if exchange == LEVELS else "numbers"
             raise DataError(
-                f"a column of {columns or arguments or 'the data'} is not there, or holds something else than "
-                f"{what}. The silo's log has the rest."
+                f"a column of {columns or arguments or 'the data'} is not there, or holds "
+                f"something else than {what}. The silo's log has the rest."
             ) from error
 
     def _describe(self, question: Question) -> bytes:
@@ -345,22 +387,28 @@ class _Agreement:
 
     def handle(self, message: bytes) -> bytes:
         """Return the reply to a message of a run."""
+        with precision(double=self.double):
+            return self.ready.handle(message)
+
+    @property
+    def ready(self) -> SiloNode[Any, Any, Any]:
+        """Return the node; raise an error if there is no plan yet."""
         if self.node is None or not self.plan:
             raise ModelError("this silo has not accepted a plan for this method. Begin again.")
-        with precision(double=self.double):
-            return self.node.handle(message)
+        return self.node
 
 
 def evaluations(question: Question, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
     """Return at how many places and draws a silo evaluates its likelihood for a reply.
 
     A search gets gradient and curvature at each of its places, particles a gradient at each, a
-    correction the log likelihood at each draw, and a round counts as one place.
+    correction the log likelihood at each draw, latents are told at each draw, and a round counts as
+    one place.
     """
     # Counted on the arrays, whose shapes must be those of the exchange.
     downs = [len(a) for name, a in arrays.items() if name.startswith("down") and a.ndim]
     most = max([1, *downs])
-    if question.exchange in (IMPORTANCE, LEAVE_OUT, LOO):
+    if question.exchange in (IMPORTANCE, LEAVE_OUT, LOO, OUTER_LATENTS):
         return {"draws": most}
     return {"places": most if question.exchange in ("mode", TEMPERED) else 1}
 

@@ -55,6 +55,7 @@ ACCEPT = "accept"  # the plan that all have agreed on
 LEVELS = "levels"  # the question for the names of levels, before there is a model
 MOMENTS = "moments"  # the question for means and sds of columns, before there is a model
 OF_DATA = LEVELS, MOMENTS
+DRAWS = "draws for a silo"  # draws of the globals, by which a silo predicts; there is no reply
 GO_ON = "go on"  # at a state of an earlier run, whose id is in the settings
 BEGINNINGS = BEGIN, SEARCH, WITHOUT_START
 
