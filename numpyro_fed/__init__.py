@@ -32,6 +32,7 @@ from numpyro_fed.methods.fit import fit
 from numpyro_fed.methods.fitted import Fitted
 from numpyro_fed.methods.load import Saved, load
 from numpyro_fed.methods.node import ServerNode
+from numpyro_fed.methods.of_data import levels, moments
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.pvi_family import (
     BCM,
@@ -51,9 +52,9 @@ from numpyro_fed.methods.vfl_node import VerticalServerNode
 from numpyro_fed.model import handlers
 from numpyro_fed.model.clients import client_sum
 from numpyro_fed.model.facts import Facts, Plan, describe
-from numpyro_fed.model.levels import Levels, level_names, levels
+from numpyro_fed.model.levels import Levels, level_names
 from numpyro_fed.model.primitives import silo_plate
-from numpyro_fed.model.scaling import Scaling, moments
+from numpyro_fed.model.scaling import Scaling
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.network.silo import Silo
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, Quadrature

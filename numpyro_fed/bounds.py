@@ -415,7 +415,8 @@ def _choose(key: Array, log_weights: Array, z: Array) -> Array:
 
     ``z`` is (K or more, rows, dim); draws beyond K are repetitions.
     """
-    k = jax.random.categorical(key, log_weights, axis=0)
+    # Rows first: padded rows, which come last, then change no other number.
+    k = jax.random.categorical(key, log_weights.T, axis=1)
     return z[k, jnp.arange(z.shape[1])]
 
 

@@ -623,9 +623,6 @@ def test_other_wrong_use_of_levels_is_refused():
     assert "no levels of 'town'" in refusal(LEVELS.decode, "town", [0])
     with pytest.raises(ValueError, match="min_count must be a positive integer"):
         nf.level_names(silo, ["city"], 0)
-    silos = nf.Federation(nf.network.InMemory([nf.Silo(silo, names={}).answer]))
-    assert "run nf.level_names each" in refusal(nf.levels, silos, ["city"])
-    assert "each compute nf.moments([silo])" in refusal(nf.moments, silos)
 
 
 # --- moments ---------------------------------------------------------------------------------

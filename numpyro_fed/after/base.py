@@ -155,7 +155,8 @@ class AfterFit(ABC):
         DataError
             For new data that lack an argument or a column, have another one, are of a dtype that
             cannot be made that of the fit without a loss, miss values, or index what does not
-            exist; and for silos in other processes, whose latents are theirs.
+            exist; and for silos in other processes, whose latents are theirs (they predict by
+            :meth:`Silo.predict`).
 
         Notes
         -----
@@ -467,6 +468,7 @@ class AfterFit(ABC):
         site = next(iter([*outer_latents(fm), *known]), None) if site is None else site
         if site is None or site not in known:
             raise ModelError(f"{site!r} is no latent of silos: the model has {known}.")
+        run.data_of(0)  # before silos elsewhere are asked for what cannot be shown
         draws = self.sample_posterior(jax.random.key(0), n, silo=ALL)
         before = self._drawn_given_globals(jax.random.key(1), draws, site)
         values, prior = (np.asarray(a, np.float64) for a in (draws[site], before))

@@ -146,6 +146,7 @@ def as_drafted(draft: Silo, sent: object) -> Silo:
 
 
 IMPORTANCE = "importance"  # the name of the exchange of an importance correction
+OUTER_LATENTS = "outer latents"  # of the one in which silos tell the latents that rows share
 
 
 class ExchangeId(NamedTuple):

@@ -344,5 +344,6 @@ def _cells(dim: int) -> tuple[Array, float]:
 def _drawn_cell(key: Array, log_p: Array, cells: Array, width: float) -> Array:
     """Return a point (rows, dim) for each row, from cells with log densities (M, rows)."""
     key_cell, key_point = jax.random.split(key)
-    chosen = cells[jax.random.categorical(key_cell, log_p, axis=0)]
+    # Rows first: padded rows, which come last, then change no other number.
+    chosen = cells[jax.random.categorical(key_cell, log_p.T, axis=1)]
     return chosen + width * (jax.random.uniform(key_point, chosen.shape) - 0.5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,10 +11,17 @@ from typing import Any, Generic, TypeVar
 
 from jax import Array
 
-from numpyro_fed.errors import CallbackError, Interrupted, NonFiniteError, positive_int
+from numpyro_fed.errors import (
+    CallbackError,
+    Interrupted,
+    ModelError,
+    NonFiniteError,
+    positive_int,
+)
 from numpyro_fed.results.base import FederatedRun, Ready, Silos
 from numpyro_fed.results.saving import load_state
 from numpyro_fed.runtime.host import host
+from numpyro_fed.runtime.party import PosteriorAtSilo
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import Runtime, ServerData, State
@@ -71,6 +78,13 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
 
         With ``quiet`` there are no warnings, as for a callback in the middle of a run.
         """
+
+    def posterior_at(self, plan: Any, built: Any, settings: Mapping[str, Any]) -> PosteriorAtSilo:
+        """Return the posterior at a silo; raise an error for parties that hold columns."""
+        raise ModelError(
+            "a client that holds columns draws its latents with all others: "
+            "sample_together(key, n) of the server's result, and then draws() of its node."
+        )
 
     def sends_unhidden(self, name: str) -> bool:
         """Return whether an exchange sends, without noise, numbers that noise hides in a run."""

@@ -45,6 +45,7 @@ def fit_over(method: Agrees, federation: Federation) -> tuple[Fit, Silos]:
             built=built,
             runtime=reach(built.algorithm, built.schedule),
             reach=reach,
+            asked_as=name,
         )
         return fit, Silos((), (), channel.batches)
 

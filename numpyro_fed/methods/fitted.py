@@ -193,6 +193,10 @@ class Fitted(AfterFit):
         """Draw from the best posterior that was reached; see :meth:`Result.sample_posterior`."""
         return self.best.sample_posterior(key, n, silo=silo)
 
+    def draws_for_silo(self, key: Array, n: int, *, silo: int) -> bytes:
+        """Return draws of the globals for a silo; see :meth:`Corrected.draws_for_silo`."""
+        return self.best.draws_for_silo(key, n, silo=silo)
+
     def add(self, key: Array, silo: Mapping[str, Any] | Federation) -> Fitted:
         """Return a fit of these silos and one more, with a verdict of its own.
 

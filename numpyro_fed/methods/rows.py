@@ -24,7 +24,13 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from numpyro_fed.algorithms.base import IMPORTANCE, ExchangeId, FederatedAlgorithm, Round
+from numpyro_fed.algorithms.base import (
+    IMPORTANCE,
+    OUTER_LATENTS,
+    ExchangeId,
+    FederatedAlgorithm,
+    Round,
+)
 from numpyro_fed.algorithms.importance.leave_out import LEAVE_OUT
 from numpyro_fed.algorithms.importance.loo import LOO
 from numpyro_fed.algorithms.influence import INFLUENCE, influence
@@ -52,6 +58,7 @@ from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket, one_by_one, padded
 from numpyro_fed.model.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
 from numpyro_fed.model.split import split
+from numpyro_fed.results.at_silo import AtSilo, at_silo_of, outer_round
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.importance import correct_from, importance_correct, weighing
@@ -385,7 +392,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         """Return the round that declares an exchange, and the algorithm whose states it has.
 
         It is one of a run, an evaluation, a correction, the silos' influence, silos or rows left
-        out, or particles.
+        out, latents that rows share, or particles.
         """
         if asked.name == IMPORTANCE:
             return weighing(built, asked.read_settings())[0], built.algorithm
@@ -396,10 +403,16 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             return leaving_out(built, asked.read_settings()), built.algorithm
         if asked.name == LOO:
             return loo_round(built, asked.read_settings()), built.algorithm
+        if asked.name == OUTER_LATENTS:
+            return outer_round(built, asked.read_settings()), built.algorithm
         if asked.name == TEMPERED:
             tempering = tempering_of(built, **asked.read_settings())
             return tempering.round(), tempering.algorithm()
         return built.round_of(asked.name)
+
+    def posterior_at(self, plan: Plan, built: Built, settings: Mapping[str, Any]) -> AtSilo:
+        """Return the posterior at a silo, by the settings in a message with draws."""
+        return at_silo_of(plan, built, settings)
 
     def size_of(self, plan: Plan, built: Built, data: SiloData) -> PlanSize:
         """Return how large a plan is, as a silo's owner sees it."""

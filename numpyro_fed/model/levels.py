@@ -196,56 +196,36 @@ def level_names(
     {'city': ('Bern', 'Rome')}
     """
     positive_int("min_count", min_count)
-    if isinstance(columns, str):
-        raise DataError(f"columns must be a list of names, got the string '{columns}'.")
-    counts = {column: Counter(_strings(silo, column)) for column in columns}
+    counts = level_counts(silo, columns)
     return {
         c: tuple(sorted(n for n in found if found[n] >= min_count)) for c, found in counts.items()
     }
 
 
-def levels(
-    silos: Sequence[Any], columns: Sequence[str], *, min_count: int = MIN_COUNT, other: str = OTHER
-) -> Levels:
-    """Return the levels of categorical columns, in one order for all silos.
-
-    Parameters
-    ----------
-    silos : sequence of dict or DataFrame
-        What each silo holds. Silos in processes of their own each run
-        :func:`numpyro_fed.level_names`, and all unite the names by :meth:`Levels.union`.
-    columns : sequence of str
-        Arguments, columns of the DataFrames, or ``"x.city"`` for a column of the argument ``x``.
-    min_count : int
-        The least number of rows of a level at some silo. Levels that all silos have less often are
-        not named, since a level that few patients have says who is here; they are ``other``.
-    other : str
-        The name of that level. It is there in any case: all silos must have as many levels.
-
-    Returns
-    -------
-    Levels
+def level_counts(silo: Any, columns: Sequence[str]) -> dict[str, Counter[str]]:
+    """Return how many rows of a silo have each level of each column; this is for the silo alone.
 
     Raises
     ------
     DataError
-        For a column that a silo lacks, that holds anything but strings, categories, booleans or
-        whole numbers, or that misses values; and for a ``Federation``.
-
-    Examples
-    --------
-    >>> import numpyro_fed as nf
-    >>> silos = [{"city": ["Rome"] * 5 + ["Bern"] * 6}, {"city": ["Oslo"] * 8 + ["Nice"]}]
-    >>> levels = nf.levels(silos, ["city"])
-    >>> levels["city"]
-    ('Bern', 'Oslo', 'Rome', 'other')
-    >>> levels.encode(silos[1])["city"].tolist()
-    [1, 1, 1, 1, 1, 1, 1, 1, 3]
+        As :func:`level_names` does.
     """
-    parts = [
-        _of_silo(j, silo, columns, min_count)
-        for j, silo in enumerate(_listed(silos, "level_names"))
-    ]
+    if isinstance(columns, str):
+        raise DataError(f"columns must be a list of names, got the string '{columns}'.")
+    return {column: Counter(_strings(silo, column)) for column in columns}
+
+
+def levels_of_list(
+    silos: Sequence[Any], columns: Sequence[str], *, min_count: int, other: str
+) -> Levels:
+    """Return the levels of silos whose data are in this process (:func:`numpyro_fed.levels`).
+
+    Raises
+    ------
+    DataError
+        Naming the silo at fault.
+    """
+    parts = [_of_silo(j, silo, columns, min_count) for j, silo in enumerate(silos)]
     return Levels.union(*parts, min_count=min_count, other=other)
 
 
@@ -256,19 +236,6 @@ def _of_silo(
         return level_names(silo, columns, min_count)
     except DataError as error:
         raise DataError(f"silo {j}: {error}") from error
-
-
-def _listed(silos: Sequence[Any], at_home: str) -> Sequence[Any]:
-    """Return silos if they are a list of their data."""
-    if isinstance(silos, Mapping) or not isinstance(silos, Sequence):
-        raise DataError(
-            f"silos must be a list with the data of each silo, got {type(silos).__name__}. Silos "
-            f"in processes of their own run nf.{at_home} each, on their own rows, and send the "
-            "result."
-        )
-    if not silos:
-        raise DataError("the list of silos is empty: pass the data of each silo.")
-    return silos
 
 
 def _strings(silo: Any, column: str) -> list[str]:

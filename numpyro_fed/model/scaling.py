@@ -162,52 +162,25 @@ class Scaling:
         return {name: _as(value, changed.get(name)) for name, value in silo.items()}
 
 
-def moments(silos: Sequence[Any], arguments: Sequence[str] | None = None) -> Scaling:
-    """Return the mean and the sd of each column over all silos, as of the pooled rows.
-
-    Parameters
-    ----------
-    silos : sequence of dict or DataFrame
-        What each silo holds. Silos in processes of their own each compute ``nf.moments([silo])``,
-        and all unite the parts by :meth:`Scaling.union`.
-    arguments : sequence of str, optional
-        The arguments, or columns of DataFrames, to take moments of. By default all arrays of
-        floats, outcomes among them: name the covariates where outcomes keep their units. Whole
-        numbers (an index of hospitals, a count) are left out unless they are named.
-
-    Returns
-    -------
-    Scaling
+def moments_of_list(silos: Sequence[Any], arguments: Sequence[str] | None = None) -> Scaling:
+    """Return the moments of silos whose data are in this process (:func:`numpyro_fed.moments`).
 
     Raises
     ------
     DataError
-        For silos that lack an argument or have other columns, and for columns without any number.
-
-    Notes
-    -----
-    Nothing has to be standardised for ``nf.fit``. It is for priors that are written in standard
-    units.
-
-    Examples
-    --------
-    >>> import numpy as np, numpyro_fed as nf
-    >>> x = 1e8 + np.array([[0.0, 0.1], [2.0, 0.3], [4.0, 0.2]])
-    >>> scaling = nf.moments([dict(x=x[:1]), dict(x=x[1:])], ["x"])
-    >>> (scaling.mean["x"] - 1e8).round(6).tolist()
-    [2.0, 0.2]
-    >>> scaling.sd["x"].round(6).tolist()
-    [1.632993, 0.08165]
+        Naming the silo at fault.
     """
-    if isinstance(silos, Mapping) or not isinstance(silos, Sequence):
-        raise DataError(
-            f"silos must be a list with the data of each silo, got {type(silos).__name__}. Silos "
-            "in processes of their own each compute nf.moments([silo]) and send it; "
-            "nf.Scaling.union(...) is that of all."
-        )
-    if not silos:
-        raise DataError("the list of silos is empty: pass the data of each silo.")
-    parts = [_of_silo(f"silo {j}", silo, arguments) for j, silo in enumerate(silos)]
+    return whole_of([moments_of(f"silo {j}", silo, arguments) for j, silo in enumerate(silos)])
+
+
+def whole_of(parts: Sequence[Scaling]) -> Scaling:
+    """Return the moments of all silos together, from those of each silo in turn.
+
+    Raises
+    ------
+    DataError
+        Naming the silo that has other columns than silo 0, or the column without any number.
+    """
     for j, part in enumerate(parts):
         _check_alike(f"silo {j}", part, parts[0], "silo 0")
     whole = reduce(_together, parts)
@@ -217,19 +190,29 @@ def moments(silos: Sequence[Any], arguments: Sequence[str] | None = None) -> Sca
     return whole
 
 
-def _of_silo(owner: str, silo: Any, arguments: Sequence[str] | None) -> Scaling:
-    """Return the moments of one silo's columns."""
-    columns, found = column_names(silo), _arguments(owner, silo)
-    if arguments is not None and (lacking := [name for name in arguments if name not in found]):
-        raise DataError(f"{owner} lacks {lacking}: it has {list(found)}.")
+def moments_of(owner: str, silo: Any, arguments: Sequence[str] | None) -> Scaling:
+    """Return the moments of one silo's columns; ``owner`` stands for the silo in errors."""
+    columns = column_names(silo)
     mean, sd, count = Numbers(), Numbers(), Numbers()
-    names = [n for n, v in found.items() if _is_float(v)] if arguments is None else arguments
-    for name in names:
-        array = _as_array(owner, name, found[name])
-        rows = array.astype(np.float64)
-        rows = rows.reshape(-1, rows.shape[-1]) if rows.ndim > 1 else rows
+    for name, rows in numbers_of(owner, silo, arguments).items():
         mean[name], sd[name], count[name] = _moments(rows)
     return Scaling(mean, sd, count, {name: c for name, c in columns.items() if name in mean})
+
+
+def numbers_of(owner: str, silo: Any, arguments: Sequence[str] | None) -> Numbers:
+    """Return the numbers of a silo of which moments are taken, (rows,) or (rows, columns).
+
+    Raises
+    ------
+    DataError
+        For an argument that the silo lacks, or that holds no numbers.
+    """
+    found = _arguments(owner, silo)
+    if arguments is not None and (lacking := [name for name in arguments if name not in found]):
+        raise DataError(f"{owner} lacks {lacking}: it has {list(found)}.")
+    names = [n for n, v in found.items() if _is_float(v)] if arguments is None else arguments
+    arrays = {name: _as_array(owner, name, found[name]).astype(np.float64) for name in names}
+    return {name: a.reshape(-1, a.shape[-1]) if a.ndim > 1 else a for name, a in arrays.items()}
 
 
 def _arguments(owner: str, silo: Any) -> Mapping[str, Any]:

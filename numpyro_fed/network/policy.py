@@ -11,7 +11,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from numpyro_fed.errors import DataError, ModelError, is_number
+from numpyro_fed.model.levels import MIN_COUNT
 from numpyro_fed.runtime.kept import Store
 
 LEDGER = "ledger"  # the name under which a silo keeps what has been asked
@@ -34,7 +37,8 @@ class Policy:
     methods : tuple of str
         The names of methods that may be run, ``"PVI"``, or names of the study. Empty: all.
     exchanges : tuple of str
-        The names of exchanges that are answered. Empty: all of these methods.
+        The names of exchanges that are answered, ``"levels"`` and ``"moments"`` among them. Empty:
+        these two, and all of the methods.
     in_order : bool
         Whether exchanges must come in the order of ``exchanges``: once one is answered, those
         before it are not answered any more, in all the silo's life. With ``exchanges=("own modes",
@@ -43,15 +47,22 @@ class Policy:
     min_silos : int
         The least number of silos in a plan. Of two silos each can take its own part from the sum.
     min_rows : int
-        The least number of rows that this silo has.
+        The least number of rows that this silo has; and of a column whose mean and sd are told, the
+        least number of rows that have a number, or another number than nearly all rows.
+    min_count : int
+        The least number of rows of a level whose name is told (:func:`numpyro_fed.levels`). A
+        question for rarer ones is refused.
     parameters_per_row : float
         Globals and shared parameters for each row of this silo, at most. The default is that of
         DataSHIELD for generalised linear models (``nfilter.glm``).
+    tell_latents : bool
+        Whether this silo tells draws of the latents that its rows share, such as a hospital's
+        effect (``sample_posterior(silo="all")``). Latents of rows are never told.
     max_places : int
         Places at which this silo sends a gradient or a curvature of its likelihood, in all its
         life: the places of a search, and the steps of rounds.
     max_draws : int
-        Draws of the globals at which it sends its log likelihood, in all its life.
+        Draws of the globals at which it sends its log likelihood, or latents, in all its life.
     audit : str, optional
         A file to which each message is added as a line of JSON: time, exchange, run, names and
         shapes of arrays, the SHA-256 of message and reply, and what is left of the budget.
@@ -68,16 +79,21 @@ class Policy:
     in_order: bool = False
     min_silos: int = 2
     min_rows: int = 5
+    min_count: int = MIN_COUNT
     parameters_per_row: float = 0.33
+    tell_latents: bool = False
     max_places: int = 5_000
     max_draws: int = 200_000
     audit: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("min_silos", "min_rows", "parameters_per_row", "max_places", "max_draws"):
+        numbers = ("min_silos", "min_rows", "min_count", "max_places", "max_draws")
+        for name in (*numbers, "parameters_per_row"):
             value = getattr(self, name)
             if not is_number(value) or value < 0:
                 raise ValueError(f"{name} must be a number of at least 0, got {value!r}.")
+        if not isinstance(self.tell_latents, bool):
+            raise ValueError(f"tell_latents must be true or false, got {self.tell_latents!r}.")
         if self.in_order and not self.exchanges:
             raise ValueError("in_order needs exchanges=, a list of names in their order.")
         for name in ("methods", "exchanges"):
@@ -113,15 +129,47 @@ class Policy:
                 f"the plan has {num_silos} silos, where this silo's policy asks for at least "
                 f"{self.min_silos} (min_silos)."
             )
-        if num_rows < self.min_rows:
-            raise ModelError(
-                f"this silo has fewer rows than its policy asks for ({self.min_rows}, min_rows)."
-            )
+        self._check_rows(num_rows)
         if num_parameters > self.parameters_per_row * num_rows:
             raise ModelError(
                 f"the model has {num_parameters} globals and shared parameters, more than this "
                 f"silo's policy allows for its rows ({self.parameters_per_row:g} for each, "
                 "parameters_per_row)."
+            )
+
+    def check_levels(self, num_rows: int, min_count: int) -> None:
+        """Raise an error for a question that would name levels of too few rows."""
+        self._check_rows(num_rows)
+        if min_count < self.min_count:
+            raise ModelError(
+                f"names of levels that {min_count} rows have are asked for, where this silo's "
+                f"policy tells those of {self.min_count} rows (min_count). Ask by "
+                f"nf.levels(..., min_count={self.min_count})."
+            )
+
+    def check_numbers(self, name: str, rows: np.ndarray) -> None:
+        """Raise an error for moments of (rows,) or (rows, columns) that would tell a few rows."""
+        for column in rows.reshape(len(rows), -1).T:
+            seen = column[~np.isnan(column)]
+            if 0 < len(seen) < self.min_rows:
+                raise ModelError(
+                    f"a column of '{name}' has numbers in fewer rows than this silo's policy asks "
+                    f"for ({self.min_rows}, min_rows). Leave it out."
+                )
+            most = np.unique(seen, return_counts=True)[1].max(initial=0)
+            # Where all others are the same, a mean and an sd are those of the few that are not.
+            if 0 < len(seen) - most < self.min_rows <= most:
+                raise ModelError(
+                    f"nearly all rows have the same number in a column of '{name}', so that its "
+                    f"mean tells of the few that have not, fewer than {self.min_rows} (min_rows "
+                    "of this silo's policy). Leave it out."
+                )
+
+    def _check_rows(self, num_rows: int) -> None:
+        """Raise an error for too few rows."""
+        if num_rows < self.min_rows:
+            raise ModelError(
+                f"this silo has fewer rows than its policy asks for ({self.min_rows}, min_rows)."
             )
 
     def check_exchange(self, name: str, stage: str) -> None:

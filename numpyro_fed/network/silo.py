@@ -7,7 +7,7 @@ import logging
 import shutil
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -16,18 +16,21 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import IMPORTANCE
+from numpyro_fed.algorithms.base import IMPORTANCE, OUTER_LATENTS
 from numpyro_fed.algorithms.importance.leave_out import LEAVE_OUT
 from numpyro_fed.algorithms.importance.loo import LOO
 from numpyro_fed.algorithms.tempered import TEMPERED
 from numpyro_fed.errors import DataError, GuideError, ModelError
 from numpyro_fed.files import write_atomically
 from numpyro_fed.methods.load import METHODS
+from numpyro_fed.methods.of_data import COLUMNS, moments_reply, names_reply
 from numpyro_fed.methods.recipe import rebuilt
 from numpyro_fed.methods.soul import SOUL
 from numpyro_fed.methods.vfl import VFL
 from numpyro_fed.model.facts import describe
 from numpyro_fed.model.fingerprint import source_hash
+from numpyro_fed.model.levels import level_counts
+from numpyro_fed.model.scaling import numbers_of
 from numpyro_fed.network.policy import Ledger, Policy
 from numpyro_fed.precision import is_double, precision
 from numpyro_fed.runtime.kept import Memory, Store
@@ -36,6 +39,8 @@ from numpyro_fed.runtime.messages import (
     BEGINNINGS,
     DESCRIBE,
     GO_ON,
+    LEVELS,
+    OF_DATA,
     Question,
     read,
     refusal,
@@ -113,15 +118,18 @@ class Silo:
         max_bytes: int = MAX_BYTES,
     ):
         self._data, self._names, self._max_bytes = data, dict(names), max_bytes
+        self._policy = policy or Policy()
         self._options: dict[str, Any] = dict(
-            secret=secret, row_ids=row_ids, allow_unhidden=allow_unhidden
+            secret=secret,
+            row_ids=row_ids,
+            allow_unhidden=allow_unhidden,
+            tell_latents=self._policy.tell_latents,
         )
         self._state = None if state is None else Path(state)
         self._methods: Store = Memory() if state is None else Folder(Path(state) / "methods")
         self._agreed: OrderedDict[str, _Agreement] = OrderedDict()
         # The last node of each method, by its settings: it has the programs that were compiled.
         self._nodes: OrderedDict[str, SiloNode[Any, Any, Any]] = OrderedDict()
-        self._policy = policy or Policy()
         self._ledger = Ledger(self._policy, Memory() if state is None else Folder(Path(state)))
         # One message at a time: a silo's state has one next state.
         self._lock = threading.Lock()
@@ -140,6 +148,45 @@ class Silo:
                 words = f"{type(error).__name__} at the silo, whose log has the rest."
                 reply = refusal(ModelError(words))
             return self._logged(entry, message, reply)
+
+    def predict(
+        self, key: Array, draws: bytes, new: Mapping[str, Any] | None = None
+    ) -> dict[str, Array]:
+        """Return posterior predictive draws at this silo, by its own latents; nothing leaves it.
+
+        It may be another process than the one that has answered the server, with the same
+        ``state=``. For arguments, numbers and errors see :meth:`numpyro_fed.SiloNode.predict`.
+
+        Parameters
+        ----------
+        key : jax.Array
+        draws : bytes
+            The message that ``draws_for_silo`` of the server's result has made for this silo.
+        new : dict or DataFrame, optional
+            The data to predict for, without outcomes; None for the silo's own rows.
+
+        Returns
+        -------
+        dict of str to array
+            Outcomes and deterministic sites, each ``(n, *shape)``.
+        """
+        return self._at_home(draws, lambda node: node.predict(key, draws, new))
+
+    def sample_posterior(self, key: Array, draws: bytes) -> dict[str, Array]:
+        """Return draws of the globals and of this silo's own latents; nothing leaves it.
+
+        See :meth:`numpyro_fed.SiloNode.sample_posterior`, and :meth:`predict` for the arguments.
+        """
+        return self._at_home(draws, lambda node: node.sample_posterior(key, draws))
+
+    def _at_home(
+        self, draws: bytes, ask: Callable[[SiloNode[Any, Any, Any]], dict[str, Array]]
+    ) -> dict[str, Array]:
+        """Return what the node answers that has agreed on the method of a message with draws."""
+        with self._lock:
+            agreed = self._get(Question.of(read(draws).head).method)
+            with precision(double=agreed.double):
+                return ask(agreed.ready)
 
     def _logged(self, entry: dict[str, Any], message: bytes, reply: bytes) -> bytes:
         """Return the reply once the audit log has it; if it cannot be written, a refusal."""
@@ -168,11 +215,39 @@ class Silo:
             return self._describe(question)
         if question.exchange == ACCEPT:
             return self._accept(question)
+        if question.exchange in OF_DATA:
+            with self._ledger.spending(question.exchange, {}):
+                return self._of_data(question.exchange, _json(question.settings))
         agreed = self._get(question.method)
         if question.exchange in (*BEGINNINGS, GO_ON) or agreed.answered(message, question):
             return agreed.handle(message)
         with self._ledger.spending(question.exchange, evaluations(question, arrays)):
             return agreed.handle(message)
+
+    def _of_data(self, exchange: str, asked: Mapping[str, Any]) -> bytes:
+        """Return the names of the data's levels, or the moments of its columns."""
+        columns, arguments = _names(asked, COLUMNS), _names(asked, "arguments")
+        min_count = asked.get("min_count", 1)
+        if type(min_count) is not int or (exchange == LEVELS and columns is None):
+            raise DataError("a question about data names columns. Is it of another version?")
+        try:
+            if columns is not None and exchange == LEVELS:
+                counts = level_counts(self._data, columns)
+                num_rows = min((found.total() for found in counts.values()), default=0)
+                self._policy.check_levels(num_rows, min_count)
+                return names_reply(self._data, columns, min_count)
+            for name, rows in numbers_of("the silo", self._data, arguments).items():
+                self._policy.check_numbers(name, rows)
+            return moments_reply(self._data, arguments)
+        except DataError as error:
+            # Its words may hold a value of the column that the server has named.
+            LOG.warning("'%s' could not be answered: %s", exchange, error)
+            known = "strings, categories, booleans or whole numbers, and none that is missing"
+            what = known if exchange == LEVELS else "numbers"
+            raise DataError(
+                f"a column of {columns or arguments or 'the data'} is not there, or holds "
+                f"something else than {what}. The silo's log has the rest."
+            ) from error
 
     def _describe(self, question: Question) -> bytes:
         """Return the facts of the silo's data for a method or a model."""
@@ -312,22 +387,28 @@ class _Agreement:
 
     def handle(self, message: bytes) -> bytes:
         """Return the reply to a message of a run."""
+        with precision(double=self.double):
+            return self.ready.handle(message)
+
+    @property
+    def ready(self) -> SiloNode[Any, Any, Any]:
+        """Return the node; raise an error if there is no plan yet."""
         if self.node is None or not self.plan:
             raise ModelError("this silo has not accepted a plan for this method. Begin again.")
-        with precision(double=self.double):
-            return self.node.handle(message)
+        return self.node
 
 
 def evaluations(question: Question, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
     """Return at how many places and draws a silo evaluates its likelihood for a reply.
 
     A search gets gradient and curvature at each of its places, particles a gradient at each, a
-    correction the log likelihood at each draw, and a round counts as one place.
+    correction the log likelihood at each draw, latents are told at each draw, and a round counts as
+    one place.
     """
     # Counted on the arrays, whose shapes must be those of the exchange.
     downs = [len(a) for name, a in arrays.items() if name.startswith("down") and a.ndim]
     most = max([1, *downs])
-    if question.exchange in (IMPORTANCE, LEAVE_OUT, LOO):
+    if question.exchange in (IMPORTANCE, LEAVE_OUT, LOO, OUTER_LATENTS):
         return {"draws": most}
     return {"places": most if question.exchange in ("mode", TEMPERED) else 1}
 
@@ -372,6 +453,15 @@ def _known(name: object, names: Mapping[str, Any], what: str) -> Any:
             "must have it as a variable, or Silo(names={...})."
         )
     return names[name]
+
+
+def _names(asked: Mapping[str, Any], what: str) -> list[str] | None:
+    """Return the names in a question; None if it has none."""
+    names = asked.get(what)
+    listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not (listed or names is None):
+        raise DataError("a question about data names columns. Is it of another version?")
+    return names
 
 
 def _json(text: str) -> dict[str, Any]:

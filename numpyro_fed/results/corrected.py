@@ -29,6 +29,7 @@ from numpyro_fed.errors import ModelError, NonFiniteError
 from numpyro_fed.model.sites import Site
 from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.results.arviz import to_arviz
+from numpyro_fed.results.at_silo import SendsDraws
 from numpyro_fed.results.groups import check_groups, more_groups
 from numpyro_fed.results.influence import SiloTable, Whitened
 from numpyro_fed.results.leave_out import LeaveOut, table_of
@@ -78,7 +79,7 @@ class Pool(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Corrected(Weighted[Result], AfterFit):
+class Corrected(Weighted[Result], AfterFit, SendsDraws):
     """An importance-corrected fit of silos that hold rows.
 
     Attributes
@@ -121,6 +122,11 @@ class Corrected(Weighted[Result], AfterFit):
     def run_behind(self) -> Result:
         """Return the fit that was corrected."""
         return self.result
+
+    @property
+    def sampler(self) -> Posterior:
+        """Return the functions by which locals are drawn, from their density given the globals."""
+        return self._posterior
 
     @property
     def doubt_of_all(self) -> str:
@@ -357,7 +363,8 @@ def sampler_of(fit: Fit, integration: Integration) -> Posterior:
     """Return the sampling functions, with locals drawn by weight."""
 
     def make() -> Posterior:
-        return posterior(fit.model, fit.guide, integration.bound(fit.model, fit.guide))
+        bound = integration.bound(fit.model, fit.guide)
+        return posterior(fit.model, fit.guide, bound, integration)
 
     settings = json.dumps([dict(integration.draws), integration.nodes])
     return fit.cached(("sampler", settings), make)

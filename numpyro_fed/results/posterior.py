@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms.base import Private, Shared
+from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.bounds import Bound
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.base import GuideParams
@@ -42,6 +43,8 @@ class Posterior(NamedTuple):
     draw_silos : (keys, theta, privates, z_G, coords, data) -> {site: value}
         Local sites of silos whose private parts and data are stacked, (silos, n, ...), padded rows
         included.
+    integration : Integration or None
+        How a correction integrates locals; None for a fit, which draws them by its own bound.
     """
 
     draw_globals: Callable[..., tuple[Array, Array]]
@@ -50,10 +53,13 @@ class Posterior(NamedTuple):
     draw_locals: Callable[..., Rows]
     constrain_locals: Callable[..., dict[str, Array]]
     draw_silos: Callable[..., dict[str, Array]]
+    integration: Integration | None = None
 
 
-def posterior(fm: FederatedModel, guide: Guide, bound: Bound) -> Posterior:
-    """Return the sampling functions of a fit."""
+def posterior(
+    fm: FederatedModel, guide: Guide, bound: Bound, integration: Integration | None = None
+) -> Posterior:
+    """Return the sampling functions of a fit, or with an ``integration`` those of a correction."""
 
     @partial(jax.jit, static_argnums=2)
     def draw_globals(key: Array, shared: Shared, n: int) -> tuple[Array, Array]:
@@ -87,7 +93,13 @@ def posterior(fm: FederatedModel, guide: Guide, bound: Bound) -> Posterior:
 
     draw_silos = SilosSampler(fm, draw_locals, constrain_locals)
     return Posterior(
-        draw_globals, coordinates, constrain_globals, draw_locals, constrain_locals, draw_silos
+        draw_globals,
+        coordinates,
+        constrain_globals,
+        draw_locals,
+        constrain_locals,
+        draw_silos,
+        integration,
     )
 
 

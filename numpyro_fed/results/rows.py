@@ -14,7 +14,7 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array
 
-from numpyro_fed.after.base import AfterFit, WhichSilo, chosen_silos
+from numpyro_fed.after.base import ALL, AfterFit, WhichSilo, chosen_silos
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Private
 from numpyro_fed.algorithms.influence import MOST_GLOBALS, Factors, influence
 from numpyro_fed.errors import ModelError, NonFiniteError
@@ -28,6 +28,7 @@ from numpyro_fed.model.row_checks import RowChecks, refuse_coupled_rows
 from numpyro_fed.precision import in_precision_of_object, is_double, precision
 from numpyro_fed.results import built as built_fit
 from numpyro_fed.results.arviz import to_arviz
+from numpyro_fed.results.at_silo import SendsDraws, told_by_silos
 from numpyro_fed.results.base import CompiledMethod, FederatedRun, Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.communication import Communication, communication
@@ -36,6 +37,7 @@ from numpyro_fed.results.influence import SiloTable, table_of
 from numpyro_fed.results.posterior import Posterior, posterior, real_rows
 from numpyro_fed.results.recognise import Provenance
 from numpyro_fed.results.saving import SavedRun
+from numpyro_fed.runtime.channel import Mark
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import Runtime
 
@@ -91,6 +93,8 @@ class Fit(CompiledMethod[Built]):
         How to rebuild the method from a file; None for silos in other processes.
     reach : (algorithm, schedule, begin=) -> Runtime, or None
         Makes runtimes for silos in other processes.
+    asked_as : str
+        The id by which these know the method.
     """
 
     plan: Plan
@@ -101,6 +105,7 @@ class Fit(CompiledMethod[Built]):
     checks: RowChecks | None = None
     recipe: MethodSpec | None = None
     reach: Callable[..., Runtime] | None = None
+    asked_as: str = ""
 
     @cached_property
     def posterior(self) -> Posterior:
@@ -171,7 +176,7 @@ class Fit(CompiledMethod[Built]):
 
 
 @dataclass(frozen=True, eq=False)
-class Result(FederatedRun[Fit], AfterFit):
+class Result(FederatedRun[Fit], AfterFit, SendsDraws):
     """A federated fit of a model whose silos hold rows.
 
     Attributes
@@ -192,7 +197,7 @@ class Result(FederatedRun[Fit], AfterFit):
 
     ELSEWHERE = (
         "silo {} holds its own latents and parameters, and the server knows nothing of them. Ask "
-        "there, or run all silos in one process."
+        "there (Silo.predict, by draws_for_silo of this result), or run all silos in one process."
     )
 
     @property
@@ -229,6 +234,16 @@ class Result(FederatedRun[Fit], AfterFit):
     def correction_behind(self) -> Any:
         """Return the fit's correction, or the reason, in words, why there is none."""
         return self.certificate
+
+    @property
+    def mark(self) -> Mark | None:
+        """Return the references to the states of silos in other processes; None in this one."""
+        return self.state.silos[0] if self._silos.elsewhere else None
+
+    @property
+    def sampler(self) -> Posterior:
+        """Return the functions by which locals are drawn, from the fit's guide or bound."""
+        return self._fit.posterior
 
     @property
     def data_here(self) -> Sequence[SiloData]:
@@ -399,12 +414,26 @@ class Result(FederatedRun[Fit], AfterFit):
             Also draw this silo's locals, each given the same globals that come without it. Under a
             locally enhanced bound they are resampled by their weights. With ``"all"``, or a list,
             latents of several silos stand side by side: an effect of each hospital has the shape
-            ``(n, hospitals)``, and draws are those of each silo alone.
+            ``(n, hospitals)``, and draws are those of each silo alone. Of silos in other processes
+            ``"all"`` has the latents that rows share (a hospital's effect), and nothing of rows.
 
         Returns
         -------
         dict of str to array
             Latent and deterministic sites on their own supports.
+
+        Raises
+        ------
+        DataError
+            For a silo in another process, whose latents are its own.
+        RefusedError
+            With ``"all"``, if the owner of a silo does not allow to tell them
+            (:class:`Policy`, ``tell_latents``). It names the silo.
+
+        Notes
+        -----
+        ``"all"`` over silos in other processes takes one exchange, ``"outer latents"``: the server
+        sees each silo's draws, and how many rows its outer plates have.
         """
         z_G, _ = self.draw_globals(key, n)
         return self.sites_at(jax.random.fold_in(key, 1), z_G, silo, self._fit.posterior)
@@ -417,6 +446,8 @@ class Result(FederatedRun[Fit], AfterFit):
         sites = posterior.constrain_globals(self.shared.theta, z_G)
         if silo is None:
             return sites
+        if silo == ALL and self._silos.elsewhere:
+            return sites | told_by_silos(self, key, z_G, posterior)
         if isinstance(silo, int | np.integer) and not isinstance(silo, bool):
             return sites | self._sample_locals(key, z_G, int(silo), posterior)
         silos = chosen_silos(silo, self.num_silos)

@@ -50,6 +50,10 @@ class Mark(NamedTuple):
     run: np.ndarray
     used: np.ndarray
 
+    def run_of(self, silo: int) -> str:
+        """Return the id of a silo's run as text."""
+        return _id_of(self.run[silo])
+
     def after(self, silo: int, number: int) -> Mark:
         """Return the references once a silo's reply to a message has been used."""
         used = np.array(self.used)

@@ -209,6 +209,17 @@ class Federation:
 
         return self.cached(("facts", settings), make)
 
+    def ask_of_data(self, exchange: str, settings: str) -> list[bytes]:
+        """Return each silo's reply to a question about its data that needs no model.
+
+        The same question is asked once.
+        """
+        silos = range(self.num_silos)
+        message = write({}, Question(exchange, settings).head())
+        return self.cached(
+            (exchange, settings), lambda: self.ask(silos, [message] * len(silos), exchange)
+        )
+
     def accept(self, method: str, plan: str) -> None:
         """Send the agreed plan of a method to all silos, each with its number."""
         silos = range(self.num_silos)

@@ -52,6 +52,10 @@ SEARCH = "begin the search"  # at the first state of the search for the mode
 WITHOUT_START = "begin without a start"  # of the algorithm for runs that have found no mode
 DESCRIBE = "describe"  # the question for a silo's facts; no run belongs to it
 ACCEPT = "accept"  # the plan that all have agreed on
+LEVELS = "levels"  # the question for the names of levels, before there is a model
+MOMENTS = "moments"  # the question for means and sds of columns, before there is a model
+OF_DATA = LEVELS, MOMENTS
+DRAWS = "draws for a silo"  # draws of the globals, by which a silo predicts; there is no reply
 GO_ON = "go on"  # at a state of an earlier run, whose id is in the settings
 BEGINNINGS = BEGIN, SEARCH, WITHOUT_START
 
@@ -205,7 +209,7 @@ def raise_refusal(reply: bytes, silo: int, exchange: str) -> None:
         raise ReplyError(f"is refused: {error}", silo=silo, exchange=exchange) from error
     if (name := head.get("error")) is not None:
         words = head.get("words", "no reason was given")[:2_000]
-        begun = exchange not in (DESCRIBE, ACCEPT)
+        begun = exchange not in (DESCRIBE, ACCEPT, *OF_DATA)
         if name not in CROSSING or (begun and CROSSING[name] is DataError):
             raise RefusedError(words, silo=silo, exchange=exchange)
         raise CROSSING[name](f"silo {silo} refuses '{exchange}': {words}")

@@ -26,6 +26,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import (
+    OUTER_LATENTS,
     Exchange,
     ExchangeId,
     Sampled,
@@ -38,6 +39,7 @@ from numpyro_fed.runtime.kept import KeptRuns, RunStates, Store, shapes_of_state
 from numpyro_fed.runtime.messages import (
     BEGIN,
     BEGINNINGS,
+    DRAWS,
     GO_ON,
     SEARCH,
     WITHOUT_START,
@@ -48,7 +50,16 @@ from numpyro_fed.runtime.messages import (
     write,
 )
 from numpyro_fed.runtime.noise import silo_key, typed_key
-from numpyro_fed.runtime.party import Built, Ids, Party, Plan, PlanSize, SiloInput
+from numpyro_fed.runtime.party import (
+    Built,
+    Held,
+    Ids,
+    Party,
+    Plan,
+    PlanSize,
+    PosteriorAtSilo,
+    SiloInput,
+)
 from numpyro_fed.runtime.step import MessageShapes, message_shapes
 from numpyro_fed.trees import drop_weak_types
 
@@ -78,6 +89,9 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
     allow_unhidden : bool
         Whether to answer an exchange that sends, without noise, numbers that the method hides by
         noise: the importance correction of a vertical model with ``rho``, which takes predictors.
+    tell_latents : bool
+        Whether to tell the server draws of the latents that the silo's rows share, such as a
+        hospital's effect: ``sample_posterior(silo="all")`` of its result asks for them.
     store : Store, optional
         A place on the disk for the states of runs, so that a new process goes on where the last one
         has ended. By default they end with the process.
@@ -119,6 +133,7 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
         secret: Array | str | None = "auto",
         row_ids: Ids = None,
         allow_unhidden: bool = False,
+        tell_latents: bool = False,
         store: Store | None = None,
     ):
         self._fresh_noise, self._asked = False, 0
@@ -135,6 +150,7 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
         self._facts = method.describe(silo, row_ids).to_json()
         self._method, self._silo, self._secret = method, silo, secret
         self._allow_unhidden, self._store = allow_unhidden, store
+        self._tell_latents = tell_latents
         self._programs: dict[bool, _Programs[SiloInput, Plan, Built]] = {}
         self._accepted: tuple[str, int] | None = None
         self._sampled: Sampled | None = None
@@ -165,7 +181,7 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
             data = self._method.read_silo(self._silo, agreed, number)
             size = self._method.size_of(agreed, built, data)
             self._number, self._data, self.size = number, data, size
-            self._programs = {False: _Programs(self._method, built, data)}
+            self._programs = {False: _Programs(self._method, agreed, built, data)}
             self._accepted = plan, number
         self._runs = self._no_runs()
 
@@ -180,7 +196,7 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
             build = self._programs[False].built.without_start
             if build is None:
                 return self._programs[False]
-            self._programs[True] = _Programs(self._method, build()[1], self._data)
+            self._programs[True] = _Programs(self._method, *build(), self._data)
         return self._programs[without]
 
     def has_answered(self, message: bytes, question: Question) -> bool:
@@ -201,17 +217,18 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
             if run is not None:
                 raise ModelError("this run has begun already, by another message. Begin again.")
             return self._begin(question, digest, arrays)
-        if run is None:
-            raise ModelError(
-                f"silo {self._number} has no state of this run: it keeps those of the last runs "
-                "that have begun here. Begin again."
-            )
+        run = self._run_of(question)
         before, programs = run.state_at(question), self._programs_of(run.beginning)
         if self._method.sends_unhidden(question.exchange) and not self._allow_unhidden:
             raise ModelError(
                 f"silo {self._number} is asked for predictors without the noise that hides "
                 "them in a run, and does not give them: its owner may say so by "
                 "SiloNode(..., allow_unhidden=True)."
+            )
+        if question.exchange == OUTER_LATENTS and not self._tell_latents:
+            raise ModelError(
+                f"silo {self._number} does not tell the latents that its rows share. Its owner may "
+                "allow it: tell_latents = true in the policy, or SiloNode(..., tell_latents=True)."
             )
         exchange, expected = programs.exchange(question.id, self._number)
         key = self._key(arrays)
@@ -262,6 +279,106 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
             )
         return self._sampled.values
 
+    def predict(
+        self, key: Array, draws: bytes, new: Mapping[str, Any] | None = None
+    ) -> dict[str, Array]:
+        """Return posterior predictive draws at this silo, by its own latents; nothing leaves it.
+
+        Parameters
+        ----------
+        key : jax.Array
+            With the key that the server has given to ``draws_for_silo`` the numbers are those of
+            ``fitted.predict(key, new, silo=j, n=n)`` in one process.
+        draws : bytes
+            The message that ``draws_for_silo`` of the server's result has made for this silo.
+        new : dict or DataFrame, optional
+            The data to predict for, without outcomes; outcomes in it are not used. Latents of the
+            silo's outer plates (a hospital's effect) are drawn from their posterior, and those of
+            new rows from their prior. None for the silo's own rows, by all their latents.
+
+        Returns
+        -------
+        dict of str to array
+            Outcomes and deterministic sites, each ``(n, *shape)``.
+
+        Raises
+        ------
+        DataError
+            For new data that :meth:`numpyro_fed.Fitted.predict` refuses, and for another message.
+        ModelError
+            If the silo has no state of that run any more: it keeps those of the last 16.
+
+        Examples
+        --------
+        >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
+        >>> import numpyro_fed as nf
+        >>> def model(x, y=None):
+        ...     slope = numpyro.sample("slope", dist.Normal(0, 10))
+        ...     with nf.silo_plate("row", len(x)):
+        ...         numpyro.sample("y", dist.Normal(slope * x, 1), obs=y)
+        >>> x = np.arange(1.0, 9)
+        >>> pvi = nf.PVI(model)
+        >>> nodes = [nf.SiloNode(pvi, dict(x=x, y=slope * x)) for slope in (2.9, 3.1)]
+        >>> server = nf.ServerNode(pvi, [node.facts() for node in nodes])
+        >>> for j, node in enumerate(nodes):
+        ...     node.accept(server.plan, j)
+        >>> result = server.run(jax.random.key(0), 1, lambda j, message: nodes[j].handle(message))
+        >>> message = result.draws_for_silo(jax.random.key(1), 1_000, silo=1)
+        >>> y = nodes[1].predict(jax.random.key(1), message, dict(x=np.array([10.0])))["y"]
+        >>> y.shape, round(float(y.mean()))
+        ((1000, 1), 30)
+        """
+        posterior, arrays, held = self._at(draws)
+        return posterior.predict(typed_key(key), arrays, held, new)
+
+    def sample_posterior(self, key: Array, draws: bytes) -> dict[str, Array]:
+        """Return draws of the globals and of this silo's own latents; nothing leaves it.
+
+        Parameters
+        ----------
+        key : jax.Array
+        draws : bytes
+            As for :meth:`predict`.
+
+        Returns
+        -------
+        dict of str to array
+            Latent and deterministic sites, each ``(n, *shape)``. With the server's key they are
+            those of ``fitted.sample_posterior(key, n, silo=j)`` in one process.
+
+        Raises
+        ------
+        DataError, ModelError
+            As for :meth:`predict`.
+        """
+        posterior, arrays, held = self._at(draws)
+        return posterior.sample_posterior(typed_key(key), arrays, held)
+
+    def _at(self, draws: bytes) -> tuple[PosteriorAtSilo, Mapping[str, np.ndarray], Held]:
+        """Return the posterior at this silo for a message with draws, its arrays, and the state."""
+        if not self._programs:
+            raise ModelError("this silo has not accepted a plan: call accept(plan, ...) first.")
+        head, arrays = read(draws)
+        question = Question.of(head)
+        if question.exchange != DRAWS:
+            raise DataError(
+                f"a message of '{question.exchange}' came, where draws of the globals are expected:"
+                " draws_for_silo(key, n, silo=...) of the server's result makes them."
+            )
+        run = self._run_of(question)
+        held = Held(self._number, run.state_at(question), self._data)
+        return self._programs_of(run.beginning).posterior(question.id), arrays, held
+
+    def _run_of(self, question: Question) -> RunStates:
+        """Return the states of the run of a message."""
+        run = self._runs.get(question.run)
+        if run is None:
+            raise ModelError(
+                f"silo {self._number} has no state of this run: it keeps those of the last runs "
+                "that have begun here. Begin again."
+            )
+        return run
+
     def _key(self, arrays: Mapping[str, np.ndarray]) -> Array:
         """Return the key of a message, mixed with the secret if the silo has one."""
         bits = arrays.get("key")
@@ -284,8 +401,11 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
 class _Programs(Generic[SiloInput, Plan, Built]):
     """The compiled functions of a silo, for one algorithm and its search."""
 
-    def __init__(self, method: Party[SiloInput, Plan, Built], built: Built, data: SiloData):
-        self.built = built
+    def __init__(
+        self, method: Party[SiloInput, Plan, Built], plan: Plan, built: Built, data: SiloData
+    ):
+        self.plan, self.built = plan, built
+        self._posteriors = OrderedDict[str, PosteriorAtSilo]()
         self._method, self._data = method, data
         inits = {BEGIN: built.algorithm.init_silo, SEARCH: built.first_algorithm.init_silo}
         inits[WITHOUT_START] = inits[BEGIN]
@@ -297,6 +417,15 @@ class _Programs(Generic[SiloInput, Plan, Built]):
         self._exchanges: OrderedDict[ExchangeId, tuple[Exchange[Any, Any, Any], Any]]
         self._exchanges = OrderedDict()
         self._shapes: OrderedDict[ExchangeId, list[MessageShapes]] = OrderedDict()
+
+    def posterior(self, asked: ExchangeId) -> PosteriorAtSilo:
+        """Return the posterior at the silo, by the settings of a message with draws."""
+        if asked.settings not in self._posteriors:
+            made = self._method.posterior_at(self.plan, self.built, asked.read_settings())
+            self._posteriors[asked.settings] = made
+            while len(self._posteriors) > MAX_PROGRAMS:
+                self._posteriors.popitem(last=False)
+        return self._posteriors[asked.settings]
 
     def exchange(self, asked: ExchangeId, number: int) -> tuple[Exchange[Any, Any, Any], Any]:
         """Return an exchange, compiled, and the shapes of the server's message in it."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
+from jax import Array
 
 from numpyro_fed.algorithms.base import ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.model.data import SiloData
@@ -59,6 +60,32 @@ class PlanSize(NamedTuple):
     num_parameters: int
 
 
+class Held(NamedTuple):
+    """A silo's number, its state at the end of a run, and its data; they never leave it."""
+
+    number: int
+    state: Any
+    data: SiloData
+
+
+class PosteriorAtSilo(Protocol):
+    """The posterior at one silo, by draws of the globals in a message of the server."""
+
+    def sample_posterior(
+        self, key: Array, arrays: Mapping[str, np.ndarray], silo: Held
+    ) -> dict[str, Array]:
+        """Return all sites at the server's draws."""
+
+    def predict(
+        self,
+        key: Array,
+        arrays: Mapping[str, np.ndarray],
+        silo: Held,
+        new: Mapping[str, Any] | None,
+    ) -> dict[str, Array]:
+        """Return predictive draws for new data, or for the silo's own rows."""
+
+
 @runtime_checkable
 class Party(Protocol[SiloInput, Plan, Built]):
     """The part of a method that a node needs; every party has the same text and settings."""
@@ -90,6 +117,11 @@ class Party(Protocol[SiloInput, Plan, Built]):
 
     def size_of(self, plan: Plan, built: Built, data: SiloData) -> PlanSize:
         """Return how large a plan is, as a silo's owner sees it."""
+
+    def posterior_at(
+        self, plan: Plan, built: Built, settings: Mapping[str, Any]
+    ) -> PosteriorAtSilo:
+        """Return the posterior at a silo, by the settings in a message with draws."""
 
     def sends_unhidden(self, name: str) -> bool:
         """Return whether an exchange sends, without noise, numbers that noise hides in a run."""

@@ -1,0 +1,216 @@
+"""Levels and moments over silos, asked before there is a model: both ends of the questions.
+
+They come before facts and plan. A silo's reply is a function of its data and of the names of
+columns alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from numpyro_fed.errors import DataError, ReplyError, positive_int
+from numpyro_fed.model.levels import MIN_COUNT, OTHER, Levels, level_names, levels_of_list
+from numpyro_fed.model.scaling import Numbers, Scaling, moments_of, moments_of_list, whole_of
+from numpyro_fed.runtime.federation import Federation
+from numpyro_fed.runtime.messages import LEVELS, MOMENTS, read, write
+
+NAMES, COLUMNS = "names", "columns"  # texts in the head of a reply
+
+
+def levels(
+    silos: Sequence[Any] | Federation,
+    columns: Sequence[str],
+    *,
+    min_count: int = MIN_COUNT,
+    other: str = OTHER,
+) -> Levels:
+    """Return the levels of categorical columns, in one order for all silos.
+
+    Parameters
+    ----------
+    silos : sequence of dict or DataFrame, or Federation
+        What each silo holds, or silos in other processes.
+    columns : sequence of str
+        Arguments, columns of the DataFrames, or ``"x.city"`` for a column of the argument ``x``.
+    min_count : int
+        The least number of rows of a level at some silo. Levels that all silos have less often are
+        not named, since a level that few patients have says who is here; they are ``other``.
+    other : str
+        The name of that level. It is there in any case: all silos must have as many levels.
+
+    Returns
+    -------
+    Levels
+
+    Raises
+    ------
+    DataError
+        For a column that a silo lacks, that holds anything but strings, categories, booleans or
+        whole numbers, or that misses values.
+    RefusedError
+        If the policy of a silo does not allow the question, or wants a higher ``min_count``.
+
+    Notes
+    -----
+    In one process nothing crosses. A silo in another process sends the names of its levels, and
+    never how many rows have one. It is one exchange, ``"levels"``, which needs no model.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> silos = [{"city": ["Rome"] * 5 + ["Bern"] * 6}, {"city": ["Oslo"] * 8 + ["Nice"]}]
+    >>> levels = nf.levels(silos, ["city"])
+    >>> levels["city"]
+    ('Bern', 'Oslo', 'Rome', 'other')
+    >>> levels.encode(silos[1])["city"].tolist()
+    [1, 1, 1, 1, 1, 1, 1, 1, 3]
+
+    The same of silos in processes of their own:
+
+    >>> answers = [nf.Silo(silo, names={}).answer for silo in silos]
+    >>> nf.levels(nf.Federation(nf.network.InMemory(answers)), ["city"]) == levels
+    True
+    """
+    if not isinstance(silos, Federation):
+        return levels_of_list(_listed(silos), columns, min_count=min_count, other=other)
+    positive_int("min_count", min_count)
+    if isinstance(columns, str):
+        raise DataError(f"columns must be a list of names, got the string '{columns}'.")
+    settings = json.dumps({COLUMNS: list(columns), "min_count": min_count})
+    replies = silos.ask_of_data(LEVELS, settings)
+    parts = [_read_names(j, reply, columns) for j, reply in enumerate(replies)]
+    return Levels.union(*parts, min_count=min_count, other=other)
+
+
+def moments(silos: Sequence[Any] | Federation, arguments: Sequence[str] | None = None) -> Scaling:
+    """Return the mean and the sd of each column over all silos, as of the pooled rows.
+
+    Parameters
+    ----------
+    silos : sequence of dict or DataFrame, or Federation
+        What each silo holds, or silos in other processes.
+    arguments : sequence of str, optional
+        The arguments, or columns of DataFrames, to take moments of. By default all arrays of
+        floats, outcomes among them: name the covariates where outcomes keep their units. Whole
+        numbers (an index of hospitals, a count) are left out unless they are named.
+
+    Returns
+    -------
+    Scaling
+
+    Raises
+    ------
+    DataError
+        For silos that lack an argument or have other columns, and for columns without any number.
+    RefusedError
+        If the policy of a silo does not allow the question, or too few of its rows have a number.
+
+    Notes
+    -----
+    Nothing has to be standardised for ``nf.fit``. It is for priors that are written in standard
+    units.
+
+    In one process nothing crosses. A silo in another process sends a mean, an sd and the number of
+    rows that have a number, of each column, which are not added up on the way. It is one exchange,
+    ``"moments"``, which needs no model. The result is the same, bit for bit.
+
+    Examples
+    --------
+    >>> import numpy as np, numpyro_fed as nf
+    >>> x = 1e8 + np.array([[0.0, 0.1], [2.0, 0.3], [4.0, 0.2]])
+    >>> scaling = nf.moments([dict(x=x[:1]), dict(x=x[1:])], ["x"])
+    >>> (scaling.mean["x"] - 1e8).round(6).tolist()
+    [2.0, 0.2]
+    >>> scaling.sd["x"].round(6).tolist()
+    [1.632993, 0.08165]
+    """
+    if not isinstance(silos, Federation):
+        return moments_of_list(_listed(silos), arguments)
+    if isinstance(arguments, str):
+        raise DataError(f"arguments must be a list of names, got the string '{arguments}'.")
+    settings = json.dumps({"arguments": None if arguments is None else list(arguments)})
+    replies = silos.ask_of_data(MOMENTS, settings)
+    return whole_of([_read_moments(j, reply, arguments) for j, reply in enumerate(replies)])
+
+
+def _listed(silos: Sequence[Any]) -> Sequence[Any]:
+    """Return silos if they are a list of their data."""
+    if isinstance(silos, Mapping) or not isinstance(silos, Sequence):
+        raise DataError(
+            f"silos must be a list with the data of each silo, or a Federation, got "
+            f"{type(silos).__name__}."
+        )
+    if not silos:
+        raise DataError("the list of silos is empty: pass the data of each silo.")
+    return silos
+
+
+def names_reply(silo: Any, columns: Sequence[str], min_count: int) -> bytes:
+    """Return a silo's reply to the question for the names of its levels."""
+    return write({}, {NAMES: json.dumps(level_names(silo, columns, min_count), sort_keys=True)})
+
+
+def moments_reply(silo: Any, arguments: Sequence[str] | None) -> bytes:
+    """Return a silo's reply to the question for means, sds and numbers of rows."""
+    part = moments_of("the silo", silo, arguments)
+    kinds = {"mean": part.mean, "sd": part.sd, "count": part.count}
+    arrays = {f"{kind}/{name}": a for kind, found in kinds.items() for name, a in found.items()}
+    return write(arrays, {COLUMNS: json.dumps(part.columns, sort_keys=True)})
+
+
+def _read_names(silo: int, reply: bytes, columns: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return the names of levels in a silo's reply, once they are those of the columns."""
+    try:
+        found = json.loads(read(reply).head[NAMES])
+        names = {c: tuple(found[c]) for c in columns}
+        texts = [name for column in found.values() for name in column]
+        listed = all(isinstance(column, list) for column in found.values())
+        if not listed or not all(isinstance(name, str) for name in texts):
+            raise ValueError
+        if set(found) != set(columns):
+            raise ValueError
+    # Whatever another party may have written there.
+    except (AttributeError, DataError, LookupError, TypeError, ValueError) as error:
+        words = f"has no names of levels of {list(columns)}. Is it of another version?"
+        raise ReplyError(words, silo=silo, exchange=LEVELS) from error
+    return names
+
+
+def _read_moments(silo: int, reply: bytes, arguments: Sequence[str] | None) -> Scaling:
+    """Return the moments in a silo's reply, once they are such as columns can have."""
+    try:
+        head, arrays = read(reply)
+        kinds: dict[str, Numbers] = {"mean": {}, "sd": {}, "count": {}}
+        for label, array in arrays.items():
+            kind, _, name = label.partition("/")
+            kinds[kind][name] = array
+        mean, sd, count = kinds.values()
+        columns = {str(k): tuple(map(str, v)) for k, v in json.loads(head[COLUMNS]).items()}
+        # In the order of the question: that of a message is another one.
+        names = sorted(mean) if arguments is None else list(arguments)
+        alike = all(set(found) == set(names) for found in kinds.values())
+        if not alike or not all(_are_moments(mean[n], sd[n], count[n]) for n in names):
+            raise ValueError
+    except (AttributeError, DataError, LookupError, TypeError, ValueError) as error:
+        words = "has no means, sds and counts of the columns. Is it of another version?"
+        raise ReplyError(words, silo=silo, exchange=MOMENTS) from error
+    mean, sd, count = ({n: found[n] for n in names} for found in (mean, sd, count))
+    return Scaling(mean, sd, count, columns)
+
+
+def _are_moments(mean: np.ndarray, sd: np.ndarray, count: np.ndarray) -> bool:
+    """Return whether arrays of a message are the mean, sd and count of columns."""
+    return bool(
+        mean.ndim <= 1
+        and mean.shape == sd.shape == count.shape
+        and mean.dtype == sd.dtype == np.float64
+        and count.dtype.kind == "i"
+        and np.isfinite(mean).all()
+        and np.isfinite(sd).all()
+        and (sd >= 0).all()
+        and (count >= 0).all()
+    )

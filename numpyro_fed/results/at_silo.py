@@ -1,0 +1,272 @@
+"""The posterior at silos in processes of their own: what a silo draws, and what it tells.
+
+The server has draws of the globals, and a silo its own latents given each. They meet at the silo:
+the server's draws go there as a message (:class:`SendsDraws`), and the silo draws, and predicts, by
+:class:`AtSilo`. Or silos whose owners allow it tell the latents that their rows share.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed.after.predict import (
+    Predict,
+    all_latents,
+    check_plates,
+    global_latents,
+    predictor,
+    read_new,
+    refuse_private_parameters,
+)
+from numpyro_fed.after.predict import outer_latents as outer_names
+from numpyro_fed.algorithms.base import Round
+from numpyro_fed.algorithms.importance.integration import Integration
+from numpyro_fed.algorithms.outer_latents import DRAWS, KEYS, Told, outer_latents, outer_sites
+from numpyro_fed.algorithms.sfvi import Down, coordinates_of, down_of
+from numpyro_fed.errors import DataError, ReplyError, positive_int
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.facts import Facts, Plan
+from numpyro_fed.model.indices import new_data_check
+from numpyro_fed.precision import precision
+from numpyro_fed.results.base import FederatedRun
+from numpyro_fed.results.built import Built
+from numpyro_fed.results.posterior import Posterior, posterior, real_rows
+from numpyro_fed.runtime.messages import DRAWS as FOR_SILO
+from numpyro_fed.runtime.messages import Question, at_silo, pack, unpack, write
+from numpyro_fed.runtime.party import Held
+
+MESSAGE = "the draws of the latents that rows share are not finite at {}."
+
+
+def settings_of(sampler: Posterior) -> dict[str, Any]:
+    """Return the settings, as JSON, by which :func:`sampler_by` makes the same functions."""
+    integration = sampler.integration
+    if integration is None:
+        return {}
+    return {"inner_draws": dict(integration.draws), "nodes": integration.nodes}
+
+
+def sampler_by(built: Built, settings: Mapping[str, Any]) -> Posterior:
+    """Return the sampling functions of a fit, or those of its correction, from settings."""
+    if "nodes" not in settings:
+        return posterior(built.model, built.guide, built.bound)
+    integration = Integration(settings["inner_draws"], settings["nodes"])
+    bound = integration.bound(built.model, built.guide)
+    return posterior(built.model, built.guide, bound, integration)
+
+
+@dataclass(frozen=True, eq=False)
+class LocalDraws:
+    """The function to draws of a silo's own latents at draws of the globals, made at the silo."""
+
+    built: Built
+    sampler: Posterior
+
+    def __call__(self, key: Array, down: Down, state: Any, data: SiloData) -> dict[str, Array]:
+        """Return local sites (n, ...) at draws of the globals, by the silo's own key."""
+        fm, private = self.built.model, self.built.algorithm.private(state)
+        theta = {**down.theta, **private.theta}
+        coordinates = private.recentred(coordinates_of(down))
+        args = theta, private.guide, down.z_G, coordinates, data
+        z_L = real_rows(self.sampler.draw_locals(key, *args), fm.sizes(data), len(down.z_G))
+        return self.sampler.constrain_locals(theta, down.z_G, z_L, data)
+
+
+@dataclass(frozen=True, eq=False)
+class AtSilo:
+    """The posterior at a silo, by draws of the globals that the server has sent.
+
+    Its numbers are those of a result in one process, by the same keys.
+    """
+
+    built: Built
+    facts: Facts
+    sampler: Posterior
+    num_draws: int
+
+    @cached_property
+    def _predict(self) -> Predict:
+        return predictor(self.built.model)
+
+    @cached_property
+    def _like(self) -> Down:
+        """Return the shapes of the server's message."""
+        algorithm, guide, dim = self.built.algorithm, self.built.guide, self.built.model.dim
+
+        def down(key: Array) -> Down:
+            shared = algorithm.shared(algorithm.init_server(key))
+            return down_of(guide, shared, jnp.zeros((self.num_draws, dim)))
+
+        like: Down = jax.eval_shape(down, jax.random.key(0))
+        return like
+
+    def sample_posterior(
+        self, key: Array, arrays: Mapping[str, np.ndarray], silo: Held
+    ) -> dict[str, Array]:
+        """Return all sites at the server's draws (n, ...)."""
+        return self._sites(key, unpack("down", self._like, arrays), silo)
+
+    def _sites(self, key: Array, down: Down, silo: Held) -> dict[str, Array]:
+        sites = self.sampler.constrain_globals(down.theta, down.z_G)
+        key_silo = jax.random.fold_in(jax.random.fold_in(key, 1), silo.number)
+        draw = LocalDraws(self.built, self.sampler)
+        return sites | draw(key_silo, down, silo.state, silo.data)
+
+    def predict(
+        self,
+        key: Array,
+        arrays: Mapping[str, np.ndarray],
+        silo: Held,
+        new: Mapping[str, Any] | None,
+    ) -> dict[str, Array]:
+        """Return posterior predictive draws (n, ...) for new data, or for the silo's own rows."""
+        fm, data, names = self.built.model, silo.data, all_latents(self.built.model)
+        if new is not None:
+            data = read_new(fm, new, self.facts, [silo.data])
+            refuse_private_parameters(fm)
+            check_plates(fm, data, silo.number, fm.sizes(silo.data))
+            new_data_check(fm.text, silo.number)(**data.kwargs)
+            names = [*global_latents(fm), *outer_names(fm)]
+        down = unpack("down", self._like, arrays)
+        sites = self._sites(key, down, silo)
+        latents = {name: sites[name] for name in names if name in sites}
+        private = self.built.algorithm.private(silo.state).theta
+        parameters = fm.constrain_theta({**down.theta, **private})
+        key_new = jax.random.fold_in(jax.random.fold_in(key, 2), 1 + silo.number)
+        return self._predict(key_new, parameters, latents, data)
+
+
+def at_silo_of(plan: Plan, built: Built, settings: Mapping[str, Any]) -> AtSilo:
+    """Return the posterior at a silo, from the settings in a message of the server."""
+    num_draws = settings.get("num_draws")
+    positive_int("num_draws", num_draws)
+    return AtSilo(built, plan.facts, sampler_by(built, settings), int(str(num_draws)))
+
+
+def outer_round(built: Built, settings: Mapping[str, Any]) -> Round:
+    """Return the round in which silos tell outer latents, which they build from these settings."""
+    return outer_latents(
+        built.model,
+        built.guide,
+        LocalDraws(built, sampler_by(built, settings)),
+        built.algorithm,
+        settings["num_draws"],
+        settings["num_silos"],
+        settings["rows"],
+        json.dumps(dict(settings)),
+    )
+
+
+def told_by_silos(
+    result: FederatedRun[Any], key: Array, z_G: Array, sampler: Posterior
+) -> dict[str, Array]:
+    """Return the latents of outer plates of all silos, side by side, at draws of the globals.
+
+    Silos are in other processes, and it takes one exchange.
+
+    Raises
+    ------
+    DataError
+        For a model without such latents.
+    RefusedError
+        Naming a silo whose policy does not allow it.
+    """
+    fit, number = result._fit, result.num_parties
+    sites, largest = outer_sites(fit.model), dict(fit.plan.largest)
+    if not sites:
+        raise DataError(
+            "silo='all' of silos in other processes has the latents that rows of a silo share (a "
+            "hospital's effect), and this model has none. Latents of rows stay at their silo."
+        )
+    settings = {
+        "num_draws": len(z_G),
+        "num_silos": number,
+        "rows": {str(s.plate): largest[str(s.plate)] for s in sites},
+        **settings_of(sampler),
+    }
+    name = "outer latents", json.dumps(settings)
+    exchange = fit.cached(name, lambda: fit.runtime.quick(outer_round(fit.built, settings)))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(number))
+    given = SiloData({DRAWS: jnp.asarray(z_G), KEYS: jax.random.key_data(keys)})
+    told: Told = result._run_round_once(exchange, key, MESSAGE, given)[0]
+    joined = {}
+    for s in sites:
+        axis, rows = 1 + (s.axis or 0), np.asarray(told.rows[str(s.plate)])
+        for j, size in enumerate(rows):
+            if not 0 < size <= settings["rows"][str(s.plate)]:
+                words = f"has {size} rows of '{s.plate}', which is not what its facts say."
+                raise ReplyError(words, silo=j, exchange=name[0])
+        parts = [
+            jax.lax.slice_in_dim(told.values[s.name][j], 0, int(size), axis=axis)
+            for j, size in enumerate(rows)
+        ]
+        joined[s.name] = jnp.concatenate(parts, axis)
+    return joined
+
+
+class SendsDraws(ABC):
+    """A posterior over silos in processes of their own, whose draws can be sent to them."""
+
+    @property
+    @abstractmethod
+    def run_behind(self) -> Any:
+        """Return the run that the posterior rests on."""
+
+    @property
+    @abstractmethod
+    def sampler(self) -> Posterior:
+        """Return the functions by which locals are drawn."""
+
+    @abstractmethod
+    def unconstrained(self, key: Array, n: int) -> Array:
+        """Return unconstrained draws (n, dim) of the globals."""
+
+    def draws_for_silo(self, key: Array, n: int, *, silo: int) -> bytes:
+        """Return draws of the globals for a silo in another process, as a message.
+
+        The silo draws its own latents at them, and predicts, by :meth:`numpyro_fed.Silo.predict` or
+        :meth:`numpyro_fed.SiloNode.predict`. With the same key there the numbers are those that
+        ``predict(key, new, silo=silo, n=n)`` has in one process. The message is bytes, for a file,
+        and holds what the server knows and nothing of any silo.
+
+        Parameters
+        ----------
+        key : jax.Array
+        n : int
+            The number of draws.
+        silo : int
+            The number of the silo.
+
+        Returns
+        -------
+        bytes
+
+        Raises
+        ------
+        DataError
+            For silos in this process, and for a silo that does not exist.
+        """
+        run, mark = self.run_behind, self.run_behind.mark
+        positive_int("n", n)
+        if mark is None:
+            raise DataError(
+                "the silos are in this process: predict(key, new, silo=...) has their latents."
+            )
+        if isinstance(silo, bool) or not 0 <= int(silo) < run.num_silos:
+            raise DataError(f"there is no silo {silo}: they are 0 to {run.num_silos - 1}.")
+        with precision(double=run.double):
+            down = down_of(run._fit.guide, run.shared, self.unconstrained(key, n))
+            settings = json.dumps({"num_draws": n, **settings_of(self.sampler)})
+            used, method = int(mark.used[silo]), at_silo(run._fit.asked_as, silo)
+            question = Question(FOR_SILO, settings, mark.run_of(silo), 0, used, method)
+            return write(pack("down", down), question.head())

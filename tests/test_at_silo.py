@@ -1,0 +1,271 @@
+"""A silo's own latents over a federation: told where it is allowed, and used where they are."""
+
+from functools import cache
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_fed as nf
+from numpyro_fed.errors import DataError, ModelError, RefusedError
+from numpyro_fed.network import InMemory
+from numpyro_fed.runtime.messages import read
+
+KEY, OTHER = jax.random.key(0), jax.random.key(7)
+QUIET = {"progress_bar": False}
+SIZES = (6, 9, 9)  # two alike: their programs are compiled once for a cache on the disk
+TELLS = nf.Policy(min_rows=1, parameters_per_row=10.0, tell_latents=True)
+
+
+def nested(x, hospital, n_hospitals, y=None):
+    """Effects of hospitals (one of two axes), and one of each patient."""
+    beta = numpyro.sample("beta", dist.Normal(0, 2).expand([2]).to_event(1))
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    with nf.silo_plate("hospital", n_hospitals):
+        u = numpyro.sample("u", dist.Normal(0, tau))
+        v = numpyro.sample("v", dist.Normal(0, 1).expand([1]).to_event(1))
+    with nf.silo_plate("patient", len(x)):
+        b = numpyro.sample("b", dist.Normal(0, 0.5))
+        at = numpyro.deterministic("at", x @ beta + u[hospital] + v[hospital, 0] + b)
+        numpyro.sample("y", dist.Normal(at, 1), obs=y)
+
+
+def flat(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with nf.silo_plate("row", len(y)):
+        a = numpyro.param("a", np.zeros(len(y)))
+        numpyro.sample("y", dist.Normal(mu + a, 1), obs=y)
+
+
+NAMES = {"nested": nested, "flat": flat}
+
+
+def data_of(hospitals=(1, 1, 1)):
+    r, found = np.random.default_rng(1), []
+    for n, k in zip(SIZES, hospitals, strict=True):
+        x = r.normal(size=(n, 2))
+        y = x @ [1.0, -0.5] + r.normal(0, 1.2) + r.normal(size=n)
+        found.append(dict(x=x, hospital=np.arange(n) % k, n_hospitals=k, y=y))
+    return found
+
+
+def silos_of(data, policy=TELLS, folder=None):
+    states = [None if folder is None else folder / f"{j}" for j in range(len(data))]
+    return [
+        nf.Silo(d, names=NAMES, policy=policy, state=state)
+        for d, state in zip(data, states, strict=True)
+    ]
+
+
+def federation_of(silos, heard=None):
+    def listening(answer):
+        def wrapped(message):
+            reply = answer(message)
+            if heard is not None:
+                heard.append((message, reply))
+            return reply
+
+        return wrapped
+
+    return nf.Federation(InMemory([listening(silo.answer) for silo in silos]), names=NAMES)
+
+
+METHODS = {
+    "sfvi": (nf.SFVI(nested, start=None), 5),
+    "pvi": (nf.PVI(nested, start=None), 2),
+    "quadrature": (nf.SFVI(nested, start=None, objective=nf.Quadrature(nodes=3)), 3),
+}
+
+
+def both(name, hospitals=(1, 1, 1), corrected=False):
+    """The silos, the result over them, and that of a list."""
+    (method, rounds), data = METHODS[name], data_of(hospitals)
+    silos = silos_of(data)
+    there, here = (method.run(KEY, rounds, s, **QUIET) for s in (federation_of(silos), data))
+    if corrected:
+        there, here = (nf.importance_correct(KEY, run, 60) for run in (there, here))
+    return silos, there, here
+
+
+CASES = [
+    ("sfvi", (1, 1, 1), False),
+    ("sfvi", (1, 1, 1), True),
+    ("pvi", (1, 1, 1), True),
+    ("quadrature", (1, 1, 1), False),
+    ("sfvi", (3, 2, 1), False),
+]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES[2:]]
+NEW = dict(x=np.array([[1.0, 0.5], [-1.0, 2.0], [0.0, 0.0]]), hospital=np.zeros(3, int))
+
+
+@pytest.mark.parametrize(("name", "hospitals", "corrected"), [*CASES[:2], *SLOW])
+def test_numbers_at_a_silo_are_those_of_one_process(name, hospitals, corrected, double):
+    silos, there, here = both(name, hospitals, corrected)
+    told, expected = (fit.sample_posterior(OTHER, 40, silo="all") for fit in (there, here))
+    assert set(told) == {"beta", "tau", "u", "v"}
+    assert told["v"].shape == (40, sum(hospitals), 1)
+    for site, values in told.items():
+        np.testing.assert_allclose(values, expected[site], rtol=1e-10, atol=1e-10)
+    for j, silo in enumerate(silos):
+        message = there.draws_for_silo(OTHER, 40, silo=j)
+        own, expected = (
+            silo.sample_posterior(OTHER, message),
+            here.sample_posterior(OTHER, 40, silo=j),
+        )
+        assert set(own) == set(expected) == {"beta", "tau", "u", "v", "b", "at"}
+        new = NEW | dict(n_hospitals=hospitals[j])
+        for data in (new, None):
+            found = silo.predict(OTHER, message, data)
+            other = here.predict(OTHER, data, silo=j, n=40)
+            own |= {f"predicted {site}": values for site, values in found.items()}
+            expected |= {f"predicted {site}": values for site, values in other.items()}
+            assert set(found) == {"at", "y"}
+        for site, values in own.items():
+            np.testing.assert_allclose(values, expected[site], rtol=1e-10, atol=1e-10)
+
+
+@cache
+def quick(policy=TELLS):
+    """Silos that are not like each other, and a short run over them."""
+    heard, silos = [], silos_of(data_of(), policy)
+    run = METHODS["sfvi"][0].run(KEY, 2, federation_of(silos, heard), **QUIET)
+    heard.clear()
+    return silos, run, heard
+
+
+def test_only_latents_that_rows_share_are_told():
+    """One exchange; the message has no number of a row, and its shape not the number of rows."""
+    _, run, heard = quick()
+    run.sample_posterior(KEY, 30, silo="all")
+    assert len(heard) == len(SIZES)
+    for _, reply in heard:
+        shapes = {name: a.shape for name, a in read(reply).arrays.items()}
+        assert sorted(shapes.values()) == [(), (), (30, 1), (30, 1, 1)]
+    heard.clear()
+    run.draws_for_silo(KEY, 30, silo=1)
+    assert not heard  # nothing crosses but the message itself
+
+
+def test_nothing_of_a_silo_is_in_the_message_that_goes_there():
+    _, run, _ = quick()
+    one, other = (run.draws_for_silo(KEY, 9, silo=j) for j in (0, 1))
+    for name, array in read(one).arrays.items():
+        np.testing.assert_array_equal(array, read(other).arrays[name])
+    assert {a.shape[0] for a in read(one).arrays.values() if a.ndim > 1} == {9}
+
+
+def test_a_silo_that_does_not_tell_is_named():
+    data, quiet = data_of(), nf.Policy(min_rows=1, parameters_per_row=10.0)
+    silos = [*silos_of(data[:2]), *silos_of(data[2:], quiet)]
+    run = METHODS["sfvi"][0].run(KEY, 1, federation_of(silos), **QUIET)
+    with pytest.raises(RefusedError, match=r"silo 2 refuses 'outer latents': .*tell_latents"):
+        run.sample_posterior(KEY, 5, silo="all")
+
+
+@pytest.mark.slow
+def test_a_node_in_its_own_hands_tells_only_what_it_may():
+    method, data = METHODS["sfvi"][0], data_of()
+    nodes = [nf.SiloNode(method, d, tell_latents=j < 2) for j, d in enumerate(data)]
+    server = nf.ServerNode(method, [node.facts() for node in nodes])
+    for j, node in enumerate(nodes):
+        node.accept(server.plan, j)
+    run = server.run(KEY, 1, lambda j, message: nodes[j].handle(message))
+    with pytest.raises(ModelError, match="silo 2 does not tell"):
+        run.sample_posterior(KEY, 5, silo="all")
+    assert nodes[2].predict(KEY, run.draws_for_silo(KEY, 5, silo=2))["y"].shape == (5, 9)
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [({"max_draws": 50}, "allows 50 more draws"), ({"exchanges": ("sfvi",)}, "'outer latents'")],
+)
+def test_the_other_rules_of_a_policy_hold(rules, words):
+    policy = nf.Policy(min_rows=1, parameters_per_row=10.0, tell_latents=True, **rules)
+    run = METHODS["sfvi"][0].run(KEY, 1, federation_of(silos_of(data_of(), policy)), **QUIET)
+    with pytest.raises(RefusedError, match=words):
+        run.sample_posterior(KEY, 60, silo="all")
+
+
+def test_a_policy_says_true_or_false(tmp_path):
+    (tmp_path / "policy.toml").write_text("tell_latents = true\n")
+    assert nf.Policy.from_toml(tmp_path / "policy.toml").tell_latents
+    with pytest.raises(ValueError, match="true or false"):
+        nf.Policy(tell_latents="no")
+
+
+@pytest.mark.slow
+def test_a_silo_of_another_process_predicts(tmp_path):
+    """The process that has answered the server is over; its folder has what is needed."""
+    data = data_of()
+    run = METHODS["sfvi"][0].run(KEY, 2, federation_of(silos_of(data, folder=tmp_path)), **QUIET)
+    message = run.draws_for_silo(OTHER, 8, silo=1)
+    again = silos_of(data, folder=tmp_path)[1]
+    expected = METHODS["sfvi"][0].run(KEY, 2, data, **QUIET).predict(OTHER, silo=1, n=8)
+    np.testing.assert_allclose(again.predict(OTHER, message)["y"], expected["y"], rtol=1e-4)
+    with pytest.raises(ModelError, match="has not described"):
+        silos_of(data, folder=tmp_path)[0].predict(OTHER, message)
+
+
+@pytest.mark.slow
+def test_later_exchanges_leave_the_state_that_a_message_means():
+    silos, run, _ = quick()
+    message = run.draws_for_silo(OTHER, 8, silo=0)
+    before = silos[0].predict(OTHER, message)["y"]
+    nf.importance_correct(KEY, run, 20)
+    np.testing.assert_array_equal(silos[0].predict(OTHER, message)["y"], before)
+
+
+def test_wrong_use_is_refused():
+    silos, run, heard = quick()
+    message = run.draws_for_silo(KEY, 8, silo=0)
+    with pytest.raises(DataError, match="silo 1 holds its own latents"):
+        run.sample_posterior(KEY, 5, silo=1)
+    with pytest.raises(DataError, match="draws_for_silo of this result"):
+        run.sample_posterior(KEY, 5, silo=[0, 1])
+    with pytest.raises(DataError, match="no silo 3: they are 0 to 2"):
+        run.draws_for_silo(KEY, 8, silo=3)
+    with pytest.raises(ValueError, match="n must be a positive"):
+        run.draws_for_silo(KEY, 0, silo=0)
+    with pytest.raises(DataError, match="2 of 'hospital', and silo 0 has 1"):
+        silos[0].predict(KEY, message, NEW | dict(hospital=np.arange(3) % 2, n_hospitals=2))
+    with pytest.raises(DataError, match="do not fit the model"):
+        silos[0].predict(KEY, message, dict(x=NEW["x"]))
+    run.sample_posterior(KEY, 3, silo="all")
+    with pytest.raises(DataError, match="a message of 'outer latents' came"):
+        silos[0].predict(KEY, heard[-1][0])
+    assert "error" in read(silos[0].answer(message)).head
+    here = METHODS["sfvi"][0].run(KEY, 1, data_of(), **QUIET)
+    with pytest.raises(DataError, match="silos are in this process"):
+        here.draws_for_silo(KEY, 8, silo=0)
+    with pytest.raises(TypeError, match="key must be"):
+        silos[0].predict(3, message)
+
+
+def test_a_model_without_latents_that_rows_share_has_nothing_to_tell():
+    silos = silos_of([dict(y=np.arange(4.0)), dict(y=np.arange(5.0))])
+    run = nf.SFVI(flat, start=None).run(KEY, 2, federation_of(silos), **QUIET)
+    with pytest.raises(DataError, match="this model has none"):
+        run.sample_posterior(KEY, 5, silo="all")
+    message = run.draws_for_silo(KEY, 8, silo=1)
+    with pytest.raises(ModelError, match="'a' is a parameter"):
+        silos[1].predict(KEY, message, dict(y=np.zeros(2)))
+    here = nf.SFVI(flat, start=None).run(
+        KEY, 2, [dict(y=np.arange(4.0)), dict(y=np.arange(5.0))], **QUIET
+    )
+    found, expected = silos[1].predict(KEY, message), here.predict(KEY, silo=1, n=8)
+    np.testing.assert_allclose(found["y"], expected["y"], rtol=1e-4)
+
+
+def test_columns_are_drawn_by_all_parties_together():
+    def predictor(x):
+        return x @ numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
+
+    def joint(xs, y=None):
+        eta = nf.client_sum("client", predictor, xs)
+        with numpyro.plate("row", eta.shape[0]):
+            numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+
+    with pytest.raises(ModelError, match="sample_together"):
+        nf.VFL(joint).posterior_at(None, None, {})

@@ -1,0 +1,222 @@
+"""Levels and moments over silos in processes of their own: the same as of a list, and no more."""
+
+import json
+
+import hypothesis.strategies as st
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+
+import numpyro_fed as nf
+from numpyro_fed.errors import DataError, ModelError, RefusedError, ReplyError
+from numpyro_fed.network import InMemory
+from numpyro_fed.runtime.messages import Question, read, write
+
+FREE = nf.Policy(min_rows=1, min_count=1)
+CITIES = ("Bern", "Basel", "Chur", "other")
+
+
+def federation_of(data, heard=None, **options):
+    """Silos in this process with bytes between them; ``heard`` gets their replies."""
+
+    def listening(answer):
+        def wrapped(message):
+            reply = answer(message)
+            if heard is not None:
+                heard.append(reply)
+            return reply
+
+        return wrapped
+
+    silos = [nf.Silo(d, names={}, **options) for d in data]
+    return nf.Federation(InMemory([listening(silo.answer) for silo in silos]))
+
+
+@given(
+    cities=st.lists(st.lists(st.sampled_from(CITIES), min_size=1, max_size=20), min_size=1),
+    min_count=st.integers(1, 4),
+)
+def test_levels_over_a_federation_are_those_of_a_list(cities, min_count):
+    data, heard = [dict(city=c, k=list(range(len(c)))) for c in cities], []
+    there = federation_of(data, heard, policy=FREE)
+    found = nf.levels(there, ["city", "k"], min_count=min_count, other="other")
+    assert found == nf.levels(data, ["city", "k"], min_count=min_count, other="other")
+    assert nf.levels(there, ["city", "k"], min_count=min_count) == found
+    assert len(heard) == len(data)  # the same question is asked once
+    assert [set(read(reply).head) for reply in heard] == [{"names"}] * len(data)
+    assert not any(read(reply).arrays for reply in heard)
+
+
+def test_names_do_not_depend_on_how_often_there_are_any():
+    """Counts do not cross: two silos with other counts of the same names send the same bytes."""
+    replies = []
+    for n in (5, 17):
+        federation = federation_of([dict(city=["Bern"] * n + ["Chur"] * (22 - n))], replies)
+        nf.levels(federation, ["city"])
+    assert replies[0] == replies[1]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 99))
+def test_moments_over_a_federation_are_those_of_a_list_to_the_bit(sizes, seed):
+    r, heard = np.random.default_rng(seed), []
+    data = [dict(x=1e6 + r.normal(size=(n, 2)), y=r.normal(size=n), k=np.arange(n)) for n in sizes]
+    there = federation_of(data, heard, policy=FREE)
+    for arguments in (None, ["y", "k"], ["x"]):
+        found, expected = (nf.moments(silos, arguments) for silos in (there, data))
+        for kind in ("mean", "sd", "count"):
+            a, b = getattr(found, kind), getattr(expected, kind)
+            assert set(a) == set(b)
+            for name in a:
+                np.testing.assert_array_equal(a[name], b[name])
+    assert max(map(len, heard)) < 1_000
+    assert {a.size for reply in heard for a in read(reply).arrays.values()} <= {1, 2}
+
+
+def test_dataframes_are_asked_of_by_columns():
+    r = np.random.default_rng(0)
+    data = [pd.DataFrame(dict(city=["a"] * n, age=r.normal(size=n))) for n in (6, 9)]
+    there = federation_of(data)
+    found, expected = (nf.moments(silos, ["age"]) for silos in (there, data))
+    assert (found.mean, found.sd) == (expected.mean, expected.sd)
+    matrices = [dict(x=d[["age"]]) for d in data]
+    assert nf.moments(federation_of(matrices)).columns == {"x": ("age",)}
+    assert nf.levels(there, ["city"]) == nf.levels(data, ["city"])
+    assert nf.levels(federation_of([dict(x=d) for d in data]), ["x.city"])["x.city"] == (
+        "a",
+        "other",
+    )
+    wrong = [matrices[0], dict(x=data[1].assign(b=1.0)[["b"]])]
+    with pytest.raises(DataError, match="silo 1, 'x'"):
+        nf.moments(federation_of(wrong))
+
+
+# --- what a silo refuses ---------------------------------------------------------------------
+
+CITY = dict(city=["Bern"] * 8 + ["Nice"] * 2, x=np.arange(10.0))
+
+
+@pytest.mark.parametrize(
+    ("policy", "ask", "words"),
+    [
+        ({"exchanges": ("pvi", "moments")}, "levels", "'levels' is not among the exchanges"),
+        ({"exchanges": ("pvi", "levels")}, "moments", "'moments' is not among the exchanges"),
+        ({"min_rows": 11}, "levels", "fewer rows"),
+        ({"min_rows": 11}, "moments", "in fewer rows .*11, min_rows"),
+        ({"min_count": 9}, "levels", "of 9 rows .*min_count=9"),
+    ],
+)
+def test_a_policy_is_kept(policy, ask, words):
+    silos = [nf.Silo(CITY, names={}), nf.Silo(CITY, names={}, policy=nf.Policy(**policy))]
+    there = nf.Federation(InMemory([silo.answer for silo in silos]))
+    with pytest.raises(RefusedError, match=f"silo 1 refuses '{ask}': .*{words}"):
+        nf.levels(there, ["city"]) if ask == "levels" else nf.moments(there)
+
+
+def test_a_server_cannot_ask_for_rare_levels():
+    there = federation_of([CITY])
+    assert nf.levels(there, ["city"])["city"] == ("Bern", "other")
+    with pytest.raises(RefusedError, match="names of levels that 2 rows have"):
+        nf.levels(there, ["city"], min_count=2)
+
+
+@pytest.mark.parametrize("few", [1, 4])
+def test_moments_that_would_tell_of_a_few_rows_are_refused(few):
+    seen = np.where(np.arange(20) < few, 37.0, np.nan)
+    with pytest.raises(RefusedError, match="numbers in fewer rows"):
+        nf.moments(federation_of([dict(x=seen)]))
+    for others in (0.0, 1.0):
+        x = np.stack([np.arange(20.0), np.where(np.arange(20) < few, 37.0, others)], 1)
+        with pytest.raises(RefusedError, match="nearly all rows have the same number"):
+            nf.moments(federation_of([dict(x=x)]))
+    enough = dict(x=np.where(np.arange(20) < 5, 37.0, 0.0), one=np.ones(20), z=np.arange(20.0))
+    assert set(nf.moments(federation_of([enough])).mean) == {"x", "one", "z"}
+
+
+def test_a_refusal_tells_no_value():
+    """A server that names a column of numbers gets none of them in an error."""
+    secret = 71.25
+    for value in (secret, None, [1, 2]):
+        data = dict(age=[secret, 2.5, value] * 5)
+        with pytest.raises(DataError, match=r"silo 0 refuses 'levels': a column of \['age'\]") as e:
+            nf.levels(federation_of([data]), ["age"])
+        assert "71" not in str(e.value)
+    with pytest.raises(DataError, match="silo 0 refuses 'moments'") as e:
+        nf.moments(federation_of([dict(name=["Ann", "Bob"] * 5)]), ["name"])
+    assert "Ann" not in str(e.value)
+    with pytest.raises(DataError, match="not there"):
+        nf.levels(federation_of([CITY]), ["town"])
+
+
+def test_in_order_they_come_before_a_search():
+    policy = nf.Policy(exchanges=("levels", "moments"), in_order=True)
+    there = federation_of([CITY], policy=policy)
+    nf.levels(there, ["city"])
+    nf.moments(there)
+    with pytest.raises(ModelError, match="'levels' comes before 'moments'"):
+        nf.levels(there, ["x"])
+
+
+def test_the_audit_log_has_the_questions(tmp_path):
+    policy = nf.Policy(audit=str(tmp_path / "audit"))
+    there = federation_of([CITY], policy=policy)
+    nf.levels(there, ["city"])
+    nf.moments(there, ["x"])
+    lines = [json.loads(line) for line in (tmp_path / "audit").read_text().splitlines()]
+    assert [line["exchange"] for line in lines] == ["levels", "moments"]
+    assert lines[1]["sent"] == {"mean/x": [], "sd/x": [], "count/x": []}
+
+
+@pytest.mark.parametrize("settings", ["{}", "[1]", '{"columns": "city"}', '{"columns": [1]}', "{"])
+def test_malformed_questions_are_refused(settings):
+    silo = nf.Silo(CITY, names={})
+    for exchange in ("levels", "moments"):
+        reply = read(silo.answer(write({}, Question(exchange, settings).head()))).head
+        assert "error" in reply or (exchange == "moments" and "columns" in reply)
+        assert "log has the rest" not in reply.get("words", "")
+
+
+def test_malformed_replies_are_refused():
+    x = {f"{kind}/x": np.float64(1.0) for kind in ("mean", "sd")} | {"count/x": np.int64(9)}
+    columns = {"columns": "{}"}
+    bad = [
+        write({}),
+        write(x | {"mean/x": np.float64(np.nan)}, columns),
+        write(x | {"sd/x": -np.ones(())}, columns),
+        write(x | {"count/x": np.int64(-1)}, columns),
+        write(x | {"mean/x": np.ones(2)}, columns),
+        write(x | {"other/x": np.ones(())}, columns),
+        write(x | {"mean/z": np.ones(())}, columns),
+        write(x, {"columns": "[]"}),
+        b"nothing",
+    ]
+    for reply in bad:
+        with pytest.raises(ReplyError, match="silo 0"):
+            nf.moments(nf.Federation(InMemory([lambda message, reply=reply: reply])), ["x"])
+    good = nf.Federation(InMemory([lambda message: write(x, columns)]))
+    assert nf.moments(good, ["x"]).mean == {"x": 1}
+    for names in ("{", "[]", '{"city": [1]}', '{"city": 1}', '{"city": "ab"}', '{"town": []}'):
+        reply = write({}, {"names": names})
+        with pytest.raises(ReplyError, match="no names of levels"):
+            nf.levels(nf.Federation(InMemory([lambda message, reply=reply: reply])), ["city"])
+
+
+def test_wrong_use_is_refused():
+    there = federation_of([CITY])
+    with pytest.raises(DataError, match="got the string 'city'"):
+        nf.levels(there, "city")
+    with pytest.raises(DataError, match="got the string 'x'"):
+        nf.moments(there, "x")
+    with pytest.raises(ValueError, match="min_count must be a positive integer"):
+        nf.levels(there, ["city"], min_count=0)
+    with pytest.raises(DataError, match="or a Federation, got dict"):
+        nf.moments(CITY)
+
+
+def test_a_script_that_goes_on_is_given_the_replies_so_far(tmp_path):
+    def there(data):
+        silos = [nf.Silo(data, names={})]
+        return nf.Federation(InMemory([silo.answer for silo in silos]), state=tmp_path / "server")
+
+    first = nf.levels(there(CITY), ["city"])
+    assert nf.levels(there(dict(city=["Rome"] * 9)), ["city"]) == first
