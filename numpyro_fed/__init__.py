@@ -33,6 +33,7 @@ from numpyro_fed.methods.fitted import Fitted
 from numpyro_fed.methods.load import Saved, load
 from numpyro_fed.methods.node import ServerNode
 from numpyro_fed.methods.of_data import levels, moments
+from numpyro_fed.methods.private import DPNewton
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.pvi_family import (
     BCM,
@@ -58,6 +59,7 @@ from numpyro_fed.model.scaling import Scaling
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.network.silo import Silo
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, Quadrature
+from numpyro_fed.privacy.budget import Privacy, PrivacyWarning, Spent
 from numpyro_fed.programs import cache_programs
 from numpyro_fed.reference.compare import Comparison, compare
 from numpyro_fed.reference.models import ModelComparison, compare_models
@@ -67,6 +69,7 @@ from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.particles import Particles
+from numpyro_fed.results.private import PrivateResult
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.tempered import Tempered
@@ -96,6 +99,7 @@ __all__ = [
     "ConvergenceWarning",
     "Corrected",
     "Cost",
+    "DPNewton",
     "DataError",
     "DataWarning",
     "Facts",
@@ -121,6 +125,9 @@ __all__ = [
     "Plan",
     "Policy",
     "PowerEP",
+    "Privacy",
+    "PrivacyWarning",
+    "PrivateResult",
     "Quadrature",
     "RefusedError",
     "ReplyError",
@@ -136,6 +143,7 @@ __all__ = [
     "SiloAwayError",
     "SiloNode",
     "SilosError",
+    "Spent",
     "StartWarning",
     "StochasticPowerEP",
     "StreamingVB",

@@ -11,8 +11,9 @@ from jax import Array
 
 from numpyro_fed.errors import DataError, SilosError, positive_int
 from numpyro_fed.methods.fit_steps import FitSteps, SilosToFit
-from numpyro_fed.methods.fitted import Fitted
+from numpyro_fed.methods.fitted import Fitted, Stage
 from numpyro_fed.methods.method_cache import MethodCache
+from numpyro_fed.methods.private import DPNewton
 from numpyro_fed.methods.recipe import method_model
 from numpyro_fed.model.data import SiloInput
 from numpyro_fed.model.facts import Facts, agree
@@ -22,6 +23,7 @@ from numpyro_fed.model.layout import layout_of
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.split import split
 from numpyro_fed.precision import precision as precision_as
+from numpyro_fed.privacy.budget import Privacy
 from numpyro_fed.results.mode import Near
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.noise import typed_key
@@ -41,6 +43,7 @@ def fit(
     *,
     budget: int = BUDGET,
     precision: str = "double",
+    privacy: Privacy | None = None,
     progress_bar: bool = True,
 ) -> Fitted:
     r"""Fit a model over silos, check the posterior, and say whether it can be trusted.
@@ -75,6 +78,10 @@ def fit(
         half of the memory, and much less time on accelerators that are slow in double precision;
         the verdict says so if it cannot hold the posterior. Draws of a fit in double precision are
         NumPy arrays where JAX's own would be rounded.
+    privacy : Privacy, optional
+        A budget of differential privacy. Then the fit is one run of :class:`DPNewton`, about twenty
+        sums with noise, and ``.privacy`` says what was spent. Nothing checks it by weights, which
+        would be told without noise.
     progress_bar : bool
 
     Returns
@@ -119,7 +126,26 @@ def fit(
     positive_int("budget", budget)
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r}: expected one of {list(PRECISIONS)}.")
+    if privacy is not None:
+        return _private_fit(key, model, silos, privacy, precision == "double", progress_bar)
     return FitCall(model, silos, budget, precision == "double", progress_bar).run(key)
+
+
+def _private_fit(
+    key: Array,
+    model: Callable[..., Any],
+    silos: Sequence[SiloInput] | Federation,
+    privacy: Privacy,
+    double: bool,
+    progress_bar: bool,
+) -> Fitted:
+    """Return the fit under differential privacy, which is one run."""
+    with precision_as(double=double), _LOCK, StageBar(progress_bar) as bar:
+        bar.stage("DP Newton")
+        result = DPNewton(model, privacy=privacy).run(typed_key(key), silos=silos, progress_bar=bar)
+        sums = 1 + 2 * len(result.losses)
+        stage = Stage("DP Newton", f"{len(result.losses)} steps. {result.privacy}", result)
+        return Fitted(result, None, (stage,), sums)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,12 +16,14 @@ from jax import Array
 from numpyro_fed import html
 from numpyro_fed.after.base import AfterFit, WhichSilo, silo_number
 from numpyro_fed.errors import DataError
+from numpyro_fed.privacy.budget import Spent
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.groups import check_groups, more_groups
 from numpyro_fed.results.influence import SiloTable
 from numpyro_fed.results.mode import LocalMode, Mode, Near
 from numpyro_fed.results.particles import Particles
+from numpyro_fed.results.private import PrivateResult
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.saving import SavedWords, save
 from numpyro_fed.runtime.federation import Federation
@@ -99,6 +101,8 @@ class Fitted(AfterFit):
     @property
     def correction_behind(self) -> Corrected | str:
         """Return the correction by which the fit is judged, or why there is none."""
+        if isinstance(self.best, PrivateResult):
+            return self.best.NOT_PROTECTED
         return self.corrected or "the fit could not be checked"
 
     @property
@@ -110,10 +114,17 @@ class Fitted(AfterFit):
     @property
     def trusted(self) -> bool:
         """Whether means and sds of the globals are right to a tenth of a posterior sd."""
+        if isinstance(self.best, PrivateResult):
+            return self.best.settled
         correction = self.corrected
         return (
             correction is not None and correction.trusted and not (self.missed or self.interrupted)
         )
+
+    @property
+    def privacy(self) -> Spent | None:
+        """What was spent of a budget of differential privacy; None for a fit without one."""
+        return self.best.privacy if isinstance(self.best, PrivateResult) else None
 
     @property
     def log_evidence(self) -> float | None:
@@ -134,6 +145,8 @@ class Fitted(AfterFit):
         return f"{self._judgement()} {self._account()}"
 
     def _judgement(self) -> str:
+        if isinstance(self.best, PrivateResult):
+            return self.best.judgement
         correction = self.corrected
         if correction is None:
             why = "the fit was interrupted" if self.interrupted else "it could not be checked"
@@ -266,6 +279,12 @@ class Fitted(AfterFit):
 
     def _made_again(self, key: Array, other: Callable[[Call], Call]) -> Fitted:
         """Return the fit of another call, from the modes of this one."""
+        if self.privacy is not None:
+            raise DataError(
+                "a fit under differential privacy is not made again: that would spend another "
+                "budget on the same silos. Call fit(..., privacy=) with the silos that you want, "
+                "and add up what both have spent."
+            )
         if self.call is None:
             raise DataError(
                 "this fit was loaded without its data: use nf.load(path, model, silos) to add or "

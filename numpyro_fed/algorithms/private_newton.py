@@ -1,0 +1,486 @@
+r"""Newton's method with noise: the posterior from a few sums of clipped numbers.
+
+At a point ``z`` of the globals, in a frame :math:`z + L u`, silos send the sums over their units
+(rows with their latents integrated out, or whole silos)
+
+.. math::
+    G = \sum_i \mathrm{clip}_C(L' \nabla \ell_i) + N(0, s_G^2), \qquad
+    H = \sum_i \mathrm{clip}_{C_H}(L' A_i L) + N(0, s_H^2),
+
+where :math:`A_i` is the negative Hessian of the unit's log likelihood, or for many globals
+:math:`\nabla \ell_i \nabla \ell_i'`. All that the server computes from them costs no privacy:
+
+1. Curvature below the edge of the noise's spectrum, :math:`s_H \sqrt{2d}`, cannot be told from
+   noise. There columns count as uncorrelated; above the edge eigenvalues are shrunk as those of a
+   matrix with a few large ones (Benaych-Georges and Nadakuditi 2011).
+2. A step of Newton's method goes to the next point.
+3. Between phases the frame is whitened by the curvature. So directions that the first units hide,
+   as an intercept beside a covariate far from zero, come out of the noise; and the noise, which is
+   the same for all directions of the frame, is small for all of them.
+4. In the last phase points are close to each other, and all sums are used: each gives
+   :math:`b = G + A L^{-1}(z_k - z)`. With :math:`b \mid u \sim N(A u, A + S)`, where ``A`` is the
+   variance of a gradient and ``S`` that of the noise, the posterior's precision is that of the
+   prior and :math:`A (A + S)^{-1} A`: it is wider than the posterior without noise.
+
+Clipping lengths are quantiles of the units' lengths, from histograms with noise that silos send
+just before. The first units of the frame are such quantiles, too, for each coordinate.
+
+Ganesh et al. (2023) have Newton steps under differential privacy for logistic regression, with a
+regularised Hessian. Frame, phases, clipping lengths and the posterior are this package's own;
+the last is that of Bernstein and Sheldon (2019) for linear regression, at the mode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed import linalg
+from numpyro_fed.algorithms.base import (
+    Ask,
+    Exchange,
+    FederatedAlgorithm,
+    Info,
+    Reply,
+    Round,
+    Shared,
+    key_as_noise,
+)
+from numpyro_fed.frame import identity
+from numpyro_fed.gaussian import Gaussian, dot
+from numpyro_fed.integrals.quadrature import RowIntegrals, silo_integral
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.log_density import FederatedModel
+
+UNITS, SIZES, SUMS = "private units", "private sizes", "private sums"
+# Bins of a histogram: powers of two. What is zero, as in rows that only fill up a shape, is not
+# counted.
+LOWEST, HIGHEST = -100, 100
+# Counts below so many sds of their noise are taken as zero.
+COUNTS = 4.0
+UNIT_QUANTILE = 0.75  # of the units' roots of curvature, for the first units of the frame
+# Units' lengths up to which gradients, and curvatures, are not clipped. What is clipped moves the
+# mode, and with outcomes of which few are ones it moves it far.
+GRADIENT_QUANTILE, CURVATURE_QUANTILE = 0.98, 0.9
+# A unit's Hessian has d^2 numbers. For more globals the product of its gradient with itself stands
+# in its place, whose length is known, which is the same on average at the truth.
+HESSIANS_UP_TO = 20
+# The search begins so far from zero in all coordinates: at exactly zero derivatives of abs and max
+# are those of neither side, and half of a logistic regression's gradient is lost.
+ASIDE = 1e-9
+# The longest step, in units of the frame, in which a row's gradient is about one long.
+LONGEST = 3.0
+
+
+class Phase(NamedTuple):
+    """Steps in one frame, and the share of the budget that they spend."""
+
+    steps: int
+    share: float
+
+
+# The first steps go far and need little precision. Eight of them bring an intercept of 90 under a
+# covariate from 20 to 80 from zero to its place.
+PHASES = (*(Phase(1, 0.03),) * 4, Phase(2, 0.2), Phase(3, 0.63))
+UNITS_SHARE = 0.05
+SIZES_OF, GRADIENT_OF, CURVATURE_OF = 0.1, 0.63, 0.27  # of a step's share
+
+
+class Step(NamedTuple):
+    """The noise multipliers of a step, and whether it begins or ends its phase."""
+
+    sizes: float
+    gradient: float
+    curvature: float
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of a run: noise multipliers of all releases, in order.
+
+    Attributes
+    ----------
+    units : float
+        That of the first units of the frame.
+    steps : tuple of Step
+    """
+
+    units: float
+    steps: tuple[Step, ...]
+
+    @classmethod
+    def shares(cls) -> tuple[float, ...]:
+        """Return the shares of the budget: units, then sizes, gradient, curvature of each step."""
+        kinds = SIZES_OF, GRADIENT_OF, CURVATURE_OF
+        each = (p.share / p.steps * kind for p in PHASES for _ in range(p.steps) for kind in kinds)
+        return (UNITS_SHARE, *each)
+
+    @classmethod
+    def of(cls, multipliers: tuple[float, ...]) -> Schedule:
+        """Return the schedule with these noise multipliers, in the order of :meth:`shares`."""
+        places = [(k == 0, k == p.steps - 1) for p in PHASES for k in range(p.steps)]
+        triples = np.reshape(multipliers[1:], (-1, 3)).tolist()
+        return cls(
+            multipliers[0],
+            tuple(
+                Step(a, b, c, first, last)
+                for (a, b, c), (first, last) in zip(triples, places, strict=True)
+            ),
+        )
+
+    @property
+    def releases(self) -> tuple[tuple[str, float], ...]:
+        """Return the name of the exchange and the noise multiplier of each release."""
+        each = ((SIZES, s.sizes, s.gradient, s.curvature) for s in self.steps)
+        steps = [(n, m) for _, a, b, c in each for n, m in ((SIZES, a), (SUMS, b), (SUMS, c))]
+        return ((UNITS, self.units), *steps)
+
+    def column(self, name: str) -> Array:
+        """Return one field of all steps."""
+        return jnp.array([getattr(step, name) for step in self.steps])
+
+
+class Place(NamedTuple):
+    """A question to silos: the point ``z`` (d,), the frame ``L`` (d, d), and noise multipliers.
+
+    ``clip`` and ``clip_curvature`` are clipping lengths, and 0 where none are needed.
+    """
+
+    z: Array
+    L: Array
+    first: Array
+    second: Array
+    clip: Array
+    clip_curvature: Array
+
+
+class Sums(NamedTuple):
+    """A silo's sums: gradient (d,), and curvature as a vector (d * (d + 1) / 2,)."""
+
+    gradient: Array
+    curvature: Array
+
+
+class Server(NamedTuple):
+    """The server's state.
+
+    Attributes
+    ----------
+    step : () int
+    z, L : (d,), (d, d)
+        Point and frame of the next step.
+    sizes : (2, bins)
+        Sums of the histograms of this phase.
+    gradients, places : (d,)
+        Sums over the steps of this phase of gradients, in the frame, and of points.
+    curvature : (d, d)
+        Sum over the steps of this phase, in the frame.
+    loc, root : (d,), (d, d)
+        Mean and root of the covariance of the posterior.
+    undetermined : () int
+        Directions whose curvature could not be told from noise.
+    moved : ()
+        The length of the last step, in sds of the posterior, divided by the root of ``d``.
+    """
+
+    step: Array
+    z: Array
+    L: Array
+    sizes: Array
+    gradients: Array
+    places: Array
+    curvature: Array
+    loc: Array
+    root: Array
+    undetermined: Array
+    moved: Array
+
+
+Noisy = Callable[[Array, Array], Array]
+
+
+@dataclass(frozen=True, eq=False)
+class PrivateNewton:
+    """The parts of the method.
+
+    Parameters
+    ----------
+    model : FederatedModel
+        A model whose units stand alone.
+    schedule : Schedule
+    num_silos, num_units : int
+        The numbers of silos, and of rows or silos, about: the second scales the frame.
+    per_silo : bool
+        Whether a unit is a whole silo.
+    noise : (total, sd) -> total with noise
+    noise_share : float
+        The part of the noise's sd that a silo adds.
+    changes : float
+        Units' lengths by which a sum may change between neighbouring data.
+    clip : float, optional
+        The clipping length of gradients, in the place of a quantile.
+    nodes : int
+        Nodes of quadrature for rows' latents; 0 without latents.
+    """
+
+    model: FederatedModel
+    schedule: Schedule
+    num_silos: int
+    num_units: int
+    per_silo: bool
+    noise: Noisy
+    noise_share: float = 1.0
+    changes: float = 1.0
+    clip: float | None = None
+    nodes: int = 0
+
+    @property
+    def has_products(self) -> bool:
+        """Return whether products of gradients stand in the place of units' Hessians."""
+        return self.model.dim > HESSIANS_UP_TO
+
+    def algorithm(self) -> FederatedAlgorithm[Server, tuple[()]]:
+        """Return the algorithm: first the units of the frame, then a step in each round."""
+        units = Exchange(UNITS, self._units_of_silo, silo_noise=key_as_noise)
+        sizes = Exchange(SIZES, self._sizes_of_silo, silo_noise=key_as_noise)
+        sums = Exchange(SUMS, self._sums_of_silo, silo_noise=key_as_noise)
+        return FederatedAlgorithm(
+            init_server=self._init_server,
+            init_silo=lambda key, data: (),
+            round=Round((sizes, sums), self._run),
+            shared=lambda server: Shared(
+                {}, Gaussian.of_root(server.loc, server.root).params(), identity(server.loc.shape)
+            ),
+            done=lambda server: server.step >= len(self.schedule.steps),
+            opening=(Round((units,), self._begin),),
+        )
+
+    def _init_server(self, key: Array) -> Server:
+        d = self.model.dim
+        z = self.model.init_global(key, None) + ASIDE
+        zeros, square, eye = jnp.zeros(d), jnp.zeros((d, d)), jnp.eye(d)
+        bins = jnp.zeros((2, HIGHEST - LOWEST + 1))
+        none = jnp.zeros((), jnp.int32)
+        return Server(none, z, eye, bins, zeros, zeros, square, z, eye, none, jnp.array(jnp.inf))
+
+    # At a silo.
+
+    def _log_units(self, z: Array, data: SiloData) -> Array:
+        """Return the log likelihood of each unit (units,), latents integrated out."""
+        fm = self.model
+        start = {p.name: jnp.zeros((fm.sizes(data)[p.name], p.dim)) for p in fm.plates if p.dim}
+        if self.per_silo:
+            return silo_integral(fm)({}, z, data, start)[0][None]
+        rows = RowIntegrals(fm, self.nodes or 1)
+        modes = rows.modes({}, z, data, start)
+        terms = rows._terms({}, z, {}, modes, data)
+        return jnp.concatenate(list(terms.values()))
+
+    def _gradients(self, down: Place, data: SiloData) -> Array:
+        """Return the gradient of each unit (units, d) in the frame."""
+        return jax.jacfwd(lambda u: self._log_units(down.z + down.L @ u, data))(
+            jnp.zeros_like(down.z)
+        )
+
+    def _curvatures(self, down: Place, data: SiloData) -> Array:
+        """Return the negative Hessian of each unit (units, d, d) in the frame."""
+        return -jax.jacfwd(jax.jacfwd(lambda u: self._log_units(down.z + down.L @ u, data)))(
+            jnp.zeros_like(down.z)
+        )
+
+    def _added(self, total: Array, change: Array, multiplier: Array) -> Array:
+        """Return a sum with this silo's noise, where a unit changes it by at most ``change``."""
+        return self.noise(total, change * multiplier * self.changes * self.noise_share)
+
+    def _units_of_silo(
+        self, noise: object, down: Place, state: tuple[()], data: SiloData
+    ) -> tuple[Reply[Array], tuple[()]]:
+        """Count units by the power of two of each coordinate's root of curvature."""
+        if self.has_products:
+            sizes = jnp.abs(self._gradients(down, data))
+        else:
+            C = self._curvatures(down, data)
+            sizes = jnp.sqrt(jnp.abs(jnp.diagonal(C, axis1=1, axis2=2)))
+        counts = jax.vmap(_histogram, in_axes=1)(sizes)
+        change = jnp.sqrt(1.0 * self.model.dim)  # one count in each coordinate
+        up = self._added(counts, change, down.first)
+        return Reply(up, jnp.array(True)), state
+
+    def _sizes_of_silo(
+        self, noise: object, down: Place, state: tuple[()], data: SiloData
+    ) -> tuple[Reply[Array], tuple[()]]:
+        """Count units by the power of two of their gradients' and curvatures' lengths."""
+        lengths = jnp.linalg.norm(self._gradients(down, data), axis=1)
+        curved = lengths**2
+        if not self.has_products:
+            curved = jnp.linalg.norm(self._curvatures(down, data), axis=(1, 2))
+        counts = jnp.stack([_histogram(lengths), _histogram(curved)])
+        up = self._added(counts, jnp.sqrt(2.0), down.first)
+        return Reply(up, jnp.array(True)), state
+
+    def _sums_of_silo(
+        self, noise: object, down: Place, state: tuple[()], data: SiloData
+    ) -> tuple[Reply[Sums], tuple[()]]:
+        """Add up the units' clipped gradients and curvatures."""
+        g = _clipped(self._gradients(down, data), down.clip)
+        if self.has_products:
+            length = jnp.maximum((g**2).sum(1), 1e-30)  # of g g'
+            C = dot((g * jnp.minimum(1.0, down.clip_curvature / length)[:, None]).T, g)
+        else:
+            C = _clipped(self._curvatures(down, data), down.clip_curvature).sum(0)
+        up = Sums(
+            self._added(g.sum(0), down.clip, down.first),
+            self._added(_as_vector(C), down.clip_curvature, down.second),
+        )
+        return Reply(up, jnp.array(True)), state
+
+    # At the server.
+
+    def _begin(self, state: Server, noise: object, ask: Ask) -> tuple[Server, Info]:
+        zero, own = jnp.zeros(()), jnp.array(self.schedule.units)
+        counts = ask(UNITS, Place(state.z, state.L, own, zero, zero, zero)).up
+        sd = jnp.sqrt(1.0 * self.model.dim) * own * self._spread
+        size = jax.vmap(lambda c: _quantile(c, sd, UNIT_QUANTILE))(counts)
+        # Where no count stands out of the noise the prior's own scale is the unit.
+        prior = 1 / jnp.sqrt(jnp.maximum(jnp.diagonal(self._prior(state.z)[1]), 1e-12))
+        L = jnp.diag(jnp.where(size > 0, 1 / jnp.where(size > 0, size, 1.0), prior))
+        return state._replace(L=L), Info(zero, jnp.isfinite(L).all())
+
+    @property
+    def _spread(self) -> float:
+        """Return the sd of the sum of all silos' noise, for a unit's length of one."""
+        return self.changes * self.noise_share * math.sqrt(self.num_silos)
+
+    def _prior(self, z: Array) -> tuple[Array, Array]:
+        """Return the gradient (d,) and the negative Hessian (d, d), made positive, of the prior."""
+        log_prior = lambda z: self.model.smoothed.log_prior({}, z)  # noqa: E731
+        e, V = jnp.linalg.eigh(-jax.hessian(log_prior)(z))
+        return jax.grad(log_prior)(z), dot(V * jnp.maximum(e, 0.0), V.T)
+
+    def _run(self, state: Server, noise: object, ask: Ask) -> tuple[Server, Info]:
+        d, k = self.model.dim, jnp.minimum(state.step, len(self.schedule.steps) - 1)
+        sizes, gradient, curvature, first, last = (
+            self.schedule.column(name)[k] for name in Step._fields
+        )
+        zero = jnp.zeros(())
+        counts = ask(SIZES, Place(state.z, state.L, sizes, zero, zero, zero)).up
+
+        fresh = lambda a: jnp.where(first, jnp.zeros_like(a), a)  # noqa: E731
+        number = (k - self._starts[k] + 1).astype(state.z.dtype)  # of this step in its phase
+        counts = fresh(state.sizes) + counts
+        sd = jnp.sqrt(2.0 * number) * sizes * self._spread
+        C = _quantile(counts[0], sd, GRADIENT_QUANTILE)
+        CH = _quantile(
+            counts[1], sd, GRADIENT_QUANTILE if self.has_hessians else CURVATURE_QUANTILE
+        )
+        # If no count stands out there are too few units: one whitened unit is sqrt(d) long.
+        C = jnp.where(C > 0, C, jnp.sqrt(1.0 * d)) if self.clip is None else jnp.array(self.clip)
+        CH = jnp.where(CH > 0, CH, 1.0 * d)
+
+        sums = ask(SUMS, Place(state.z, state.L, gradient, curvature, C, CH)).up
+        gradients = fresh(state.gradients) + sums.gradient
+        places = fresh(state.places) + state.z
+        total = fresh(state.curvature) + _as_symmetric(sums.curvature, d)
+
+        H = total / number
+        edge = CH * curvature * self._spread * jnp.sqrt(2.0 * d / number)
+        variance = (C * gradient * self._spread) ** 2 / number
+        e, V = jnp.linalg.eigh(H)
+        above = jnp.where(e > edge, 0.5 * (e + jnp.sqrt(jnp.maximum(e**2 - edge**2, 0.0))), 0.0)
+        apart = (V**2 * jnp.maximum(jnp.diagonal(H), 0.0)[:, None]).sum(0)
+        curved = jnp.maximum(above, jnp.minimum(edge / 2, apart))
+        damped = jnp.maximum(above, edge / 2)
+
+        slope, P = self._prior(state.z)
+        slope, P = state.L.T @ slope, dot(state.L.T, dot(P, state.L))
+        back = jnp.linalg.solve(state.L, places / number - state.z)
+        b = gradients / number + V @ (curved * (V.T @ back))
+        # The posterior, with the variance of the noise.
+        known = curved / (curved + variance)
+        precision = dot(V * (known * curved), V.T) + P
+        root = linalg.cholesky_of_inverse(precision)
+        u = root @ (root.T @ (V @ (known * (V.T @ b)) + slope))
+        loc = state.z + state.L @ u
+        # The step, damped where curvature is not known.
+        step = jnp.linalg.solve(dot(V * damped, V.T) + P, b + slope)
+        step = step * jnp.minimum(1.0, LONGEST * jnp.sqrt(1.0 * d) / jnp.linalg.norm(step))
+        moved = jnp.linalg.norm(root.T @ (precision @ step)) / jnp.sqrt(1.0 * d)
+
+        white = dot(state.L, dot(V * jnp.sqrt(self.num_units / damped), V.T))
+        new = Server(
+            step=state.step + 1,
+            z=state.z + state.L @ step,
+            L=jnp.where(last, white, state.L),
+            sizes=counts,
+            gradients=gradients,
+            places=places,
+            curvature=total,
+            loc=loc,
+            root=linalg.root_of(dot(state.L, root)),
+            undetermined=(e <= edge).sum().astype(jnp.int32),
+            moved=moved,
+        )
+        ok = jnp.isfinite(loc).all() & jnp.isfinite(new.root).all() & jnp.isfinite(new.z).all()
+        return new, Info(0.5 * d * moved**2, ok, moved)
+
+    @property
+    def _starts(self) -> Array:
+        """Return for each step the number of the first step of its phase."""
+        starts = np.maximum.accumulate([i * s.first for i, s in enumerate(self.schedule.steps)])
+        return jnp.asarray(starts)
+
+
+def _histogram(sizes: Array) -> Array:
+    """Return how many sizes (n,) lie below each power of two and above the one before it.
+
+    What is zero or not finite is not counted.
+    """
+    power = jnp.ceil(jnp.log2(jnp.where(sizes > 0, sizes, 1.0)))
+    place = jnp.clip(power, LOWEST, HIGHEST).astype(jnp.int32) - LOWEST
+    counted = jnp.isfinite(sizes) & (sizes > 0)
+    bins = jnp.zeros(HIGHEST - LOWEST + 1)
+    return bins.at[place].add(jnp.where(counted, 1.0, 0.0))
+
+
+def _quantile(counts: Array, sd: Array, q: float) -> Array:
+    """Return the power of two below which a share ``q`` lies, of counts with noise; 0 if none.
+
+    Where so few units as lie above it cannot be told from noise it is twice as large.
+    """
+    clear = jnp.where(counts > COUNTS * sd, counts, 0.0)
+    share = jnp.cumsum(clear) / jnp.maximum(clear.sum(), 1e-30)
+    found = 2.0 ** (jnp.argmax(share >= q) + LOWEST)
+    hidden = COUNTS * sd > (1 - q) * clear.sum()
+    return jnp.where(clear.sum() > 0, jnp.where(hidden, 2 * found, found), 0.0)
+
+
+def _clipped(units: Array, most: Array) -> Array:
+    """Return units (n, ...) whose lengths are at most ``most``; 0 for what is not finite."""
+    length = jnp.sqrt((units**2).reshape(len(units), -1).sum(1))
+    usable = jnp.isfinite(length) & (length > 0)
+    factor = jnp.where(usable, jnp.minimum(1.0, most / jnp.where(usable, length, 1.0)), 0.0)
+    along = (slice(None), *(None,) * (units.ndim - 1))
+    return jnp.where(usable[along], units * factor[along], 0.0)
+
+
+def _as_vector(matrix: Array) -> Array:
+    """Return a symmetric matrix as a vector of the same length (Frobenius)."""
+    rows, columns = np.triu_indices(len(matrix))
+    return matrix[rows, columns] * np.where(rows == columns, 1.0, math.sqrt(2))
+
+
+def _as_symmetric(vector: Array, d: int) -> Array:
+    """Return the matrix (d, d) of :func:`_as_vector`."""
+    rows, columns = np.triu_indices(d)
+    halved = vector / np.where(rows == columns, 2.0, math.sqrt(2))
+    half = jnp.zeros((d, d)).at[rows, columns].set(halved)
+    return half + half.T

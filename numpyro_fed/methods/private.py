@@ -1,0 +1,192 @@
+"""Newton's method with noise: the method ``DPNewton``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from numpyro_fed.algorithms.private_newton import SUMS, PrivateNewton, Schedule
+from numpyro_fed.errors import CoupledRowsError, GuideError, ModelError
+from numpyro_fed.guides.structured import GuideConfig, Structured, build_resolved, resolve
+from numpyro_fed.integrals.quadrature import default_nodes, quadrature_misfit
+from numpyro_fed.methods.minibatch_checks import check_rows_alone
+from numpyro_fed.methods.rows import Method
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.facts import Plan
+from numpyro_fed.model.layout import Layout
+from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.objectives import ELBO, default_quadrature
+from numpyro_fed.privacy.budget import Privacy, Spent
+from numpyro_fed.privacy.noise import noisy
+from numpyro_fed.results.base import Silos
+from numpyro_fed.results.built import Built
+from numpyro_fed.results.private import PrivateResult
+from numpyro_fed.results.rows import Fit
+from numpyro_fed.runtime.stack import State
+from numpyro_fed.runtime.supervise import RunOutcome
+
+# Numbers of a row's latents that quadrature takes, and globals of which a matrix is sent.
+GLOBALS_UP_TO = 300
+
+
+@dataclass(frozen=True)
+class DPNewton(Method[PrivateResult, None]):
+    r"""Newton's method under differential privacy: a posterior from some twenty noisy sums.
+
+    Silos send sums of clipped gradients and curvatures of their rows, with Gaussian noise
+    (:mod:`numpyro_fed.algorithms.private_newton` has the equations). The posterior is a normal
+    approximation whose covariance counts that noise. :func:`numpyro_fed.fit` with ``privacy=``
+    runs it. Nothing has to be scaled: the units of the frame and clipping lengths are found within
+    the budget.
+
+    Parameters
+    ----------
+    model : callable
+        A NumPyro model with :class:`~numpyro_fed.silo_plate`, whose rows stand alone.
+    privacy : Privacy
+
+    References
+    ----------
+    Ganesh et al. (2023) have Newton steps under differential privacy for logistic regression;
+    Bernstein and Sheldon (2019) posteriors that count the noise, for linear regression.
+
+    Examples
+    --------
+    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist, numpyro_fed as nf
+    >>> def model(y):
+    ...     mu = numpyro.sample("mu", dist.Normal(0, 100))
+    ...     with nf.silo_plate("row", y.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(mu, 5), obs=y)
+    >>> rng = np.random.default_rng(0)
+    >>> silos = [dict(y=rng.normal(30, 5, n)) for n in (2_000, 3_000)]
+    >>> method = nf.DPNewton(model, privacy=nf.Privacy(epsilon=1.0, delta=1e-5))
+    >>> result = method.run(jax.random.key(0), silos=silos, progress_bar=False)
+    >>> mu = result.sample_posterior(jax.random.key(1), 4_000)["mu"]
+    >>> bool(abs(mu.mean() - 30) < 1), bool(mu.std() > 5 / 5_000**0.5)
+    (True, True)
+    >>> result.privacy.epsilon <= 1
+    True
+    """
+
+    privacy: Privacy = field(kw_only=True)
+
+    def run(
+        self, key: Any, num_rounds: int | None = None, silos: Any = None, **options: Any
+    ) -> PrivateResult:
+        """Fit the model; see :meth:`SFVI.run`.
+
+        ``num_rounds`` is the number of steps, by default all that the budget is planned for. A run
+        of fewer spends less, and its posterior is wider; ``init_state`` goes on with the rest. Two
+        runs with the same key differ: noise comes from the operating system.
+        """
+        steps = len(_schedule(self.privacy).steps) if num_rounds is None else num_rounds
+        return super().run(key, steps, silos, **options)
+
+    def _check_rounds(self, state: State, num_rounds: int) -> None:
+        planned, done = len(_schedule(self.privacy).steps), int(state.round)
+        if done + num_rounds > planned:
+            raise ModelError(
+                f"the budget is planned for {planned} steps, of which {done} were made: "
+                f"{num_rounds} more would spend more than epsilon={self.privacy.epsilon:g}."
+            )
+
+    def prepare(self, fm: FederatedModel) -> None:
+        _check_model(fm, self.privacy)
+
+    def value_checks(
+        self, layout: Layout, prepared: None, stacks: Sequence[SiloData]
+    ) -> tuple[tuple[str, bool], ...]:
+        """Return no verdicts; refuse rows that depend on other rows."""
+        if self.privacy.unit == "row":
+            try:
+                check_rows_alone(layout, 1, stacks)
+            except GuideError as error:
+                raise CoupledRowsError(
+                    "rows read each other's data, so that no bound holds for a single row: what a "
+                    "row changes is not its own term alone. Compute what sums up rows before the "
+                    "run, from data that may be known, or protect silos as a whole "
+                    "(Privacy(unit='silo'))."
+                ) from error
+        return ()
+
+    def settings_for(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
+        units = self._num_units(fm, plan)
+        self.privacy.check_units(units)
+        guide = Structured(globals="full")
+        largest, total = dict(plan.largest), dict(plan.total)
+        return {
+            "method": "DPNewton",
+            "guide": resolve(guide, fm, largest, total, at_mode=True),
+            "privacy": repr(self.privacy),
+            "multipliers": list(self.privacy.multipliers(Schedule.shares())),
+            "units": units,
+        }
+
+    def _num_units(self, fm: FederatedModel, plan: Plan) -> int:
+        """Return the number of units, rows of all silos or silos."""
+        if self.privacy.unit == "silo":
+            return plan.num_silos
+        total = dict(plan.total)
+        return sum(total[p.name] for p in fm.plates)
+
+    def assemble(self, fm: FederatedModel, plan: Plan, prepared: None) -> Built:
+        chosen, privacy = plan.chosen, self.privacy
+        guide = build_resolved(Structured(globals="full"), GuideConfig.of(chosen["guide"]), fm)
+        share = 1.0 if privacy.trusted == "silo" else 1 / math.sqrt(plan.num_silos)
+        newton = PrivateNewton(
+            model=fm,
+            schedule=Schedule.of(tuple(chosen["multipliers"])),
+            num_silos=plan.num_silos,
+            num_units=chosen["units"],
+            per_silo=privacy.unit == "silo",
+            noise=noisy,
+            noise_share=share,
+            changes=privacy.changes,
+            clip=privacy.clip,
+            nodes=default_nodes(fm),
+        )
+        objective = default_quadrature(fm) or ELBO()
+        return Built(model=fm, guide=guide, objective=objective, algorithm=newton.algorithm())
+
+    def result_of(
+        self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False
+    ) -> PrivateResult:
+        schedule = Schedule.of(tuple(fit.plan.chosen["multipliers"]))
+        releases = schedule.releases[: 1 + 3 * int(run.state.round)]
+        return PrivateResult(
+            run.losses, run.state, fit, hosted, privacy=Spent.of(self.privacy, releases)
+        )
+
+
+def _schedule(privacy: Privacy) -> Schedule:
+    return Schedule.of(privacy.multipliers(Schedule.shares()))
+
+
+def _check_model(fm: FederatedModel, privacy: Privacy) -> None:
+    """Raise an error for a model whose units' terms cannot be clipped one by one."""
+    if params := [s for s in fm.sites if s.kind == "param"]:
+        raise ModelError(
+            f"numpyro.param '{params[0].name}' has no posterior, and steps towards it are not "
+            "covered by the privacy. Give it a prior (numpyro.sample)."
+        )
+    if not 0 < fm.dim <= GLOBALS_UP_TO:
+        raise ModelError(
+            f"the model has {fm.dim} globals: {SUMS} are of 1 to {GLOBALS_UP_TO} of them, since a "
+            "matrix of them is sent."
+        )
+    if fm.improper:
+        raise ModelError(
+            f"the prior of '{fm.improper[0]}' is flat or masked. Where noise hides what the data "
+            "say there would be no posterior: give it a proper prior, however wide."
+        )
+    outer = [p.name for p in fm.plates if p.outer]
+    if privacy.unit == "row" and outer:
+        raise ModelError(
+            f"the latents of silo_plate '{outer[0]}' are shared by rows, so that no bound holds "
+            "for a single row. Protect silos as a whole (Privacy(unit='silo')), which needs many "
+            "of them, or make the effects global sites, one for each silo."
+        )
+    if any(p.dim for p in fm.plates) and (misfit := quadrature_misfit(fm)) is not None:
+        raise ModelError(f"rows' latents cannot be integrated within a row's own term: {misfit}")

@@ -1,0 +1,200 @@
+r"""Differential privacy as a budget: what may be spent, what noise follows, what was spent.
+
+A mechanism is :math:`(\epsilon, \delta)`-differentially private if for all data that differ in one
+unit, a row or a silo, and all sets ``S`` of outcomes
+
+.. math::
+    P(M(D) \in S) \le e^\epsilon P(M(D') \in S) + \delta .
+
+Every release here is a sum of clipped numbers with Gaussian noise. A *noise multiplier* is the
+noise's standard deviation, divided by the most that one unit can change the sum.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple
+
+from numpyro_fed.errors import FederatedWarning, MissingExtraError
+
+UNITS = "row", "silo"
+NEIGHBOURS = "add", "replace"
+TRUSTED = "silo", "sum"
+# Above it the bound says nothing: e^50 is more than all probabilities can differ.
+MEANINGLESS = 50.0
+# Noise multipliers are rounded up by this factor: the accountant's numbers are discrete.
+MARGIN = 1 + 1e-6
+
+
+class PrivacyWarning(FederatedWarning):
+    """A warning that a claim of privacy means little."""
+
+
+@dataclass(frozen=True)
+class Privacy:
+    r"""What may be spent: a budget of :math:`(\epsilon, \delta)`, and what it protects.
+
+    Noise follows from the budget and from the exchanges that are planned. The accounting is that of
+    the library dp-accounting (extra ``privacy``).
+
+    Parameters
+    ----------
+    epsilon : float
+        The bound on what can be learnt of a unit; below 1 is strong, above 10 weak.
+    delta : float
+        The probability with which the bound may fail; less than one over the number of units.
+    clip : float, optional
+        The most that a unit's gradient may be long in the frame of the search. By default a
+        quantile of the units' lengths, found privately.
+    unit : {"row", "silo"}
+        What is protected: each row, with its own latents; or each silo as a whole, for which there
+        must be many silos.
+    neighbours : {"add", "replace"}
+        Whether neighbouring data have one unit more or less, whose numbers are zero there; or
+        another unit in its place, which takes twice the noise. The number of units is told in both
+        cases.
+    trusted : {"silo", "sum"}
+        Who sees a reply without its noise: nobody but the silo, which adds all noise itself; or
+        whoever adds up the silos' replies, for which each silo adds its share of the noise. The
+        second is right in one process, and between processes under secure sums only.
+
+    Raises
+    ------
+    ValueError
+        For numbers and words that make no sense.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.Privacy(epsilon=1.0, delta=1e-5).unit
+    'row'
+    """
+
+    epsilon: float
+    delta: float
+    clip: float | None = None
+    unit: str = "row"
+    neighbours: str = "add"
+    trusted: str = "silo"
+
+    def __post_init__(self) -> None:
+        if not self.epsilon > 0:
+            raise ValueError(f"epsilon={self.epsilon}: expected a positive number.")
+        if not 0 < self.delta < 1:
+            raise ValueError(f"delta={self.delta}: expected a number between 0 and 1.")
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise ValueError(f"clip={self.clip}: expected a positive number or None.")
+        words = {"unit": UNITS, "neighbours": NEIGHBOURS, "trusted": TRUSTED}
+        for name, known in words.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {list(known)}.")
+        if self.epsilon > MEANINGLESS:
+            warnings.warn(
+                f"epsilon={self.epsilon} protects nothing that could be measured: a bound of "
+                f"e^{MEANINGLESS:.0f} and more is no bound.",
+                category=PrivacyWarning,
+                stacklevel=3,
+            )
+
+    @property
+    def changes(self) -> float:
+        """How many units' clipped lengths a sum may change by between neighbouring data."""
+        return 2.0 if self.neighbours == "replace" else 1.0
+
+    def check_units(self, units: int) -> None:
+        """Raise an error if the bound may fail for one of so many units."""
+        if self.delta >= 1 / units:
+            raise ValueError(
+                f"delta={self.delta}: expected less than 1/{units}, one over the number of "
+                f"{self.unit}s, since publishing a {self.unit} whole has a delta of that size."
+            )
+
+    def multiplier(self) -> float:
+        """Return the noise multiplier of one release that spends the whole budget."""
+        return _calibrated(self.epsilon, self.delta)
+
+    def multipliers(self, shares: Sequence[float]) -> tuple[float, ...]:
+        r"""Return the noise multipliers of releases that spend these shares of the budget.
+
+        Releases with multipliers :math:`\sigma_k` are together as one with
+        :math:`\sigma^{-2} = \sum_k \sigma_k^{-2}`. Shares add up to 1.
+        """
+        whole = self.multiplier() * MARGIN
+        return tuple(whole / math.sqrt(share) for share in shares)
+
+
+class Spent(NamedTuple):
+    """What was spent of a budget, and under which conditions it holds; prints as text.
+
+    Attributes
+    ----------
+    budget : Privacy
+    exchanges : tuple of (name, epsilon)
+        The epsilon of each kind of exchange by itself, at the budget's delta.
+    epsilon : float
+        That of all together.
+    """
+
+    budget: Privacy
+    exchanges: tuple[tuple[str, float], ...]
+    epsilon: float
+
+    @classmethod
+    def of(cls, budget: Privacy, releases: Sequence[tuple[str, float]]) -> Spent:
+        """Return what releases with these names and noise multipliers have spent."""
+        names = dict.fromkeys(name for name, _ in releases)
+        own = {name: tuple(s for n, s in releases if n == name) for name in names}
+        each = tuple((name, spent(s, budget.delta)) for name, s in own.items())
+        return cls(budget, each, spent(tuple(s for _, s in releases), budget.delta))
+
+    def __str__(self) -> str:
+        b = self.budget
+        sees = (
+            "Each silo adds the noise itself: nobody else has to be trusted."
+            if b.trusted == "silo"
+            else "Silos add shares of the noise: whoever adds up their replies must be trusted, or "
+            "sums be secure."
+        )
+        other = "one more or less" if b.neighbours == "add" else "one replaced by another"
+        parts = ", ".join(f"{name} {epsilon:.3g}" for name, epsilon in self.exchanges)
+        return (
+            f"epsilon {self.epsilon:.4g} of {b.epsilon:g} at delta {b.delta:g} was spent ({parts}; "
+            f"alone), for neighbouring data with a {b.unit} {other}. {sees} Not covered: the "
+            f"number of {b.unit}s, the model and the silos' facts."
+        )
+
+
+@cache
+def _calibrated(epsilon: float, delta: float) -> float:
+    accounting, pld = accountant()
+    return float(
+        accounting.calibrate_dp_mechanism(
+            pld.PLDAccountant, accounting.GaussianDpEvent, epsilon, delta
+        )
+    )
+
+
+@cache
+def spent(multipliers: tuple[float, ...], delta: float) -> float:
+    """Return the epsilon of Gaussian releases with these noise multipliers, at ``delta``."""
+    accounting, pld = accountant()
+    account = pld.PLDAccountant()
+    # Releases of one multiplier are one event that takes place so often.
+    for multiplier in sorted(set(multipliers)):
+        account.compose(accounting.GaussianDpEvent(multiplier), multipliers.count(multiplier))
+    return float(account.get_epsilon(delta))
+
+
+def accountant() -> tuple[ModuleType, ModuleType]:
+    """Return the library dp-accounting, and its accountant by privacy loss distributions."""
+    try:
+        import dp_accounting
+        from dp_accounting import pld
+    except ImportError as error:
+        raise MissingExtraError("dp-accounting", "privacy") from error
+    return dp_accounting, pld
