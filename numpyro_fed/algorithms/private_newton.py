@@ -58,6 +58,7 @@ from numpyro_fed.gaussian import Gaussian, dot
 from numpyro_fed.integrals.quadrature import RowIntegrals, silo_integral
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.privacy.budget import Privacy
 
 UNITS, SIZES, SUMS = "private units", "private sizes", "private sums"
 # Bins of a histogram: powers of two. What is zero, as in rows that only fill up a shape, is not
@@ -89,6 +90,8 @@ class Phase(NamedTuple):
 # The first steps go far and need little precision. Eight of them bring an intercept of 90 under a
 # covariate from 20 to 80 from zero to its place.
 PHASES = (*(Phase(1, 0.03),) * 4, Phase(2, 0.2), Phase(3, 0.63))
+# For many globals noise hides most directions from a small share, and frames by it are poor.
+PHASES_OF_MANY = (Phase(2, 0.1), Phase(2, 0.2), Phase(4, 0.65))
 UNITS_SHARE = 0.05
 SIZES_OF, GRADIENT_OF, CURVATURE_OF = 0.1, 0.63, 0.27  # of a step's share
 
@@ -118,16 +121,13 @@ class Schedule:
     steps: tuple[Step, ...]
 
     @classmethod
-    def shares(cls) -> tuple[float, ...]:
-        """Return the shares of the budget: units, then sizes, gradient, curvature of each step."""
+    def of(cls, privacy: Privacy, dim: int) -> Schedule:
+        """Return the schedule that spends a budget on ``dim`` globals."""
+        phases = PHASES_OF_MANY if dim > HESSIANS_UP_TO else PHASES
         kinds = SIZES_OF, GRADIENT_OF, CURVATURE_OF
-        each = (p.share / p.steps * kind for p in PHASES for _ in range(p.steps) for kind in kinds)
-        return (UNITS_SHARE, *each)
-
-    @classmethod
-    def of(cls, multipliers: tuple[float, ...]) -> Schedule:
-        """Return the schedule with these noise multipliers, in the order of :meth:`shares`."""
-        places = [(k == 0, k == p.steps - 1) for p in PHASES for k in range(p.steps)]
+        each = (p.share / p.steps * kind for p in phases for _ in range(p.steps) for kind in kinds)
+        multipliers = privacy.multipliers((UNITS_SHARE, *each))
+        places = [(k == 0, k == p.steps - 1) for p in phases for k in range(p.steps)]
         triples = np.reshape(multipliers[1:], (-1, 3)).tolist()
         return cls(
             multipliers[0],
@@ -380,7 +380,7 @@ class PrivateNewton:
         sd = jnp.sqrt(2.0 * number) * sizes * self._spread
         C = _quantile(counts[0], sd, GRADIENT_QUANTILE)
         CH = _quantile(
-            counts[1], sd, GRADIENT_QUANTILE if self.has_hessians else CURVATURE_QUANTILE
+            counts[1], sd, CURVATURE_QUANTILE if self.has_products else GRADIENT_QUANTILE
         )
         # If no count stands out there are too few units: one whitened unit is sqrt(d) long.
         C = jnp.where(C > 0, C, jnp.sqrt(1.0 * d)) if self.clip is None else jnp.array(self.clip)

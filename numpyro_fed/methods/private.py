@@ -29,6 +29,7 @@ from numpyro_fed.runtime.supervise import RunOutcome
 
 # Numbers of a row's latents that quadrature takes, and globals of which a matrix is sent.
 GLOBALS_UP_TO = 300
+MOST_STEPS = 1_000
 
 
 @dataclass(frozen=True)
@@ -81,16 +82,20 @@ class DPNewton(Method[PrivateResult, None]):
         of fewer spends less, and its posterior is wider; ``init_state`` goes on with the rest. Two
         runs with the same key differ: noise comes from the operating system.
         """
-        steps = len(_schedule(self.privacy).steps) if num_rounds is None else num_rounds
-        return super().run(key, steps, silos, **options)
+        # There are no more steps than in any schedule; a run ends where its own is over.
+        return super().run(key, MOST_STEPS if num_rounds is None else num_rounds, silos, **options)
 
     def _check_rounds(self, state: State, num_rounds: int) -> None:
-        planned, done = len(_schedule(self.privacy).steps), int(state.round)
-        if done + num_rounds > planned:
+        planned, done = len(self._schedule(len(state.server.z)).steps), int(state.round)
+        if num_rounds != MOST_STEPS and done + num_rounds > planned:
             raise ModelError(
                 f"the budget is planned for {planned} steps, of which {done} were made: "
                 f"{num_rounds} more would spend more than epsilon={self.privacy.epsilon:g}."
             )
+
+    def _schedule(self, dim: int) -> Schedule:
+        """Return the steps that are planned for so many globals."""
+        return Schedule.of(self.privacy, dim)
 
     def prepare(self, fm: FederatedModel) -> None:
         _check_model(fm, self.privacy)
@@ -120,7 +125,7 @@ class DPNewton(Method[PrivateResult, None]):
             "method": "DPNewton",
             "guide": resolve(guide, fm, largest, total, at_mode=True),
             "privacy": repr(self.privacy),
-            "multipliers": list(self.privacy.multipliers(Schedule.shares())),
+            "multipliers": [s for _, s in self._schedule(fm.dim).releases],
             "units": units,
         }
 
@@ -137,7 +142,7 @@ class DPNewton(Method[PrivateResult, None]):
         share = 1.0 if privacy.trusted == "silo" else 1 / math.sqrt(plan.num_silos)
         newton = PrivateNewton(
             model=fm,
-            schedule=Schedule.of(tuple(chosen["multipliers"])),
+            schedule=self._schedule(fm.dim),
             num_silos=plan.num_silos,
             num_units=chosen["units"],
             per_silo=privacy.unit == "silo",
@@ -153,15 +158,10 @@ class DPNewton(Method[PrivateResult, None]):
     def result_of(
         self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False
     ) -> PrivateResult:
-        schedule = Schedule.of(tuple(fit.plan.chosen["multipliers"]))
-        releases = schedule.releases[: 1 + 3 * int(run.state.round)]
+        releases = self._schedule(fit.model.dim).releases[: 1 + 3 * int(run.state.server.step)]
         return PrivateResult(
             run.losses, run.state, fit, hosted, privacy=Spent.of(self.privacy, releases)
         )
-
-
-def _schedule(privacy: Privacy) -> Schedule:
-    return Schedule.of(privacy.multipliers(Schedule.shares()))
 
 
 def _check_model(fm: FederatedModel, privacy: Privacy) -> None:
