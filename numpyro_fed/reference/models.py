@@ -198,8 +198,10 @@ def _check_outcomes(fits: Mapping[str, AfterFit]) -> None:
     here = {name: fit for name, fit in fits.items() if fit.run_behind.data_here}
     seen = {
         name: [
-            np.concatenate([np.ravel(v) for v in fit.outcomes_of(j).values()])
-            for j in range(min(fit.run_behind.num_silos, MOST_COMPARED))
+            np.concatenate([np.ravel(v) for v in outcomes.values()])
+            for outcomes in fit.outcomes_of_silos(
+                range(min(fit.run_behind.num_silos, MOST_COMPARED))
+            )
         ]
         for name, fit in here.items()
     }

@@ -22,7 +22,8 @@ from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_fed import html
-from numpyro_fed.after.base import AfterFit, WhichSilo, chosen_silos
+from numpyro_fed.after.base import AfterFit
+from numpyro_fed.after.run import WhichSilo, chosen_silos
 from numpyro_fed.algorithms.base import Shared
 from numpyro_fed.errors import ConvergenceWarning, DataError, ModelError, positive_int
 from numpyro_fed.frame import identity
@@ -85,6 +86,7 @@ class PooledRun:
     _fit: PooledFit
     silos: Sequence[SiloData]
     sizes: Sequence[Sizes]
+    buckets: Sequence[Bucket]
     shared: Shared
     private: Sequence[dict[str, Any]]
 
@@ -113,6 +115,10 @@ class PooledRun:
     def sizes_of(self, silo: int) -> Sizes:
         """Return the rows of each plate at a silo."""
         return self.sizes[self.place(silo)]
+
+    def bucket_of(self, silo: int) -> Bucket:
+        """Return the silos that were padded to one shape with a silo."""
+        return next(b for b in self.buckets if self.place(silo) in b.silos)
 
     def silo_params(self, silo: int) -> dict[str, Any]:
         """Return a silo's private parameters on their supports."""
@@ -433,6 +439,7 @@ def run_nuts(
         PooledFit(fm, facts_of(fm, read[0], sizes[0]), is_double()),
         read,
         sizes,
+        buckets,
         shared_part,
         private,
     )

@@ -127,6 +127,15 @@ def row_scores(
     return scores
 
 
+def plates_of_rows(fm: FederatedModel) -> list[str]:
+    """Return the plates whose rows have a likelihood of their own, in the order of the scores.
+
+    Rows of a plate whose latents other rows share (of a hospital) are none.
+    """
+    with_terms = {s.plate for s in fm.sites if s.kind in ("observed", "factor")}
+    return [p.name for p in fm.plates if p.name in with_terms and not (p.outer and p.dim)]
+
+
 def log_likelihoods_of_rows(
     fm: FederatedModel,
     likelihood: LikelihoodEstimate,
@@ -137,8 +146,7 @@ def log_likelihoods_of_rows(
 
     It takes ``(key, down, silo_state, data)``, and computes ``batch_size`` draws at a time.
     """
-    with_terms = {s.plate for s in fm.sites if s.kind in ("observed", "factor")}
-    plates = [p.name for p in fm.plates if p.name in with_terms and not (p.outer and p.dim)]
+    plates = plates_of_rows(fm)
 
     def values_of(key: Array, down: Down, state: Any, data: SiloData) -> tuple[Array, Array]:
         private = fitted.private(state)
