@@ -13,6 +13,7 @@ from numpyro.distributions import MaskedDistribution
 from numpyro_fed.model.binding import trace_at
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.tracing import TRACING
 
 
 class Outcome(NamedTuple):
@@ -44,7 +45,7 @@ def outcomes_at(fm: FederatedModel, data: SiloData) -> dict[str, Outcome]:
     theta = {**fm.init_theta(key), **fm.init_private(key, data)}
     # What is observed depends on no latent: a prior that cannot be drawn from is none the worse.
     z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in fm.plates}
-    with handlers.block():
+    with TRACING, handlers.block():
         _, trace = trace_at(fm.text, fm.sites, theta, jnp.zeros(fm.dim), z_L, data)
     sites = [s for s in fm.sites if s.kind == "observed" and s.plate is not None]
     return {s.name: _outcome(trace[s.name], s.plate or "") for s in sites if s.name in trace}

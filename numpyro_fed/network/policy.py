@@ -43,7 +43,7 @@ class Policy:
     min_silos : int
         The least number of silos in a plan. Of two silos each can take its own part from the sum.
     min_rows : int
-        The least number of rows that this silo has.
+        The least number of rows that this silo has; for ``loo``, of rows with an outcome.
     parameters_per_row : float
         Globals and shared parameters for each row of this silo, at most. The default is that of
         DataSHIELD for generalised linear models (``nfilter.glm``).
@@ -122,6 +122,15 @@ class Policy:
                 f"the model has {num_parameters} globals and shared parameters, more than this "
                 f"silo's policy allows for its rows ({self.parameters_per_row:g} for each, "
                 "parameters_per_row)."
+            )
+
+    def check_rows(self, num_rows: int) -> None:
+        """Raise an error where rows would be left out of too few that have an outcome."""
+        if num_rows < self.min_rows:
+            raise ModelError(
+                "this silo has fewer rows with an outcome, neither missing nor masked, than its "
+                f"policy asks for ({self.min_rows}, min_rows), so that none of them is left out "
+                "(loo). Ask for leave_out(), which tells of the silo as a whole."
             )
 
     def check_exchange(self, name: str, stage: str) -> None:

@@ -91,6 +91,9 @@ class Party(Protocol[SiloInput, Plan, Built]):
     def size_of(self, plan: Plan, built: Built, data: SiloData) -> PlanSize:
         """Return how large a plan is, as a silo's owner sees it."""
 
+    def rows_that_count(self, built: Built, data: SiloData) -> int:
+        """Return the number of a silo's rows that have an outcome."""
+
     def sends_unhidden(self, name: str) -> bool:
         """Return whether an exchange sends, without noise, numbers that noise hides in a run."""
 
