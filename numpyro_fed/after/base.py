@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.after import pictures
-from numpyro_fed.after.own_rows import Asked, OwnRows
+from numpyro_fed.after.own_rows import Asked, OwnRows, latents_apart
 from numpyro_fed.after.predict import (
     SEEN,
     Programs,
@@ -23,6 +23,7 @@ from numpyro_fed.after.predict import (
     predictor,
     read_new,
     refuse_private_parameters,
+    with_blocks,
 )
 from numpyro_fed.after.run import (
     ALL,
@@ -122,6 +123,9 @@ class AfterFit(ABC):
             For new data that lack an argument or a column, have another one, are of a dtype that
             cannot be made that of the fit without a loss, miss values, or index what does not
             exist; and for silos in other processes, whose latents are theirs.
+        ModelError
+            For a new silo under a prior of :func:`numpyro_fed.handlers.substitute_prior`, which has
+            a block for each silo of the fit; and for parameters of silos or rows.
 
         Notes
         -----
@@ -149,11 +153,15 @@ class AfterFit(ABC):
             return self._predict_own_rows(key, silo, n)
         if silo == OWN_ROWS:
             raise ValueError('silo="own rows" predicts for the rows of the fit: pass no new data.')
-        model = self.run_behind._fit.model
-        data = read_new(model, new, self.run_behind._fit.facts, self.run_behind.data_here)
-        refuse_private_parameters(model)
+        run, model = self.run_behind, self.run_behind._fit.model
         if isinstance(silo, str):
             check_name(silo)
+            new = with_blocks(model, new, None, None)
+        else:
+            new = with_blocks(model, new, silo, run.data_of(silo))
+        data = read_new(model, new, run._fit.facts, run.data_here)
+        refuse_private_parameters(model)
+        if isinstance(silo, str):
             new_data_check(model.text, None)(**data.kwargs)
             return self._predicted(key, n, data, None, global_latents(model))
         check_plates(model, data, silo, self.run_behind.sizes_of(silo))
@@ -193,6 +201,7 @@ class AfterFit(ABC):
         programs = self._predictor
         if new is not None:
             refuse_private_parameters(model)
+            new = with_blocks(model, new, None, None)
             data = read_new(model, new, run._fit.facts, run.data_here)
             new_data_check(model.text, None)(**new)
             key_new = jax.random.fold_in(key, 1)
@@ -571,22 +580,12 @@ class AfterFit(ABC):
     def _at_own_rows(self, key: Array, silos: Sequence[int], n: int) -> list[Asked]:
         """Return silos with draws of all latents, those of ``sample_posterior`` with that key."""
         run = self.run_behind
-        fm, key_new = run._fit.model, jax.random.fold_in(key, 2)
+        key_new = jax.random.fold_in(key, 2)
         draws = self.sample_posterior(key, n, silo=list(silos))
-        shared = {name: draws[name] for name in global_latents(fm)}
-        own = {s.name: s for s in fm.sites if s.kind == "latent" and s.plate is not None}
-        values = {name: np.asarray(draws[name]) for name in own}
-        places = dict.fromkeys(own, 0)
-        asked = []
-        for j in silos:
-            latents: dict[str, Any] = dict(shared)
-            for name, s in own.items():
-                first = places[name]
-                places[name] = last = first + run.sizes_of(j)[s.plate or ""]
-                latents[name] = values[name].take(range(first, last), 1 + (s.axis or 0))
-            key_silo = jax.random.fold_in(key_new, 1 + j)
-            asked.append(Asked(j, key_silo, self._parameters(j), latents))
-        return asked
+        return [
+            Asked(j, jax.random.fold_in(key_new, 1 + j), self._parameters(j), latents)
+            for j, latents in zip(silos, latents_apart(run, draws, silos), strict=True)
+        ]
 
     def _predicted(
         self, key: Array, n: int, data: SiloData, silo: int | None, names: list[str]

@@ -169,6 +169,25 @@ class OwnRows:
         return all(_agree(padded[0], other) for other in others)
 
 
+def latents_apart(run: Run, draws: Draws, silos: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the latents of each silo from draws in which those of several stand side by side."""
+    fm = run._fit.model
+    shared = {s.name: draws[s.name] for s in fm.named("latent")}
+    own = [s for s in fm.sites if s.kind == "latent" and s.plate is not None]
+    # On the host: a slice on the device is a program for each size.
+    values = {s.name: np.asarray(draws[s.name]) for s in own}
+    places = dict.fromkeys(values, 0)
+    parts = []
+    for j in silos:
+        latents: dict[str, Any] = dict(shared)
+        for s in own:
+            first = places[s.name]
+            places[s.name] = last = first + run.sizes_of(j)[s.plate or ""]
+            latents[s.name] = values[s.name].take(range(first, last), 1 + (s.axis or 0))
+        parts.append(latents)
+    return parts
+
+
 def _cut(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return value[tuple(map(slice, shape))] if value.ndim == len(shape) else value
 

@@ -31,6 +31,7 @@ from numpyro_fed.model.frames import as_dict, column_names
 from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.outcomes import outcomes_at
+from numpyro_fed.model.substitution import block_name, substituted_in
 from numpyro_fed.programs import jit_once
 from numpyro_fed.tracing import TRACING
 
@@ -74,7 +75,7 @@ def predictor(fm: FederatedModel, kinds: Collection[str] = OUTCOMES) -> Programs
             trace = handlers.trace(handlers.seed(text, key)).get_trace(**data.kwargs)
         return {name: jnp.asarray(trace[name]["value"]) for name in named if name in trace}
 
-    return _compiled(at)
+    return compiled(at)
 
 
 def observer(fm: FederatedModel) -> Programs:
@@ -89,10 +90,10 @@ def observer(fm: FederatedModel) -> Programs:
         seen = {SEEN + name: outcome.seen for name, outcome in found.items()}
         return {name: outcome.value for name, outcome in found.items()} | seen
 
-    return _compiled(at)
+    return compiled(at)
 
 
-def _compiled(at: At) -> Programs:
+def compiled(at: At) -> Programs:
     """Return the programs of a function of a key, parameters with latents, and data."""
 
     @jax.jit
@@ -110,6 +111,34 @@ def _compiled(at: At) -> Programs:
         return at(jax.random.fold_in(key, 0), {**theta, **values}, data)
 
     return Programs(many, first)
+
+
+def with_blocks(
+    fm: FederatedModel, new: Mapping[str, Any], silo: int | None, own: SiloData | None
+) -> Mapping[str, Any]:
+    """Return new data with the numbers of the silo's blocks, where a prior was substituted.
+
+    ``own`` are the data of the silo ``silo``; None for a new one.
+
+    Raises
+    ------
+    ModelError
+        For a new silo: each entry of such a site belongs to a silo of the fit.
+    DataError
+        For rows that read entries of another silo's block.
+    """
+    text = substituted_in(fm.text)
+    if text is None or not isinstance(new, Mapping):
+        return new
+    if silo is None or own is None:
+        sites = ", ".join(f"'{site}'" for site in text.priors)
+        raise ModelError(
+            f"the substituted prior of {sites} has a block for each silo of the fit and none for a "
+            "new silo. Predict for the silo whose entries the rows read (silo=j), or for the rows "
+            "of the fit."
+        )
+    names = [block_name(site) for site in text.priors]
+    return text.of_new_rows(new, silo, {name: own.arrays[name] for name in names})
 
 
 def read_new(
