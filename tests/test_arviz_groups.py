@@ -114,8 +114,9 @@ def test_draws_of_nuts_predict_and_are_drawn_alike(nuts, fitted):
     assert [p["y"].shape for p in nuts.predict(KEY, silo="own rows", n=5)] == [(5, 8), (5, 12)]
     assert len([ax for ax in nuts.plot().axes if ax.axison]) == 2
     assert nuts.to_arviz()["posterior"]["mu"].shape == (1, 1_000)
-    with pytest.raises(ModelError, match="rows cannot be left out: NUTS keeps no"):
-        nuts.loo()
+    assert nuts.loo().elpd == pytest.approx(fitted.loo().elpd, abs=0.3)
+    with pytest.raises(ModelError, match="silos cannot be left out: NUTS keeps no"):
+        nuts.leave_out()
     with pytest.raises(ModelError, match="influence of silos is not known"):
         nuts.disagreement()
     with pytest.raises(IndexError, match="no silo 2"):

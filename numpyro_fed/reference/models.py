@@ -105,7 +105,8 @@ def compare_models(fits: Mapping[str, AfterFit], by: str = ROWS) -> ModelCompari
     Parameters
     ----------
     fits : dict of str to a fit
-        Fits of :func:`fit`, corrections or results, of different models and the same silos.
+        Fits of :func:`fit`, corrections, results, or draws of :func:`run_nuts`, of different models
+        and the same silos.
     by : {"rows", "silos"}
         What is left out in turn: each row (:meth:`Fitted.loo`), or each silo
         (:meth:`Fitted.leave_out`). Rows ask how well a model predicts another patient of the same

@@ -70,7 +70,12 @@ def to_arviz(
     n = max(1, int(min(num_samples, worth)))
     key = jax.random.key(0) if key is None else key
     draws = sample(key, n)
-    groups = {} if more is None else more(key, n)
+    groups = {
+        group: values
+        if group in OF_DATA
+        else {k: v._replace(values=v.values[None]) for k, v in values.items()}
+        for group, values in ({} if more is None else more(key, n)).items()
+    }
     data = chains_to_arviz({k: np.asarray(v)[None] for k, v in draws.items()}, groups)
     data[POSTERIOR].attrs.update(attributes or {})
     return data
@@ -79,7 +84,7 @@ def to_arviz(
 def chains_to_arviz(
     draws: Mapping[str, np.ndarray], more: Mapping[str, Mapping[str, Named]] | None = None
 ) -> Any:
-    """Return draws (chains, n, ...) as an ArviZ object, with ``more`` groups of a single chain.
+    """Return draws (chains, n, ...) as an ArviZ object, with ``more`` groups of the same draws.
 
     Raises
     ------
@@ -94,7 +99,7 @@ def chains_to_arviz(
     # ArviZ 1 takes a dict of groups, and keyword arguments no longer.
     data = arviz.from_dict(posterior=dict(draws)) if early else arviz.from_dict({POSTERIOR: draws})
     for group, values in (more or {}).items():
-        whole = {k: v.values if group in OF_DATA else v.values[None] for k, v in values.items()}
+        whole = {k: v.values for k, v in values.items()}
         # One group at a time: a variable has other axes in each.
         dims = {name: list(v.axes) for name, v in values.items() if v.axes}
         if not early:

@@ -18,8 +18,8 @@ from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.algorithms.importance.leave_out import LeaveOutDown
 from numpyro_fed.algorithms.importance.loo import MAX_K, RowScores, RowSums, Scores, loo, row_scores
 from numpyro_fed.algorithms.sfvi import down_of
-from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.model.row_checks import refuse_coupled_rows
+from numpyro_fed.errors import DataError
+from numpyro_fed.model.row_checks import refuse_coupled_rows, refuse_parameters_of_rows
 from numpyro_fed.programs import jit_once
 from numpyro_fed.results.arviz import elpd_data
 from numpyro_fed.results.batches import batch_size
@@ -151,12 +151,7 @@ def rows_left_out(
         If rows read each other's latents, or have parameters of their own.
     """
     fit, n = result._fit, len(z_G)
-    own = [s.name for s in fit.model.sites if s.kind == "param" and s.plate is not None]
-    if own:
-        raise ModelError(
-            f"rows cannot be left out: '{own[0]}' is a parameter of silos or rows, which was "
-            "fitted to the very rows. Make it a latent."
-        )
+    refuse_parameters_of_rows(fit.model)
     if fit.checks is not None:
         refuse_coupled_rows(fit.checks, result._silos.buckets, "leaving rows out needs")
     settings = dict(
