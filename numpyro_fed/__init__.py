@@ -63,7 +63,8 @@ from numpyro_fed.privacy.budget import Privacy, PrivacyWarning, Spent
 from numpyro_fed.programs import cache_programs
 from numpyro_fed.reference.compare import Comparison, compare
 from numpyro_fed.reference.models import ModelComparison, compare_models
-from numpyro_fed.reference.nuts import NutsResult, run_nuts
+from numpyro_fed.reference.nuts import run_nuts
+from numpyro_fed.reference.nuts_result import NutsResult
 from numpyro_fed.results.communication import Communication
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import importance_correct

@@ -274,3 +274,26 @@ def test_new_data_that_lack_a_column_are_refused():
         fitted.predict(KEY, dict(x=np.ones((1, 2)), y=y))
     new = dict(x=np.ones((1, 2)), z=np.zeros(1), y=y)
     assert fitted.predict(KEY, new, n=5)["y"].shape == (5, 1)
+
+
+def test_entries_of_a_substituted_prior_are_predicted_at_their_silo():
+    edges = np.eye(4, k=1) + np.eye(4, k=-1)
+
+    def areas(area, y=None):
+        theta = numpyro.sample("theta", dist.CAR(0.0, 0.9, 1.0, edges))
+        with nf.silo_plate("row", area.shape[0]):
+            numpyro.sample("y", dist.Normal(theta[area], 0.1), obs=y)
+
+    outcomes = (([0, 1, 1], [1.0, 2.0, 2.0]), ([2, 3], [3.0, 4.0]))
+    silos = [dict(area=np.array(a), y=np.array(y)) for a, y in outcomes]
+    prior = nf.SeparatorPrior.fit(areas, "theta", [[0, 1], [2, 3]], model_kwargs=silos[0])
+    federated = nf.handlers.substitute_prior(areas, {"theta": prior})
+    run = nf.SFVI(federated).run(KEY, 100, silos, **QUIET)
+    for j, area, expected in ((0, [1, 0], [2, 1]), (1, [3], [4])):
+        y = run.predict(KEY, dict(area=np.array(area)), silo=j, n=400)["y"]
+        np.testing.assert_allclose(np.asarray(y).mean(0), expected, atol=0.15)
+    with pytest.raises(DataError, match=r"silo 1 reads the entries 0 of 'theta'.*blocks 0, 1"):
+        run.predict(KEY, dict(area=np.array([0])), silo=1)
+    for ask in (run.predict, run.prior_predict):
+        with pytest.raises(ModelError, match=r"none for a new silo.*silo=j"):
+            ask(KEY, dict(area=np.array([0])))

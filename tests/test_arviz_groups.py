@@ -2,6 +2,7 @@
 
 import arviz
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -113,8 +114,9 @@ def test_draws_of_nuts_predict_and_are_drawn_alike(nuts, fitted):
     assert [p["y"].shape for p in nuts.predict(KEY, silo="own rows", n=5)] == [(5, 8), (5, 12)]
     assert len([ax for ax in nuts.plot().axes if ax.axison]) == 2
     assert nuts.to_arviz()["posterior"]["mu"].shape == (1, 1_000)
-    with pytest.raises(ModelError, match="rows cannot be left out: NUTS keeps no"):
-        nuts.loo()
+    assert nuts.loo().elpd == pytest.approx(fitted.loo().elpd, abs=0.3)
+    with pytest.raises(ModelError, match="silos cannot be left out: NUTS keeps no"):
+        nuts.leave_out()
     with pytest.raises(ModelError, match="influence of silos is not known"):
         nuts.disagreement()
     with pytest.raises(IndexError, match="no silo 2"):
@@ -172,3 +174,42 @@ def test_prior_draws_and_their_predictions_belong_together(fitted):
     data = fitted.to_arviz(KEY, 300, groups=["prior", "prior_predictive"])
     mean = np.asarray(data["prior_predictive"]["y"])[0].mean(1)
     assert np.corrcoef(np.asarray(data["prior"]["mu"])[0], mean)[0, 1] > 0.9
+
+
+def test_outcomes_of_several_plates_have_axes_of_their_own():
+    """Visits of patients, costs of wards without latents, and a name that an argument has."""
+
+    def study(visit, y=None, cost=None):
+        mu = numpyro.sample("mu", dist.Normal(0, 2))
+        with nf.silo_plate("ward", len(cost)):
+            numpyro.sample("cost", dist.MultivariateNormal(mu * jnp.ones(2), jnp.eye(2)), obs=cost)
+        with nf.silo_plate("patient", len(visit), dim=-2), numpyro.plate("visit", 3, dim=-1):
+            numpyro.sample("y", dist.Normal(mu + visit, 1), obs=y)
+
+    r = np.random.default_rng(0)
+    silos = [
+        dict(visit=r.normal(size=(n, 3)), y=r.normal(size=(n, 3)), cost=r.normal(size=(m, 2)))
+        for n, m in ((4, 2), (6, 3))
+    ]
+    silos[1]["y"][0] = np.nan
+    data = nf.fit(KEY, study, silos, **QUIET).to_arviz(KEY, 50, groups=GROUPS)
+    mu = np.asarray(data["posterior"]["mu"])[0]
+    y, cost = (np.concatenate([s[k] for s in silos]) for k in ("y", "cost"))
+    kept = ~np.isnan(y).all(1)
+    assert data["observed_data"]["y"].dims == ("patient", "visit_dim")
+    assert data["observed_data"]["cost"].dims == ("ward", "cost_dim_1")
+    np.testing.assert_allclose(data["observed_data"]["y"], y[kept])
+    np.testing.assert_allclose(data["observed_data"]["cost"], cost)
+    assert data["posterior_predictive"]["y"].dims[2:] == ("patient", "visit_dim")
+    assert data["posterior_predictive"]["y"].shape == (1, 50, 9, 3)
+    assert data["prior_predictive"]["cost"].shape == (1, 50, 5, 2)
+    assert data["log_likelihood"]["y"].dims[2:] == ("patient",)
+    visit = np.concatenate([s["visit"] for s in silos])[kept]
+    rows = -0.5 * (y[kept] - visit - mu[:, None, None]) ** 2 - 0.5 * np.log(2 * np.pi)
+    np.testing.assert_allclose(data["log_likelihood"]["y"][0], rows.sum(-1), atol=1e-8)
+    rows = -0.5 * (cost - mu[:, None, None]) ** 2 - 0.5 * np.log(2 * np.pi)
+    np.testing.assert_allclose(data["log_likelihood"]["cost"][0], rows.sum(-1), atol=1e-8)
+    constant = data["constant_data"]
+    np.testing.assert_array_equal(constant["silo of patient"], [0] * 4 + [1] * 5)
+    np.testing.assert_array_equal(constant["silo of ward"], [0] * 2 + [1] * 3)
+    np.testing.assert_allclose(constant["visit"], visit)

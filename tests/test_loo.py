@@ -183,6 +183,19 @@ def test_silos_elsewhere_send_sums_alone(without_effects, silos):
         nf.compare_models({"a": fitted, "b": fitted})
 
 
+def test_a_silo_of_few_rows_with_an_outcome_leaves_none_of_them_out(silos):
+    """The second silo has eleven rows, and four outcomes."""
+    policy = nf.Policy(min_rows=6, parameters_per_row=1.0)
+    few = np.where(np.arange(SIZES[1]) < 4, silos[1]["y"], np.nan)
+    held = [silos[0]["y"], few, silos[2]["y"]]
+    nodes = [nf.Silo(dict(y=y), names={"flat": flat}, policy=policy) for y in held]
+    federation = nf.Federation(InMemory([node.answer for node in nodes]))
+    fitted = nf.fit(KEY, flat, federation, **QUIET)
+    fitted.leave_out()
+    with pytest.raises(nf.SilosError, match=r"(?s)1.*fewer rows with an outcome.*6, min_rows"):
+        fitted.loo()
+
+
 def test_rows_without_an_outcome_do_not_count(without_effects, silos):
     more = [dict(y=np.append(s["y"], np.nan)) for s in silos]
     table = weighed(flat, more).loo()

@@ -5,77 +5,44 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
 
 from numpyro_fed.after import pictures
+from numpyro_fed.after.own_rows import Asked, OwnRows, latents_apart
 from numpyro_fed.after.predict import (
-    all_latents,
+    SEEN,
+    Programs,
     check_plates,
     global_latents,
-    observed,
+    observer,
     outer_latents,
     predictor,
     read_new,
     refuse_private_parameters,
+    with_blocks,
+)
+from numpyro_fed.after.run import (
+    ALL,
+    NEW,
+    OWN_ROWS,
+    Correction,
+    Run,
+    WhichSilo,
+    check_name,
+    rows_of,
 )
 from numpyro_fed.after.sensitivity import PriorSensitivity, elements
 from numpyro_fed.errors import ConvergenceWarning, ModelError, positive_int
-from numpyro_fed.model.data import SiloData, Sizes
+from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.indices import new_data_check
-from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.precision import in_precision_of_object
 
-NEW, OWN_ROWS = "new", "own rows"
-ALL = "all"
 # Share of the prior's precision that a silo must add to an effect's, for an estimate of it alone.
 MIN_TOLD = 0.05
-WhichSilo = int | str | Sequence[int]  # a silo, some of them, or "all"
-
-
-class Run(Protocol):
-    """The run that a posterior rests on: its model, its silos and their states."""
-
-    @property
-    def _fit(self) -> Any: ...
-
-    @property
-    def num_silos(self) -> int: ...
-
-    @property
-    def shared(self) -> Any: ...
-
-    @property
-    def data_here(self) -> Sequence[SiloData]:
-        """Return the data of all silos; nothing if they are elsewhere."""
-
-    def data_of(self, silo: int) -> SiloData:
-        """Return a silo's data; raise an error if they are elsewhere."""
-
-    def sizes_of(self, silo: int) -> Sizes:
-        """Return the rows of each plate at a silo; raise an error if they are elsewhere."""
-
-    def silo_params(self, silo: int) -> dict[str, Any]:
-        """Return a silo's private parameters on their supports, and its guide as ``"guide"``."""
-
-
-class Correction(Protocol):
-    """Weighted draws of a posterior."""
-
-    @property
-    def left_out(self) -> Any:
-        """Return the table of :meth:`AfterFit.leave_out`."""
-
-    @property
-    def rows_left_out(self) -> Any:
-        """Return the table of :meth:`AfterFit.loo`."""
-
-    @property
-    def prior_answers(self) -> PriorSensitivity:
-        """Return the table of :meth:`AfterFit.prior_sensitivity`."""
 
 
 class AfterFit(ABC):
@@ -157,6 +124,9 @@ class AfterFit(ABC):
             cannot be made that of the fit without a loss, miss values, or index what does not
             exist; and for silos in other processes, whose latents are theirs (they predict by
             :meth:`Silo.predict`).
+        ModelError
+            For a new silo under a prior of :func:`numpyro_fed.handlers.substitute_prior`, which has
+            a block for each silo of the fit; and for parameters of silos or rows.
 
         Notes
         -----
@@ -184,11 +154,15 @@ class AfterFit(ABC):
             return self._predict_own_rows(key, silo, n)
         if silo == OWN_ROWS:
             raise ValueError('silo="own rows" predicts for the rows of the fit: pass no new data.')
-        model = self.run_behind._fit.model
-        data = read_new(model, new, self.run_behind._fit.facts, self.run_behind.data_here)
-        refuse_private_parameters(model)
+        run, model = self.run_behind, self.run_behind._fit.model
         if isinstance(silo, str):
             check_name(silo)
+            new = with_blocks(model, new, None, None)
+        else:
+            new = with_blocks(model, new, silo, run.data_of(silo))
+        data = read_new(model, new, run._fit.facts, run.data_here)
+        refuse_private_parameters(model)
+        if isinstance(silo, str):
             new_data_check(model.text, None)(**data.kwargs)
             return self._predicted(key, n, data, None, global_latents(model))
         check_plates(model, data, silo, self.run_behind.sizes_of(silo))
@@ -225,17 +199,19 @@ class AfterFit(ABC):
         if drawn is None:
             raise ModelError("the prior of the globals cannot be drawn from.")
         latents = {name: drawn[name] for name in global_latents(model)}
-        predict = run._fit.cached("predict", lambda: predictor(model))
+        programs = self._predictor
         if new is not None:
             refuse_private_parameters(model)
+            new = with_blocks(model, new, None, None)
             data = read_new(model, new, run._fit.facts, run.data_here)
             new_data_check(model.text, None)(**new)
-            return predict(jax.random.fold_in(key, 1), self._parameters(None), latents, data)
-        parts = []
-        for j in range(run.num_silos):
-            key_silo = jax.random.fold_in(key, 1 + j)
-            parts.append(predict(key_silo, self._parameters(j), latents, run.data_of(j)))
-        return parts
+            key_new = jax.random.fold_in(key, 1)
+            return programs.many(key_new, self._parameters(None), latents, data)
+        asked = [
+            Asked(j, jax.random.fold_in(key, 1 + j), self._parameters(j), latents)
+            for j in range(run.num_silos)
+        ]
+        return OwnRows(run, programs, asked).values()
 
     def leave_out(self) -> Any:
         r"""Return how well all other silos predict the rows of each silo, without a refit.
@@ -515,8 +491,10 @@ class AfterFit(ABC):
             silos = list(range(self.run_behind.num_silos))[: pictures.MOST_PANELS]
         else:
             silos = [silo]
-        seen = [self.outcomes_of(j) for j in silos]
-        drawn = [self._predict_own_rows(jax.random.key(0), j, n) for j in silos]
+        key = jax.random.key(0)
+        asked = self._at_own_rows(key, silos, n)
+        seen = self.outcomes_of_silos(silos)
+        drawn = OwnRows(self.run_behind, self._predictor, asked).values()
         predicted = [
             {name: np.asarray(d[name]) for name in outcomes}
             for d, outcomes in zip(drawn, seen, strict=True)
@@ -526,11 +504,31 @@ class AfterFit(ABC):
     @in_precision_of_object
     def outcomes_of(self, silo: int) -> dict[str, np.ndarray]:
         """Return the outcomes of a silo's rows in this process, by site."""
+        return self.outcomes_of_silos([silo])[0]
+
+    @in_precision_of_object
+    def outcomes_of_silos(self, silos: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        """Return the outcomes of the rows of some silos in this process, by site."""
+        return [
+            {name: value for name, value in part.items() if not name.startswith(SEEN)}
+            for part in self.outcomes_and_rows(silos)
+        ]
+
+    @in_precision_of_object
+    def outcomes_and_rows(self, silos: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        """Return outcomes of silos in this process, and which rows have them, by :data:`SEEN`."""
         run = self.run_behind
-        fm, data = run._fit.model, run.data_of(silo)
-        draws = self.sample_posterior(jax.random.key(0), 1, silo=silo)
-        latents = {name: draws[name] for name in all_latents(fm)}
-        return observed(fm, self._parameters(silo), latents, data)
+        programs = run._fit.cached("outcomes", lambda: observer(run._fit.model))
+        asked = [Asked(j, jax.random.key(0), {}, {}) for j in silos]
+        found = OwnRows(run, programs, asked).values()
+        return [{name: np.asarray(value)[0] for name, value in part.items()} for part in found]
+
+    @property
+    def _predictor(self) -> Programs:
+        """Return the programs that predict outcomes."""
+        fit = self.run_behind._fit
+        programs: Programs = fit.cached("predict", lambda: predictor(fit.model))
+        return programs
 
     def _parameters(self, silo: int | None) -> dict[str, Any]:
         """Return the shared parameters on their supports, and a silo's private ones."""
@@ -553,14 +551,14 @@ class AfterFit(ABC):
         run = self.run_behind
         fm = run._fit.model
         given = {name: draws[name] for name in global_latents(fm)}
-        draw = run._fit.cached("latents", lambda: predictor(fm, ("latent",)))
+        programs = run._fit.cached("latents", lambda: predictor(fm, ("latent",)))
         axis = next(1 + (s.axis or 0) for s in fm.sites if s.name == site)
-        parts = []
-        for j in range(run.num_silos):
-            key_silo = jax.random.fold_in(key, j)
-            found = draw(key_silo, self._parameters(j), given, run.data_of(j))
-            parts.append(np.asarray(found[site]))
-        return np.concatenate(parts, axis)
+        asked = [
+            Asked(j, jax.random.fold_in(key, j), self._parameters(j), given)
+            for j in range(run.num_silos)
+        ]
+        parts = OwnRows(run, programs, asked).values()
+        return np.concatenate([np.asarray(found[site]) for found in parts], axis)
 
     def _weighted_draws(self, what: str) -> Correction:
         """Return the correction of the fit; raise an error that says ``what`` needs one."""
@@ -573,65 +571,31 @@ class AfterFit(ABC):
     def _predict_own_rows(self, key: Array, silo: int | str, n: int) -> Any:
         """Return predictive draws for the rows of the fit, of one silo or of each."""
         run = self.run_behind
-        names = all_latents(run._fit.model)
-        if not isinstance(silo, str):
-            return self._predicted(key, n, run.data_of(silo), silo, names)
         if silo == NEW:
             raise ValueError("pass new data to predict for, or silo='own rows'.")
-        check_name(silo, OWN_ROWS)
-        silos = range(run.num_silos)
-        return [self._predicted(key, n, run.data_of(j), j, names) for j in silos]
+        if isinstance(silo, str):
+            check_name(silo, OWN_ROWS)
+        silos = range(run.num_silos) if isinstance(silo, str) else [silo]
+        found = OwnRows(run, self._predictor, self._at_own_rows(key, silos, n)).values()
+        return found if isinstance(silo, str) else found[0]
+
+    def _at_own_rows(self, key: Array, silos: Sequence[int], n: int) -> list[Asked]:
+        """Return silos with draws of all latents, those of ``sample_posterior`` with that key."""
+        run = self.run_behind
+        key_new = jax.random.fold_in(key, 2)
+        draws = self.sample_posterior(key, n, silo=list(silos))
+        return [
+            Asked(j, jax.random.fold_in(key_new, 1 + j), self._parameters(j), latents)
+            for j, latents in zip(silos, latents_apart(run, draws, silos), strict=True)
+        ]
 
     def _predicted(
-        self, key: Array, n: int, data: Any, silo: int | None, names: list[str]
+        self, key: Array, n: int, data: SiloData, silo: int | None, names: list[str]
     ) -> dict[str, Array]:
-        """Return predictive draws for data, with latents ``names`` from the posterior."""
-        fit = self.run_behind._fit
+        """Return predictive draws for new data, with latents ``names`` from the posterior."""
         # The latents are those that sample_posterior draws with the same key.
         key_new = jax.random.fold_in(key, 2)
         draws = self.sample_posterior(key, n, silo=silo)
         latents = {name: draws[name] for name in names if name in draws}
         key_new = jax.random.fold_in(key_new, 0 if silo is None else 1 + silo)
-        predict = fit.cached("predict", lambda: predictor(fit.model))
-        return predict(key_new, self._parameters(silo), latents, data)
-
-
-def chosen_silos(silo: WhichSilo, number: int) -> list[int]:
-    """Return the numbers of the silos that are asked for.
-
-    Raises
-    ------
-    ValueError
-        For another word than ``"all"``, and for no silo.
-    """
-    if isinstance(silo, str):
-        if silo != ALL:
-            raise ValueError(f"silo={silo!r}: expected a number, a list of numbers, or '{ALL}'.")
-        return list(range(number))
-    silos = [silo_number(j) for j in (silo if isinstance(silo, Sequence) else [silo])]
-    if not silos:
-        raise ValueError("silo=[]: expected at least one silo.")
-    return silos
-
-
-def silo_number(silo: Any) -> int:
-    """Return the number of a silo; raise an error for what is no whole number."""
-    if isinstance(silo, bool | np.bool_) or not isinstance(silo, int | np.integer):
-        raise ValueError(f"silo={silo!r}: expected a whole number, from 0 on.")
-    return int(silo)
-
-
-def rows_of(run: Run, fm: FederatedModel, site: str, silo: int) -> int:
-    """Return the number of rows of a latent's plate at a silo."""
-    plate = next(s.plate for s in fm.sites if s.name == site)
-    return 0 if plate is None else run.sizes_of(silo)[plate]
-
-
-def check_name(silo: str, *others: str) -> None:
-    """Raise an error for a name that stands for no silo."""
-    known = others or (NEW,)
-    if silo not in known:
-        raise ValueError(
-            f"silo={silo!r}: expected the number of a silo, 'new' for new data, or 'own rows' "
-            "without any."
-        )
+        return self._predictor.many(key_new, self._parameters(silo), latents, data)

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,9 @@ from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.frames import as_dict, column_names
 from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.model.outcomes import outcomes_at
+from numpyro_fed.model.substitution import block_name, substituted_in
+from numpyro_fed.programs import jit_once
 from numpyro_fed.tracing import TRACING
 
 # Draws that are computed side by side, as for locals of a posterior. Numbers of so many draws stand
@@ -37,52 +40,105 @@ from numpyro_fed.tracing import TRACING
 SIDE_BY_SIDE = 64
 
 OUTCOMES = "observed", "deterministic"
+SEEN = "rows with "  # before the name of an outcome
 Draws = Mapping[str, Array]
 Predict = Callable[[Array, Draws, Draws, SiloData], dict[str, Array]]
 
 
-def predictor(fm: FederatedModel, kinds: Collection[str] = OUTCOMES) -> Predict:
-    """Return the compiled function to predictive draws of sites, by default of outcomes.
+class Programs(NamedTuple):
+    """The compiled functions to values of a text's sites, at draws of its latents.
 
-    It takes a key, the shared parameters on their supports, draws of latents (n, ...) and the data.
+    Both take a key, the parameters on their supports, draws of latents (n, ...) and the data.
     Latents without draws come from their prior given the others.
+
+    Attributes
+    ----------
+    many : (key, theta, latents, data) -> {site: (n, ...)}
+    one : (key, theta, latents, data) -> {site: value}
+        The values at the first draw, compiled quickly.
     """
+
+    many: Predict
+    one: Predict
+
+
+At = Callable[[Array, Draws, SiloData], dict[str, Array]]
+
+
+def predictor(fm: FederatedModel, kinds: Collection[str] = OUTCOMES) -> Programs:
+    """Return the compiled functions to predictive draws of sites, by default of outcomes."""
     named = [s.name for s in fm.sites if s.kind in kinds]
 
+    def at(key: Array, values: Draws, data: SiloData) -> dict[str, Array]:
+        text = handlers.substitute(handlers.uncondition(fm.text), data=dict(values))
+        with TRACING, handlers.block():
+            trace = handlers.trace(handlers.seed(text, key)).get_trace(**data.kwargs)
+        return {name: jnp.asarray(trace[name]["value"]) for name in named if name in trace}
+
+    return compiled(at)
+
+
+def observer(fm: FederatedModel) -> Programs:
+    """Return the compiled functions to the outcomes in a silo's data, and which rows have one.
+
+    They are sites' values, with NaN for what is missing, and ``(rows,)`` with :data:`SEEN` before
+    the name. No latent is read.
+    """
+
+    def at(key: Array, values: Draws, data: SiloData) -> dict[str, Array]:
+        found = outcomes_at(fm, data)
+        seen = {SEEN + name: outcome.seen for name, outcome in found.items()}
+        return {name: outcome.value for name, outcome in found.items()} | seen
+
+    return compiled(at)
+
+
+def compiled(at: At) -> Programs:
+    """Return the programs of a function of a key, parameters with latents, and data."""
+
     @jax.jit
-    def predict(key: Array, theta: Draws, latents: Draws, data: SiloData) -> dict[str, Array]:
+    def many(key: Array, theta: Draws, latents: Draws, data: SiloData) -> dict[str, Array]:
         def one(draw: tuple[Array, Draws]) -> dict[str, Array]:
             i, values = draw
-            text = handlers.substitute(handlers.uncondition(fm.text), data={**theta, **values})
-            with TRACING, handlers.block():
-                seeded = handlers.seed(text, jax.random.fold_in(key, i))
-                trace = handlers.trace(seeded).get_trace(**data.kwargs)
-            return {name: jnp.asarray(trace[name]["value"]) for name in named if name in trace}
+            return at(jax.random.fold_in(key, i), {**theta, **values}, data)
 
         n = len(jax.tree.leaves(latents)[0]) if latents else 1
         return jax.lax.map(one, (jnp.arange(n), dict(latents)), batch_size=SIDE_BY_SIDE)
 
-    return predict
+    @jit_once
+    def first(key: Array, theta: Draws, latents: Draws, data: SiloData) -> dict[str, Array]:
+        values = {name: value[0] for name, value in latents.items()}
+        return at(jax.random.fold_in(key, 0), {**theta, **values}, data)
+
+    return Programs(many, first)
 
 
-def observed(
-    fm: FederatedModel, theta: Draws, latents: Draws, data: SiloData
-) -> dict[str, np.ndarray]:
-    """Return the outcomes in a silo's data, by site, with NaN for what is missing.
+def with_blocks(
+    fm: FederatedModel, new: Mapping[str, Any], silo: int | None, own: SiloData | None
+) -> Mapping[str, Any]:
+    """Return new data with the numbers of the silo's blocks, where a prior was substituted.
 
-    ``latents`` (1, ...) have any values.
+    ``own`` are the data of the silo ``silo``; None for a new one.
+
+    Raises
+    ------
+    ModelError
+        For a new silo: each entry of such a site belongs to a silo of the fit.
+    DataError
+        For rows that read entries of another silo's block.
     """
-    values = {name: value[0] for name, value in latents.items()}
-    text = handlers.substitute(fm.text, data={**theta, **values})
-    with TRACING, handlers.block():
-        seeded = handlers.seed(text, jax.random.key(0))
-        trace = handlers.trace(seeded).get_trace(**data.kwargs)
-    seen = [s.name for s in fm.sites if s.kind == "observed" and s.plate is not None]
-    outcomes = {name: np.asarray(trace[name]["value"]) for name in seen}
-    for name, value in outcomes.items():
-        if (missing := trace[name].get("missing")) is not None:
-            outcomes[name] = np.where(missing, np.nan, value)
-    return outcomes
+    text = substituted_in(fm.text)
+    if text is None or not isinstance(new, Mapping):
+        return new
+    if silo is None or own is None:
+        sites = ", ".join(f"'{site}'" for site in text.priors)
+        raise ModelError(
+            f"the substituted prior of {sites} has a block for each silo of the fit and none for a "
+            "new silo. Predict for the silo whose entries the rows read (silo=j), or for the rows "
+            "of the fit."
+        )
+    names = [block_name(site) for site in text.priors]
+    return text.of_new_rows(new, silo, {name: own.arrays[name] for name in names})
 
 
 def read_new(

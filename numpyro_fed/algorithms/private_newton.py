@@ -51,7 +51,7 @@ from numpyro_fed.algorithms.base import (
     Reply,
     Round,
     Shared,
-    key_as_noise,
+    Up,
 )
 from numpyro_fed.frame import identity
 from numpyro_fed.gaussian import Gaussian, dot
@@ -150,17 +150,24 @@ class Schedule:
 
 
 class Place(NamedTuple):
-    """A question to silos: the point ``z`` (d,), the frame ``L`` (d, d), and noise multipliers.
+    """A question to silos: the point ``z`` (d,), the frame ``L`` (d, d), and clipping lengths.
 
-    ``clip`` and ``clip_curvature`` are clipping lengths, and 0 where none are needed.
+    Noise multipliers are not in it: a silo takes them from the plan and its own count of steps, and
+    noise grows with the clipping lengths.
     """
 
     z: Array
     L: Array
-    first: Array
-    second: Array
     clip: Array
     clip_curvature: Array
+
+
+class Asked(NamedTuple):
+    """A silo's state: how often it was asked for units, for sizes and for sums."""
+
+    units: Array
+    sizes: Array
+    sums: Array
 
 
 class Sums(NamedTuple):
@@ -248,14 +255,14 @@ class PrivateNewton:
         """Return whether products of gradients stand in the place of units' Hessians."""
         return self.model.dim > HESSIANS_UP_TO
 
-    def algorithm(self) -> FederatedAlgorithm[Server, tuple[()]]:
+    def algorithm(self) -> FederatedAlgorithm[Server, Asked]:
         """Return the algorithm: first the units of the frame, then a step in each round."""
-        units = Exchange(UNITS, self._units_of_silo, silo_noise=key_as_noise)
-        sizes = Exchange(SIZES, self._sizes_of_silo, silo_noise=key_as_noise)
-        sums = Exchange(SUMS, self._sums_of_silo, silo_noise=key_as_noise)
+        units = Exchange(UNITS, self._units_of_silo)
+        sizes = Exchange(SIZES, self._sizes_of_silo)
+        sums = Exchange(SUMS, self._sums_of_silo)
         return FederatedAlgorithm(
             init_server=self._init_server,
-            init_silo=lambda key, data: (),
+            init_silo=lambda key, data: Asked(*jnp.zeros((3,), jnp.int32)),
             round=Round((sizes, sums), self._run),
             shared=lambda server: Shared(
                 {}, Gaussian.of_root(server.loc, server.root).params(), identity(server.loc.shape)
@@ -299,11 +306,19 @@ class PrivateNewton:
 
     def _added(self, total: Array, change: Array, multiplier: Array) -> Array:
         """Return a sum with this silo's noise, where a unit changes it by at most ``change``."""
-        return self.noise(total, change * multiplier * self.changes * self.noise_share)
+        return self.noise(total, jnp.abs(change) * multiplier * self.changes * self.noise_share)
+
+    def _own(self, name: str, count: Array) -> Array:
+        """Return the noise multiplier of a step by the silo's own count."""
+        return self.schedule.column(name)[jnp.minimum(count, len(self.schedule.steps) - 1)]
+
+    def _planned(self, count: Array) -> Array:
+        """Return whether a step is one of those that the budget is planned for."""
+        return count < len(self.schedule.steps)
 
     def _units_of_silo(
-        self, noise: object, down: Place, state: tuple[()], data: SiloData
-    ) -> tuple[Reply[Array], tuple[()]]:
+        self, noise: object, down: Place, state: Asked, data: SiloData
+    ) -> tuple[Reply[Array], Asked]:
         """Count units by the power of two of each coordinate's root of curvature."""
         if self.has_products:
             sizes = jnp.abs(self._gradients(down, data))
@@ -312,24 +327,24 @@ class PrivateNewton:
             sizes = jnp.sqrt(jnp.abs(jnp.diagonal(C, axis1=1, axis2=2)))
         counts = jax.vmap(_histogram, in_axes=1)(sizes)
         change = jnp.sqrt(1.0 * self.model.dim)  # one count in each coordinate
-        up = self._added(counts, change, down.first)
-        return Reply(up, jnp.array(True)), state
+        up = self._added(counts, change, jnp.array(self.schedule.units))
+        return self._reply(up, state.units < 1), state._replace(units=state.units + 1)
 
     def _sizes_of_silo(
-        self, noise: object, down: Place, state: tuple[()], data: SiloData
-    ) -> tuple[Reply[Array], tuple[()]]:
+        self, noise: object, down: Place, state: Asked, data: SiloData
+    ) -> tuple[Reply[Array], Asked]:
         """Count units by the power of two of their gradients' and curvatures' lengths."""
         lengths = jnp.linalg.norm(self._gradients(down, data), axis=1)
         curved = lengths**2
         if not self.has_products:
             curved = jnp.linalg.norm(self._curvatures(down, data), axis=(1, 2))
         counts = jnp.stack([_histogram(lengths), _histogram(curved)])
-        up = self._added(counts, jnp.sqrt(2.0), down.first)
-        return Reply(up, jnp.array(True)), state
+        up = self._added(counts, jnp.sqrt(2.0), self._own("sizes", state.sizes))
+        return self._reply(up, self._planned(state.sizes)), state._replace(sizes=state.sizes + 1)
 
     def _sums_of_silo(
-        self, noise: object, down: Place, state: tuple[()], data: SiloData
-    ) -> tuple[Reply[Sums], tuple[()]]:
+        self, noise: object, down: Place, state: Asked, data: SiloData
+    ) -> tuple[Reply[Sums], Asked]:
         """Add up the units' clipped gradients and curvatures."""
         g = _clipped(self._gradients(down, data), down.clip)
         if self.has_products:
@@ -338,17 +353,21 @@ class PrivateNewton:
         else:
             C = _clipped(self._curvatures(down, data), down.clip_curvature).sum(0)
         up = Sums(
-            self._added(g.sum(0), down.clip, down.first),
-            self._added(_as_vector(C), down.clip_curvature, down.second),
+            self._added(g.sum(0), down.clip, self._own("gradient", state.sums)),
+            self._added(_as_vector(C), down.clip_curvature, self._own("curvature", state.sums)),
         )
-        return Reply(up, jnp.array(True)), state
+        return self._reply(up, self._planned(state.sums)), state._replace(sums=state.sums + 1)
+
+    def _reply(self, up: Up, planned: Array) -> Reply[Up]:
+        """Return a reply: zeros, which cannot be used, where the budget is not planned for it."""
+        return Reply(jax.tree.map(lambda a: jnp.where(planned, a, 0.0), up), planned)
 
     # At the server.
 
     def _begin(self, state: Server, noise: object, ask: Ask) -> tuple[Server, Info]:
-        zero, own = jnp.zeros(()), jnp.array(self.schedule.units)
-        counts = ask(UNITS, Place(state.z, state.L, own, zero, zero, zero)).up
-        sd = jnp.sqrt(1.0 * self.model.dim) * own * self._spread
+        zero = jnp.zeros(())
+        counts = ask(UNITS, Place(state.z, state.L, zero, zero)).up
+        sd = jnp.sqrt(1.0 * self.model.dim) * self.schedule.units * self._spread
         size = jax.vmap(lambda c: _quantile(c, sd, UNIT_QUANTILE))(counts)
         # Where no count stands out of the noise the prior's own scale is the unit.
         prior = 1 / jnp.sqrt(jnp.maximum(jnp.diagonal(self._prior(state.z)[1]), 1e-12))
@@ -372,7 +391,7 @@ class PrivateNewton:
             self.schedule.column(name)[k] for name in Step._fields
         )
         zero = jnp.zeros(())
-        counts = ask(SIZES, Place(state.z, state.L, sizes, zero, zero, zero)).up
+        counts = ask(SIZES, Place(state.z, state.L, zero, zero)).up
 
         fresh = lambda a: jnp.where(first, jnp.zeros_like(a), a)  # noqa: E731
         number = (k - self._starts[k] + 1).astype(state.z.dtype)  # of this step in its phase
@@ -386,7 +405,7 @@ class PrivateNewton:
         C = jnp.where(C > 0, C, jnp.sqrt(1.0 * d)) if self.clip is None else jnp.array(self.clip)
         CH = jnp.where(CH > 0, CH, 1.0 * d)
 
-        sums = ask(SUMS, Place(state.z, state.L, gradient, curvature, C, CH)).up
+        sums = ask(SUMS, Place(state.z, state.L, C, CH)).up
         gradients = fresh(state.gradients) + sums.gradient
         places = fresh(state.places) + state.z
         total = fresh(state.curvature) + _as_symmetric(sums.curvature, d)
@@ -429,7 +448,13 @@ class PrivateNewton:
             undetermined=(e <= edge).sum().astype(jnp.int32),
             moved=moved,
         )
-        ok = jnp.isfinite(loc).all() & jnp.isfinite(new.root).all() & jnp.isfinite(new.z).all()
+        planned = state.step < len(self.schedule.steps)
+        ok = (
+            planned
+            & jnp.isfinite(loc).all()
+            & jnp.isfinite(new.root).all()
+            & jnp.isfinite(new.z).all()
+        )
         return new, Info(0.5 * d * moved**2, ok, moved)
 
     @property

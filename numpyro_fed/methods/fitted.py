@@ -14,7 +14,8 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed import html
-from numpyro_fed.after.base import AfterFit, WhichSilo, silo_number
+from numpyro_fed.after.base import AfterFit
+from numpyro_fed.after.run import WhichSilo, silo_number
 from numpyro_fed.errors import DataError
 from numpyro_fed.privacy.budget import Spent
 from numpyro_fed.results.arviz import to_arviz

@@ -29,7 +29,6 @@ from numpyro_fed.runtime.supervise import RunOutcome
 
 # Numbers of a row's latents that quadrature takes, and globals of which a matrix is sent.
 GLOBALS_UP_TO = 300
-MOST_STEPS = 1_000
 
 
 @dataclass(frozen=True)
@@ -82,12 +81,16 @@ class DPNewton(Method[PrivateResult, None]):
         of fewer spends less, and its posterior is wider; ``init_state`` goes on with the rest. Two
         runs with the same key differ: noise comes from the operating system.
         """
-        # There are no more steps than in any schedule; a run ends where its own is over.
-        return super().run(key, MOST_STEPS if num_rounds is None else num_rounds, silos, **options)
+        if num_rounds is None:
+            fit, _ = self._compiled_for(silos, options.get("runtime", "simulation"))
+            before = options.get("init_state")
+            done = 0 if before is None else int(before.round)
+            num_rounds = len(self._schedule(fit.model.dim).steps) - done
+        return super().run(key, num_rounds, silos, **options)
 
     def _check_rounds(self, state: State, num_rounds: int) -> None:
         planned, done = len(self._schedule(len(state.server.z)).steps), int(state.round)
-        if num_rounds != MOST_STEPS and done + num_rounds > planned:
+        if done + num_rounds > planned:
             raise ModelError(
                 f"the budget is planned for {planned} steps, of which {done} were made: "
                 f"{num_rounds} more would spend more than epsilon={self.privacy.epsilon:g}."

@@ -32,7 +32,7 @@ from numpyro_fed.algorithms.base import (
     Round,
 )
 from numpyro_fed.algorithms.importance.leave_out import LEAVE_OUT
-from numpyro_fed.algorithms.importance.loo import LOO
+from numpyro_fed.algorithms.importance.loo import LOO, rows_that_count
 from numpyro_fed.algorithms.influence import INFLUENCE, influence
 from numpyro_fed.algorithms.mode import flat_size
 from numpyro_fed.algorithms.tempered import TEMPERED
@@ -58,6 +58,7 @@ from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket, one_by_one, padded
 from numpyro_fed.model.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
 from numpyro_fed.model.split import split
+from numpyro_fed.programs import jit_once
 from numpyro_fed.results.at_silo import AtSilo, at_silo_of, outer_round
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
@@ -419,6 +420,10 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         fm = built.model
         rows = sum(fm.sizes(data)[p.name] for p in fm.plates if not p.outer)
         return PlanSize(plan.num_silos, rows, flat_size(fm))
+
+    def rows_that_count(self, built: Built, data: SiloData) -> int:
+        """Return the number of a silo's rows that have an outcome."""
+        return int(jit_once(partial(rows_that_count, built.model))(data).sum())
 
     def check_exchange(self, built: Built, asked: ExchangeId, number: int, data: SiloData) -> None:
         """Raise an error for an exchange that needs independent rows if a silo's are coupled."""

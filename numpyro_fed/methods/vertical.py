@@ -275,6 +275,10 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         largest = max(party.dim for party in built.model.clients)
         return PlanSize(plan.num_silos, built.model.rows, largest)
 
+    def rows_that_count(self, built: VerticalBuilt, data: SiloData) -> int:
+        """Return the number of rows, whose outcomes a client does not know."""
+        return built.model.rows
+
     def check_exchange(
         self, built: VerticalBuilt, asked: ExchangeId, number: int, data: SiloData
     ) -> None:

@@ -296,6 +296,16 @@ def refuse_coupled_rows(checks: RowChecks, buckets: Sequence[Bucket], who_needs:
         )
 
 
+def refuse_parameters_of_rows(fm: FederatedModel) -> None:
+    """Raise an error for parameters of silos or rows, by which rows cannot be left out."""
+    own = [s.name for s in fm.sites if s.kind == "param" and s.plate is not None]
+    if own:
+        raise ModelError(
+            f"rows cannot be left out: '{own[0]}' is a parameter of silos or rows, which was "
+            "fitted to the very rows. Make it a latent."
+        )
+
+
 def _coupled(
     checks: RowChecks, plates: Sequence[str], buckets: Sequence[Bucket]
 ) -> CheckResult | None:

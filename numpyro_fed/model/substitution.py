@@ -235,6 +235,27 @@ class Substituted:
                 with_blocks[j][name] = np.array([block], np.int32)
         return with_blocks
 
+    def of_new_rows(
+        self, new: Mapping[str, Any], j: int, numbers: Mapping[str, ArrayLike]
+    ) -> dict[str, Any]:
+        """Return new data of silo ``j`` with the numbers of its blocks, by argument.
+
+        Raises
+        ------
+        DataError
+            For rows that read entries of another block.
+        """
+        names = {block_name(site): site for site in self.priors}
+        given = {k: v for k, v in new.items() if k not in names}
+        for name, site in names.items():
+            own = numbers[name]
+            try:
+                self._block(site, self.priors[site].blocks, given, j, new.get(name, own))
+                self._block(site, self.priors[site].blocks, given, j, own)
+            except TypeError as error:
+                raise DataError(f"new data do not fit the model: {error}.") from error
+        return given | dict(numbers)
+
     def _block(
         self, site: str, blocks: Blocks, silo: dict[str, Any], j: int, given: ArrayLike | None
     ) -> int:
@@ -304,6 +325,13 @@ def entries_read(
         return jnp.stack([(slope != 0) | jnp.isnan(slope) for slope in slopes]).any(0)
 
     return moves
+
+
+def substituted_in(text: object) -> Substituted | None:
+    """Return the model with other priors that a text rests on; None if there is none."""
+    while text is not None and not isinstance(text, Substituted):
+        text = getattr(text, "fn", getattr(text, "model", getattr(text, "__wrapped__", None)))
+    return text
 
 
 def block_name(site: str) -> str:

@@ -48,7 +48,8 @@ class Policy:
         The least number of silos in a plan. Of two silos each can take its own part from the sum.
     min_rows : int
         The least number of rows that this silo has; and of a column whose mean and sd are told, the
-        least number of rows that have a number, or another number than nearly all rows.
+        least number of rows that have a number, or another number than nearly all rows; for
+        ``loo``, of rows with an outcome.
     min_count : int
         The least number of rows of a level whose name is told (:func:`numpyro_fed.levels`). A
         question for rarer ones is refused.
@@ -170,6 +171,15 @@ class Policy:
         if num_rows < self.min_rows:
             raise ModelError(
                 f"this silo has fewer rows than its policy asks for ({self.min_rows}, min_rows)."
+            )
+
+    def check_rows(self, num_rows: int) -> None:
+        """Raise an error where rows would be left out of too few that have an outcome."""
+        if num_rows < self.min_rows:
+            raise ModelError(
+                "this silo has fewer rows with an outcome, neither missing nor masked, than its "
+                f"policy asks for ({self.min_rows}, min_rows), so that none of them is left out "
+                "(loo). Ask for leave_out(), which tells of the silo as a whole."
             )
 
     def check_exchange(self, name: str, stage: str) -> None:

@@ -55,6 +55,7 @@ KINDS: dict[str, type[Any]] = {**METHODS, "VFL": VFL, "SOUL": SOUL}
 MAX_METHODS = 32
 # Bytes of a message at most, unless the owner says otherwise: larger ones are refused unread.
 MAX_BYTES = 512 << 20
+NOT_ACCEPTED = "this silo has not accepted a plan for this method. Begin again."
 LOG = logging.getLogger("numpyro_fed.silo")
 
 
@@ -221,6 +222,8 @@ class Silo:
         agreed = self._get(question.method)
         if question.exchange in (*BEGINNINGS, GO_ON) or agreed.answered(message, question):
             return agreed.handle(message)
+        if question.exchange == LOO:
+            self._policy.check_rows(agreed.rows_that_count())
         with self._ledger.spending(question.exchange, evaluations(question, arrays)):
             return agreed.handle(message)
 
@@ -381,6 +384,13 @@ class _Agreement:
         policy.check_plan(*self.node.size)
         self.plan = settings
 
+    def rows_that_count(self) -> int:
+        """Return the number of the silo's rows that have an outcome."""
+        if self.node is None or not self.plan:
+            raise ModelError(NOT_ACCEPTED)
+        with precision(double=self.double):
+            return self.node.rows_that_count()
+
     def answered(self, message: bytes, question: Question) -> bool:
         """Return whether the message has been answered before, so that it tells nothing new."""
         return self.node is not None and self.node.has_answered(message, question)
@@ -394,7 +404,7 @@ class _Agreement:
     def ready(self) -> SiloNode[Any, Any, Any]:
         """Return the node; raise an error if there is no plan yet."""
         if self.node is None or not self.plan:
-            raise ModelError("this silo has not accepted a plan for this method. Begin again.")
+            raise ModelError(NOT_ACCEPTED)
         return self.node
 
 

@@ -14,7 +14,7 @@ from scipy.stats import gaussian_kde, wasserstein_distance
 
 from numpyro_fed import html
 from numpyro_fed.errors import ConvergenceWarning, MissingExtraError, NonFiniteError
-from numpyro_fed.reference.nuts import NutsResult
+from numpyro_fed.reference.nuts_result import NutsResult
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.results.rows import Result

@@ -105,7 +105,8 @@ def compare_models(fits: Mapping[str, AfterFit], by: str = ROWS) -> ModelCompari
     Parameters
     ----------
     fits : dict of str to a fit
-        Fits of :func:`fit`, corrections or results, of different models and the same silos.
+        Fits of :func:`fit`, corrections, results, or draws of :func:`run_nuts`, of different models
+        and the same silos.
     by : {"rows", "silos"}
         What is left out in turn: each row (:meth:`Fitted.loo`), or each silo
         (:meth:`Fitted.leave_out`). Rows ask how well a model predicts another patient of the same
@@ -198,8 +199,10 @@ def _check_outcomes(fits: Mapping[str, AfterFit]) -> None:
     here = {name: fit for name, fit in fits.items() if fit.run_behind.data_here}
     seen = {
         name: [
-            np.concatenate([np.ravel(v) for v in fit.outcomes_of(j).values()])
-            for j in range(min(fit.run_behind.num_silos, MOST_COMPARED))
+            np.concatenate([np.ravel(v) for v in outcomes.values()])
+            for outcomes in fit.outcomes_of_silos(
+                range(min(fit.run_behind.num_silos, MOST_COMPARED))
+            )
         ]
         for name, fit in here.items()
     }

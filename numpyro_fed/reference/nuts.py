@@ -7,28 +7,22 @@ buckets' padded silos.
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC, NUTS
 
-from numpyro_fed import html
-from numpyro_fed.after.base import AfterFit, WhichSilo, chosen_silos
 from numpyro_fed.algorithms.base import Shared
-from numpyro_fed.errors import ConvergenceWarning, DataError, ModelError, positive_int
+from numpyro_fed.errors import ConvergenceWarning, positive_int
 from numpyro_fed.frame import identity
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData, SiloInput, Sizes, signature
-from numpyro_fed.model.facts import Facts, facts_of
+from numpyro_fed.model.facts import facts_of
 from numpyro_fed.model.handlers import local_name
 from numpyro_fed.model.hosts import read_all
 from numpyro_fed.model.layout import lay_out
@@ -36,8 +30,8 @@ from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket, grouped, stacked
 from numpyro_fed.model.sites import Site
 from numpyro_fed.precision import is_double
+from numpyro_fed.reference.nuts_result import NutsResult, PooledFit, PooledRun, join_chains
 from numpyro_fed.reference.starts import Position, Shapes, good_starts, some_from_prior, uniform
-from numpyro_fed.results.arviz import chains_to_arviz, to_arviz
 from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.results.rows import Result
 from numpyro_fed.trees import Tree
@@ -48,255 +42,6 @@ Made = TypeVar("Made")
 # Samples of each chain from which run_nuts warns by itself: shorter runs are trials, which would
 # always be warned of.
 MIN_SAMPLES = 500
-# Largest split R-hat of chains that agree. The usual bounds are 1.01 and 1.1 (Vehtari et al. 2021;
-# Gelman, Rubin 1992). The error below is the stricter test of chains that agree.
-MAX_RHAT = 1.05
-# Largest standard error of a mean or sd, in posterior sds: that of 400 effective draws.
-MAX_ERROR = 0.05
-# Largest share of divergent transitions. Single ones occur in sound runs; one in 200 and more show
-# a region that the chains do not enter.
-MAX_DIVERGENT = 0.005
-# A spread below this share of the mean is rounding: such elements are constants, as the first row
-# of a Cholesky factor is.
-ROUNDING = 1e-5
-
-
-@dataclass(frozen=True, eq=False)
-class PooledFit:
-    """The model of a pooled run, with what was compiled for it."""
-
-    model: FederatedModel
-    facts: Facts
-    double: bool
-    compiled: dict[Hashable, Any] = field(default_factory=dict)
-
-    def cached(self, name: Hashable, make: Callable[[], Made]) -> Made:
-        """Return the object of this name, made at its first use."""
-        if name not in self.compiled:
-            self.compiled[name] = make()
-        made: Made = self.compiled[name]
-        return made
-
-
-@dataclass(frozen=True, eq=False)
-class PooledRun:
-    """The data and parameters of a pooled run, as questions after a fit ask for them."""
-
-    _fit: PooledFit
-    silos: Sequence[SiloData]
-    sizes: Sequence[Sizes]
-    shared: Shared
-    private: Sequence[dict[str, Any]]
-
-    @property
-    def num_silos(self) -> int:
-        """Return the number of silos."""
-        return len(self.silos)
-
-    def place(self, silo: int) -> int:
-        """Return a silo's number; raise an error if there is none."""
-        if not 0 <= silo < self.num_silos:
-            raise IndexError(
-                f"there is no silo {silo}: they are numbered 0 to {self.num_silos - 1}."
-            )
-        return silo
-
-    @property
-    def data_here(self) -> Sequence[SiloData]:
-        """Return the data of all silos."""
-        return self.silos
-
-    def data_of(self, silo: int) -> SiloData:
-        """Return a silo's data."""
-        return self.silos[self.place(silo)]
-
-    def sizes_of(self, silo: int) -> Sizes:
-        """Return the rows of each plate at a silo."""
-        return self.sizes[self.place(silo)]
-
-    def silo_params(self, silo: int) -> dict[str, Any]:
-        """Return a silo's private parameters on their supports."""
-        return self._fit.model.constrain_theta(self.private[self.place(silo)])
-
-
-@dataclass(frozen=True, eq=False)
-class NutsResult(AfterFit):
-    """The draws of NUTS from the joint posterior of all silos.
-
-    Attributes
-    ----------
-    globals : dict of str to array (num_chains, num_samples, ...)
-        Global latent and deterministic sites on their own supports.
-    divergences : int
-        Divergent transitions after warm-up.
-    """
-
-    globals: dict[str, np.ndarray] = field(repr=False)
-    divergences: int
-    _locals: Callable[[], dict[str, np.ndarray]] = field(repr=False)
-    _rounded: str = field(default="", repr=False)  # why the precision does not hold the posterior
-    _run: PooledRun | None = field(default=None, repr=False)
-
-    @property
-    def run_behind(self) -> PooledRun:
-        """Return the data and parameters of the run."""
-        if self._run is None:
-            raise DataError("these draws have no data with them.")
-        return self._run
-
-    @property
-    def correction_behind(self) -> str:
-        """Return why there are no weighted draws."""
-        return "NUTS keeps no log likelihoods of silos: ask a fit of nf.fit for it"
-
-    @property
-    def silos(self) -> Any:
-        """Refuse to tell the influence of silos, which is known of fits alone."""
-        raise ModelError(f"the influence of silos is not known: {self.correction_behind}.")
-
-    def sample_posterior(
-        self, key: Array, n: int, *, silo: WhichSilo | None = None
-    ) -> dict[str, Array]:
-        """Return ``n`` of the draws at random; each once, as long as there are enough of them.
-
-        With ``silo`` also that silo's latents, or those of several silos side by side, as
-        :meth:`Result.sample_posterior` has them.
-        """
-        positive_int("n", n)
-        joined = {k: _join_chains(v) for k, v in self.globals.items()}
-        run = self.run_behind
-        silos = [] if silo is None else [run.place(j) for j in chosen_silos(silo, run.num_silos)]
-        local = [s for s in run._fit.model.sites if s.kind == "latent" and s.plate is not None]
-        if silo is not None:
-            samples = self.samples
-            for s in local:
-                parts = [samples[local_name(j, s.name)] for j in silos]
-                joined[s.name] = np.concatenate(parts, 1 + (s.axis or 0))
-        total = self.num_chains * max(len(v[0]) for v in self.globals.values())
-        index = jax.random.choice(key, total, (n,), replace=n > total)
-        return {name: jnp.asarray(value)[index] for name, value in joined.items()}
-
-    def to_arviz(
-        self, key: Array | None = None, num_samples: int = 1_000, *, silo: WhichSilo | None = None
-    ) -> Any:
-        """Return the draws as an ArviZ object, with their chains; with ``silo``, ``num_samples``.
-
-        Needs the extra ``examples``.
-        """
-        if silo is not None:
-            return to_arviz(partial(self.sample_posterior, silo=silo), key, num_samples)
-        return chains_to_arviz(self.globals)
-
-    @cached_property
-    def samples(self) -> dict[str, np.ndarray]:
-        """Return all sites on their supports, chains joined; ``b`` of silo j is ``silo_{j}/b``."""
-        joined = {k: _join_chains(v) for k, v in self.globals.items()}
-        return joined | self._locals()
-
-    @cached_property
-    def monte_carlo_error(self) -> float:
-        """Return the largest standard error of a global's mean or sd, in posterior sds.
-
-        It is computed from the effective draws of each element and of its squared deviation, and of
-        the logs of elements that are positive in all draws. It is infinite if chains do not agree
-        (split R-hat above 1.05), and if draws are useless: if some are NaN, all are equal, every
-        transition diverged, or an sd is a few gaps between floating-point numbers.
-        """
-        if self._unusable or self._rounded:
-            return float(np.inf)
-        worst = 0.0
-        for draws in self.globals.values():
-            flat = np.asarray(draws, np.float64).reshape(*draws.shape[:2], -1)
-            # A scale shows only in its log whether the chains know the neck of a funnel: near zero
-            # its own values hardly differ.
-            positive = (flat > 0).all((0, 1))
-            flat = np.concatenate([flat, np.log(flat[..., positive])], -1)
-            mean, sd = flat.mean((0, 1)), flat.std((0, 1))
-            # (x**2 - 1) / 2 of a standardised x has the standard error of log sd.
-            standard = ((flat - mean) / np.where(sd > 0, sd, 1))[..., sd > ROUNDING * abs(mean)]
-            for values in (standard, (standard**2 - 1) / 2):
-                if not values.size:
-                    continue
-                ess, rhat = effective_sample_size(values), split_gelman_rubin(values)
-                error = values.std((0, 1)) / np.sqrt(ess)
-                worst = max(worst, np.where(rhat <= MAX_RHAT, error, np.inf).max())
-        return float(worst)
-
-    @property
-    def _unusable(self) -> bool:
-        """Return whether draws of globals are NaN, or do not move."""
-        if not self.globals:
-            return False
-        draws = [np.asarray(v) for v in self.globals.values()]
-        if self._diverges or any(np.isnan(v).any() for v in draws):
-            return True
-        return not any(_varies(v) for v in draws)
-
-    @property
-    def _diverges(self) -> bool:
-        """Return whether every transition diverged."""
-        return self.divergences >= self._transitions > 0
-
-    @property
-    def _transitions(self) -> int:
-        """Return the number of transitions after warm-up, of all chains; 0 without globals."""
-        return math.prod(next(iter(self.globals.values())).shape[:2]) if self.globals else 0
-
-    @property
-    def num_chains(self) -> int:
-        """Return the number of chains."""
-        return len(next(iter(self.globals.values()))) if self.globals else 1
-
-    @property
-    def accurate(self) -> bool:
-        """Return whether divergences are few and Monte Carlo errors small.
-
-        The chains then know the mode that they are in; there may be others.
-        """
-        total = self._transitions or 1
-        return self.divergences <= MAX_DIVERGENT * total and self.monte_carlo_error <= MAX_ERROR
-
-    @property
-    def trusted(self) -> bool:
-        """Return whether these draws can serve as the reference.
-
-        They can if they are :attr:`accurate` and come from at least two chains, which agree. A
-        single chain that stays in one of several modes looks accurate.
-        """
-        return self.accurate and self.num_chains > 1
-
-    def report(self) -> str:
-        """Say in words whether these draws can be trusted."""
-        error = self.monte_carlo_error
-        if self._diverges:
-            known = "that is every transition, so that the draws say nothing"
-        elif self._rounded:
-            known = self._rounded
-        elif np.isinf(error):
-            known = "the chains do not agree (or stand still): run more of them, and longer"
-        else:
-            known = f"means and sds of the globals are known to {error:.2g} sd"
-        verdict = "They can be trusted."
-        if self.accurate and not self.trusted:
-            verdict = (
-                "They can be trusted as far as one chain can tell; num_chains=2 or more would show "
-                "whether there are other modes."
-            )
-        elif not self.accurate:
-            verdict = (
-                f"They are no reference (at most {MAX_ERROR} sd and {MAX_DIVERGENT:.1%} divergent "
-                "transitions are): take more num_samples, a higher target_accept_prob, or "
-                "another form of the model."
-            )
-        return f"{self.divergences} divergent transitions; {known}. {verdict}"
-
-    def _repr_html_(self) -> str:
-        return html.words(self.report())
-
-    def ess(self) -> dict[str, np.ndarray]:
-        """Return the effective sample size of each element of global sites; NaN for constants."""
-        with np.errstate(invalid="ignore"):
-            return {k: np.asarray(effective_sample_size(v)) for k, v in self.globals.items()}
 
 
 class StartingPoint(Protocol):
@@ -424,15 +169,16 @@ def run_nuts(
     globals_ = {k: np.asarray(v) for k, v in constrain(shared, draws["z_G"]).items()}
 
     def local_sites() -> dict[str, np.ndarray]:
-        flat = jax.tree.map(_join_chains, draws)
+        flat = jax.tree.map(join_chains, draws)
         return _local_sites(fm, read, sizes, flat, [{**shared, **theta} for theta in private])
 
-    words = _rounded(_join_chains(np.asarray(draws["z_G"])), fm.named("latent"))
+    words = _rounded(join_chains(np.asarray(draws["z_G"])), fm.named("latent"))
     shared_part = Shared(shared, {}, identity((fm.dim,)))
     run = PooledRun(
         PooledFit(fm, facts_of(fm, read[0], sizes[0]), is_double()),
         read,
         sizes,
+        buckets,
         shared_part,
         private,
     )
@@ -440,12 +186,6 @@ def run_nuts(
     if num_samples >= MIN_SAMPLES and not result.accurate:
         warnings.warn(f"NUTS: {result.report()}", category=ConvergenceWarning, stacklevel=2)
     return result
-
-
-def _varies(draws: np.ndarray) -> bool:
-    """Return whether any element of a site (chains, n, ...) varies by more than rounding."""
-    mean, sd = draws.mean((0, 1), dtype=np.float64), draws.std((0, 1), dtype=np.float64)
-    return bool((sd > ROUNDING * abs(mean)).any())
 
 
 def _rounded(z_G: np.ndarray, latents: Sequence[Site]) -> str:
@@ -477,10 +217,6 @@ def _whitened(
         return log_density({**position, "z_G": to_globals(position["z_G"])})
 
     return to_globals, log_density_of_u
-
-
-def _join_chains(draws: Draws) -> Draws:
-    return draws.reshape(draws.shape[0] * draws.shape[1], *draws.shape[2:])
 
 
 def _parameters(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,9 +12,23 @@ from jax import Array
 
 from numpyro_fed.errors import MissingExtraError
 
+POSTERIOR = "posterior"
 ROW = "row"  # the name of the axis of rows
 OF_DATA = "observed_data", "constant_data"  # groups without draws
-WITH_ROWS = (*OF_DATA, "posterior_predictive", "prior_predictive", "log_likelihood")
+
+
+class Named(NamedTuple):
+    """Values of a variable of a group, with the names of their axes after that of draws.
+
+    Attributes
+    ----------
+    values : array
+    axes : tuple of str
+        ArviZ names those that are not there.
+    """
+
+    values: np.ndarray
+    axes: tuple[str, ...] = ()
 
 
 def to_arviz(
@@ -24,7 +38,7 @@ def to_arviz(
     *,
     worth: float = math.inf,
     attributes: Mapping[str, float | str] | None = None,
-    more: Callable[[Array, int], Mapping[str, Mapping[str, np.ndarray]]] | None = None,
+    more: Callable[[Array, int], Mapping[str, Mapping[str, Named]]] | None = None,
 ) -> Any:
     """Return draws as ArviZ's ``DataTree``, or its ``InferenceData`` before ArviZ 1, in one chain.
 
@@ -46,8 +60,7 @@ def to_arviz(
     attributes : mapping, optional
         Attributes of the group ``posterior``.
     more : callable, optional
-        ``(key, n) -> {group: {name: values}}``: further groups, whose values with rows have these
-        along the first axis after that of draws.
+        ``(key, n) -> {group: {name: values}}``: further groups.
 
     Raises
     ------
@@ -57,16 +70,21 @@ def to_arviz(
     n = max(1, int(min(num_samples, worth)))
     key = jax.random.key(0) if key is None else key
     draws = sample(key, n)
-    groups = {} if more is None else more(key, n)
+    groups = {
+        group: values
+        if group in OF_DATA
+        else {k: v._replace(values=v.values[None]) for k, v in values.items()}
+        for group, values in ({} if more is None else more(key, n)).items()
+    }
     data = chains_to_arviz({k: np.asarray(v)[None] for k, v in draws.items()}, groups)
-    data["posterior"].attrs.update(attributes or {})
+    data[POSTERIOR].attrs.update(attributes or {})
     return data
 
 
 def chains_to_arviz(
-    draws: Mapping[str, np.ndarray], more: Mapping[str, Mapping[str, np.ndarray]] | None = None
+    draws: Mapping[str, np.ndarray], more: Mapping[str, Mapping[str, Named]] | None = None
 ) -> Any:
-    """Return draws (chains, n, ...) as an ArviZ object, with ``more`` groups of a single chain.
+    """Return draws (chains, n, ...) as an ArviZ object, with ``more`` groups of the same draws.
 
     Raises
     ------
@@ -77,21 +95,21 @@ def chains_to_arviz(
         import arviz
     except ImportError as error:
         raise MissingExtraError("arviz", "examples") from error
+    early = arviz.__version__.startswith("0.")
     # ArviZ 1 takes a dict of groups, and keyword arguments no longer.
-    groups: dict[str, dict[str, np.ndarray]] = {"posterior": dict(draws)}
-    rows: dict[str, list[str]] = {}
+    data = arviz.from_dict(posterior=dict(draws)) if early else arviz.from_dict({POSTERIOR: draws})
     for group, values in (more or {}).items():
-        of_data = group in OF_DATA
-        groups[group] = {k: v if of_data else v[None] for k, v in values.items()}
-        rows |= {k: [ROW] for k in values if group in WITH_ROWS}
-    if arviz.__version__.startswith("0."):
-        log_prior = groups.pop("log_prior", None)
-        arguments: dict[str, Any] = {**groups, "dims": rows}
-        data = arviz.from_dict(**arguments)
-        if log_prior is not None:  # a group that from_dict does not know there
-            data.add_groups({"log_prior": log_prior})
-        return data
-    return arviz.from_dict(groups, dims=rows)
+        whole = {k: v.values for k, v in values.items()}
+        # One group at a time: a variable has other axes in each.
+        dims = {name: list(v.axes) for name, v in values.items() if v.axes}
+        if not early:
+            data[group] = arviz.from_dict({group: whole}, dims=dims)[group]
+        elif group == "log_prior":  # a group that from_dict does not know there
+            data.add_groups({group: whole}, dims=dims)
+        else:
+            arguments: dict[str, Any] = {group: whole, "dims": dims}
+            data.extend(arviz.from_dict(**arguments))
+    return data
 
 
 def elpd_data(values: np.ndarray, k: np.ndarray, *, p: float, num_draws: int) -> Any:

@@ -96,7 +96,7 @@ class AtSilo:
 
     @cached_property
     def _predict(self) -> Predict:
-        return predictor(self.built.model)
+        return predictor(self.built.model).many
 
     @cached_property
     def _like(self) -> Down:

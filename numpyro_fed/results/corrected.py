@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-from numpyro_fed.after.base import AfterFit, WhichSilo
+from numpyro_fed.after.base import AfterFit
+from numpyro_fed.after.run import WhichSilo
 from numpyro_fed.after.sensitivity import (
     PriorSensitivity,
     elements,
@@ -337,7 +338,10 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
         ``groups`` are further ones: ``"prior"``, ``"posterior_predictive"``, ``"prior_predictive"``
         and ``"log_likelihood"`` of the rows of all silos side by side, ``"log_prior"``,
         ``"observed_data"``, and ``"constant_data"`` with the number of each row's silo. They need
-        the silos' rows in this process.
+        the silos' rows in this process. Rows run along the axis ``"row"``; where outcomes are of
+        several silo plates, along axes with the names of these, and the numbers of silos are
+        ``"silo of PLATE"``. Other plates around an outcome name their axes, too. A name that a site
+        or an argument has gets ``"_dim"``.
         """
         check_groups(groups)
         return to_arviz(

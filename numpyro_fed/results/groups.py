@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -10,19 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.after.base import OWN_ROWS, AfterFit
+from numpyro_fed.after.base import AfterFit
+from numpyro_fed.after.predict import SEEN
+from numpyro_fed.after.run import OWN_ROWS
 from numpyro_fed.after.sensitivity import log_prior_on_supports
 from numpyro_fed.algorithms.importance.integration import Integration
-from numpyro_fed.algorithms.importance.loo import log_likelihoods_of_rows
+from numpyro_fed.algorithms.importance.loo import log_likelihoods_of_rows, plates_of_rows
 from numpyro_fed.algorithms.sfvi import down_of
-from numpyro_fed.errors import ModelError
-from numpyro_fed.model.outcomes import Outcome, outcomes_at
+from numpyro_fed.model.data import SiloData, Sizes
+from numpyro_fed.model.outcomes import axes_of
+from numpyro_fed.model.padding import padded_keys
 from numpyro_fed.model.row_checks import refuse_coupled_rows
 from numpyro_fed.precision import precision
 from numpyro_fed.programs import jit_once
+from numpyro_fed.results.arviz import POSTERIOR, ROW, Named
 from numpyro_fed.results.batches import batch_size
 
-POSTERIOR = "posterior"
 GROUPS = (
     POSTERIOR,
     "prior",
@@ -55,9 +59,12 @@ def check_groups(groups: Sequence[str]) -> None:
         raise ValueError(f"groups={list(groups)}: '{unknown[0]}' is none of {list(GROUPS)}.")
 
 
+Group = dict[str, Named]
+
+
 def more_groups(
     fit: AfterFit, drawn: Drawn, key: Array, n: int, groups: Sequence[str]
-) -> dict[str, dict[str, np.ndarray]]:
+) -> dict[str, Group]:
     """Return the groups beside the posterior, {group: {name: values}}, without an axis of chains.
 
     ``key`` and ``n`` are those of the posterior's draws, to which predictions and densities belong.
@@ -66,101 +73,143 @@ def more_groups(
         return {group: _values(fit, drawn, key, n, group) for group in groups if group != POSTERIOR}
 
 
-def _values(fit: AfterFit, drawn: Drawn, key: Array, n: int, group: str) -> dict[str, np.ndarray]:
+def _values(fit: AfterFit, drawn: Drawn, key: Array, n: int, group: str) -> Group:
     """Return the values of one group."""
     if group == "prior":
         prior = fit._drawn_from_prior(jax.random.fold_in(key, 0), n)
-        return {} if prior is None else {k: np.asarray(v) for k, v in prior.items()}
-    if group == "posterior_predictive":
-        return side_by_side(fit, fit.predict(key, silo=OWN_ROWS, n=n))
-    if group == "prior_predictive":
-        return side_by_side(fit, fit.prior_predict(key, n=n))
-    if group == "log_likelihood":
-        # ArviZ takes no variable of an axis's name, which "row" is.
-        names = outcomes_of(fit)
-        name = names[0] if len(names) == 1 else "rows"
-        return {name: log_likelihood(drawn, key, n)}
+        return {} if prior is None else {k: Named(np.asarray(v)) for k, v in prior.items()}
     if group == "log_prior":
         run = drawn.run_behind
         z_G = drawn.unconstrained(key, n)
-        return {"globals": log_prior_on_supports(run._fit.model, run.shared.theta, z_G)}
-    return outcomes(fit) if group == "observed_data" else constants(fit)
+        found = log_prior_on_supports(run._fit.model, run.shared.theta, z_G)
+        return {"globals": Named(found)}
+    rows = Rows.of(fit)
+    if group == "posterior_predictive":
+        return rows.predicted(fit.predict(key, silo=OWN_ROWS, n=n))
+    if group == "prior_predictive":
+        return rows.predicted(fit.prior_predict(key, n=n))
+    if group == "log_likelihood":
+        return rows.densities(log_likelihood(drawn, key, n))
+    return rows.outcomes() if group == "observed_data" else rows.constants()
 
 
-def outcomes_of(fit: AfterFit) -> list[str]:
-    """Return the names of the outcomes of rows, all of one plate.
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of all silos that have an outcome, side by side, plate by plate.
 
-    Raises
-    ------
-    ModelError
-        If outcomes are of several plates, whose rows have no axis in common.
+    Attributes
+    ----------
+    data : sequence of SiloData
+    sizes : sequence of dict
+        The rows of each plate at each silo.
+    plates : dict of str to str
+        The plate of each outcome.
+    axes : dict of str to tuple of str
+        The plate along each axis of an outcome; empty where there is none.
+    found : sequence of dict
+        The outcomes of each silo, and which rows have them.
+    taken : set of str
+        The names of sites and arguments, which no axis may have.
     """
-    sites = fit.run_behind._fit.model.sites
-    found = [s for s in sites if s.kind == "observed" and s.plate is not None]
-    plates = sorted({str(s.plate) for s in found})
-    if len(plates) > 1:
-        raise ModelError(
-            f"outcomes are of the rows of {plates}, and ArviZ's groups have one axis of rows: take "
-            "predict(), loo() and sample_posterior() for each."
-        )
-    return [s.name for s in found]
 
+    data: Sequence[SiloData]
+    sizes: Sequence[Sizes]
+    plates: dict[str, str]
+    axes: dict[str, tuple[str, ...]]
+    found: Sequence[dict[str, np.ndarray]]
+    taken: frozenset[str]
 
-def outcomes_by_silo(fit: AfterFit) -> list[dict[str, Outcome]]:
-    """Return the outcomes of each silo in this process."""
-    run = fit.run_behind
-    return [outcomes_at(run._fit.model, run.data_of(j)) for j in range(run.num_silos)]
+    @classmethod
+    def of(cls, fit: AfterFit) -> Rows:
+        """Return the rows of a fit, whose silos are in this process."""
+        run, silos = fit.run_behind, range(fit.run_behind.num_silos)
+        fm, data = run._fit.model, [run.data_of(j) for j in silos]
+        plates = {s.name: str(s.plate) for s in fm.sites if s.kind == "observed" and s.plate}
+        taken = {s.name for s in fm.sites} | set(data[0].arrays)
+        sizes = [run.sizes_of(j) for j in silos]
+        found = fit.outcomes_and_rows(silos)
+        return cls(data, sizes, plates, axes_of(fm, data[0]), found, frozenset(taken))
 
+    @property
+    def single(self) -> bool:
+        """Return whether all outcomes are of rows of one plate."""
+        return len(set(self.plates.values())) <= 1
 
-def side_by_side(fit: AfterFit, parts: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    """Return the predictions of all silos (n, rows, ...), of rows that have an outcome."""
-    joined: dict[str, np.ndarray] = {}
-    silos = outcomes_by_silo(fit)
-    for name in outcomes_of(fit):
+    def axis_name(self, plate: str) -> str:
+        """Return the name of the axis that runs along a plate."""
+        of_rows = plate in self.plates.values()
+        name = ROW if self.single and of_rows else plate
+        # ArviZ takes no variable of an axis's name.
+        return f"{name}_dim" if name in self.taken else name
+
+    def seen(self, silo: int, plate: str) -> np.ndarray:
+        """Return which rows of a plate have any outcome (rows,) at a silo."""
+        each = [self.found[silo][SEEN + name] for name, p in self.plates.items() if p == plate]
+        return np.asarray(np.any(each, 0))
+
+    def outcomes(self) -> Group:
+        """Return the outcomes (rows, ...); NaN for what is missing."""
+        return {name: self._joined(name, self.found, 0) for name in self.plates}
+
+    def predicted(self, parts: Sequence[Mapping[str, Any]]) -> Group:
+        """Return the predictions of all silos (n, rows, ...)."""
+        return {name: self._joined(name, parts, 1) for name in self.plates}
+
+    def _joined(self, name: str, parts: Sequence[Mapping[str, Any]], first: int) -> Named:
+        """Return values of all silos with rows along the axis ``first``."""
+        plate, axes = self.plates[name], self.axes[name]
+        axis = axes.index(plate)
         kept = [
-            np.moveaxis(np.asarray(p[name]), 1 + o[name].axis, 1)[:, np.asarray(o[name].seen)]
-            for p, o in zip(parts, silos, strict=True)
+            np.moveaxis(np.asarray(part[name]), first + axis, first).compress(
+                self.seen(j, plate), first
+            )
+            for j, part in enumerate(parts)
         ]
-        joined[name] = np.concatenate(kept, 1)
-    return joined
-
-
-def outcomes(fit: AfterFit) -> dict[str, np.ndarray]:
-    """Return the outcomes (rows, ...) of rows that have one; NaN for parts that are missing."""
-    joined: dict[str, np.ndarray] = {}
-    silos = outcomes_by_silo(fit)
-    for name in outcomes_of(fit):
-        found = [fit.outcomes_of(j)[name] for j in range(len(silos))]
-        kept = [
-            np.moveaxis(value, o[name].axis, 0)[np.asarray(o[name].seen)]
-            for value, o in zip(found, silos, strict=True)
+        others = [p for p in axes if p != plate]
+        names = [
+            self.axis_name(p) if p else f"{name}_dim_{i}" for i, p in enumerate([plate, *others])
         ]
-        joined[name] = np.concatenate(kept)
-    return joined
+        return Named(np.concatenate(kept, first), tuple(names))
+
+    def densities(self, parts: Sequence[Mapping[str, np.ndarray]]) -> Group:
+        """Return the log likelihoods (n, rows) of all silos, by outcome where a plate has one."""
+        values = {}
+        for plate in parts[0]:
+            names = [name for name, p in self.plates.items() if p == plate]
+            several = "rows" if self.single else f"rows of {plate}"
+            name = names[0] if len(names) == 1 else several
+            joined = np.concatenate([part[plate] for part in parts], 1)
+            values[name] = Named(joined, (self.axis_name(plate) if names else f"{plate}_dim",))
+        return values
+
+    def constants(self) -> Group:
+        """Return the number of each row's silo, and the arguments of the model with so many rows.
+
+        Arguments that hold outcomes are among them.
+        """
+        found: dict[str, Named] = {}
+        of_key = padded_keys(self.data, self.sizes)
+        for plate in dict.fromkeys(self.plates.values()):
+            seen = [self.seen(j, plate) for j in range(len(self.data))]
+            axis = (self.axis_name(plate),)
+            numbers = np.repeat(np.arange(len(seen)), [int(s.sum()) for s in seen])
+            found[SILO if self.single else f"{SILO} of {plate}"] = Named(numbers, axis)
+            same = [p for p in self.sizes[0] if all(n[p] == n[plate] for n in self.sizes)]
+            for name in self.data[0].arrays:
+                values = [np.asarray(d.arrays[name]) for d in self.data if name in d.arrays]
+                shapes = {v.shape[1:] for v in values}
+                if of_key.get(name) not in same or len(values) < len(seen) or len(shapes) > 1:
+                    continue
+                kept = [v[s] for v, s in zip(values, seen, strict=True)]
+                found.setdefault(name, Named(np.concatenate(kept), axis))
+        return found
 
 
-def constants(fit: AfterFit) -> dict[str, np.ndarray]:
-    """Return the number of each row's silo, and the arguments of the model that have so many rows.
+def log_likelihood(drawn: Drawn, key: Array, n: int) -> list[dict[str, np.ndarray]]:
+    """Return the log likelihoods {plate: (n, rows)} of the rows of each silo.
 
-    Arguments that hold outcomes are among them.
-    """
-    run, names = fit.run_behind, outcomes_of(fit)
-    seen = [np.asarray(o[names[0]].seen) for o in outcomes_by_silo(fit)]
-    found = {SILO: np.repeat(np.arange(run.num_silos), [int(s.sum()) for s in seen])}
-    data = [run.data_of(j).arrays for j in range(run.num_silos)]
-    for name in data[0]:
-        values = [np.asarray(d[name]) for d in data]
-        if all(v.ndim and len(v) == len(s) for v, s in zip(values, seen, strict=True)):
-            kept = [v[s] for v, s in zip(values, seen, strict=True)]
-            if len({v.shape[1:] for v in kept}) == 1:
-                found[name] = np.concatenate(kept)
-    return found
-
-
-def log_likelihood(drawn: Drawn, key: Array, n: int) -> np.ndarray:
-    """Return the log likelihood (n, rows) of the rows of all silos, their own latents integrated.
-
-    Latents of outer plates (a hospital's effect) are drawn at each draw of the globals.
+    Their own latents are integrated out; those of outer plates (a hospital's effect) are drawn at
+    each draw of the globals.
     """
     run, integration = drawn.run_behind, drawn.integration
     fit = run._fit
@@ -177,5 +226,9 @@ def log_likelihood(drawn: Drawn, key: Array, n: int) -> np.ndarray:
     for j in range(run.num_silos):
         data = run._silos.at(j, [batch.data for batch in run._silos.batches])
         found, counts = values(jax.random.fold_in(key, j), down, run._silo_state(j), data)
-        parts.append(np.asarray(found)[:, np.asarray(counts)])
-    return np.concatenate(parts, 1)
+        by_plate, first = {}, 0
+        for plate in plates_of_rows(fit.model):
+            rows = slice(first, first := first + fit.model.sizes(data)[plate])
+            by_plate[plate] = np.asarray(found)[:, rows][:, np.asarray(counts)[rows]]
+        parts.append(by_plate)
+    return parts

@@ -44,7 +44,7 @@ from numpyro_fed.objectives import (
     draws_by_plate,
 )
 from numpyro_fed.precision import precision
-from numpyro_fed.results.batches import batch_size
+from numpyro_fed.results.batches import batch_size, little_work
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.corrected import Corrected, Pool, sampler_of
 from numpyro_fed.results.rows import Fit, Result
@@ -67,9 +67,6 @@ DRAWS = 100
 # Draws in an exchange: a compiled program serves any number of draws in multiples of it, and a
 # reply stays at 32 kB in double precision. More would need more memory at a silo.
 AT_ONCE = 4_000
-# Terms (draws x rows x inner draws) up to which the program is compiled with few optimisations:
-# running it takes less time than optimising it would. Half or twice of it only moves that point.
-FEW_TERMS = 2e7
 # Times that heavy draws are compared with their neighbours: each costs an exchange, and shows the
 # draws that become the heaviest after the last ones have lost their weight.
 MAX_CHECKS = 3
@@ -448,8 +445,7 @@ def _compiled(
 
     def make() -> tuple[Single, Proposal[Any]]:
         round_, proposed = weighing(fit.built, settings)
-        rows = sum(n for _, n in fit.plan.total)
-        little = num_draws * rows * integration.work_of_row(fit.model) <= FEW_TERMS
+        little = little_work(fit, integration, num_draws)
         compiled = fit.runtime.quick(round_) if little else fit.runtime.single(round_)
         return compiled, proposed
 

@@ -15,7 +15,7 @@ from numpyro_fed.algorithms.base import Round
 from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.algorithms.importance.leave_out import LeftOut, leave_out
 from numpyro_fed.errors import MissingExtraError
-from numpyro_fed.results.batches import batch_size
+from numpyro_fed.results.batches import batch_size, little_work
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.rows import Result
 
@@ -125,9 +125,9 @@ def table_of(
         num_draws=n,
         batch_size=batch_size(fit, integration, n),
     )
+    compiled = fit.runtime.quick if little_work(fit, integration, n) else fit.runtime.single
     exchange = fit.cached(
-        ("leave out", json.dumps(settings)),
-        lambda: fit.runtime.quick(leaving_out(fit.built, settings)),
+        ("leave out", json.dumps(settings)), lambda: compiled(leaving_out(fit.built, settings))
     )
     given = jnp.asarray(np.concatenate([np.asarray(z_G), log_weights[:, None]], 1))
     found: LeftOut = result._run_round_once(exchange, key, MESSAGE, given)[0]

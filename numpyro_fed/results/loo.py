@@ -18,11 +18,11 @@ from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.algorithms.importance.leave_out import LeaveOutDown
 from numpyro_fed.algorithms.importance.loo import MAX_K, RowScores, RowSums, Scores, loo, row_scores
 from numpyro_fed.algorithms.sfvi import down_of
-from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.model.row_checks import refuse_coupled_rows
+from numpyro_fed.errors import DataError
+from numpyro_fed.model.row_checks import refuse_coupled_rows, refuse_parameters_of_rows
 from numpyro_fed.programs import jit_once
 from numpyro_fed.results.arviz import elpd_data
-from numpyro_fed.results.batches import batch_size
+from numpyro_fed.results.batches import batch_size, little_work
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.rows import Result
 
@@ -30,8 +30,6 @@ from numpyro_fed.results.rows import Result
 # are right to 0.02 nats as a rule.
 MOST_DRAWS, LEAST_DRAWS = 2_000, 500
 MOST_NUMBERS = 2e8  # draws x rows of a silo, which stand in memory at once: 1.6 GB
-# Terms (draws x rows x evaluations) up to which the program is compiled with few optimisations.
-FEW_TERMS = 2e7
 MESSAGE = "the log likelihoods of the rows are not finite at {}."
 
 
@@ -151,12 +149,7 @@ def rows_left_out(
         If rows read each other's latents, or have parameters of their own.
     """
     fit, n = result._fit, len(z_G)
-    own = [s.name for s in fit.model.sites if s.kind == "param" and s.plate is not None]
-    if own:
-        raise ModelError(
-            f"rows cannot be left out: '{own[0]}' is a parameter of silos or rows, which was "
-            "fitted to the very rows. Make it a latent."
-        )
+    refuse_parameters_of_rows(fit.model)
     if fit.checks is not None:
         refuse_coupled_rows(fit.checks, result._silos.buckets, "leaving rows out needs")
     settings = dict(
@@ -173,9 +166,7 @@ def rows_left_out(
         given = jnp.asarray(np.concatenate([np.asarray(z_G), log_weights[:, None]], 1))
         sums: RowSums = result._run_round_once(exchange, key, MESSAGE, given)[0]
         return Loo.of(sums, worth, 1)
-    rows = sum(n for _, n in fit.plan.total)
-    few = n * rows * integration.work_of_row(fit.model) <= FEW_TERMS
-    compiled = jit_once if few else jax.jit
+    compiled = jit_once if little_work(fit, integration, n) else jax.jit
     scores = fit.cached(name, lambda: compiled(_scores(fit.built, settings)))
     down = LeaveOutDown(down_of(fit.guide, result.shared, z_G), jnp.asarray(log_weights))
     silos, total = [], RowSums(*np.zeros(len(RowSums._fields)))

@@ -14,7 +14,8 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array
 
-from numpyro_fed.after.base import ALL, AfterFit, WhichSilo, chosen_silos
+from numpyro_fed.after.base import AfterFit
+from numpyro_fed.after.run import ALL, WhichSilo, chosen_silos
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Private
 from numpyro_fed.algorithms.influence import MOST_GLOBALS, Factors, influence
 from numpyro_fed.errors import ModelError, NonFiniteError
@@ -24,6 +25,7 @@ from numpyro_fed.model.facts import Facts, Plan
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.row_checks import RowChecks, refuse_coupled_rows
 from numpyro_fed.precision import in_precision_of_object, is_double, precision
 from numpyro_fed.results import built as built_fit
@@ -260,6 +262,11 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
         """Return the rows of each plate at a silo."""
         self._hosted(silo).place(silo)
         return self._fit.sizes[silo]
+
+    def bucket_of(self, silo: int) -> Bucket:
+        """Return the silos that were padded to one shape with a silo."""
+        hosted = self._hosted(silo)
+        return hosted.buckets[hosted.place(silo)[0]]
 
     @property
     def plan(self) -> Plan:

@@ -24,6 +24,7 @@ from numpyro_fed.model.sites import Site
 from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.results.base import BuiltRun, CompiledMethod, FederatedRun, Silos
 from numpyro_fed.results.recognise import Provenance
+from numpyro_fed.results.vertical_after import ColumnsAfterFit
 from numpyro_fed.runtime.crossing import Crossings
 from numpyro_fed.runtime.stack import Runtime
 
@@ -131,7 +132,7 @@ class VerticalFit(CompiledMethod[VerticalBuilt]):
 
 
 @dataclass(frozen=True, eq=False)
-class VerticalRun(FederatedRun[VerticalFit]):
+class VerticalRun(ColumnsAfterFit, FederatedRun[VerticalFit]):
     """The result of a method for vertical models."""
 
     start: VerticalStart | None = field(default=None, kw_only=True)

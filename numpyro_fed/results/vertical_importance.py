@@ -15,6 +15,7 @@ from numpyro_fed.algorithms.vertical.weigh import Weighing
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.vertical import VerticalResult
+from numpyro_fed.results.vertical_after import ColumnsAfterFit
 from numpyro_fed.results.weighted import (
     NO_WEIGHTS,
     Weighted,
@@ -36,7 +37,7 @@ TOGETHER = 2**20
 
 
 @dataclass(frozen=True, eq=False)
-class VerticalCorrected(Weighted[VerticalResult]):
+class VerticalCorrected(ColumnsAfterFit, Weighted[VerticalResult]):
     """An importance-corrected vertical fit: the posterior of the model as it is written.
 
     Attributes

@@ -185,6 +185,11 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
             self._accepted = plan, number
         self._runs = self._no_runs()
 
+    def rows_that_count(self) -> int:
+        """Return the number of the silo's rows that have an outcome, once a plan is accepted."""
+        programs = self._programs[False]
+        return self._method.rows_that_count(programs.built, self._data)
+
     def _no_runs(self) -> KeptRuns:
         """Return the runs that are in the store, of which none was read yet."""
         return KeptRuns(self._store, lambda name: self._programs_of(name).state_shapes)

@@ -123,6 +123,9 @@ class Party(Protocol[SiloInput, Plan, Built]):
     ) -> PosteriorAtSilo:
         """Return the posterior at a silo, by the settings in a message with draws."""
 
+    def rows_that_count(self, built: Built, data: SiloData) -> int:
+        """Return the number of a silo's rows that have an outcome."""
+
     def sends_unhidden(self, name: str) -> bool:
         """Return whether an exchange sends, without noise, numbers that noise hides in a run."""
 

@@ -127,6 +127,26 @@ def row_scores(
     return scores
 
 
+def plates_of_rows(fm: FederatedModel) -> list[str]:
+    """Return the plates whose rows have a likelihood of their own, in the order of the scores.
+
+    Rows of a plate whose latents other rows share (of a hospital) are none.
+    """
+    with_terms = {s.plate for s in fm.sites if s.kind in ("observed", "factor")}
+    return [p.name for p in fm.plates if p.name in with_terms and not (p.outer and p.dim)]
+
+
+def rows_that_count(fm: FederatedModel, data: SiloData) -> Array:
+    """Return which rows have an outcome (rows,) bool, all plates of rows after another."""
+    sizes, found = fm.sizes(data), outcomes_at(fm, data).values()
+    counts = [jnp.zeros(0)]
+    for p in plates_of_rows(fm):
+        # Rows whose outcomes are all missing are no rows to predict.
+        seen = [outcome.seen for outcome in found if outcome.plate == p]
+        counts.append(data.masked(p, jnp.ones(sizes[p]) * (sum(seen) > 0 if seen else 1.0)))
+    return jnp.concatenate(counts) > 0
+
+
 def log_likelihoods_of_rows(
     fm: FederatedModel,
     likelihood: LikelihoodEstimate,
@@ -137,20 +157,13 @@ def log_likelihoods_of_rows(
 
     It takes ``(key, down, silo_state, data)``, and computes ``batch_size`` draws at a time.
     """
-    with_terms = {s.plate for s in fm.sites if s.kind in ("observed", "factor")}
-    plates = [p.name for p in fm.plates if p.name in with_terms and not (p.outer and p.dim)]
+    plates = plates_of_rows(fm)
 
     def values_of(key: Array, down: Down, state: Any, data: SiloData) -> tuple[Array, Array]:
         private = fitted.private(state)
         theta = {**down.theta, **private.theta}
         u, centre = coordinates_of(down)
-        sizes, found = fm.sizes(data), outcomes_at(fm, data).values()
-        # Rows whose outcomes are all missing are no rows to predict.
-        seen = {p: [o.seen for o in found if o.plate == p] for p in plates}
-        counts = [
-            data.masked(p, jnp.ones(sizes[p]) * (sum(seen[p]) > 0 if seen[p] else 1.0))
-            for p in plates
-        ]
+        counts = rows_that_count(fm, data)
 
         def rows_at(draw: tuple[Array, Array, Array]) -> Array:
             s, z_G, u = draw
@@ -161,7 +174,7 @@ def log_likelihoods_of_rows(
 
         index = jnp.arange(len(down.z_G))
         values = jax.lax.map(rows_at, (index, down.z_G, u), batch_size=batch_size)
-        return values, jnp.concatenate([jnp.zeros(0), *counts]) > 0
+        return values, counts
 
     return values_of
 

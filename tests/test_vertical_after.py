@@ -1,0 +1,54 @@
+"""Questions that a fit of columns refuses, in words."""
+
+import numpy as np
+import pytest
+from vertical_problems import KEY, data, logistic
+
+import numpyro_fed as nf
+from numpyro_fed.errors import ModelError
+from numpyro_fed.results.vertical_after import ColumnsAfterFit
+
+QUIET = {"progress_bar": False}
+WORDS = {
+    "predict": "sample_together.*Predictive",
+    "prior_predict": "Predictive",
+    "loo": "each client holds a part of every row.*sample_together.*arviz.loo",
+    "leave_out": "no rows of its own.*log_evidence",
+    "add": "Run the method anew",
+    "remove": "Run the method anew",
+    "disagreement": "none of them has a likelihood",
+    "prior_sensitivity": "wider prior",
+    "plot": "ArviZ",
+    "plot_silos": "different columns.*ArviZ",
+    "plot_check": "compare with the response",
+}
+
+
+@pytest.fixture(scope="module")
+def run():
+    return nf.VFL(logistic, start=None).run(KEY, 3, *data(), **QUIET)
+
+
+@pytest.mark.parametrize("question", sorted(WORDS))
+def test_questions_of_rows_are_refused_with_what_to_do_instead(run, question):
+    words = rf"clients hold columns: .*{WORDS[question]}"
+    for arguments in ((), (KEY, {"xs": np.zeros(3)})):
+        with pytest.raises(ModelError, match=words):
+            getattr(run, question)(*arguments)
+
+
+def test_all_questions_of_a_fit_are_answered_in_words():
+    """Of rows there may be more of them one day."""
+    public = {name for name in dir(nf.Fitted) if not name.startswith("_")}
+    methods = {name for name in public if callable(getattr(nf.Fitted, name))}
+    others = {"sample_posterior", "to_arviz", "save", "report"}
+    others |= {name for name in methods if name.startswith("outcomes_")}
+    known = {name for name in dir(ColumnsAfterFit) if not name.startswith("_")}
+    assert methods - others - known == set()
+    assert known == set(WORDS)
+
+
+@pytest.mark.filterwarnings("ignore::numpyro_fed.ConvergenceWarning")
+def test_corrections_of_columns_refuse_them_too(run):
+    with pytest.raises(ModelError, match="sample_together"):
+        nf.importance_correct(KEY, run, 50).loo()
