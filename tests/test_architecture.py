@@ -20,7 +20,7 @@ ROOT = Path(numpyro_fed.__file__).parent
 # import everything, and only the front door may import it.
 LAYERS = [
     {"errors", "files", "trees", "precision", "linalg", "threads", "html", "tracing"},
-    {"programs"},
+    {"programs", "privacy"},
     {
         *(
             "model.data",
