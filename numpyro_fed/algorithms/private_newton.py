@@ -190,8 +190,10 @@ class Server(NamedTuple):
         Point and frame of the next step.
     sizes : (2, bins)
         Sums of the histograms of this phase.
+    at : (d,)
+        The point in the frame, from where the phase began.
     gradients, places : (d,)
-        Sums over the steps of this phase of gradients, in the frame, and of points.
+        Sums over the steps of this phase, in the frame, of gradients and of points.
     curvature : (d, d)
         Sum over the steps of this phase, in the frame.
     loc, root : (d,), (d, d)
@@ -206,6 +208,7 @@ class Server(NamedTuple):
     z: Array
     L: Array
     sizes: Array
+    at: Array
     gradients: Array
     places: Array
     curvature: Array
@@ -280,7 +283,9 @@ class PrivateNewton:
         zeros, square, eye = jnp.zeros(d), jnp.zeros((d, d)), jnp.eye(d)
         bins = jnp.zeros((2, HIGHEST - LOWEST + 1))
         none = jnp.zeros((), jnp.int32)
-        return Server(none, z, eye, bins, zeros, zeros, square, z, eye, none, jnp.array(jnp.inf))
+        return Server(
+            none, z, eye, bins, zeros, zeros, zeros, square, z, eye, none, jnp.array(jnp.inf)
+        )
 
     # At a silo.
 
@@ -385,7 +390,7 @@ class PrivateNewton:
     def _prior(self, z: Array) -> tuple[Array, Array]:
         """Return the gradient (d,) and the negative Hessian (d, d), made positive, of the prior."""
         log_prior = lambda z: self.model.smoothed.log_prior({}, z)  # noqa: E731
-        e, V = jnp.linalg.eigh(-jax.hessian(log_prior)(z))
+        e, V = linalg.eigh(-jax.hessian(log_prior)(z))
         return jax.grad(log_prior)(z), dot(V * jnp.maximum(e, 0.0), V.T)
 
     def _run(self, state: Server, noise: object, ask: Ask) -> tuple[Server, Info]:
@@ -410,13 +415,14 @@ class PrivateNewton:
 
         sums = ask(SUMS, Place(state.z, state.L, C, CH)).up
         gradients = fresh(state.gradients) + sums.gradient
-        places = fresh(state.places) + state.z
+        at = fresh(state.at)
+        places = fresh(state.places) + at
         total = fresh(state.curvature) + _as_symmetric(sums.curvature, d)
 
         H = total / number
         edge = CH * curvature * self._spread * jnp.sqrt(2.0 * d / number)
         variance = (C * gradient * self._spread) ** 2 / number
-        e, V = jnp.linalg.eigh(H)
+        e, V = linalg.eigh(H)
         above = jnp.where(e > edge, 0.5 * (e + jnp.sqrt(jnp.maximum(e**2 - edge**2, 0.0))), 0.0)
         apart = (V**2 * jnp.maximum(jnp.diagonal(H), 0.0)[:, None]).sum(0)
         curved = jnp.maximum(above, jnp.minimum(edge / 2, apart))
@@ -424,8 +430,7 @@ class PrivateNewton:
 
         slope, P = self._prior(state.z)
         slope, P = state.L.T @ slope, dot(state.L.T, dot(P, state.L))
-        back = jnp.linalg.solve(state.L, places / number - state.z)
-        b = gradients / number + V @ (curved * (V.T @ back))
+        b = gradients / number + V @ (curved * (V.T @ (places / number - at)))
         # The posterior, with the variance of the noise.
         known = curved / (curved + variance)
         precision = dot(V * (known * curved), V.T) + P
@@ -433,7 +438,8 @@ class PrivateNewton:
         u = root @ (root.T @ (V @ (known * (V.T @ b)) + slope))
         loc = state.z + state.L @ u
         # The step, damped where curvature is not known.
-        step = jnp.linalg.solve(dot(V * damped, V.T) + P, b + slope)
+        inverse = linalg.cholesky_of_inverse(dot(V * damped, V.T) + P)
+        step = inverse @ (inverse.T @ (b + slope))
         step = step * jnp.minimum(1.0, LONGEST * jnp.sqrt(1.0 * d) / jnp.linalg.norm(step))
         moved = jnp.linalg.norm(root.T @ (precision @ step)) / jnp.sqrt(1.0 * d)
 
@@ -443,6 +449,7 @@ class PrivateNewton:
             z=state.z + state.L @ step,
             L=jnp.where(last, white, state.L),
             sizes=counts,
+            at=at + step,
             gradients=gradients,
             places=places,
             curvature=total,

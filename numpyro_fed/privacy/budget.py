@@ -20,6 +20,7 @@ from functools import cache
 from types import ModuleType
 from typing import NamedTuple
 
+from numpyro_fed import html
 from numpyro_fed.errors import FederatedWarning, MissingExtraError
 
 UNITS = "row", "silo"
@@ -167,6 +168,9 @@ class Spent(NamedTuple):
             f"alone), for neighbouring data with a {b.unit} {other}. {sees} Not covered: the "
             f"number of {b.unit}s, the model and the silos' facts."
         )
+
+    def _repr_html_(self) -> str:
+        return html.words(str(self))
 
 
 @cache

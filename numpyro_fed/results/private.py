@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from numpyro_fed import html
 from numpyro_fed.algorithms.influence import Factors
 from numpyro_fed.errors import ModelError
 from numpyro_fed.privacy.budget import Spent
@@ -84,3 +85,6 @@ class PrivateResult(Result):
 
     def __str__(self) -> str:
         return f"{self.judgement} {self.privacy}"
+
+    def _repr_html_(self) -> str:
+        return html.words(str(self))
