@@ -233,8 +233,10 @@ def test_wrong_use_is_refused():
     with pytest.raises(DataError, match="do not fit the model"):
         silos[0].predict(KEY, message, dict(x=NEW["x"]))
     run.sample_posterior(KEY, 3, silo="all")
+    method = read(message).head["method"]
+    asked = next(down for down, _ in heard if read(down).head["method"] == method)
     with pytest.raises(DataError, match="a message of 'outer latents' came"):
-        silos[0].predict(KEY, heard[-1][0])
+        silos[0].predict(KEY, asked)
     assert "error" in read(silos[0].answer(message)).head
     here = METHODS["sfvi"][0].run(KEY, 1, data_of(), **QUIET)
     with pytest.raises(DataError, match="silos are in this process"):

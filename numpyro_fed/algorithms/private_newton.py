@@ -89,9 +89,12 @@ class Phase(NamedTuple):
     share: float
 
 
-# The first steps go far and need little precision. Eight of them bring an intercept of 90 under a
-# covariate from 20 to 80 from zero to its place.
-PHASES = (*(Phase(1, 0.03),) * 4, Phase(2, 0.2), Phase(3, 0.63))
+# The first steps go far and need little precision, but lengths must be told from the noise of their
+# histogram. A scale that begins far too small grows by half of its log in a step at most.
+SEARCH, MOST_SEARCH = 0.2, 10  # share of the budget, and steps at most
+LATER = (Phase(2, 0.2), Phase(3, 0.55))
+CLEAR = 0.1  # share of the units from which a bin of a histogram must be told from noise
+COARSE = 0.25  # share of the units below which bins are not seen in the end: clips are then a guess
 # For many globals noise hides most directions from a small share, and frames by it are poor.
 PHASES_OF_MANY = (Phase(2, 0.1), Phase(2, 0.2), Phase(4, 0.65))
 UNITS_SHARE = 0.05
@@ -124,10 +127,19 @@ class Schedule:
     steps: tuple[Step, ...]
 
     @classmethod
-    def of(cls, privacy: Privacy, dim: int) -> Schedule:
+    def of(cls, privacy: Privacy, dim: int, num_units: int, num_silos: int) -> Schedule:
         """Return the schedule that spends a budget on ``dim`` globals."""
-        many = dim > HESSIANS_UP_TO
-        phases, kinds = (PHASES_OF_MANY, SHARES_OF_MANY) if many else (PHASES, SHARES)
+        kinds = SHARES
+        phases: tuple[Phase, ...] = PHASES_OF_MANY
+        if dim > HESSIANS_UP_TO:
+            kinds = SHARES_OF_MANY
+        else:
+            # The share from which a histogram shows a bin with a few of the units.
+            whole = privacy.multiplier() * privacy.changes * privacy.noise_share(num_silos)
+            sd = whole * math.sqrt(2 * num_silos / kinds[0])
+            least = (COUNTS * sd / (CLEAR * num_units)) ** 2
+            steps = min(max(int(SEARCH / least), 1), MOST_SEARCH)
+            phases = (*(Phase(1, SEARCH / steps),) * steps, *LATER)
         each = (p.share / p.steps * kind for p in phases for _ in range(p.steps) for kind in kinds)
         multipliers = privacy.multipliers((UNITS_SHARE, *each))
         places = [(k == 0, k == p.steps - 1) for p in phases for k in range(p.steps)]
@@ -200,6 +212,8 @@ class Server(NamedTuple):
         Mean and root of the covariance of the posterior.
     undetermined : () int
         Directions whose curvature could not be told from noise.
+    coarse : () bool
+        Whether many units' lengths are hidden by the noise of their histogram.
     moved : ()
         The length of the last step, in sds of the posterior, divided by the root of ``d``.
     """
@@ -215,6 +229,7 @@ class Server(NamedTuple):
     loc: Array
     root: Array
     undetermined: Array
+    coarse: Array
     moved: Array
 
 
@@ -283,8 +298,9 @@ class PrivateNewton:
         zeros, square, eye = jnp.zeros(d), jnp.zeros((d, d)), jnp.eye(d)
         bins = jnp.zeros((2, HIGHEST - LOWEST + 1))
         none = jnp.zeros((), jnp.int32)
+        away = jnp.array(jnp.inf)
         return Server(
-            none, z, eye, bins, zeros, zeros, zeros, square, z, eye, none, jnp.array(jnp.inf)
+            none, z, eye, bins, zeros, zeros, zeros, square, z, eye, none, jnp.array(True), away
         )
 
     # At a silo.
@@ -455,6 +471,7 @@ class PrivateNewton:
             curvature=total,
             loc=loc,
             root=linalg.root_of(dot(state.L, root)),
+            coarse=COUNTS * sd > COARSE * self.num_units * number,
             undetermined=(e <= edge).sum().astype(jnp.int32),
             moved=moved,
         )

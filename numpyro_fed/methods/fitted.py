@@ -24,7 +24,7 @@ from numpyro_fed.results.groups import check_groups, more_groups
 from numpyro_fed.results.influence import SiloTable
 from numpyro_fed.results.mode import LocalMode, Mode, Near
 from numpyro_fed.results.particles import Particles
-from numpyro_fed.results.private import PrivateResult
+from numpyro_fed.results.private import NOT_PROTECTED, PrivateResult
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.saving import SavedWords, save
 from numpyro_fed.runtime.federation import Federation
@@ -103,7 +103,7 @@ class Fitted(AfterFit):
     def correction_behind(self) -> Corrected | str:
         """Return the correction by which the fit is judged, or why there is none."""
         if isinstance(self.best, PrivateResult):
-            return self.best.NOT_PROTECTED
+            return NOT_PROTECTED
         return self.corrected or "the fit could not be checked"
 
     @property

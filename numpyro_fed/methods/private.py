@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from numpyro_fed.algorithms.base import ExchangeId, Round
 from numpyro_fed.algorithms.private_newton import SUMS, PrivateNewton, Schedule
 from numpyro_fed.errors import CoupledRowsError, GuideError, ModelError
 from numpyro_fed.guides.structured import GuideConfig, Structured, build_resolved, resolve
@@ -22,8 +22,9 @@ from numpyro_fed.privacy.budget import Privacy, Spent
 from numpyro_fed.privacy.noise import noisy
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
-from numpyro_fed.results.private import PrivateResult
+from numpyro_fed.results.private import NOT_PROTECTED, PrivateResult
 from numpyro_fed.results.rows import Fit
+from numpyro_fed.runtime.party import AnyAlgorithm
 from numpyro_fed.runtime.stack import State
 from numpyro_fed.runtime.supervise import RunOutcome
 
@@ -85,23 +86,28 @@ class DPNewton(Method[PrivateResult, None]):
             fit, _ = self._compiled_for(silos, options.get("runtime", "simulation"))
             before = options.get("init_state")
             done = 0 if before is None else int(before.round)
-            num_rounds = len(self._schedule(fit.model.dim).steps) - done
+            num_rounds = len(self._schedule(fit.model, fit.plan).steps) - done
         return super().run(key, num_rounds, silos, **options)
 
-    def _check_rounds(self, state: State, num_rounds: int) -> None:
-        planned, done = len(self._schedule(len(state.server.z)).steps), int(state.round)
+    def _check_rounds(self, fit: Fit, state: State, num_rounds: int) -> None:
+        planned, done = len(self._schedule(fit.model, fit.plan).steps), int(state.round)
         if done + num_rounds > planned:
             raise ModelError(
                 f"the budget is planned for {planned} steps, of which {done} were made: "
                 f"{num_rounds} more would spend more than epsilon={self.privacy.epsilon:g}."
             )
 
-    def _schedule(self, dim: int) -> Schedule:
-        """Return the steps that are planned for so many globals."""
-        return Schedule.of(self.privacy, dim)
+    def _schedule(self, fm: FederatedModel, plan: Plan) -> Schedule:
+        """Return the steps that are planned."""
+        units = self._num_units(fm, plan)
+        return Schedule.of(self.privacy, fm.dim, units, plan.num_silos)
 
     def prepare(self, fm: FederatedModel) -> None:
         _check_model(fm, self.privacy)
+
+    def round_of(self, built: Built, asked: ExchangeId) -> tuple[Round, AnyAlgorithm]:
+        """Return the round that declares an exchange; there are none but those with noise."""
+        return built.round_of(asked.name)
 
     def value_checks(
         self, layout: Layout, prepared: None, stacks: Sequence[SiloData]
@@ -128,7 +134,7 @@ class DPNewton(Method[PrivateResult, None]):
             "method": "DPNewton",
             "guide": resolve(guide, fm, largest, total, at_mode=True),
             "privacy": repr(self.privacy),
-            "multipliers": [s for _, s in self._schedule(fm.dim).releases],
+            "multipliers": [s for _, s in self._schedule(fm, plan).releases],
             "units": units,
         }
 
@@ -142,26 +148,33 @@ class DPNewton(Method[PrivateResult, None]):
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: None) -> Built:
         chosen, privacy = plan.chosen, self.privacy
         guide = build_resolved(Structured(globals="full"), GuideConfig.of(chosen["guide"]), fm)
-        share = 1.0 if privacy.trusted == "silo" else 1 / math.sqrt(plan.num_silos)
         newton = PrivateNewton(
             model=fm,
-            schedule=self._schedule(fm.dim),
+            schedule=self._schedule(fm, plan),
             num_silos=plan.num_silos,
             num_units=chosen["units"],
             per_silo=privacy.unit == "silo",
             noise=noisy,
-            noise_share=share,
+            noise_share=privacy.noise_share(plan.num_silos),
             changes=privacy.changes,
             clip=privacy.clip,
             nodes=default_nodes(fm),
         )
         objective = default_quadrature(fm) or ELBO()
-        return Built(model=fm, guide=guide, objective=objective, algorithm=newton.algorithm())
+        return Built(
+            model=fm,
+            guide=guide,
+            objective=objective,
+            algorithm=newton.algorithm(),
+            protected=NOT_PROTECTED,
+        )
 
     def result_of(
         self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False
     ) -> PrivateResult:
-        releases = self._schedule(fit.model.dim).releases[: 1 + 3 * int(run.state.server.step)]
+        releases = self._schedule(fit.model, fit.plan).releases[
+            : 1 + 3 * int(run.state.server.step)
+        ]
         return PrivateResult(
             run.losses, run.state, fit, hosted, privacy=Spent.of(self.privacy, releases)
         )

@@ -247,7 +247,7 @@ class PVI(Method[PVIResult, Conjugate]):
     def _damping(self) -> str | float:
         return self.damping.damping if isinstance(self.damping, Adaptive) else self.damping
 
-    def _check_rounds(self, state: State, num_rounds: int) -> None:
+    def _check_rounds(self, fit: Fit, state: State, num_rounds: int) -> None:
         if self.max_rounds is not None and int(state.round) + num_rounds > self.max_rounds:
             raise ValueError(
                 f"this method makes {self.max_rounds} round, but would come to "

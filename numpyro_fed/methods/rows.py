@@ -204,7 +204,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             warnings.warn(error.warning, category=StartWarning, stacklevel=2)
             fit = _without_start(fit, runtime) or fit
             state, start = begin(fit, key, hosted.batches, _search_runtime(fit, runtime))
-        self._check_rounds(state, num_rounds)
+        self._check_rounds(fit, state, num_rounds)
 
         return self._run_rounds(fit, hosted, key, state, start, options)
 
@@ -282,7 +282,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         )
         return replace(result, _before=description.get("before"))
 
-    def _check_rounds(self, state: State, num_rounds: int) -> None:
+    def _check_rounds(self, fit: Fit, state: State, num_rounds: int) -> None:
         """Raise an error for a number of rounds that the method cannot run."""
 
     def _text(self) -> Callable[..., Any]:

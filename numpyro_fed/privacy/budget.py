@@ -107,6 +107,10 @@ class Privacy:
         """How many units' clipped lengths a sum may change by between neighbouring data."""
         return 2.0 if self.neighbours == "replace" else 1.0
 
+    def noise_share(self, num_silos: int) -> float:
+        """Return the part of the noise's sd that each of so many silos adds."""
+        return 1.0 if self.trusted == "silo" else 1 / math.sqrt(num_silos)
+
     def check_units(self, units: int) -> None:
         """Raise an error if the bound may fail for one of so many units."""
         if self.delta >= 1 / units:

@@ -89,6 +89,8 @@ class Built(BuiltRun):
     factors : Factors or None
     start : StartRounds or None
         None where a run begins at ``algorithm``'s own first state.
+    protected : str
+        Why silos answer no exchange but those of the run; empty where they do.
     """
 
     model: FederatedModel
@@ -99,6 +101,7 @@ class Built(BuiltRun):
     draws: dict[str, int] = field(default_factory=dict)
     factors: Factors | None = None
     start: StartRounds | None = None
+    protected: str = ""
 
     @cached_property
     def bound(self) -> Bound:

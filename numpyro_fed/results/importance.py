@@ -33,7 +33,7 @@ from numpyro_fed.algorithms.importance.proposals import (
     WideParts,
     proposal,
 )
-from numpyro_fed.errors import positive_int
+from numpyro_fed.errors import ModelError, positive_int
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.row_checks import check_rows_apart, coupled_rows
 from numpyro_fed.objectives import (
@@ -406,6 +406,8 @@ def correct_from(
 
 def check_weighable(fit: Fit) -> None:
     """Raise an error for a fit whose posterior is not proportional to a joint density."""
+    if fit.built.protected:
+        raise ModelError(fit.built.protected)
     if fit.factors is not None and fit.factors.divergence:
         raise ValueError(
             "this fit's divergence is not KL, so that its posterior is no prior times likelihood: "

@@ -15,6 +15,10 @@ from numpyro_fed.results.rows import Result
 # Sds of the posterior, the root of their mean square over coordinates, that the last step may
 # move: the posterior counts the last noise, and not that a search is still on its way.
 FAR = 2.0
+NOT_PROTECTED = (
+    "this would ask silos for numbers without noise, which the privacy of the fit does not cover. "
+    "Fit without privacy= to ask for it."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,15 +36,15 @@ class PrivateResult(Result):
 
     privacy: Spent = field(kw_only=True)
 
-    NOT_PROTECTED = (
-        "this would ask silos for numbers without noise, which the privacy of the fit does not "
-        "cover. Fit without privacy= to ask for it."
-    )
-
     @property
     def undetermined(self) -> int:
         """Return the number of directions whose curvature could not be told from noise."""
         return int(self.state.server.undetermined)
+
+    @property
+    def coarse(self) -> bool:
+        """Return whether noise hides how long units' gradients are, so that clips are a guess."""
+        return bool(self.state.server.coarse)
 
     @property
     def moved(self) -> float:
@@ -50,7 +54,8 @@ class PrivateResult(Result):
     @property
     def settled(self) -> bool:
         """Return whether the last step was no longer than noise explains, in all directions."""
-        return bool(np.isfinite(self.moved)) and self.moved <= FAR and not self.undetermined
+        ended = bool(np.isfinite(self.moved)) and self.moved <= FAR
+        return ended and not (self.undetermined or self.coarse)
 
     @property
     def judgement(self) -> str:
@@ -67,6 +72,10 @@ class PrivateResult(Result):
                 f"in {self.undetermined} of {self.num_globals} directions the data could not be "
                 "told from noise, and it rests on the prior there"
             )
+        elif self.coarse:
+            why = (
+                "noise hides how long the units' gradients are, so that clipping may have moved it"
+            )
         else:
             why = f"its last step was {self.moved:.2g} sd long, so that the search had not ended"
         return (
@@ -77,11 +86,11 @@ class PrivateResult(Result):
     @property
     def correction_behind(self) -> str:
         """Return the reason why there is no importance correction."""
-        return self.NOT_PROTECTED
+        return NOT_PROTECTED
 
     def factors_at(self, z_G: np.ndarray) -> Factors:
         """Raise an error: silos' parabolas would be told without noise."""
-        raise ModelError(self.NOT_PROTECTED)
+        raise ModelError(NOT_PROTECTED)
 
     def __str__(self) -> str:
         return f"{self.judgement} {self.privacy}"

@@ -1,0 +1,360 @@
+"""A budget of privacy: what is spent, how far a row can move a reply, and what the noise does."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import cut
+
+import numpyro_fed as nf
+from numpyro_fed.algorithms import private_newton
+from numpyro_fed.algorithms.private_newton import Asked, Place, PrivateNewton, Schedule
+from numpyro_fed.methods import private
+from numpyro_fed.model.data import read
+from numpyro_fed.model.split import split
+from numpyro_fed.precision import precision
+from numpyro_fed.privacy.budget import Spent, spent
+from numpyro_fed.privacy.noise import GRID, noisy, normals_of, random_bits
+
+KEY = jax.random.key(0)
+BUDGET = nf.Privacy(epsilon=1.0, delta=1e-5)
+QUIET = dict(progress_bar=False)
+
+
+def regression(x, y=None):
+    beta = numpyro.sample("beta", dist.Normal(0, 100).expand([x.shape[-1]]).to_event(1))
+    sigma = numpyro.sample("sigma", dist.HalfCauchy(10))
+    with nf.silo_plate("row", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ beta, sigma), obs=y)
+
+
+def normal(y):
+    mu = numpyro.sample("mu", dist.Normal(3, 50))
+    with nf.silo_plate("row", len(y)):
+        numpyro.sample("y", dist.Normal(mu, 5), obs=y)
+
+
+def intercepts(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 5))
+    with nf.silo_plate("row", len(y), dim=-2):
+        b = numpyro.sample("b", dist.Normal(mu, 1))
+        with numpyro.plate("visit", y.shape[1]):
+            numpyro.sample("y", dist.Bernoulli(logits=b), obs=y)
+
+
+def rows(n=400, seed=0):
+    r = np.random.default_rng(seed)
+    x = np.stack([np.ones(n), r.uniform(20, 80, n)], 1)
+    return {"x": x, "y": x @ [30.0, 0.5] + 6 * r.normal(size=n)}
+
+
+def newton(model, silo, *, per_silo=False, noise=lambda total, sd: total):
+    """The parts of the method, and a silo's data."""
+    (data,) = read([silo], model)
+    fm = split(model, [data])
+    schedule = Schedule.of(BUDGET, fm.dim, 400, 1)
+    nodes = 11 if any(p.dim for p in fm.plates) else 0
+    parts = PrivateNewton(fm, schedule, 1, 400, per_silo, noise, nodes=nodes)
+    return parts, data
+
+
+def replies(parts, data, z, L, clip=2.0, clip_curvature=3.0):
+    """The replies of a silo in the three exchanges."""
+    down = Place(z, L, jnp.array(clip), jnp.array(clip_curvature))
+    state = Asked(*jnp.zeros(3, jnp.int32))
+    return [
+        jax.tree.map(np.asarray, visit((), down, state, data)[0].up)
+        for visit in (parts._units_of_silo, parts._sizes_of_silo, parts._sums_of_silo)
+    ]
+
+
+# What is spent.
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 8.0])
+def test_the_multiplier_is_that_of_the_analytic_gaussian_mechanism(epsilon):
+    """Balle and Wang (2018): delta of N(0, s^2) against N(1, s^2), in closed form."""
+    from scipy.stats import norm
+
+    s = nf.Privacy(epsilon=epsilon, delta=1e-5).multiplier()
+    delta = norm.cdf(0.5 / s - epsilon * s) - np.exp(epsilon) * norm.cdf(-0.5 / s - epsilon * s)
+    assert delta == pytest.approx(1e-5, rel=1e-3)
+
+
+@given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6))
+def test_shares_spend_the_budget_and_no_more(parts):
+    shares = np.array(parts) / sum(parts)
+    multipliers = BUDGET.multipliers(shares)
+    assert sum(s**-2 for s in multipliers) <= BUDGET.multiplier() ** -2
+    assert 0.999 < spent(multipliers, BUDGET.delta) <= 1.0
+
+
+@pytest.mark.parametrize("dim", [1, 20, 21, 100])
+@pytest.mark.parametrize("units", [10, 1_000, 10**6])
+def test_a_schedule_spends_the_budget(dim, units):
+    schedule = Schedule.of(BUDGET, dim, units, 3)
+    found = Spent.of(BUDGET, schedule.releases)
+    assert 0.999 < found.epsilon <= 1.0
+    assert all(epsilon < 1 for _, epsilon in found.exchanges)
+    assert len(schedule.releases) == 1 + 3 * len(schedule.steps)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (dict(epsilon=0.0), "epsilon=0.0"),
+        (dict(epsilon=math.nan), "epsilon=nan"),
+        (dict(delta=0.0), "delta=0.0"),
+        (dict(delta=1.0), "delta=1.0"),
+        (dict(clip=0.0), "clip=0.0"),
+        (dict(clip=math.inf), "clip=inf"),
+        (dict(unit="patient"), "unit='patient'"),
+        (dict(neighbours="remove"), "neighbours='remove'"),
+        (dict(trusted="server"), "trusted='server'"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        nf.Privacy(**{"epsilon": 1.0, "delta": 1e-5, **settings})
+
+
+def test_a_large_epsilon_is_said_to_mean_nothing():
+    with pytest.warns(nf.PrivacyWarning, match="protects nothing"):
+        nf.Privacy(epsilon=60.0, delta=1e-5)
+
+
+def test_a_delta_that_publishes_a_row_is_refused():
+    with pytest.raises(ValueError, match="less than 1/"):
+        nf.fit(KEY, normal, [dict(y=np.ones(5))], privacy=nf.Privacy(1.0, 0.3), **QUIET)
+
+
+# How far a row moves a reply.
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 39), st.floats(-1e6, 1e6), st.floats(0.01, 10), st.integers(0, 3))
+def test_a_row_moves_no_reply_by_more_than_its_length(i, value, scale, seed):
+    """Of the histograms a count in each coordinate, and two; of the sums the clipping lengths."""
+    r = np.random.default_rng(seed)
+    L = jnp.asarray(scale * r.normal(size=(3, 3)))
+    z = jnp.asarray(r.normal(size=3))
+    with precision(double=True):
+        y = np.asarray(rows(40)["y"])
+        x = rows(40)["x"]
+        other = y.copy()
+        other[i] = value
+        # A row less: its outcome is missing, and its numbers are zero. So is the other row's.
+        missing = np.where(np.arange(40) == i, np.nan, y)
+        parts, data = newton(regression, dict(x=x, y=y))
+        parts_without, without = newton(regression, dict(x=x, y=missing))
+        _, changed = newton(regression, dict(x=x, y=other))
+        base = replies(parts_without, without, z, L)
+        for rows_ in (data, changed):
+            units, sizes, sums = replies(parts, rows_, z, L)
+            assert np.linalg.norm(units - base[0]) <= math.sqrt(3) + 1e-9
+            assert np.linalg.norm(sizes - base[1]) <= math.sqrt(2) + 1e-9
+            assert np.linalg.norm(sums.gradient - base[2].gradient) <= 2.0 * (1 + 1e-6)
+            assert np.linalg.norm(sums.curvature - base[2].curvature) <= 3.0 * (1 + 1e-6)
+
+
+def test_a_row_counts_with_its_own_latents():
+    with precision(double=True):
+        y = (np.arange(40).reshape(20, 2) % 3 == 0).astype(int)
+        parts, data = newton(intercepts, dict(y=y))
+        _, changed = newton(intercepts, dict(y=np.where(np.arange(20)[:, None] == 3, 1, y)))
+        z, L = jnp.array([0.3]), jnp.array([[2.0]])
+        both = [replies(parts, d, z, L, clip=0.5, clip_curvature=0.5) for d in (data, changed)]
+    assert 0 < abs(both[0][2].gradient - both[1][2].gradient) <= 1.0 + 1e-6
+    assert abs(both[0][2].curvature - both[1][2].curvature) <= 1.0 + 1e-6
+
+
+def test_numbers_that_are_not_finite_count_for_nothing():
+    with precision(double=True):
+        clipped = private_newton._clipped(
+            jnp.array([[3.0, 4.0], [jnp.nan, 1.0], [jnp.inf, 0.0]]), 1
+        )
+    np.testing.assert_allclose(clipped, [[0.6, 0.8], [0, 0], [0, 0]])
+
+
+@pytest.mark.parametrize("d", [1, 2, 5, 12])
+def test_a_symmetric_matrix_keeps_its_length_as_a_vector(d):
+    A = np.random.default_rng(d).normal(size=(d, d))
+    A = A + A.T
+    vector = private_newton._as_vector(jnp.asarray(A))
+    assert np.linalg.norm(vector) == pytest.approx(np.linalg.norm(A), rel=1e-5)
+    np.testing.assert_allclose(private_newton._as_symmetric(vector, d), A, rtol=1e-5, atol=1e-6)
+
+
+# Noise.
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_noise_is_standard_normal_in_both_precisions(double):
+    from scipy.stats import kstest
+
+    with precision(double=double):
+        z = np.asarray(normals_of(random_bits((50_000, 2))), float)
+        extreme = normals_of(jnp.array([[0, 0], [0, 1], [2**32 - 1] * 2], jnp.uint32))
+    assert kstest(z, "norm").pvalue > 1e-6
+    assert np.isfinite(extreme).all()
+    assert extreme[0] == -extreme[1]
+
+
+def test_silos_side_by_side_have_noise_of_their_own():
+    draw = jax.jit(jax.vmap(lambda total: noisy(total, jnp.array(2.0))))
+    found = np.asarray(draw(jnp.zeros((4, 50))))
+    assert len(np.unique(found)) > 150
+    again = np.asarray(draw(jnp.zeros((4, 50))))
+    assert (found != again).mean() > 0.9  # no key decides it
+    np.testing.assert_array_equal(found, np.round(found / (2 * GRID)) * (2 * GRID))
+
+
+def test_a_silo_answers_no_more_steps_than_are_planned():
+    """Whatever the server asks: multipliers and count are the silo's own."""
+    parts, data = newton(normal, dict(y=np.arange(9.0)), noise=noisy)
+    steps = len(parts.schedule.steps)
+    down = Place(jnp.zeros(1), jnp.eye(1), jnp.array(1.0), jnp.array(1.0))
+    for visit, planned in (
+        (parts._units_of_silo, 1),
+        (parts._sizes_of_silo, steps),
+        (parts._sums_of_silo, steps),
+    ):
+        state = Asked(*jnp.full(3, planned - 1, jnp.int32))
+        reply, state = visit((), down, state, data)
+        assert bool(reply.ok)
+        reply, _ = visit((), down, state, data)
+        assert not bool(reply.ok)
+        assert all((np.asarray(a) == 0).all() for a in jax.tree.leaves(reply.up))
+
+
+# Fits.
+
+
+@pytest.fixture
+def without_noise(monkeypatch):
+    monkeypatch.setattr(private, "noisy", lambda total, sd: total)
+
+
+def test_without_noise_the_posterior_is_the_exact_one_but_for_its_count(without_noise):
+    """The precision of the data counts as h^2 / (h + s^2), where the noise would have had s."""
+    r = np.random.default_rng(0)
+    silos = cut({"y": r.normal(40, 5, 5_000)}, (1_000, 2_500, 1_500))
+    budget = nf.Privacy(epsilon=50.0, delta=1e-5, clip=40.0, trusted="sum")
+    method = nf.DPNewton(normal, privacy=budget)
+    with precision(double=True):
+        result = method.run(KEY, silos=silos, **QUIET)
+        server = result.state.server
+    h, y = 5_000 / 25, np.concatenate([s["y"] for s in silos]).mean()
+    step = Schedule.of(budget, 1, 5_000, 3).steps[-1]
+    unit = math.sqrt(float(np.asarray(server.curvature).item()) / 3 / h)
+    variance = (40 * step.gradient) ** 2 / 3 / unit**2
+    known = h / (h + variance)
+    exact = known * h + 50.0**-2
+    assert 0.3 < known < 0.9999
+    assert float(server.root.item()) == pytest.approx(exact**-0.5, rel=1e-3)
+    mean = (known * h * y + 3 * 50.0**-2) / exact
+    assert float(server.loc.item()) == pytest.approx(mean, rel=1e-5)
+
+
+def test_raw_covariates_are_found_and_the_noise_is_counted():
+    data = rows(20_000)
+    silos = cut(data, (12_000, 8_000))
+    budget = nf.Privacy(epsilon=3.0, delta=1e-6, trusted="sum")
+    fitted = nf.fit(KEY, regression, silos, privacy=budget, **QUIET)
+    assert fitted.trusted
+    assert 2.99 < fitted.privacy.epsilon <= 3
+    draws = fitted.sample_posterior(KEY, 4_000)
+    beta, sigma = np.asarray(draws["beta"]), np.asarray(draws["sigma"])
+    exact = np.linalg.lstsq(data["x"], data["y"])[0]
+    sd = 6 * np.sqrt(np.diag(np.linalg.inv(data["x"].T @ data["x"])))
+    assert (beta.std(0) > sd).all()
+    assert (np.abs(beta.mean(0) - exact) < 5 * beta.std(0)).all()
+    assert abs(sigma.mean() - 6) < 5 * sigma.std()
+
+
+def test_steps_can_be_made_in_parts_and_not_more_of_them_than_planned():
+    silos = [dict(y=np.random.default_rng(0).normal(40, 5, 20_000))]
+    method = nf.DPNewton(normal, privacy=BUDGET)
+    first = method.run(KEY, 4, silos, **QUIET)
+    assert first.privacy.epsilon < 0.6
+    both = method.run(KEY, silos=silos, init_state=first.state, **QUIET)
+    assert 0.999 < both.privacy.epsilon <= 1
+    with pytest.raises(nf.ModelError, match="planned for 15 steps, of which 15 were made"):
+        method.run(KEY, 1, silos, init_state=both.state, **QUIET)
+
+
+def test_what_asks_silos_without_noise_is_refused():
+    fitted = nf.fit(KEY, normal, [dict(y=np.arange(30.0))], privacy=BUDGET, **QUIET)
+    for ask in (
+        lambda: fitted.leave_out(),
+        lambda: fitted.loo(),
+        lambda: fitted.disagreement(),
+        lambda: fitted.silos,
+        lambda: fitted.add(KEY, dict(y=np.ones(3))),
+        lambda: nf.importance_correct(KEY, fitted.best),
+        lambda: nf.Tempered().run(KEY, 10, fitted.best, **QUIET),
+    ):
+        with pytest.raises((ValueError, nf.ModelError, nf.DataError), match=r"noise|budget"):
+            ask()
+
+
+def test_two_rows_are_not_enough_and_the_verdict_says_so():
+    fitted = nf.fit(KEY, normal, [dict(y=np.array([40.0, 41.0]))], privacy=BUDGET, **QUIET)
+    assert not fitted.trusted
+    assert "Do not rely on this posterior" in fitted.verdict
+
+
+def hospitals(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 5))
+    with nf.silo_plate("hospital", 1):
+        b = numpyro.sample("b", dist.Normal(mu, 1))
+    with nf.silo_plate("row", len(y)):
+        numpyro.sample("y", dist.Normal(b[0], 1), obs=y)
+
+
+def centred(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 5))
+    with nf.silo_plate("row", len(y)):
+        numpyro.sample("y", dist.Normal(mu + y.mean(), 1), obs=y)
+
+
+def flat(y):
+    mu = numpyro.sample("mu", dist.ImproperUniform(dist.constraints.real, (), ()))
+    with nf.silo_plate("row", len(y)):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+
+def with_param(y):
+    mu, scale = numpyro.sample("mu", dist.Normal(0, 1)), numpyro.param("scale", 1.0)
+    with nf.silo_plate("row", len(y)):
+        numpyro.sample("y", dist.Normal(mu, jnp.exp(scale)), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (hospitals, "'hospital' are shared by rows"),
+        (centred, "only data of other rows"),
+        (flat, "the prior of 'mu' is flat"),
+        (with_param, "numpyro.param 'scale' has no posterior"),
+    ],
+)
+def test_models_whose_rows_cannot_be_protected_are_refused(model, words):
+    with pytest.raises(nf.ModelError, match=words):
+        nf.fit(KEY, model, [dict(y=np.arange(9.0))], privacy=BUDGET, **QUIET)
+
+
+def test_silos_as_a_whole_may_share_a_latent():
+    r = np.random.default_rng(0)
+    silos = [dict(y=r.normal(r.normal(2, 1), 1, 5)) for _ in range(300)]
+    budget = nf.Privacy(epsilon=4.0, delta=1e-3, unit="silo", trusted="sum")
+    fitted = nf.fit(KEY, hospitals, silos, privacy=budget, **QUIET)
+    mu = np.asarray(fitted.sample_posterior(KEY, 4_000)["mu"])
+    assert abs(mu.mean() - 2) < 5 * mu.std()
+    assert mu.std() > math.sqrt(1.2 / 300)
