@@ -1,0 +1,1 @@
+"""What protects rows from those who see the messages."""
