@@ -34,7 +34,7 @@ def test_sums_are_exact_to_the_rounding(parties):
     rows = r.normal(size=(parties, 200)) * size * (1 if parties < 100 else 0.01)
     found = decode(total(words_of(rows)), parties)
     # Whole numbers of Python do not round.
-    exact = [sum(int(round(v * 2**80)) for v in column) / 2**80 for column in rows.T.astype(object)]
+    exact = [sum(round(v * 2**80) for v in column) / 2**80 for column in rows.T.astype(object)]
     largest = np.abs(exact) * 2.0**-52
     assert (np.abs(found - exact) <= parties * ROUNDING + largest + 2.0**-79 * parties).all()
 

@@ -1,4 +1,4 @@
-"""Keys of silos: one pair that stays, by which others know a silo, and a fresh one for each session.
+"""Keys of silos: a pair that stays, by which others know a silo, and a fresh one each session.
 
 Two silos have a secret in common that comes from both pairs (X25519). Whoever knows the fresh ones
 only, or learns later the ones that stay, does not know it. Keys come from the operating system.
