@@ -12,6 +12,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from problems import cut
+from test_federation import Storm
 from test_masks import chi_squared
 
 import numpyro_fed as nf
@@ -334,6 +335,14 @@ def with_(message, number=None, terms=None):
     return write(arrays, head | ({"number": str(number)} if number else {}))
 
 
+def test_each_sum_has_masks_of_its_own():
+    terms = [Terms("s.0", 1, (0, 1)), Terms("s.0", 2, (0, 1)), Terms("s.0", 1, (0, 1, 2))]
+    purposes = {t.purpose(session, name) for t in terms for session in "st" for name in "ab"}
+    assert len(purposes) == 12
+    # The same at all silos, which know the session by names of their own.
+    assert Terms("s.1", 1, (0, 1)).purpose("s", "a") == terms[0].purpose("s", "a")
+
+
 def test_a_question_that_comes_twice_has_the_same_reply(asked):
     silos, crossed = asked
     silo, message, reply = crossed[-1]
@@ -481,6 +490,22 @@ def test_a_script_and_silos_that_restart_go_on(tmp_path):
     np.testing.assert_array_equal(found.losses, calm.losses)
     assert sums == [1, 2, 3, 4]
     assert all(a < b for a, b in pairwise(sums))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["steps", "two at random"])
+def test_a_storm_changes_no_bit_of_a_sum(name, tmp_path, monkeypatch):
+    """Messages that are lost, doubled, late or cut, and silos that restart."""
+    monkeypatch.setattr("numpyro_fed.runtime.federation.FIRST_WAIT", 1e-4)
+    (method, rounds), data = METHODS[name], numbers()
+    calm = method.run(KEY, rounds, over(silos_of(data)), **QUIET)
+    faults = 0
+    for seed in range(2):
+        engine = Storm(seed, lambda seed=seed: silos_of(data, tmp_path / str(seed)))
+        found = method.run(KEY, rounds, secure(engine, at_once=1), **QUIET)
+        np.testing.assert_array_equal(found.losses, calm.losses)
+        faults += engine.faults
+    assert faults > 3
 
 
 # --- what is no sum --------------------------------------------------------------------------
