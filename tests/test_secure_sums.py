@@ -124,13 +124,13 @@ def test_the_mode_is_that_of_plain_replies(double):
 
 
 @pytest.mark.slow
-def test_a_fit_is_that_of_plain_replies():
+def test_a_fit_is_that_of_plain_replies(double):
     there = over(silos_of(numbers()))
     found, expected = (nf.fit(KEY, plain, s, **QUIET) for s in (there, numbers()))
     assert found.trusted
     a, b = (f.sample_posterior(KEY, 200) for f in (found, expected))
     for site in a:
-        np.testing.assert_allclose(a[site], b[site], rtol=1e-5)
+        np.testing.assert_allclose(a[site], b[site], rtol=1e-6)
     with pytest.raises(SumError, match="needs the reply of each silo"):
         _ = found.silos
 
