@@ -24,6 +24,7 @@ from numpyro_fed.errors import (
     SiloAwayError,
     SilosError,
     StartWarning,
+    SumError,
 )
 from numpyro_fed.methods import schedules
 from numpyro_fed.methods.cost import Cost
@@ -148,6 +149,7 @@ __all__ = [
     "StartWarning",
     "StochasticPowerEP",
     "StreamingVB",
+    "SumError",
     "Tempered",
     "VerticalResult",
     "VerticalServerNode",

@@ -137,6 +137,17 @@ class ReplyError(SilosError, DataError):
         self.silo, self.silos, self.exchange = silo, (silo,), exchange
 
 
+class SumError(SilosError, DataError):
+    """The error for masked replies whose sum is none that the silos can have sent.
+
+    Nobody can tell from the sum whose reply is at fault: ``silos`` are all that were asked.
+    """
+
+    def __init__(self, message: str, *, silos: tuple[int, ...], exchange: str):
+        super().__init__(f"the sum of the replies to the exchange '{exchange}' {message}")
+        self.silos, self.exchange = silos, exchange
+
+
 class RefusedError(SilosError, ModelError):
     """The error for a silo that does not answer a message, by its policy or for another reason.
 

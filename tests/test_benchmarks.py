@@ -182,3 +182,10 @@ def test_federation(tmp_path):
     assert all(storm["right"] == storm["runs"] for storm in report["storms"])
     assert all(not told["not named"] for told in report["lies"])
     assert report["strangers"][-2]["what"] == "changed plans"
+
+
+def test_secure_sums(tmp_path):
+    report = run_quickly("secure_sums.py", tmp_path)
+    # Two words for each number, of which there are ten and more.
+    assert report["secure"]["reply_bytes"] > report["plain"]["reply_bytes"] + 10 * 12 - 100
+    assert report["ratio"] > 0

@@ -14,10 +14,12 @@ from problems import cut
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms import private_newton
+from numpyro_fed.algorithms.base import ExchangeId
 from numpyro_fed.algorithms.private_newton import Asked, Place, PrivateNewton, Schedule
 from numpyro_fed.methods import private
 from numpyro_fed.model.data import read
 from numpyro_fed.model.split import split
+from numpyro_fed.network.memory import InMemory
 from numpyro_fed.precision import precision
 from numpyro_fed.privacy.budget import Spent, spent
 from numpyro_fed.privacy.noise import GRID, noisy, normals_of, random_bits
@@ -358,3 +360,34 @@ def test_silos_as_a_whole_may_share_a_latent():
     mu = np.asarray(fitted.sample_posterior(KEY, 4_000)["mu"])
     assert abs(mu.mean() - 2) < 5 * mu.std()
     assert mu.std() > math.sqrt(1.2 / 300)
+
+
+def federation_of(model, silos, **options):
+    here = [nf.Silo(silo, dict(model=model), policy=nf.Policy(**options)) for silo in silos]
+    secure = options.get("secure_sum", False)
+    engine = InMemory([silo.answer for silo in here])
+    return nf.Federation(engine, names=dict(model=model), secure_sum=secure)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_silos_elsewhere_add_their_own_noise(secure):
+    r = np.random.default_rng(0)
+    silos = [dict(y=r.normal(40, 5, n)) for n in (3_000, 2_000, 4_000)]
+    budget = nf.Privacy(epsilon=2.0, delta=1e-6, trusted="sum" if secure else "silo")
+    federation = federation_of(normal, silos, secure_sum=secure)
+    fitted = nf.fit(KEY, normal, federation, privacy=budget, **QUIET)
+    assert fitted.trusted
+    assert 1.99 < fitted.privacy.epsilon <= 2
+    mu = np.asarray(fitted.sample_posterior(KEY, 4_000)["mu"])
+    assert abs(mu.mean() - np.concatenate([s["y"] for s in silos]).mean()) < 5 * mu.std()
+    with pytest.raises(nf.ModelError, match="no exchange 'importance'"):
+        # A server that asks for likelihoods all the same is refused at the silos.
+        method = nf.DPNewton(normal, privacy=budget)
+        method.round_of(fitted.best._fit.built, ExchangeId("importance"))
+
+
+def test_shares_of_noise_need_secure_sums():
+    federation = federation_of(normal, [dict(y=np.arange(30.0))] * 2)
+    budget = nf.Privacy(epsilon=2.0, delta=1e-6, trusted="sum")
+    with pytest.raises(nf.ModelError, match="secure_sum=True"):
+        nf.fit(KEY, normal, federation, privacy=budget, **QUIET)

@@ -34,7 +34,6 @@ def fit_over(method: Agrees, federation: Federation) -> tuple[Fit, Silos]:
         facts = [Facts.from_json(text) for text in texts]
         plan = method.agree(facts)
         built = method.build(plan)
-        federation.accept(name, plan.to_json())
         weights = [rows_of(f) for f in facts]
         channel = Channel(federation, plan.num_silos, weights, name, federation.missing)
         reach = partial(remote, plan=plan, channel=channel)
@@ -47,6 +46,8 @@ def fit_over(method: Agrees, federation: Federation) -> tuple[Fit, Silos]:
             reach=reach,
             asked_as=name,
         )
+        # Once all is built: where that is refused, silos have built nothing.
+        federation.accept(name, plan.to_json())
         return fit, Silos((), (), channel.batches)
 
     return federation.cached(("fit", name), make)

@@ -17,6 +17,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -239,9 +240,14 @@ class FitSteps:
         plates = [p for p in self.fm.plates if p.dim and not self.coupled]
         below = any(not p.outer for p in plates)
         outer = OUTER_DRAWS if below else ROW_DRAWS
-        return self.methods.get(
+        found = self.methods.get(
             kind, tuple((p.name, outer if p.outer else ROW_DRAWS) for p in plates)
         )
+        silos = self.to_fit.silos
+        if isinstance(found, PVI) and isinstance(silos, Federation) and silos.secure_sum:
+            # One silo after the other there would be no sum.
+            return replace(found, schedule="synchronous")
+        return found
 
     def run_method(
         self, kind: type[PVI] | type[SFVI], name: str, rounds: int, before: State | None = None

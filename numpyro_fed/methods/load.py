@@ -18,6 +18,7 @@ from numpyro_fed.errors import SavedStateError, positive_int
 from numpyro_fed.files import npz
 from numpyro_fed.methods.fit import BUDGET, FitCall
 from numpyro_fed.methods.fitted import Fitted, Stage
+from numpyro_fed.methods.private import DPNewton
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.recipe import rebuilt
 from numpyro_fed.methods.rows import Method
@@ -34,7 +35,9 @@ from numpyro_fed.results.rows import Result
 from numpyro_fed.results.saving import DRAWS, WEIGHTS, read
 from numpyro_fed.results.weighted import systematic
 
-METHODS: dict[str, type[Method[Any, Any]]] = {kind.__name__: kind for kind in (PVI, SFVI, SFVIAvg)}
+METHODS: dict[str, type[Method[Any, Any]]] = {
+    kind.__name__: kind for kind in (PVI, SFVI, SFVIAvg, DPNewton)
+}
 NO_VERDICT = "Saved by an earlier release, which kept no verdict."
 
 

@@ -24,6 +24,7 @@ from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.private import NOT_PROTECTED, PrivateResult
 from numpyro_fed.results.rows import Fit
+from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.party import AnyAlgorithm
 from numpyro_fed.runtime.stack import State
 from numpyro_fed.runtime.supervise import RunOutcome
@@ -82,6 +83,12 @@ class DPNewton(Method[PrivateResult, None]):
         of fewer spends less, and its posterior is wider; ``init_state`` goes on with the rest. Two
         runs with the same key differ: noise comes from the operating system.
         """
+        if isinstance(silos, Federation) and self.privacy.trusted == "sum" and not silos.secure_sum:
+            raise ModelError(
+                "trusted='sum' between processes is for secure sums: without them the server sees "
+                "each silo's reply with a share of the noise. Use Federation(..., "
+                "secure_sum=True), or Privacy(trusted='silo')."
+            )
         if num_rounds is None:
             fit, _ = self._compiled_for(silos, options.get("runtime", "simulation"))
             before = options.get("init_state")

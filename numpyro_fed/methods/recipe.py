@@ -11,6 +11,7 @@ from numpyro_fed import divergences, guides, local, losses, objectives
 from numpyro_fed.errors import DataError
 from numpyro_fed.methods import schedules
 from numpyro_fed.model.fingerprint import source_hash
+from numpyro_fed.privacy import budget
 from numpyro_fed.results.rows import MethodSpec
 
 
@@ -22,7 +23,7 @@ def _is_public(kind: type, module: ModuleType) -> bool:
 # ever called, so that a file from a stranger runs no code.
 PARTS = {
     f"{module.__name__.rpartition('.')[2]}.{kind.__name__}": kind
-    for module in (divergences, guides, local, losses, objectives, schedules)
+    for module in (divergences, guides, local, losses, objectives, schedules, budget)
     for kind in vars(module).values()
     if isinstance(kind, type) and is_dataclass(kind) and _is_public(kind, module)
 }

@@ -111,7 +111,6 @@ class VerticalAgreement:
 
     def fit_over(self, federation: Federation, name: str) -> tuple[VerticalFit, Silos]:
         """Return the fit for the clients of a federation, who know the method by an id."""
-        federation.accept(name, self.plan.to_json())
         channel = Channel(federation, self.num_silos, method=name)
         reach = partial(remote, plan=self, channel=channel)
         fit = VerticalFit(
@@ -123,6 +122,8 @@ class VerticalAgreement:
             first_client=self.first_client,
             reach=reach,
         )
+        # Once all is built: where that is refused, silos have built nothing.
+        federation.accept(name, self.plan.to_json())
         return fit, Silos((), (), channel.batches)
 
 

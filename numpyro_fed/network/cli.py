@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--silos", type=int, required=True, help="their number")
     one.add_argument("--data", required=True, help=f"file.py:function; it can read {NUMBER}")
     one.add_argument("--state", type=Path, help="a folder, to go on with the same command")
+    one.add_argument("--secure-sum", action="store_true", help="sums that nobody sees")
 
     silo = commands.add_parser("silo", help="answer a server, with the data of this silo")
     silo.set_defaults(command=serve)
@@ -69,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--kit", type=Path, help="the startup kit of a user of NVFLARE")
     run.add_argument("--sites", nargs="+", help="of NVFLARE, in the order of the silos")
     run.add_argument("--state", type=Path, help="a folder, to go on with the same command")
+    run.add_argument("--secure-sum", action="store_true", help="sums that nobody sees")
     run.add_argument("--patience", type=float, default=600.0, help="seconds to wait for a silo")
 
     kit = commands.add_parser("allow", help="let the NVFLARE of a startup kit run the relay only")
@@ -93,7 +95,10 @@ def serve(args: argparse.Namespace) -> None:
         max_bytes=args.max_bytes,
     )
     server = listen(args.socket, silo.answer, args.max_bytes)
-    logging.getLogger("numpyro_fed.silo").info("listening at %s", args.socket)
+    log = logging.getLogger("numpyro_fed.silo")
+    if policy is not None and policy.secure_sum:
+        log.info("the fingerprint of this silo's key, for others' peers: %s", silo.fingerprint)
+    log.info("listening at %s", args.socket)
     try:
         server.serve_forever()
     except KeyboardInterrupt:
@@ -109,7 +114,8 @@ def analyse(args: argparse.Namespace) -> None:
     run = main_of(study)
     with ExitStack() as stack:
         engine = _engine(args, stack)
-        run(Federation(engine, names=names_of(study), patience=args.patience, state=args.state))
+        options = dict(patience=args.patience, state=args.state, secure_sum=args.secure_sum)
+        run(Federation(engine, names=names_of(study), **options))
 
 
 def _engine(args: argparse.Namespace, stack: ExitStack) -> Engine:
@@ -150,7 +156,8 @@ def rehearse(args: argparse.Namespace) -> None:
             stack.enter_context(_silo_process(args, j, path)) for j, path in enumerate(sockets)
         ]
         _wait_for(sockets, processes)
-        run(Federation(Sockets(sockets), names=names_of(study), state=args.state))
+        options = dict(state=args.state, secure_sum=args.secure_sum)
+        run(Federation(Sockets(sockets), names=names_of(study), **options))
 
 
 @contextmanager

@@ -64,6 +64,15 @@ class Policy:
         life: the places of a search, and the steps of rounds.
     max_draws : int
         Draws of the globals at which it sends its log likelihood, or latents, in all its life.
+    secure_sum : bool
+        Whether replies leave this silo under masks alone, so that the server learns sums over
+        silos (``Federation(secure_sum=True)``). Such a sum, too, is over ``min_silos`` at least.
+    sums_again : int
+        How often a reply is sent under other masks, for a sum over fewer silos, where silos have
+        dropped out.
+    peers : tuple of str
+        The fingerprints of the other silos' keys (:attr:`numpyro_fed.Silo.fingerprint`). Without
+        them a server that lies could put keys of its own in the place of theirs, and read replies.
     audit : str, optional
         A file to which each message is added as a line of JSON: time, exchange, run, names and
         shapes of arrays, the SHA-256 of message and reply, and what is left of the budget.
@@ -85,10 +94,13 @@ class Policy:
     tell_latents: bool = False
     max_places: int = 5_000
     max_draws: int = 200_000
+    secure_sum: bool = False
+    sums_again: int = 3
+    peers: tuple[str, ...] = ()
     audit: str | None = None
 
     def __post_init__(self) -> None:
-        numbers = ("min_silos", "min_rows", "min_count", "max_places", "max_draws")
+        numbers = ("min_silos", "min_rows", "min_count", "max_places", "max_draws", "sums_again")
         for name in (*numbers, "parameters_per_row"):
             value = getattr(self, name)
             if not is_number(value) or value < 0:
@@ -97,7 +109,7 @@ class Policy:
             raise ValueError(f"tell_latents must be true or false, got {self.tell_latents!r}.")
         if self.in_order and not self.exchanges:
             raise ValueError("in_order needs exchanges=, a list of names in their order.")
-        for name in ("methods", "exchanges"):
+        for name in ("methods", "exchanges", "peers"):
             value = getattr(self, name)
             if isinstance(value, str) or not all(isinstance(v, str) for v in value):
                 raise ValueError(f"{name} must be a sequence of names, got {value!r}.")
@@ -122,6 +134,14 @@ class Policy:
         """Raise an error for a method that the owner does not allow."""
         if self.methods and name not in self.methods:
             raise ModelError(f"'{name}' is not among the methods of this silo's policy.")
+
+    def check_sums(self, secure: bool) -> None:
+        """Raise an error for a server that asks for plain replies, where masks are wanted."""
+        if self.secure_sum and not secure:
+            raise ModelError(
+                "this silo's policy lets replies leave it under masks alone (secure_sum): the "
+                "server must ask by Federation(..., secure_sum=True)."
+            )
 
     def check_plan(self, num_silos: int, num_rows: int, num_parameters: int) -> None:
         """Raise an error for a plan with too few silos or rows, or too many parameters."""

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import IMPORTANCE, OUTER_LATENTS
+from numpyro_fed.algorithms.base import IMPORTANCE, OUTER_LATENTS, Exchange
 from numpyro_fed.algorithms.importance.leave_out import LEAVE_OUT
 from numpyro_fed.algorithms.importance.loo import LOO
 from numpyro_fed.algorithms.tempered import TEMPERED
-from numpyro_fed.errors import DataError, GuideError, ModelError
+from numpyro_fed.errors import DataError, GuideError, MissingExtraError, ModelError
 from numpyro_fed.files import write_atomically
 from numpyro_fed.methods.load import METHODS
 from numpyro_fed.methods.of_data import COLUMNS, moments_reply, names_reply
@@ -32,6 +32,7 @@ from numpyro_fed.model.fingerprint import source_hash
 from numpyro_fed.model.levels import level_counts
 from numpyro_fed.model.scaling import numbers_of
 from numpyro_fed.network.policy import Ledger, Policy
+from numpyro_fed.network.sums import Sums
 from numpyro_fed.precision import is_double, precision
 from numpyro_fed.runtime.kept import Memory, Store
 from numpyro_fed.runtime.messages import (
@@ -48,6 +49,15 @@ from numpyro_fed.runtime.messages import (
 )
 from numpyro_fed.runtime.node import SiloNode
 from numpyro_fed.runtime.party import Ids, Party
+from numpyro_fed.runtime.sums import (
+    KEYS,
+    PEERS,
+    SECURE,
+    SUM,
+    Terms,
+    check_summed,
+    without_terms,
+)
 
 KINDS: dict[str, type[Any]] = {**METHODS, "VFL": VFL, "SOUL": SOUL}
 # Methods that a silo keeps, the one that was used least recently is forgotten first. Each call of
@@ -132,8 +142,25 @@ class Silo:
         # The last node of each method, by its settings: it has the programs that were compiled.
         self._nodes: OrderedDict[str, SiloNode[Any, Any, Any]] = OrderedDict()
         self._ledger = Ledger(self._policy, Memory() if state is None else Folder(Path(state)))
+        stores = (Memory(), Memory()) if state is None else _stores_of_sums(Path(state))
+        self._sums = Sums(self._policy, *stores)
         # One message at a time: a silo's state has one next state.
         self._lock = threading.Lock()
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the digest of the silo's key, by which other silos know it (``Policy.peers``).
+
+        The key stays the same as long as the folder ``state`` does.
+
+        Raises
+        ------
+        MissingExtraError
+            Without the extra ``privacy``.
+        """
+        from numpyro_fed.privacy.keys import fingerprint
+
+        return fingerprint(self._sums.identity.public)
 
     def answer(self, message: bytes) -> bytes:
         """Return the reply to a message; a refusal is a reply with its reason in words."""
@@ -143,6 +170,8 @@ class Silo:
                 reply = self._answer(message, entry)
             except (ModelError, DataError, GuideError) as error:
                 reply = refusal(error)
+            except MissingExtraError as error:
+                reply = refusal(ModelError(str(error)))
             except Exception as error:
                 # Its words may hold data: they stay here.
                 LOG.exception("a message could not be answered")
@@ -216,16 +245,46 @@ class Silo:
             return self._describe(question)
         if question.exchange == ACCEPT:
             return self._accept(question)
+        if question.exchange == KEYS:
+            return write({}, {"keys": self._sums.greet(_json(question.settings))})
+        if question.exchange == PEERS:
+            self._sums.meet(_json(question.settings))
+            return write({})
         if question.exchange in OF_DATA:
+            self._policy.check_sums(False)
             with self._ledger.spending(question.exchange, {}):
                 return self._of_data(question.exchange, _json(question.settings))
         agreed = self._get(question.method)
-        if question.exchange in (*BEGINNINGS, GO_ON) or agreed.answered(message, question):
+        if question.exchange in (*BEGINNINGS, GO_ON):
             return agreed.handle(message)
         if question.exchange == LOO:
             self._policy.check_rows(agreed.rows_that_count())
-        with self._ledger.spending(question.exchange, evaluations(question, arrays)):
+        if SUM in head:
+            terms = Terms.from_json(head[SUM])
+            return self._masked(agreed, question, terms, without_terms(head, arrays))
+        if agreed.secure_sum:
+            raise ModelError(
+                "this silo has agreed to send masked replies alone (secure_sum), and is asked for "
+                "a plain one. Begin again."
+            )
+        return self._plain(agreed, question, message)
+
+    def _plain(self, agreed: _Agreement, question: Question, message: bytes) -> bytes:
+        """Return the reply to a question, at the cost of its places and draws if it is new."""
+        if agreed.answered(message, question):
             return agreed.handle(message)
+        with self._ledger.spending(question.exchange, evaluations(question, read(message).arrays)):
+            return agreed.handle(message)
+
+    def _masked(
+        self, agreed: _Agreement, question: Question, terms: Terms, message: bytes
+    ) -> bytes:
+        """Return the reply to a question under the masks of a sum."""
+        self._sums.check(terms)
+        exchange = agreed.exchange_of(question)
+        check_summed(exchange)
+        reply = self._plain(agreed, question, message)
+        return self._sums.masked(terms, question, message, reply, exchange.weighted)
 
     def _of_data(self, exchange: str, asked: Mapping[str, Any]) -> bytes:
         """Return the names of the data's levels, or the moments of its columns."""
@@ -276,7 +335,7 @@ class Silo:
     def _agreement(self, method: str, settings: str) -> _Agreement:
         """Return the silo's part in a method, before there is a plan."""
         described = _json(settings)
-        double = bool(described.get("double"))
+        double, secure = bool(described.get("double")), bool(described.get(SECURE))
         store = None if self._state is None else Folder(self._state / f"runs-{_file_name(method)}")
         with precision(double=double):
             if is_double() != double:
@@ -287,6 +346,7 @@ class Silo:
             built: Any = _method_of(described, self._names)
             if "named" in described or "method" in described:
                 self._policy.check_method(str(described.get("named", described.get("method"))))
+                self._policy.check_sums(secure)
             if not isinstance(built, Party):
                 return _Agreement(settings, double, describe(built, self._data).to_json(), None)
             if settings in self._nodes:
@@ -297,7 +357,7 @@ class Silo:
             self._nodes.move_to_end(settings)
             while len(self._nodes) > MAX_METHODS:
                 self._nodes.popitem(last=False)
-            return _Agreement(settings, double, node.facts(), node)
+            return _Agreement(settings, double, node.facts(), node, secure_sum=secure)
 
     def _get(self, method: str) -> _Agreement:
         """Return what was agreed on for a method."""
@@ -350,6 +410,8 @@ class _Agreement:
     facts : str
     node : SiloNode or None
         None where only facts were asked for.
+    secure_sum : bool
+        Whether replies leave the silo under masks alone.
     """
 
     settings: str
@@ -357,6 +419,7 @@ class _Agreement:
     facts: str
     node: SiloNode[Any, Any, Any] | None
     plan: str = ""
+    secure_sum: bool = False
 
     def accept(self, settings: str, policy: Policy) -> None:
         """Build the algorithm from the agreed plan, if the owner's rules allow it.
@@ -394,6 +457,11 @@ class _Agreement:
     def answered(self, message: bytes, question: Question) -> bool:
         """Return whether the message has been answered before, so that it tells nothing new."""
         return self.node is not None and self.node.has_answered(message, question)
+
+    def exchange_of(self, question: Question) -> Exchange[Any, Any, Any]:
+        """Return the exchange that a question belongs to, as this silo has built it."""
+        with precision(double=self.double):
+            return self.ready.exchange_of(question)
 
     def handle(self, message: bytes) -> bytes:
         """Return the reply to a message of a run."""
@@ -483,6 +551,11 @@ def _json(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DataError("a message has something else than an object in its settings.")
     return found
+
+
+def _stores_of_sums(state: Path) -> tuple[Folder, Folder]:
+    """Return the places of a silo's keys, and of those of sessions, in its folder."""
+    return Folder(state / "keys"), Folder(state / "keys" / "sessions")
 
 
 def _file_name(method: str) -> str:

@@ -13,18 +13,31 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from numpyro_fed.algorithms.base import Down, Exchange, Reply, Up
+from numpyro_fed.algorithms.base import Down, Exchange, Replies, Reply, Up
 from numpyro_fed.errors import DataError, ReplyError, SiloAwayError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.runtime.arrivals import Arrivals
 from numpyro_fed.runtime.messages import GO_ON, Question, at_silo, pack, read, unpack, write
 from numpyro_fed.runtime.stack import Batch, Batches
+from numpyro_fed.runtime.sums import Terms, check_group, sum_of, with_terms
 
 Send = Callable[[int, bytes], bytes]
 
 
 class Carrier(Protocol):
-    """The way of messages to silos and back."""
+    """The way of messages to silos and back.
+
+    Attributes
+    ----------
+    secure_sum : bool
+        Whether the server is to learn sums of replies alone.
+    """
+
+    @property
+    def secure_sum(self) -> bool: ...
+
+    def sum_terms(self, who: Sequence[int]) -> dict[int, Terms]:
+        """Return the terms of a new sum over silos, as each of them is told."""
 
     def ask(self, who: Sequence[int], messages: Sequence[bytes], exchange: str) -> list[bytes]:
         """Return the reply of each silo of ``who`` to its message."""
@@ -75,6 +88,26 @@ class Expected(NamedTuple):
     check: Callable[[Reply[Any]], Reply[Any]]
 
 
+class Unfinished(NamedTuple):
+    """A sum that some silos have not answered: nobody can read it yet.
+
+    Attributes
+    ----------
+    contents : dict of int to str
+        What each silo was asked, without the number of the message.
+    numbers : dict of int to int
+        The numbers of the messages.
+    terms : dict of int to Terms
+    replies : dict of int to bytes
+        The masked replies of the others.
+    """
+
+    contents: dict[int, str]
+    numbers: dict[int, int]
+    terms: dict[int, Terms]
+    replies: dict[int, bytes]
+
+
 class Channel:
     """The server's connection to the silos of one plan: it numbers and checks messages.
 
@@ -93,6 +126,7 @@ class Channel:
         self._missing = missing
         # Replies to an exchange in which others were away, by what was asked.
         self._answered: dict[str, tuple[int, bytes]] = {}
+        self._unfinished = Unfinished({}, {}, {}, {})
         self._weights = weights or [Weights(0.0, np.finfo(np.float64).max)] * num_silos
         self._numbers: Counter[str] = Counter()
         self.num_asked = 0  # exchanges in which all replies were waited for
@@ -146,11 +180,9 @@ class Channel:
         name, before = exchange.name, np.asarray(mark.used)
         number = self._next_number(who, mark)
         messages: dict[int, bytes] = {}
-        contents: dict[int, str] = {}
         for j, down in zip(who, downs, strict=True):
             messages[j] = self._message(j, exchange, key, down, mark, number)
-            unnumbered = self._message(j, exchange, key, down, mark, 0)
-            contents[j] = sha256(unnumbered).hexdigest() + f"/{j}"
+        contents = self._contents(who, exchange, key, downs, mark)
         answered = {j: self._answered[contents[j]] for j in who if contents[j] in self._answered}
         asked = [j for j in who if j not in answered]
         try:
@@ -164,6 +196,77 @@ class Channel:
         used[list(who)] = [answered[j][0] for j in who]
         replies = [self.read(j, exchange, answered[j][1], expected) for j in who]
         return replies, mark._replace(used=used)
+
+    @property
+    def secure_sum(self) -> bool:
+        """Return whether the server is to learn sums of replies alone."""
+        return self._carrier.secure_sum
+
+    def ask_sum(
+        self,
+        who: Sequence[int],
+        exchange: Exchange[Any, Down, Up],
+        key: Array,
+        downs: Sequence[Down],
+        mark: Mark,
+        expected: Expected,
+    ) -> tuple[Replies[Up], Array, Mark]:
+        """Return the sum of silos' masked replies to an exchange, each ``ok``, and new marks.
+
+        A sum that was not finished is completed, if the same silos are asked the same again. If
+        there are fewer of them, they send the same replies under other masks.
+
+        Raises
+        ------
+        ReplyError
+            For a reply of another shape or dtype.
+        SumError
+            For a sum over too few silos, or out of the range of numbers or weights.
+        """
+        check_group(who, exchange.name)
+        self.num_asked += 1
+        number, last = self._next_number(who, mark), self._unfinished
+        contents = self._contents(who, exchange, key, downs, mark)
+        if contents == last.contents:
+            terms, numbers, answers = last.terms, last.numbers, dict(last.replies)
+        else:
+            terms, answers = self._carrier.sum_terms(who), {}
+            known = {j: n for j, n in last.numbers.items() if contents.get(j) == last.contents[j]}
+            # Under its old number a silo does not compute the reply a second time.
+            numbers = {j: known.get(j, number) for j in who}
+        asked = {
+            j: with_terms(self._message(j, exchange, key, down, mark, numbers[j]), terms[j])
+            for j, down in zip(who, downs, strict=True)
+            if j not in answers
+        }
+        try:
+            found = self._carrier.ask(list(asked), list(asked.values()), exchange.name)
+        except SiloAwayError as error:
+            self._unfinished = Unfinished(contents, numbers, terms, answers | error.replies)
+            raise
+        self._unfinished = Unfinished({}, {}, {}, {})
+        answers |= dict(zip(asked, found, strict=True))
+        used = np.array(mark.used)
+        used[list(who)] = [numbers[j] for j in who]
+        allowed = [self._weights[j] for j in who]
+        weights = sum(w.least for w in allowed), sum(w.most for w in allowed)
+        ordered = {j: answers[j] for j in who}
+        replies, ok = sum_of(ordered, exchange, expected.shapes, weights)
+        return replies, ok, mark._replace(used=used)
+
+    def _contents(
+        self,
+        who: Sequence[int],
+        exchange: Exchange[Any, Down, Up],
+        key: Array,
+        downs: Sequence[Down],
+        mark: Mark,
+    ) -> dict[int, str]:
+        """Return what each silo is asked, without the number of the message, as a digest."""
+        return {
+            j: sha256(self._message(j, exchange, key, down, mark, 0)).hexdigest() + f"/{j}"
+            for j, down in zip(who, downs, strict=True)
+        }
 
     def arrivals(self, exchange: str) -> Arrivals:
         """Return the replies to an exchange in the order of their arrival."""

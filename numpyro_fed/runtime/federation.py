@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from numpyro_fed.errors import DataError, SiloAwayError, positive_int, positive_number
+from numpyro_fed.errors import DataError, ModelError, SiloAwayError, positive_int, positive_number
 from numpyro_fed.precision import is_double
 from numpyro_fed.runtime.arrivals import Arrivals
 from numpyro_fed.runtime.journal import Journal
@@ -26,6 +26,7 @@ from numpyro_fed.runtime.messages import (
     read,
     write,
 )
+from numpyro_fed.runtime.sums import KEYS, PEERS, SECURE, Terms
 
 # Seconds between two tries to reach a silo: the first is short, since most failures are, and a silo
 # that restarts is found within the last.
@@ -103,6 +104,11 @@ class Federation:
         there is one.
     at_once : int
         The number of silos that are asked at the same time; each takes a thread.
+    secure_sum : bool
+        Whether silos mask their replies, so that the server learns the sum over all silos of an
+        exchange and no reply of one. Exchanges and schedules that need single replies are refused:
+        :func:`numpyro_fed.Fitted.silos`, ``leave_out``, PVI one silo after the other. At silos it
+        needs the extra ``privacy``. A silo's owner asks for it by ``Policy(secure_sum=True)``.
 
     Raises
     ------
@@ -140,12 +146,14 @@ class Federation:
         state: str | Path | None = None,
         log: str | Path | None = None,
         at_once: int = MAX_AT_ONCE,
+        secure_sum: bool = False,
     ):
         positive_int("at_once", at_once)
         positive_number("patience", patience)
         if missing not in ("wait", "reweight"):
             raise ValueError(f"missing={missing!r}: expected 'wait' or 'reweight'.")
-        self.missing = missing
+        self.missing, self.secure_sum = missing, secure_sum
+        self._num_sums = 0
         self._state, self._most_at_once = None if state is None else Path(state), at_once
         self._engine, self.names, self.patience = engine, dict(names or {}), patience
         self.num_silos = engine.num_silos
@@ -179,6 +187,7 @@ class Federation:
             state=folder,
             log=self._log,
             at_once=self._most_at_once,
+            secure_sum=self.secure_sum,
         )
 
     def cached(self, name: Hashable, make: Callable[[], Cached]) -> Cached:
@@ -198,7 +207,8 @@ class Federation:
         ``method`` is what silos need to build the same: ``{"model": "model"}`` alone, or with a
         method's name and settings.
         """
-        settings = json.dumps({**method, "double": is_double()}, sort_keys=True)
+        asked = {**method, "double": is_double()} | ({SECURE: True} if self.secure_sum else {})
+        settings = json.dumps(asked, sort_keys=True)
 
         def make() -> tuple[str, list[str]]:
             id_ = f"{self._session.hex()}-{len(self._cached)}"
@@ -214,6 +224,11 @@ class Federation:
 
         The same question is asked once.
         """
+        if self.secure_sum:
+            raise ModelError(
+                f"'{exchange}' is told silo by silo, and this federation asks for secure sums "
+                "alone (secure_sum=True). Ask by a Federation without, if all silos allow it."
+            )
         silos = range(self.num_silos)
         message = write({}, Question(exchange, settings).head())
         return self.cached(
@@ -252,6 +267,30 @@ class Federation:
         for j in who:
             raise_refusal(replies[j], j, exchange)
         return [replies[j] for j in who]
+
+    def sum_terms(self, who: Sequence[int]) -> dict[int, Terms]:
+        """Return the terms of a new sum over silos, as each of them is told.
+
+        Before the first one, all silos of the federation tell each other their public keys.
+        """
+        session, silos = self._session.hex(), range(self.num_silos)
+
+        def exchange_keys() -> bool:
+            named = [{"session": at_silo(session, j), "number": j} for j in silos]
+            answers = self._ask_all(KEYS, named)
+            keys = [_text("keys", answer, j) for j, answer in enumerate(answers)]
+            self._ask_all(PEERS, [{**names, "keys": keys} for names in named])
+            return True
+
+        self.cached("keys", exchange_keys)
+        self._num_sums += 1
+        return {j: Terms(at_silo(session, j), self._num_sums, tuple(sorted(who))) for j in who}
+
+    def _ask_all(self, exchange: str, settings: Sequence[object]) -> list[bytes]:
+        """Return all silos' replies to a question that belongs to no method."""
+        questions = [Question(exchange, json.dumps(one, sort_keys=True)) for one in settings]
+        silos = range(self.num_silos)
+        return self.ask(silos, [write({}, q.head()) for q in questions], exchange)
 
     def arrivals(self, exchange: str) -> Arrivals:
         """Return the way to silos whose replies are taken one by one, as they arrive."""

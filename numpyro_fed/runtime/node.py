@@ -209,6 +209,20 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
         run = self._runs.get(question.run) if self._programs else None
         return run is not None and run.digest == hashlib.sha256(message).hexdigest()
 
+    def exchange_of(self, question: Question) -> Exchange[Any, Any, Any]:
+        """Return the exchange that a question belongs to, as this silo has built it.
+
+        Raises
+        ------
+        ModelError
+            For a run of which the silo has no state, and for an exchange that it does not know.
+        """
+        run = self._runs.get(question.run) if self._programs else None
+        if run is None:
+            raise ModelError("this silo has no state of this run. Begin again.")
+        programs = self._programs_of(run.beginning)
+        return programs.exchange(question.id, self._number)[0]
+
     def handle(self, message: bytes) -> bytes:
         """Return the reply to a message of the server, as bytes."""
         if not self._programs:

@@ -26,7 +26,7 @@ from numpyro_fed.algorithms.base import (
     Round,
     Up,
 )
-from numpyro_fed.errors import SiloAwayError
+from numpyro_fed.errors import SiloAwayError, SumError
 from numpyro_fed.model.padding import stacked
 from numpyro_fed.runtime.arrival_rounds import ArrivalRounds
 from numpyro_fed.runtime.channel import Channel, Expected, Mark
@@ -51,6 +51,7 @@ from numpyro_fed.runtime.step import (
     compiled_in_parts,
     message_shapes,
 )
+from numpyro_fed.runtime.sums import LEAST, check_summed
 from numpyro_fed.trees import drop_weak_types
 
 
@@ -65,8 +66,15 @@ def remote(
     """Return the runtime of a server whose silos are reached over a channel.
 
     Each run begins by the message ``begin``.
+
+    Raises
+    ------
+    SumError
+        If sums alone are to be told, and a round needs the replies of single silos.
     """
     silos = _Remote(algorithm, schedule, plan, channel, begin)
+    if channel.secure_sum:
+        check_sums(algorithm, schedule)
     if schedule is not None and schedule.by_arrival:
         silos.prepared(algorithm.round)
         one_round = ArrivalRounds(algorithm, channel, silos.expected)
@@ -82,6 +90,21 @@ def remote(
         )
     # One round a call: a chunk that is run again after a failure would ask silos again.
     return Runtime(silos.init, advance, silos.single, 1, like=silos.like, go_on=silos.go_on)
+
+
+def check_sums(algorithm: FederatedAlgorithm[Any, Any], schedule: Schedule[Carry] | None) -> None:
+    """Raise an error for an algorithm or a schedule in which replies are not added up."""
+    for round_ in (*algorithm.opening, algorithm.round):
+        for exchange in round_.exchanges:
+            check_summed(exchange)
+    if schedule is not None and (schedule.by_arrival or schedule.size < LEAST):
+        raise SumError(
+            "would be over one silo at a time, which is its reply: with secure_sum=True the "
+            "schedule must let two or more take part in each step. Nothing was sent. Take "
+            "schedule='synchronous', which all take part in.",
+            silos=(),
+            exchange=algorithm.round.name,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +154,9 @@ class _Remote:
 
     def prepared(self, round_: Round) -> Round:
         """Return the round in the form in which the server runs it."""
+        if self.channel.secure_sum:
+            for exchange in round_.exchanges:
+                check_summed(exchange)
         self.rounds.update((exchange.id, round_) for exchange in round_.exchanges)
         return compiled_in_parts(round_)
 
@@ -159,10 +185,14 @@ class _Remote:
             drop_weak_types(for_participants(exchange.scatter, down, i))
             for i in range(len(numbers))
         ]
+        question = numbers, exchange, noise, downs, silos[0], self.expected(asked)
         try:
-            answers, mark = self.channel.ask(
-                numbers, exchange, noise, downs, silos[0], self.expected(asked)
-            )
+            if self.channel.secure_sum:
+                total, ok, mark = self.channel.ask_sum(*question)
+                # What is watched is known of the sum alone: the same for all.
+                common = [watch_reply(total.up) if watch_reply else ()] * len(numbers)
+                return Answers(total, ok, (mark,), stacked(common))
+            answers, mark = self.channel.ask(*question)
         except SiloAwayError as error:
             # Later exchanges of a round have begun with all silos.
             first = asked == self.algorithm.round.exchanges[0].id

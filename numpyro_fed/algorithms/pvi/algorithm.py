@@ -60,12 +60,21 @@ def pvi(server: Server, silo: Silo) -> FederatedAlgorithm[ServerState, SiloState
         server.view,
         silo.view,
         watch=lambda state: state.status,
-        watch_reply=lambda up: jnp.argmax(up.statuses),
+        watch_reply=lambda up: worst(up.statuses),
         done=server.done,
         # A factor that is not renewed stays in the posterior as it is.
         without="exact",
         away=jnp.int32(Status.AWAY),
     )
+
+
+def worst(statuses: Array) -> Array:
+    """Return the last status that a visit ended by; of one visit, the one that it ended by.
+
+    ``statuses`` counts how visits ended. Where silos' replies are told as a sum alone, nobody knows
+    whose visit ended badly, and all of them are doubted.
+    """
+    return jnp.max(jnp.where(statuses > 0, jnp.arange(len(statuses)), 0))
 
 
 def usable(up: Up) -> Array:

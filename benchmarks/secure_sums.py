@@ -1,0 +1,91 @@
+"""What sums that nobody sees cost: time and bytes of an exchange, with and without masks.
+
+Ten silos of this process, whose replies have ten thousand numbers; one silo after the other, as
+the cores of one machine have it.
+
+    python benchmarks/secure_sums.py --json secure_sums.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+
+import numpyro_fed as nf
+from numpyro_fed.runtime.messages import Question, read
+
+
+class Counted(nf.network.InMemory):
+    """An engine that counts the bytes of a reply and notes when each exchange begins."""
+
+    def __init__(self, silos, exchange):
+        super().__init__([silo.answer for silo in silos])
+        self.exchange, self.size, self.times = exchange, 0, []
+
+    def send(self, silo, message, timeout):
+        asked = Question.of(read(message).head).exchange == self.exchange
+        if asked and silo == 0:
+            self.times.append(time.perf_counter())
+        reply = super().send(silo, message, timeout)
+        if asked:
+            self.size = len(reply)
+        return reply
+
+
+def model_of(numbers):
+    """Return a model whose rounds of SFVI have replies of about so many numbers."""
+
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1).expand([numbers]).to_event(1))
+        with nf.silo_plate("row", len(y)):
+            numpyro.sample("y", dist.Normal(mu.mean(), 1), obs=y)
+
+    return model
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--silos", type=int, default=10)
+    parser.add_argument("--numbers", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--quick", action="store_true", help="few and small messages")
+    parser.add_argument("--json", type=Path, help="a file for the report")
+    args = parser.parse_args()
+    if args.quick:
+        args.silos, args.numbers, args.rounds = 3, 10, 8
+
+    model = model_of(args.numbers)
+    guide = nf.guides.MeanField()
+    method = nf.SFVI(model, guide=guide, start=None, num_particles=1, optim=optax.sgd(1e-9))
+    names = {"model": model, "method": method}
+    policy = nf.Policy(min_rows=1, parameters_per_row=1e9, max_places=10**9)
+    r = np.random.default_rng(0)
+    data = [dict(y=r.normal(size=30)) for _ in range(args.silos)]
+    found = {}
+    for secure in (False, True):
+        silos = [nf.Silo(d, names=names, policy=policy) for d in data]
+        engine = Counted(silos, "sfvi")
+        there = nf.Federation(engine, names=names, at_once=1, secure_sum=secure)
+        method.run(jax.random.key(0), args.rounds, there, progress_bar=False)
+        times = np.diff(engine.times)[5:]
+        found["secure" if secure else "plain"] = {
+            "exchange_ms": 1e3 * statistics.median(times),
+            "reply_bytes": engine.size,
+        }
+    found["ratio"] = found["secure"]["exchange_ms"] / found["plain"]["exchange_ms"]
+    print(json.dumps(found, indent=2))
+    if args.json:
+        args.json.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""A silo's part in sums that nobody sees: its keys, and which masks it has used."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.network.policy import Policy
+from numpyro_fed.privacy.fixed_point import MAX_PARTIES
+from numpyro_fed.runtime.kept import Store
+from numpyro_fed.runtime.messages import Question
+from numpyro_fed.runtime.sums import LEAST, Terms, masked_reply
+
+if TYPE_CHECKING:  # the extra ``privacy``, which is needed once there is a sum
+    from numpyro_fed.privacy.keys import Greeting, KeyPair
+
+IDENTITY, USED = "identity", "sums"  # the names under which a silo keeps its key, and what is used
+# Sessions whose keys a silo keeps; each federation of the server's script makes one.
+MAX_SESSIONS = 16
+# Runs of which a silo knows how often it has sent the last reply: as many as it has states of.
+MAX_RUNS = 512
+
+
+class Sent(NamedTuple):
+    """The last reply of a run that was sent under masks.
+
+    Attributes
+    ----------
+    session : str
+    question : str
+        The digest of the question, without the terms of the sum.
+    group : tuple of int
+    times : int
+        How often it was sent under other masks before.
+    """
+
+    session: str
+    question: str
+    group: tuple[int, ...]
+    times: int
+
+
+@dataclass(frozen=True)
+class Session:
+    """The keys of a session at a silo.
+
+    Attributes
+    ----------
+    fresh : KeyPair
+        This silo's pair for this session alone.
+    name : str
+        The id of the session, without the number of the silo.
+    me : int
+        The number of this silo.
+    told : tuple of Greeting
+        All silos' public keys; empty before they are known.
+    """
+
+    fresh: KeyPair
+    name: str = ""
+    me: int = 0
+    told: tuple[Greeting, ...] = ()
+
+    def to_bytes(self) -> bytes:
+        """Return the session as bytes."""
+        kept = [self.fresh.private.hex(), self.name, self.me, self.told]
+        return json.dumps(kept).encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Session:
+        """Return the session that :meth:`to_bytes` wrote."""
+        from numpyro_fed.privacy.keys import Greeting, KeyPair
+
+        private, name, me, told = json.loads(content)
+        greetings = tuple(Greeting(*keys) for keys in told)
+        return cls(KeyPair(bytes.fromhex(private)), name, me, greetings)
+
+
+@dataclass
+class Sums:
+    """The keys of a silo, and the sums that it has taken part in.
+
+    Parameters
+    ----------
+    policy : Policy
+    own : Store
+        For the key that stays and for what was used.
+    sessions : Store
+        For the keys of sessions.
+    """
+
+    policy: Policy
+    own: Store
+    sessions: Store
+    _pairs: dict[str, dict[int, bytes]] = field(default_factory=dict)
+
+    @cached_property
+    def identity(self) -> KeyPair:
+        """Return the pair of keys by which other silos know this one."""
+        from numpyro_fed.privacy.keys import KeyPair
+
+        kept = self.own.get(IDENTITY)
+        if kept is not None:
+            return KeyPair(kept)
+        made = KeyPair.generate()
+        self.own.put(IDENTITY, made.private)
+        return made
+
+    @cached_property
+    def _used(self) -> tuple[dict[str, tuple[int, str]], OrderedDict[str, Sent]]:
+        """Return the last sum of each session, and the last reply of each run."""
+        numbers, sent = json.loads(self.own.get(USED) or b"[{}, {}]")
+        replies = ((run, Sent(s, q, tuple(g), n)) for run, (s, q, g, n) in sent.items())
+        return {name: (n, digest) for name, (n, digest) in numbers.items()}, OrderedDict(replies)
+
+    def greet(self, settings: Mapping[str, Any]) -> str:
+        """Return this silo's public keys in a session, as JSON."""
+        from numpyro_fed.privacy.keys import Greeting, KeyPair
+
+        name = _text(settings, "session")
+        session = self._known(name)
+        if session is None:
+            session = Session(KeyPair.generate())
+            self._keep(name, session)
+        return json.dumps(Greeting(self.identity.public, session.fresh.public))
+
+    def meet(self, settings: Mapping[str, Any]) -> None:
+        """Take the public keys of all silos of a session.
+
+        Raises
+        ------
+        ModelError
+            For keys that the owner's rules do not allow, for too few silos, and for other keys than
+            those that came before.
+        DataError
+            For something that is no list of keys.
+        """
+        name, me = _text(settings, "session"), settings.get("number")
+        told = _greetings(settings.get("keys"))
+        session = self._session(name)
+        own = self.identity.public, session.fresh.public
+        if type(me) is not int or not 0 <= me < len(told) or told[me] != own:
+            raise ModelError(
+                "the list of silos' keys does not have this silo's own at its place: it is of "
+                "another session, or was changed on its way. Begin again."
+            )
+        met = Session(session.fresh, name.rpartition(".")[0], me, told)
+        if session.told and session != met:
+            raise ModelError("other keys were told in this session before. Begin again.")
+        least = max(LEAST, int(self.policy.min_silos))
+        different = {key for greeting in told for key in greeting}
+        if not least <= len(told) <= MAX_PARTIES or len(different) < 2 * len(told):
+            raise ModelError(
+                f"{len(told)} silos with {len(different)} different keys are told, where each of "
+                f"{least} to {MAX_PARTIES} silos must have two of its own (min_silos)."
+            )
+        known = set(self.policy.peers)
+        strange = [g.fingerprint for j, g in enumerate(told) if j != me]
+        strange = [one for one in strange if known and one not in known]
+        if strange:
+            raise ModelError(
+                f"the key {strange[0]} is not among the peers of this silo's policy. Its owner "
+                "adds it, once the other silo's owner has told the same, not through the server."
+            )
+        self._keys_of(name, met)  # what is no key is refused now, not at the first sum
+        self._keep(name, met)
+
+    def check(self, terms: Terms) -> None:
+        """Raise an error for a sum that this silo does not take part in."""
+        session, group = self._session(terms.session), terms.group
+        least = max(LEAST, int(self.policy.min_silos))
+        whole = list(group) == sorted(set(group)) and set(group) <= set(range(len(session.told)))
+        if not whole or session.me not in group:
+            raise ModelError(
+                f"a sum over silos {list(group)} is asked for: expected are numbers of the "
+                f"{len(session.told)} silos of the session, in order, this one ({session.me}) "
+                "among them."
+            )
+        if len(group) < least:
+            raise ModelError(
+                f"a sum over {len(group)} silos is asked for, where this silo's policy asks for at "
+                f"least {least} (min_silos)."
+            )
+        last = self._used[0].get(terms.session, (0, ""))[0]
+        if terms.number < last or terms.number == 0:
+            raise ModelError(
+                f"sum {terms.number} comes after sum {last} of the same session: masks are used "
+                "once. It was sent twice or came late: drop it."
+            )
+
+    def masked(
+        self, terms: Terms, question: Question, message: bytes, reply: bytes, weighted: bool
+    ) -> bytes:
+        """Return a reply under the masks of a sum, once it is noted that they are used.
+
+        Parameters
+        ----------
+        terms : Terms
+        question : Question
+        message, reply : bytes
+            The question without the terms of the sum, and the reply to it.
+        weighted : bool
+            Whether the reply counts by its weight.
+
+        Raises
+        ------
+        ModelError
+            For masks that another reply has had, and for a reply that would be sent once too often.
+        """
+        from numpyro_fed.privacy.masks import masked
+
+        session = self._session(terms.session)
+        self._note(terms, question, message, reply)
+        keys = self._keys_of(terms.session, session)
+        others = {j: keys[j] for j in terms.group if j != session.me}
+        purpose = terms.purpose(session.name, question.exchange)
+        return masked_reply(
+            reply,
+            len(terms.group),
+            weighted,
+            lambda words: masked(words, others, session.me, purpose),
+        )
+
+    def _note(self, terms: Terms, question: Question, message: bytes, reply: bytes) -> None:
+        """Note that the masks of a sum are used, on the disk before this returns."""
+        numbers, sent = self._used
+        asked = _digest(message)
+        all_of_it = _digest(terms.to_json().encode() + message + reply)
+        number, before = numbers.get(terms.session, (0, ""))
+        if terms.number == number:
+            # Other words under the same masks would tell by how much they differ.
+            if before != all_of_it:
+                raise ModelError(
+                    f"another reply was sent under the masks of sum {number}. Begin again."
+                )
+            return
+        run = _digest(f"{question.method}/{question.run}".encode())
+        last, times = sent.get(run), 0
+        if last is not None and last.question == asked:
+            times = last.times + 1
+            self._check_again(last, terms)
+        numbers = {name: n for name, n in numbers.items() if self._known(name)}
+        numbers[terms.session] = terms.number, all_of_it
+        sent = OrderedDict(sent)
+        sent.pop(run, None)
+        sent[run] = Sent(terms.session, asked, terms.group, times)
+        while len(sent) > MAX_RUNS:
+            sent.popitem(last=False)
+        # First the disk: a silo that cannot write sends nothing.
+        self.own.put(USED, json.dumps([numbers, sent]).encode())
+        self._used = numbers, sent
+
+    def _check_again(self, last: Sent, terms: Terms) -> None:
+        """Raise an error for a reply that is to be sent under other masks, but must not be."""
+        if last.session != terms.session or not set(terms.group) < set(last.group):
+            raise ModelError(
+                f"a reply that was sent for a sum over silos {list(last.group)} is asked for in "
+                f"one over {list(terms.group)}: it is sent again for some of the same silos alone, "
+                "in the same session. Begin again."
+            )
+        if last.times >= self.policy.sums_again:
+            raise ModelError(
+                f"a reply was sent under {last.times + 1} masks already, as often as this silo's "
+                "policy allows (sums_again). Begin again, without the silos that drop out."
+            )
+
+    def _keys_of(self, name: str, session: Session) -> dict[int, bytes]:
+        """Return the keys in common with the other silos of a session."""
+        from numpyro_fed.privacy.keys import pair_keys
+
+        if name not in self._pairs:
+            found = pair_keys(self.identity, session.fresh, session.name, session.told, session.me)
+            self._pairs = {name: found}
+        return self._pairs[name]
+
+    def _known(self, name: str) -> Session | None:
+        content = self.sessions.get(_digest(name.encode()))
+        return None if content is None else Session.from_bytes(content)
+
+    def _session(self, name: str) -> Session:
+        """Return the keys of a session."""
+        session = self._known(name)
+        if session is None:
+            raise ModelError(
+                "this silo has no keys of this session, or has forgotten them. Begin again."
+            )
+        return session
+
+    def _keep(self, name: str, session: Session) -> None:
+        self.sessions.put(_digest(name.encode()), session.to_bytes())
+        for old in list(self.sessions.names())[:-MAX_SESSIONS]:
+            self.sessions.drop(old)
+
+
+def _digest(content: bytes) -> str:
+    return sha256(content).hexdigest()[:32]
+
+
+def _text(settings: Mapping[str, Any], name: str) -> str:
+    found = settings.get(name)
+    if not isinstance(found, str) or len(found) > 100:
+        raise DataError(f"a message holds {found!r:.100} as its {name}, where a text is expected.")
+    return found
+
+
+def _greetings(found: object) -> tuple[Greeting, ...]:
+    """Return the public keys of silos, from a list of their greetings in JSON."""
+    from numpyro_fed.privacy.keys import Greeting
+
+    try:
+        if not isinstance(found, list):
+            raise TypeError("no list")
+        told = tuple(Greeting(*json.loads(text)) for text in found)
+        if not all(isinstance(key, str) for greeting in told for key in greeting):
+            raise TypeError("no texts")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError("a message holds something else than a list of silos' keys.") from error
+    return told

@@ -1,0 +1,243 @@
+"""Messages of sums that nobody sees: the server learns the sum of replies, and no reply.
+
+Before the first sum, silos tell each other public keys through the server (:data:`KEYS`,
+:data:`PEERS`). Then a question has :class:`Terms` in its head, and the reply has, in the place of
+the numbers of ``Reply.up`` and of the weight, one array of masked words. ``ok`` stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed.algorithms.base import Combine, Exchange, Replies, Reply
+from numpyro_fed.errors import DataError, ReplyError, SumError
+from numpyro_fed.privacy.fixed_point import MAX_PARTIES, decode, encode
+from numpyro_fed.runtime.combine import combine
+from numpyro_fed.runtime.messages import pack, read, write
+
+KEYS = "keys"  # the question for a silo's public keys in a session
+PEERS = "peers"  # all silos' public keys
+SECURE = "secure_sum"  # the setting that all agree on
+SUM = "sum"  # the text in the head of a question to which a masked reply is wanted
+MASKED = "masked"  # the array of a masked reply
+LEAST = 2  # silos of a sum; that of one is its reply
+
+
+class Terms(NamedTuple):
+    """The terms of a sum: whose masks are in it, and which ones.
+
+    Attributes
+    ----------
+    session : str
+        The id of the keys, at this silo.
+    number : int
+        The number of the sum. In a session numbers grow; a sum that is asked anew has a new one.
+    group : tuple of int
+        The silos whose replies are added up.
+    """
+
+    session: str
+    number: int
+    group: tuple[int, ...]
+
+    def to_json(self) -> str:
+        """Return the terms as text."""
+        return json.dumps(self._asdict())
+
+    @classmethod
+    def from_json(cls, text: str) -> Terms:
+        """Return the terms in a text.
+
+        Raises
+        ------
+        DataError
+            For a text of anything else.
+        """
+        try:
+            session, number, group = (json.loads(text)[name] for name in cls._fields)
+            whole = [type(n) is int and 0 <= n < 2**53 for n in (number, *group)]
+            if not isinstance(session, str) or not all(whole):
+                raise TypeError("something else than whole numbers")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise DataError(
+                f"a question for a sum names {', '.join(cls._fields)}, but this one says "
+                f"{text!r:.100}. Federation(secure_sum=True) makes them."
+            ) from error
+        return cls(session, number, tuple(group))
+
+    def purpose(self, session: str, exchange: str) -> bytes:
+        """Return what the masks are for, the same at all silos of the sum."""
+        return json.dumps([session, exchange, self.number, self.group]).encode()
+
+
+def with_terms(message: bytes, terms: Terms) -> bytes:
+    """Return a question with the terms of a sum in its head."""
+    head, arrays = read(message)
+    return write(arrays, {**head, SUM: terms.to_json()})
+
+
+def without_terms(head: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Return the question as it is asked without a sum."""
+    return write(arrays, {name: text for name, text in head.items() if name != SUM})
+
+
+def masked_reply(
+    reply: bytes, parties: int, weighted: bool, mask: Callable[[np.ndarray], np.ndarray]
+) -> bytes:
+    """Return a silo's reply in the form in which it leaves the silo: its numbers under masks.
+
+    Parameters
+    ----------
+    reply : bytes
+        The reply to the question without a sum.
+    parties : int
+        How many replies are added up.
+    weighted : bool
+        Whether real numbers are multiplied by the weight, which is then added up as well.
+    mask : words -> words
+        The function that adds the masks.
+    """
+    _, arrays = read(reply)
+    names = sorted(name for name in arrays if name.startswith("reply.up"))
+    parts = [arrays[name] for name in names]
+    if weighted:
+        weight = arrays["reply.weight"].astype(np.float64)
+        parts = [a * weight if a.dtype.kind == "f" else a for a in map(_wide, parts)]
+        parts.append(weight)
+    numbers = np.concatenate([np.zeros(0), *(np.asarray(_wide(a)).ravel() for a in parts)])
+    return write({MASKED: mask(encode(numbers, parties)), "ok": arrays["reply.ok"]})
+
+
+def _wide(a: np.ndarray) -> np.ndarray:
+    """Return an array of single precision in double, in which a product is not rounded."""
+    return a.astype(np.float64) if a.dtype.kind == "f" else a
+
+
+def check_group(who: Sequence[int], exchange: str) -> None:
+    """Raise an error for too few or too many silos of a sum."""
+    if not LEAST <= len(who) <= MAX_PARTIES:
+        raise SumError(
+            f"would be over {len(who)} silos, where sums over {LEAST} to {MAX_PARTIES} are formed "
+            "under secure_sum=True. Take more silos into each step, or wait for those that are "
+            "away.",
+            silos=tuple(who),
+            exchange=exchange,
+        )
+
+
+def check_summed(exchange: Exchange[Any, Any, Any]) -> None:
+    """Raise an error for an exchange whose replies are not added up."""
+    if exchange.combine is not Combine.SUM:
+        raise SumError(
+            "is not enough for it: it needs the reply of each silo by itself, and with "
+            "secure_sum=True sums alone are told. Nothing was sent. Leave it out, or ask it over a "
+            "Federation without secure_sum, if the silos' owners agree.",
+            silos=(),
+            exchange=exchange.name,
+        )
+
+
+def sum_of(
+    answers: Mapping[int, bytes],
+    exchange: Exchange[Any, Any, Any],
+    shapes: Reply[Any],
+    weights: tuple[float, float],
+) -> tuple[Replies[Any], Array]:
+    """Return the sum of masked replies, and each silo's ``ok``.
+
+    Parameters
+    ----------
+    answers : dict of int to bytes
+        The masked replies by silo, in the order of the participants.
+    exchange : Exchange
+    shapes : Reply
+        The agreed shapes and dtypes of one reply.
+    weights : (float, float)
+        The range of the sum of the weights, where the exchange is weighted.
+
+    Raises
+    ------
+    ReplyError
+        For a reply of another shape or dtype.
+    SumError
+        For a sum that is out of the range of numbers, or of weights.
+    """
+    leaves = pack("reply.up", shapes.up)
+    names = sorted(leaves)
+    sizes = [int(np.prod(leaves[name].shape)) for name in names]
+    size, who = sum(sizes) + exchange.weighted, tuple(answers)
+    total, ok = np.zeros((size, 2), np.uint64), []
+    for silo, answer in answers.items():
+        words, good = _read_masked(answer, size, silo, exchange.name)
+        total += words
+        ok.append(good)
+    try:
+        numbers = decode(total, len(who))
+    except DataError as error:
+        raise SumError(
+            f"is refused: {error}. A reply was changed on its way, a silo does not keep to the "
+            "protocol, or silos were given different lists of keys.",
+            silos=who,
+            exchange=exchange.name,
+        ) from error
+    weight = float(numbers[-1]) if exchange.weighted else float(len(who))
+    if exchange.weighted and not weights[0] <= weight <= weights[1]:
+        raise SumError(
+            f"has weight {weight:g}, where {weights[0]:g} to {weights[1]:g} is allowed by what the "
+            "silos have said of their numbers of rows. Their facts must be of the data that they "
+            "hold; or use weights='even'.",
+            silos=who,
+            exchange=exchange.name,
+        )
+    like = jax.eval_shape(_summed, shapes)
+    given = pack("reply.up", like.up)
+    parts = np.split(numbers[: sum(sizes)], np.cumsum(sizes)[:-1]) if sizes else []
+    found = {
+        name: _cast(part, given[name], who, exchange.name)
+        for name, part in zip(names, parts, strict=True)
+    }
+    up = jax.tree.unflatten(jax.tree.structure(like.up), [found[name] for name in given])
+    flags = jnp.asarray(ok)
+    return Replies(up, flags.all(), jnp.asarray(weight, like.weight.dtype)), flags
+
+
+def _summed(reply: Reply[Any]) -> Replies[Any]:
+    stack = jax.tree.map(lambda a: jnp.zeros((1, *a.shape), a.dtype), reply)
+    return combine(Combine.SUM, [stack])
+
+
+def _read_masked(answer: bytes, size: int, silo: int, exchange: str) -> tuple[np.ndarray, bool]:
+    """Return the words of a masked reply, and whether its numbers can be used."""
+    try:
+        arrays = read(answer).arrays
+    except DataError as error:
+        raise ReplyError(f"is refused: {error}", silo=silo, exchange=exchange) from error
+    came = {name: (a.shape, a.dtype) for name, a in arrays.items()}
+    wanted = {MASKED: ((size, 2), np.dtype(np.uint64)), "ok": ((), np.dtype(bool))}
+    if came != wanted:
+        raise ReplyError(
+            f"holds {came}, where {wanted} was agreed for a sum. Both sides must have built from "
+            "the same plan, with the same version.",
+            silo=silo,
+            exchange=exchange,
+        )
+    return arrays[MASKED], bool(arrays["ok"])
+
+
+def _cast(part: np.ndarray, like: Array, silos: tuple[int, ...], exchange: str) -> Array:
+    """Return a part of the sum in the shape and dtype that a sum of plain replies has."""
+    if not jnp.issubdtype(like.dtype, jnp.inexact) and (part != np.rint(part)).any():
+        raise SumError(
+            "has fractions or infinite numbers where whole ones are added up. A silo does not keep "
+            "to the protocol.",
+            silos=silos,
+            exchange=exchange,
+        )
+    return jnp.asarray(part.reshape(like.shape).astype(like.dtype))
