@@ -90,8 +90,9 @@ class Phase(NamedTuple):
 
 
 # The first steps go far and need little precision, but lengths must be told from the noise of their
-# histogram. A scale that begins far too small grows by half of its log in a step at most.
-SEARCH, MOST_SEARCH = 0.2, 10  # share of the budget, and steps at most
+# histogram. A log scale that begins far too low rises by a half in a step at most, so that a
+# regression of outcomes near 100, whose sd is 12, takes some twenty from 1.
+SEARCH, MOST_SEARCH = 0.2, 24  # share of the budget, and steps at most
 LATER = (Phase(2, 0.2), Phase(3, 0.55))
 CLEAR = 0.1  # share of the units from which a bin of a histogram must be told from noise
 COARSE = 0.25  # share of the units below which bins are not seen in the end: clips are then a guess

@@ -79,8 +79,8 @@ def fit(
         the verdict says so if it cannot hold the posterior. Draws of a fit in double precision are
         NumPy arrays where JAX's own would be rounded.
     privacy : Privacy, optional
-        A budget of differential privacy. Then the fit is one run of :class:`DPNewton`, about twenty
-        sums with noise, and ``.privacy`` says what was spent. Nothing checks it by weights, which
+        A budget of differential privacy. Then the fit is one run of :class:`DPNewton`, some ten to
+        sixty sums with noise, and ``.privacy`` says what was spent. Nothing checks it by weights, which
         would be told without noise.
     progress_bar : bool
 

@@ -35,7 +35,7 @@ GLOBALS_UP_TO = 300
 
 @dataclass(frozen=True)
 class DPNewton(Method[PrivateResult, None]):
-    r"""Newton's method under differential privacy: a posterior from some twenty noisy sums.
+    r"""Newton's method under differential privacy: a posterior from some noisy sums.
 
     Silos send sums of clipped gradients and curvatures of their rows, with Gaussian noise
     (:mod:`numpyro_fed.algorithms.private_newton` has the equations). The posterior is a normal
