@@ -80,8 +80,8 @@ def fit(
         NumPy arrays where JAX's own would be rounded.
     privacy : Privacy, optional
         A budget of differential privacy. Then the fit is one run of :class:`DPNewton`, some ten to
-        sixty sums with noise, and ``.privacy`` says what was spent. Nothing checks it by weights, which
-        would be told without noise.
+        sixty sums with noise, and ``.privacy`` says what was spent. Nothing checks it by weights,
+        which would be told without noise.
     progress_bar : bool
 
     Returns
