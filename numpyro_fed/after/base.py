@@ -516,7 +516,7 @@ class AfterFit(ABC):
 
     @in_precision_of_object
     def outcomes_and_rows(self, silos: Sequence[int]) -> list[dict[str, np.ndarray]]:
-        """Return outcomes of silos in this process, and which rows have them, by :data:`SEEN`."""
+        """Return outcomes of silos in this process, and which rows have them, by ``SEEN``."""
         run = self.run_behind
         programs = run._fit.cached("outcomes", lambda: observer(run._fit.model))
         asked = [Asked(j, jax.random.key(0), {}, {}) for j in silos]

@@ -38,7 +38,7 @@ class DPNewton(Method[PrivateResult, None]):
     r"""Newton's method under differential privacy: a posterior from some noisy sums.
 
     Silos send sums of clipped gradients and curvatures of their rows, with Gaussian noise
-    (:mod:`numpyro_fed.algorithms.private_newton` has the equations). The posterior is a normal
+    (``algorithms/private_newton.py`` has the equations). The posterior is a normal
     approximation whose covariance counts that noise. :func:`numpyro_fed.fit` with ``privacy=``
     runs it. Nothing has to be scaled: the units of the frame and clipping lengths are found within
     the budget.
