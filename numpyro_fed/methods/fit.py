@@ -144,7 +144,9 @@ def _private_fit(
         bar.stage("DP Newton")
         result = DPNewton(model, privacy=privacy).run(typed_key(key), silos=silos, progress_bar=bar)
         sums = 1 + 2 * len(result.losses)
-        stage = Stage("DP Newton", f"{len(result.losses)} steps. {result.privacy}", result)
+        stage = Stage(
+            "DP Newton", f"{len(result.losses)} steps. {result.privacy}".rstrip("."), result
+        )
         return Fitted(result, None, (stage,), sums)
 
 
