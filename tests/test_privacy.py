@@ -23,6 +23,7 @@ from numpyro_fed.network.memory import InMemory
 from numpyro_fed.precision import precision
 from numpyro_fed.privacy.budget import Spent, spent
 from numpyro_fed.privacy.noise import GRID, noisy, normals_of, random_bits
+from numpyro_fed.runtime import messages
 
 KEY = jax.random.key(0)
 BUDGET = nf.Privacy(epsilon=1.0, delta=1e-5)
@@ -393,3 +394,36 @@ def test_shares_of_noise_need_secure_sums():
     budget = nf.Privacy(epsilon=2.0, delta=1e-6, trusted="sum")
     with pytest.raises(nf.ModelError, match="secure_sum=True"):
         nf.fit(KEY, normal, federation, privacy=budget, **QUIET)
+
+
+def told(policy=None):
+    """A silo, and the messages of a private run over it and another one."""
+    silos = [dict(y=np.random.default_rng(j).normal(40, 5, 3_000)) for j in range(2)]
+    policy = policy or nf.Policy()
+    here = [nf.Silo(silo, names=dict(model=normal), policy=policy) for silo in silos]
+    heard = []
+
+    def listened(message):
+        heard.append(message)
+        return here[0].answer(message)
+
+    federation = nf.Federation(InMemory([listened, here[1].answer]), names=dict(model=normal))
+    nf.fit(KEY, normal, federation, privacy=nf.Privacy(2.0, 1e-6), **QUIET)
+    return here[0], federation, heard
+
+
+def test_a_step_is_answered_once_and_a_run_is_not_branched():
+    silo, _, heard = told()
+    assert silo.answer(heard[-1]) == silo.answer(heard[-1])  # the reply that was stored
+    head, arrays = messages.read(heard[-1])
+    # A server that was restored, or lies: the last question again, from the state before it.
+    again = messages.write(arrays, head | {"number": str(int(head["number"]) + 1)})
+    assert "answered once" in messages.read(silo.answer(again)).head["error"]
+
+
+def test_a_policy_adds_up_the_budgets_of_runs():
+    silo, federation, _ = told(nf.Policy(max_epsilon=5.0))
+    budget = nf.Privacy(2.0, 1e-6)
+    nf.fit(jax.random.key(1), normal, federation, privacy=budget, **QUIET)
+    with pytest.raises(nf.ModelError, match=r"allows 1.0 more epsilon \(max_epsilon\)"):
+        nf.fit(jax.random.key(2), normal, federation, privacy=budget, **QUIET)

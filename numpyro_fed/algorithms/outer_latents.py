@@ -47,7 +47,7 @@ class Asked(NamedTuple):
 
 
 class Told(NamedTuple):
-    """A silo's reply.
+    """The reply of a silo to the question for its shared latents.
 
     Attributes
     ----------

@@ -194,7 +194,7 @@ class Sums(NamedTuple):
 
 
 class Server(NamedTuple):
-    """The server's state.
+    """The state of the server between two steps.
 
     Attributes
     ----------

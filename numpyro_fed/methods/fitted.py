@@ -124,7 +124,7 @@ class Fitted(AfterFit):
 
     @property
     def privacy(self) -> Spent | None:
-        """What was spent of a budget of differential privacy; None for a fit without one."""
+        """Return what was spent of a budget of differential privacy; None without one."""
         return self.best.privacy if isinstance(self.best, PrivateResult) else None
 
     @property

@@ -25,7 +25,7 @@ from numpyro_fed.results.built import Built
 from numpyro_fed.results.private import NOT_PROTECTED, PrivateResult
 from numpyro_fed.results.rows import Fit
 from numpyro_fed.runtime.federation import Federation
-from numpyro_fed.runtime.party import AnyAlgorithm
+from numpyro_fed.runtime.party import AnyAlgorithm, PlanSize
 from numpyro_fed.runtime.stack import State
 from numpyro_fed.runtime.supervise import RunOutcome
 
@@ -115,6 +115,10 @@ class DPNewton(Method[PrivateResult, None]):
     def round_of(self, built: Built, asked: ExchangeId) -> tuple[Round, AnyAlgorithm]:
         """Return the round that declares an exchange; there are none but those with noise."""
         return built.round_of(asked.name)
+
+    def size_of(self, plan: Plan, built: Built, data: SiloData) -> PlanSize:
+        """Return how large a plan is, and what a run of it may spend."""
+        return super().size_of(plan, built, data)._replace(epsilon=self.privacy.epsilon)
 
     def value_checks(
         self, layout: Layout, prepared: None, stacks: Sequence[SiloData]

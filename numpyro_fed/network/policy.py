@@ -6,7 +6,7 @@ import json
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,9 @@ class Policy:
     peers : tuple of str
         The fingerprints of the other silos' keys (:attr:`numpyro_fed.Silo.fingerprint`). Without
         them a server that lies could put keys of its own in the place of theirs, and read replies.
+    max_epsilon : float
+        The budget of differential privacy that all runs may spend together, in all its life: the
+        epsilons of their plans add up, and so do the deltas.
     audit : str, optional
         A file to which each message is added as a line of JSON: time, exchange, run, names and
         shapes of arrays, the SHA-256 of message and reply, and what is left of the budget.
@@ -97,10 +100,12 @@ class Policy:
     secure_sum: bool = False
     sums_again: int = 3
     peers: tuple[str, ...] = ()
+    max_epsilon: float = 10.0
     audit: str | None = None
 
     def __post_init__(self) -> None:
-        numbers = ("min_silos", "min_rows", "min_count", "max_places", "max_draws", "sums_again")
+        limits = "max_places", "max_draws", "max_epsilon", "sums_again"
+        numbers = ("min_silos", "min_rows", "min_count", *limits)
         for name in (*numbers, "parameters_per_row"):
             value = getattr(self, name)
             if not is_number(value) or value < 0:
@@ -143,7 +148,9 @@ class Policy:
                 "server must ask by Federation(..., secure_sum=True)."
             )
 
-    def check_plan(self, num_silos: int, num_rows: int, num_parameters: int) -> None:
+    def check_plan(
+        self, num_silos: int, num_rows: int, num_parameters: int, epsilon: float = 0.0
+    ) -> None:
         """Raise an error for a plan with too few silos or rows, or too many parameters."""
         if num_silos < self.min_silos:
             raise ModelError(
@@ -228,30 +235,31 @@ class Ledger:
     Attributes
     ----------
     spent : dict
-        ``places`` and ``draws`` so far.
+        ``places``, ``draws`` and ``epsilon`` so far.
     stage : str
         The exchange farthest down the policy's list that was answered.
     """
 
     policy: Policy
     store: Store
-    spent: dict[str, int] = field(default_factory=dict)
+    spent: dict[str, float] = field(default_factory=dict)
     stage: str = ""
 
     def __post_init__(self) -> None:
         content = self.store.get(LEDGER)
-        kept = {"places": 0, "draws": 0, "stage": ""} | json.loads(content or b"{}")
+        kept = {"places": 0, "draws": 0, "epsilon": 0.0, "stage": ""} | json.loads(content or b"{}")
         self.stage = kept.pop("stage")
         self.spent = kept
 
     @property
-    def left(self) -> dict[str, int]:
+    def left(self) -> dict[str, float]:
         """Return what is left of the budget."""
-        limits = {"places": self.policy.max_places, "draws": self.policy.max_draws}
+        policy = self.policy
+        limits = dict(places=policy.max_places, draws=policy.max_draws, epsilon=policy.max_epsilon)
         return {name: limits[name] - self.spent[name] for name in limits}
 
     @contextmanager
-    def spending(self, exchange: str, numbers: Mapping[str, int]) -> Iterator[None]:
+    def spending(self, exchange: str, numbers: Mapping[str, float]) -> Iterator[None]:
         """Enter the answer to an exchange that costs so many places or draws.
 
         They are counted before anything is computed, and given back if the question is refused.
@@ -262,6 +270,16 @@ class Ledger:
             If that is more than is left, or the exchange is not allowed, or not any more.
         """
         self.policy.check_exchange(exchange, self.stage)
+        with self._counted(numbers, self.policy.later(exchange, self.stage)):
+            yield
+
+    def beginning(self, epsilon: float) -> AbstractContextManager[None]:
+        """Enter the beginning of a run that may spend so much of the budget of privacy."""
+        return self._counted({"epsilon": epsilon} if epsilon else {}, self.stage)
+
+    @contextmanager
+    def _counted(self, numbers: Mapping[str, float], stage: str) -> Iterator[None]:
+        """Count numbers and a stage before anything is computed; undo it after an error."""
         for what, number in numbers.items():
             if not 0 < number <= self.left[what]:
                 raise ModelError(
@@ -270,14 +288,14 @@ class Ledger:
                 )
         before = self.spent, self.stage
         after = {what: n + numbers.get(what, 0) for what, n in self.spent.items()}
-        self._keep(after, self.policy.later(exchange, self.stage))
+        self._keep(after, stage)
         try:
             yield
         except BaseException:
             self._keep(*before)
             raise
 
-    def _keep(self, spent: dict[str, int], stage: str) -> None:
+    def _keep(self, spent: dict[str, float], stage: str) -> None:
         self.spent, self.stage = spent, stage
         self.store.put(LEDGER, json.dumps({**spent, "stage": stage}).encode())
 

@@ -256,7 +256,10 @@ class Silo:
                 return self._of_data(question.exchange, _json(question.settings))
         agreed = self._get(question.method)
         if question.exchange in (*BEGINNINGS, GO_ON):
-            return agreed.handle(message)
+            if agreed.answered(message, question):
+                return agreed.handle(message)
+            with self._ledger.beginning(agreed.epsilon):
+                return agreed.handle(message)
         if question.exchange == LOO:
             self._policy.check_rows(agreed.rows_that_count())
         if SUM in head:
@@ -453,6 +456,11 @@ class _Agreement:
             raise ModelError(NOT_ACCEPTED)
         with precision(double=self.double):
             return self.node.rows_that_count()
+
+    @property
+    def epsilon(self) -> float:
+        """Return the budget of privacy that a run may spend; 0 for a method without one."""
+        return 0.0 if self.node is None else self.node.size.epsilon
 
     def answered(self, message: bytes, question: Question) -> bool:
         """Return whether the message has been answered before, so that it tells nothing new."""

@@ -38,7 +38,7 @@ class PrivacyWarning(FederatedWarning):
 
 @dataclass(frozen=True)
 class Privacy:
-    r"""What may be spent: a budget of :math:`(\epsilon, \delta)`, and what it protects.
+    r"""A budget of differential privacy, :math:`(\epsilon, \delta)`, and what it protects.
 
     Noise follows from the budget and from the exchanges that are planned. The accounting is that of
     the library dp-accounting (extra ``privacy``).
@@ -134,7 +134,7 @@ class Privacy:
 
 
 class Spent(NamedTuple):
-    """What was spent of a budget, and under which conditions it holds; prints as text.
+    """The account of a private run: what was spent, and under which conditions; prints as text.
 
     Attributes
     ----------

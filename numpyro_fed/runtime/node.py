@@ -237,6 +237,13 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
                 raise ModelError("this run has begun already, by another message. Begin again.")
             return self._begin(question, digest, arrays)
         run = self._run_of(question)
+        if self.size.epsilon and question.used != run.number:
+            raise ModelError(
+                f"the server asks from the state after message {question.used}, and silo "
+                f"{self._number} has answered message {run.number} of this run. Under differential "
+                "privacy a step is answered once, since another answer would spend more than the "
+                "budget. Begin again, with a budget of its own."
+            )
         before, programs = run.state_at(question), self._programs_of(run.beginning)
         if self._method.sends_unhidden(question.exchange) and not self._allow_unhidden:
             raise ModelError(
@@ -268,6 +275,11 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
         reply = write({})
         if question.exchange == GO_ON:
             _refuse_unknown(arrays)
+            if self.size.epsilon:
+                raise ModelError(
+                    "a run under differential privacy is not gone on with by another run: from one "
+                    "state there could be several, each of which would spend. Begin again."
+                )
             before = self._runs.get(question.settings)
             if before is None:
                 raise ModelError(

@@ -53,11 +53,14 @@ class PlanSize(NamedTuple):
         The rows of this silo.
     num_parameters : int
         Globals and shared parameters, or a client's own latents.
+    epsilon : float
+        The budget of differential privacy that a run may spend; 0 for a method without one.
     """
 
     num_silos: int
     num_rows: int
     num_parameters: int
+    epsilon: float = 0.0
 
 
 class Held(NamedTuple):
