@@ -210,6 +210,18 @@ def test_noise_is_standard_normal_in_both_precisions(double):
     assert extreme[0] == -extreme[1]
 
 
+@pytest.mark.parametrize(("changes", "share"), [(1.0, 1.0), (2.0, 0.5)])
+def test_noise_is_as_wide_as_a_row_can_move_the_sum_times_the_multiplier(changes, share):
+    parts, data = newton(regression, rows(9), noise=lambda total, sd: jnp.full(total.shape, sd))
+    parts = dataclasses.replace(parts, changes=changes, noise_share=share)
+    units, sizes, sums = replies(parts, data, jnp.zeros(3), jnp.eye(3))
+    step, times = parts.schedule.steps[0], changes * share
+    np.testing.assert_allclose(units, times * math.sqrt(3) * parts.schedule.units, rtol=1e-5)
+    np.testing.assert_allclose(sizes, times * math.sqrt(2) * step.sizes, rtol=1e-5)
+    np.testing.assert_allclose(sums.gradient, times * 2.0 * step.gradient, rtol=1e-5)
+    np.testing.assert_allclose(sums.curvature, times * 3.0 * step.curvature, rtol=1e-5)
+
+
 def test_silos_side_by_side_have_noise_of_their_own():
     draw = jax.jit(jax.vmap(lambda total: noisy(total, jnp.array(2.0))))
     found = np.asarray(draw(jnp.zeros((4, 50))))
