@@ -1,5 +1,6 @@
 """A budget of privacy: what is spent, how far a row can move a reply, and what the noise does."""
 
+import dataclasses
 import math
 
 import jax
