@@ -199,6 +199,15 @@ def test_a_symmetric_matrix_keeps_its_length_as_a_vector(d):
 # Noise.
 
 
+def test_a_bin_that_noise_alone_has_lifted_is_no_length():
+    """Of the ten thousand bins of a run the largest noise is some four sds."""
+    counts = jnp.zeros(201).at[100].set(900.0).at[99].set(800.0).at[170].set(4.8 * 20)
+    quantile = private_newton._quantile
+    assert float(quantile(counts, jnp.array(20.0), 0.98)) == 2.0  # 2^0, and as much for the hidden
+    assert float(quantile(counts, jnp.array(1e-3), 0.5)) == 1.0
+    assert float(quantile(jnp.zeros(201), jnp.array(1.0), 0.5)) == 0.0
+
+
 @pytest.mark.parametrize("double", [False, True])
 def test_noise_is_standard_normal_in_both_precisions(double):
     from scipy.stats import kstest
