@@ -27,6 +27,7 @@ from jax import Array
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Replies
 from numpyro_fed.algorithms.private_newton import PrivateNewton, Schedule
+from numpyro_fed.algorithms.private_units import PrivateUnits
 from numpyro_fed.model.data import read
 from numpyro_fed.model.split import split
 from numpyro_fed.precision import precision
@@ -150,7 +151,7 @@ def coverage(kind: str, n: int, epsilon: float, sets: int) -> None:
         fm = split(model, [like])
         budget = nf.Privacy(epsilon=epsilon, delta=1e-6)
         schedule = Schedule.of(budget, fm.dim, n, 1)
-        parts = PrivateNewton(fm, schedule, 1, n, False, noisy)
+        parts = PrivateNewton(PrivateUnits(fm, 1, False, noisy), schedule, n)
         algorithm = parts.algorithm()
 
         def fit(key: Array) -> tuple[Array, Array]:

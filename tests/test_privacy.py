@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from problems import cut
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms import private_newton
+from numpyro_fed.algorithms import private_newton, private_units
 from numpyro_fed.algorithms.base import ExchangeId
 from numpyro_fed.algorithms.private_newton import Asked, Place, PrivateNewton, Schedule
+from numpyro_fed.algorithms.private_units import PrivateUnits
 from numpyro_fed.methods import private
 from numpyro_fed.model.data import read
 from numpyro_fed.model.split import split
@@ -64,8 +65,8 @@ def newton(model, silo, *, per_silo=False, noise=lambda total, sd: total):
     fm = split(model, [data])
     schedule = Schedule.of(BUDGET, fm.dim, 400, 1)
     nodes = 11 if any(p.dim for p in fm.plates) else 0
-    parts = PrivateNewton(fm, schedule, 1, 400, per_silo, noise, nodes=nodes)
-    return parts, data
+    units = PrivateUnits(fm, 1, per_silo, noise, nodes=nodes)
+    return PrivateNewton(units, schedule, 400), data
 
 
 def replies(parts, data, z, L, clip=2.0, clip_curvature=3.0):
@@ -181,9 +182,7 @@ def test_a_row_counts_with_its_own_latents():
 
 def test_numbers_that_are_not_finite_count_for_nothing():
     with precision(double=True):
-        clipped = private_newton._clipped(
-            jnp.array([[3.0, 4.0], [jnp.nan, 1.0], [jnp.inf, 0.0]]), 1
-        )
+        clipped = private_units.clipped(jnp.array([[3.0, 4.0], [jnp.nan, 1.0], [jnp.inf, 0.0]]), 1)
     np.testing.assert_allclose(clipped, [[0.6, 0.8], [0, 0], [0, 0]])
 
 
@@ -202,7 +201,7 @@ def test_a_symmetric_matrix_keeps_its_length_as_a_vector(d):
 def test_a_bin_that_noise_alone_has_lifted_is_no_length():
     """Of the ten thousand bins of a run the largest noise is some four sds."""
     counts = jnp.zeros(201).at[100].set(900.0).at[99].set(800.0).at[170].set(4.8 * 20)
-    quantile = private_newton._quantile
+    quantile = private_units.quantile
     assert float(quantile(counts, jnp.array(20.0), 0.98)) == 2.0  # 2^0, and as much for the hidden
     assert float(quantile(counts, jnp.array(1e-3), 0.5)) == 1.0
     assert float(quantile(jnp.zeros(201), jnp.array(1.0), 0.5)) == 0.0
@@ -223,7 +222,8 @@ def test_noise_is_standard_normal_in_both_precisions(double):
 @pytest.mark.parametrize(("changes", "share"), [(1.0, 1.0), (2.0, 0.5)])
 def test_noise_is_as_wide_as_a_row_can_move_the_sum_times_the_multiplier(changes, share):
     parts, data = newton(regression, rows(9), noise=lambda total, sd: jnp.full(total.shape, sd))
-    parts = dataclasses.replace(parts, changes=changes, noise_share=share)
+    noisier = dataclasses.replace(parts.units, changes=changes, noise_share=share)
+    parts = dataclasses.replace(parts, units=noisier)
     units, sizes, sums = replies(parts, data, jnp.zeros(3), jnp.eye(3))
     step, times = parts.schedule.steps[0], changes * share
     np.testing.assert_allclose(units, times * math.sqrt(3) * parts.schedule.units, rtol=1e-5)

@@ -33,7 +33,6 @@ the last is that of Bernstein and Sheldon (2019) for linear regression, at the m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,21 +52,21 @@ from numpyro_fed.algorithms.base import (
     Shared,
     Up,
 )
+from numpyro_fed.algorithms.private_units import (
+    COUNTS,
+    HIGHEST,
+    LOWEST,
+    PrivateUnits,
+    clipped,
+    histogram,
+    quantile,
+)
 from numpyro_fed.frame import identity
 from numpyro_fed.gaussian import Gaussian, dot
-from numpyro_fed.integrals.quadrature import RowIntegrals, silo_integral
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.privacy.budget import Privacy
 
 UNITS, SIZES, SUMS = "private units", "private sizes", "private sums"
-# Bins of a histogram: powers of two. What is zero, as in rows that only fill up a shape, is not
-# counted.
-LOWEST, HIGHEST = -100, 100
-# Counts below so many sds of their noise are taken as zero. A run looks at some ten thousand bins,
-# and one that noise alone lifts above, far from all others, would be taken for a length: with 4.0
-# that came to pass in every sixth run.
-COUNTS = 5.5
 # Of the roots of curvature, for the first units of the frame. A lower one takes the many zeros of a
 # column for its scale: with 0.75 the loss of a regression on Adult was 0.01 higher.
 UNIT_QUANTILE = 0.95
@@ -236,48 +235,30 @@ class Server(NamedTuple):
     moved: Array
 
 
-Noisy = Callable[[Array, Array], Array]
-
-
 @dataclass(frozen=True, eq=False)
 class PrivateNewton:
     """The parts of the method.
 
     Parameters
     ----------
-    model : FederatedModel
-        A model whose units stand alone.
+    units : PrivateUnits
+        What is protected, in a model whose units stand alone.
     schedule : Schedule
-    num_silos, num_units : int
-        The numbers of silos, and of rows or silos, about: the second scales the frame.
-    per_silo : bool
-        Whether a unit is a whole silo.
-    noise : (total, sd) -> total with noise
-    noise_share : float
-        The part of the noise's sd that a silo adds.
-    changes : float
-        Units' lengths by which a sum may change between neighbouring data.
+    num_units : int
+        The number of rows or silos, about: it scales the frame.
     clip : float, optional
         The clipping length of gradients, in the place of a quantile.
-    nodes : int
-        Nodes of quadrature for rows' latents; 0 without latents.
     """
 
-    model: FederatedModel
+    units: PrivateUnits
     schedule: Schedule
-    num_silos: int
     num_units: int
-    per_silo: bool
-    noise: Noisy
-    noise_share: float = 1.0
-    changes: float = 1.0
     clip: float | None = None
-    nodes: int = 0
 
     @property
     def has_products(self) -> bool:
         """Return whether products of gradients stand in the place of units' Hessians."""
-        return self.model.dim > HESSIANS_UP_TO
+        return self.units.model.dim > HESSIANS_UP_TO
 
     def algorithm(self) -> FederatedAlgorithm[Server, Asked]:
         """Return the algorithm: first the units of the frame, then a step in each round."""
@@ -296,8 +277,8 @@ class PrivateNewton:
         )
 
     def _init_server(self, key: Array) -> Server:
-        d = self.model.dim
-        z = self.model.init_global(key, None) + ASIDE
+        d = self.units.model.dim
+        z = self.units.model.init_global(key, None) + ASIDE
         zeros, square, eye = jnp.zeros(d), jnp.zeros((d, d)), jnp.eye(d)
         bins = jnp.zeros((2, HIGHEST - LOWEST + 1))
         none = jnp.zeros((), jnp.int32)
@@ -307,34 +288,6 @@ class PrivateNewton:
         )
 
     # At a silo.
-
-    def _log_units(self, z: Array, data: SiloData) -> Array:
-        """Return the log likelihood of each unit (units,), latents integrated out."""
-        fm = self.model
-        start = {p.name: jnp.zeros((fm.sizes(data)[p.name], p.dim)) for p in fm.plates if p.dim}
-        if self.per_silo:
-            return silo_integral(fm)({}, z, data, start)[0][None]
-        rows = RowIntegrals(fm, self.nodes or 1)
-        modes = rows.modes({}, z, data, start)
-        # The key is for latents of an outer plate, which there are none of here.
-        terms = rows.log_rows(jax.random.key(0), {}, z, modes, data)
-        return jnp.concatenate(list(terms.values()))
-
-    def _gradients(self, down: Place, data: SiloData) -> Array:
-        """Return the gradient of each unit (units, d) in the frame."""
-        return jax.jacfwd(lambda u: self._log_units(down.z + down.L @ u, data))(
-            jnp.zeros_like(down.z)
-        )
-
-    def _curvatures(self, down: Place, data: SiloData) -> Array:
-        """Return the negative Hessian of each unit (units, d, d) in the frame."""
-        return -jax.jacfwd(jax.jacfwd(lambda u: self._log_units(down.z + down.L @ u, data)))(
-            jnp.zeros_like(down.z)
-        )
-
-    def _added(self, total: Array, change: Array, multiplier: Array) -> Array:
-        """Return a sum with this silo's noise, where a unit changes it by at most ``change``."""
-        return self.noise(total, jnp.abs(change) * multiplier * self.changes * self.noise_share)
 
     def _own(self, name: str, count: Array) -> Array:
         """Return the noise multiplier of a step by the silo's own count."""
@@ -349,40 +302,42 @@ class PrivateNewton:
     ) -> tuple[Reply[Array], Asked]:
         """Count units by the power of two of each coordinate's root of curvature."""
         if self.has_products:
-            sizes = jnp.abs(self._gradients(down, data))
+            sizes = jnp.abs(self.units.gradients(down.z, down.L, data))
         else:
-            C = self._curvatures(down, data)
+            C = self.units.curvatures(down.z, down.L, data)
             sizes = jnp.sqrt(jnp.abs(jnp.diagonal(C, axis1=1, axis2=2)))
-        counts = jax.vmap(_histogram, in_axes=1)(sizes)
-        change = jnp.sqrt(1.0 * self.model.dim)  # one count in each coordinate
-        up = self._added(counts, change, jnp.array(self.schedule.units))
+        counts = jax.vmap(histogram, in_axes=1)(sizes)
+        change = jnp.sqrt(1.0 * self.units.model.dim)  # one count in each coordinate
+        up = self.units.added(counts, change, jnp.array(self.schedule.units))
         return self._reply(up, state.units < 1), state._replace(units=state.units + 1)
 
     def _sizes_of_silo(
         self, noise: object, down: Place, state: Asked, data: SiloData
     ) -> tuple[Reply[Array], Asked]:
         """Count units by the power of two of their gradients' and curvatures' lengths."""
-        lengths = jnp.linalg.norm(self._gradients(down, data), axis=1)
+        lengths = jnp.linalg.norm(self.units.gradients(down.z, down.L, data), axis=1)
         curved = lengths**2
         if not self.has_products:
-            curved = jnp.linalg.norm(self._curvatures(down, data), axis=(1, 2))
-        counts = jnp.stack([_histogram(lengths), _histogram(curved)])
-        up = self._added(counts, jnp.sqrt(2.0), self._own("sizes", state.sizes))
+            curved = jnp.linalg.norm(self.units.curvatures(down.z, down.L, data), axis=(1, 2))
+        counts = jnp.stack([histogram(lengths), histogram(curved)])
+        up = self.units.added(counts, jnp.sqrt(2.0), self._own("sizes", state.sizes))
         return self._reply(up, self._planned(state.sizes)), state._replace(sizes=state.sizes + 1)
 
     def _sums_of_silo(
         self, noise: object, down: Place, state: Asked, data: SiloData
     ) -> tuple[Reply[Sums], Asked]:
         """Add up the units' clipped gradients and curvatures."""
-        g = _clipped(self._gradients(down, data), down.clip)
+        g = clipped(self.units.gradients(down.z, down.L, data), down.clip)
         if self.has_products:
             length = jnp.maximum((g**2).sum(1), 1e-30)  # of g g'
             C = dot((g * jnp.minimum(1.0, down.clip_curvature / length)[:, None]).T, g)
         else:
-            C = _clipped(self._curvatures(down, data), down.clip_curvature).sum(0)
+            C = clipped(self.units.curvatures(down.z, down.L, data), down.clip_curvature).sum(0)
         up = Sums(
-            self._added(g.sum(0), down.clip, self._own("gradient", state.sums)),
-            self._added(_as_vector(C), down.clip_curvature, self._own("curvature", state.sums)),
+            self.units.added(g.sum(0), down.clip, self._own("gradient", state.sums)),
+            self.units.added(
+                _as_vector(C), down.clip_curvature, self._own("curvature", state.sums)
+            ),
         )
         return self._reply(up, self._planned(state.sums)), state._replace(sums=state.sums + 1)
 
@@ -395,26 +350,21 @@ class PrivateNewton:
     def _begin(self, state: Server, noise: object, ask: Ask) -> tuple[Server, Info]:
         zero = jnp.zeros(())
         counts = ask(UNITS, Place(state.z, state.L, zero, zero)).up
-        sd = jnp.sqrt(1.0 * self.model.dim) * self.schedule.units * self._spread
-        size = jax.vmap(lambda c: _quantile(c, sd, UNIT_QUANTILE))(counts)
+        sd = jnp.sqrt(1.0 * self.units.model.dim) * self.schedule.units * self.units.spread
+        size = jax.vmap(lambda c: quantile(c, sd, UNIT_QUANTILE))(counts)
         # No unit is longer than the prior's, which it is where no count stands out of the noise.
         prior = 1 / jnp.sqrt(jnp.maximum(jnp.diagonal(self._prior(state.z)[1]), 1e-12))
         L = jnp.diag(jnp.minimum(1 / jnp.maximum(size, 1e-30), prior))
         return state._replace(L=L), Info(zero, jnp.isfinite(L).all())
 
-    @property
-    def _spread(self) -> float:
-        """Return the sd of the sum of all silos' noise, for a unit's length of one."""
-        return self.changes * self.noise_share * math.sqrt(self.num_silos)
-
     def _prior(self, z: Array) -> tuple[Array, Array]:
         """Return the gradient (d,) and the negative Hessian (d, d), made positive, of the prior."""
-        log_prior = lambda z: self.model.smoothed.log_prior({}, z)  # noqa: E731
+        log_prior = lambda z: self.units.model.smoothed.log_prior({}, z)  # noqa: E731
         e, V = linalg.eigh(-jax.hessian(log_prior)(z))
         return jax.grad(log_prior)(z), dot(V * jnp.maximum(e, 0.0), V.T)
 
     def _run(self, state: Server, noise: object, ask: Ask) -> tuple[Server, Info]:
-        d, k = self.model.dim, jnp.minimum(state.step, len(self.schedule.steps) - 1)
+        d, k = self.units.model.dim, jnp.minimum(state.step, len(self.schedule.steps) - 1)
         sizes, gradient, curvature, first, last = (
             self.schedule.column(name)[k] for name in Step._fields
         )
@@ -424,11 +374,9 @@ class PrivateNewton:
         fresh = lambda a: jnp.where(first, jnp.zeros_like(a), a)  # noqa: E731
         number = (k - self._starts[k] + 1).astype(state.z.dtype)  # of this step in its phase
         counts = fresh(state.sizes) + counts
-        sd = jnp.sqrt(2.0 * number) * sizes * self._spread
-        C = _quantile(counts[0], sd, GRADIENT_QUANTILE)
-        CH = _quantile(
-            counts[1], sd, CURVATURE_QUANTILE if self.has_products else GRADIENT_QUANTILE
-        )
+        sd = jnp.sqrt(2.0 * number) * sizes * self.units.spread
+        C = quantile(counts[0], sd, GRADIENT_QUANTILE)
+        CH = quantile(counts[1], sd, CURVATURE_QUANTILE if self.has_products else GRADIENT_QUANTILE)
         # If no count stands out there are too few units: one whitened unit is sqrt(d) long.
         C = jnp.where(C > 0, C, jnp.sqrt(1.0 * d)) if self.clip is None else jnp.array(self.clip)
         CH = jnp.where(CH > 0, CH, 1.0 * d)
@@ -440,8 +388,8 @@ class PrivateNewton:
         total = fresh(state.curvature) + _as_symmetric(sums.curvature, d)
 
         H = total / number
-        edge = CH * curvature * self._spread * jnp.sqrt(2.0 * d / number)
-        variance = (C * gradient * self._spread) ** 2 / number
+        edge = CH * curvature * self.units.spread * jnp.sqrt(2.0 * d / number)
+        variance = (C * gradient * self.units.spread) ** 2 / number
         e, V = linalg.eigh(H)
         above = jnp.where(e > edge, 0.5 * (e + jnp.sqrt(jnp.maximum(e**2 - edge**2, 0.0))), 0.0)
         apart = (V**2 * jnp.maximum(jnp.diagonal(H), 0.0)[:, None]).sum(0)
@@ -493,39 +441,6 @@ class PrivateNewton:
         """Return for each step the number of the first step of its phase."""
         starts = np.maximum.accumulate([i * s.first for i, s in enumerate(self.schedule.steps)])
         return jnp.asarray(starts)
-
-
-def _histogram(sizes: Array) -> Array:
-    """Return how many sizes (n,) lie below each power of two and above the one before it.
-
-    What is zero or not finite is not counted.
-    """
-    power = jnp.ceil(jnp.log2(jnp.where(sizes > 0, sizes, 1.0)))
-    place = jnp.clip(power, LOWEST, HIGHEST).astype(jnp.int32) - LOWEST
-    counted = jnp.isfinite(sizes) & (sizes > 0)
-    bins = jnp.zeros(HIGHEST - LOWEST + 1)
-    return bins.at[place].add(jnp.where(counted, 1.0, 0.0))
-
-
-def _quantile(counts: Array, sd: Array, q: float) -> Array:
-    """Return the power of two below which a share ``q`` lies, of counts with noise; 0 if none.
-
-    Where so few units as lie above it cannot be told from noise it is twice as large.
-    """
-    clear = jnp.where(counts > COUNTS * sd, counts, 0.0)
-    share = jnp.cumsum(clear) / jnp.maximum(clear.sum(), 1e-30)
-    found = 2.0 ** (jnp.argmax(share >= q) + LOWEST)
-    hidden = COUNTS * sd > (1 - q) * clear.sum()
-    return jnp.where(clear.sum() > 0, jnp.where(hidden, 2 * found, found), 0.0)
-
-
-def _clipped(units: Array, most: Array) -> Array:
-    """Return units (n, ...) whose lengths are at most ``most``; 0 for what is not finite."""
-    length = jnp.sqrt((units**2).reshape(len(units), -1).sum(1))
-    usable = jnp.isfinite(length) & (length > 0)
-    factor = jnp.where(usable, jnp.minimum(1.0, most / jnp.where(usable, length, 1.0)), 0.0)
-    along = (slice(None), *(None,) * (units.ndim - 1))
-    return jnp.where(usable[along], units * factor[along], 0.0)
 
 
 def _as_vector(matrix: Array) -> Array:

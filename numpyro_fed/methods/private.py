@@ -8,6 +8,7 @@ from typing import Any
 
 from numpyro_fed.algorithms.base import ExchangeId, Round
 from numpyro_fed.algorithms.private_newton import SUMS, PrivateNewton, Schedule
+from numpyro_fed.algorithms.private_units import PrivateUnits
 from numpyro_fed.errors import CoupledRowsError, GuideError, ModelError
 from numpyro_fed.guides.structured import GuideConfig, Structured, build_resolved, resolve
 from numpyro_fed.integrals.quadrature import default_nodes, quadrature_misfit
@@ -160,16 +161,10 @@ class DPNewton(Method[PrivateResult, None]):
         chosen, privacy = plan.chosen, self.privacy
         guide = build_resolved(Structured(globals="full"), GuideConfig.of(chosen["guide"]), fm)
         newton = PrivateNewton(
-            model=fm,
+            units=units_of(fm, privacy, plan.num_silos),
             schedule=self._schedule(fm, plan),
-            num_silos=plan.num_silos,
             num_units=chosen["units"],
-            per_silo=privacy.unit == "silo",
-            noise=noisy,
-            noise_share=privacy.noise_share(plan.num_silos),
-            changes=privacy.changes,
             clip=privacy.clip,
-            nodes=default_nodes(fm),
         )
         objective = default_quadrature(fm) or ELBO()
         return Built(
@@ -189,6 +184,19 @@ class DPNewton(Method[PrivateResult, None]):
         return PrivateResult(
             run.losses, run.state, fit, hosted, privacy=Spent.of(self.privacy, releases)
         )
+
+
+def units_of(fm: FederatedModel, privacy: Privacy, num_silos: int) -> PrivateUnits:
+    """Return the units that a budget protects, with noise from the operating system."""
+    return PrivateUnits(
+        model=fm,
+        num_silos=num_silos,
+        per_silo=privacy.unit == "silo",
+        noise=noisy,
+        noise_share=privacy.noise_share(num_silos),
+        changes=privacy.changes,
+        nodes=default_nodes(fm),
+    )
 
 
 def _check_model(fm: FederatedModel, privacy: Privacy) -> None:
