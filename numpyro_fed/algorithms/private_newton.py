@@ -57,8 +57,10 @@ from numpyro_fed.algorithms.private_units import (
     HIGHEST,
     LOWEST,
     PrivateUnits,
+    best_clip,
     clipped,
     histogram,
+    is_coarse,
     quantile,
 )
 from numpyro_fed.frame import identity
@@ -96,7 +98,6 @@ class Phase(NamedTuple):
 SEARCH, MOST_SEARCH = 0.2, 24  # share of the budget, and steps at most
 LATER = (Phase(2, 0.2), Phase(3, 0.55))
 CLEAR = 0.1  # share of the units from which a bin of a histogram must be told from noise
-COARSE = 0.12  # share of the units below which bins are not seen in the end: clips are then a guess
 # For many globals noise hides most directions from a small share, and frames by it are poor.
 PHASES_OF_MANY = (Phase(2, 0.1), Phase(2, 0.2), Phase(4, 0.65))
 UNITS_SHARE = 0.05
@@ -212,6 +213,8 @@ class Server(NamedTuple):
         Sum over the steps of this phase, in the frame.
     loc, root : (d,), (d, d)
         Mean and root of the covariance of the posterior.
+    narrow : (d, d)
+        The root without the variance of the noise.
     undetermined : () int
         Directions whose curvature could not be told from noise.
     coarse : () bool
@@ -230,6 +233,7 @@ class Server(NamedTuple):
     curvature: Array
     loc: Array
     root: Array
+    narrow: Array
     undetermined: Array
     coarse: Array
     moved: Array
@@ -284,7 +288,20 @@ class PrivateNewton:
         none = jnp.zeros((), jnp.int32)
         away = jnp.array(jnp.inf)
         return Server(
-            none, z, eye, bins, zeros, zeros, zeros, square, z, eye, none, jnp.array(True), away
+            none,
+            z,
+            eye,
+            bins,
+            zeros,
+            zeros,
+            zeros,
+            square,
+            z,
+            eye,
+            eye,
+            none,
+            jnp.array(True),
+            away,
         )
 
     # At a silo.
@@ -375,7 +392,9 @@ class PrivateNewton:
         number = (k - self._starts[k] + 1).astype(state.z.dtype)  # of this step in its phase
         counts = fresh(state.sizes) + counts
         sd = jnp.sqrt(2.0 * number) * sizes * self.units.spread
-        C = quantile(counts[0], sd, GRADIENT_QUANTILE)
+        # In a later phase the posterior is from all of its steps.
+        together = gradient * self.units.spread / jnp.sqrt(self._lengths[k])
+        C = best_clip(counts[0], sd, together)
         CH = quantile(counts[1], sd, CURVATURE_QUANTILE if self.has_products else GRADIENT_QUANTILE)
         # If no count stands out there are too few units: one whitened unit is sqrt(d) long.
         C = jnp.where(C > 0, C, jnp.sqrt(1.0 * d)) if self.clip is None else jnp.array(self.clip)
@@ -405,6 +424,7 @@ class PrivateNewton:
         root = linalg.cholesky_of_inverse(precision)
         u = root @ (root.T @ (V @ (known * (V.T @ b)) + slope))
         loc = state.z + state.L @ u
+        narrow = linalg.cholesky_of_inverse(dot(V * curved, V.T) + P)
         # The step, damped where curvature is not known.
         inverse = linalg.cholesky_of_inverse(dot(V * damped, V.T) + P)
         step = inverse @ (inverse.T @ (b + slope))
@@ -423,7 +443,8 @@ class PrivateNewton:
             curvature=total,
             loc=loc,
             root=linalg.root_of(dot(state.L, root)),
-            coarse=COUNTS * sd > COARSE * self.num_units * number,
+            narrow=linalg.root_of(dot(state.L, narrow)),
+            coarse=is_coarse(sd, self.num_units * number),
             undetermined=(e <= edge).sum().astype(jnp.int32),
             moved=moved,
         )
@@ -435,6 +456,13 @@ class PrivateNewton:
             & jnp.isfinite(new.z).all()
         )
         return new, Info(0.5 * d * moved**2, ok, moved)
+
+    @property
+    def _lengths(self) -> Array:
+        """Return for each step the number of steps of its phase."""
+        starts = np.flatnonzero([s.first for s in self.schedule.steps])
+        ends = np.append(starts[1:], len(self.schedule.steps))
+        return jnp.asarray(np.repeat(ends - starts, ends - starts), float)
 
     @property
     def _starts(self) -> Array:

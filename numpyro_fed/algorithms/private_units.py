@@ -26,6 +26,11 @@ LOWEST, HIGHEST = -100, 100
 # and one that noise alone lifts above, far from all others, would be taken for a length: with 4.0
 # that came to pass in every sixth run.
 COUNTS = 5.5
+# For the bias of clipping: the mean of a bin's units as a share of its end, the share of their
+# excesses that point in one direction, and how many of a bin's units the next one may have.
+WITHIN_BIN, COHERENT, HIDDEN = 0.625, 0.5, 0.1
+# The share of the units below which bins are not seen: above it clips are a guess.
+COARSE = 0.12
 Noisy = Callable[[Array, Array], Array]
 
 
@@ -73,6 +78,10 @@ class PrivateUnits:
         """Return the gradient of each unit (units, d) at ``z``, in the frame ``L`` (d, d)."""
         return jax.jacfwd(lambda u: self.log_likelihoods(z + L @ u, data))(jnp.zeros_like(z))
 
+    def sum_of_gradients(self, z: Array, L: Array, clip: Array, data: SiloData) -> Array:
+        """Return the sum of all units' clipped gradients (d,), without noise."""
+        return clipped(self.gradients(z, L, data), clip).sum(0)
+
     def curvatures(self, z: Array, L: Array, data: SiloData) -> Array:
         """Return the negative Hessian of each unit (units, d, d) at ``z``, in the frame ``L``."""
         return -jax.jacfwd(jax.jacfwd(lambda u: self.log_likelihoods(z + L @ u, data)))(
@@ -111,6 +120,31 @@ def quantile(counts: Array, sd: Array, q: float) -> Array:
     found = 2.0 ** (jnp.argmax(share >= q) + LOWEST)
     hidden = COUNTS * sd > (1 - q) * clear.sum()
     return jnp.where(clear.sum() > 0, jnp.where(hidden, 2 * found, found), 0.0)
+
+
+def best_clip(counts: Array, sd: Array, noise: Array) -> Array:
+    """Return the power of two at which it is best to clip, of counts with noise; 0 if none.
+
+    What is clipped moves the sum of gradients: by the mean excess of the units of a bin, of which
+    ``COHERENT`` point in one direction. Noise moves it by the length times ``noise``. The sum of
+    both squares is least.
+    """
+    clear = jnp.where(counts > COUNTS * sd, counts, 0.0)
+    places = jnp.arange(len(counts))
+    top = jnp.where(clear > 0, places, 0).max()
+    # Of the bin above the last one that is seen, no more is hidden than noise can hide.
+    above = jnp.minimum(0.5 * COUNTS * sd, HIDDEN * clear[top])
+    clear = jnp.where(places == top + 1, above, clear)
+    sizes = 2.0 ** jnp.clip(places - top, -60, 60)
+    excess = jnp.maximum(WITHIN_BIN * sizes - sizes[:, None], 0.0)
+    cost = (COHERENT * (excess * clear).sum(1)) ** 2 + (noise * sizes) ** 2
+    found = 2.0 ** (jnp.argmin(cost) + LOWEST).astype(counts.dtype)
+    return jnp.where(clear.sum() > 0, found, 0.0)
+
+
+def is_coarse(sd: Array, num_units: Array | int) -> Array:
+    """Return whether noise of this sd hides bins with many of so many units."""
+    return COUNTS * sd > COARSE * num_units
 
 
 def clipped(units: Array, most: Array) -> Array:

@@ -27,7 +27,6 @@ from jax import Array
 from numpyro_fed.algorithms import convergence
 from numpyro_fed.algorithms.base import (
     Ask,
-    CarriedSilo,
     Exchange,
     FederatedAlgorithm,
     Info,
@@ -36,10 +35,8 @@ from numpyro_fed.algorithms.base import (
     Shared,
     SharedParams,
     SiloParams,
-    WarmStart,
     ascend,
 )
-from numpyro_fed.algorithms.begin import StartPoint, local_guides_of_result
 from numpyro_fed.algorithms.convergence import ConvergenceStats
 from numpyro_fed.algorithms.sfvi_base import ByGradients, StartParams
 from numpyro_fed.algorithms.standardise import standardising
@@ -137,7 +134,7 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
             self.private,
             done=lambda state: convergence.settled(state.course),
             opening=standardising(self.guide),
-            carry=WarmStart(self.server_from, self.carried_silo),
+            carry=self.carry,
             without="scaled",
         )
 
@@ -150,22 +147,11 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
         params, frame = start
         return ServerState(params, self.optim.init(params), convergence.init(params), frame)
 
-    def server_from(self, key: Array, point: StartPoint) -> ServerState:
-        """Return the server's state at the start point of a run."""
-        return self.server_at(self.start_at(key, point))
-
     def silo_at(
         self, params: SiloParams, frames: dict[str, Gaussian], start: StartParams
     ) -> SiloState:
         centre = jnp.zeros(self.model.dim) if self.in_part and self.guide.uses_globals else None
         return SiloState(params, self.optim.init(params), frames, centre)
-
-    def carried_silo(
-        self, key: Array, carried: CarriedSilo, point: StartPoint, data: SiloData
-    ) -> SiloState:
-        """Return a silo's state at the start of a run, with local guides of an earlier result."""
-        eta = local_guides_of_result(self.guide, carried, point, data)
-        return self.silo_from(carried.theta, eta, self.start_at(key, point))
 
     def server_noise(self, key: Array) -> Array:
         return self.guide.globals.noise(key, self.num_particles)

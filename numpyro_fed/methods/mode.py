@@ -35,8 +35,10 @@ from numpyro_fed.algorithms.mode import (
 )
 from numpyro_fed.algorithms.mode_wide import WideState, wide_mode
 from numpyro_fed.algorithms.own_start import own_modes
+from numpyro_fed.algorithms.private_gradients import PrivateStart
 from numpyro_fed.errors import (
     ConvergenceWarning,
+    GuideError,
     ModelError,
     ModelWarning,
     NonFiniteError,
@@ -44,6 +46,7 @@ from numpyro_fed.errors import (
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.row_checks import RowChecks, coupled_rows
+from numpyro_fed.precision import to_current_precision
 from numpyro_fed.programs import jit_once
 from numpyro_fed.results.built import StartRounds
 from numpyro_fed.results.mode import LocalMode, Mode, Near, distance
@@ -204,6 +207,17 @@ def begin(
         f"{_at_silos(unusable)}. Double precision (jax.config.update('jax_enable_x64', True)) may "
         "help"
     )
+
+
+def begin_at(fit: Fit, key: Array, batches: Batches, start: PrivateStart) -> State:
+    """Return the first state of a run that begins at a posterior which a private search found."""
+    algorithm = fit.built.algorithm
+    if algorithm.carry is None:
+        raise GuideError("this method cannot begin at another one's posterior.")
+    state = fit.runtime.init(key, batches)
+    server = algorithm.carry.server(key, to_current_precision(start))
+    state = drop_weak_types(state._replace(server=server))
+    return after_opening(algorithm, fit.quick_round, key, state, batches)
 
 
 def after_opening(

@@ -107,11 +107,11 @@ class DPNewton(Method[PrivateResult, None]):
 
     def _schedule(self, fm: FederatedModel, plan: Plan) -> Schedule:
         """Return the steps that are planned."""
-        units = self._num_units(fm, plan)
+        units = num_units_of(fm, plan, self.privacy)
         return Schedule.of(self.privacy, fm.dim, units, plan.num_silos)
 
     def prepare(self, fm: FederatedModel) -> None:
-        _check_model(fm, self.privacy)
+        check_model(fm, self.privacy)
 
     def round_of(self, built: Built, asked: ExchangeId) -> tuple[Round, AnyAlgorithm]:
         """Return the round that declares an exchange; there are none but those with noise."""
@@ -119,26 +119,17 @@ class DPNewton(Method[PrivateResult, None]):
 
     def size_of(self, plan: Plan, built: Built, data: SiloData) -> PlanSize:
         """Return how large a plan is, and what a run of it may spend."""
-        return super().size_of(plan, built, data)._replace(epsilon=self.privacy.epsilon)
+        return super().size_of(plan, built, data)._replace(epsilon=self.privacy.spends)
 
     def value_checks(
         self, layout: Layout, prepared: None, stacks: Sequence[SiloData]
     ) -> tuple[tuple[str, bool], ...]:
         """Return no verdicts; refuse rows that depend on other rows."""
-        if self.privacy.unit == "row":
-            try:
-                check_rows_alone(layout, 1, stacks)
-            except GuideError as error:
-                raise CoupledRowsError(
-                    "rows read each other's data, so that no bound holds for a single row: what a "
-                    "row changes is not its own term alone. Compute what sums up rows before the "
-                    "run, from data that may be known, or protect silos as a whole "
-                    "(Privacy(unit='silo'))."
-                ) from error
+        check_rows_apart_for(self.privacy, layout, stacks)
         return ()
 
     def settings_for(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
-        units = self._num_units(fm, plan)
+        units = num_units_of(fm, plan, self.privacy)
         self.privacy.check_units(units)
         guide = Structured(globals="full")
         largest, total = dict(plan.largest), dict(plan.total)
@@ -149,13 +140,6 @@ class DPNewton(Method[PrivateResult, None]):
             "multipliers": [s for _, s in self._schedule(fm, plan).releases],
             "units": units,
         }
-
-    def _num_units(self, fm: FederatedModel, plan: Plan) -> int:
-        """Return the number of units, rows of all silos or silos."""
-        if self.privacy.unit == "silo":
-            return plan.num_silos
-        total = dict(plan.total)
-        return sum(total[p.name] for p in fm.plates)
 
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: None) -> Built:
         chosen, privacy = plan.chosen, self.privacy
@@ -186,6 +170,28 @@ class DPNewton(Method[PrivateResult, None]):
         )
 
 
+def num_units_of(fm: FederatedModel, plan: Plan, privacy: Privacy) -> int:
+    """Return the number of units, rows of all silos or silos, as the plan knows it."""
+    if privacy.unit == "silo":
+        return plan.num_silos
+    total = dict(plan.total)
+    return sum(total[p.name] for p in fm.plates)
+
+
+def check_rows_apart_for(privacy: Privacy, layout: Layout, stacks: Sequence[SiloData]) -> None:
+    """Raise an error for rows that depend on other rows, if rows are protected."""
+    if privacy.unit != "row":
+        return
+    try:
+        check_rows_alone(layout, 1, stacks)
+    except GuideError as error:
+        raise CoupledRowsError(
+            "rows read each other's data, so that no bound holds for a single row: what a row "
+            "changes is not its own term alone. Compute what sums up rows before the run, from "
+            "data that may be known, or protect silos as a whole (Privacy(unit='silo'))."
+        ) from error
+
+
 def units_of(fm: FederatedModel, privacy: Privacy, num_silos: int) -> PrivateUnits:
     """Return the units that a budget protects, with noise from the operating system."""
     return PrivateUnits(
@@ -199,7 +205,7 @@ def units_of(fm: FederatedModel, privacy: Privacy, num_silos: int) -> PrivateUni
     )
 
 
-def _check_model(fm: FederatedModel, privacy: Privacy) -> None:
+def check_model(fm: FederatedModel, privacy: Privacy) -> None:
     """Raise an error for a model whose units' terms cannot be clipped one by one."""
     if params := [s for s in fm.sites if s.kind == "param"]:
         raise ModelError(

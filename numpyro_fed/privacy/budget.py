@@ -12,6 +12,7 @@ noise's standard deviation, divided by the most that one unit can change the sum
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Sequence
@@ -119,6 +120,11 @@ class Privacy:
                 f"{self.unit}s, since publishing a {self.unit} whole has a delta of that size."
             )
 
+    @property
+    def spends(self) -> float:
+        """Return the epsilon that a run with this budget spends at most."""
+        return self.epsilon
+
     def multiplier(self) -> float:
         """Return the noise multiplier of one release that spends the whole budget."""
         return _calibrated(self.epsilon, self.delta)
@@ -131,6 +137,46 @@ class Privacy:
         """
         whole = self.multiplier() * MARGIN
         return tuple(whole / math.sqrt(share) for share in shares)
+
+
+@dataclass(frozen=True)
+class Part(Privacy):
+    r"""A part of a budget, for one of the runs that spend it together.
+
+    Parameters
+    ----------
+    share : float
+        The part's share: with the whole budget's multiplier :math:`\sigma` it has
+        :math:`\sigma / \sqrt{share}`.
+    rounds : int
+        The rounds that are planned; 0 where they follow from the budget.
+
+    Examples
+    --------
+    >>> from numpyro_fed.privacy.budget import Part, Privacy
+    >>> budget = Privacy(epsilon=1.0, delta=1e-5)
+    >>> part = Part.of(budget, share=0.25)
+    >>> round(part.multiplier() / budget.multiplier(), 3), round(part.spends, 2)
+    (2.0, 0.46)
+    """
+
+    share: float = 1.0
+    rounds: int = 0
+
+    @classmethod
+    def of(cls, budget: Privacy, *, share: float, rounds: int = 0) -> Part:
+        """Return a part of a budget."""
+        fields = {f.name: getattr(budget, f.name) for f in dataclasses.fields(Privacy)}
+        return cls(**fields, share=share, rounds=rounds)
+
+    def multiplier(self) -> float:
+        """Return the noise multiplier of one release that spends the part."""
+        return super().multiplier() / math.sqrt(self.share)
+
+    @property
+    def spends(self) -> float:
+        """Return the epsilon of this part alone."""
+        return spent((self.multiplier(),), self.delta)
 
 
 class Spent(NamedTuple):
@@ -192,9 +238,11 @@ def spent(multipliers: tuple[float, ...], delta: float) -> float:
     """Return the epsilon of Gaussian releases with these noise multipliers, at ``delta``."""
     accounting, pld = accountant()
     account = pld.PLDAccountant()
-    # Releases of one multiplier are one event that takes place so often.
+    # Gaussian releases compose to a Gaussian one. The accountant rounds each up to a grid, which
+    # adds up over thousands of them, so that those of one multiplier are put together first.
     for multiplier in sorted(set(multipliers)):
-        account.compose(accounting.GaussianDpEvent(multiplier), multipliers.count(multiplier))
+        together = multiplier / math.sqrt(multipliers.count(multiplier))
+        account.compose(accounting.GaussianDpEvent(together))
     return float(account.get_epsilon(delta))
 
 

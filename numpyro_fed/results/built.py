@@ -123,8 +123,8 @@ class Built(BuiltRun):
 
     @property
     def later_rounds(self) -> tuple[Round, ...]:
-        """Return the evaluation of PVI, or no round."""
-        return () if self.factors is None else (self.factors.evaluation,)
+        """Return the evaluation of PVI, if silos answer it, or no round."""
+        return () if self.factors is None or self.protected else (self.factors.evaluation,)
 
     def visits(self, num_silos: int) -> int:
         """Return the number of visits in a round, over all silos."""

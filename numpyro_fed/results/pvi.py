@@ -14,7 +14,7 @@ import numpy as np
 import numpyro.distributions as dist
 
 from numpyro_fed.algorithms.pvi.families import GAUSSIAN
-from numpyro_fed.algorithms.pvi.states import Status
+from numpyro_fed.algorithms.pvi.states import ServerState, Status
 from numpyro_fed.expfam.gaussian import rounding
 from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.results.built import Factors
@@ -51,15 +51,20 @@ class PVIResult(Result):
     def _factors(self) -> Factors:
         return cast(Factors, self._fit.factors)
 
+    @property
+    def _server(self) -> ServerState:
+        """Return the server's state."""
+        return cast(ServerState, self.state.server)
+
     @in_precision_of_object
     def posterior(self) -> dict[str, dist.Distribution]:
         """Return each global site's marginal, as a NumPyro distribution on its support."""
-        return self._factors.globals.marginals(self.state.server.params.guide)
+        return self._factors.globals.marginals(self._server.params.guide)
 
     @in_precision_of_object
     def natural_parameters(self) -> Any:
         """Return the natural parameters of the posterior: those of the prior plus all factors."""
-        return self.state.server.params.guide
+        return self._server.params.guide
 
     @in_precision_of_object
     def factor(self, silo: int) -> Any:
@@ -68,7 +73,7 @@ class PVIResult(Result):
         They are known to the silo alone, or to a run in one process.
         """
         state = self._silo_state(silo)
-        return state.effective_factor(self.state.server.taken[silo])
+        return state.effective_factor(self._server.taken[silo])
 
     @property
     def communications(self) -> int:
@@ -133,7 +138,7 @@ class PVIResult(Result):
             return False
         if self._factors.settings.from_mode:  # factors begin as parabolas
             return int(self.state.round) == len(self.losses)
-        factors = (self.state.server.total, self.state.server.server_factor)
+        factors = (self._server.total, self._server.server_factor)
         changed = jax.tree.map(lambda a, b: np.any(np.asarray(a) != np.asarray(b)), *factors)
         return not any(jax.tree.leaves(changed))
 
@@ -167,7 +172,7 @@ class PVIResult(Result):
         that its damping and its visits took. It is zero where factors depend on the silos' own data
         alone and were taken in full, and with one silo; infinite where it cannot be known.
         """
-        server, settings = self.state.server, self._factors.settings
+        server, settings = self._server, self._factors.settings
         taken = np.asarray(server.taken)
         damping_used = taken[taken > 0].min(initial=1.0)
         moved = float(server.progress.moved)
@@ -198,7 +203,7 @@ class PVIResult(Result):
 
         They are about the last visit of each silo and the last round, not about earlier ones.
         """
-        server = self.state.server
+        server = self._server
         visited, status = self._silo_numbers("visits") > 0, self._silo_numbers("status")
         found = []
         if unvisited := self.never_visited:
@@ -247,7 +252,7 @@ class PVIResult(Result):
     def _movement(self) -> str:
         if not np.isfinite(self.remaining):
             return "visits of one step do not tell whether the posterior has come to rest"
-        moved = float(self.state.server.progress.moved)
+        moved = float(self._server.progress.moved)
         return (
             f"the last round still moved the posterior, by {moved:.2g} standard deviations with "
             f"about {self.remaining:.2g} to go: run more rounds"
