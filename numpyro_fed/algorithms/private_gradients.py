@@ -425,7 +425,7 @@ class PrivateGradients:
         # The noise of the mean of all steps.
         steps = self.particles * self.steps * self.planned
         noise = jnp.asarray(self.multiplier * units.spread / math.sqrt(steps))
-        found = best_clip(counts, sd, noise)
+        found = best_clip(counts, sd, noise, d)
         # If no count stands out there are too few units: one whitened unit is so long.
         guess = jnp.sqrt(1.0 * d / self.num_units)
         clip = jnp.where(found > 0, found, guess) if self.clip is None else jnp.array(self.clip)

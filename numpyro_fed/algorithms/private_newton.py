@@ -67,6 +67,7 @@ from numpyro_fed.frame import identity
 from numpyro_fed.gaussian import Gaussian, dot
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.privacy.budget import Privacy
+from numpyro_fed.trees import all_finite, where
 
 UNITS, SIZES, SUMS = "private units", "private sizes", "private sums"
 # Of the roots of curvature, for the first units of the frame. A lower one takes the many zeros of a
@@ -83,6 +84,9 @@ HESSIANS_UP_TO = 20
 ASIDE = 1e-9
 # The longest step, in units of the frame, in which a row's gradient is about one long.
 LONGEST = 3.0
+# And in sds of the prior at the start: noise may hide that a density flattens out, as that of the
+# scale of effects does far out.
+MOST_PRIOR = 1.0
 
 
 class Phase(NamedTuple):
@@ -370,8 +374,7 @@ class PrivateNewton:
         sd = jnp.sqrt(1.0 * self.units.model.dim) * self.schedule.units * self.units.spread
         size = jax.vmap(lambda c: quantile(c, sd, UNIT_QUANTILE))(counts)
         # No unit is longer than the prior's, which it is where no count stands out of the noise.
-        prior = 1 / jnp.sqrt(jnp.maximum(jnp.diagonal(self._prior(state.z)[1]), 1e-12))
-        L = jnp.diag(jnp.minimum(1 / jnp.maximum(size, 1e-30), prior))
+        L = jnp.diag(jnp.minimum(1 / jnp.maximum(size, 1e-30), self._prior_sd(state.z)))
         return state._replace(L=L), Info(zero, jnp.isfinite(L).all())
 
     def _prior(self, z: Array) -> tuple[Array, Array]:
@@ -379,6 +382,10 @@ class PrivateNewton:
         log_prior = lambda z: self.units.model.smoothed.log_prior({}, z)  # noqa: E731
         e, V = linalg.eigh(-jax.hessian(log_prior)(z))
         return jax.grad(log_prior)(z), dot(V * jnp.maximum(e, 0.0), V.T)
+
+    def _prior_sd(self, z: Array) -> Array:
+        """Return the prior's standard deviations (d,) by its curvature at a point."""
+        return 1 / jnp.sqrt(jnp.maximum(jnp.diagonal(self._prior(z)[1]), 1e-12))
 
     def _run(self, state: Server, noise: object, ask: Ask) -> tuple[Server, Info]:
         d, k = self.units.model.dim, jnp.minimum(state.step, len(self.schedule.steps) - 1)
@@ -392,9 +399,14 @@ class PrivateNewton:
         number = (k - self._starts[k] + 1).astype(state.z.dtype)  # of this step in its phase
         counts = fresh(state.sizes) + counts
         sd = jnp.sqrt(2.0 * number) * sizes * self.units.spread
-        # In a later phase the posterior is from all of its steps.
+        # The posterior is from all steps of a phase, and it must not be moved by what is clipped. A
+        # search takes its way in any case.
         together = gradient * self.units.spread / jnp.sqrt(self._lengths[k])
-        C = best_clip(counts[0], sd, together)
+        C = jnp.where(
+            self._lengths[k] > 1,
+            best_clip(counts[0], sd, together, d),
+            quantile(counts[0], sd, GRADIENT_QUANTILE),
+        )
         CH = quantile(counts[1], sd, CURVATURE_QUANTILE if self.has_products else GRADIENT_QUANTILE)
         # If no count stands out there are too few units: one whitened unit is sqrt(d) long.
         C = jnp.where(C > 0, C, jnp.sqrt(1.0 * d)) if self.clip is None else jnp.array(self.clip)
@@ -413,7 +425,8 @@ class PrivateNewton:
         above = jnp.where(e > edge, 0.5 * (e + jnp.sqrt(jnp.maximum(e**2 - edge**2, 0.0))), 0.0)
         apart = (V**2 * jnp.maximum(jnp.diagonal(H), 0.0)[:, None]).sum(0)
         curved = jnp.maximum(above, jnp.minimum(edge / 2, apart))
-        damped = jnp.maximum(above, edge / 2)
+        # Where the density curves upwards, a step as long as if it curved as much downwards.
+        damped = jnp.maximum(jnp.where(e < -edge, -e, above), edge / 2)
 
         slope, P = self._prior(state.z)
         slope, P = state.L.T @ slope, dot(state.L.T, dot(P, state.L))
@@ -429,6 +442,8 @@ class PrivateNewton:
         inverse = linalg.cholesky_of_inverse(dot(V * damped, V.T) + P)
         step = inverse @ (inverse.T @ (b + slope))
         step = step * jnp.minimum(1.0, LONGEST * jnp.sqrt(1.0 * d) / jnp.linalg.norm(step))
+        away = jnp.abs(state.L @ step) / self._prior_sd(jnp.full(d, ASIDE))
+        step = step * jnp.minimum(1.0, MOST_PRIOR / jnp.maximum(away.max(), 1e-30))
         moved = jnp.linalg.norm(root.T @ (precision @ step)) / jnp.sqrt(1.0 * d)
 
         white = dot(state.L, dot(V * jnp.sqrt(self.num_units / damped), V.T))
@@ -449,13 +464,12 @@ class PrivateNewton:
             moved=moved,
         )
         planned = state.step < len(self.schedule.steps)
-        ok = (
-            planned
-            & jnp.isfinite(loc).all()
-            & jnp.isfinite(new.root).all()
-            & jnp.isfinite(new.z).all()
+        # A step to where nothing is finite is not taken, and no more is lost than its budget.
+        fine = all_finite(new)
+        stays = state._replace(step=new.step, moved=jnp.array(jnp.inf))
+        return where(fine, new, stays), Info(
+            jnp.where(fine, 0.5 * d * moved**2, 0.0), planned, moved
         )
-        return new, Info(0.5 * d * moved**2, ok, moved)
 
     @property
     def _lengths(self) -> Array:

@@ -26,9 +26,9 @@ LOWEST, HIGHEST = -100, 100
 # and one that noise alone lifts above, far from all others, would be taken for a length: with 4.0
 # that came to pass in every sixth run.
 COUNTS = 5.5
-# For the bias of clipping: the mean of a bin's units as a share of its end, the share of their
-# excesses that point in one direction, and how many of a bin's units the next one may have.
-WITHIN_BIN, COHERENT, HIDDEN = 0.625, 0.5, 0.1
+# For the bias of clipping: the mean length of a bin's units as a share of its end, and how many of
+# a bin's units the next one may have.
+WITHIN_BIN, HIDDEN = 0.625, 0.1
 # The share of the units below which bins are not seen: above it clips are a guess.
 COARSE = 0.12
 Noisy = Callable[[Array, Array], Array]
@@ -122,22 +122,22 @@ def quantile(counts: Array, sd: Array, q: float) -> Array:
     return jnp.where(clear.sum() > 0, jnp.where(hidden, 2 * found, found), 0.0)
 
 
-def best_clip(counts: Array, sd: Array, noise: Array) -> Array:
+def best_clip(counts: Array, sd: Array, noise: Array, dim: int) -> Array:
     """Return the power of two at which it is best to clip, of counts with noise; 0 if none.
 
-    What is clipped moves the sum of gradients: by the mean excess of the units of a bin, of which
-    ``COHERENT`` point in one direction. Noise moves it by the length times ``noise``. The sum of
-    both squares is least.
+    What is clipped moves the sum of gradients in ``dim`` directions, over which the excesses of the
+    units are spread. Noise moves it in each of them by the length times ``noise``. The sum of the
+    squares of both is least.
     """
     clear = jnp.where(counts > COUNTS * sd, counts, 0.0)
     places = jnp.arange(len(counts))
-    top = jnp.where(clear > 0, places, 0).max()
+    top = jnp.argmax(jnp.where(clear > 0, places, -1))
     # Of the bin above the last one that is seen, no more is hidden than noise can hide.
     above = jnp.minimum(0.5 * COUNTS * sd, HIDDEN * clear[top])
     clear = jnp.where(places == top + 1, above, clear)
     sizes = 2.0 ** jnp.clip(places - top, -60, 60)
     excess = jnp.maximum(WITHIN_BIN * sizes - sizes[:, None], 0.0)
-    cost = (COHERENT * (excess * clear).sum(1)) ** 2 + (noise * sizes) ** 2
+    cost = (excess * clear).sum(1) ** 2 / dim + dim * (noise * sizes) ** 2
     found = 2.0 ** (jnp.argmin(cost) + LOWEST).astype(counts.dtype)
     return jnp.where(clear.sum() > 0, found, 0.0)
 

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import jax
+import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.mode import effects_of, flat_size, mode
 from numpyro_fed.algorithms.mode_wide import wide_mode
-from numpyro_fed.errors import ModelError, positive_int
+from numpyro_fed.errors import ConvergenceWarning, ModelError, positive_int
 from numpyro_fed.methods.elsewhere import fit_over
 from numpyro_fed.methods.mode import (
     MANY_EFFECTS,
     SEARCHED_UP_TO,
     check_searchable,
+    coordinate_names,
     coupling_reason,
     from_own_modes,
     search_for,
 )
+from numpyro_fed.methods.private import DPNewton
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.model.data import SiloInput
 from numpyro_fed.model.hosts import read_all
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.privacy.budget import Privacy
 from numpyro_fed.results.mode import Mode
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import SEARCH
@@ -40,6 +46,7 @@ def find_mode(
     starts: int = 1,
     max_exchanges: int = 200,
     progress_bar: bool = False,
+    privacy: Privacy | None = None,
 ) -> Mode:
     r"""Find the mode of the globals' posterior density, each silo's own latents integrated out.
 
@@ -61,6 +68,10 @@ def find_mode(
     max_exchanges : int
         Exchanges, at most.
     progress_bar : bool
+    privacy : Privacy, optional
+        A budget of differential privacy: the mode is then that of a run of
+        :class:`numpyro_fed.DPNewton`, from sums with noise. The mode's ``covariance`` counts the
+        noise, ``.privacy`` says what was spent, and there is no evidence.
 
     Returns
     -------
@@ -87,6 +98,8 @@ def find_mode(
     """
     positive_int("starts", starts)
     positive_int("max_exchanges", max_exchanges)
+    if privacy is not None:
+        return _private_mode(key, model, silos, privacy, progress_bar)
     search = partial(
         search_for, starts=starts, max_exchanges=max_exchanges, progress_bar=progress_bar
     )
@@ -111,6 +124,33 @@ def find_mode(
         effects = effects_of(fm)
         algorithm = from_own_modes(mode(fm, starts, effects=effects), fm, len(found), effects)
     return search(key, fm, algorithm, simulation(algorithm), batches)
+
+
+def _private_mode(
+    key: Array,
+    model: Callable[..., Any],
+    silos: Sequence[SiloInput] | Federation,
+    privacy: Privacy,
+    progress_bar: bool,
+) -> Mode:
+    """Return the mode that a private search found, as far as noise lets it."""
+    found = DPNewton(model, privacy=privacy).run(key, silos=silos, progress_bar=progress_bar)
+    fm, server = found._fit.model, jax.tree.map(np.asarray, found.state.server)
+    if not found.settled:
+        warnings.warn(found.judgement, category=ConvergenceWarning, stacklevel=3)
+    return Mode(
+        sites=jax.tree.map(np.asarray, fm.constrain_global({}, server.loc)),
+        theta={},
+        z_G=server.loc,
+        curvature=np.linalg.inv(np.asarray(server.root, float) @ server.root.T),
+        log_evidence=None,
+        num_exchanges=1 + 2 * len(found.losses),
+        converged=found.settled,
+        values=np.zeros(0),
+        names=coordinate_names(fm),
+        flat=(),
+        privacy=found.privacy,
+    )
 
 
 def _check(fm: FederatedModel) -> None:

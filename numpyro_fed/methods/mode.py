@@ -356,7 +356,7 @@ def _mode_of_search(
 
     ``shape`` is the result of the check of the curvature, or None if there was none.
     """
-    i, names = int(best_start(search)), _coordinate_names(fm)
+    i, names = int(best_start(search)), coordinate_names(fm)
     curvature = np.asarray(search.best.curvature[i], float)
     value, flat = float(search.best.value[i]), tuple[str, ...]()
     x = _polished(search, i)
@@ -482,7 +482,7 @@ def coupling_reason(
     )
 
 
-def _coordinate_names(fm: FederatedModel) -> tuple[str, ...]:
+def coordinate_names(fm: FederatedModel) -> tuple[str, ...]:
     """Return the names of the search's coordinates: shared parameters, then globals."""
 
     def names_of(name: str, shape: tuple[int, ...]) -> list[str]:

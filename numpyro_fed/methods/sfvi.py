@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jax
@@ -140,7 +140,11 @@ class GradientMethod(ByPrivateGradients[Result, None]):
 
     def _spec(self, fm: FederatedModel) -> Structured | Amortised | AutoGuide | None:
         """Return the guide of the settings, to be resolved by the model's sizes."""
-        return self.guide
+        if self.noise is None:
+            return self.guide
+        # A Gaussian, whose spread counts the noise.
+        spec = self.guide if isinstance(self.guide, Structured) else Structured()
+        return replace(spec, globals="full")
 
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: None) -> Built:
         if self.noise is not None:
@@ -317,7 +321,7 @@ class SFVI(GradientMethod):
             "num_particles": self.num_particles,
             "start": start,
             "starts": self.starts,
-            "guide": resolve(self.guide, fm, largest, total, at_mode=start == "mode"),
+            "guide": resolve(self._spec(fm), fm, largest, total, at_mode=start == "mode"),
             "objective": repr(self.objective),
             "schedule": repr(in_step(self.schedule)),
             "batch_size": self.batch_size,

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from numpyro_fed.privacy.budget import Spent
+
 
 class LocalMode(NamedTuple):
     """One of several modes: its place, the negative Hessian there, and Laplace's evidence."""
@@ -62,6 +64,8 @@ class Mode:
     others : tuple of LocalMode
         Other modes at which some of the starts came to rest, three standard deviations and more
         from here, by Laplace's evidence.
+    privacy : Spent, optional
+        What a private search has spent.
     """
 
     sites: dict[str, np.ndarray]
@@ -75,6 +79,7 @@ class Mode:
     names: tuple[str, ...] = field(repr=False)
     flat: tuple[str, ...] = field(repr=False)
     others: tuple[LocalMode, ...] = field(default=(), repr=False)
+    privacy: Spent | None = field(default=None, repr=False)
 
     @property
     def places(self) -> Near:
