@@ -56,6 +56,7 @@ from numpyro_fed.algorithms.private_units import (
     COUNTS,
     HIGHEST,
     LOWEST,
+    UNCLIPPED,
     PrivateUnits,
     best_clip,
     clipped,
@@ -75,7 +76,7 @@ UNITS, SIZES, SUMS = "private units", "private sizes", "private sums"
 UNIT_QUANTILE = 0.95
 # Units' lengths up to which gradients, and curvatures, are not clipped. What is clipped moves the
 # mode, and with outcomes of which few are ones it moves it far.
-GRADIENT_QUANTILE, CURVATURE_QUANTILE = 0.98, 0.9
+GRADIENT_QUANTILE, CURVATURE_QUANTILE = UNCLIPPED, 0.9
 # A unit's Hessian has d^2 numbers. For more globals the product of its gradient with itself stands
 # in its place, whose length is known, which is the same on average at the truth.
 HESSIANS_UP_TO = 20
@@ -256,12 +257,16 @@ class PrivateNewton:
         The number of rows or silos, about: it scales the frame.
     clip : float, optional
         The clipping length of gradients, in the place of a quantile.
+    rows_in_unit : float
+        The mean number of rows in a unit. The frame of many rows is the narrower, and steps in it
+        may be the longer.
     """
 
     units: PrivateUnits
     schedule: Schedule
     num_units: int
     clip: float | None = None
+    rows_in_unit: float = 1.0
 
     @property
     def has_products(self) -> bool:
@@ -441,7 +446,8 @@ class PrivateNewton:
         # The step, damped where curvature is not known.
         inverse = linalg.cholesky_of_inverse(dot(V * damped, V.T) + P)
         step = inverse @ (inverse.T @ (b + slope))
-        step = step * jnp.minimum(1.0, LONGEST * jnp.sqrt(1.0 * d) / jnp.linalg.norm(step))
+        longest = LONGEST * math.sqrt(d * self.rows_in_unit)
+        step = step * jnp.minimum(1.0, longest / jnp.linalg.norm(step))
         away = jnp.abs(state.L @ step) / self._prior_sd(jnp.full(d, ASIDE))
         step = step * jnp.minimum(1.0, MOST_PRIOR / jnp.maximum(away.max(), 1e-30))
         moved = jnp.linalg.norm(root.T @ (precision @ step)) / jnp.sqrt(1.0 * d)

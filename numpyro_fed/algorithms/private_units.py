@@ -29,6 +29,7 @@ COUNTS = 5.5
 # For the bias of clipping: the mean length of a bin's units as a share of its end, and how many of
 # a bin's units the next one may have.
 WITHIN_BIN, HIDDEN = 0.625, 0.1
+UNCLIPPED = 0.98  # the share of units that are never clipped
 # The share of the units below which bins are not seen: above it clips are a guess.
 COARSE = 0.12
 Noisy = Callable[[Array, Array], Array]
@@ -127,17 +128,20 @@ def best_clip(counts: Array, sd: Array, noise: Array, dim: int) -> Array:
 
     What is clipped moves the sum of gradients in ``dim`` directions, over which the excesses of the
     units are spread. Noise moves it in each of them by the length times ``noise``. The sum of the
-    squares of both is least.
+    squares of both is least, among lengths that at most a fiftieth of the units exceeds: a sum of
+    which more is cut off has less curvature than its units.
     """
     clear = jnp.where(counts > COUNTS * sd, counts, 0.0)
     places = jnp.arange(len(counts))
     top = jnp.argmax(jnp.where(clear > 0, places, -1))
     # Of the bin above the last one that is seen, no more is hidden than noise can hide.
     above = jnp.minimum(0.5 * COUNTS * sd, HIDDEN * clear[top])
+    share = jnp.cumsum(clear) / jnp.maximum(clear.sum(), 1e-30)
     clear = jnp.where(places == top + 1, above, clear)
     sizes = 2.0 ** jnp.clip(places - top, -60, 60)
     excess = jnp.maximum(WITHIN_BIN * sizes - sizes[:, None], 0.0)
     cost = (excess * clear).sum(1) ** 2 / dim + dim * (noise * sizes) ** 2
+    cost = jnp.where(share >= UNCLIPPED, cost, jnp.inf)
     found = 2.0 ** (jnp.argmin(cost) + LOWEST).astype(counts.dtype)
     return jnp.where(clear.sum() > 0, found, 0.0)
 

@@ -149,6 +149,7 @@ class DPNewton(Method[PrivateResult, None]):
             schedule=self._schedule(fm, plan),
             num_units=chosen["units"],
             clip=privacy.clip,
+            rows_in_unit=_rows(fm, plan) / plan.num_silos if privacy.unit == "silo" else 1.0,
         )
         objective = default_quadrature(fm) or ELBO()
         return Built(
@@ -174,8 +175,13 @@ def num_units_of(fm: FederatedModel, plan: Plan, privacy: Privacy) -> int:
     """Return the number of units, rows of all silos or silos, as the plan knows it."""
     if privacy.unit == "silo":
         return plan.num_silos
+    return _rows(fm, plan)
+
+
+def _rows(fm: FederatedModel, plan: Plan) -> int:
+    """Return the number of rows of all silos, as the plan knows it."""
     total = dict(plan.total)
-    return sum(total[p.name] for p in fm.plates)
+    return sum(total[p.name] for p in fm.plates if not p.outer)
 
 
 def check_rows_apart_for(privacy: Privacy, layout: Layout, stacks: Sequence[SiloData]) -> None:
