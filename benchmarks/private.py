@@ -8,7 +8,10 @@ ten clients, epsilon 1: accuracy 0.847, test log likelihood -0.343 (virtual part
 ``coverage``: 90 % intervals of private fits of linear and logistic regressions with raw covariates,
 the noise included, over simulated data sets.
 
-    python benchmarks/private.py --parts adult coverage --seeds 5 --sets 500
+``studies``: the six cities, 537 children in two silos, and a registry of six hospitals with 8,070
+patients (effects of hospitals as global sites), at epsilon 2 by each method, against NUTS on all rows.
+
+    python benchmarks/private.py --parts adult coverage studies --seeds 5 --sets 500
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from federated_data import load_tabular
+from few_messages import hospitals, six_cities
 from jax import Array
 
 import numpyro_fed as nf
@@ -111,6 +115,57 @@ def adult(seeds: int) -> None:
         )
 
 
+def effects_registry(x: Array, hospital: Array, y: Array | None = None) -> None:
+    """Declare a logistic regression with an effect for each of six hospitals."""
+    coefficients = numpyro.sample("beta", dist.Normal(0, 10).expand([x.shape[-1]]).to_event(1))
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    u = numpyro.sample("u", dist.Normal(0, tau).expand([6]).to_event(1))
+    with nf.silo_plate("patient", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ coefficients + u[hospital]), obs=y)
+
+
+def registry() -> list[dict[str, np.ndarray]]:
+    """Return the hospitals of ``few_messages.py``, numbered."""
+    return [
+        dict(x=silo["x"], hospital=silo["hospital"] + j, y=silo["y"])
+        for j, silo in enumerate(hospitals())
+    ]
+
+
+def studies() -> None:
+    """Print errors and widths of private fits of two studies against NUTS."""
+    for name, model, silos in (
+        ("six cities", six_cities.model, six_cities.silos()),
+        ("registry", effects_registry, registry()),
+    ):
+        nuts = nf.run_nuts(jax.random.key(2), model, silos, num_chains=2, progress_bar=False)
+        exact = {k: np.reshape(v, (-1, *np.shape(v)[2:])) for k, v in nuts.globals.items()}
+        for method, rounds in (
+            (nf.DPNewton, None),
+            (nf.SFVI, 200),
+            (nf.SFVIAvg, 3),
+            (nf.PVI, 2),
+        ):
+            budget = nf.Privacy(epsilon=2.0, delta=1e-5)
+            run = method(model, privacy=budget).run
+            result = run(jax.random.key(0), rounds, silos, progress_bar=False)
+            draws = result.sample_posterior(jax.random.key(1), 10_000)
+            pairs = [(np.asarray(draws[k]), exact[k]) for k in exact if k in draws]
+            error = [np.abs(a.mean(0) - b.mean(0)) / b.std(0) for a, b in pairs]
+            width = [a.std(0) / b.std(0) for a, b in pairs]
+            of_noise = [np.abs(a.mean(0) - b.mean(0)) / a.std(0) for a, b in pairs]
+            error, width, of_noise = (
+                np.concatenate([np.ravel(part) for part in found])
+                for found in (error, width, of_noise)
+            )
+            print(
+                f"| {name} | {method.__name__} | {result.num_globals} | {np.median(error):.1f} | "
+                f"{np.median(width):.1f} | {of_noise.max():.1f} | "
+                f"{'yes' if result.settled else result.doubt} |",
+                flush=True,
+            )
+
+
 class OneSilo:
     """The function by which a round asks a single silo."""
 
@@ -188,7 +243,7 @@ def coverage(kind: str, n: int, epsilon: float, sets: int) -> None:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", nargs="+", default=["adult", "coverage"])
+    parser.add_argument("--parts", nargs="+", default=["adult", "coverage", "studies"])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--sets", type=int, default=500)
     args = parser.parse_args()
@@ -199,6 +254,9 @@ def main() -> None:
         print("| model | rows | epsilon | trusted | covered (error) | by coordinate | bias, sds |")
         for kind, n, epsilon in COVERAGE:
             coverage(kind, n, epsilon, args.sets)
+    if "studies" in args.parts:
+        print("| study | method | globals | error | width | furthest, in own sds | trusted |")
+        studies()
 
 
 if __name__ == "__main__":

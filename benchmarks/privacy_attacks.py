@@ -1,0 +1,237 @@
+"""What attackers find out under differential privacy: who took part, and what a row is.
+
+``members``: an attacker knows all rows but one, the canary, sees every message of private fits, and
+says whether the canary took part, by the likelihood ratio of all messages: nobody can do better. A
+thousand fits with it and a thousand without give a lower bound for epsilon, with confidence 95 %
+(Jagielski et al. 2020: the threshold is from one half of the fits, the bound from the other). It
+must lie below the epsilon that is claimed; without noise it must not.
+
+``rows``: a dishonest server chooses the places at which a silo of 200 rows and six columns is
+asked. Far from zero a gradient jumps by a whole row where a place crosses it; the server halves
+intervals of places until one holds a single row. Found is a row of which all columns are within
+5 % of their ranges. Once with a budget of epsilon 1, and once with the noise taken out.
+
+    python benchmarks/privacy_attacks.py --fits 1000 --sets 100
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from private import OneSilo, wide_logistic
+from scipy.stats import beta
+
+import numpyro_fed as nf
+from numpyro_fed.algorithms.private_newton import (
+    SIZES,
+    SUMS,
+    UNITS,
+    Asked,
+    Place,
+    PrivateNewton,
+    Schedule,
+)
+from numpyro_fed.algorithms.private_units import PrivateUnits
+from numpyro_fed.model.data import read
+from numpyro_fed.model.split import split
+from numpyro_fed.precision import precision
+from numpyro_fed.privacy.noise import noisy
+
+ROWS, FAR = 200, 1e6
+
+
+def parts_for(x: np.ndarray, epsilon: float, noise: Any = noisy) -> PrivateNewton:
+    """Return a private search for a logistic regression on one silo."""
+    (data,) = read([dict(x=x, y=np.zeros(len(x), int))], wide_logistic)
+    fm = split(wide_logistic, [data])
+    schedule = Schedule.of(nf.Privacy(epsilon=epsilon, delta=1e-5), fm.dim, len(x), 1)
+    return PrivateNewton(PrivateUnits(fm, 1, False, noise), schedule, len(x))
+
+
+def without_noise(parts: PrivateNewton) -> PrivateNewton:
+    """Return the same parts with the noise taken out."""
+    return replace(parts, units=replace(parts.units, noise=lambda total, sd: total))
+
+
+class Eavesdropper(OneSilo):
+    """Asks a silo, and adds up the log likelihood ratio of its replies, with and without a row."""
+
+    def __init__(self, parts: PrivateNewton, data: Any, rivals: tuple[Any, Any], state: Any):
+        super().__init__(parts, data, state[0])
+        self.parts, self.rivals, self.ratio = parts, rivals, state[1]
+        self.quiet = OneSilo(without_noise(parts), data, state[0]).exchanges
+
+    def __call__(self, name: str, down: Place) -> Any:
+        """Return the silo's reply."""
+        asked = self.state
+        replies = super().__call__(name, down)
+        with_row, without = (
+            self.quiet[name].visit((), down, asked, rival)[0].up for rival in self.rivals
+        )
+        for reply, one, other, sd in zip(
+            *map(jax.tree.leaves, (replies.up, with_row, without)),
+            self.deviations(name, down, asked),
+            strict=True,
+        ):
+            jump = one - other
+            self.ratio += ((reply - other - jump / 2) * jump).sum() / sd**2
+        return replies
+
+    def deviations(self, name: str, down: Place, asked: Asked) -> list[Array]:
+        """Return the sd of the noise in each part of a reply."""
+        parts, own = self.parts, self.parts._own
+        if name == UNITS:
+            return [jnp.sqrt(1.0 * parts.units.model.dim) * parts.schedule.units]
+        if name == SIZES:
+            return [jnp.sqrt(2.0) * own("sizes", asked.sizes)]
+        assert name == SUMS
+        return [
+            down.clip * own("gradient", asked.sums),
+            down.clip_curvature * own("curvature", asked.sums),
+        ]
+
+
+def epsilon_of(ins: np.ndarray, outs: np.ndarray, delta: float, confidence: float = 0.95) -> float:
+    """Return a lower bound of epsilon from statistics of fits with and without the canary."""
+    half_in, half_out = len(ins) // 2, len(outs) // 2
+
+    def bounds(threshold: float, a: np.ndarray, b: np.ndarray) -> float:
+        """Return the bound by how often the two kinds of fits exceed a threshold."""
+        level, best = (1 - confidence) / 2, 0.0
+        for hits, misses in ((a > threshold, b > threshold), (b <= threshold, a <= threshold)):
+            least = beta.ppf(level, hits.sum(), (~hits).sum() + 1) if hits.any() else 0.0
+            most = beta.ppf(1 - level, misses.sum() + 1, (~misses).sum()) if not misses.all() else 1
+            if least > delta:
+                best = max(best, float(np.log((least - delta) / most)))
+        return best
+
+    first, second = (ins[:half_in], outs[:half_out]), (ins[half_in:], outs[half_out:])
+    thresholds = np.quantile(np.concatenate(first), np.linspace(0.01, 0.99, 99))
+    chosen = max(thresholds, key=lambda t: bounds(t, *first))
+    return bounds(chosen, *second)
+
+
+def members(fits: int, epsilon: float, noise: Any = noisy) -> float:
+    """Return the lower bound of epsilon that an attacker finds who sees all messages."""
+    r = np.random.default_rng(0)
+    x = np.stack([np.ones(ROWS), r.normal(size=ROWS)], 1)
+    y = (r.random(ROWS) < 1 / (1 + np.exp(-x @ [0.3, 1.0]))).astype(int)
+    # A canary as loud as can be: far out, with the other outcome.
+    x, y = np.vstack([x, [1.0, 30.0]]), np.append(y, 0)
+    with precision(double=True):
+        parts = parts_for(x[:-1], epsilon, noise)
+        (with_row,) = read([dict(x=x, y=y)], wide_logistic)
+        (without,) = read([dict(x=x[:-1], y=y[:-1])], wide_logistic)
+        rivals, algorithm = (with_row, without), parts.algorithm()
+
+        def ratio(data: Any) -> Callable[[Array], Array]:
+            def fit(key: Array) -> Array:
+                server = algorithm.init_server(key)
+                # Noise differs by silo: each fit has numbers of its own.
+                mine = jax.tree.map(lambda a: a + 0 * jax.random.bits(key).astype(a.dtype), data)
+                state = algorithm.init_silo(key, mine), jnp.zeros(())
+                ask = Eavesdropper(parts, mine, rivals, state)
+                server, _ = algorithm.opening[0].run(server, (), ask)
+
+                def step(carry: Any, _: None) -> tuple[Any, None]:
+                    server, state = carry
+                    ask = Eavesdropper(parts, mine, rivals, state)
+                    server, _ = algorithm.round.run(server, (), ask)
+                    return (server, (ask.state, ask.ratio)), None
+
+                carry = server, (ask.state, ask.ratio)
+                carry, _ = jax.lax.scan(step, carry, None, len(parts.schedule.steps))
+                return carry[1][1]
+
+            return fit
+
+        keys = jax.random.split(jax.random.key(0), fits)
+        found = [
+            np.asarray(jax.lax.map(jax.jit(ratio(data)), keys, batch_size=min(fits, 50)))
+            for data in rivals
+        ]
+    return epsilon_of(*found, delta=1e-5)
+
+
+def patients(seed: int) -> dict[str, np.ndarray]:
+    """Return made-up patients with five columns in units as hospitals have them."""
+    r = np.random.default_rng(seed)
+    columns = r.normal([62, 27, 135, 5.4, 90], [14, 4, 18, 1.1, 25], (ROWS, 5)).round(1)
+    x = np.concatenate([np.ones((ROWS, 1)), columns], 1)
+    return dict(x=x, y=(r.random(ROWS) < 0.3).astype(int))
+
+
+@cache
+def answers(epsilon: float, quiet: bool) -> Any:
+    """Return the function by which a silo answers the server's places, compiled once."""
+    parts = parts_for(patients(0)["x"], epsilon)
+    return jax.jit((without_noise(parts) if quiet else parts)._sums_of_silo)
+
+
+def rows(seed: int, epsilon: float, *, quiet: bool) -> int:
+    """Return how many rows a server finds that chooses places, as long as the silo answers."""
+    silo = patients(seed)
+    with precision(double=True):
+        (data,) = read([silo], wide_logistic)
+        d, state = 6, Asked(*jnp.zeros(3, jnp.int32))
+        direction = np.array([0.37, 1.0, 0.21, 5.3, 0.11])
+        clip = jnp.array(np.linalg.norm(silo["x"], axis=1).max())
+        # A large budget has more steps: without noise each of them tells something.
+        answer = answers(50.0 if quiet else epsilon, quiet)
+
+        def gradient(cut: float) -> np.ndarray:
+            nonlocal state
+            z = FAR * jnp.array([-cut, *direction])
+            place = Place(z, jnp.eye(d), clip, jnp.ones(()))
+            reply, state = answer((), place, state, data)
+            if not bool(reply.ok):
+                raise StopIteration
+            return np.asarray(reply.up.gradient)
+
+        guesses = []
+        try:
+            parts_left = [(gradient(-1e5), gradient(1e5))]
+            while parts_left:
+                low, high = parts_left.pop()
+                jump = high - low
+                number = round(jump[0])
+                if number <= 1:
+                    guesses += [jump / jump[0]] if jump[0] != 0 else []
+                    continue
+                middle = gradient(jump[1:] @ direction / jump[0])
+                parts_left += [(middle, high), (low, middle)]
+        except StopIteration:
+            pass
+    near = 0.05 * np.ptp(silo["x"][:, 1:], axis=0)
+    close = [(np.abs(silo["x"][:, 1:] - g[1:]) < near).all(1) for g in guesses]
+    return int(np.any(close, axis=0).sum()) if close else 0
+
+
+def main() -> None:
+    """Attack, and print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fits", type=int, default=1_000, help="with the canary, and without")
+    parser.add_argument("--sets", type=int, default=100)
+    args = parser.parse_args()
+    for epsilon in (1.0, 4.0):
+        print(f"canary, claimed epsilon {epsilon}: at least {members(args.fits, epsilon):.2f}")
+    silent = members(args.fits, 1.0, lambda total, sd: total)
+    print(f"canary, without noise: at least {silent:.2f}")
+    for quiet in (False, True):
+        found = [rows(seed, 1.0, quiet=quiet) for seed in range(args.sets)]
+        words = "without noise" if quiet else "epsilon 1"
+        print(f"rows of {ROWS}, {words}: {sum(found)} in {args.sets} sets, at most {max(found)}")
+    large = [rows(seed, 50.0, quiet=False) for seed in range(args.sets)]
+    print(f"rows of {ROWS}, epsilon 50: {sum(large)} in {args.sets} sets, at most {max(large)}")
+
+
+if __name__ == "__main__":
+    main()
