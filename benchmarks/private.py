@@ -9,7 +9,8 @@ ten clients, epsilon 1: accuracy 0.847, test log likelihood -0.343 (virtual part
 the noise included, over simulated data sets.
 
 ``studies``: the six cities, 537 children in two silos, and a registry of six hospitals with 8,070
-patients (effects of hospitals as global sites), at epsilon 2 by each method, against NUTS on all rows.
+patients (effects of hospitals as global sites), at epsilon 2 by each method, against NUTS on all
+rows.
 
     python benchmarks/private.py --parts adult coverage studies --seeds 5 --sets 500
 """

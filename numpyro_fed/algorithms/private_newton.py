@@ -392,18 +392,9 @@ class PrivateNewton:
         """Return the prior's standard deviations (d,) by its curvature at a point."""
         return 1 / jnp.sqrt(jnp.maximum(jnp.diagonal(self._prior(z)[1]), 1e-12))
 
-    def _run(self, state: Server, noise: object, ask: Ask) -> tuple[Server, Info]:
-        d, k = self.units.model.dim, jnp.minimum(state.step, len(self.schedule.steps) - 1)
-        sizes, gradient, curvature, first, last = (
-            self.schedule.column(name)[k] for name in Step._fields
-        )
-        zero = jnp.zeros(())
-        counts = ask(SIZES, Place(state.z, state.L, zero, zero)).up
-
-        fresh = lambda a: jnp.where(first, jnp.zeros_like(a), a)  # noqa: E731
-        number = (k - self._starts[k] + 1).astype(state.z.dtype)  # of this step in its phase
-        counts = fresh(state.sizes) + counts
-        sd = jnp.sqrt(2.0 * number) * sizes * self.units.spread
+    def _clips(self, counts: Array, sd: Array, gradient: Array, k: Array) -> tuple[Array, Array]:
+        """Return the clipping lengths of gradients and curvatures, from histograms with noise."""
+        d = self.units.model.dim
         # The posterior is from all steps of a phase, and it must not be moved by what is clipped. A
         # search takes its way in any case.
         together = gradient * self.units.spread / jnp.sqrt(self._lengths[k])
@@ -416,7 +407,21 @@ class PrivateNewton:
         # If no count stands out there are too few units: one whitened unit is sqrt(d) long.
         C = jnp.where(C > 0, C, jnp.sqrt(1.0 * d)) if self.clip is None else jnp.array(self.clip)
         CH = jnp.where(CH > 0, CH, 1.0 * d)
+        return C, CH
 
+    def _run(self, state: Server, noise: object, ask: Ask) -> tuple[Server, Info]:
+        d, k = self.units.model.dim, jnp.minimum(state.step, len(self.schedule.steps) - 1)
+        sizes, gradient, curvature, first, last = (
+            self.schedule.column(name)[k] for name in Step._fields
+        )
+        zero = jnp.zeros(())
+        counts = ask(SIZES, Place(state.z, state.L, zero, zero)).up
+
+        fresh = lambda a: jnp.where(first, jnp.zeros_like(a), a)  # noqa: E731
+        number = (k - self._starts[k] + 1).astype(state.z.dtype)  # of this step in its phase
+        counts = fresh(state.sizes) + counts
+        sd = jnp.sqrt(2.0 * number) * sizes * self.units.spread
+        C, CH = self._clips(counts, sd, gradient, k)
         sums = ask(SUMS, Place(state.z, state.L, C, CH)).up
         gradients = fresh(state.gradients) + sums.gradient
         at = fresh(state.at)

@@ -66,6 +66,7 @@ from numpyro_fed.results.built import Built, Factors
 from numpyro_fed.results.private import NOT_PROTECTED, PrivatePVIResult
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rows import Fit, Result
+from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import State
 from numpyro_fed.runtime.supervise import RunOutcome
 
@@ -408,25 +409,9 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
         closed = plan.facts.verdict("conjugate") and self.noise is None
         minibatches = minibatches_of(fm, plan.lengths, local.batch_size)
         check_guide(guide, draws, minibatches)
-        spec, num_silos = named(self.schedule), plan.num_silos
-        schedule = spec.build(num_silos)
-        updates, size = (1, num_silos) if schedule is None else (schedule.steps, schedule.size)
-        settings = Settings(
-            num_silos=num_silos,
-            steps=updates,
-            participants=size,
-            damping=resolved["damping"],
-            adaptive=resolved["adaptive"],
-            deletion=self.deletion,
-            prior_share=1.0 if self.prior_share == "whole" else 1 / num_silos,
-            asynchronous=isinstance(spec, Asynchronous | ByArrival),
-            delayed=isinstance(spec, Asynchronous),
-            start_scale=self.start_scale,
-            evidence_draws=self.evidence_draws,
-            share=local.share,
-            exact=self._exact(fm, chosen, local),
-            from_mode=resolved["start"] is not None,
-        )
+        num_silos = plan.num_silos
+        schedule = named(self.schedule).build(num_silos)
+        settings = self._settings(plan, schedule, local, exact=self._exact(fm, chosen, local))
         if fm.improper and not settings.from_mode:
             raise _flat_prior_error(fm)
 
@@ -482,7 +467,7 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
                 particles=local_steps.num_particles,
                 steps=local_steps.steps,
                 variance=OfVisits(num_silos, local_steps.steps, settings.damping),
-                updates=updates,
+                updates=settings.steps,
             )
         return Built(
             model=fm,
@@ -494,6 +479,29 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
             factors=factors,
             start=start,
             protected=protected,
+        )
+
+    def _settings(
+        self, plan: Plan, schedule: Schedule[Any] | None, local: Local, *, exact: bool
+    ) -> Settings:
+        """Return the settings of server and silos."""
+        resolved, spec, num_silos = plan.chosen, named(self.schedule), plan.num_silos
+        updates, size = (1, num_silos) if schedule is None else (schedule.steps, schedule.size)
+        return Settings(
+            num_silos=num_silos,
+            steps=updates,
+            participants=size,
+            damping=resolved["damping"],
+            adaptive=resolved["adaptive"],
+            deletion=self.deletion,
+            prior_share=1.0 if self.prior_share == "whole" else 1 / num_silos,
+            asynchronous=isinstance(spec, Asynchronous | ByArrival),
+            delayed=isinstance(spec, Asynchronous),
+            start_scale=self.start_scale,
+            evidence_draws=self.evidence_draws,
+            share=local.share,
+            exact=exact,
+            from_mode=resolved["start"] is not None,
         )
 
     def _exact(self, fm: FederatedModel, chosen: Globals, local: Local) -> bool:
