@@ -38,6 +38,7 @@ from numpyro_fed.errors import (
 from numpyro_fed.expfam import Family
 from numpyro_fed.guides.of_family import FamilyGuide
 from numpyro_fed.guides.structured import (
+    Guide,
     GuideConfig,
     Structured,
     amortises,
@@ -51,7 +52,7 @@ from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.losses import log_loss
 from numpyro_fed.methods.minibatch_checks import check_guide, check_rows_alone, minibatches_of
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, start_rounds
-from numpyro_fed.methods.private_gradients import ByPrivateGradients, check_options
+from numpyro_fed.methods.private_gradients import ByPrivateGradients, GradientNoise, check_options
 from numpyro_fed.methods.rows import check_start, start_of
 from numpyro_fed.methods.schedules import Adaptive, Asynchronous, ByArrival, Spec, named
 from numpyro_fed.model.data import SiloData
@@ -458,17 +459,8 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
                 "mode", fm, plan.num_silos, self.starts, init_loc_fn_of(self.guide), begin
             )
         if self.noise is not None:
-            protected, local_steps = NOT_PROTECTED, self._private_local
-            algorithm = self.noise.algorithm(
-                begins_at_posterior,
-                guide,
-                fm,
-                plan,
-                particles=local_steps.num_particles,
-                steps=local_steps.steps,
-                variance=OfVisits(num_silos, local_steps.steps, settings.damping),
-                updates=settings.steps,
-            )
+            protected = NOT_PROTECTED
+            algorithm = self._privately(self.noise, begins_at_posterior, guide, fm, plan, settings)
         return Built(
             model=fm,
             guide=guide,
@@ -479,6 +471,28 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
             factors=factors,
             start=start,
             protected=protected,
+        )
+
+    def _privately(
+        self,
+        noise: GradientNoise,
+        build: Callable[[Bound], FederatedAlgorithm[Any, Any]],
+        guide: Guide,
+        fm: FederatedModel,
+        plan: Plan,
+        settings: Settings,
+    ) -> FederatedAlgorithm[Any, Any]:
+        """Return the algorithm whose visits have private gradients."""
+        local = self._private_local
+        return noise.algorithm(
+            build,
+            guide,
+            fm,
+            plan,
+            particles=local.num_particles,
+            steps=local.steps,
+            variance=OfVisits(plan.num_silos, local.steps, settings.damping),
+            updates=settings.steps,
         )
 
     def _settings(
