@@ -102,21 +102,20 @@ class Eavesdropper(OneSilo):
 def epsilon_of(ins: np.ndarray, outs: np.ndarray, delta: float, confidence: float = 0.95) -> float:
     """Return a lower bound of epsilon from statistics of fits with and without the canary."""
     half_in, half_out = len(ins) // 2, len(outs) // 2
+    level = (1 - confidence) / 2  # of each of two rates
 
-    def bounds(threshold: float, a: np.ndarray, b: np.ndarray) -> float:
-        """Return the bound by how often the two kinds of fits exceed a threshold."""
-        level, best = (1 - confidence) / 2, 0.0
-        for hits, misses in ((a > threshold, b > threshold), (b <= threshold, a <= threshold)):
-            least = beta.ppf(level, hits.sum(), (~hits).sum() + 1) if hits.any() else 0.0
-            most = beta.ppf(1 - level, misses.sum() + 1, (~misses).sum()) if not misses.all() else 1
-            if least > delta:
-                best = max(best, float(np.log((least - delta) / most)))
-        return best
+    def bound(threshold: float, above: bool, a: np.ndarray, b: np.ndarray) -> float:
+        """Return the bound by how often fits of both kinds are above a threshold, or not."""
+        hits, misses = (a > threshold, b > threshold) if above else (b <= threshold, a <= threshold)
+        least = beta.ppf(level, hits.sum(), (~hits).sum() + 1) if hits.any() else 0.0
+        most = beta.ppf(1 - level, misses.sum() + 1, (~misses).sum()) if not misses.all() else 1.0
+        return float(np.log((least - delta) / most)) if least > delta else 0.0
 
     first, second = (ins[:half_in], outs[:half_out]), (ins[half_in:], outs[half_out:])
     thresholds = np.quantile(np.concatenate(first), np.linspace(0.01, 0.99, 99))
-    chosen = max(thresholds, key=lambda t: bounds(t, *first))
-    return bounds(chosen, *second)
+    choices = [(t, above) for t in thresholds for above in (True, False)]
+    chosen = max(choices, key=lambda choice: bound(*choice, *first))
+    return max(bound(*chosen, *second), 0.0)
 
 
 def members(fits: int, epsilon: float, noise: Any = noisy) -> float:

@@ -24,7 +24,7 @@ from numpyro_fed.model.split import split
 from numpyro_fed.network.memory import InMemory
 from numpyro_fed.precision import precision
 from numpyro_fed.privacy.budget import Spent, spent
-from numpyro_fed.privacy.noise import GRID, noisy, normals_of, random_bits
+from numpyro_fed.privacy.noise import GRID, noisy, normals
 from numpyro_fed.runtime import messages
 
 KEY = jax.random.key(0)
@@ -212,11 +212,43 @@ def test_noise_is_standard_normal_in_both_precisions(double):
     from scipy.stats import kstest
 
     with precision(double=double):
-        z = np.asarray(normals_of(random_bits((50_000, 2))), float)
-        extreme = normals_of(jnp.array([[0, 0], [0, 1], [2**32 - 1] * 2], jnp.uint32))
+        found = noisy(jnp.full(50_000, 7.0), jnp.array(2.0))
+        assert found.dtype == jnp.result_type(float)
+        z = (np.asarray(found, float) - 7) / 2
     assert kstest(z, "norm").pvalue > 1e-6
-    assert np.isfinite(extreme).all()
-    assert extreme[0] == -extreme[1]
+    # On the grid, and not on a coarser one: no stretch of the tails is left out.
+    steps = z / GRID + 7 / 2 / GRID
+    np.testing.assert_allclose(steps, np.round(steps), atol=1e-2)
+    assert len(np.unique(normals((10**6,)))) == 10**6
+    assert np.abs(normals((10**6,))).max() > 4.3
+
+
+def test_a_row_without_a_mode_changes_no_other_row():
+    """Its own search for a mode ends; that of the others goes on."""
+
+    def counts(x, y):
+        mu, b = numpyro.sample("mu", dist.Normal(0, 3)), numpyro.sample("b", dist.Normal(0, 3))
+        with nf.silo_plate("row", len(y)):
+            u = numpyro.sample("u", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Poisson(jnp.exp(mu + b * x + u)), obs=y)
+
+    r = np.random.default_rng(0)
+    x, y = r.normal(size=200), r.poisson(2.0, 200)
+    z, L, clip = jnp.array([-8.0, 0.5]), jnp.eye(2), jnp.array(1.0)
+    sums = []
+    for last in (0.3, -300.0, 1e30):
+        parts, data = newton(counts, dict(x=np.append(x, last), y=np.append(y, 3)))
+        sums.append(np.asarray(parts.units.sum_of_gradients(z, L, clip, data)))
+    for other in sums[1:]:
+        assert np.linalg.norm(other - sums[0]) <= 2.001
+
+
+@pytest.mark.parametrize("power", range(-38, 38, 4))
+def test_tiny_and_huge_units_are_cut_to_their_length(power):
+    units = np.random.default_rng(0).normal(size=(3, 300)) * 10.0**power
+    clip = 10.0 ** (power - 1)
+    cut = np.asarray(private_units.clipped(jnp.asarray(units), jnp.asarray(clip)), float)
+    assert (np.linalg.norm(cut, axis=1) <= 1.00001 * np.float32(clip)).all()
 
 
 @pytest.mark.parametrize(("changes", "share"), [(1.0, 1.0), (2.0, 0.5)])
@@ -450,3 +482,20 @@ def test_a_policy_adds_up_the_budgets_of_runs():
     nf.fit(jax.random.key(1), normal, federation, privacy=budget, **QUIET)
     with pytest.raises(nf.ModelError, match=r"allows 1.0 more epsilon \(max_epsilon\)"):
         nf.fit(jax.random.key(2), normal, federation, privacy=budget, **QUIET)
+
+
+def test_a_silo_sends_no_share_of_the_noise_to_a_server_that_asks_plainly(monkeypatch):
+    monkeypatch.setattr(private, "check_trusted", lambda privacy, silos: None)
+    federation = federation_of(normal, [dict(y=np.arange(30.0))] * 2)
+    budget = nf.Privacy(epsilon=2.0, delta=1e-6, trusted="sum")
+    with pytest.raises(nf.ModelError, match="a share of the noise alone"):
+        nf.DPNewton(normal, privacy=budget).run(KEY, silos=federation, **QUIET)
+
+
+def test_a_silo_counts_deltas():
+    federation = federation_of(normal, [dict(y=np.arange(30.0))] * 2, max_delta=0.05)
+    budget = nf.Privacy(epsilon=0.1, delta=0.015)
+    for _ in range(3):
+        nf.DPNewton(normal, privacy=budget).run(KEY, silos=federation, **QUIET)
+    with pytest.raises(nf.ModelError, match="max_delta"):
+        nf.DPNewton(normal, privacy=budget).run(KEY, silos=federation, **QUIET)

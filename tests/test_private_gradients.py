@@ -285,6 +285,10 @@ def test_a_run_goes_on_within_its_plan_and_not_beyond(tmp_path):
     assert first.privacy.epsilon < 0.95
     both = method.run(KEY, 15, silos, init_state=first.state, **QUIET)
     assert 0.999 < both.privacy.epsilon <= 1
+    with pytest.raises(nf.SavedStateError, match="another budget"):
+        nf.SFVI(normal, privacy=nf.Privacy(5.0, 1e-6)).run(
+            KEY, 1, silos, init_state=first.state, **QUIET
+        )
     with pytest.raises(nf.ModelError, match="planned for 40 rounds, of which 40 were made"):
         method.run(KEY, 1, silos, init_state=both.state, **QUIET)
     both.save(tmp_path / "private")
@@ -341,6 +345,14 @@ def test_silos_as_a_whole_are_protected_by_a_clip_of_their_sum():
         (nf.PVI, dict(deletion="none"), "deletion="),
         (nf.PVI, dict(loss=nf.losses.log_loss), "loss="),
         (nf.PVI, dict(schedule="asynchronous"), "schedule="),
+        (nf.SFVI, dict(start=None), "start= under privacy="),
+        (nf.SFVI, dict(objective=nf.Quadrature()), "objective= under privacy="),
+        (nf.PVI, dict(starts=3), "starts= under privacy="),
+        (
+            nf.SFVIAvg,
+            dict(privacy=nf.Privacy(1.0, 1e-6, unit="silo")),
+            "number of rows is told",
+        ),
     ],
 )
 def test_settings_under_which_nothing_is_accounted_are_refused(kind, options, words):

@@ -34,6 +34,7 @@ from numpyro_fed.after.run import (
     WhichSilo,
     check_name,
     rows_of,
+    silo_number,
 )
 from numpyro_fed.after.sensitivity import PriorSensitivity, elements
 from numpyro_fed.errors import ConvergenceWarning, ModelError, positive_int
@@ -159,6 +160,7 @@ class AfterFit(ABC):
             check_name(silo)
             new = with_blocks(model, new, None, None)
         else:
+            silo = silo_number(silo)
             new = with_blocks(model, new, silo, run.data_of(silo))
         data = read_new(model, new, run._fit.facts, run.data_here)
         refuse_private_parameters(model)
@@ -575,7 +577,7 @@ class AfterFit(ABC):
             raise ValueError("pass new data to predict for, or silo='own rows'.")
         if isinstance(silo, str):
             check_name(silo, OWN_ROWS)
-        silos = range(run.num_silos) if isinstance(silo, str) else [silo]
+        silos = range(run.num_silos) if isinstance(silo, str) else [silo_number(silo)]
         found = OwnRows(run, self._predictor, self._at_own_rows(key, silos, n)).values()
         return found if isinstance(silo, str) else found[0]
 

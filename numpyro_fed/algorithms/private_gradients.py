@@ -54,6 +54,7 @@ from numpyro_fed.algorithms.begin import StartPoint, placeholder_start
 from numpyro_fed.algorithms.private_newton import Server as SearchEnd
 from numpyro_fed.algorithms.private_units import PrivateUnits, best_clip, histogram, is_coarse
 from numpyro_fed.algorithms.pvi.families import GAUSSIAN
+from numpyro_fed.algorithms.sfvi_avg import COUNT
 from numpyro_fed.bounds import Bound
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.gaussian import Gaussian, dot
@@ -70,6 +71,10 @@ LENGTHS, CLIP = "private lengths", "private clip"  # the names of the exchanges
 # more slowly, since their gradients are as noisy, and the search knows them already.
 RATE, OFFSET, CAUTION, CAUTION_SPREAD = 2.0, 20, 4.0, 40.0
 LEAST_CURVATURE = 0.35  # of a direction, for the variance that is added: 2 c h - 1 is 0.4 there
+
+
+# Exchanges before the first round that tell nothing of rows but their number.
+WITHOUT_GRADIENTS = {COUNT}
 
 
 class StepState(NamedTuple):
@@ -209,6 +214,8 @@ class Server(NamedTuple):
         Whether the noise of the histogram hides many units' lengths.
     rounds, planned : () int
         The rounds that were made, and those that the budget is planned for.
+    multiplier : ()
+        The noise multiplier of a gradient.
     """
 
     inner: Any
@@ -217,6 +224,7 @@ class Server(NamedTuple):
     coarse: Array
     rounds: Array
     planned: Array
+    multiplier: Array
 
 
 class Silo(NamedTuple):
@@ -349,7 +357,6 @@ class PrivateGradients:
         What the noise does to the posterior's mean.
     updates : int
         Updates of the server in each round.
-    over_rounds : bool
     clip : float, optional
         The clipping length, in the place of a quantile.
     """
@@ -371,6 +378,9 @@ class PrivateGradients:
         """Return the algorithm; its rounds are those of the algorithm without noise."""
         inner = self.inner
         watch = inner.watch
+        names = {x.name for r in inner.opening for x in r.exchanges}
+        if not names <= WITHOUT_GRADIENTS:
+            raise NotImplementedError(f"{names} before the first round have no noise.")
         lengths, clip = Exchange(LENGTHS, self._lengths_of_silo), Exchange(CLIP, self._take_clip)
         return inner._replace(
             init_server=self._init_server,
@@ -415,7 +425,8 @@ class PrivateGradients:
         none = jnp.zeros((), jnp.int32)
         inner = self.starts.server(key, start.point)
         planned = jnp.array(self.planned, jnp.int32)
-        return Server(inner, start, jnp.ones(()), jnp.array(True), none, planned)
+        multiplier = jnp.asarray(self.multiplier, jnp.result_type(float))
+        return Server(inner, start, jnp.ones(()), jnp.array(True), none, planned, multiplier)
 
     def _begin(self, state: Server, noise: object, ask: Ask) -> tuple[Server, Info]:
         """Ask for the lengths of gradients at the start, and tell where they are clipped."""

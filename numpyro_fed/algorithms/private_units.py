@@ -69,7 +69,8 @@ class PrivateUnits:
         start = {p.name: jnp.zeros((fm.sizes(data)[p.name], p.dim)) for p in fm.plates if p.dim}
         if self.per_silo:
             return silo_integral(fm)({}, z, data, start)[0][None]
-        rows = RowIntegrals(fm, self.nodes or 1)
+        # What a row holds must not change the terms of others, such as the end of their search.
+        rows = RowIntegrals(fm, self.nodes or 1, {"apart": True})
         modes = rows.modes({}, z, data, start)
         # The key is for latents of an outer plate, which there are none of here.
         terms = rows.log_rows(jax.random.key(0), {}, z, modes, data)
@@ -153,8 +154,14 @@ def is_coarse(sd: Array, num_units: Array | int) -> Array:
 
 def clipped(units: Array, most: Array) -> Array:
     """Return units (n, ...) whose lengths are at most ``most``; 0 for what is not finite."""
-    length = jnp.sqrt((units**2).reshape(len(units), -1).sum(1))
-    usable = jnp.isfinite(length) & (length > 0)
+    # In units of the largest number, since squares of tiny ones would be lost, and with them the
+    # length that is to be cut.
+    flat = jnp.abs(units).reshape(len(units), -1)
+    largest = flat.max(1)
+    usable = jnp.isfinite(largest) & (largest > 0)
+    scale = jnp.where(usable, largest, 1.0)
+    length = scale * jnp.sqrt(((flat / scale[:, None]) ** 2).sum(1))
+    usable &= jnp.isfinite(length)
     factor = jnp.where(usable, jnp.minimum(1.0, most / jnp.where(usable, length, 1.0)), 0.0)
     along = (slice(None), *(None,) * (units.ndim - 1))
     return jnp.where(usable[along], units * factor[along], 0.0)

@@ -248,13 +248,18 @@ class Laplace:
         tolerance: float = TOLERANCE,
         steps: int = MAX_STEPS,
         step_sizes: tuple[float, ...] = STEP_SIZES,
+        apart: bool = False,
     ) -> Rows:
         """Return the modes of the locals, {plate: (n, d)}, by Newton's method with a line search.
 
         No row's log density decreases. With ``fix_outer`` the latents of outer plates stay as they
         are in ``start``. The search ends where the Newton decrement is below ``tolerance`` nats;
-        ``step_sizes`` are the shares of each step that are tried.
+        ``step_sizes`` are the shares of each step that are tried. With ``apart``, where no latents
+        are above the rows, each row's search ends by itself: what a row holds changes no other
+        row's mode, whether it is slow or has none.
         """
+        if apart:
+            return self._modes_apart(theta, z_G, data, start, tolerance, steps, step_sizes)
 
         def step(carry: tuple[Array, Rows, Array]) -> tuple[Array, Rows, Array]:
             i, z, _ = carry
@@ -276,6 +281,40 @@ class Laplace:
 
         zero, infinity = jnp.zeros((), jnp.int32), jnp.asarray(jnp.inf, jnp.result_type(float))
         return jax.lax.while_loop(cond_fn, step, (zero, start, infinity))[1]
+
+    def _modes_apart(
+        self,
+        theta: Theta,
+        z_G: Array,
+        data: SiloData,
+        start: Rows,
+        tolerance: float,
+        steps: int,
+        step_sizes: tuple[float, ...],
+    ) -> Rows:
+        """Return :meth:`modes`, where each row stays once its own decrement is small or NaN."""
+        if self.outer_plates:
+            raise ValueError("rows below the latents of an outer plate have no modes of their own.")
+
+        def step(carry: tuple[Array, Rows, Rows]) -> tuple[Array, Rows, Rows]:
+            i, z, moving = carry
+            arrow = self._arrow(theta, z_G, z, data)
+            uphill = arrow._replace(rows=jax.tree.map(_positive, arrow.rows))
+            direction = Factor.of(uphill, positive=True).solve(arrow.g)
+            gains = {p: jnp.sum(arrow.g[p] * direction[p], -1) for p in arrow.rows}
+            direction = {**jax.tree.map(jnp.zeros_like, z), **direction}
+            move = _Move(direction, jnp.array([*step_sizes, 0.0]), False)
+            moved = self._line_search(theta, z_G, z, move, data)
+            z = {p: jnp.where(moving[p][:, None], moved[p], z[p]) for p in z}
+            return i + 1, z, {p: moving[p] & (gains[p] > tolerance) for p in moving}
+
+        def cond_fn(carry: tuple[Array, Rows, Rows]) -> Array:
+            i, _, moving = carry
+            return (i < steps) & jnp.stack([m.any() for m in moving.values()]).any()
+
+        zero = jnp.zeros((), jnp.int32)
+        moving = {p: jnp.ones(len(a), bool) for p, a in start.items()}
+        return jax.lax.while_loop(cond_fn, step, (zero, start, moving))[1]
 
     def _line_search(self, theta: Theta, z_G: Array, z: Rows, move: _Move, data: SiloData) -> Rows:
         """Return the locals after the best step size: for each row, or for all rows together.

@@ -99,6 +99,11 @@ def find_mode(
     positive_int("starts", starts)
     positive_int("max_exchanges", max_exchanges)
     if privacy is not None:
+        if starts != 1 or max_exchanges != 200:
+            raise ValueError(
+                "starts= and max_exchanges= under privacy=: the budget decides how many exchanges "
+                "there are, of one search. Leave them out."
+            )
         return _private_mode(key, model, silos, privacy, progress_bar)
     search = partial(
         search_for, starts=starts, max_exchanges=max_exchanges, progress_bar=progress_bar

@@ -84,12 +84,7 @@ class DPNewton(Method[PrivateResult, None]):
         of fewer spends less, and its posterior is wider; ``init_state`` goes on with the rest. Two
         runs with the same key differ: noise comes from the operating system.
         """
-        if isinstance(silos, Federation) and self.privacy.trusted == "sum" and not silos.secure_sum:
-            raise ModelError(
-                "trusted='sum' between processes is for secure sums: without them the server sees "
-                "each silo's reply with a share of the noise. Use Federation(..., "
-                "secure_sum=True), or Privacy(trusted='silo')."
-            )
+        check_trusted(self.privacy, silos)
         if num_rounds is None:
             fit, _ = self._compiled_for(silos, options.get("runtime", "simulation"))
             before = options.get("init_state")
@@ -119,7 +114,7 @@ class DPNewton(Method[PrivateResult, None]):
 
     def size_of(self, plan: Plan, built: Built, data: SiloData) -> PlanSize:
         """Return how large a plan is, and what a run of it may spend."""
-        return super().size_of(plan, built, data)._replace(epsilon=self.privacy.spends)
+        return super().size_of(plan, built, data)._replace(**spending_of(self.privacy))
 
     def value_checks(
         self, layout: Layout, prepared: None, stacks: Sequence[SiloData]
@@ -169,6 +164,22 @@ class DPNewton(Method[PrivateResult, None]):
         return PrivateResult(
             run.losses, run.state, fit, hosted, privacy=Spent.of(self.privacy, releases)
         )
+
+
+def check_trusted(privacy: Privacy, silos: object) -> None:
+    """Raise an error for shares of the noise that a server would see one by one."""
+    if isinstance(silos, Federation) and privacy.trusted == "sum" and not silos.secure_sum:
+        raise ModelError(
+            "trusted='sum' between processes is for secure sums: without them the server sees "
+            "each silo's reply with a share of the noise. Use Federation(..., "
+            "secure_sum=True), or Privacy(trusted='silo')."
+        )
+
+
+def spending_of(privacy: Privacy) -> dict[str, Any]:
+    """Return what a run spends, as a silo's owner sees it in the size of a plan."""
+    shares = privacy.trusted == "sum"
+    return {"epsilon": privacy.spends, "delta": privacy.delta, "shares_noise": shares}
 
 
 def num_units_of(fm: FederatedModel, plan: Plan, privacy: Privacy) -> int:

@@ -7,6 +7,7 @@ of all rounds in equal parts.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,14 +26,16 @@ from numpyro_fed.algorithms.private_gradients import (
 )
 from numpyro_fed.algorithms.private_newton import Schedule
 from numpyro_fed.bounds import Bound
-from numpyro_fed.errors import ModelError
+from numpyro_fed.errors import ModelError, SavedStateError
 from numpyro_fed.guides.structured import Guide, Structured
 from numpyro_fed.methods.base import RunOptions
 from numpyro_fed.methods.private import (
     DPNewton,
     check_model,
     check_rows_apart_for,
+    check_trusted,
     num_units_of,
+    spending_of,
     units_of,
 )
 from numpyro_fed.methods.rows import Found, Method, Prepared
@@ -61,6 +64,15 @@ def part_of(budget: Privacy) -> Part:
 def gradients_part(budget: Privacy, rounds: int) -> Part:
     """Return the part of a budget that gradients of so many rounds spend."""
     return Part.of(budget, share=1 - SEARCH, rounds=max(rounds, 1))
+
+
+def check_unused(**settings: bool) -> None:
+    """Raise an error for settings, by name and whether they are the default, that have no use."""
+    for name in (name for name, is_default in settings.items() if not is_default):
+        raise ModelError(
+            f"{name}= under privacy=: a run begins at the posterior of a private search, and rows' "
+            "latents are integrated out by quadrature. Leave it out."
+        )
 
 
 def check_options(budget: Privacy, guide: object, batch_size: int | None, by_sum: bool) -> None:
@@ -201,7 +213,7 @@ class ByPrivateGradients(Method[Found, Prepared]):
     def size_of(self, plan: Plan, built: Built, data: SiloData) -> PlanSize:
         """Return how large a plan is, and what a run of it may spend."""
         size = super().size_of(plan, built, data)
-        return size if self.noise is None else size._replace(epsilon=self.noise.part.spends)
+        return size if self.noise is None else size._replace(**spending_of(self.noise.part))
 
     def round_of(self, built: Built, asked: ExchangeId) -> tuple[Round, AnyAlgorithm]:
         """Return the round of an exchange; under privacy there are none but those with noise."""
@@ -210,6 +222,12 @@ class ByPrivateGradients(Method[Found, Prepared]):
     def _check_rounds(self, fit: Fit, state: State, num_rounds: int) -> None:
         if self.noise is None:
             return
+        multiplier = float(state.server.multiplier)
+        if not math.isclose(multiplier, self.noise.multipliers[1], rel_tol=1e-5):
+            raise SavedStateError(
+                "init_state comes from a run with another budget, whose noise is other than this "
+                "one's. Go on with the same privacy=."
+            )
         planned, done = self.noise.part.rounds, int(state.round)
         if done + num_rounds > planned:
             raise ModelError(
@@ -249,6 +267,7 @@ def run_in_parts(
             "stop='converged' under privacy=: the bound that would tell is not sent. Choose the "
             "number of rounds, for which the noise is planned."
         )
+    check_trusted(budget, silos)
     rounds = options.num_rounds
     if isinstance(init_state, State) and isinstance(init_state.server, Server):
         rounds = int(init_state.server.planned)

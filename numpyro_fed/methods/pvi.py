@@ -52,7 +52,12 @@ from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.losses import log_loss
 from numpyro_fed.methods.minibatch_checks import check_guide, check_rows_alone, minibatches_of
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, start_rounds
-from numpyro_fed.methods.private_gradients import ByPrivateGradients, GradientNoise, check_options
+from numpyro_fed.methods.private_gradients import (
+    ByPrivateGradients,
+    GradientNoise,
+    check_options,
+    check_unused,
+)
 from numpyro_fed.methods.rows import check_start, start_of
 from numpyro_fed.methods.schedules import Adaptive, Asynchronous, ByArrival, Spec, named
 from numpyro_fed.model.data import SiloData
@@ -308,6 +313,13 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
     def _check_privacy(self, budget: Privacy) -> None:
         """Raise an error for settings under which no privacy is accounted."""
         check_options(budget, None, None, self.replies_are_sums)
+        check_unused(
+            objective=self.objective == ELBO(),
+            start=self.start == "mode",
+            starts=self.starts == 1,
+            start_scale=self.start_scale == 0.1,
+            evidence_draws=self.evidence_draws == 32,
+        )
         local = self.local
         plain = isinstance(local, Optax) and (local.alpha, local.patience, local.batch_size) == (
             0.0,

@@ -38,6 +38,7 @@ from numpyro_fed.methods.private_gradients import (
     ByPrivateGradients,
     GradientNoise,
     check_options,
+    check_unused,
 )
 from numpyro_fed.methods.rows import SEARCHED, check_start, is_wide, start_of
 from numpyro_fed.methods.schedules import Spec, in_step
@@ -118,6 +119,7 @@ class GradientMethod(ByPrivateGradients[Result, None]):
         in_step(self.schedule)
         if self.privacy is not None:
             check_options(self.privacy, self.guide, self.batch_size, self.replies_are_sums)
+            check_unused(objective=self.objective == ELBO(), starts=self.starts == 1)
             if in_step(self.schedule).build(2) is not None:
                 raise ModelError(
                     f"schedule={self.schedule!r} under privacy=: noise is planned for rounds in "
@@ -301,6 +303,8 @@ class SFVI(GradientMethod):
     def __post_init__(self) -> None:
         check_start(self.start)
         super().__post_init__()
+        if self.privacy is not None:
+            check_unused(start=self.start == "mode")
 
     @property
     def begins_at(self) -> Result | None:

@@ -23,6 +23,7 @@ from numpyro_fed.guides.structured import (
     amortises,
     resolve,
 )
+from numpyro_fed.methods.private_gradients import check_unused
 from numpyro_fed.methods.rows import start_of
 from numpyro_fed.methods.schedules import Given, Random, Sequential, Spec, in_step
 from numpyro_fed.methods.sfvi import GradientMethod
@@ -172,6 +173,13 @@ class SFVIAvg(GradientMethod):
             raise ValueError(
                 f"start={given}: expected 'mode' or None. SFVI and PVI begin at results of others."
             )
+        if self.privacy is not None:
+            check_unused(start=self.start == "mode")
+            if self.privacy.unit == "silo" and self.weights == "rows":
+                raise ModelError(
+                    "weights='rows' with Privacy(unit='silo'): a silo's number of rows is told, "
+                    "and is a part of what is protected. Use weights='even'."
+                )
         schedule = in_step(self.schedule)
         if isinstance(schedule, Sequential) or _has_one_participant(schedule):
             raise ValueError(

@@ -75,7 +75,9 @@ class Policy:
         them a server that lies could put keys of its own in the place of theirs, and read replies.
     max_epsilon : float
         The budget of differential privacy that all runs may spend together, in all its life: the
-        epsilons of their plans add up, and so do the deltas.
+        epsilons of their plans add up.
+    max_delta : float
+        The same for their deltas.
     audit : str, optional
         A file to which each message is added as a line of JSON: time, exchange, run, names and
         shapes of arrays, the SHA-256 of message and reply, and what is left of the budget.
@@ -101,10 +103,11 @@ class Policy:
     sums_again: int = 3
     peers: tuple[str, ...] = ()
     max_epsilon: float = 10.0
+    max_delta: float = 1e-3
     audit: str | None = None
 
     def __post_init__(self) -> None:
-        limits = "max_places", "max_draws", "max_epsilon", "sums_again"
+        limits = "max_places", "max_draws", "max_epsilon", "max_delta", "sums_again"
         numbers = ("min_silos", "min_rows", "min_count", *limits)
         for name in (*numbers, "parameters_per_row"):
             value = getattr(self, name)
@@ -148,9 +151,7 @@ class Policy:
                 "server must ask by Federation(..., secure_sum=True)."
             )
 
-    def check_plan(
-        self, num_silos: int, num_rows: int, num_parameters: int, epsilon: float = 0.0
-    ) -> None:
+    def check_plan(self, num_silos: int, num_rows: int, num_parameters: int) -> None:
         """Raise an error for a plan with too few silos or rows, or too many parameters."""
         if num_silos < self.min_silos:
             raise ModelError(
@@ -235,7 +236,7 @@ class Ledger:
     Attributes
     ----------
     spent : dict
-        ``places``, ``draws`` and ``epsilon`` so far.
+        ``places``, ``draws``, ``epsilon`` and ``delta`` so far.
     stage : str
         The exchange farthest down the policy's list that was answered.
     """
@@ -247,7 +248,8 @@ class Ledger:
 
     def __post_init__(self) -> None:
         content = self.store.get(LEDGER)
-        kept = {"places": 0, "draws": 0, "epsilon": 0.0, "stage": ""} | json.loads(content or b"{}")
+        none = {"places": 0, "draws": 0, "epsilon": 0.0, "delta": 0.0, "stage": ""}
+        kept = none | json.loads(content or b"{}")
         self.stage = kept.pop("stage")
         self.spent = kept
 
@@ -255,7 +257,12 @@ class Ledger:
     def left(self) -> dict[str, float]:
         """Return what is left of the budget."""
         policy = self.policy
-        limits = dict(places=policy.max_places, draws=policy.max_draws, epsilon=policy.max_epsilon)
+        limits = dict(
+            places=policy.max_places,
+            draws=policy.max_draws,
+            epsilon=policy.max_epsilon,
+            delta=policy.max_delta,
+        )
         return {name: limits[name] - self.spent[name] for name in limits}
 
     @contextmanager
@@ -273,9 +280,10 @@ class Ledger:
         with self._counted(numbers, self.policy.later(exchange, self.stage)):
             yield
 
-    def beginning(self, epsilon: float) -> AbstractContextManager[None]:
+    def beginning(self, epsilon: float, delta: float) -> AbstractContextManager[None]:
         """Enter the beginning of a run that may spend so much of the budget of privacy."""
-        return self._counted({"epsilon": epsilon} if epsilon else {}, self.stage)
+        spends = {"epsilon": epsilon, "delta": delta} if epsilon else {}
+        return self._counted(spends, self.stage)
 
     @contextmanager
     def _counted(self, numbers: Mapping[str, float], stage: str) -> Iterator[None]:

@@ -7,7 +7,7 @@ import logging
 import shutil
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -258,7 +258,7 @@ class Silo:
         if question.exchange in (*BEGINNINGS, GO_ON):
             if agreed.answered(message, question):
                 return agreed.handle(message)
-            with self._ledger.beginning(agreed.epsilon):
+            with self._ledger.beginning(*agreed.budget):
                 return agreed.handle(message)
         if question.exchange == LOO:
             self._policy.check_rows(agreed.rows_that_count())
@@ -284,6 +284,7 @@ class Silo:
     ) -> bytes:
         """Return the reply to a question under the masks of a sum."""
         self._sums.check(terms)
+        agreed.check_group(terms.group)
         exchange = agreed.exchange_of(question)
         check_summed(exchange)
         reply = self._plain(agreed, question, message)
@@ -447,7 +448,14 @@ class _Agreement:
                     f"the plan cannot be built ({type(error).__name__}). Server and silos must "
                     "run the same version."
                 ) from error
-        policy.check_plan(*self.node.size)
+        size = self.node.size
+        policy.check_plan(size.num_silos, size.num_rows, size.num_parameters)
+        if size.shares_noise and not self.secure_sum:
+            raise ModelError(
+                "a silo's replies would have a share of the noise alone (trusted='sum'), and be "
+                "sent as they are. Use Federation(..., secure_sum=True), or "
+                "Privacy(trusted='silo')."
+            )
         self.plan = settings
 
     def rows_that_count(self) -> int:
@@ -458,9 +466,19 @@ class _Agreement:
             return self.node.rows_that_count()
 
     @property
-    def epsilon(self) -> float:
-        """Return the budget of privacy that a run may spend; 0 for a method without one."""
-        return 0.0 if self.node is None else self.node.size.epsilon
+    def budget(self) -> tuple[float, float]:
+        """Return the epsilon and delta that a run may spend; 0 for a method without a budget."""
+        return (0.0, 0.0) if self.node is None else self.node.size[3:5]
+
+    def check_group(self, group: Sequence[int]) -> None:
+        """Raise an error for a sum over too few silos to hold all shares of the noise."""
+        size = None if self.node is None else self.node.size
+        if size is not None and size.shares_noise and len(group) < size.num_silos:
+            raise ModelError(
+                f"a sum over {len(group)} of {size.num_silos} silos is asked for, in a run in "
+                "which each adds a share of the noise: it would have too little. Begin another "
+                "run with those that answer."
+            )
 
     def answered(self, message: bytes, question: Question) -> bool:
         """Return whether the message has been answered before, so that it tells nothing new."""

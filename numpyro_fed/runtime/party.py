@@ -55,12 +55,19 @@ class PlanSize(NamedTuple):
         Globals and shared parameters, or a client's own latents.
     epsilon : float
         The budget of differential privacy that a run may spend; 0 for a method without one.
+    delta : float
+        The probability with which its bound may fail.
+    shares_noise : bool
+        Whether a silo's reply has a share of the noise alone, so that it must be seen in a sum over
+        all silos.
     """
 
     num_silos: int
     num_rows: int
     num_parameters: int
     epsilon: float = 0.0
+    delta: float = 0.0
+    shares_noise: bool = False
 
 
 class Held(NamedTuple):
