@@ -265,11 +265,11 @@ def test_silos_tell_no_term_of_the_bound():
 
 def test_latents_of_rows_are_integrated_out_within_their_row():
     r = np.random.default_rng(0)
-    b = r.normal(1, 1, 6_000)
-    y = (r.uniform(size=(6_000, 4)) < 1 / (1 + np.exp(-b[:, None]))).astype(int)
-    silos = cut({"y": y}, (2_500, 3_500))
-    budget = nf.Privacy(epsilon=8.0, delta=1e-6)
-    result = nf.SFVI(visits, privacy=budget).run(KEY, 150, silos, **QUIET)
+    b = r.normal(1, 1, 2_000)
+    y = (r.uniform(size=(2_000, 4)) < 1 / (1 + np.exp(-b[:, None]))).astype(int)
+    silos = cut({"y": y}, (900, 1_100))
+    budget = nf.Privacy(epsilon=20.0, delta=1e-6)
+    result = nf.SFVI(visits, privacy=budget).run(KEY, 40, silos, **QUIET)
     draws = result.sample_posterior(KEY, 4_000)
     for name, truth in (("mu", 1.0), ("sd", 1.0)):
         found = np.asarray(draws[name])
@@ -327,7 +327,8 @@ def test_silos_as_a_whole_are_protected_by_a_clip_of_their_sum():
     result = nf.SFVI(normal, privacy=budget).run(KEY, 100, silos, **QUIET)
     mu = np.asarray(result.sample_posterior(KEY, 4_000)["mu"])
     assert abs(mu.mean() - 40) < 5 * mu.std()
-    assert mu.std() > 5 / 12_000**0.5
+    # The spread itself is learnt from gradients with noise.
+    assert 0.7 < mu.std() / (5 / 12_000**0.5) < 3
 
 
 @pytest.mark.parametrize(
