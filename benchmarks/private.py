@@ -90,20 +90,33 @@ def clients(x: np.ndarray, y: np.ndarray, number: int, uneven: bool, seed: int) 
     ]
 
 
+def pooled(x: np.ndarray, y: np.ndarray, seed: int) -> np.ndarray:
+    """Return draws (1000, d) of the normal approximation at the mode of all rows, without noise."""
+    x, mode = x.astype(float), np.zeros(x.shape[1])
+    for _ in range(12):  # of Newton's method; the last steps are below 1e-8
+        p = 1 / (1 + np.exp(-x @ mode))
+        curvature = (x * (p * (1 - p))[:, None]).T @ x + np.eye(len(mode))
+        mode = mode + np.linalg.solve(curvature, x.T @ (y - p) - mode)
+    root = np.linalg.cholesky(np.linalg.inv(curvature))
+    return mode + np.random.default_rng(seed).normal(size=(1_000, len(mode))) @ root.T
+
+
 def adult(seeds: int) -> None:
     """Print accuracy and log likelihood of private fits of Adult, and of fits without noise."""
-    for number, epsilon, uneven in (*ADULT, (10, None, False)):
+    for number, epsilon, uneven in (*ADULT, (1, None, False)):
         found = []
         for seed in range(seeds):
             x, y, x_test, y_test = load_tabular("adult", seed)
             x, x_test = (np.concatenate([np.ones((len(a), 1)), a], 1) for a in (x, x_test))
-            silos = clients(x, y.astype(int), number, uneven, seed)
             began = time.time()
-            private = {}
-            if epsilon is not None:
-                budget = nf.Privacy(epsilon=epsilon, delta=DELTA, trusted="sum")
-                private = dict(privacy=budget)
-            fitted = nf.fit(jax.random.key(seed), logistic, silos, progress_bar=False, **private)
+            if epsilon is None:
+                found.append((*quality(pooled(x, y, seed), x_test, y_test), 0, time.time() - began))
+                continue
+            silos = clients(x, y.astype(int), number, uneven, seed)
+            budget = nf.Privacy(epsilon=epsilon, delta=DELTA, trusted="sum")
+            fitted = nf.fit(
+                jax.random.key(seed), logistic, silos, privacy=budget, progress_bar=False
+            )
             draws = np.asarray(fitted.sample_posterior(jax.random.key(1), 1_000)["beta"])
             exchanges, seconds = fitted.num_exchanges, time.time() - began
             found.append((*quality(draws, x_test, y_test), exchanges, seconds))
