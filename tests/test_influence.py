@@ -65,6 +65,9 @@ def test_the_silo_that_contradicts_the_others_is_flagged_alone(double):
     found = nf.PVI(line).run(KEY, 1, lines((20, 30, 8, 15), lie=10.0), **QUIET).silos
     assert found.flagged == (1,)
     assert found.conflict.argmin() == 1
+    frame = found.to_frame()
+    assert frame["flagged"].tolist() == [False, True, False, False]
+    np.testing.assert_array_equal(frame["shift"], found.shift)
 
 
 def test_units_change_nothing(double):

@@ -32,6 +32,7 @@ from scipy.stats import chi2, f
 
 from numpyro_fed.after import pictures
 from numpyro_fed.algorithms.influence import Factors
+from numpyro_fed.errors import MissingExtraError
 
 # Precision of a silo along a direction, of that of all others, below which it knows nothing there:
 # rounding in single precision is 1e-7 of the whole.
@@ -70,6 +71,16 @@ class SiloTable:
     def plot(self) -> Any:
         """Return a figure of both numbers, with the silos that contradict the others in red."""
         return pictures.conflicts(self.shift, self.conflict, self.flagged)
+
+    def to_frame(self) -> Any:
+        """Return the table as a pandas DataFrame, a row for each silo."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise MissingExtraError("pandas", "examples") from error
+        marks = [j in self.flagged for j in range(len(self.shift))]
+        columns = {"shift": self.shift, "conflict": self.conflict, "flagged": marks}
+        return pandas.DataFrame(columns).rename_axis("silo")
 
     def __str__(self) -> str:
         lines = [f"{'silo':>6} {'shift':>8} {'conflict':>9}"]
