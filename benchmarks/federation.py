@@ -303,7 +303,9 @@ def strangers(number: int, plans: int) -> list[dict[str, Any]]:
         fresh.answer(heard[0])
         plan = bytearray(settings["plan"].encode())
         for _ in range(1 + i % 3):
-            plan[r.integers(len(plan))] = r.integers(32, 127)
+            place = r.integers(len(plan))
+            # Always another character: a plan that is the same is accepted, and rightly.
+            plan[place] = 32 + (plan[place] - 32 + r.integers(1, 95)) % 95
         changed = json.dumps({**settings, "plan": plan.decode()})
         question = Question.of(read(accept).head)._replace(settings=changed)
         head, _ = read(fresh.answer(write({}, question.head())))
