@@ -233,7 +233,7 @@ def test_a_row_without_a_mode_changes_no_other_row():
             numpyro.sample("y", dist.Poisson(jnp.exp(mu + b * x + u)), obs=y)
 
     r = np.random.default_rng(0)
-    x, y = r.normal(size=200), r.poisson(2.0, 200)
+    x, y = r.normal(size=200), r.poisson(200.0, 200)  # modes far from where a search begins
     z, L, clip = jnp.array([-8.0, 0.5]), jnp.eye(2), jnp.array(1.0)
     sums = []
     for last in (0.3, -300.0, 1e30):

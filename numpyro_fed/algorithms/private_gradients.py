@@ -56,6 +56,7 @@ from numpyro_fed.algorithms.private_units import PrivateUnits, best_clip, histog
 from numpyro_fed.algorithms.pvi.families import GAUSSIAN
 from numpyro_fed.algorithms.sfvi_avg import COUNT
 from numpyro_fed.bounds import Bound
+from numpyro_fed.errors import ModelError
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.gaussian import Gaussian, dot
 from numpyro_fed.guides.base import GuideParams
@@ -297,7 +298,7 @@ class PrivateBound:
         data: SiloData,
     ) -> Rows:
         """Raise an error: latents of rows are integrated out."""
-        raise NotImplementedError("rows' latents are integrated out under privacy.")
+        raise ModelError("rows' latents are integrated out under privacy: there are no draws.")
 
     def with_plain_gradient(self) -> PrivateBound:
         """Return the bound itself."""
@@ -380,7 +381,10 @@ class PrivateGradients:
         watch = inner.watch
         names = {x.name for r in inner.opening for x in r.exchanges}
         if not names <= WITHOUT_GRADIENTS:
-            raise NotImplementedError(f"{names} before the first round have no noise.")
+            raise ModelError(
+                f"the exchanges {sorted(names - WITHOUT_GRADIENTS)} before the first round would "
+                "tell of rows without noise. Use a guide without networks."
+            )
         lengths, clip = Exchange(LENGTHS, self._lengths_of_silo), Exchange(CLIP, self._take_clip)
         return inner._replace(
             init_server=self._init_server,
@@ -410,7 +414,7 @@ class PrivateGradients:
     def starts(self) -> WarmStart:
         """Return the functions by which the algorithm begins at a posterior."""
         if (carry := self.inner.carry) is None:
-            raise NotImplementedError("an algorithm under privacy begins at a posterior.")
+            raise ModelError("an algorithm under privacy begins at the posterior of a search.")
         return carry
 
     # The server.

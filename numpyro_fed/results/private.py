@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -64,14 +65,14 @@ class ProtectedResult(Result):
         return self._doubt_of_steps
 
     @property
+    @abstractmethod
     def _doubt_of_steps(self) -> str:
         """Return in words why the steps may not have come to rest; empty if they have."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def _last_step(self) -> str:
         """Return in words how the run came to rest."""
-        raise NotImplementedError
 
     @property
     def settled(self) -> bool:
