@@ -157,7 +157,7 @@ class Part(Privacy):
     >>> budget = Privacy(epsilon=1.0, delta=1e-5)
     >>> part = Part.of(budget, share=0.25)
     >>> round(part.multiplier() / budget.multiplier(), 3), round(part.spends, 2)
-    (2.0, 0.46)
+    (2.0, 0.47)
     """
 
     share: float = 1.0
