@@ -8,7 +8,9 @@ the worst over all globals, unconstrained.
 
     python benchmarks/few_messages.py --json few_messages.json
 
-``--models six2,registry`` takes some; ``--quick`` takes a short NUTS.
+``--models six2,registry`` takes some; ``--quick`` takes a short NUTS. ``--rounds`` measures instead
+1,000 rounds of SFVI and 4 of PVI by default, on the registry and on Poisson counts with an effect
+for each row.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -81,12 +84,33 @@ def in_silos(number: int) -> list[dict[str, np.ndarray]]:
     return six_cities.silos(tuple(sizes))
 
 
+def counts(x: Any, y: Any = None) -> None:
+    """Counts with more variance than a Poisson distribution has: an effect for each row."""
+    a = numpyro.sample("a", dist.Normal(0, 5))
+    b = numpyro.sample("b", dist.Normal(0, 5))
+    tau = numpyro.sample("tau", dist.HalfNormal(2))
+    with nf.silo_plate("row", x.shape[0]):
+        u = numpyro.sample("u", dist.Normal(0, tau))
+        numpyro.sample("y", dist.Poisson(jnp.exp(a + b * x + u)), obs=y)
+
+
+def count_silos() -> list[dict[str, np.ndarray]]:
+    """Three silos of 30, 80 and 190 rows."""
+    r = np.random.default_rng(3)
+    silos = []
+    for n in (30, 80, 190):
+        x = r.normal(0, 1, n)
+        silos.append(dict(x=x, y=r.poisson(np.exp(1.0 + 0.5 * x + r.normal(0, 0.8, n)))))
+    return silos
+
+
 MODELS: dict[str, Any] = {
     "six2": (six_cities.model, lambda: six_cities.silos()),
     "six18": (six_cities.model, lambda: in_silos(18)),
     "registry": (registry, hospitals),
     "pair": (pair_registry, lambda: hospitals(0.5)),
 }
+BY_ROUNDS: dict[str, Any] = {"registry": MODELS["registry"], "counts": (counts, count_silos)}
 
 
 def unconstrained(draws: dict[str, Any]) -> np.ndarray:
@@ -127,15 +151,46 @@ def measure(name: str, quick: bool) -> dict[str, Any]:
     )
 
 
+def measure_rounds(quick: bool) -> list[dict[str, Any]]:
+    """Return the errors of SFVI and PVI with their defaults, in this process."""
+    steps = dict(num_warmup=50, num_samples=50) if quick else dict(num_samples=2_500, num_chains=4)
+    rows = []
+    for name, (model, make) in BY_ROUNDS.items():
+        silos = make()
+        nuts = nf.run_nuts(jax.random.key(2), model, silos, progress_bar=False, **steps)
+        merged = {k: np.reshape(v, (-1, *np.shape(v)[2:])) for k, v in nuts.globals.items()}
+        reference = unconstrained(merged)
+        sd = reference.std(0)
+        for method, rounds in ((nf.SFVI(model), 1_000), (nf.PVI(model), 4)):
+            result = method.run(jax.random.key(0), rounds, silos, progress_bar=False)
+            draws = unconstrained(result.sample_posterior(jax.random.key(1), 100_000))
+            error = np.abs(draws.mean(0) - reference.mean(0)) / sd
+            ratios = draws.std(0) / sd
+            row = dict(model=name, method=type(method).__name__, rounds=rounds, error=error.max())
+            rows.append(row | dict(ratios=[ratios.min(), ratios.max()]))
+            print(
+                f"{name:9} {row['method']:5} {rounds:5} rounds, error {error.max():.3f} sd, ratios "
+                f"{ratios.min():.3f} to {ratios.max():.3f}",
+                flush=True,
+            )
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rounds", action="store_true", help="SFVI and PVI in the place of nf.fit")
     parser.add_argument("--one", action="store_true", help="the model in this process, as JSON")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.one:
         print(json.dumps(measure(args.models, args.quick), default=float))
+        return
+    if args.rounds:
+        rows = measure_rounds(args.quick)
+        if args.json:
+            args.json.write_text(json.dumps(rows, indent=1, default=float))
         return
     rows = []
     print("model     exchanges  effective  error (sd)  sd ratios    seconds     CPU        NUTS")
