@@ -159,6 +159,8 @@ def read_new(
     new = as_dict("new data", new, argument_names(fm.text))
     if not isinstance(new, Mapping):
         raise DataError(f"new data must be a dict of keyword arguments, got {type(new).__name__}.")
+    kinds = {a.name: a for a in facts.arguments}
+    new = _as_one_row(new, kinds)
     for name, columns in found.items():
         check_columns("new data", name, columns, known.get(name, columns), "the fit")
     try:
@@ -184,13 +186,57 @@ def read_new(
                     f"new data, '{name}' has rows of the shape {data.arrays[name].shape[1:]}, "
                     f"where the fit had {shape}: a column is missing, or one too many is there."
                 )
-    kinds = {a.name: a for a in facts.arguments}
     arrays = {k: _like(k, a, kinds[k]) if k in kinds else a for k, a in data.arrays.items()}
-    return replace(data, arrays=arrays, missing=())
+    read = replace(data, arrays=arrays, missing=())
+    if fractions := [k for k, a in arrays.items() if k in kinds and _as_fractions(a, kinds[k])]:
+        _check_fractions(fm, read, fractions)
+    return read
+
+
+def _as_one_row(new: Mapping[str, Any], kinds: Mapping[str, Argument]) -> Mapping[str, Any]:
+    """Return new data with an axis of length one where all arguments of a plate are one row."""
+    plates = {kinds[name].plates for name in new if name in kinds if kinds[name].plates}
+    found = dict(new)
+    for plate in plates:
+        rows = {n: np.asarray(v) for n, v in new.items() if n in kinds and kinds[n].plates == plate}
+        rows = {n: a for n, a in rows.items() if a.dtype.kind in "fiub"}
+        if rows and all(a.ndim == len(kinds[n].shape) for n, a in rows.items()):
+            found |= {n: a[None] for n, a in rows.items()}
+    return found
+
+
+def _as_fractions(array: np.ndarray, fitted: Argument) -> bool:
+    """Return whether new data are fractions where the fit had whole numbers."""
+    return array.dtype.kind == "f" and np.dtype(fitted.dtype).kind in "iu"
+
+
+def _check_fractions(fm: FederatedModel, data: SiloData, names: Sequence[str]) -> None:
+    """Raise an error if the text does not run on fractions where it had whole numbers.
+
+    Raises
+    ------
+    DataError
+    """
+
+    def run(data: SiloData) -> None:
+        with TRACING, handlers.block(), feasible():
+            handlers.seed(handlers.uncondition(fm.text), 0)(**data.kwargs)
+
+    try:
+        jax.eval_shape(run, data)
+    except Exception as error:
+        raise DataError(
+            f"new data have fractions in {list(names)}, where the fit had whole numbers, and the "
+            f"model's text does not run on them: {str(error).splitlines()[0]} An index must be a "
+            "whole number."
+        ) from error
 
 
 def _like(name: str, array: np.ndarray, fitted: Argument) -> np.ndarray:
-    """Return an array of new data in the dtype that the argument had in the fit."""
+    """Return an array of new data in the dtype that the argument had in the fit.
+
+    Fractions in the place of whole numbers stay what they are.
+    """
     axes = len(fitted.shape) + bool(fitted.plates)
     if array.ndim != axes:
         raise DataError(
@@ -204,6 +250,8 @@ def _like(name: str, array: np.ndarray, fitted: Argument) -> np.ndarray:
         else array.dtype
     )
     cast = array.astype(dtype)
+    if _as_fractions(array, fitted) and not np.array_equal(cast, array):
+        return array
     if not np.array_equal(cast, array, equal_nan=array.dtype.kind == "f"):
         raise DataError(
             f"new data, '{name}' has dtype {array.dtype}, where the fit had {fitted.dtype}, which "

@@ -20,7 +20,7 @@ from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
 from jax.typing import ArrayLike
 
 from numpyro_fed.errors import DataError
-from numpyro_fed.model.frames import Frame, as_dict, column_names
+from numpyro_fed.model.frames import Frame, as_dict, column_names, is_frame
 
 Sizes = dict[str, int]
 
@@ -176,12 +176,36 @@ def _read(silos: Sequence[SiloInput], model: Callable[..., Any] | None) -> ReadS
     columns = [column_names(silo) for silo in silos]
     arguments = None if model is None else argument_names(model)
     plain = [as_dict(f"silo {j}", silo, arguments) for j, silo in enumerate(silos)]
+    _check_complete(silos, model)
     all_data = with_model_data(model, plain)
     found = [read_one(f"silo {j}", s, may_miss=True) for j, s in enumerate(all_data)]
     found = _with_missing(found)
     _check_alike(found)
     common = common_columns(columns)
     return ReadSilos(replace(silo, columns=common) for silo in found)
+
+
+def _check_complete(silos: Sequence[SiloInput], model: Callable[..., Any] | None) -> None:
+    """Raise an error if a silo that is a DataFrame has no column for one of a model's arguments.
+
+    Raises
+    ------
+    DataError
+    """
+    frames = {j: set(silo.columns) for j, silo in enumerate(silos) if is_frame(silo)}
+    names = argument_names(model) if frames and model is not None else None
+    if not names or model is None:
+        return
+    parameters = inspect.signature(model).parameters
+    needed = [n for n in names if parameters[n].default is inspect.Parameter.empty]
+    for j, columns in frames.items():
+        if lacking := [name for name in needed if name not in columns]:
+            raise DataError(
+                f"silo {j} is a DataFrame with the columns {sorted(columns)}, which lacks "
+                f"{lacking} of the model's arguments {names}. What is no number of a row, such as "
+                "a number of hospitals, is passed beside the columns: "
+                f"dict({{c: df[c] for c in df.columns}}, {lacking[0]}=...)."
+            )
 
 
 def argument_names(model: Callable[..., Any]) -> list[str] | None:

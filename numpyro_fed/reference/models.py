@@ -122,6 +122,8 @@ def compare_models(fits: Mapping[str, AfterFit], by: str = ROWS) -> ModelCompari
     DataError
         If the fits have other numbers of silos or rows, or other outcomes; or for ``by="rows"`` if
         silos are in other processes, where rows' numbers stay: then ``by="silos"``.
+    TypeError
+        For fits without names, as in a list.
     MissingExtraError
         If ArviZ is not installed.
 
@@ -157,6 +159,11 @@ def compare_models(fits: Mapping[str, AfterFit], by: str = ROWS) -> ModelCompari
         import arviz
     except ImportError as error:
         raise MissingExtraError("arviz", "examples") from error
+    if not isinstance(fits, Mapping):
+        raise TypeError(
+            "compare_models takes a dict, whose keys name the models in the table, got "
+            f'{type(fits).__name__}: compare_models({{"one": a, "other": b}}).'
+        )
     if len(fits) < 2:
         raise ValueError(f"expected two models or more, got {list(fits)}.")
     if by not in (ROWS, SILOS):

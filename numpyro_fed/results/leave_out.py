@@ -51,7 +51,7 @@ class LeaveOut:
 
     @property
     def total(self) -> float:
-        """The sum of all log densities, by which models are compared."""
+        """The sum of all log densities, by which models are compared; not known if one is not."""
         return float(self.log_density.sum())
 
     @property
@@ -85,6 +85,7 @@ class LeaveOut:
         except ImportError as error:
             raise MissingExtraError("pandas", "examples") from error
         columns = {name: getattr(self, name) for name in ("log_density", "pareto_k", "shift")}
+        columns["known"] = self.pareto_k <= MAX_K
         return pandas.DataFrame(columns).rename_axis("silo")
 
     def __str__(self) -> str:
@@ -94,6 +95,9 @@ class LeaveOut:
         ):
             mark = "  not known" if j in self.unknown else ""
             lines.append(f"{j:6d} {density:12.2f} {k:7.2f} {shift:7.2f}{mark}")
+        unknown = ", ".join(str(j) for j in self.unknown)
+        mark = f"  not known, for it counts silo {unknown}" if unknown else ""
+        lines.append(f"{'total':>6} {self.total:12.2f}{mark}")
         return "\n".join(lines)
 
     __repr__ = __str__
