@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from numpyro_fed.errors import ModelWarning, positive_int
-from numpyro_fed.guides.structured import Guide
+from numpyro_fed.guides.structured import Guide, Spec, leaves_locals_open
 from numpyro_fed.integrals.quadrature import (
     NODES,
     default_nodes,
@@ -127,6 +127,21 @@ def default_quadrature(fm: FederatedModel) -> Quadrature | None:
         return None
     adds_up = any(p.dim and not p.outer for p in fm.plates)
     return Quadrature(NODES_OF_WEIGHTS if nodes == NODES and adds_up else nodes)
+
+
+def objective_for(
+    given: Objective | None, fm: FederatedModel, guide: Spec | None, start: str | None
+) -> Objective:
+    """Return a run's objective: the given one; else quadrature where it can be, and the ELBO.
+
+    By quadrature no parameter of the locals' guide changes the bound, so that it takes the place of
+    the ELBO only where the user chose no such guide. It searches for rows' modes from the guide's
+    means, which are near where the run begins at the mode (``start``).
+    """
+    if given is not None:
+        return given
+    nodes = default_nodes(fm) if start == "mode" and leaves_locals_open(guide) else 0
+    return Quadrature(nodes) if nodes else ELBO()
 
 
 def check_quadrature(fm: FederatedModel) -> None:

@@ -421,6 +421,13 @@ def amortises(spec: Spec | None) -> bool:
     )
 
 
+def leaves_locals_open(spec: Spec | None) -> bool:
+    """Return whether the settings of a guide say nothing about the locals."""
+    chosen, default = _structured(spec), Structured()
+    names = "locals", "couple_mean", "couple_scale"
+    return all(getattr(chosen, name) == getattr(default, name) for name in names)
+
+
 def _structured(spec: Spec | None) -> Structured:
     if isinstance(spec, Amortised):
         spec = Structured(locals=spec)

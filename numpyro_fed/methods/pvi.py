@@ -65,7 +65,13 @@ from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.handlers import generalised
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.objectives import ELBO, Objective, default_quadrature, draws_by_plate
+from numpyro_fed.objectives import (
+    ELBO,
+    Objective,
+    default_quadrature,
+    draws_by_plate,
+    objective_for,
+)
 from numpyro_fed.privacy.budget import Privacy
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built, Factors
@@ -146,8 +152,10 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
         ``local.Optax()`` elsewhere.
     guide : Structured, optional
         For the local latents; its ``globals`` are not used.
-    objective : ELBO, LocallyEnhanced or Quadrature
-        The bound on a silo's likelihood where it has local latents.
+    objective : ELBO, LocallyEnhanced or Quadrature, optional
+        The bound on a silo's likelihood where it has local latents. By default ``Quadrature()``
+        where rows have one or two, the run starts at the mode, divergences are KL, and neither a
+        guide of the locals nor a ``batch_size`` nor a ``loss`` is chosen; else ``ELBO()``.
     theta_optim : optax.GradientTransformation, optional
         For parameters without a prior (``numpyro.param``), which take one step on the free energy
         at each update of the server (Appendices A and C); by default Adam at 0.02. They need many
@@ -211,7 +219,7 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
     prior: str = field(default="auto", kw_only=True)
     local: Local | None = field(default=None, kw_only=True)
     guide: Structured | None = field(default=None, kw_only=True)
-    objective: Objective = field(default=ELBO(), kw_only=True)
+    objective: Objective | None = field(default=None, kw_only=True)
     theta_optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
     start: str | Result | None = field(default="mode", kw_only=True)
     starts: int = field(default=1, kw_only=True)
@@ -314,7 +322,7 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
         """Raise an error for settings under which no privacy is accounted."""
         check_options(budget, None, None, self.replies_are_sums)
         check_unused(
-            objective=self.objective == ELBO(),
+            objective=self.objective is None,
             start=self.start == "mode",
             starts=self.starts == 1,
             start_scale=self.start_scale == 0.1,
@@ -399,9 +407,9 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
             "method": "PVI",
             **{name: _in_words(getattr(self, name)) for name in SAVED},
             "local": _in_words(self._local(plan)),
-            "start": self._start(fm, plan),
+            "start": (start := self._start(fm, plan)),
             "starts": self.starts,
-            "objective": _in_words(self.objective),
+            "objective": _in_words(self._objective(fm, start)),
             "guide": resolve(self.guide, fm, dict(plan.largest), dict(plan.total)),
             "conjugate": plan.facts.verdict("conjugate"),
             "damping": spec.damping(plan.num_silos) if auto else float(damping),
@@ -409,12 +417,19 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
             **self.private_settings(fm, plan),
         }
 
+    def _objective(self, fm: FederatedModel, start: str | None) -> Objective:
+        """Return the objective of a run with this kind of start."""
+        divergences = (self.divergence, self.prior_divergence)
+        plain = self.loss is None and all(isinstance(d, KL) for d in divergences)
+        whole = plain and (self.local is None or self.local.batch_size is None)
+        return objective_for(self.objective, fm, self.guide, start if whole else None)
+
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: Conjugate) -> Built:
         (chosen, _), resolved = prepared, plan.chosen
         guide = build_resolved(self.guide, GuideConfig.of(resolved["guide"]), fm)
         # The factors' family takes the place of the guide's own part for the globals.
         guide = replace(guide, globals=FamilyGuide(fm.dim, chosen.family))
-        objective = self.objective
+        objective = self._objective(fm, resolved["start"])
         if self.noise is not None:
             objective = default_quadrature(fm) or ELBO()
         draws = draws_by_plate(objective, guide)

@@ -47,7 +47,13 @@ from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches
-from numpyro_fed.objectives import ELBO, Objective, default_quadrature, draws_by_plate
+from numpyro_fed.objectives import (
+    ELBO,
+    Objective,
+    default_quadrature,
+    draws_by_plate,
+    objective_for,
+)
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.private import NOT_PROTECTED, PrivateGradientResult
@@ -105,7 +111,7 @@ class GradientMethod(ByPrivateGradients[Result, None]):
 
     optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
     guide: Structured | Amortised | AutoGuide | None = field(default=None, kw_only=True)
-    objective: Objective = field(default=ELBO(), kw_only=True)
+    objective: Objective | None = field(default=None, kw_only=True)
     num_particles: int = field(default=1, kw_only=True)
     starts: int = field(default=1, kw_only=True)
     schedule: str | Spec = field(default="synchronous", kw_only=True)
@@ -119,7 +125,7 @@ class GradientMethod(ByPrivateGradients[Result, None]):
         in_step(self.schedule)
         if self.privacy is not None:
             check_options(self.privacy, self.guide, self.batch_size, self.replies_are_sums)
-            check_unused(objective=self.objective == ELBO(), starts=self.starts == 1)
+            check_unused(objective=self.objective is None, starts=self.starts == 1)
             if in_step(self.schedule).build(2) is not None:
                 raise ModelError(
                     f"schedule={self.schedule!r} under privacy=: noise is planned for rounds in "
@@ -148,14 +154,20 @@ class GradientMethod(ByPrivateGradients[Result, None]):
         spec = self.guide if isinstance(self.guide, Structured) else Structured()
         return replace(spec, globals="full")
 
+    def _objective(self, fm: FederatedModel, start: str | None) -> Objective:
+        """Return the objective of a run with this kind of start."""
+        whole = start if self.batch_size is None else None
+        return objective_for(self.objective, fm, self._spec(fm), whole)
+
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: None) -> Built:
         if self.noise is not None:
             return self._assemble_privately(fm, plan, self.noise)
         chosen, spec = plan.chosen, self._spec(fm)
         guide = build_resolved(spec, GuideConfig.of(chosen["guide"]), fm, plan.row_of)
         fm = with_encoders(fm, guide.encoders)
-        draws = draws_by_plate(self.objective, guide)
-        bound = bound_of(fm, guide, self.objective)
+        objective = self._objective(fm, chosen["start"])
+        draws = draws_by_plate(objective, guide)
+        bound = bound_of(fm, guide, objective)
         minibatches = minibatches_of(fm, plan.lengths, self.batch_size)
         check_guide(guide, draws, minibatches)
         parts, start = self._parts(fm, plan, bound, minibatches), None
@@ -166,7 +178,7 @@ class GradientMethod(ByPrivateGradients[Result, None]):
         return Built(
             model=fm,
             guide=guide,
-            objective=self.objective,
+            objective=objective,
             algorithm=parts.algorithm(),
             schedule=in_step(self.schedule).build(plan.num_silos),
             draws=draws,
@@ -244,9 +256,10 @@ class SFVI(GradientMethod):
         :class:`numpyro_fed.guides.Structured` chooses by the model's sizes when left out. A NumPyro
         autoguide is used for the globals. With networks for rows
         (:class:`numpyro_fed.guides.Amortised`) a run starts as by ``start=None``.
-    objective : ELBO, LocallyEnhanced or Quadrature
-        The bound. ``Quadrature()`` is the best where rows have one or two latents; where they have
-        more ``LocallyEnhanced(draws=20)`` is worth its price.
+    objective : ELBO, LocallyEnhanced or Quadrature, optional
+        The bound. By default ``Quadrature()`` where rows have one or two latents, the run starts at
+        the mode, and neither a guide of the locals nor a ``batch_size`` is chosen; else ``ELBO()``,
+        the papers'. Where rows have more latents ``LocallyEnhanced(draws=20)`` is worth its price.
     num_particles : int
         Draws of the globals in each round.
     start : {"mode", None} or Result
@@ -326,7 +339,7 @@ class SFVI(GradientMethod):
             "start": start,
             "starts": self.starts,
             "guide": resolve(self._spec(fm), fm, largest, total, at_mode=start == "mode"),
-            "objective": repr(self.objective),
+            "objective": repr(self._objective(fm, start)),
             "schedule": repr(in_step(self.schedule)),
             "batch_size": self.batch_size,
             **self.private_settings(fm, plan),

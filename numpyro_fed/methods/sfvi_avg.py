@@ -211,18 +211,18 @@ class SFVIAvg(GradientMethod):
                 "or PVI, or take the parameter out of the silo_plate."
             )
         guide = resolve(self._spec(fm), fm, dict(plan.largest), dict(plan.total))
+        start = start_of(self.start, fm, wide=guide.globals == "diagonal")
+        start = None if amortises(self.guide) else start
         return {
             "method": "SFVIAvg",
             "local_steps": self.local_steps,
             "aggregate": self.aggregate,
             "by_rows": self.weights == "rows" and self.aggregate != "product",
             "num_particles": self.num_particles,
-            "start": None
-            if amortises(self.guide)
-            else start_of(self.start, fm, wide=guide.globals == "diagonal"),
+            "start": start,
             "starts": self.starts,
             "guide": guide,
-            "objective": repr(self.objective),
+            "objective": repr(self._objective(fm, start)),
             "schedule": repr(in_step(self.schedule)),
             "batch_size": self.batch_size,
             **self.private_settings(fm, plan),
