@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.after.pictures import curve
+from numpyro_fed.after.pictures import caterpillar, checks, conflicts, curve, marginals
 from numpyro_fed.errors import ModelError
 
 matplotlib.use("Agg")
@@ -72,7 +72,7 @@ def test_silos_that_are_not_there_are_refused(fitted):
 
 def test_globals_are_drawn_over_their_prior(fitted):
     (ax,) = (a for a in fitted.plot().axes if a.axison)
-    assert ax.get_title() == "mu"
+    assert ax.get_xlabel() == "mu"
     x, density = ax.lines[0].get_data()
     draws = np.asarray(fitted.sample_posterior(jax.random.key(0), 4_000)["mu"])
     assert x[np.argmax(density)] == pytest.approx(np.median(draws), abs=0.5 * draws.std())
@@ -87,11 +87,11 @@ def test_effects_are_drawn_in_their_order_with_what_a_silo_says_alone(fitted):
     assert [t.get_text() for t in ax.get_yticklabels()] == ["silo 0", "silo 1", "silo 2"]
     lines = {line.get_label(): np.asarray(line.get_xdata(), float) for line in ax.lines}
     draws = np.asarray(fitted.sample_posterior(jax.random.key(0), 2_000, silo="all")["u"])
-    np.testing.assert_allclose(lines["all silos"], draws.mean(0))
+    np.testing.assert_allclose(lines["mean, by all silos"], draws.mean(0))
     # Shrunk to the prior's mean, by the precision that the prior has.
-    alone, v = lines["this silo alone"], draws.var(0)
+    alone, v = lines["by this silo alone"], draws.var(0)
     np.testing.assert_allclose(alone, draws.mean(0) / (1 - v / 4), atol=0.15)
-    assert fitted.plot_silos().axes[0].get_xlabel().startswith("u:")
+    assert fitted.plot_silos().axes[0].get_xlabel() == "u"
     labels = [t.get_text() for t in fitted.plot_silos("b").axes[0].get_yticklabels()]
     assert len(labels) == 50
     assert "silo 1, 29" in labels
@@ -114,6 +114,105 @@ def test_disagreement_is_drawn(fitted):
     left, right = table.plot().axes
     np.testing.assert_allclose([bar.get_width() for bar in left.patches], table.shift)
     np.testing.assert_allclose([b.get_width() for b in right.patches], -np.log10(table.conflict))
+
+
+def words(figure):
+    """Return the entries of a figure's legend."""
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_figures_can_be_read_by_themselves(fitted):
+    figure = fitted.plot()
+    assert words(figure) == ["posterior", "prior"]
+    assert figure.axes[0].get_ylabel() == "density"
+    intervals = ["50 % interval", "90 % interval"]
+    more = ["by this silo alone", "mean of the prior"]
+    assert words(fitted.plot_silos()) == ["mean, by all silos", *intervals, *more]
+    figure = fitted.plot_check(n=3)
+    assert words(figure) == ["observed", "predicted, a line for each data set"]
+    assert [ax.get_xlabel() for ax in figure.axes] == ["y"] * 3
+    assert figure.axes[0].get_ylabel() == "share at or below"
+    figure = fitted.disagreement().plot()
+    assert all(ax.get_xlabel() for ax in figure.axes)
+    assert words(figure)[-1] == "limit for the longest bar"
+
+
+def test_silos_may_have_names(fitted):
+    names = ["St. Mary", "North", "Bern"]
+    labels = fitted.plot_silos("u", names=names).axes[0].get_yticklabels()
+    assert [t.get_text() for t in labels] == names  # in the order of their effects, too
+    labels = fitted.plot_silos("b", names=names).axes[0].get_yticklabels()
+    assert "Bern, 11" in [t.get_text() for t in labels]
+    assert [a.get_title() for a in fitted.plot_check(n=2, names=names).axes] == names
+    assert fitted.plot_check(2, n=2, names=names).axes[0].get_title() == "Bern"
+    labels = fitted.disagreement().plot(names=names).axes[0].get_yticklabels()
+    assert [t.get_text() for t in labels] == names
+    for figure in fitted.plot_silos, fitted.plot_check, fitted.disagreement().plot:
+        with pytest.raises(ValueError, match="names has 2 entries, and there are 3 silos"):
+            figure(names=names[:2])
+
+
+def test_effects_of_two_elements_have_a_panel_each_with_silos_in_one_order():
+    r = np.random.default_rng(0)
+    draws = r.normal(size=(500, 12, 2)) * [0.1, 5.0] + np.arange(12)[:, None] * [-1.0, 1.0]
+    figure = caterpillar(
+        "u", draws, 9 * r.normal(size=draws.shape), [f"silo {j}" for j in range(12)]
+    )
+    first, second = figure.axes
+    assert [first.get_xlabel(), second.get_xlabel()] == ["u[0]", "u[1]"]
+    assert [t.get_text() for t in first.get_yticklabels()] == [f"silo {j}" for j in range(12)][::-1]
+    np.testing.assert_allclose(second.lines[0].get_xdata(), draws[:, ::-1, 1].mean(0))
+
+
+@pytest.mark.parametrize("number", [12, 40])
+def test_labels_of_many_silos_do_not_overlap(number):
+    r = np.random.default_rng(0)
+    labels = [f"silo {j}" for j in range(number)]
+    draws = r.normal(size=(200, number))
+    for figure in (
+        caterpillar("u", draws, 2 * r.normal(size=draws.shape), labels),
+        conflicts(r.random(number), r.random(number), (3,), 0.01, labels),
+    ):
+        figure.canvas.draw()
+        boxes = [t.get_window_extent() for t in figure.axes[0].get_yticklabels()]
+        assert len(boxes) == number
+        lows, highs = (np.sort([getattr(b, name) for b in boxes]) for name in ("y0", "y1"))
+        assert (lows[1:] > highs[:-1]).all()
+
+
+def test_rows_without_number_have_no_labels_and_the_height_ends():
+    draws = np.random.default_rng(0).normal(size=(50, 3_000))
+    figure = caterpillar("b", draws, 2 * draws, [f"silo 0, {i}" for i in range(3_000)])
+    assert figure.get_figheight() < 25
+    assert figure.axes[0].get_yticklabels() == []
+    assert figure.axes[0].get_ylabel().startswith("3000 rows")
+
+
+def test_contradictions_are_named_in_the_legend():
+    figure = conflicts(np.ones(3), np.array([0.5, 1e-9, 0.2]), (1,), 0.01, ["a", "b", "c"])
+    assert words(figure)[:2] == ["does not contradict the others", "contradicts the others"]
+    colours = [bar.get_facecolor() for bar in figure.axes[0].patches]
+    assert colours[0] == colours[2] != colours[1]
+    ticks = figure.axes[1].xaxis.get_major_formatter()
+    assert [ticks(x) for x in (0, 1, 2, 9)] == ["1", "0.1", "0.01", "$10^{-9}$"]
+
+
+def test_a_prior_out_of_sight_is_pointed_at():
+    r = np.random.default_rng(0)
+    draws = np.stack([r.normal(90, 1, 500), r.normal(-90, 1, 500)], 1)
+    left, right = marginals(["a", "b"], draws, r.normal(size=(500, 2))).axes
+    assert [t.get_text() for t in left.texts] == ["\u2190 prior"]
+    assert [t.get_text() for t in right.texts] == ["prior \u2192"]
+
+
+def test_a_check_of_more_panels_than_are_drawn_says_so():
+    seen = [{"n": np.arange(5)}] * 24
+    drawn = [{"n": np.tile(np.arange(5), (3, 1))}] * 24
+    figure = checks(seen, drawn, [f"silo {j}" for j in range(40)])
+    assert figure.legends[0].get_title().get_text() == "the first 24 of 40"
+    figure.canvas.draw()
+    ticks = figure.axes[0].get_xticks()
+    np.testing.assert_array_equal(ticks, np.round(ticks))  # counts are whole numbers
 
 
 def test_curves_of_equal_draws_and_of_heavy_tails():

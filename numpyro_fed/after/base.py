@@ -42,9 +42,6 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.precision import in_precision_of_object
 
-# Share of the prior's precision that a silo must add to an effect's, for an estimate of it alone.
-MIN_TOLD = 0.05
-
 
 class AfterFit(ABC):
     """A posterior of a model whose silos hold rows, and the questions that can be asked of it."""
@@ -411,13 +408,15 @@ class AfterFit(ABC):
             raise ModelError("the model has no globals to plot.")
         prior = self._drawn_from_prior(jax.random.key(1), n)
         before = None if prior is None else elements({name: prior[name] for name in chosen})[1]
-        most = slice(pictures.MOST_PANELS)
-        return pictures.marginals(names[most], values, before)
+        return pictures.marginals(names, values, before)
 
     @in_precision_of_object
-    def plot_silos(self, site: str | None = None, *, n: int = 2_000) -> Any:
+    def plot_silos(
+        self, site: str | None = None, *, n: int = 2_000, names: Sequence[str] | None = None
+    ) -> Any:
         r"""Return a figure of silos' own latents: means with 50 and 90 % intervals, in order.
 
+        An effect of several elements has a panel for each, with silos in the order of the first.
         Circles are the estimates of each silo alone. With the mean and variance :math:`m_j, v_j` of
         the posterior of an effect and :math:`m_0, v_0` of its prior given the globals, they are
         :math:`(m_j / v_j - m_0 / v_0) / (1 / v_j - 1 / v_0)`: what is left of a normal posterior
@@ -429,6 +428,8 @@ class AfterFit(ABC):
             A latent in a silo plate; by default the first one that rows share (of a hospital).
         n : int
             The number of draws.
+        names : list of str, optional
+            A name for each silo, in their order; by default their numbers.
 
         Returns
         -------
@@ -446,26 +447,21 @@ class AfterFit(ABC):
         site = next(iter([*outer_latents(fm), *known]), None) if site is None else site
         if site is None or site not in known:
             raise ModelError(f"{site!r} is no latent of silos: the model has {known}.")
+        silos = pictures.labels_of(run.num_silos, names)
         run.data_of(0)  # before silos elsewhere are asked for what cannot be shown
         draws = self.sample_posterior(jax.random.key(0), n, silo=ALL)
         before = self._drawn_given_globals(jax.random.key(1), draws, site)
-        values, prior = (np.asarray(a, np.float64) for a in (draws[site], before))
-        silos = [(j, i) for j in range(run.num_silos) for i in range(rows_of(run, fm, site, j))]
-        single = len(silos) == run.num_silos
-        labels = [
-            (f"silo {j}" if single else f"silo {j}, {i}") + (f" {list(e)}" if e else "")
-            for j, i in silos
-            for e in np.ndindex(values.shape[2:])
-        ]
-        values, prior = values.reshape(n, -1), prior.reshape(n, -1)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            told = 1 / values.var(0) - 1 / prior.var(0)
-            alone = (values.mean(0) / values.var(0) - prior.mean(0) / prior.var(0)) / told
-        alone = np.where(told > MIN_TOLD / prior.var(0), alone, np.nan)
-        return pictures.caterpillar(site, values, labels, alone, float(prior.mean()))
+        axis = next(1 + (s.axis or 0) for s in fm.sites if s.name == site)
+        values, prior = (
+            np.moveaxis(np.asarray(a, np.float64), axis, 1) for a in (draws[site], before)
+        )
+        rows = [rows_of(run, fm, site, j) for j in range(run.num_silos)]
+        return pictures.caterpillar(site, values, prior, pictures.labels_of_rows(silos, rows))
 
     @in_precision_of_object
-    def plot_check(self, silo: int | str = OWN_ROWS, *, n: int = 50) -> Any:
+    def plot_check(
+        self, silo: int | str = OWN_ROWS, *, n: int = 50, names: Sequence[str] | None = None
+    ) -> Any:
         """Return a figure of a posterior predictive check, a panel for each silo.
 
         The distribution function of the outcomes is drawn over those of ``n`` data sets that the
@@ -477,6 +473,8 @@ class AfterFit(ABC):
             One silo, or each of them, up to 24.
         n : int
             The number of predictive data sets.
+        names : list of str, optional
+            A name for each silo of the fit, in their order; by default their numbers.
 
         Returns
         -------
@@ -488,20 +486,18 @@ class AfterFit(ABC):
             For silos in other processes, whose rows are theirs.
         """
         self._warn_of_doubt()
+        labels = pictures.labels_of(self.run_behind.num_silos, names)
+        chosen = list(range(len(labels)))
         if isinstance(silo, str):
             check_name(silo, OWN_ROWS)
-            silos = list(range(self.run_behind.num_silos))[: pictures.MOST_PANELS]
         else:
-            silos = [silo]
+            chosen = [silo_number(silo)]
+        silos = chosen[: pictures.MOST_PANELS]
         key = jax.random.key(0)
         asked = self._at_own_rows(key, silos, n)
         seen = self.outcomes_of_silos(silos)
         drawn = OwnRows(self.run_behind, self._predictor, asked).values()
-        predicted = [
-            {name: np.asarray(d[name]) for name in outcomes}
-            for d, outcomes in zip(drawn, seen, strict=True)
-        ]
-        return pictures.checks(seen, predicted, [f"silo {j}" for j in silos])
+        return pictures.checks(seen, drawn, [labels[j] for j in chosen])
 
     @in_precision_of_object
     def outcomes_of(self, silo: int) -> dict[str, np.ndarray]:

@@ -3,66 +3,138 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from textwrap import fill
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from numpyro_fed.errors import MissingExtraError
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from numpy.typing import ArrayLike
 
 MOST_PANELS = 24
 COLUMNS = 4
-POSTERIOR, PRIOR, OBSERVED = "C0", "0.6", "black"
+# A colour means the same in all figures.
+POSTERIOR, PRIOR, OBSERVED = "tab:blue", "0.6", "black"
+ALONE, CONTRADICTS, REFERENCE = "tab:orange", "tab:red", "0.8"
+LINE, MOST_LINES = 0.22, 80  # inches for a silo; with more lines they have no labels
 # Share of the draws of a prior that its curve shows: heavy tails would make it a spike.
 SHOWN = 0.98
 GRID = 200
 NUM_PREDICTED = 50  # predictive data sets in a check
+# Share of the prior's precision that a silo must add to an effect's, for an estimate of it alone.
+MIN_TOLD = 0.05
 
 
-def panels(number: int, **shared: Any) -> tuple[Figure, list[Axes]]:
-    """Return a figure with so many panels, in rows of four."""
+def panels(number: int, size: tuple[float, float] | None = None) -> tuple[Figure, list[Axes]]:
+    """Return a figure with so many panels of a size in inches, in rows of four."""
     try:
         from matplotlib import pyplot
     except ImportError as error:
         raise MissingExtraError("matplotlib", "examples") from error
-    columns = min(number, COLUMNS)
-    rows = -(-number // columns)
+    columns = min(max(number, 1), COLUMNS)
+    rows = max(-(-number // columns), 1)
+    width, height = size or ((4.5, 3.0) if number == 1 else (2.5, 2.1))
     figure, axes = pyplot.subplots(
         rows,
         columns,
-        figsize=(3 * columns, 2.2 * rows),
+        figsize=(width * columns, height * rows + 0.3),  # with a line for the legend
         squeeze=False,
         layout="constrained",
-        **shared,
     )
     for spare in axes.flat[number:]:
         spare.set_axis_off()
+        spare.set_visible(False)
+    for ax in axes.flat[:number]:
+        ax.spines[["right", "top"]].set_visible(False)
     return figure, list(axes.flat[:number])
+
+
+def legend(figure: Figure, handles: Sequence[Artist], shown: int = 0, there: int = 0) -> None:
+    """Put a legend above all panels, and say so if not all of them are drawn."""
+    if not handles:
+        return
+    # Less wide than the figure; the width of an entry is that of its words.
+    widths = [0.5 + 0.075 * len(str(handle.get_label())) for handle in handles]
+    columns = int(max(1, min(len(handles), figure.get_figwidth() // max(widths))))
+    figure.legend(
+        handles=handles,
+        loc="outside upper center",
+        ncols=-(-len(handles) // -(-len(handles) // columns)),
+        frameon=False,
+        fontsize="small",
+        title=f"the first {shown} of {there}" if shown < there else None,
+        title_fontsize="small",
+    )
+
+
+def labels_of(number: int, names: Sequence[str] | None) -> list[str]:
+    """Return a label for each silo: its name, or its number if silos have no names.
+
+    Raises
+    ------
+    ValueError
+        For another number of names than there are silos.
+    """
+    if names is None:
+        return [f"silo {j}" for j in range(number)]
+    given = [names] if isinstance(names, str) else [str(name) for name in names]
+    if len(given) != number:
+        words = f"names has {len(given)} entries, and there are {number} silos"
+        raise ValueError(f"{words}: give a name for each silo, in their order.")
+    return given
+
+
+def labels_of_rows(silos: Sequence[str], rows: Sequence[int]) -> list[str]:
+    """Return a label for each row of each silo; that of the silo where each has one row."""
+    if all(n == 1 for n in rows):
+        return list(silos)
+    return [f"{silo}, {i}" for silo, n in zip(silos, rows, strict=True) for i in range(n)]
 
 
 def marginals(names: Sequence[str], posterior: np.ndarray, prior: np.ndarray | None) -> Figure:
     """Return densities of the columns of draws (n, k), over those of the prior if there are any."""
-    figure, axes = panels(len(names))
-    for i, (name, ax) in enumerate(zip(names, axes, strict=True)):
+    from matplotlib.lines import Line2D
+
+    shown = list(names[:MOST_PANELS])
+    figure, axes = panels(len(shown))
+    for i, (name, ax) in enumerate(zip(shown, axes, strict=True)):
         x, density = curve(posterior[:, i])
         ax.fill_between(x, density, color=POSTERIOR, alpha=0.4, lw=0)
         ax.plot(x, density, color=POSTERIOR, label="posterior")
         if prior is not None:
-            wide = x[-1] - x[0]
-            inside = np.abs(prior[:, i] - x.mean()) < 2 * wide
-            if inside.sum() > 2:
-                at, height = curve(prior[inside, i])
-                # A prior is much wider as a rule, and its curve is cut.
-                ax.plot(at, height * inside.mean(), color=PRIOR, ls="--", label="prior")
-                ax.set_xlim(x[0] - wide / 2, x[-1] + wide / 2)
-        ax.set_title(name)
-        ax.set_yticks([])
-        ax.spines[["left", "right", "top"]].set_visible(False)
-    axes[0].legend(frameon=False, fontsize="small")
+            _behind(ax, x, prior[:, i])
+        ax.set(xlabel=name, yticks=[], ylim=(0, None))
+        ax.spines["left"].set_visible(False)
+    for ax in axes[::COLUMNS]:
+        ax.set_ylabel("density")
+    handles = [Line2D([], [], color=POSTERIOR, label="posterior")]
+    if prior is not None:
+        handles.append(Line2D([], [], color=PRIOR, ls="--", label="prior"))
+    legend(figure, handles, len(shown), len(names))
     return figure
+
+
+def _behind(ax: Axes, x: np.ndarray, prior: np.ndarray) -> None:
+    """Draw the density of a prior's draws (n,) around the grid ``x`` of the posterior."""
+    wide = x[-1] - x[0]
+    left = min(x[0], max(x[0] - wide / 2, prior.min()))  # a scale's axis ends at zero
+    right = max(x[-1], min(x[-1] + wide / 2, prior.max()))
+    ax.set_xlim(left, right)
+    inside = np.abs(prior - x.mean()) < 2 * wide
+    if inside.sum() > 2:
+        at, height = curve(prior[inside])
+        # A prior is much wider as a rule, and its curve is cut.
+        ax.plot(at, height * inside.mean(), color=PRIOR, ls="--", label="prior")
+    if not ((prior > left) & (prior < right)).any():
+        below = bool(np.median(prior) < left)
+        note = ax.text(not below, 0.98, "\u2190 prior" if below else "prior \u2192", color=PRIOR)
+        note.set(ha="left" if below else "right", va="top", fontsize="small")
+        note.set_transform(ax.transAxes)
 
 
 def curve(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -79,62 +151,96 @@ def curve(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return x, gaussian_kde(inside)(x)
 
 
-def caterpillar(
-    site: str,
-    draws: np.ndarray,
-    labels: Sequence[str],
-    alone: np.ndarray | None = None,
-    centre: float | None = None,
-) -> Figure:
-    """Return means with 50 and 90 % intervals of draws (n, k), a line for each of ``labels``.
+def alone(values: np.ndarray, prior: np.ndarray) -> np.ndarray:
+    """Return what silos say alone of effects, given draws (n, ...) of the posterior and the prior.
 
-    ``alone`` (k,) are estimates of each silo alone, from which the posterior is shrunk to the
-    ``centre``.
+    It is NaN where a silo says next to nothing.
     """
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise MissingExtraError("matplotlib", "examples") from error
+    with np.errstate(divide="ignore", invalid="ignore"):
+        told = 1 / values.var(0) - 1 / prior.var(0)
+        estimates = (values.mean(0) / values.var(0) - prior.mean(0) / prior.var(0)) / told
+    return np.where(told > MIN_TOLD / prior.var(0), estimates, np.nan)
+
+
+def caterpillar(site: str, draws: np.ndarray, prior: np.ndarray, labels: Sequence[str]) -> Figure:
+    """Return means and intervals of draws (n, k, ...), a line for each label, by element.
+
+    ``prior`` are draws given the globals, of the same shape. The order of the lines is that of the
+    means of the first element, in all panels.
+    """
     k = draws.shape[1]
-    order = np.argsort(draws.mean(0))
-    figure, ax = pyplot.subplots(figsize=(6, max(2.0, 0.3 * k + 1)), layout="constrained")
-    quantiles = np.quantile(draws[:, order], [0.05, 0.25, 0.75, 0.95], axis=0)
-    at = np.arange(k)
-    ax.hlines(at, quantiles[0], quantiles[3], color=POSTERIOR, lw=1)
-    ax.hlines(at, quantiles[1], quantiles[2], color=POSTERIOR, lw=4)
-    ax.plot(draws[:, order].mean(0), at, "o", color=POSTERIOR, mec="white", label="all silos")
-    if alone is not None and np.isfinite(alone).any():
-        ax.plot(alone[order], at, "o", mfc="none", color="black", label="this silo alone")
-        figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize="small")
-    if centre is not None:
-        ax.axvline(centre, color=PRIOR, ls="--", zorder=0)
-    ax.set_yticks(at, [labels[i] for i in order])
-    ax.set_xlabel(f"{site}: mean, 50 and 90 % intervals")
-    ax.spines[["right", "top"]].set_visible(False)
+    indices = list(np.ndindex(draws.shape[2:]))
+    order = np.argsort(draws[:, :, *indices[0]].mean(0))
+    shown, shared = indices[:MOST_PANELS], len(indices) > 1
+    height = LINE * min(k, MOST_LINES) + 1.2
+    figure, axes = panels(len(shown), (2.5 if shared else 5.5, height))
+    extra = 0.07 * max(map(len, labels)) if k <= MOST_LINES else 0.2
+    figure.set_figwidth(figure.get_figwidth() + extra)
+    for i, (index, ax) in enumerate(zip(shown, axes, strict=True)):
+        handles = _lines(ax, draws[:, order, *index], prior[:, order, *index])
+        ax.set_xlabel(site + (f"[{', '.join(map(str, index))}]" if index else ""))
+        ax.set_ylim(-0.7, k - 0.3)
+        if k > MOST_LINES:
+            ax.set_yticks([])
+        else:
+            ax.set_yticks(range(k), [labels[j] for j in order] if i % COLUMNS == 0 else [""] * k)
+    if k > MOST_LINES:
+        axes[0].set_ylabel(f"{k} rows of silos, in order of their mean")
+    legend(figure, handles, len(shown), len(indices))
     return figure
+
+
+def _lines(ax: Axes, draws: np.ndarray, prior: np.ndarray) -> list[Artist]:
+    """Draw means and intervals of draws (n, k) upwards, and return what a legend shows."""
+    low, quarter, upper, high = np.quantile(draws, [0.05, 0.25, 0.75, 0.95], axis=0)
+    at = np.arange(draws.shape[1])
+    wide = ax.hlines(at, low, high, color=POSTERIOR, lw=1, label="90 % interval")
+    thick = ax.hlines(at, quarter, upper, color=POSTERIOR, lw=4, label="50 % interval")
+    (dots,) = ax.plot(draws.mean(0), at, "o", color=POSTERIOR, ms=6.5, label="mean, by all silos")
+    (circles,) = ax.plot(alone(draws, prior), at, "o", mec=ALONE, label="by this silo alone")
+    circles.set(mfc="none", mew=1.5, ms=6.5)
+    centre = float(prior.mean())
+    dashes = ax.axvline(centre, color=PRIOR, ls="--", lw=1, zorder=0, label="mean of the prior")
+    return [dots, thick, wide, circles, dashes]
 
 
 def checks(
     observed: Sequence[Mapping[str, np.ndarray]],
-    predicted: Sequence[Mapping[str, np.ndarray]],
+    predicted: Sequence[Mapping[str, ArrayLike]],
     labels: Sequence[str],
 ) -> Figure:
-    """Return distribution functions of outcomes, over those of predictive data sets, by silo."""
+    """Return distribution functions of outcomes, over those of predictive data sets, by silo.
+
+    ``labels`` may have more silos than the others, which are then drawn alone.
+    """
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import MaxNLocator
+
     pairs = [
-        (f"{label}: {name}" if len(seen) > 1 else label, *_there(seen[name], drawn[name]))
-        for label, seen, drawn in zip(labels, observed, predicted, strict=True)
+        (label, name, *_there(seen[name], np.asarray(drawn[name])))
+        for label, seen, drawn in zip(labels, observed, predicted, strict=False)
         for name in seen
-    ][:MOST_PANELS]
+    ]
+    sites = {name for _, name, _, _ in pairs}
+    there = max(len(pairs), len(labels) * len(sites))
+    pairs = pairs[:MOST_PANELS]
     figure, axes = panels(len(pairs))
-    for ax, (title, seen, drawn) in zip(axes, pairs, strict=True):
+    for ax, (label, name, seen, drawn) in zip(axes, pairs, strict=True):
         for data in drawn[:NUM_PREDICTED]:
             ax.ecdf(np.ravel(data), color=POSTERIOR, alpha=0.15, lw=1)
         ax.ecdf(seen, color=OBSERVED, lw=1.5)
-        ax.set_title(title)
-        ax.spines[["right", "top"]].set_visible(False)
-    axes[0].plot([], [], color=POSTERIOR, label="predicted")
-    axes[0].plot([], [], color=OBSERVED, label="observed")
-    axes[0].legend(frameon=False, fontsize="small")
+        ax.set_title(fill(label, 28), fontsize="medium")
+        ax.set(ylim=(0, 1.02), yticks=[0, 0.5, 1])
+        if len(sites) > 1 or ax in axes[-COLUMNS:]:  # the lowest of each column
+            ax.set_xlabel(name)
+        ax.xaxis.set_major_locator(MaxNLocator(4, integer=bool(np.all(seen == np.round(seen)))))
+    for ax in axes[::COLUMNS]:
+        ax.set_ylabel("share at or below")
+    handles = [
+        Line2D([], [], color=OBSERVED, label="observed"),
+        Line2D([], [], color=POSTERIOR, label="predicted, a line for each data set"),
+    ]
+    legend(figure, handles, len(pairs), there)
     return figure
 
 
@@ -145,17 +251,49 @@ def _there(seen: np.ndarray, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return (flat, drawn) if there.all() else (flat[there], drawn.reshape(len(drawn), -1)[:, there])
 
 
-def conflicts(shift: np.ndarray, conflict: np.ndarray, flagged: Sequence[int]) -> Figure:
-    """Return a plot of how far each silo moves the posterior, and of its tail area."""
-    figure, (left, right) = panels(2, sharey=True)
-    at = np.arange(len(shift))
-    colours = ["C3" if j in flagged else POSTERIOR for j in at]
-    left.barh(at, shift, color=colours)
-    left.set_xlabel("moves a mean by (sds)")
-    left.set_yticks(at, [f"silo {j}" for j in at])
-    left.invert_yaxis()
-    right.barh(at, -np.log10(np.maximum(conflict, 1e-300)), color=colours)
-    right.axvline(-np.log10(0.01 / len(shift)), color="black", ls="--", lw=1)
-    right.set_xlabel("-log10 of the tail area")
-    figure.set_size_inches(7, max(2.0, 0.3 * len(shift) + 1))
+def conflicts(
+    shift: np.ndarray,
+    conflict: np.ndarray,
+    flagged: Sequence[int],
+    level: float,
+    labels: Sequence[str],
+) -> Figure:
+    """Return a plot of how far each silo moves the posterior, and of its tail area.
+
+    Tail areas are compared with ``level``, divided by the number of silos.
+    """
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    k = len(shift)
+    figure, (left, right) = panels(2, (3.0, LINE * min(k, MOST_LINES) + 1.2))
+    if k <= MOST_LINES:
+        figure.set_figwidth(6 + 0.07 * max(map(len, labels)))
+    colours = [CONTRADICTS if j in flagged else POSTERIOR for j in range(k)]
+    for ax, lengths in ((left, shift), (right, -np.log10(np.maximum(conflict, 1e-300)))):
+        ax.barh(range(k), lengths, height=0.7, color=colours)
+        ax.set_yticks(range(k), labels if ax is left else [""] * k)
+        ax.set_ylim(k - 0.4, -0.6)
+    if k > MOST_LINES:
+        left.set_yticks([])
+        right.set_yticks([])
+        left.set_ylabel(f"{k} silos, in their order")
+    left.set_xlabel("shift of a mean without it (sds)")
+    right.set_xlabel("probability of such a conflict")
+    right.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    right.xaxis.set_major_formatter(FuncFormatter(_probability))
+    limit = right.axvline(-np.log10(level / k), color=CONTRADICTS, ls="--", lw=1)
+    limit.set_label("limit for the longest bar")
+    handles = [
+        Patch(color=POSTERIOR, label="does not contradict the others"),
+        Patch(color=CONTRADICTS, label="contradicts the others"),
+        limit,
+    ]
+    legend(figure, handles if len(flagged) else [handles[0], limit])
     return figure
+
+
+def _probability(exponent: float, _: int | None = None) -> str:
+    """Return the label of a tick at minus the decimal logarithm of a probability."""
+    k = round(exponent)
+    return f"{10.0**-k:g}" if k < 3 else f"$10^{{-{k}}}$"

@@ -13,7 +13,8 @@ from jax import Array
 from scipy.stats import gaussian_kde, wasserstein_distance
 
 from numpyro_fed import html
-from numpyro_fed.errors import ConvergenceWarning, MissingExtraError, NonFiniteError
+from numpyro_fed.after import pictures
+from numpyro_fed.errors import ConvergenceWarning, NonFiniteError
 from numpyro_fed.reference.nuts_result import NutsResult
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import importance_correct
@@ -148,35 +149,29 @@ class Comparison:
 
         Needs the extra ``examples``. At most ``max_panels`` elements are drawn, in order.
         """
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise MissingExtraError("matplotlib", "examples") from error
         elements = [
             (name, i)
             for name, draws in self._nuts.items()
             for i in np.ndindex(draws.shape[1:])
             if not _constant(draws)[i]
         ]
-        elements = elements[:max_panels]
-        columns = max(1, min(len(elements), 4))
-        rows = -(-len(elements) // columns)
-        figure, axes = plt.subplots(
-            rows, columns, figsize=(3 * columns, 2.4 * rows), squeeze=False, layout="constrained"
-        )
-        for axis in axes.flat[len(elements) :]:
-            axis.set_visible(False)
-        for axis, (name, i) in zip(axes.flat, elements, strict=False):
+        shown = elements[:max_panels]
+        figure, axes = pictures.panels(len(shown))
+        handles: list[Any] = []
+        for axis, (name, i) in zip(axes, shown, strict=True):
             nuts, fit = self._nuts[name][:, *i], self._draws[name][:, *i]
             low, high = np.quantile(nuts, [0.001, 0.999])
             grid = np.linspace(low - 0.1 * (high - low), high + 0.1 * (high - low), 200)
-            axis.fill_between(grid, gaussian_kde(nuts)(grid), color="0.8", label="NUTS")
+            below = gaussian_kde(nuts)(grid)
+            filled = axis.fill_between(grid, below, color=pictures.REFERENCE, lw=0, label="NUTS")
             density = gaussian_kde(fit, weights=self._weights)(grid)
-            axis.plot(grid, density, color="C0", label=label)
-            axis.set(title=_label(name, i), yticks=[], ylim=(0, None))
-            axis.spines[["left", "top", "right"]].set_visible(False)
-        legend = axes.flat[0].get_legend_handles_labels()
-        figure.legend(*legend, loc="outside upper center", ncols=2, frameon=False)
+            (line,) = axis.plot(grid, density, color=pictures.POSTERIOR, label=label)
+            axis.set(xlabel=_label(name, i), yticks=[], ylim=(0, None))
+            axis.spines["left"].set_visible(False)
+            handles = [filled, line]
+        for axis in axes[:: pictures.COLUMNS]:
+            axis.set_ylabel("density")
+        pictures.legend(figure, handles, len(shown), len(elements))
         return figure
 
 

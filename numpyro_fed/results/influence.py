@@ -23,6 +23,7 @@ rows is far from a parabola: with parabolas for both, honest silos of 20 rows we
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -68,9 +69,20 @@ class SiloTable:
     conflict: np.ndarray
     flagged: tuple[int, ...] = field(default=())
 
-    def plot(self) -> Any:
-        """Return a figure of both numbers, with the silos that contradict the others in red."""
-        return pictures.conflicts(self.shift, self.conflict, self.flagged)
+    def plot(self, *, names: Sequence[str] | None = None) -> Any:
+        """Return a figure of both numbers, with the silos that contradict the others in red.
+
+        Parameters
+        ----------
+        names : list of str, optional
+            A name for each silo, in their order; by default their numbers.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+        """
+        labels = pictures.labels_of(len(self.shift), names)
+        return pictures.conflicts(self.shift, self.conflict, self.flagged, LEVEL, labels)
 
     def to_frame(self) -> Any:
         """Return the table as a pandas DataFrame, a row for each silo."""
