@@ -225,3 +225,48 @@ def test_rows_with_two_modes_far_apart_are_integrated_by_draws(double):
         log_p = log_p + np.log(joint.sum(1) * (b[1] - b[0]))
     evidence = np.log(np.exp(log_p).sum() * (mu[1] - mu[0]))
     assert abs(found.log_evidence - evidence) < 0.1
+
+
+def effects_of_rows(y):
+    a = numpyro.sample("a", dist.Normal(0, 5))
+    with nf.silo_plate("row", y.shape[0]):
+        u = numpyro.sample("u", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Poisson(jnp.exp(a + u)), obs=y)
+
+
+@pytest.mark.parametrize(("method", "rounds"), [(nf.SFVI, 1_500), (nf.PVI, 4)])
+def test_methods_integrate_effects_of_rows_by_default(method, rounds):
+    rng = np.random.default_rng(2)
+    y = rng.poisson(np.exp(0.3 + rng.normal(size=30)))
+    silos = [dict(y=y[:5]), dict(y=y[5:])]
+    result = method(effects_of_rows).run(jax.random.key(0), rounds, silos, progress_bar=False)
+    a = np.linspace(-1.5, 1.8, 400)
+    u = np.linspace(-6, 6, 801)
+    # The same integral on a grid: nothing is shared with the code above.
+    pmf = stats.poisson.pmf(y[:, None, None], np.exp(a[:, None] + u))
+    rows = np.log((pmf * stats.norm.pdf(u)).sum(-1) * (u[1] - u[0])).sum(0)
+    weights = np.exp((log := rows + stats.norm.logpdf(a, 0, 5)) - log.max())
+    mean = np.average(a, weights=weights)
+    sd = np.average((a - mean) ** 2, weights=weights) ** 0.5
+    draws = result.sample_posterior(jax.random.key(1), 20_000)["a"]
+    assert abs(draws.mean() - mean) < 0.08 * sd
+    assert 0.94 < draws.std() / sd < 1.06  # 0.8 by the ELBO
+
+
+def test_the_objective_is_the_papers_where_a_guide_of_the_locals_is_chosen():
+    silos = [dict(y=np.array([0, 3])), dict(y=np.array([1, 2, 2]))]
+
+    def objective(**settings):
+        method = nf.SFVI(effects_of_rows, **settings)
+        return method.run(jax.random.key(0), 1, silos, progress_bar=False)._fit.built.objective
+
+    assert objective() == nf.Quadrature(11)
+    assert objective(guide=nf.guides.Structured(globals="full")) == nf.Quadrature(11)
+    for settings in (
+        dict(start=None),
+        dict(guide=nf.guides.MeanField()),
+        dict(guide=nf.guides.Structured(couple_scale=False)),
+        dict(batch_size=2),
+        dict(objective=nf.ELBO()),
+    ):
+        assert objective(**settings) == nf.ELBO()
