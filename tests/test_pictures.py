@@ -164,6 +164,27 @@ def test_effects_of_two_elements_have_a_panel_each_with_silos_in_one_order():
     np.testing.assert_allclose(second.lines[0].get_xdata(), draws[:, ::-1, 1].mean(0))
 
 
+def test_effects_whose_silos_are_the_last_axis_are_drawn_by_silo():
+    def two_of_each(n_hospitals, hospital, y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with nf.silo_plate("hospital", n_hospitals, dim=-1), numpyro.plate("kind", 2, dim=-2):
+            u = numpyro.sample("u", dist.Normal(0, 2))
+        with nf.silo_plate("row", len(y)):
+            numpyro.sample("y", dist.Normal(mu + u[:, hospital].T, 1).to_event(1), obs=y)
+
+    r = np.random.default_rng(0)
+    silos = [
+        dict(n_hospitals=1, hospital=np.zeros(20, int), y=r.normal(size=(20, 2)) + means)
+        for means in ((-2, 2), (0, 0), (2, -2))
+    ]
+    fit = nf.fit(KEY, two_of_each, silos, **QUIET)
+    draws = np.asarray(fit.sample_posterior(jax.random.key(0), 2_000, silo="all")["u"])
+    assert draws.shape == (2_000, 2, 3)
+    for i, ax in enumerate(fit.plot_silos("u").axes):
+        assert ax.get_xlabel() == f"u[{i}]"
+        np.testing.assert_allclose(ax.lines[0].get_xdata(), draws[:, i].mean(0))
+
+
 @pytest.mark.parametrize("number", [12, 40])
 def test_labels_of_many_silos_do_not_overlap(number):
     r = np.random.default_rng(0)
