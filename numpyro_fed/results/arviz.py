@@ -14,7 +14,8 @@ from numpyro_fed.errors import MissingExtraError
 
 POSTERIOR, LOG_LIKELIHOOD, LOG_PRIOR = "posterior", "log_likelihood", "log_prior"
 ROW = "row"  # the name of the axis of rows
-OF_DATA = "observed_data", "constant_data"  # groups without draws
+CONSTANT_DATA = "constant_data"
+OF_DATA = "observed_data", CONSTANT_DATA  # groups without draws
 OF_DRAWS = "chain", "draw"
 
 Coords = Mapping[str, Collection[object]]
@@ -152,10 +153,14 @@ def chains_to_arviz(groups: Mapping[str, Mapping[str, Named]], labels: Labels | 
         raise MissingExtraError("arviz", "examples") from error
     early = arviz.__version__.startswith("0.")
     data: Any = None
+    labels = labels or Labels.of(None, None)
+    # An argument may have the name of a latent, but has rows.
+    others = {k: v for k, v in labels.dims.items() if k not in groups.get(POSTERIOR, {})}
     # One group at a time: a variable has other axes in each.
     for group, values in groups.items():
         whole = {group: {k: v.values for k, v in values.items()}}
-        axes: dict[str, Any] = axes_in(group, values, labels or Labels.of(None, None))
+        here = labels._replace(dims=others) if group == CONSTANT_DATA else labels
+        axes: dict[str, Any] = axes_in(group, values, here)
         if early and group == LOG_PRIOR:  # a group that from_dict does not know there
             data.add_groups(whole, **axes)
             continue

@@ -180,7 +180,9 @@ def more_groups(
     ``key`` and ``n`` are those of the posterior's draws, to which predictions and densities belong.
     With ``where_possible`` groups that are refused, or empty, are left out.
     """
-    found = {}
+    found: dict[str, Group] = {}
+    if not groups:
+        return found
     with precision(double=fit.double):
         for group in groups:
             try:
