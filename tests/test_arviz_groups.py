@@ -110,6 +110,8 @@ def test_all_groups_are_those_that_can_be_had(fitted, silos):
 
     found = nf.PVI(flat).run(KEY, 2, silos, **QUIET).to_arviz(KEY, 50, groups="all")
     assert groups_of(found) == {"posterior", *GROUPS} - {"prior", "prior_predictive"}
+    with pytest.raises(ModelError, match="cannot be drawn from"):
+        nf.PVI(flat).run(KEY, 1, silos, **QUIET).prior_predict(KEY)
 
 
 def test_the_server_of_a_federation_has_the_groups_of_globals(silos):

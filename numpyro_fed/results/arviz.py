@@ -197,9 +197,10 @@ def axes_in(group: str, values: Mapping[str, Named], labels: Labels) -> dict[str
                 f"has the shape {shape} in the group '{group}', and got {len(chosen)}. Leave out "
                 "those of chains and draws, and of axes that are not there."
             )
-        dims[name] = [*chosen, *value.axes[len(chosen) :]]
-        default = [f"{name}_dim_{i}" for i in range(len(dims[name]), len(shape))]
-        for axis, size in zip([*dims[name], *default], shape, strict=True):
+        named = [*chosen, *value.axes[len(chosen) :]]
+        # Versions of ArviZ name the other axes differently.
+        dims[name] = [*named, *(f"{name}_dim_{i}" for i in range(len(named), len(shape)))]
+        for axis, size in zip(dims[name], shape, strict=True):
             if axis not in labels.coords:
                 coords |= {axis: value.numbers[axis]} if axis in value.numbers else {}
                 continue
