@@ -370,7 +370,8 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
         Rows run along the axis ``"row"``, the first one of an outcome; where outcomes are of
         several silo plates, along axes with the names of these, and the numbers of silos are
         ``"silo of PLATE"``. Other plates around an outcome name their axes, too. ArviZ takes no
-        axis with the name of a variable: such an axis, and its ``coords``, get ``"_dim"``.
+        axis with the name of a variable: such an axis, and its ``coords``, get ``"_dim"``, and so
+        do axes of rows that have the name of an argument.
 
         Examples
         --------

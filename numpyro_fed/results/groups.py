@@ -21,7 +21,7 @@ from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.algorithms.importance.loo import log_likelihoods_of_rows, plates_of_rows
 from numpyro_fed.algorithms.sfvi import down_of
 from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.model.data import SiloData, Sizes, argument_names
+from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.outcomes import axes_of
 from numpyro_fed.model.padding import padded_keys
 from numpyro_fed.model.row_checks import refuse_coupled_rows
@@ -143,13 +143,12 @@ def latents_of_silos(fit: AfterFit, draws: Mapping[str, Array], silo: WhichSilo)
     """
     run = fit.run_behind
     fm = run._fit.model
-    taken = {s.name for s in fm.sites} | set(argument_names(fm.text) or ())
     found = {}
     for s in fm.sites:
         if s.kind != "latent" or s.plate is None or s.name not in draws:
             continue
         values, along = np.asarray(draws[s.name]), s.axis or 0
-        axis = axis_name(s.plate, taken)
+        axis = axis_name(s.plate, ())
         axes = [*(f"{s.name}_dim_{i}" for i in range(along)), axis]
         numbers = _numbers(run, s.plate, silo, values.shape[1 + along])
         found[s.name] = Named(values, tuple(axes), {axis: numbers})
