@@ -80,6 +80,50 @@ def test_arviz_leaves_rows_out_as_loo_does(fitted):
 def test_groups_that_are_not_known_are_refused(fitted):
     with pytest.raises(ValueError, match="'predictions' is none of"):
         fitted.to_arviz(groups=["predictions"])
+    with pytest.raises(ValueError, match=r"got a word. Pass groups=\['prior'\]"):
+        fitted.to_arviz(groups="prior")
+
+
+def groups_of(data):
+    names = data.groups() if arviz.__version__.startswith("0.") else data.children
+    return set(names)
+
+
+def assert_same(one, other):
+    assert groups_of(one) == groups_of(other)
+    for group in groups_of(one):
+        assert set(one[group].data_vars) == set(other[group].data_vars)
+        for name in one[group].data_vars:
+            np.testing.assert_array_equal(one[group][name], other[group][name])
+            assert one[group][name].dims == other[group][name].dims
+
+
+def test_all_groups_are_those_that_can_be_had(fitted, silos):
+    data = fitted.to_arviz(KEY, 50, groups="all")
+    assert groups_of(data) == {"posterior", *GROUPS}
+    assert_same(data, fitted.to_arviz(KEY, 50, groups=GROUPS))
+
+    def flat(x, y=None):
+        mu = numpyro.sample("mu", dist.ImproperUniform(dist.constraints.real, (), ()))
+        with nf.silo_plate("row", len(x)):
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+    found = nf.PVI(flat).run(KEY, 2, silos, **QUIET).to_arviz(KEY, 50, groups="all")
+    assert groups_of(found) == {"posterior", *GROUPS} - {"prior", "prior_predictive"}
+    with pytest.raises(ModelError, match="cannot be drawn from"):
+        nf.PVI(flat).run(KEY, 1, silos, **QUIET).prior_predict(KEY)
+
+
+def test_the_server_of_a_federation_has_the_groups_of_globals(silos):
+    nodes = [nf.Silo(silo, names={"model": model}) for silo in silos]
+    federation = nf.Federation(nf.network.InMemory([node.answer for node in nodes]))
+    result = nf.PVI(model).run(KEY, 2, federation, **QUIET)
+    data = result.to_arviz(KEY, 50, groups="all")
+    assert groups_of(data) == {"posterior", "prior", "log_prior"}
+    here = nf.PVI(model).run(KEY, 2, silos, **QUIET).to_arviz(KEY, 50, groups=["log_prior"])
+    np.testing.assert_allclose(data["log_prior"]["globals"], here["log_prior"]["globals"], 1e-5)
+    with pytest.raises(DataError):
+        result.to_arviz(KEY, 50, groups=["observed_data"])
 
 
 def test_the_run_and_its_correction_have_the_same_groups(fitted):
@@ -123,8 +167,112 @@ def test_draws_of_nuts_predict_and_are_drawn_alike(nuts, fitted):
         nuts.predict(KEY, silo=2)
 
 
+def wards(city, ward, n_wards, y=None):
+    """Effects of cities, globals, and of wards, of which a hospital has one or two."""
+    of_city = numpyro.sample("city", dist.Normal(0, 3).expand([3]).to_event(1))
+    with nf.silo_plate("hospital", n_wards):
+        u = numpyro.sample("u", dist.Normal(0, 1).expand([2]).to_event(1))
+    with nf.silo_plate("patient", len(city)):
+        numpyro.sample("y", dist.Normal(of_city[city] + u[ward, 0], 1), obs=y)
+
+
+def silos_with_wards(*numbers):
+    r = np.random.default_rng(0)
+    return [
+        dict(city=r.integers(0, 3, 6), ward=np.arange(6) % k, n_wards=k, y=r.normal(size=6))
+        for k in numbers
+    ]
+
+
+@pytest.fixture(scope="module")
+def nuts_of_wards():
+    silos, small = silos_with_wards(1, 2, 1), dict(num_warmup=100, num_samples=40)
+    return nf.run_nuts(KEY, wards, silos, num_chains=2, **small, **QUIET)
+
+
+def test_draws_of_nuts_have_all_groups_with_their_chains(nuts_of_wards):
+    nuts = nuts_of_wards
+    data = nuts.to_arviz(groups="all")
+    assert groups_of(data) == {"posterior", *GROUPS}
+    np.testing.assert_array_equal(data["posterior"]["city"], nuts.globals["city"])
+    silos = silos_with_wards(1, 2, 1)
+    y, city = (np.concatenate([s[k] for s in silos]) for k in ("y", "city"))
+    ward = np.concatenate([s["ward"] + first for s, first in zip(silos, (0, 1, 3), strict=True)])
+    u = np.concatenate([nuts.samples[f"silo_{j}/u"] for j in range(3)], 1)[:, ward, 0]
+    mean = nuts.globals["city"][..., city] + u.reshape(2, 40, 18)
+    rows = -0.5 * (y - mean) ** 2 - 0.5 * np.log(2 * np.pi)
+    np.testing.assert_allclose(data["log_likelihood"]["y"], rows, atol=1e-5)
+    prior = -0.5 * (nuts.globals["city"] / 3) ** 2 - np.log(3) - 0.5 * np.log(2 * np.pi)
+    np.testing.assert_allclose(data["log_prior"]["globals"], prior.sum(-1), atol=1e-4)
+    noise = np.asarray(data["posterior_predictive"]["y"]) - mean
+    assert abs(noise.mean()) < 5 / np.sqrt(noise.size)
+    assert noise.std() == pytest.approx(1, abs=0.07)
+    np.testing.assert_array_equal(data["observed_data"]["y"], np.float32(y))
+    np.testing.assert_array_equal(data["constant_data"]["silo"], np.repeat([0, 1, 2], 6))
+    name = "elpd_loo" if arviz.__version__.startswith("0.") else "elpd"
+    assert float(arviz.loo(data)[name]) == pytest.approx(nuts.loo().elpd, rel=1e-5)
+
+
+def test_draws_of_nuts_at_random_belong_to_their_groups(nuts_of_wards):
+    data = nuts_of_wards.to_arviz(KEY, 30, silo="all", groups=["log_prior"])
+    city = np.asarray(data["posterior"]["city"])
+    assert city.shape == (1, 30, 3)
+    prior = -0.5 * (city / 3) ** 2 - np.log(3) - 0.5 * np.log(2 * np.pi)
+    np.testing.assert_allclose(data["log_prior"]["globals"], prior.sum(-1), atol=1e-4)
+
+
+def test_axes_and_elements_have_names(nuts_of_wards, tmp_path):
+    """Latents of a plate that of the plate, and others those that the user gives."""
+    silos = silos_with_wards(1, 2, 1)
+    result = nf.PVI(wards).run(KEY, 2, silos, **QUIET)
+    result.save(tmp_path / "fit", draws=50)
+    names = nf.levels([dict(c=np.repeat(["Bern", "Chur"], 5))], ["c"])["c"]
+    labels = dict(dims={"city": ["city"], "y": ["patient"]}, coords={"city": names})
+    for of in (result, nuts_of_wards):
+        data = of.to_arviz(KEY, 20, silo="all", groups="all", **labels)
+        for group in ("posterior", "prior"):  # a variable there has the name of the axis
+            city = data[group]["city"]
+            assert city.dims == ("chain", "draw", "city_dim")
+            assert tuple(city.coords["city_dim"].values) == names
+            np.testing.assert_array_equal(city.sel(city_dim="Chur"), city[..., 1])
+        for group in ("posterior_predictive", "prior_predictive", "log_likelihood"):
+            assert data[group]["y"].dims == ("chain", "draw", "patient")
+        assert data["observed_data"]["y"].dims == ("patient",)
+        assert data["posterior"]["u"].dims[2:] == ("hospital", "u_dim_1")
+        assert data["posterior"]["u"].shape[2:] == (4, 2)
+        for silo, numbers in (("all", [0, 1, 2, 3]), ([0, 2], [0, 3]), (1, [1, 2])):
+            u = of.to_arviz(KEY, 20, silo=silo, dims={"u": ["hospital", "what"]})["posterior"]["u"]
+            assert u.dims[2:] == ("hospital", "what")
+            np.testing.assert_array_equal(u.coords["hospital"], numbers)
+        wards_of = of.to_arviz(KEY, 20, silo=1, coords={"hospital": ["a", "b"]})["posterior"]["u"]
+        assert list(wards_of.coords["hospital"].values) == ["a", "b"]
+    saved = nf.load(tmp_path / "fit").to_arviz(**labels)["posterior"]["city"]
+    assert tuple(saved.coords["city_dim"].values) == names
+    path = tmp_path / "fit.nc"
+    data.to_netcdf(path)
+    assert tuple(arviz.from_netcdf(path)["posterior"].coords["city_dim"].values) == names
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (dict(dims={"mu": ["a"]}), r"at most 0 names, since 'mu' has the shape \(\).*got 1"),
+        (dict(dims={"mu": "a"}), r"dims=\{'mu': 'a'\}: expected a list, got a word"),
+        (dict(coords={"a": "bc"}), r"coords=\{'a': 'bc'\}: expected a list, got a word"),
+        (
+            dict(groups=["observed_data"], coords={"row": range(3)}),
+            r"'row': .*expected 20 values, since 'y' has the shape \(20,\).* got 3",
+        ),
+    ],
+)
+def test_names_that_do_not_fit_are_refused(fitted, labels, words):
+    with pytest.raises(ValueError, match=words):
+        fitted.to_arviz(KEY, 20, **labels)
+
+
 def test_draws_without_their_data_say_so():
     bare = nf.NutsResult({"mu": np.zeros((1, 10))}, 0, dict)
+    assert bare.to_arviz()["posterior"]["mu"].shape == (1, 10)
     with pytest.raises(DataError, match="no data"):
         bare.predict(KEY, dict(x=np.ones(1)))
 

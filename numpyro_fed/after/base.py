@@ -539,7 +539,7 @@ class AfterFit(ABC):
         """Return draws of the globals from their prior; None if they cannot be drawn."""
         run = self.run_behind
         fm, theta = run._fit.model, run.shared.theta
-        z_G = fm.draw_prior(key, n)
+        z_G = None if fm.improper else fm.draw_prior(key, n)
         if z_G is None:
             return None
         return jax.jit(jax.vmap(fm.constrain_global, (None, 0)))(theta, z_G)

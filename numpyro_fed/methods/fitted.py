@@ -18,9 +18,9 @@ from numpyro_fed.after.base import AfterFit
 from numpyro_fed.after.run import WhichSilo, silo_number
 from numpyro_fed.errors import DataError
 from numpyro_fed.privacy.budget import Spent
-from numpyro_fed.results.arviz import to_arviz
+from numpyro_fed.results.arviz import Coords, Dims, Labels
 from numpyro_fed.results.corrected import Corrected
-from numpyro_fed.results.groups import check_groups, more_groups
+from numpyro_fed.results.groups import groups_to_arviz, log_likelihood
 from numpyro_fed.results.influence import SiloTable
 from numpyro_fed.results.mode import LocalMode, Mode, Near
 from numpyro_fed.results.particles import Particles
@@ -300,7 +300,9 @@ class Fitted(AfterFit):
         num_samples: int = 1_000,
         *,
         silo: WhichSilo | None = None,
-        groups: Sequence[str] = (),
+        groups: Sequence[str] | str = (),
+        coords: Coords | None = None,
+        dims: Dims | None = None,
     ) -> Any:
         """Return posterior draws as an ArviZ object.
 
@@ -309,19 +311,31 @@ class Fitted(AfterFit):
         ``posterior`` has the attributes ``verdict``, and ``ess`` and ``pareto_k`` of the
         correction. Needs the extra ``examples``.
 
-        ``groups`` are further ones: ``"prior"``, ``"posterior_predictive"``, ``"prior_predictive"``
-        and ``"log_likelihood"`` of the rows of all silos side by side, ``"log_prior"``,
-        ``"observed_data"``, and ``"constant_data"`` with the number of each row's silo. They need
-        the silos' rows in this process.
+        Parameters
+        ----------
+        key : jax.Array, optional
+        num_samples : int
+        silo : int, list of int, or "all", optional
+            As in :meth:`sample_posterior`.
+        groups, coords, dims : optional
+            Further groups, and names, as :meth:`Corrected.to_arviz` has them.
         """
-        check_groups(groups)
         # Draws of a fit without a reliable correction are independent, and worth their number.
-        sample = partial(self.sample_posterior, silo=silo)
         of_correction = {} if self.corrected is None else self.corrected._attributes
         worth = self.best.ess if isinstance(self.best, Corrected) else math.inf
         attributes = {**of_correction, "verdict": self.verdict}
-        more = partial(more_groups, self, self.best, groups=groups)
-        return to_arviz(sample, key, num_samples, worth=worth, attributes=attributes, more=more)
+        return groups_to_arviz(
+            self,
+            self.best,
+            partial(log_likelihood, self.best),
+            key,
+            num_samples,
+            silo=silo,
+            groups=groups,
+            labels=Labels.of(coords, dims),
+            worth=worth,
+            attributes=attributes,
+        )
 
     def save(self, path: str | Path) -> None:
         """Write draws, weights, the verdict and the fit behind it to ``path.npz``.

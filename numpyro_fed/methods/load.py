@@ -27,7 +27,7 @@ from numpyro_fed.methods.sfvi_avg import SFVIAvg
 from numpyro_fed.model.data import ReadSilos
 from numpyro_fed.model.hosts import read_all
 from numpyro_fed.precision import in_precision_of_object, precision
-from numpyro_fed.results.arviz import to_arviz
+from numpyro_fed.results.arviz import Coords, Dims, Labels, to_arviz
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.mode import LocalMode
 from numpyro_fed.results.particles import Particles
@@ -133,13 +133,27 @@ class Saved:
         chosen = np.asarray(systematic(key, jnp.asarray(self.weights), n))
         return {site: values[chosen] for site, values in self.draws.items()}
 
-    def to_arviz(self, key: Array | None = None, num_samples: int = 1_000) -> Any:
+    def to_arviz(
+        self,
+        key: Array | None = None,
+        num_samples: int = 1_000,
+        *,
+        coords: Coords | None = None,
+        dims: Dims | None = None,
+    ) -> Any:
         """Return posterior draws as an ArviZ object, like :meth:`Fitted.to_arviz` of the fit."""
         attributes: dict[str, float | str] = {"verdict": self.verdict}
         if self.ess is not None and self.pareto_k is not None:
             attributes |= {"ess": self.ess, "pareto_k": self.pareto_k}
         worth = 1 / (self.weights**2).sum() if len(self.weights) else 0.0
-        return to_arviz(self.sample_posterior, key, num_samples, worth=worth, attributes=attributes)
+        return to_arviz(
+            self.sample_posterior,
+            key,
+            num_samples,
+            worth=worth,
+            attributes=attributes,
+            labels=Labels.of(coords, dims),
+        )
 
     def __str__(self) -> str:
         return self.verdict

@@ -22,7 +22,7 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.handlers import local_name
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.row_checks import refuse_parameters_of_rows
-from numpyro_fed.results.arviz import Named, chains_to_arviz
+from numpyro_fed.results.arviz import LOG_LIKELIHOOD, POSTERIOR, Named, chains_to_arviz
 from numpyro_fed.results.loo import Loo, RowsOfSilo
 from numpyro_fed.tracing import TRACING
 
@@ -49,12 +49,14 @@ def rows_left_out(
         raise MissingExtraError("arviz", "examples") from error
     run = nuts.run_behind
     refuse_parameters_of_rows(run._fit.model)
-    values = log_likelihoods(nuts, samples)
+    by_plate = log_likelihoods(nuts, samples)
+    values = [np.concatenate(list(of_silo.values()), 1) for of_silo in by_plate]
     joined = np.concatenate(values, 1)
     shape = next(iter(chains.values())).shape[:2] if chains else (1, len(joined))
-    posterior = dict(chains) or {ROWS: np.zeros(shape)}
+    posterior = {k: Named(v) for k, v in chains.items()} or {ROWS: Named(np.zeros(shape))}
     by_chain = joined.reshape(*shape, joined.shape[1])
-    data = chains_to_arviz(posterior, {"log_likelihood": {"y": Named(by_chain, (ROWS,))}})
+    density_of = {"y": Named(by_chain, (ROWS,))}
+    data = chains_to_arviz({POSTERIOR: posterior, LOG_LIKELIHOOD: density_of})
     with warnings.catch_warnings():
         # Of k-hats above 0.7, which the table counts.
         warnings.simplefilter("ignore", UserWarning)
@@ -72,8 +74,10 @@ def rows_left_out(
     return Loo.of(sums, worth, 0, silos)
 
 
-def log_likelihoods(nuts: AfterFit, samples: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """Return the log likelihoods (draws, rows) of each silo's rows that have an outcome."""
+def log_likelihoods(
+    nuts: AfterFit, samples: Mapping[str, np.ndarray]
+) -> list[dict[str, np.ndarray]]:
+    """Return the log likelihoods {plate: (draws, rows)} of each silo's rows with an outcome."""
     run = nuts.run_behind
     fm, silos = run._fit.model, range(run.num_silos)
     programs: Programs = run._fit.cached(ROWS, lambda: compiled(_terms(fm)))
@@ -92,12 +96,12 @@ def log_likelihoods(nuts: AfterFit, samples: Mapping[str, np.ndarray]) -> list[n
     values = []
     parts = OwnRows(run, programs, asked).values()
     for rows, outcomes in zip(parts, nuts.outcomes_and_rows(silos), strict=True):
-        kept = []
+        kept = {}
         for plate in plates_of_rows(fm):
             seen = [outcomes[name] for name, p in plate_of.items() if p == plate]
             terms = np.asarray(rows[plate])
-            kept.append(terms[:, np.any(seen, 0)] if seen else terms)
-        values.append(np.concatenate(kept, 1))
+            kept[plate] = terms[:, np.any(seen, 0)] if seen else terms
+        values.append(kept)
     return values
 
 

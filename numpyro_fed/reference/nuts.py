@@ -181,6 +181,7 @@ def run_nuts(
         buckets,
         shared_part,
         private,
+        join_chains(np.asarray(draws["z_G"])),
     )
     result = NutsResult(globals_, int(divergences), local_sites, words, run)
     if num_samples >= MIN_SAMPLES and not result.accurate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypeVar
 
 import jax
@@ -25,8 +25,9 @@ from numpyro_fed.model.handlers import local_name
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.precision import in_precision_of_object
-from numpyro_fed.reference.loo import rows_left_out
-from numpyro_fed.results.arviz import chains_to_arviz, to_arviz
+from numpyro_fed.reference.loo import log_likelihoods, rows_left_out
+from numpyro_fed.results.arviz import Coords, Dims, Labels
+from numpyro_fed.results.groups import groups_to_arviz
 from numpyro_fed.results.loo import Loo
 
 Draws = TypeVar("Draws", np.ndarray, Array)
@@ -72,6 +73,7 @@ class PooledRun:
     buckets: Sequence[Bucket]
     shared: Shared
     private: Sequence[dict[str, Any]]
+    z_G: np.ndarray  # the draws of the globals, unconstrained, chains joined
 
     @property
     def num_silos(self) -> int:
@@ -180,8 +182,7 @@ class NutsResult(AfterFit):
     @in_precision_of_object
     def _rows_left_out(self) -> Loo:
         effective = [float(np.nanmin(e)) for e in self.ess().values() if np.isfinite(e).any()]
-        number = self._transitions or len(next(iter(self.samples.values())))
-        worth = int(min([number, *effective]))
+        worth = int(min([self.num_draws, *effective]))
         return rows_left_out(self, self.globals, self.samples, worth)
 
     @property
@@ -198,29 +199,81 @@ class NutsResult(AfterFit):
         :meth:`Result.sample_posterior` has them.
         """
         positive_int("n", n)
+        index = self._places(key, n)
+        return {name: jnp.asarray(value)[index] for name, value in self.sites_of(silo).items()}
+
+    def unconstrained(self, key: Array, n: int) -> Array:
+        """Return the unconstrained globals (n, dim) behind ``sample_posterior(key, n)``."""
+        return jnp.asarray(self.run_behind.z_G)[self._places(key, n)]
+
+    def sites_of(self, silo: WhichSilo | None) -> dict[str, np.ndarray]:
+        """Return all draws, chains joined, of the globals and of latents of silos, as asked for."""
         joined = {k: join_chains(v) for k, v in self.globals.items()}
+        if silo is None:
+            return joined
         run = self.run_behind
-        silos = [] if silo is None else [run.place(j) for j in chosen_silos(silo, run.num_silos)]
-        local = [s for s in run._fit.model.sites if s.kind == "latent" and s.plate is not None]
-        if silo is not None:
-            samples = self.samples
-            for s in local:
+        silos, samples = [run.place(j) for j in chosen_silos(silo, run.num_silos)], self.samples
+        for s in run._fit.model.sites:
+            if s.kind == "latent" and s.plate is not None:
                 parts = [samples[local_name(j, s.name)] for j in silos]
                 joined[s.name] = np.concatenate(parts, 1 + (s.axis or 0))
-        total = self.num_chains * max(len(v[0]) for v in self.globals.values())
-        index = jax.random.choice(key, total, (n,), replace=n > total)
-        return {name: jnp.asarray(value)[index] for name, value in joined.items()}
+        return joined
+
+    @property
+    def num_draws(self) -> int:
+        """Return the number of draws of all chains."""
+        return self._transitions or len(next(iter(self.samples.values()), ()))
+
+    def _places(self, key: Array, n: int) -> Array:
+        """Return the places of ``n`` draws at random."""
+        total = self.num_draws
+        return jax.random.choice(key, total, (n,), replace=n > total)
 
     def to_arviz(
-        self, key: Array | None = None, num_samples: int = 1_000, *, silo: WhichSilo | None = None
+        self,
+        key: Array | None = None,
+        num_samples: int = 1_000,
+        *,
+        silo: WhichSilo | None = None,
+        groups: Sequence[str] | str = (),
+        coords: Coords | None = None,
+        dims: Dims | None = None,
     ) -> Any:
         """Return the draws as an ArviZ object, with their chains; with ``silo``, ``num_samples``.
 
         Needs the extra ``examples``.
+
+        Parameters
+        ----------
+        key : jax.Array, optional
+        num_samples : int
+            The number of draws with ``silo``, at random and in one chain; else there are all.
+        silo : int, list of int, or "all", optional
+            As in :meth:`sample_posterior`.
+        groups, coords, dims : optional
+            Further groups, and names, as :meth:`Corrected.to_arviz` has them. The log likelihoods
+            of rows are those at all latents, as in :meth:`loo`.
         """
-        if silo is not None:
-            return to_arviz(partial(self.sample_posterior, silo=silo), key, num_samples)
-        return chains_to_arviz(self.globals)
+        drawn = InOrder(self) if silo is None else self
+        return groups_to_arviz(
+            drawn,
+            drawn,
+            drawn.log_likelihoods,
+            key,
+            self.num_draws if silo is None else num_samples,
+            silo=silo,
+            groups=groups,
+            labels=Labels.of(coords, dims),
+            num_chains=self.num_chains if silo is None else 1,
+        )
+
+    def log_likelihoods(self, key: Array, n: int) -> list[dict[str, np.ndarray]]:
+        """Return the log likelihoods {plate: (n, rows)} of silos at ``sample_posterior(key, n)``.
+
+        They are those at all latents.
+        """
+        places = np.asarray(self._places(key, n))
+        return log_likelihoods(self, {k: v[places] for k, v in self.samples.items()})
 
     @cached_property
     def samples(self) -> dict[str, np.ndarray]:
@@ -332,6 +385,42 @@ class NutsResult(AfterFit):
         """Return the effective sample size of each element of global sites; NaN for constants."""
         with np.errstate(invalid="ignore"):
             return {k: np.asarray(effective_sample_size(v)) for k, v in self.globals.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class InOrder(AfterFit):
+    """The draws of NUTS, all of them and in their order, for any key and number."""
+
+    nuts: NutsResult
+
+    @property
+    def run_behind(self) -> PooledRun:
+        """Return the data and parameters of the run."""
+        return self.nuts.run_behind
+
+    @property
+    def correction_behind(self) -> str:
+        """Return why there are no weighted draws."""
+        return self.nuts.correction_behind
+
+    @property
+    def silos(self) -> Any:
+        """Refuse to tell the influence of silos."""
+        return self.nuts.silos
+
+    def sample_posterior(
+        self, key: Array, n: int, *, silo: WhichSilo | None = None
+    ) -> dict[str, Array]:
+        """Return all draws."""
+        return {name: jnp.asarray(value) for name, value in self.nuts.sites_of(silo).items()}
+
+    def unconstrained(self, key: Array, n: int) -> Array:
+        """Return all draws of the unconstrained globals."""
+        return jnp.asarray(self.run_behind.z_G)
+
+    def log_likelihoods(self, key: Array, n: int) -> list[dict[str, np.ndarray]]:
+        """Return the log likelihoods {plate: (draws, rows)} of silos at all latents."""
+        return log_likelihoods(self, self.nuts.samples)
 
 
 def _varies(draws: np.ndarray) -> bool:

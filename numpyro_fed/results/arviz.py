@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +12,14 @@ from jax import Array
 
 from numpyro_fed.errors import MissingExtraError
 
-POSTERIOR = "posterior"
+POSTERIOR, LOG_LIKELIHOOD, LOG_PRIOR = "posterior", "log_likelihood", "log_prior"
 ROW = "row"  # the name of the axis of rows
-OF_DATA = "observed_data", "constant_data"  # groups without draws
+CONSTANT_DATA = "constant_data"
+OF_DATA = "observed_data", CONSTANT_DATA  # groups without draws
+OF_DRAWS = "chain", "draw"
+
+Coords = Mapping[str, Collection[object]]
+Dims = Mapping[str, Sequence[str]]
 
 
 class Named(NamedTuple):
@@ -25,10 +30,50 @@ class Named(NamedTuple):
     values : array
     axes : tuple of str
         ArviZ names those that are not there.
+    numbers : dict of str to array
+        The coordinates of an axis, where they are known.
     """
 
     values: np.ndarray
     axes: tuple[str, ...] = ()
+    numbers: Mapping[str, np.ndarray] = {}
+
+
+class Labels(NamedTuple):
+    """The names that a user gives to axes and their elements, as ``arviz.from_numpyro`` has them.
+
+    Attributes
+    ----------
+    coords : dict of str to array
+    dims : dict of str to list of str
+    """
+
+    coords: Coords
+    dims: Dims
+
+    @classmethod
+    def of(cls, coords: Coords | None, dims: Dims | None) -> Labels:
+        """Return the labels that a user has passed; None stands for none.
+
+        Raises
+        ------
+        ValueError
+            For a word where names are listed.
+        """
+        coords, dims = coords or {}, dims or {}
+        for argument, given in (("coords", coords), ("dims", dims)):
+            for name, value in given.items():
+                if isinstance(value, str):
+                    raise ValueError(
+                        f"{argument}={{{name!r}: {value!r}}}: expected a list, got a word: pass "
+                        f"{argument}={{{name!r}: [{value!r}]}}."
+                    )
+        return cls(coords, dims)
+
+
+def axis_name(name: str, taken: Collection[str]) -> str:
+    """Return the name of an axis, which is that of no variable: ArviZ takes none."""
+    return f"{name}_dim" if name in taken or name in OF_DRAWS else name
 
 
 def to_arviz(
@@ -37,10 +82,12 @@ def to_arviz(
     num_samples: int,
     *,
     worth: float = math.inf,
+    num_chains: int = 1,
     attributes: Mapping[str, float | str] | None = None,
     more: Callable[[Array, int], Mapping[str, Mapping[str, Named]]] | None = None,
+    labels: Labels | None = None,
 ) -> Any:
-    """Return draws as ArviZ's ``DataTree``, or its ``InferenceData`` before ArviZ 1, in one chain.
+    """Return draws as ArviZ's ``DataTree``, or its ``InferenceData`` before ArviZ 1.
 
     Draws that are resampled by weights repeat, and ArviZ counts a repeated draw as several: for a
     thousand draws that are worth sixty it would report an effective size of a thousand. So there
@@ -50,17 +97,20 @@ def to_arviz(
     Parameters
     ----------
     sample : callable
-        ``(key, n) -> {site: (n, *shape)}``.
+        ``(key, n) -> {site: (n, *shape)}``; values are arrays, or :class:`Named`.
     key : jax.Array or None
         None for ``jax.random.key(0)``.
     num_samples : int
         The number of draws, at most.
     worth : float
         The effective number of weighted draws, where ``sample`` resamples these.
+    num_chains : int
+        The number of chains, which stand one after the other in the draws.
     attributes : mapping, optional
         Attributes of the group ``posterior``.
     more : callable, optional
         ``(key, n) -> {group: {name: values}}``: further groups.
+    labels : Labels, optional
 
     Raises
     ------
@@ -69,47 +119,103 @@ def to_arviz(
     """
     n = max(1, int(min(num_samples, worth)))
     key = jax.random.key(0) if key is None else key
-    draws = sample(key, n)
-    groups = {
-        group: values
-        if group in OF_DATA
-        else {k: v._replace(values=v.values[None]) for k, v in values.items()}
-        for group, values in ({} if more is None else more(key, n)).items()
+    drawn = {
+        name: value if isinstance(value, Named) else Named(np.asarray(value))
+        for name, value in sample(key, n).items()
     }
-    data = chains_to_arviz({k: np.asarray(v)[None] for k, v in draws.items()}, groups)
+    groups = {POSTERIOR: drawn, **({} if more is None else more(key, n))}
+
+    def in_chains(value: Named) -> Named:
+        return value._replace(values=value.values.reshape(num_chains, -1, *value.values.shape[1:]))
+
+    by_chain = {
+        group: values if group in OF_DATA else {k: in_chains(v) for k, v in values.items()}
+        for group, values in groups.items()
+    }
+    data = chains_to_arviz(by_chain, labels)
     data[POSTERIOR].attrs.update(attributes or {})
     return data
 
 
-def chains_to_arviz(
-    draws: Mapping[str, np.ndarray], more: Mapping[str, Mapping[str, Named]] | None = None
-) -> Any:
-    """Return draws (chains, n, ...) as an ArviZ object, with ``more`` groups of the same draws.
+def chains_to_arviz(groups: Mapping[str, Mapping[str, Named]], labels: Labels | None = None) -> Any:
+    """Return groups of draws (chains, n, ...), of which ``"posterior"`` is one, for ArviZ.
 
     Raises
     ------
     MissingExtraError
         If ArviZ is not installed.
+    ValueError
+        For labels that do not fit the variables.
     """
     try:
         import arviz
     except ImportError as error:
         raise MissingExtraError("arviz", "examples") from error
     early = arviz.__version__.startswith("0.")
-    # ArviZ 1 takes a dict of groups, and keyword arguments no longer.
-    data = arviz.from_dict(posterior=dict(draws)) if early else arviz.from_dict({POSTERIOR: draws})
-    for group, values in (more or {}).items():
-        whole = {k: v.values for k, v in values.items()}
-        # One group at a time: a variable has other axes in each.
-        dims = {name: list(v.axes) for name, v in values.items() if v.axes}
-        if not early:
-            data[group] = arviz.from_dict({group: whole}, dims=dims)[group]
-        elif group == "log_prior":  # a group that from_dict does not know there
-            data.add_groups({group: whole}, dims=dims)
+    data: Any = None
+    labels = labels or Labels.of(None, None)
+    # An argument may have the name of a latent, but has rows.
+    others = {k: v for k, v in labels.dims.items() if k not in groups.get(POSTERIOR, {})}
+    # One group at a time: a variable has other axes in each.
+    for group, values in groups.items():
+        whole = {group: {k: v.values for k, v in values.items()}}
+        here = labels._replace(dims=others) if group == CONSTANT_DATA else labels
+        axes: dict[str, Any] = axes_in(group, values, here)
+        if early and group == LOG_PRIOR:  # a group that from_dict does not know there
+            data.add_groups(whole, **axes)
+            continue
+        # ArviZ 1 takes a dict of groups, and keyword arguments no longer.
+        arguments: dict[str, Any] = {**whole, **axes}
+        found = arviz.from_dict(**arguments) if early else arviz.from_dict(whole, **axes)
+        if data is None:
+            data = found
+        elif early:
+            data.extend(found)
         else:
-            arguments: dict[str, Any] = {group: whole, "dims": dims}
-            data.extend(arviz.from_dict(**arguments))
+            data[group] = found[group]
     return data
+
+
+def axes_in(group: str, values: Mapping[str, Named], labels: Labels) -> dict[str, dict[str, Any]]:
+    """Return the names of axes, and their coordinates, in a group: ``dims`` and ``coords``.
+
+    Raises
+    ------
+    ValueError
+        For more names than a variable has axes, and for coordinates of another number.
+    """
+    dims: dict[str, list[str]] = {}
+    coords: dict[str, np.ndarray] = {}
+    for name, value in values.items():
+        shape = value.values.shape[0 if group in OF_DATA else len(OF_DRAWS) :]
+        chosen = list(labels.dims.get(name, ()))
+        if group == LOG_LIKELIHOOD:  # of a row as a whole, whatever the axes of its outcome
+            chosen = chosen[: len(shape)]
+        if len(chosen) > len(shape):
+            raise ValueError(
+                f"dims={{{name!r}: {chosen}}}: expected at most {len(shape)} names, since '{name}' "
+                f"has the shape {shape} in the group '{group}', and got {len(chosen)}. Leave out "
+                "those of chains and draws, and of axes that are not there."
+            )
+        named = [*chosen, *value.axes[len(chosen) :]]
+        # Versions of ArviZ name the other axes differently.
+        dims[name] = [*named, *(f"{name}_dim_{i}" for i in range(len(named), len(shape)))]
+        for axis, size in zip(dims[name], shape, strict=True):
+            if axis not in labels.coords:
+                coords |= {axis: value.numbers[axis]} if axis in value.numbers else {}
+                continue
+            coords[axis] = np.asarray(labels.coords[axis])
+            if len(coords[axis]) != size:
+                raise ValueError(
+                    f"coords={{{axis!r}: ...}}: expected {size} values, since '{name}' has the "
+                    f"shape {shape} in the group '{group}', and got {len(coords[axis])}."
+                )
+    # ArviZ takes no variable of an axis's name.
+    renamed = {axis: f"{axis}_dim" for axis in values}
+    return {
+        "dims": {k: [renamed.get(axis, axis) for axis in v] for k, v in dims.items() if v},
+        "coords": {renamed.get(axis, axis): v for axis, v in coords.items()},
+    }
 
 
 def elpd_data(values: np.ndarray, k: np.ndarray, *, p: float, num_draws: int) -> Any:

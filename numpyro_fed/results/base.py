@@ -27,7 +27,7 @@ from numpyro_fed.algorithms.base import (
 from numpyro_fed.errors import DataError, NonFiniteError, SavedStateError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
-from numpyro_fed.results.arviz import to_arviz
+from numpyro_fed.results.arviz import Coords, Dims, Labels, to_arviz
 from numpyro_fed.results.recognise import Provenance
 from numpyro_fed.results.saving import SavedRun, SavedWords, save
 from numpyro_fed.runtime.crossing import Crossings, crossings
@@ -308,13 +308,21 @@ class FederatedRun(ABC, Generic[Ready]):
         end = "had settled" if self.settled else "was still rising, or they are too few to tell"
         return f"{len(self.losses)} rounds; the bound {end}."
 
-    def to_arviz(self, key: Array | None = None, num_samples: int = 1_000) -> Any:
+    def to_arviz(
+        self,
+        key: Array | None = None,
+        num_samples: int = 1_000,
+        *,
+        coords: Coords | None = None,
+        dims: Dims | None = None,
+    ) -> Any:
         """Return posterior draws as an ArviZ object.
 
-        It is a ``DataTree``, or an ``InferenceData`` before ArviZ 1.
-        Needs the extra ``examples``.
+        It is a ``DataTree``, or an ``InferenceData`` before ArviZ 1. ``dims`` and ``coords`` name
+        axes and their elements, as for ``arviz.from_numpyro``. Needs the extra ``examples``.
         """
-        return to_arviz(self.sample_posterior, key, num_samples)
+        labels = Labels.of(coords, dims)
+        return to_arviz(self.sample_posterior, key, num_samples, labels=labels)
 
     def save(self, path: str | Path, *, draws: int = 0) -> None:
         """Write the fit to ``path.npz``: its state and a description, no data and no pickle.

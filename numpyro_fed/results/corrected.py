@@ -29,9 +29,9 @@ from numpyro_fed.algorithms.importance.proposals import (
 from numpyro_fed.errors import ModelError, NonFiniteError
 from numpyro_fed.model.sites import Site
 from numpyro_fed.precision import in_precision_of_object
-from numpyro_fed.results.arviz import to_arviz
+from numpyro_fed.results.arviz import Coords, Dims, Labels
 from numpyro_fed.results.at_silo import SendsDraws
-from numpyro_fed.results.groups import check_groups, more_groups
+from numpyro_fed.results.groups import groups_to_arviz, log_likelihood
 from numpyro_fed.results.influence import SiloTable, Whitened
 from numpyro_fed.results.leave_out import LeaveOut, table_of
 from numpyro_fed.results.loo import Loo, number_of_draws, rows_left_out
@@ -326,7 +326,9 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
         num_samples: int = 1_000,
         *,
         silo: WhichSilo | None = None,
-        groups: Sequence[str] = (),
+        groups: Sequence[str] | str = (),
+        coords: Coords | None = None,
+        dims: Dims | None = None,
     ) -> Any:
         """Return corrected draws as an ArviZ object.
 
@@ -335,22 +337,70 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
         ``posterior`` has the attributes ``ess``, ``pareto_k`` and ``verdict``. Needs the extra
         ``examples``.
 
-        ``groups`` are further ones: ``"prior"``, ``"posterior_predictive"``, ``"prior_predictive"``
-        and ``"log_likelihood"`` of the rows of all silos side by side, ``"log_prior"``,
-        ``"observed_data"``, and ``"constant_data"`` with the number of each row's silo. They need
-        the silos' rows in this process. Rows run along the axis ``"row"``; where outcomes are of
+        Parameters
+        ----------
+        key : jax.Array, optional
+        num_samples : int
+        silo : int, list of int, or "all", optional
+            As in :meth:`sample_posterior`. A latent of a silo plate has an axis with the plate's
+            name, and its rows are numbered over all silos: effects of hospitals have the numbers of
+            these.
+        groups : list of str, or "all", optional
+            Further groups: ``"prior"``, ``"posterior_predictive"``, ``"prior_predictive"`` and
+            ``"log_likelihood"`` of the rows of all silos side by side, ``"log_prior"``,
+            ``"observed_data"``, and ``"constant_data"`` with the number of each row's silo. Only
+            ``"prior"`` and ``"log_prior"`` are known without the silos' rows in this process.
+            ``"all"`` has every group that can be had, and so the rows themselves if they are here;
+            one that would be refused (log likelihoods of rows that read each other's latents, draws
+            from a flat prior, rows in other processes) is left out without a word.
+        coords : dict of str to list, optional
+            The names of the elements along an axis, as for ``arviz.from_numpyro``:
+            ``coords={"city": levels["city"]}``.
+        dims : dict of str to list of str, optional
+            The names of the axes of a variable, without those of chains and draws, in all groups
+            that have it: ``dims={"of_city": ["city"]}``. Names of no variable are ignored.
+
+        Raises
+        ------
+        ValueError
+            For groups that are not known, and names that do not fit the shape of a variable.
+
+        Notes
+        -----
+        Rows run along the axis ``"row"``, the first one of an outcome; where outcomes are of
         several silo plates, along axes with the names of these, and the numbers of silos are
-        ``"silo of PLATE"``. Other plates around an outcome name their axes, too. A name that a site
-        or an argument has gets ``"_dim"``.
+        ``"silo of PLATE"``. Other plates around an outcome name their axes, too. ArviZ takes no
+        axis with the name of a variable: such an axis, and its ``coords``, get ``"_dim"``, and so
+        do axes of rows that have the name of an argument.
+
+        Examples
+        --------
+        >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
+        >>> import numpyro_fed as nf
+        >>> def model(city, y=None):
+        ...     of_city = numpyro.sample("of_city", dist.Normal(0, 10).expand([2]).to_event(1))
+        ...     with nf.silo_plate("row", len(y)):
+        ...         numpyro.sample("y", dist.Normal(of_city[city], 1), obs=y)
+        >>> silos = [dict(city=np.array([0, 1, 1]), y=np.array([1.0, 4.0, y])) for y in (3.0, 5.0)]
+        >>> fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
+        >>> data = fitted.to_arviz(groups="all", dims={"of_city": ["city"]},
+        ...                        coords={"city": ["Basel", "Bern"]})
+        >>> data["posterior"]["of_city"].sel(city="Bern").mean().round().item()
+        4.0
+        >>> data["log_likelihood"]["y"].dims
+        ('chain', 'draw', 'row')
         """
-        check_groups(groups)
-        return to_arviz(
-            partial(self.sample_posterior, silo=silo),
+        return groups_to_arviz(
+            self,
+            self,
+            partial(log_likelihood, self),
             key,
             num_samples,
+            silo=silo,
+            groups=groups,
+            labels=Labels.of(coords, dims),
             worth=self.ess,
             attributes=self._attributes,
-            more=partial(more_groups, self, self, groups=groups),
         )
 
     def unconstrained(self, key: Array, n: int) -> Array:

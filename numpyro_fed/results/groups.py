@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -13,18 +15,28 @@ from jax import Array
 
 from numpyro_fed.after.base import AfterFit
 from numpyro_fed.after.predict import SEEN
-from numpyro_fed.after.run import OWN_ROWS
+from numpyro_fed.after.run import ALL, OWN_ROWS, Run, WhichSilo, chosen_silos
 from numpyro_fed.after.sensitivity import log_prior_on_supports
 from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.algorithms.importance.loo import log_likelihoods_of_rows, plates_of_rows
 from numpyro_fed.algorithms.sfvi import down_of
+from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.outcomes import axes_of
 from numpyro_fed.model.padding import padded_keys
 from numpyro_fed.model.row_checks import refuse_coupled_rows
 from numpyro_fed.precision import precision
 from numpyro_fed.programs import jit_once
-from numpyro_fed.results.arviz import POSTERIOR, ROW, Named
+from numpyro_fed.results.arviz import (
+    LOG_LIKELIHOOD,
+    LOG_PRIOR,
+    POSTERIOR,
+    ROW,
+    Labels,
+    Named,
+    axis_name,
+    to_arviz,
+)
 from numpyro_fed.results.batches import batch_size
 
 GROUPS = (
@@ -32,8 +44,8 @@ GROUPS = (
     "prior",
     "posterior_predictive",
     "prior_predictive",
-    "log_likelihood",
-    "log_prior",
+    LOG_LIKELIHOOD,
+    LOG_PRIOR,
     "observed_data",
     "constant_data",
 )
@@ -46,39 +58,151 @@ class Drawn(Protocol):
     @property
     def run_behind(self) -> Any: ...
 
-    @property
-    def integration(self) -> Integration: ...
-
     def unconstrained(self, key: Array, n: int) -> Array:
         """Return the draws (n, dim) behind ``sample_posterior(key, n)``."""
 
 
-def check_groups(groups: Sequence[str]) -> None:
-    """Raise an error for groups that are not known."""
-    if unknown := [name for name in groups if name not in GROUPS]:
-        raise ValueError(f"groups={list(groups)}: '{unknown[0]}' is none of {list(GROUPS)}.")
+class Integrated(Drawn, Protocol):
+    """A posterior that integrates rows' own latents."""
+
+    @property
+    def integration(self) -> Integration: ...
 
 
+# The log likelihoods of each silo's rows, at the draws of a key and a number of them.
+Densities = Callable[[Array, int], list[dict[str, np.ndarray]]]
 Group = dict[str, Named]
 
 
+def chosen_groups(groups: Sequence[str] | str) -> list[str]:
+    """Return the names of groups that are asked for, but for the posterior.
+
+    Raises
+    ------
+    ValueError
+        For groups that are not known, and for another word than ``"all"``.
+    """
+    if groups == ALL:
+        return [name for name in GROUPS if name != POSTERIOR]
+    if isinstance(groups, str):
+        raise ValueError(
+            f"groups={groups!r}: expected '{ALL}' or a list of names from {list(GROUPS)}, got a "
+            f"word. Pass groups=[{groups!r}] for one group."
+        )
+    if unknown := [name for name in groups if name not in GROUPS]:
+        raise ValueError(
+            f"groups={list(groups)}: '{unknown[0]}' is none of {list(GROUPS)}. Pass some of these, "
+            f"or groups='{ALL}'."
+        )
+    return [name for name in groups if name != POSTERIOR]
+
+
+def groups_to_arviz(
+    fit: AfterFit,
+    drawn: Drawn,
+    densities: Densities,
+    key: Array | None,
+    num_samples: int,
+    *,
+    silo: WhichSilo | None,
+    groups: Sequence[str] | str,
+    labels: Labels,
+    worth: float = math.inf,
+    num_chains: int = 1,
+    attributes: Mapping[str, float | str] | None = None,
+) -> Any:
+    """Return draws of the posterior of a fit, and further groups of the same draws, for ArviZ.
+
+    ``densities`` are the log likelihoods of rows at draws of ``drawn``, the posterior behind the
+    fit. Others are those of :func:`numpyro_fed.results.arviz.to_arviz`.
+    """
+    names = chosen_groups(groups)
+
+    def sample(key: Array, n: int) -> dict[str, Any]:
+        draws = fit.sample_posterior(key, n, silo=silo)
+        return dict(draws) if silo is None else {**draws, **latents_of_silos(fit, draws, silo)}
+
+    return to_arviz(
+        sample,
+        key,
+        num_samples,
+        worth=worth,
+        num_chains=num_chains,
+        attributes=attributes,
+        more=partial(
+            more_groups, fit, drawn, densities, groups=names, where_possible=groups == ALL
+        ),
+        labels=labels,
+    )
+
+
+def latents_of_silos(fit: AfterFit, draws: Mapping[str, Array], silo: WhichSilo) -> Group:
+    """Return draws (n, ...) of silos' latents with the names of plates, and the numbers of rows.
+
+    Rows are numbered over all silos, from 0 on: an effect of each hospital has the hospital's.
+    """
+    run = fit.run_behind
+    fm = run._fit.model
+    found = {}
+    for s in fm.sites:
+        if s.kind != "latent" or s.plate is None or s.name not in draws:
+            continue
+        values, along = np.asarray(draws[s.name]), s.axis or 0
+        axis = axis_name(s.plate, ())
+        axes = [*(f"{s.name}_dim_{i}" for i in range(along)), axis]
+        numbers = _numbers(run, s.plate, silo, values.shape[1 + along])
+        found[s.name] = Named(values, tuple(axes), {axis: numbers})
+    return found
+
+
+def _numbers(run: Run, plate: str, silo: WhichSilo, rows: int) -> np.ndarray:
+    """Return the numbers of the rows of some silos, counted over all silos."""
+    if silo == ALL:
+        return np.arange(rows)
+    chosen = chosen_silos(silo, run.num_silos)
+    ends = np.cumsum([0, *(run.sizes_of(j)[plate] for j in range(max(chosen) + 1))])
+    return np.concatenate([np.arange(ends[j], ends[j + 1]) for j in chosen])
+
+
 def more_groups(
-    fit: AfterFit, drawn: Drawn, key: Array, n: int, groups: Sequence[str]
+    fit: AfterFit,
+    drawn: Drawn,
+    densities: Densities,
+    key: Array,
+    n: int,
+    *,
+    groups: Sequence[str],
+    where_possible: bool = False,
 ) -> dict[str, Group]:
     """Return the groups beside the posterior, {group: {name: values}}, without an axis of chains.
 
     ``key`` and ``n`` are those of the posterior's draws, to which predictions and densities belong.
+    With ``where_possible`` groups that are refused, or empty, are left out.
     """
+    found: dict[str, Group] = {}
+    if not groups:
+        return found
     with precision(double=fit.double):
-        return {group: _values(fit, drawn, key, n, group) for group in groups if group != POSTERIOR}
+        for group in groups:
+            try:
+                values = _values(fit, drawn, densities, key, n, group)
+            except (DataError, ModelError):
+                if not where_possible:
+                    raise
+                continue
+            if values or not where_possible:
+                found[group] = values
+    return found
 
 
-def _values(fit: AfterFit, drawn: Drawn, key: Array, n: int, group: str) -> Group:
+def _values(
+    fit: AfterFit, drawn: Drawn, densities: Densities, key: Array, n: int, group: str
+) -> Group:
     """Return the values of one group."""
     if group == "prior":
         prior = fit._drawn_from_prior(jax.random.fold_in(key, 0), n)
         return {} if prior is None else {k: Named(np.asarray(v)) for k, v in prior.items()}
-    if group == "log_prior":
+    if group == LOG_PRIOR:
         run = drawn.run_behind
         z_G = drawn.unconstrained(key, n)
         found = log_prior_on_supports(run._fit.model, run.shared.theta, z_G)
@@ -88,8 +212,8 @@ def _values(fit: AfterFit, drawn: Drawn, key: Array, n: int, group: str) -> Grou
         return rows.predicted(fit.predict(key, silo=OWN_ROWS, n=n))
     if group == "prior_predictive":
         return rows.predicted(fit.prior_predict(key, n=n))
-    if group == "log_likelihood":
-        return rows.densities(log_likelihood(drawn, key, n))
+    if group == LOG_LIKELIHOOD:
+        return rows.densities(densities(key, n))
     return rows.outcomes() if group == "observed_data" else rows.constants()
 
 
@@ -139,8 +263,7 @@ class Rows:
         """Return the name of the axis that runs along a plate."""
         of_rows = plate in self.plates.values()
         name = ROW if self.single and of_rows else plate
-        # ArviZ takes no variable of an axis's name.
-        return f"{name}_dim" if name in self.taken else name
+        return axis_name(name, self.taken)
 
     def seen(self, silo: int, plate: str) -> np.ndarray:
         """Return which rows of a plate have any outcome (rows,) at a silo."""
@@ -205,7 +328,7 @@ class Rows:
         return found
 
 
-def log_likelihood(drawn: Drawn, key: Array, n: int) -> list[dict[str, np.ndarray]]:
+def log_likelihood(drawn: Integrated, key: Array, n: int) -> list[dict[str, np.ndarray]]:
     """Return the log likelihoods {plate: (n, rows)} of the rows of each silo.
 
     Their own latents are integrated out; those of outer plates (a hospital's effect) are drawn at

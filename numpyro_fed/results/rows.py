@@ -29,12 +29,12 @@ from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.row_checks import RowChecks, refuse_coupled_rows
 from numpyro_fed.precision import in_precision_of_object, is_double, precision
 from numpyro_fed.results import built as built_fit
-from numpyro_fed.results.arviz import to_arviz
+from numpyro_fed.results.arviz import Coords, Dims, Labels
 from numpyro_fed.results.at_silo import SendsDraws, told_by_silos
 from numpyro_fed.results.base import CompiledMethod, FederatedRun, Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.communication import Communication, communication
-from numpyro_fed.results.groups import check_groups, more_groups
+from numpyro_fed.results.groups import groups_to_arviz, log_likelihood
 from numpyro_fed.results.influence import SiloTable, table_of
 from numpyro_fed.results.posterior import Posterior, posterior, real_rows
 from numpyro_fed.results.recognise import Provenance
@@ -568,16 +568,15 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
         num_samples: int = 1_000,
         *,
         silo: WhichSilo | None = None,
-        groups: Sequence[str] = (),
+        groups: Sequence[str] | str = (),
+        coords: Coords | None = None,
+        dims: Dims | None = None,
     ) -> Any:
-        """Return posterior draws for ArviZ: a ``DataTree``, or ``InferenceData`` before ArviZ 1.
-
-        Needs the extra ``examples``. ``groups`` are those of :meth:`Corrected.to_arviz`.
-        """
-        check_groups(groups)
-        more = partial(more_groups, self, self, groups=groups)
-        sample = partial(self.sample_posterior, silo=silo)
-        return to_arviz(sample, key, num_samples, more=more)
+        """Return posterior draws as an ArviZ object, as :meth:`Corrected.to_arviz` does."""
+        of_rows, labels = partial(log_likelihood, self), Labels.of(coords, dims)
+        return groups_to_arviz(
+            self, self, of_rows, key, num_samples, silo=silo, groups=groups, labels=labels
+        )
 
     @property
     def integration(self) -> Any:

@@ -13,7 +13,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.vertical.weigh import Weighing
 from numpyro_fed.model.sites import Site
-from numpyro_fed.results.arviz import to_arviz
+from numpyro_fed.results.arviz import Coords, Dims, Labels, to_arviz
 from numpyro_fed.results.vertical import VerticalResult
 from numpyro_fed.results.vertical_after import ColumnsAfterFit
 from numpyro_fed.results.weighted import (
@@ -71,10 +71,23 @@ class VerticalCorrected(ColumnsAfterFit, Weighted[VerticalResult]):
         chosen = systematic(key, jnp.asarray(self.weights), n)
         return self.result.sites_at(self._z[chosen], tuple(z[chosen] for z in self._own))
 
-    def to_arviz(self, key: Array | None = None, num_samples: int = 1_000) -> Any:
+    def to_arviz(
+        self,
+        key: Array | None = None,
+        num_samples: int = 1_000,
+        *,
+        coords: Coords | None = None,
+        dims: Dims | None = None,
+    ) -> Any:
         """Return corrected draws as an ArviZ object; see :meth:`numpyro_fed.Corrected.to_arviz`."""
-        sample, attributes = self.sample_posterior, self._attributes
-        return to_arviz(sample, key, num_samples, worth=self.ess, attributes=attributes)
+        return to_arviz(
+            self.sample_posterior,
+            key,
+            num_samples,
+            worth=self.ess,
+            attributes=self._attributes,
+            labels=Labels.of(coords, dims),
+        )
 
 
 def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> VerticalCorrected:
