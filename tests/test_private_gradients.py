@@ -401,7 +401,7 @@ def test_the_mode_of_a_private_search_counts_its_noise():
 def test_silos_elsewhere_have_noise_of_their_own(name):
     kind, options, rounds = METHODS[name]
     silos, rounds = means(9_000), min(rounds, 60)
-    policy = nf.Policy(max_epsilon=2.0)
+    policy = nf.Policy(max_epsilon=1.0, max_delta=BUDGET.delta)
     here = [nf.Silo(silo, names=dict(normal=normal), policy=policy) for silo in silos]
     engine = InMemory([silo.answer for silo in here])
     federation = nf.Federation(engine, names=dict(normal=normal))
@@ -409,6 +409,6 @@ def test_silos_elsewhere_have_noise_of_their_own(name):
     assert 0.99 < result.privacy.epsilon <= 1
     mu = np.asarray(result.sample_posterior(KEY, 4_000)["mu"])
     assert abs(mu.mean() - np.concatenate([s["y"] for s in silos]).mean()) < 6 * mu.std()
-    # The epsilons of both parts count against what the silo's owner allows.
+    # The search and the rounds have spent together all that the silo's owner allows.
     with pytest.raises(nf.ModelError, match="epsilon"):
         kind(normal, privacy=BUDGET, **options).run(KEY, rounds, federation, **QUIET)

@@ -178,8 +178,12 @@ def check_trusted(privacy: Privacy, silos: object) -> None:
 
 def spending_of(privacy: Privacy) -> dict[str, Any]:
     """Return what a run spends, as a silo's owner sees it in the size of a plan."""
-    shares = privacy.trusted == "sum"
-    return {"epsilon": privacy.spends, "delta": privacy.delta, "shares_noise": shares}
+    return {
+        "epsilon": privacy.spends,
+        "delta": privacy.delta,
+        "multiplier": privacy.multipliers([1.0])[0],
+        "shares_noise": privacy.trusted == "sum",
+    }
 
 
 def num_units_of(fm: FederatedModel, plan: Plan, privacy: Privacy) -> int:

@@ -15,14 +15,18 @@ import numpy as np
 
 from numpyro_fed.errors import DataError, ModelError, is_number
 from numpyro_fed.model.levels import MIN_COUNT
+from numpyro_fed.privacy.budget import spent as epsilon_of
 from numpyro_fed.runtime.kept import Store
+
+# A run that may spend the whole budget does so up to the accountant's rounding.
+ROUNDED = 1 + 1e-5
 
 LEDGER = "ledger"  # the name under which a silo keeps what has been asked
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The rules by which a silo answers or refuses.
+    r"""The rules by which a silo answers or refuses.
 
     A silo's replies are functions of its rows at places that the server chooses: log likelihoods,
     gradients and curvatures. None of these rules makes them private; they bound how many there are,
@@ -74,10 +78,12 @@ class Policy:
         The fingerprints of the other silos' keys (:attr:`numpyro_fed.Silo.fingerprint`). Without
         them a server that lies could put keys of its own in the place of theirs, and read replies.
     max_epsilon : float
-        The budget of differential privacy that all runs may spend together, in all its life: the
-        epsilons of their plans add up.
+        The budget of differential privacy that all runs may spend together, in all its life: what
+        they tell is :math:`(\epsilon, \delta)` private with ``max_epsilon`` and ``max_delta``, for
+        neighbours as the plans have them. Their noise is Gaussian, and composes exactly, by the
+        library dp-accounting.
     max_delta : float
-        The same for their deltas.
+        The delta of all runs together, and the largest that a plan may have.
     audit : str, optional
         A file to which each message is added as a line of JSON: time, exchange, run, names and
         shapes of arrays, the SHA-256 of message and reply, and what is left of the budget.
@@ -236,7 +242,8 @@ class Ledger:
     Attributes
     ----------
     spent : dict
-        ``places``, ``draws``, ``epsilon`` and ``delta`` so far.
+        ``places`` and ``draws`` so far; and ``noise``, the sum of inverse squared noise
+        multipliers, by which Gaussian releases compose.
     stage : str
         The exchange farthest down the policy's list that was answered.
     """
@@ -248,7 +255,7 @@ class Ledger:
 
     def __post_init__(self) -> None:
         content = self.store.get(LEDGER)
-        none = {"places": 0, "draws": 0, "epsilon": 0.0, "delta": 0.0, "stage": ""}
+        none = {"places": 0, "draws": 0, "noise": 0.0, "stage": ""}
         kept = none | json.loads(content or b"{}")
         self.stage = kept.pop("stage")
         self.spent = kept
@@ -257,13 +264,15 @@ class Ledger:
     def left(self) -> dict[str, float]:
         """Return what is left of the budget."""
         policy = self.policy
-        limits = dict(
-            places=policy.max_places,
-            draws=policy.max_draws,
-            epsilon=policy.max_epsilon,
-            delta=policy.max_delta,
-        )
-        return {name: limits[name] - self.spent[name] for name in limits}
+        return {
+            "places": policy.max_places - self.spent["places"],
+            "draws": policy.max_draws - self.spent["draws"],
+            "epsilon": policy.max_epsilon - self._epsilon(self.spent["noise"]),
+        }
+
+    def _epsilon(self, noise: float) -> float:
+        """Return the epsilon of Gaussian releases with this sum of inverse squared multipliers."""
+        return epsilon_of((noise**-0.5,), self.policy.max_delta) if noise else 0.0
 
     @contextmanager
     def spending(self, exchange: str, numbers: Mapping[str, float]) -> Iterator[None]:
@@ -277,23 +286,43 @@ class Ledger:
             If that is more than is left, or the exchange is not allowed, or not any more.
         """
         self.policy.check_exchange(exchange, self.stage)
-        with self._counted(numbers, self.policy.later(exchange, self.stage)):
-            yield
-
-    def beginning(self, epsilon: float, delta: float) -> AbstractContextManager[None]:
-        """Enter the beginning of a run that may spend so much of the budget of privacy."""
-        spends = {"epsilon": epsilon, "delta": delta} if epsilon else {}
-        return self._counted(spends, self.stage)
-
-    @contextmanager
-    def _counted(self, numbers: Mapping[str, float], stage: str) -> Iterator[None]:
-        """Count numbers and a stage before anything is computed; undo it after an error."""
         for what, number in numbers.items():
             if not 0 < number <= self.left[what]:
                 raise ModelError(
                     f"this silo's policy allows {self.left[what]} more {what} (max_{what}), and "
                     f"{number} are asked for. Its owner may raise the limit."
                 )
+        with self._counted(numbers, self.policy.later(exchange, self.stage)):
+            yield
+
+    def beginning(self, multiplier: float, delta: float) -> AbstractContextManager[None]:
+        """Enter the beginning of a run with a noise multiplier; 0 for one without a budget.
+
+        Raises
+        ------
+        ModelError
+            If all runs together would spend more than the policy's budget of privacy.
+        """
+        if not multiplier:
+            return self._counted({}, self.stage)
+        policy, noise = self.policy, multiplier**-2
+        if delta > policy.max_delta:
+            raise ModelError(
+                f"this silo's policy allows a delta of {policy.max_delta:g} (max_delta), and the "
+                f"plan has {delta:g}. Its owner may raise the limit."
+            )
+        together = self._epsilon(self.spent["noise"] + noise)
+        if together > policy.max_epsilon * ROUNDED:
+            raise ModelError(
+                f"this silo's policy allows an epsilon of {policy.max_epsilon:g} at delta "
+                f"{policy.max_delta:g} for all runs together (max_epsilon), and with this one it "
+                f"would be {together:.3g}. Its owner may raise the limit."
+            )
+        return self._counted({"noise": noise}, self.stage)
+
+    @contextmanager
+    def _counted(self, numbers: Mapping[str, float], stage: str) -> Iterator[None]:
+        """Count numbers and a stage before anything is computed; undo it after an error."""
         before = self.spent, self.stage
         after = {what: n + numbers.get(what, 0) for what, n in self.spent.items()}
         self._keep(after, stage)

@@ -467,8 +467,9 @@ class _Agreement:
 
     @property
     def budget(self) -> tuple[float, float]:
-        """Return the epsilon and delta that a run may spend; 0 for a method without a budget."""
-        return (0.0, 0.0) if self.node is None else self.node.size[3:5]
+        """Return the noise multiplier and delta of a run; 0 for a method without a budget."""
+        size = None if self.node is None else self.node.size
+        return (0.0, 0.0) if size is None else (size.multiplier, size.delta)
 
     def check_group(self, group: Sequence[int]) -> None:
         """Raise an error for a sum over too few silos to hold all shares of the noise."""

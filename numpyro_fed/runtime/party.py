@@ -57,6 +57,9 @@ class PlanSize(NamedTuple):
         The budget of differential privacy that a run may spend; 0 for a method without one.
     delta : float
         The probability with which its bound may fail.
+    multiplier : float
+        The noise multiplier of a Gaussian release that tells as much as all exchanges of a run; 0
+        for a method without a budget.
     shares_noise : bool
         Whether a silo's reply has a share of the noise alone, so that it must be seen in a sum over
         all silos.
@@ -67,6 +70,7 @@ class PlanSize(NamedTuple):
     num_parameters: int
     epsilon: float = 0.0
     delta: float = 0.0
+    multiplier: float = 0.0
     shares_noise: bool = False
 
 
