@@ -1,5 +1,7 @@
 """What comes after a fit, against closed forms: prediction, and what a silo changes."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import numpyro
@@ -168,7 +170,10 @@ def test_silos_left_out_have_their_predictive_density(fitted, silos):
     assert table.pareto_k.max() < 0.7
     assert table.num_exchanges == 1
     assert table.total == pytest.approx(table.log_density.sum())
-    assert str(table).count("\n") == 3
+    assert str(table).splitlines()[-1].split() == ["total", f"{table.total:.2f}"]
+    odd = dataclasses.replace(table, pareto_k=np.array([0.1, 0.9, np.nan]))
+    assert str(odd).splitlines()[-1].endswith("not known, for it counts silo 1, 2")
+    assert odd.to_frame()["known"].tolist() == [True, False, False]
     assert table.to_frame().loc[1, "log_density"] == table.log_density[1]
 
 
@@ -274,6 +279,12 @@ def test_new_data_that_lack_a_column_are_refused():
         fitted.predict(KEY, dict(x=np.ones((1, 2)), y=y))
     new = dict(x=np.ones((1, 2)), z=np.zeros(1), y=y)
     assert fitted.predict(KEY, new, n=5)["y"].shape == (5, 1)
+    # One row without the axis of rows; but not beside arguments that have it.
+    one = dict(x=np.ones(2), z=0, y=0.0)
+    found, expected = (fitted.predict(KEY, data, n=5)["y"] for data in (one, new))
+    np.testing.assert_array_equal(found, expected)
+    with pytest.raises(DataError, match=r"'x' has the shape \(2,\), with 1 axes"):
+        fitted.predict(KEY, dict(x=np.ones(2), z=np.zeros(1), y=y))
 
 
 def test_entries_of_a_substituted_prior_are_predicted_at_their_silo():
@@ -297,3 +308,16 @@ def test_entries_of_a_substituted_prior_are_predicted_at_their_silo():
     for ask in (run.predict, run.prior_predict):
         with pytest.raises(ModelError, match=r"none for a new silo.*silo=j"):
             ask(KEY, dict(area=np.array([0])))
+
+
+def test_new_data_have_fractions_where_the_fit_had_whole_numbers():
+    def text(days, y=None):
+        a = numpyro.sample("a", dist.Normal(0, 1))
+        with nf.silo_plate("row", days.shape[0]):
+            numpyro.deterministic("mean", a * days)
+            numpyro.sample("y", dist.Normal(a * days, 1), obs=y)
+
+    days = np.array([1, 4, 2])
+    fitted = nf.PVI(text).run(KEY, 1, [dict(days=days, y=2.0 * days)] * 2, **QUIET)
+    mean = {d: fitted.predict(KEY, dict(days=np.array([d])), n=5)["mean"] for d in (1, 2.5)}
+    np.testing.assert_allclose(mean[2.5], 2.5 * mean[1], rtol=1e-6)

@@ -491,7 +491,8 @@ def test_new_data_have_the_kinds_of_the_fit():
     floats = fit.predict(KEY, dict(of=np.array([2.0, 0.0])), n=20)["y"]
     np.testing.assert_array_equal(floats, expected)
     words = refusal(fit.predict, KEY, dict(of=np.array([0.5])))
-    assert "new data, 'of' has dtype float32, where the fit had int32" in words
+    assert "fractions in ['of'], where the fit had whole numbers" in words
+    assert "An index must be a whole number" in words
     words = refusal(fit.predict, KEY, dict(of=np.zeros((2, 1), int)))
     assert "new data, 'of' has the shape (2, 1), with 2 axes, where the fit had 1" in words
 
@@ -717,3 +718,14 @@ def test_wrong_use_of_moments_is_refused():
     assert "part 1 has moments of ['z']" in refusal(
         nf.Scaling.union, scaling, nf.moments([dict(z=np.ones(3))])
     )
+
+
+def test_a_frame_without_a_column_for_an_argument_is_refused_with_the_way_out():
+    def text(x, n_hospitals, y):
+        pass
+
+    frame = pd.DataFrame(dict(x=[1.0, 2.0], y=[0.0, 1.0]))
+    words = refusal(nf.fit, KEY, text, [frame], **quiet)
+    assert "silo 0 is a DataFrame" in words
+    assert "lacks ['n_hospitals']" in words
+    assert "dict({c: df[c] for c in df.columns}, n_hospitals=...)" in words

@@ -134,6 +134,8 @@ def test_models_of_other_data_are_not_compared(without_effects, silos):
         nf.compare_models({"all": without_effects})
     with pytest.raises(ValueError, match="by='patients'"):
         nf.compare_models({"all": without_effects, "fewer": fewer}, by="patients")
+    with pytest.raises(TypeError, match=r"takes a dict.*got list.*\{\"one\": a"):
+        nf.compare_models([without_effects, fewer])
 
 
 def test_rows_that_read_others_latents_are_refused():

@@ -227,8 +227,8 @@ def _check_fractions(fm: FederatedModel, data: SiloData, names: Sequence[str]) -
     except Exception as error:
         raise DataError(
             f"new data have fractions in {list(names)}, where the fit had whole numbers, and the "
-            f"model's text does not run on them: {str(error).splitlines()[0]} An index must be a "
-            "whole number."
+            f"model's text does not run on them ({str(error).splitlines()[0].rstrip('.')}). An "
+            "index must be a whole number."
         ) from error
 
 
