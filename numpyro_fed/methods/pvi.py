@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
 from typing import Any
 
-import jax
 import numpy as np
 import optax
-from jax import Array
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.algorithms.private_gradients import OfVisits, steps
@@ -35,7 +33,6 @@ from numpyro_fed.errors import (
     NonFiniteError,
     positive_int,
 )
-from numpyro_fed.expfam import Family
 from numpyro_fed.guides.of_family import FamilyGuide
 from numpyro_fed.guides.structured import (
     Guide,
@@ -48,7 +45,6 @@ from numpyro_fed.guides.structured import (
 )
 from numpyro_fed.local import ClosedForm, Optax
 from numpyro_fed.local.base import Local
-from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.losses import log_loss
 from numpyro_fed.methods.minibatch_checks import check_guide, check_rows_alone, minibatches_of
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, start_rounds
@@ -57,6 +53,14 @@ from numpyro_fed.methods.private_gradients import (
     GradientNoise,
     check_options,
     check_unused,
+)
+from numpyro_fed.methods.pvi_settings import (
+    Divergence,
+    cavity_divergence,
+    checked_local,
+    flat_prior_error,
+    in_words,
+    prior_optimiser,
 )
 from numpyro_fed.methods.rows import check_start, start_of
 from numpyro_fed.methods.schedules import Adaptive, Asynchronous, ByArrival, Spec, named
@@ -100,7 +104,6 @@ SAVED = (
     "deletion",
     "prior_share",
 )
-Divergence = Callable[[Any, Any, Any], Array]
 REMEDY = (
     "Double precision (jax.config.update('jax_enable_x64', True)), covariates and outcomes scaled "
     "to about one, or a smaller start_scale usually help; so may damping below 1."
@@ -405,11 +408,11 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
         auto, damping = self._damping == "auto", self._damping
         return {
             "method": "PVI",
-            **{name: _in_words(getattr(self, name)) for name in SAVED},
-            "local": _in_words(self._local(plan)),
+            **{name: in_words(getattr(self, name)) for name in SAVED},
+            "local": in_words(self._local(plan)),
             "start": (start := self._start(fm, plan)),
             "starts": self.starts,
-            "objective": _in_words(self._objective(fm, start)),
+            "objective": in_words(self._objective(fm, start)),
             "guide": resolve(self.guide, fm, dict(plan.largest), dict(plan.total)),
             "conjugate": plan.facts.verdict("conjugate"),
             "damping": spec.damping(plan.num_silos) if auto else float(damping),
@@ -441,7 +444,7 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
         schedule = named(self.schedule).build(num_silos)
         settings = self._settings(plan, schedule, local, exact=self._exact(fm, chosen, local))
         if fm.improper and not settings.from_mode:
-            raise _flat_prior_error(fm)
+            raise flat_prior_error(fm)
 
         def roles(bound: Bound) -> tuple[Server, Silo]:
             parts = PVIParts(
@@ -450,15 +453,15 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
                 guide=guide,
                 bound=bound,
                 plain_bound=bound.with_plain_gradient(),
-                local=_check_local(local, closed, self.divergence),
-                prior_local=_prior_optimiser(chosen.family),
+                local=checked_local(local, closed, self.divergence),
+                prior_local=prior_optimiser(chosen.family),
                 conjugate=closed,
                 # Parameters take one step at each update of the server, in units that nobody
                 # knows: larger steps overshoot where free energies are noisy, smaller ones need
                 # more rounds.
                 optim=self.theta_optim or optax.adam(0.02),
                 minibatches=minibatches,
-                divergence=_cavity_divergence(self.divergence, chosen),
+                divergence=cavity_divergence(self.divergence, chosen),
                 aggregate=aggregate(chosen.family, self.prior_divergence),
             )
             return Server(parts, settings), Silo(parts, settings)
@@ -596,58 +599,3 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
         if warning := result.warning():
             warnings.warn(warning, category=ConvergenceWarning, stacklevel=5)
         return result
-
-
-def _flat_prior_error(fm: FederatedModel) -> ModelError:
-    return ModelError(
-        f"the prior of the global site '{fm.improper[0]}' is flat (ImproperUniform, or masked), "
-        "and so improper: without a start at the mode there is no posterior before the first "
-        "visit. Use start='mode', which takes up to 300 globals and deletion='own'; or give it "
-        "a proper prior, however wide, such as dist.Normal(0, 100)."
-    )
-
-
-def _prior_optimiser(family: Family[Any]) -> FixedPoint:
-    """Return the server's optimiser of the prior's factor, with enough draws for the family."""
-    z = jax.ShapeDtypeStruct((family.dim,), np.float32)
-    statistics = jax.eval_shape(family.statistics, z)
-    numbers = sum(a.size for a in jax.tree.leaves(statistics)) // family.dim
-    # Four draws for each statistic of a coordinate: with a full covariance of d globals that is
-    # about 4 d, and with fewer than d draws a covariance is singular.
-    return FixedPoint(num_particles=max(64, 4 * numbers))
-
-
-def _in_words(value: object) -> str:
-    """Return a setting as text that is the same in every process, without addresses."""
-    if is_dataclass(value) and not isinstance(value, type):
-        parts = {f.name: getattr(value, f.name) for f in fields(value)}
-        words = [f"{name}={_in_words(part)}" for name, part in parts.items() if name != "optim"]
-        return f"{type(value).__name__}({', '.join(words)})"
-    return getattr(value, "__qualname__", None) or repr(value)
-
-
-def _check_local(local: Local, closed: bool, divergence: Divergence) -> Local:
-    """Return the local optimiser; refuse one that does not suit the model or the divergence."""
-    kind = type(local).__name__
-    if local.closed_form and not closed:
-        raise GuideError(
-            f"local.{kind} needs a conjugate model, but the likelihood is not affine in the "
-            "statistics of the globals' family (or rows have latents). Use local.Optax()."
-        )
-    if not isinstance(divergence, KL) and not local.any_divergence:
-        raise GuideError(
-            f"local.{local} has a divergence of its own, but divergence={divergence!r}. Use "
-            "local.Optax() or local.LBFGS()."
-        )
-    return local
-
-
-def _cavity_divergence(
-    divergence: Divergence, chosen: Globals
-) -> Callable[[Any, Any], Array] | None:
-    """Return the divergence to the cavity; None for KL, which has closed forms of its own."""
-    if isinstance(divergence, KL):
-        return None
-    if hasattr(divergence, "check"):
-        divergence.check(chosen.family)
-    return partial(divergence, chosen.family)
