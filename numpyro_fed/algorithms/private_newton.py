@@ -214,6 +214,8 @@ class Server(NamedTuple):
         The point in the frame, from where the phase began.
     gradients, places : (d,)
         Sums over the steps of this phase, in the frame, of gradients and of points.
+    variance : ()
+        That of the noise of these gradients.
     curvature : (d, d)
         Sum over the steps of this phase, in the frame.
     loc, root : (d,), (d, d)
@@ -235,6 +237,7 @@ class Server(NamedTuple):
     at: Array
     gradients: Array
     places: Array
+    variance: Array
     curvature: Array
     loc: Array
     root: Array
@@ -304,6 +307,7 @@ class PrivateNewton:
             zeros,
             zeros,
             zeros,
+            jnp.zeros(()),
             square,
             z,
             eye,
@@ -430,7 +434,9 @@ class PrivateNewton:
 
         H = total / number
         edge = CH * curvature * self.units.spread * jnp.sqrt(2.0 * d / number)
-        variance = (C * gradient * self.units.spread) ** 2 / number
+        # Clips differ between the steps of a phase.
+        variances = fresh(state.variance) + (C * gradient * self.units.spread) ** 2
+        variance = variances / number**2
         e, V = linalg.eigh(H)
         above = jnp.where(e > edge, 0.5 * (e + jnp.sqrt(jnp.maximum(e**2 - edge**2, 0.0))), 0.0)
         apart = (V**2 * jnp.maximum(jnp.diagonal(H), 0.0)[:, None]).sum(0)
@@ -466,11 +472,12 @@ class PrivateNewton:
             at=at + step,
             gradients=gradients,
             places=places,
+            variance=variances,
             curvature=total,
             loc=loc,
             root=linalg.root_of(dot(state.L, root)),
             narrow=linalg.root_of(dot(state.L, narrow)),
-            coarse=is_coarse(sd, self.num_units * number),
+            coarse=fresh(state.coarse) | is_coarse(sd, self.num_units * number),
             undetermined=(e <= edge).sum().astype(jnp.int32),
             moved=moved,
         )

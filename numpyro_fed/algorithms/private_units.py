@@ -26,9 +26,7 @@ LOWEST, HIGHEST = -100, 100
 # and one that noise alone lifts above, far from all others, would be taken for a length: with 4.0
 # that came to pass in every sixth run.
 COUNTS = 5.5
-# For the bias of clipping: the mean length of a bin's units as a share of its end, and how many of
-# a bin's units the next one may have.
-WITHIN_BIN, HIDDEN = 0.625, 0.1
+WITHIN_BIN = 0.625  # the mean length of a bin's units as a share of its end
 UNCLIPPED = 0.98  # the share of units that are never clipped
 # The share of the units below which bins are not seen: above it clips are a guess.
 COARSE = 0.12
@@ -135,16 +133,19 @@ def best_clip(counts: Array, sd: Array, noise: Array, dim: int) -> Array:
     clear = jnp.where(counts > COUNTS * sd, counts, 0.0)
     places = jnp.arange(len(counts))
     top = jnp.argmax(jnp.where(clear > 0, places, -1))
-    # Of the bin above the last one that is seen, no more is hidden than noise can hide.
-    above = jnp.minimum(0.5 * COUNTS * sd, HIDDEN * clear[top])
+    seen = clear.sum() > 0
+    # In the two bins above the last one that is seen there may be as many as their noisy counts,
+    # and one sd more: of few units noise hides a fifth.
+    above = (places > top) & (places <= top + 2)
+    clear = jnp.where(above, jnp.maximum(counts, 0.0), clear)
     share = jnp.cumsum(clear) / jnp.maximum(clear.sum(), 1e-30)
-    clear = jnp.where(places == top + 1, above, clear)
+    clear = jnp.where(places == top + 1, clear + sd, clear)
     sizes = 2.0 ** jnp.clip(places - top, -60, 60)
     excess = jnp.maximum(WITHIN_BIN * sizes - sizes[:, None], 0.0)
     cost = (excess * clear).sum(1) ** 2 / dim + dim * (noise * sizes) ** 2
     cost = jnp.where(share >= UNCLIPPED, cost, jnp.inf)
     found = 2.0 ** (jnp.argmin(cost) + LOWEST).astype(counts.dtype)
-    return jnp.where(clear.sum() > 0, found, 0.0)
+    return jnp.where(seen, found, 0.0)
 
 
 def is_coarse(sd: Array, num_units: Array | int) -> Array:
