@@ -136,12 +136,25 @@ def objective_for(
 
     By quadrature no parameter of the locals' guide changes the bound, so that it takes the place of
     the ELBO only where the user chose no such guide. It searches for rows' modes from the guide's
-    means, which are near where the run begins at the mode (``start``).
+    means, which are near where the run begins at the mode (``start``), or at the posterior of
+    another run, whose guide of the locals is not fitted if that was by quadrature.
     """
     if given is not None:
         return given
-    nodes = default_nodes(fm) if start == "mode" and leaves_locals_open(guide) else 0
+    near = start in ("mode", "result") and leaves_locals_open(guide)
+    nodes = default_nodes(fm) if near else 0
     return Quadrature(nodes) if nodes else ELBO()
+
+
+def draws_of(given: Objective | None, objective: Objective, guide: Guide) -> dict[str, int]:
+    """Return :func:`draws_by_plate` of a run's objective; 1 each where quadrature is the default.
+
+    Rows that read each other's latents are then not refused: their search for the mode is, after
+    which the run goes on by the ELBO.
+    """
+    draws = draws_by_plate(objective, guide)
+    chosen = given is not None or not isinstance(objective, Quadrature)
+    return draws if chosen else dict.fromkeys(draws, 1)
 
 
 def check_quadrature(fm: FederatedModel) -> None:

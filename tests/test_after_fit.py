@@ -321,3 +321,24 @@ def test_new_data_have_fractions_where_the_fit_had_whole_numbers():
     fitted = nf.PVI(text).run(KEY, 1, [dict(days=days, y=2.0 * days)] * 2, **QUIET)
     mean = {d: fitted.predict(KEY, dict(days=np.array([d])), n=5)["mean"] for d in (1, 2.5)}
     np.testing.assert_allclose(mean[2.5], 2.5 * mean[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "effect",
+    [
+        lambda e, g: e[g.astype(int)],
+        lambda e, g: jax.nn.one_hot(g, 3) @ e,
+        lambda e, g: jax.numpy.where(g == 1, e[1], e[0]),
+        lambda e, g: e[g],
+    ],
+    ids=["cast", "one hot", "equal", "index"],
+)
+def test_fractions_of_what_the_text_takes_for_an_index_are_refused(effect):
+    def text(g, y=None):
+        e = numpyro.sample("e", dist.Normal(0, 1).expand([3]).to_event(1))
+        with nf.silo_plate("row", g.shape[0]):
+            numpyro.sample("y", dist.Normal(effect(e, g), 1), obs=y)
+
+    fitted = nf.PVI(text).run(KEY, 1, [dict(g=np.array([0, 1, 2]), y=np.ones(3))] * 2, **QUIET)
+    with pytest.raises(DataError, match=r"fractions in \['g'\].*An index must be a whole number"):
+        fitted.predict(KEY, dict(g=np.array([1.5])), n=5)

@@ -22,6 +22,8 @@ from numpyro_fed.methods import private
 from numpyro_fed.model.data import read
 from numpyro_fed.model.split import split
 from numpyro_fed.network.memory import InMemory
+from numpyro_fed.network.policy import LEDGER, Ledger
+from numpyro_fed.network.silo import Folder
 from numpyro_fed.precision import precision
 from numpyro_fed.privacy.budget import Spent, spent
 from numpyro_fed.privacy.noise import GRID, noisy, normals
@@ -501,3 +503,43 @@ def test_a_silo_refuses_a_larger_delta():
     budget = nf.Privacy(epsilon=0.1, delta=0.015)
     with pytest.raises(nf.ModelError, match="max_delta"):
         nf.DPNewton(normal, privacy=budget).run(KEY, silos=federation, **QUIET)
+
+
+def test_runs_that_protect_other_things_count_four_times(tmp_path):
+    budget = nf.Privacy(1.0, 1e-6)
+    ledger = Ledger(nf.Policy(max_epsilon=10.0, max_delta=1e-6), Folder(tmp_path))
+    for protects in ("row add", "row add", "silo add"):
+        with ledger.beginning(budget.multiplier(), 1e-6, protects):
+            pass
+    together = spent((budget.multiplier() / 12**0.5,), 1e-6)
+    np.testing.assert_allclose(ledger.left["epsilon"], 10 - together, rtol=1e-6)
+    # It is on the disk, and that of an earlier version is not taken for an empty one.
+    again = Ledger(ledger.policy, Folder(tmp_path))
+    assert again.noise == ledger.noise
+    Folder(tmp_path).put(LEDGER, b'{"places": 0, "draws": 0, "epsilon": 9.0, "delta": 1e-3}')
+    with pytest.raises(nf.DataError, match="another version has written it"):
+        Ledger(ledger.policy, Folder(tmp_path))
+    with pytest.raises(ValueError, match="max_delta must be below 1"):
+        nf.Policy(max_delta=1.0)
+
+
+def test_of_few_rows_clips_do_not_move_the_posterior():
+    # Noise hides a fifth of the rows from the histogram of lengths. Clips that did not count them
+    # moved the slope by four sds.
+    def text(x, y):
+        beta = numpyro.sample("beta", dist.Normal(0, 3).expand([2]).to_event(1))
+        with nf.silo_plate("row", x.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
+
+    rng = np.random.default_rng(0)
+    silos = []
+    for n in (800, 1_200):
+        x = np.stack([np.ones(n), rng.normal(size=n)], 1)
+        silos.append(dict(x=x, y=rng.binomial(1, 1 / (1 + np.exp(-x @ [0.5, -1])))))
+    plain = nf.fit(KEY, text, silos, **QUIET).sample_posterior(KEY, 4_000)["beta"].mean(0)
+    off = []
+    for _ in range(10):
+        private = nf.fit(KEY, text, silos, privacy=nf.Privacy(0.5, 1e-5), **QUIET)
+        beta = private.sample_posterior(KEY, 4_000)["beta"]
+        off.append((beta.mean(0) - plain) / beta.std(0))
+    assert np.all(np.abs(np.mean(off, 0)) < 1.5)

@@ -9,6 +9,7 @@ import pytest
 from scipy import integrate, stats
 
 import numpyro_fed as nf
+from numpyro_fed.errors import StartWarning
 from numpyro_fed.integrals.laplace import Laplace
 from numpyro_fed.integrals.quadrature import RowIntegrals
 from numpyro_fed.model.data import read
@@ -270,3 +271,67 @@ def test_the_objective_is_the_papers_where_a_guide_of_the_locals_is_chosen():
         dict(objective=nf.ELBO()),
     ):
         assert objective(**settings) == nf.ELBO()
+
+
+def duels(a, b, n_players, y=None):
+    tau = numpyro.sample("tau", dist.HalfNormal(2))
+    with nf.silo_plate("player", n_players):
+        u = numpyro.sample("u", dist.Normal(0, tau))
+    with nf.silo_plate("match", a.shape[0]):
+        numpyro.sample("y", dist.Normal(u[a] - u[b], 1), obs=y)
+
+
+def duel_silo(n, m, seed):
+    r = np.random.default_rng(seed)
+    a = r.integers(0, n, m)
+    b = (a + 1 + r.integers(0, n - 1, m)) % n
+    u = r.normal(0, 1.5, n)
+    return dict(a=a, b=b, n_players=n, y=u[a] - u[b] + r.normal(size=m))
+
+
+def test_rows_that_read_two_rows_of_an_outer_plate_are_not_integrated_row_by_row(double):
+    silo = duel_silo(8, 60, 0)
+    assert np.isnan(likelihood(duels, silo)(jnp.array([0.3])))
+    # One that meets itself alone, and a match of two of two players.
+    assert np.isnan(likelihood(duels, duel_silo(2, 5, 1))(jnp.array([0.3])))
+
+
+def test_a_posterior_of_duels_is_that_of_its_normal_marginals():
+    silos = [duel_silo(8, 60, seed) for seed in range(3)]
+    result = nf.fit(jax.random.key(0), duels, silos, progress_bar=False)
+    t = np.linspace(0.05, 6, 400)
+    log = stats.halfnorm.logpdf(t, scale=2)
+    for s in silos:
+        D = np.eye(8)[s["a"]] - np.eye(8)[s["b"]]
+        for i, tau in enumerate(t):
+            S = np.eye(60) + tau**2 * D @ D.T
+            log[i] += stats.multivariate_normal.logpdf(s["y"], np.zeros(60), S)
+    weights = np.exp(log - log.max())
+    mean = np.average(t, weights=weights)
+    sd = np.average((t - mean) ** 2, weights=weights) ** 0.5
+    tau = result.sample_posterior(jax.random.key(1), 20_000)["tau"]
+    assert result.trusted
+    assert abs(tau.mean() - mean) < 0.1 * sd
+    assert 0.93 < tau.std() / sd < 1.07
+
+
+def test_rows_that_read_each_other_go_on_by_the_papers_bound():
+    def walk(y):
+        tau = numpyro.sample("tau", dist.HalfNormal(2))
+        with nf.silo_plate("time", y.shape[0]):
+            u = numpyro.sample("u", dist.Normal(0, tau))
+            numpyro.sample("y", dist.Normal(jnp.cumsum(u), 0.5), obs=y)
+
+    silos = [dict(y=np.arange(6.0)), dict(y=-np.arange(4.0))]
+    with pytest.warns(StartWarning, match="reads latents of other rows"):
+        result = nf.SFVI(walk).run(jax.random.key(0), 5, silos, progress_bar=False)
+    assert result._fit.built.objective == nf.ELBO()
+
+
+def test_a_run_goes_on_from_one_by_quadrature():
+    silos = [dict(y=np.array([0, 3, 1])), dict(y=np.array([1, 2, 2, 5]))]
+    first = nf.SFVIAvg(effects_of_rows).run(jax.random.key(0), 20, silos, progress_bar=False)
+    second = nf.SFVI(effects_of_rows, start=first)
+    result = second.run(jax.random.key(1), 200, silos, progress_bar=False)
+    assert result._fit.built.objective == nf.Quadrature(11)
+    assert np.isfinite(result.losses).all()

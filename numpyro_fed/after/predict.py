@@ -173,6 +173,11 @@ def read_new(
     data = read_one("new data", new, may_miss=True)
     _refuse_missing(fm, data)
     for name in silos[0].arrays if silos else ():
+        if name in new and name not in data.arrays and kinds[name].plates:
+            raise DataError(
+                f"new data, '{name}' is a single value ({new[name]!r:.40}), where the fit had one "
+                "for each row: pass an array, or all arguments of one row without an axis."
+            )
         if name not in data.arrays and (readers := _readers(fm, silos[0], name)):
             raise DataError(
                 f"new data lack '{name}', which all silos of the fit have, and '{readers[0]}' "
@@ -218,18 +223,26 @@ def _check_fractions(fm: FederatedModel, data: SiloData, names: Sequence[str]) -
     DataError
     """
 
-    def run(data: SiloData) -> None:
+    def at(own: dict[str, Array]) -> Array:
+        kwargs = replace(data, arrays={**data.arrays, **own}).kwargs
         with TRACING, handlers.block(), feasible():
-            handlers.seed(handlers.uncondition(fm.text), 0)(**data.kwargs)
+            text = handlers.seed(handlers.uncondition(fm.text), 0)
+            trace = handlers.trace(text).get_trace(**kwargs)
+        sampled = [s for s in trace.values() if s["type"] == "sample" and not s["is_observed"]]
+        # As those of numbers that a fraction changes a little: an index by it would not change.
+        terms = [jnp.sum(s["fn"].log_prob(jax.lax.stop_gradient(s["value"]))) for s in sampled]
+        return jnp.sum(jnp.array(terms))
 
+    words = (
+        f"new data have fractions in {list(names)}, where the fit had whole numbers, and the "
+        "model's text does not run on them{}. An index must be a whole number."
+    )
     try:
-        jax.eval_shape(run, data)
+        slopes = jax.grad(at)({name: jnp.asarray(data.arrays[name]) for name in names})
     except Exception as error:
-        raise DataError(
-            f"new data have fractions in {list(names)}, where the fit had whole numbers, and the "
-            f"model's text does not run on them ({str(error).splitlines()[0].rstrip('.')}). An "
-            "index must be a whole number."
-        ) from error
+        raise DataError(words.format(f" ({str(error).splitlines()[0].rstrip('.')})")) from error
+    if whole := [name for name, slope in slopes.items() if not np.any(slope)]:
+        raise DataError(words.format(f": it takes {whole} for whole numbers, rounded or compared"))
 
 
 def _like(name: str, array: np.ndarray, fitted: Argument) -> np.ndarray:
@@ -249,7 +262,8 @@ def _like(name: str, array: np.ndarray, fitted: Argument) -> np.ndarray:
         if array.dtype.kind != np.dtype(fitted.dtype).kind
         else array.dtype
     )
-    cast = array.astype(dtype)
+    with np.errstate(invalid="ignore"):
+        cast = array.astype(dtype)
     if _as_fractions(array, fitted) and not np.array_equal(cast, array):
         return array
     if not np.array_equal(cast, array, equal_nan=array.dtype.kind == "f"):

@@ -52,6 +52,8 @@ NEARBY: dict[str, Any] = dict(tolerance=1.0, steps=10, step_sizes=(1.0, 2.0**-2,
 CELLS, REACH = 64, 6.0
 CELLS_OF_PAIR, REACH_OF_PAIR = 24, 4.5
 FARTHEST = 2.0  # decrement, in nats, at which a Newton step still leads close to a mode
+# Of derivatives along three tangents: relative differences, and numbers, that count as none.
+SAME, TINY = 1e-2, 1e-30
 WIDEST = 2  # latents of a row, at most: the number of nodes grows as a power of it
 
 
@@ -225,18 +227,19 @@ class RowIntegrals:
     ) -> Callable[[Array], Array]:
         """Return the log density (n,) of each row of the outer plate with all that is below it.
 
-        It is a function of the outer plate's latents (n, d).
+        It is a function of the outer plate's latents (n, d). Where a row reads several rows of the
+        outer plate, these have no integrals of their own, and it is NaN.
         """
         (plate,) = Laplace(self.model).outer_plates
         n = len(modes[plate])
-        member = self._members(theta, z_G, modes, data, plate)
+        member, apart = self._members(theta, z_G, modes, data, plate)
 
         def terms(z: Array) -> Array:
             found = self._terms(theta, z_G, {plate: z}, modes, data)
             below = [
                 jax.ops.segment_sum(rows, member[p], n) for p, rows in found.items() if p != plate
             ]
-            return found[plate] + sum(below, jnp.zeros(n))
+            return jnp.where(apart, found[plate] + sum(below, jnp.zeros(n)), jnp.nan)
 
         return terms
 
@@ -297,11 +300,13 @@ class RowIntegrals:
 
     def _members(
         self, theta: Theta, z_G: Array, modes: Rows, data: SiloData, outer: str
-    ) -> dict[str, Array]:
+    ) -> tuple[dict[str, Array], Array]:
         """Return which row of the outer plate each row of the others reads, {plate: (rows,)}.
 
-        A row's log density moves with the latents that it reads alone. Along tangents of ``1`` and
-        of ``i`` at the outer plate's row ``i``, its derivatives are in the ratio of ``1`` to ``i``.
+        And whether () each reads one at most, and a row of the outer plate none but itself. A row's
+        log density moves with the latents that it reads alone. Along tangents of ``1``, ``i`` and
+        ``i^2`` at the outer plate's row ``i``, its derivatives are in the ratio of ``1``, ``i`` and
+        ``i^2``; those of a row that reads ``i`` and ``k`` are not.
         """
         fm = self.model
         sizes = fm.sizes(data)
@@ -309,24 +314,32 @@ class RowIntegrals:
         n, d = modes[outer].shape
         others = [p.name for p in fm.plates if p.name != outer]
         if n == 1:
-            return {p: jnp.zeros(sizes[p], int) for p in others}
+            return {p: jnp.zeros(sizes[p], int) for p in others}, jnp.array(True)
         index = jnp.arange(1.0, n + 1)
         # Away from the modes, where derivatives may vanish by chance.
         point = jax.tree.map(
             lambda z: z + 0.5 + 0.1 * jnp.cos(jnp.arange(z.size)).reshape(z.shape), modes
         )
-        tangents = jnp.stack([jnp.ones((n, d)), jnp.broadcast_to(index[:, None], (n, d))])
+        powers = jnp.stack([jnp.ones(n), index, index**2])
+        tangents = jnp.broadcast_to(powers[:, :, None], (3, n, d))
         tangents = tangents * jnp.linspace(1.0, 1.5, d)
 
         def rows(z: Array) -> Rows:
             terms = fm.log_silo(theta, z_G, {**empty, **point, outer: z}, data)
-            return {p: terms[p] for p in others}
+            return {p: terms[p] for p in (*others, outer)}
 
         slopes = jax.vmap(lambda tangent: jax.jvp(rows, (point[outer],), (tangent,))[1])(tangents)
-        return {
-            p: jnp.clip(jnp.round(jnp.where(s[0] == 0, 1.0, s[1] / s[0])).astype(int) - 1, 0, n - 1)
-            for p, s in stop_gradient(slopes).items()
-        }
+        members, apart = {}, jnp.array(True)
+        for p, own in stop_gradient(slopes).items():
+            one, first, second = (data.masked(p, s) for s in own)
+            ratio = jnp.where(one == 0, 1.0, first / one)
+            at = index if p == outer else jnp.clip(jnp.round(ratio), 1, n)
+            members[p] = at.astype(int) - 1
+            single = jnp.abs(first - at * one) <= SAME * jnp.abs(at * one) + TINY
+            single &= jnp.abs(second - at**2 * one) <= SAME * jnp.abs(at**2 * one) + TINY
+            apart &= single.all()
+        members.pop(outer)
+        return members, apart
 
 
 def _cells(dim: int) -> tuple[Array, float]:

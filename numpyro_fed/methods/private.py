@@ -182,6 +182,7 @@ def spending_of(privacy: Privacy) -> dict[str, Any]:
         "epsilon": privacy.spends,
         "delta": privacy.delta,
         "multiplier": privacy.multipliers([1.0])[0],
+        "protects": f"{privacy.unit} {privacy.neighbours}",
         "shares_noise": privacy.trusted == "sum",
     }
 

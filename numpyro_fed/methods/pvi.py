@@ -73,7 +73,7 @@ from numpyro_fed.objectives import (
     ELBO,
     Objective,
     default_quadrature,
-    draws_by_plate,
+    draws_of,
     objective_for,
 )
 from numpyro_fed.privacy.budget import Privacy
@@ -422,6 +422,8 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
 
     def _objective(self, fm: FederatedModel, start: str | None) -> Objective:
         """Return the objective of a run with this kind of start."""
+        if self.noise is not None:
+            return default_quadrature(fm) or ELBO()
         divergences = (self.divergence, self.prior_divergence)
         plain = self.loss is None and all(isinstance(d, KL) for d in divergences)
         whole = plain and (self.local is None or self.local.batch_size is None)
@@ -433,9 +435,7 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
         # The factors' family takes the place of the guide's own part for the globals.
         guide = replace(guide, globals=FamilyGuide(fm.dim, chosen.family))
         objective = self._objective(fm, resolved["start"])
-        if self.noise is not None:
-            objective = default_quadrature(fm) or ELBO()
-        draws = draws_by_plate(objective, guide)
+        draws = draws_of(self.objective, objective, guide)
         local = self._local(plan)
         closed = plan.facts.verdict("conjugate") and self.noise is None
         minibatches = minibatches_of(fm, plan.lengths, local.batch_size)

@@ -51,7 +51,7 @@ from numpyro_fed.objectives import (
     ELBO,
     Objective,
     default_quadrature,
-    draws_by_plate,
+    draws_of,
     objective_for,
 )
 from numpyro_fed.results.base import Silos
@@ -156,6 +156,8 @@ class GradientMethod(ByPrivateGradients[Result, None]):
 
     def _objective(self, fm: FederatedModel, start: str | None) -> Objective:
         """Return the objective of a run with this kind of start."""
+        if self.noise is not None:
+            return default_quadrature(fm) or ELBO()
         whole = start if self.batch_size is None else None
         return objective_for(self.objective, fm, self._spec(fm), whole)
 
@@ -166,7 +168,7 @@ class GradientMethod(ByPrivateGradients[Result, None]):
         guide = build_resolved(spec, GuideConfig.of(chosen["guide"]), fm, plan.row_of)
         fm = with_encoders(fm, guide.encoders)
         objective = self._objective(fm, chosen["start"])
-        draws = draws_by_plate(objective, guide)
+        draws = draws_of(self.objective, objective, guide)
         bound = bound_of(fm, guide, objective)
         minibatches = minibatches_of(fm, plan.lengths, self.batch_size)
         check_guide(guide, draws, minibatches)
@@ -196,7 +198,7 @@ class GradientMethod(ByPrivateGradients[Result, None]):
             steps=(steps := self.gradients // self.num_particles),
             variance=OfRounds(plan.num_silos, steps, averages=not self.replies_are_sums),
         )
-        objective = default_quadrature(fm) or ELBO()
+        objective = self._objective(fm, None)
         return Built(
             model=fm, guide=guide, objective=objective, algorithm=algorithm, protected=NOT_PROTECTED
         )
@@ -258,8 +260,9 @@ class SFVI(GradientMethod):
         (:class:`numpyro_fed.guides.Amortised`) a run starts as by ``start=None``.
     objective : ELBO, LocallyEnhanced or Quadrature, optional
         The bound. By default ``Quadrature()`` where rows have one or two latents, the run starts at
-        the mode, and neither a guide of the locals nor a ``batch_size`` is chosen; else ``ELBO()``,
-        the papers'. Where rows have more latents ``LocallyEnhanced(draws=20)`` is worth its price.
+        the mode (of up to 300 globals) or at a result, and neither a guide of the locals nor a
+        ``batch_size`` is chosen; else ``ELBO()``, the papers'. Where rows have more latents
+        ``LocallyEnhanced(draws=20)`` is worth its price.
     num_particles : int
         Draws of the globals in each round.
     start : {"mode", None} or Result

@@ -79,11 +79,12 @@ class Policy:
         them a server that lies could put keys of its own in the place of theirs, and read replies.
     max_epsilon : float
         The budget of differential privacy that all runs may spend together, in all its life: what
-        they tell is :math:`(\epsilon, \delta)` private with ``max_epsilon`` and ``max_delta``, for
-        neighbours as the plans have them. Their noise is Gaussian, and composes exactly, by the
-        library dp-accounting.
+        they tell is :math:`(\epsilon, \delta)` private with ``max_epsilon`` and ``max_delta``.
+        Their noise is Gaussian, and composes exactly, by the library dp-accounting. Of runs that
+        protect different units or neighbours each counts as one with half of its noise.
     max_delta : float
-        The delta of all runs together, and the largest that a plan may have.
+        The delta of all runs together, below 1 over the number of rows, and the largest that a plan
+        may have.
     audit : str, optional
         A file to which each message is added as a line of JSON: time, exchange, run, names and
         shapes of arrays, the SHA-256 of message and reply, and what is left of the budget.
@@ -121,6 +122,8 @@ class Policy:
                 raise ValueError(f"{name} must be a number of at least 0, got {value!r}.")
         if not isinstance(self.tell_latents, bool):
             raise ValueError(f"tell_latents must be true or false, got {self.tell_latents!r}.")
+        if not self.max_delta < 1:
+            raise ValueError(f"max_delta must be below 1, got {self.max_delta!r}.")
         if self.in_order and not self.exchanges:
             raise ValueError("in_order needs exchanges=, a list of names in their order.")
         for name in ("methods", "exchanges", "peers"):
@@ -242,8 +245,10 @@ class Ledger:
     Attributes
     ----------
     spent : dict
-        ``places`` and ``draws`` so far; and ``noise``, the sum of inverse squared noise
-        multipliers, by which Gaussian releases compose.
+        ``places`` and ``draws`` so far.
+    noise : dict
+        The sum of inverse squared noise multipliers, by which Gaussian releases compose, of the
+        runs that protect the same: ``{"row add": 0.02}``.
     stage : str
         The exchange farthest down the policy's list that was answered.
     """
@@ -251,13 +256,20 @@ class Ledger:
     policy: Policy
     store: Store
     spent: dict[str, float] = field(default_factory=dict)
+    noise: dict[str, float] = field(default_factory=dict)
     stage: str = ""
 
     def __post_init__(self) -> None:
         content = self.store.get(LEDGER)
-        none = {"places": 0, "draws": 0, "noise": 0.0, "stage": ""}
+        none: dict[str, Any] = {"places": 0, "draws": 0, "noise": {}, "stage": ""}
         kept = none | json.loads(content or b"{}")
-        self.stage = kept.pop("stage")
+        if set(kept) != set(none):
+            raise DataError(
+                f"the silo's ledger has {sorted(kept)}, where {sorted(none)} were expected: "
+                "another version has written it. Keep that file, and begin with an empty folder "
+                "of states and a policy that allows what is left."
+            )
+        self.stage, self.noise = kept.pop("stage"), kept.pop("noise")
         self.spent = kept
 
     @property
@@ -267,12 +279,17 @@ class Ledger:
         return {
             "places": policy.max_places - self.spent["places"],
             "draws": policy.max_draws - self.spent["draws"],
-            "epsilon": policy.max_epsilon - self._epsilon(self.spent["noise"]),
+            "epsilon": policy.max_epsilon - self._epsilon(self.noise),
         }
 
-    def _epsilon(self, noise: float) -> float:
-        """Return the epsilon of Gaussian releases with this sum of inverse squared multipliers."""
-        return epsilon_of((noise**-0.5,), self.policy.max_delta) if noise else 0.0
+    def _epsilon(self, noise: Mapping[str, float]) -> float:
+        """Return the epsilon of Gaussian releases with these sums of inverse squared multipliers.
+
+        One row less and another one more are two changes of one row, as far as a silo's clip may
+        be: so releases that protect different things count four times.
+        """
+        total = sum(noise.values()) * (1 if len(noise) < 2 else 4)
+        return epsilon_of((total**-0.5,), self.policy.max_delta) if total else 0.0
 
     @contextmanager
     def spending(self, exchange: str, numbers: Mapping[str, float]) -> Iterator[None]:
@@ -295,7 +312,9 @@ class Ledger:
         with self._counted(numbers, self.policy.later(exchange, self.stage)):
             yield
 
-    def beginning(self, multiplier: float, delta: float) -> AbstractContextManager[None]:
+    def beginning(
+        self, multiplier: float, delta: float, protects: str
+    ) -> AbstractContextManager[None]:
         """Enter the beginning of a run with a noise multiplier; 0 for one without a budget.
 
         Raises
@@ -305,36 +324,39 @@ class Ledger:
         """
         if not multiplier:
             return self._counted({}, self.stage)
-        policy, noise = self.policy, multiplier**-2
+        policy = self.policy
         if delta > policy.max_delta:
             raise ModelError(
                 f"this silo's policy allows a delta of {policy.max_delta:g} (max_delta), and the "
                 f"plan has {delta:g}. Its owner may raise the limit."
             )
-        together = self._epsilon(self.spent["noise"] + noise)
+        noise = {**self.noise, protects: self.noise.get(protects, 0.0) + multiplier**-2}
+        together = self._epsilon(noise)
         if together > policy.max_epsilon * ROUNDED:
             raise ModelError(
                 f"this silo's policy allows an epsilon of {policy.max_epsilon:g} at delta "
                 f"{policy.max_delta:g} for all runs together (max_epsilon), and with this one it "
                 f"would be {together:.3g}. Its owner may raise the limit."
             )
-        return self._counted({"noise": noise}, self.stage)
+        return self._counted({}, self.stage, noise)
 
     @contextmanager
-    def _counted(self, numbers: Mapping[str, float], stage: str) -> Iterator[None]:
+    def _counted(
+        self, numbers: Mapping[str, float], stage: str, noise: dict[str, float] | None = None
+    ) -> Iterator[None]:
         """Count numbers and a stage before anything is computed; undo it after an error."""
-        before = self.spent, self.stage
+        before = self.spent, self.stage, self.noise
         after = {what: n + numbers.get(what, 0) for what, n in self.spent.items()}
-        self._keep(after, stage)
+        self._keep(after, stage, self.noise if noise is None else noise)
         try:
             yield
         except BaseException:
             self._keep(*before)
             raise
 
-    def _keep(self, spent: dict[str, float], stage: str) -> None:
-        self.spent, self.stage = spent, stage
-        self.store.put(LEDGER, json.dumps({**spent, "stage": stage}).encode())
+    def _keep(self, spent: dict[str, float], stage: str, noise: dict[str, float]) -> None:
+        self.spent, self.stage, self.noise = spent, stage, noise
+        self.store.put(LEDGER, json.dumps({**spent, "stage": stage, "noise": noise}).encode())
 
     def log(self, entry: dict[str, Any]) -> None:
         """Add a line to the audit log."""

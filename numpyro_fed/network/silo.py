@@ -466,10 +466,10 @@ class _Agreement:
             return self.node.rows_that_count()
 
     @property
-    def budget(self) -> tuple[float, float]:
-        """Return the noise multiplier and delta of a run; 0 for a method without a budget."""
+    def budget(self) -> tuple[float, float, str]:
+        """Return noise multiplier, delta and what is protected; 0 for a method without a budget."""
         size = None if self.node is None else self.node.size
-        return (0.0, 0.0) if size is None else (size.multiplier, size.delta)
+        return (0.0, 0.0, "") if size is None else (size.multiplier, size.delta, size.protects)
 
     def check_group(self, group: Sequence[int]) -> None:
         """Raise an error for a sum over too few silos to hold all shares of the noise."""

@@ -397,7 +397,10 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
 
     @in_precision_of_object
     def silo_params(self, silo: int) -> dict[str, Any]:
-        """Return a silo's private parameters on their supports, and its guide as ``"guide"``."""
+        """Return a silo's private parameters on their supports, and its guide as ``"guide"``.
+
+        By quadrature the guide is not fitted: it is where the search for rows' modes begins.
+        """
         private = self._fit.model.constrain_theta(self.private_parameters(silo))
         return {**private, "guide": self.private(silo).guide}
 

@@ -60,6 +60,8 @@ class PlanSize(NamedTuple):
     multiplier : float
         The noise multiplier of a Gaussian release that tells as much as all exchanges of a run; 0
         for a method without a budget.
+    protects : str
+        The unit that the budget is for, and which data are neighbours: ``"row add"``.
     shares_noise : bool
         Whether a silo's reply has a share of the noise alone, so that it must be seen in a sum over
         all silos.
@@ -71,6 +73,7 @@ class PlanSize(NamedTuple):
     epsilon: float = 0.0
     delta: float = 0.0
     multiplier: float = 0.0
+    protects: str = ""
     shares_noise: bool = False
 
 
