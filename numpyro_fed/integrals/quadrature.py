@@ -52,8 +52,8 @@ NEARBY: dict[str, Any] = dict(tolerance=1.0, steps=10, step_sizes=(1.0, 2.0**-2,
 CELLS, REACH = 64, 6.0
 CELLS_OF_PAIR, REACH_OF_PAIR = 24, 4.5
 FARTHEST = 2.0  # decrement, in nats, at which a Newton step still leads close to a mode
-# Of derivatives along three tangents: relative differences, and numbers, that count as none.
-SAME, TINY = 1e-2, 1e-30
+# Differences of derivatives that count as none: of a row's own, and of the largest of all rows.
+SAME, ROUNDING = 1e-2, 1e-4
 WIDEST = 2  # latents of a row, at most: the number of nodes grows as a power of it
 
 
@@ -321,23 +321,30 @@ class RowIntegrals:
             lambda z: z + 0.5 + 0.1 * jnp.cos(jnp.arange(z.size)).reshape(z.shape), modes
         )
         powers = jnp.stack([jnp.ones(n), index, index**2])
-        tangents = jnp.broadcast_to(powers[:, :, None], (3, n, d))
-        tangents = tangents * jnp.linspace(1.0, 1.5, d)
+        tangents = powers[:, None, :, None] * jnp.eye(d)[:, None, :]  # (3, d, n, d)
 
         def rows(z: Array) -> Rows:
             terms = fm.log_silo(theta, z_G, {**empty, **point, outer: z}, data)
             return {p: terms[p] for p in (*others, outer)}
 
-        slopes = jax.vmap(lambda tangent: jax.jvp(rows, (point[outer],), (tangent,))[1])(tangents)
+        def along(tangent: Array) -> Rows:
+            return {
+                p: data.masked(p, s)
+                for p, s in jax.jvp(rows, (point[outer],), (tangent,))[1].items()
+            }
+
+        slopes = jax.vmap(jax.vmap(along))(tangents)
         members, apart = {}, jnp.array(True)
-        for p, own in stop_gradient(slopes).items():
-            one, first, second = (data.masked(p, s) for s in own)
-            ratio = jnp.where(one == 0, 1.0, first / one)
+        for p, (one, first, second) in stop_gradient(slopes).items():  # (d, rows) each
+            steepest = jnp.abs(one).argmax(0)[None]
+            top, ratio = (jnp.take_along_axis(s, steepest, 0)[0] for s in (one, first))
+            ratio = jnp.where(top == 0, 1.0, ratio / top)
             at = index if p == outer else jnp.clip(jnp.round(ratio), 1, n)
             members[p] = at.astype(int) - 1
-            single = jnp.abs(first - at * one) <= SAME * jnp.abs(at * one) + TINY
-            single &= jnp.abs(second - at**2 * one) <= SAME * jnp.abs(at**2 * one) + TINY
-            apart &= single.all()
+            # Derivatives that nearly vanish are known less well, and matter as little.
+            scale = jnp.maximum(jnp.abs(one).max(), jnp.abs(first).max() / n)
+            off = jnp.maximum(jnp.abs(first - at * one) * at, jnp.abs(second - at**2 * one))
+            apart &= (off <= at**2 * (SAME * jnp.abs(top) + ROUNDING * scale)).all()
         members.pop(outer)
         return members, apart
 
