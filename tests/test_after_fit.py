@@ -342,3 +342,15 @@ def test_fractions_of_what_the_text_takes_for_an_index_are_refused(effect):
     fitted = nf.PVI(text).run(KEY, 1, [dict(g=np.array([0, 1, 2]), y=np.ones(3))] * 2, **QUIET)
     with pytest.raises(DataError, match=r"fractions in \['g'\].*An index must be a whole number"):
         fitted.predict(KEY, dict(g=np.array([1.5])), n=5)
+
+
+def test_a_single_value_beside_rows_is_refused_as_what_it_is():
+    def text(x, days, y=None):
+        a = numpyro.sample("a", dist.Normal(0, 1))
+        with nf.silo_plate("row", x.shape[0]):
+            numpyro.sample("y", dist.Normal(a * x * days, 1), obs=y)
+
+    silo = dict(x=np.ones(3), days=np.array([1, 4, 2]), y=np.ones(3))
+    fitted = nf.PVI(text).run(KEY, 1, [silo] * 2, **QUIET)
+    with pytest.raises(DataError, match=r"'days' is a single value \(3\)"):
+        fitted.predict(KEY, dict(x=np.ones(2), days=3))

@@ -173,12 +173,13 @@ def read_new(
     data = read_one("new data", new, may_miss=True)
     _refuse_missing(fm, data)
     for name in silos[0].arrays if silos else ():
-        if name in new and name not in data.arrays and kinds[name].plates:
+        lacking = name not in data.arrays
+        if lacking and new.get(name) is not None and kinds[name].plates:
             raise DataError(
                 f"new data, '{name}' is a single value ({new[name]!r:.40}), where the fit had one "
                 "for each row: pass an array, or all arguments of one row without an axis."
             )
-        if name not in data.arrays and (readers := _readers(fm, silos[0], name)):
+        if lacking and (readers := _readers(fm, silos[0], name)):
             raise DataError(
                 f"new data lack '{name}', which all silos of the fit have, and '{readers[0]}' "
                 "cannot be predicted without it."
