@@ -44,6 +44,7 @@ from numpyro_fed.model.data import read
 from numpyro_fed.model.split import split
 from numpyro_fed.precision import precision
 from numpyro_fed.privacy.noise import noisy
+from numpyro_fed.trees import where
 
 ROWS, FAR = 200, 1e6
 
@@ -78,24 +79,24 @@ class Eavesdropper(OneSilo):
         )
         for reply, one, other, sd in zip(
             *map(jax.tree.leaves, (replies.up, with_row, without)),
-            self.deviations(name, down, asked),
+            self.deviations(name, down),
             strict=True,
         ):
             jump = one - other
             self.ratio += ((reply - other - jump / 2) * jump).sum() / sd**2
         return replies
 
-    def deviations(self, name: str, down: Place, asked: Asked) -> list[Array]:
+    def deviations(self, name: str, down: Place) -> list[Array]:
         """Return the sd of the noise in each part of a reply."""
-        parts, own = self.parts, self.parts._own
+        parts, of = self.parts, self.parts._multiplier
         if name == UNITS:
             return [jnp.sqrt(1.0 * parts.units.model.dim) * parts.schedule.units]
         if name == SIZES:
-            return [jnp.sqrt(2.0) * own("sizes", asked.sizes)]
+            return [jnp.sqrt(2.0) * of("sizes", down.step)]
         assert name == SUMS
         return [
-            down.clip * own("gradient", asked.sums),
-            down.clip_curvature * own("curvature", asked.sums),
+            down.clip * of("gradient", down.step),
+            down.clip_curvature * of("curvature", down.step),
         ]
 
 
@@ -143,8 +144,10 @@ def members(fits: int, epsilon: float, noise: Any = noisy) -> float:
                 def step(carry: Any, _: None) -> tuple[Any, None]:
                     server, state = carry
                     ask = Eavesdropper(parts, mine, rivals, state)
-                    server, _ = algorithm.round.run(server, (), ask)
-                    return (server, (ask.state, ask.ratio)), None
+                    after, _ = algorithm.round.run(server, (), ask)
+                    return where(
+                        algorithm.done(server), carry, (after, (ask.state, ask.ratio))
+                    ), None
 
                 carry = server, (ask.state, ask.ratio)
                 carry, _ = jax.lax.scan(step, carry, None, len(parts.schedule.steps))
@@ -189,7 +192,7 @@ def rows(seed: int, epsilon: float, *, quiet: bool) -> int:
         def gradient(cut: float) -> np.ndarray:
             nonlocal state
             z = FAR * jnp.array([-cut, *direction])
-            place = Place(z, jnp.eye(d), clip, jnp.ones(()))
+            place = Place(state.sums, z, jnp.eye(d), clip, jnp.ones(()))
             reply, state = answer((), place, state, data)
             if not bool(reply.ok):
                 raise StopIteration

@@ -38,6 +38,7 @@ from numpyro_fed.model.split import split
 from numpyro_fed.precision import precision
 from numpyro_fed.privacy.noise import noisy
 from numpyro_fed.results.private import FAR
+from numpyro_fed.trees import where
 
 # Clients, epsilon, whether clients differ in size by a factor of up to 20, delta.
 ADULT = (
@@ -234,8 +235,8 @@ def coverage(kind: str, n: int, epsilon: float, sets: int) -> None:
             def step(carry, _):
                 server, private = carry
                 ask = OneSilo(parts, silo, private)
-                server, _ = algorithm.round.run(server, (), ask)
-                return (server, ask.state), None
+                after, _ = algorithm.round.run(server, (), ask)
+                return where(algorithm.done(server), carry, (after, ask.state)), None
 
             (server, _), _ = jax.lax.scan(step, (server, private), None, len(schedule.steps))
             sd = jnp.sqrt((server.root**2).sum(1))

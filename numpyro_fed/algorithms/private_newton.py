@@ -13,7 +13,8 @@ where :math:`A_i` is the negative Hessian of the unit's log likelihood, or for m
 1. Curvature below the edge of the noise's spectrum, :math:`s_H \sqrt{2d}`, cannot be told from
    noise. There columns count as uncorrelated; above the edge eigenvalues are shrunk as those of a
    matrix with a few large ones (Benaych-Georges and Nadakuditi 2011).
-2. A step of Newton's method goes to the next point.
+2. A step of Newton's method goes to the next point. Single steps search for the mode until one is
+   no longer than its own noise; the rest of the search is then left out, and its budget not spent.
 3. Between phases the frame is whitened by the curvature. So directions that the first units hide,
    as an intercept beside a covariate far from zero, come out of the noise; and the noise, which is
    the same for all directions of the frame, is small for all of them.
@@ -33,7 +34,9 @@ the last is that of Bernstein and Sheldon (2019) for linear regression, at the m
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain, compress
 from typing import NamedTuple
 
 import jax
@@ -103,6 +106,9 @@ class Phase(NamedTuple):
 SEARCH, MOST_SEARCH = 0.2, 24  # share of the budget, and steps at most
 LATER = (Phase(2, 0.2), Phase(3, 0.55))
 CLEAR = 0.1  # share of the units from which a bin of a histogram must be told from noise
+# A step of the search so long, in sds of the posterior with its noise, may be noise alone: over
+# coordinates the root of their mean square is then about one.
+NEAR = 2.0
 # For many globals noise hides most directions from a small share, and frames by it are poor.
 PHASES_OF_MANY = (Phase(2, 0.1), Phase(2, 0.2), Phase(4, 0.65))
 UNITS_SHARE = 0.05
@@ -129,16 +135,20 @@ class Schedule:
     units : float
         That of the first units of the frame.
     steps : tuple of Step
+    search : int
+        The first of them, which may be left out where the mode is found; each is a phase.
     """
 
     units: float
     steps: tuple[Step, ...]
+    search: int = 0
 
     @classmethod
     def of(cls, privacy: Privacy, dim: int, num_units: int, num_silos: int) -> Schedule:
         """Return the schedule that spends a budget on ``dim`` globals."""
         kinds = SHARES
         phases: tuple[Phase, ...] = PHASES_OF_MANY
+        steps = 0
         if dim > HESSIANS_UP_TO:
             kinds = SHARES_OF_MANY
         else:
@@ -158,14 +168,17 @@ class Schedule:
                 Step(a, b, c, first, last)
                 for (a, b, c), (first, last) in zip(triples, places, strict=True)
             ),
+            steps,
         )
 
-    @property
-    def releases(self) -> tuple[tuple[str, float], ...]:
-        """Return the name of the exchange and the noise multiplier of each release."""
-        each = ((SIZES, s.sizes, s.gradient, s.curvature) for s in self.steps)
-        steps = [(n, m) for _, a, b, c in each for n, m in ((SIZES, a), (SUMS, b), (SUMS, c))]
-        return ((UNITS, self.units), *steps)
+    def releases(self, made: Iterable[bool] | None = None) -> tuple[tuple[str, float], ...]:
+        """Return the name of the exchange and the noise multiplier of each release.
+
+        ``made`` says of each step whether it was; by default all are.
+        """
+        steps = self.steps if made is None else compress(self.steps, made)
+        each = (((SIZES, s.sizes), (SUMS, s.gradient), (SUMS, s.curvature)) for s in steps)
+        return ((UNITS, self.units), *chain.from_iterable(each))
 
     def column(self, name: str) -> Array:
         """Return one field of all steps."""
@@ -173,12 +186,13 @@ class Schedule:
 
 
 class Place(NamedTuple):
-    """A question to silos: the point ``z`` (d,), the frame ``L`` (d, d), and clipping lengths.
+    """A question to silos: which step, the point ``z`` (d,), the frame ``L`` (d, d), and clips.
 
-    Noise multipliers are not in it: a silo takes them from the plan and its own count of steps, and
-    noise grows with the clipping lengths.
+    Noise multipliers are not in it: a silo takes those of the step from the plan, answers each step
+    once, and none before one that it has answered. Noise grows with the clipping lengths.
     """
 
+    step: Array
     z: Array
     L: Array
     clip: Array
@@ -186,7 +200,7 @@ class Place(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A silo's state: how often it was asked for units, for sizes and for sums."""
+    """A silo's state: the first steps for which it still answers with units, sizes and sums."""
 
     units: Array
     sizes: Array
@@ -228,6 +242,8 @@ class Server(NamedTuple):
         Whether many units' lengths are hidden by the noise of their histogram.
     moved : ()
         The length of the last step, in sds of the posterior, divided by the root of ``d``.
+    made : (steps,) bool
+        The steps of the schedule that were made.
     """
 
     step: Array
@@ -245,6 +261,7 @@ class Server(NamedTuple):
     undetermined: Array
     coarse: Array
     moved: Array
+    made: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -315,17 +332,18 @@ class PrivateNewton:
             none,
             jnp.array(True),
             away,
+            jnp.zeros(len(self.schedule.steps), bool),
         )
 
     # At a silo.
 
-    def _own(self, name: str, count: Array) -> Array:
-        """Return the noise multiplier of a step by the silo's own count."""
-        return self.schedule.column(name)[jnp.minimum(count, len(self.schedule.steps) - 1)]
+    def _multiplier(self, name: str, step: Array) -> Array:
+        """Return a noise multiplier of a step."""
+        return self.schedule.column(name)[jnp.clip(step, 0, len(self.schedule.steps) - 1)]
 
-    def _planned(self, count: Array) -> Array:
-        """Return whether a step is one of those that the budget is planned for."""
-        return count < len(self.schedule.steps)
+    def _planned(self, step: Array, first: Array) -> Array:
+        """Return whether the budget is planned for a step, of which ``first`` is the next."""
+        return (step >= first) & (step < len(self.schedule.steps))
 
     def _units_of_silo(
         self, noise: object, down: Place, state: Asked, data: SiloData
@@ -350,8 +368,10 @@ class PrivateNewton:
         if not self.has_products:
             curved = jnp.linalg.norm(self.units.curvatures(down.z, down.L, data), axis=(1, 2))
         counts = jnp.stack([histogram(lengths), histogram(curved)])
-        up = self.units.added(counts, jnp.sqrt(2.0), self._own("sizes", state.sizes))
-        return self._reply(up, self._planned(state.sizes)), state._replace(sizes=state.sizes + 1)
+        up = self.units.added(counts, jnp.sqrt(2.0), self._multiplier("sizes", down.step))
+        planned = self._planned(down.step, state.sizes)
+        after = jnp.where(planned, down.step + 1, state.sizes)
+        return self._reply(up, planned), state._replace(sizes=after)
 
     def _sums_of_silo(
         self, noise: object, down: Place, state: Asked, data: SiloData
@@ -363,13 +383,14 @@ class PrivateNewton:
             C = dot((g * jnp.minimum(1.0, down.clip_curvature / length)[:, None]).T, g)
         else:
             C = clipped(self.units.curvatures(down.z, down.L, data), down.clip_curvature).sum(0)
+        gradient, curvature = (self._multiplier(n, down.step) for n in ("gradient", "curvature"))
         up = Sums(
-            self.units.added(g.sum(0), down.clip, self._own("gradient", state.sums)),
-            self.units.added(
-                _as_vector(C), down.clip_curvature, self._own("curvature", state.sums)
-            ),
+            self.units.added(g.sum(0), down.clip, gradient),
+            self.units.added(_as_vector(C), down.clip_curvature, curvature),
         )
-        return self._reply(up, self._planned(state.sums)), state._replace(sums=state.sums + 1)
+        planned = self._planned(down.step, state.sums)
+        after = jnp.where(planned, down.step + 1, state.sums)
+        return self._reply(up, planned), state._replace(sums=after)
 
     def _reply(self, up: Up, planned: Array) -> Reply[Up]:
         """Return a reply: zeros, which cannot be used, where the budget is not planned for it."""
@@ -379,7 +400,7 @@ class PrivateNewton:
 
     def _begin(self, state: Server, noise: object, ask: Ask) -> tuple[Server, Info]:
         zero = jnp.zeros(())
-        counts = ask(UNITS, Place(state.z, state.L, zero, zero)).up
+        counts = ask(UNITS, Place(state.step, state.z, state.L, zero, zero)).up
         sd = jnp.sqrt(1.0 * self.units.model.dim) * self.schedule.units * self.units.spread
         size = jax.vmap(lambda c: quantile(c, sd, UNIT_QUANTILE))(counts)
         # No unit is longer than the prior's, which it is where no count stands out of the noise.
@@ -387,14 +408,17 @@ class PrivateNewton:
         return state._replace(L=L), Info(zero, jnp.isfinite(L).all())
 
     def _prior(self, z: Array) -> tuple[Array, Array]:
-        """Return the gradient (d,) and the negative Hessian (d, d), made positive, of the prior."""
+        """Return the gradient (d,) of the prior, and a root (d, d) of its negative Hessian.
+
+        Where the density curves upwards it counts as flat.
+        """
         log_prior = lambda z: self.units.model.smoothed.log_prior({}, z)  # noqa: E731
         e, V = linalg.eigh(-jax.hessian(log_prior)(z))
-        return jax.grad(log_prior)(z), dot(V * jnp.maximum(e, 0.0), V.T)
+        return jax.grad(log_prior)(z), V * jnp.sqrt(jnp.maximum(e, 0.0))
 
     def _prior_sd(self, z: Array) -> Array:
         """Return the prior's standard deviations (d,) by its curvature at a point."""
-        return 1 / jnp.sqrt(jnp.maximum(jnp.diagonal(self._prior(z)[1]), 1e-12))
+        return 1 / jnp.sqrt(jnp.maximum((self._prior(z)[1] ** 2).sum(1), 1e-12))
 
     def _clips(self, counts: Array, sd: Array, gradient: Array, k: Array) -> tuple[Array, Array]:
         """Return the clipping lengths of gradients and curvatures, from histograms with noise."""
@@ -419,14 +443,14 @@ class PrivateNewton:
             self.schedule.column(name)[k] for name in Step._fields
         )
         zero = jnp.zeros(())
-        counts = ask(SIZES, Place(state.z, state.L, zero, zero)).up
+        counts = ask(SIZES, Place(state.step, state.z, state.L, zero, zero)).up
 
         fresh = lambda a: jnp.where(first, jnp.zeros_like(a), a)  # noqa: E731
         number = (k - self._starts[k] + 1).astype(state.z.dtype)  # of this step in its phase
         counts = fresh(state.sizes) + counts
         sd = jnp.sqrt(2.0 * number) * sizes * self.units.spread
         C, CH = self._clips(counts, sd, gradient, k)
-        sums = ask(SUMS, Place(state.z, state.L, C, CH)).up
+        sums = ask(SUMS, Place(state.step, state.z, state.L, C, CH)).up
         gradients = fresh(state.gradients) + sums.gradient
         at = fresh(state.at)
         places = fresh(state.places) + at
@@ -445,27 +469,26 @@ class PrivateNewton:
         damped = jnp.maximum(jnp.where(e < -edge, -e, above), edge / 2)
 
         slope, P = self._prior(state.z)
-        slope, P = state.L.T @ slope, dot(state.L.T, dot(P, state.L))
+        slope, P = state.L.T @ slope, dot(state.L.T, P)
         b = gradients / number + V @ (curved * (V.T @ (places / number - at)))
         # The posterior, with the variance of the noise.
         known = curved / (curved + variance)
-        precision = dot(V * (known * curved), V.T) + P
-        root = linalg.cholesky_of_inverse(precision)
-        u = root @ (root.T @ (V @ (known * (V.T @ b)) + slope))
-        loc = state.z + state.L @ u
-        narrow = linalg.cholesky_of_inverse(dot(V * curved, V.T) + P)
+        precision = _root_with_prior(V, known * curved, P)
+        loc = state.z + state.L @ _times_inverse(precision, V @ (known * (V.T @ b)) + slope)
         # The step, damped where curvature is not known.
-        inverse = linalg.cholesky_of_inverse(dot(V * damped, V.T) + P)
-        step = inverse @ (inverse.T @ (b + slope))
+        step = _times_inverse(_root_with_prior(V, damped, P), b + slope)
         longest = LONGEST * math.sqrt(d * self.rows_in_unit)
-        step = step * jnp.minimum(1.0, longest / jnp.linalg.norm(step))
         away = jnp.abs(state.L @ step) / self._prior_sd(jnp.full(d, ASIDE))
-        step = step * jnp.minimum(1.0, MOST_PRIOR / jnp.maximum(away.max(), 1e-30))
-        moved = jnp.linalg.norm(root.T @ (precision @ step)) / jnp.sqrt(1.0 * d)
+        share = jnp.minimum(longest / jnp.linalg.norm(step), MOST_PRIOR / away.max())
+        step = step * jnp.minimum(1.0, share)
+        moved = jnp.linalg.norm(precision.T @ step) / jnp.sqrt(1.0 * d)
+        undetermined = (e <= edge).sum().astype(jnp.int32)
+        found = (moved <= NEAR) & (share >= 1) & (undetermined == 0)
 
+        made = state.made.at[k].set(True)
         white = dot(state.L, dot(V * jnp.sqrt(self.num_units / damped), V.T))
         new = Server(
-            step=state.step + 1,
+            step=jnp.where(found, jnp.maximum(k + 1, self.schedule.search), k + 1),
             z=state.z + state.L @ step,
             L=jnp.where(last, white, state.L),
             sizes=counts,
@@ -475,19 +498,19 @@ class PrivateNewton:
             variance=variances,
             curvature=total,
             loc=loc,
-            root=linalg.root_of(dot(state.L, root)),
-            narrow=linalg.root_of(dot(state.L, narrow)),
+            root=_root_of_inverse(precision, state.L),
+            narrow=_root_of_inverse(_root_with_prior(V, curved, P), state.L),
             coarse=fresh(state.coarse) | is_coarse(sd, self.num_units * number),
-            undetermined=(e <= edge).sum().astype(jnp.int32),
+            undetermined=undetermined,
             moved=moved,
+            made=made,
         )
         planned = state.step < len(self.schedule.steps)
         # A step to where nothing is finite is not taken, and no more is lost than its budget.
         fine = all_finite(new)
-        stays = state._replace(step=new.step, moved=jnp.array(jnp.inf))
-        return where(fine, new, stays), Info(
-            jnp.where(fine, 0.5 * d * moved**2, 0.0), planned, moved
-        )
+        stays = state._replace(step=k + 1, moved=jnp.array(jnp.inf), made=made)
+        gain = jnp.where(fine, 0.5 * d * moved**2, 0.0)
+        return where(fine, new, stays), Info(gain, planned, jnp.where(fine, moved, jnp.inf))
 
     @property
     def _lengths(self) -> Array:
@@ -501,6 +524,25 @@ class PrivateNewton:
         """Return for each step the number of the first step of its phase."""
         starts = np.maximum.accumulate([i * s.first for i, s in enumerate(self.schedule.steps)])
         return jnp.asarray(starts)
+
+
+def _root_with_prior(V: Array, curved: Array, P: Array) -> Array:
+    """Return the root (d, d) of the precision ``V diag(curved) V' + P P'``.
+
+    Directions may differ by more than single precision tells apart in the sum itself, which then
+    has no root: an effect under a small scale beside one that neither data nor prior know.
+    """
+    return linalg.root_of(jnp.concatenate([V * jnp.sqrt(curved), P], axis=1))
+
+
+def _times_inverse(root: Array, g: Array) -> Array:
+    """Return the inverse of ``root root'`` times a vector (d,), for lower triangular ``root``."""
+    return linalg.solve(root, linalg.solve(root, g), transposed=True)
+
+
+def _root_of_inverse(root: Array, L: Array) -> Array:
+    """Return the root of the covariance in the frame ``L`` (d, d) of a precision's root (d, d)."""
+    return linalg.root_of(linalg.solve(root, L.T).T)
 
 
 def _as_vector(matrix: Array) -> Array:

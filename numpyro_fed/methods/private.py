@@ -80,23 +80,24 @@ class DPNewton(Method[PrivateResult, None]):
     ) -> PrivateResult:
         """Fit the model; see :meth:`SFVI.run`.
 
-        ``num_rounds`` is the number of steps, by default all that the budget is planned for. A run
-        of fewer spends less, and its posterior is wider; ``init_state`` goes on with the rest. Two
-        runs with the same key differ: noise comes from the operating system.
+        ``num_rounds`` is the number of steps, by default as many as there are to come. A run of
+        fewer spends less, and its posterior is wider; ``init_state`` goes on with the rest. A
+        search that ends early leaves its steps out. Two runs with the same key differ: noise comes
+        from the operating system.
         """
         check_trusted(self.privacy, silos)
         if num_rounds is None:
             fit, _ = self._compiled_for(silos, options.get("runtime", "simulation"))
             before = options.get("init_state")
-            done = 0 if before is None else int(before.round)
+            done = 0 if before is None else int(before.server.step)
             num_rounds = len(self._schedule(fit.model, fit.plan).steps) - done
-        return super().run(key, num_rounds, silos, **options)
+        return super().run(key, num_rounds, silos, **{**options, "stop": "converged"})
 
     def _check_rounds(self, fit: Fit, state: State, num_rounds: int) -> None:
-        planned, done = len(self._schedule(fit.model, fit.plan).steps), int(state.round)
+        planned, done = len(self._schedule(fit.model, fit.plan).steps), int(state.server.step)
         if done + num_rounds > planned:
             raise ModelError(
-                f"the budget is planned for {planned} steps, of which {done} were made: "
+                f"the budget is planned for {planned} steps, of which {planned - done} are left: "
                 f"{num_rounds} more would spend more than epsilon={self.privacy.epsilon:g}."
             )
 
@@ -132,7 +133,7 @@ class DPNewton(Method[PrivateResult, None]):
             "method": "DPNewton",
             "guide": resolve(guide, fm, largest, total, at_mode=True),
             "privacy": repr(self.privacy),
-            "multipliers": [s for _, s in self._schedule(fm, plan).releases],
+            "multipliers": [s for _, s in self._schedule(fm, plan).releases()],
             "units": units,
         }
 
@@ -158,12 +159,9 @@ class DPNewton(Method[PrivateResult, None]):
     def result_of(
         self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False
     ) -> PrivateResult:
-        releases = self._schedule(fit.model, fit.plan).releases[
-            : 1 + 3 * int(run.state.server.step)
-        ]
-        return PrivateResult(
-            run.losses, run.state, fit, hosted, privacy=Spent.of(self.privacy, releases)
-        )
+        releases = self._schedule(fit.model, fit.plan).releases(run.state.server.made.tolist())
+        spent = Spent.of(self.privacy, releases)
+        return PrivateResult(run.losses, run.state, fit, hosted, privacy=spent)
 
 
 def check_trusted(privacy: Privacy, silos: object) -> None:

@@ -138,7 +138,7 @@ class GradientNoise:
         schedule = Schedule.of(search, fm.dim, num_units_of(fm, plan, budget), plan.num_silos)
         lengths, each = self.multipliers
         own = [(LENGTHS, lengths), *[(GRADIENTS, each)] * (rounds * self.gradients)]
-        return Spent.of(budget, [*schedule.releases, *own])
+        return Spent.of(budget, [*schedule.releases(), *own])
 
     def algorithm(
         self,
