@@ -483,7 +483,9 @@ class PrivateNewton:
         step = step * jnp.minimum(1.0, share)
         moved = jnp.linalg.norm(precision.T @ step) / jnp.sqrt(1.0 * d)
         undetermined = (e <= edge).sum().astype(jnp.int32)
-        found = (moved <= NEAR) & (share >= 1) & (undetermined == 0)
+        # More steps show no more of what noise hides as well as a step before; they only drift.
+        shown = (undetermined == 0) | (k > 0) & (undetermined >= state.undetermined)
+        found = (moved <= NEAR) & (share >= 1) & shown
 
         made = state.made.at[k].set(True)
         white = dot(state.L, dot(V * jnp.sqrt(self.num_units / damped), V.T))
