@@ -8,17 +8,21 @@ ten clients, epsilon 1: accuracy 0.847, test log likelihood -0.343 (virtual part
 ``coverage``: 90 % intervals of private fits of linear and logistic regressions with raw covariates,
 the noise included, over simulated data sets.
 
+``shards``: what PVI by perturbed natural parameters would cost: the updates of several rows are
+clipped together, as those of virtual clients are, in the logistic regression of ``coverage``.
+
 ``studies``: the six cities, 537 children in two silos, and a registry of six hospitals with 8,070
 patients (effects of hospitals as global sites), at epsilon 2 by each method, against NUTS on all
 rows.
 
-    python benchmarks/private.py --parts adult coverage studies --seeds 5 --sets 500
+    python benchmarks/private.py --parts adult coverage shards studies --seeds 5 --sets 500
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +37,7 @@ import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Replies
 from numpyro_fed.algorithms.private_newton import PrivateNewton, Schedule
 from numpyro_fed.algorithms.private_units import PrivateUnits
-from numpyro_fed.model.data import read
+from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.split import split
 from numpyro_fed.precision import precision
 from numpyro_fed.privacy.noise import noisy
@@ -212,19 +216,40 @@ def simulated(kind: str, key: Array, n: int) -> tuple[dict[str, Array], Array]:
     return dict(x=x, y=jax.random.bernoulli(k[3], jax.nn.sigmoid(x @ beta)).astype(int)), beta
 
 
-def coverage(kind: str, n: int, epsilon: float, sets: int) -> None:
-    """Print how often 90 % intervals hold the truth, and how often a fit is trusted."""
+@dataclass(frozen=True, eq=False)
+class Shards(PrivateUnits):
+    """Units of several rows each, whose update of natural parameters is clipped as a whole.
+
+    Of a normal factor that update is gradient and curvature, which the rows of a shard add up.
+    Without one of its rows a shard has another update, and not none: a sum may change by twice the
+    clip.
+    """
+
+    rows: int = 1
+
+    def log_likelihoods(self, z: Array, data: SiloData) -> Array:
+        """Return the log likelihood of each shard (rows / shard,)."""
+        return super().log_likelihoods(z, data).reshape(-1, self.rows).sum(1)
+
+
+def fits(
+    kind: str, n: int, epsilon: float, sets: int, shard: int = 1
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return errors and sds (sets, d) of private fits, and which of them (sets,) are trusted."""
     model = wide_linear if kind == "linear" else wide_logistic
     with precision(double=True):
         example, _ = simulated(kind, jax.random.key(0), n)
         (like,) = read([{k: np.asarray(v) for k, v in example.items()}], model)
         fm = split(model, [like])
         budget = nf.Privacy(epsilon=epsilon, delta=1e-6)
-        schedule = Schedule.of(budget, fm.dim, n, 1)
-        parts = PrivateNewton(PrivateUnits(fm, 1, False, noisy), schedule, n)
+        schedule = Schedule.of(budget, fm.dim, n // shard, 1)
+        units = PrivateUnits(fm, 1, False, noisy)
+        if shard > 1:
+            units = Shards(fm, 1, False, noisy, changes=2.0, rows=shard)
+        parts = PrivateNewton(units, schedule, n // shard)
         algorithm = parts.algorithm()
 
-        def fit(key: Array) -> tuple[Array, Array]:
+        def fit(key: Array) -> tuple[Array, Array, Array]:
             data, truth = simulated(kind, key, n)
             silo = jax.tree.unflatten(jax.tree.structure(like), [data["x"], data["y"]])
             state = algorithm.init_server(key), algorithm.init_silo(key, silo)
@@ -241,10 +266,17 @@ def coverage(kind: str, n: int, epsilon: float, sets: int) -> None:
             (server, _), _ = jax.lax.scan(step, (server, private), None, len(schedule.steps))
             sd = jnp.sqrt((server.root**2).sum(1))
             settled = (server.moved <= FAR) & (server.undetermined == 0) & ~server.coarse
-            return (server.loc - truth) / sd, settled
+            return server.loc - truth, sd, settled
 
         keys = jax.random.split(jax.random.key(7), sets)
-        z, settled = map(np.asarray, jax.lax.map(jax.jit(fit), keys, batch_size=20))
+        error, sd, settled = map(np.asarray, jax.lax.map(jax.jit(fit), keys, batch_size=20))
+    return error, sd, settled
+
+
+def coverage(kind: str, n: int, epsilon: float, sets: int) -> None:
+    """Print how often 90 % intervals hold the truth, and how often a fit is trusted."""
+    z, sd, settled = fits(kind, n, epsilon, sets)
+    z = z / sd
     inside = np.abs(z) < WIDTH
     error = np.sqrt(0.09 / (settled.sum() * z.shape[1]))
     print(
@@ -253,6 +285,17 @@ def coverage(kind: str, n: int, epsilon: float, sets: int) -> None:
         f"{np.round(z[settled].mean(0), 2)} |",
         flush=True,
     )
+
+
+def shards(sets: int) -> None:
+    """Print what it costs to clip the updates of several rows together."""
+    alone = None
+    for shard in (1, 2, 5, 20):
+        error, sd, settled = fits("logistic", 10_000, 1.0, sets, shard)
+        found = np.median(np.abs(error), 0), np.median(sd, 0)
+        alone = found if alone is None else alone
+        error, sd = (np.median(now / then) for now, then in zip(found, alone, strict=True))
+        print(f"| {shard} | {settled.mean():.1%} | {error:.2f} | {sd:.2f} |", flush=True)
 
 
 def main() -> None:
@@ -269,6 +312,9 @@ def main() -> None:
         print("| model | rows | epsilon | trusted | covered (error) | by coordinate | bias, sds |")
         for kind, n, epsilon in COVERAGE:
             coverage(kind, n, epsilon, args.sets)
+    if "shards" in args.parts:
+        print("| rows in a shard | trusted | error, to that of rows alone | sd, to the same |")
+        shards(args.sets)
     if "studies" in args.parts:
         print("| study | method | globals | error | width | furthest, in own sds | trusted |")
         studies()
