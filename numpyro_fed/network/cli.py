@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status."""
     args = _parser().parse_args(arguments)
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
+    logging.getLogger("jax").setLevel(logging.WARNING)  # of backends that are not there
     try:
         args.command(args)
     except (ModelError, ConnectionError, TimeoutError, MissingExtraError) as error:
