@@ -264,6 +264,37 @@ class Server(NamedTuple):
     made: Array
 
 
+class Spectrum(NamedTuple):
+    """The eigenvectors ``V`` (d, d) of a curvature with noise, and its eigenvalues without.
+
+    Attributes
+    ----------
+    V : (d, d)
+    curved : (d,)
+        Eigenvalues as of the matrix without noise.
+    damped : (d,)
+        The same for a step: positive, and not below what noise may hide.
+    undetermined : () int
+        The number of directions whose curvature could not be told from noise.
+    """
+
+    V: Array
+    curved: Array
+    damped: Array
+    undetermined: Array
+
+    @classmethod
+    def of(cls, H: Array, edge: Array) -> Spectrum:
+        """Return the spectrum of ``H`` (d, d), where that of the noise ends at ``edge``."""
+        e, V = linalg.eigh(H)
+        above = jnp.where(e > edge, 0.5 * (e + jnp.sqrt(jnp.maximum(e**2 - edge**2, 0.0))), 0.0)
+        apart = (V**2 * jnp.maximum(jnp.diagonal(H), 0.0)[:, None]).sum(0)
+        curved = jnp.maximum(above, jnp.minimum(edge / 2, apart))
+        # Where the density curves upwards, a step as long as if it curved as much downwards.
+        damped = jnp.maximum(jnp.where(e < -edge, -e, above), edge / 2)
+        return cls(V, curved, damped, (e <= edge).sum().astype(jnp.int32))
+
+
 @dataclass(frozen=True, eq=False)
 class PrivateNewton:
     """The parts of the method.
@@ -461,12 +492,7 @@ class PrivateNewton:
         # Clips differ between the steps of a phase.
         variances = fresh(state.variance) + (C * gradient * self.units.spread) ** 2
         variance = variances / number**2
-        e, V = linalg.eigh(H)
-        above = jnp.where(e > edge, 0.5 * (e + jnp.sqrt(jnp.maximum(e**2 - edge**2, 0.0))), 0.0)
-        apart = (V**2 * jnp.maximum(jnp.diagonal(H), 0.0)[:, None]).sum(0)
-        curved = jnp.maximum(above, jnp.minimum(edge / 2, apart))
-        # Where the density curves upwards, a step as long as if it curved as much downwards.
-        damped = jnp.maximum(jnp.where(e < -edge, -e, above), edge / 2)
+        V, curved, damped, undetermined = Spectrum.of(H, edge)
 
         slope, P = self._prior(state.z)
         slope, P = state.L.T @ slope, dot(state.L.T, P)
@@ -482,7 +508,6 @@ class PrivateNewton:
         share = jnp.minimum(longest / jnp.linalg.norm(step), MOST_PRIOR / away.max())
         step = step * jnp.minimum(1.0, share)
         moved = jnp.linalg.norm(precision.T @ step) / jnp.sqrt(1.0 * d)
-        undetermined = (e <= edge).sum().astype(jnp.int32)
         # More steps show no more of what noise hides as well as a step before; they only drift.
         shown = (undetermined == 0) | (k > 0) & (undetermined >= state.undetermined)
         found = (moved <= NEAR) & (share >= 1) & shown
