@@ -1,7 +1,9 @@
 """What attackers find out under differential privacy: who took part, and what a row is.
 
 ``members``: an attacker knows all rows but one, the canary, sees every message of private fits, and
-says whether the canary took part, by the likelihood ratio of all messages: nobody can do better. A
+says whether the canary took part, by the likelihood ratio of all messages: nobody can do better.
+Audited are the private search, and the rounds of SFVI and PVI after it. What a visit of PVI sends
+follows from many gradients; there the statistic is a projection, which may be bettered. A
 thousand fits with it and a thousand without give a lower bound for epsilon, with confidence 95 %
 (Jagielski et al. 2020: the threshold is from one half of the fits, the bound from the other). It
 must lie below the epsilon that is claimed; without noise it must not.
@@ -249,7 +251,7 @@ class Fits:
 
 
 def members_of(
-    kind: Any, rounds: int, fits: int, epsilon: float, noise: Any = noisy
+    kind: Any, rounds: int, number: int, epsilon: float, noise: Any = noisy
 ) -> tuple[float, float]:
     """Return :func:`members` for the rounds of a gradient method, and the epsilon that they claim.
 
@@ -259,11 +261,13 @@ def members_of(
     with precision(double=True):
         rivals = [read([silo], wide_logistic)[0] for silo in (with_row, without)]
         audit = Fits(kind, rounds, epsilon, rivals, noise)
-        keys = jax.random.split(jax.random.key(0), fits)
+        keys = jax.random.split(jax.random.key(0), number)
         found = [
             np.asarray(
                 jax.lax.map(
-                    jax.jit(lambda key, d=data: audit.ratio(key, d)), keys, batch_size=min(fits, 50)
+                    jax.jit(lambda key, d=data: audit.ratio(key, d)),
+                    keys,
+                    batch_size=min(number, 50),
                 )
             )
             for data in rivals

@@ -35,13 +35,12 @@ from jax import Array
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Replies
-from numpyro_fed.algorithms.private_newton import PrivateNewton, Schedule
+from numpyro_fed.algorithms.private_newton import NEAR, PrivateNewton, Schedule
 from numpyro_fed.algorithms.private_units import PrivateUnits
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.split import split
 from numpyro_fed.precision import precision
 from numpyro_fed.privacy.noise import noisy
-from numpyro_fed.results.private import FAR
 from numpyro_fed.trees import where
 
 # Clients, epsilon, whether clients differ in size by a factor of up to 20, delta.
@@ -246,7 +245,7 @@ def fits(
         units = PrivateUnits(fm, 1, False, noisy)
         if shard > 1:
             units = Shards(fm, 1, False, noisy, changes=2.0, rows=shard)
-        parts = PrivateNewton(units, schedule, n // shard)
+        parts = PrivateNewton(units, schedule, n // shard, rows_in_unit=shard)
         algorithm = parts.algorithm()
 
         def fit(key: Array) -> tuple[Array, Array, Array]:
@@ -265,7 +264,12 @@ def fits(
 
             (server, _), _ = jax.lax.scan(step, (server, private), None, len(schedule.steps))
             sd = jnp.sqrt((server.root**2).sum(1))
-            settled = (server.moved <= FAR) & (server.undetermined == 0) & ~server.coarse
+            settled = (
+                (server.moved <= NEAR)
+                & (server.moved >= 0)
+                & (server.undetermined == 0)
+                & ~server.coarse
+            )
             return server.loc - truth, sd, settled
 
         keys = jax.random.split(jax.random.key(7), sets)
@@ -291,8 +295,8 @@ def shards(sets: int) -> None:
     """Print what it costs to clip the updates of several rows together."""
     alone = None
     for shard in (1, 2, 5, 20):
-        error, sd, settled = fits("logistic", 10_000, 1.0, sets, shard)
-        found = np.median(np.abs(error), 0), np.median(sd, 0)
+        errors, sds, settled = fits("logistic", 10_000, 1.0, sets, shard)
+        found = np.median(np.abs(errors), 0), np.median(sds, 0)
         alone = found if alone is None else alone
         error, sd = (np.median(now / then) for now, then in zip(found, alone, strict=True))
         print(f"| {shard} | {settled.mean():.1%} | {error:.2f} | {sd:.2f} |", flush=True)

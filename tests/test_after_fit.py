@@ -287,6 +287,7 @@ def test_new_data_that_lack_a_column_are_refused():
         fitted.predict(KEY, dict(x=np.ones(2), z=np.zeros(1), y=y))
 
 
+@pytest.mark.slow
 def test_entries_of_a_substituted_prior_are_predicted_at_their_silo():
     edges = np.eye(4, k=1) + np.eye(4, k=-1)
 

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 import numpyro_fed as nf
 from numpyro_fed.errors import DataError, ModelError, RefusedError, ReplyError
@@ -58,6 +58,7 @@ def test_names_do_not_depend_on_how_often_there_are_any():
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 99))
+@example([3, 8, 9, 8], 54)
 def test_moments_over_a_federation_are_those_of_a_list_to_the_bit(sizes, seed):
     r, heard = np.random.default_rng(seed), []
     data = [dict(x=1e6 + r.normal(size=(n, 2)), y=r.normal(size=n), k=np.arange(n)) for n in sizes]

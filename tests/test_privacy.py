@@ -371,8 +371,9 @@ def test_raw_covariates_are_found_and_the_noise_is_counted():
     beta, sigma = np.asarray(draws["beta"]), np.asarray(draws["sigma"])
     exact = np.linalg.lstsq(data["x"], data["y"])[0]
     sd = 6 * np.sqrt(np.diag(np.linalg.inv(data["x"].T @ data["x"])))
-    # Curvature is known to some percent, and so are the widths; here the noise adds little.
-    assert (np.abs(np.log(beta.std(0) / sd)) < 0.25).all()
+    # Curvature is known to some percent, and so are the widths; here the noise adds little. The
+    # largest logarithm of five hundred runs was 0.31.
+    assert (np.abs(np.log(beta.std(0) / sd)) < 0.5).all()
     assert (np.abs(beta.mean(0) - exact) < 5 * beta.std(0)).all()
     assert abs(sigma.mean() - 6) < 5 * sigma.std()
 
@@ -384,14 +385,66 @@ def test_steps_can_be_made_in_parts_and_not_more_of_them_than_planned():
     assert first.privacy.epsilon < 0.3
     both = method.run(KEY, silos=silos, init_state=first.state, **QUIET)
     # The search ended early, and its last steps were not paid for.
-    assert len(both.losses) + 2 < 20
+    assert len(both.losses) + 2 < 25
     made = np.asarray(both.state.server.made)
     assert made[:2].all()
     assert made[-5:].all()
     assert made.sum() == len(both.losses) + 2
-    assert 0.85 < both.privacy.epsilon < 0.95
+    assert 0.85 < both.privacy.epsilon < 0.98
+    assert both.ended == "rounds"
     with pytest.raises(nf.ModelError, match="planned for 29 steps, of which 0 are left"):
         method.run(KEY, 1, silos, init_state=both.state, **QUIET)
+    other = nf.DPNewton(normal, privacy=nf.Privacy(epsilon=8.0, delta=1e-5))
+    with pytest.raises(nf.SavedStateError, match="another budget"):
+        other.run(KEY, 0, silos, init_state=first.state, **QUIET)
+    state = nf.SFVI(normal).run(KEY, 1, silos, **QUIET).state
+    with pytest.raises(nf.SavedStateError):
+        method.run(KEY, silos=silos, init_state=state)
+    with pytest.raises(nf.ModelError, match="ends by itself"):
+        method.run(KEY, silos=silos, stop="converged", **QUIET)
+
+
+def test_a_step_that_was_cut_short_is_not_near(without_noise):
+    """The data are 8 sds of the posterior away, and a step is one sd of the prior long."""
+
+    def far(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with nf.silo_plate("row", len(y)):
+            numpyro.sample("y", dist.Normal(mu, 500), obs=y)
+
+    silos = [dict(y=np.random.default_rng(0).normal(400, 500, 5_000))]
+    budget = nf.Privacy(epsilon=50.0, delta=1e-5, clip=1e4)
+    method = nf.DPNewton(far, privacy=budget)
+    first = method.run(KEY, 1, silos, **QUIET)
+    assert abs(float(first.state.server.z.item())) < 1.001
+    assert 6 < first.moved < 9
+    assert int(first.state.server.step) == 1
+    assert "had not ended" in first.doubt
+
+
+def test_noise_that_hides_as_much_as_before_ends_the_search_after_some_steps():
+    """Two globals of which the data know the sum alone: one direction stays hidden."""
+
+    def twice(y):
+        a, b = (numpyro.sample(name, dist.Normal(0, 50)) for name in "ab")
+        with nf.silo_plate("row", len(y)):
+            numpyro.sample("y", dist.Normal(a + b, 5), obs=y)
+
+    silos = [dict(y=np.random.default_rng(0).normal(40, 5, 20_000))]
+    result = nf.DPNewton(twice, privacy=BUDGET).run(KEY, silos=silos, **QUIET)
+    made = np.asarray(result.state.server.made).sum()
+    assert private_newton.PATIENCE + 5 < made < 29
+    assert "could not be told from noise" in result.doubt
+
+
+@pytest.mark.parametrize("bar", [False, True])
+def test_a_step_to_nowhere_is_counted_and_the_run_goes_on(bar, monkeypatch):
+    finite = private_newton.all_finite
+    monkeypatch.setattr(private_newton, "all_finite", lambda new: finite(new) & (new.step != 2))
+    silos = [dict(y=np.random.default_rng(0).normal(40, 5, 20_000))]
+    result = nf.DPNewton(normal, privacy=BUDGET).run(KEY, silos=silos, progress_bar=bar)
+    assert np.asarray(result.state.server.made)[:3].all()
+    assert result.settled
 
 
 def test_what_asks_silos_without_noise_is_refused():
@@ -477,10 +530,29 @@ def test_silos_elsewhere_add_their_own_noise(secure):
     r = np.random.default_rng(0)
     silos = [dict(y=r.normal(40, 5, n)) for n in (3_000, 2_000, 4_000)]
     budget = nf.Privacy(epsilon=2.0, delta=1e-6, trusted="sum" if secure else "silo")
-    federation = federation_of(normal, silos, secure_sum=secure)
+    steps = {"private sizes": [], "private sums": []}
+
+    def heard(answer):
+        def listen(message):
+            head, arrays = messages.read(message)
+            if head["exchange"] in steps:
+                steps[head["exchange"]].append(int(arrays["down.step"]))
+            return answer(message)
+
+        return listen
+
+    here = [nf.Silo(s, names={"model": normal}, policy=nf.Policy(secure_sum=secure)) for s in silos]
+    engine = InMemory([heard(here[0].answer), here[1].answer, here[2].answer])
+    federation = nf.Federation(engine, names={"model": normal}, secure_sum=secure)
     fitted = nf.fit(KEY, normal, federation, privacy=budget, **QUIET)
     assert fitted.trusted
-    assert 1.7 < fitted.privacy.epsilon <= 2
+    # What is accounted for is what the first silo was asked.
+    made = np.flatnonzero(np.asarray(fitted.best.state.server.made)).tolist()
+    assert steps == {"private sizes": made, "private sums": made}
+    fit = fitted.best._fit
+    schedule = nf.DPNewton(normal, privacy=budget)._schedule(fit.model, fit.plan)
+    asked = schedule.releases([k in made for k in range(len(schedule.steps))])
+    assert fitted.privacy.epsilon == Spent.of(budget, asked).epsilon
     mu = np.asarray(fitted.sample_posterior(KEY, 4_000)["mu"])
     assert abs(mu.mean() - np.concatenate([s["y"] for s in silos]).mean()) < 5 * mu.std()
     # A server that asks for likelihoods all the same is refused at the silos.
@@ -567,6 +639,7 @@ def test_runs_that_protect_other_things_count_four_times(tmp_path):
         nf.Policy(max_delta=1.0)
 
 
+@pytest.mark.slow
 def test_of_few_rows_clips_do_not_move_the_posterior():
     # Noise hides a fifth of the rows from the histogram of lengths. Clips that did not count them
     # moved the slope by four sds.

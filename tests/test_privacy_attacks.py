@@ -9,6 +9,8 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import privacy_attacks
 
+import numpyro_fed as nf
+
 
 def test_the_bound_of_epsilon_is_one():
     """Two Gaussians a distance apart: the exact epsilon at delta 1e-5 is about 4.4 for 1."""
@@ -22,6 +24,9 @@ def test_the_bound_of_epsilon_is_one():
 @pytest.mark.slow
 def test_a_canary_is_hidden_by_the_noise_and_not_without_it():
     assert privacy_attacks.members(200, 1.0) < 1.0
+    least, claimed = privacy_attacks.members_of(nf.SFVI, 5, 200, 1.0)
+    assert least < claimed < 1.0
+    assert privacy_attacks.members_of(nf.SFVI, 5, 200, 1.0, lambda total, sd: total)[0] > claimed
     assert privacy_attacks.members(200, 1.0, lambda total, sd: total) > 2.5
 
 

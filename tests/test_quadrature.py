@@ -254,6 +254,7 @@ def test_methods_integrate_effects_of_rows_by_default(method, rounds):
     assert 0.94 < draws.std() / sd < 1.06  # 0.8 by the ELBO
 
 
+@pytest.mark.slow
 def test_the_objective_is_the_papers_where_a_guide_of_the_locals_is_chosen():
     silos = [dict(y=np.array([0, 3])), dict(y=np.array([1, 2, 2]))]
 

@@ -337,10 +337,26 @@ def with_(message, number=None, terms=None):
 
 def test_each_sum_has_masks_of_its_own():
     terms = [Terms("s.0", 1, (0, 1)), Terms("s.0", 2, (0, 1)), Terms("s.0", 1, (0, 1, 2))]
-    purposes = {t.purpose(session, name) for t in terms for session in "st" for name in "ab"}
+    purposes = {t.purpose(s, name, "") for t in terms for s in "st" for name in "ab"}
     assert len(purposes) == 12
     # The same at all silos, which know the session by names of their own.
-    assert Terms("s.1", 1, (0, 1)).purpose("s", "a") == terms[0].purpose("s", "a")
+    assert Terms("s.1", 1, (0, 1)).purpose("s", "a", "") == terms[0].purpose("s", "a", "")
+    assert terms[0].purpose("s", "a", "one question") != terms[0].purpose("s", "a", "another")
+
+
+def test_masks_of_silos_that_were_asked_different_things_do_not_cancel():
+    """Else a server would ask all but one for noise that is nearly none."""
+
+    def lies(silo, message):
+        head, arrays = read(message)
+        if silo == 0 or SUM not in head:
+            return message
+        name = next(n for n, a in arrays.items() if n.startswith("down") and a.dtype.kind == "f")
+        return write({**arrays, name: arrays[name] * np.float32(0.5)}, head)
+
+    engine = Listening(silos_of(numbers()), down=lies)
+    with pytest.raises(SumError, match="mask"):
+        SFVI.run(KEY, 1, secure(engine), **QUIET)
 
 
 def test_a_question_that_comes_twice_has_the_same_reply(asked):

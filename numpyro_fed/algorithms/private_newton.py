@@ -14,7 +14,8 @@ where :math:`A_i` is the negative Hessian of the unit's log likelihood, or for m
    noise. There columns count as uncorrelated; above the edge eigenvalues are shrunk as those of a
    matrix with a few large ones (Benaych-Georges and Nadakuditi 2011).
 2. A step of Newton's method goes to the next point. Single steps search for the mode until one is
-   no longer than its own noise; the rest of the search is then left out, and its budget not spent.
+   no longer than its own noise, and no direction is hidden by noise, or none has come out of it for
+   some steps. The rest of the search is then left out, and its budget not spent.
 3. Between phases the frame is whitened by the curvature. So directions that the first units hide,
    as an intercept beside a covariate far from zero, come out of the noise; and the noise, which is
    the same for all directions of the frame, is small for all of them.
@@ -106,9 +107,12 @@ class Phase(NamedTuple):
 SEARCH, MOST_SEARCH = 0.2, 24  # share of the budget, and steps at most
 LATER = (Phase(2, 0.2), Phase(3, 0.55))
 CLEAR = 0.1  # share of the units from which a bin of a histogram must be told from noise
-# A step of the search so long, in sds of the posterior with its noise, may be noise alone: over
-# coordinates the root of their mean square is then about one.
+# A step so long, in sds of the posterior with its noise (the root of their mean square over
+# coordinates), may be noise alone.
 NEAR = 2.0
+# Steps after which a search ends although noise hides as many directions as before: for twenty more
+# it would drift. With fewer it ended before a frame had shown the slope of a calendar year.
+PATIENCE = 6
 # For many globals noise hides most directions from a small share, and frames by it are poor.
 PHASES_OF_MANY = (Phase(2, 0.1), Phase(2, 0.2), Phase(4, 0.65))
 UNITS_SHARE = 0.05
@@ -136,7 +140,8 @@ class Schedule:
         That of the first units of the frame.
     steps : tuple of Step
     search : int
-        The first of them, which may be left out where the mode is found; each is a phase.
+        The number of steps, at the beginning, that search for the mode, each in a frame of its own.
+        Those that are left when it is found are not made.
     """
 
     units: float
@@ -200,7 +205,7 @@ class Place(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A silo's state: the first steps for which it still answers with units, sizes and sums."""
+    """A silo's state: whether it has told units, and its next steps for sizes and for sums."""
 
     units: Array
     sizes: Array
@@ -220,6 +225,7 @@ class Server(NamedTuple):
     Attributes
     ----------
     step : () int
+        The next step of the schedule.
     z, L : (d,), (d, d)
         Point and frame of the next step.
     sizes : (2, bins)
@@ -241,9 +247,14 @@ class Server(NamedTuple):
     coarse : () bool
         Whether many units' lengths are hidden by the noise of their histogram.
     moved : ()
-        The length of the last step, in sds of the posterior, divided by the root of ``d``.
+        How long the last step wanted to be, in sds of the posterior, divided by the root of ``d``;
+        -1 where nothing finite came of it.
+    fewest, waited : () int
+        The fewest undetermined directions of a step so far, and the steps since.
     made : (steps,) bool
         The steps of the schedule that were made.
+    multiplier : ()
+        The noise multiplier of the first release, by which a run knows its budget.
     """
 
     step: Array
@@ -261,7 +272,10 @@ class Server(NamedTuple):
     undetermined: Array
     coarse: Array
     moved: Array
+    fewest: Array
+    waited: Array
     made: Array
+    multiplier: Array
 
 
 class Spectrum(NamedTuple):
@@ -346,24 +360,26 @@ class PrivateNewton:
         zeros, square, eye = jnp.zeros(d), jnp.zeros((d, d)), jnp.eye(d)
         bins = jnp.zeros((2, HIGHEST - LOWEST + 1))
         none = jnp.zeros((), jnp.int32)
-        away = jnp.array(jnp.inf)
         return Server(
-            none,
-            z,
-            eye,
-            bins,
-            zeros,
-            zeros,
-            zeros,
-            jnp.zeros(()),
-            square,
-            z,
-            eye,
-            eye,
-            none,
-            jnp.array(True),
-            away,
-            jnp.zeros(len(self.schedule.steps), bool),
+            step=none,
+            z=z,
+            L=eye,
+            sizes=bins,
+            at=zeros,
+            gradients=zeros,
+            places=zeros,
+            variance=jnp.zeros(()),
+            curvature=square,
+            loc=z,
+            root=eye,
+            narrow=eye,
+            undetermined=none,
+            coarse=jnp.array(True),
+            moved=jnp.array(-1.0),
+            fewest=jnp.array(d, jnp.int32),
+            waited=none,
+            made=jnp.zeros(len(self.schedule.steps), bool),
+            multiplier=jnp.asarray(self.schedule.units, jnp.result_type(float)),
         )
 
     # At a silo.
@@ -506,11 +522,10 @@ class PrivateNewton:
         longest = LONGEST * math.sqrt(d * self.rows_in_unit)
         away = jnp.abs(state.L @ step) / self._prior_sd(jnp.full(d, ASIDE))
         share = jnp.minimum(longest / jnp.linalg.norm(step), MOST_PRIOR / away.max())
-        step = step * jnp.minimum(1.0, share)
         moved = jnp.linalg.norm(precision.T @ step) / jnp.sqrt(1.0 * d)
-        # More steps show no more of what noise hides as well as a step before; they only drift.
-        shown = (undetermined == 0) | (k > 0) & (undetermined >= state.undetermined)
-        found = (moved <= NEAR) & (share >= 1) & shown
+        step = step * jnp.minimum(1.0, share)
+        waited = jnp.where(undetermined < state.fewest, 0, state.waited + 1)
+        found = (moved <= NEAR) & ((undetermined == 0) | (waited >= PATIENCE))
 
         made = state.made.at[k].set(True)
         white = dot(state.L, dot(V * jnp.sqrt(self.num_units / damped), V.T))
@@ -530,14 +545,16 @@ class PrivateNewton:
             coarse=fresh(state.coarse) | is_coarse(sd, self.num_units * number),
             undetermined=undetermined,
             moved=moved,
+            fewest=jnp.minimum(undetermined, state.fewest),
+            waited=waited.astype(jnp.int32),
             made=made,
+            multiplier=state.multiplier,
         )
         planned = state.step < len(self.schedule.steps)
         # A step to where nothing is finite is not taken, and no more is lost than its budget.
         fine = all_finite(new)
-        stays = state._replace(step=k + 1, moved=jnp.array(jnp.inf), made=made)
-        gain = jnp.where(fine, 0.5 * d * moved**2, 0.0)
-        return where(fine, new, stays), Info(gain, planned, jnp.where(fine, moved, jnp.inf))
+        after = where(fine, new, state._replace(step=k + 1, moved=jnp.array(-1.0), made=made))
+        return after, Info(0.5 * d * after.moved**2, planned, after.moved)
 
     @property
     def _lengths(self) -> Array:

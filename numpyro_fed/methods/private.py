@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from numpyro_fed.algorithms.base import ExchangeId, Round
-from numpyro_fed.algorithms.private_newton import SUMS, PrivateNewton, Schedule
+from numpyro_fed.algorithms.private_newton import SUMS, PrivateNewton, Schedule, Server
 from numpyro_fed.algorithms.private_units import PrivateUnits
-from numpyro_fed.errors import CoupledRowsError, GuideError, ModelError
+from numpyro_fed.errors import CoupledRowsError, GuideError, ModelError, SavedStateError
 from numpyro_fed.guides.structured import GuideConfig, Structured, build_resolved, resolve
 from numpyro_fed.integrals.quadrature import default_nodes, quadrature_misfit
 from numpyro_fed.methods.minibatch_checks import check_rows_alone
@@ -86,15 +89,24 @@ class DPNewton(Method[PrivateResult, None]):
         from the operating system.
         """
         check_trusted(self.privacy, silos)
+        if options.get("stop") is not None:
+            raise ModelError(f"stop={options['stop']!r}: a private search ends by itself.")
         if num_rounds is None:
             fit, _ = self._compiled_for(silos, options.get("runtime", "simulation"))
-            before = options.get("init_state")
-            done = 0 if before is None else int(before.server.step)
+            server = getattr(options.get("init_state"), "server", None)
+            done = int(server.step) if isinstance(server, Server) else 0
             num_rounds = len(self._schedule(fit.model, fit.plan).steps) - done
+        # Its steps are over where the schedule is, of which a search leaves some out.
         return super().run(key, num_rounds, silos, **{**options, "stop": "converged"})
 
     def _check_rounds(self, fit: Fit, state: State, num_rounds: int) -> None:
-        planned, done = len(self._schedule(fit.model, fit.plan).steps), int(state.server.step)
+        schedule, found = self._schedule(fit.model, fit.plan), float(state.server.multiplier)
+        if not math.isclose(found, schedule.units, rel_tol=1e-5):
+            raise SavedStateError(
+                "init_state comes from a run with another budget, whose noise is other than this "
+                "one's. Go on with the same privacy=."
+            )
+        planned, done = len(schedule.steps), int(state.server.step)
         if done + num_rounds > planned:
             raise ModelError(
                 f"the budget is planned for {planned} steps, of which {planned - done} are left: "
@@ -159,9 +171,20 @@ class DPNewton(Method[PrivateResult, None]):
     def result_of(
         self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False
     ) -> PrivateResult:
-        releases = self._schedule(fit.model, fit.plan).releases(run.state.server.made.tolist())
-        spent = Spent.of(self.privacy, releases)
+        made = np.array(run.state.server.made)
+        if run.ended in ("failure", "interrupted"):
+            # Some silos may have answered the step that is lost.
+            made[int(run.state.server.step) :][:1] = True
+        schedule = self._schedule(fit.model, fit.plan)
+        spent = Spent.of(self.privacy, schedule.releases(made.tolist()))
         return PrivateResult(run.losses, run.state, fit, hosted, privacy=spent)
+
+    def finished(
+        self, run: RunOutcome, fit: Fit, hosted: Silos, start: object, *, quiet: bool = False
+    ) -> PrivateResult:
+        """Return the result of a run, which has no other end than that of its rounds."""
+        ended = "rounds" if run.ended == "converged" else run.ended
+        return super().finished(run._replace(ended=ended), fit, hosted, start, quiet=quiet)
 
 
 def check_trusted(privacy: Privacy, silos: object) -> None:

@@ -264,7 +264,9 @@ def _together(a: Scaling, b: Scaling) -> Scaling:
     for name in a.mean:
         n_a, n_b = a.count[name], b.count[name]
         n, apart = np.maximum(n_a + n_b, 1), b.mean[name] - a.mean[name]
-        squares = n_a * a.sd[name] ** 2 + n_b * b.sd[name] ** 2 + apart**2 * (n_a * n_b / n)
+        # By square, since a number and an array without axes have other last digits of ** 2.
+        v_a, v_b, between = np.square(a.sd[name]), np.square(b.sd[name]), np.square(apart)
+        squares = n_a * v_a + n_b * v_b + between * (n_a * n_b / n)
         mean[name] = np.where(n_a > 0, a.mean[name] + apart * (n_b / n), b.mean[name])
         sd[name], count[name] = np.sqrt(squares / n), n_a + n_b
     return Scaling(mean, sd, count, {**a.columns, **b.columns})

@@ -55,6 +55,7 @@ from numpyro_fed.runtime.sums import (
     SECURE,
     SUM,
     Terms,
+    asked_of_all,
     check_summed,
     without_terms,
 )
@@ -285,10 +286,12 @@ class Silo:
         """Return the reply to a question under the masks of a sum."""
         self._sums.check(terms)
         agreed.check_group(terms.group)
-        exchange = agreed.exchange_of(question)
+        exchange, down = agreed.exchange_of(question)
         check_summed(exchange)
         reply = self._plain(agreed, question, message)
-        return self._sums.masked(terms, question, message, reply, exchange.weighted)
+        plan = str(_json(agreed.plan)["plan"])
+        asked = asked_of_all(plan, question, message, exchange.scatter, down)
+        return self._sums.masked(terms, question, message, reply, exchange.weighted, asked)
 
     def _of_data(self, exchange: str, asked: Mapping[str, Any]) -> bytes:
         """Return the names of the data's levels, or the moments of its columns."""
@@ -485,8 +488,8 @@ class _Agreement:
         """Return whether the message has been answered before, so that it tells nothing new."""
         return self.node is not None and self.node.has_answered(message, question)
 
-    def exchange_of(self, question: Question) -> Exchange[Any, Any, Any]:
-        """Return the exchange that a question belongs to, as this silo has built it."""
+    def exchange_of(self, question: Question) -> tuple[Exchange[Any, Any, Any], Any]:
+        """Return the exchange of a question, as it is built here, and the question's shapes."""
         with precision(double=self.double):
             return self.ready.exchange_of(question)
 

@@ -195,7 +195,13 @@ class Sums:
             )
 
     def masked(
-        self, terms: Terms, question: Question, message: bytes, reply: bytes, weighted: bool
+        self,
+        terms: Terms,
+        question: Question,
+        message: bytes,
+        reply: bytes,
+        weighted: bool,
+        asked: str,
     ) -> bytes:
         """Return a reply under the masks of a sum, once it is noted that they are used.
 
@@ -207,6 +213,8 @@ class Sums:
             The question without the terms of the sum, and the reply to it.
         weighted : bool
             Whether the reply counts by its weight.
+        asked : str
+            A digest of what all silos of the sum are asked alike.
 
         Raises
         ------
@@ -219,7 +227,7 @@ class Sums:
         self._note(terms, question, message, reply)
         keys = self._keys_of(terms.session, session)
         others = {j: keys[j] for j in terms.group if j != session.me}
-        purpose = terms.purpose(session.name, question.exchange)
+        purpose = terms.purpose(session.name, question.exchange, asked)
         return masked_reply(
             reply,
             len(terms.group),

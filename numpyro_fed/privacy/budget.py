@@ -188,7 +188,8 @@ class Spent(NamedTuple):
     exchanges : tuple of (name, epsilon)
         The epsilon of each kind of exchange by itself, at the budget's delta.
     epsilon : float
-        That of all together.
+        That of all together: of the noise that was added. A bound on what was told is the budget's
+        own, since the replies decide how many steps a search makes.
     """
 
     budget: Privacy
@@ -214,9 +215,9 @@ class Spent(NamedTuple):
         other = "one more or less" if b.neighbours == "add" else "one replaced by another"
         parts = ", ".join(f"{name} {epsilon:.3g}" for name, epsilon in self.exchanges)
         return (
-            f"epsilon {self.epsilon:.4g} of {b.epsilon:g} at delta {b.delta:g} was spent ({parts}; "
-            f"alone), for neighbouring data with a {b.unit} {other}. {sees} Not covered: the "
-            f"number of {b.unit}s, the model and the silos' facts."
+            f"epsilon {b.epsilon:g} at delta {b.delta:g} holds; all that was sent has the noise of "
+            f"{self.epsilon:.4g} ({parts}; alone). Neighbouring data have a {b.unit} {other}. "
+            f"{sees} Not covered: the number of {b.unit}s, the model and the silos' facts."
         )
 
     def _repr_html_(self) -> str:

@@ -11,15 +11,13 @@ import numpyro.distributions as dist
 
 from numpyro_fed import html
 from numpyro_fed.algorithms.influence import Factors
+from numpyro_fed.algorithms.private_newton import NEAR
 from numpyro_fed.algorithms.pvi.states import ServerState
 from numpyro_fed.errors import ModelError
 from numpyro_fed.privacy.budget import Spent
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rows import Result
 
-# Sds of the posterior, the root of their mean square over coordinates, that the last step may
-# move: the posterior counts the last noise, and not that a search is still on its way.
-FAR = 2.0
 # Steps after which a twentieth of the distance from the start is left: private_gradients.steps.
 ENOUGH_STEPS = 70
 NOT_PROTECTED = (
@@ -82,7 +80,8 @@ class ProtectedResult(Result):
     @property
     def judgement(self) -> str:
         """Return in words whether to trust the posterior."""
-        spent = f"epsilon {self.privacy.epsilon:.3g} at delta {self.privacy.budget.delta:g}"
+        budget = self.privacy.budget
+        spent = f"epsilon {budget.epsilon:.3g} at delta {budget.delta:g}"
         if self.settled:
             return (
                 f"This posterior counts the noise of its privacy ({spent}), and {self._last_step}. "
@@ -124,13 +123,16 @@ class PrivateResult(ProtectedResult):
 
     @property
     def moved(self) -> float:
-        """Return how far the last step moved, in sds of the posterior."""
+        """Return how long the last step wanted to be, in sds of the posterior; -1 for no number."""
         return float(self.state.server.moved)
 
     @property
     def _doubt_of_steps(self) -> str:
-        if np.isfinite(self.moved) and self.moved <= FAR:
+        # The posterior counts the last noise, and not that a search is still on its way.
+        if 0 <= self.moved <= NEAR:
             return ""
+        if self.moved < 0:
+            return "its last step led to where nothing is finite, and was not taken"
         return f"its last step was {self.moved:.2g} sd long, so that the search had not ended"
 
     @property

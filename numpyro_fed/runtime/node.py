@@ -209,8 +209,8 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
         run = self._runs.get(question.run) if self._programs else None
         return run is not None and run.digest == hashlib.sha256(message).hexdigest()
 
-    def exchange_of(self, question: Question) -> Exchange[Any, Any, Any]:
-        """Return the exchange that a question belongs to, as this silo has built it.
+    def exchange_of(self, question: Question) -> tuple[Exchange[Any, Any, Any], Any]:
+        """Return the exchange of a question, as this silo has built it, and the question's shapes.
 
         Raises
         ------
@@ -221,7 +221,7 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
         if run is None:
             raise ModelError("this silo has no state of this run. Begin again.")
         programs = self._programs_of(run.beginning)
-        return programs.exchange(question.id, self._number)[0]
+        return programs.exchange(question.id, self._number)
 
     def handle(self, message: bytes) -> bytes:
         """Return the reply to a message of the server, as bytes."""

@@ -7,6 +7,7 @@ the numbers of ``Reply.up`` and of the weight, one array of masked words. ``ok``
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from numpyro_fed.algorithms.base import Combine, Exchange, Replies, Reply
 from numpyro_fed.errors import DataError, ReplyError, SumError
 from numpyro_fed.privacy.fixed_point import MAX_PARTIES, decode, encode
 from numpyro_fed.runtime.combine import combine
-from numpyro_fed.runtime.messages import pack, read, write
+from numpyro_fed.runtime.messages import Question, pack, read, write
 
 KEYS = "keys"  # the question for a silo's public keys in a session
 PEERS = "peers"  # all silos' public keys
@@ -72,9 +73,40 @@ class Terms(NamedTuple):
             ) from error
         return cls(session, number, tuple(group))
 
-    def purpose(self, session: str, exchange: str) -> bytes:
-        """Return what the masks are for, the same at all silos of the sum."""
-        return json.dumps([session, exchange, self.number, self.group]).encode()
+    def purpose(self, session: str, exchange: str, asked: str) -> bytes:
+        """Return what the masks are for, the same at all silos of the sum.
+
+        ``asked`` is :func:`asked_of_all`: masks of silos that were asked different things do not
+        cancel. Otherwise a server could ask all silos but one for noise that is nearly zero.
+        """
+        return json.dumps([session, exchange, self.number, self.group, asked]).encode()
+
+
+def asked_of_all(
+    plan: str, question: Question, message: bytes, scatter: object, down: object
+) -> str:
+    """Return a digest of all that the silos of a sum are asked alike.
+
+    Parameters
+    ----------
+    plan : str
+        The plan that a silo has accepted.
+    question : Question
+    message : bytes
+        The question with its arrays.
+    scatter : pytree of bools
+        Which arrays differ between silos (:class:`Exchange`).
+    down : pytree
+        Shapes of the arrays.
+    """
+    differs = jax.tree.map(lambda own, part: jax.tree.map(lambda _: own, part), scatter, down)
+    own = {name for name, is_own in pack("down", differs).items() if is_own}
+    digest = hashlib.sha256(json.dumps([plan, question.exchange, question.settings]).encode())
+    for name, array in sorted(read(message).arrays.items()):
+        if name not in own:
+            digest.update(json.dumps([name, str(array.dtype), array.shape]).encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
 
 
 def with_terms(message: bytes, terms: Terms) -> bytes:
