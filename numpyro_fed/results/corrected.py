@@ -155,14 +155,11 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
     def rows_left_out(self) -> Loo:
         """Return the table of :meth:`loo`, computed once."""
         key = random.fold_in(self._key, 4)
+        z_G, log_weights = self._as_weighed
         n = number_of_draws(self.result)
-        # Each draw once, by how often it was chosen: repeated ones would hide a heavy tail.
-        drawn = np.asarray(systematic(key, jnp.asarray(self.weights), n))
-        chosen, times = np.unique(drawn, return_counts=True)
-        spare = n - len(chosen)  # the program is compiled for a fixed number
-        index = np.concatenate([chosen, np.zeros(spare, int)])
-        log_weights = np.concatenate([np.log(times), np.full(spare, -np.inf)])
-        z_G = self.z_G[jnp.asarray(index)]
+        if n < len(log_weights):  # any of them: a resample would hide a heavy tail
+            some = random.permutation(key, len(log_weights))[:n]
+            z_G, log_weights = z_G[some], log_weights[np.asarray(some)]
         return rows_left_out(key, self.result, self.integration, z_G, log_weights)
 
     @cached_property
@@ -205,13 +202,19 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
     @cached_property
     @in_precision_of_object
     def _left_out_by_own_draws(self) -> LeaveOut:
-        # Draws that weigh nothing in the posterior may weigh much without a silo, so that it is the
-        # draws as they were weighed; where they are not known, those with weight.
-        z_G, log_weights = self.z_G, np.where(self.weights > 0, self.log_weights, -np.inf)
-        if self.pool is not None:
-            z_G, log_weights = self.pool.z_G, self.log_weights
         key = random.fold_in(self._key, 2)
-        return table_of(key, self.result, self.integration, z_G, log_weights)
+        return table_of(key, self.result, self.integration, *self._as_weighed)
+
+    @property
+    def _as_weighed(self) -> tuple[Array, np.ndarray]:
+        """Return the draws (n, dim) as they were weighed, and their log weights (n,).
+
+        Draws that weigh nothing in the posterior may weigh much without a silo or a row. Where they
+        are not known, these are the draws with weight.
+        """
+        if self.pool is not None:
+            return self.pool.z_G, np.asarray(self.log_weights)
+        return self.z_G, np.where(self.weights > 0, self.log_weights, -np.inf)
 
     def _with_draws_without(
         self, silos: Sequence[int], mean: np.ndarray, whitened: Whitened

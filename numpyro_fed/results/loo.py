@@ -28,7 +28,7 @@ from numpyro_fed.results.rows import Result
 
 # Draws of the posterior that rows are left out of, at most and at least. Densities of 2,000 draws
 # are right to 0.02 nats as a rule.
-MOST_DRAWS, LEAST_DRAWS = 2_000, 500
+MOST_DRAWS, LEAST_DRAWS = 4_000, 500
 MOST_NUMBERS = 2e8  # draws x rows of a silo, which stand in memory at once: 1.6 GB
 MESSAGE = "the log likelihoods of the rows are not finite at {}."
 
