@@ -215,7 +215,7 @@ def sum_of(
     except DataError as error:
         raise SumError(
             f"is refused: {error}. A reply was changed on its way, a silo does not keep to the "
-            "protocol, or silos were given different lists of keys.",
+            "protocol, or silos were given different lists of keys, or asked different things.",
             silos=who,
             exchange=exchange.name,
         ) from error
