@@ -104,6 +104,23 @@ def test_a_row_far_from_all_others_is_not_known(silos):
     assert "1 of 11 rows" in str(table)
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_no_row_is_unknown_of_few_that_say_little(seed):
+    """Draws are counted by their own weights: as whole numbers, 8 and 12 of 30 were unknown."""
+
+    def logistic(x, y):
+        a, b = (numpyro.sample(name, dist.Normal(0, 3)) for name in "ab")
+        with nf.silo_plate("row", len(y)):
+            numpyro.sample("y", dist.Bernoulli(logits=a + b * x), obs=y)
+
+    r = np.random.default_rng(seed)
+    data = []
+    for n in (10, 20):
+        x = r.normal(size=n)
+        data.append(dict(x=x, y=r.binomial(1, 1 / (1 + np.exp(-0.5 - 2 * x)))))
+    assert nf.fit(KEY, logistic, data, **QUIET).loo().num_bad == 0
+
+
 def test_arviz_reads_rows_and_compares_models(fitted, without_effects, silos):
     one, other = fitted.loo(), without_effects.loo()
     np.testing.assert_allclose(rows_of(other), exact(silos, 0.0, 1.5**2), atol=0.1)
