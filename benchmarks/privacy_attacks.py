@@ -37,15 +37,8 @@ import numpyro_fed.methods.private
 from numpyro_fed.algorithms.base import Replies
 from numpyro_fed.algorithms.begin import StartPoint
 from numpyro_fed.algorithms.private_gradients import CLIP, LENGTHS, PrivateStart, Silo
-from numpyro_fed.algorithms.private_newton import (
-    SIZES,
-    SUMS,
-    UNITS,
-    Asked,
-    Place,
-    PrivateNewton,
-    Schedule,
-)
+from numpyro_fed.algorithms.private_newton import Asked, Place, PrivateNewton
+from numpyro_fed.algorithms.private_schedule import SIZES, SUMS, UNITS, Schedule
 from numpyro_fed.algorithms.private_units import PrivateUnits
 from numpyro_fed.methods.private_gradients import gradients_part
 from numpyro_fed.model.data import read
@@ -96,16 +89,14 @@ class Eavesdropper(OneSilo):
 
     def deviations(self, name: str, down: Place) -> list[Array]:
         """Return the sd of the noise in each part of a reply."""
-        parts, of = self.parts, self.parts._multiplier
+        parts = self.parts
         if name == UNITS:
             return [jnp.sqrt(1.0 * parts.units.model.dim) * parts.schedule.units]
+        _, phase = parts._phase_of(down.step)
         if name == SIZES:
-            return [jnp.sqrt(2.0) * of("sizes", down.step)]
-        assert name == SUMS
-        return [
-            down.clip * of("gradient", down.step),
-            down.clip_curvature * of("curvature", down.step),
-        ]
+            return [jnp.sqrt(2.0) * phase.sizes]
+        assert name.startswith(SUMS)
+        return [down.clip * phase.gradient, down.clip_curvature * phase.curvature]
 
 
 def epsilon_of(ins: np.ndarray, outs: np.ndarray, delta: float, confidence: float = 0.95) -> float:
@@ -153,7 +144,7 @@ def members(fits: int, epsilon: float, noise: Any = noisy) -> float:
                     ), None
 
                 carry = server, (ask.state, ask.ratio)
-                carry, _ = jax.lax.scan(step, carry, None, len(parts.schedule.steps))
+                carry, _ = jax.lax.scan(step, carry, None, len(parts.schedule.phases))
                 return carry[1][1]
 
             return fit

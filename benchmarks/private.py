@@ -35,7 +35,8 @@ from jax import Array
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Replies
-from numpyro_fed.algorithms.private_newton import NEAR, PrivateNewton, Schedule
+from numpyro_fed.algorithms.private_newton import NEAR, PrivateNewton
+from numpyro_fed.algorithms.private_schedule import Schedule
 from numpyro_fed.algorithms.private_units import PrivateUnits
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.split import split
@@ -262,7 +263,7 @@ def fits(
                 after, _ = algorithm.round.run(server, (), ask)
                 return where(algorithm.done(server), carry, (after, ask.state)), None
 
-            (server, _), _ = jax.lax.scan(step, (server, private), None, len(schedule.steps))
+            (server, _), _ = jax.lax.scan(step, (server, private), None, len(schedule.phases))
             sd = jnp.sqrt((server.root**2).sum(1))
             settled = (
                 (server.moved <= NEAR)

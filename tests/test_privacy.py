@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from problems import cut
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms import private_newton, private_units
+from numpyro_fed.algorithms import noisy_curvature, private_newton, private_units
 from numpyro_fed.algorithms.base import ExchangeId
-from numpyro_fed.algorithms.private_newton import Asked, Place, PrivateNewton, Schedule
+from numpyro_fed.algorithms.private_newton import Asked, Place, PrivateNewton
+from numpyro_fed.algorithms.private_schedule import Schedule
 from numpyro_fed.algorithms.private_units import PrivateUnits
 from numpyro_fed.methods import private
 from numpyro_fed.model.data import read
@@ -110,7 +111,7 @@ def test_a_schedule_spends_the_budget(dim, units):
     found = Spent.of(BUDGET, schedule.releases())
     assert 0.999 < found.epsilon <= 1.0
     assert all(epsilon < 1 for _, epsilon in found.exchanges)
-    assert len(schedule.releases()) == 1 + 3 * len(schedule.steps)
+    assert len(schedule.releases()) == 1 + (1 + 2 * schedule.steps) * len(schedule.phases)
 
 
 @pytest.mark.parametrize(
@@ -192,9 +193,9 @@ def test_numbers_that_are_not_finite_count_for_nothing():
 def test_a_symmetric_matrix_keeps_its_length_as_a_vector(d):
     A = np.random.default_rng(d).normal(size=(d, d))
     A = A + A.T
-    vector = private_newton._as_vector(jnp.asarray(A))
+    vector = noisy_curvature.as_vector(jnp.asarray(A))
     assert np.linalg.norm(vector) == pytest.approx(np.linalg.norm(A), rel=1e-5)
-    np.testing.assert_allclose(private_newton._as_symmetric(vector, d), A, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(noisy_curvature.as_symmetric(vector, d), A, rtol=1e-5, atol=1e-6)
 
 
 # Noise.
@@ -259,11 +260,11 @@ def test_noise_is_as_wide_as_a_row_can_move_the_sum_times_the_multiplier(changes
     noisier = dataclasses.replace(parts.units, changes=changes, noise_share=share)
     parts = dataclasses.replace(parts, units=noisier)
     units, sizes, sums = replies(parts, data, jnp.zeros(3), jnp.eye(3))
-    step, times = parts.schedule.steps[0], changes * share
+    phase, times = parts.schedule.phases[0], changes * share
     np.testing.assert_allclose(units, times * math.sqrt(3) * parts.schedule.units, rtol=1e-5)
-    np.testing.assert_allclose(sizes, times * math.sqrt(2) * step.sizes, rtol=1e-5)
-    np.testing.assert_allclose(sums.gradient, times * 2.0 * step.gradient, rtol=1e-5)
-    np.testing.assert_allclose(sums.curvature, times * 3.0 * step.curvature, rtol=1e-5)
+    np.testing.assert_allclose(sizes, times * math.sqrt(2) * phase.sizes, rtol=1e-5)
+    np.testing.assert_allclose(sums.gradient, times * 2.0 * phase.gradient, rtol=1e-5)
+    np.testing.assert_allclose(sums.curvature, times * 3.0 * phase.curvature, rtol=1e-5)
 
 
 def test_silos_side_by_side_have_noise_of_their_own():
@@ -278,20 +279,25 @@ def test_silos_side_by_side_have_noise_of_their_own():
 def test_a_silo_answers_each_step_once_and_none_beyond_the_plan():
     """Whatever the server asks: multipliers and what was answered are the silo's own."""
     parts, data = newton(normal, dict(y=np.arange(9.0)), noise=noisy, num_units=20_000)
-    steps = len(parts.schedule.steps)
-    for visit in (parts._sizes_of_silo, parts._sums_of_silo):
+    phases, steps = len(parts.schedule.phases), parts.schedule.steps
+    # Sizes are told once in a phase, and sums once in a step.
+    for visit, many, each in (
+        (parts._sizes_of_silo, phases, steps),
+        (parts._sums_of_silo, phases * steps, 1),
+    ):
         state = Asked(*jnp.zeros(3, jnp.int32))
-        for step, answered in (
+        for number, answered in (
             (0, True),
             (0, False),  # again
-            (4, True),  # steps in between are left out
+            (4, True),  # those in between are left out
             (2, False),  # and cannot be asked for later
             (-1, False),
-            (steps, False),
-            (steps - 1, True),
-            (steps - 1, False),
+            (many, False),
+            (many - 1, True),
+            (many - 1, False),
         ):
-            down = Place(jnp.array(step), jnp.zeros(1), jnp.eye(1), jnp.ones(()), jnp.ones(()))
+            step = jnp.array(number * each)
+            down = Place(step, jnp.zeros(1), jnp.eye(1), jnp.ones(()), jnp.ones(()))
             reply, state = visit((), down, state, data)
             assert bool(reply.ok) == answered
             zero = [(np.asarray(a) == 0).all() for a in jax.tree.leaves(reply.up)]
@@ -311,8 +317,9 @@ def test_noise_is_that_of_the_step_whatever_was_left_out():
     parts, data = newton(normal, dict(y=np.arange(9.0)), noise=noise, num_units=20_000)
     down = Place(jnp.array(25), jnp.zeros(1), jnp.eye(1), jnp.array(2.0), jnp.array(3.0))
     parts._sums_of_silo((), down, Asked(*jnp.zeros(3, jnp.int32)), data)
-    step = parts.schedule.steps[25]
-    np.testing.assert_allclose(sds, [2 * step.gradient, 3 * step.curvature], rtol=1e-6)
+    phase = parts.schedule.phases[25 // parts.schedule.steps]
+    assert phase != parts.schedule.phases[0]
+    np.testing.assert_allclose(sds, [2 * phase.gradient, 3 * phase.curvature], rtol=1e-6)
 
 
 def test_a_posterior_has_a_root_whatever_its_precisions():
@@ -321,13 +328,13 @@ def test_a_posterior_has_a_root_whatever_its_precisions():
     V = np.linalg.qr(r.normal(size=(6, 6)))[0].astype(np.float32)
     curved = np.array([1e-4, 1e-2, 1, 10, 1e2, 1e3])
     P = (np.diag([1e-3, 1e-2, 1e-1, 1e3, 1e5, 1e5]) @ np.linalg.qr(r.normal(size=(6, 6)))[0]).T
-    root = private_newton._root_with_prior(jnp.array(V), jnp.array(curved), jnp.array(P))
+    root = noisy_curvature.root_with_prior(jnp.array(V), jnp.array(curved), jnp.array(P))
     exact = (V.astype(float) * curved) @ V.T.astype(float) + P @ P.T
     assert np.linalg.cond(exact) > 1e8
     g = r.normal(size=6)
-    found = private_newton._times_inverse(root, jnp.array(g))
+    found = noisy_curvature.times_inverse(root, jnp.array(g))
     np.testing.assert_allclose(found, np.linalg.solve(exact, g), rtol=2e-2)
-    half = np.asarray(private_newton._root_of_inverse(root, jnp.eye(6)), float)
+    half = np.asarray(noisy_curvature.root_of_inverse(root, jnp.eye(6)), float)
     np.testing.assert_allclose(half @ half.T, np.linalg.inv(exact), rtol=5e-2, atol=1e-4)
 
 
@@ -347,11 +354,11 @@ def test_without_noise_the_posterior_is_the_exact_one_but_for_its_count(without_
     method = nf.DPNewton(normal, privacy=budget)
     with precision(double=True):
         result = method.run(KEY, silos=silos, **QUIET)
-        server = result.state.server
+        before = method.run(KEY, len(result.losses) - 1, silos, **QUIET).state.server
+    server, unit = result.state.server, float(before.L.item())
     h, y = 5_000 / 25, np.concatenate([s["y"] for s in silos]).mean()
-    step = Schedule.of(budget, 1, 5_000, 3).steps[-1]
-    unit = math.sqrt(float(np.asarray(server.curvature).item()) / 3 / h)
-    variance = (40 * step.gradient) ** 2 / 3 / unit**2
+    schedule = Schedule.of(budget, 1, 5_000, 3)
+    variance = (40 * schedule.phases[-1].gradient) ** 2 / schedule.steps / unit**2
     known = h / (h + variance)
     exact = known * h + 50.0**-2
     assert 0.3 < known < 0.9999
@@ -385,14 +392,15 @@ def test_steps_can_be_made_in_parts_and_not_more_of_them_than_planned():
     assert first.privacy.epsilon < 0.3
     both = method.run(KEY, silos=silos, init_state=first.state, **QUIET)
     # The search ended early, and its last steps were not paid for.
-    assert len(both.losses) + 2 < 25
+    assert len(both.losses) + 2 < 12
     made = np.asarray(both.state.server.made)
     assert made[:2].all()
-    assert made[-5:].all()
+    assert made[-2:].all()
     assert made.sum() == len(both.losses) + 2
+    assert both.num_exchanges == 1 + 3 * made.sum()
     assert 0.85 < both.privacy.epsilon < 0.98
     assert both.ended == "rounds"
-    with pytest.raises(nf.ModelError, match="planned for 29 steps, of which 0 are left"):
+    with pytest.raises(nf.ModelError, match="planned for 14 rounds, of which 0 are left"):
         method.run(KEY, 1, silos, init_state=both.state, **QUIET)
     other = nf.DPNewton(normal, privacy=nf.Privacy(epsilon=8.0, delta=1e-5))
     with pytest.raises(nf.SavedStateError, match="another budget"):
@@ -405,7 +413,7 @@ def test_steps_can_be_made_in_parts_and_not_more_of_them_than_planned():
 
 
 def test_a_step_that_was_cut_short_is_not_near(without_noise):
-    """The data are 8 sds of the posterior away, and a step is one sd of the prior long."""
+    """The data are 8 sds of the posterior away, and two steps are of one sd of the prior each."""
 
     def far(y):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
@@ -416,9 +424,9 @@ def test_a_step_that_was_cut_short_is_not_near(without_noise):
     budget = nf.Privacy(epsilon=50.0, delta=1e-5, clip=1e4)
     method = nf.DPNewton(far, privacy=budget)
     first = method.run(KEY, 1, silos, **QUIET)
-    assert abs(float(first.state.server.z.item())) < 1.001
-    assert 6 < first.moved < 9
-    assert int(first.state.server.step) == 1
+    assert abs(float(first.state.server.z.item())) < 2.002
+    assert 5 < first.moved < 8
+    assert int(first.state.server.phase) == 1
     assert "had not ended" in first.doubt
 
 
@@ -433,17 +441,17 @@ def test_noise_that_hides_as_much_as_before_ends_the_search_after_some_steps():
     silos = [dict(y=np.random.default_rng(0).normal(40, 5, 20_000))]
     result = nf.DPNewton(twice, privacy=BUDGET).run(KEY, silos=silos, **QUIET)
     made = np.asarray(result.state.server.made).sum()
-    assert private_newton.PATIENCE + 5 < made < 29
+    assert private_newton.PATIENCE + 2 < made < 14
     assert "could not be told from noise" in result.doubt
 
 
 @pytest.mark.parametrize("bar", [False, True])
 def test_a_step_to_nowhere_is_counted_and_the_run_goes_on(bar, monkeypatch):
     finite = private_newton.all_finite
-    monkeypatch.setattr(private_newton, "all_finite", lambda new: finite(new) & (new.step != 2))
+    monkeypatch.setattr(private_newton, "all_finite", lambda new: finite(new) & (new.phase != 1))
     silos = [dict(y=np.random.default_rng(0).normal(40, 5, 20_000))]
     result = nf.DPNewton(normal, privacy=BUDGET).run(KEY, silos=silos, progress_bar=bar)
-    assert np.asarray(result.state.server.made)[:3].all()
+    assert np.asarray(result.state.server.made)[:2].all()
     assert result.settled
 
 
@@ -530,7 +538,7 @@ def test_silos_elsewhere_add_their_own_noise(secure):
     r = np.random.default_rng(0)
     silos = [dict(y=r.normal(40, 5, n)) for n in (3_000, 2_000, 4_000)]
     budget = nf.Privacy(epsilon=2.0, delta=1e-6, trusted="sum" if secure else "silo")
-    steps = {"private sizes": [], "private sums": []}
+    steps = {name: [] for name in ("private sizes", "private sums 1", "private sums 2")}
 
     def heard(answer):
         def listen(message):
@@ -548,10 +556,11 @@ def test_silos_elsewhere_add_their_own_noise(secure):
     assert fitted.trusted
     # What is accounted for is what the first silo was asked.
     made = np.flatnonzero(np.asarray(fitted.best.state.server.made)).tolist()
-    assert steps == {"private sizes": made, "private sums": made}
+    first, second = ([2 * k + i for k in made] for i in range(2))
+    assert list(steps.values()) == [first, first, second]
     fit = fitted.best._fit
     schedule = nf.DPNewton(normal, privacy=budget)._schedule(fit.model, fit.plan)
-    asked = schedule.releases([k in made for k in range(len(schedule.steps))])
+    asked = schedule.releases([k in made for k in range(len(schedule.phases))])
     assert fitted.privacy.epsilon == Spent.of(budget, asked).epsilon
     mu = np.asarray(fitted.sample_posterior(KEY, 4_000)["mu"])
     assert abs(mu.mean() - np.concatenate([s["y"] for s in silos]).mean()) < 5 * mu.std()

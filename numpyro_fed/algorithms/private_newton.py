@@ -10,22 +10,20 @@ At a point ``z`` of the globals, in a frame :math:`z + L u`, silos send the sums
 where :math:`A_i` is the negative Hessian of the unit's log likelihood, or for many globals
 :math:`\nabla \ell_i \nabla \ell_i'`. All that the server computes from them costs no privacy:
 
-1. Curvature below the edge of the noise's spectrum, :math:`s_H \sqrt{2d}`, cannot be told from
-   noise. There columns count as uncorrelated; above the edge eigenvalues are shrunk as those of a
-   matrix with a few large ones (Benaych-Georges and Nadakuditi 2011).
-2. A step of Newton's method goes to the next point. Single steps search for the mode until one is
-   no longer than its own noise, and no direction is hidden by noise, or none has come out of it for
-   some steps. The rest of the search is then left out, and its budget not spent.
-3. Between phases the frame is whitened by the curvature. So directions that the first units hide,
-   as an intercept beside a covariate far from zero, come out of the noise; and the noise, which is
-   the same for all directions of the frame, is small for all of them.
-4. In the last phase points are close to each other, and all sums are used: each gives
+1. Curvature that cannot be told from noise is replaced (``noisy_curvature.py``).
+2. A phase is some steps of Newton's method in one frame, whose sums are used together: each gives
    :math:`b = G + A L^{-1}(z_k - z)`. With :math:`b \mid u \sim N(A u, A + S)`, where ``A`` is the
    variance of a gradient and ``S`` that of the noise, the posterior's precision is that of the
    prior and :math:`A (A + S)^{-1} A`: it is wider than the posterior without noise.
+3. The next frame is whitened by the curvature. So directions that the first units hide, as an
+   intercept beside a covariate far from zero, come out of the noise; and the noise, which is the
+   same for all directions of the frame, is small for all of them.
+4. The first phases search for the mode until a step is no longer than its own noise, and no
+   direction is hidden by noise, or none has come out of it for some phases. The rest of the search
+   is then left out, and its budget not spent. The posterior is that of the last phase.
 
-Clipping lengths are quantiles of the units' lengths, from histograms with noise that silos send
-just before. The first units of the frame are such quantiles, too, for each coordinate.
+Clipping lengths are from the units' lengths, of which silos send histograms with noise at the
+beginning of a phase. The first units of the frame are such quantiles, too, for each coordinate.
 
 Ganesh et al. (2023) have Newton steps under differential privacy for logistic regression, with a
 regularised Hessian. Frame, phases, clipping lengths and the posterior are this package's own;
@@ -35,14 +33,11 @@ the last is that of Bernstein and Sheldon (2019) for linear regression, at the m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain, compress
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from numpyro_fed import linalg
@@ -56,10 +51,23 @@ from numpyro_fed.algorithms.base import (
     Shared,
     Up,
 )
+from numpyro_fed.algorithms.noisy_curvature import (
+    Spectrum,
+    as_symmetric,
+    as_vector,
+    root_of_inverse,
+    root_with_prior,
+    times_inverse,
+)
+from numpyro_fed.algorithms.private_schedule import (
+    HESSIANS_UP_TO,
+    SIZES,
+    UNITS,
+    Phase,
+    Schedule,
+    sums_of,
+)
 from numpyro_fed.algorithms.private_units import (
-    COUNTS,
-    HIGHEST,
-    LOWEST,
     UNCLIPPED,
     PrivateUnits,
     best_clip,
@@ -71,19 +79,14 @@ from numpyro_fed.algorithms.private_units import (
 from numpyro_fed.frame import identity
 from numpyro_fed.gaussian import Gaussian, dot
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.privacy.budget import Privacy
 from numpyro_fed.trees import all_finite, where
 
-UNITS, SIZES, SUMS = "private units", "private sizes", "private sums"
 # Of the roots of curvature, for the first units of the frame. A lower one takes the many zeros of a
 # column for its scale: with 0.75 the loss of a regression on Adult was 0.01 higher.
 UNIT_QUANTILE = 0.95
 # Units' lengths up to which gradients, and curvatures, are not clipped. What is clipped moves the
 # mode, and with outcomes of which few are ones it moves it far.
 GRADIENT_QUANTILE, CURVATURE_QUANTILE = UNCLIPPED, 0.9
-# A unit's Hessian has d^2 numbers. For more globals the product of its gradient with itself stands
-# in its place, whose length is known, which is the same on average at the truth.
-HESSIANS_UP_TO = 20
 # The search begins so far from zero in all coordinates: at exactly zero derivatives of abs and max
 # are those of neither side, and half of a logistic regression's gradient is lost.
 ASIDE = 1e-9
@@ -92,102 +95,12 @@ LONGEST = 3.0
 # And in sds of the prior at the start: noise may hide that a density flattens out, as that of the
 # scale of effects does far out.
 MOST_PRIOR = 1.0
-
-
-class Phase(NamedTuple):
-    """Steps in one frame, and the share of the budget that they spend."""
-
-    steps: int
-    share: float
-
-
-# The first steps go far and need little precision, but lengths must be told from the noise of their
-# histogram. A log scale that begins far too low rises by a half in a step at most, so that a
-# regression of outcomes near 100, whose sd is 12, takes some twenty from 1.
-SEARCH, MOST_SEARCH = 0.2, 24  # share of the budget, and steps at most
-LATER = (Phase(2, 0.2), Phase(3, 0.55))
-CLEAR = 0.1  # share of the units from which a bin of a histogram must be told from noise
 # A step so long, in sds of the posterior with its noise (the root of their mean square over
 # coordinates), may be noise alone.
 NEAR = 2.0
-# Steps after which a search ends although noise hides as many directions as before: for twenty more
+# Phases after which a search ends although noise hides as many directions as before: for ten more
 # it would drift. With fewer it ended before a frame had shown the slope of a calendar year.
-PATIENCE = 6
-# For many globals noise hides most directions from a small share, and frames by it are poor.
-PHASES_OF_MANY = (Phase(2, 0.1), Phase(2, 0.2), Phase(4, 0.65))
-UNITS_SHARE = 0.05
-SHARES = 0.1, 0.63, 0.27  # of a step's share, for sizes, gradient and curvature
-SHARES_OF_MANY = 0.02, 0.69, 0.29
-
-
-class Step(NamedTuple):
-    """The noise multipliers of a step, and whether it begins or ends its phase."""
-
-    sizes: float
-    gradient: float
-    curvature: float
-    first: bool
-    last: bool
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The steps of a run: noise multipliers of all releases, in order.
-
-    Attributes
-    ----------
-    units : float
-        That of the first units of the frame.
-    steps : tuple of Step
-    search : int
-        The number of steps, at the beginning, that search for the mode, each in a frame of its own.
-        Those that are left when it is found are not made.
-    """
-
-    units: float
-    steps: tuple[Step, ...]
-    search: int = 0
-
-    @classmethod
-    def of(cls, privacy: Privacy, dim: int, num_units: int, num_silos: int) -> Schedule:
-        """Return the schedule that spends a budget on ``dim`` globals."""
-        kinds = SHARES
-        phases: tuple[Phase, ...] = PHASES_OF_MANY
-        steps = 0
-        if dim > HESSIANS_UP_TO:
-            kinds = SHARES_OF_MANY
-        else:
-            # The share from which a histogram shows a bin with a few of the units.
-            whole = privacy.multiplier() * privacy.changes * privacy.noise_share(num_silos)
-            sd = whole * math.sqrt(2 * num_silos / kinds[0])
-            least = (COUNTS * sd / (CLEAR * num_units)) ** 2
-            steps = min(max(int(SEARCH / least), 1), MOST_SEARCH)
-            phases = (*(Phase(1, SEARCH / steps),) * steps, *LATER)
-        each = (p.share / p.steps * kind for p in phases for _ in range(p.steps) for kind in kinds)
-        multipliers = privacy.multipliers((UNITS_SHARE, *each))
-        places = [(k == 0, k == p.steps - 1) for p in phases for k in range(p.steps)]
-        triples = np.reshape(multipliers[1:], (-1, 3)).tolist()
-        return cls(
-            multipliers[0],
-            tuple(
-                Step(a, b, c, first, last)
-                for (a, b, c), (first, last) in zip(triples, places, strict=True)
-            ),
-            steps,
-        )
-
-    def releases(self, made: Iterable[bool] | None = None) -> tuple[tuple[str, float], ...]:
-        """Return the name of the exchange and the noise multiplier of each release.
-
-        ``made`` says of each step whether it was; by default all are.
-        """
-        steps = self.steps if made is None else compress(self.steps, made)
-        each = (((SIZES, s.sizes), (SUMS, s.gradient), (SUMS, s.curvature)) for s in steps)
-        return ((UNITS, self.units), *chain.from_iterable(each))
-
-    def column(self, name: str) -> Array:
-        """Return one field of all steps."""
-        return jnp.array([getattr(step, name) for step in self.steps])
+PATIENCE = 3
 
 
 class Place(NamedTuple):
@@ -205,7 +118,7 @@ class Place(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A silo's state: whether it has told units, and its next steps for sizes and for sums."""
+    """A silo's state: whether it has told units, its next phase for sizes, and step for sums."""
 
     units: Array
     sizes: Array
@@ -220,24 +133,14 @@ class Sums(NamedTuple):
 
 
 class Server(NamedTuple):
-    """The state of the server between two steps.
+    """The state of the server between two phases.
 
     Attributes
     ----------
-    step : () int
-        The next step of the schedule.
+    phase : () int
+        The next phase of the schedule.
     z, L : (d,), (d, d)
         Point and frame of the next step.
-    sizes : (2, bins)
-        Sums of the histograms of this phase.
-    at : (d,)
-        The point in the frame, from where the phase began.
-    gradients, places : (d,)
-        Sums over the steps of this phase, in the frame, of gradients and of points.
-    variance : ()
-        That of the noise of these gradients.
-    curvature : (d, d)
-        Sum over the steps of this phase, in the frame.
     loc, root : (d,), (d, d)
         Mean and root of the covariance of the posterior.
     narrow : (d, d)
@@ -250,22 +153,16 @@ class Server(NamedTuple):
         How long the last step wanted to be, in sds of the posterior, divided by the root of ``d``;
         -1 where nothing finite came of it.
     fewest, waited : () int
-        The fewest undetermined directions of a step so far, and the steps since.
-    made : (steps,) bool
-        The steps of the schedule that were made.
+        The fewest undetermined directions of a phase so far, and the phases since.
+    made : (phases,) bool
+        The phases of the schedule that were made.
     multiplier : ()
         The noise multiplier of the first release, by which a run knows its budget.
     """
 
-    step: Array
+    phase: Array
     z: Array
     L: Array
-    sizes: Array
-    at: Array
-    gradients: Array
-    places: Array
-    variance: Array
-    curvature: Array
     loc: Array
     root: Array
     narrow: Array
@@ -278,35 +175,48 @@ class Server(NamedTuple):
     multiplier: Array
 
 
-class Spectrum(NamedTuple):
-    """The eigenvectors ``V`` (d, d) of a curvature with noise, and its eigenvalues without.
+class Means(NamedTuple):
+    """Means over the steps of a phase, in its frame, and the noise in them.
 
     Attributes
     ----------
-    V : (d, d)
-    curved : (d,)
-        Eigenvalues as of the matrix without noise.
-    damped : (d,)
-        The same for a step: positive, and not below what noise may hide.
-    undetermined : () int
-        The number of directions whose curvature could not be told from noise.
+    gradient, place : (d,)
+    curvature : (d, d)
+    variance : ()
+        That of the noise in each number of the gradient.
+    edge : ()
+        Where the spectrum of the noise in the curvature ends.
     """
 
-    V: Array
-    curved: Array
-    damped: Array
-    undetermined: Array
+    gradient: Array
+    place: Array
+    curvature: Array
+    variance: Array
+    edge: Array
 
-    @classmethod
-    def of(cls, H: Array, edge: Array) -> Spectrum:
-        """Return the spectrum of ``H`` (d, d), where that of the noise ends at ``edge``."""
-        e, V = linalg.eigh(H)
-        above = jnp.where(e > edge, 0.5 * (e + jnp.sqrt(jnp.maximum(e**2 - edge**2, 0.0))), 0.0)
-        apart = (V**2 * jnp.maximum(jnp.diagonal(H), 0.0)[:, None]).sum(0)
-        curved = jnp.maximum(above, jnp.minimum(edge / 2, apart))
-        # Where the density curves upwards, a step as long as if it curved as much downwards.
-        damped = jnp.maximum(jnp.where(e < -edge, -e, above), edge / 2)
-        return cls(V, curved, damped, (e <= edge).sum().astype(jnp.int32))
+
+class Estimate(NamedTuple):
+    """A posterior, and the next step of Newton's method, from the sums of a phase so far.
+
+    Attributes
+    ----------
+    loc, root, narrow, undetermined
+        As in :class:`Server`.
+    step : (d,)
+        In the frame.
+    moved : ()
+        How long the step wanted to be; see :class:`Server`.
+    whitened : (d, d)
+        The frame that is whitened by the curvature.
+    """
+
+    loc: Array
+    root: Array
+    narrow: Array
+    undetermined: Array
+    step: Array
+    moved: Array
+    whitened: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -339,58 +249,47 @@ class PrivateNewton:
         return self.units.model.dim > HESSIANS_UP_TO
 
     def algorithm(self) -> FederatedAlgorithm[Server, Asked]:
-        """Return the algorithm: first the units of the frame, then a step in each round."""
+        """Return the algorithm: first the units of the frame, then a phase in each round."""
         units = Exchange(UNITS, self._units_of_silo)
         sizes = Exchange(SIZES, self._sizes_of_silo)
-        sums = Exchange(SUMS, self._sums_of_silo)
+        sums = [Exchange(sums_of(i), self._sums_of_silo) for i in range(self.schedule.steps)]
         return FederatedAlgorithm(
             init_server=self._init_server,
             init_silo=lambda key, data: Asked(*jnp.zeros((3,), jnp.int32)),
-            round=Round((sizes, sums), self._run),
+            round=Round((sizes, *sums), self._run),
             shared=lambda server: Shared(
                 {}, Gaussian.of_root(server.loc, server.root).params(), identity(server.loc.shape)
             ),
-            done=lambda server: server.step >= len(self.schedule.steps),
+            done=lambda server: server.phase >= len(self.schedule.phases),
             opening=(Round((units,), self._begin),),
         )
 
     def _init_server(self, key: Array) -> Server:
         d = self.units.model.dim
         z = self.units.model.init_global(key, None) + ASIDE
-        zeros, square, eye = jnp.zeros(d), jnp.zeros((d, d)), jnp.eye(d)
-        bins = jnp.zeros((2, HIGHEST - LOWEST + 1))
         none = jnp.zeros((), jnp.int32)
         return Server(
-            step=none,
+            phase=none,
             z=z,
-            L=eye,
-            sizes=bins,
-            at=zeros,
-            gradients=zeros,
-            places=zeros,
-            variance=jnp.zeros(()),
-            curvature=square,
+            L=jnp.eye(d),
             loc=z,
-            root=eye,
-            narrow=eye,
+            root=jnp.eye(d),
+            narrow=jnp.eye(d),
             undetermined=none,
             coarse=jnp.array(True),
             moved=jnp.array(-1.0),
             fewest=jnp.array(d, jnp.int32),
             waited=none,
-            made=jnp.zeros(len(self.schedule.steps), bool),
+            made=jnp.zeros(len(self.schedule.phases), bool),
             multiplier=jnp.asarray(self.schedule.units, jnp.result_type(float)),
         )
 
     # At a silo.
 
-    def _multiplier(self, name: str, step: Array) -> Array:
-        """Return a noise multiplier of a step."""
-        return self.schedule.column(name)[jnp.clip(step, 0, len(self.schedule.steps) - 1)]
-
-    def _planned(self, step: Array, first: Array) -> Array:
-        """Return whether the budget is planned for a step, of which ``first`` is the next."""
-        return (step >= first) & (step < len(self.schedule.steps))
+    def _phase_of(self, step: Array) -> tuple[Array, Phase[Array]]:
+        """Return the number of the phase of a step, and its noise multipliers."""
+        k = step // self.schedule.steps
+        return k, self.schedule.phase_at(k)
 
     def _units_of_silo(
         self, noise: object, down: Place, state: Asked, data: SiloData
@@ -415,9 +314,10 @@ class PrivateNewton:
         if not self.has_products:
             curved = jnp.linalg.norm(self.units.curvatures(down.z, down.L, data), axis=(1, 2))
         counts = jnp.stack([histogram(lengths), histogram(curved)])
-        up = self.units.added(counts, jnp.sqrt(2.0), self._multiplier("sizes", down.step))
-        planned = self._planned(down.step, state.sizes)
-        after = jnp.where(planned, down.step + 1, state.sizes)
+        k, phase = self._phase_of(down.step)
+        up = self.units.added(counts, jnp.sqrt(2.0), phase.sizes)
+        planned = (k >= state.sizes) & (k < len(self.schedule.phases))
+        after = jnp.where(planned, k + 1, state.sizes)
         return self._reply(up, planned), state._replace(sizes=after)
 
     def _sums_of_silo(
@@ -430,12 +330,12 @@ class PrivateNewton:
             C = dot((g * jnp.minimum(1.0, down.clip_curvature / length)[:, None]).T, g)
         else:
             C = clipped(self.units.curvatures(down.z, down.L, data), down.clip_curvature).sum(0)
-        gradient, curvature = (self._multiplier(n, down.step) for n in ("gradient", "curvature"))
+        k, phase = self._phase_of(down.step)
         up = Sums(
-            self.units.added(g.sum(0), down.clip, gradient),
-            self.units.added(_as_vector(C), down.clip_curvature, curvature),
+            self.units.added(g.sum(0), down.clip, phase.gradient),
+            self.units.added(as_vector(C), down.clip_curvature, phase.curvature),
         )
-        planned = self._planned(down.step, state.sums)
+        planned = (down.step >= state.sums) & (k < len(self.schedule.phases))
         after = jnp.where(planned, down.step + 1, state.sums)
         return self._reply(up, planned), state._replace(sums=after)
 
@@ -447,12 +347,112 @@ class PrivateNewton:
 
     def _begin(self, state: Server, noise: object, ask: Ask) -> tuple[Server, Info]:
         zero = jnp.zeros(())
-        counts = ask(UNITS, Place(state.step, state.z, state.L, zero, zero)).up
+        counts = ask(UNITS, Place(state.phase, state.z, state.L, zero, zero)).up
         sd = jnp.sqrt(1.0 * self.units.model.dim) * self.schedule.units * self.units.spread
         size = jax.vmap(lambda c: quantile(c, sd, UNIT_QUANTILE))(counts)
         # No unit is longer than the prior's, which it is where no count stands out of the noise.
         L = jnp.diag(jnp.minimum(1 / jnp.maximum(size, 1e-30), self._prior_sd(state.z)))
         return state._replace(L=L), Info(zero, jnp.isfinite(L).all())
+
+    def _run(self, state: Server, noise: object, ask: Ask) -> tuple[Server, Info]:
+        d, steps, spread = self.units.model.dim, self.schedule.steps, self.units.spread
+        k = jnp.minimum(state.phase, len(self.schedule.phases) - 1)
+        phase, z, L = self.schedule.phase_at(k), state.z, state.L
+
+        down = Place(k * steps, z, L, jnp.zeros(()), jnp.zeros(()))
+        counts, sd = ask(SIZES, down).up, math.sqrt(2.0) * phase.sizes * spread
+        C, CH = self._clips(counts, sd, phase.gradient * spread / math.sqrt(steps), k)
+
+        at = place = gradient = jnp.zeros(d)
+        curvature = jnp.zeros((d, d))
+        for i in range(steps):
+            sums = ask(sums_of(i), Place(k * steps + i, z + L @ at, L, C, CH)).up
+            n = i + 1
+            place = place + at
+            gradient = gradient + sums.gradient
+            curvature = curvature + as_symmetric(sums.curvature, d)
+            means = Means(
+                gradient / n,
+                place / n,
+                curvature / n,
+                (C * phase.gradient * spread) ** 2 / n,
+                CH * phase.curvature * spread * jnp.sqrt(2.0 * d / n),
+            )
+            found = self._estimate(means, at, z + L @ at, L)
+            at = at + found.step
+
+        waited = jnp.where(found.undetermined < state.fewest, 0, state.waited + 1)
+        hidden = (found.undetermined > 0) & (waited < PATIENCE)
+        ended = (found.moved <= NEAR) & ~hidden
+        made = state.made.at[k].set(True)
+        new = Server(
+            phase=jnp.where(ended, jnp.maximum(k + 1, self.schedule.search), k + 1),
+            z=z + L @ at,
+            L=found.whitened,
+            loc=found.loc,
+            root=found.root,
+            narrow=found.narrow,
+            undetermined=found.undetermined,
+            coarse=is_coarse(sd, self.num_units),
+            moved=found.moved,
+            fewest=jnp.minimum(found.undetermined, state.fewest),
+            waited=waited.astype(jnp.int32),
+            made=made,
+            multiplier=state.multiplier,
+        )
+        planned = state.phase < len(self.schedule.phases)
+        # A phase that led to where nothing is finite is left, and no more is lost than its budget.
+        left = state._replace(phase=k + 1, moved=jnp.array(-1.0), made=made)
+        after = where(all_finite(new), new, left)
+        return after, Info(0.5 * d * after.moved**2, planned, after.moved)
+
+    def _clips(self, counts: Array, sd: Array, noise: Array, k: Array) -> tuple[Array, Array]:
+        """Return the clipping lengths of gradients and curvatures, from histograms with noise.
+
+        ``noise`` is the sd of the noise in the mean of a phase's gradients, of clips of one.
+        """
+        d = self.units.model.dim
+        # The posterior must not be moved by what is clipped. A search takes its way in any case.
+        C = jnp.where(
+            k < self.schedule.search,
+            quantile(counts[0], sd, GRADIENT_QUANTILE),
+            best_clip(counts[0], sd, noise, d),
+        )
+        CH = quantile(counts[1], sd, CURVATURE_QUANTILE if self.has_products else GRADIENT_QUANTILE)
+        # If no count stands out there are too few units: one whitened unit is sqrt(d) long.
+        C = jnp.where(C > 0, C, jnp.sqrt(1.0 * d)) if self.clip is None else jnp.array(self.clip)
+        CH = jnp.where(CH > 0, CH, 1.0 * d)
+        return C, CH
+
+    def _estimate(self, means: Means, at: Array, z: Array, L: Array) -> Estimate:
+        """Return posterior and step at the place ``at`` (d,) in the frame, which is ``z``."""
+        slope, P = self._prior(z)
+        slope, P = L.T @ slope, dot(L.T, P)
+        V, curved, damped, undetermined = Spectrum.of(means.curvature, means.edge)
+        b = means.gradient + V @ (curved * (V.T @ (means.place - at)))
+        # The posterior, with the variance of the noise.
+        known = curved / (curved + means.variance)
+        precision = root_with_prior(V, known * curved, P)
+        loc = z + L @ times_inverse(precision, V @ (known * (V.T @ b)) + slope)
+        # The step, damped where curvature is not known.
+        step = times_inverse(root_with_prior(V, damped, P), b + slope)
+        moved = jnp.linalg.norm(precision.T @ step) / math.sqrt(len(z))
+        return Estimate(
+            loc=loc,
+            root=root_of_inverse(precision, L),
+            narrow=root_of_inverse(root_with_prior(V, curved, P), L),
+            undetermined=undetermined,
+            step=self._cut(step, L),
+            moved=moved,
+            whitened=dot(L, dot(V * jnp.sqrt(self.num_units / damped), V.T)),
+        )
+
+    def _cut(self, step: Array, L: Array) -> Array:
+        """Return a step (d,) in the frame that is not too long; none if it is not finite."""
+        longest = LONGEST * math.sqrt(len(step) * self.rows_in_unit)
+        away = jnp.abs(L @ step) / self._prior_sd(jnp.full(len(step), ASIDE))
+        share = jnp.minimum(longest / jnp.linalg.norm(step), MOST_PRIOR / away.max())
+        return jnp.where(jnp.isfinite(step).all(), step * jnp.minimum(1.0, share), 0.0)
 
     def _prior(self, z: Array) -> tuple[Array, Array]:
         """Return the gradient (d,) of the prior, and a root (d, d) of its negative Hessian.
@@ -466,138 +466,3 @@ class PrivateNewton:
     def _prior_sd(self, z: Array) -> Array:
         """Return the prior's standard deviations (d,) by its curvature at a point."""
         return 1 / jnp.sqrt(jnp.maximum((self._prior(z)[1] ** 2).sum(1), 1e-12))
-
-    def _clips(self, counts: Array, sd: Array, gradient: Array, k: Array) -> tuple[Array, Array]:
-        """Return the clipping lengths of gradients and curvatures, from histograms with noise."""
-        d = self.units.model.dim
-        # The posterior is from all steps of a phase, and it must not be moved by what is clipped. A
-        # search takes its way in any case.
-        together = gradient * self.units.spread / jnp.sqrt(self._lengths[k])
-        C = jnp.where(
-            self._lengths[k] > 1,
-            best_clip(counts[0], sd, together, d),
-            quantile(counts[0], sd, GRADIENT_QUANTILE),
-        )
-        CH = quantile(counts[1], sd, CURVATURE_QUANTILE if self.has_products else GRADIENT_QUANTILE)
-        # If no count stands out there are too few units: one whitened unit is sqrt(d) long.
-        C = jnp.where(C > 0, C, jnp.sqrt(1.0 * d)) if self.clip is None else jnp.array(self.clip)
-        CH = jnp.where(CH > 0, CH, 1.0 * d)
-        return C, CH
-
-    def _run(self, state: Server, noise: object, ask: Ask) -> tuple[Server, Info]:
-        d, k = self.units.model.dim, jnp.minimum(state.step, len(self.schedule.steps) - 1)
-        sizes, gradient, curvature, first, last = (
-            self.schedule.column(name)[k] for name in Step._fields
-        )
-        zero = jnp.zeros(())
-        counts = ask(SIZES, Place(state.step, state.z, state.L, zero, zero)).up
-
-        fresh = lambda a: jnp.where(first, jnp.zeros_like(a), a)  # noqa: E731
-        number = (k - self._starts[k] + 1).astype(state.z.dtype)  # of this step in its phase
-        counts = fresh(state.sizes) + counts
-        sd = jnp.sqrt(2.0 * number) * sizes * self.units.spread
-        C, CH = self._clips(counts, sd, gradient, k)
-        sums = ask(SUMS, Place(state.step, state.z, state.L, C, CH)).up
-        gradients = fresh(state.gradients) + sums.gradient
-        at = fresh(state.at)
-        places = fresh(state.places) + at
-        total = fresh(state.curvature) + _as_symmetric(sums.curvature, d)
-
-        H = total / number
-        edge = CH * curvature * self.units.spread * jnp.sqrt(2.0 * d / number)
-        # Clips differ between the steps of a phase.
-        variances = fresh(state.variance) + (C * gradient * self.units.spread) ** 2
-        variance = variances / number**2
-        V, curved, damped, undetermined = Spectrum.of(H, edge)
-
-        slope, P = self._prior(state.z)
-        slope, P = state.L.T @ slope, dot(state.L.T, P)
-        b = gradients / number + V @ (curved * (V.T @ (places / number - at)))
-        # The posterior, with the variance of the noise.
-        known = curved / (curved + variance)
-        precision = _root_with_prior(V, known * curved, P)
-        loc = state.z + state.L @ _times_inverse(precision, V @ (known * (V.T @ b)) + slope)
-        # The step, damped where curvature is not known.
-        step = _times_inverse(_root_with_prior(V, damped, P), b + slope)
-        longest = LONGEST * math.sqrt(d * self.rows_in_unit)
-        away = jnp.abs(state.L @ step) / self._prior_sd(jnp.full(d, ASIDE))
-        share = jnp.minimum(longest / jnp.linalg.norm(step), MOST_PRIOR / away.max())
-        moved = jnp.linalg.norm(precision.T @ step) / jnp.sqrt(1.0 * d)
-        step = step * jnp.minimum(1.0, share)
-        waited = jnp.where(undetermined < state.fewest, 0, state.waited + 1)
-        found = (moved <= NEAR) & ((undetermined == 0) | (waited >= PATIENCE))
-
-        made = state.made.at[k].set(True)
-        white = dot(state.L, dot(V * jnp.sqrt(self.num_units / damped), V.T))
-        new = Server(
-            step=jnp.where(found, jnp.maximum(k + 1, self.schedule.search), k + 1),
-            z=state.z + state.L @ step,
-            L=jnp.where(last, white, state.L),
-            sizes=counts,
-            at=at + step,
-            gradients=gradients,
-            places=places,
-            variance=variances,
-            curvature=total,
-            loc=loc,
-            root=_root_of_inverse(precision, state.L),
-            narrow=_root_of_inverse(_root_with_prior(V, curved, P), state.L),
-            coarse=fresh(state.coarse) | is_coarse(sd, self.num_units * number),
-            undetermined=undetermined,
-            moved=moved,
-            fewest=jnp.minimum(undetermined, state.fewest),
-            waited=waited.astype(jnp.int32),
-            made=made,
-            multiplier=state.multiplier,
-        )
-        planned = state.step < len(self.schedule.steps)
-        # A step to where nothing is finite is not taken, and no more is lost than its budget.
-        fine = all_finite(new)
-        after = where(fine, new, state._replace(step=k + 1, moved=jnp.array(-1.0), made=made))
-        return after, Info(0.5 * d * after.moved**2, planned, after.moved)
-
-    @property
-    def _lengths(self) -> Array:
-        """Return for each step the number of steps of its phase."""
-        starts = np.flatnonzero([s.first for s in self.schedule.steps])
-        ends = np.append(starts[1:], len(self.schedule.steps))
-        return jnp.asarray(np.repeat(ends - starts, ends - starts), float)
-
-    @property
-    def _starts(self) -> Array:
-        """Return for each step the number of the first step of its phase."""
-        starts = np.maximum.accumulate([i * s.first for i, s in enumerate(self.schedule.steps)])
-        return jnp.asarray(starts)
-
-
-def _root_with_prior(V: Array, curved: Array, P: Array) -> Array:
-    """Return the root (d, d) of the precision ``V diag(curved) V' + P P'``.
-
-    Directions may differ by more than single precision tells apart in the sum itself, which then
-    has no root: an effect under a small scale beside one that neither data nor prior know.
-    """
-    return linalg.root_of(jnp.concatenate([V * jnp.sqrt(curved), P], axis=1))
-
-
-def _times_inverse(root: Array, g: Array) -> Array:
-    """Return the inverse of ``root root'`` times a vector (d,), for lower triangular ``root``."""
-    return linalg.solve(root, linalg.solve(root, g), transposed=True)
-
-
-def _root_of_inverse(root: Array, L: Array) -> Array:
-    """Return the root of the covariance in the frame ``L`` (d, d) of a precision's root (d, d)."""
-    return linalg.root_of(linalg.solve(root, L.T).T)
-
-
-def _as_vector(matrix: Array) -> Array:
-    """Return a symmetric matrix as a vector of the same length (Frobenius)."""
-    rows, columns = np.triu_indices(len(matrix))
-    return matrix[rows, columns] * np.where(rows == columns, 1.0, math.sqrt(2))
-
-
-def _as_symmetric(vector: Array, d: int) -> Array:
-    """Return the matrix (d, d) of :func:`_as_vector`."""
-    rows, columns = np.triu_indices(d)
-    halved = vector / np.where(rows == columns, 2.0, math.sqrt(2))
-    half = jnp.zeros((d, d)).at[rows, columns].set(halved)
-    return half + half.T

@@ -149,7 +149,7 @@ def _private_mode(
         z_G=server.loc,
         curvature=np.linalg.inv(np.asarray(server.root, float) @ server.root.T),
         log_evidence=None,
-        num_exchanges=1 + 2 * len(found.losses),
+        num_exchanges=found.num_exchanges,
         converged=found.settled,
         values=np.zeros(0),
         names=coordinate_names(fm),

@@ -143,11 +143,8 @@ def _private_fit(
     with precision_as(double=double), _LOCK, StageBar(progress_bar) as bar:
         bar.stage("DP Newton")
         result = DPNewton(model, privacy=privacy).run(typed_key(key), silos=silos, progress_bar=bar)
-        sums = 1 + 2 * len(result.losses)
-        stage = Stage(
-            "DP Newton", f"{len(result.losses)} steps. {result.privacy}".rstrip("."), result
-        )
-        return Fitted(result, None, (stage,), sums)
+        words = f"{len(result.losses)} rounds. {result.privacy}".rstrip(".")
+        return Fitted(result, None, (Stage("DP Newton", words, result),), result.num_exchanges)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from numpyro_fed.algorithms.base import ExchangeId, Round
-from numpyro_fed.algorithms.private_newton import SUMS, PrivateNewton, Schedule, Server
+from numpyro_fed.algorithms.private_newton import PrivateNewton, Server
+from numpyro_fed.algorithms.private_schedule import SUMS, Schedule
 from numpyro_fed.algorithms.private_units import PrivateUnits
 from numpyro_fed.errors import CoupledRowsError, GuideError, ModelError, SavedStateError
 from numpyro_fed.guides.structured import GuideConfig, Structured, build_resolved, resolve
@@ -83,10 +84,10 @@ class DPNewton(Method[PrivateResult, None]):
     ) -> PrivateResult:
         """Fit the model; see :meth:`SFVI.run`.
 
-        ``num_rounds`` is the number of steps, by default as many as there are to come. A run of
-        fewer spends less, and its posterior is wider; ``init_state`` goes on with the rest. A
-        search that ends early leaves its steps out. Two runs with the same key differ: noise comes
-        from the operating system.
+        A round is a phase of two steps (three for more than 20 globals), and ``num_rounds`` by
+        default as many as there are to come. A run of fewer spends less, and its posterior is
+        wider; ``init_state`` goes on with the rest. A search that ends early leaves its phases
+        out. Two runs with the same key differ: noise comes from the operating system.
         """
         check_trusted(self.privacy, silos)
         if options.get("stop") is not None:
@@ -94,9 +95,9 @@ class DPNewton(Method[PrivateResult, None]):
         if num_rounds is None:
             fit, _ = self._compiled_for(silos, options.get("runtime", "simulation"))
             server = getattr(options.get("init_state"), "server", None)
-            done = int(server.step) if isinstance(server, Server) else 0
-            num_rounds = len(self._schedule(fit.model, fit.plan).steps) - done
-        # Its steps are over where the schedule is, of which a search leaves some out.
+            done = int(server.phase) if isinstance(server, Server) else 0
+            num_rounds = len(self._schedule(fit.model, fit.plan).phases) - done
+        # Its rounds are over where the schedule is, of which a search leaves some out.
         return super().run(key, num_rounds, silos, **{**options, "stop": "converged"})
 
     def _check_rounds(self, fit: Fit, state: State, num_rounds: int) -> None:
@@ -106,15 +107,15 @@ class DPNewton(Method[PrivateResult, None]):
                 "init_state comes from a run with another budget, whose noise is other than this "
                 "one's. Go on with the same privacy=."
             )
-        planned, done = len(schedule.steps), int(state.server.step)
+        planned, done = len(schedule.phases), int(state.server.phase)
         if done + num_rounds > planned:
             raise ModelError(
-                f"the budget is planned for {planned} steps, of which {planned - done} are left: "
+                f"the budget is planned for {planned} rounds, of which {planned - done} are left: "
                 f"{num_rounds} more would spend more than epsilon={self.privacy.epsilon:g}."
             )
 
     def _schedule(self, fm: FederatedModel, plan: Plan) -> Schedule:
-        """Return the steps that are planned."""
+        """Return the phases that are planned."""
         units = num_units_of(fm, plan, self.privacy)
         return Schedule.of(self.privacy, fm.dim, units, plan.num_silos)
 
@@ -173,8 +174,8 @@ class DPNewton(Method[PrivateResult, None]):
     ) -> PrivateResult:
         made = np.array(run.state.server.made)
         if run.ended in ("failure", "interrupted"):
-            # Some silos may have answered the step that is lost.
-            made[int(run.state.server.step) :][:1] = True
+            # Some silos may have answered in the phase that is lost.
+            made[int(run.state.server.phase) :][:1] = True
         schedule = self._schedule(fit.model, fit.plan)
         spent = Spent.of(self.privacy, schedule.releases(made.tolist()))
         return PrivateResult(run.losses, run.state, fit, hosted, privacy=spent)

@@ -24,7 +24,7 @@ from numpyro_fed.algorithms.private_gradients import (
     Server,
     Variance,
 )
-from numpyro_fed.algorithms.private_newton import Schedule
+from numpyro_fed.algorithms.private_schedule import Schedule
 from numpyro_fed.bounds import Bound
 from numpyro_fed.errors import ModelError, SavedStateError
 from numpyro_fed.guides.structured import Guide, Structured

@@ -122,6 +122,12 @@ class PrivateResult(ProtectedResult):
     """
 
     @property
+    def num_exchanges(self) -> int:
+        """Return the number of exchanges: that of the first units, and those of all rounds."""
+        rounds = int(np.sum(self.state.server.made))
+        return 1 + rounds * len(self._fit.built.algorithm.round.exchanges)
+
+    @property
     def moved(self) -> float:
         """Return how long the last step wanted to be, in sds of the posterior; -1 for no number."""
         return float(self.state.server.moved)
