@@ -243,6 +243,70 @@ def test_no_unit_matters(double):
     assert (np.abs(mapped["x"] @ other.sites["beta"] - predicted) < 0.05 * spread).all()
 
 
+def link_model(outcome):
+    """A regression of rows by the distribution of an outcome with this linear predictor."""
+
+    def model(x, y=None):
+        beta = numpyro.sample("beta", dist.Normal(0, 10).expand([2]).to_event(1))
+        with nf.silo_plate("row", x.shape[0]):
+            numpyro.sample("y", outcome(x @ beta), obs=y)
+
+    return model
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e3, 1e8])
+@pytest.mark.parametrize(
+    ("outcome", "drawn"),
+    [
+        (lambda eta: dist.Bernoulli(logits=eta), lambda r, eta: r.binomial(1, 1 / (1 + 1 / eta))),
+        (lambda eta: dist.Poisson(jnp.exp(eta)), lambda r, eta: r.poisson(eta)),
+        (lambda eta: dist.Gamma(3, 3 * jnp.exp(-eta)), lambda r, eta: r.gamma(3, eta / 3)),
+    ],
+    ids=["logistic", "poisson", "gamma"],
+)
+def test_counts_of_people_and_seconds_are_no_worse_than_standardised_columns(outcome, drawn, scale):
+    """At 0.01 from zero a link would be at its end for all rows, where nothing has curvature."""
+    r = np.random.default_rng(3)
+    z = r.uniform(0.5, 2, 300)
+    x = np.stack([np.ones(300), z], 1)
+    y = drawn(r, np.exp(x @ [-0.3, 0.4]))
+    model, columns = link_model(outcome), np.array([1, scale])
+    one = nf.find_mode(KEY, model, cut({"x": x, "y": y}, (100, 200)))
+    found = nf.find_mode(KEY, model, cut({"x": x * columns, "y": y}, (100, 200)))
+    assert found.converged
+    assert found.num_exchanges <= 8
+    # The prior of a slope in small units is another one: of 1e-6 it says all.
+    if scale > 1:
+        sd = np.sqrt(np.diag(one.covariance))
+        assert (np.abs(found.sites["beta"] * columns - one.sites["beta"]) < 0.02 * sd).all()
+
+
+@pytest.mark.parametrize("rows", [50, 5_000])
+def test_a_start_at_a_saddle_is_left(rows):
+    """At zero two clusters are one, and a product has no gradient."""
+
+    def clusters(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 10).expand([2]).to_event(1))
+        with nf.silo_plate("row", len(y)):
+            parts = dist.Categorical(jnp.array([0.5, 0.5])), dist.Normal(mu, 1.0)
+            numpyro.sample("y", dist.MixtureSameFamily(*parts), obs=y)
+
+    def product(y):
+        a, b = (numpyro.sample(name, dist.Normal(0, 10)) for name in "ab")
+        with nf.silo_plate("row", len(y)):
+            numpyro.sample("y", dist.Normal(a * b, 1.0), obs=y)
+
+    r = np.random.default_rng(0)
+    y = np.concatenate([r.normal(m, 1, rows // 2) for m in (-3, 3)])
+    of_clusters = nf.find_mode(KEY, clusters, [dict(y=y[::2]), dict(y=y[1::2])])
+    of_product = nf.find_mode(KEY, product, [dict(y=20 + y[::2]), dict(y=20 + y[1::2])])
+    assert of_clusters.converged
+    np.testing.assert_allclose(np.sort(of_clusters.sites["mu"]), [-3, 3], atol=0.5)
+    assert of_product.converged
+    assert of_product.sites["a"] * of_product.sites["b"] == pytest.approx(20, abs=0.5)
+    assert max(of_clusters.num_exchanges, of_product.num_exchanges) < 20
+
+
 def test_several_starts_show_several_modes():
     model = models.squared(4)
     silos = [{"y": np.full(3, 9.0)}, {"y": np.full(4, 9.0)}]

@@ -386,7 +386,8 @@ def test_raw_covariates_are_found_and_the_noise_is_counted():
 
 
 def test_steps_can_be_made_in_parts_and_not_more_of_them_than_planned():
-    silos = [dict(y=np.random.default_rng(0).normal(40, 5, 20_000))]
+    # A step is at most 50 long, an sd of the prior.
+    silos = [dict(y=np.random.default_rng(0).normal(300, 5, 20_000))]
     method = nf.DPNewton(normal, privacy=BUDGET)
     first = method.run(KEY, 2, silos, **QUIET)
     assert first.privacy.epsilon < 0.3
@@ -449,10 +450,17 @@ def test_noise_that_hides_as_much_as_before_ends_the_search_after_some_steps():
 def test_a_step_to_nowhere_is_counted_and_the_run_goes_on(bar, monkeypatch):
     finite = private_newton.all_finite
     monkeypatch.setattr(private_newton, "all_finite", lambda new: finite(new) & (new.phase != 1))
-    silos = [dict(y=np.random.default_rng(0).normal(40, 5, 20_000))]
+    silos = [dict(y=np.random.default_rng(0).normal(300, 5, 20_000))]
     result = nf.DPNewton(normal, privacy=BUDGET).run(KEY, silos=silos, progress_bar=bar)
     assert np.asarray(result.state.server.made)[:2].all()
     assert result.settled
+
+
+def test_a_step_that_overflows_is_not_taken():
+    parts, _ = newton(regression, rows(9))
+    for step, L in (([3e38, -3e38, 1.0], 1e9), ([jnp.nan, 1.0, 1.0], 1.0), ([jnp.inf, 1, 1], 1.0)):
+        assert (np.asarray(parts._cut(jnp.array(step), L * jnp.ones((3, 3)))) == 0).all()
+    assert np.abs(parts._cut(jnp.ones(3), jnp.eye(3))).max() <= 1
 
 
 def test_what_asks_silos_without_noise_is_refused():

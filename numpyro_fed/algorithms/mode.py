@@ -70,7 +70,18 @@ MIN_GAIN = 1e-4  # predicted gain of an undamped step, in nats, below which a po
 # The same near modes of other data, where every exchange counts. Such a point is a third of an sd
 # off, which draws that are weighed do not notice.
 MIN_GAIN_NEAR = 0.05
-NUDGE = 1e-2  # distance from zero, where some densities have a kink: NumPyro's Bernoulli at logit 0
+# Distance of the start from zero, where some densities have a kink: derivatives of abs and max are
+# those of neither side there, and half of a logistic regression's gradient is lost. Beside a
+# covariate that counts people or seconds 0.01 is far: all rows of such a regression are then
+# certain of their outcome, and nothing has curvature.
+ASIDE = 1e-9
+# The least length of a step along a direction in which the density curves upwards, in sds as if it
+# curved downwards as much: from a symmetric point, as equal means of two clusters, a gradient alone
+# leads away too slowly. It gains 4 nats, which rounding of a log density of 10^6 does not hide.
+KICK = 3.0
+LEAST_PROMISE = 1.0  # nats by the gradient alone, below which a point may be a saddle
+UPWARDS = 0.1  # of a coordinate's curvature: in a valley along which little changes signs are noise
+NUDGE = 1e-2  # distance from zero of a general point, and of a search without Hessians
 MAX_IDLE = 5  # accepted steps in a row without a gain beyond rounding, after which a search ends
 # Standard deviations from a mode at which another start counts as come there, too; modes that are
 # to be told apart are three and more away (``methods.mode.MODES_APART``).
@@ -242,7 +253,7 @@ def mode(
                 jnp.array(MIN_GAIN),
             )
 
-        return jax.vmap(initial_search)(starting_places(fm, key, num_starts, init_loc_fn))
+        return jax.vmap(initial_search)(starting_places(fm, key, num_starts, init_loc_fn, ASIDE))
 
     def init_silo(key: Array, data: SiloData) -> SiloState:
         no_reply = Up(
@@ -328,16 +339,23 @@ def prior_of(
 
 
 def starting_places(
-    fm: FederatedModel, key: Array, num_starts: int, init_loc_fn: Callable[..., Any] | None
+    fm: FederatedModel,
+    key: Array,
+    num_starts: int,
+    init_loc_fn: Callable[..., Any] | None,
+    aside: float,
 ) -> Array:
-    """Return the first points (num_starts, n): shared parameters and globals as one vector."""
+    """Return the first points (num_starts, n): shared parameters and globals as one vector.
+
+    The first of them is about ``aside`` from the model's own.
+    """
     key_theta, key_jitter, key_prior, key_first, key_nudge = jax.random.split(key, 5)
     theta = fm.init_theta(key_theta)
     flat_theta = jnp.concatenate([jnp.zeros(0), *(jnp.ravel(a) for a in jax.tree.leaves(theta))])
     drawn = fm.draw_prior(key_prior, num_starts) if fm.dim and num_starts > 1 else None
     if drawn is None:
         drawn = jax.random.normal(key_prior, (num_starts, fm.dim))
-    nudge = NUDGE * jax.random.normal(key_nudge, (fm.dim,))
+    nudge = aside * jax.random.normal(key_nudge, (fm.dim,))
     first = fm.init_global(key_first, init_loc_fn) + nudge
     z_G = jnp.nan_to_num(drawn).at[0].set(first)
     jitter = jax.random.normal(key_jitter, (num_starts, len(flat_theta))).at[0].set(0.0)
@@ -550,6 +568,17 @@ class _Step(NamedTuple):
     damping: Array
 
 
+def kicked(values: Array, slope: Array) -> Array:
+    """Return slopes (n,) along eigenvectors of a scaled curvature, longer ones at a saddle.
+
+    Where all of them together promise little, those have a least length along which the density
+    clearly curves upwards. The ``values`` (n,) are the curvature's.
+    """
+    at_rest = 0.5 * (slope**2 / jnp.maximum(jnp.abs(values), UPWARDS)).sum() < LEAST_PROMISE
+    least = jnp.where((values < -UPWARDS) & at_rest, KICK * jnp.sqrt(jnp.abs(values)), 0.0)
+    return jnp.where(slope < 0, -1.0, 1.0) * jnp.maximum(jnp.abs(slope), least)
+
+
 def _newton_step(best: Expansion, scale: Array, damping: Array, metric: Array) -> _Step:
     """Return the step from the best point; it is damped until it is short enough in the metric."""
     unit = jnp.sqrt(jnp.where(scale > 0, scale, 1.0))
@@ -558,10 +587,11 @@ def _newton_step(best: Expansion, scale: Array, damping: Array, metric: Array) -
     flat = ROUNDING_UNITS * len(scale) * jnp.finfo(scale.dtype).eps
     size = jnp.maximum(jnp.abs(values), flat)
     dampings = damping * DAMPINGS
-    moves = (slope / (size + dampings[:, None])) @ V.T / unit
+    pull = kicked(values, slope)
+    moves = (pull / (size + dampings[:, None])) @ V.T / unit
     lengths = jnp.sqrt(jnp.einsum("ki,ij,kj->k", moves, metric, moves))
     k = jnp.argmax(lengths <= LONGEST)  # the first; where none is short enough the least damped
-    u = slope / (size + dampings[k])
+    u = pull / (size + dampings[k])
     promise = slope @ u - 0.5 * (values * u**2).sum()
     gain = jnp.where((values > -flat).all(), 0.5 * (slope**2 / size).sum(), jnp.inf)
     return _Step(moves[k], promise, gain, dampings[k])

@@ -25,6 +25,7 @@ from numpyro_fed.algorithms.base import Ask, Exchange, FederatedAlgorithm, Info,
 from numpyro_fed.algorithms.mode import (
     BATCH,
     MAX_HALVINGS,
+    NUDGE,
     ROUNDING_UNITS,
     Aux,
     Expansion,
@@ -123,7 +124,7 @@ class WideSearch:
             )
 
         return jax.vmap(initial_search)(
-            starting_places(self.model, key, self.number, self.init_loc_fn)
+            starting_places(self.model, key, self.number, self.init_loc_fn, NUDGE)
         )
 
     def init_silo(self, key: Array, data: SiloData) -> SiloState:

@@ -34,6 +34,7 @@ from numpyro_fed.algorithms.mode import (
     SiloState,
     columns_at_once,
     derivatives,
+    kicked,
     sequential_map,
     unraveller,
 )
@@ -148,9 +149,10 @@ def climb(expand: Expand, first: Expansion, z_L: Rows) -> Climb:
 def _step(expand: Expand, climb: Climb) -> Climb:
     """Return the climb after a damped step of Newton's method, which is taken if it leads up."""
     best = climb.best
-    curvature = Curvature.of(best.curvature)
-    size = jnp.abs(curvature.values) + climb.damping
-    move = curvature._replace(values=size).solve(best.gradient)
+    unit, values, V = Curvature.of(best.curvature)
+    pull = kicked(values, V.T @ (best.gradient / unit))
+    u = pull / (jnp.abs(values) + climb.damping)
+    move = V @ u / unit
     trial, modes = expand(best.x + move, climb.z_L)
     better = all_finite((trial, modes)) & (trial.value >= best.value)
     return Climb(
@@ -158,7 +160,7 @@ def _step(expand: Expand, climb: Climb) -> Climb:
         where(better, modes, climb.z_L),
         climb.damping * jnp.where(better, 0.2, 10.0),
         climb.steps + 1,
-        best.gradient @ move,
+        pull @ u,
     )
 
 

@@ -51,6 +51,7 @@ from numpyro_fed.algorithms.base import (
     Shared,
     Up,
 )
+from numpyro_fed.algorithms.mode import ASIDE
 from numpyro_fed.algorithms.noisy_curvature import (
     Spectrum,
     as_symmetric,
@@ -87,11 +88,10 @@ UNIT_QUANTILE = 0.95
 # Units' lengths up to which gradients, and curvatures, are not clipped. What is clipped moves the
 # mode, and with outcomes of which few are ones it moves it far.
 GRADIENT_QUANTILE, CURVATURE_QUANTILE = UNCLIPPED, 0.9
-# The search begins so far from zero in all coordinates: at exactly zero derivatives of abs and max
-# are those of neither side, and half of a logistic regression's gradient is lost.
-ASIDE = 1e-9
-# The longest step, in units of the frame, in which a row's gradient is about one long.
-LONGEST = 3.0
+# The longest step, in units of the frame, in which a row's gradient is about one long. With 3 a
+# regression whose log scale began far too low had not come to rest in one of six private fits, and
+# with 30 one of few events in four of ten (docs/results/privacy.md).
+LONGEST = 10.0
 # And in sds of the prior at the start: noise may hide that a density flattens out, as that of the
 # scale of effects does far out.
 MOST_PRIOR = 1.0
@@ -452,7 +452,8 @@ class PrivateNewton:
         longest = LONGEST * math.sqrt(len(step) * self.rows_in_unit)
         away = jnp.abs(L @ step) / self._prior_sd(jnp.full(len(step), ASIDE))
         share = jnp.minimum(longest / jnp.linalg.norm(step), MOST_PRIOR / away.max())
-        return jnp.where(jnp.isfinite(step).all(), step * jnp.minimum(1.0, share), 0.0)
+        cut = step * jnp.minimum(1.0, share)
+        return jnp.where(jnp.isfinite(cut).all(), cut, 0.0)
 
     def _prior(self, z: Array) -> tuple[Array, Array]:
         """Return the gradient (d,) of the prior, and a root (d, d) of its negative Hessian.

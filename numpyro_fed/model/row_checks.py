@@ -1,7 +1,7 @@
 """Checks of a model on the values that silos hold: padding, minibatches, coupled rows, summaries.
 
 Structure alone does not decide whether rows are independent: ``x @ beta`` reads one row and
-``x - x.mean(0)`` reads all. Each check evaluates the model at one random point, changes rows
+``x - x.mean(0)`` reads all. Each check evaluates the model at a general point, changes rows
 (:mod:`numpyro_fed.model.audit`) and compares terms. Its program is compiled once for each set of
 shapes; the answer is taken anew for each run's own data.
 """
@@ -45,6 +45,8 @@ PADDINGS = 4
 # How often half of the rows are replaced. The halves come in pairs of complements, so that every
 # row is left alone twice, and each time another row's data stand in the other half.
 SUMMARIES = 4
+# Of a coordinate of the general point, where terms are not finite at it.
+SHARES = np.array([1, 1e-3, 1e-6, 1e-9, 1e-12], np.float32)
 
 
 class CheckResult(NamedTuple):
@@ -81,7 +83,7 @@ class CheckResult(NamedTuple):
 class RowChecks:
     """The checks of one model. Silos come in stacks of one shape.
 
-    All of them evaluate the model at one random point.
+    All of them evaluate the model at one general point of each silo.
     """
 
     model: FederatedModel
@@ -111,8 +113,35 @@ class RowChecks:
             for i, p in enumerate(self.model.plates, start=2)
         }
 
-    def terms(self, z_L: Rows, data: SiloData, like: SiloData | None = None) -> Rows:
-        """Return the terms of all rows, {plate: (rows,)}.
+    def globals_at(self, z_L: Rows, data: SiloData) -> Array:
+        """Return the globals (dim,) at which a silo's terms are computed, if it can be finite ones.
+
+        Beside a column of large numbers an exponential overflows, and terms that are not finite
+        show nothing. Then each coordinate is the largest with which, by itself, all terms are.
+        """
+        dim = self.model.dim
+        general = 0.3 * hashed_normals(1, dim)
+
+        def all_finite(z_G: Array) -> Array:
+            each = self.terms(z_G, z_L, data).values()
+            return jnp.stack([jnp.isfinite(v).all() for v in each]).all()
+
+        def smaller() -> Array:
+            tried = jnp.asarray(SHARES)
+
+            def largest(i: Array) -> Array:
+                alone = jnp.zeros(dim).at[i].set(general[i])
+                finite = jax.lax.map(lambda share: all_finite(share * alone), tried)
+                return tried[finite.argmax()]
+
+            shares = jax.lax.map(largest, jnp.arange(dim))
+            # Together they would add up to what none of them reaches.
+            return general * jnp.where((shares < 1).any(), shares / dim, shares)
+
+        return jax.lax.cond(all_finite(general), lambda: general, smaller) if dim else general
+
+    def terms(self, z_G: Array, z_L: Rows, data: SiloData, like: SiloData | None = None) -> Rows:
+        """Return the terms of all rows at globals (dim,), {plate: (rows,)}.
 
         Private parameters have their initial values at ``like``, by default at ``data``: these may
         depend on data, which a check replaces.
@@ -120,7 +149,7 @@ class RowChecks:
         fm, key = self.model, jax.random.key(0)
         private = fm.init_private(key, data if like is None else like)
         theta = {**fm.init_theta(key), **private}
-        return fm.log_silo(theta, 0.3 * hashed_normals(1, fm.dim), z_L, data)
+        return fm.log_silo(theta, z_G, z_L, data)
 
     @compiled_method(jit_once, static_argnums=1)
     def padding(
@@ -137,7 +166,7 @@ class RowChecks:
         if any(mask.shape[1] != sizes[p] for p, mask in stack.masks.items()):
             return jnp.array(False)
 
-        def agree(data: SiloData) -> tuple[Array, Rows]:
+        def agree(data: SiloData) -> tuple[Array, Rows, Array]:
             def refilled(way: Array) -> SiloChange:
                 """Return the change that fills padded rows in one of the ways, latents included."""
                 steps, source = {}, {}
@@ -151,13 +180,17 @@ class RowChecks:
                 return SiloChange(steps, source)
 
             ways, z_L = jnp.arange(PADDINGS), self.latents(data)
-            each = changed_terms(self.terms, (z_L, data), dict(rows), refilled, ways)
+            z_G = self.globals_at(z_L, data)
+            terms = partial(self.terms, z_G)
+            each = changed_terms(terms, (z_L, data), dict(rows), refilled, ways)
             same = [terms_agree(v, v[0]) for v in each.values()]
-            return jnp.stack([s.all() for s in same]).all(), {p: v[0] for p, v in each.items()}
+            found = {p: v[0] for p, v in each.items()}
+            return jnp.stack([s.all() for s in same]).all(), found, z_G
 
-        same, padded = jax.lax.map(agree, stack)
+        same, padded, z_G = jax.lax.map(agree, stack)
         size = self.model.sizes(original)
-        expected = self.terms({p: z[: size[p]] for p, z in self.latents(first).items()}, original)
+        z_L = {p: z[: size[p]] for p, z in self.latents(first).items()}
+        expected = self.terms(z_G[i], z_L, original)
         equal = [terms_agree(padded[p][i, : len(v)], v).all() for p, v in expected.items()]
         return same.all() & jnp.stack(equal).all()
 
@@ -178,7 +211,8 @@ class RowChecks:
             def only(rows: Array) -> SiloChange:
                 return SiloChange({}, dict.fromkeys(plates, rows), cut=True)
 
-            z_L, terms = self.latents(data), partial(self.terms, like=data)
+            z_L = self.latents(data)
+            terms = partial(self.terms, self.globals_at(z_L, data), like=data)
             whole = terms(z_L, data)
             parts = changed_terms(terms, (z_L, data), plate_of, only, some)
             expected = {p: a[some] if p in plates else a for p, a in whole.items()}
@@ -197,8 +231,9 @@ class RowChecks:
             steps = 1 + hashed_normals(0, size, dim)
             at_once, rtol = max(1, ROWS_AT_ONCE // size), default_rtol()
             perturbation = Perturbation(plate, row_groups(size), steps=steps)
+            terms = partial(self.terms, self.globals_at(z_L, data))
             _, (changed,) = first_changed_rows(
-                self.terms, (z_L, data), {}, [perturbation], rtol, at_once
+                terms, (z_L, data), {}, [perturbation], rtol, at_once
             )
             return changed[plate].changed
 
@@ -223,7 +258,8 @@ class RowChecks:
             # one of them leaves as it was changes by another.
             sources = [row * 0, row * 0 + n - 1, row * 0 + n // 2, hashed_integers(0, size) % n]
             perturbation = Perturbation(plate, some, source=jnp.stack(sources))
-            terms, plate_of = partial(self.terms, like=data), dict.fromkeys(keys, plate)
+            terms = partial(self.terms, self.globals_at(z_L, data), like=data)
+            plate_of = dict.fromkeys(keys, plate)
             _, (changed,) = first_changed_rows(
                 terms, (z_L, data), plate_of, [perturbation], default_rtol()
             )
