@@ -458,3 +458,22 @@ def test_draws_that_change_nothing_are_warned_about():
     fit = nf.SFVI(long_format, optim=ADAM, objective=nf.LocallyEnhanced(5), start=None)
     with pytest.warns(UserWarning, match=r"draws=\{'child': 5\}"):
         fit.run(KEY, 1, [silo], **quiet)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e6])
+def test_rows_that_read_others_are_found_beside_a_column_of_large_numbers(size):
+    """At a general point ``exp`` of the column overflows, and terms that are NaN show nothing."""
+
+    def centred(x, w, y):
+        a, b, c = (numpyro.sample(name, dist.Normal(0, 1)) for name in "abc")
+        with nf.silo_plate("row", len(y)):
+            eta = a + b * x + c * (w - w.mean())
+            numpyro.sample("y", dist.Gamma(3, 3 * jnp.exp(-eta)), obs=y)
+
+    r = np.random.default_rng(0)
+    silos = [
+        dict(x=size * r.uniform(20, 80, n), w=r.normal(size=n), y=r.gamma(3, size=n))
+        for n in (30, 40)
+    ]
+    with pytest.raises(nf.ModelError, match="only data of other rows"):
+        nf.PVI(centred).run(jax.random.key(0), 1, silos, progress_bar=False)
