@@ -7,7 +7,9 @@ Each case is a model with an exact answer, whose data have an offset and a scale
 - ``level``: mean and log sd of a normal distribution;
 - ``slope``: intercept and slope of a line over a covariate with this offset and scale;
 - ``clusters``: the mean of two clusters, 10^4 known sds apart;
-- ``counts``: a log rate, with exposures of this scale.
+- ``counts``: a log rate, with exposures of this scale;
+- ``odds``: a logistic regression over a covariate with this offset and scale, a hundred rows at
+  least.
 
 An outcome is one of
 
@@ -74,6 +76,13 @@ def counts(exposure: Any, y: Any) -> None:
     rate = numpyro.sample("rate", dist.Normal(0, 50))
     with nf.silo_plate("row", y.shape[0]):
         numpyro.sample("y", dist.Poisson(exposure * jnp.exp(rate)), obs=y)
+
+
+def odds(x: Any, y: Any) -> None:
+    a = numpyro.sample("a", dist.Normal(0, 1e18))
+    b = numpyro.sample("b", dist.Normal(0, WIDE))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=a + b * x), obs=y)
 
 
 class Case(NamedTuple):
@@ -158,12 +167,51 @@ def counts_case(r: np.random.Generator, n: int, offset: float, scale: float) -> 
     return Case("counts", n, offset, scale, data, exact, {"rate": float(mean)})
 
 
-MODELS = {"level": level, "slope": slope, "clusters": clusters, "counts": counts}
+def odds_case(r: np.random.Generator, n: int, offset: float, scale: float) -> Case:
+    n = max(n, 100)
+    x = offset + scale * r.integers(0, 50, n) / 50
+    origin = float(x.mean())
+    own = np.asarray((x - origin).astype(np.longdouble) / scale, float)
+    y = r.binomial(1, 1 / (1 + np.exp(-0.5 - 2 * own)))
+    # Rows of one covariate are a binomial outcome.
+    level, row = np.unique(own, return_inverse=True)
+    columns = np.stack([np.ones(len(level)), level])
+    ones, all_ = np.bincount(row, y), np.bincount(row)
+    mode = np.zeros(2)
+    for _ in range(30):
+        p = 1 / (1 + np.exp(-mode @ columns))
+        precision = (columns * all_ * p * (1 - p)) @ columns.T
+        if len(level) == 1:
+            break
+        mode += np.linalg.solve(precision, columns @ (ones - all_ * p))
+    k = np.longdouble(origin) / scale  # the intercept is that at a covariate of zero
+    if len(level) == 1:
+        found = {"b": (0.0, np.inf), "a": (0.0, np.inf)}
+        return Case("odds", n, offset, scale, {"x": x, "y": y}, found, {"a": 0.0, "b": 0.0})
+    root = np.linalg.cholesky(np.linalg.inv(precision))
+    grid = np.stack(np.meshgrid(*[np.linspace(-9, 9, 181)] * 2)).reshape(2, -1)
+    eta = (mode[:, None] + root @ grid).T @ columns
+    logs = eta @ ones - np.logaddexp(0, eta) @ all_
+    w = np.exp(logs - logs.max())
+    w /= w.sum()
+    middle, slope = mode[:, None] + root @ grid
+    intercept = middle - slope * k
+    mean, of_slope = w @ intercept, w @ slope
+    exact = {
+        "b": (0.0, float(np.sqrt(w @ (slope - of_slope) ** 2) / scale)),
+        "a": (0.0, float(np.sqrt(w @ (intercept - mean) ** 2))),
+    }
+    centre = {"a": float(mean), "b": float(of_slope / scale)}
+    return Case("odds", n, offset, scale, {"x": x, "y": y}, exact, centre)
+
+
+MODELS = {"level": level, "slope": slope, "clusters": clusters, "counts": counts, "odds": odds}
 CASES = {
     "level": level_case,
     "slope": slope_case,
     "clusters": clusters_case,
     "counts": counts_case,
+    "odds": odds_case,
 }
 
 
@@ -220,6 +268,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--most-rows", type=int, default=max(ROWS))
+    parser.add_argument("--models", nargs="+", default=list(CASES))
     parser.add_argument("--out", type=Path, default=Path("raw_numbers.jsonl"))
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
@@ -228,8 +277,8 @@ def main() -> None:
         known = {json.loads(line)["case"] for line in done}
         numbers = [i for i in range(args.cases) if i not in known]
         cases = [(c.model, c.rows, i) for i in numbers for c in (case(args.seed, i),)]
-        for _, rows, i in sorted(cases):
-            if rows > args.most_rows:
+        for name, rows, i in sorted(cases):
+            if rows > args.most_rows or name not in args.models:
                 continue
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

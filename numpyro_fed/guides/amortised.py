@@ -173,7 +173,7 @@ class Encoder(ABC):
 
 @dataclass(frozen=True, eq=False)
 class OwnEncoder(Encoder):
-    """The default network.
+    """The network of an amortised guide by default.
 
     It reads a row's numbers, standardised and transformed by asinh, and ``reads`` globals.
     """

@@ -411,7 +411,7 @@ class InOrder(AfterFit):
     def sample_posterior(
         self, key: Array, n: int, *, silo: WhichSilo | None = None
     ) -> dict[str, Array]:
-        """Return all draws."""
+        """Return the draws of all chains."""
         return {name: jnp.asarray(value) for name, value in self.nuts.sites_of(silo).items()}
 
     def unconstrained(self, key: Array, n: int) -> Array:

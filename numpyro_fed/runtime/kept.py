@@ -32,7 +32,7 @@ class Store(Protocol):
         """Return the bytes of a name; None if there are none."""
 
     def drop(self, name: str) -> None:
-        """Forget a name."""
+        """Delete the bytes of a name."""
 
     def names(self) -> Sequence[str]:
         """Return all names, the one that was put first at the beginning."""
