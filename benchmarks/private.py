@@ -11,11 +11,14 @@ the noise included, over simulated data sets.
 ``shards``: what PVI by perturbed natural parameters would cost: the updates of several rows are
 clipped together, as those of virtual clients are, in the logistic regression of ``coverage``.
 
+``search``: how many private fits are trusted, and how far they are off, by when the search ends and
+how long its steps may be, on four data sets with raw columns.
+
 ``studies``: the six cities, 537 children in two silos, and a registry of six hospitals with 8,070
 patients (effects of hospitals as global sites), at epsilon 2 by each method, against NUTS on all
 rows.
 
-    python benchmarks/private.py --parts adult coverage shards studies --seeds 5 --sets 500
+    python benchmarks/private.py --parts adult coverage shards search studies --seeds 5 --sets 500
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +38,7 @@ from few_messages import hospitals, six_cities
 from jax import Array
 
 import numpyro_fed as nf
+from numpyro_fed.algorithms import private_newton
 from numpyro_fed.algorithms.base import Replies
 from numpyro_fed.algorithms.private_newton import NEAR, PrivateNewton
 from numpyro_fed.algorithms.private_schedule import Schedule
@@ -303,12 +308,90 @@ def shards(sets: int) -> None:
         print(f"| {shard} | {settled.mean():.1%} | {error:.2f} | {sd:.2f} |", flush=True)
 
 
+def poisson(x: Array, y: Array | None = None) -> None:
+    """Declare a Poisson regression with wide priors, for raw covariates."""
+    beta = numpyro.sample("beta", dist.Normal(0, 20).expand([x.shape[-1]]).to_event(1))
+    with nf.silo_plate("row", x.shape[0]):
+        numpyro.sample("y", dist.Poisson(jnp.exp(x @ beta)), obs=y)
+
+
+def five_effects(x: Array, hospital: Array, y: Array | None = None) -> None:
+    """Declare a logistic regression with an effect for each of five hospitals."""
+    beta = numpyro.sample("beta", dist.Normal(0, 10).expand([x.shape[-1]]).to_event(1))
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    u = numpyro.sample("u", dist.Normal(0, tau).expand([5]).to_event(1))
+    with nf.silo_plate("row", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ beta + u[hospital]), obs=y)
+
+
+def raw_studies() -> dict[str, tuple[Any, list[dict[str, np.ndarray]]]]:
+    """Return models and silos: a calendar year, few events, counts, and hospitals' effects."""
+    r = np.random.default_rng(77)
+
+    def cut(sizes: tuple[int, ...], **columns: np.ndarray) -> list[dict[str, np.ndarray]]:
+        at = np.cumsum(sizes)[:-1]
+        pieces = zip(*(np.split(column, at) for column in columns.values()), strict=True)
+        return [dict(zip(columns, piece, strict=True)) for piece in pieces]
+
+    def ones(eta: np.ndarray) -> np.ndarray:
+        return r.binomial(1, 1 / (1 + np.exp(-eta)))
+
+    year, weight = r.integers(1998, 2024, 9_000), r.normal(75, 15, 9_000)
+    of_year = np.stack([np.ones(9_000), year, weight], 1)
+    died = ones(-0.8 + 0.06 * (year - 2011) - 0.02 * (weight - 75))
+    age, pressure = r.gamma(4, 12, 12_000), r.normal(130, 20, 12_000)
+    sex = r.integers(0, 2, 12_000)
+    of_events = np.stack([np.ones(12_000), age, pressure, sex], 1)
+    few = ones(-4.2 + 0.02 * age + 0.006 * pressure + 0.3 * sex)
+    years = r.uniform(0, 90, 6_000)
+    visits = r.poisson(np.exp(-1 + 0.03 * years))
+    sizes = (40, 300, 1_200, 2_460, 3_000)
+    hospital = np.repeat(np.arange(5), sizes)
+    patients = np.stack([np.ones(7_000), r.normal(62, 11, 7_000), r.lognormal(3, 0.5, 7_000)], 1)
+    ill = ones(patients @ [-3, 0.04, -0.01] + r.normal(0, 0.6, 5)[hospital])
+    return {
+        "year": (wide_logistic, cut((4_000, 2_000, 3_000), x=of_year, y=died)),
+        "few events": (wide_logistic, cut((7_000, 5_000), x=of_events, y=few)),
+        "counts": (poisson, cut((2_000, 4_000), x=np.stack([np.ones(6_000), years], 1), y=visits)),
+        "hospitals": (five_effects, cut(sizes, x=patients, hospital=hospital, y=ill)),
+    }
+
+
+def search(patience: int, longest: float, repeats: int = 12) -> None:
+    """Print how private fits do by the constants of the search, once in a process."""
+    private_newton.PATIENCE, private_newton.LONGEST = patience, longest
+
+    def flat(fitted: Any) -> np.ndarray:
+        draws = fitted.sample_posterior(jax.random.key(1), 4_000)
+        return np.concatenate([np.reshape(draw, (4_000, -1)) for draw in draws.values()], 1)
+
+    for name, (model, silos) in raw_studies().items():
+        exact = flat(nf.fit(jax.random.key(0), model, silos, progress_bar=False))
+        for epsilon in (1.0, 3.0):
+            budget = nf.Privacy(epsilon=epsilon, delta=1e-6, trusted="sum")
+            run = nf.DPNewton(model, privacy=budget).run
+            key = jax.random.key(0)
+            found = [run(key, None, silos, progress_bar=False) for _ in range(repeats)]
+            draws = np.stack([flat(result) for result in found])
+            away = np.abs(draws.mean(1) - exact.mean(0))
+            trusted = np.array([result.settled for result in found])
+            own = (away / draws.std(1)).max(1)[trusted].max(initial=0)
+            exchanges = np.median([result.num_exchanges for result in found])
+            print(
+                f"| {name} | {epsilon} | {patience} | {longest} | {trusted.mean():.0%} | "
+                f"{own:.1f} | {np.median(away / exact.std(0)):.2f} | {exchanges:.0f} |",
+                flush=True,
+            )
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", nargs="+", default=["adult", "coverage", "studies"])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--sets", type=int, default=500)
+    parser.add_argument("--patience", type=int, default=private_newton.PATIENCE)
+    parser.add_argument("--longest", type=float, default=private_newton.LONGEST)
     args = parser.parse_args()
     if "adult" in args.parts:
         print("| clients | epsilon | accuracy | log likelihood | exchanges | time |")
@@ -320,6 +403,9 @@ def main() -> None:
     if "shards" in args.parts:
         print("| rows in a shard | trusted | error, to that of rows alone | sd, to the same |")
         shards(args.sets)
+    if "search" in args.parts:
+        print("| data | epsilon | patience | longest | trusted | furthest | error | exchanges |")
+        search(args.patience, args.longest)
     if "studies" in args.parts:
         print("| study | method | globals | error | width | furthest, in own sds | trusted |")
         studies()
