@@ -461,19 +461,34 @@ def test_draws_that_change_nothing_are_warned_about():
 
 
 @pytest.mark.parametrize("size", [1.0, 1e6])
-def test_rows_that_read_others_are_found_beside_a_column_of_large_numbers(size):
-    """At a general point ``exp`` of the column overflows, and terms that are NaN show nothing."""
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        lambda eta: dist.Gamma(3, 3 * jnp.exp(-eta)),
+        lambda eta: dist.Poisson(jnp.exp(eta)),
+        lambda eta: dist.Bernoulli(logits=eta),
+        lambda eta: dist.Normal(eta, 1),
+    ],
+    ids=["gamma", "poisson", "bernoulli", "normal"],
+)
+def test_rows_that_read_others_are_found_beside_a_column_of_large_numbers(outcome, size):
+    """At a general point terms overflow there, or are so huge that all else is lost in them."""
 
     def centred(x, w, y):
         a, b, c = (numpyro.sample(name, dist.Normal(0, 1)) for name in "abc")
         with nf.silo_plate("row", len(y)):
-            eta = a + b * x + c * (w - w.mean())
-            numpyro.sample("y", dist.Gamma(3, 3 * jnp.exp(-eta)), obs=y)
+            numpyro.sample("y", outcome(a + b * x + c * (w - w.mean())), obs=y)
 
     r = np.random.default_rng(0)
-    silos = [
-        dict(x=size * r.uniform(20, 80, n), w=r.normal(size=n), y=r.gamma(3, size=n))
-        for n in (30, 40)
-    ]
+    positive = isinstance(outcome(jnp.zeros(1)), dist.Gamma)
+
+    def rows(n):
+        x, w = size * r.uniform(20, 80, n), r.normal(size=n)
+        return dict(x=x, w=w, y=r.integers(0, 2, n) + positive)
+
+    silos = [rows(30), rows(40)]
     with pytest.raises(nf.ModelError, match="only data of other rows"):
         nf.PVI(centred).run(jax.random.key(0), 1, silos, progress_bar=False)
+    private = nf.DPNewton(centred, privacy=nf.Privacy(epsilon=1.0, delta=1e-5))
+    with pytest.raises(nf.ModelError, match="only data of other rows"):
+        private.run(jax.random.key(0), silos=silos)

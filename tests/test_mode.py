@@ -298,13 +298,14 @@ def test_a_start_at_a_saddle_is_left(rows):
 
     r = np.random.default_rng(0)
     y = np.concatenate([r.normal(m, 1, rows // 2) for m in (-3, 3)])
-    of_clusters = nf.find_mode(KEY, clusters, [dict(y=y[::2]), dict(y=y[1::2])])
-    of_product = nf.find_mode(KEY, product, [dict(y=20 + y[::2]), dict(y=20 + y[1::2])])
+    # Of eight silos, all of which leave the saddle to the same side.
+    of_clusters = nf.find_mode(KEY, clusters, [dict(y=y[j::8]) for j in range(8)])
+    of_product = nf.find_mode(KEY, product, [dict(y=20 + y[j::8]) for j in range(8)])
     assert of_clusters.converged
     np.testing.assert_allclose(np.sort(of_clusters.sites["mu"]), [-3, 3], atol=0.5)
     assert of_product.converged
     assert of_product.sites["a"] * of_product.sites["b"] == pytest.approx(20, abs=0.5)
-    assert max(of_clusters.num_exchanges, of_product.num_exchanges) < 20
+    assert max(of_clusters.num_exchanges, of_product.num_exchanges) <= 5
 
 
 def test_several_starts_show_several_modes():

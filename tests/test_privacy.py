@@ -27,7 +27,7 @@ from numpyro_fed.network.policy import LEDGER, Ledger
 from numpyro_fed.network.silo import Folder
 from numpyro_fed.precision import precision
 from numpyro_fed.privacy.budget import Spent, spent
-from numpyro_fed.privacy.noise import GRID, noisy, normals
+from numpyro_fed.privacy.noise import GRID, in_double, noisy, normals
 from numpyro_fed.runtime import messages
 
 KEY = jax.random.key(0)
@@ -185,7 +185,7 @@ def test_a_row_counts_with_its_own_latents():
 
 def test_numbers_that_are_not_finite_count_for_nothing():
     with precision(double=True):
-        clipped = private_units.clipped(jnp.array([[3.0, 4.0], [jnp.nan, 1.0], [jnp.inf, 0.0]]), 1)
+        clipped = private_units.clipped(np.array([[3.0, 4.0], [np.nan, 1.0], [np.inf, 0.0]]), 1)
     np.testing.assert_allclose(clipped, [[0.6, 0.8], [0, 0], [0, 0]])
 
 
@@ -196,6 +196,31 @@ def test_a_symmetric_matrix_keeps_its_length_as_a_vector(d):
     vector = noisy_curvature.as_vector(jnp.asarray(A))
     assert np.linalg.norm(vector) == pytest.approx(np.linalg.norm(A), rel=1e-5)
     np.testing.assert_allclose(noisy_curvature.as_symmetric(vector, d), A, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_place_and_no_frame_make_a_row_longer_than_its_clip(seed):
+    """A dishonest server chooses both; terms that cancel leave rounding as long as they are."""
+
+    def effects(x, y):
+        mu, b = numpyro.sample("mu", dist.Normal(0, 3)), numpyro.sample("b", dist.Normal(0, 3))
+        with nf.silo_plate("row", len(y)):
+            u = numpyro.sample("u", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Bernoulli(logits=mu + b * x + u), obs=y)
+
+    r, n = np.random.default_rng(seed), 200
+    parts, data = newton(effects, dict(x=np.full(n, 0.7), y=np.ones(n, int)), num_units=n)
+    visit = jax.jit(lambda down: parts._sums_of_silo((), down, Asked(*jnp.zeros(3, int)), data)[0])
+    one = jnp.ones(())
+    places = [([45.7, -324.6], [[1.1e-2, -28.5], [-198, 8.4e5]])]
+    for _ in range(40):
+        z, L = r.normal(size=2) * 10 ** r.uniform(0, 3), r.normal(size=(2, 2))
+        places.append((z, L * 10 ** r.uniform(-2, 6, (2, 2))))
+    for z, L in places:
+        up = visit(Place(jnp.array(0), jnp.asarray(z, float), jnp.asarray(L, float), one, one)).up
+        # All rows are the same, so that none counts for more than a share of the sum.
+        assert np.linalg.norm(up.gradient) <= n * (1 + 1e-5)
+        assert np.linalg.norm(up.curvature) <= n * (1 + 1e-5)
 
 
 # Noise.
@@ -215,7 +240,8 @@ def test_noise_is_standard_normal_in_both_precisions(double):
     from scipy.stats import kstest
 
     with precision(double=double):
-        found = noisy(jnp.full(50_000, 7.0), jnp.array(2.0))
+        totals = jnp.full(50_000, 7.0)
+        found = in_double(noisy, totals, totals, jnp.array(2.0))
         assert found.dtype == jnp.result_type(float)
         z = (np.asarray(found, float) - 7) / 2
     assert kstest(z, "norm").pvalue > 1e-6
@@ -241,7 +267,8 @@ def test_a_row_without_a_mode_changes_no_other_row():
     sums = []
     for last in (0.3, -300.0, 1e30):
         parts, data = newton(counts, dict(x=np.append(x, last), y=np.append(y, 3)))
-        sums.append(np.asarray(parts.units.sum_of_gradients(z, L, clip, data)))
+        g = parts.units.gradients(z, L, data)
+        sums.append(np.asarray(parts.units.sum_of(g, clip, jnp.array(1.0))))
     for other in sums[1:]:
         assert np.linalg.norm(other - sums[0]) <= 2.001
 
@@ -250,13 +277,13 @@ def test_a_row_without_a_mode_changes_no_other_row():
 def test_tiny_and_huge_units_are_cut_to_their_length(power):
     units = np.random.default_rng(0).normal(size=(3, 300)) * 10.0**power
     clip = 10.0 ** (power - 1)
-    cut = np.asarray(private_units.clipped(jnp.asarray(units), jnp.asarray(clip)), float)
+    cut = private_units.clipped(units, clip)
     assert (np.linalg.norm(cut, axis=1) <= 1.00001 * np.float32(clip)).all()
 
 
 @pytest.mark.parametrize(("changes", "share"), [(1.0, 1.0), (2.0, 0.5)])
 def test_noise_is_as_wide_as_a_row_can_move_the_sum_times_the_multiplier(changes, share):
-    parts, data = newton(regression, rows(9), noise=lambda total, sd: jnp.full(total.shape, sd))
+    parts, data = newton(regression, rows(9), noise=lambda total, sd: np.full(total.shape, sd))
     noisier = dataclasses.replace(parts.units, changes=changes, noise_share=share)
     parts = dataclasses.replace(parts, units=noisier)
     units, sizes, sums = replies(parts, data, jnp.zeros(3), jnp.eye(3))
@@ -268,7 +295,7 @@ def test_noise_is_as_wide_as_a_row_can_move_the_sum_times_the_multiplier(changes
 
 
 def test_silos_side_by_side_have_noise_of_their_own():
-    draw = jax.jit(jax.vmap(lambda total: noisy(total, jnp.array(2.0))))
+    draw = jax.jit(jax.vmap(lambda total: in_double(noisy, total, total, jnp.array(2.0))))
     found = np.asarray(draw(jnp.zeros((4, 50))))
     assert len(np.unique(found)) > 150
     again = np.asarray(draw(jnp.zeros((4, 50))))

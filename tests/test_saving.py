@@ -123,7 +123,7 @@ def test_files_hold_numbers_and_names_only(fit, path):
     assert len(found) == 1 + len(jax.tree.leaves(fit.state))
     np.testing.assert_array_equal(found["losses"], fit.losses)
     assert [file.name for file in path.parent.iterdir()] == ["fit.npz"]
-    assert text["version"] == 4
+    assert text["version"] == 5
     assert text["settings"]["method"] == "SFVI"
     assert text["sizes"] == [{"row": 3}, {"row": 2}]
     assert set(text["sites"]) == {"tau", "mu", "scale", "offset", "b", "y"}
@@ -222,8 +222,8 @@ def rewritten(path, change):
 
 
 def test_a_fit_of_another_version_is_refused(path):
-    rewritten(path, lambda arrays, description: description.update(version=5))
-    with pytest.raises(nf.SavedStateError, match=r"version 5, .*version 4"):
+    rewritten(path, lambda arrays, description: description.update(version=6))
+    with pytest.raises(nf.SavedStateError, match=r"version 6, .*version 5"):
         METHOD.load(path, silos())
 
 

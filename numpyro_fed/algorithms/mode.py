@@ -355,8 +355,9 @@ def starting_places(
     drawn = fm.draw_prior(key_prior, num_starts) if fm.dim and num_starts > 1 else None
     if drawn is None:
         drawn = jax.random.normal(key_prior, (num_starts, fm.dim))
-    nudge = aside * jax.random.normal(key_nudge, (fm.dim,))
-    first = fm.init_global(key_first, init_loc_fn) + nudge
+    first = fm.init_global(key_first, init_loc_fn)
+    least = jnp.maximum(aside, ROUNDING_UNITS * jnp.finfo(first.dtype).eps * jnp.abs(first))
+    first = first + least * jax.random.normal(key_nudge, (fm.dim,))
     z_G = jnp.nan_to_num(drawn).at[0].set(first)
     jitter = jax.random.normal(key_jitter, (num_starts, len(flat_theta))).at[0].set(0.0)
     return jnp.concatenate([flat_theta + jitter, z_G], 1)
@@ -568,15 +569,19 @@ class _Step(NamedTuple):
     damping: Array
 
 
-def kicked(values: Array, slope: Array) -> Array:
-    """Return slopes (n,) along eigenvectors of a scaled curvature, longer ones at a saddle.
+def kicked(values: Array, V: Array, gradient: Array) -> Array:
+    """Return the slopes (n,) along eigenvectors, lengthened at a saddle in upward directions.
 
-    Where all of them together promise little, those have a least length along which the density
-    clearly curves upwards. The ``values`` (n,) are the curvature's.
+    It is a saddle where the gradient alone promises less than :data:`LEAST_PROMISE`, and directions
+    are upward along which the density clearly curves upwards. Curvature, with eigenvalues
+    ``values`` (n,) and eigenvectors ``V`` (n, n), and gradient (n,) are scaled.
     """
+    slope = V.T @ gradient
     at_rest = 0.5 * (slope**2 / jnp.maximum(jnp.abs(values), UPWARDS)).sum() < LEAST_PROMISE
     least = jnp.where((values < -UPWARDS) & at_rest, KICK * jnp.sqrt(jnp.abs(values)), 0.0)
-    return jnp.where(slope < 0, -1.0, 1.0) * jnp.maximum(jnp.abs(slope), least)
+    # The sign of a slope near zero is rounding's. That of a fixed vector is the same at all silos.
+    side = jnp.where(jnp.abs(slope) < least, V.T @ (1.0 + jnp.arange(len(values))), slope)
+    return jnp.where(side < 0, -1.0, 1.0) * jnp.maximum(jnp.abs(slope), least)
 
 
 def _newton_step(best: Expansion, scale: Array, damping: Array, metric: Array) -> _Step:
@@ -587,7 +592,7 @@ def _newton_step(best: Expansion, scale: Array, damping: Array, metric: Array) -
     flat = ROUNDING_UNITS * len(scale) * jnp.finfo(scale.dtype).eps
     size = jnp.maximum(jnp.abs(values), flat)
     dampings = damping * DAMPINGS
-    pull = kicked(values, slope)
+    pull = kicked(values, V, best.gradient / unit)
     moves = (pull / (size + dampings[:, None])) @ V.T / unit
     lengths = jnp.sqrt(jnp.einsum("ki,ij,kj->k", moves, metric, moves))
     k = jnp.argmax(lengths <= LONGEST)  # the first; where none is short enough the least damped

@@ -150,7 +150,7 @@ def _step(expand: Expand, climb: Climb) -> Climb:
     """Return the climb after a damped step of Newton's method, which is taken if it leads up."""
     best = climb.best
     unit, values, V = Curvature.of(best.curvature)
-    pull = kicked(values, V.T @ (best.gradient / unit))
+    pull = kicked(values, V, best.gradient / unit)
     u = pull / (jnp.abs(values) + climb.damping)
     move = V @ u / unit
     trial, modes = expand(best.x + move, climb.z_L)

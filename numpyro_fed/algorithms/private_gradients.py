@@ -325,8 +325,7 @@ def _backward(
     cotangent: Array,
 ) -> tuple[Array, None, None, None]:
     z, root, clip, data = kept
-    total = units.sum_of_gradients(z, root, clip, data)
-    g = units.added(total, clip, jnp.asarray(multiplier))
+    g = units.sum_of(units.gradients(z, root, data), clip, jnp.asarray(multiplier))
     # Back from the frame: a function of what has noise already.
     return cotangent * linalg.solve(root, g, transposed=True), None, None, None
 

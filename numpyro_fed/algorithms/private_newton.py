@@ -55,7 +55,6 @@ from numpyro_fed.algorithms.mode import ASIDE
 from numpyro_fed.algorithms.noisy_curvature import (
     Spectrum,
     as_symmetric,
-    as_vector,
     root_of_inverse,
     root_with_prior,
     times_inverse,
@@ -72,7 +71,6 @@ from numpyro_fed.algorithms.private_units import (
     UNCLIPPED,
     PrivateUnits,
     best_clip,
-    clipped,
     histogram,
     is_coarse,
     quantile,
@@ -106,7 +104,8 @@ PATIENCE = 3
 class Place(NamedTuple):
     """A question to silos: which step, the point ``z`` (d,), the frame ``L`` (d, d), and clips.
 
-    Noise multipliers are not in it: a silo takes those of the step from the plan, answers each step
+    Steps are numbered over all phases; sizes are asked for at the first step of a phase. Noise
+    multipliers are not in it: a silo takes those of the phase from the plan, answers each step
     once, and none before one that it has answered. Noise grows with the clipping lengths.
     """
 
@@ -324,20 +323,17 @@ class PrivateNewton:
         self, noise: object, down: Place, state: Asked, data: SiloData
     ) -> tuple[Reply[Sums], Asked]:
         """Add up the units' clipped gradients and curvatures."""
-        g = clipped(self.units.gradients(down.z, down.L, data), down.clip)
+        units, (k, phase) = self.units, self._phase_of(down.step)
+        g = units.gradients(down.z, down.L, data)
+        gradient = units.sum_of(g, down.clip, phase.gradient)
         if self.has_products:
-            length = jnp.maximum((g**2).sum(1), 1e-30)  # of g g'
-            C = dot((g * jnp.minimum(1.0, down.clip_curvature / length)[:, None]).T, g)
+            C = units.sum_of_products(g, down.clip, down.clip_curvature, phase.curvature)
         else:
-            C = clipped(self.units.curvatures(down.z, down.L, data), down.clip_curvature).sum(0)
-        k, phase = self._phase_of(down.step)
-        up = Sums(
-            self.units.added(g.sum(0), down.clip, phase.gradient),
-            self.units.added(as_vector(C), down.clip_curvature, phase.curvature),
-        )
+            each = units.curvatures(down.z, down.L, data)
+            C = units.sum_of_curvatures(each, down.clip_curvature, phase.curvature)
         planned = (down.step >= state.sums) & (k < len(self.schedule.phases))
         after = jnp.where(planned, down.step + 1, state.sums)
-        return self._reply(up, planned), state._replace(sums=after)
+        return self._reply(Sums(gradient, C), planned), state._replace(sums=after)
 
     def _reply(self, up: Up, planned: Array) -> Reply[Up]:
         """Return a reply: zeros, which cannot be used, where the budget is not planned for it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import compress
 from typing import Generic, NamedTuple, TypeVar
 
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ HESSIANS_UP_TO = 20
 UNITS_SHARE, SEARCH, LATER = 0.05, 0.2, (0.2, 0.55)
 # The first steps go far and need little precision, but lengths must be told from the noise of their
 # histogram. A log scale that begins far too low rises by a half in a step at most, so that a
-# regression of outcomes near 100, whose sd is 12, takes some twenty from 1.
+# regression of outcomes near 100, whose sd is 12, takes some sixteen steps (eight phases) from 1.
 MOST_SEARCH = 12  # phases
 CLEAR = 0.1  # share of the units from which a bin of a histogram must be told from noise
 # For many globals noise hides most directions from a small share, and frames by it are poor: fewer
@@ -103,7 +102,8 @@ class Schedule:
         ``made`` says of each phase whether it was; by default all are.
         """
         releases = [(UNITS, self.units)]
-        for phase in self.phases if made is None else compress(self.phases, made):
+        was_made = [True] * len(self.phases) if made is None else made
+        for phase in (p for p, was in zip(self.phases, was_made, strict=True) if was):
             sums = (SUMS, phase.gradient), (SUMS, phase.curvature)
             releases += [(SIZES, phase.sizes), *sums * self.steps]
         return tuple(releases)

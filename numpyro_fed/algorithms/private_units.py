@@ -2,7 +2,9 @@
 
 A unit is a row with its own latents, which are integrated out, or a whole silo. A sum over units
 whose lengths are clipped to ``C`` changes by at most ``C`` where a unit is added or taken away; the
-noise is that times a multiplier, which the budget determines (``privacy/budget.py``).
+noise is that times a multiplier, which the budget determines (``privacy/budget.py``). Units are
+clipped, summed and hidden by noise on the host, in double precision: a dishonest server may choose
+places and frames at which rounding in single precision is far longer than a clip.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
+from numpyro_fed.algorithms.noisy_curvature import as_vector
 from numpyro_fed.integrals.quadrature import RowIntegrals, silo_integral
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.privacy.noise import in_double
 
 # Bins of a histogram: powers of two. What is zero, as in rows that only fill up a shape, is not
 # counted.
@@ -28,9 +33,10 @@ LOWEST, HIGHEST = -100, 100
 COUNTS = 5.5
 WITHIN_BIN = 0.625  # the mean length of a bin's units as a share of its end
 UNCLIPPED = 0.98  # the share of units that are never clipped
-# The share of the units below which bins are not seen: above it clips are a guess.
-COARSE = 0.12
-Noisy = Callable[[Array, Array], Array]
+# The share of the units below which bins are not seen: above it clips are a guess. The number of
+# units is known up to a half.
+COARSE = 0.08
+Noisy = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +51,7 @@ class PrivateUnits:
     per_silo : bool
         Whether a unit is a whole silo.
     noise : (total, sd) -> total with noise
+        On the host, in double precision.
     noise_share : float
         The part of the noise's sd that a silo adds.
     changes : float
@@ -78,19 +85,55 @@ class PrivateUnits:
         """Return the gradient of each unit (units, d) at ``z``, in the frame ``L`` (d, d)."""
         return jax.jacfwd(lambda u: self.log_likelihoods(z + L @ u, data))(jnp.zeros_like(z))
 
-    def sum_of_gradients(self, z: Array, L: Array, clip: Array, data: SiloData) -> Array:
-        """Return the sum of all units' clipped gradients (d,), without noise."""
-        return clipped(self.gradients(z, L, data), clip).sum(0)
-
     def curvatures(self, z: Array, L: Array, data: SiloData) -> Array:
         """Return the negative Hessian of each unit (units, d, d) at ``z``, in the frame ``L``."""
         return -jax.jacfwd(jax.jacfwd(lambda u: self.log_likelihoods(z + L @ u, data)))(
             jnp.zeros_like(z)
         )
 
-    def added(self, total: Array, change: Array, multiplier: Array) -> Array:
-        """Return a sum with this silo's noise, where a unit changes it by at most ``change``."""
-        return self.noise(total, jnp.abs(change) * multiplier * self.changes * self.noise_share)
+    def added(self, counts: Array, change: Array, multiplier: Array) -> Array:
+        """Return counts with this silo's noise, which a unit changes by at most ``change``."""
+        return in_double(self.noise, _like(counts), counts, self._sd(change, multiplier))
+
+    def sum_of(self, units: Array, clip: Array, multiplier: Array) -> Array:
+        """Return the sum of units (n, m), none of which is longer than ``clip``, with noise."""
+
+        def on_host(units: np.ndarray, clip: np.ndarray, sd: np.ndarray) -> np.ndarray:
+            return self.noise(clipped(units, clip).sum(0), sd)
+
+        sd = self._sd(clip, multiplier)
+        return in_double(on_host, _like(units[0]), units, jnp.abs(clip), sd)
+
+    def sum_of_curvatures(self, C: Array, clip: Array, multiplier: Array) -> Array:
+        """Return :meth:`sum_of` symmetric matrices (n, d, d) as vectors (d * (d + 1) / 2,)."""
+        return self.sum_of(jax.vmap(as_vector)(C), clip, multiplier)
+
+    def sum_of_products(
+        self, g: Array, clip: Array, clip_product: Array, multiplier: Array
+    ) -> Array:
+        """Return the sum of products ``g g'`` of clipped units (n, d) as a vector, with noise.
+
+        None of them is longer than ``clip_product``.
+        """
+        d = g.shape[1]
+        rows, columns = np.triu_indices(d)
+        scale = np.where(rows == columns, 1.0, math.sqrt(2))  # as in as_vector
+
+        def on_host(
+            g: np.ndarray, clip: np.ndarray, clip_product: np.ndarray, sd: np.ndarray
+        ) -> np.ndarray:
+            g = clipped(g, clip)
+            length = np.maximum((g**2).sum(1), 1e-300)  # of g g'
+            product = (g * np.minimum(1.0, clip_product / length)[:, None]).T @ g
+            return self.noise(product[rows, columns] * scale, sd)
+
+        like = jax.ShapeDtypeStruct((len(rows),), g.dtype)
+        clips = jnp.abs(clip), jnp.abs(clip_product)
+        return in_double(on_host, like, g, *clips, self._sd(clip_product, multiplier))
+
+    def _sd(self, change: Array, multiplier: Array) -> Array:
+        """Return the sd of this silo's noise, where a unit changes a sum by at most ``change``."""
+        return jnp.abs(change) * multiplier * self.changes * self.noise_share
 
     @property
     def spread(self) -> float:
@@ -153,16 +196,17 @@ def is_coarse(sd: Array, num_units: Array | int) -> Array:
     return COUNTS * sd > COARSE * num_units
 
 
-def clipped(units: Array, most: Array) -> Array:
-    """Return units (n, ...) whose lengths are at most ``most``; 0 for what is not finite."""
+def clipped(units: np.ndarray, most: np.ndarray | float) -> np.ndarray:
+    """Return units (n, m) whose lengths are at most ``most``; 0 for what is not finite."""
     # In units of the largest number, since squares of tiny ones would be lost, and with them the
     # length that is to be cut.
-    flat = jnp.abs(units).reshape(len(units), -1)
-    largest = flat.max(1)
-    usable = jnp.isfinite(largest) & (largest > 0)
-    scale = jnp.where(usable, largest, 1.0)
-    length = scale * jnp.sqrt(((flat / scale[:, None]) ** 2).sum(1))
-    usable &= jnp.isfinite(length)
-    factor = jnp.where(usable, jnp.minimum(1.0, most / jnp.where(usable, length, 1.0)), 0.0)
-    along = (slice(None), *(None,) * (units.ndim - 1))
-    return jnp.where(usable[along], units * factor[along], 0.0)
+    largest = np.abs(units).max(1, initial=0.0)
+    usable = np.isfinite(largest) & (largest > 0)
+    scale = np.where(usable, largest, 1.0)
+    units = np.where(usable[:, None], units, 0.0)
+    length = np.where(usable, scale * np.sqrt(((units / scale[:, None]) ** 2).sum(1)), 1.0)
+    return np.asarray(units * np.minimum(1.0, most / length)[:, None])
+
+
+def _like(array: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)

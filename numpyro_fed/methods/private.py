@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.algorithms.base import ExchangeId, Round
@@ -172,10 +173,14 @@ class DPNewton(Method[PrivateResult, None]):
     def result_of(
         self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False
     ) -> PrivateResult:
-        made = np.array(run.state.server.made)
+        server = run.state.server
+        made = np.array(server.made)
         if run.ended in ("failure", "interrupted"):
-            # Some silos may have answered in the phase that is lost.
-            made[int(run.state.server.phase) :][:1] = True
+            # Some silos may have answered in the phase that is lost: it is not asked for again.
+            lost = int(server.phase)
+            made[lost:][:1] = True
+            server = server._replace(phase=jnp.minimum(lost + 1, len(made)), made=jnp.array(made))
+            run = run._replace(state=run.state._replace(server=server))
         schedule = self._schedule(fit.model, fit.plan)
         spent = Spent.of(self.privacy, schedule.releases(made.tolist()))
         return PrivateResult(run.losses, run.state, fit, hosted, privacy=spent)

@@ -45,7 +45,9 @@ PADDINGS = 4
 # How often half of the rows are replaced. The halves come in pairs of complements, so that every
 # row is left alone twice, and each time another row's data stand in the other half.
 SUMMARIES = 4
-# Of a coordinate of the general point, where terms are not finite at it.
+# How far terms may move from those at zero, as a multiple, so that one sees in them what other rows
+# change. Where they move further, these shares of a coordinate of the general point are tried.
+MODERATE = 100.0
 SHARES = np.array([1, 1e-3, 1e-6, 1e-9, 1e-12], np.float32)
 
 
@@ -114,31 +116,34 @@ class RowChecks:
         }
 
     def globals_at(self, z_L: Rows, data: SiloData) -> Array:
-        """Return the globals (dim,) at which a silo's terms are computed, if it can be finite ones.
+        """Return a point (dim,) of the globals at which a silo's terms are moderate.
 
-        Beside a column of large numbers an exponential overflows, and terms that are not finite
-        show nothing. Then each coordinate is the largest with which, by itself, all terms are.
+        Beside a column of large numbers terms overflow or are huge, and what other rows change in
+        them is lost. Then each coordinate is the largest that by itself moves no term far.
         """
         dim = self.model.dim
         general = 0.3 * hashed_normals(1, dim)
+        flat = lambda z_G: jnp.concatenate(list(self.terms(z_G, z_L, data).values()))  # noqa: E731
+        at_zero, shares = flat(jnp.zeros(dim)), jnp.asarray(SHARES)
 
-        def all_finite(z_G: Array) -> Array:
-            each = self.terms(z_G, z_L, data).values()
-            return jnp.stack([jnp.isfinite(v).all() for v in each]).all()
+        def is_moderate(z_G: Array) -> Array:
+            moved = jnp.abs(flat(z_G) - at_zero)
+            return (moved <= MODERATE * (1 + jnp.abs(at_zero))).all()
+
+        def largest(z_G: Array) -> Array:
+            """Return the largest share of a point with moderate terms; all of it if none has."""
+            return shares[jax.lax.map(lambda share: is_moderate(share * z_G), shares).argmax()]
 
         def smaller() -> Array:
-            tried = jnp.asarray(SHARES)
-
-            def largest(i: Array) -> Array:
-                alone = jnp.zeros(dim).at[i].set(general[i])
-                finite = jax.lax.map(lambda share: all_finite(share * alone), tried)
-                return tried[finite.argmax()]
-
-            shares = jax.lax.map(largest, jnp.arange(dim))
+            alone = lambda i: jnp.zeros(dim).at[i].set(general[i])  # noqa: E731
+            each = jax.lax.map(lambda i: largest(alone(i)), jnp.arange(dim))
             # Together they would add up to what none of them reaches.
-            return general * jnp.where((shares < 1).any(), shares / dim, shares)
+            z_G = general * each / dim
+            return z_G * largest(z_G)
 
-        return jax.lax.cond(all_finite(general), lambda: general, smaller) if dim else general
+        # Where not even zero has finite terms, no other point would show more.
+        enough = is_moderate(general) | ~jnp.isfinite(at_zero).all()
+        return jax.lax.cond(enough, lambda: general, smaller) if dim else general
 
     def terms(self, z_G: Array, z_L: Rows, data: SiloData, like: SiloData | None = None) -> Rows:
         """Return the terms of all rows at globals (dim,), {plate: (rows,)}.

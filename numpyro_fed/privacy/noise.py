@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import partial
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -29,33 +29,36 @@ def normals(shape: tuple[int, ...]) -> np.ndarray:
     return (sign * -ndtri(tail)).reshape(shape)
 
 
-def noisy(total: Array, sd: Array) -> Array:
-    """Return an array with Gaussian noise of this sd added, rounded to a grid.
+def noisy(total: np.ndarray, sd: np.ndarray) -> np.ndarray:
+    """Return an array with Gaussian noise of this sd added, rounded to a grid; on the host."""
+    grid = sd * GRID
+    with np.errstate(all="ignore"):
+        return np.asarray(np.round((total + sd * normals(total.shape)) / grid) * grid)
 
-    It can be compiled. Noise is added and rounded in double precision whatever that of the array,
-    on the host. Under ``vmap`` each silo has noise of its own, since its own ``total`` is an
-    argument of the callback: without an argument that is mapped the callback would be called once
-    for all. Words of 32 bits cross, since a callback does not know the precision of its call.
+
+def in_double(f: Callable[..., np.ndarray], like: jax.ShapeDtypeStruct, *arrays: Array) -> Array:
+    """Return ``f(*arrays)``, computed on the host in double precision, in the dtype of ``like``.
+
+    It can be compiled. What is told is then what ``f`` computes, and not what a compiler makes of
+    it: fused into one loop a number may be computed twice, with other rounding. Under ``vmap`` each
+    silo has noise of its own, since its own arrays are arguments of the callback: without an
+    argument that is mapped the callback would be called once for all. Words of 32 bits cross, since
+    a callback does not know the precision of its call.
     """
-    sd = jnp.broadcast_to(jnp.asarray(sd, total.dtype), total.shape)
-    words = _as_words(total)
-    like = jax.ShapeDtypeStruct(words.shape, words.dtype)
-    kind = np.dtype(total.dtype)
-    found = io_callback(partial(_noisy_words, kind), like, words, _as_words(sd))
-    return jax.lax.bitcast_convert_type(found, total.dtype).reshape(total.shape)
+    kinds = [np.dtype(a.dtype) for a in arrays]
+    out = jax.eval_shape(_as_words, like)
+
+    def on_host(*words: np.ndarray) -> np.ndarray:
+        numbers = (
+            np.ascontiguousarray(np.asarray(w, np.uint32)).view(kind).reshape(a.shape).astype(float)
+            for w, kind, a in zip(words, kinds, arrays, strict=True)
+        )
+        found = np.broadcast_to(f(*numbers), like.shape).astype(like.dtype)
+        return np.ascontiguousarray(found).reshape(-1).view(np.uint32).reshape(out.shape)
+
+    words = io_callback(on_host, out, *(_as_words(a) for a in arrays))
+    return jax.lax.bitcast_convert_type(words, like.dtype).reshape(like.shape)
 
 
 def _as_words(numbers: Array) -> Array:
     return jax.lax.bitcast_convert_type(numbers, jnp.uint32)
-
-
-def _noisy_words(kind: np.dtype, total: np.ndarray, sd: np.ndarray) -> np.ndarray:
-    """Return the words of numbers with noise, from the words of numbers and sds."""
-    exact, scale = (
-        np.ascontiguousarray(np.asarray(words, np.uint32)).view(kind).astype(float)
-        for words in (total, sd)
-    )
-    grid = scale * GRID
-    with np.errstate(all="ignore"):
-        found = np.round((exact + scale * normals(exact.shape)) / grid) * grid
-        return found.astype(kind).view(np.uint32).reshape(np.shape(total))
