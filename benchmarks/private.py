@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,13 +140,17 @@ def adult(seeds: int) -> None:
         )
 
 
-def effects_registry(x: Array, hospital: Array, y: Array | None = None) -> None:
-    """Declare a logistic regression with an effect for each of six hospitals."""
-    coefficients = numpyro.sample("beta", dist.Normal(0, 10).expand([x.shape[-1]]).to_event(1))
-    tau = numpyro.sample("tau", dist.HalfNormal(1))
-    u = numpyro.sample("u", dist.Normal(0, tau).expand([6]).to_event(1))
-    with nf.silo_plate("patient", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ coefficients + u[hospital]), obs=y)
+def with_effects(hospitals: int) -> Callable[..., None]:
+    """Return a logistic regression with an effect for each of so many hospitals."""
+
+    def model(x: Array, hospital: Array, y: Array | None = None) -> None:
+        beta = numpyro.sample("beta", dist.Normal(0, 10).expand([x.shape[-1]]).to_event(1))
+        tau = numpyro.sample("tau", dist.HalfNormal(1))
+        u = numpyro.sample("u", dist.Normal(0, tau).expand([hospitals]).to_event(1))
+        with nf.silo_plate("patient", x.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=x @ beta + u[hospital]), obs=y)
+
+    return model
 
 
 def registry() -> list[dict[str, np.ndarray]]:
@@ -160,7 +165,7 @@ def studies() -> None:
     """Print errors and widths of private fits of two studies against NUTS."""
     for name, model, silos in (
         ("six cities", six_cities.model, six_cities.silos()),
-        ("registry", effects_registry, registry()),
+        ("registry", with_effects(6), registry()),
     ):
         nuts = nf.run_nuts(jax.random.key(2), model, silos, num_chains=2, progress_bar=False)
         exact = {k: np.reshape(v, (-1, *np.shape(v)[2:])) for k, v in nuts.globals.items()}
@@ -315,15 +320,6 @@ def poisson(x: Array, y: Array | None = None) -> None:
         numpyro.sample("y", dist.Poisson(jnp.exp(x @ beta)), obs=y)
 
 
-def five_effects(x: Array, hospital: Array, y: Array | None = None) -> None:
-    """Declare a logistic regression with an effect for each of five hospitals."""
-    beta = numpyro.sample("beta", dist.Normal(0, 10).expand([x.shape[-1]]).to_event(1))
-    tau = numpyro.sample("tau", dist.HalfNormal(1))
-    u = numpyro.sample("u", dist.Normal(0, tau).expand([5]).to_event(1))
-    with nf.silo_plate("row", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ beta + u[hospital]), obs=y)
-
-
 def raw_studies() -> dict[str, tuple[Any, list[dict[str, np.ndarray]]]]:
     """Return models and silos: a calendar year, few events, counts, and hospitals' effects."""
     r = np.random.default_rng(77)
@@ -353,7 +349,7 @@ def raw_studies() -> dict[str, tuple[Any, list[dict[str, np.ndarray]]]]:
         "year": (wide_logistic, cut((4_000, 2_000, 3_000), x=of_year, y=died)),
         "few events": (wide_logistic, cut((7_000, 5_000), x=of_events, y=few)),
         "counts": (poisson, cut((2_000, 4_000), x=np.stack([np.ones(6_000), years], 1), y=visits)),
-        "hospitals": (five_effects, cut(sizes, x=patients, hospital=hospital, y=ill)),
+        "hospitals": (with_effects(5), cut(sizes, x=patients, hospital=hospital, y=ill)),
     }
 
 

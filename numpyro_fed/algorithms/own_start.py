@@ -34,10 +34,10 @@ from numpyro_fed.algorithms.mode import (
     SiloState,
     columns_at_once,
     derivatives,
-    kicked,
     sequential_map,
     unraveller,
 )
+from numpyro_fed.algorithms.saddles import kicked
 from numpyro_fed.gaussian import Curvature
 from numpyro_fed.integrals.quadrature import silo_integral
 from numpyro_fed.model.binding import Rows
