@@ -21,6 +21,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
 import jax.monitoring
+import numpy as np
 import pytest
 
 ENOUGH = 3 << 29  # bytes of a worker: more than any one file takes
@@ -95,3 +96,11 @@ def compiled():
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield names
     jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
+def noise_of_a_seed(monkeypatch):
+    """Noise of privacy from a seed, so that a test of chance ends alike each time it is run."""
+    from numpyro_fed.privacy import noise
+
+    monkeypatch.setattr(noise, "normals", np.random.default_rng(0).standard_normal)

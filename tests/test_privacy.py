@@ -27,12 +27,13 @@ from numpyro_fed.network.policy import LEDGER, Ledger
 from numpyro_fed.network.silo import Folder
 from numpyro_fed.precision import precision
 from numpyro_fed.privacy.budget import Spent, spent
-from numpyro_fed.privacy.noise import GRID, in_double, noisy, normals
+from numpyro_fed.privacy.noise import noisy
 from numpyro_fed.runtime import messages
 
 KEY = jax.random.key(0)
 BUDGET = nf.Privacy(epsilon=1.0, delta=1e-5)
 QUIET = dict(progress_bar=False)
+pytestmark = pytest.mark.usefixtures("noise_of_a_seed")
 
 
 def regression(x, y=None):
@@ -235,23 +236,6 @@ def test_a_bin_that_noise_alone_has_lifted_is_no_length():
     assert float(quantile(jnp.zeros(201), jnp.array(1.0), 0.5)) == 0.0
 
 
-@pytest.mark.parametrize("double", [False, True])
-def test_noise_is_standard_normal_in_both_precisions(double):
-    from scipy.stats import kstest
-
-    with precision(double=double):
-        totals = jnp.full(50_000, 7.0)
-        found = in_double(noisy, totals, totals, jnp.array(2.0))
-        assert found.dtype == jnp.result_type(float)
-        z = (np.asarray(found, float) - 7) / 2
-    assert kstest(z, "norm").pvalue > 1e-6
-    # On the grid, and not on a coarser one: no stretch of the tails is left out.
-    steps = z / GRID + 7 / 2 / GRID
-    np.testing.assert_allclose(steps, np.round(steps), atol=1e-2)
-    assert len(np.unique(normals((10**6,)))) == 10**6
-    assert np.abs(normals((10**6,))).max() > 4.3
-
-
 def test_a_row_without_a_mode_changes_no_other_row():
     """Its own search for a mode ends; that of the others goes on."""
 
@@ -292,15 +276,6 @@ def test_noise_is_as_wide_as_a_row_can_move_the_sum_times_the_multiplier(changes
     np.testing.assert_allclose(sizes, times * math.sqrt(2) * phase.sizes, rtol=1e-5)
     np.testing.assert_allclose(sums.gradient, times * 2.0 * phase.gradient, rtol=1e-5)
     np.testing.assert_allclose(sums.curvature, times * 3.0 * phase.curvature, rtol=1e-5)
-
-
-def test_silos_side_by_side_have_noise_of_their_own():
-    draw = jax.jit(jax.vmap(lambda total: in_double(noisy, total, total, jnp.array(2.0))))
-    found = np.asarray(draw(jnp.zeros((4, 50))))
-    assert len(np.unique(found)) > 150
-    again = np.asarray(draw(jnp.zeros((4, 50))))
-    assert (found != again).mean() > 0.9  # no key decides it
-    np.testing.assert_array_equal(found, np.round(found / (2 * GRID)) * (2 * GRID))
 
 
 def test_a_silo_answers_each_step_once_and_none_beyond_the_plan():

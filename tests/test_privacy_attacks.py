@@ -11,6 +11,8 @@ import privacy_attacks
 
 import numpyro_fed as nf
 
+pytestmark = pytest.mark.usefixtures("noise_of_a_seed")
+
 
 def test_the_bound_of_epsilon_is_one():
     """Two Gaussians a distance apart: the exact epsilon at delta 1e-5 is about 4.4 for 1."""

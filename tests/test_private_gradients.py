@@ -31,6 +31,7 @@ from numpyro_fed.privacy.budget import Part
 KEY = jax.random.key(0)
 BUDGET = nf.Privacy(epsilon=1.0, delta=1e-6)
 QUIET = dict(progress_bar=False)
+pytestmark = pytest.mark.usefixtures("noise_of_a_seed")
 
 
 def logistic(x, y=None):
