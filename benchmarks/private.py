@@ -14,11 +14,13 @@ clipped together, as those of virtual clients are, in the logistic regression of
 ``search``: how many private fits are trusted, and how far they are off, by when the search ends and
 how long its steps may be, on four data sets with raw columns.
 
+``few``: how far private fits of few rows are off, in the sds that they say, trusted or not.
+
 ``studies``: the six cities, 537 children in two silos, and a registry of six hospitals with 8,070
 patients (effects of hospitals as global sites), at epsilon 2 by each method, against NUTS on all
 rows.
 
-    python benchmarks/private.py --parts adult coverage shards search studies --seeds 5 --sets 500
+    python benchmarks/private.py --parts adult coverage shards search few studies --seeds 5 --sets 500
 """
 
 from __future__ import annotations
@@ -58,6 +60,17 @@ ADULT = (
     (200, 0.5, False),
 )
 COVERAGE = (("linear", 20_000, 3.0), ("linear", 50_000, 1.0), ("logistic", 10_000, 1.0))
+FEW = (
+    ("two columns", 500, 0.5),
+    ("two columns", 2_000, 0.5),
+    ("two columns", 2_000, 1.0),
+    ("logistic", 2_000, 0.5),
+    ("logistic", 2_000, 2.0),
+    ("Poisson", 500, 0.5),
+    ("Poisson", 2_000, 2.0),
+    ("linear", 3_000, 1.0),
+    ("linear", 20_000, 1.0),
+)
 DELTA = 1e-5
 WIDTH = 1.6448536269514722  # of a 90 % interval, in sds, on both sides
 
@@ -353,31 +366,88 @@ def raw_studies() -> dict[str, tuple[Any, list[dict[str, np.ndarray]]]]:
     }
 
 
-def search(patience: int, longest: float, repeats: int = 12) -> None:
+@dataclass(frozen=True, eq=False)
+class Repeats:
+    """Private fits of the same data, and the posterior without noise.
+
+    Attributes
+    ----------
+    own, error, width : (fits, globals)
+        How far means are off, in the sds that a fit says and in those without noise, and those sds
+        by those.
+    trusted : (fits,)
+    exchanges : float
+        The median.
+    """
+
+    own: np.ndarray
+    error: np.ndarray
+    width: np.ndarray
+    trusted: np.ndarray
+    exchanges: float
+
+    @classmethod
+    def of(cls, model: Any, silos: list[dict], budget: nf.Privacy, repeats: int) -> Repeats:
+        """Return so many fits."""
+        exact = _flat(nf.fit(jax.random.key(0), model, silos, progress_bar=False))
+        run, key = nf.DPNewton(model, privacy=budget).run, jax.random.key(0)
+        found = [run(key, None, silos, progress_bar=False) for _ in range(repeats)]
+        draws = np.stack([_flat(result) for result in found])
+        away = np.abs(draws.mean(1) - exact.mean(0))
+        return cls(
+            away / draws.std(1),
+            away / exact.std(0),
+            draws.std(1) / exact.std(0),
+            np.array([result.settled for result in found]),
+            float(np.median([result.num_exchanges for result in found])),
+        )
+
+
+def _flat(fitted: Any) -> np.ndarray:
+    draws = fitted.sample_posterior(jax.random.key(1), 4_000)
+    return np.concatenate([np.reshape(draw, (4_000, -1)) for draw in draws.values()], 1)
+
+
+def search(patience: int, longest: float) -> None:
     """Print how private fits do by the constants of the search, once in a process."""
     private_newton.PATIENCE, private_newton.LONGEST = patience, longest
-
-    def flat(fitted: Any) -> np.ndarray:
-        draws = fitted.sample_posterior(jax.random.key(1), 4_000)
-        return np.concatenate([np.reshape(draw, (4_000, -1)) for draw in draws.values()], 1)
-
     for name, (model, silos) in raw_studies().items():
-        exact = flat(nf.fit(jax.random.key(0), model, silos, progress_bar=False))
         for epsilon in (1.0, 3.0):
             budget = nf.Privacy(epsilon=epsilon, delta=1e-6, trusted="sum")
-            run = nf.DPNewton(model, privacy=budget).run
-            key = jax.random.key(0)
-            found = [run(key, None, silos, progress_bar=False) for _ in range(repeats)]
-            draws = np.stack([flat(result) for result in found])
-            away = np.abs(draws.mean(1) - exact.mean(0))
-            trusted = np.array([result.settled for result in found])
-            own = (away / draws.std(1)).max(1)[trusted].max(initial=0)
-            exchanges = np.median([result.num_exchanges for result in found])
+            fits = Repeats.of(model, silos, budget, 12)
+            own = fits.own[fits.trusted].max(initial=0)
             print(
-                f"| {name} | {epsilon} | {patience} | {longest} | {trusted.mean():.0%} | "
-                f"{own:.1f} | {np.median(away / exact.std(0)):.2f} | {exchanges:.0f} |",
+                f"| {name} | {epsilon} | {patience} | {longest} | {fits.trusted.mean():.0%} | "
+                f"{own:.1f} | {np.median(fits.error):.2f} | {fits.exchanges:.0f} |",
                 flush=True,
             )
+
+
+def few_rows() -> None:
+    """Print how far off fits of few rows are in the sds that they say, in two silos each."""
+    r = np.random.default_rng(5)
+    for kind, n, epsilon in FEW:
+        data: dict[str, Any] = {}
+        if kind in ("linear", "logistic"):
+            model = wide_linear if kind == "linear" else wide_logistic
+            data = simulated(kind, jax.random.key(5), n)[0]
+        elif kind == "Poisson":
+            model, age = poisson, r.uniform(0, 90, n)
+            data = dict(x=np.stack([np.ones(n), age], 1), y=r.poisson(np.exp(-1 + 0.03 * age)))
+        else:
+            model, x = logistic, np.stack([np.ones(n), r.normal(size=n)], 1)
+            data = dict(x=x, y=r.binomial(1, 1 / (1 + np.exp(-x @ [0.5, -1.0]))))
+        silos = [
+            {k: np.asarray(v)[part] for k, v in data.items()} for part in np.r_[0:n].reshape(2, -1)
+        ]
+        fits = Repeats.of(model, silos, nf.Privacy(epsilon=epsilon, delta=DELTA), 80)
+        off = fits.own.max(1)
+        furthest = off[fits.trusted].max(initial=0)
+        print(
+            f"| {kind} | {n} | {epsilon} | {fits.trusted.mean():.0%} | {(off > 3).mean():.0%} | "
+            f"{(off > 5).mean():.0%} | {furthest:.1f} | {np.median(fits.width):.1f} |",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -402,6 +472,9 @@ def main() -> None:
     if "search" in args.parts:
         print("| data | epsilon | patience | longest | trusted | furthest | error | exchanges |")
         search(args.patience, args.longest)
+    if "few" in args.parts:
+        print("| model | rows | epsilon | trusted | 3 sds off | 5 | trusted, furthest | width |")
+        few_rows()
     if "studies" in args.parts:
         print("| study | method | globals | error | width | furthest, in own sds | trusted |")
         studies()

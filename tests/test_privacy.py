@@ -431,6 +431,31 @@ def test_a_step_that_was_cut_short_is_not_near(without_noise):
     assert 5 < first.moved < 8
     assert int(first.state.server.phase) == 1
     assert "had not ended" in first.doubt
+    # The posterior is as wide as the last step wanted to be, but for what noise may have been.
+    narrow, root = (float(getattr(first.state.server, name).item()) for name in ("narrow", "root"))
+    assert root == pytest.approx(narrow * (1 + (first.moved - 2) ** 2) ** 0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("sizes", [(800, 1_200), (200, 300)])
+def test_of_few_rows_the_posterior_is_wide_and_not_elsewhere(sizes):
+    """Of 200 such fits none was six sds off; before of each twenty one, and of 500 rows many."""
+    r = np.random.default_rng(0)
+
+    def logistic(x, y):
+        beta = numpyro.sample("beta", dist.Normal(0, 3).expand([2]).to_event(1))
+        with nf.silo_plate("row", len(y)):
+            numpyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
+
+    silos = []
+    for n in sizes:
+        x = np.stack([np.ones(n), r.normal(size=n)], 1)
+        silos.append(dict(x=x, y=r.binomial(1, 1 / (1 + np.exp(-x @ [0.5, -1])))))
+    method = nf.DPNewton(logistic, privacy=nf.Privacy(epsilon=0.5, delta=1e-5))
+    for _ in range(30):
+        result = method.run(KEY, silos=silos, **QUIET)
+        assert result.doubt
+        beta = np.asarray(result.sample_posterior(KEY, 4_000)["beta"])
+        assert (np.abs(beta.mean(0) - [0.5, -1]) < 6 * beta.std(0)).all()
 
 
 def test_noise_that_hides_as_much_as_before_ends_the_search_after_some_steps():

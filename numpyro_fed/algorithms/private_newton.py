@@ -20,7 +20,8 @@ where :math:`A_i` is the negative Hessian of the unit's log likelihood, or for m
    same for all directions of the frame, is small for all of them.
 4. The first phases search for the mode until a step is no longer than its own noise, and no
    direction is hidden by noise, or none has come out of it for some phases. The rest of the search
-   is then left out, and its budget not spent. The posterior is that of the last phase.
+   is then left out, and its budget not spent. The posterior is that of the last phase; it is wider
+   where the last step is longer than its noise.
 
 Clipping lengths are from the units' lengths, of which silos send histograms with noise at the
 beginning of a phase. The first units of the frame are such quantiles, too, for each coordinate.
@@ -86,6 +87,10 @@ UNIT_QUANTILE = 0.95
 # Units' lengths up to which gradients, and curvatures, are not clipped. What is clipped moves the
 # mode, and with outcomes of which few are ones it moves it far.
 GRADIENT_QUANTILE, CURVATURE_QUANTILE = UNCLIPPED, 0.9
+# The clipping length of gradients, in root d, where no count stands out. It is long: the posterior
+# counts the noise, and cannot count what is cut off. With 1 the posterior of 500 rows with epsilon
+# 0.5 was two sds off in 88 % of the fits, and with 4 in 9 %.
+UNSEEN = 4.0
 # The longest step, in units of the frame, in which a row's gradient is about one long. With 3 a
 # regression whose log scale began far too low had not come to rest in one of six private fits, and
 # with 30 one of few events in four of ten (docs/results/privacy.md).
@@ -415,8 +420,12 @@ class PrivateNewton:
             best_clip(counts[0], sd, noise, d),
         )
         CH = quantile(counts[1], sd, CURVATURE_QUANTILE if self.has_products else GRADIENT_QUANTILE)
-        # If no count stands out there are too few units: one whitened unit is sqrt(d) long.
-        C = jnp.where(C > 0, C, jnp.sqrt(1.0 * d)) if self.clip is None else jnp.array(self.clip)
+        # If no count stands out there are too few units; one whitened unit is some sqrt(d) long.
+        C = (
+            jnp.where(C > 0, C, UNSEEN * math.sqrt(d))
+            if self.clip is None
+            else jnp.array(self.clip)
+        )
         CH = jnp.where(CH > 0, CH, 1.0 * d)
         return C, CH
 
@@ -435,7 +444,7 @@ class PrivateNewton:
         moved = jnp.linalg.norm(precision.T @ step) / math.sqrt(len(z))
         return Estimate(
             loc=loc,
-            root=root_of_inverse(precision, L),
+            root=_with(root_of_inverse(precision, L), L @ step, moved),
             narrow=root_of_inverse(root_with_prior(V, curved, P), L),
             undetermined=undetermined,
             step=self._cut(step, L),
@@ -463,3 +472,14 @@ class PrivateNewton:
     def _prior_sd(self, z: Array) -> Array:
         """Return the prior's standard deviations (d,) by its curvature at a point."""
         return 1 / jnp.sqrt(jnp.maximum((self._prior(z)[1] ** 2).sum(1), 1e-12))
+
+
+def _with(root: Array, step: Array, moved: Array) -> Array:
+    """Return the root (d, d) of a covariance, with a step (d,) that is longer than noise explains.
+
+    Where the curvature changes on the way, a step of Newton's method may end as far from the mode
+    as it is long: without it one in twenty fits of 2,000 rows with epsilon 0.5 was five sds off.
+    """
+    far = jnp.maximum(1 - NEAR / moved, 0.0) * step
+    far = jnp.where(jnp.isfinite(far), far, 0.0)
+    return linalg.root_of(jnp.concatenate([root, far[:, None]], axis=1))
