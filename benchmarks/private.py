@@ -20,7 +20,7 @@ how long its steps may be, on four data sets with raw columns.
 patients (effects of hospitals as global sites), at epsilon 2 by each method, against NUTS on all
 rows.
 
-    python benchmarks/private.py --parts adult coverage shards search few studies --seeds 5 --sets 500
+    python benchmarks/private.py --parts adult coverage shards search few studies --sets 500
 """
 
 from __future__ import annotations
