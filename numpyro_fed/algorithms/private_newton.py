@@ -18,10 +18,10 @@ where :math:`A_i` is the negative Hessian of the unit's log likelihood, or for m
 3. The next frame is whitened by the curvature. So directions that the first units hide, as an
    intercept beside a covariate far from zero, come out of the noise; and the noise, which is the
    same for all directions of the frame, is small for all of them.
-4. The first phases search for the mode until a step is no longer than its own noise, and no
-   direction is hidden by noise, or none has come out of it for some phases. The rest of the search
-   is then left out, and its budget not spent. The posterior is that of the last phase; it is wider
-   where the last step is longer than its noise.
+4. The first phases search for the mode until no step of a phase is longer than its own noise, and
+   no direction is hidden by noise, or none has come out of it for some phases. The rest of the
+   search is then left out, and its budget not spent. The posterior is that of the last phase; it is
+   wider where the last step is longer than its noise.
 
 Clipping lengths are from the units' lengths, of which silos send histograms with noise at the
 beginning of a phase. The first units of the frame are such quantiles, too, for each coordinate.
@@ -365,7 +365,7 @@ class PrivateNewton:
         C, CH = self._clips(counts, sd, phase.gradient * spread / math.sqrt(steps), k)
 
         at = place = gradient = jnp.zeros(d)
-        curvature = jnp.zeros((d, d))
+        curvature, longest = jnp.zeros((d, d)), jnp.zeros(())
         for i in range(steps):
             sums = ask(sums_of(i), Place(k * steps + i, z + L @ at, L, C, CH)).up
             n = i + 1
@@ -381,10 +381,11 @@ class PrivateNewton:
             )
             found = self._estimate(means, at, z + L @ at, L)
             at = at + found.step
+            longest = jnp.maximum(longest, found.moved)
 
         waited = jnp.where(found.undetermined < state.fewest, 0, state.waited + 1)
         hidden = (found.undetermined > 0) & (waited < PATIENCE)
-        ended = (found.moved <= NEAR) & ~hidden
+        ended = (longest <= NEAR) & ~hidden
         made = state.made.at[k].set(True)
         new = Server(
             phase=jnp.where(ended, jnp.maximum(k + 1, self.schedule.search), k + 1),
