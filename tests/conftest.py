@@ -100,7 +100,7 @@ def compiled():
 
 @pytest.fixture
 def noise_of_a_seed(monkeypatch):
-    """Noise of privacy from a seed, so that a test of chance ends alike each time it is run."""
+    """Draw the noise of privacy from a seed. Silos side by side may take it in another order."""
     from numpyro_fed.privacy import noise
 
     monkeypatch.setattr(noise, "normals", np.random.default_rng(0).standard_normal)

@@ -140,14 +140,15 @@ def _private_mode(
 ) -> Mode:
     """Return the mode that a private search found, as far as noise lets it."""
     found = DPNewton(model, privacy=privacy).run(key, silos=silos, progress_bar=progress_bar)
-    fm, server = found._fit.model, jax.tree.map(np.asarray, found.state.server)
+    fm, server = found._fit.model, found.state.server
+    inverse = np.linalg.inv(np.asarray(server.posterior.root, float))
     if not found.settled:
         warnings.warn(found.judgement, category=ConvergenceWarning, stacklevel=3)
     return Mode(
         sites=jax.tree.map(np.asarray, fm.constrain_global({}, server.loc)),
         theta={},
-        z_G=server.loc,
-        curvature=np.linalg.inv(np.asarray(server.root, float) @ server.root.T),
+        z_G=np.asarray(server.loc),
+        curvature=inverse.T @ inverse,
         log_evidence=None,
         num_exchanges=found.num_exchanges,
         converged=found.settled,

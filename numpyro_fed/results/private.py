@@ -129,7 +129,7 @@ class PrivateResult(ProtectedResult):
 
     @property
     def moved(self) -> float:
-        """Return how long the last step wanted to be, in sds of the posterior; -1 for no number."""
+        """Return how long the last step wanted to be, in sds with its noise; -1 for no number."""
         return float(self.state.server.moved)
 
     @property
