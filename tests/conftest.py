@@ -1,5 +1,6 @@
 """Tests spend their time compiling small programs: fast, and once for all workers and runs."""
 
+import contextlib
 import gc
 import os
 import sys
@@ -18,6 +19,12 @@ gc.set_threshold(200_000, 20, 50)  # traces are many small objects that live on
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+# ArviZ writes a file when it is imported the first time of a day, and fails in one of two processes
+# that do so at once. So the process that starts the workers imports it before them.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    with contextlib.suppress(ImportError):
+        import arviz  # noqa: F401
 
 import jax
 import jax.monitoring
