@@ -388,7 +388,7 @@ class Repeats:
 
     @classmethod
     def of(cls, model: Any, silos: list[dict], budget: nf.Privacy, repeats: int) -> Repeats:
-        """Return so many fits."""
+        """Return how far so many private fits of the same rows are off."""
         exact = _flat(nf.fit(jax.random.key(0), model, silos, progress_bar=False))
         run, key = nf.DPNewton(model, privacy=budget).run, jax.random.key(0)
         found = [run(key, None, silos, progress_bar=False) for _ in range(repeats)]
@@ -427,7 +427,7 @@ def few_rows() -> None:
     """Print how far off fits of few rows are in the sds that they say, in two silos each."""
     r = np.random.default_rng(5)
     for kind, n, epsilon in FEW:
-        data: dict[str, Any] = {}
+        data: dict[str, Any]
         if kind in ("linear", "logistic"):
             model = wide_linear if kind == "linear" else wide_logistic
             data = simulated(kind, jax.random.key(5), n)[0]

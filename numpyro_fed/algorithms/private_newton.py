@@ -89,8 +89,8 @@ UNIT_QUANTILE = 0.95
 GRADIENT_QUANTILE, CURVATURE_QUANTILE = UNCLIPPED, 0.9
 # The clipping length of gradients, in root d, where no count stands out. It is long: the posterior
 # counts the noise, and cannot count what is cut off. With 1 the posterior of 500 rows with epsilon
-# 0.5 was two sds off in 88 % of the fits, and with 4 in 9 %. Curvature that is cut off makes it
-# wider, and its clip is short.
+# 0.5 was over two sds off in 88 % of the fits, and with 4 in 25 %. Curvature that is cut off makes
+# the posterior wider, so that its clip may be short.
 UNSEEN = 4.0
 # The longest step, in units of the frame, in which a row's gradient is about one long. With 3 a
 # regression whose log scale began far too low had not come to rest in one of six private fits, and
