@@ -158,8 +158,8 @@ def test_fingerprints_tell_texts_apart():
 
 
 @pytest.mark.slow
-def test_a_budget_of_one_makes_a_round_and_a_correction():
-    fitted = nf.fit(KEY, by_global, [{"y": np.ones(3)}], budget=1, progress_bar=False)
+def test_one_exchange_makes_a_round_and_a_correction():
+    fitted = nf.fit(KEY, by_global, [{"y": np.ones(3)}], max_exchanges=1, progress_bar=False)
     assert fitted.num_exchanges <= 2
     assert fitted.trusted
 
@@ -231,7 +231,7 @@ def test_rows_that_read_each_other_are_fitted_under_the_plain_bound():
             numpyro.sample("y", dist.Normal(mu + e - e.mean(), 1.0), obs=y)
 
     rows = [{"y": np.array([1.0, 2.0, 3.0])}, {"y": np.array([2.0, 3.0])}]
-    fitted = nf.fit(KEY, model, rows, budget=300, progress_bar=False)
+    fitted = nf.fit(KEY, model, rows, max_exchanges=300, progress_bar=False)
     assert "reads latents of other rows" in fitted.verdict
     draws = np.asarray(fitted.stages[0].result.sample_posterior(KEY, 10_000)["mu"])
     sd = (5 + 0.01) ** -0.5  # the rows' mean does not feel their effects
@@ -276,7 +276,7 @@ def test_what_a_step_warns_of_is_in_the_verdict_once_and_the_rest_is_passed_on()
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = nf.fit(KEY, model, [{"y": np.ones(3)}], budget=1, progress_bar=False)
+        found = nf.fit(KEY, model, [{"y": np.ones(3)}], max_exchanges=1, progress_bar=False)
     assert found.verdict.count("this text has something to say") == 1
     assert "and is old" in {str(w.message) for w in caught}
 
@@ -312,9 +312,9 @@ def test_messages_of_a_step_that_fails_are_counted(monkeypatch):
     def fails(*args, **kwargs):
         raise nf.NonFiniteError("nothing is finite", result=None, round=0, silos=())
 
-    good = nf.fit(KEY, model, silos, budget=50, progress_bar=False)
+    good = nf.fit(KEY, model, silos, max_exchanges=50, progress_bar=False)
     monkeypatch.setattr("numpyro_fed.methods.fit_steps.correct_from", fails)
-    bad = nf.fit(KEY, model, silos, budget=50, progress_bar=False)
+    bad = nf.fit(KEY, model, silos, max_exchanges=50, progress_bar=False)
     assert not bad.trusted
     assert bad.num_exchanges == good.num_exchanges > 2
 
@@ -352,6 +352,6 @@ def test_particles_take_over_where_no_mixture_is_like_the_posterior(double, tmp_
     again = nf.load(tmp_path / "fitted", rates, silos)
     assert again.verdict == fitted.verdict
     np.testing.assert_array_equal(again.best.z_G, fitted.best.z_G)
-    short = nf.fit(KEY, rates, silos, budget=20, progress_bar=False)
+    short = nf.fit(KEY, rates, silos, max_exchanges=20, progress_bar=False)
     assert "particles" not in [stage.name for stage in short.stages]
     assert not short.trusted

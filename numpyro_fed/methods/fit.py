@@ -25,11 +25,12 @@ from numpyro_fed.model.split import split
 from numpyro_fed.precision import precision as precision_as
 from numpyro_fed.privacy.budget import Privacy
 from numpyro_fed.results.mode import Near
+from numpyro_fed.results.weighted import TOLERANCE, check_accuracy
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.progress import StageBar
 
-BUDGET = 10_000  # messages of each silo, at most, about
+MAX_EXCHANGES = 10_000  # messages of each silo, at most
 PRECISIONS = ("double", "single")
 # One thread at a time: warnings.catch_warnings, by which a fit collects what its stages warn of,
 # acts on all threads of a process.
@@ -41,7 +42,8 @@ def fit(
     model: Callable[..., Any],
     silos: Sequence[SiloInput] | Federation,
     *,
-    budget: int = BUDGET,
+    accuracy: float = TOLERANCE,
+    max_exchanges: int = MAX_EXCHANGES,
     precision: str = "double",
     privacy: Privacy | None = None,
     progress_bar: bool = True,
@@ -69,9 +71,12 @@ def fit(
         A NumPyro model with :class:`~numpyro_fed.silo_plate`.
     silos : list of dict or DataFrame, or Federation
         The data of each silo, or silos in other processes, as for :meth:`SFVI.run`.
-    budget : int
-        The number of messages that each silo sends, at most, about; a search, one round and one
-        correction are made in any case.
+    accuracy : float
+        The number of posterior sds to which means of the globals are to be right, and the share to
+        which sds are. 0.2 is plenty for a first look; half of it takes four times as many draws.
+    max_exchanges : int
+        The number of messages that each silo sends, at most. What was reached by then comes back,
+        with a verdict on it. A search for the mode and one correction are made in any case.
     precision : {"double", "single"}
         The precision of the whole computation, whatever the process's default is. Raw data need
         double: an outcome of 10^8 with an sd of 1 is all rounding in single precision. Single takes
@@ -123,12 +128,14 @@ def fit(
     >>> print(fitted.verdict.split(" (")[0])
     The posterior of the globals can be trusted
     """
-    positive_int("budget", budget)
+    check_accuracy(accuracy)
+    positive_int("max_exchanges", max_exchanges)
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r}: expected one of {list(PRECISIONS)}.")
     if privacy is not None:
         return _private_fit(key, model, silos, privacy, precision == "double", progress_bar)
-    return FitCall(model, silos, budget, precision == "double", progress_bar).run(key)
+    settings = accuracy, max_exchanges, precision == "double", progress_bar
+    return FitCall(model, silos, *settings).run(key)
 
 
 def _private_fit(
@@ -153,7 +160,8 @@ class FitCall:
 
     model: Callable[..., Any]
     silos: Sequence[SiloInput] | Federation
-    budget: int
+    accuracy: float
+    max_exchanges: int
     double: bool
     progress_bar: bool
 
@@ -182,7 +190,8 @@ class FitCall:
         with precision_as(double=self.double), _LOCK, StageBar(self.progress_bar) as bar:
             found, fm, text = _silos_to_fit(self.model, self.silos)
             methods = MethodCache(self.model, text)
-            fitting = FitSteps(typed_key(key), found, fm, methods, self.budget, bar, near)
+            limits = self.accuracy, self.max_exchanges
+            fitting = FitSteps(typed_key(key), found, fm, methods, *limits, bar, near)
             try:
                 return replace(fitting.run(), call=self)
             except SilosError as error:

@@ -7,7 +7,7 @@ They are (:meth:`FitSteps.run`):
 2. The importance correction, and while it is not good enough what may improve it: more draws of
    rows' latents, more draws, a proposal matched to the weighted draws (:meth:`FitSteps.improve`).
 3. Particles that move to the posterior (:meth:`FitSteps.temper`).
-4. Rounds of PVI from the mode, then SFVI, each with step 2, as long as the budget lasts.
+4. Rounds of PVI from the mode, then SFVI, each with step 2, as long as exchanges are left.
 5. If several corrections were tried, the best is judged once more by new draws.
 """
 
@@ -50,7 +50,6 @@ from numpyro_fed.results.mode import LocalMode, Near, distance
 from numpyro_fed.results.particles import Particles
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.tempered import MIN_EFFECTIVE, Tempered
-from numpyro_fed.results.weighted import MAX_ERROR
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.progress import StageBar
 from numpyro_fed.runtime.stack import State
@@ -61,9 +60,9 @@ MAX_PVI_ROUNDS, MAX_SFVI_ROUNDS = 10, 3_000
 MAX_PVI_RUNS = 2  # of so many rounds, each followed by a correction
 # Messages that must be left for a try of SFVI: with fewer rounds its bound has not settled, and
 # nothing can be said.
-MIN_BUDGET_FOR_SFVI = 100
+MIN_FOR_SFVI = 100
 # Exchanges of particles, at most, and at least: a horseshoe took 900, a mean with two signs 60.
-# What follows keeps a part of the budget.
+# What follows keeps a part of them.
 MAX_PARTICLE_EXCHANGES, MIN_FOR_PARTICLES = 1_000, 50
 # Times that particles go on by as many exchanges, where they are at the posterior and their islands
 # nearly agree. A horseshoe has errors of 0.083 sd after the first, where 0.05 are asked.
@@ -155,13 +154,14 @@ class FitSteps:
         to_fit: SilosToFit,
         fm: FederatedModel,
         methods: MethodCache,
-        budget: int,
+        accuracy: float,
+        max_exchanges: int,
         bar: StageBar,
         near: Near | None = None,
     ):
         self.near = near
         self.key, self.to_fit, self.fm, self.methods = key, to_fit, fm, methods
-        self.budget_left, self.bar = budget, bar
+        self.accuracy, self.exchanges_left, self.bar = accuracy, max_exchanges, bar
         self.coupled = self.has_more_inner = False
         quadrature = default_quadrature(fm)
         self.inner_draws: InnerDraws = quadrature or self.num_inner_draws()
@@ -173,7 +173,7 @@ class FitSteps:
         self.stage_name = ""
 
     def run(self) -> Fitted:
-        """Return the result of all steps; they go on while more may help and the budget lasts."""
+        """Return the result of all steps; they go on while more may help and exchanges are left."""
         result = self.run_pvi(0) if self.suits_pvi() else None
         best: Corrected | None = None
         # Without a mode the run would begin at zero, where there is nothing to weigh draws around.
@@ -190,7 +190,7 @@ class FitSteps:
         if result is None:
             result = self.run_sfvi()
             best = self.improve(self.correct(result))
-        elif self.may_go_on(best) and self.budget_left > MIN_BUDGET_FOR_SFVI:
+        elif self.may_go_on(best) and self.exchanges_left > MIN_FOR_SFVI:
             try:
                 second = self.run_sfvi()
             except (NonFiniteError, RefusedError) as error:
@@ -256,7 +256,7 @@ class FitSteps:
 
         A silo may refuse further rounds, by its policy: then the run ends with those before.
         """
-        rounds = min(rounds, max(self.budget_left, 0 if not rounds else 1))
+        rounds = min(rounds, max(self.exchanges_left, 0 if not rounds else 1))
         settings = dict(stop="converged", progress_bar=self.bar, runtime=self.runtime)
         settings["init_state"] = before or self.near
         key = self.new_key()
@@ -286,8 +286,8 @@ class FitSteps:
         return self.to_fit.num_values * (ROW_DRAWS if any(p.dim for p in self.fm.plates) else 1)
 
     def may_go_on(self, best: Corrected | None) -> bool:
-        """Return whether more work may help, and some of the budget is left."""
-        return _wants_more(best) and self.budget_left > 0
+        """Return whether more work may help, and exchanges are left."""
+        return _wants_more(best) and self.exchanges_left > 0
 
     def run_pvi(self, rounds: int, before: Result | None = None) -> Result | None:
         """Return the result of rounds of PVI, after those of ``before``; None if it fails.
@@ -340,10 +340,19 @@ class FitSteps:
                 own = self.around(result) if own is None else own
                 key, inner = self.new_key(), self.inner_draws
                 if own is None:
-                    correction = importance_correct(key, result, draws, inner)
+                    correction = importance_correct(
+                        key, result, draws, inner, accuracy=self.accuracy
+                    )
                 else:
                     correction = correct_from(
-                        key, result, draws, inner, own, wider=wider, before=before
+                        key,
+                        result,
+                        draws,
+                        inner,
+                        own,
+                        wider=wider,
+                        accuracy=self.accuracy,
+                        before=before,
                     )
         except (ValueError, NonFiniteError) as error:
             sent = isinstance(error, NonFiniteError)  # the others are found before anything is sent
@@ -375,15 +384,15 @@ class FitSteps:
         if best is None or best.trusted or not best.precise:
             return best
         rows = best.integration.by_draws and not (self.coupled or self.has_more_inner)
-        if not best.reliable and rows and self.budget_left > 0:
+        if not best.reliable and rows and self.exchanges_left > 0:
             self.has_more_inner, self.inner_draws = True, 4 * self.num_inner_draws()
             new = self.correct(best.result, "more draws of the rows' latents", own=_latest(best))
             best = self.better(best, new) or best
         # A matched proposal lies closer to the posterior. Its draws
         # are added to those before, and all give the next match.
         for _ in range(MAX_MATCHES):
-            only_few = best.reliable and best.spreads_known and best.share > ENOUGH_COUNT
-            if best.trusted or self.budget_left <= 0 or only_few:
+            only_few = best.reliable and best.moments_known and best.share > ENOUGH_COUNT
+            if best.trusted or self.exchanges_left <= 0 or only_few:
                 break
             own = None
             if best.pool is not None and best.ess > MIN_DRAWS_PER_GLOBAL * self.fm.dim:
@@ -395,29 +404,31 @@ class FitSteps:
             if new is None:
                 break
             best = new
-        if best.pool is None and not best.reliable and best.many_count and self.budget_left > 0:
+        if best.pool is None and not best.reliable and best.many_count and self.exchanges_left > 0:
             new = self.correct(best.result, "more draws", TAIL_FACTOR * AT_ONCE)
             best = self.better(best, new) or best
         converges = best.many_count or best.reliable
         if converges and not best.trusted and math.isfinite(best.monte_carlo_error):
             # Errors fall as the root of the number of draws. The 1.3 allows for the error of the
             # estimated error, so that one more correction is enough as a rule.
-            factor = 1.3 * (best.monte_carlo_error / MAX_ERROR) ** 2
+            factor = 1.3 * (best.monte_carlo_error / best.max_error) ** 2
             needed = len(best.weights) * (
-                factor if best.spreads_known else max(factor, TAIL_FACTOR)
+                factor if best.moments_known else max(factor, TAIL_FACTOR)
             )
             added = needed - (len(best.weights) if best.pool is not None else 0)
-            draws = min(MAX_DRAWS, math.ceil(added / AT_ONCE) * AT_ONCE, self.budget_left * AT_ONCE)
+            draws = min(
+                MAX_DRAWS, math.ceil(added / AT_ONCE) * AT_ONCE, self.exchanges_left * AT_ONCE
+            )
             if draws > 0:
                 before = best if best.pool is not None else None
-                wider = WIDER if best.reliable and best.spreads_known else WIDER_FOR_TAILS
+                wider = WIDER if best.reliable and best.moments_known else WIDER_FOR_TAILS
                 new = self.correct(best.result, "more draws", draws, _latest(best), before, wider)
                 best = self.better(best, new) or best
         return best
 
     def temper(self, before: Corrected | None) -> Particles | None:
         """Return particles moved to the posterior, if what was reached before is not enough."""
-        left = self.budget_left - 2 * MIN_BUDGET_FOR_SFVI
+        left = self.exchanges_left - 2 * MIN_FOR_SFVI
         if before is None or not self.may_go_on(before) or left < MIN_FOR_PARTICLES:
             return None
         # Particles from a mixture that is far from the posterior agree on what they found, and may
@@ -439,7 +450,7 @@ class FitSteps:
         found: Particles | None = None
         self.sent_by_particles = 0
         for _ in range(1 + MORE_PARTICLES):
-            left = min(affordable, self.budget_left - 2 * MIN_BUDGET_FOR_SFVI)
+            left = min(affordable, self.exchanges_left - 2 * MIN_FOR_SFVI)
             if left < MIN_FOR_PARTICLES:
                 if found is None:
                     self.record(name, "not tried, since they would take silos too long", None)
@@ -475,7 +486,7 @@ class FitSteps:
         tried = sum(isinstance(stage.result, Corrected) for stage in self.stages)
         # Draws that were added to all before them choose nothing: the first, matches, more draws.
         few = MAX_MATCHES + 2 if best is not None and best.pool is not None else 2
-        if best is None or not best.trusted or tried <= few or self.budget_left <= 0:
+        if best is None or not best.trusted or tried <= few or self.exchanges_left <= 0:
             return best
         new = self.correct(best.result, "judged by new draws", len(best.weights), _latest(best))
         return new if new is not None else best
@@ -533,8 +544,8 @@ class FitSteps:
         self.warned = []
 
     def spend(self, exchanges: int) -> None:
-        """Subtract exchanges from the budget, and show how many there were."""
-        self.budget_left -= exchanges
+        """Subtract exchanges from those that are left, and show how many there were."""
+        self.exchanges_left -= exchanges
         self.spent += exchanges
         self.bar.account(self.spent)
 

@@ -114,7 +114,11 @@ class Fitted(AfterFit):
 
     @property
     def trusted(self) -> bool:
-        """Whether means and sds of the globals are right to a tenth of a posterior sd."""
+        """Whether the globals, as their user sees them, are right to the accuracy asked for.
+
+        That holds for quantiles, and for means and sds that exist; :attr:`verdict` names those that
+        do not.
+        """
         if isinstance(self.best, PrivateResult):
             return self.best.settled
         correction = self.corrected
@@ -170,21 +174,21 @@ class Fitted(AfterFit):
                 "leaves one; .missed has the others."
             )
         if self.trusted:
-            return f"The posterior of the globals can be trusted ({figures})."
+            return f"The posterior of the globals can be trusted ({figures}){correction._but}."
         if not correction.precise:
             remedy = correction._rounding.remedy
             return f"Do not trust this posterior: {correction.doubt} ({figures}). {remedy}"
         if isinstance(correction, Particles):
             return (
-                f"Do not trust this posterior: {correction.doubt} ({figures}). Try a larger "
-                "budget, or NUTS on pooled data where that is allowed."
+                f"Do not trust this posterior: {correction.doubt} ({figures}). Try more "
+                "max_exchanges, or NUTS on pooled data where that is allowed."
             )
         if correction.reliable:
-            part = "details" if correction.spreads_known else "spreads"
+            part = "details" if correction.moments_known else "spreads"
             return (
                 f"Do not rely on the posterior's {part}: {correction.doubt} ({figures}). Try "
-                "importance_correct(key, fitted.corrected.result, num_draws=100_000), or a larger "
-                "budget."
+                "importance_correct(key, fitted.corrected.result, num_draws=100_000), or more "
+                "max_exchanges."
             )
         if correction.many_count:
             return (
@@ -194,7 +198,7 @@ class Fitted(AfterFit):
         return (
             f"Do not trust this posterior: {correction.doubt} ({figures}). Try effects as "
             "scale times a standard normal or the other way round, a prior that holds what the "
-            "data leave open, a larger budget, or NUTS on pooled data where that is allowed."
+            "data leave open, more max_exchanges, or NUTS on pooled data where that is allowed."
         )
 
     def _account(self) -> str:

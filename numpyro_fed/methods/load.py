@@ -16,7 +16,7 @@ from jax import Array
 from numpyro_fed import html
 from numpyro_fed.errors import SavedStateError, positive_int
 from numpyro_fed.files import npz
-from numpyro_fed.methods.fit import BUDGET, FitCall
+from numpyro_fed.methods.fit import MAX_EXCHANGES, FitCall
 from numpyro_fed.methods.fitted import Fitted, Stage
 from numpyro_fed.methods.private import DPNewton
 from numpyro_fed.methods.pvi import PVI
@@ -33,7 +33,7 @@ from numpyro_fed.results.mode import LocalMode
 from numpyro_fed.results.particles import Particles
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.saving import DRAWS, WEIGHTS, read
-from numpyro_fed.results.weighted import systematic
+from numpyro_fed.results.weighted import TOLERANCE, systematic
 
 METHODS: dict[str, type[Method[Any, Any]]] = {
     kind.__name__: kind for kind in (PVI, SFVI, SFVIAvg, DPNewton)
@@ -229,7 +229,9 @@ def load(
             return run if corrected is None else corrected
         others = {part: runs.get(part) for part in saved["others"]}
         fitted = _fitted(arrays, words, run, corrected, others)
-        return replace(fitted, call=FitCall(model, silos, BUDGET, _is_double(arrays), False))
+        accuracy, double = words.get("accuracy", TOLERANCE), _is_double(arrays)
+        call = FitCall(model, silos, accuracy, MAX_EXCHANGES, double, False)
+        return replace(fitted, call=call)
 
 
 def _fitted(

@@ -17,6 +17,7 @@ from numpyro_fed.after import pictures
 from numpyro_fed.errors import ConvergenceWarning, NonFiniteError
 from numpyro_fed.reference.nuts_result import NutsResult
 from numpyro_fed.results.corrected import Corrected
+from numpyro_fed.results.element_errors import ElementErrors
 from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.results.rows import Result
 
@@ -24,6 +25,7 @@ from numpyro_fed.results.rows import Result
 ROUNDING = 1e-5
 # Effective draws below which NUTS is no reference: its own error of a mean is 0.05 sd at 400.
 MIN_EFFECTIVE = 400
+ABSENT = "-"  # in a table, where there is nothing to compare
 
 
 def compare(
@@ -51,6 +53,9 @@ def compare(
         The key of draws from the fit.
     num_draws : int
         The number of draws from the fit. A correction is compared by its own weighted draws.
+
+    Measures are NaN, and "-" in the table, where an element has no mean or no sd in which they
+    could be counted (:attr:`numpyro_fed.Corrected.reservation`): compare its quantiles.
 
     Returns
     -------
@@ -92,6 +97,9 @@ def compare(
     _warn_if_few({k: n[varying[k]] for k, n in reference.ess().items() if varying[k].any()})
     pareto_k = _pareto_k(result, key_weights)
     sites = {name: _compare_site(draws[name], weights, nuts[name]) for name in nuts}
+    for name, no_sd in _without_sd(result, nuts).items():
+        for values in sites[name].values():
+            values[no_sd] = np.nan
     return Comparison(sites, pareto_k, draws, weights, nuts)
 
 
@@ -122,17 +130,20 @@ class Comparison:
     def _cells(self) -> list[tuple[str, ...]]:
         """Return the cells of the table: the names of columns, and a row for each element."""
         rows = [
-            (_label(name, i), *(f"{measures[m][i]:.3f}" for m in _MEASURES))
+            (_label(name, i), *(_cell(float(measures[m][i])) for m in _MEASURES))
             for name, measures in self.sites.items()
             for i in np.ndindex(measures["sd_ratio"].shape)
         ]
         return [("site", "mean error (sd)", "sd ratio", "Wasserstein (sd)"), *rows]
 
     def _note(self) -> list[str]:
-        """Return the lines below the table; none if there are no weights."""
-        if np.isnan(self.pareto_k):
-            return []
-        return [f"Pareto k-hat of the fit's importance weights: {self.pareto_k:.2f}"]
+        """Return the lines below the table."""
+        notes = []
+        if any(np.isnan(measures["sd_ratio"]).any() for measures in self.sites.values()):
+            notes.append(f"{ABSENT}: no mean or no sd; compare quantiles")
+        if not np.isnan(self.pareto_k):
+            notes.append(f"Pareto k-hat of the fit's importance weights: {self.pareto_k:.2f}")
+        return notes
 
     def __str__(self) -> str:
         rows = self._cells()
@@ -196,6 +207,27 @@ def _compare_site(
         "sd_ratio": np.where(constant, 1.0, sd / scale),
         "wasserstein_sd": distance / scale,
     }
+
+
+def _without_sd(
+    result: Result | Corrected | NutsResult, nuts: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return which elements of each site have no sd, by weighted draws or by those of NUTS."""
+    if isinstance(result, Corrected):
+        errors = result._errors
+    else:
+        number = len(next(iter(nuts.values()), ()))
+        errors = ElementErrors.of(nuts, nuts.keys(), np.full(number, 1 / max(number, 1)))
+    absent = {n for n, no in zip(errors.names, errors.infinite[1], strict=True) if no}
+    found = {}
+    for name, draws in nuts.items():
+        no_sd = [_label(name, i) in absent for i in np.ndindex(draws.shape[1:])]
+        found[name] = np.array(no_sd).reshape(draws.shape[1:])
+    return found
+
+
+def _cell(value: float) -> str:
+    return ABSENT if np.isnan(value) else f"{value:.3f}"
 
 
 def _constant(draws: np.ndarray) -> np.ndarray:

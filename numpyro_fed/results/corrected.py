@@ -31,6 +31,7 @@ from numpyro_fed.model.sites import Site
 from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.results.arviz import Coords, Dims, Labels
 from numpyro_fed.results.at_silo import SendsDraws
+from numpyro_fed.results.element_errors import ElementErrors
 from numpyro_fed.results.groups import groups_to_arviz, log_likelihood
 from numpyro_fed.results.influence import SiloTable, Whitened
 from numpyro_fed.results.leave_out import LeaveOut, table_of
@@ -49,6 +50,7 @@ from numpyro_fed.results.weighted import (
 # Draws where the posterior without a silo may be, an exchange of them, and the share of those that
 # look beyond, as in nf.fit, which has compiled both.
 MORE_DRAWS, WIDER = 4_000, 0.16
+AT_ONCE = 4_000  # draws that are brought to their supports at a time
 PREFIX = "correction/"  # of the names of its arrays in a file
 
 
@@ -249,14 +251,15 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
     @in_precision_of_object
     def draws(self) -> dict[str, Array]:
         """Return draws of the globals on their own supports, to be weighted by ``weights``."""
-        theta = self.result.shared.theta
-        return self._posterior.constrain_globals(theta, self.z_G)
+        return on_supports(self._posterior, self.result, self.z_G)
 
     def saved_words(self) -> SavedWords:
         """Return the form in which a file keeps the correction; ``from_file`` reads it."""
         saved = super().saved_words()
         key = random.key_data(self._key)
-        found = dict(self._moments._asdict(), z_G=self.z_G, weights=self.weights, key=key)
+        errors = self._errors._asdict()
+        names = errors.pop("names")
+        found = dict(self._moments._asdict(), z_G=self.z_G, weights=self.weights, key=key, **errors)
         if self.log_joint is not None:
             found["log_joint"] = self.log_joint
         arrays = {f"{PREFIX}{name}": np.asarray(value) for name, value in found.items()}
@@ -264,6 +267,7 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
             "inner_draws": dict(self.integration.draws),
             "nodes": self.integration.nodes,
             "num_exchanges": self.num_exchanges,
+            "elements": names,
             "keys": str(random.key_impl(self._key)),
             "rounding": {"dtype": self._rounding.dtype, "nats": self._rounding.nats},
         }
@@ -277,8 +281,8 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
         fit = result._fit
         integration = Integration(dict(words["inner_draws"]), words["nodes"])
         stored = {k.removeprefix(PREFIX): a for k, a in arrays.items() if k.startswith(PREFIX)}
-        fields: dict[str, Any] = {name: stored[name] for name in Moments._fields}
-        saved_moments = Moments(**{**fields, "tail": float(fields["tail"])})
+        saved_moments = Moments(*(stored[name] for name in Moments._fields))
+        errors = (stored[name] for name in ElementErrors._fields[1:])
         return cls(
             log_evidence=words["log_evidence"],
             ess=words["ess"],
@@ -287,6 +291,8 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
             result=result,
             _key=random.wrap_key_data(jnp.asarray(stored["key"]), impl=words["keys"]),
             _moments=saved_moments,
+            _errors=ElementErrors(tuple(words["elements"]), *errors),
+            accuracy=words["accuracy"],
             _rounding=Rounding(mean=saved_moments.mean, sd=saved_moments.sd, **words["rounding"]),
             z_G=jnp.asarray(stored["z_G"]),
             _posterior=sampler_of(fit, integration),
@@ -409,6 +415,17 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
     def unconstrained(self, key: Array, n: int) -> Array:
         """Return the unconstrained globals (n, dim) behind ``sample_posterior(key, n)``."""
         return self.z_G[systematic(jax.random.fold_in(key, 0), jnp.asarray(self.weights), n)]
+
+
+def on_supports(sampler: Posterior, result: Result, z_G: Array) -> dict[str, Array]:
+    """Return draws (n, dim) of the globals on the supports of their sites."""
+    theta = result.shared.theta
+    # In parts of one size, which is compiled once, however many draws there are.
+    parts = [
+        sampler.constrain_globals(theta, z_G[i : i + AT_ONCE])
+        for i in range(0, max(len(z_G), 1), AT_ONCE)
+    ]
+    return jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
 
 
 def _log(weights: np.ndarray) -> np.ndarray:

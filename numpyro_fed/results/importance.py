@@ -46,12 +46,14 @@ from numpyro_fed.objectives import (
 from numpyro_fed.precision import precision
 from numpyro_fed.results.batches import batch_size, little_work
 from numpyro_fed.results.built import Built
-from numpyro_fed.results.corrected import Corrected, Pool, sampler_of
+from numpyro_fed.results.corrected import Corrected, Pool, on_supports, sampler_of
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.results.vertical import VerticalResult, VerticalRun
 from numpyro_fed.results.vertical_importance import VerticalCorrected, vertical_correct
 from numpyro_fed.results.weighted import (
     NO_WEIGHTS,
+    TOLERANCE,
+    check_accuracy,
     quality_fields,
     replace_weightless,
     threshold,
@@ -86,12 +88,13 @@ def importance_correct(
     inner_draws: InnerDraws = ...,
     *,
     wider: float = ...,
+    accuracy: float = ...,
 ) -> Corrected: ...
 
 
 @overload
 def importance_correct(
-    key: Array, result: VerticalResult, num_draws: int = ...
+    key: Array, result: VerticalResult, num_draws: int = ..., *, accuracy: float = ...
 ) -> VerticalCorrected: ...
 
 
@@ -102,6 +105,7 @@ def importance_correct(
     inner_draws: InnerDraws = None,
     *,
     wider: float = SHARE,
+    accuracy: float = TOLERANCE,
 ) -> Corrected | VerticalCorrected:
     r"""Weigh draws of the globals by the joint density of all silos, in one exchange.
 
@@ -138,6 +142,9 @@ def importance_correct(
         elsewhere.
     wider : float
         Share of the draws that look beyond the guide; 0 trusts the guide's reach.
+    accuracy : float
+        The number of sds to which means are to be right, and the share to which sds are. It
+        decides whether the correction is ``.trusted``, not how many draws there are.
 
     Returns
     -------
@@ -173,8 +180,9 @@ def importance_correct(
     (True, True)
     """
     positive_int("num_draws", num_draws)
+    check_accuracy(accuracy)
     if isinstance(result, VerticalResult):
-        return vertical_correct(key, result, num_draws)
+        return vertical_correct(key, result, num_draws, accuracy)
     if isinstance(result, VerticalRun):
         raise TypeError(
             "what SOUL has drawn has no density by which it could be weighed: correct a fit of "
@@ -184,15 +192,21 @@ def importance_correct(
         raise ValueError(f"wider must be a share in [0, 1), got {wider!r}.")
     with precision(double=result.double):
         check_weighable(result._fit)
-        return _corrected(key, result, num_draws, integration_of(result, inner_draws), wider)
+        integration = integration_of(result, inner_draws)
+        return _corrected(key, result, num_draws, integration, wider, accuracy)
 
 
 def _corrected(
-    key: Array, result: Result, num_draws: int, integration: Integration, wider: float
+    key: Array,
+    result: Result,
+    num_draws: int,
+    integration: Integration,
+    wider: float,
+    accuracy: float,
 ) -> Corrected:
     """Return the correction of a fit, computed in the precision of the fit."""
     size = min(num_draws, AT_ONCE)
-    weighing = Weighing(result, size, wider, integration)
+    weighing = Weighing(result, size, wider, integration, accuracy)
 
     def exchange(i: int) -> WeightedDraws:
         # The first exchange has the key itself, so that
@@ -221,8 +235,15 @@ class Weighing:
     ``wider`` is the share of draws beyond the fit's guide; None if all points are given.
     """
 
-    def __init__(self, result: Result, size: int, wider: float | None, integration: Integration):
-        self.result, self.size, self.wider = result, size, wider
+    def __init__(
+        self,
+        result: Result,
+        size: int,
+        wider: float | None,
+        integration: Integration,
+        accuracy: float = TOLERANCE,
+    ):
+        self.result, self.size, self.wider, self.accuracy = result, size, wider, accuracy
         self.integration, self.sent = integration, 0
 
     @property
@@ -281,18 +302,25 @@ class Weighing:
         of_fit = None
         if pool is not None:
             of_fit = np.asarray(self.result.draw_globals(random.key(0), AT_ONCE)[0])
+        sampler = sampler_of(fit, self.integration)
+        draws = on_supports(sampler, self.result, z_G)
+        latents = {s.name for s in fit.model.named("latent")}
+        quality = quality_fields(
+            np.asarray(z_G), from_own, log_weights, tail_and_weights, draws, latents, of_fit
+        )
         return Corrected(
             log_evidence=None if fit.factors and fit.factors.loss else log_evidence,
             result=self.result,
+            accuracy=self.accuracy,
             _key=random.fold_in(key, 1),
             z_G=z_G,
-            _posterior=sampler_of(fit, self.integration),
+            _posterior=sampler,
             num_exchanges=self.sent,
             integration=self.integration,
             log_weights=np.asarray(log_weights, np.float64),
             log_joint=np.asarray(log_joint, np.float64),
             pool=pool,
-            **quality_fields(np.asarray(z_G), from_own, log_weights, tail_and_weights, of_fit),
+            **quality,
         )
 
     def _rough_draws(
@@ -332,6 +360,7 @@ def correct_from(
     own: Mixture,
     *,
     wider: float,
+    accuracy: float = TOLERANCE,
     before: Corrected | None = None,
 ) -> Corrected:
     r"""Return a correction whose draws come from a mixture, in the place of the fit's guide.
@@ -348,7 +377,7 @@ def correct_from(
     check_weighable(fit)
     with precision(double=result.double):
         chosen = integration_of(result, inner_draws) if before is None else before.integration
-        weighing = Weighing(result, size, None, chosen)
+        weighing = Weighing(result, size, None, chosen, accuracy)
 
         def proposal_with(share: float) -> MixtureProposal:
             return fit.cached(

@@ -15,19 +15,20 @@ from jax import Array
 from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.algorithms.tempered import LOST, NUM_ISLANDS, Swarm, with_squares
 from numpyro_fed.errors import NonFiniteError
-from numpyro_fed.results.corrected import Corrected, sampler_of
+from numpyro_fed.results.corrected import Corrected, on_supports, sampler_of
+from numpyro_fed.results.element_errors import ElementErrors, disagreement
 from numpyro_fed.results.importance import AT_ONCE, Weighing, integration_of
 from numpyro_fed.results.moments import Moments, moments
 from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.saving import SavedWords
 
-# Standard error, in sds, up to which means and sds count as known. It is estimated from four
-# islands alone, and the largest of all coordinates is looked at, which is about twice the true one.
-MAX_ERROR = 0.05
-# With so few coordinates the largest is no larger: the true error of a mean is then below a tenth
-# of an sd with a probability of 97.5 % (Student's t with three degrees of freedom).
-FEW, MAX_ERROR_OF_FEW = 2, 0.03
+# Standard error, as a share of the accuracy, up to which means and sds count as known. It is
+# estimated from four islands alone, and the largest of all coordinates is looked at, which is about
+# twice the true one. With few coordinates the largest is no larger, and it is that of weighted
+# draws: the true error of a mean is then below the accuracy with a probability of 97.5 % (Student's
+# t with three degrees of freedom).
+MAX_ERROR, FEW = 0.5, 2
 # Nats. A Gaussian process of 43 globals has 0.5; with more than one, islands have found other
 # shares of the mass.
 MAX_EVIDENCE_ERROR = 1.0
@@ -117,20 +118,22 @@ class Particles(Corrected):
     @property
     def nearly(self) -> bool:
         """Whether particles are at the posterior, and more exchanges are likely to be enough."""
-        close = self.monte_carlo_error <= NEARLY * MAX_ERROR and self.coarse <= MAX_COARSE
+        error = MAX_ERROR * self.accuracy
+        close = self.monte_carlo_error <= NEARLY * error and self.coarse <= MAX_COARSE
         more = close or not self._arrived
         return self.near and self.reached >= 1 and not self.trusted and more
 
     @property
-    def spreads_known(self) -> bool:
-        """Whether islands agree, since particles have no weights whose tails could be heavy."""
-        few = self.z_G.shape[1] <= FEW
-        agree = self.monte_carlo_error <= (MAX_ERROR_OF_FEW if few else MAX_ERROR)
-        return agree and self.evidence_error <= MAX_EVIDENCE_ERROR
+    def max_error(self) -> float:
+        """Return the largest standard error, in sds, of a mean, an sd or quantiles that are known.
+
+        It is half of the :attr:`accuracy` that was asked for, or 0.3 of it with few globals.
+        """
+        return super().max_error if self.z_G.shape[1] <= FEW else MAX_ERROR * self.accuracy
 
     @property
     def monte_carlo_error(self) -> float:
-        """The largest standard error of a global's mean or sd, in posterior sds, from the islands.
+        """The largest standard error of a global's mean, sd or quantiles, from the islands.
 
         It is infinite for particles that have not come to the posterior.
         """
@@ -138,12 +141,12 @@ class Particles(Corrected):
 
     @property
     def _attributes(self) -> dict[str, float | str]:
-        return dict(ess=self.ess, verdict=self.report())
+        return dict(ess=self.ess, verdict=self.report(), **self._nonexistent)
 
     @property
     def trusted(self) -> bool:
-        """Whether means and sds are right to a tenth of an sd."""
-        return self.reliable and self.spreads_known and self.precise
+        """Whether quantiles, and means and sds that exist, are right to the :attr:`accuracy`."""
+        return self.evidence_error <= MAX_EVIDENCE_ERROR and super().trusted
 
     @property
     def doubt(self) -> str:
@@ -166,6 +169,8 @@ class Particles(Corrected):
         if self.evidence_error > MAX_EVIDENCE_ERROR:
             error = f"{self.evidence_error:.2g}"
             return f"islands of particles differ: the log evidence is known to {error} nats"
+        if not self.moments_known and self._errors.quantiles_known(self.max_error):
+            return self.reservation
         return f"islands of particles differ: means and sds are known to {self._error_in_words} sd"
 
     @property
@@ -207,13 +212,20 @@ class Particles(Corrected):
         if self.trusted:
             return (
                 f"{words}The posterior of the globals can be trusted: islands agree on means and "
-                f"sds to {self._error_in_words} sd."
+                f"sds to {self._error_in_words} sd{self._but}."
             )
         return f"{words}Do not trust this posterior: {self.doubt}."
 
 
 def particles_of(
-    key: Array, fit: Result, swarm: Swarm, start: str, *, near: bool, before: Track | None = None
+    key: Array,
+    fit: Result,
+    swarm: Swarm,
+    start: str,
+    *,
+    near: bool,
+    accuracy: float,
+    before: Track | None = None,
 ) -> Particles:
     """Return the particles that were kept, or those on their way, with their quality.
 
@@ -233,33 +245,39 @@ def particles_of(
     if not num_kept:
         kept, log_p = np.asarray(swarm.here.z)[None], np.asarray(swarm.here.log_p)[None]
     z, log_p = kept.reshape(-1, dim), log_p.ravel()
-    islands = kept.reshape(len(kept), NUM_ISLANDS, -1, dim).swapaxes(0, 1)
     integration, coarse, sent = integration_of(fit, None), 0.0, 0
     if num_kept and integration.nodes:
         integration, coarse, sent = checked(key_check, fit, integration, z, log_p)
     track = track._replace(num_checks=track.num_checks + sent)
     even = np.full(len(z), 1 / len(z))
     computed = compared_with_fit(fit, z, even)
-    error = disagreement(islands.reshape(NUM_ISLANDS, -1, dim), computed.sd)
+    sampler = sampler_of(fit._fit, integration)
+    draws = on_supports(sampler, fit, jnp.asarray(z))
+    latents = {s.name for s in fit._fit.model.named("latent")}
+    by_islands = np.arange(len(z)).reshape(len(kept), NUM_ISLANDS, -1).swapaxes(0, 1)
+    errors = ElementErrors.of(draws, latents, even, by_islands.reshape(NUM_ISLANDS, -1))
+    shift_error = disagreement(z[by_islands.reshape(NUM_ISLANDS, -1)], computed.sd)
     counts = log_p > LOST / 2
     of_islands = np.asarray(swarm.log_evidence)
     evidence = float(np.logaddexp.reduce(of_islands)) - math.log(NUM_ISLANDS)
     of_density = float(swarm.b) >= 1 and not (fit._fit.factors and fit._fit.factors.loss)
     return Particles(
         log_evidence=evidence if of_density else None,
-        ess=float(min(len(z), 1 / max(error[0].max(initial=0.0), len(z) ** -0.5) ** 2)),
+        ess=float(min(len(z), 1 / max(shift_error[0].max(initial=0.0), len(z) ** -0.5) ** 2)),
         pareto_k=math.nan,
         weights=even,
         log_weights=np.log(even),
         log_joint=np.asarray(log_p, np.float64),
         result=fit,
         _key=key_draws,
-        _moments=computed._replace(error=error, shift_error=error, tail=0.0),
+        accuracy=accuracy,
+        _moments=computed._replace(shift_error=shift_error),
+        _errors=errors,
         _rounding=Rounding.of(
             z[counts], even[counts], jnp.asarray(log_p[counts]), computed.mean, computed.sd
         ),
         z_G=jnp.asarray(z),
-        _posterior=sampler_of(fit._fit, integration),
+        _posterior=sampler,
         num_exchanges=int(swarm.exchanges) + track.num_checks,
         integration=integration,
         near=near,
@@ -357,11 +375,3 @@ def _widest_gap(z: np.ndarray, inside: np.ndarray, least: int) -> _Gap:
         if width > widest.width:
             widest = _Gap(float(width), coordinate, float(x[i - 1] + x[i]) / 2, inside)
     return widest
-
-
-def disagreement(islands: np.ndarray, sd: np.ndarray) -> np.ndarray:
-    """Return standard errors (2, dim) of mean and sd, in sds, from islands (4, n, dim)."""
-    scale = np.where(sd > 0, sd, 1.0)
-    means, sds = islands.mean(1) / scale, islands.std(1) / scale
-    found = np.stack([m.std(0, ddof=1) for m in (means, sds)]) / math.sqrt(len(islands))
-    return np.where(np.isfinite(found) & (sd > 0), found, np.inf)

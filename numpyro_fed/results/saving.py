@@ -24,11 +24,11 @@ from numpyro_fed.results.recognise import Provenance
 from numpyro_fed.trees import Tree
 
 # The version of the form of a state: higher where a state's leaves change.
-VERSION = 6
+VERSION = 7
 # Versions whose draws, weights and verdict can be read; these stand in the same places in all. A
 # file of version 1 has its description beside it and no fingerprints. A run goes on from states of
 # this version alone.
-READABLE = 1, 2, 3, 4, 5, 6
+READABLE = 1, 2, 3, 4, 5, 6, 7
 DRAWS, WEIGHTS = "draws/", "weights"  # names of arrays that can be used without the model
 
 

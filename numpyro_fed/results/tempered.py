@@ -39,6 +39,7 @@ from numpyro_fed.results.importance import check_weighable
 from numpyro_fed.results.mixture import around_modes
 from numpyro_fed.results.particles import Particles, Track, particles_of
 from numpyro_fed.results.rows import Fit, Result
+from numpyro_fed.results.weighted import TOLERANCE
 from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.simulation import simulation
@@ -186,6 +187,7 @@ class Tempered:
         """
         positive_int("num_exchanges", num_exchanges)
         fit = result.result if isinstance(result, Corrected) else result
+        accuracy = result.accuracy if isinstance(result, Corrected) else TOLERANCE
         key = typed_key(key)
         with precision(double=fit.double):
             check_weighable(fit._fit)
@@ -203,7 +205,9 @@ class Tempered:
             else:
                 near = self.start == "prior" or _covers(result)
             server = run.state.server
-            found = particles_of(key_draws, fit, server, self.start, near=near, before=track)
+            found = particles_of(
+                key_draws, fit, server, self.start, near=near, accuracy=accuracy, before=track
+            )
         if run.ended == "interrupted":
             raise Interrupted(
                 f"interrupted after {found.num_exchanges} exchanges; the particles as they are "

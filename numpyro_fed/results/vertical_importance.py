@@ -90,7 +90,9 @@ class VerticalCorrected(ColumnsAfterFit, Weighted[VerticalResult]):
         )
 
 
-def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> VerticalCorrected:
+def vertical_correct(
+    key: Array, result: VerticalResult, num_draws: int, accuracy: float
+) -> VerticalCorrected:
     """Return the correction of a vertical fit: draws of all parties' latents, weighed.
 
     See :func:`numpyro_fed.importance_correct`.
@@ -117,14 +119,19 @@ def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> Vert
     draws = tuple(jnp.concatenate(part) for part in zip(*own, strict=True))
     tail_and_weights = weights_of(log_weights)
     z, *client_draws = (replace_weightless(a, tail_and_weights[1]) for a in (z, *draws))
+    own_draws = tuple(client_draws)
+    on_supports, latents = result.sites_at(z, own_draws), {s.name for s in result.sites}
     from_guide = np.tile(weighing.parts[1] == 0, len(server))
     all_draws = np.concatenate([np.asarray(a) for a in (z, *client_draws)], 1)
     corrected = VerticalCorrected(
         log_evidence=float(np.logaddexp.reduce(evidence) - np.log(len(evidence))),
         result=result,
         _key=key,
-        **quality_fields(all_draws, from_guide, log_weights, tail_and_weights),
+        accuracy=accuracy,
+        **quality_fields(
+            all_draws, from_guide, log_weights, tail_and_weights, on_supports, latents
+        ),
         _z=z,
-        _own=tuple(client_draws),
+        _own=own_draws,
     )
     return unless_interrupted(corrected, interrupted, num_draws)

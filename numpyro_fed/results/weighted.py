@@ -1,16 +1,17 @@
 """Weighted draws: effective draws, Monte Carlo errors, and a verdict in words.
 
 Rows and columns share this module. A correction is trusted if four things hold: k-hat of the
-weights is below the threshold of Vehtari et al. (2024); no sd rests on a few draws far out;
-standard errors are below :data:`MAX_ERROR`; and the precision of the computation can hold the
-posterior.
+weights is below the threshold of Vehtari et al. (2024); quantiles of all globals, and all means and
+sds that exist, have standard errors below :data:`MAX_ERROR`, on the scale on which their user sees
+them; none of these rests on a few draws far out (:mod:`.element_errors`); and the precision of the
+computation can hold the posterior.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -24,6 +25,7 @@ from numpyro_fed import html
 from numpyro_fed.errors import Interrupted
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.base import FederatedRun
+from numpyro_fed.results.element_errors import ORDERS, ElementErrors
 from numpyro_fed.results.moments import Moments, moments
 from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.results.saving import SavedWords, save
@@ -31,25 +33,19 @@ from numpyro_fed.results.saving import SavedWords, save
 # Draws below which k-hat is not judged: its generalised
 # Pareto is fitted to at most a fifth of them.
 MIN_DRAWS = 100
-# Standard error, in sds, up to which means and sds count as known. The promise is a tenth of an sd,
-# which is more than three such errors. Half of it needs four times as many draws; twice would break
-# the promise one time in ten.
-MAX_ERROR = 0.03
-# The same for an sd whose terms have a heavy tail, whose estimated error
-# comes out too small. Without it three of 100 corrections of one random
-# model were trusted and wrong, with it none (docs/results/never_wrong.md).
-MAX_ERROR_OF_HEAVY = 0.02
 # Sds within which a mean is right, and share within which an sd is: the target of all benchmarks.
 TOLERANCE = 0.1
-# Shape of a Pareto tail below which its variance is
-# finite, and so the standard error of an average.
-FINITE_TAIL = 0.5
+# Standard error, as a share of this, up to which means and sds count as known: more than three such
+# errors are the tolerance. Half of it needs four times as many draws; with twice of it one mean in
+# ten would be off by more.
+MAX_ERROR = 0.3
 # Share of effective draws above which only tails are unsure:
 # nf.fit then tries more draws before a better proposal.
 MANY_SHARE = 0.3
 # Log weight, less the largest, below which a draw weighs nothing: e^-100 is 4e-44, which
 # changes no average.
 NEGLIGIBLE = -100.0
+USE_QUANTILES = "use medians and quantiles there"
 NO_WEIGHTS = (
     "the importance weights are NaN, or all zero, at {}. Fit for more rounds, or look at the data "
     "and the supports of the sites there."
@@ -75,6 +71,8 @@ class Weighted(ABC, Generic[Corrects]):
         Smoothed weights, which sum to one.
     result : Result
         The fit that was corrected.
+    accuracy : float
+        The number of sds to which means and sds are to be right, and the share for sds.
     """
 
     log_evidence: float | None
@@ -85,6 +83,8 @@ class Weighted(ABC, Generic[Corrects]):
     _key: Array = field(repr=False)
     _moments: Moments = field(repr=False)
     _rounding: Rounding = field(repr=False)
+    _errors: ElementErrors = field(repr=False)
+    accuracy: float = field(default=TOLERANCE, repr=False, kw_only=True)
 
     @property
     @abstractmethod
@@ -105,13 +105,29 @@ class Weighted(ABC, Generic[Corrects]):
         return self.pareto_k <= self.threshold
 
     @property
-    def spreads_known(self) -> bool:
-        """Whether no sd rests on a few draws far out, which another sample might show more of."""
-        computed = self._moments
-        return (
-            computed.tail <= FINITE_TAIL
-            or float(computed.error[1].max(initial=0.0)) <= MAX_ERROR_OF_HEAVY
-        )
+    def max_error(self) -> float:
+        """Return the largest standard error, in sds, of a mean, an sd or quantiles that are known.
+
+        It is 0.3 times the :attr:`accuracy` that was asked for.
+        """
+        return MAX_ERROR * self.accuracy
+
+    @property
+    def moments_known(self) -> bool:
+        """Whether every global's mean and sd that exist are known, on the user's scale.
+
+        They are not where they rest on a few draws far out, which another sample might show more
+        of.
+        """
+        return self._errors.moments_known(self.max_error)
+
+    @property
+    def reservation(self) -> str:
+        """Return in words which means and sds do not exist or are not known; empty where all are.
+
+        Quantiles are known all the same where the correction is :attr:`trusted`.
+        """
+        return self._errors.words(self.max_error)
 
     @property
     def share(self) -> float:
@@ -125,17 +141,19 @@ class Weighted(ABC, Generic[Corrects]):
 
     @property
     def monte_carlo_error(self) -> float:
-        """The largest standard error of a global's mean or sd, in posterior sds.
+        """The largest standard error of a global's mean, sd or quantiles, in posterior sds.
 
-        It is that of unconstrained coordinates, as are all numbers below.
+        It is that of the elements of latents as their user sees them. Means and sds that do not
+        exist do not count. Errors of quantiles are those of normal scores, which are sds where the
+        posterior is normal.
         """
-        return float(self._moments.error.max(initial=0.0))
+        return self._errors.worst(self.max_error)
 
     @property
     def trusted(self) -> bool:
-        """Whether corrected means and sds are right to a tenth of an sd."""
-        enough = self.reliable and self.spreads_known and self.monte_carlo_error <= MAX_ERROR
-        return enough and self.precise
+        """Whether quantiles, and means and sds that exist, are right to the :attr:`accuracy`."""
+        quantiles = self._errors.quantiles_known(self.max_error)
+        return self.reliable and quantiles and self.moments_known and self.precise
 
     @property
     def precise(self) -> bool:
@@ -157,13 +175,16 @@ class Weighted(ABC, Generic[Corrects]):
             return "its tails reach beyond what was drawn"
         if not self.reliable:
             return "a few draws carry the weight"
-        if not self.spreads_known:
-            return "few draws far out carry a spread"
-        return f"means and sds are known to {self.monte_carlo_error:.2g} sd only"
+        if not self._errors.quantiles_known(self.max_error):
+            return f"means and sds are known to {self.monte_carlo_error:.2g} sd only"
+        return self.reservation
 
     @property
     def fit_error(self) -> dict[str, dict[str, np.ndarray]]:
-        """The errors of the fit by site, each with ``"mean_error_sd"`` and ``"sd_ratio"``."""
+        """The errors of the fit by site, each with ``"mean_error_sd"`` and ``"sd_ratio"``.
+
+        They are those of unconstrained coordinates, in which guides are fitted.
+        """
         shift = self._moments.shift
         return {
             s.name: {
@@ -175,10 +196,13 @@ class Weighted(ABC, Generic[Corrects]):
 
     @property
     def fit_trusted(self) -> bool:
-        """Whether the fit's own means and sds are right to a tenth of an sd."""
+        """Whether the fit's own means and sds are right to a tenth of an sd.
+
+        They are those of unconstrained coordinates.
+        """
         shift, error = np.abs(self._moments.shift), self._moments.shift_error
-        enough = self.reliable and self.spreads_known and len(self.weights) >= MIN_DRAWS
-        return enough and self.precise and bool((shift + 2 * error <= TOLERANCE).all())
+        enough = self.reliable and self.moments_known and len(self.weights) >= MIN_DRAWS
+        return enough and self.precise and bool((shift + 2 * error <= self.accuracy).all())
 
     def report(self) -> str:
         """Return in words whether to trust the corrected posterior, and the fit."""
@@ -192,28 +216,32 @@ class Weighted(ABC, Generic[Corrects]):
     @property
     def _attributes(self) -> dict[str, float | str]:
         """Return the attributes that go with the draws into ArviZ."""
-        return dict(ess=self.ess, pareto_k=self.pareto_k, verdict=self.report())
+        return dict(
+            ess=self.ess, pareto_k=self.pareto_k, verdict=self.report(), **self._nonexistent
+        )
+
+    @property
+    def _nonexistent(self) -> dict[str, str]:
+        """Return the names of elements without a mean or without an sd, for attributes of ArviZ."""
+        found = {}
+        for order, infinite in zip(ORDERS, self._errors.infinite, strict=True):
+            names = [n for n, no in zip(self._errors.names, infinite, strict=True) if no]
+            if names:
+                found[f"no_{order}"] = ", ".join(names)
+        return found
 
     def _verdict(self) -> str:
         if len(self.weights) < MIN_DRAWS:
             return "Too few draws to tell: k-hat needs 100 or more."
         if not self.precise:
             return f"Do not trust this posterior: {self.doubt}. {self._rounding.remedy}"
-        if self.reliable and not self.spreads_known:
-            return (
-                "Few draws far out carry a spread (the tail of its terms has a k-hat of "
-                f"{self._moments.tail:.2f}, which makes errors of sds look small): take "
-                f"more num_draws. {self._fit_verdict()}"
-            )
         if self.reliable and not self.trusted:
-            return (
-                f"Means and sds are known to {self.monte_carlo_error:.2g} sd only: take more "
-                f"num_draws, or fit for longer. {self._fit_verdict()}"
-            )
+            doubt = self.doubt[0].upper() + self.doubt[1:]
+            return f"{doubt}: take more num_draws, or fit for longer. {self._fit_verdict()}"
         if self.reliable:
             return (
                 "The corrected posterior of the globals can be trusted: means and sds are known to "
-                f"{self.monte_carlo_error:.2g} sd. {self._fit_verdict()}"
+                f"{self.monte_carlo_error:.2g} sd{self._but}. {self._fit_verdict()}"
             )
         if self.many_count:
             return (
@@ -225,6 +253,11 @@ class Weighted(ABC, Generic[Corrects]):
             "Neither the fit nor its correction can be trusted: a few draws carry the weight. "
             "Run more rounds, use a richer guide or LocallyEnhanced, or more inner_draws."
         )
+
+    @property
+    def _but(self) -> str:
+        """Return what a verdict adds where some mean or sd does not exist or is not known."""
+        return f", but {self.reservation}: {USE_QUANTILES}" if self.reservation else ""
 
     def _fit_verdict(self) -> str:
         shift = np.abs(self._moments.shift)
@@ -271,6 +304,7 @@ class Weighted(ABC, Generic[Corrects]):
             "log_evidence": self.log_evidence,
             "ess": self.ess,
             "pareto_k": self.pareto_k,
+            "accuracy": self.accuracy,
         }
         return SavedWords(type(self).__name__, words, self.draws, self.weights)
 
@@ -284,13 +318,16 @@ def quality_fields(
     from_guide: np.ndarray,
     log_weights: Array,
     known: tuple[float, np.ndarray],
+    draws: Mapping[str, Array | np.ndarray],
+    latents: Collection[str],
     of_fit: np.ndarray | None = None,
 ) -> dict[str, Any]:
     """Return the fields of a correction that measure its draws ``z`` (n, dim).
 
     ``from_guide`` (n,) marks the draws that come from the fit's guide itself; ``known`` is the
-    k-hat and the weights of :func:`weights_of`. Draws ``of_fit`` (m, dim) take the place of those
-    that are marked, where another proposal than the guide was weighed.
+    k-hat and the weights of :func:`weights_of`. ``draws`` are the same on the supports of the
+    sites, of which ``latents`` are no functions of others. Draws ``of_fit`` (m, dim) take the place
+    of those that are marked, where another proposal than the guide was weighed.
     """
     pareto_k, weights = known
     if of_fit is None:
@@ -300,7 +337,23 @@ def quality_fields(
         computed = moments(np.concatenate([z, of_fit]), np.append(weights, none), added)
     rounding = Rounding.of(z, weights, log_weights, computed.mean, computed.sd)
     ess = float(1 / (weights**2).sum())
-    return dict(ess=ess, pareto_k=pareto_k, weights=weights, _moments=computed, _rounding=rounding)
+    return dict(
+        ess=ess,
+        pareto_k=pareto_k,
+        weights=weights,
+        _moments=computed,
+        _rounding=rounding,
+        _errors=ElementErrors.of(draws, latents, weights),
+    )
+
+
+def check_accuracy(accuracy: float) -> None:
+    """Raise an error for an accuracy that is no share of an sd."""
+    if not 0 < accuracy < 1:
+        raise ValueError(
+            f"accuracy={accuracy!r}: expected a number of posterior sds between 0 and 1, such as "
+            "0.1 (the default) or 0.2 for a first look."
+        )
 
 
 def replace_weightless(z: Array, weights: np.ndarray) -> Array:

@@ -1,0 +1,274 @@
+r"""How well weighted draws know the globals as a user sees them: means, sds and quantiles.
+
+An average of ``h`` over draws with weights :math:`w_i` that sum to one has the standard error
+:math:`\sqrt{\sum_i w_i^2 (h_i - m)^2}` (Owen 2013, "Monte Carlo theory, methods and examples",
+section 9.2), if its terms :math:`w_i |h_i - m|` have a tail of finite variance: a generalised
+Pareto shape below a half (Vehtari et al. 2024, section 2.4, on tails of other functions than the
+weights). The same with :math:`(h_i - m)^2` holds for a variance.
+
+A posterior on its own scale may have no mean or no sd, as that of a half-Cauchy scale with few
+groups. Its density then falls as a power of ``h``, by the index of its tail: moments of this order
+and above are infinite. Draws still know its quantiles. Their errors are those of mean and sd of
+the normal scores :math:`\Phi^{-1}(F(h_i))`, which depend on ranks alone and are sds where the
+posterior is normal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jax import Array
+from scipy.special import ndtri
+
+from numpyro_fed.after.sensitivity import elements
+
+# Shape of the tail of terms below which their average has a finite standard error, and that up to
+# which averages still converge as they should in a few thousand draws (Vehtari et al. 2024). In
+# between, estimated errors come out too small: a smaller one is asked for. Without that, three of
+# 100 corrections of one random model were trusted and wrong (docs/results/never_wrong.md).
+FINITE_TAIL, CONVERGENT_TAIL = 0.5, 0.7
+SHARE_OF_HEAVY = 2 / 3
+# Effective draws beyond the far and the near end of the piece of a tail whose slope is its index.
+FAR_DRAWS, NEAR_DRAWS = 25, 100
+# Order of a moment, as a share of the index of a tail, from which on it counts as infinite: the
+# index of a half-Cauchy's posterior, a whole number, is known to a tenth.
+CLOSE = 0.9
+# Mass beyond the far end of the piece, below which the index is that of the tail. Closer by, only
+# a heavy tail of the terms tells a power of ``h`` from a log-normal tail, which bends.
+DEEP = 1e-4
+FAR = 100.0  # log terms so far below the largest are no part of a tail, and are cut off
+# Largest value: draws that overflow on their support count as so large. And the farthest place, in
+# units of the middle half of the draws.
+LARGEST, FARTHEST = 1e300, 1e150
+ORDERS = ("mean", "sd")
+
+
+class ElementErrors(NamedTuple):
+    """The errors of the globals' means, sds and quantiles, element by element.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Such as ``"beta[1]"``. Elements that are constant, as the diagonal of a correlation, have no
+        entry.
+    latent : (m,) bool
+        Whether an element is of a latent, and not of a deterministic site.
+    error : (3, m)
+        Standard errors: of the mean and the sd in sds, and the larger one of mean and sd of the
+        normal scores. Infinite where they cannot be told.
+    shape : (2, m)
+        The tails' shapes of the terms of the mean and of the variance.
+    index, depth : (m,)
+        The index of the posterior's heavier tail, infinite for an element that has none, and the
+        mass beyond the place where it was measured. NaN for an element that is no number at some
+        draw.
+    """
+
+    names: tuple[str, ...]
+    latent: np.ndarray
+    error: np.ndarray
+    shape: np.ndarray
+    index: np.ndarray
+    depth: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        draws: Mapping[str, Array | np.ndarray],
+        latents: Collection[str],
+        weights: np.ndarray,
+        islands: np.ndarray | None = None,
+    ) -> ElementErrors:
+        """Return the errors of draws {site: (n, ...)} with weights (n,) that sum to one.
+
+        Those of particles are the disagreement of ``islands`` (4, n / 4), their places.
+        """
+        of_latents = {k: v for k, v in draws.items() if k in latents}
+        names, values = elements({**of_latents, **draws})
+        latent = np.arange(len(names)) < sum(np.size(v[0]) for v in of_latents.values())
+        counts = weights > 0
+        x, w = values[counts], weights[counts]
+        moves = np.ones(len(names), bool)
+        if len(w) > 1:
+            moves = ~(x == x[:1]).all(0)
+        x = x[:, moves]
+        columns = [_column(column, w, islands) for column in x.T]
+        error, shape, tail = (
+            np.array([c[i] for c in columns]).reshape(len(columns), size).T
+            for i, size in enumerate([3, 2, 2])
+        )
+        kept = tuple(name for name, m in zip(names, moves, strict=True) if m)
+        return cls(kept, latent[moves], error, shape, *tail)
+
+    def known(self, bound: float) -> np.ndarray:
+        """Return whether each mean and sd (2, m) is known to a standard error of ``bound`` sds."""
+        error, light = self.error[:2], self.shape <= FINITE_TAIL
+        heavy = (self.shape <= CONVERGENT_TAIL) & (error <= SHARE_OF_HEAVY * bound)
+        return (error <= bound) & (light | heavy)
+
+    @property
+    def infinite(self) -> np.ndarray:
+        """Return whether each mean and sd (2, m) does not exist, as far as the tail can tell."""
+        order = np.array([[1.0], [2.0]])
+        sure = (self.depth <= DEEP) | (self.shape > CONVERGENT_TAIL)
+        return np.asarray((CLOSE * self.index <= order) & sure)
+
+    def unknown(self, bound: float) -> np.ndarray:
+        """Return whether each mean and sd (2, m) exists, as far as known, and is not known."""
+        return ~(self.known(bound) | self.infinite)
+
+    def worst(self, bound: float) -> float:
+        """Return the largest error of a latent's quantiles, and of its moments that exist."""
+        there = np.where(self.infinite, 0.0, self.error[:2])
+        return float(np.concatenate([there, self.error[2:]])[:, self.latent].max(initial=0.0))
+
+    def quantiles_known(self, bound: float) -> bool:
+        """Return whether the quantiles of all latents are known."""
+        return bool((self.error[2, self.latent] <= bound).all())
+
+    def moments_known(self, bound: float) -> bool:
+        """Return whether all moments of latents that exist are known."""
+        return not self.unknown(bound)[:, self.latent].any()
+
+    def words(self, bound: float) -> str:
+        """Return in words which elements have no mean or sd, or an unknown one; empty if none."""
+        infinite, unknown, no_number = self.infinite, self.unknown(bound), np.isnan(self.index)
+        unknown &= ~no_number
+        found = []
+        if no_number.any():
+            found.append(f"{_listed(self.names, no_number)} {_is(no_number)} NaN at some draws")
+        for i, order in enumerate(ORDERS):
+            # What has no mean has no sd: it is said once.
+            of_order = infinite[i] & ~infinite[0] if i else infinite[0]
+            if of_order.any():
+                index = float(self.index[of_order].min())
+                sites = _listed(self.names, of_order)
+                found.append(f"{sites} {_has(of_order)} no {order} (tails of index {index:.1f})")
+        for i, order in enumerate(ORDERS):
+            of_order = unknown[i] & ~infinite[0] & ~(unknown[0] if i else False)
+            if of_order.any():
+                sites = _listed(self.names, of_order)
+                error = float(self.error[i, of_order].max())
+                how = (
+                    "rests on a few draws far out"
+                    if error <= bound or not np.isfinite(error)
+                    else f"is known to {error:.2g} sd only"
+                )
+                found.append(f"the {order} of {sites} {how}")
+        return " and ".join(found)
+
+
+def _column(
+    x: np.ndarray, w: np.ndarray, islands: np.ndarray | None
+) -> tuple[tuple[float, ...], ...]:
+    """Return the errors (3,), the shapes (2,), index and depth of one element's draws (n,)."""
+    if np.isnan(x).any():
+        return (np.inf,) * 3, (np.inf,) * 2, (np.nan, np.nan)
+    if len(w) < 2:
+        return (np.inf,) * 3, (np.inf,) * 2, (np.inf, 1.0)
+    x = np.clip(x, -LARGEST, LARGEST)
+    order = np.argsort(x, kind="stable")
+    below = np.cumsum(w[order])
+    scores = np.empty(len(x))
+    scores[order] = ndtri(np.clip(below - w[order] / 2, 1e-300, 1 - 1e-16))
+    score_error = max(_errors(scores, w, islands))
+    places = np.minimum(np.searchsorted(below, [0.25, 0.5, 0.75]), len(x) - 1)
+    low, median, high = x[order[places]]
+    # In units of the middle half, and no farther than a square can hold.
+    x = (x - median) / (high - low if high > low else np.abs(x - median).max() or 1.0)
+    x = np.clip(x, -FARTHEST, FARTHEST)
+    mean = w @ x
+    sd = np.sqrt(w @ (x - mean) ** 2)
+    if not sd > 0:
+        return (np.inf, np.inf, score_error), (np.inf, np.inf), (0.0, 0.0)
+    standard = (x - mean) / sd
+    with np.errstate(divide="ignore"):
+        log_w, log_x = np.log(w), np.log(np.abs(standard))
+    shapes = [tail_shape(log_w + power * log_x) for power in (1, 2)]
+    tail = min(_index(side[side > 0], w[side > 0]) for side in (x, -x))
+    return (*_errors(standard, w, islands), score_error), tuple(shapes), tail
+
+
+def _errors(standard: np.ndarray, w: np.ndarray, islands: np.ndarray | None) -> tuple[float, float]:
+    """Return the standard errors of mean and sd of standardised draws (n,)."""
+    if islands is not None:
+        mean, sd = disagreement(standard[islands][..., None], np.ones(1))[:, 0]
+    else:
+        mean, sd = (np.sqrt(w**2 @ f**2) for f in (standard, (standard**2 - 1) / 2))
+    return float(mean), float(sd)
+
+
+def disagreement(islands: np.ndarray, sd: np.ndarray) -> np.ndarray:
+    """Return standard errors (2, dim) of mean and sd, in sds, from islands (4, n, dim)."""
+    scale = np.where(sd > 0, sd, 1.0)
+    means, sds = islands.mean(1) / scale, islands.std(1) / scale
+    found = np.stack([m.std(0, ddof=1) for m in (means, sds)]) / math.sqrt(len(islands))
+    return np.where(np.isfinite(found) & (sd > 0), found, np.inf)
+
+
+def tail_shape(log_terms: np.ndarray) -> float:
+    """Return the generalised Pareto shape of the upper tail of terms (n,), by their logs.
+
+    The tail has as many terms as that of Pareto-smoothed weights; 0 where there is none.
+    """
+    log_terms = np.maximum(log_terms - log_terms.max(), -FAR)
+    number = int(min(0.2 * len(log_terms), 3 * np.sqrt(len(log_terms))))
+    if number < 5:
+        return 0.0
+    last = np.sort(log_terms)[-number - 1 :]
+    above = np.exp(last[1:]) - np.exp(last[0])
+    above = above[above > 0]
+    return _pareto_shape(above) if len(above) >= 5 else 0.0
+
+
+def _pareto_shape(x: np.ndarray) -> float:
+    """Return the shape of a generalised Pareto distribution, from its sorted draws.
+
+    The posterior mean of Zhang and Stephens (2009) over a grid, with the prior of Vehtari et al.
+    (2024) at 0.5.
+    """
+    n = len(x)
+    grid = np.arange(1, 31 + int(np.sqrt(n))) - 0.5
+    theta = 1 / x[-1] + (1 - np.sqrt((len(grid)) / grid)) / (3 * x[int(n / 4 + 0.5) - 1])
+    shapes = np.log1p(-theta[:, None] * x).mean(1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        log_like = n * (np.log(-theta / shapes) - shapes - 1)
+    log_like = np.where(np.isnan(log_like), -np.inf, log_like)
+    weights = np.exp(log_like - log_like.max())
+    best = float(weights @ theta / weights.sum())
+    return float((n * np.log1p(-best * x).mean() + 5) / (n + 10))
+
+
+def _index(distance: np.ndarray, w: np.ndarray) -> tuple[float, float]:
+    """Return the index of a tail and the mass beyond where it was measured.
+
+    ``distance`` (n,) is that of draws on one side from the median. The index is the slope of the
+    log of the mass beyond a distance over the log of the distance.
+    """
+    order = np.argsort(-distance)
+    distance, w = distance[order], w[order]
+    beyond = np.cumsum(w)
+    effective = np.maximum.accumulate(beyond**2 / np.maximum(np.cumsum(w**2), 1e-300))
+    far, near = np.searchsorted(effective, [FAR_DRAWS, NEAR_DRAWS])
+    if near >= len(w) or not distance[far] > distance[near]:
+        return np.inf, 1.0
+    slope = np.log(beyond[near] / beyond[far]) / np.log(distance[far] / distance[near])
+    return float(slope), float(beyond[far])
+
+
+def _listed(names: Sequence[str], chosen: np.ndarray) -> str:
+    """Return the chosen names, the first three of many."""
+    found = [f"'{name}'" for name, c in zip(names, chosen, strict=True) if c]
+    more = f" and {len(found) - 3} more" if len(found) > 4 else ""
+    return ", ".join(found[:3] if more else found) + more
+
+
+def _has(chosen: np.ndarray) -> str:
+    return "has" if chosen.sum() == 1 else "have"
+
+
+def _is(chosen: np.ndarray) -> str:
+    return "is" if chosen.sum() == 1 else "are"
