@@ -44,7 +44,7 @@ __all__ = [
     "secret_of",
     "squared_arsinh_of_root",
     "times_compiled",
-    "with_moments",
+    "with_errors",
 ]
 
 
@@ -190,9 +190,9 @@ def globals_drawn(corrected: Any) -> np.ndarray:
     return np.asarray(corrected.z_G, np.float64)
 
 
-def with_moments(corrected: Any, **known: Any) -> Any:
-    """A correction that knows other things of its moments."""
-    return replace(corrected, _moments=corrected._moments._replace(**known))
+def with_errors(corrected: Any, **known: Any) -> Any:
+    """A correction with other errors of its elements."""
+    return replace(corrected, _errors=corrected._errors._replace(**known))
 
 
 def private(module: Any, name: str) -> Any:

@@ -214,7 +214,7 @@ def test_spreads_that_hang_on_few_draws_take_more_of_them():
     ]
     fitted = nf.fit(KEY, model, silos, precision="single", progress_bar=False)  # for these draws
     before, after = (stage.result for stage in fitted.stages[1:3])
-    assert not before.spreads_known
+    assert not before.moments_known
     assert fitted.stages[2].name == "matched to the weighted draws"
     assert len(after.weights) == 2 * len(before.weights)
     assert after.pareto_k < before.pareto_k

@@ -20,7 +20,7 @@ from laid_open import (
     laid_open,
     put_in_place,
     root,
-    with_moments,
+    with_errors,
 )
 from problems import cut, parts
 from scipy.special import logsumexp
@@ -234,7 +234,7 @@ def test_the_report_trusts_a_wrong_guide_that_was_repaired():
     fixed = corrected(**OFF)
     assert fixed.pareto_k < fixed.threshold == 0.7
     assert fixed.reliable
-    known = with_moments(fixed, error=np.full((2, 1), 0.029), tail=0.5)
+    known = with_errors(fixed, error=np.full((3, 1), 0.029), shape=np.full((2, 1), 0.5))
     assert known.trusted
     assert "The corrected posterior of the globals can be trusted" in known.report()
     assert f"{fixed.ess:.0f} effective draws" in fixed.report()
@@ -681,19 +681,33 @@ def test_a_heavy_tail_of_weights_of_which_most_count_is_not_called_concentrated(
 
 
 def test_spreads_that_hang_on_few_draws_far_out_are_not_known():
-    """Of t distributions with 3 degrees of freedom squares have a tail of shape 2 / 3."""
-    r, weights, own = np.random.default_rng(0), np.full(16_000, 1 / 16_000), np.ones(16_000, bool)
-    heavy = moments(r.standard_t(3, (16_000, 1)), weights, own)
-    light = moments(r.normal(size=(16_000, 3)), weights, own)
-    assert abs(heavy.tail - 2 / 3) < 4 * (1 + 2 / 3) / np.sqrt(3 * 16_000**0.5)
-    assert light.tail < 0.5
     good = corrected()
     assert good.trusted
-    assert with_moments(good, tail=heavy.tail, error=np.full((2, 1), 0.02)).trusted
-    unknown = with_moments(good, tail=heavy.tail, error=np.full((2, 1), 0.021))
+    heavy = np.full((2, 1), 2 / 3)  # as of the squares of a t with three degrees of freedom
+    assert with_errors(good, shape=heavy, error=np.full((3, 1), 0.0199)).trusted
+    unknown = with_errors(good, shape=heavy, error=np.full((3, 1), 0.021))
     assert not unknown.trusted
     assert not unknown.fit_trusted
-    assert "Few draws far out carry a spread" in unknown.report()
+    assert "The mean of 'mu' rests on a few draws far out" in unknown.report()
+    assert with_errors(unknown, error=good._errors.error, shape=good._errors.shape).trusted
+
+
+def test_a_moment_that_does_not_exist_is_named_and_no_reason_to_distrust():
+    good = corrected()
+    heavy = with_errors(good, index=np.array([1.0]), depth=np.zeros(1), error=np.full((3, 1), 0.02))
+    assert heavy.trusted
+    assert "but 'mu' has no mean (tails of index 1.0): use medians" in heavy.report()
+    attributes = heavy.to_arviz(KEY, 10)["posterior"].attrs
+    assert (attributes["no_mean"], attributes["no_sd"]) == ("mu", "mu")
+    lost = with_errors(heavy, error=np.full((3, 1), 0.1))  # its quantiles are not known
+    assert not lost.trusted
+
+
+def test_accuracy_is_what_a_user_asks_for():
+    rough = with_errors(corrected(), error=np.full((3, 1), 0.05))
+    assert not rough.trusted
+    assert replace(rough, accuracy=0.2).trusted
+    assert not replace(with_errors(rough, error=np.full((3, 1), 0.02)), accuracy=0.05).trusted
 
 
 @pytest.mark.slow
@@ -716,8 +730,8 @@ def test_moments_that_are_not_finite_have_an_infinite_error():
     z, weights = np.array([[0.0, 1.0], [1.0, np.inf], [2.0, 3.0]]), np.full(3, 1 / 3)
     with np.errstate(invalid="ignore"):
         found = moments(z, weights, np.ones(3, bool))
-    assert np.isfinite(found.error[:, 0]).all()
-    assert np.isinf(found.error[:, 1]).all()
+    assert np.isfinite(found.shift_error[:, 0]).all()
+    assert np.isinf(found.shift_error[:, 1]).all()
 
 
 COUNTS = (np.array([0.0, 5.0, 27.0]), np.array([20.0, 1.0, 413.0]))

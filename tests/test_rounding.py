@@ -119,7 +119,7 @@ def test_one_draw_that_has_all_the_weight_says_nothing_of_rounding():
     z, weights = np.linspace(-1, 1, 400)[:, None], np.eye(400)[7]
     found = moments(z, weights, np.arange(400) < 200)
     assert found.sd == 0
-    assert np.isinf(found.error).all()
+    assert np.isinf(found.shift_error).all()
     assert not Rounding.of(z, weights, jnp.zeros(400), found.mean, found.sd).lost.any()
     even = np.full(400, 1 / 400)
     assert Rounding.of(z, even, jnp.zeros(400), found.mean, found.sd).lost.all()

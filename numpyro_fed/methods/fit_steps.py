@@ -85,6 +85,11 @@ MAX_DRAWS = 64_000
 # k-hat from 0.95 to 0.48 and from 0.66 to 0.30 (docs/results/raw_data.md);
 # a posterior that three do not fit is not like a Gaussian.
 MAX_MATCHES = 3
+# Corrections that a fit may try, one after the other, each with the draws of those before, until
+# their own k-hat is good: from the next one on new draws judge it.
+TRIES_WITHOUT_JUDGE = 3
+# Times as many draws as an estimated error asks for, which allows for the error of this error.
+SPARE = 1.3
 # Share of effective draws above which another match gains little, and more draws are the remedy.
 ENOUGH_COUNT = 0.6
 # Draws of each row's latents in the bound, and of latents of outer plates. Twenty bring the six
@@ -409,9 +414,8 @@ class FitSteps:
             best = self.better(best, new) or best
         converges = best.many_count or best.reliable
         if converges and not best.trusted and math.isfinite(best.monte_carlo_error):
-            # Errors fall as the root of the number of draws. The 1.3 allows for the error of the
-            # estimated error, so that one more correction is enough as a rule.
-            factor = 1.3 * (best.monte_carlo_error / best.max_error) ** 2
+            # Errors fall as the root of the number of draws.
+            factor = SPARE * (best.monte_carlo_error / best.max_error) ** 2
             needed = len(best.weights) * (
                 factor if best.moments_known else max(factor, TAIL_FACTOR)
             )
@@ -484,11 +488,13 @@ class FitSteps:
         # The best of several k-hats is too good by selection: on one model it was 0.43, and 0.72 on
         # new draws (docs/results/raw_data.md).
         tried = sum(isinstance(stage.result, Corrected) for stage in self.stages)
-        # Draws that were added to all before them choose nothing: the first, matches, more draws.
-        few = MAX_MATCHES + 2 if best is not None and best.pool is not None else 2
+        # Draws that were added to all before them choose less.
+        few = TRIES_WITHOUT_JUDGE if best is not None and best.pool is not None else 2
         if best is None or not best.trusted or tried <= few or self.exchanges_left <= 0:
             return best
-        new = self.correct(best.result, "judged by new draws", len(best.weights), _latest(best))
+        enough = SPARE * (best.monte_carlo_error / best.max_error) ** 2
+        draws = math.ceil(min(enough, 1.0) * len(best.weights) / AT_ONCE) * AT_ONCE
+        new = self.correct(best.result, "judged by new draws", draws, _latest(best))
         return new if new is not None else best
 
     def missed_modes(self, best: Corrected | None) -> tuple[LocalMode, ...]:
@@ -551,8 +557,15 @@ class FitSteps:
 
 
 def _wants_more(correction: Corrected | None) -> bool:
-    """Return whether more work may help: not if the precision cannot hold the posterior."""
-    return correction is None or not (correction.trusted or not correction.precise)
+    """Return whether another method may help.
+
+    It does not if the precision cannot hold the posterior, or where nothing but some mean or sd is
+    unknown, which rests on a heavy tail.
+    """
+    if correction is None:
+        return True
+    quantiles = correction.reliable and correction.quantiles_known
+    return correction.precise and not (correction.trusted or quantiles)
 
 
 def _latest(correction: Corrected) -> Mixture | None:

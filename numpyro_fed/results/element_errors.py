@@ -16,7 +16,7 @@ posterior is normal.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -135,30 +135,32 @@ class ElementErrors(NamedTuple):
 
     def words(self, bound: float) -> str:
         """Return in words which elements have no mean or sd, or an unknown one; empty if none."""
-        infinite, unknown, no_number = self.infinite, self.unknown(bound), np.isnan(self.index)
-        unknown &= ~no_number
+        no_number = np.isnan(self.index)
         found = []
         if no_number.any():
-            found.append(f"{_listed(self.names, no_number)} {_is(no_number)} NaN at some draws")
-        for i, order in enumerate(ORDERS):
-            # What has no mean has no sd: it is said once.
-            of_order = infinite[i] & ~infinite[0] if i else infinite[0]
-            if of_order.any():
-                index = float(self.index[of_order].min())
-                sites = _listed(self.names, of_order)
-                found.append(f"{sites} {_has(of_order)} no {order} (tails of index {index:.1f})")
-        for i, order in enumerate(ORDERS):
-            of_order = unknown[i] & ~infinite[0] & ~(unknown[0] if i else False)
-            if of_order.any():
-                sites = _listed(self.names, of_order)
-                error = float(self.error[i, of_order].max())
-                how = (
-                    "rests on a few draws far out"
-                    if error <= bound or not np.isfinite(error)
-                    else f"is known to {error:.2g} sd only"
-                )
-                found.append(f"the {order} of {sites} {how}")
+            found.append(f"{self._sites(no_number)} cannot be computed at some draws")
+        infinite, unknown = self.infinite, self.unknown(bound) & ~no_number
+        for cases in (infinite, unknown):
+            cases[1] &= ~cases[0]  # what is said of a mean is not said again of its sd
+        for order, cases in zip(ORDERS, infinite, strict=True):
+            if cases.any():
+                verb = "has" if cases.sum() == 1 else "have"
+                index = f"tails of index {self.index[cases].min():.1f}"
+                found.append(f"{self._sites(cases)} {verb} no {order} ({index})")
+        for order, cases, error in zip(ORDERS, unknown, self.error, strict=False):
+            if cases.any():
+                worst = error[cases].max()
+                known = f"is known to {worst:.2g} sd only"
+                if worst <= bound or np.isinf(worst):
+                    known = "rests on a few draws far out"
+                found.append(f"the {order} of {self._sites(cases)} {known}")
         return " and ".join(found)
+
+    def _sites(self, chosen: np.ndarray) -> str:
+        """Return the names of the chosen elements, the first three of many."""
+        names = [f"'{name}'" for name, c in zip(self.names, chosen, strict=True) if c]
+        more = f" and {len(names) - 3} more" if len(names) > 4 else ""
+        return ", ".join(names[:3] if more else names) + more
 
 
 def _column(
@@ -253,22 +255,9 @@ def _index(distance: np.ndarray, w: np.ndarray) -> tuple[float, float]:
     beyond = np.cumsum(w)
     effective = np.maximum.accumulate(beyond**2 / np.maximum(np.cumsum(w**2), 1e-300))
     far, near = np.searchsorted(effective, [FAR_DRAWS, NEAR_DRAWS])
-    if near >= len(w) or not distance[far] > distance[near]:
+    if near < len(w):  # closer by than draws that are as far as can be
+        near = max(near, np.searchsorted(-distance, -distance[far], side="right"))
+    if near >= len(w):
         return np.inf, 1.0
     slope = np.log(beyond[near] / beyond[far]) / np.log(distance[far] / distance[near])
     return float(slope), float(beyond[far])
-
-
-def _listed(names: Sequence[str], chosen: np.ndarray) -> str:
-    """Return the chosen names, the first three of many."""
-    found = [f"'{name}'" for name, c in zip(names, chosen, strict=True) if c]
-    more = f" and {len(found) - 3} more" if len(found) > 4 else ""
-    return ", ".join(found[:3] if more else found) + more
-
-
-def _has(chosen: np.ndarray) -> str:
-    return "has" if chosen.sum() == 1 else "have"
-
-
-def _is(chosen: np.ndarray) -> str:
-    return "is" if chosen.sum() == 1 else "are"

@@ -169,7 +169,7 @@ class Particles(Corrected):
         if self.evidence_error > MAX_EVIDENCE_ERROR:
             error = f"{self.evidence_error:.2g}"
             return f"islands of particles differ: the log evidence is known to {error} nats"
-        if not self.moments_known and self._errors.quantiles_known(self.max_error):
+        if not self.moments_known and self.quantiles_known:
             return self.reservation
         return f"islands of particles differ: means and sds are known to {self._error_in_words} sd"
 

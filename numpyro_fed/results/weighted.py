@@ -122,6 +122,11 @@ class Weighted(ABC, Generic[Corrects]):
         return self._errors.moments_known(self.max_error)
 
     @property
+    def quantiles_known(self) -> bool:
+        """Whether every global's quantiles are known, on the user's scale."""
+        return self._errors.quantiles_known(self.max_error)
+
+    @property
     def reservation(self) -> str:
         """Return in words which means and sds do not exist or are not known; empty where all are.
 
@@ -152,8 +157,7 @@ class Weighted(ABC, Generic[Corrects]):
     @property
     def trusted(self) -> bool:
         """Whether quantiles, and means and sds that exist, are right to the :attr:`accuracy`."""
-        quantiles = self._errors.quantiles_known(self.max_error)
-        return self.reliable and quantiles and self.moments_known and self.precise
+        return self.reliable and self.quantiles_known and self.moments_known and self.precise
 
     @property
     def precise(self) -> bool:
@@ -175,7 +179,7 @@ class Weighted(ABC, Generic[Corrects]):
             return "its tails reach beyond what was drawn"
         if not self.reliable:
             return "a few draws carry the weight"
-        if not self._errors.quantiles_known(self.max_error):
+        if not self.quantiles_known:
             return f"means and sds are known to {self.monte_carlo_error:.2g} sd only"
         return self.reservation
 

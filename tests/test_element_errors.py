@@ -1,0 +1,158 @@
+"""Errors of means, sds and quantiles as users see them; moments that do not exist."""
+
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from blackjax.diagnostics import psis_weights
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from numpyro_fed.results.element_errors import ElementErrors, tail_shape
+
+BOUND = 0.03
+
+
+def even(number):
+    return np.full(number, 1 / number)
+
+
+def errors_of(values, weights=None):
+    weights = even(len(values)) if weights is None else weights
+    return ElementErrors.of({"t": values}, {"t"}, weights)
+
+
+def placed(distribution, number=20_000):
+    """The quantiles of a distribution at even steps: draws without chance."""
+    return distribution.ppf((np.arange(number) + 0.5) / number)
+
+
+# A posterior in logs, and its index on the user's scale.
+TAILS = {
+    "half-Cauchy": (lambda z: z - np.logaddexp(0, 2 * z) - 3 * np.logaddexp(0, -z), 1),
+    "ratio": (lambda z: 2 * z - 2 * np.logaddexp(0, 2 * z), 2),
+    "inverse gamma 1.5": (lambda z: -1.5 * z - np.exp(-z), 1.5),
+    "inverse gamma 3": (lambda z: -3 * z - np.exp(-z), 3),
+    "inverse gamma 6": (lambda z: -6 * z - np.exp(-z), 6),
+    "log-normal": (lambda z: -0.5 * z**2, np.inf),
+    "half-normal": (lambda z: z - 0.5 * np.exp(2 * z), np.inf),
+    "gamma": (lambda z: 2 * z - np.exp(z), np.inf),
+}
+
+
+def weighed(log_density, seed):
+    """Draws of ``exp(z)`` with weights: from a t at the mode, and half of them from wider ones."""
+    r = np.random.default_rng(seed)
+    grid, h = np.linspace(-15, 15, 30_001), 1e-3
+    with np.errstate(over="ignore"):
+        mode = grid[np.argmax(log_density(grid))]
+        bend = 2 * log_density(mode) - log_density(mode - h) - log_density(mode + h)
+        scale = h / bend**0.5
+        wider = [(2.5, 3), (8, 3), (25, 3), (3, 10), (10, 10)]
+        parts = [(4_000, stats.t(10, mode, scale))]
+        parts += [(800, stats.t(df, mode, width * scale)) for width, df in wider]
+        z = np.concatenate([part.rvs(n, r) for n, part in parts])
+        log_w = log_density(z) - np.log(sum(n * part.pdf(z) for n, part in parts))
+        log_w = np.where(np.isfinite(log_w), log_w, -np.inf)
+        w = np.where(log_w > log_w.max() - 100, np.exp(log_w - log_w.max()), 0)
+        return np.exp(z), w / w.sum()
+
+
+@pytest.mark.parametrize("name", TAILS)
+@pytest.mark.parametrize("seed", range(3))
+def test_moments_exist_where_the_index_of_the_tail_is_above_their_order(name, seed):
+    log_density, index = TAILS[name]
+    found = errors_of(*weighed(log_density, seed))
+    exists = np.array([index > 1, index > 2])
+    np.testing.assert_array_equal(found.infinite[:, 0], ~exists)
+    np.testing.assert_array_equal(found.known(BOUND)[exists, 0], True)
+    assert found.quantiles_known(BOUND)
+    assert found.moments_known(BOUND)
+    if index < np.inf:
+        assert found.index[0] == pytest.approx(index, rel=0.1)
+    words = found.words(BOUND)
+    if exists.all():
+        assert words == ""
+    else:
+        assert words.startswith(
+            f"'t' has no {'sd' if exists[0] else 'mean'} (tails of index {index:.1f}"
+        )
+
+
+def test_few_draws_of_a_heavy_tail_leave_its_sd_unknown():
+    """Of a t distribution with three degrees of freedom: its squares have a tail of shape 2 / 3."""
+    found = errors_of(stats.t(3).rvs(4_000, np.random.default_rng(0)))
+    assert abs(found.shape[1, 0] - 2 / 3) < 4 * (1 + 2 / 3) / np.sqrt(3 * 4_000**0.5)
+    assert found.known(BOUND)[0, 0]
+    assert found.unknown(BOUND)[1, 0]
+    assert not found.moments_known(BOUND)
+    assert found.quantiles_known(BOUND)
+    assert found.words(BOUND).startswith("the sd of 't' ")
+
+
+def test_independent_draws_of_a_normal_have_the_errors_of_textbooks():
+    found = errors_of(placed(stats.norm(1e6, 3.0)))
+    root = 20_000**-0.5
+    np.testing.assert_allclose(found.error[:, 0], [root, root / 2**0.5, root], rtol=2e-3)
+    assert found.words(BOUND) == ""
+
+
+def test_the_shape_of_a_tail_is_that_of_pareto_smoothing():
+    r = np.random.default_rng(1)
+    for index in (1.0, 2.0, 5.0):
+        log_terms = np.log(r.pareto(index, 2_000))
+        known = float(psis_weights(jnp.asarray(log_terms, jnp.float32))[1])
+        assert tail_shape(log_terms) == pytest.approx(known, abs=1e-3)
+    assert tail_shape(np.zeros(500)) == 0.0
+
+
+@given(st.integers(0, 1_000))
+def test_errors_of_quantiles_depend_on_ranks_alone(seed):
+    r = np.random.default_rng(seed)
+    x, w = r.normal(size=50), r.gamma(1.0, size=50)
+    w /= w.sum()
+    maps = [x, np.exp(x), 1e5 + 3 * x, x**3, np.arctan(x)]
+    errors = [errors_of(values, w).error[2, 0] for values in maps]
+    np.testing.assert_array_equal(errors, errors[0])
+
+
+def test_values_that_overflow_belong_to_a_heavy_tail():
+    r = np.random.default_rng(0)
+    x, w = np.exp(r.normal(size=1_000)), even(1_000)
+    x[:150], w[:150] = np.inf, 1e-40
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = errors_of(x, w / w.sum())
+    assert found.infinite.all()
+
+
+def test_one_draw_with_all_the_weight_knows_nothing():
+    found = errors_of(np.linspace(-1, 1, 400), np.eye(400)[7])
+    assert np.isinf(found.error).all()
+    assert not found.quantiles_known(BOUND)
+
+
+def test_constants_have_no_errors_and_functions_of_globals_do_not_decide():
+    r = np.random.default_rng(0)
+    t, rho = stats.t(1).rvs(8_000, r), r.uniform(-1, 1, 8_000)
+    L = np.zeros((8_000, 2, 2))
+    L[:, 0, 0], L[:, 1, 0], L[:, 1, 1] = 1.0, rho, np.sqrt(1 - rho**2)
+    found = ElementErrors.of(
+        {"ratio": t, "L": L, "gap": np.sqrt(np.maximum(rho, 0)) + np.where(rho > 0, 0, np.nan)},
+        {"L"},
+        even(8_000),
+    )
+    assert found.names == ("L[1, 0]", "L[1, 1]", "ratio", "gap")
+    assert found.latent.tolist() == [True, True, False, False]
+    assert found.moments_known(BOUND)
+    assert found.worst(BOUND) < BOUND
+    assert "'gap' cannot be computed at some draws" in found.words(BOUND)
+    assert "'ratio' has no mean" in found.words(BOUND)
+
+
+def test_names_of_many_elements_are_shortened():
+    x = stats.t(1).rvs((8_000, 6), np.random.default_rng(0))
+    words = ElementErrors.of({"u": x}, {"u"}, even(8_000)).words(BOUND)
+    assert words.startswith("'u[0]', 'u[1]', 'u[2]' and 3 more have no mean (tails of index ")
