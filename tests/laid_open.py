@@ -192,7 +192,7 @@ def globals_drawn(corrected: Any) -> np.ndarray:
 
 def with_errors(corrected: Any, **known: Any) -> Any:
     """A correction with other errors of its elements."""
-    return replace(corrected, _errors=corrected._errors._replace(**known))
+    return replace(corrected, errors=corrected.errors._replace(**known))
 
 
 def private(module: Any, name: str) -> Any:

@@ -689,7 +689,7 @@ def test_spreads_that_hang_on_few_draws_far_out_are_not_known():
     assert not unknown.trusted
     assert not unknown.fit_trusted
     assert "The mean of 'mu' rests on a few draws far out" in unknown.report()
-    assert with_errors(unknown, error=good._errors.error, shape=good._errors.shape).trusted
+    assert with_errors(unknown, error=good.errors.error, shape=good.errors.shape).trusted
 
 
 def test_a_moment_that_does_not_exist_is_named_and_no_reason_to_distrust():

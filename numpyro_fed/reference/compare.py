@@ -214,7 +214,7 @@ def _without_sd(
 ) -> dict[str, np.ndarray]:
     """Return which elements of each site have no sd, by weighted draws or by those of NUTS."""
     if isinstance(result, Corrected):
-        errors = result._errors
+        errors = result.errors
     else:
         number = len(next(iter(nuts.values()), ()))
         errors = ElementErrors.of(nuts, nuts.keys(), np.full(number, 1 / max(number, 1)))

@@ -257,7 +257,7 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
         """Return the form in which a file keeps the correction; ``from_file`` reads it."""
         saved = super().saved_words()
         key = random.key_data(self._key)
-        errors = self._errors._asdict()
+        errors = self.errors._asdict()
         names = errors.pop("names")
         found = dict(self._moments._asdict(), z_G=self.z_G, weights=self.weights, key=key, **errors)
         if self.log_joint is not None:
@@ -291,7 +291,7 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
             result=result,
             _key=random.wrap_key_data(jnp.asarray(stored["key"]), impl=words["keys"]),
             _moments=saved_moments,
-            _errors=ElementErrors(tuple(words["elements"]), *errors),
+            errors=ElementErrors(tuple(words["elements"]), *errors),
             accuracy=words["accuracy"],
             _rounding=Rounding(mean=saved_moments.mean, sd=saved_moments.sd, **words["rounding"]),
             z_G=jnp.asarray(stored["z_G"]),

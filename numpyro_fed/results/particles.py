@@ -272,7 +272,7 @@ def particles_of(
         _key=key_draws,
         accuracy=accuracy,
         _moments=computed._replace(shift_error=shift_error),
-        _errors=errors,
+        errors=errors,
         _rounding=Rounding.of(
             z[counts], even[counts], jnp.asarray(log_p[counts]), computed.mean, computed.sd
         ),

@@ -83,7 +83,7 @@ class Weighted(ABC, Generic[Corrects]):
     _key: Array = field(repr=False)
     _moments: Moments = field(repr=False)
     _rounding: Rounding = field(repr=False)
-    _errors: ElementErrors = field(repr=False)
+    errors: ElementErrors = field(repr=False)
     accuracy: float = field(default=TOLERANCE, repr=False, kw_only=True)
 
     @property
@@ -119,12 +119,12 @@ class Weighted(ABC, Generic[Corrects]):
         They are not where they rest on a few draws far out, which another sample might show more
         of.
         """
-        return self._errors.moments_known(self.max_error)
+        return self.errors.moments_known(self.max_error)
 
     @property
     def quantiles_known(self) -> bool:
         """Whether every global's quantiles are known, on the user's scale."""
-        return self._errors.quantiles_known(self.max_error)
+        return self.errors.quantiles_known(self.max_error)
 
     @property
     def reservation(self) -> str:
@@ -132,7 +132,7 @@ class Weighted(ABC, Generic[Corrects]):
 
         Quantiles are known all the same where the correction is :attr:`trusted`.
         """
-        return self._errors.words(self.max_error)
+        return self.errors.words(self.max_error)
 
     @property
     def share(self) -> float:
@@ -152,7 +152,7 @@ class Weighted(ABC, Generic[Corrects]):
         exist do not count. Errors of quantiles are those of normal scores, which are sds where the
         posterior is normal.
         """
-        return self._errors.worst(self.max_error)
+        return self.errors.worst(self.max_error)
 
     @property
     def trusted(self) -> bool:
@@ -228,8 +228,8 @@ class Weighted(ABC, Generic[Corrects]):
     def _nonexistent(self) -> dict[str, str]:
         """Return the names of elements without a mean or without an sd, for attributes of ArviZ."""
         found = {}
-        for order, infinite in zip(ORDERS, self._errors.infinite, strict=True):
-            names = [n for n, no in zip(self._errors.names, infinite, strict=True) if no]
+        for order, infinite in zip(ORDERS, self.errors.infinite, strict=True):
+            names = [n for n, no in zip(self.errors.names, infinite, strict=True) if no]
             if names:
                 found[f"no_{order}"] = ", ".join(names)
         return found
@@ -347,7 +347,7 @@ def quality_fields(
         weights=weights,
         _moments=computed,
         _rounding=rounding,
-        _errors=ElementErrors.of(draws, latents, weights),
+        errors=ElementErrors.of(draws, latents, weights),
     )
 
 
