@@ -605,8 +605,28 @@ def _close(a: Moments, b: Moments) -> bool:
 # ------------------------------------------------------------------ a model's posterior
 
 
-def exact(spec: Spec, silos: Sequence[dict], truth: Array, r: np.random.Generator) -> Moments:
-    """The posterior of a model's globals, by the cubature above.
+def as_seen(spec: Spec, u: Array) -> Array:
+    """Coordinates (m, dim) on the scale of the text's own sites: scales, not their logs.
+
+    Of the three shares of a simplex these are two.
+    """
+    parts, start = [], 0
+    for g in spec.globals:
+        part = u[:, start : (start := start + unconstrained_size(g))]
+        parts.append(part if g.how in ("exp", "tanh") else constrain(g.prior, part)[0])
+        parts[-1] = parts[-1][:, : part.shape[1]]
+    return np.concatenate(parts, 1)
+
+
+def exact(
+    spec: Spec,
+    silos: Sequence[dict],
+    truth: Array,
+    r: np.random.Generator,
+    *,
+    seen: bool = False,
+) -> Moments:
+    """The posterior of a model's globals, by the cubature above; ``seen`` by :func:`as_seen`.
 
     Where a prior's scale is another global the cubature goes over its standardised values: in the
     model's own the density has a ridge without end, which it may take for all there is.
@@ -619,7 +639,12 @@ def exact(spec: Spec, silos: Sequence[dict], truth: Array, r: np.random.Generato
     best = starts[np.argsort(-values)[:12]]
     spread = starts[:12]
     budget = 1_000_000 if _by_quadrature(spec) else 5_000_000
-    return moments(f, np.concatenate([spread, best]), scale, fine, budget, scaled.view)
+
+    def view(u: Array) -> Array:
+        with np.errstate(all="ignore"):
+            return as_seen(spec, scaled.view(u)) if seen else scaled.view(u)
+
+    return moments(f, np.concatenate([spread, best]), scale, fine, budget, view)
 
 
 class _Scaled:

@@ -19,6 +19,7 @@ from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.reference.compare import compare
 from numpyro_fed.reference.nuts_result import NutsResult
 from numpyro_fed.results.corrected import Corrected
+from numpyro_fed.results.element_errors import ElementErrors
 
 mpl.use("Agg")
 KEY = jax.random.key(0)
@@ -41,9 +42,10 @@ def corrected_of(weights, pareto_k=0.1, **sites):
         weights=np.asarray(weights),
         result=result,
         _key=KEY,
-        z_G=None,
+        z_G=np.zeros((len(weights), 1)),
         _moments=None,
         _rounding=None,
+        errors=ElementErrors.of(sites, sites, np.asarray(weights)),
         _posterior=posterior,
         num_exchanges=1,
         integration=Integration({}),
@@ -267,6 +269,20 @@ def test_elements_that_never_vary_do_not_disturb_the_others():
     np.testing.assert_array_equal(measures["sd_ratio"], [1, 1])
     assert "nan" not in str(comparison)
     assert sum(axis.get_visible() for axis in comparison.plot().axes) == 1
+
+
+def test_an_element_without_an_sd_has_no_measures_in_sds():
+    r = np.random.default_rng(0)
+    heavy, light = r.standard_cauchy(4_000), r.normal(size=4_000)
+    sites = {"u": np.stack([heavy, light], 1)}
+    for result in (corrected_of(np.full(4_000, 1 / 4_000), **sites), nuts_of(u=sites["u"][None])):
+        table = compare(result, nuts_of(u=sites["u"][None]))
+        measures = table.to_dict()["sites"]["u"]
+        assert np.isnan(measures["sd_ratio"][0])
+        np.testing.assert_allclose([m[1] for m in measures.values()], [0, 1, 0], atol=1e-6)
+        lines = str(table).splitlines()
+        assert lines[1].split() == ["u[0]", "-", "-", "-"]
+        assert lines[3] == "-: no mean or no sd; compare quantiles"
 
 
 def test_runs_of_different_models_are_refused():

@@ -98,8 +98,7 @@ def compare(
     pareto_k = _pareto_k(result, key_weights)
     sites = {name: _compare_site(draws[name], weights, nuts[name]) for name in nuts}
     for name, no_sd in _without_sd(result, nuts).items():
-        for values in sites[name].values():
-            values[no_sd] = np.nan
+        sites[name] = {m: np.where(no_sd, np.nan, v) for m, v in sites[name].items()}
     return Comparison(sites, pareto_k, draws, weights, nuts)
 
 
@@ -133,6 +132,7 @@ class Comparison:
             (_label(name, i), *(_cell(float(measures[m][i])) for m in _MEASURES))
             for name, measures in self.sites.items()
             for i in np.ndindex(measures["sd_ratio"].shape)
+            if not (_constant(self._nuts[name])[i] and _constant(self._draws[name])[i])
         ]
         return [("site", "mean error (sd)", "sd ratio", "Wasserstein (sd)"), *rows]
 

@@ -177,6 +177,8 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
         chosen = systematic(random.fold_in(self._key, 5), weights, len(self.weights))
         z_G = self.z_G[chosen]
         names, values = elements(self._posterior.constrain_globals(theta, z_G))
+        moves = (values != values[:1]).any(0)  # the diagonal of a correlation answers to nothing
+        names, values = tuple(n for n, m in zip(names, moves, strict=True) if m), values[:, moves]
         whole = np.asarray(jax.vmap(fm.log_prior, (None, 0))(theta, z_G), np.float64)
         log_likelihood = self.log_joint[np.asarray(chosen)] - whole
         log_prior = log_prior_on_supports(fm, theta, z_G)
@@ -425,7 +427,7 @@ def on_supports(sampler: Posterior, result: Result, z_G: Array) -> dict[str, Arr
         sampler.constrain_globals(theta, z_G[i : i + AT_ONCE])
         for i in range(0, max(len(z_G), 1), AT_ONCE)
     ]
-    return jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
 
 
 def _log(weights: np.ndarray) -> np.ndarray:
