@@ -88,8 +88,6 @@ MAX_MATCHES = 3
 # Corrections that a fit may try, one after the other, each with the draws of those before, until
 # their own k-hat is good: from the next one on new draws judge it.
 TRIES_WITHOUT_JUDGE = 3
-# Times as many draws as an estimated error asks for, which allows for the error of this error.
-SPARE = 1.3
 # Share of effective draws above which another match gains little, and more draws are the remedy.
 ENOUGH_COUNT = 0.6
 # Draws of each row's latents in the bound, and of latents of outer plates. Twenty bring the six
@@ -106,8 +104,8 @@ MIN_DRAWS_PER_GLOBAL = 3
 # Share of the mass below which a missed mode is not reported. A larger value hides small
 # modes; a smaller one warns of modes that are none, since shares by Laplace's evidence are rough.
 MIN_MASS = 0.02
-# Times as many draws where tails decide, which halves the errors.
-TAIL_FACTOR = 4
+# Times as many draws where tails decide: each time they look farther out.
+TAIL_FACTOR = 2
 
 
 class SilosToFit(NamedTuple):
@@ -333,11 +331,13 @@ class FitSteps:
         own: Mixture | None = None,
         before: Corrected | None = None,
         wider: float = WIDER,
+        *,
+        judge: bool = False,
     ) -> Corrected | None:
         """Return the importance correction of a result; None if it fails.
 
         Most draws come from the mixture ``own``, by default around the fit and other modes. Those
-        of the correction ``before`` are added to them.
+        of the correction ``before`` are added to them, which the new ones may ``judge``.
         """
         earlier = 0 if before is None else before.num_exchanges
         try:
@@ -358,6 +358,7 @@ class FitSteps:
                         wider=wider,
                         accuracy=self.accuracy,
                         before=before,
+                        judge=judge,
                     )
         except (ValueError, NonFiniteError) as error:
             sent = isinstance(error, NonFiniteError)  # the others are found before anything is sent
@@ -414,8 +415,9 @@ class FitSteps:
             best = self.better(best, new) or best
         converges = best.many_count or best.reliable
         if converges and not best.trusted and math.isfinite(best.monte_carlo_error):
-            # Errors fall as the root of the number of draws.
-            factor = SPARE * (best.monte_carlo_error / best.max_error) ** 2
+            # Errors fall as the root of the number of draws. The 1.3 allows for the error of the
+            # estimated error, so that one more correction is enough as a rule.
+            factor = 1.3 * (best.monte_carlo_error / best.max_error) ** 2
             needed = len(best.weights) * (
                 factor if best.moments_known else max(factor, TAIL_FACTOR)
             )
@@ -492,9 +494,11 @@ class FitSteps:
         few = TRIES_WITHOUT_JUDGE if best is not None and best.pool is not None else 2
         if best is None or not best.trusted or tried <= few or self.exchanges_left <= 0:
             return best
-        enough = SPARE * (best.monte_carlo_error / best.max_error) ** 2
-        draws = math.ceil(min(enough, 1.0) * len(best.weights) / AT_ONCE) * AT_ONCE
-        new = self.correct(best.result, "judged by new draws", draws, _latest(best))
+        name, own = "judged by new draws", _latest(best)
+        if own is None:
+            new = self.correct(best.result, name, len(best.weights))
+        else:
+            new = self.correct(best.result, name, AT_ONCE, own, best, judge=True)
         return new if new is not None else best
 
     def missed_modes(self, best: Corrected | None) -> tuple[LocalMode, ...]:

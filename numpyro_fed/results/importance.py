@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, overload
 
 import jax
@@ -362,6 +363,7 @@ def correct_from(
     wider: float,
     accuracy: float = TOLERANCE,
     before: Corrected | None = None,
+    judge: bool = False,
 ) -> Corrected:
     r"""Return a correction whose draws come from a mixture, in the place of the fit's guide.
 
@@ -371,7 +373,9 @@ def correct_from(
     .. math::
         \log w_s = \log p(z_G^s, y) - \log \sum_k \tfrac{n_k}{n}\, q_k(z_G^s),
 
-    so that no weight is larger than under the best of them (Owen and Zhou 2000).
+    so that no weight is larger than under the best of them (Owen and Zhou 2000). New draws that
+    ``judge`` those before had no part in the choice of the mixture: if their own k-hat is larger
+    than that of all draws, it is the correction's.
     """
     fit, size = result._fit, min(num_draws, AT_ONCE)
     check_weighable(fit)
@@ -430,6 +434,10 @@ def correct_from(
         log_shares = jnp.log(jnp.asarray(numbers, log_q.dtype) / sum(numbers))
         log_weights = pool.log_joint - jax.nn.logsumexp(log_shares[:, None] + log_q, axis=0)
         correction = weighing.correction(key, z, log_weights, pool.log_joint, pool.from_own, pool)
+        if judge:
+            new = slice(0, numbers[0])
+            k_of_new = weights_of(pool.log_joint[new] - log_q[0, new])[0]
+            correction = replace(correction, pareto_k=max(correction.pareto_k, k_of_new))
         return unless_interrupted(correction, interrupted, num_draws)
 
 
