@@ -346,6 +346,83 @@ def test_a_model_that_cannot_be_split_is_refused(model, message):
         make(model)
 
 
+def sampled(name):
+    return lambda: numpyro.sample(name, dist.Normal(0, 1))
+
+
+def in_rows(inside, name="row", size=3):
+    """Return a function that runs another one in a silo plate of this name."""
+
+    def run():
+        with silo_plate(name, size):
+            inside()
+
+    return run
+
+
+def in_scan():
+    scan(lambda carry, _: (carry, sampled("row")()), 0.0, None, length=2)
+
+
+def param(constraint):
+    return lambda: numpyro.param("mu", 1.0, constraint=constraint)
+
+
+POSITIVE = param(constraints.positive)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([in_rows(sampled("row"))], "a silo_plate of 3 rows and a sample site share .* 'row'"),
+        ([sampled("row"), in_rows(sampled("b"))], "a sample site and a silo_plate of 3 rows share"),
+        ([in_rows(in_scan)], "a silo_plate of 3 rows and a sample site share the name 'row'"),
+        ([sampled("mu"), in_rows(sampled("mu"))], "a sample site and another sample site share"),
+        (
+            [lambda: numpyro.deterministic("row", 1.0), in_rows(sampled("b"))],
+            "a numpyro.deterministic and a silo_plate of 3 rows share the name 'row'",
+        ),
+        (
+            [in_rows(sampled("b")), in_rows(sampled("c"), size=1)],
+            "a silo_plate of 3 rows and a silo_plate of 1 rows share",
+        ),
+        (
+            [in_rows(sampled("b")), lambda: numpyro.plate("row", 3)],
+            "a silo_plate of 3 rows and a plate share the name 'row'",
+        ),
+        ([in_rows(in_rows(sampled("b")))], "a silo_plate of 3 rows and another silo_plate of 3"),
+        ([sampled("mu"), POSITIVE], r"a sample site and a parameter \(Positive\) .*name 'mu'"),
+        ([POSITIVE, in_rows(sampled("b"), "mu")], r"a parameter \(Positive\) .* a silo_plate of 3"),
+        ([POSITIVE, param(constraints.real)], r"\(Positive\) of all silos and .* \(Real\) of all"),
+        (
+            [POSITIVE, in_rows(POSITIVE)],
+            "of all silos and a parameter .* of silo_plate 'row' share",
+        ),
+    ],
+)
+def test_two_things_of_one_name_are_refused(parts, words):
+    def model(y):
+        for part in parts:
+            part()
+        with silo_plate("patient", y.shape[0]):
+            numpyro.sample("y", dist.Normal(0, 1), obs=y)
+
+    with pytest.raises(ModelError, match=words + ".*Rename one of them"):
+        make(model)
+
+
+def test_a_plate_may_be_entered_again_and_a_parameter_read_again():
+    def model(y):
+        POSITIVE()
+        for name in "bc":
+            in_rows(sampled(name))()
+        sigma = POSITIVE()
+        with silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(0, sigma), obs=y)
+
+    assert [s.name for s in make(model)[0].sites] == ["mu", "b", "c", "y"]
+
+
 @pytest.mark.parametrize(
     "ask",
     [

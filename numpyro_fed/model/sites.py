@@ -135,7 +135,7 @@ def structure(
 
     def run(key: Array, data: SiloData) -> None:
         with TRACING, feasible():
-            trace = handlers.trace(handlers.seed(model, key)).get_trace(**data.kwargs)
+            trace = _NamesApart(handlers.seed(model, key)).get_trace(**data.kwargs)
         structures.append(_read_trace(trace, split))
         check_shapes(trace, _shapes(data))
 
@@ -163,6 +163,41 @@ def structure(
             f"{unequal}{error}"
         ) from error
     return structures[0]
+
+
+class _NamesApart(handlers.trace):
+    """A trace that refuses a name of two things, of which NumPyro's trace holds the last alone."""
+
+    def postprocess_message(self, msg: dict[str, Any]) -> None:
+        if first := self.trace.get(msg.get("name", "")):
+            _check_name(first, msg)
+        super().postprocess_message(msg)
+
+
+def _check_name(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Raise an error for two messages of one name, unless both are of one plate or parameter."""
+    name, one, other = first["name"], _kind_in_words(first), _kind_in_words(second)
+    # A plate may be entered again, but not inside of itself.
+    inside = any(frame.name == name for frame in second.get("cond_indep_stack", ()))
+    again = first["type"] == "param" or (first["type"] == "plate" and not inside)
+    if one != other or not again:
+        other = other.replace("a ", "another ", 1) if one == other else other
+        raise ModelError(
+            f"{one} and {other} share the name '{name}', and NumPyro's trace holds one thing by a "
+            "name. Rename one of them."
+        )
+
+
+def _kind_in_words(msg: dict[str, Any]) -> str:
+    """Return what a message is of, in words that are those of a second message of the same."""
+    local, kind = silo_plate_of(msg), msg["type"]
+    if kind == "plate":
+        # The sizes of other plates are read by no name.
+        return f"a silo_plate of {msg['args'][0]} rows" if local == msg["name"] else "a plate"
+    if kind == "param":
+        support = _support_name(msg["kwargs"].get("constraint", constraints.real))
+        return f"a parameter ({support}) of " + (f"silo_plate '{local}'" if local else "all silos")
+    return "a sample site" if kind == "sample" else f"a numpyro.{kind}"
 
 
 # A Gaussian process at so many points or more is warned of, since it is fitted as one global
