@@ -10,6 +10,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.results.arviz import Labels, Named, chains_to_arviz
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}
@@ -256,18 +257,56 @@ def test_axes_and_elements_have_names(nuts_of_wards, tmp_path):
 @pytest.mark.parametrize(
     ("labels", "words"),
     [
-        (dict(dims={"mu": ["a"]}), r"at most 0 names, since 'mu' has the shape \(\).*got 1"),
+        (
+            dict(dims={"mu": ["a"]}),
+            r"'mu' has no axes but those of draws .* 1 came. Leave out 'mu'",
+        ),
         (dict(dims={"mu": "a"}), r"dims=\{'mu': 'a'\}: expected a list, got a word"),
         (dict(coords={"a": "bc"}), r"coords=\{'a': 'bc'\}: expected a list, got a word"),
         (
             dict(groups=["observed_data"], coords={"row": range(3)}),
-            r"'row': .*expected 20 values, since 'y' has the shape \(20,\).* got 3",
+            r"'row': .*expected 20 values, since 'y' has 1 axes, 'row' \(20\), .* got 3",
         ),
     ],
 )
 def test_names_that_do_not_fit_are_refused(fitted, labels, words):
     with pytest.raises(ValueError, match=words):
         fitted.to_arviz(KEY, 20, **labels)
+
+
+U = Named(np.zeros((1, 9, 6, 2)), ("hospital",), {"hospital": np.arange(6)})
+BETA = Named(np.zeros((1, 9, 3)))
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (dict(dims={"u": ["re"]}), r"'hospital' \(6\) and 'u_dim_1' \(2\), .* 1 came"),
+        (
+            dict(dims={"u": ["re"]}, coords={"re": ["a", "b"]}),
+            r"Pass dims={'u': \['hospital', 're'",
+        ),
+        (dict(dims={"u": ["re", "who"]}, coords={"re": ["a", "b"]}), r"\['hospital', 're'\]"),
+        (dict(dims={"u": ["chain", "draw", "who", "re"]}), r"4 came. Pass .*: \['who', 're'\]"),
+        (dict(dims={"u": ["a", "b", "c"]}), r"3 came. Pass dims={'u': \['a', 'b'\]}"),
+        (dict(coords={"hospital": ["a", "b"]}), r"expected 6 .* 'hospital' \(6\).* Pass as many"),
+        (dict(dims={"beta": ["k"]}, coords={"k": [1, 2]}), r"expected 3 values.* Pass as many"),
+        (dict(dims={"beta": 3}), r"expected a list, got int"),
+    ],
+)
+def test_names_that_do_not_fit_are_told_which_would(labels, words):
+    with pytest.raises(ValueError, match=words):
+        chains_to_arviz(
+            {"posterior": {"u": U, "beta": BETA}},
+            Labels.of(labels.get("coords"), labels.get("dims")),
+        )
+
+
+def test_names_that_fit_are_taken():
+    for dims in ({}, {"u": ["hospital"]}, {"u": ["who", "re"]}):
+        found = chains_to_arviz({"posterior": {"u": U}}, Labels.of({"re": ["a", "b"]}, dims))
+        named = ("hospital", "u_dim_1") if len(dims.get("u", ())) < 2 else ("who", "re")
+        assert found["posterior"]["u"].dims[2:] == named
 
 
 def test_draws_without_their_data_say_so():

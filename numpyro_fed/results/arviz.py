@@ -63,9 +63,10 @@ class Labels(NamedTuple):
         coords, dims = coords or {}, dims or {}
         for argument, given in (("coords", coords), ("dims", dims)):
             for name, value in given.items():
-                if isinstance(value, str):
+                if isinstance(value, str) or not hasattr(value, "__len__"):
+                    what = "a word" if isinstance(value, str) else type(value).__name__
                     raise ValueError(
-                        f"{argument}={{{name!r}: {value!r}}}: expected a list, got a word: pass "
+                        f"{argument}={{{name!r}: {value!r}}}: expected a list, got {what}: pass "
                         f"{argument}={{{name!r}: [{value!r}]}}."
                     )
         return cls(coords, dims)
@@ -182,7 +183,8 @@ def axes_in(group: str, values: Mapping[str, Named], labels: Labels) -> dict[str
     Raises
     ------
     ValueError
-        For more names than a variable has axes, and for coordinates of another number.
+        For more names than a variable has axes, for a name that would be that of a silo plate's
+        axis while another axis has none, and for coordinates of another number.
     """
     dims: dict[str, list[str]] = {}
     coords: dict[str, np.ndarray] = {}
@@ -191,24 +193,31 @@ def axes_in(group: str, values: Mapping[str, Named], labels: Labels) -> dict[str
         chosen = list(labels.dims.get(name, ()))
         if group == LOG_LIKELIHOOD:  # of a row as a whole, whatever the axes of its outcome
             chosen = chosen[: len(shape)]
-        if len(chosen) > len(shape):
-            raise ValueError(
-                f"dims={{{name!r}: {chosen}}}: expected at most {len(shape)} names, since '{name}' "
-                f"has the shape {shape} in the group '{group}', and got {len(chosen)}. Leave out "
-                "those of chains and draws, and of axes that are not there."
-            )
-        named = [*chosen, *value.axes[len(chosen) :]]
         # Versions of ArviZ name the other axes differently.
-        dims[name] = [*named, *(f"{name}_dim_{i}" for i in range(len(named), len(shape)))]
-        for axis, size in zip(dims[name], shape, strict=True):
+        own = [*value.axes, *(f"{name}_dim_{i}" for i in range(len(value.axes), len(shape)))]
+        # One name for a hospital's effects might be meant for the effects: it is the hospitals'.
+        of_plate = group == POSTERIOR and value.axes and chosen != own[: len(chosen)]
+        if len(chosen) > len(shape) or (of_plate and len(value.axes) < len(own) > len(chosen)):
+            rest = [word for word in chosen if word not in OF_DRAWS][: len(own)]
+            meant = [*own[: len(own) - len(rest)], *rest]
+            raise ValueError(
+                f"dims={{{name!r}: {chosen}}}: '{name}' has {_in_words(own, shape)} in the group "
+                f"'{group}', and {len(chosen)} came. "
+                + (f"Pass dims={{{name!r}: {meant}}}." if own else f"Leave out '{name}'.")
+            )
+        dims[name] = named = [*chosen, *own[len(chosen) :]]
+        for i, (axis, size) in enumerate(zip(named, shape, strict=True)):
             if axis not in labels.coords:
                 coords |= {axis: value.numbers[axis]} if axis in value.numbers else {}
                 continue
             coords[axis] = np.asarray(labels.coords[axis])
-            if len(coords[axis]) != size:
+            if (number := len(coords[axis])) != size:
+                other = shape.index(number) if number in shape and axis != own[i] else i
+                meant = [*own[:other], axis, *own[other + 1 :]]
                 raise ValueError(
-                    f"coords={{{axis!r}: ...}}: expected {size} values, since '{name}' has the "
-                    f"shape {shape} in the group '{group}', and got {len(coords[axis])}."
+                    f"coords={{{axis!r}: ...}}: expected {size} values, since '{name}' has "
+                    f"{_in_words(named, shape)} in the group '{group}', and got {number}. "
+                    + ("Pass as many." if other == i else f"Pass dims={{{name!r}: {meant}}}.")
                 )
     # ArviZ takes no variable of an axis's name.
     renamed = {axis: f"{axis}_dim" for axis in values}
@@ -216,6 +225,12 @@ def axes_in(group: str, values: Mapping[str, Named], labels: Labels) -> dict[str
         "dims": {k: [renamed.get(axis, axis) for axis in v] for k, v in dims.items() if v},
         "coords": {renamed.get(axis, axis): v for axis, v in coords.items()},
     }
+
+
+def _in_words(names: Sequence[str], shape: Sequence[int]) -> str:
+    """Return axes, after those of draws, with their lengths in words."""
+    found = " and ".join(f"'{name}' ({size})" for name, size in zip(names, shape, strict=True))
+    return f"{len(names)} axes, {found}," if names else "no axes but those of draws"
 
 
 def elpd_data(values: np.ndarray, k: np.ndarray, *, p: float, num_draws: int) -> Any:

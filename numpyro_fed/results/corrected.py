@@ -369,7 +369,8 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
             ``coords={"city": levels["city"]}``.
         dims : dict of str to list of str, optional
             The names of the axes of a variable, without those of chains and draws, in all groups
-            that have it: ``dims={"of_city": ["city"]}``. Names of no variable are ignored.
+            that have it: ``dims={"of_city": ["city"]}``. Names of no variable are ignored. The axis
+            of a silo plate comes first, and is named, too: ``dims={"u": ["hospital", "effect"]}``.
 
         Raises
         ------
