@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from numpyro_fed.model.split import split
 from numpyro_fed.results.importance import correct_from
 from numpyro_fed.results.mixture import around_modes
 
+POSITIVE = dist.constraints.positive
 KEY, OTHER_KEY = jax.random.key(0), jax.random.key(5)
 
 
@@ -49,6 +51,35 @@ def test_arviz_gets_what_the_verdict_says(fitted):
     ]
     assert uncorrected["beta"].shape == (1, 70, 2)
     assert uncorrected.attrs["ess"] == fitted.corrected.ess
+
+
+@pytest.mark.parametrize(
+    ("private", "words"),
+    [
+        (False, r"'sigma' is a parameter .*a point estimate .* in \.params, and in no draws\.$"),
+        (True, r"'sigma', 'phi' are parameters .* in \.params and \.silo_params\(j\), and in no"),
+        (None, "^((?!numpyro.param).)*$"),
+    ],
+)
+def test_parameters_without_a_prior_are_named_and_found(private, words):
+    def text(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        sigma = 1.0 if private is None else numpyro.param("sigma", 2.0, constraint=POSITIVE)
+        with nf.silo_plate("row", len(y)):
+            phi = numpyro.param("phi", 3.0) if private else 0.0
+            numpyro.sample("y", dist.Normal(mu + phi, sigma), obs=y)
+
+    data = read([dict(y=np.zeros(3))])
+    fm = split(text, data)
+    params = {**fm.constrain_theta(fm.init_theta(KEY)), "guide": {}}
+    of_silo = {**fm.constrain_theta(fm.init_private(KEY, data[0])), "guide": {}}
+    run = SimpleNamespace(
+        _fit=SimpleNamespace(model=fm), params=params, silo_params=lambda j: of_silo
+    )
+    fitted = nf.Fitted(SimpleNamespace(run_behind=run), None, (), 3)
+    assert re.search(words, fitted.verdict)
+    assert fitted.params == ({} if private is None else {"sigma": 2.0})
+    assert fitted.silo_params(0) == ({"phi": 3.0} if private else {})
 
 
 @pytest.mark.slow

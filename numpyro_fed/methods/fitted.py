@@ -203,12 +203,49 @@ class Fitted(AfterFit):
 
     def _account(self) -> str:
         taken = "; ".join(f"{stage.name}: {stage.words}" for stage in self.stages)
-        return f"{self.num_exchanges} exchanges. {taken}."
+        return f"{self.num_exchanges} exchanges. {taken}.{self._of_parameters()}"
+
+    def _of_parameters(self) -> str:
+        """Return in words which sites are in no draws, and where they are."""
+        found = [s for s in self.run_behind._fit.model.sites if s.kind == "param"]
+        if not found:
+            return ""
+        names = ", ".join(f"'{s.name}'" for s in found)
+        where = dict.fromkeys(".params" if s.plate is None else ".silo_params(j)" for s in found)
+        one, several = ("is a parameter", "a point estimate"), ("are parameters", "point estimates")
+        kind, estimate = one if len(found) == 1 else several
+        return (
+            f" {names} {kind} without a prior (numpyro.param): {estimate} without uncertainty, in "
+            f"{' and '.join(where)}, and in no draws."
+        )
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Return parameters without a prior (``numpyro.param``), on their supports.
+
+        They are point estimates that all silos share, and are in no draws; the posterior is that
+        at these values.
+        """
+        return {name: value for name, value in self.run_behind.params.items() if name != "guide"}
+
+    def silo_params(self, silo: int) -> dict[str, Any]:
+        """Return a silo's private parameters without a prior, on their supports.
+
+        Raises
+        ------
+        DataError
+            For a silo in another process, whose parameters are its own.
+        """
+        found = self.run_behind.silo_params(silo)
+        return {name: value for name, value in found.items() if name != "guide"}
 
     def sample_posterior(
         self, key: Array, n: int, *, silo: WhichSilo | None = None
     ) -> dict[str, Array]:
-        """Draw from the best posterior that was reached; see :meth:`Result.sample_posterior`."""
+        """Draw from the best posterior that was reached; see :meth:`Result.sample_posterior`.
+
+        Parameters without a prior are in no draws: see :attr:`params`.
+        """
         return self.best.sample_posterior(key, n, silo=silo)
 
     def draws_for_silo(self, key: Array, n: int, *, silo: int) -> bytes:

@@ -430,7 +430,8 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
         Returns
         -------
         dict of str to array
-            Latent and deterministic sites on their own supports.
+            Latent and deterministic sites on their own supports. Parameters without a prior
+            (``numpyro.param``) are in ``params``.
 
         Raises
         ------
