@@ -8,9 +8,13 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from numpyro.contrib.control_flow import scan
 
 import numpyro_fed as nf
+from numpyro_fed.after.predict import check_means, predictor
 from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.model.data import read
+from numpyro_fed.model.split import split
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}
@@ -97,6 +101,108 @@ def test_rows_of_the_fit_have_all_latents_of_their_silo(fitted, silos):
         close(part["y"], design @ mean, variance)
     alone = fitted.predict(jax.random.key(1), silo=1, n=50)
     assert alone["y"].shape == (50, SIZES[1])
+
+
+def test_means_of_outcomes_have_none_of_their_noise(fitted):
+    """The mean of a normal outcome is its location, at the draws of the same key."""
+    for silo, numbers in ((0, [2]), ("new", [2]), ("own rows", SIZES)):
+        new = (NEW,) if silo != "own rows" else ()
+        found = fitted.predict(jax.random.key(1), *new, silo=silo, n=64, mean=True)
+        found = [found] if new else found
+        assert [part["y"].shape for part in found] == [(64, number) for number in numbers]
+        for part in found:
+            np.testing.assert_allclose(part["y"], part["mean"], rtol=1e-6)
+    drawn = fitted.predict(jax.random.key(1), NEW, silo="new", n=64)["mean"]
+    mean = fitted.predict(jax.random.key(1), NEW, silo="new", n=64, mean=True)["y"]
+    np.testing.assert_allclose(drawn, mean, rtol=1e-6)
+
+
+def by_steps(mu, y):
+    def step(before, now):
+        with nf.silo_plate("row", 3):
+            numpyro.sample("y", dist.Normal(mu * before + 1, 1), obs=now)
+        return before + 1, None
+
+    scan(step, 0.0, y, length=4)
+
+
+OUTCOMES = {
+    "normal": (lambda mu: dist.Normal(mu, 1), lambda mu: mu),
+    "yes or no": (lambda mu: dist.Bernoulli(logits=mu), lambda mu: 1 / (1 + np.exp(-mu))),
+    "counts": (lambda mu: dist.NegativeBinomial2(np.e**mu, 5.0), np.exp),
+    "of ten": (lambda mu: dist.Binomial(10, logits=mu), lambda mu: 10 / (1 + np.exp(-mu))),
+    "zeros": (
+        lambda mu: dist.ZeroInflatedPoisson(0.25, rate=np.e**mu),
+        lambda mu: 0.75 * np.exp(mu),
+    ),
+    "times": (lambda mu: dist.LogNormal(mu, 0.5), lambda mu: np.exp(mu + 0.125)),
+    "masked": (lambda mu: dist.Poisson(np.e**mu).mask(np.arange(3) > 0), np.exp),
+    "several": (
+        lambda mu: dist.Normal(np.arange(2.0) * mu, 1).to_event(1),
+        lambda mu: np.arange(2.0) * mu,
+    ),
+    "loss": (lambda mu: dist.Gamma(2.0, np.e**-mu), lambda mu: 2 * np.exp(mu)),
+}
+
+
+def of_rows(outcome):
+    """Return a text of three rows, and its split."""
+
+    def text(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with nf.silo_plate("row", len(y)):
+            numpyro.deterministic("twice", 2 * mu + 0 * y.reshape(3, -1)[:, 0])
+            numpyro.sample("y", outcome(mu), obs=y)
+
+    kind = int if outcome(0.0).is_discrete else float
+    y = np.ones((3, 2) if outcome(0.0).event_shape else 3, kind)
+    data = read([dict(y=y)])
+    return split(text, data), data[0]
+
+
+@pytest.mark.parametrize("kind", OUTCOMES)
+def test_the_mean_is_what_draws_of_an_outcome_tend_to(kind):
+    outcome, expected = OUTCOMES[kind]
+    fm, data = of_rows(outcome)
+    mu = np.repeat([-0.5, 0.25], 4_000)
+    mean = predictor(fm, mean=True).many(KEY, {}, dict(mu=mu[::4_000]), data)
+    drawn = np.asarray(predictor(fm).many(KEY, {}, dict(mu=mu), data)["y"])
+    for i, value in enumerate((-0.5, 0.25)):
+        y = drawn[4_000 * i :][:4_000]
+        np.testing.assert_allclose(mean["twice"][i], 2 * value)
+        np.testing.assert_allclose(
+            mean["y"][i], np.broadcast_to(expected(value), y.shape[1:]), rtol=1e-5
+        )
+        assert np.all(np.abs(y.mean(0) - mean["y"][i]) < 5 * y.std(0) / np.sqrt(4_000))
+
+
+def test_the_mean_of_steps_of_a_scan_has_all_of_them():
+    def text(y):
+        by_steps(numpyro.sample("mu", dist.Normal(0, 1)), y)
+
+    data = read([dict(y=np.ones((4, 3)))])
+    fm = split(text, data)
+    found = predictor(fm, mean=True).many(KEY, {}, dict(mu=np.array([2.0])), data[0])["y"]
+    np.testing.assert_allclose(found[0], np.repeat([[1], [3], [5], [7]], 3, 1))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [
+        (lambda mu: dist.Cauchy(mu, 1), "outcome 'y' has no mean, as a Cauchy.*deterministic"),
+        (lambda mu: dist.Categorical(logits=np.arange(3) * mu), "outcome 'y' has no mean"),
+        (
+            lambda mu: dist.TransformedDistribution(
+                dist.Normal(mu, 1), dist.transforms.SoftplusTransform()
+            ).mask(True),
+            r"no mean of the outcome 'y' \(TransformedDistribution\)\. Predict without",
+        ),
+    ],
+)
+def test_an_outcome_without_a_mean_says_so(outcome, words):
+    fm, data = of_rows(outcome)
+    with pytest.raises(ModelError, match=words):
+        check_means(fm, predictor(fm, mean=True).many(KEY, {}, dict(mu=np.zeros(2)), data))
 
 
 def test_all_results_predict_alike(fitted):

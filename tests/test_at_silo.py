@@ -256,8 +256,10 @@ def test_a_model_without_latents_that_rows_share_has_nothing_to_tell():
     here = nf.SFVI(flat, start=None).run(
         KEY, 2, [dict(y=np.arange(4.0)), dict(y=np.arange(5.0))], **QUIET
     )
-    found, expected = silos[1].predict(KEY, message), here.predict(KEY, silo=1, n=8)
-    np.testing.assert_allclose(found["y"], expected["y"], rtol=1e-4)
+    for mean in (False, True):
+        found = silos[1].predict(KEY, message, mean=mean)["y"]
+        expected = here.predict(KEY, silo=1, n=8, mean=mean)["y"]
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
 def test_columns_are_drawn_by_all_parties_together():

@@ -16,6 +16,7 @@ from numpyro_fed.after.own_rows import Asked, OwnRows, latents_apart
 from numpyro_fed.after.predict import (
     SEEN,
     Programs,
+    check_means,
     check_plates,
     global_latents,
     observer,
@@ -38,7 +39,6 @@ from numpyro_fed.after.run import (
 )
 from numpyro_fed.after.sensitivity import PriorSensitivity, elements
 from numpyro_fed.errors import ConvergenceWarning, ModelError, positive_int
-from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.precision import in_precision_of_object
 
@@ -91,8 +91,9 @@ class AfterFit(ABC):
         *,
         silo: int | str = NEW,
         n: int = 1_000,
+        mean: bool = False,
     ) -> Any:
-        """Return posterior predictive draws of outcomes.
+        """Return posterior predictive draws of outcomes, or of their means.
 
         Parameters
         ----------
@@ -108,6 +109,9 @@ class AfterFit(ABC):
             Latents of new rows come from their prior given the globals in any case.
         n : int
             The number of draws.
+        mean : bool
+            Whether to return the mean of an outcome's distribution at each draw of the latents (a
+            probability for yes or no), for risks without its noise.
 
         Returns
         -------
@@ -124,7 +128,8 @@ class AfterFit(ABC):
             :meth:`Silo.predict`).
         ModelError
             For a new silo under a prior of :func:`numpyro_fed.handlers.substitute_prior`, which has
-            a block for each silo of the fit; and for parameters of silos or rows.
+            a block for each silo of the fit; for parameters of silos or rows; and for ``mean`` of
+            a distribution that has none.
 
         Notes
         -----
@@ -148,25 +153,40 @@ class AfterFit(ABC):
         """
         positive_int("n", n)
         self._warn_of_doubt()
+        programs = self._predictor(mean=mean)
         if new is None:
-            return self._predict_own_rows(key, silo, n)
+            found = self._predict_own_rows(key, silo, n, programs)
+        else:
+            found = self._predict_new(key, new, silo, n, programs)
+        if mean:
+            check_means(self.run_behind._fit.model, found)
+        return found
+
+    def _predict_new(
+        self, key: Array, new: Mapping[str, Any], silo: int | str, n: int, programs: Programs
+    ) -> dict[str, Array]:
+        """Return predictive draws for new data, of a silo or of a new one."""
         if silo == OWN_ROWS:
             raise ValueError('silo="own rows" predicts for the rows of the fit: pass no new data.')
         run, model = self.run_behind, self.run_behind._fit.model
         if isinstance(silo, str):
             check_name(silo)
-            new = with_blocks(model, new, None, None)
+            number, latents = None, global_latents(model)
         else:
-            silo = silo_number(silo)
-            new = with_blocks(model, new, silo, run.data_of(silo))
-        data = read_new(model, new, run._fit.facts, run.data_here)
+            number, latents = silo_number(silo), [*global_latents(model), *outer_latents(model)]
+        own = None if number is None else run.data_of(number)
+        data = read_new(model, with_blocks(model, new, number, own), run._fit.facts, run.data_here)
         refuse_private_parameters(model)
-        if isinstance(silo, str):
-            new_data_check(model.text, None)(**data.kwargs)
-            return self._predicted(key, n, data, None, global_latents(model))
-        check_plates(model, data, silo, self.run_behind.sizes_of(silo))
-        new_data_check(model.text, silo)(**data.kwargs)
-        return self._predicted(key, n, data, silo, [*global_latents(model), *outer_latents(model)])
+        if number is not None:
+            check_plates(model, data, number, run.sizes_of(number))
+        new_data_check(model.text, number)(**data.kwargs)
+        # The latents are those that sample_posterior draws with the same key.
+        draws = self.sample_posterior(key, n, silo=number)
+        given = {name: draws[name] for name in latents if name in draws}
+        key_new = jax.random.fold_in(
+            jax.random.fold_in(key, 2), 0 if number is None else 1 + number
+        )
+        return programs.many(key_new, self._parameters(number), given, data)
 
     @in_precision_of_object
     def prior_predict(
@@ -192,13 +212,12 @@ class AfterFit(ABC):
             If the prior cannot be drawn from (it is flat, say).
         """
         positive_int("n", n)
-        run = self.run_behind
-        model = run._fit.model
+        run, model = self.run_behind, self.run_behind._fit.model
         drawn = self._drawn_from_prior(jax.random.fold_in(key, 0), n)
         if drawn is None:
             raise ModelError("the prior of the globals cannot be drawn from.")
         latents = {name: drawn[name] for name in global_latents(model)}
-        programs = self._predictor
+        programs = self._predictor()
         if new is not None:
             refuse_private_parameters(model)
             new = with_blocks(model, new, None, None)
@@ -493,16 +512,10 @@ class AfterFit(ABC):
         else:
             chosen = [silo_number(silo)]
         silos = chosen[: pictures.MOST_PANELS]
-        key = jax.random.key(0)
-        asked = self._at_own_rows(key, silos, n)
+        asked = self._at_own_rows(jax.random.key(0), silos, n)
         seen = self.outcomes_of_silos(silos)
-        drawn = OwnRows(self.run_behind, self._predictor, asked).values()
+        drawn = OwnRows(self.run_behind, self._predictor(), asked).values()
         return pictures.checks(seen, drawn, [labels[j] for j in chosen])
-
-    @in_precision_of_object
-    def outcomes_of(self, silo: int) -> dict[str, np.ndarray]:
-        """Return the outcomes of a silo's rows in this process, by site."""
-        return self.outcomes_of_silos([silo])[0]
 
     @in_precision_of_object
     def outcomes_of_silos(self, silos: Sequence[int]) -> list[dict[str, np.ndarray]]:
@@ -521,12 +534,10 @@ class AfterFit(ABC):
         found = OwnRows(run, programs, asked).values()
         return [{name: np.asarray(value)[0] for name, value in part.items()} for part in found]
 
-    @property
-    def _predictor(self) -> Programs:
-        """Return the programs that predict outcomes."""
+    def _predictor(self, *, mean: bool = False) -> Programs:
+        """Return the programs that predict outcomes, or the means of their distributions."""
         fit = self.run_behind._fit
-        programs: Programs = fit.cached("predict", lambda: predictor(fit.model))
-        return programs
+        return fit.cached(("predict", mean), lambda: predictor(fit.model, mean=mean))
 
     def _parameters(self, silo: int | None) -> dict[str, Any]:
         """Return the shared parameters on their supports, and a silo's private ones."""
@@ -566,7 +577,7 @@ class AfterFit(ABC):
         self._warn_of_doubt()
         return correction
 
-    def _predict_own_rows(self, key: Array, silo: int | str, n: int) -> Any:
+    def _predict_own_rows(self, key: Array, silo: int | str, n: int, programs: Programs) -> Any:
         """Return predictive draws for the rows of the fit, of one silo or of each."""
         run = self.run_behind
         if silo == NEW:
@@ -574,7 +585,7 @@ class AfterFit(ABC):
         if isinstance(silo, str):
             check_name(silo, OWN_ROWS)
         silos = range(run.num_silos) if isinstance(silo, str) else [silo_number(silo)]
-        found = OwnRows(run, self._predictor, self._at_own_rows(key, silos, n)).values()
+        found = OwnRows(run, programs, self._at_own_rows(key, silos, n)).values()
         return found if isinstance(silo, str) else found[0]
 
     def _at_own_rows(self, key: Array, silos: Sequence[int], n: int) -> list[Asked]:
@@ -586,14 +597,3 @@ class AfterFit(ABC):
             Asked(j, jax.random.fold_in(key_new, 1 + j), self._parameters(j), latents)
             for j, latents in zip(silos, latents_apart(run, draws, silos), strict=True)
         ]
-
-    def _predicted(
-        self, key: Array, n: int, data: SiloData, silo: int | None, names: list[str]
-    ) -> dict[str, Array]:
-        """Return predictive draws for new data, with latents ``names`` from the posterior."""
-        # The latents are those that sample_posterior draws with the same key.
-        key_new = jax.random.fold_in(key, 2)
-        draws = self.sample_posterior(key, n, silo=silo)
-        latents = {name: draws[name] for name in names if name in draws}
-        key_new = jax.random.fold_in(key_new, 0 if silo is None else 1 + silo)
-        return self._predictor.many(key_new, self._parameters(silo), latents, data)

@@ -22,11 +22,12 @@ import numpy as np
 from jax import Array
 from jax.dtypes import canonicalize_dtype
 from numpyro import handlers
+from numpyro.distributions import MaskedDistribution
 
 from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.data import SiloData, argument_names, check_columns, read_one
 from numpyro_fed.model.facts import Argument, Facts
-from numpyro_fed.model.feasible import feasible
+from numpyro_fed.model.feasible import feasible, unwrapped
 from numpyro_fed.model.frames import as_dict, column_names
 from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.log_density import FederatedModel
@@ -40,6 +41,10 @@ from numpyro_fed.tracing import TRACING
 SIDE_BY_SIDE = 64
 
 OUTCOMES = "observed", "deterministic"
+NO_MEAN = (
+    "Predict without mean=True; or write what is meant (a probability, a median) as a "
+    "numpyro.deterministic in the plate, which predict returns."
+)
 SEEN = "rows with "  # before the name of an outcome
 Draws = Mapping[str, Array]
 Predict = Callable[[Array, Draws, Draws, SiloData], dict[str, Array]]
@@ -65,17 +70,67 @@ class Programs(NamedTuple):
 At = Callable[[Array, Draws, SiloData], dict[str, Array]]
 
 
-def predictor(fm: FederatedModel, kinds: Collection[str] = OUTCOMES) -> Programs:
-    """Return the compiled functions to predictive draws of sites, by default of outcomes."""
+def predictor(
+    fm: FederatedModel, kinds: Collection[str] = OUTCOMES, *, mean: bool = False
+) -> Programs:
+    """Return the compiled functions to predictive draws of sites, by default of outcomes.
+
+    With ``mean`` an outcome's value is the mean of its distribution at the draws of latents.
+    """
     named = [s.name for s in fm.sites if s.kind in kinds]
+    means = {s.name for s in fm.sites if s.kind == "observed"} if mean else set()
 
     def at(key: Array, values: Draws, data: SiloData) -> dict[str, Array]:
         text = handlers.substitute(handlers.uncondition(fm.text), data=dict(values))
         with TRACING, handlers.block():
             trace = handlers.trace(handlers.seed(text, key)).get_trace(**data.kwargs)
-        return {name: jnp.asarray(trace[name]["value"]) for name in named if name in trace}
+        return {
+            name: _mean_of(trace[name]) if name in means else jnp.asarray(trace[name]["value"])
+            for name in named
+            if name in trace
+        }
 
     return compiled(at)
+
+
+def _mean_of(site: dict[str, Any]) -> Array:
+    """Return the mean of an outcome's distribution, in the shape of the outcome.
+
+    Raises
+    ------
+    ModelError
+        For a distribution whose mean NumPyro does not have.
+    """
+    fn = unwrapped(site["fn"])
+    while isinstance(fn, MaskedDistribution):
+        fn = unwrapped(fn.base_dist)
+    # The value itself may have other axes: NumPyro draws an outcome of a scan anew, outside of it.
+    shape = (*site["kwargs"].get("sample_shape", ()), *site["fn"].shape())
+    try:
+        return jnp.broadcast_to(site["fn"].mean, shape)
+    except NotImplementedError as error:
+        raise ModelError(
+            f"NumPyro has no mean of the outcome '{site['name']}' ({type(fn).__name__}). {NO_MEAN}"
+        ) from error
+
+
+def check_means(fm: FederatedModel, found: Draws | Sequence[Draws]) -> None:
+    """Raise an error for an outcome that has no mean at any row and draw, as of a Cauchy.
+
+    ``found`` are the means at some rows, or at those of several silos.
+
+    Raises
+    ------
+    ModelError
+    """
+    for name in (s.name for s in fm.sites if s.kind == "observed"):
+        parts = [found] if isinstance(found, Mapping) else found
+        values = [np.asarray(part[name]) for part in parts if name in part]
+        if values and all(np.isnan(value).all() for value in values):
+            raise ModelError(
+                f"the distribution of the outcome '{name}' has no mean, as a Cauchy or categories "
+                f"have none. {NO_MEAN}"
+            )
 
 
 def observer(fm: FederatedModel) -> Programs:

@@ -181,7 +181,7 @@ class Silo:
             return self._logged(entry, message, reply)
 
     def predict(
-        self, key: Array, draws: bytes, new: Mapping[str, Any] | None = None
+        self, key: Array, draws: bytes, new: Mapping[str, Any] | None = None, *, mean: bool = False
     ) -> dict[str, Array]:
         """Return posterior predictive draws at this silo, by its own latents; nothing leaves it.
 
@@ -195,13 +195,15 @@ class Silo:
             The message that ``draws_for_silo`` of the server's result has made for this silo.
         new : dict or DataFrame, optional
             The data to predict for, without outcomes; None for the silo's own rows.
+        mean : bool
+            Whether to return the mean of an outcome's distribution at each draw of the latents.
 
         Returns
         -------
         dict of str to array
             Outcomes and deterministic sites, each ``(n, *shape)``.
         """
-        return self._at_home(draws, lambda node: node.predict(key, draws, new))
+        return self._at_home(draws, lambda node: node.predict(key, draws, new, mean=mean))
 
     def sample_posterior(self, key: Array, draws: bytes) -> dict[str, Array]:
         """Return draws of the globals and of this silo's own latents; nothing leaves it.

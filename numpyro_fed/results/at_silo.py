@@ -22,6 +22,7 @@ from jax import Array
 from numpyro_fed.after.predict import (
     Predict,
     all_latents,
+    check_means,
     check_plates,
     global_latents,
     predictor,
@@ -95,8 +96,12 @@ class AtSilo:
     num_draws: int
 
     @cached_property
-    def _predict(self) -> Predict:
+    def _outcomes(self) -> Predict:
         return predictor(self.built.model).many
+
+    @cached_property
+    def _means(self) -> Predict:
+        return predictor(self.built.model, mean=True).many
 
     @cached_property
     def _like(self) -> Down:
@@ -128,8 +133,10 @@ class AtSilo:
         arrays: Mapping[str, np.ndarray],
         silo: Held,
         new: Mapping[str, Any] | None,
+        *,
+        mean: bool,
     ) -> dict[str, Array]:
-        """Return posterior predictive draws (n, ...) for new data, or for the silo's own rows."""
+        """Return predictive draws (n, ...), or means, for new data or for the silo's own rows."""
         fm, data, names = self.built.model, silo.data, all_latents(self.built.model)
         if new is not None:
             data = read_new(fm, new, self.facts, [silo.data])
@@ -143,7 +150,10 @@ class AtSilo:
         private = self.built.algorithm.private(silo.state).theta
         parameters = fm.constrain_theta({**down.theta, **private})
         key_new = jax.random.fold_in(jax.random.fold_in(key, 2), 1 + silo.number)
-        return self._predict(key_new, parameters, latents, data)
+        found = (self._means if mean else self._outcomes)(key_new, parameters, latents, data)
+        if mean:
+            check_means(fm, found)
+        return found
 
 
 def at_silo_of(plan: Plan, built: Built, settings: Mapping[str, Any]) -> AtSilo:

@@ -311,7 +311,7 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
         return self._sampled.values
 
     def predict(
-        self, key: Array, draws: bytes, new: Mapping[str, Any] | None = None
+        self, key: Array, draws: bytes, new: Mapping[str, Any] | None = None, *, mean: bool = False
     ) -> dict[str, Array]:
         """Return posterior predictive draws at this silo, by its own latents; nothing leaves it.
 
@@ -326,6 +326,9 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
             The data to predict for, without outcomes; outcomes in it are not used. Latents of the
             silo's outer plates (a hospital's effect) are drawn from their posterior, and those of
             new rows from their prior. None for the silo's own rows, by all their latents.
+        mean : bool
+            Whether to return the mean of an outcome's distribution at each draw of the latents, in
+            the place of a drawn outcome, as :meth:`numpyro_fed.Fitted.predict` does.
 
         Returns
         -------
@@ -360,7 +363,7 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
         ((1000, 1), 30)
         """
         posterior, arrays, held = self._at(draws)
-        return posterior.predict(typed_key(key), arrays, held, new)
+        return posterior.predict(typed_key(key), arrays, held, new, mean=mean)
 
     def sample_posterior(self, key: Array, draws: bytes) -> dict[str, Array]:
         """Return draws of the globals and of this silo's own latents; nothing leaves it.

@@ -99,8 +99,10 @@ class PosteriorAtSilo(Protocol):
         arrays: Mapping[str, np.ndarray],
         silo: Held,
         new: Mapping[str, Any] | None,
+        *,
+        mean: bool,
     ) -> dict[str, Array]:
-        """Return predictive draws for new data, or for the silo's own rows."""
+        """Return predictive draws, or means, for new data or for the silo's own rows."""
 
 
 @runtime_checkable
