@@ -543,11 +543,24 @@ def test_levels_are_agreed_and_the_rare_ones_are_one(lib, kind):
 
 def test_what_a_silo_sends_has_names_alone_and_none_of_a_rare_level():
     sent = nf.level_names(dict(city=HERE, sex=["f"] * 10 + ["m"] * 5), ["city", "sex"])
-    assert sent == {"city": ("Bern", "Rome"), "sex": ("f", "m")}
-    assert nf.level_names(dict(city=HERE), ["city"], min_count=6) == {"city": ("Rome",)}
+    assert sent == {"city": ("Bern", "Rome", "other"), "sex": ("f", "m")}
+    assert nf.level_names(dict(city=HERE), ["city"], min_count=6) == {"city": ("Rome", "other")}
     there = nf.level_names(dict(city=THERE, sex=["f"] * 11), ["sex", "city"])
     levels = nf.Levels.union(json.loads(json.dumps(sent)), there)
-    assert levels.names == {"city": ("Bern", "Oslo", "Rome", "other"), "sex": ("f", "m", "other")}
+    assert levels.names == {"city": ("Bern", "Oslo", "Rome", "other"), "sex": ("f", "m")}
+
+
+def test_other_is_a_level_where_one_is_hidden_or_it_is_asked_for():
+    """A level that no row of any silo has would have a coefficient of the prior alone."""
+    silos = [dict(a=rows_of(x=6, y=5), b=rows_of(u=9, v=2)), dict(a=rows_of(y=11), b=["u"] * 11)]
+    assert nf.levels(silos, ["a", "b"]).names == {"a": ("x", "y"), "b": ("u", "other")}
+    assert nf.levels(silos, ["a", "b"], min_count=2).names == {"a": ("x", "y"), "b": ("u", "v")}
+    asked = nf.levels(silos, ["a", "b"], other="rest")
+    assert asked.names == {"a": ("x", "y", "rest"), "b": ("u", "rest")}
+    assert asked.encode(silos[0])["b"].tolist() == [0] * 9 + [1] * 2
+    rare, levels = dict(a=["z"], b=["w"]), nf.levels(silos, ["a", "b"])
+    for new, words in ((True, "other='other'"), (False, "this silo among the silos")):
+        assert f"agree on the levels again, with {words}." in refusal(levels.encode, rare, new=new)
 
 
 def test_a_column_of_an_argument_is_named_with_it():
@@ -572,10 +585,10 @@ def test_a_level_of_the_name_of_all_rare_ones_is_theirs():
 
 def test_whole_numbers_and_booleans_are_levels_by_their_names():
     levels = nf.levels([dict(k=np.repeat([2, 10], 5), b=[True] * 10)], ["k", "b"])
-    assert levels.names == {"k": ("10", "2", "other"), "b": ("True", "other")}
+    assert levels.names == {"k": ("10", "2"), "b": ("True",)}
 
 
-LEVELS = nf.Levels.union({"city": ("Bern", "Rome")})
+LEVELS = nf.Levels.union({"city": ("Bern", "Rome")}, other="other")
 
 
 def test_unknown_levels_are_refused_and_rare_ones_are_not():

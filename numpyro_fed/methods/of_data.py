@@ -26,7 +26,7 @@ def levels(
     columns: Sequence[str],
     *,
     min_count: int = MIN_COUNT,
-    other: str = OTHER,
+    other: str | None = None,
 ) -> Levels:
     """Return the levels of categorical columns, in one order for all silos.
 
@@ -39,8 +39,10 @@ def levels(
     min_count : int
         The least number of rows of a level at some silo. Levels that all silos have less often are
         not named, since a level that few patients have says who is here; they are ``other``.
-    other : str
-        The name of that level. It is there in any case: all silos must have as many levels.
+    other : str, optional
+        The name of that level, if each column is to have it (for new patients, say). By default it
+        is ``"other"``, in the columns of which some silo has a level that it does not name: where
+        it were in all, its coefficient would be one of no patient.
 
     Returns
     -------
@@ -56,8 +58,9 @@ def levels(
 
     Notes
     -----
-    In one process nothing crosses. A silo in another process sends the names of its levels, and
-    never how many rows have one. It is one exchange, ``"levels"``, which needs no model.
+    In one process nothing crosses. A silo in another process sends the names of its levels, that
+    it has a rarer one, and never how many rows have one. It is one exchange, ``"levels"``, which
+    needs no model.
 
     Examples
     --------
@@ -80,7 +83,8 @@ def levels(
     positive_int("min_count", min_count)
     if isinstance(columns, str):
         raise DataError(f"columns must be a list of names, got the string '{columns}'.")
-    settings = json.dumps({COLUMNS: list(columns), "min_count": min_count})
+    last = OTHER if other is None else other
+    settings = json.dumps({COLUMNS: list(columns), "min_count": min_count, "other": last})
     replies = silos.ask_of_data(LEVELS, settings)
     parts = [_read_names(j, reply, columns) for j, reply in enumerate(replies)]
     return Levels.union(*parts, min_count=min_count, other=other)
@@ -149,9 +153,10 @@ def _listed(silos: Sequence[Any]) -> Sequence[Any]:
     return silos
 
 
-def names_reply(silo: Any, columns: Sequence[str], min_count: int) -> bytes:
+def names_reply(silo: Any, columns: Sequence[str], min_count: int, other: str) -> bytes:
     """Return a silo's reply to the question for the names of its levels."""
-    return write({}, {NAMES: json.dumps(level_names(silo, columns, min_count), sort_keys=True)})
+    names = level_names(silo, columns, min_count, other)
+    return write({}, {NAMES: json.dumps(names, sort_keys=True)})
 
 
 def moments_reply(silo: Any, arguments: Sequence[str] | None) -> bytes:

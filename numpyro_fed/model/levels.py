@@ -30,15 +30,18 @@ class Levels(Mapping[str, tuple[str, ...]]):
     Attributes
     ----------
     names : dict of str to tuple of str
-        The levels of each column in the order of their codes: sorted, and ``other`` last.
+        The levels of each column in the order of their codes: sorted, and ``other`` last, where
+        there is one.
     min_count : int
         The least number of rows of a level at some silo; rarer ones are counted as ``other``.
     other : str
+        The name of the level of all rare ones.
 
     Examples
     --------
     >>> import numpyro_fed as nf
-    >>> levels = nf.Levels.union({"city": ("Bern", "Rome")}, {"city": ("Oslo",)}, min_count=2)
+    >>> sent = {"city": ("Bern", "Rome", "other")}, {"city": ("Oslo",)}
+    >>> levels = nf.Levels.union(*sent, min_count=2)
     >>> levels["city"]
     ('Bern', 'Oslo', 'Rome', 'other')
     >>> levels.encode({"city": ["Rome", "Rome", "Oslo", "Nice"]})["city"].tolist()
@@ -61,7 +64,7 @@ class Levels(Mapping[str, tuple[str, ...]]):
         return len(self.names)
 
     @classmethod
-    def union(cls, *parts: Names, min_count: int = MIN_COUNT, other: str = OTHER) -> Levels:
+    def union(cls, *parts: Names, min_count: int = MIN_COUNT, other: str | None = None) -> Levels:
         """Return the levels of several silos, each of which has sent the names of its own.
 
         All parties get the same levels, in whatever order the parts come.
@@ -72,8 +75,9 @@ class Levels(Mapping[str, tuple[str, ...]]):
             What :func:`numpyro_fed.level_names` has returned at each silo.
         min_count : int
             The one that was used there.
-        other : str
-            The name of the level of all rare ones.
+        other : str, optional
+            The name of the level of all rare ones, if each column is to have it. By default it is
+            ``"other"``, in the columns of which some part has it.
 
         Returns
         -------
@@ -94,9 +98,12 @@ class Levels(Mapping[str, tuple[str, ...]]):
                     f"{sorted(parts[0])}. All silos must name the same columns."
                 )
         united = {c: {str(name) for part in parts for name in part[c]} for c in parts[0]}
-        return cls(
-            {c: (*sorted(found - {other}), other) for c, found in united.items()}, min_count, other
-        )
+        asked, last = other is not None, OTHER if other is None else other
+        names = {
+            c: (*sorted(found - {last}), *([last] if asked or last in found else []))
+            for c, found in united.items()
+        }
+        return cls(names, min_count, last)
 
     def encode(self, silo: Any, *, new: bool = False) -> Any:
         """Return a silo's data with the codes of levels in the place of their names.
@@ -118,23 +125,24 @@ class Levels(Mapping[str, tuple[str, ...]]):
         ------
         DataError
             For a column that the silo lacks, or that misses values; for a level that is not known,
-            unless this silo has fewer than ``min_count`` rows of it, which are ``other``.
+            unless this silo has fewer than ``min_count`` rows of it, which are ``other`` where
+            there is such a level.
         """
         for column, known in self.names.items():
             found, codes = _strings(silo, column), {name: i for i, name in enumerate(known)}
             for level, count in sorted(Counter(found).items()):
                 if level in codes:
                     continue
-                if new or count >= self.min_count:
+                if new or count >= self.min_count or self.other not in codes:
+                    way = (
+                        f"Write '{self.other}' for a rare one, and mend one that is misspelt."
+                        if new and self.other in codes
+                        else "Mend it if it is misspelt; else agree on the levels again, with "
+                        + (f"other='{self.other}'." if new else "this silo among the silos.")
+                    )
                     raise DataError(
                         f"column '{column}': {count} rows have the level '{level}', which is none "
-                        f"of those that were agreed on, {list(known)}. "
-                        + (
-                            f"Write '{self.other}' for a rare one, and mend one that is misspelt."
-                            if new
-                            else "Mend it if it is misspelt; else agree on the levels again, with "
-                            "this silo among the silos."
-                        )
+                        f"of those that were agreed on, {list(known)}. {way}"
                     )
                 codes[level] = codes[self.other]
             silo = _replaced(silo, column, np.array([codes[name] for name in found], np.int32))
@@ -162,7 +170,7 @@ class Levels(Mapping[str, tuple[str, ...]]):
 
 
 def level_names(
-    silo: Any, columns: Sequence[str], min_count: int = MIN_COUNT
+    silo: Any, columns: Sequence[str], min_count: int = MIN_COUNT, other: str = OTHER
 ) -> dict[str, tuple[str, ...]]:
     """Return the names of a silo's levels, for other parties to see.
 
@@ -175,13 +183,15 @@ def level_names(
     columns : sequence of str
         Arguments, columns of the DataFrame, or ``"x.city"`` for a column of the argument ``x``.
     min_count : int
-        The least number of rows of a level. Fewer are left out: a level that few patients have, a
-        rare disease or a village, says who is here.
+        The least number of rows of a level. The name of a rarer one is left out: a level that few
+        patients have, a rare disease or a village, says who is here.
+    other : str
+        The name that stands for all rarer ones, where there are any.
 
     Returns
     -------
     dict of str to tuple of str
-        The names of each column, sorted.
+        The names of each column, sorted, and ``other`` last, where there is one.
 
     Raises
     ------
@@ -193,13 +203,15 @@ def level_names(
     --------
     >>> import numpyro_fed as nf
     >>> nf.level_names({"city": ["Bern"] * 7 + ["Rome"] * 6 + ["Nice"] * 2}, ["city"])
-    {'city': ('Bern', 'Rome')}
+    {'city': ('Bern', 'Rome', 'other')}
     """
     positive_int("min_count", min_count)
-    counts = level_counts(silo, columns)
-    return {
-        c: tuple(sorted(n for n in found if found[n] >= min_count)) for c, found in counts.items()
-    }
+    names = {}
+    for column, found in level_counts(silo, columns).items():
+        shown = {name for name, count in found.items() if count >= min_count}
+        rare = bool(found.keys() - shown) or other in shown
+        names[column] = (*sorted(shown - {other}), *([other] if rare else []))
+    return names
 
 
 def level_counts(silo: Any, columns: Sequence[str]) -> dict[str, Counter[str]]:
@@ -216,7 +228,7 @@ def level_counts(silo: Any, columns: Sequence[str]) -> dict[str, Counter[str]]:
 
 
 def levels_of_list(
-    silos: Sequence[Any], columns: Sequence[str], *, min_count: int, other: str
+    silos: Sequence[Any], columns: Sequence[str], *, min_count: int, other: str | None
 ) -> Levels:
     """Return the levels of silos whose data are in this process (:func:`numpyro_fed.levels`).
 
@@ -225,17 +237,13 @@ def levels_of_list(
     DataError
         Naming the silo at fault.
     """
-    parts = [_of_silo(j, silo, columns, min_count) for j, silo in enumerate(silos)]
+    parts = []
+    for j, silo in enumerate(silos):
+        try:
+            parts.append(level_names(silo, columns, min_count, OTHER if other is None else other))
+        except DataError as error:
+            raise DataError(f"silo {j}: {error}") from error
     return Levels.union(*parts, min_count=min_count, other=other)
-
-
-def _of_silo(
-    j: int, silo: Any, columns: Sequence[str], min_count: int
-) -> dict[str, tuple[str, ...]]:
-    try:
-        return level_names(silo, columns, min_count)
-    except DataError as error:
-        raise DataError(f"silo {j}: {error}") from error
 
 
 def _strings(silo: Any, column: str) -> list[str]:

@@ -29,7 +29,7 @@ from numpyro_fed.methods.soul import SOUL
 from numpyro_fed.methods.vfl import VFL
 from numpyro_fed.model.facts import describe
 from numpyro_fed.model.fingerprint import source_hash
-from numpyro_fed.model.levels import level_counts
+from numpyro_fed.model.levels import OTHER, level_counts
 from numpyro_fed.model.scaling import numbers_of
 from numpyro_fed.network.policy import Ledger, Policy
 from numpyro_fed.network.sums import Sums
@@ -298,7 +298,7 @@ class Silo:
     def _of_data(self, exchange: str, asked: Mapping[str, Any]) -> bytes:
         """Return the names of the data's levels, or the moments of its columns."""
         columns, arguments = _names(asked, COLUMNS), _names(asked, "arguments")
-        min_count = asked.get("min_count", 1)
+        min_count, other = asked.get("min_count", 1), str(asked.get("other", OTHER))
         if type(min_count) is not int or (exchange == LEVELS and columns is None):
             raise DataError("a question about data names columns. Is it of another version?")
         try:
@@ -306,7 +306,7 @@ class Silo:
                 counts = level_counts(self._data, columns)
                 num_rows = min((found.total() for found in counts.values()), default=0)
                 self._policy.check_levels(num_rows, min_count)
-                return names_reply(self._data, columns, min_count)
+                return names_reply(self._data, columns, min_count, other)
             for name, rows in numbers_of("the silo", self._data, arguments).items():
                 self._policy.check_numbers(name, rows)
             return moments_reply(self._data, arguments)
