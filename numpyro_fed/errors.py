@@ -27,7 +27,7 @@ class ModelWarning(FederatedWarning):
 
 
 class DataWarning(FederatedWarning):
-    """The warning about data or files that could not be compared with others."""
+    """The warning about data that are unlike others', or that could not be compared with them."""
 
 
 class StartWarning(FederatedWarning):

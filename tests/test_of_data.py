@@ -1,6 +1,8 @@
 """Levels and moments over silos in processes of their own: the same as of a list, and no more."""
 
 import json
+import re
+import warnings
 
 import hypothesis.strategies as st
 import numpy as np
@@ -74,6 +76,60 @@ def test_moments_over_a_federation_are_those_of_a_list_to_the_bit(sizes, seed):
                 np.testing.assert_array_equal(a[name], b[name])
     assert max(map(len, heard)) < 1_000
     assert {a.size for reply in heard for a in read(reply).arrays.values()} <= {1, 2}
+
+
+def weights(factors, sizes=(40, 25, 60, 30, 45, 33)):
+    r = np.random.default_rng(0)
+    return [k * r.normal(80, 15, n) for k, n in zip(factors, sizes, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        (
+            weights((1, 1, 2.2, 1, 1, 1)),
+            r"silo 2 has the mean 17\d\.\d, where others have 78.* to 8",
+        ),
+        (weights((2.2, 2.2, 2.2, 1, 2.2, 2.2)), "silo 3 has the mean 7.* where others have 1"),
+        (
+            weights((1, 2.2, 1, 1, 1, 2.2)),
+            "silo 1 has the mean 1.*, silo 5 has the mean 1.* others",
+        ),
+        (weights((1, 2.2)), r"silo 0 has the mean \d*.\d*, silo 1 has the mean \d*.\d* \(sds"),
+        ([x + 25 * (j == 1) for j, x in enumerate(weights([1] * 6))], None),  # 1.7 sds
+        (
+            [x + 200 * j for j, x in enumerate(weights([1] * 6))],
+            None,
+        ),  # none is far from all others
+        ([np.full(9, float(j == 1)) for j in range(6)], None),  # an indicator of a silo
+        ([(np.arange(40) < (30 if j else 1)) * 1.0 for j in range(6)], None),  # yes or no
+        ([np.ones(9)] * 6, None),  # an intercept
+        ([np.array([80.0]), *weights([1] * 5), np.array([130.0])], None),  # of a single row
+        ([np.array([80.0, 81.0]), np.array([172.0, 160.0])], None),  # too few rows to tell
+        ([np.full(5, np.nan), *weights((1, 1, 1, 2.2))], "silo 4 has the mean 17"),
+    ],
+)
+def test_a_column_in_other_units_at_a_silo_is_named(columns, words):
+    """Over a federation as in one process: a silo's mean crosses anyhow."""
+    data = [dict(weight=column) for column in columns]
+    for silos in (data, federation_of(data, policy=FREE)):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            nf.moments(silos)
+        assert [w.category for w in found] == [nf.DataWarning] * (words is not None)
+        if words:
+            assert re.search(f"'weight': {words}.*other units there", str(found[0].message))
+            assert found[0].filename == __file__
+
+
+def test_a_column_of_a_matrix_in_other_units_has_its_name():
+    x = [np.stack([np.ones(len(w)), w], 1) for w in weights((1, 1, 2.2))]
+    with pytest.warns(nf.DataWarning, match="column 1 of 'x': silo 2 has"):
+        nf.moments([dict(x=part) for part in x])
+    frames = [dict(x=pd.DataFrame(part, columns=["one", "kg"])) for part in x]
+    parts = [nf.moments([frame]) for frame in frames]
+    with pytest.warns(nf.DataWarning, match="'kg' of 'x': part 2 has the mean"):
+        nf.Scaling.union(*parts)
 
 
 def test_dataframes_are_asked_of_by_columns():

@@ -7,14 +7,15 @@ columns alone.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from numpyro_fed.errors import DataError, ReplyError, positive_int
+from numpyro_fed.errors import DataError, DataWarning, ReplyError, positive_int
 from numpyro_fed.model.levels import MIN_COUNT, OTHER, Levels, level_names, levels_of_list
-from numpyro_fed.model.scaling import Numbers, Scaling, moments_of, moments_of_list, whole_of
+from numpyro_fed.model.scaling import Numbers, Scaling, columns_apart, moments_of, whole_of
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import LEVELS, MOMENTS, read, write
 
@@ -113,6 +114,12 @@ def moments(silos: Sequence[Any] | Federation, arguments: Sequence[str] | None =
     RefusedError
         If the policy of a silo does not allow the question, or too few of its rows have a number.
 
+    Warns
+    -----
+    DataWarning
+        For a column whose mean at a silo is far from those at the others, as of pounds among
+        kilograms: it names the silo.
+
     Notes
     -----
     Nothing has to be standardised for ``nf.fit``. It is for priors that are written in standard
@@ -132,13 +139,19 @@ def moments(silos: Sequence[Any] | Federation, arguments: Sequence[str] | None =
     >>> scaling.sd["x"].round(6).tolist()
     [1.632993, 0.08165]
     """
-    if not isinstance(silos, Federation):
-        return moments_of_list(_listed(silos), arguments)
-    if isinstance(arguments, str):
-        raise DataError(f"arguments must be a list of names, got the string '{arguments}'.")
-    settings = json.dumps({"arguments": None if arguments is None else list(arguments)})
-    replies = silos.ask_of_data(MOMENTS, settings)
-    return whole_of([_read_moments(j, reply, arguments) for j, reply in enumerate(replies)])
+    if isinstance(silos, Federation):
+        if isinstance(arguments, str):
+            raise DataError(f"arguments must be a list of names, got the string '{arguments}'.")
+        settings = json.dumps({"arguments": None if arguments is None else list(arguments)})
+        replies = silos.ask_of_data(MOMENTS, settings)
+        parts = [_read_moments(j, reply, arguments) for j, reply in enumerate(replies)]
+    else:
+        held = enumerate(_listed(silos))
+        parts = [moments_of(f"silo {j}", silo, arguments) for j, silo in held]
+    whole = whole_of(parts)
+    for words in columns_apart("silo", parts):
+        warnings.warn(words, category=DataWarning, stacklevel=2)
+    return whole
 
 
 def _listed(silos: Sequence[Any]) -> Sequence[Any]:

@@ -14,14 +14,15 @@ sample variance". Sums of squares would lose the sd of numbers far from zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
 import numpy as np
 
-from numpyro_fed.errors import DataError
+from numpyro_fed.errors import DataError, DataWarning
 from numpyro_fed.model.data import check_columns, is_leaf
 from numpyro_fed.model.frames import (
     as_dict,
@@ -34,6 +35,11 @@ from numpyro_fed.model.frames import (
 )
 
 Numbers = dict[str, np.ndarray]
+# A silo's mean is far from those of others by so many sds: of its rows and the others' (the
+# geometric mean, so that it does not matter which of both are in the larger units), of all rows,
+# and of the others' means. One hospital that weighs in pounds is 4, 5 and more of them away.
+FAR, FAR_OF_ALL, FAR_OF_MEANS = 2.5, 2.0, 3.0
+FEWEST = 10  # rows, less one for each silo, from which the sd of rows is known
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,8 @@ class Scaling:
             )
         for j, part in enumerate(parts):
             _check_alike(f"part {j}", part, parts[0], "part 0")
+        for words in columns_apart("part", parts):
+            warnings.warn(words, category=DataWarning, stacklevel=2)
         return reduce(_together, parts)
 
     def standardise(self, silo: Any) -> Any:
@@ -162,17 +170,6 @@ class Scaling:
         return {name: _as(value, changed.get(name)) for name, value in silo.items()}
 
 
-def moments_of_list(silos: Sequence[Any], arguments: Sequence[str] | None = None) -> Scaling:
-    """Return the moments of silos whose data are in this process (:func:`numpyro_fed.moments`).
-
-    Raises
-    ------
-    DataError
-        Naming the silo at fault.
-    """
-    return whole_of([moments_of(f"silo {j}", silo, arguments) for j, silo in enumerate(silos)])
-
-
 def whole_of(parts: Sequence[Scaling]) -> Scaling:
     """Return the moments of all silos together, from those of each silo in turn.
 
@@ -188,6 +185,63 @@ def whole_of(parts: Sequence[Scaling]) -> Scaling:
         if not np.all(count):
             raise DataError(f"'{name}': a column of which no silo has a number. Leave it out.")
     return whole
+
+
+def columns_apart(owner: str, parts: Sequence[Scaling]) -> Iterator[str]:
+    """Yield in words each column whose mean at some silo is far from those at all others.
+
+    ``owner`` stands for a silo. A column of yes or no, or constant at each silo, has no units.
+    """
+    for name in parts[0].mean:
+        columns = next((p.columns[name] for p in parts if name in p.columns), ())
+        kinds = ([np.atleast_1d(found[name]) for found in kind] for kind in _by_kind(parts))
+        for i, (mean, sd, count) in enumerate(zip(*(np.stack(k, 1) for k in kinds), strict=True)):
+            if not (far := _far_apart(mean, sd, count)):
+                continue
+            where = f"'{name}'"
+            if len(np.atleast_1d(parts[0].mean[name])) > 1:
+                where = f"'{columns[i]}' of {where}" if columns else f"column {i} of {where}"
+            others = [j for j in range(len(parts)) if j not in far and count[j]]
+            own = ", ".join(f"{owner} {j} has the mean {mean[j]:.4g}" for j in far)
+            low, high = (f"{f(mean[others]):.4g}" for f in (np.min, np.max)) if others else ("", "")
+            rest = f", where others have {low if low == high else f'{low} to {high}'}"
+            yield (
+                f"{where}: {own}{rest if others else ''} (sds within silos: "
+                f"{sd[count > 0].min():.3g} to {sd.max():.3g}). Is it in other units there, or "
+                "coded otherwise? Then mend it there; if it is meant so, leave it."
+            )
+
+
+def _by_kind(parts: Sequence[Scaling]) -> tuple[list[Numbers], list[Numbers], list[Numbers]]:
+    """Return the means, the sds and the counts of all parts."""
+    return [p.mean for p in parts], [p.sd for p in parts], [p.count for p in parts]
+
+
+def _far_apart(mean: np.ndarray, sd: np.ndarray, count: np.ndarray) -> list[int]:
+    """Return the silos whose mean of a column is far from those of the others, (silos,) each."""
+    seen = count > 0
+    if np.allclose(np.square(sd), mean * (1 - mean), rtol=1e-6, atol=1e-12):
+        return []
+    squares, of_all, found = count * np.square(sd), (count[seen] - 1).sum(), []
+    for j in np.flatnonzero(seen):
+        others = seen & (np.arange(len(mean)) != j)
+        freedom = (count[others] - 1).sum()
+        if freedom < FEWEST or not squares[others].any():
+            continue
+        within = np.sqrt(squares[others].sum() / freedom)
+        # The sd of a few rows is not known.
+        both = np.sqrt(within * sd[j]) if count[j] >= FEWEST and sd[j] else within
+        # Medians, which other silos in the wrong units do not move.
+        middle = np.median(mean[others])
+        between = 1.48 * np.median(np.abs(mean[others] - middle))
+        least = (
+            FAR * both * (1 + 1 / np.sqrt(count[j])),  # a mean of few rows is itself uncertain
+            FAR_OF_ALL * np.sqrt(squares.sum() / of_all),
+            FAR_OF_MEANS * between,
+        )
+        if abs(mean[j] - middle) > max(least):
+            found.append(int(j))
+    return found
 
 
 def moments_of(owner: str, silo: Any, arguments: Sequence[str] | None) -> Scaling:
