@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 
 import jax
 import numpy as np
@@ -70,6 +71,31 @@ def test_the_clock_goes_on_while_nothing_else_does(monkeypatch):
         assert ticked.wait(60)
     after = {t for t in threading.enumerate() if not isinstance(t, TMonitor)}
     assert after <= before
+
+
+def test_a_line_says_that_a_program_is_compiled(capsys, monkeypatch):
+    """Nothing is heard of a program before it is compiled, and no more once it is."""
+    monkeypatch.setattr(progress, "TICK", 1e-3)
+
+    @jax.jit
+    def slow(x):
+        time.sleep(0.05)  # as if it took so long to trace
+        return 2 * x
+
+    with StageBar(True) as bar:
+        bar.stage("mode")
+        slow(1.0)
+        bar.begin(True, 9)
+        jax.jit(lambda x: slow(x.astype(float)))(np.arange(3))
+        bar.step(1, 0.0)
+        slow(1.0)
+        time.sleep(0.05)
+    shown = [line.split(" [")[0] for line in lines(capsys.readouterr().err)]
+    of_search = "mode: search for the mode, exchange"
+    wanted = ["mode: compiling (first time)", f"{of_search} 1, compiling (first time)"]
+    assert list(dict.fromkeys(line for line in shown if "compiling" in line)) == wanted
+    assert [line for line in shown if line != "done"][-1] == f"{of_search} 2"
+    assert not bar._num_compiling
 
 
 def test_messages_of_all_stages_add_up(capsys):

@@ -8,11 +8,16 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
+import jax.monitoring
 from tqdm.auto import tqdm
 
 # Seconds between updates of the clock. Compilation reports nothing, so that without them a bar
 # stands still for half a minute and looks hung. More often would take time from the compiler.
 TICK = 0.5
+# The names of JAX's events that begin and end while a program is traced and compiled.
+COMPILES = "/jax/core/compile/"
+COMPILING = "compiling (first time)"
+READING = "reading the model"
 
 
 class Progress:
@@ -74,7 +79,7 @@ class StageBar(Progress):
 
     It shows the stage, the round or exchange, the time and how many messages each silo has sent:
     ``PVI: search for the mode, exchange 12 [00:07, 12 exchanges]``. There is no percentage, since
-    the total is not known. The clock goes on while a program is compiled.
+    the total is not known. The clock goes on while a program is compiled, and the line says so.
 
     Parameters
     ----------
@@ -85,14 +90,17 @@ class StageBar(Progress):
     def __init__(self, shown: bool):
         self.shows = shown
         line = "{desc} [{elapsed}, {n_fmt} exchanges]"
-        self._bar = tqdm(desc="reading the model", bar_format=line, disable=not shown)
+        self._stage, self._activity, self._num_done, self._exchanges_before = READING, "", 0, 0
+        self._bar = tqdm(desc=READING, bar_format=line, disable=not shown)
+        self._num_compiling = 0
         self._stop = threading.Event()
         # A daemon: a process that ends in the middle of a fit must not wait for the clock.
         self._clock = threading.Thread(target=self._refresh_clock, daemon=True)
-        self._stage, self._activity, self._num_done, self._exchanges_before = "", "", 0, 0
 
     def __enter__(self) -> Self:
         if self.shows:
+            jax.monitoring.register_scalar_listener(self._compiles)
+            jax.monitoring.register_event_duration_secs_listener(self._has_compiled)
             self._clock.start()
         return self
 
@@ -104,13 +112,15 @@ class StageBar(Progress):
     ) -> None:
         self._stop.set()
         if self.shows:
+            jax.monitoring.unregister_scalar_listener(self._compiles)
+            jax.monitoring.unregister_event_duration_listener(self._has_compiled)
             self._clock.join()
             self._bar.set_description_str("stopped" if kind else "done")
         self._bar.close()
 
     def stage(self, name: str) -> None:
         """Show that a stage begins."""
-        self._stage = name
+        self._stage, self._activity = name, ""
         self._bar.set_description_str(name)
 
     def account(self, exchanges: int) -> None:
@@ -137,6 +147,8 @@ class StageBar(Progress):
     def _show_activity(self) -> None:
         """Show the stage and the round or exchange in which it is."""
         doing = self._activity.format(f"{self._num_done + 1:,}")
+        if self._num_compiling > 0:
+            doing += f"{',' if doing else ':'} {COMPILING}"
         self._bar.set_description_str(f"{self._stage}{doing}", refresh=False)
 
     def _show_exchanges(self, exchanges: int) -> None:
@@ -145,4 +157,13 @@ class StageBar(Progress):
 
     def _refresh_clock(self) -> None:
         while not self._stop.wait(TICK):
+            self._show_activity()
             self._bar.refresh()
+
+    def _compiles(self, event: str, value: float, **words: str | int) -> None:
+        """Count a program that begins to be traced or compiled; these stand in one another."""
+        self._num_compiling += event.startswith(COMPILES)
+
+    def _has_compiled(self, event: str, duration_secs: float, **words: str | int) -> None:
+        """Count a program that is traced or compiled."""
+        self._num_compiling -= event.startswith(COMPILES)
