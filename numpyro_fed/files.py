@@ -1,4 +1,8 @@
-"""Files that are whole or absent: arrays and a description in one npz, written atomically."""
+"""Files that are whole or absent, and that only their owner can read.
+
+What is kept (replies, states, keys, logs, results) tells of the data. Files are made with the mode
+600 and folders with 700, whatever the process's umask is.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,11 @@ import glob
 import json
 import os
 import secrets
+import stat
 import struct
+import sys
 import time
+import weakref
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
@@ -19,7 +26,13 @@ import numpy as np
 
 from numpyro_fed.errors import SavedStateError
 
+if sys.platform != "win32":
+    import fcntl
+
 DESCRIPTION = "description.json"  # the member of an npz that describes its arrays
+LOCK = ".lock"  # the file in a folder by which one process has it for itself
+# The modes of what is made, and the bits by which others may do something.
+OWNER_ALONE, OWNER_ALONE_IN_FOLDER, OTHERS = 0o600, 0o700, 0o077
 # Seconds after which a temporary file counts as left behind by a process that was killed. A save
 # takes seconds; with less than its time a slow save of another process would lose its file.
 OLD = 3_600.0
@@ -37,8 +50,116 @@ DAMAGE = (
 )
 
 
+def private_folder(path: str | Path) -> Path:
+    """Return a folder that only its owner can open; it is made with its parents if it is missing.
+
+    Raises
+    ------
+    SavedStateError
+        For a folder that is there already and that others can open. It is left as it is, since it
+        may have been meant for more than what this package keeps.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> folder = private_folder(Path(tempfile.mkdtemp()) / "states" / "silo")
+    >>> oct(folder.stat().st_mode & 0o777), oct(folder.parent.stat().st_mode & 0o777)
+    ('0o700', '0o700')
+    """
+    folder = Path(path)
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    for one in reversed(missing):
+        with suppress(FileExistsError):
+            one.mkdir(mode=OWNER_ALONE_IN_FOLDER)
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    if os.name == "posix" and mode & OTHERS:
+        raise SavedStateError(
+            f"others on this machine can open the folder {folder} (its mode is {mode:o}), and what "
+            f"is kept there tells of the data. Run 'chmod 700 {folder}' if they are not meant to, "
+            "or name a folder that is not there yet."
+        )
+    return folder
+
+
+class Use:
+    """The use of a folder by one object of one process, and by no other.
+
+    The operating system's lock ends with the process, however that ends. Where another object of
+    the same process begins to use the folder, as in a notebook's cell that is run again, it takes
+    the folder over.
+
+    Parameters
+    ----------
+    folder : Path
+        It is made if it is missing (:func:`private_folder`).
+
+    Raises
+    ------
+    SavedStateError
+        If another process uses the folder.
+    """
+
+    def __init__(self, folder: str | Path):
+        self._folder = os.path.realpath(private_folder(folder))
+        known = _LOCKS.get(self._folder)
+        self._lock = _LOCKS[self._folder] = known or _Lock(self._folder)
+        self._number = self._lock.count = self._lock.count + 1
+
+    def check(self) -> None:
+        """Raise an error if the folder has been taken over, or this process is a copy (a fork)."""
+        if self._lock.count != self._number or self._lock.process != os.getpid():
+            raise SavedStateError(
+                f"the folder {self._folder} is used by another object or a copy of this process "
+                "since, and two that count and keep would each know half. Go on with that one."
+            )
+
+
+class _Lock:
+    """The operating system's lock of a folder, for all of this process."""
+
+    def __init__(self, folder: str):
+        self.count, self.process = 0, os.getpid()
+        file = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT, OWNER_ALONE)
+        weakref.finalize(self, os.close, file)
+        try:
+            if sys.platform != "win32":  # which has no such lock
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise SavedStateError(
+                f"the folder {folder} cannot be locked ({error.strerror}): another process uses "
+                "it, a silo or a script that still runs. End that one, or give another folder."
+            ) from error
+
+
+# By folder; a lock is let go where no object of this process uses it.
+_LOCKS: weakref.WeakValueDictionary[str, _Lock] = weakref.WeakValueDictionary()
+
+
+def append_privately(file: str | Path) -> IO[bytes]:
+    """Return a stream to the end of a file that only its owner can read, made if it is missing.
+
+    A file that others can read is closed to them.
+    """
+    made = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, OWNER_ALONE)
+    try:
+        mode = os.fstat(made).st_mode
+        # Not what stands for no file, such as /dev/stderr.
+        if os.name == "posix" and stat.S_ISREG(mode) and mode & OTHERS:
+            os.fchmod(made, OWNER_ALONE)
+        return os.fdopen(made, "ab")
+    except BaseException:
+        os.close(made)
+        raise
+
+
+def _open_privately(file: str, flags: int) -> int:
+    return os.open(file, flags, OWNER_ALONE)
+
+
 def write_atomically(file: str | Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write a file so that at any time its name stands for a whole file, the new or the old one.
+
+    Only its owner can read it.
 
     ``write`` gets a temporary file in the same folder, which takes the name once it is on the disk.
     A process that is killed in between leaves the temporary file ``.name.*.part`` behind; a save an
@@ -61,7 +182,7 @@ def write_atomically(file: str | Path, write: Callable[[IO[bytes]], object]) -> 
     file = Path(os.path.realpath(file))  # os.replace would put a file in the place of a link
     part = file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")
     try:
-        with open(part, "x+b") as stream:
+        with open(part, "x+b", opener=_open_privately) as stream:
             write(stream)
             # On the disk before it takes the name: otherwise
             # a loss of power may leave an empty file.

@@ -11,6 +11,7 @@ import jax
 from jax import Array
 from jax.experimental.compilation_cache import compilation_cache
 
+from numpyro_fed.files import private_folder
 from numpyro_fed.precision import double_precision
 from numpyro_fed.trees import where
 
@@ -41,13 +42,15 @@ def cache_programs(folder: str | Path) -> None:
     Parameters
     ----------
     folder : str or Path
-        It is made if it does not exist.
+        It is made if it does not exist, and only its owner can open it then.
 
     Examples
     --------
     >>> import tempfile, numpyro_fed as nf
     >>> nf.cache_programs(tempfile.mkdtemp())  # doctest: +SKIP
     """
+    if not Path(folder).exists():
+        private_folder(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -24,11 +24,11 @@ from numpyro_fed.model.data import read
 from numpyro_fed.model.split import split
 from numpyro_fed.network.memory import InMemory
 from numpyro_fed.network.policy import LEDGER, Ledger
-from numpyro_fed.network.silo import Folder
 from numpyro_fed.precision import precision
 from numpyro_fed.privacy.budget import Spent, spent
 from numpyro_fed.privacy.noise import noisy
 from numpyro_fed.runtime import messages
+from numpyro_fed.runtime.kept import Folder
 
 KEY = jax.random.key(0)
 BUDGET = nf.Privacy(epsilon=1.0, delta=1e-5)

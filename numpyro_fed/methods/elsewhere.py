@@ -29,10 +29,11 @@ class Agrees(HasSettings, Protocol):
 def fit_over(method: Agrees, federation: Federation) -> tuple[Fit, Silos]:
     """Return the fit of a method for the silos of a federation, once all have agreed on a plan."""
     name, texts = federation.describe(for_silos(method, federation.names))
+    facts = [Facts.from_json(text) for text in texts]
+    # Each time: a variable that the text reads may have changed since the last run.
+    plan = method.agree(facts)
 
     def make() -> tuple[Fit, Silos]:
-        facts = [Facts.from_json(text) for text in texts]
-        plan = method.agree(facts)
         built = method.build(plan)
         weights = [rows_of(f) for f in facts]
         channel = Channel(federation, plan.num_silos, weights, name, federation.missing)
@@ -50,7 +51,7 @@ def fit_over(method: Agrees, federation: Federation) -> tuple[Fit, Silos]:
         federation.accept(name, plan.to_json())
         return fit, Silos((), (), channel.batches)
 
-    return federation.cached(("fit", name), make)
+    return federation.cached(("fit", name, plan), make)
 
 
 def rows_of(facts: Facts) -> Weights:

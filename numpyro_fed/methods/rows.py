@@ -58,7 +58,15 @@ from numpyro_fed.methods.mode import (
 from numpyro_fed.methods.recipe import recipe
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData, SiloInput, SilosInput, signature
-from numpyro_fed.model.facts import Facts, Plan, agree, check_plan, facts_of, with_globals
+from numpyro_fed.model.facts import (
+    Facts,
+    Plan,
+    agree,
+    check_plan,
+    facts_of,
+    with_globals,
+    with_terms,
+)
 from numpyro_fed.model.hosts import read_all
 from numpyro_fed.model.layout import Layout, layout_of
 from numpyro_fed.model.log_density import FederatedModel
@@ -380,7 +388,8 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             Naming the silo that does not fit together with the others.
         """
         plan = self._agree_checked(facts)
-        return self._resolve_plan(self._split(plan), plan)
+        fm = self._split(plan)
+        return with_terms(self._resolve_plan(fm, plan), fm, facts)
 
     def read_plan(self, text: str) -> Plan:
         """Return a plan from JSON."""
@@ -394,9 +403,10 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
 
     def check_plan(self, plan: Plan, facts: str, number: int) -> None:
         """Raise an error for a plan that does not come from these facts of silo ``number``."""
-        check_plan(plan, Facts.from_json(facts), number)
+        own, fm = Facts.from_json(facts), self._split(plan)
+        check_plan(plan, own, fm, number)
         # A plan has the settings that its method resolves for it, and no others.
-        if self._resolve_plan(self._split(plan), plan).settings != plan.settings:
+        if self._resolve_plan(fm, plan).settings != plan.settings:
             raise ModelError(
                 "the plan has other settings than this silo's method resolves for it. All parties "
                 "must have the same method and version."
@@ -414,9 +424,9 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
 
     def _split(self, plan: Plan) -> FederatedModel:
         """Return the model, split for the shapes of a plan; it is split once for each."""
-        # The precision is a part of the key: constants of
-        # a traced model have the dtype of their trace.
-        key = str(jnp.result_type(float)), plan.facts
+        # The precision is a part of the key: constants of a traced model have the dtype of their
+        # trace. So are the terms, which a variable that the text reads has changed since.
+        key = str(jnp.result_type(float)), plan.facts, plan.terms
         if key not in self._split_texts:
             self._split_texts[key] = split(self._text(), [plan.template()])
         return self._split_texts[key]

@@ -31,7 +31,7 @@ from numpyro_fed.methods.mode import SEARCH
 from numpyro_fed.methods.vertical_elsewhere import clients_over
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
 from numpyro_fed.model.data import SiloData, read_one, signature
-from numpyro_fed.model.fingerprint import source_hash
+from numpyro_fed.model.fingerprint import check_terms, client_terms, source_hash
 from numpyro_fed.model.observed import Supports, as_bucket
 from numpyro_fed.model.padding import bucket, one_by_one
 from numpyro_fed.model.roles import Text, VerticalSplit, split, split_vertical, with_server_data
@@ -254,6 +254,9 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
                 f"client {number} holds columns of another shape or kind than the plan says. The "
                 "plan must be made from the facts of this client, as the client of this number."
             )
+        roles, by_value = self._roles(plan), plan.by_value
+        mine = client_terms(roles.model.clients[number], roles.clients[number], by_value=by_value)
+        check_terms(plan.terms[number], mine, f"client {number}", by_value=by_value)
 
     def build(self, plan: VerticalPlan) -> VerticalBuilt:
         """Return the algorithm from model and plan, the same at every party."""

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from numpyro_fed.errors import ModelError
 from numpyro_fed.methods.recipe import HasSettings, for_silos
 from numpyro_fed.model.data import SiloData, read_one
+from numpyro_fed.model.fingerprint import client_terms
 from numpyro_fed.model.observed import Supports, as_bucket
 from numpyro_fed.model.roles import Text, VerticalSplit, split
 from numpyro_fed.model.row_ids import check_same_digests, digest, read_ids
@@ -95,7 +96,10 @@ class VerticalAgreement:
         if row_ids is not None:
             digests["the server"] = digest(read_ids(row_ids, roles.model.rows, "the server"))
         check_same_digests(digests)
-        plan = VerticalPlan(Shapes.of(read_one("the server", server_data)), clients, shared)
+        plan = VerticalPlan(Shapes.of(read_one("the server", server_data)), clients, shared, ())
+        pairs = zip(roles.model.clients, roles.clients, strict=True)
+        terms = (client_terms(*pair, by_value=plan.by_value) for pair in pairs)
+        plan = replace(plan, terms=tuple(terms))
         built = method.assemble(roles)
         first = jax.tree.map(np.zeros_like, roles.clients[0])
         return cls(plan, built, roles.server, first, supports, method._description(built))

@@ -22,12 +22,13 @@ from jax import Array
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.binding import globals_at
 from numpyro_fed.model.data import SiloData, Sizes, check_columns, read
+from numpyro_fed.model.fingerprint import SOFTWARE, Term, check_terms, terms_of
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import Plate, Site, structure
 from numpyro_fed.model.split import split
 from numpyro_fed.programs import jit_once
 
-VERSION = 1
+VERSION = 2
 Skeleton = str | list[Any]  # a tree in JSON: a name, or [type of node, contents]
 # Points at which the global sites of all silos are compared. At a single one two texts could agree
 # by chance; each more is a longer message.
@@ -84,6 +85,8 @@ class Facts:
         The arrays in which some outcomes are missing.
     columns : tuple of (str, tuple of str)
         The names of the columns of arrays that come from DataFrames.
+    software : str
+        The versions of JAX and NumPyro, on which the form depends in which texts are compared.
     version : int
     """
 
@@ -97,6 +100,7 @@ class Facts:
     verdicts: tuple[tuple[str, bool], ...] = ()
     missing: tuple[str, ...] = ()
     columns: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    software: str = SOFTWARE
     version: int = VERSION
 
     def verdict(self, question: str) -> bool:
@@ -138,6 +142,12 @@ class Plan:
     settings : str
         The settings that the method has resolved, as JSON: the guide plate by plate, draws,
         damping, schedule.
+    terms : tuple of Term
+        What the server's text adds to the density, site by site, by which each silo finds out
+        whether its own text has the same constants. Empty in one process, where there is one text.
+    software : str
+        The versions of JAX and NumPyro of all parties, by which terms are programs; empty where
+        versions differ, and terms are values.
     """
 
     facts: Facts
@@ -145,6 +155,8 @@ class Plan:
     largest: tuple[tuple[str, int], ...]
     total: tuple[tuple[str, int], ...]
     settings: str = "{}"
+    terms: tuple[Term, ...] = ()
+    software: str = ""
 
     @property
     def fingerprint(self) -> str:
@@ -192,7 +204,8 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Read a plan from the text that :meth:`to_json` returned."""
         found = _tuples(json.loads(text))
-        return cls(**found | {"facts": Facts._from_dict(found["facts"])})
+        terms = tuple(Term(*fields) for fields in found["terms"])
+        return cls(**found | {"facts": Facts._from_dict(found["facts"]), "terms": terms})
 
 
 def describe(model: Callable[..., Any], silo: Mapping[str, Any]) -> Facts:
@@ -361,8 +374,15 @@ def _check_alike(first: Facts, other: Facts, j: int) -> None:
             )
 
 
-def check_plan(plan: Plan, own: Facts, number: int) -> None:
-    """Raise an error for a plan that silo ``number`` has no part in, by its own facts.
+def with_terms(plan: Plan, fm: FederatedModel, facts: Sequence[Facts]) -> Plan:
+    """Return the plan with the terms of the server's text, for silos with these facts."""
+    same = all(f.software == SOFTWARE for f in facts)
+    terms = terms_of(fm, plan.template(), by_value=not same)
+    return replace(plan, terms=terms, software=SOFTWARE if same else "")
+
+
+def check_plan(plan: Plan, own: Facts, fm: FederatedModel, number: int) -> None:
+    """Raise an error for a plan that silo ``number`` has no part in, by its own facts and text.
 
     Raises
     ------
@@ -382,6 +402,11 @@ def check_plan(plan: Plan, own: Facts, number: int) -> None:
     for question, verdict in plan.facts.verdicts:
         if verdict and not verdicts[question]:
             raise ModelError(f"{words}: it says yes to '{question}', and this silo says no.")
+    if plan.software not in ("", SOFTWARE):
+        raise ModelError(f"{words}: it is of {plan.software}, and this silo has {SOFTWARE}.")
+    by_value = not plan.software
+    terms = terms_of(fm, plan.template(), by_value=by_value)
+    check_terms(plan.terms, terms, f"silo {number}", by_value=by_value)
 
 
 def _names(pairs: tuple[tuple[str, object], ...]) -> tuple[str, ...]:

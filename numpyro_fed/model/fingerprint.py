@@ -2,6 +2,12 @@
 
 A fingerprint is a hash of the traced programs of a model's log densities. It covers what the text
 reads from outside of itself (global variables, closures), which the source alone does not show.
+
+Parties in processes of their own compare their texts by *terms*, one for each site: its program at
+the shapes of their plan, and the numbers in it. All trace at the same shapes, so that nothing in a
+term depends on a silo's data. The programs of two versions of JAX differ. Then terms are the values
+of the program at made-up data, which tell less: a constant that matters for some data only may not
+show there.
 """
 
 from __future__ import annotations
@@ -10,15 +16,48 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpyro
+from jax import Array
+from jax.typing import ArrayLike
 
+from numpyro_fed.errors import ModelError
+from numpyro_fed.model.binding import Rows, Theta, log_det_owners, trace_at
 from numpyro_fed.model.data import SiloData, array_bytes, signature
-from numpyro_fed.model.jaxprs import Identity, Program, trace_program
+from numpyro_fed.model.jaxprs import Program, Written, trace_program, without_dead_code
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.vertical import VerticalModel
+from numpyro_fed.model.sites import Site
+from numpyro_fed.model.vertical import PartyModel, VerticalModel
+from numpyro_fed.programs import jit_once
+
+# What writes the programs of a text: parties with the same can compare them.
+SOFTWARE = f"jax {jax.__version__}, numpyro {numpyro.__version__}"
+# Relative differences of constants that are none: parties may compute theirs on other machines, and
+# in single precision. Values at made-up data are sums over rows, whose differences are larger.
+CONSTANTS_ALIKE, VALUES_ALIKE = 1e-5, 1e-3
+PLACES = 3  # at which values are compared; at a single one two texts could agree by chance
+
+
+class Term(NamedTuple):
+    """What a site adds to a model's density, in a form in which parties can compare it.
+
+    Attributes
+    ----------
+    site : str
+    words : str
+        A hash of its operations, and of what it reads that is no fraction.
+    numbers : tuple of tuple of float
+        The constants that it reads: a number as it is; of an array its root mean square and three
+        projections. Where values are compared, these.
+    """
+
+    site: str
+    words: str
+    numbers: tuple[tuple[float, ...], ...]
 
 
 def fingerprint(fm: FederatedModel, silos: Sequence[SiloData]) -> str:
@@ -81,10 +120,150 @@ def source_hash(model: Callable[..., Any]) -> str:
     return hashlib.sha256(inspect.cleandoc(text).encode()).hexdigest()
 
 
+def terms_of(fm: FederatedModel, template: SiloData, *, by_value: bool) -> tuple[Term, ...]:
+    """Return the terms of a model's sites at made-up data of a plan's shapes.
+
+    ``by_value`` says whether they are values, or programs and their constants.
+    """
+    key, sizes = jax.random.key(0), fm.sizes(template)
+    theta = jax.eval_shape(lambda data: fm.init_theta(key) | fm.init_private(key, data), template)
+    real = jnp.result_type(float)
+    z_L = {p.name: jax.ShapeDtypeStruct((sizes[p.name], p.dim), real) for p in fm.plates}
+    z_G = jax.ShapeDtypeStruct((fm.dim,), real)
+    return _terms(fm.text, fm.sites, (theta, z_G, z_L, template), by_value)
+
+
+def client_terms(party: PartyModel, data: SiloData, *, by_value: bool) -> tuple[Term, ...]:
+    """Return the terms of a client's part of a vertical model, at data of these shapes."""
+    theta = jax.eval_shape(party.init_theta, jax.random.key(0), data)
+    z = jax.ShapeDtypeStruct((party.dim,), jnp.result_type(float))
+    return _terms(party.text, party.sites, (theta, z, {}, data), by_value)
+
+
+def _terms(
+    text: Callable[..., Any],
+    sites: Sequence[Site],
+    shapes: tuple[Any, Any, Any, SiloData],
+    by_value: bool,
+) -> tuple[Term, ...]:
+    """Return the terms of a text's sites at parameters, latents and data of these shapes."""
+    names = list[str]()
+
+    def outputs(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> list[Array]:
+        probabilities, trace = trace_at(text, sites, theta, z_G, z_L, data)
+        owner, shown = log_det_owners(sites), {s.name for s in sites if s.kind == "deterministic"}
+        found = [(owner.get(name, name), value) for name, value in probabilities.items()]
+        # What is told of the posterior, and enters no density.
+        found += [(name, trace[name]["value"]) for name in trace if name in shown]
+        names[:] = [name for name, _ in found]
+        return [jnp.asarray(value) for _, value in found]
+
+    if by_value:
+        sums = jit_once(lambda *args: [jnp.sum(out) for out in outputs(*args)])
+        values = [[float(v) for v in sums(*_made_up(shapes, place))] for place in range(PLACES)]
+        return tuple(
+            _term(name, "", [np.float64(v) for v in at_places])
+            for name, *at_places in zip(names, *values, strict=True)
+        )
+    program = trace_program(outputs, *shapes)
+    terms = []
+    for site in dict.fromkeys(names):
+        own = Written(without_dead_code(program, [name == site for name in names]))
+        terms.append(_term(site, own.words, own.numbers))
+    return tuple(terms)
+
+
+def _made_up(shapes: Any, seed: int) -> Any:
+    """Return numbers in the place of a tree's arrays: the same on every machine.
+
+    Fractions are between 0 and 1 and whole numbers 0 or 1, where nearly all distributions have a
+    density, and most arrays have an element of that index.
+    """
+    random = np.random.default_rng(seed)
+
+    def numbers(shape: Any) -> np.ndarray:
+        kind = np.dtype(shape.dtype).kind
+        drawn = random.uniform(0.1, 0.9, shape.shape)
+        return (drawn if kind == "f" else drawn < 0.5).astype(shape.dtype)
+
+    return jax.tree.map(numbers, shapes)
+
+
+def _term(site: str, words: str, found: Sequence[ArrayLike]) -> Term:
+    """Return the term of a site with these operations, which read these numbers."""
+    digest, numbers = hashlib.sha256(words.encode()), list[tuple[float, ...]]()
+    for number in found:
+        if not jnp.issubdtype(jnp.asarray(number).dtype, jnp.floating):
+            digest.update(array_bytes(number))  # whole numbers, which are the same everywhere
+            continue
+        array = np.asarray(number, np.float64)
+        finite = np.isfinite(array)
+        if not finite.all():
+            digest.update(array_bytes(np.nan_to_num(np.where(finite, 0.0, array), nan=2.0)))
+            array = np.where(finite, array, 0.0)
+        numbers.append((float(array),) if array.ndim == 0 else _sketch(array))
+    rounded = (tuple(float(f"{v:.9g}") for v in one) for one in numbers)
+    return Term(site, digest.hexdigest()[:16], tuple(rounded))
+
+
+def _sketch(array: np.ndarray) -> tuple[float, ...]:
+    """Return an array's root mean square, and its projections in three directions."""
+    directions = np.random.default_rng(0).normal(size=(3, array.size))
+    projections = directions @ array.ravel() / np.sqrt(max(array.size, 1))
+    return (float(np.sqrt(np.mean(array**2))) if array.size else 0.0, *projections.tolist())
+
+
+def check_terms(expected: Sequence[Term], own: Sequence[Term], who: str, *, by_value: bool) -> None:
+    """Raise an error if a party (``"silo 2"``) has another text than the server, by their terms.
+
+    Raises
+    ------
+    ModelError
+        Naming the site whose terms differ, and the server's constant. The silo's own is not in it,
+        since the words go to the server.
+    """
+    pairs = zip(expected, own, strict=False)
+    differences = (_difference(there, here, by_value) for there, here in pairs)
+    what = next(filter(None, differences), "")
+    if len(expected) != len(own):
+        what = what or "has other sites"
+    if what:
+        raise ModelError(
+            f"{who} does not fit together with the server: its text {what}. All parties must run "
+            "the same text, with the same constants where it reads some from outside (a module, a "
+            "closure). What is to differ between silos is data: pass it as an argument."
+        )
+
+
+def _difference(there: Term, here: Term, by_value: bool) -> str:
+    """Return in words how a silo's term differs from the server's, ``there``; empty if nowhere."""
+    site = there.site
+    if site != here.site:
+        return f"has '{here.site}' in the place of '{site}'"
+    if there.words != here.words or len(there.numbers) != len(here.numbers):
+        return (
+            f"computes '{site}' in another way (another distribution, branch, shape or whole "
+            "number)"
+        )
+    for one, other in zip(there.numbers, here.numbers, strict=True):
+        if by_value:
+            if not np.allclose(one, other, rtol=VALUES_ALIKE, atol=VALUES_ALIKE):
+                return f"has other values of '{site}' at made-up data"
+            continue
+        # Projections are as large as the root mean square, or closer to zero by chance.
+        size = max(max(map(abs, one)), 1e-6)
+        if np.allclose(one, other, rtol=0, atol=CONSTANTS_ALIKE * size):
+            continue
+        if len(one) > 1:
+            return f"reads another array of constants in '{site}'"
+        return f"has another constant in '{site}' where the server's has {one[0]:.6g}"
+    return ""
+
+
 def _hashed(words: str, programs: Iterable[Program]) -> str:
     digest = hashlib.sha256(words.encode())
-    for identity in map(Identity.of, programs):
-        digest.update(identity.words.encode())
-        for number in identity.numbers:
+    for one in map(Written, programs):
+        digest.update(one.words.encode())
+        for number in one.numbers:
             digest.update(array_bytes(number))
     return digest.hexdigest()

@@ -12,6 +12,7 @@ of one scan can have different labels. Nothing is computed.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -79,6 +80,126 @@ class Identity(NamedTuple):
         pairs = zip(self.numbers, other.numbers, strict=True)
         # Compared as bytes: NaN equals itself then, and dtypes count.
         return all(a is b or array_bytes(a) == array_bytes(b) for a, b in pairs)
+
+
+class Written:
+    """A program's operations as text, and the numbers that they read, in their order.
+
+    The text has no name, no address and no number with a fraction, so that it is the same in all
+    processes with this version of JAX. Numbers are given apart, since a constant that was computed
+    (an inverse, an exponential) differs between machines in its last digits. Calls are entered:
+    what they are named, and in which order they take what they close over, does not matter.
+
+    Attributes
+    ----------
+    words : str
+    numbers : list of array
+    """
+
+    def __init__(self, program: Program):
+        self.numbers = list[ArrayLike]()
+        inputs = [f"{i}:{_shape(v)}" for i, v in enumerate(program.jaxpr.invars)]
+        self.words = " ".join(map(self._said, self._outputs(program, inputs)))
+
+    def _outputs(self, program: Program, inputs: Sequence[str | _Number]) -> list[str | _Number]:
+        """Return what a program's outputs are, as digests of all that led to them."""
+        known: dict[int, str | _Number] = dict(
+            zip(map(id, program.jaxpr.invars), inputs, strict=True)
+        )
+        for variable, value in zip(program.jaxpr.constvars, program.consts, strict=True):
+            known[id(variable)] = _Number(value, _shape(variable))
+
+        def found(atom: Atom) -> str | _Number:
+            return _Number(atom.val, _shape(atom)) if isinstance(atom, Literal) else known[id(atom)]
+
+        for eqn in program.jaxpr.eqns:
+            results = self._results(eqn, [found(v) for v in eqn.invars])
+            known |= zip(map(id, eqn.outvars), results, strict=True)
+        return [found(v) for v in program.jaxpr.outvars]
+
+    def _results(self, eqn: JaxprEqn, operands: Sequence[str | _Number]) -> Sequence[str | _Number]:
+        """Return what an operation's results are."""
+        if (program := called_program(eqn)) is not None:
+            return self._outputs(program, operands)
+        # NumPyro's scan and cond return the parts of a distribution in the order of a set, which
+        # is another in each process: an output is known by what leads to it, not by its place.
+        if (choices := branches(eqn)) is not None:
+            which = self._said(operands[0])
+            by_branch = [self._outputs(p, operands[1:]) for p in choices]
+            outputs = zip(*by_branch, strict=True)
+            return [_digest("cond", which, *map(self._said, one)) for one in outputs]
+        if (loop := scan(eqn)) is not None:
+            return self._scanned(loop, operands)
+        if eqn.primitive.name == "while":
+            ends, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+            carry = self._inputs("carry", operands[ends + body :])
+            goes_on = [*operands[:ends], *carry]
+            step = [*operands[ends : ends + body], *carry]
+            programs = as_program(eqn.params["cond_jaxpr"]), as_program(eqn.params["body_jaxpr"])
+            pairs = zip(programs, (goes_on, step), strict=True)
+            parts = [self._all(self._outputs(*pair)) for pair in pairs]
+        else:
+            parts = [_settings(eqn), *map(self._said, operands)]
+            for program in inner_programs(eqn):
+                inputs = [f"in {i}:{_shape(v)}" for i, v in enumerate(program.jaxpr.invars)]
+                parts.append(self._all(self._outputs(program, inputs)))
+        whole = _digest(eqn.primitive.name, *parts)
+        return [_digest(whole, f"{i}:{_shape(v)}") for i, v in enumerate(eqn.outvars)]
+
+    def _scanned(self, loop: Scan, operands: Sequence[str | _Number]) -> list[str | _Number]:
+        """Return what the results of a scan are."""
+        consts, items = operands[: loop.num_consts], operands[loop.carry.stop :]
+        carried = self._inputs("carry", operands[loop.carry])
+        inside = [*consts, *carried, *(_digest("item", self._said(one)) for one in items)]
+        results = self._outputs(loop.body, inside)
+        steps = f"{loop.length} {loop.reverse}"
+        carry = self._all(results[: loop.num_carry])
+        last = [_digest("last", steps, carry, f"{i}") for i in range(loop.num_carry)]
+        stacked = results[loop.num_carry :]
+        return last + [
+            one if isinstance(one, _Number) else _digest("stacked", steps, carry, one)
+            for one in stacked
+        ]
+
+    def _inputs(self, kind: str, operands: Sequence[str | _Number]) -> list[str]:
+        return [_digest(kind, f"{i}", self._said(one)) for i, one in enumerate(operands)]
+
+    def _all(self, results: Sequence[str | _Number]) -> str:
+        return _digest(*map(self._said, results))
+
+    def _said(self, one: str | _Number) -> str:
+        """Return what stands for a value in the text; a number is noted wherever it is read."""
+        if isinstance(one, str):
+            return one
+        self.numbers.append(one.value)
+        return f"number {one.shape}"
+
+
+class _Number(NamedTuple):
+    """A constant that a program reads."""
+
+    value: ArrayLike
+    shape: str
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _shape(variable: Atom) -> str:
+    aval = type_of(variable)
+    return f"{getattr(aval, 'dtype', aval)}{getattr(aval, 'shape', '')}"
+
+
+def _settings(eqn: JaxprEqn) -> str:
+    """Return an operation's parameters as text, without programs, functions and other objects."""
+    shown = {}
+    for name, value in sorted(eqn.params.items()):
+        items = value if isinstance(value, tuple | list) else (value,)
+        objects = (callable(i) or hasattr(getattr(i, "jaxpr", i), "eqns") for i in items)
+        if not any(objects):
+            shown[name] = repr(value)
+    return " ".join(f"{name}={text}" for name, text in shown.items() if not ADDRESS.search(text))
 
 
 def trace_program(fn: Callable[..., Any], /, *args: object) -> Program:
@@ -158,9 +279,13 @@ def constants(program: Program) -> Iterator[ArrayLike]:
             yield from constants(inner)
 
 
-def without_dead_code(program: Program) -> Program:
-    """Return a program without operations and constants that its outputs do not need."""
-    jaxpr, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
+def without_dead_code(program: Program, outputs: Sequence[bool] | None = None) -> Program:
+    """Return a program without operations and constants that its outputs do not need.
+
+    ``outputs`` says which of them are kept; by default all are.
+    """
+    kept_outputs = [True] * len(program.jaxpr.outvars) if outputs is None else list(outputs)
+    jaxpr, _ = dce_jaxpr(program.jaxpr, kept_outputs)
     kept = _read(jaxpr, program.consts)
     places, values = list(kept), list(kept.values())
     if hasattr(jaxpr, "consts"):

@@ -18,8 +18,9 @@ import numpy as np
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import canonical, skeleton, unflatten_skeleton
+from numpyro_fed.model.fingerprint import SOFTWARE, Term
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,15 @@ class Shapes:
     ids : str
         SHA-256 of the rows' ids in their order, by which parties compare their rows; empty without
         ids.
+    software : str
+        The versions of JAX and NumPyro, on which the form depends in which texts are compared.
     """
 
     arrays: tuple[tuple[str, str, tuple[int, ...]], ...]
     static: tuple[tuple[str, Any], ...]
     tree: str
     ids: str = ""
+    software: str = SOFTWARE
 
     @classmethod
     def of(cls, data: SiloData) -> Shapes:
@@ -62,7 +66,7 @@ class Shapes:
             )
         arrays = tuple((n, dtype, tuple(shape)) for n, dtype, shape in found["arrays"])
         static = tuple((n, v) for n, v in found["static"])
-        return cls(arrays, static, found["tree"], found["ids"])
+        return cls(arrays, static, found["tree"], found["ids"], found["software"])
 
     def zeros(self) -> Any:
         """Return a tree of zeros in these shapes."""
@@ -82,16 +86,24 @@ class VerticalPlan:
         The shapes of each client's data.
     shared : str
         The server's arrays if clients receive them (``share_response``); empty otherwise.
+    terms : tuple of tuple of Term
+        What each client's part adds to the density, site by site, by the server's text.
     """
 
     arguments: Shapes
     clients: tuple[Shapes, ...]
-    shared: str = ""
+    shared: str
+    terms: tuple[tuple[Term, ...], ...]
 
     @property
     def num_silos(self) -> int:
         """Return the number of clients."""
         return len(self.clients)
+
+    @property
+    def by_value(self) -> bool:
+        """Return whether terms are values, since not all parties have the same versions."""
+        return any(c.software != self.arguments.software for c in self.clients)
 
     @cached_property
     def shared_text(self) -> dict[str, np.ndarray]:
@@ -104,14 +116,19 @@ class VerticalPlan:
 
     def to_json(self) -> str:
         """Return the plan as JSON text, which :meth:`from_json` reads."""
-        parts = [self.arguments.to_json(), [c.to_json() for c in self.clients], self.shared]
-        return canonical(parts)
+        clients = [c.to_json() for c in self.clients]
+        return canonical([self.arguments.to_json(), clients, self.shared, self.terms])
 
     @classmethod
     def from_json(cls, text: str) -> VerticalPlan:
         """Read a plan from the text that :meth:`to_json` returned."""
-        arguments, clients, shared = json.loads(text)
-        return cls(Shapes.from_json(arguments), tuple(map(Shapes.from_json, clients)), shared)
+        arguments, clients, shared, terms = json.loads(text)
+        read = tuple(
+            tuple(Term(site, words, tuple(map(tuple, numbers))) for site, words, numbers in of_one)
+            for of_one in terms
+        )
+        shapes = tuple(map(Shapes.from_json, clients))
+        return cls(Shapes.from_json(arguments), shapes, shared, read)
 
 
 def shared_text(arrays: Mapping[str, np.ndarray]) -> str:

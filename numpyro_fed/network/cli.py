@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from numpyro_fed.errors import MissingExtraError, ModelError
+from numpyro_fed.errors import DataError, MissingExtraError, ModelError, SavedStateError
+from numpyro_fed.files import private_folder, write_atomically
 from numpyro_fed.network.flare import Flare
 from numpyro_fed.network.flare_kit import allow
 from numpyro_fed.network.policy import Policy
@@ -27,6 +28,8 @@ NUMBER = "NUMPYRO_FED_SILO"  # of the silos of a rehearsal, in their environment
 STARTING = 300.0
 # The file in the analyst's folder that names the sites of NVFLARE, whose order is that of silos.
 SITES = "sites.json"
+# Errors whose words are for whoever runs the command.
+TOLD = ModelError, DataError, SavedStateError, ConnectionError, TimeoutError, MissingExtraError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("jax").setLevel(logging.WARNING)  # of backends that are not there
     try:
         args.command(args)
-    except (ModelError, ConnectionError, TimeoutError, MissingExtraError) as error:
+    except TOLD as error:
         print(f"numpyro-fed: {error}", file=sys.stderr)
         return 1
     return 0
@@ -59,7 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     silo.add_argument("study", type=Path, help="the same file as at the server")
     silo.add_argument("--data", required=True, help="file.py:function that returns the data")
     silo.add_argument("--socket", type=Path, required=True, help="where an engine finds the silo")
-    silo.add_argument("--state", type=Path, help="a folder, by which a new process goes on")
+    kept = silo.add_mutually_exclusive_group()
+    words = "a folder, by which a new process goes on and limits last (by default SOCKET.state)"
+    kept.add_argument("--state", type=Path, help=words)
+    words = "keep nothing: the policy's limits end with the process, as in a rehearsal"
+    kept.add_argument("--in-memory", action="store_true", help=words)
     silo.add_argument("--policy", type=Path, help="a file of TOML with the owner's rules")
     silo.add_argument("--max-bytes", type=int, default=MAX_BYTES, help="of a message")
 
@@ -88,17 +95,16 @@ def serve(args: argparse.Namespace) -> None:
         policy = None if args.policy is None else Policy.from_toml(args.policy)
     except (ValueError, OSError) as error:
         raise ModelError(f"the policy {args.policy} cannot be used: {error}") from error
-    silo = Silo(
-        data_of(args.data),
-        names=names,
-        policy=policy,
-        state=args.state,
-        max_bytes=args.max_bytes,
-    )
+    data, state = data_of(args.data), args.state
+    if state is None and not args.in_memory:
+        state = Path(f"{args.socket}.state")
+    silo = Silo(data, names=names, policy=policy, state=state, max_bytes=args.max_bytes)
+    silo.hold()  # before the socket is taken from another process that answers
     server = listen(args.socket, silo.answer, args.max_bytes)
     log = logging.getLogger("numpyro_fed.silo")
     if policy is not None and policy.secure_sum:
         log.info("the fingerprint of this silo's key, for others' peers: %s", silo.fingerprint)
+    log.info("what is kept, what was asked among it, is in %s", state or "no folder")
     log.info("listening at %s", args.socket)
     try:
         server.serve_forever()
@@ -135,8 +141,9 @@ def _engine(args: argparse.Namespace, stack: ExitStack) -> Engine:
         logging.getLogger("numpyro_fed.run").info(words, kept)
     engine = stack.enter_context(Flare(args.kit, args.sites, patience=args.patience))
     if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(engine.sites))
+        private_folder(kept.parent)
+        sites = json.dumps(engine.sites).encode()
+        write_atomically(kept, lambda stream: stream.write(sites))
     return engine
 
 
@@ -168,8 +175,10 @@ def _silo_process(
     """Start the process of a silo, and end it with the rehearsal."""
     command = [sys.executable, "-m", "numpyro_fed.network.cli", "silo", str(args.study)]
     command += ["--data", args.data, "--socket", str(path)]
-    if args.state is not None:
-        command += ["--state", str(args.state / f"silo-{number}")]
+    kept = (
+        ["--in-memory"] if args.state is None else ["--state", str(args.state / f"silo-{number}")]
+    )
+    command += kept
     process = subprocess.Popen(command, env={**os.environ, NUMBER: str(number)})
     try:
         yield process

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from numpyro_fed.errors import DataError, ModelError, is_number
+from numpyro_fed.files import append_privately
 from numpyro_fed.model.levels import MIN_COUNT
 from numpyro_fed.privacy.budget import spent as epsilon_of
 from numpyro_fed.runtime.kept import Store
@@ -21,6 +22,7 @@ from numpyro_fed.runtime.kept import Store
 # A run that may spend the whole budget does so up to the accountant's rounding.
 ROUNDED = 1 + 1e-5
 
+MAX_EPSILON = 10.0  # of runs with noise, where the owner has set none
 LEDGER = "ledger"  # the name under which a silo keeps what has been asked
 
 
@@ -77,9 +79,11 @@ class Policy:
     peers : tuple of str
         The fingerprints of the other silos' keys (:attr:`numpyro_fed.Silo.fingerprint`). Without
         them a server that lies could put keys of its own in the place of theirs, and read replies.
-    max_epsilon : float
-        The budget of differential privacy that all runs may spend together, in all its life: what
-        they tell is :math:`(\epsilon, \delta)` private with ``max_epsilon`` and ``max_delta``.
+    max_epsilon : float, optional
+        The budget of differential privacy that all runs may spend together, in all its life. Where
+        it is set, what is told without noise is refused: fits without ``privacy=``, ``levels`` and
+        ``moments``. By default they are answered, and runs with noise may spend 10. What runs with
+        noise tell is :math:`(\epsilon, \delta)` private with ``max_epsilon`` and ``max_delta``.
         Their noise is Gaussian, and composes exactly, by the library dp-accounting. Of runs that
         protect different units or neighbours each counts as one with half of its noise.
     max_delta : float
@@ -109,7 +113,7 @@ class Policy:
     secure_sum: bool = False
     sums_again: int = 3
     peers: tuple[str, ...] = ()
-    max_epsilon: float = 10.0
+    max_epsilon: float | None = None
     max_delta: float = 1e-3
     audit: str | None = None
 
@@ -118,10 +122,13 @@ class Policy:
         numbers = ("min_silos", "min_rows", "min_count", *limits)
         for name in (*numbers, "parameters_per_row"):
             value = getattr(self, name)
-            if not is_number(value) or value < 0:
+            unset = name == "max_epsilon" and value is None
+            if not unset and (not is_number(value) or value < 0):
                 raise ValueError(f"{name} must be a number of at least 0, got {value!r}.")
-        if not isinstance(self.tell_latents, bool):
-            raise ValueError(f"tell_latents must be true or false, got {self.tell_latents!r}.")
+        for name in ("tell_latents", "secure_sum", "in_order"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be true or false, got {value!r}.")
         if not self.max_delta < 1:
             raise ValueError(f"max_delta must be below 1, got {self.max_delta!r}.")
         if self.in_order and not self.exchanges:
@@ -146,6 +153,29 @@ class Policy:
             raise ValueError(f"{path}: unknown key '{unknown[0]}'. Known are {known}.")
         lists = {k: tuple(v) for k, v in found.items() if isinstance(v, list)}
         return cls(**{**found, **lists})
+
+    @property
+    def limits(self) -> list[str]:
+        """Return the names of limits of a silo's whole life that the owner has set."""
+        names = ("max_places", "max_draws", "max_epsilon", "in_order")
+        return [
+            f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default
+        ]
+
+    @property
+    def epsilon(self) -> float:
+        """Return the budget of differential privacy of all runs with noise."""
+        return MAX_EPSILON if self.max_epsilon is None else self.max_epsilon
+
+    def check_noise(self, multiplier: float, what: str) -> None:
+        """Raise an error for what is told without noise, where there is a budget of privacy."""
+        if self.max_epsilon is not None and not multiplier:
+            raise ModelError(
+                f"this silo's policy allows an epsilon of {self.max_epsilon:g} (max_epsilon), and "
+                f"{what} without noise, which spends an infinite one. Ask by nf.fit(..., "
+                "privacy=nf.Privacy(epsilon, delta)), or by another method with privacy=; or its "
+                "owner leaves max_epsilon out of the policy."
+            )
 
     def check_method(self, name: str) -> None:
         """Raise an error for a method that the owner does not allow."""
@@ -279,7 +309,7 @@ class Ledger:
         return {
             "places": policy.max_places - self.spent["places"],
             "draws": policy.max_draws - self.spent["draws"],
-            "epsilon": policy.max_epsilon - self._epsilon(self.noise),
+            "epsilon": policy.epsilon - self._epsilon(self.noise),
         }
 
     def _epsilon(self, noise: Mapping[str, float]) -> float:
@@ -332,9 +362,9 @@ class Ledger:
             )
         noise = {**self.noise, protects: self.noise.get(protects, 0.0) + multiplier**-2}
         together = self._epsilon(noise)
-        if together > policy.max_epsilon * ROUNDED:
+        if together > policy.epsilon * ROUNDED:
             raise ModelError(
-                f"this silo's policy allows an epsilon of {policy.max_epsilon:g} at delta "
+                f"this silo's policy allows an epsilon of {policy.epsilon:g} at delta "
                 f"{policy.max_delta:g} for all runs together (max_epsilon), and with this one it "
                 f"would be {together:.3g}. Its owner may raise the limit."
             )
@@ -364,8 +394,8 @@ class Ledger:
             return
         line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **entry, "left": self.left}
         try:
-            with open(self.policy.audit, "a") as file:
-                file.write(json.dumps(line) + "\n")
+            with append_privately(self.policy.audit) as file:
+                file.write(f"{json.dumps(line)}\n".encode())
         except OSError as error:
             raise DataError(
                 "the silo's audit log cannot be written, so that it says no."

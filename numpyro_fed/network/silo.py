@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,14 @@ from numpyro_fed.algorithms.base import IMPORTANCE, OUTER_LATENTS, Exchange
 from numpyro_fed.algorithms.importance.leave_out import LEAVE_OUT
 from numpyro_fed.algorithms.importance.loo import LOO
 from numpyro_fed.algorithms.tempered import TEMPERED
-from numpyro_fed.errors import DataError, GuideError, MissingExtraError, ModelError
-from numpyro_fed.files import write_atomically
+from numpyro_fed.errors import (
+    DataError,
+    GuideError,
+    MissingExtraError,
+    ModelError,
+    SavedStateError,
+)
+from numpyro_fed.files import Use
 from numpyro_fed.methods.load import METHODS
 from numpyro_fed.methods.of_data import COLUMNS, moments_reply, names_reply
 from numpyro_fed.methods.recipe import rebuilt
@@ -34,7 +41,8 @@ from numpyro_fed.model.scaling import numbers_of
 from numpyro_fed.network.policy import Ledger, Policy
 from numpyro_fed.network.sums import Sums
 from numpyro_fed.precision import is_double, precision
-from numpyro_fed.runtime.kept import Memory, Store
+from numpyro_fed.privacy.budget import PrivacyWarning
+from numpyro_fed.runtime.kept import Folder, Memory, Store
 from numpyro_fed.runtime.messages import (
     ACCEPT,
     BEGINNINGS,
@@ -70,28 +78,6 @@ NOT_ACCEPTED = "this silo has not accepted a plan for this method. Begin again."
 LOG = logging.getLogger("numpyro_fed.silo")
 
 
-class Folder:
-    """A store of named bytes in a folder, each in a file that is whole or not there."""
-
-    def __init__(self, path: str | Path):
-        self._path = Path(path)
-        self._path.mkdir(parents=True, exist_ok=True, mode=0o700)
-
-    def put(self, name: str, content: bytes) -> None:
-        write_atomically(self._path / name, lambda stream: stream.write(content))
-
-    def get(self, name: str) -> bytes | None:
-        file = self._path / name
-        return file.read_bytes() if file.exists() else None
-
-    def drop(self, name: str) -> None:
-        (self._path / name).unlink(missing_ok=True)
-
-    def names(self) -> list[str]:
-        files = [f for f in self._path.iterdir() if not f.name.startswith(".")]
-        return [f.name for f in sorted(files, key=lambda f: f.stat().st_mtime_ns)]
-
-
 class Silo:
     """A silo that answers the messages of a :class:`numpyro_fed.Federation`.
 
@@ -105,8 +91,10 @@ class Silo:
     policy : Policy, optional
         The rules by which the silo answers or refuses; by default those of :class:`Policy` itself.
     state : str or Path, optional
-        A folder for the states of runs, so that a new process goes on where the last one has ended.
-        By default they end with the process.
+        A folder for the states of runs and for what was asked so far, so that a new process goes on
+        where the last one has ended. Only its owner can open it, and one process answers with it.
+        By default all ends with the process, the policy's limits as well: a warning says so where
+        the owner has set some.
     secret, row_ids, allow_unhidden
         As for :class:`numpyro_fed.SiloNode`.
     max_bytes : int
@@ -143,6 +131,14 @@ class Silo:
         # The last node of each method, by its settings: it has the programs that were compiled.
         self._nodes: OrderedDict[str, SiloNode[Any, Any, Any]] = OrderedDict()
         self._ledger = Ledger(self._policy, Memory() if state is None else Folder(Path(state)))
+        self._use: Use | None = None
+        if state is None and (limits := self._policy.limits):
+            warnings.warn(
+                f"the policy limits what this silo answers in all its life ({', '.join(limits)}), "
+                "and without a folder the count ends with the process. Give Silo(state=...).",
+                category=PrivacyWarning,
+                stacklevel=2,
+            )
         stores = (Memory(), Memory()) if state is None else _stores_of_sums(Path(state))
         self._sums = Sums(self._policy, *stores)
         # One message at a time: a silo's state has one next state.
@@ -163,15 +159,33 @@ class Silo:
 
         return fingerprint(self._sums.identity.public)
 
+    def hold(self) -> None:
+        """Take the folder ``state`` for this silo alone, as its first answer does.
+
+        Raises
+        ------
+        SavedStateError
+            If another process answers with the same folder, or another silo of this process has
+            taken it over: each would allow what is left of the limits.
+        """
+        if self._state is None:
+            return
+        if self._use is None:
+            self._use = Use(self._state)
+            # What another process has counted until now.
+            self._ledger = Ledger(self._policy, Folder(self._state))
+        self._use.check()
+
     def answer(self, message: bytes) -> bytes:
         """Return the reply to a message; a refusal is a reply with its reason in words."""
         with self._lock:
             entry: dict[str, Any] = {}
             try:
+                self.hold()
                 reply = self._answer(message, entry)
             except (ModelError, DataError, GuideError) as error:
                 reply = refusal(error)
-            except MissingExtraError as error:
+            except (MissingExtraError, SavedStateError) as error:
                 reply = refusal(ModelError(str(error)))
             except Exception as error:
                 # Its words may hold data: they stay here.
@@ -255,6 +269,7 @@ class Silo:
             return write({})
         if question.exchange in OF_DATA:
             self._policy.check_sums(False)
+            self._policy.check_noise(0.0, f"'{question.exchange}' would be told")
             with self._ledger.spending(question.exchange, {}):
                 return self._of_data(question.exchange, _json(question.settings))
         agreed = self._get(question.method)
@@ -455,6 +470,7 @@ class _Agreement:
                 ) from error
         size = self.node.size
         policy.check_plan(size.num_silos, size.num_rows, size.num_parameters)
+        policy.check_noise(size.multiplier, "a run would be answered")
         if size.shares_noise and not self.secure_sum:
             raise ModelError(
                 "a silo's replies would have a share of the noise alone (trusted='sum'), and be "

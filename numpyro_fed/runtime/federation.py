@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from numpyro_fed.errors import DataError, ModelError, SiloAwayError, positive_int, positive_number
+from numpyro_fed.files import append_privately
 from numpyro_fed.precision import is_double
 from numpyro_fed.runtime.arrivals import Arrivals
 from numpyro_fed.runtime.journal import Journal
@@ -314,8 +315,8 @@ class Federation:
                 line |= {"received": len(reply), "reply": sha256(reply).hexdigest()}
             else:
                 line["away"] = repr(reply)
-            with self._log_lock, open(self._log, "a") as file:
-                file.write(json.dumps(line) + "\n")
+            with self._log_lock, append_privately(self._log) as file:
+                file.write(f"{json.dumps(line)}\n".encode())
         return reply
 
     def _sent_until(self, deadline: float, silo: int, message: bytes) -> bytes | OSError:

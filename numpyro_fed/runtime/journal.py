@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from numpyro_fed.errors import SavedStateError
-from numpyro_fed.files import write_atomically
+from numpyro_fed.files import Use, append_privately, write_atomically
 from numpyro_fed.runtime.messages import is_refusal
 
 SESSION, REPLIES = "session", "replies"
@@ -33,7 +33,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path, num_silos: int):
-        folder.mkdir(parents=True, exist_ok=True)
+        self._use = Use(folder)
         name = folder / SESSION
         if not name.exists():
             write_atomically(name, lambda stream: stream.write(secrets.token_bytes(12)))
@@ -119,7 +119,8 @@ class Journal:
                 sizes + digests + reply
             )
         self._refusals = refusals
-        with open(self._file, "ab") as stream:
+        self._use.check()
+        with append_privately(self._file) as stream:
             stream.writelines(records)
             stream.flush()
             os.fsync(stream.fileno())

@@ -6,6 +6,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.files import private_folder, write_atomically
 from numpyro_fed.runtime.messages import BEGINNINGS, Question, pack, read, unpack, write
 
 # Runs whose states a silo keeps. A call of ``nf.fit`` makes some six, of which it may correct any.
@@ -50,6 +52,30 @@ class Memory(dict[str, bytes]):
 
     def names(self) -> Sequence[str]:
         return list(self)
+
+
+class Folder:
+    """A store of named bytes in a folder, each in a file that is whole or not there.
+
+    Only its owner can open it.
+    """
+
+    def __init__(self, path: str | Path):
+        self._path = private_folder(path)
+
+    def put(self, name: str, content: bytes) -> None:
+        write_atomically(self._path / name, lambda stream: stream.write(content))
+
+    def get(self, name: str) -> bytes | None:
+        file = self._path / name
+        return file.read_bytes() if file.exists() else None
+
+    def drop(self, name: str) -> None:
+        (self._path / name).unlink(missing_ok=True)
+
+    def names(self) -> list[str]:
+        files = [f for f in self._path.iterdir() if not f.name.startswith(".")]
+        return [f.name for f in sorted(files, key=lambda f: f.stat().st_mtime_ns)]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,183 @@
+"""Parties whose texts have the same words, and read other constants from outside of them."""
+
+import types
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.contrib.control_flow import scan
+
+import numpyro_fed as nf
+from numpyro_fed.model.data import read
+from numpyro_fed.model.fingerprint import check_terms, terms_of
+from numpyro_fed.model.split import split
+from numpyro_fed.network.memory import InMemory
+
+KEY = jax.random.key(0)
+NOISE, WIDE, WEIGHTS, NAMES, FACTOR = 3.0, True, np.array([0.5, 1.0, 2.0]), ("a", "b"), 2
+SCALES = {"walk": 1.5}
+
+
+def study(x, y=None):
+    """A text that reads numbers, a switch, an array, a text and a whole number from outside."""
+    mu = numpyro.sample("mu", dist.Normal(0, 10) if WIDE else dist.Normal(0, 9.99))
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([3]).to_event(1))
+
+    def step(before, _):
+        now = numpyro.sample("walk", dist.StudentT(4, before, SCALES["walk"]))
+        return now, now
+
+    _, walk = scan(step, 0.0, None, length=4)
+    with nf.silo_plate("row", x.shape[0]):
+        eta = numpyro.deterministic("eta", mu + x @ (jnp.asarray(WEIGHTS) * beta) ** FACTOR)
+        late = jnp.where(x[:, 0] > 1e3, NOISE, 2.0)  # on no row of made-up data
+        sd = late if NAMES[0] == "a" else 2.0
+        numpyro.sample("y", dist.Normal(eta + walk.sum(), sd), obs=y)
+
+
+def elsewhere(model=study, **outside):
+    """The same text in a module with other constants."""
+    constants = {**model.__globals__, **outside}
+    return types.FunctionType(model.__code__, constants, model.__name__, model.__defaults__)
+
+
+def rows(n, seed=0):
+    r = np.random.default_rng(seed)
+    return dict(x=r.normal(size=(n, 3)), y=r.normal(size=n))
+
+
+def terms(model, by_value=False):
+    (template,) = read([rows(8)])
+    return terms_of(split(model, [template]), template, by_value=by_value)
+
+
+@pytest.fixture(scope="module")
+def ours():
+    return {by_value: terms(study, by_value) for by_value in (False, True)}
+
+
+CONSTANT = r"silo 2 does not fit.* another constant in '{}' where the server's has {}\..*pass it as"
+
+
+@pytest.mark.parametrize(
+    ("outside", "words"),
+    [
+        (dict(NOISE=2.5), CONSTANT.format("y", 3)),
+        (dict(NOISE=3.001), CONSTANT.format("y", 3)),
+        (dict(WIDE=False), CONSTANT.format("mu", 10)),
+        (dict(SCALES={"walk": 1.6}), CONSTANT.format("walk", 1.5)),
+        (dict(WEIGHTS=np.array([0.5, 1.01, 2.0])), "reads another array of constants in 'y'"),
+        (dict(NAMES=("b", "a")), "computes 'y' in another way"),
+        (dict(FACTOR=3), "computes 'y' in another way"),
+    ],
+)
+def test_a_text_that_reads_another_constant_is_refused(ours, outside, words):
+    with pytest.raises(nf.ModelError, match=words):
+        check_terms(ours[False], terms(elsewhere(**outside)), "silo 2", by_value=False)
+
+
+@pytest.mark.parametrize("outside", [dict(SCALES={"walk": 1.6}), dict(FACTOR=3)])
+def test_values_tell_texts_apart_where_the_versions_of_jax_differ(ours, outside):
+    with pytest.raises(nf.ModelError, match=r"other values of '(walk|y)' at made-up data"):
+        check_terms(ours[True], terms(elsewhere(**outside), True), "silo 2", by_value=True)
+
+
+def test_the_same_text_is_the_same(ours):
+    """In another module, at other rows of the same size, and by values as well."""
+    for by_value, known in ours.items():
+        assert terms(elsewhere(), by_value) == known
+        check_terms(known, known, "silo 2", by_value=by_value)
+
+
+def test_constants_that_another_machine_has_rounded_otherwise_are_the_same(ours):
+    rounded = dict(NOISE=3.0 * (1 + 1e-7), WEIGHTS=WEIGHTS * (1 - 1e-7))
+    check_terms(ours[False], terms(elsewhere(**rounded)), "silo 2", by_value=False)
+
+
+# --- between processes -----------------------------------------------------------------------
+
+
+def small(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with nf.silo_plate("row", len(y)):
+        numpyro.sample("y", dist.Normal(mu, NOISE), obs=y)
+
+
+def predictor(x):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
+    return FACTOR * (x @ beta)
+
+
+def columns(xs, y=None):
+    eta = nf.client_sum("client", predictor, xs)
+    with numpyro.plate("row", eta.shape[0]):
+        numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+
+
+def federation(*texts):
+    """Silos of other sizes, each with a text of its own under the same name."""
+    free = nf.Policy(min_rows=1, parameters_per_row=1.0)
+    silos = [
+        nf.Silo(dict(y=np.arange(3.0 + 9 * j)), names={"small": text}, policy=free)
+        for j, text in enumerate(texts)
+    ]
+    return nf.Federation(InMemory([silo.answer for silo in silos]), names={"small": small})
+
+
+def run(there, model=small):
+    method = nf.PVI(model, start=None)
+    return method.run(KEY, 1, there, progress_bar=False).posterior()["mu"].variance
+
+
+def test_a_silo_of_a_federation_with_another_constant_is_refused():
+    assert run(federation(small, elsewhere(small))) > 0
+    words = r"silo 1 refuses .* another constant in 'y' where the server's has 3\."
+    with pytest.raises(nf.RefusedError, match=words):
+        run(federation(small, elsewhere(small, NOISE=2.0)))
+
+
+def test_parties_with_other_versions_of_jax_compare_values():
+    def agreed(text):
+        methods = [nf.PVI(one, start=None) for one in (small, text)]
+        nodes = [nf.SiloNode(one, dict(y=np.arange(5.0))) for one in methods]
+        own = [replace(nf.Facts.from_json(n.facts()), software="jax 0.1") for n in nodes]
+        server = nf.ServerNode(nf.PVI(small, start=None), [one.to_json() for one in own])
+        assert nf.Plan.from_json(server.plan).software == ""
+        for j, node in enumerate(nodes):
+            node.accept(server.plan, j)
+
+    agreed(elsewhere(small))
+    with pytest.raises(nf.ModelError, match=r"silo 1 .* other values of 'y' at made-up data"):
+        agreed(elsewhere(small, NOISE=2.0))
+
+
+def test_a_constant_that_has_changed_since_is_read_anew():
+    """At a server and a silo whose processes go on, as in a notebook."""
+    constants = dict(globals())
+    text = types.FunctionType(small.__code__, constants, "small")
+    free = nf.Policy(min_rows=1, parameters_per_row=1.0, min_silos=1)
+    silo = nf.Silo(dict(y=np.arange(9.0)), names={"small": text}, policy=free)
+    found = []
+    for constants["NOISE"] in (3.0, 30.0):
+        there = nf.Federation(InMemory([silo.answer]), names={"small": text})
+        found.append(run(there, text))
+    np.testing.assert_allclose(found, [1 / (0.01 + 9 / sd**2) for sd in (3, 30)], rtol=1e-4)
+
+
+def test_a_client_with_another_constant_is_refused():
+    def accept(predictor):
+        there = elsewhere(columns, predictor=predictor)
+        nodes = [nf.SiloNode(nf.VFL(there), np.ones((5, p))) for p in (1, 2)]
+        server = nf.VerticalServerNode(
+            nf.VFL(columns), [n.facts() for n in nodes], lambda xs: dict(xs=xs, y=np.zeros(5))
+        )
+        for j, node in enumerate(nodes):
+            node.accept(server.plan, j)
+
+    accept(elsewhere(predictor))
+    with pytest.raises(nf.ModelError, match=r"client 0 .* constant in '_predictor' where the server's has 2\."):
+        accept(elsewhere(predictor, FACTOR=3))
