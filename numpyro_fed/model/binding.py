@@ -19,10 +19,10 @@ from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
 from numpyro.distributions.transforms import Transform
 from numpyro.distributions.util import sum_rightmost
-from numpyro.infer.util import compute_log_probs
 
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.densities import log_prob
 from numpyro_fed.model.primitives import silo_plate_of
 from numpyro_fed.model.sites import Site
 from numpyro_fed.tracing import TRACING
@@ -110,13 +110,15 @@ def trace_at(
 ) -> tuple[dict[str, Array], dict[str, Any]]:
     """Return the log probability of each sample site, not summed, and the trace.
 
+    Where a log probability is NaN or infinite above it is minus infinity (:mod:`.densities`).
     Neither depends on the key if ``z_G`` and ``z_L`` hold all latents: ``split`` refuses texts with
     other randomness.
     """
     text = bind(model, unpack(sites, z_G, z_L), theta)
     seeded = handlers.seed(text, jax.random.key(0) if key is None else key)
     with TRACING:
-        return compute_log_probs(seeded, (), data.kwargs, {}, sum_log_prob=False)
+        trace = handlers.trace(seeded).get_trace(**data.kwargs)
+        return {n: log_prob(s) for n, s in trace.items() if s["type"] == "sample"}, trace
 
 
 def globals_at(
