@@ -84,6 +84,15 @@ def sum_rows(value: Array) -> Array:
     return jnp.dot(flat, jnp.ones(flat.shape[1], flat.dtype), precision="highest")
 
 
+def row_terms(site: dict[str, Any], value: Array) -> Array:
+    """Return what each row of its silo plate (rows,) adds to the log probability of a site."""
+    # A log probability may lack axes of the batch along which it is constant; each row counts all
+    # the same.
+    shape = jnp.broadcast_shapes(jnp.shape(value), site["fn"].batch_shape)
+    frame = next(f for f in site["cond_indep_stack"] if f.name == silo_plate_of(site))
+    return sum_rows(jnp.moveaxis(jnp.broadcast_to(value, shape), frame.dim, 0))
+
+
 def unpack(sites: Sequence[Site], z_G: Array, z_L: Rows) -> dict[str, Array]:
     """Return each latent's unconstrained value, given ``z_G`` (dim,) and ``z_L``.
 
