@@ -116,10 +116,13 @@ def trace_at(
     z_L: Rows,
     data: SiloData,
     key: Array | None = None,
+    *,
+    guarded: bool = True,
 ) -> tuple[dict[str, Array], dict[str, Any]]:
     """Return the log probability of each sample site, not summed, and the trace.
 
-    Where a log probability is NaN or infinite above it is minus infinity (:mod:`.densities`).
+    Where a log probability is NaN or infinite above it is minus infinity (:mod:`.densities`),
+    unless they are not ``guarded``.
     Neither depends on the key if ``z_G`` and ``z_L`` hold all latents: ``split`` refuses texts with
     other randomness.
     """
@@ -127,7 +130,8 @@ def trace_at(
     seeded = handlers.seed(text, jax.random.key(0) if key is None else key)
     with TRACING:
         trace = handlers.trace(seeded).get_trace(**data.kwargs)
-        return {n: log_prob(s) for n, s in trace.items() if s["type"] == "sample"}, trace
+        sampled = {n: s for n, s in trace.items() if s["type"] == "sample"}
+        return {n: log_prob(s, guarded=guarded) for n, s in sampled.items()}, trace
 
 
 def globals_at(

@@ -39,14 +39,16 @@ NARROW = 1e-2
 LogProb = Callable[[Any, Any], Array]
 
 
-def log_prob(site: Mapping[str, Any]) -> Array:
+def log_prob(site: Mapping[str, Any], *, guarded: bool = True) -> Array:
     """Return the log probability of a sample site, one number for each element of its batch.
 
-    Where it is NaN or infinite above it is minus infinity.
+    Where it is NaN or infinite above it is minus infinity, unless it is not ``guarded``.
     """
     fn, value = accurate(site["fn"]), site["value"]
-    found = fn.log_prob(value, *filter(None, [site["intermediates"]]))
-    return no_more_than_finite(found if site["scale"] is None else site["scale"] * found)
+    found = jnp.asarray(fn.log_prob(value, *filter(None, [site["intermediates"]])))
+    if site["scale"] is not None:
+        found = site["scale"] * found
+    return no_more_than_finite(found) if guarded else found
 
 
 def no_more_than_finite(log_p: Array) -> Array:

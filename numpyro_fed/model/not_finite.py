@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.model.audit import hashed_normals
-from numpyro_fed.model.binding import Rows, log_det_owners, row_terms, trace_at
+from numpyro_fed.model.binding import Rows, Theta, log_det_owners, row_terms, trace_at
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import padded_keys
@@ -92,33 +92,64 @@ def first_not_finite(fm: FederatedModel, silos: Iterable[tuple[int, SiloData]]) 
     return None
 
 
+def first_without_density(
+    fm: FederatedModel, theta: Theta, z_G: Array, silos: Iterable[tuple[int, SiloData]]
+) -> NotFinite | None:
+    """Return the first site whose density is NaN or infinite above at ``z_G`` (dim,), if any.
+
+    Minus infinity is a density of zero, as outside of a support that a latent bounds. Latents of
+    silos are at zero.
+    """
+    owners = log_det_owners(fm.sites)
+
+    @jax.jit
+    def numbers(silo: SiloData) -> dict[str, Array]:
+        private = fm.init_private(jax.random.key(0), silo)
+        sizes = fm.sizes(silo)
+        z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in fm.plates}
+        terms = _terms(fm, {**theta, **private}, z_G, z_L, silo, guarded=False)
+        return {name: rows < jnp.inf for name, rows in terms.items()}
+
+    for j, silo in silos:
+        for name, rows in jax.device_get(numbers(silo)).items():
+            if not rows.all():
+                site = next(s for s in fm.sites if s.name == owners.get(name, name))
+                where = (None, None) if site.plate is None else (j, int(np.argmin(rows)))
+                return NotFinite(site.name, *where, False)
+    return None
+
+
+def _terms(
+    fm: FederatedModel, theta: Theta, z_G: Array, z_L: Rows, silo: SiloData, *, guarded: bool = True
+) -> dict[str, Array]:
+    """Return the log probability of each site, of local ones row by row (rows,)."""
+    values, trace = trace_at(fm.text, fm.sites, theta, z_G, z_L, silo, guarded=guarded)
+    found = {}
+    for name, value in values.items():
+        plate = silo_plate_of(trace[name])
+        rows = value.sum()[None] if plate is None else row_terms(trace[name], value)
+        found[name] = rows if plate is None else silo.masked(plate, rows)
+    return found
+
+
 def _finite(fm: FederatedModel, silo: SiloData) -> _Finite:
     """Return what is finite at some of the points."""
 
-    def at(point: Array) -> _Finite:
+    def at(point: int) -> _Finite:
         key, sizes = jax.random.key(0), fm.sizes(silo)
         theta = {**fm.init_theta(key), **fm.init_private(key, silo)}
         z_G = SPREAD * jnp.roll(hashed_normals(1, fm.dim), point)
         z_L = {p.name: SPREAD * hashed_normals(2, sizes[p.name], p.dim) for p in fm.plates}
 
-        def terms(z_G: Array, z_L: Rows) -> dict[str, Array]:
-            values, trace = trace_at(fm.text, fm.sites, theta, z_G, z_L, silo)
-            found = {}
-            for name, value in values.items():
-                plate = silo_plate_of(trace[name])
-                rows = value.sum()[None] if plate is None else row_terms(trace[name], value)
-                found[name] = rows if plate is None else silo.masked(plate, rows)
-            return found
-
         def finite_derivatives(name: str) -> Array:
-            slopes = jax.grad(lambda z: terms(*z)[name].sum())((z_G, z_L))
-            return all_finite(slopes)
+            return all_finite(jax.grad(lambda z: _terms(fm, theta, *z, silo)[name].sum())(z))
 
-        rows = {name: jnp.isfinite(values) for name, values in terms(z_G, z_L).items()}
+        z = z_G, z_L
+        rows = {n: jnp.isfinite(values) for n, values in _terms(fm, theta, *z, silo).items()}
         # Site by site: a derivative of infinity in one times a weight of zero would be NaN in all.
         return _Finite(rows, {name: finite_derivatives(name) for name in rows})
 
-    each = [at(jnp.asarray(i)) for i in range(POINTS)]
+    each = [at(i) for i in range(POINTS)]
     return jax.tree.map(lambda *found: jnp.stack(found).any(0), *each)
 
 
