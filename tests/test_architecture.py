@@ -32,6 +32,7 @@ LAYERS = [
             "model.frames",
             "model.missing",
             "model.kinks",
+            "model.densities",
             "model.shapes",
             "model.handlers",
             "model.clients",

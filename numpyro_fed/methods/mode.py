@@ -44,6 +44,7 @@ from numpyro_fed.errors import (
     NonFiniteError,
 )
 from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.model.not_finite import first_not_finite
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.row_checks import RowChecks, coupled_rows
 from numpyro_fed.precision import to_current_precision
@@ -119,7 +120,7 @@ def search_for(
     search, exchanges = jax.tree.map(np.asarray, run.state.server), int(run.state.round)
     exchanges += len(algorithm.opening)
     if not search.known.any():
-        raise _not_found_error(exchanges, starts, run.unusable)
+        raise _not_found_error(fm, batches, exchanges, starts, run.unusable)
     shape, effects = None, effects_of(fm)
     if flat_size(fm) <= SEARCHED_UP_TO:
         check = runtime.single(curvature_check(fm, effects))
@@ -201,11 +202,10 @@ def begin(
             state = after_opening(fit.built.algorithm, fit.quick_round, key, state, batches)
             return state, found
     if fm.improper:
-        raise _not_found_error(exchanges, 1, unusable)
+        raise _not_found_error(fm, batches, exchanges, 1, unusable)
     raise NoStartError(
         "no mode to start from was found where log density, gradient and Hessian are finite"
-        f"{_at_silos(unusable)}. Double precision (jax.config.update('jax_enable_x64', True)) may "
-        "help"
+        f"{_at_silos(unusable)}. {_reason(fm, batches)}"
     )
 
 
@@ -291,12 +291,37 @@ def _at_silos(silos: tuple[int, ...]) -> str:
     return f" (those of silo {', '.join(map(str, silos))} were not)" if silos else ""
 
 
-def _not_found_error(exchanges: int, starts: int, silos: tuple[int, ...]) -> NonFiniteError:
+def _reason(fm: FederatedModel, batches: Batches) -> str:
+    """Return in words what is not finite near zero, as far as the silos are here, or a remedy.
+
+    Raises
+    ------
+    ModelError
+        If derivatives are not finite where the density is: no method could begin.
+    """
+    silos = [
+        (int(j), jax.tree.map(lambda a, i=i: np.asarray(a[i]), batch.data))
+        for batch in batches
+        for i, j in enumerate(batch.silos)
+        if batch.data.arrays
+    ]
+    found = first_not_finite(fm, silos)
+    if found is not None and found.is_gradient:
+        raise ModelError(f"{found}.")
+    return (
+        str(found)
+        if found
+        else ("Double precision (jax.config.update('jax_enable_x64', True)) may help")
+    )
+
+
+def _not_found_error(
+    fm: FederatedModel, batches: Batches, exchanges: int, starts: int, silos: tuple[int, ...]
+) -> NonFiniteError:
     return NonFiniteError(
         "no place was found at which the log density, its gradient and its Hessian are finite"
-        f"{_at_silos(silos)}, from {starts} starts in {exchanges} exchanges. In double precision "
-        "(jax.config.update('jax_enable_x64', True)) they may be, or from more starts "
-        "(starts=8); or look at the data and the supports of the sites.",
+        f"{_at_silos(silos)}, from {starts} starts in {exchanges} exchanges. More starts "
+        f"(starts=8) may find one. {_reason(fm, batches)}.",
         result=None,
         round=exchanges,
         silos=silos,

@@ -19,10 +19,10 @@ from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
 from numpyro.distributions.transforms import Transform
 from numpyro.distributions.util import sum_rightmost
-from numpyro.infer.util import compute_log_probs
 
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.densities import log_prob
 from numpyro_fed.model.primitives import silo_plate_of
 from numpyro_fed.model.sites import Site
 from numpyro_fed.tracing import TRACING
@@ -84,6 +84,15 @@ def sum_rows(value: Array) -> Array:
     return jnp.dot(flat, jnp.ones(flat.shape[1], flat.dtype), precision="highest")
 
 
+def row_terms(site: dict[str, Any], value: Array) -> Array:
+    """Return what each row of its silo plate (rows,) adds to the log probability of a site."""
+    # A log probability may lack axes of the batch along which it is constant; each row counts all
+    # the same.
+    shape = jnp.broadcast_shapes(jnp.shape(value), site["fn"].batch_shape)
+    frame = next(f for f in site["cond_indep_stack"] if f.name == silo_plate_of(site))
+    return sum_rows(jnp.moveaxis(jnp.broadcast_to(value, shape), frame.dim, 0))
+
+
 def unpack(sites: Sequence[Site], z_G: Array, z_L: Rows) -> dict[str, Array]:
     """Return each latent's unconstrained value, given ``z_G`` (dim,) and ``z_L``.
 
@@ -107,16 +116,22 @@ def trace_at(
     z_L: Rows,
     data: SiloData,
     key: Array | None = None,
+    *,
+    guarded: bool = True,
 ) -> tuple[dict[str, Array], dict[str, Any]]:
     """Return the log probability of each sample site, not summed, and the trace.
 
+    Where a log probability is NaN or infinite above it is minus infinity (:mod:`.densities`),
+    unless they are not ``guarded``.
     Neither depends on the key if ``z_G`` and ``z_L`` hold all latents: ``split`` refuses texts with
     other randomness.
     """
     text = bind(model, unpack(sites, z_G, z_L), theta)
     seeded = handlers.seed(text, jax.random.key(0) if key is None else key)
     with TRACING:
-        return compute_log_probs(seeded, (), data.kwargs, {}, sum_log_prob=False)
+        trace = handlers.trace(seeded).get_trace(**data.kwargs)
+        sampled = {n: s for n, s in trace.items() if s["type"] == "sample"}
+        return {n: log_prob(s, guarded=guarded) for n, s in sampled.items()}, trace
 
 
 def globals_at(

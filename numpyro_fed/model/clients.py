@@ -18,10 +18,10 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array
 from numpyro import handlers
-from numpyro.infer.util import compute_log_probs
 from numpyro.primitives import Messenger, apply_stack
 
 from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.model.densities import log_prob
 from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.primitives import silo_plate_of
 
@@ -405,7 +405,8 @@ def power_likelihood(model: Callable[..., Any], rho: float) -> Callable[..., Any
         def log_probs(eta: Array) -> dict[str, Array]:
             with handlers.block(), at_client_sum(lambda clients: eta):
                 text = handlers.substitute(model, data=values)
-                return compute_log_probs(text, args, kwargs, {}, sum_log_prob=False)[0]
+                trace = handlers.trace(text).get_trace(*args, **kwargs)
+                return {n: log_prob(s) for n, s in trace.items() if s["type"] == "sample"}
 
         g, z = jnp.stack(predicted["g"]), jnp.stack(predicted["z"])
         _check_latents(log_probs, g[0], observed)

@@ -21,7 +21,7 @@ from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.infer import init_to_sample
 
-from numpyro_fed.model.binding import Rows, Theta, globals_at, sum_rows, trace_at
+from numpyro_fed.model.binding import Rows, Theta, globals_at, row_terms, trace_at
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.primitives import silo_plate_of
@@ -199,14 +199,8 @@ class ModelText:
         total: Rows = {}
         values, trace = trace_at(self.model, self.structure.sites, theta, z_G, z_L, data)
         for name, value in values.items():
-            site = trace[name]
-            if plate := silo_plate_of(site):
-                # A log probability may lack axes of the batch along which it is constant; each row
-                # counts all the same.
-                shape = jnp.broadcast_shapes(jnp.shape(value), site["fn"].batch_shape)
-                value = jnp.broadcast_to(value, shape)
-                frame = next(f for f in site["cond_indep_stack"] if f.name == plate)
-                total[plate] = total.get(plate, 0.0) + sum_rows(jnp.moveaxis(value, frame.dim, 0))
+            if plate := silo_plate_of(trace[name]):
+                total[plate] = total.get(plate, 0.0) + row_terms(trace[name], value)
         return {plate: data.masked(plate, rows) for plate, rows in total.items()}
 
     def prior_terms(self, theta: Theta, z_G: Array) -> dict[str, Array]:

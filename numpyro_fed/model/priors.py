@@ -24,6 +24,7 @@ from numpyro.infer.util import compute_log_probs
 
 from numpyro_fed.model.binding import Rows, Theta, bind, sum_rows, unpack
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.densities import log_prob, no_more_than_finite
 from numpyro_fed.model.jaxprs import Labels, provenance
 from numpyro_fed.model.sites import Site
 from numpyro_fed.programs import compiled_method
@@ -244,5 +245,5 @@ def _log_density(site: dict[str, Any], unconstrained: Array) -> Array:
     fn, value = site["fn"], site["value"]
     batch = jnp.ndim(value) - fn.event_dim
     log_det = biject_to(fn.support).log_abs_det_jacobian(unconstrained, value)
-    log_p = fn.log_prob(value) + sum_rightmost(log_det, jnp.ndim(log_det) - batch)
-    return jnp.broadcast_to(log_p, jnp.shape(value)[:batch])
+    log_p = log_prob({**site, "scale": None}) + sum_rightmost(log_det, jnp.ndim(log_det) - batch)
+    return jnp.broadcast_to(no_more_than_finite(log_p), jnp.shape(value)[:batch])

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from numpyro import handlers
-from numpyro.infer.util import compute_log_probs
 
 from numpyro_fed.after.base import AfterFit
 from numpyro_fed.after.own_rows import Asked, OwnRows
@@ -19,6 +18,7 @@ from numpyro_fed.after.predict import SEEN, At, Draws, Programs, compiled
 from numpyro_fed.algorithms.importance.loo import MAX_K, RowSums, plates_of_rows
 from numpyro_fed.errors import MissingExtraError
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.densities import log_prob
 from numpyro_fed.model.handlers import local_name
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.row_checks import refuse_parameters_of_rows
@@ -113,13 +113,13 @@ def _terms(fm: FederatedModel) -> At:
     def at(key: Array, values: Draws, data: SiloData) -> dict[str, Array]:
         text = handlers.seed(handlers.substitute(fm.text, data=dict(values)), key)
         with TRACING, handlers.block():
-            terms, trace = compute_log_probs(text, (), data.kwargs, {}, sum_log_prob=False)
+            trace = handlers.trace(text).get_trace(**data.kwargs)
         sizes = fm.sizes(data)
         found = {plate: jnp.zeros(sizes[plate]) for plate in plates}
         for s in sites:
             frames = {f.name: f.dim for f in trace[s.name]["cond_indep_stack"]}
             plate = str(s.plate)
-            rows = jnp.moveaxis(jnp.asarray(terms[s.name]), frames[plate], 0)
+            rows = jnp.moveaxis(log_prob(trace[s.name]), frames[plate], 0)
             found[plate] += rows.reshape(len(rows), -1).sum(1)
         return found
 

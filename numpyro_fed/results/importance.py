@@ -36,6 +36,8 @@ from numpyro_fed.algorithms.importance.proposals import (
 )
 from numpyro_fed.errors import ModelError, positive_int
 from numpyro_fed.guides.structured import Guide
+from numpyro_fed.model.densities import no_more_than_finite
+from numpyro_fed.model.not_finite import first_without_density
 from numpyro_fed.model.row_checks import check_rows_apart, coupled_rows
 from numpyro_fed.objectives import (
     LocallyEnhanced,
@@ -73,6 +75,9 @@ AT_ONCE = 4_000
 # Times that heavy draws are compared with their neighbours: each costs an exchange, and shows the
 # draws that become the heaviest after the last ones have lost their weight.
 MAX_CHECKS = 3
+# Share of the fit's own draws at which a density may be NaN or infinite: more are mass, and not
+# draws so far out that numbers overflow. An inverse gamma prior had 0.7 %.
+MAX_WITHOUT_DENSITY = 0.05
 # Distance of a draw's neighbours, in sds and in gaps between numbers, the larger one. It must be
 # far above rounding of the coordinate, and so short that no true density curves over it.
 NEXT_TO, GAPS = 1e-4, 8
@@ -298,6 +303,7 @@ class Weighing:
             if pool is not None:  # a rough draw has no weight among further draws, either
                 pool = pool._replace(log_joint=pool.log_joint.at[rough].set(-jnp.inf))
             tail_and_weights = weights_of(log_weights)
+        no_density = self._no_density(z_G, np.asarray(log_joint), from_own)
         z_G = replace_weightless(z_G, tail_and_weights[1])
         log_evidence = float(jax.nn.logsumexp(log_weights) - np.log(len(z_G)))
         of_fit = None
@@ -309,6 +315,7 @@ class Weighing:
         quality = quality_fields(
             np.asarray(z_G), from_own, log_weights, tail_and_weights, draws, latents, of_fit
         )
+        quality["_rounding"] = quality["_rounding"]._replace(no_density=no_density)
         return Corrected(
             log_evidence=None if fit.factors and fit.factors.loss else log_evidence,
             result=self.result,
@@ -322,6 +329,29 @@ class Weighing:
             log_joint=np.asarray(log_joint, np.float64),
             pool=pool,
             **quality,
+        )
+
+    def _no_density(self, z_G: Array, log_joint: np.ndarray, from_own: np.ndarray) -> str:
+        """Return in words which density is NaN or infinite at many of the fit's own draws, if any.
+
+        It is not known of silos elsewhere.
+        """
+        lost = from_own & (log_joint == -np.inf)
+        share = lost.sum() / from_own.sum()
+        if share <= MAX_WITHOUT_DENSITY:
+            return ""
+        z, fm = np.asarray(z_G), self.result._fit.model
+        away = np.abs(z[lost] - np.median(z[from_own], 0)) / z[from_own].std(0)
+        place = z[lost][np.nanargmin(away.max(1))]
+        silos = enumerate(self.result._silos.data)
+        found = first_without_density(fm, self.result.shared.theta, jnp.asarray(place), silos)
+        if found is None:
+            return ""
+        where = "" if found.silo is None else f" (silo {found.silo}, row {found.row})"
+        at = ", ".join(f"'{s.name}' {place[s.start]:.3g}" for s in fm.named("latent")[:3])
+        return (
+            f"the log density of '{found.site}'{where} is NaN or infinite at {share:.0%} of the "
+            f"draws near the fit, as at {at} (unconstrained)"
         )
 
     def _rough_draws(
@@ -432,7 +462,9 @@ def correct_from(
             ]
         )
         log_shares = jnp.log(jnp.asarray(numbers, log_q.dtype) / sum(numbers))
-        log_weights = pool.log_joint - jax.nn.logsumexp(log_shares[:, None] + log_q, axis=0)
+        log_mixture = jax.nn.logsumexp(log_shares[:, None] + log_q, axis=0)
+        # A draw that overflowed has no joint density, and that of a proposal is NaN.
+        log_weights = no_more_than_finite(pool.log_joint - log_mixture)
         correction = weighing.correction(key, z, log_weights, pool.log_joint, pool.from_own, pool)
         if judge:
             new = slice(0, numbers[0])

@@ -1,4 +1,4 @@
-"""Whether the precision of the numbers can hold a posterior."""
+"""Whether the numbers of a computation can hold a posterior: their precision, and their range."""
 
 from __future__ import annotations
 
@@ -32,12 +32,15 @@ class Rounding(NamedTuple):
     nats : float
         About how far rounding moves a log weight: the precision's machine epsilon times the
         largest log density, in size, of a draw that counts.
+    no_density : str
+        Which density is NaN or infinite at many draws of the fit, in words; else empty.
     """
 
     dtype: str
     mean: np.ndarray
     sd: np.ndarray
     nats: float
+    no_density: str = ""
 
     @classmethod
     def of(
@@ -63,16 +66,21 @@ class Rounding(NamedTuple):
 
     @property
     def lost(self) -> np.ndarray:
-        """Whether each coordinate's sd (dim,) is too few gaps wide."""
-        return ~(self.sd >= SPACINGS * self.gap)
+        """Whether each coordinate's sd (dim,) is too few gaps wide; no where it is not known."""
+        return self.sd < SPACINGS * self.gap
 
     @property
     def fine(self) -> bool:
-        """Whether rounding changes neither draws nor weights by more than a percent of an sd."""
-        return not self.lost.any() and self.nats <= NATS
+        """Whether rounding changes neither draws nor weights by more than a percent of an sd.
+
+        And draws of the fit have densities, with few exceptions.
+        """
+        return not self.lost.any() and self.nats <= NATS and not self.no_density
 
     def words(self, sites: Sequence[Site]) -> str:
         """Return in words what rounding spoils; ``sites`` name the coordinates."""
+        if self.no_density:
+            return self.no_density
         name = {"float32": "single", "float64": "double"}.get(self.dtype, self.dtype)
         if self.lost.any():
             place = int(np.argmin(self.sd / self.gap))
@@ -88,6 +96,12 @@ class Rounding(NamedTuple):
     @property
     def remedy(self) -> str:
         """Return the remedy, as a sentence."""
+        if self.no_density:
+            return (
+                "Look at what the text computes there, as the logarithm, the root or the rate of a "
+                "number below zero: give the latent a support on which all of it is defined, or "
+                "compute it on the log scale."
+            )
         double = (
             "Compute in double precision (numpyro_fed.fit does by default, for the rest "
             "jax.config.update('jax_enable_x64', True)), or subtract"

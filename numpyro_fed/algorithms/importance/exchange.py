@@ -91,8 +91,9 @@ def importance(
     def without_overflow(values: Array) -> Array:
         """Return log values, minus infinity where one of a wide draw overflowed or is NaN.
 
-        A density may overflow 25 sds from the guide: that draw has no weight. At the guide's own
-        draws it is an error, and is kept.
+        An integral over a silo's latents may fail 25 sds from the guide: that draw has no weight.
+        At the guide's own draws it is an error, and is kept. The text's own densities are never
+        NaN.
         """
         is_wide = jnp.arange(num_draws) >= proposal.own
         return jnp.where(is_wide & ~(values < jnp.inf), -jnp.inf, values)
@@ -121,7 +122,9 @@ def importance(
         log_prior = jax.vmap(fm.log_prior, (None, 0))(shared.theta, z_G)
         replies = ask(IMPORTANCE, down_of(guide, shared, z_G))
         log_joint = log_prior + replies.up.log_likelihood
-        log_weights = without_overflow(log_prior - log_q) + replies.up.log_likelihood
+        # Where a draw has no density, the proposal's may be none or NaN as well.
+        ratio = jnp.where(log_joint == -jnp.inf, -jnp.inf, log_joint - log_q)
+        log_weights = without_overflow(ratio)
         usable = ~jnp.isnan(log_weights).any() & jnp.isfinite(log_weights).any()
         # The mean weight is an unbiased estimate of the evidence; minus its log is the loss.
         evidence = jax.nn.logsumexp(log_weights) - jnp.log(num_draws)

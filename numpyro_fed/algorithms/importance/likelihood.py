@@ -350,7 +350,9 @@ class _LatentsAt:
         terms: Rows = {}
         for plate, rows in jax.vmap(joint)(z).items():
             if plate in log_mixture:
-                terms[plate] = jax.nn.logsumexp(rows - log_mixture[plate], axis=0) - jnp.log(number)
+                # Draws of the prior may be infinite, where the mixture has no density, either.
+                ratio = jnp.where(rows == -jnp.inf, -jnp.inf, rows - log_mixture[plate])
+                terms[plate] = jax.nn.logsumexp(ratio, axis=0) - jnp.log(number)
             else:
                 terms[plate] = rows[0]
         return terms

@@ -1,0 +1,214 @@
+r"""Log densities that rounding does not spoil, and that are never NaN or infinite above.
+
+Some of NumPyro's log densities are differences of large numbers. A negative binomial of dispersion
+:math:`\phi` computes :math:`\log\Gamma(y + \phi) - \log\Gamma(\phi)`, which for
+:math:`\phi = e^{40}` is off by hundreds of nats, and too high: a search or a draw that comes there
+takes it for a mode. :func:`log_prob` computes these differences by themselves:
+
+.. math::
+    \log\frac{\Gamma(a + k)}{\Gamma(a)} = (a - \tfrac12) \log(1 + k / a) + k \log(a + k) - k
+    + r(a + k) - r(a), \qquad r(x) = \tfrac1{12 x} - \tfrac1{360 x^3} + \dots
+
+Others have a value, but no gradient: a Poisson density of rate 0 at 0, say. And far out most of
+them are infinite or NaN, where what is computed of a latent overflows. There a model has no density
+that could be computed, which counts as none.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import Array
+from jax.scipy.special import gammaln, log_ndtr
+from jax.typing import ArrayLike
+from numpyro.distributions import Distribution
+from numpyro.distributions.util import tri_logabsdet, validate_sample
+
+LARGE = 10.0  # from here on the series of the logarithm of the gamma function is exact
+# Its coefficients: Bernoulli numbers B_2n / (2 n (2 n - 1)), for the powers 1, 3, 5 ... of 1 / x.
+SERIES = (1 / 12, -1 / 360, 1 / 1260, -1 / 1680, 1 / 1188, -691 / 360360, 1 / 156)
+# Width of an interval, in sds, below which the normal density in it is a parabola.
+NARROW = 1e-2
+
+LogProb = Callable[[Any, Any], Array]
+
+
+def log_prob(site: Mapping[str, Any], *, guarded: bool = True) -> Array:
+    """Return the log probability of a sample site, one number for each element of its batch.
+
+    Where it is NaN or infinite above it is minus infinity, unless it is not ``guarded``.
+    """
+    fn, value = accurate(site["fn"]), site["value"]
+    found = jnp.asarray(fn.log_prob(value, *filter(None, [site["intermediates"]])))
+    if site["scale"] is not None:
+        found = site["scale"] * found
+    return no_more_than_finite(found) if guarded else found
+
+
+def no_more_than_finite(log_p: Array) -> Array:
+    """Return log densities, minus infinity where one is NaN or infinite above."""
+    return jnp.where(log_p < jnp.inf, log_p, -jnp.inf)
+
+
+def accurate(fn: Distribution) -> Distribution:
+    """Return a distribution with an accurate log density, the same object if it has one already.
+
+    What it is made of, such as the components of a mixture, has accurate ones as well.
+    """
+    found: dict[str, Any] = {}
+    for name, part in vars(fn).items():
+        if isinstance(part, Distribution):
+            if (better := accurate(part)) is not part:
+                found[name] = better
+        elif isinstance(part, list | tuple) and any(isinstance(p, Distribution) for p in part):
+            found[name] = [accurate(p) if isinstance(p, Distribution) else p for p in part]
+    # The class that defines the density, so that one of the user's own keeps its own.
+    owner = next(c for c in type(fn).__mro__ if "log_prob" in vars(c))
+    if not found and owner not in ACCURATE:
+        return fn
+    new = copy.copy(fn)
+    vars(new).update(found)
+    if owner in ACCURATE:
+        vars(new)["log_prob"] = partial(validate_sample(ACCURATE[owner]), new)
+    return new
+
+
+def log_rising(a: Array, k: ArrayLike) -> Array:
+    """Return the log of gamma(a + k) / gamma(a), for ``a`` above and ``k`` not below zero."""
+    is_large = a >= LARGE
+    large, small = jnp.where(is_large, a, LARGE), jnp.where(is_large, 1.0, a)
+    ends = _remainder(large + k) - _remainder(large)
+    series = (large - 0.5) * jnp.log1p(k / large) + k * jnp.log(large + k) - k + ends
+    return jnp.where(is_large, series, gammaln(small + k) - gammaln(small))
+
+
+def _remainder(x: Array) -> Array:
+    """Return what Stirling's formula leaves of the log of gamma(x), for a large ``x``."""
+    inverse = 1 / x
+    total = jnp.full_like(x, SERIES[-1])
+    for coefficient in SERIES[-2::-1]:
+        total = coefficient + total * inverse**2
+    return total * inverse
+
+
+def times_log(k: Array, x: ArrayLike) -> Array:
+    """Return ``k log(x)``, with the value and the derivatives 0 where ``k`` is 0."""
+    return jnp.where(k == 0, 0.0, k * jnp.log(jnp.where(k == 0, 1.0, x)))
+
+
+def _floats(*values: ArrayLike) -> list[Array]:
+    return [jnp.asarray(v, jnp.result_type(v, float)) for v in values]
+
+
+def _gamma_poisson(d: Any, value: ArrayLike) -> Array:
+    a, rate, y = _floats(d.concentration, d.rate, value)
+    excess = -a * jnp.log1p(1 / rate) - y * jnp.log1p(rate)
+    return log_rising(a, y) - gammaln(y + 1) + excess
+
+
+def _negative_binomial_logits(d: Any, value: ArrayLike) -> Array:
+    n, logits, y = _floats(d.total_count, d.logits, value)
+    excess = -n * jnp.logaddexp(0.0, logits) - y * jnp.logaddexp(0.0, -logits)
+    return log_rising(n, y) - gammaln(y + 1) + excess
+
+
+def _beta_binomial(d: Any, value: ArrayLike) -> Array:
+    a, b, n, y = _floats(d.concentration1, d.concentration0, d.total_count, value)
+    choices = gammaln(n + 1) - gammaln(y + 1) - gammaln(n - y + 1)
+    return choices + log_rising(a, y) + log_rising(b, n - y) - log_rising(a + b, n)
+
+
+def _beta_negative_binomial(d: Any, value: ArrayLike) -> Array:
+    a, b, n, y = _floats(d.concentration1, d.concentration0, d.n, value)
+    of_beta = log_rising(a, y) + log_rising(b, n) - log_rising(a + b, n + y)
+    return log_rising(n, y) - gammaln(y + 1) + of_beta
+
+
+def _dirichlet_multinomial(d: Any, value: ArrayLike) -> Array:
+    a, y = _floats(d.concentration, value)
+    parts = (log_rising(a, y) - gammaln(y + 1)).sum(-1)
+    total = y.sum(-1)
+    return parts + gammaln(total + 1) - log_rising(a.sum(-1), total)
+
+
+def _student_t(d: Any, value: ArrayLike) -> Array:
+    df, loc, scale, y = _floats(d.df, d.loc, d.scale, value)
+    ratio = log_rising(0.5 * df, 0.5) - 0.5 * jnp.log(math.pi * df)
+    return ratio - jnp.log(scale) - 0.5 * (df + 1) * jnp.log1p(((y - loc) / scale) ** 2 / df)
+
+
+def _multivariate_student_t(d: Any, value: ArrayLike) -> Array:
+    n, df = d.scale_tril.shape[-1], jnp.asarray(d.df, jnp.result_type(d.df, float))
+    # A normal density of the same place and scale knows the distance.
+    at_centre = -tri_logabsdet(d.scale_tril) - 0.5 * n * math.log(2 * math.pi)
+    normal = dist.MultivariateNormal(d.loc, scale_tril=d.scale_tril).log_prob(value)
+    squared = jnp.maximum(2 * (at_centre - normal), 0.0)
+    ratio = log_rising(0.5 * df, 0.5 * n) - 0.5 * n * jnp.log(0.5 * df)
+    return at_centre + ratio - 0.5 * (df + n) * jnp.log1p(squared / df)
+
+
+def _poisson(d: Any, value: ArrayLike) -> Array:
+    if d.is_sparse:
+        return jnp.asarray(dist.Poisson.log_prob(d, value))
+    rate, y = _floats(d.rate, value)
+    return times_log(y, rate) - gammaln(y + 1) - rate
+
+
+def _multinomial(d: Any, value: ArrayLike) -> Array:
+    probs, n, y = _floats(d.probs, d.total_count, value)
+    return gammaln(n + 1) + (times_log(y, probs) - gammaln(y + 1)).sum(-1)
+
+
+def _left_truncated(d: Any, value: ArrayLike) -> Array:
+    base = d.base_dist
+    if not isinstance(base, dist.Normal):
+        return jnp.asarray(dist.LeftTruncatedDistribution.log_prob(d, value))
+    return jnp.asarray(base.log_prob(value)) - log_ndtr((base.loc - d.low) / base.scale)
+
+
+def _right_truncated(d: Any, value: ArrayLike) -> Array:
+    base = d.base_dist
+    if not isinstance(base, dist.Normal):
+        return jnp.asarray(dist.RightTruncatedDistribution.log_prob(d, value))
+    return jnp.asarray(base.log_prob(value)) - log_ndtr((d.high - base.loc) / base.scale)
+
+
+def _truncated(d: Any, value: ArrayLike) -> Array:
+    base = d.base_dist
+    if not isinstance(base, dist.Normal):
+        return jnp.asarray(dist.TwoSidedTruncatedDistribution.log_prob(d, value))
+    width = (d.high - d.low) / base.scale
+    middle = 0.5 * (d.high + d.low) - base.loc
+    # Mirrored to the side below the mean, where probabilities are small and not nearly one.
+    middle = -jnp.abs(middle / base.scale)
+    narrow = width * (1 - middle) < NARROW
+    below, above = (middle + s * jnp.where(narrow, 1.0, 0.5 * width) for s in (-1, 1))
+    log_above = log_ndtr(above)
+    log_mass = log_above + jnp.log(-jnp.expm1(log_ndtr(below) - log_above))
+    curved = jnp.log1p((middle**2 - 1) * jnp.where(narrow, width, 0.0) ** 2 / 24)
+    log_narrow = jnp.log(width) - 0.5 * (middle**2 + math.log(2 * math.pi)) + curved
+    return jnp.asarray(base.log_prob(value)) - jnp.where(narrow, log_narrow, log_mass)
+
+
+# By the class that defines the density in NumPyro. Negative binomials by mean or by probability are
+# gamma-Poisson distributions.
+ACCURATE: dict[type, LogProb] = {
+    dist.GammaPoisson: _gamma_poisson,
+    dist.NegativeBinomialLogits: _negative_binomial_logits,
+    dist.BetaBinomial: _beta_binomial,
+    dist.BetaNegativeBinomial: _beta_negative_binomial,
+    dist.DirichletMultinomial: _dirichlet_multinomial,
+    dist.StudentT: _student_t,
+    dist.MultivariateStudentT: _multivariate_student_t,
+    dist.Poisson: _poisson,
+    dist.MultinomialProbs: _multinomial,
+    dist.LeftTruncatedDistribution: _left_truncated,
+    dist.RightTruncatedDistribution: _right_truncated,
+    dist.TwoSidedTruncatedDistribution: _truncated,
+}

@@ -1,0 +1,175 @@
+"""The search for what is not finite in a model: the site, the silo and the row.
+
+It is made where no start of a search has finite numbers. The density is evaluated at a few general
+points of unconstrained space, with its derivatives by site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed.model.audit import hashed_normals
+from numpyro_fed.model.binding import Rows, Theta, log_det_owners, row_terms, trace_at
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.model.padding import padded_keys
+from numpyro_fed.model.primitives import silo_plate_of
+from numpyro_fed.trees import all_finite
+
+# Points at which all must fail: at one, a number may not be finite by chance. They are near zero,
+# where a search begins.
+POINTS, SPREAD = 3, 0.1
+
+
+class NotFinite(NamedTuple):
+    """The first site whose density or derivatives are not finite, silo by silo.
+
+    Attributes
+    ----------
+    site : str
+    silo, row : int or None
+        None for a global site, and where the row is not known.
+    is_gradient : bool
+        Whether the density itself is finite.
+    """
+
+    site: str
+    silo: int | None
+    row: int | None
+    is_gradient: bool
+
+    def __str__(self) -> str:
+        where = "" if self.silo is None else f", silo {self.silo}"
+        where += "" if self.row is None else f", row {self.row}"
+        if self.is_gradient:
+            return (
+                f"site '{self.site}'{where}: the log density is finite, but its derivatives are "
+                "not, at any point that was tried. So it is where the text takes a root, a power "
+                "or a logarithm of 0, as of a rate or a probability that is 0 by design or of a "
+                "weight of 0 in a mixture, and in a branch of jnp.where that is computed and not "
+                "taken. Put a harmless number in its place, jnp.where(zero, 1.0, rate), and mask "
+                "the row: numpyro.handlers.mask(mask=~zero)"
+            )
+        return (
+            f"site '{self.site}'{where}: the log density is not finite, at any point that was "
+            "tried near 0 of unconstrained space. Look at what the text computes of the data "
+            "there, as a logarithm or a root of negative numbers, and at the site's support"
+        )
+
+
+class _Finite(NamedTuple):
+    """The verdicts by site: whether each row's term is finite (rows,), and all derivatives ()."""
+
+    rows: dict[str, Array]
+    derivatives: dict[str, Array]
+
+
+def first_not_finite(fm: FederatedModel, silos: Iterable[tuple[int, SiloData]]) -> NotFinite | None:
+    """Return the first site whose density or gradient is not finite; None if there is none.
+
+    ``silos`` are numbers and data.
+    """
+    owners, plate_of = log_det_owners(fm.sites), {s.name: s.plate for s in fm.sites}
+    find = jax.jit(lambda silo: _finite(fm, silo))
+    for j, silo in silos:
+        found = jax.device_get(find(silo))
+        for name, rows in found.rows.items():
+            site = owners.get(name, name)
+            number = None if plate_of[site] is None else j
+            if not rows.all():
+                row = None if number is None else int(np.argmin(rows))
+                return NotFinite(site, number, row, False)
+            if not found.derivatives[name]:
+                row = None if number is None else _first_row(fm, name, str(plate_of[site]), silo)
+                return NotFinite(site, number, row, True)
+    return None
+
+
+def first_without_density(
+    fm: FederatedModel, theta: Theta, z_G: Array, silos: Iterable[tuple[int, SiloData]]
+) -> NotFinite | None:
+    """Return the first site whose density is NaN or infinite above at ``z_G`` (dim,), if any.
+
+    Minus infinity is a density of zero, as outside of a support that a latent bounds. Latents of
+    silos are at zero.
+    """
+    owners = log_det_owners(fm.sites)
+
+    @jax.jit
+    def numbers(silo: SiloData) -> dict[str, Array]:
+        private = fm.init_private(jax.random.key(0), silo)
+        sizes = fm.sizes(silo)
+        z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in fm.plates}
+        terms = _terms(fm, {**theta, **private}, z_G, z_L, silo, guarded=False)
+        return {name: rows < jnp.inf for name, rows in terms.items()}
+
+    for j, silo in silos:
+        for name, rows in jax.device_get(numbers(silo)).items():
+            if not rows.all():
+                site = next(s for s in fm.sites if s.name == owners.get(name, name))
+                where = (None, None) if site.plate is None else (j, int(np.argmin(rows)))
+                return NotFinite(site.name, *where, False)
+    return None
+
+
+def _terms(
+    fm: FederatedModel, theta: Theta, z_G: Array, z_L: Rows, silo: SiloData, *, guarded: bool = True
+) -> dict[str, Array]:
+    """Return the log probability of each site, of local ones row by row (rows,)."""
+    values, trace = trace_at(fm.text, fm.sites, theta, z_G, z_L, silo, guarded=guarded)
+    found = {}
+    for name, value in values.items():
+        plate = silo_plate_of(trace[name])
+        rows = value.sum()[None] if plate is None else row_terms(trace[name], value)
+        found[name] = rows if plate is None else silo.masked(plate, rows)
+    return found
+
+
+def _finite(fm: FederatedModel, silo: SiloData) -> _Finite:
+    """Return what is finite at some of the points."""
+
+    def at(point: int) -> _Finite:
+        key, sizes = jax.random.key(0), fm.sizes(silo)
+        theta = {**fm.init_theta(key), **fm.init_private(key, silo)}
+        z_G = SPREAD * jnp.roll(hashed_normals(1, fm.dim), point)
+        z_L = {p.name: SPREAD * hashed_normals(2, sizes[p.name], p.dim) for p in fm.plates}
+
+        def finite_derivatives(name: str) -> Array:
+            return all_finite(jax.grad(lambda z: _terms(fm, theta, *z, silo)[name].sum())(z))
+
+        z = z_G, z_L
+        rows = {n: jnp.isfinite(values) for n, values in _terms(fm, theta, *z, silo).items()}
+        # Site by site: a derivative of infinity in one times a weight of zero would be NaN in all.
+        return _Finite(rows, {name: finite_derivatives(name) for name in rows})
+
+    each = [at(i) for i in range(POINTS)]
+    return jax.tree.map(lambda *found: jnp.stack(found).any(0), *each)
+
+
+def _first_row(fm: FederatedModel, site: str, plate: str, silo: SiloData) -> int | None:
+    """Return the first row without which derivatives of a site would be finite, if one is found.
+
+    All rows are filled with copies of some of them, of half as many at each step.
+    """
+    sizes = fm.sizes(silo)
+    size = sizes[plate]
+    keys = [k for k, p in padded_keys([silo], [sizes]).items() if p == plate]
+    real = np.asarray(silo.masks.get(plate, np.ones(size, bool)))
+
+    @jax.jit
+    def is_bad(source: Array) -> Array:
+        arrays = {**silo.arrays, **{k: jnp.asarray(silo.arrays[k])[source] for k in keys}}
+        return ~_finite(fm, replace(silo, arrays=arrays)).derivatives[site]
+
+    rows = np.flatnonzero(real)
+    while len(rows) > 1:
+        half = rows[: len(rows) // 2]
+        rows = half if is_bad(np.resize(half, size)) else rows[len(rows) // 2 :]
+    return int(rows[0]) if is_bad(np.resize(rows, size)) else None

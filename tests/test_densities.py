@@ -1,0 +1,361 @@
+"""Log densities are exact where NumPyro's are made of rounding, and never NaN or infinite above."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.distributions import biject_to, transforms
+
+import numpyro_fed as nf
+from numpyro_fed.model.data import read
+from numpyro_fed.model.densities import accurate, log_prob, log_rising, no_more_than_finite
+from numpyro_fed.model.not_finite import NotFinite, first_not_finite
+from numpyro_fed.model.split import split
+
+SIZES = np.array([5.0, 20.0, 40.0, 300.0, 700.0, 745.0, 1000.0])
+MODERATE = np.random.default_rng(0).normal(size=(40, 6)) * np.repeat([1.0, 3.0], 20)[:, None]
+
+
+@pytest.fixture(autouse=True)
+def double():
+    with jax.enable_x64(True):
+        yield
+
+
+def plain_priors():
+    """Priors of one number, or of few without matrices."""
+    normal = dist.Normal(0.0, 5.0).expand([3]).to_event(1)
+    return {
+        "gamma": dist.Gamma(1e-3, 1e-3),
+        "gamma 2": dist.Gamma(2.0, 1.0),
+        "inverse gamma": dist.InverseGamma(1e-3, 1e-3),
+        "inverse gamma 3": dist.InverseGamma(3.0, 1.0),
+        "Weibull": dist.Weibull(1.0, 0.5),
+        "Weibull 2": dist.Weibull(1.0, 2.0),
+        "Gompertz": dist.Gompertz(1.0, 1.0),
+        "chi squared": dist.Chi2(1.0),
+        "exponential": dist.Exponential(1.0),
+        "Dirichlet": dist.Dirichlet(0.5 * jnp.ones(3)),
+        "Dirichlet 2": dist.Dirichlet(2.0 * jnp.ones(3)),
+        "beta": dist.Beta(0.5, 0.5),
+        "beta 2": dist.Beta(2.0, 3.0),
+        "beta by mean": dist.BetaProportion(0.3, 4.0),
+        "Kumaraswamy": dist.Kumaraswamy(0.5, 0.5),
+        "half Cauchy": dist.HalfCauchy(1.0),
+        "half normal": dist.HalfNormal(1.0),
+        "Student": dist.StudentT(3.0, 0.0, 1.0),
+        "half Student": dist.FoldedDistribution(dist.StudentT(3.0, 0.0, 1.0)),
+        "Gumbel": dist.Gumbel(0.0, 1.0),
+        "Laplace": dist.Laplace(0.0, 1.0),
+        "logistic": dist.Logistic(0.0, 1.0),
+        "Cauchy": dist.Cauchy(0.0, 1.0),
+        "normal": dist.Normal(0.0, 1.0),
+        "Pareto": dist.Pareto(1.0, 2.0),
+        "log normal": dist.LogNormal(0.0, 2.0),
+        "log uniform": dist.LogUniform(1e-3, 1e3),
+        "uniform": dist.Uniform(-1.0, 2.0),
+        "truncated": dist.TruncatedNormal(0.0, 1.0, low=-1.0, high=2.0),
+        "truncated below": dist.TruncatedNormal(-50.0, 1.0, low=0.0),
+        "truncated above": dist.TruncatedNormal(50.0, 1.0, high=0.0),
+        "truncated Cauchy": dist.TruncatedCauchy(0.0, 1.0, low=0.5),
+        "ordered": dist.TransformedDistribution(normal, transforms.OrderedTransform()),
+        "von Mises": dist.VonMises(0.0, 2.0),
+        "Levy": dist.Levy(0.0, 1.0),
+        "asymmetric Laplace": dist.AsymmetricLaplace(0.0, 1.0, 2.0),
+        "power law": dist.LowerTruncatedPowerLaw(-2.5, 1.0),
+    }
+
+
+def matrix_priors():
+    return {
+        "LKJ": dist.LKJ(3, 2.0),
+        "LKJ half": dist.LKJ(3, 0.5),
+        "LKJ root": dist.LKJCholesky(3, 2.0),
+        "Wishart": dist.Wishart(3.0, rate_matrix=jnp.eye(2)),
+        "Wishart root": dist.WishartCholesky(3.0, rate_matrix=jnp.eye(2)),
+        "inverse Wishart": dist.InverseWishart(3.0, scale_matrix=jnp.eye(2)),
+        "Student of two": dist.MultivariateStudentT(3.0, jnp.zeros(2), jnp.eye(2)),
+        "normal of two": dist.MultivariateNormal(jnp.zeros(2), jnp.eye(2)),
+    }
+
+
+def likelihoods(a, b):
+    """Distributions of an outcome, with two latents of unconstrained space."""
+    p, s = jax.nn.sigmoid(a), jnp.exp(b)
+    three = jnp.stack([a, b, 0.0 * a])
+    return {
+        "Poisson": (dist.Poisson(jnp.exp(a)), 3),
+        "Poisson at 0": (dist.Poisson(jnp.exp(a)), 0),
+        "negative binomial": (dist.NegativeBinomial2(jnp.exp(a), s), 3),
+        "negative binomial of logits": (dist.NegativeBinomialLogits(s, a), 3),
+        "negative binomial of probs": (dist.NegativeBinomialProbs(s, p), 3),
+        "beta binomial": (dist.BetaBinomial(s * p, s * (1 - p), 10), 3),
+        "binomial": (dist.Binomial(10, logits=a), 3),
+        "binomial of probs": (dist.Binomial(10, probs=p), 3),
+        "Bernoulli": (dist.Bernoulli(probs=p), 1),
+        "zero inflated": (dist.ZeroInflatedPoisson(p, s), 0),
+        "zero inflated at 3": (dist.ZeroInflatedPoisson(p, s), 3),
+        "normal": (dist.Normal(a, s), 0.5),
+        "log normal": (dist.LogNormal(a, s), 0.5),
+        "Student": (dist.StudentT(s, a, 1.0), 0.5),
+        "Student's scale": (dist.StudentT(4.0, a, s), 0.5),
+        "gamma": (dist.Gamma(s, s / jnp.exp(a)), 0.5),
+        "Weibull": (dist.Weibull(jnp.exp(a), s), 0.5),
+        "Gumbel": (dist.Gumbel(a, s), 0.5),
+        "beta": (dist.Beta(s * p, s * (1 - p)), 0.5),
+        "truncated": (dist.TruncatedNormal(a, s, low=0.0, high=1.5), 0.5),
+        "truncated below": (dist.TruncatedNormal(a, s, low=0.0), 0.5),
+        "categorical": (dist.Categorical(logits=three), 1),
+        "multinomial": (dist.Multinomial(5, jax.nn.softmax(three)), jnp.array([2, 0, 3])),
+        "ordered": (dist.OrderedLogistic(a, jnp.stack([0.0 * b, s])), 1),
+        "exponential": (dist.Exponential(s), 0.5),
+        "von Mises": (dist.VonMises(a, s), 0.5),
+        "mixture": (
+            dist.MixtureSameFamily(
+                dist.Categorical(logits=jnp.stack([a, 0 * a])),
+                dist.Normal(jnp.stack([a, b]), jnp.stack([s, 1 + 0 * s])),
+            ),
+            0.5,
+        ),
+    }
+
+
+def at(fn, value):
+    return log_prob({"fn": fn, "value": value, "intermediates": None, "scale": None})
+
+
+def prior_at(fn, signs, size):
+    """The log density, in unconstrained space, at ``size`` times a vector of numbers."""
+    bijection = biject_to(fn.support)
+    shape = bijection.inverse_shape(fn.shape())
+    z = size * jnp.resize(signs, shape)
+    value = bijection(z)
+    log_det = 0.0 if value is z else jnp.sum(bijection.log_abs_det_jacobian(z, value))
+    return no_more_than_finite(at(fn, value) + no_more_than_finite(log_det))
+
+
+def check_far_out(priors):
+    signs = np.stack([np.ones(6), -np.ones(6), np.tile([1.0, -1.0], 3), np.tile([-1.0, 1.0], 3)])
+
+    @jax.jit
+    def everywhere():
+        def of(fn):
+            far = jax.vmap(lambda s: jax.vmap(lambda r: prior_at(fn, s, r))(SIZES))(signs)
+            return far, jax.vmap(lambda s: prior_at(fn, s, 1.0))(MODERATE)
+
+        return {name: of(fn) for name, fn in priors.items()}
+
+    for name, (far, near) in everywhere().items():
+        assert not np.isnan(far).any(), name
+        assert (far < np.inf).all(), name
+        assert far.max() < near.max() + 1.0, name  # no mode where there is none
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("priors", [plain_priors, matrix_priors])
+def test_no_prior_is_infinite_or_higher_far_out(priors):
+    check_far_out(priors())
+
+
+def test_the_priors_that_were_infinite_far_out_are_not():
+    names = "inverse gamma", "Gompertz", "Dirichlet", "truncated below"
+    check_far_out({n: plain_priors()[n] for n in names})
+
+
+@pytest.mark.slow
+def test_no_likelihood_is_infinite_far_out():
+    signs = np.array([[1, 1], [1, -1], [-1, 1], [-1, -1], [1, 0], [-1, 0], [0, 1], [0, -1]])
+    places = (SIZES[:, None, None] * signs).reshape(-1, 2)
+
+    @jax.jit
+    @jax.vmap
+    def everywhere(z):
+        return {name: at(*pair) for name, pair in likelihoods(*z).items()}
+
+    counts = {"Poisson", "binomial", "Bernoulli", "categorical", "multinomial", "ordered"}
+    for name, found in everywhere(places).items():
+        assert not np.isnan(found).any(), name
+        assert (found < np.inf).all(), name
+        if any(name.startswith(n) for n in (*counts, "negative", "beta bin", "zero")):
+            assert (found <= 1e-9).all(), name  # the probability of a count is at most one
+
+
+def test_a_ratio_of_gamma_functions_is_exact_at_any_size():
+    a = np.exp(np.linspace(-20, 300, 641))
+    for k in (0, 1, 5, 60):
+        factors = a[:, None] + np.arange(k)
+        expected = np.log(factors).sum(1)
+        np.testing.assert_allclose(log_rising(jnp.asarray(a), k), expected, rtol=1e-13, atol=1e-11)
+
+
+Y = np.array([0.0, 1.0, 3.0, 5.0, 7.0])
+TWO = np.stack([Y, 10.0 - Y], 1)
+
+
+@pytest.mark.parametrize("log_size", [20.0, 30.0, 35.0, 40.0, 300.0])
+def test_a_large_dispersion_has_its_limit(log_size):
+    """Rounding put these up to three nats a row too high, for ever: a plateau without mass."""
+    size = jnp.exp(log_size)
+    binomial = dist.Binomial(10, probs=0.3).log_prob(Y)
+    poisson = dist.Poisson(3.0).log_prob(Y)
+    normal = dist.Normal(1.0, 2.0).log_prob(Y)
+    negative_binomial = dist.NegativeBinomialProbs(4.0, 0.3).log_prob(Y)
+    zeros, eye = jnp.zeros(2), jnp.eye(2)
+    shares = jnp.array([0.3, 0.7])
+    limits = [
+        (dist.NegativeBinomial2(3.0, size), Y, poisson),
+        (dist.NegativeBinomialLogits(size, jnp.log(3.0) - log_size), Y, poisson),
+        (dist.GammaPoisson(size, size / 3.0), Y, poisson),
+        (dist.BetaBinomial(0.3 * size, 0.7 * size, 10), Y, binomial),
+        (dist.DirichletMultinomial(shares * size, 10), TWO, binomial),
+        (dist.BetaNegativeBinomial(0.3 * size, 0.7 * size, 4.0), Y, negative_binomial),
+        (dist.StudentT(size, 1.0, 2.0), Y, normal),
+        (dist.MultivariateStudentT(size, zeros, eye), TWO, dist.MultivariateNormal(zeros, eye)),
+        (dist.TruncatedNormal(1.0, size, low=0.0, high=8.0), Y, jnp.full(5, -jnp.log(8.0))),
+    ]
+    for fn, y, limit in limits:
+        expected = limit.log_prob(y) if isinstance(limit, dist.Distribution) else limit
+        np.testing.assert_allclose(at(fn, y), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_elsewhere_the_numbers_are_numpyros():
+    size, mean = jnp.exp(jnp.linspace(-3.0, 3.0, 5)), jnp.array([0.2, 0.9, 2.0, 4.0, 30.0])
+    shares, eye = jnp.array([0.3, 0.7]), jnp.eye(2)
+    negative = dist.NegativeBinomial2(mean, size)
+    found = [
+        (negative, Y),
+        (negative.to_event(1), Y),
+        (negative.mask(jnp.arange(5) < 3), Y),
+        (dist.NegativeBinomial2(2.0, 1.5).expand([5]), Y),
+        (dist.ZeroInflatedNegativeBinomial2(mean, size, gate=0.3), Y),
+        (dist.MixtureSameFamily(dist.Categorical(probs=shares), dist.Poisson(TWO + 1.0)), Y),
+        (dist.NegativeBinomialProbs(size, 0.3), Y),
+        (dist.NegativeBinomialLogits(size, 0.3), Y),
+        (dist.BetaBinomial(size, mean, 10), Y),
+        (dist.BetaNegativeBinomial(size, mean, 3.0), Y),
+        (dist.DirichletMultinomial(size[:, None] * shares, 10), TWO),
+        (dist.StudentT(size, mean, 2.0), Y),
+        (dist.MultivariateStudentT(size, jnp.ones(2), scale_tril=2 * eye), TWO),
+        (dist.Poisson(mean), Y),
+        (dist.Multinomial(10, probs=shares), TWO),
+        (dist.TruncatedNormal(mean - 2, size, low=0.0), Y),
+        (dist.TruncatedNormal(mean, size, high=8.0), Y),
+        (dist.TruncatedNormal(mean, size, low=0.0, high=8.0), Y),
+    ]
+    for fn, y in found:
+        mine, theirs = accurate(fn).log_prob(y), fn.log_prob(y)
+        assert accurate(fn) is not fn
+        assert mine.shape == theirs.shape
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5)  # NumPyro's betaln has five digits
+    assert accurate(normal := dist.Normal(mean, size).to_event(1)) is normal
+
+
+def test_a_probability_of_zero_by_design_has_its_gradient():
+    """It was NaN: a person who is not at risk is expected no events, and has none."""
+    at_risk = jnp.array([1.0, 0.0])
+
+    def poisson(b):
+        return at(dist.Poisson(at_risk * jnp.exp(b)), jnp.array([2, 0])).sum()
+
+    def multinomial(b):
+        p = jnp.stack([jax.nn.sigmoid(b), 0.0 * b, jax.nn.sigmoid(-b)])
+        return at(dist.Multinomial(3, probs=p), jnp.array([3, 0, 0]))
+
+    np.testing.assert_allclose(jax.grad(poisson)(0.3), 2 - np.exp(0.3))
+    np.testing.assert_allclose(jax.grad(multinomial)(0.3), 3 / (1 + np.exp(0.3)))
+
+
+def test_a_truncated_normal_far_beyond_its_bound_is_an_exponential():
+    def density(mean, low=0.0):
+        return at(dist.TruncatedNormal(mean, 1.0, low=low, high=3.0), jnp.array(0.5))
+
+    value, slope = jax.value_and_grad(density)(-200.0)
+    np.testing.assert_allclose(value, np.log(200.0) - 0.5 * 200 - 0.125, atol=1e-4)
+    np.testing.assert_allclose(slope, 0.5 - 1 / 200, atol=1e-5)
+    np.testing.assert_allclose(
+        density(203.0, 0.0),
+        at(dist.TruncatedNormal(-200.0, 1.0, low=0.0, high=3.0), jnp.array(2.5)),
+    )
+
+
+def test_a_class_of_the_users_own_keeps_its_density():
+    class Mine(dist.StudentT):
+        def log_prob(self, value):
+            return -jnp.abs(value)
+
+    mine = Mine(3.0)
+    assert accurate(mine) is mine
+
+
+def test_no_function_of_a_model_is_nan_or_infinite_above():
+    """The search, the weights and the nodes all see these."""
+
+    def model(y):
+        v = numpyro.sample("v", dist.InverseGamma(1e-3, 1e-3))
+        with nf.silo_plate("row", y.shape[0]):
+            b = numpyro.sample("b", dist.InverseGamma(1.0, 1.0))
+            numpyro.sample("y", dist.Normal(0.0, jnp.sqrt(v) + b), obs=y)
+
+    y = np.ones(3)
+    silo = read([{"y": y}])[0]
+    fm = split(model, [silo])
+    assert fm.log_prior({}, jnp.array([-745.0])) == -jnp.inf
+    z_L = {"row": jnp.array([[0.0], [-745.0], [0.5]])}
+    rows = fm.log_silo({}, jnp.zeros(1), z_L, silo)["row"]
+    assert (rows > -jnp.inf).tolist() == [True, False, True]
+
+
+def silos_with(x):
+    y = np.arange(6.0)
+    return [dict(x=np.ones(4), y=y[:4]), dict(x=np.asarray(x), y=y)]
+
+
+def of_text(x_to_mean, silos):
+    def model(x, y):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(x_to_mean(b, x), 1.0), obs=y)
+
+    found = read(silos)
+    return split(model, found), list(enumerate(found))
+
+
+def test_a_derivative_that_is_not_finite_is_found_with_its_row():
+    """The power is 0 where it is computed and not taken, and its derivative is NaN."""
+
+    def mean(b, x):
+        return jnp.where(x > 0, jnp.exp(b * jnp.log(x)), 0.0)
+
+    found = first_not_finite(*of_text(mean, silos_with([1.0, 2.0, 1.0, 0.0, 3.0, 0.0])))
+    assert found == NotFinite("y", 1, 3, True)
+    for part in ("'y', silo 1, row 3", "derivatives are not", "jnp.where", "mask"):
+        assert part in str(found)
+
+    def mended(b, x):
+        return jnp.where(x > 0, jnp.exp(b * jnp.log(jnp.where(x > 0, x, 1.0))), 0.0)
+
+    assert first_not_finite(*of_text(mended, silos_with(np.zeros(6)))) is None
+
+
+def test_a_density_that_is_not_finite_is_found_with_its_row():
+    silos = silos_with([1.0, 2.0, -1.0, 1.0, 3.0, 1.0])
+    found = first_not_finite(*of_text(lambda b, x: b + jnp.log(x), silos))
+    assert found == NotFinite("y", 1, 2, False)
+    assert "logarithm or a root of negative numbers" in str(found)
+
+
+@pytest.mark.slow
+def test_a_fit_refuses_a_text_whose_derivatives_are_nan():
+    """It ran ten rounds from zero and gave advice on the size of steps."""
+
+    def model(x, y):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        with nf.silo_plate("row", y.shape[0]):
+            mean = jnp.where(x > 0, jnp.exp(b * jnp.log(x)), 0.0)
+            numpyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    silos = silos_with([1.0, 2.0, 1.0, 0.0, 3.0, 0.0])
+    with pytest.raises(nf.ModelError, match="site 'y', silo 1, row 3"):
+        nf.fit(jax.random.key(0), model, silos, progress_bar=False)
