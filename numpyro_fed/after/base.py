@@ -41,6 +41,7 @@ from numpyro_fed.errors import ConvergenceWarning, ModelError, positive_int
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.precision import in_precision_of_object
+from numpyro_fed.waiting import arrived, shows
 
 
 class AfterFit(ABC):
@@ -70,7 +71,13 @@ class AfterFit(ABC):
         """Warn that an answer rests on a posterior that is not to be trusted."""
         if self.doubt_of_all:
             words = f"what follows is no better than the fit: {self.doubt_of_all}"
-            warnings.warn(words, category=ConvergenceWarning, stacklevel=4)
+            # Above are the decorator of the call and the call itself.
+            warnings.warn(words, category=ConvergenceWarning, stacklevel=5)
+
+    @property
+    def shows_progress(self) -> bool:
+        """Return whether a call of more than two seconds shows that it goes on."""
+        return True
 
     @property
     def double(self) -> bool:
@@ -83,6 +90,7 @@ class AfterFit(ABC):
     ) -> dict[str, Array]:
         """Draw from the posterior."""
 
+    @shows("predict")
     @in_precision_of_object
     def predict(
         self,
@@ -168,6 +176,7 @@ class AfterFit(ABC):
         new_data_check(model.text, silo)(**data.kwargs)
         return self._predicted(key, n, data, silo, [*global_latents(model), *outer_latents(model)])
 
+    @shows("predict from the prior")
     @in_precision_of_object
     def prior_predict(
         self, key: Array, new: Mapping[str, Any] | None = None, *, n: int = 1_000
@@ -205,13 +214,14 @@ class AfterFit(ABC):
             data = read_new(model, new, run._fit.facts, run.data_here)
             new_data_check(model.text, None)(**new)
             key_new = jax.random.fold_in(key, 1)
-            return programs.many(key_new, self._parameters(None), latents, data)
+            return arrived(programs.many(key_new, self._parameters(None), latents, data))
         asked = [
             Asked(j, jax.random.fold_in(key, 1 + j), self._parameters(j), latents)
             for j in range(run.num_silos)
         ]
         return OwnRows(run, programs, asked).values()
 
+    @shows("leave silos out")
     def leave_out(self) -> Any:
         r"""Return how well all other silos predict the rows of each silo, without a refit.
 
@@ -257,6 +267,7 @@ class AfterFit(ABC):
         """
         return self._weighted_draws("silos cannot be left out").left_out
 
+    @shows("leave rows out")
     def loo(self) -> Any:
         r"""Return how well all other rows predict each row, without a refit (PSIS-LOO).
 
@@ -310,6 +321,7 @@ class AfterFit(ABC):
         """
         return self._weighted_draws("rows cannot be left out").rows_left_out
 
+    @shows("scale prior and likelihood")
     def prior_sensitivity(self) -> PriorSensitivity:
         r"""Return how the posterior answers to a stronger or weaker prior, and likelihood.
 
@@ -358,6 +370,7 @@ class AfterFit(ABC):
         """
         return self._weighted_draws("there are no weighted draws").prior_answers
 
+    @shows("compare silos")
     def disagreement(self) -> Any:
         """Return which silos contradict the others, with a probability for each.
 
@@ -381,6 +394,7 @@ class AfterFit(ABC):
         self._warn_of_doubt()
         return self.silos
 
+    @shows("draw")
     @in_precision_of_object
     def plot(self, sites: Sequence[str] | None = None, *, n: int = 4_000) -> Any:
         """Return a figure of the densities of globals, each over that of its prior.
@@ -410,6 +424,7 @@ class AfterFit(ABC):
         before = None if prior is None else elements({name: prior[name] for name in chosen})[1]
         return pictures.marginals(names, values, before)
 
+    @shows("draw")
     @in_precision_of_object
     def plot_silos(
         self, site: str | None = None, *, n: int = 2_000, names: Sequence[str] | None = None
@@ -458,6 +473,7 @@ class AfterFit(ABC):
         rows = [rows_of(run, fm, site, j) for j in range(run.num_silos)]
         return pictures.caterpillar(site, values, prior, pictures.labels_of_rows(silos, rows))
 
+    @shows("predict")
     @in_precision_of_object
     def plot_check(
         self, silo: int | str = OWN_ROWS, *, n: int = 50, names: Sequence[str] | None = None
@@ -596,4 +612,4 @@ class AfterFit(ABC):
         draws = self.sample_posterior(key, n, silo=silo)
         latents = {name: draws[name] for name in names if name in draws}
         key_new = jax.random.fold_in(key_new, 0 if silo is None else 1 + silo)
-        return self._predictor.many(key_new, self._parameters(silo), latents, data)
+        return arrived(self._predictor.many(key_new, self._parameters(silo), latents, data))

@@ -47,6 +47,7 @@ from numpyro_fed.precision import precision
 from numpyro_fed.results.batches import batch_size, little_work
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.corrected import Corrected, Pool, sampler_of
+from numpyro_fed.results.mode import Mode, OneCopy
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.results.vertical import VerticalResult, VerticalRun
 from numpyro_fed.results.vertical_importance import VerticalCorrected, vertical_correct
@@ -60,6 +61,7 @@ from numpyro_fed.results.weighted import (
     weights_of,
 )
 from numpyro_fed.runtime.stack import Single
+from numpyro_fed.waiting import in_sight
 
 InnerDraws = Quadrature | int | Mapping[str, int] | None
 # Draws of each row's latents where they are integrated by draws, or drawn from the posterior.
@@ -182,7 +184,7 @@ def importance_correct(
         )
     if not 0 <= wider < 1:
         raise ValueError(f"wider must be a share in [0, 1), got {wider!r}.")
-    with precision(double=result.double):
+    with precision(double=result.double), in_sight("correction"):
         check_weighable(result._fit)
         return _corrected(key, result, num_draws, integration_of(result, inner_draws), wider)
 
@@ -192,7 +194,8 @@ def _corrected(
 ) -> Corrected:
     """Return the correction of a fit, computed in the precision of the fit."""
     size = min(num_draws, AT_ONCE)
-    weighing = Weighing(result, size, wider, integration)
+    copy = result.start.copy if isinstance(result.start, Mode) else None
+    weighing = Weighing(result, size, wider, integration, copy)
 
     def exchange(i: int) -> WeightedDraws:
         # The first exchange has the key itself, so that
@@ -218,11 +221,19 @@ class Weighing:
     sent : int
         The number of exchanges so far.
 
-    ``wider`` is the share of draws beyond the fit's guide; None if all points are given.
+    ``wider`` is the share of draws beyond the fit's guide; None if all points are given. Draws
+    outside of ``copy`` have no weight: a density that repeats is weighed once.
     """
 
-    def __init__(self, result: Result, size: int, wider: float | None, integration: Integration):
-        self.result, self.size, self.wider = result, size, wider
+    def __init__(
+        self,
+        result: Result,
+        size: int,
+        wider: float | None,
+        integration: Integration,
+        copy: OneCopy | None = None,
+    ):
+        self.result, self.size, self.wider, self.copy = result, size, wider, copy
         self.integration, self.sent = integration, 0
 
     @property
@@ -244,6 +255,12 @@ class Weighing:
             run_once = self.result._run_round_once
             found: WeightedDraws = run_once(weigh, key, NO_WEIGHTS, points)[0]
             self.sent += 1
+            if self.copy is not None:
+                here = self.copy.holds(found.z_G)
+                found = found._replace(
+                    log_weights=jnp.where(here, found.log_weights, -jnp.inf),
+                    log_joint=jnp.where(here, found.log_joint, -jnp.inf),
+                )
             if not self.integration.nodes or not float(found.num_coarse):
                 return found
             self.integration = self.integration.finer()
@@ -333,6 +350,7 @@ def correct_from(
     *,
     wider: float,
     before: Corrected | None = None,
+    copy: OneCopy | None = None,
 ) -> Corrected:
     r"""Return a correction whose draws come from a mixture, in the place of the fit's guide.
 
@@ -342,13 +360,16 @@ def correct_from(
     .. math::
         \log w_s = \log p(z_G^s, y) - \log \sum_k \tfrac{n_k}{n}\, q_k(z_G^s),
 
-    so that no weight is larger than under the best of them (Owen and Zhou 2000).
+    so that no weight is larger than under the best of them (Owen and Zhou 2000). A density that
+    repeats is weighed in ``copy`` alone, by default that of ``before``.
     """
     fit, size = result._fit, min(num_draws, AT_ONCE)
+    if before is not None and before.pool is not None:
+        copy = before.pool.copy
     check_weighable(fit)
     with precision(double=result.double):
         chosen = integration_of(result, inner_draws) if before is None else before.integration
-        weighing = Weighing(result, size, None, chosen)
+        weighing = Weighing(result, size, None, chosen, copy)
 
         def proposal_with(share: float) -> MixtureProposal:
             return fit.cached(
@@ -385,6 +406,7 @@ def correct_from(
             tuple(mixtures),
             tuple(shares),
             tuple(numbers),
+            copy,
         )
         proposals = [
             (proposal_with(share).log_density, mixture)
