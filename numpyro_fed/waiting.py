@@ -1,42 +1,27 @@
-"""Waiting for compiled programs so that Ctrl-C is heard, and calls that show how long they take."""
+"""Calls that show that they go on.
+
+Their programs end at Ctrl-C where they are waited for by ``jax.block_until_ready``. By
+``np.asarray`` nothing is heard before a program's end, nor while one is compiled.
+"""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-import jax
 from tqdm.auto import tqdm
 
 # Seconds after which a call shows that it goes on, and between updates of its clock.
 SOON, TICK = 2.0, 0.5
-# Seconds between two looks at a program: at first few, since most programs are short.
-SHORTEST, LONGEST = 1e-4, 0.05
 _SHOWN: ContextVar[bool] = ContextVar("shown", default=False)
 
 Args = ParamSpec("Args")
 T = TypeVar("T")
 Object = TypeVar("Object", bound="ShowsProgress")
-
-
-def arrived(tree: T) -> T:
-    """Return the tree once all of its arrays are computed; Ctrl-C is heard meanwhile.
-
-    JAX's own way to wait hears nothing before the program's end. The program itself goes on to its
-    end, and nobody takes what it computes. While a program is compiled nothing is heard.
-    """
-    pause = SHORTEST
-    for leaf in jax.tree.leaves(tree):
-        # Tracers, and arrays of NumPy, have nothing to wait for.
-        while not getattr(leaf, "is_ready", lambda: True)():
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST)
-    return tree
 
 
 @contextmanager

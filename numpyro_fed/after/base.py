@@ -41,7 +41,7 @@ from numpyro_fed.errors import ConvergenceWarning, ModelError, positive_int
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.precision import in_precision_of_object
-from numpyro_fed.waiting import arrived, shows
+from numpyro_fed.waiting import shows
 
 
 class AfterFit(ABC):
@@ -214,7 +214,9 @@ class AfterFit(ABC):
             data = read_new(model, new, run._fit.facts, run.data_here)
             new_data_check(model.text, None)(**new)
             key_new = jax.random.fold_in(key, 1)
-            return arrived(programs.many(key_new, self._parameters(None), latents, data))
+            return jax.block_until_ready(
+                programs.many(key_new, self._parameters(None), latents, data)
+            )
         asked = [
             Asked(j, jax.random.fold_in(key, 1 + j), self._parameters(j), latents)
             for j in range(run.num_silos)
@@ -612,4 +614,6 @@ class AfterFit(ABC):
         draws = self.sample_posterior(key, n, silo=silo)
         latents = {name: draws[name] for name in names if name in draws}
         key_new = jax.random.fold_in(key_new, 0 if silo is None else 1 + silo)
-        return arrived(self._predictor.many(key_new, self._parameters(silo), latents, data))
+        return jax.block_until_ready(
+            self._predictor.many(key_new, self._parameters(silo), latents, data)
+        )

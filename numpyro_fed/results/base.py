@@ -35,7 +35,6 @@ from numpyro_fed.runtime.messages import BEGINNINGS, GO_ON
 from numpyro_fed.runtime.stack import Batches, Runtime, ServerData, Single, Stacks, State
 from numpyro_fed.runtime.supervise import failed_silos
 from numpyro_fed.trees import Tree
-from numpyro_fed.waiting import arrived
 
 # Batches of rounds in each quarter of a run, whose means show how noisy the bound is. Rounds are
 # correlated, so that single losses would show too little noise; fewer batches estimate it badly.
@@ -285,7 +284,7 @@ class FederatedRun(ABC, Generic[Ready]):
             With the text ``message``, in which ``{}`` stands for the party at fault.
         """
         state, batches = self.state, self._batches
-        server, silos, info, good = arrived(
+        server, silos, info, good = jax.block_until_ready(
             round_(key, state.server, state.silos, batches, server_data)
         )
         if not bool(info.ok):

@@ -38,7 +38,6 @@ from numpyro_fed.results.arviz import (
     to_arviz,
 )
 from numpyro_fed.results.batches import batch_size
-from numpyro_fed.waiting import arrived
 
 GROUPS = (
     POSTERIOR,
@@ -350,7 +349,7 @@ def log_likelihood(drawn: Integrated, key: Array, n: int) -> list[dict[str, np.n
     for j in range(run.num_silos):
         data = run._silos.at(j, [batch.data for batch in run._silos.batches])
         key_silo, state = jax.random.fold_in(key, j), run._silo_state(j)
-        found, counts = arrived(values(key_silo, down, state, data))
+        found, counts = jax.block_until_ready(values(key_silo, down, state, data))
         by_plate, first = {}, 0
         for plate in plates_of_rows(fit.model):
             rows = slice(first, first := first + fit.model.sizes(data)[plate])

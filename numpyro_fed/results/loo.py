@@ -25,7 +25,6 @@ from numpyro_fed.results.arviz import elpd_data
 from numpyro_fed.results.batches import batch_size, little_work
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.rows import Result
-from numpyro_fed.waiting import arrived
 
 # Draws of the posterior that rows are left out of, at most and at least. Densities of 2,000 draws
 # are right to 0.02 nats as a rule.
@@ -174,7 +173,9 @@ def rows_left_out(
     for j in range(result.num_silos):
         data = result._silos.at(j, [batch.data for batch in result._silos.batches])
         state = result._silo_state(j)
-        found: RowScores = arrived(scores(jax.random.fold_in(key, j), down, state, data))
+        found: RowScores = jax.block_until_ready(
+            scores(jax.random.fold_in(key, j), down, state, data)
+        )
         counts = np.asarray(found.counts)
         silos.append(RowsOfSilo(*(np.asarray(a, float)[counts] for a in found[:2])))
         total = jax.tree.map(np.add, total, RowSums.of(found))

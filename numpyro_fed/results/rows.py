@@ -42,7 +42,7 @@ from numpyro_fed.results.saving import SavedRun
 from numpyro_fed.runtime.channel import Mark
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import Runtime
-from numpyro_fed.waiting import arrived, shows
+from numpyro_fed.waiting import shows
 
 # Draws whose mean is the place at which silos are compared: within 2 % of an sd of the mean.
 MEAN_DRAWS = 4_000
@@ -481,7 +481,9 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
         # A key for each silo: its draws are independent
         # of those of other silos at the same globals.
         key = jax.random.fold_in(key, silo)
-        z_L = arrived(posterior.draw_locals(key, theta, private.guide, z_G, coords, padded))
+        z_L = jax.block_until_ready(
+            posterior.draw_locals(key, theta, private.guide, z_G, coords, padded)
+        )
         z_L = real_rows(z_L, self._fit.sizes[silo], len(z_G))
         theta = {**shared.theta, **self._unpadded_private(silo, private.theta)}
         data = hosted.data[silo]
@@ -506,7 +508,7 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
             states, data = jax.tree.map(
                 partial(jnp.take, indices=index, axis=0), (self.state.silos[b], batch.data)
             )
-            drawn = arrived(
+            drawn = jax.block_until_ready(
                 posterior.draw_silos(keys, theta, private_of(states), z_G, coords, data)
             )
             for i, j in enumerate(members):

@@ -23,7 +23,6 @@ from numpyro_fed.programs import jit_once
 from numpyro_fed.runtime.progress import Progress, progress_of
 from numpyro_fed.runtime.stack import Batches, EndedError, Log, Runtime, ServerData, Stacks, State
 from numpyro_fed.trees import all_finite
-from numpyro_fed.waiting import arrived
 
 # Seconds between updates of the progress bar. Each is a return from the compiled loop to Python,
 # whose cost is felt in short rounds if there are many more of them.
@@ -134,7 +133,7 @@ def drive(
                 n = min(n, watcher.every - done % watcher.every)
             started = time.perf_counter()
             try:
-                after, log, last = arrived(
+                after, log, last = jax.block_until_ready(
                     runtime.advance(key, state, batches, n, server_data, stop)
                 )
             except SilosError as error:
