@@ -108,7 +108,8 @@ def in_precision_of_object(method: Callable[Concatenate[Object, Args], T]) -> Ca
         if not self.double or is_double():
             return method(self, *args, **kwargs)
         with double_precision():
-            return jax.tree.map(_on_host, method(self, *args, **kwargs))
+            found = jax.block_until_ready(method(self, *args, **kwargs))  # which Ctrl-C can end
+            return jax.tree.map(_on_host, found)
 
     return call
 

@@ -19,7 +19,7 @@ ROOT = Path(numpyro_fed.__file__).parent
 # long as these do not go round in a circle. What is not named here is the front door: it may
 # import everything, and only the front door may import it.
 LAYERS = [
-    {"errors", "files", "trees", "precision", "linalg", "threads", "html", "tracing"},
+    {"errors", "files", "trees", "precision", "linalg", "threads", "html", "tracing", "waiting"},
     {"programs", "privacy"},
     {
         *(

@@ -217,7 +217,7 @@ def test_a_mode_that_the_draws_do_not_reach_is_said(monkeypatch):
     monkeypatch.setattr("numpyro_fed.methods.fit_steps.around_modes", around_the_first)
     monkeypatch.setattr(
         "numpyro_fed.methods.fit_steps.correct_from",
-        lambda *args, wider, before: correct_from(*args, wider=0.0, before=before),
+        lambda *args, wider, **more: correct_from(*args, wider=0.0, **more),
     )
     model = models.squared(2000.0)
     silos = [{"y": np.full(3, 9.0)}, {"y": np.full(4, 9.0)}]

@@ -41,6 +41,7 @@ from numpyro_fed.after.sensitivity import PriorSensitivity, elements
 from numpyro_fed.errors import ConvergenceWarning, ModelError, positive_int
 from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.precision import in_precision_of_object
+from numpyro_fed.waiting import shows
 
 
 class AfterFit(ABC):
@@ -70,7 +71,13 @@ class AfterFit(ABC):
         """Warn that an answer rests on a posterior that is not to be trusted."""
         if self.doubt_of_all:
             words = f"what follows is no better than the fit: {self.doubt_of_all}"
-            warnings.warn(words, category=ConvergenceWarning, stacklevel=4)
+            # Above are the decorator of the call and the call itself.
+            warnings.warn(words, category=ConvergenceWarning, stacklevel=5)
+
+    @property
+    def shows_progress(self) -> bool:
+        """Return whether a call of more than two seconds shows that it goes on."""
+        return True
 
     @property
     def double(self) -> bool:
@@ -83,6 +90,7 @@ class AfterFit(ABC):
     ) -> dict[str, Array]:
         """Draw from the posterior."""
 
+    @shows("predict")
     @in_precision_of_object
     def predict(
         self,
@@ -186,8 +194,9 @@ class AfterFit(ABC):
         key_new = jax.random.fold_in(
             jax.random.fold_in(key, 2), 0 if number is None else 1 + number
         )
-        return programs.many(key_new, self._parameters(number), given, data)
+        return jax.block_until_ready(programs.many(key_new, self._parameters(number), given, data))
 
+    @shows("predict from the prior")
     @in_precision_of_object
     def prior_predict(
         self, key: Array, new: Mapping[str, Any] | None = None, *, n: int = 1_000
@@ -224,13 +233,16 @@ class AfterFit(ABC):
             data = read_new(model, new, run._fit.facts, run.data_here)
             new_data_check(model.text, None)(**new)
             key_new = jax.random.fold_in(key, 1)
-            return programs.many(key_new, self._parameters(None), latents, data)
+            return jax.block_until_ready(
+                programs.many(key_new, self._parameters(None), latents, data)
+            )
         asked = [
             Asked(j, jax.random.fold_in(key, 1 + j), self._parameters(j), latents)
             for j in range(run.num_silos)
         ]
         return OwnRows(run, programs, asked).values()
 
+    @shows("leave silos out")
     def leave_out(self) -> Any:
         r"""Return how well all other silos predict the rows of each silo, without a refit.
 
@@ -276,6 +288,7 @@ class AfterFit(ABC):
         """
         return self._weighted_draws("silos cannot be left out").left_out
 
+    @shows("leave rows out")
     def loo(self) -> Any:
         r"""Return how well all other rows predict each row, without a refit (PSIS-LOO).
 
@@ -329,6 +342,7 @@ class AfterFit(ABC):
         """
         return self._weighted_draws("rows cannot be left out").rows_left_out
 
+    @shows("scale prior and likelihood")
     def prior_sensitivity(self) -> PriorSensitivity:
         r"""Return how the posterior answers to a stronger or weaker prior, and likelihood.
 
@@ -377,6 +391,7 @@ class AfterFit(ABC):
         """
         return self._weighted_draws("there are no weighted draws").prior_answers
 
+    @shows("compare silos")
     def disagreement(self) -> Any:
         """Return which silos contradict the others, with a probability for each.
 
@@ -400,6 +415,7 @@ class AfterFit(ABC):
         self._warn_of_doubt()
         return self.silos
 
+    @shows("draw")
     @in_precision_of_object
     def plot(self, sites: Sequence[str] | None = None, *, n: int = 4_000) -> Any:
         """Return a figure of the densities of globals, each over that of its prior.
@@ -429,6 +445,7 @@ class AfterFit(ABC):
         before = None if prior is None else elements({name: prior[name] for name in chosen})[1]
         return pictures.marginals(names, values, before)
 
+    @shows("draw")
     @in_precision_of_object
     def plot_silos(
         self, site: str | None = None, *, n: int = 2_000, names: Sequence[str] | None = None
@@ -477,6 +494,7 @@ class AfterFit(ABC):
         rows = [rows_of(run, fm, site, j) for j in range(run.num_silos)]
         return pictures.caterpillar(site, values, prior, pictures.labels_of_rows(silos, rows))
 
+    @shows("predict")
     @in_precision_of_object
     def plot_check(
         self, silo: int | str = OWN_ROWS, *, n: int = 50, names: Sequence[str] | None = None

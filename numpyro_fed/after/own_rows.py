@@ -107,9 +107,9 @@ class OwnRows:
     def _at(self, asked: Asked, padding: Padding | None) -> dict[str, Array]:
         data, many = self.run.data_of(asked.silo), self.programs.many
         if padding is None:
-            return many(asked.key, asked.theta, asked.latents, data)
+            return jax.block_until_ready(many(asked.key, asked.theta, asked.latents, data))
         shapes = self._shapes(asked)
-        found = many(asked.key, asked.theta, *padding.of(asked, data))
+        found = jax.block_until_ready(many(asked.key, asked.theta, *padding.of(asked, data)))
         # On the host: a slice on the device is a program for each size.
         return {
             name: jnp.asarray(_cut(np.asarray(value), (len(value), *shapes[name])))

@@ -22,6 +22,7 @@ from numpyro_fed.algorithms.mode import (
     SiloState,
     best_start,
     columns_at_once,
+    flat_size,
     prior_of,
     unraveller,
 )
@@ -34,6 +35,10 @@ from numpyro_fed.model.log_density import FederatedModel
 # has ended. At 1 and 3 it must fall as the parabola says. 30 is for directions whose curvature is
 # no more than rounding, and which may be flat or only very wide.
 CHECK_DISTANCES = (30.0, 3.0, 1.0)
+# A density that repeats is the same after one period and two, up to this share of it in units of
+# eps, and differs after a PART of one by TELLS times as much. It is tried ASIDE sds off the mode,
+# where it has a slope. The part is none of a half or a third: shorter periods are no sameness.
+SAME, TELLS, ASIDE, PART = 1e4, 10.0, 0.5, 0.382
 
 
 class CheckPoints(NamedTuple):
@@ -60,12 +65,16 @@ class Shape(NamedTuple):
     densities : (12 n,)
         Log densities on both sides of the mode along each direction, at 30 sds (at the mode itself
         where the curvature is more than rounding), then 3, then 1.
+    periods : (n,)
+        The shift of a coordinate after which the density is what it was, as of an angle; infinite
+        where it does not repeat. It is looked for where a prior is flat: elsewhere copies differ.
     """
 
     axes: Array
     values: Array
     threshold: Array
     densities: Array
+    periods: Array
 
 
 def parabola(search: Search) -> tuple[Shape, CheckPoints]:
@@ -85,8 +94,59 @@ def parabola(search: Search) -> tuple[Shape, CheckPoints]:
         for s in (1, -1)
     ]
     places = x + jnp.concatenate([share * direction for share, direction in sides])
-    shape = Shape(axes, values, jnp.asarray(threshold), jnp.full(len(places), jnp.nan))
+    unknown = jnp.full(len(places), jnp.nan)
+    shape = Shape(axes, values, jnp.asarray(threshold), unknown, jnp.full(len(x), jnp.inf))
     return shape, CheckPoints(places, i)
+
+
+class _Repeats(NamedTuple):
+    """Shifts of flat coordinates after which the density may be the same.
+
+    Attributes
+    ----------
+    flat : (f,) int array
+        The coordinates.
+    shifts : (f, s)
+        A turn, in radians, and the distances from the mode to where other starts came to rest.
+    places : (1 + 3 f s, n)
+        A place near the mode, and the same after a shift, two shifts, and a part of one.
+    """
+
+    flat: np.ndarray
+    shifts: Array
+    places: Array
+
+    @classmethod
+    def near(cls, search: Search, flat: np.ndarray) -> _Repeats:
+        """Return the shifts to try, around the best place of a search."""
+        i = best_start(search)
+        x, unit = search.best.x[i], Curvature.of(search.best.curvature[i])[0]
+        base = x + ASIDE / unit
+        turn = jnp.full((1, len(flat)), 2 * np.pi, x.dtype)
+        shifts = jnp.concatenate([turn, jnp.abs(search.best.x[:, flat] - x[flat])]).T
+        steps = shifts[:, :, None] * jnp.array([1.0, 2.0, PART])
+        shifted = base + steps[..., None] * jnp.eye(len(x))[flat][:, None, None]
+        return cls(flat, shifts, jnp.concatenate([base[None], shifted.reshape(-1, len(x))]))
+
+    def periods(self, densities: Array, n: int) -> Array:
+        """Return the period (n,) of each coordinate, from the densities at all places.
+
+        A turn counts before shorter periods: what users see of an angle repeats with it.
+        """
+        base, after = densities[0], densities[1:].reshape(*self.shifts.shape, 3)
+        allowed = SAME * jnp.finfo(base.dtype).eps * jnp.maximum(1.0, jnp.abs(base))
+        once, twice, part = jnp.moveaxis(jnp.abs(after - base), -1, 0)
+        found = (once <= allowed) & (twice <= allowed) & (part > TELLS * allowed)
+        periods = jnp.where(found, self.shifts, jnp.inf)
+        shortest = jnp.where(found[:, 0], self.shifts[:, 0], periods.min(1, initial=jnp.inf))
+        return jnp.full(n, jnp.inf, base.dtype).at[self.flat].set(shortest)
+
+
+def _flat_coordinates(fm: FederatedModel) -> np.ndarray:
+    """Return the coordinates whose prior is flat."""
+    sites = [s for s in fm.named("latent") if s.name in fm.improper]
+    ranges = [np.arange(s.start, s.stop) for s in sites]
+    return flat_size(fm) - fm.dim + np.concatenate([np.zeros(0, int), *ranges])
 
 
 def curvature_check(fm: FederatedModel, effects: np.ndarray) -> Round:
@@ -94,8 +154,10 @@ def curvature_check(fm: FederatedModel, effects: np.ndarray) -> Round:
 
     It checks whether the density falls around the mode as the curvature says. A search knows the
     curvature alone. Where a likelihood levels off, as for separable logistic regression, each step
-    predicts a small gain, and the search ends as it does at a mode.
+    predicts a small gain, and the search ends as it does at a mode. Where priors are flat, it looks
+    for periods as well.
     """
+    flat = _flat_coordinates(fm)
     integral, unravel, log_prior = silo_integral(fm), unraveller(fm), prior_of(fm, effects)
 
     def silo(
@@ -113,11 +175,19 @@ def curvature_check(fm: FederatedModel, effects: np.ndarray) -> Round:
 
     def run(state: Search, noise: object, ask: Ask) -> tuple[Shape, Info]:
         shape, points = parabola(state)
+        around = len(points.places)
+        repeats = _Repeats.near(state, flat) if len(flat) else None
+        if repeats is not None:
+            points = points._replace(places=jnp.concatenate([points.places, repeats.places]))
         of_effects = state.likelihood[points.start]
         replies = ask("around the mode", points)
         size = len(shape.values)
         prior = jax.lax.map(lambda x: log_prior(of_effects, x)[0], points.places, batch_size=size)
-        after = shape._replace(densities=prior + replies.up)
+        densities = prior + replies.up
+        after = shape._replace(densities=densities[:around])
+        if repeats is not None:
+            periods = repeats.periods(densities[around:], len(shape.periods))
+            after = after._replace(periods=periods)
         return after, Info(jnp.zeros(()), jnp.array(True))
 
     return Round((Exchange("around the mode", silo, lenient=True),), run)

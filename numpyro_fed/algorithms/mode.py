@@ -191,11 +191,14 @@ class SiloState(NamedTuple):
     """A silo's state: modes of its locals, its last reply, for each start, and private parameters.
 
     The modes are the start of the next search for them. The private parameters stay as they are.
+    ``top`` (num_starts,) is the log likelihood at the silo's own mode, or the least number where it
+    came to none.
     """
 
     z_L: Rows
     place: Up
     private: dict[str, Any]
+    top: Array
 
 
 def mode(
@@ -362,7 +365,8 @@ def first_silo_state(fm: FederatedModel, key: Array, data: SiloData, no_reply: U
     """Return a silo's state before the first point; ``no_reply`` has the shapes of its replies."""
     starts = jnp.arange(len(no_reply.value))
     z_L = jax.vmap(lambda _: Laplace(fm).start(data))(starts)
-    return SiloState(z_L, no_reply, fm.init_private(key, data))
+    unknown = jnp.full_like(no_reply.value, jnp.finfo(no_reply.value.dtype).min)
+    return SiloState(z_L, no_reply, fm.init_private(key, data), unknown)
 
 
 def reply_at(
@@ -394,7 +398,7 @@ def reply_at(
         return up, where(finite, (modes, found), (z_L, before))
 
     up, (modes, place) = sequential_map(at_start, (places, state.z_L, state.place))
-    return Reply(up, jnp.array(True)), SiloState(modes, place, state.private)
+    return Reply(up, jnp.array(True)), state._replace(z_L=modes, place=place)
 
 
 def sequential_map(f: Callable[[In], Out], args: In) -> Out:

@@ -101,16 +101,26 @@ def own_modes(fm: FederatedModel, num_silos: int) -> Round:
     def silo(
         noise: object, down: Array, state: SiloState, data: SiloData
     ) -> tuple[Reply[Parabola], SiloState]:
+        def share_of_prior(x: Array) -> Array:
+            return fm.smoothed.log_prior(*unravel(x)) / num_silos
+
         def expand(x: Array, z_L: Rows) -> tuple[Expansion, Rows]:
             def value(x: Array) -> tuple[Array, Rows]:
                 theta, z_G = unravel(x)
                 found, modes = integral({**theta, **state.private}, z_G, data, z_L)
-                return found + fm.smoothed.log_prior(theta, z_G) / num_silos, modes
+                return found + share_of_prior(x), modes
 
             return derive(value, x)
 
-        up, modes = sequential_map(partial(_parabola, expand), (down, state.z_L))
-        return Reply(up, jnp.array(True)), state._replace(z_L=modes)
+        def of_start(args: tuple[Array, Rows, Array]) -> tuple[Parabola, Rows, Array]:
+            place, z_L, before = args
+            up, modes, top = _parabola(expand, (place, z_L))
+            likelihood = top.value - share_of_prior(top.x)
+            known = (up.arrived > 0) & jnp.isfinite(likelihood)
+            return up, modes, jnp.where(known, likelihood, before)
+
+        up, modes, tops = sequential_map(of_start, (down, state.z_L, state.top))
+        return Reply(up, jnp.array(True)), state._replace(z_L=modes, top=tops)
 
     def run(state: Search, noise: object, ask: Ask) -> tuple[Search, Info]:
         total = ask("own modes", state.trial).up
@@ -126,8 +136,8 @@ def own_modes(fm: FederatedModel, num_silos: int) -> Round:
 Expand = Callable[[Array, Rows], tuple[Expansion, Rows]]
 
 
-def _parabola(expand: Expand, args: tuple[Array, Rows]) -> tuple[Parabola, Rows]:
-    """Return the parabola at the silo's own mode, and the modes of its locals there."""
+def _parabola(expand: Expand, args: tuple[Array, Rows]) -> tuple[Parabola, Rows, Expansion]:
+    """Return the parabola at the silo's own mode, the modes of its locals, and what is there."""
     place, z_L = args
     first, modes = expand(place, z_L)
     top = climb(expand, first, modes)
@@ -136,7 +146,8 @@ def _parabola(expand: Expand, args: tuple[Array, Rows]) -> tuple[Parabola, Rows]
     # A silo that came to no mode says nothing, and the others decide: where nothing is finite, or a
     # likelihood has kinks and so no curvature but the prior's.
     usable = all_finite(up) & top.is_mode
-    return where(usable, (up, top.z_L), (jax.tree.map(jnp.zeros_like, up), z_L))
+    told, modes = where(usable, (up, top.z_L), (jax.tree.map(jnp.zeros_like, up), z_L))
+    return told, modes, top.best
 
 
 def climb(expand: Expand, first: Expansion, z_L: Rows) -> Climb:

@@ -45,7 +45,7 @@ def find_mode(
     *,
     starts: int = 1,
     max_exchanges: int = 200,
-    progress_bar: bool = False,
+    progress_bar: bool = True,
     privacy: Privacy | None = None,
 ) -> Mode:
     r"""Find the mode of the globals' posterior density, each silo's own latents integrated out.
@@ -92,7 +92,7 @@ def find_mode(
     ...     with nf.silo_plate("row", y.shape[0]):
     ...         numpyro.sample("y", dist.Normal(mu, 5), obs=y)
     >>> silos = [dict(y=np.array([990.0, 1000.0])), dict(y=np.array([1010.0, 1020.0]))]
-    >>> found = nf.find_mode(jax.random.key(0), model, silos)
+    >>> found = nf.find_mode(jax.random.key(0), model, silos, progress_bar=False)
     >>> round(float(found.sites["mu"])), found.converged
     (1005, True)
     """

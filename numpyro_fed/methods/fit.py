@@ -29,6 +29,7 @@ from numpyro_fed.results.weighted import TOLERANCE, check_accuracy
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.progress import StageBar
+from numpyro_fed.waiting import in_sight
 
 MAX_EXCHANGES = 10_000  # messages of each silo, at most
 PRECISIONS = ("double", "single")
@@ -187,7 +188,8 @@ class FitCall:
 
     def run(self, key: Array, near: Near | None = None) -> Fitted:
         """Return the fit; its searches begin ``near`` some places, if they are given."""
-        with precision_as(double=self.double), _LOCK, StageBar(self.progress_bar) as bar:
+        silent = in_sight("fit", shown=False)  # the bar of the stages is the only one
+        with precision_as(double=self.double), _LOCK, StageBar(self.progress_bar) as bar, silent:
             found, fm, text = _silos_to_fit(self.model, self.silos)
             methods = MethodCache(self.model, text)
             limits = self.accuracy, self.max_exchanges

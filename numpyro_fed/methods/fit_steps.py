@@ -45,8 +45,9 @@ from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.objectives import default_quadrature
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import AT_ONCE, InnerDraws, correct_from, importance_correct
+from numpyro_fed.results.influence import table_of
 from numpyro_fed.results.mixture import around_modes, matched
-from numpyro_fed.results.mode import LocalMode, Near, distance
+from numpyro_fed.results.mode import LocalMode, Mode, Near, OneCopy, distance
 from numpyro_fed.results.particles import Particles
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.tempered import MIN_EFFECTIVE, Tempered
@@ -205,7 +206,14 @@ class FitSteps:
                 result = second if new is not None and best is new else result
         best = self.confirm(best)
         reached = result if best is None or not best.reliable else best
-        return Fitted(reached, best, tuple(self.stages), self.spent, self.missed_modes(best))
+        return Fitted(
+            reached,
+            best,
+            tuple(self.stages),
+            self.spent,
+            self.missed_modes(best),
+            contradiction=self.contradiction(),
+        )
 
     def interrupted(self, error: KeyboardInterrupt) -> KeyboardInterrupt:
         """Return ``Interrupted`` with the results so far, or ``error`` itself if there are none."""
@@ -313,7 +321,8 @@ class FitSteps:
             self.record(name, f"{_rounds_of(result)}, {at_rest}", result)
         # A conjugate model needs no mode: its factors are exact after one round.
         elif result.start is not None:
-            self.record(name, f"found in {_opening(result)} exchanges", result)
+            words = [f"found in {_opening(result)} exchanges", *result.start.repeats]
+            self.record(name, ", ".join(words), result)
         return result
 
     def run_sfvi(self) -> Result:
@@ -359,6 +368,7 @@ class FitSteps:
                         accuracy=self.accuracy,
                         before=before,
                         judge=judge,
+                        copy=self.copy,
                     )
         except (ValueError, NonFiniteError) as error:
             sent = isinstance(error, NonFiniteError)  # the others are found before anything is sent
@@ -378,9 +388,10 @@ class FitSteps:
         if not 0 < self.fm.dim <= FULL_UP_TO:
             return None
         z = np.asarray(result.draw_globals(jax.random.key(0), AT_ONCE)[0], np.float64)
-        start = next((r.start for r in self.results() if r.start is not None), None)
+        start = self.start
         others = () if start is None or start.log_evidence is None else start.others
-        evidence = [p.log_evidence for p in (start, *others)] if others else [0.0]
+        first = None if start is None or not others else start.log_evidence
+        evidence = [first or 0.0, *(p.log_evidence for p in others)]
         modes = [(p.z_G, p.curvature) for p in others]
         return around_modes(z, modes, np.asarray(evidence)) if np.isfinite(z).all() else None
 
@@ -503,7 +514,7 @@ class FitSteps:
 
     def missed_modes(self, best: Corrected | None) -> tuple[LocalMode, ...]:
         """Return other modes with a share of the mass that the weighted draws do not reach."""
-        start = next((r.start for r in self.results() if r.start is not None), None)
+        start = self.start
         if best is None or start is None or start.log_evidence is None:
             return ()
         evidence = np.array([start.log_evidence, *(p.log_evidence for p in start.others)])
@@ -521,6 +532,24 @@ class FitSteps:
             for p, expected, reached_mass in zip(start.others, share, reached_share, strict=True)
             if expected > MIN_MASS and reached_mass < expected / 3
         )
+
+    def contradiction(self) -> str:
+        """Return in words which silo contradicts the others at the mode, if that was seen there."""
+        if self.start is None or self.start.factors is None:
+            return ""
+        rows = [max(size.values()) for size in self.results()[0].sizes]
+        words = table_of(self.start.factors, any(p.dim for p in self.fm.plates), rows).words
+        return words and f"{words} disagreement() says more."
+
+    @property
+    def start(self) -> Mode | None:
+        """Return the mode that the first search has found, if it found one."""
+        return next((r.start for r in self.results() if r.start is not None), None)
+
+    @property
+    def copy(self) -> OneCopy | None:
+        """Return where a density that repeats is weighed."""
+        return None if self.start is None else self.start.copy
 
     def results(self) -> list[Result]:
         """Return the fits of all stages so far."""

@@ -28,6 +28,7 @@ from numpyro_fed.results.private import NOT_PROTECTED, PrivateResult
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.saving import SavedWords, save
 from numpyro_fed.runtime.federation import Federation
+from numpyro_fed.waiting import shows
 
 # Draws of a fit without a reliable correction that a file keeps, as many as a correction has: the
 # sd of a mean is then 1.6 % of an sd.
@@ -36,6 +37,10 @@ KEPT_DRAWS = 4_000
 
 class Call(Protocol):
     """The call that made a fit, to be made again with other silos."""
+
+    @property
+    def progress_bar(self) -> bool:
+        """Return whether it shows that it goes on."""
 
     def with_silo(self, silo: Any) -> Self:
         """Return the call with one silo more."""
@@ -75,6 +80,9 @@ class Fitted(AfterFit):
     missed : tuple of LocalMode
         Other modes that the search has found, with a share of the mass, which the draws do not
         reach.
+    contradiction : str
+        Which silo contradicts the others, in words, if that was seen at the mode: of silos in this
+        process, with more than twice as many rows as globals.
     interrupted : bool
         Whether Ctrl-C has ended the call; then this holds what was reached by then.
     call : FitCall or None
@@ -86,6 +94,7 @@ class Fitted(AfterFit):
     stages: tuple[Stage, ...] = field(repr=False)
     num_exchanges: int
     missed: tuple[LocalMode, ...] = field(default=(), repr=False)
+    contradiction: str = field(default="", repr=False)
     interrupted: bool = field(default=False, repr=False)
     call: Call | None = field(default=None, repr=False)
 
@@ -93,6 +102,11 @@ class Fitted(AfterFit):
     def run_behind(self) -> Result:
         """Return the run that the best posterior rests on."""
         return self.best.run_behind
+
+    @property
+    def shows_progress(self) -> bool:
+        """Return whether calls show that they go on, as the fit did."""
+        return self.call is None or self.call.progress_bar
 
     @property
     def doubt_of_all(self) -> str:
@@ -147,7 +161,7 @@ class Fitted(AfterFit):
     @property
     def verdict(self) -> str:
         """Return in words whether to trust the posterior, what error is left, and what was done."""
-        return f"{self._judgement()} {self._account()}"
+        return " ".join(filter(None, (self._judgement(), self.contradiction, self._account())))
 
     def _judgement(self) -> str:
         if isinstance(self.best, PrivateResult):
@@ -239,6 +253,7 @@ class Fitted(AfterFit):
         found = self.run_behind.silo_params(silo)
         return {name: value for name, value in found.items() if name != "guide"}
 
+    @shows("draw")
     def sample_posterior(
         self, key: Array, n: int, *, silo: WhichSilo | None = None
     ) -> dict[str, Array]:
@@ -335,6 +350,7 @@ class Fitted(AfterFit):
         near = None if self.mode is None else self.mode.places
         return other(self.call).run(key, near)
 
+    @shows("draw")
     def to_arviz(
         self,
         key: Array | None = None,

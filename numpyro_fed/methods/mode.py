@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,9 +25,12 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round
 from numpyro_fed.algorithms.curvature_check import CHECK_DISTANCES, Shape, curvature_check
+from numpyro_fed.algorithms.influence import Factors
+from numpyro_fed.algorithms.influence import Up as Influence
 from numpyro_fed.algorithms.mode import (
     ROUNDING_UNITS,
     Search,
+    SiloState,
     best_start,
     effects_of,
     flat_size,
@@ -50,7 +54,7 @@ from numpyro_fed.model.row_checks import RowChecks, coupled_rows
 from numpyro_fed.precision import to_current_precision
 from numpyro_fed.programs import jit_once
 from numpyro_fed.results.built import StartRounds
-from numpyro_fed.results.mode import LocalMode, Mode, Near, distance
+from numpyro_fed.results.mode import LocalMode, Mode, Near, OneCopy, distance
 from numpyro_fed.results.rows import Fit
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.stack import Batches, Runtime, Single, State, init_schedule
@@ -192,6 +196,8 @@ def begin(
             found = _mode_of_search(fm, search_end, shape, exchanges + 1, start.effects)
             if found.flat:
                 raise _improper_error(fm, found.flat)
+        if found.converged and not len(start.effects):
+            found = replace(found, factors=_factors_at_mode(fm, run.state, batches))
         begin_run = fit.quick_round(start.begin, runtime)
         server, silos, info, good = begin_run(key_begin, run.state.server, run.state.silos, batches)
         unusable = failed_silos(good, (), ())
@@ -207,6 +213,34 @@ def begin(
         "no mode to start from was found where log density, gradient and Hessian are finite"
         f"{_at_silos(unusable)}. {_reason(fm, batches)}"
     )
+
+
+def _factors_at_mode(fm: FederatedModel, state: State, batches: Batches) -> Factors | None:
+    """Return what each silo in this process has said of its likelihood at the end of a search.
+
+    It is None for silos in other processes, and where one came to no mode of its own.
+    """
+    search, stacks = state.server, state.silos
+    if not (isinstance(search, Search) and all(isinstance(s, SiloState) for s in stacks)):
+        return None
+    i, num_theta = int(best_start(search)), search.best.x.shape[1] - fm.dim
+    order = np.argsort(np.concatenate([np.asarray(b.silos) for b in batches]))
+
+    def of_silos(leaf: Callable[[SiloState], Array]) -> np.ndarray:
+        return np.concatenate([np.asarray(leaf(stack), np.float64) for stack in stacks])[order]
+
+    value = of_silos(lambda s: s.place.value[:, i])
+    g, A = of_silos(lambda s: s.place.gradient[:, i]), of_silos(lambda s: s.place.curvature[:, i])
+    tops = of_silos(lambda s: s.top.max(1))
+    if (tops <= np.finfo(search.best.value.dtype).min).any():
+        return None
+    total = (np.asarray(a[i], np.float64) for a in search.best[2:])
+    prior_g, prior_A = (a - parts.sum(0) for a, parts in zip(total, (g, A), strict=True))
+    gains = np.maximum(tops - value, 0.0)
+    told = g[:, num_theta:], A[:, num_theta:, num_theta:], gains
+    up = Influence(*map(jnp.asarray, told))
+    of_prior = prior_g[num_theta:], prior_A[num_theta:, num_theta:]
+    return Factors(up, *map(jnp.asarray, of_prior))
 
 
 def begin_at(fit: Fit, key: Array, batches: Batches, start: PrivateStart) -> State:
@@ -361,6 +395,9 @@ def _flat_directions(
     # Where the curvature is below what this precision can tell, three of its sds are not far
     # enough, and a direction that falls at 30 is not open.
     flat &= ~((farther >= min_drop) & (shape.values <= shape.threshold))
+    # Along an angle three of its sds may be most of a turn, where the density has risen again.
+    angles = np.isfinite(shape.periods)
+    flat &= ~((np.abs(shape.axes[angles]).max(0, initial=0.0) > 0.2) & (near >= min_drop / 9))
     directions = []
     for k, axis in enumerate(shape.axes.T):
         if flat[:, k].any():
@@ -381,7 +418,7 @@ def _mode_of_search(
 
     ``shape`` is the result of the check of the curvature, or None if there was none.
     """
-    i, names = int(best_start(search)), coordinate_names(fm)
+    i, names, copy = int(best_start(search)), coordinate_names(fm), None
     curvature = np.asarray(search.best.curvature[i], float)
     value, flat = float(search.best.value[i]), tuple[str, ...]()
     x = _polished(search, i)
@@ -392,6 +429,8 @@ def _mode_of_search(
         flat = _flat_directions(
             shape, value - np.asarray(shape.densities), max(MIN_FALL, rounding), names
         )
+        periods = np.asarray(shape.periods, float)[len(x) - fm.dim :]
+        copy = OneCopy(np.asarray(z_G), periods) if np.isfinite(periods).any() else None
     evidence = None if flat else _log_evidence(fm, value, curvature, effects)
     sites = jax.tree.map(np.asarray, fm.constrain_global(theta, z_G))
     return Mode(
@@ -405,7 +444,8 @@ def _mode_of_search(
         values=np.where(search.known, search.best.value, -np.inf),
         names=names,
         flat=flat,
-        others=_other_modes(fm, search, i, effects),
+        others=_other_modes(fm, search, i, effects, copy),
+        copy=copy,
     )
 
 
@@ -426,9 +466,16 @@ def _polished(search: Search | WideState, i: int) -> np.ndarray:
 
 
 def _other_modes(
-    fm: FederatedModel, search: Search | WideState, best: int, effects: np.ndarray
+    fm: FederatedModel,
+    search: Search | WideState,
+    best: int,
+    effects: np.ndarray,
+    copy: OneCopy | None,
 ) -> tuple[LocalMode, ...]:
-    """Return the modes of other starts than the best one, each once, in order of their evidence."""
+    """Return the modes of other starts than the best one, each once, in order of their evidence.
+
+    Of a mode with copies it is the one in ``copy``.
+    """
     num_theta = search.best.x.shape[1] - fm.dim
 
     def mode_at(i: int) -> LocalMode | None:
@@ -437,9 +484,9 @@ def _other_modes(
         evidence = _log_evidence(fm, value, curvature, effects)
         if evidence is None:
             return None
-        return LocalMode(
-            np.asarray(search.best.x[i][num_theta:]), curvature[num_theta:, num_theta:], evidence
-        )
+        place = np.asarray(search.best.x[i][num_theta:])
+        place = place if copy is None else copy.copy_of(place)
+        return LocalMode(place, curvature[num_theta:, num_theta:], evidence)
 
     at_rest = np.flatnonzero(search.known & search.rests)
     modes = [p for i in (best, *at_rest) if (p := mode_at(int(i))) is not None]

@@ -284,7 +284,9 @@ class FederatedRun(ABC, Generic[Ready]):
             With the text ``message``, in which ``{}`` stands for the party at fault.
         """
         state, batches = self.state, self._batches
-        server, silos, info, good = round_(key, state.server, state.silos, batches, server_data)
+        server, silos, info, good = jax.block_until_ready(
+            round_(key, state.server, state.silos, batches, server_data)
+        )
         if not bool(info.ok):
             bad = failed_silos(good, silos, batches)
             where = f"{self.PARTY} {', '.join(map(str, bad))}" if bad else "the server"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -37,6 +38,7 @@ from numpyro_fed.results.influence import SiloTable, Whitened
 from numpyro_fed.results.leave_out import LeaveOut, table_of
 from numpyro_fed.results.loo import Loo, number_of_draws, rows_left_out
 from numpyro_fed.results.mixture import mixture_at
+from numpyro_fed.results.mode import OneCopy
 from numpyro_fed.results.moments import Moments
 from numpyro_fed.results.posterior import Posterior, posterior
 from numpyro_fed.results.rounding import Rounding
@@ -51,6 +53,7 @@ from numpyro_fed.results.weighted import (
 # look beyond, as in nf.fit, which has compiled both.
 MORE_DRAWS, WIDER = 4_000, 0.16
 AT_ONCE = 4_000  # draws that are brought to their supports at a time
+LEFT_OUT = 1_000  # effective draws that silos are left out of: densities are right to 0.03 nats
 PREFIX = "correction/"  # of the names of its arrays in a file
 
 
@@ -71,6 +74,8 @@ class Pool(NamedTuple):
         The share of wider parts around each.
     numbers : tuple of int
         The number of draws that come from each of these and its wider parts.
+    copy : OneCopy or None
+        Where a density that repeats was weighed.
     """
 
     z_G: Array
@@ -79,6 +84,7 @@ class Pool(NamedTuple):
     mixtures: tuple[Mixture, ...]
     wider: tuple[float, ...]
     numbers: tuple[int, ...]
+    copy: OneCopy | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +151,7 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
     @in_precision_of_object
     def left_out(self) -> LeaveOut:
         """Return the table of :meth:`leave_out`, computed once."""
-        table = self._left_out_by_own_draws
+        table = self._left_out_by(self._number_left_out)
         try:
             return self._with_more_draws(table) if table.unknown else table
         # Silos need not tell their parabolas, or cannot: then some rows stay unknown.
@@ -193,21 +199,61 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
         mean = np.asarray(self.weights) @ np.asarray(self.z_G)
         whitened = Whitened.of(self.result.factors_at(mean))
         table = replace(table, num_exchanges=table.num_exchanges + 1)
-        unknown = table.unknown
+        unknown, few = table.unknown, self._number_left_out
+        # With the new draws as many as before, for which the exchange is compiled.
+        before = self._some(few - MORE_DRAWS if few > MORE_DRAWS else few)
         for first in range(0, len(unknown), NUM_PARTS):
             silos = unknown[first : first + NUM_PARTS]
-            more = self._with_draws_without(silos, mean, whitened)
-            found = more._left_out_by_own_draws
+            more = before._with_draws_without(silos, mean, whitened)
+            found = more._left_out_by(len(more.weights))
             sent = more.num_exchanges - (self.num_exchanges if self.pool else 0)
             found = replace(found, num_exchanges=found.num_exchanges + sent)
             table = table.better_of(found, silos)
         return table
 
-    @cached_property
-    @in_precision_of_object
-    def _left_out_by_own_draws(self) -> LeaveOut:
+    @property
+    def _number_left_out(self) -> int:
+        """Return how many draws silos are left out of: so many that a thousand of them count."""
+        number = len(self.weights)
+        enough = math.ceil(LEFT_OUT / self.share / MORE_DRAWS) * MORE_DRAWS
+        return number if number % MORE_DRAWS else min(number, enough)
+
+    def _left_out_by(self, number: int) -> LeaveOut:
+        """Return the table of silos left out of so many draws."""
         key = random.fold_in(self._key, 2)
-        return table_of(key, self.result, self.integration, *self._as_weighed)
+        return table_of(key, self.result, self.integration, *self._some(number)._as_weighed)
+
+    def _some(self, number: int) -> Corrected:
+        """Return the correction by some of its draws, any of each proposal's.
+
+        They keep their weights: a resample would hide a heavy tail.
+        """
+        whole = len(self.weights)
+        if number >= whole:
+            return self
+        numbers = (whole,) if self.pool is None else self.pool.numbers
+        parts = [number * n // whole for n in numbers]
+        parts[int(np.argmax(numbers))] += number - sum(parts)
+        r = np.random.default_rng(0)
+        chosen = [np.sort(r.permutation(n)[:k]) for n, k in zip(numbers, parts, strict=True)]
+        firsts = np.cumsum([0, *numbers[:-1]])
+        some = np.concatenate([first + i for first, i in zip(firsts, chosen, strict=True)])
+        pool = self.pool
+        if pool is not None:
+            pool = pool._replace(
+                z_G=pool.z_G[some],
+                log_joint=pool.log_joint[some],
+                from_own=pool.from_own[some],
+                numbers=tuple(parts),
+            )
+        return replace(
+            self,
+            z_G=self.z_G[some],
+            weights=self.weights[some] / self.weights[some].sum(),
+            log_weights=self.log_weights[some],
+            log_joint=None if self.log_joint is None else self.log_joint[some],
+            pool=pool,
+        )
 
     @property
     def _as_weighed(self) -> tuple[Array, np.ndarray]:

@@ -348,7 +348,8 @@ def log_likelihood(drawn: Integrated, key: Array, n: int) -> list[dict[str, np.n
     parts = []
     for j in range(run.num_silos):
         data = run._silos.at(j, [batch.data for batch in run._silos.batches])
-        found, counts = values(jax.random.fold_in(key, j), down, run._silo_state(j), data)
+        key_silo, state = jax.random.fold_in(key, j), run._silo_state(j)
+        found, counts = jax.block_until_ready(values(key_silo, down, state, data))
         by_plate, first = {}, 0
         for plate in plates_of_rows(fit.model):
             rows = slice(first, first := first + fit.model.sizes(data)[plate])

@@ -50,6 +50,7 @@ from numpyro_fed.precision import precision
 from numpyro_fed.results.batches import batch_size, little_work
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.corrected import Corrected, Pool, on_supports, sampler_of
+from numpyro_fed.results.mode import Mode, OneCopy
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.results.vertical import VerticalResult, VerticalRun
 from numpyro_fed.results.vertical_importance import VerticalCorrected, vertical_correct
@@ -65,6 +66,7 @@ from numpyro_fed.results.weighted import (
     weights_of,
 )
 from numpyro_fed.runtime.stack import Single
+from numpyro_fed.waiting import in_sight
 
 InnerDraws = Quadrature | int | Mapping[str, int] | None
 # Draws of each row's latents where they are integrated by draws, or drawn from the posterior.
@@ -196,7 +198,7 @@ def importance_correct(
         )
     if not 0 <= wider < 1:
         raise ValueError(f"wider must be a share in [0, 1), got {wider!r}.")
-    with precision(double=result.double):
+    with precision(double=result.double), in_sight("correction"):
         check_weighable(result._fit)
         integration = integration_of(result, inner_draws)
         return _corrected(key, result, num_draws, integration, wider, accuracy)
@@ -212,7 +214,8 @@ def _corrected(
 ) -> Corrected:
     """Return the correction of a fit, computed in the precision of the fit."""
     size = min(num_draws, AT_ONCE)
-    weighing = Weighing(result, size, wider, integration, accuracy)
+    copy = result.start.copy if isinstance(result.start, Mode) else None
+    weighing = Weighing(result, size, wider, integration, copy, accuracy)
 
     def exchange(i: int) -> WeightedDraws:
         # The first exchange has the key itself, so that
@@ -238,7 +241,8 @@ class Weighing:
     sent : int
         The number of exchanges so far.
 
-    ``wider`` is the share of draws beyond the fit's guide; None if all points are given.
+    ``wider`` is the share of draws beyond the fit's guide; None if all points are given. Draws
+    outside of ``copy`` have no weight: a density that repeats is weighed once.
     """
 
     def __init__(
@@ -247,9 +251,11 @@ class Weighing:
         size: int,
         wider: float | None,
         integration: Integration,
+        copy: OneCopy | None = None,
         accuracy: float = TOLERANCE,
     ):
         self.result, self.size, self.wider, self.accuracy = result, size, wider, accuracy
+        self.copy = copy
         self.integration, self.sent = integration, 0
 
     @property
@@ -271,6 +277,12 @@ class Weighing:
             run_once = self.result._run_round_once
             found: WeightedDraws = run_once(weigh, key, NO_WEIGHTS, points)[0]
             self.sent += 1
+            if self.copy is not None:
+                here = self.copy.holds(found.z_G)
+                found = found._replace(
+                    log_weights=jnp.where(here, found.log_weights, -jnp.inf),
+                    log_joint=jnp.where(here, found.log_joint, -jnp.inf),
+                )
             if not self.integration.nodes or not float(found.num_coarse):
                 return found
             self.integration = self.integration.finer()
@@ -394,6 +406,7 @@ def correct_from(
     accuracy: float = TOLERANCE,
     before: Corrected | None = None,
     judge: bool = False,
+    copy: OneCopy | None = None,
 ) -> Corrected:
     r"""Return a correction whose draws come from a mixture, in the place of the fit's guide.
 
@@ -403,15 +416,18 @@ def correct_from(
     .. math::
         \log w_s = \log p(z_G^s, y) - \log \sum_k \tfrac{n_k}{n}\, q_k(z_G^s),
 
-    so that no weight is larger than under the best of them (Owen and Zhou 2000). New draws that
-    ``judge`` those before had no part in the choice of the mixture: if their own k-hat is larger
-    than that of all draws, it is the correction's.
+    so that no weight is larger than under the best of them (Owen and Zhou 2000). A density that
+    repeats is weighed in ``copy`` alone, by default that of ``before``. New draws that ``judge``
+    those before had no part in the choice of the mixture: if their own k-hat is larger than that of
+    all draws, it is the correction's.
     """
     fit, size = result._fit, min(num_draws, AT_ONCE)
+    if before is not None and before.pool is not None:
+        copy = before.pool.copy
     check_weighable(fit)
     with precision(double=result.double):
         chosen = integration_of(result, inner_draws) if before is None else before.integration
-        weighing = Weighing(result, size, None, chosen, accuracy)
+        weighing = Weighing(result, size, None, chosen, copy, accuracy)
 
         def proposal_with(share: float) -> MixtureProposal:
             return fit.cached(
@@ -448,6 +464,7 @@ def correct_from(
             tuple(mixtures),
             tuple(shares),
             tuple(numbers),
+            copy,
         )
         proposals = [
             (proposal_with(share).log_density, mixture)

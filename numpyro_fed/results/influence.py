@@ -44,6 +44,8 @@ UNKNOWN = 1e-9
 # Sds of the posterior that a proposal without a silo may be wide, along a direction that hardly
 # anything but the silo knows: the prior's own width may be a million of them.
 WIDEST = 30.0
+FLAT = 0.02  # the same where a silo is accused: beyond it the peak is another one
+LARGEST = 50.0  # likelihood ratio of a row, in nats, above which nothing changes
 LEVEL = 0.01  # of all silos together: honest ones are flagged in one fit of a hundred
 
 
@@ -68,6 +70,18 @@ class SiloTable:
     shift: np.ndarray
     conflict: np.ndarray
     flagged: tuple[int, ...] = field(default=())
+
+    @property
+    def words(self) -> str:
+        """Return in a sentence which silo contradicts the others most; empty if none does."""
+        if not self.flagged:
+            return ""
+        first = self.flagged[0]
+        who = f"Silo {first} contradicts the others"
+        if len(self.shift) == 2:
+            who = "The two silos contradict each other"
+        # Beside a silo that is wrong, honest ones may be flagged as well.
+        return f"{who} (p = {self.conflict[first]:.1g}): look at units and columns there."
 
     def plot(self, *, names: Sequence[str] | None = None) -> Any:
         """Return a figure of both numbers, with the silos that contradict the others in red.
@@ -139,8 +153,12 @@ class Whitened(NamedTuple):
 
     def cavity(self, others: list[int]) -> np.ndarray:
         """Return the precision of the prior and some silos, made positive."""
-        values, axes = np.linalg.eigh(self.prior_A + self.A[others].sum(0))
+        values, axes = np.linalg.eigh(self.told(others))
         return (axes * np.maximum(values, UNKNOWN)) @ axes.T
+
+    def told(self, others: list[int]) -> np.ndarray:
+        """Return the negative Hessian of the prior and some silos, which need not be positive."""
+        return self.prior_A + self.A[others].sum(0)
 
     def without(self, silo: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the highest point without a silo, from where silos were asked, and a covariance.
@@ -155,10 +173,13 @@ class Whitened(NamedTuple):
         return self.step + self.root @ top, half @ half.T
 
 
-def table_of(factors: Factors, effects_of_silos: bool = False) -> SiloTable:
+def table_of(
+    factors: Factors, effects_of_silos: bool = False, rows: Sequence[int] | None = None
+) -> SiloTable:
     """Return the table from the parabolas of prior and silos at one place.
 
-    With ``effects_of_silos`` there are latents of each silo under a global scale.
+    With ``effects_of_silos`` there are latents of each silo under a global scale. With the number
+    of ``rows`` of each silo a likelihood ratio of few is judged as that of a normal regression.
     """
     whitened = Whitened.of(factors)
     root, step, g, A, prior_g, _ = whitened
@@ -174,8 +195,12 @@ def table_of(factors: Factors, effects_of_silos: bool = False) -> SiloTable:
         # At the highest point of the kept factors; with all of them it is the origin.
         top = np.linalg.solve(cavity + A[j], prior_g + g[kept].sum(0))
         gradient = g[j] - A[j] @ top
-        known, directions = scipy.linalg.eigh(A[j], cavity)
-        along = (directions.T @ gradient) ** 2
+        # Along a direction in which the others' log density is no peak, theirs is no parabola.
+        values, axes = np.linalg.eigh(whitened.told(others))
+        axes = axes[:, values > (UNKNOWN if rows is None else FLAT)]
+        of_others = axes.T @ cavity @ axes
+        known, directions = scipy.linalg.eigh(axes.T @ A[j] @ axes, of_others)
+        along = (directions.T @ axes.T @ gradient) ** 2
         if gains[j] < 0:  # it came to no mode: the parabola says how high one is
             gain = np.sum(along / np.maximum(known, NOTHING)) / 2
         else:
@@ -184,11 +209,15 @@ def table_of(factors: Factors, effects_of_silos: bool = False) -> SiloTable:
         # Along a direction of which only one side knows something nobody can contradict.
         degrees = max(int(((known > NOTHING) & (known < 1 / NOTHING)).sum()), 1)
         tail = chi2.logsf(distance, degrees)
+        if rows is not None:
+            free = rows[j] - 2 * degrees
+            ratio = np.expm1(min(distance / rows[j], LARGEST)) * free / degrees
+            tail = f.logsf(ratio, degrees, free) if free > 0 else 0.0
         if effects_of_silos and others:
             # Their scale is an estimate from the others' effects: along it the distance is one of
             # Student's t. With all directions together the tail is nearly that of F.
             below = len(others) * max(1.0, degrees / 2)
-            tail = f.logsf(distance / degrees, degrees, below)
+            tail = max(tail, f.logsf(distance / degrees, degrees, below))
         return np.linalg.solve(cavity, gradient), float(tail)
 
     kept = list(range(len(g)))

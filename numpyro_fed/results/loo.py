@@ -173,7 +173,9 @@ def rows_left_out(
     for j in range(result.num_silos):
         data = result._silos.at(j, [batch.data for batch in result._silos.batches])
         state = result._silo_state(j)
-        found: RowScores = scores(jax.random.fold_in(key, j), down, state, data)
+        found: RowScores = jax.block_until_ready(
+            scores(jax.random.fold_in(key, j), down, state, data)
+        )
         counts = np.asarray(found.counts)
         silos.append(RowsOfSilo(*(np.asarray(a, float)[counts] for a in found[:2])))
         total = jax.tree.map(np.add, total, RowSums.of(found))

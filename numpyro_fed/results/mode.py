@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
+from numpyro_fed.algorithms.influence import Factors
 from numpyro_fed.privacy.budget import Spent
 
 
@@ -17,6 +20,33 @@ class LocalMode(NamedTuple):
     z_G: np.ndarray
     curvature: np.ndarray
     log_evidence: float
+
+
+class OneCopy(NamedTuple):
+    """The part of the space in which a density that repeats stands once, around a mode.
+
+    Under a flat prior on an angle the posterior has no total mass, since it is the same after each
+    turn; what is known of the angle does not depend on how many turns there are.
+
+    Attributes
+    ----------
+    centre : (dim,)
+    periods : (dim,)
+        Infinite for a coordinate that does not repeat.
+    """
+
+    centre: np.ndarray
+    periods: np.ndarray
+
+    def holds(self, z_G: Array) -> Array:
+        """Return which draws (n, dim) lie in it (n,)."""
+        return (2 * jnp.abs(z_G - self.centre) <= self.periods).all(-1)
+
+    def copy_of(self, z_G: np.ndarray) -> np.ndarray:
+        """Return the copies in it of places (..., dim)."""
+        period = np.where(np.isfinite(self.periods), self.periods, 0.0)
+        turns = np.round((z_G - self.centre) / self.periods)
+        return z_G - turns * period
 
 
 class Near(NamedTuple):
@@ -64,6 +94,12 @@ class Mode:
     others : tuple of LocalMode
         Other modes at which some of the starts came to rest, three standard deviations and more
         from here, by Laplace's evidence.
+    copy : OneCopy, optional
+        Where the density stands once, if under a flat prior it is the same after each shift of a
+        coordinate (an angle by a turn). Other copies are no other modes, and draws there count for
+        nothing.
+    factors : Factors, optional
+        What each silo has said of its likelihood there: not of silos in other processes.
     privacy : Spent, optional
         What a private search has spent.
     """
@@ -79,7 +115,21 @@ class Mode:
     names: tuple[str, ...] = field(repr=False)
     flat: tuple[str, ...] = field(repr=False)
     others: tuple[LocalMode, ...] = field(default=(), repr=False)
+    copy: OneCopy | None = field(default=None, repr=False)
+    factors: Factors | None = field(default=None, repr=False)
     privacy: Spent | None = field(default=None, repr=False)
+
+    @property
+    def repeats(self) -> tuple[str, ...]:
+        """Return in words which coordinates have copies of the density."""
+        if self.copy is None:
+            return ()
+        names = self.names[len(self.names) - len(self.z_G) :]
+        return tuple(
+            f"of '{name}' one copy, since its density repeats every {period:.4g}"
+            for name, period in zip(names, self.copy.periods, strict=True)
+            if np.isfinite(period)
+        )
 
     @property
     def places(self) -> Near:

@@ -18,6 +18,7 @@ from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.results.corrected import Corrected, on_supports, sampler_of
 from numpyro_fed.results.element_errors import ElementErrors, disagreement
 from numpyro_fed.results.importance import AT_ONCE, Weighing, integration_of
+from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.moments import Moments, moments
 from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.results.rows import Result
@@ -244,6 +245,8 @@ def particles_of(
     kept, log_p = kept[num_kept // 2 :], log_p[num_kept // 2 :]
     if not num_kept:
         kept, log_p = np.asarray(swarm.here.z)[None], np.asarray(swarm.here.log_p)[None]
+    if isinstance(fit.start, Mode) and fit.start.copy is not None:
+        kept = fit.start.copy.copy_of(kept)  # they pass from one copy of a mode to the next
     z, log_p = kept.reshape(-1, dim), log_p.ravel()
     integration, coarse, sent = integration_of(fit, None), 0.0, 0
     if num_kept and integration.nodes:

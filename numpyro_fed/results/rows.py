@@ -42,6 +42,7 @@ from numpyro_fed.results.saving import SavedRun
 from numpyro_fed.runtime.channel import Mark
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import Runtime
+from numpyro_fed.waiting import shows
 
 # Draws whose mean is the place at which silos are compared: within 2 % of an sd of the mean.
 MEAN_DRAWS = 4_000
@@ -449,6 +450,7 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
         z_G, _ = self.draw_globals(key, n)
         return self.sites_at(jax.random.fold_in(key, 1), z_G, silo, self._fit.posterior)
 
+    @shows("draw")
     @in_precision_of_object
     def sites_at(
         self, key: Array, z_G: Array, silo: WhichSilo | None, posterior: Posterior
@@ -480,7 +482,9 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
         # A key for each silo: its draws are independent
         # of those of other silos at the same globals.
         key = jax.random.fold_in(key, silo)
-        z_L = posterior.draw_locals(key, theta, private.guide, z_G, coords, padded)
+        z_L = jax.block_until_ready(
+            posterior.draw_locals(key, theta, private.guide, z_G, coords, padded)
+        )
         z_L = real_rows(z_L, self._fit.sizes[silo], len(z_G))
         theta = {**shared.theta, **self._unpadded_private(silo, private.theta)}
         data = hosted.data[silo]
@@ -505,7 +509,9 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
             states, data = jax.tree.map(
                 partial(jnp.take, indices=index, axis=0), (self.state.silos[b], batch.data)
             )
-            drawn = posterior.draw_silos(keys, theta, private_of(states), z_G, coords, data)
+            drawn = jax.block_until_ready(
+                posterior.draw_silos(keys, theta, private_of(states), z_G, coords, data)
+            )
             for i, j in enumerate(members):
                 found[j] = {name: value[i] for name, value in drawn.items()}
         joined = {}

@@ -133,7 +133,9 @@ def drive(
                 n = min(n, watcher.every - done % watcher.every)
             started = time.perf_counter()
             try:
-                after, log, last = runtime.advance(key, state, batches, n, server_data, stop)
+                after, log, last = jax.block_until_ready(
+                    runtime.advance(key, state, batches, n, server_data, stop)
+                )
             except SilosError as error:
                 failure, ended = Failure(int(state.round), error.silos), "failure"
                 unusable, refused = error.silos, error
