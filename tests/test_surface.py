@@ -92,8 +92,8 @@ def results():
     none, both = np.zeros(1), np.zeros((2, 1))
     corrected = corrected_of(np.full(200, 1 / 200))
     sites = (Site("mu", "latent", None, start=0, stop=1),)
-    fit = SimpleNamespace(model=SimpleNamespace(named=lambda kind: sites))
-    moments = Moments(none, none + 1, both, both, both, 0.1)
+    fit = SimpleNamespace(model=SimpleNamespace(named=lambda kind: sites, sites=sites))
+    moments = Moments(none, none + 1, both, both)
     rounding = Rounding("float32", np.zeros(1), np.ones(1), 0.0)
     corrected = replace(
         corrected, result=SimpleNamespace(_fit=fit), _moments=moments, _rounding=rounding

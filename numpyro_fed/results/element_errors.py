@@ -88,20 +88,20 @@ class ElementErrors(NamedTuple):
         """
         of_latents = {k: v for k, v in draws.items() if k in latents}
         names, values = elements({**of_latents, **draws})
-        latent = np.arange(len(names)) < sum(np.size(v[0]) for v in of_latents.values())
+        number = sum(int(np.prod(np.shape(v)[1:])) for v in of_latents.values())
+        latent = np.arange(len(names)) < number
         counts = weights > 0
-        x, w = values[counts], weights[counts]
-        moves = np.ones(len(names), bool)
-        if len(w) > 1:
-            moves = ~(x == x[:1]).all(0)
-        x = x[:, moves]
-        columns = [_column(column, w, islands) for column in x.T]
+        w, columns, moves = weights[counts], [], []
+        for values_of_one in values.T:
+            x = values_of_one[counts]
+            moves.append(len(x) < 2 or not (x == x[0]).all())
+            columns += [_column(x, w, islands)] * moves[-1]
         error, shape, tail = (
             np.array([c[i] for c in columns]).reshape(len(columns), size).T
             for i, size in enumerate([3, 2, 2])
         )
         kept = tuple(name for name, m in zip(names, moves, strict=True) if m)
-        return cls(kept, latent[moves], error, shape, *tail)
+        return cls(kept, latent[np.array(moves, bool)], error, shape, *tail)
 
     def known(self, bound: float) -> np.ndarray:
         """Return whether each mean and sd (2, m) is known to a standard error of ``bound`` sds."""
