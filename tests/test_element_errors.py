@@ -71,7 +71,7 @@ def test_moments_exist_where_the_index_of_the_tail_is_above_their_order(name, se
     assert found.quantiles_known(BOUND)
     assert found.moments_known(BOUND)
     if index < np.inf:
-        assert found.index[0] == pytest.approx(index, rel=0.1)
+        assert found.tail_index[0] == pytest.approx(index, rel=0.1)
     words = found.words(BOUND)
     if exists.all():
         assert words == ""

@@ -150,7 +150,7 @@ def _one_sided(x: np.ndarray, w: np.ndarray, v: np.ndarray) -> float:
     return float(np.sqrt(max(divergence(P, Q), 0.0) + max(divergence(Q, P), 0.0)) / np.sqrt(size))
 
 
-def elements(draws: Mapping[str, Array]) -> tuple[tuple[str, ...], np.ndarray]:
+def elements(draws: Mapping[str, Array | np.ndarray]) -> tuple[tuple[str, ...], np.ndarray]:
     """Return the names of all elements, such as ``"beta[1]"``, and draws (n, k) of them."""
     names: list[str] = []
     columns: list[np.ndarray] = []

@@ -201,8 +201,8 @@ class Fitted(AfterFit):
             part = "details" if correction.moments_known else "spreads"
             known = " Medians and quantiles are known." if correction.quantiles_known else ""
             return (
-                f"Do not rely on the posterior's {part}: {correction.doubt} ({figures}).{known} Try "
-                "importance_correct(key, fitted.corrected.result, num_draws=100_000), or more "
+                f"Do not rely on the posterior's {part}: {correction.doubt} ({figures}).{known} "
+                "Try importance_correct(key, fitted.corrected.result, num_draws=100_000), or more "
                 "max_exchanges."
             )
         if correction.many_count:

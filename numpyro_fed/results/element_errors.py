@@ -61,7 +61,7 @@ class ElementErrors(NamedTuple):
         normal scores. Infinite where they cannot be told.
     shape : (2, m)
         The tails' shapes of the terms of the mean and of the variance.
-    index, depth : (m,)
+    tail_index, depth : (m,)
         The index of the posterior's heavier tail, infinite for an element that has none, and the
         mass beyond the place where it was measured. NaN for an element that is no number at some
         draw.
@@ -71,7 +71,7 @@ class ElementErrors(NamedTuple):
     latent: np.ndarray
     error: np.ndarray
     shape: np.ndarray
-    index: np.ndarray
+    tail_index: np.ndarray
     depth: np.ndarray
 
     @classmethod
@@ -114,7 +114,7 @@ class ElementErrors(NamedTuple):
         """Return whether each mean and sd (2, m) does not exist, as far as the tail can tell."""
         order = np.array([[1.0], [2.0]])
         sure = (self.depth <= DEEP) | (self.shape > CONVERGENT_TAIL)
-        return np.asarray((CLOSE * self.index <= order) & sure)
+        return np.asarray((CLOSE * self.tail_index <= order) & sure)
 
     def unknown(self, bound: float) -> np.ndarray:
         """Return whether each mean and sd (2, m) exists, as far as known, and is not known."""
@@ -135,7 +135,7 @@ class ElementErrors(NamedTuple):
 
     def words(self, bound: float) -> str:
         """Return in words which elements have no mean or sd, or an unknown one; empty if none."""
-        no_number = np.isnan(self.index)
+        no_number = np.isnan(self.tail_index)
         found = []
         if no_number.any():
             found.append(f"{self._sites(no_number)} cannot be computed at some draws")
@@ -145,7 +145,7 @@ class ElementErrors(NamedTuple):
         for order, cases in zip(ORDERS, infinite, strict=True):
             if cases.any():
                 verb = "has" if cases.sum() == 1 else "have"
-                index = f"tails of index {self.index[cases].min():.1f}"
+                index = f"tails of index {self.tail_index[cases].min():.1f}"
                 found.append(f"{self._sites(cases)} {verb} no {order} ({index})")
         for order, cases, error in zip(ORDERS, unknown, self.error, strict=False):
             if cases.any():
