@@ -125,6 +125,18 @@ def test_one_draw_that_has_all_the_weight_says_nothing_of_rounding():
     assert Rounding.of(z, even, jnp.zeros(400), found.mean, found.sd).lost.all()
 
 
+def test_moments_that_are_not_known_say_nothing_of_units():
+    """A weight that was NaN made 'mu' have an sd of inf about nan, and units were to blame."""
+    unknown = Rounding("float64", np.array([np.nan, 0.0]), np.array([np.inf, np.nan]), 0.0)
+    assert not unknown.lost.any()
+    assert unknown.fine
+    without = unknown._replace(no_density="the log density of 'y' is NaN")
+    assert not without.fine
+    assert without.words(()) == "the log density of 'y' is NaN"
+    assert "round number" not in without.remedy
+    assert "support" in without.remedy
+
+
 def test_large_log_densities_are_rounded_by_nats():
     """As those of two clusters, 10^4 apart, under an sd of 1."""
     z = np.random.default_rng(0).normal(size=(500, 1)).astype(np.float32)
