@@ -290,7 +290,7 @@ def test_a_silo_with_most_of_the_rows_is_left_out_by_draws_without_it(silos):
     y = x @ [4.0, 0.3] + r.normal(0, 2, 500)
     large = dict(x=x, hospital=np.zeros(500, int), n_hospitals=1, y=y)
     fitted = nf.fit(KEY, model, [silos[0], large], **QUIET)
-    assert 1 in fitted.corrected._left_out_by_own_draws.unknown
+    assert 1 in fitted.corrected._left_out_by(fitted.corrected._number_left_out).unknown
     table = fitted.leave_out()
     assert not table.unknown
     check_left_out(table, [silos[0], large])
