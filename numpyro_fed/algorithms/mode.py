@@ -79,7 +79,7 @@ ASIDE = 1e-9
 NUDGE = 1e-2  # distance from zero of a general point, and of a search without Hessians
 MAX_IDLE = 5  # accepted steps in a row without a gain beyond rounding, after which a search ends
 # Standard deviations from a mode at which another start counts as come there, too; modes that are
-# to be told apart are three and more away (``methods.mode.MODES_APART``).
+# to be told apart are three and more away (``results.mode.MODES_APART``).
 MERGED = 1.5
 # Exchanges after which a start that is still lower than a mode is given up. From zero, and without
 # modes of silos' own, the six cities took sixteen; with Poisson counts a start took a hundred where

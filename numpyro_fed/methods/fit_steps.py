@@ -36,7 +36,7 @@ from numpyro_fed.errors import (
 )
 from numpyro_fed.methods.fitted import Fitted, Stage
 from numpyro_fed.methods.method_cache import MethodCache
-from numpyro_fed.methods.mode import MODES_APART, SEARCHED_UP_TO
+from numpyro_fed.methods.mode import SEARCHED_UP_TO
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.model.data import ReadSilos
@@ -47,7 +47,7 @@ from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import AT_ONCE, InnerDraws, correct_from, importance_correct
 from numpyro_fed.results.influence import table_of
 from numpyro_fed.results.mixture import around_modes, matched
-from numpyro_fed.results.mode import LocalMode, Mode, Near, OneCopy, distance
+from numpyro_fed.results.mode import Mode, Near, OneCopy
 from numpyro_fed.results.particles import Particles
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.tempered import MIN_EFFECTIVE, Tempered
@@ -102,9 +102,6 @@ SMALL_DATA = 20_000
 # Effective draws for each global, from which on their covariance is a proposal. With one a
 # covariance is singular.
 MIN_DRAWS_PER_GLOBAL = 3
-# Share of the mass below which a missed mode is not reported. A larger value hides small
-# modes; a smaller one warns of modes that are none, since shares by Laplace's evidence are rough.
-MIN_MASS = 0.02
 # Times as many draws where tails decide: each time they look farther out.
 TAIL_FACTOR = 2
 
@@ -211,7 +208,7 @@ class FitSteps:
             best,
             tuple(self.stages),
             self.spent,
-            self.missed_modes(best),
+            () if best is None or self.start is None else self.start.missed(best.z_G, best.weights),
             contradiction=self.contradiction(),
         )
 
@@ -507,31 +504,8 @@ class FitSteps:
             return best
         name, own = "judged by new draws", _latest(best)
         if own is None:
-            new = self.correct(best.result, name, len(best.weights))
-        else:
-            new = self.correct(best.result, name, AT_ONCE, own, best, judge=True)
-        return new if new is not None else best
-
-    def missed_modes(self, best: Corrected | None) -> tuple[LocalMode, ...]:
-        """Return other modes with a share of the mass that the weighted draws do not reach."""
-        start = self.start
-        if best is None or start is None or start.log_evidence is None:
-            return ()
-        evidence = np.array([start.log_evidence, *(p.log_evidence for p in start.others)])
-        if not np.isfinite(evidence.max()):
-            return ()
-        share = np.exp(evidence - np.logaddexp.reduce(evidence))[1:]
-        # A draw belongs to a mode within three sds and
-        # the length of a normal vector, sqrt(dim), of it.
-        z, w = np.asarray(best.z_G, float), best.weights
-        reached_share = [
-            w @ (distance(p, z) <= MODES_APART + math.sqrt(self.fm.dim)) for p in start.others
-        ]
-        return tuple(
-            p
-            for p, expected, reached_mass in zip(start.others, share, reached_share, strict=True)
-            if expected > MIN_MASS and reached_mass < expected / 3
-        )
+            return self.correct(best.result, name, len(best.weights)) or best
+        return self.correct(best.result, name, AT_ONCE, own, best, judge=True) or best
 
     def contradiction(self) -> str:
         """Return in words which silo contradicts the others at the mode, if that was seen there."""

@@ -54,7 +54,7 @@ from numpyro_fed.model.row_checks import RowChecks, coupled_rows
 from numpyro_fed.precision import to_current_precision
 from numpyro_fed.programs import jit_once
 from numpyro_fed.results.built import StartRounds
-from numpyro_fed.results.mode import LocalMode, Mode, Near, OneCopy, distance
+from numpyro_fed.results.mode import MODES_APART, LocalMode, Mode, Near, OneCopy, distance
 from numpyro_fed.results.rows import Fit
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.stack import Batches, Runtime, Single, State, init_schedule
@@ -70,9 +70,6 @@ SEARCHED_UP_TO = 300
 SEARCH = "search"  # the name under which a fit keeps the runtime of its search
 # They take the place of a round's number in keys, where no run comes to.
 OPENING, SEARCHING = 2**31 - 2, 2**31 - 1
-# Standard deviations from which on two modes count
-# as two: their normal approximations hardly overlap.
-MODES_APART = 3.0
 # Share of the silos in a coordinate's curvature that counts as none. A likelihood with a kink
 # (Laplace) has none but by rounding; then the prior alone would say how far the posterior reaches.
 NO_SHARE = 1e-5

@@ -13,6 +13,13 @@ from jax import Array
 from numpyro_fed.algorithms.influence import Factors
 from numpyro_fed.privacy.budget import Spent
 
+# Standard deviations from which on two modes count
+# as two: their normal approximations hardly overlap.
+MODES_APART = 3.0
+# Share of the mass below which a missed mode is not reported. A larger value hides small
+# modes; a smaller one warns of modes that are none, since shares by Laplace's evidence are rough.
+MIN_MASS = 0.02
+
 
 class LocalMode(NamedTuple):
     """One of several modes: its place, the negative Hessian there, and Laplace's evidence."""
@@ -129,6 +136,22 @@ class Mode:
             f"of '{name}' one copy, since its density repeats every {period:.4g}"
             for name, period in zip(names, self.copy.periods, strict=True)
             if np.isfinite(period)
+        )
+
+    def missed(self, z_G: Array, weights: np.ndarray) -> tuple[LocalMode, ...]:
+        """Return other modes with a share of the mass that weighted draws (n, dim) do not reach."""
+        own = -np.inf if self.log_evidence is None else self.log_evidence
+        evidence = np.array([own, *(p.log_evidence for p in self.others)])
+        if self.log_evidence is None or not np.isfinite(evidence.max()):
+            return ()
+        share = np.exp(evidence - np.logaddexp.reduce(evidence))[1:]
+        # A draw belongs to a mode within three sds and the length of a normal vector of it.
+        reach = MODES_APART + np.sqrt(z_G.shape[1])
+        reached = [weights @ (distance(p, np.asarray(z_G)) <= reach) for p in self.others]
+        return tuple(
+            p
+            for p, expected, there in zip(self.others, share, reached, strict=True)
+            if expected > MIN_MASS and there < expected / 3
         )
 
     @property
