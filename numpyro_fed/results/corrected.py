@@ -218,6 +218,7 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
         enough = math.ceil(LEFT_OUT / self.share / MORE_DRAWS) * MORE_DRAWS
         return number if number % MORE_DRAWS else min(number, enough)
 
+    @in_precision_of_object
     def _left_out_by(self, number: int) -> LeaveOut:
         """Return the table of silos left out of so many draws."""
         key = random.fold_in(self._key, 2)
