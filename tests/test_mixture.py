@@ -137,6 +137,43 @@ def test_draws_without_spread_are_not_matched():
     assert matched(np.ones((50, 2)), np.full(50, 1 / 50)) is None
 
 
+def log_of_half_normal(n):
+    """Draws (n, 2): the log of a half-normal scale, and a normal coordinate that goes with it."""
+    r = np.random.default_rng(0)
+    z = np.log(np.abs(r.normal(size=n)))
+    return np.stack([z, 5.0 + 0.5 * z + r.normal(size=n)], 1)
+
+
+def test_bends_lead_back_and_their_density_is_that_of_draws(double):
+    """Whatever is bent: coordinates come back, and the density sums to one."""
+    own = matched(log_of_half_normal(4_000), np.full(4_000, 1 / 4_000))
+    power = np.asarray(own.bends.power)
+    assert power[0, 0] < 0.8
+    assert (power[1, 0], power[0, 1], power[1, 1]) == (1, 1, 1)
+    u = np.random.default_rng(1).normal(0, 4, (50, 2))
+    v, log_det = own.bends.straight(u)
+    np.testing.assert_allclose(own.bends.back(v), u, rtol=1e-12)
+    slopes = jax.vmap(jax.jacfwd(lambda u: own.bends.straight(u)[0]))(jnp.asarray(u))
+    np.testing.assert_allclose(log_det, np.linalg.slogdet(slopes)[1], rtol=1e-10, atol=1e-12)
+    z = own.at(StandardPoints.of(KEY, 4_000, 2))
+    target = stats.multivariate_normal(np.asarray(z).mean(0), 0.3 * np.cov(np.asarray(z).T))
+    w = target.pdf(z) / np.exp(jax.vmap(own.log_prob)(z))
+    assert abs(w.mean() - 1) < 4 * w.std() / np.sqrt(len(w))
+
+
+def test_a_log_scale_has_most_effective_draws_of_a_bent_mixture(double):
+    """Without bends a tail that falls as an exponential has weights of e^3 and more."""
+    z = log_of_half_normal(4_000)
+    own = matched(z, np.full(4_000, 1 / 4_000))
+    points = np.asarray(own.at(StandardPoints.of(KEY, 4_000, 2)))
+    x, y = points.T
+    log_p = np.log(2) + stats.norm.logpdf(np.exp(x)) + x + stats.norm.logpdf(y, 5 + 0.5 * x)
+    log_w = log_p - np.asarray(jax.vmap(own.log_prob)(points))
+    w = np.exp(log_w - log_w.max())
+    assert log_w.max() < 1.5
+    assert w.sum() ** 2 / (w**2).sum() > 0.85 * len(w)
+
+
 def test_draws_of_several_proposals_are_weighed_as_one():
     """The evidence of a normal model, from a proposal that is off and one that is right."""
     y = np.random.default_rng(0).normal(1, 1, 12)

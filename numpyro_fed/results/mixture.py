@@ -13,6 +13,11 @@ with the weighted covariance :math:`S_k` of a part, and the share :math:`n_k` of
 in it. :math:`C` is the covariance of all draws, reduced to the size of a part; :math:`n_0` counts
 as many draws of it as a covariance has rows, and two (Fraley and Raftery 2007). Parts are fitted
 as normal distributions, and drawn from with heavier tails.
+
+Whitened coordinates whose weighted draws reach farther than a normal distribution does are bent
+first (:class:`.proposals.Bends`): logs of scales have tails that fall as exponentials. Of a
+logistic regression with correlated effects of six hospitals and ten globals, a mixture matched to
+2,700 effective draws had 9 % of effective draws by itself, and with two to four bends 43 %.
 """
 
 from __future__ import annotations
@@ -22,13 +27,25 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
+from scipy.optimize import brentq
+from scipy.stats import norm
 
-from numpyro_fed.algorithms.importance.proposals import NUM_PARTS, Mixture, root_of_draws
+from numpyro_fed.algorithms.importance.proposals import (
+    NUM_PARTS,
+    Bends,
+    Mixture,
+    Place,
+    root_of_draws,
+)
 
 ITERATIONS = 50  # of EM; the proposal need not be the best fit
 MIN_PART = 1e-3  # share of a part, at least: an empty part has no mean
 # Effective draws in a part, for each dimension: with fewer its covariance is mostly noise.
 DRAWS_OF_PART = 10
+# Effective draws beyond the quantile at which a tail is looked at, its least and largest
+# probability, and how much farther than a normal one it must reach there to be bent.
+BEYOND, FARTHEST, NEAREST, REACHES = 10, 0.005, 0.05, 1.15
+LEAST_POWER = 0.05
 SMALL = 1e-12  # least squared distance, in sds, from the other parts' first centres
 
 
@@ -82,12 +99,43 @@ def matched(z: np.ndarray, weights: np.ndarray) -> Mixture | None:
         return None
     u = np.linalg.solve(root / sd[:, None], ((z - mean) / sd).T).T
     number = int(np.clip(ess // (DRAWS_OF_PART * dim), 1, NUM_PARTS))
-    shares, centres, covariances = _em(u, weights, number, ess)
-    return _mixture(
-        np.log(shares),
-        [mean + root @ centre for centre in centres],
-        [root @ np.linalg.cholesky(C) for C in covariances],
-    )
+    bends = _bends_of(u, weights)
+    if (bends.power == 1).all():
+        shares, centres, covariances = _em(u, weights, number, ess)
+        return _mixture(
+            np.log(shares),
+            [mean + root @ centre for centre in centres],
+            [root @ np.linalg.cholesky(C) for C in covariances],
+        )
+    bent = np.asarray(bends.straight(jnp.asarray(u))[0], np.float64)
+    shares, centres, covariances = _em(bent, weights, number, ess)
+    found = _mixture(np.log(shares), list(centres), list(np.linalg.cholesky(covariances)))
+    return found._replace(frame=Place(jnp.asarray(mean), jnp.asarray(root)), bends=bends)
+
+
+def _bends_of(u: np.ndarray, weights: np.ndarray) -> Bends:
+    """Return the powers that make the tails of whitened draws (n, dim) normal."""
+    tail = np.clip(BEYOND * (weights**2).sum(), FARTHEST, NEAREST)
+    one, far = norm.ppf([norm.cdf(1), 1 - tail])
+    width, power = np.ones((2, 2, u.shape[1]))
+    for j, x in enumerate(u.T):
+        for side, distance in enumerate((-x, x)):
+            order = np.argsort(distance)
+            mass = np.cumsum(weights[order])
+            at = np.searchsorted(mass, norm.cdf([one, far])).clip(max=len(x) - 1)
+            s, reach = distance[order[at]]
+            if s > 0 and reach > REACHES * far * s:
+                width[side, j], power[side, j] = s, _power(reach / s, far)
+    return Bends(jnp.asarray(width), jnp.asarray(power))
+
+
+def _power(reach: float, normal: float) -> float:
+    """Return the power that brings a distance in widths to that of a normal distribution."""
+
+    def excess(p: float) -> float:
+        return float(np.expm1(p * np.log1p(reach)) / np.expm1(p * np.log(2)) - normal)
+
+    return LEAST_POWER if excess(LEAST_POWER) > 0 else brentq(excess, LEAST_POWER, 1.0)
 
 
 def _em(
@@ -138,7 +186,7 @@ def _mixture(
     """Return the mixture of these parts, filled up to :data:`NUM_PARTS` by parts without weight."""
     empty = NUM_PARTS - len(centres)
     log_shares = np.concatenate([log_shares, np.full(empty, -math.inf)])
-    return Mixture(
+    return Mixture.straight(
         jnp.asarray(log_shares - np.logaddexp.reduce(log_shares)),
         jnp.asarray(np.stack([*centres, *[centres[0]] * empty])),
         jnp.asarray(np.stack([*roots, *[roots[0]] * empty])),

@@ -86,7 +86,7 @@ class MixtureReference:
 
     def standard(self, dim: int) -> Mixture:
         """Return a mixture of one part, at zero."""
-        return Mixture(jnp.zeros(1), jnp.zeros((1, dim)), jnp.eye(dim)[None])
+        return Mixture.straight(jnp.zeros(1), jnp.zeros((1, dim)), jnp.eye(dim)[None])
 
 
 @dataclass(frozen=True, kw_only=True)

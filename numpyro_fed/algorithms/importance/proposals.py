@@ -104,8 +104,49 @@ class StandardPoints(NamedTuple):
         return cls(stats.norm.ppf(u[:, :dim]) / shrunk[:, None], u[:, -1])
 
 
+class Bends(NamedTuple):
+    r"""Powers that make tails of coordinates normal, one on each side of zero.
+
+    A coordinate ``u`` of width ``s`` on its side becomes
+    :math:`v = \pm k\, ((1 + |u| / s)^p - 1)` with :math:`k = 1 / (2^p - 1)`, so that :math:`s` goes
+    to one. A tail that falls as an exponential, as that of the log of a scale towards zero, is
+    normal after it with ``p`` near a half. With a power and a width of one nothing is bent.
+
+    Attributes
+    ----------
+    width, power : (2, dim)
+        Below zero, and above.
+    """
+
+    width: Array
+    power: Array
+
+    @classmethod
+    def none(cls, dim: int) -> Bends:
+        """Return powers that bend nothing."""
+        return cls(jnp.ones((2, dim)), jnp.ones((2, dim)))
+
+    def straight(self, u: Array) -> tuple[Array, Array]:
+        """Return bent coordinates (..., dim) of ``u``, and the log determinant (...)."""
+        s, p, k = self._on_side_of(u)
+        far = jnp.log1p(jnp.abs(u) / s)
+        v = jnp.where(p == 1, jnp.abs(u) / s, k * jnp.expm1(p * far))
+        return jnp.sign(u) * v, (jnp.log(k * p / s) + (p - 1) * far).sum(-1)
+
+    def back(self, v: Array) -> Array:
+        """Return the coordinates (..., dim) that are bent to ``v``."""
+        s, p, k = self._on_side_of(v)
+        far = jnp.where(p == 1, jnp.abs(v), jnp.expm1(jnp.log1p(jnp.abs(v) / k) / p))
+        return jnp.sign(v) * s * far
+
+    def _on_side_of(self, u: Array) -> tuple[Array, Array, Array]:
+        """Return width, power and the factor ``k`` on the side of each coordinate (..., dim)."""
+        s, p = (jnp.where(u < 0, of_sides[0], of_sides[1]) for of_sides in self)
+        return s, p, 1 / jnp.expm1(p * math.log(2))
+
+
 class Mixture(NamedTuple):
-    """A mixture of Student t distributions, in the place of the guide.
+    """A mixture of Student t distributions of bent coordinates, in the place of the guide.
 
     Attributes
     ----------
@@ -114,34 +155,50 @@ class Mixture(NamedTuple):
     centres : (K, dim)
     roots : (K, dim, dim)
         Lower triangular roots of the scale matrices.
+    frame : Place
+        Coordinates are whitened by it before they are bent.
+    bends : Bends
     """
 
     log_shares: Array
     centres: Array
     roots: Array
+    frame: Place
+    bends: Bends
+
+    @classmethod
+    def straight(cls, log_shares: Array, centres: Array, roots: Array) -> Mixture:
+        """Return the mixture of the coordinates themselves."""
+        dim = centres.shape[1]
+        return cls(log_shares, centres, roots, Place(jnp.zeros(dim), jnp.eye(dim)), Bends.none(dim))
 
     @property
     def place(self) -> Place:
-        """Return the mean of all parts, and a root of their covariance."""
+        """Return the mean of all parts, and a root of their covariance, as if nothing were bent."""
         shares = jnp.exp(self.log_shares)
         mean = shares @ self.centres
         away = (self.centres - mean)[..., None]
         columns = jnp.sqrt(shares)[:, None, None] * jnp.concatenate([self.roots, away], -1)
-        return Place(mean, linalg.root_of(jnp.concatenate(list(columns), -1)))
+        root = linalg.root_of(jnp.concatenate(list(columns), -1))
+        return Place(self.frame.centre + self.frame.root @ mean, self.frame.root @ root)
 
     def at(self, standard: StandardPoints) -> Array:
         """Return draws (n, dim), from points of the standard Student t and of its parts."""
         part = jnp.searchsorted(jnp.cumsum(jnp.exp(self.log_shares)), standard.part)
         part = jnp.minimum(part, len(self.log_shares) - 1)
-        return self.centres[part] + (self.roots[part] @ standard.eps[..., None])[..., 0]
+        bent = self.centres[part] + (self.roots[part] @ standard.eps[..., None])[..., 0]
+        return self.frame.centre + self.bends.back(bent) @ self.frame.root.T
 
     def log_prob(self, z: Array) -> Array:
         """Return the log density at ``z`` (dim,)."""
+        u = linalg.solve(self.frame.root, z - self.frame.centre)
+        bent, log_det = self.bends.straight(u)
         parts = [
-            _log_student(centre, root, OWN_FREEDOM, z)
+            _log_student(centre, root, OWN_FREEDOM, bent)
             for centre, root in zip(self.centres, self.roots, strict=True)
         ]
-        return jax.nn.logsumexp(self.log_shares + jnp.stack(parts))
+        log_det -= jnp.log(jnp.diagonal(self.frame.root)).sum()
+        return jax.nn.logsumexp(self.log_shares + jnp.stack(parts)) + log_det
 
 
 class Proposal(NamedTuple, Generic[Noise]):
