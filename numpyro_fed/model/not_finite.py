@@ -114,8 +114,9 @@ def first_without_density(
         for name, rows in jax.device_get(numbers(silo)).items():
             if not rows.all():
                 site = next(s for s in fm.sites if s.name == owners.get(name, name))
-                where = (None, None) if site.plate is None else (j, int(np.argmin(rows)))
-                return NotFinite(site.name, *where, False)
+                if site.plate is None:
+                    return NotFinite(site.name, None, None, False)
+                return NotFinite(site.name, j, int(np.argmin(rows)), False)
     return None
 
 
@@ -142,10 +143,13 @@ def _finite(fm: FederatedModel, silo: SiloData) -> _Finite:
         z_L = {p.name: SPREAD * hashed_normals(2, sizes[p.name], p.dim) for p in fm.plates}
 
         def finite_derivatives(name: str) -> Array:
-            return all_finite(jax.grad(lambda z: _terms(fm, theta, *z, silo)[name].sum())(z))
+            def total(z: tuple[Array, Rows]) -> Array:
+                return _terms(fm, theta, *z, silo=silo)[name].sum()
 
-        z = z_G, z_L
-        rows = {n: jnp.isfinite(values) for n, values in _terms(fm, theta, *z, silo).items()}
+            return all_finite(jax.grad(total)((z_G, z_L)))
+
+        terms = _terms(fm, theta, z_G, z_L, silo)
+        rows = {name: jnp.isfinite(values) for name, values in terms.items()}
         # Site by site: a derivative of infinity in one times a weight of zero would be NaN in all.
         return _Finite(rows, {name: finite_derivatives(name) for name in rows})
 
