@@ -1,5 +1,7 @@
 """Log densities are exact where NumPyro's are made of rounding, and never NaN or infinite above."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from numpyro.distributions import biject_to, transforms
 
 import numpyro_fed as nf
+from numpyro_fed.algorithms.importance.proposals import prior_spread
 from numpyro_fed.model.data import read
 from numpyro_fed.model.densities import accurate, log_prob, log_rising, no_more_than_finite
 from numpyro_fed.model.not_finite import NotFinite, first_not_finite, first_without_density
@@ -301,8 +304,8 @@ def test_no_function_of_a_model_is_nan_or_infinite_above():
     y = np.ones(3)
     silo = read([{"y": y}])[0]
     fm = split(model, [silo])
-    assert fm.log_prior({}, jnp.array([-745.0])) == -jnp.inf
-    z_L = {"row": jnp.array([[0.0], [-745.0], [0.5]])}
+    assert fm.log_prior({}, jnp.array([-700.0])) == -jnp.inf
+    z_L = {"row": jnp.array([[0.0], [-700.0], [0.5]])}
     rows = fm.log_silo({}, jnp.zeros(1), z_L, silo)["row"]
     assert (rows > -jnp.inf).tolist() == [True, False, True]
 
@@ -390,3 +393,16 @@ def test_a_fit_whose_density_is_nan_at_ordinary_places_says_where():
     assert not fitted.trusted
     assert "the log density of 'y' (silo 0, row 0) is NaN or infinite at" in fitted.verdict
     assert "round number" not in fitted.verdict
+
+
+def test_infinite_draws_of_a_vague_prior_cause_no_warning():
+    """NumPy's "invalid value encountered in subtract" reached the user."""
+
+    def model(y):
+        v = numpyro.sample("v", dist.InverseGamma(1e-3, 1e-3))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(0.0, v), obs=y)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert prior_spread(split(model, read([{"y": np.ones(3)}]))) is None

@@ -143,12 +143,13 @@ def _finite(fm: FederatedModel, silo: SiloData) -> _Finite:
         z_L = {p.name: SPREAD * hashed_normals(2, sizes[p.name], p.dim) for p in fm.plates}
 
         def finite_derivatives(name: str) -> Array:
-            return all_finite(
-                jax.grad(lambda z: _terms(fm, theta, z[0], z[1], silo)[name].sum())(z)
-            )
+            def total(z: tuple[Array, Rows]) -> Array:
+                return _terms(fm, theta, z[0], z[1], silo)[name].sum()
 
-        z = z_G, z_L
-        rows = {n: jnp.isfinite(values) for n, values in _terms(fm, theta, z_G, z_L, silo).items()}
+            return all_finite(jax.grad(total)((z_G, z_L)))
+
+        terms = _terms(fm, theta, z_G, z_L, silo)
+        rows = {name: jnp.isfinite(values) for name, values in terms.items()}
         # Site by site: a derivative of infinity in one times a weight of zero would be NaN in all.
         return _Finite(rows, {name: finite_derivatives(name) for name in rows})
 

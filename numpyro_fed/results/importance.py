@@ -36,7 +36,6 @@ from numpyro_fed.algorithms.importance.proposals import (
 )
 from numpyro_fed.errors import ModelError, positive_int
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.model.densities import no_more_than_finite
 from numpyro_fed.model.not_finite import first_without_density
 from numpyro_fed.model.row_checks import check_rows_apart, coupled_rows
 from numpyro_fed.objectives import (
@@ -480,8 +479,10 @@ def correct_from(
         )
         log_shares = jnp.log(jnp.asarray(numbers, log_q.dtype) / sum(numbers))
         log_mixture = jax.nn.logsumexp(log_shares[:, None] + log_q, axis=0)
-        # A draw that overflowed has no joint density, and that of a proposal is NaN.
-        log_weights = no_more_than_finite(pool.log_joint - log_mixture)
+        # A draw that overflowed has no joint density, and that of a proposal is NaN. On the host,
+        # where nothing has to be compiled for it.
+        ratio = np.asarray(pool.log_joint - log_mixture)
+        log_weights = jnp.asarray(np.where(ratio < np.inf, ratio, -np.inf))
         correction = weighing.correction(key, z, log_weights, pool.log_joint, pool.from_own, pool)
         if judge:
             new = slice(0, numbers[0])

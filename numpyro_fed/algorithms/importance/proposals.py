@@ -456,7 +456,9 @@ def prior_spread(fm: FederatedModel) -> tuple[np.ndarray, np.ndarray] | None:
     draws = fm.draw_prior(jax.random.key(0), PRIOR_DRAWS)
     if draws is None:
         return None
-    low, middle, high = np.quantile(np.asarray(draws), [0.16, 0.5, 0.84], axis=0)
-    spread = (high - low) / 2
+    # Draws of a vague prior may be infinite, as 1 / 0; the spread is not used then.
+    with np.errstate(invalid="ignore"):
+        low, middle, high = np.quantile(np.asarray(draws), [0.16, 0.5, 0.84], axis=0)
+        spread = (high - low) / 2
     usable = np.isfinite(spread).all() and (spread > 0).all()
     return (middle, spread) if usable else None
