@@ -243,6 +243,8 @@ def test_elsewhere_the_numbers_are_numpyros():
         (dist.MultivariateStudentT(size, jnp.ones(2), scale_tril=2 * eye), TWO),
         (dist.Poisson(mean), Y),
         (dist.Multinomial(10, probs=shares), TWO),
+        (dist.OrderedLogistic(mean, jnp.array([0.3, 0.5, 2.0])), np.array([0, 3, 1, 2, 3])),
+        (dist.OrderedLogistic(mean, jnp.array([0.3])), np.array([0, 1, 1, 0, 1])),
         (dist.TruncatedNormal(mean - 2, size, low=0.0), Y),
         (dist.TruncatedNormal(mean, size, high=8.0), Y),
         (dist.TruncatedNormal(mean, size, low=0.0, high=8.0), Y),
@@ -251,7 +253,9 @@ def test_elsewhere_the_numbers_are_numpyros():
         mine, theirs = accurate(fn).log_prob(y), fn.log_prob(y)
         assert accurate(fn) is not fn
         assert mine.shape == theirs.shape
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5)  # NumPyro's betaln has five digits
+        np.testing.assert_allclose(
+            mine, theirs, rtol=1e-5, atol=1e-12
+        )  # NumPyro's betaln has five digits
     assert accurate(normal := dist.Normal(mean, size).to_event(1)) is normal
 
 
@@ -406,3 +410,10 @@ def test_infinite_draws_of_a_vague_prior_cause_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         assert prior_spread(split(model, read([{"y": np.ones(3)}]))) is None
+
+
+def test_the_last_of_ordered_categories_is_exact_far_out():
+    """A probability is a difference of logistic functions, which rounding made 0 at 37."""
+    fn = dist.OrderedLogistic(jnp.array([-50.0, -50.0, 50.0]), jnp.array([0.0, 1.0]))
+    expected = [-51.0, np.log(-np.expm1(-1.0)) - 50.0, np.log(-np.expm1(-1.0)) - 49.0]
+    np.testing.assert_allclose(at(fn, jnp.array([2, 1, 1])), expected)

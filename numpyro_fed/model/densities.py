@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
@@ -68,8 +69,8 @@ def accurate(fn: Distribution) -> Distribution:
                 found[name] = better
         elif isinstance(part, list | tuple) and any(isinstance(p, Distribution) for p in part):
             found[name] = [accurate(p) if isinstance(p, Distribution) else p for p in part]
-    # The class that defines the density, so that one of the user's own keeps its own.
-    owner = next(c for c in type(fn).__mro__ if "log_prob" in vars(c))
+    # The class whose density it is: one of the user's own keeps its own.
+    owner = next(c for c in type(fn).__mro__ if c in ACCURATE or "log_prob" in vars(c))
     if not found and owner not in ACCURATE:
         return fn
     new = copy.copy(fn)
@@ -165,6 +166,21 @@ def _multinomial(d: Any, value: ArrayLike) -> Array:
     return gammaln(n + 1) + (times_log(y, probs) - gammaln(y + 1)).sum(-1)
 
 
+def _ordered_logistic(d: Any, value: ArrayLike) -> Array:
+    # The difference of two logistic functions of a and b is that of a, times that of -b, times
+    # 1 - exp(b - a).
+    beyond = d.cutpoints - d.predictor[..., None]
+    ends = jnp.zeros((*beyond.shape[:-1], 1), beyond.dtype)
+    below = jnp.concatenate([jax.nn.log_sigmoid(beyond), ends], -1)
+    above = jnp.concatenate([ends, jax.nn.log_sigmoid(-beyond)], -1)
+    between = jnp.concatenate([ends, jnp.log(-jnp.expm1(-jnp.diff(beyond))), ends], -1)
+    logs = below + above + between
+    batch = jnp.broadcast_shapes(jnp.shape(value), logs.shape[:-1])
+    index = jnp.broadcast_to(jnp.asarray(value, int), batch)[..., None]
+    logs = jnp.broadcast_to(logs, (*batch, logs.shape[-1]))
+    return jnp.take_along_axis(logs, index, -1)[..., 0]
+
+
 def _left_truncated(d: Any, value: ArrayLike) -> Array:
     base = d.base_dist
     if not isinstance(base, dist.Normal):
@@ -208,6 +224,7 @@ ACCURATE: dict[type, LogProb] = {
     dist.MultivariateStudentT: _multivariate_student_t,
     dist.Poisson: _poisson,
     dist.MultinomialProbs: _multinomial,
+    dist.OrderedLogistic: _ordered_logistic,
     dist.LeftTruncatedDistribution: _left_truncated,
     dist.RightTruncatedDistribution: _right_truncated,
     dist.TwoSidedTruncatedDistribution: _truncated,
