@@ -112,6 +112,27 @@ def exact_flat(x, y):
 
 
 @pytest.mark.slow
+def test_effects_with_their_scale_begin_at_the_search_where_the_density_is_no_peak(double):
+    """Of twenty effects with one vague outcome each the joint density has a saddle there."""
+
+    def effects(i, y):
+        scale = numpyro.sample("scale", dist.HalfNormal(1))
+        b = numpyro.sample("b", dist.Normal(0, scale).expand([20]).to_event(1))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.StudentT(30.0, b[i], 2.0), obs=y)
+
+    y = np.where(np.arange(20) % 2, 2.2, -2.2)
+    silos = [{"i": np.arange(20)[part], "y": y[part]} for part in (slice(0, 3), slice(3, 20))]
+    result = nf.PVI(effects).run(KEY, 0, silos, **QUIET)
+    mode = result.start
+    draws = np.asarray(result.draw_globals(KEY, 4_000)[0])
+    shift = (draws.mean(0) - mode.z_G) / draws.std(0)
+    assert np.abs(shift).max() < 4 / np.sqrt(4_000)
+    whitened = np.linalg.cholesky(mode.curvature).T @ (draws - mode.z_G).T
+    assert np.linalg.eigvalsh(np.cov(whitened)) == pytest.approx(1, abs=0.2)
+
+
+@pytest.mark.slow
 def test_pvi_with_a_flat_prior_is_least_squares(double):
     rows = raw_rows()
     result = nf.PVI(exact_flat).run(KEY, 1, cut(rows, (1, 39, 20)), **QUIET)

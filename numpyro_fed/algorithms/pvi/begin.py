@@ -78,21 +78,25 @@ def frame_of(parts: PVIParts, point: StartPoint) -> Gaussian:
     return point.frame(parts.guide.globals).globals
 
 
+def _of_frame(parts: PVIParts, point: StartPoint) -> Natural:
+    """Return the posterior whose frame a start has told."""
+    # K'K is the precision of the frame, without inverting its covariance.
+    K = frame_of(parts, point).inverse_root()
+    return parts.globals.family.around(point.centre, jnp.zeros_like(point.centre), K.T @ K)
+
+
 def pvi_carry(server: Server, silo: Silo) -> WarmStart:
     """Return the functions by which PVI starts at the result of another method.
 
     The first posterior is the normal distribution of that result. The silos have equal shares of
     its difference from the prior: the result does not say how much each of them contributed.
     """
-    parts, family = server.parts, server.family
+    parts = server.parts
 
     def factors(key: Array, point: StartPoint) -> tuple[ServerState, Natural, Natural]:
         """Return the server's first state, the sum of all factors, and the server's own factor."""
         first = server.init(key)
-        # K'K is the precision of the frame, without inverting its covariance.
-        K = frame_of(parts, point).inverse_root()
-        posterior = family.around(point.centre, jnp.zeros_like(point.centre), K.T @ K)
-        total = jax.tree.map(jnp.subtract, posterior, server.prior(point.theta))
+        total = jax.tree.map(jnp.subtract, _of_frame(parts, point), server.prior(point.theta))
         return first, total, _server_factor(parts, point, first.server_factor)
 
     def begin_server(key: Array, point: StartPoint) -> ServerState:
@@ -151,6 +155,15 @@ def pvi_from_mode(server: Server, silo: Silo) -> Round:
         def proper(total: Natural) -> Array:
             return family.proper(parts.aggregate(prior, total))
 
+        if parts.globals.prior_outside is not None:
+            # Effects and their scale together (both globals) need not be at a peak of the joint
+            # density where the search is, since it has integrated the effects. Then the server's
+            # factor makes the posterior that of the search, until a round renews it.
+            posterior = _of_frame(parts, point)
+            needed = jax.tree.map(lambda q, p, t: q - p - t, posterior, prior, replies.up.factor)
+            peak = proper(total)
+            server_factor = jax.tree.map(lambda a, b: jnp.where(peak, a, b), server_factor, needed)
+            total = jax.tree.map(jnp.add, replies.up.factor, server_factor)
         none = jax.tree.map(jnp.zeros_like, total)
         # A silo's own parabola may be concave upwards, and so may the family's diagonal of the
         # sum. A smaller share of all factors is then proper under a proper prior.
