@@ -695,7 +695,7 @@ def test_spreads_that_hang_on_few_draws_far_out_are_not_known():
 def test_a_moment_that_does_not_exist_is_named_and_no_reason_to_distrust():
     good = corrected()
     heavy = with_errors(
-        good, tail_index=np.array([1.0]), depth=np.zeros(1), error=np.full((3, 1), 0.02)
+        good, tail_index=np.ones(1), is_power=np.ones(1, bool), error=np.full((3, 1), 0.02)
     )
     assert heavy.trusted
     assert "but 'mu' has no mean (tails of index 1.0): use medians" in heavy.report()

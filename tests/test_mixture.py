@@ -192,6 +192,11 @@ def test_draws_of_several_proposals_are_weighed_as_one():
     near = np.abs(mu[:, 0]) < 10
     np.testing.assert_allclose(np.asarray(both.pool.log_joint)[near], log_joint[near], rtol=1e-4)
     assert both.num_exchanges == first.num_exchanges + 1
+    # New draws judge the mixture that they come from by themselves.
+    more = dict(wider=0.16, before=both, judge=True)
+    assert correct_from(KEY, result, 2_000, None, own, **more).trusted
+    assert correct_from(KEY, result, 2_000, None, off, wider=0.16, before=both).reliable
+    assert not correct_from(KEY, result, 2_000, None, off, **more).reliable
     assert abs(both.log_evidence - exact) < 0.1
     mean = y.sum() / (12 + 1 / 4)
     assert abs(both.weights @ np.asarray(both.z_G)[:, 0] - mean) < 4 * 0.03 * 12**-0.5

@@ -199,7 +199,9 @@ class Fitted(AfterFit):
             )
         if correction.reliable:
             part = "details" if correction.moments_known else "spreads"
-            known = " Medians and quantiles are known." if correction.quantiles_known else ""
+            known = (
+                " Medians and quantiles are known: use these." if correction.quantiles_known else ""
+            )
             return (
                 f"Do not rely on the posterior's {part}: {correction.doubt} ({figures}).{known} "
                 "Try importance_correct(key, fitted.corrected.result, num_draws=100_000), or more "

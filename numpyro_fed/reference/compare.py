@@ -17,7 +17,6 @@ from numpyro_fed.after import pictures
 from numpyro_fed.errors import ConvergenceWarning, NonFiniteError
 from numpyro_fed.reference.nuts_result import NutsResult
 from numpyro_fed.results.corrected import Corrected
-from numpyro_fed.results.element_errors import ElementErrors
 from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.results.rows import Result
 
@@ -54,13 +53,12 @@ def compare(
     num_draws : int
         The number of draws from the fit. A correction is compared by its own weighted draws.
 
-    Measures are NaN, and "-" in the table, where an element has no mean or no sd in which they
-    could be counted (:attr:`numpyro_fed.Corrected.reservation`): compare its quantiles.
-
     Returns
     -------
     Comparison
-        Print it, or use ``.to_dict()`` and ``.plot()``.
+        Print it, or use ``.to_dict()`` and ``.plot()``. Measures are NaN, and "-" in the table,
+        where an element of a correction has no mean or no sd in which they could be counted
+        (:attr:`numpyro_fed.Corrected.reservation`): compare its quantiles.
 
     Warns
     -----
@@ -212,13 +210,11 @@ def _compare_site(
 def _without_sd(
     result: Result | Corrected | NutsResult, nuts: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return which elements of each site have no sd, by weighted draws or by those of NUTS."""
+    """Return which elements of each site have no sd, as far as weighted draws can tell."""
+    absent: set[str] = set()
     if isinstance(result, Corrected):
         errors = result.errors
-    else:
-        number = len(next(iter(nuts.values()), ()))
-        errors = ElementErrors.of(nuts, nuts.keys(), np.full(number, 1 / max(number, 1)))
-    absent = {n for n, no in zip(errors.names, errors.infinite[1], strict=True) if no}
+        absent = {n for n, no in zip(errors.names, errors.infinite[1], strict=True) if no}
     found = {}
     for name, draws in nuts.items():
         no_sd = [_label(name, i) in absent for i in np.ndindex(draws.shape[1:])]

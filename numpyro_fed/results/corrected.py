@@ -318,7 +318,11 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
             "num_exchanges": self.num_exchanges,
             "elements": names,
             "keys": str(random.key_impl(self._key)),
-            "rounding": {"dtype": self._rounding.dtype, "nats": self._rounding.nats},
+            "rounding": {
+                "dtype": self._rounding.dtype,
+                "nats": self._rounding.nats,
+                "no_density": self._rounding.no_density,
+            },
         }
         return replace(saved, words={**saved.words, **more}, arrays=arrays)
 

@@ -31,18 +31,21 @@ from numpyro_fed.after.sensitivity import elements
 # 100 corrections of one random model were trusted and wrong (docs/results/never_wrong.md).
 FINITE_TAIL, CONVERGENT_TAIL = 0.5, 0.7
 SHARE_OF_HEAVY = 2 / 3
-# Effective draws beyond the far and the near end of the piece of a tail whose slope is its index.
-FAR_DRAWS, NEAR_DRAWS = 25, 100
+# Effective draws beyond the far and the near end of the piece of a tail whose slope is its index,
+# and beyond the end of the piece before it, which begins in the outermost OF_TAIL of the mass.
+FAR_DRAWS, NEAR_DRAWS, NEAREST_DRAWS, OF_TAIL = 25, 100, 400, 0.02
 # Order of a moment, as a share of the index of a tail, from which on it counts as infinite: the
 # index of a half-Cauchy's posterior, a whole number, is known to a tenth.
 CLOSE = 0.9
-# Mass beyond the far end of the piece, below which the index is that of the tail. Closer by, only
-# a heavy tail of the terms tells a power of ``h`` from a log-normal tail, which bends.
-DEEP = 1e-4
+# Mass beyond the far end, from which on a tail can be told, and how much larger the index of the
+# far piece may be than that of the one before it, if it is that of a power.
+DEEP, STEADY = 1e-4, 1.12
 FAR = 100.0  # log terms so far below the largest are no part of a tail, and are cut off
 # Largest value: draws that overflow on their support count as so large. And the farthest place, in
 # units of the middle half of the draws.
 LARGEST, FARTHEST = 1e300, 1e150
+# Elements of deterministic sites that are looked at: each takes a millisecond for 4,000 draws.
+MOST_FUNCTIONS = 100
 ORDERS = ("mean", "sd")
 
 
@@ -53,7 +56,7 @@ class ElementErrors(NamedTuple):
     ----------
     names : tuple of str
         Such as ``"beta[1]"``. Elements that are constant, as the diagonal of a correlation, have no
-        entry.
+        entry, nor have elements of deterministic sites after the first hundred.
     latent : (m,) bool
         Whether an element is of a latent, and not of a deterministic site.
     error : (3, m)
@@ -61,10 +64,11 @@ class ElementErrors(NamedTuple):
         normal scores. Infinite where they cannot be told.
     shape : (2, m)
         The tails' shapes of the terms of the mean and of the variance.
-    tail_index, depth : (m,)
-        The index of the posterior's heavier tail, infinite for an element that has none, and the
-        mass beyond the place where it was measured. NaN for an element that is no number at some
-        draw.
+    tail_index : (m,)
+        The index of the posterior's heavier tail, infinite for an element that has none. NaN for an
+        element that is no number at some draw.
+    is_power : (m,)
+        Whether that tail was seen far out to fall as a power.
     """
 
     names: tuple[str, ...]
@@ -72,7 +76,7 @@ class ElementErrors(NamedTuple):
     error: np.ndarray
     shape: np.ndarray
     tail_index: np.ndarray
-    depth: np.ndarray
+    is_power: np.ndarray
 
     @classmethod
     def of(
@@ -89,6 +93,7 @@ class ElementErrors(NamedTuple):
         of_latents = {k: v for k, v in draws.items() if k in latents}
         names, values = elements({**of_latents, **draws})
         number = sum(int(np.prod(np.shape(v)[1:])) for v in of_latents.values())
+        names, values = names[: number + MOST_FUNCTIONS], values[:, : number + MOST_FUNCTIONS]
         latent = np.arange(len(names)) < number
         counts = weights > 0
         w, columns, moves = weights[counts], [], []
@@ -101,7 +106,7 @@ class ElementErrors(NamedTuple):
             for i, size in enumerate([3, 2, 2])
         )
         kept = tuple(name for name, m in zip(names, moves, strict=True) if m)
-        return cls(kept, latent[np.array(moves, bool)], error, shape, *tail)
+        return cls(kept, latent[np.array(moves, bool)], error, shape, tail[0], tail[1] > 0)
 
     def known(self, bound: float) -> np.ndarray:
         """Return whether each mean and sd (2, m) is known to a standard error of ``bound`` sds."""
@@ -113,8 +118,7 @@ class ElementErrors(NamedTuple):
     def infinite(self) -> np.ndarray:
         """Return whether each mean and sd (2, m) does not exist, as far as the tail can tell."""
         order = np.array([[1.0], [2.0]])
-        sure = (self.depth <= DEEP) | (self.shape > CONVERGENT_TAIL)
-        return np.asarray((CLOSE * self.tail_index <= order) & sure)
+        return (CLOSE * self.tail_index <= order) & self.is_power
 
     def unknown(self, bound: float) -> np.ndarray:
         """Return whether each mean and sd (2, m) exists, as far as known, and is not known."""
@@ -166,11 +170,11 @@ class ElementErrors(NamedTuple):
 def _column(
     x: np.ndarray, w: np.ndarray, islands: np.ndarray | None
 ) -> tuple[tuple[float, ...], ...]:
-    """Return the errors (3,), the shapes (2,), index and depth of one element's draws (n,)."""
+    """Return the errors (3,), the shapes (2,), index and kind of the tail of one element (n,)."""
     if np.isnan(x).any():
-        return (np.inf,) * 3, (np.inf,) * 2, (np.nan, np.nan)
+        return (np.inf,) * 3, (np.inf,) * 2, (np.nan, False)
     if len(w) < 2:
-        return (np.inf,) * 3, (np.inf,) * 2, (np.inf, 1.0)
+        return (np.inf,) * 3, (np.inf,) * 2, (np.inf, False)
     x = np.clip(x, -LARGEST, LARGEST)
     order = np.argsort(x, kind="stable")
     below = np.cumsum(w[order])
@@ -185,12 +189,12 @@ def _column(
     mean = w @ x
     sd = np.sqrt(w @ (x - mean) ** 2)
     if not sd > 0:
-        return (np.inf, np.inf, score_error), (np.inf, np.inf), (0.0, 0.0)
+        return (np.inf, np.inf, score_error), (np.inf, np.inf), (0.0, True)
     standard = (x - mean) / sd
     with np.errstate(divide="ignore"):
         log_w, log_x = np.log(w), np.log(np.abs(standard))
     shapes = [tail_shape(log_w + power * log_x) for power in (1, 2)]
-    tail = min(_index(side[side > 0], w[side > 0]) for side in (x, -x))
+    tail = min(_tail(side[side > 0], w[side > 0]) for side in (x, -x))
     return (*_errors(standard, w, islands), score_error), tuple(shapes), tail
 
 
@@ -198,8 +202,10 @@ def _errors(standard: np.ndarray, w: np.ndarray, islands: np.ndarray | None) -> 
     """Return the standard errors of mean and sd of standardised draws (n,)."""
     if islands is not None:
         mean, sd = disagreement(standard[islands][..., None], np.ones(1))[:, 0]
-    else:
-        mean, sd = (np.sqrt(w**2 @ f**2) for f in (standard, (standard**2 - 1) / 2))
+        return float(mean), float(sd)
+    with np.errstate(over="ignore", invalid="ignore"):  # of draws that are next to infinite
+        found = [np.sqrt(w**2 @ f**2) for f in (standard, (standard**2 - 1) / 2)]
+    mean, sd = np.nan_to_num(found, nan=np.inf)
     return float(mean), float(sd)
 
 
@@ -244,20 +250,28 @@ def _pareto_shape(x: np.ndarray) -> float:
     return float((n * np.log1p(-best * x).mean() + 5) / (n + 10))
 
 
-def _index(distance: np.ndarray, w: np.ndarray) -> tuple[float, float]:
-    """Return the index of a tail and the mass beyond where it was measured.
+def _tail(distance: np.ndarray, w: np.ndarray) -> tuple[float, bool]:
+    """Return the index of a tail, and whether it is a power that was measured far out.
 
     ``distance`` (n,) is that of draws on one side from the median. The index is the slope of the
-    log of the mass beyond a distance over the log of the distance.
+    log of the mass beyond a distance over the log of the distance. A tail that falls faster than
+    any power, as that of a log-normal distribution, has a larger index farther out.
     """
     order = np.argsort(-distance)
-    distance, w = distance[order], w[order]
+    log_distance, w = np.log(distance[order]), w[order]
     beyond = np.cumsum(w)
     effective = np.maximum.accumulate(beyond**2 / np.maximum(np.cumsum(w**2), 1e-300))
-    far, near = np.searchsorted(effective, [FAR_DRAWS, NEAR_DRAWS])
+    far, near, nearest = np.searchsorted(effective, [FAR_DRAWS, NEAR_DRAWS, NEAREST_DRAWS])
+    nearest = min(nearest, np.searchsorted(beyond, OF_TAIL))
     if near < len(w):  # closer by than draws that are as far as can be
-        near = max(near, np.searchsorted(-distance, -distance[far], side="right"))
+        near = max(near, np.searchsorted(-log_distance, -log_distance[far], side="right"))
     if near >= len(w):
-        return np.inf, 1.0
-    slope = np.log(beyond[near] / beyond[far]) / np.log(distance[far] / distance[near])
-    return float(slope), float(beyond[far])
+        return np.inf, False
+
+    def slope(i: int, j: int) -> float:
+        return float(np.log(beyond[j] / beyond[i]) / (log_distance[i] - log_distance[j]))
+
+    index = slope(far, near)
+    if beyond[far] > DEEP or not nearest > near or not log_distance[near] > log_distance[nearest]:
+        return index, False
+    return index, index <= STEADY * slope(near, nearest)

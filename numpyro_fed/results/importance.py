@@ -347,13 +347,16 @@ class Weighing:
 
         It is not known of silos elsewhere.
         """
-        lost = from_own & (log_joint == -np.inf)
-        share = lost.sum() / from_own.sum()
-        if share <= MAX_WITHOUT_DENSITY:
+        z, fm = np.asarray(z_G, np.float64), self.result._fit.model
+        here = from_own if self.copy is None else from_own & np.asarray(self.copy.holds(z_G))
+        here = here & np.isfinite(z).all(1)
+        lost = here & (log_joint == -np.inf)
+        share = lost.sum() / max(here.sum(), 1)
+        if not fm.dim or not share > MAX_WITHOUT_DENSITY:
             return ""
-        z, fm = np.asarray(z_G), self.result._fit.model
-        away = np.abs(z[lost] - np.median(z[from_own], 0)) / z[from_own].std(0)
-        place = z[lost][np.nanargmin(away.max(1))]
+        low, middle, high = np.quantile(z[here], [0.16, 0.5, 0.84], axis=0)
+        away = np.abs(z[lost] - middle) / np.maximum(high - low, np.finfo(float).tiny)
+        place = z_G[np.flatnonzero(lost)[np.argmin(away.max(1))]]
         silos = enumerate(self.result._silos.data)
         found = first_without_density(fm, self.result.shared.theta, jnp.asarray(place), silos)
         if found is None:
@@ -484,9 +487,10 @@ def correct_from(
         ratio = np.asarray(pool.log_joint - log_mixture)
         log_weights = jnp.asarray(np.where(ratio < np.inf, ratio, -np.inf))
         correction = weighing.correction(key, z, log_weights, pool.log_joint, pool.from_own, pool)
-        if judge:
-            new = slice(0, numbers[0])
-            k_of_new = weights_of(pool.log_joint[new] - log_q[0, new])[0]
+        if judge and correction.pool is not None:
+            # Rough draws have lost their density by then.
+            found = np.asarray(correction.pool.log_joint - log_q[0])[: numbers[0]]
+            k_of_new = weights_of(jnp.asarray(np.where(np.isnan(found), -np.inf, found)))[0]
             correction = replace(correction, pareto_k=max(correction.pareto_k, k_of_new))
         return unless_interrupted(correction, interrupted, num_draws)
 

@@ -71,8 +71,10 @@ class Weighted(ABC, Generic[Corrects]):
         Smoothed weights, which sum to one.
     result : Result
         The fit that was corrected.
+    errors : ElementErrors
+        What the draws know of each element of the globals, as users see them.
     accuracy : float
-        The number of sds to which means and sds are to be right, and the share for sds.
+        The number of sds to which means are to be right, and the share to which sds are.
     """
 
     log_evidence: float | None
@@ -202,7 +204,8 @@ class Weighted(ABC, Generic[Corrects]):
     def fit_trusted(self) -> bool:
         """Whether the fit's own means and sds are right to a tenth of an sd.
 
-        They are those of unconstrained coordinates.
+        They are those of unconstrained coordinates. The correction has to know all moments that
+        exist on the user's scale, besides: where it does not, its own errors look too small.
         """
         shift, error = np.abs(self._moments.shift), self._moments.shift_error
         enough = self.reliable and self.moments_known and len(self.weights) >= MIN_DRAWS
