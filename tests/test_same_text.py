@@ -13,7 +13,7 @@ from numpyro.contrib.control_flow import scan
 
 import numpyro_fed as nf
 from numpyro_fed.model.data import read
-from numpyro_fed.model.fingerprint import check_terms, terms_of
+from numpyro_fed.model.fingerprint import _term, check_terms, terms_of
 from numpyro_fed.model.split import split
 from numpyro_fed.network.memory import InMemory
 
@@ -96,6 +96,21 @@ def test_the_same_text_is_the_same(ours):
 def test_constants_that_another_machine_has_rounded_otherwise_are_the_same(ours):
     rounded = dict(NOISE=3.0 * (1 + 1e-7), WEIGHTS=WEIGHTS * (1 - 1e-7))
     check_terms(ours[False], terms(elsewhere(**rounded)), "silo 2", by_value=False)
+
+
+def test_small_constants_are_compared_in_their_own_size():
+    """A number and an array, as in a unit in which all numbers are small; zeros are the same."""
+
+    def term(scale):
+        return _term("y", "", [np.float64(scale), scale * np.array([1.0, 2.0, 3.0])])
+
+    for size in (0.0, 2e-12):
+        check_terms([term(size)], [term(size * (1 + 1e-7))], "silo 2", by_value=False)
+    for there, here in ((2e-12, 8e-12), (0.0, 8e-12), (8e-12, 0.0)):
+        for part in (slice(0, 1), slice(1, 2)):  # the number, the array
+            own = [one._replace(numbers=one.numbers[part]) for one in (term(there), term(here))]
+            with pytest.raises(nf.ModelError, match="another (constant|array of constants) in 'y'"):
+                check_terms(own[:1], own[1:], "silo 2", by_value=False)
 
 
 # --- between processes -----------------------------------------------------------------------
