@@ -75,6 +75,10 @@ MAX_METHODS = 32
 # Bytes of a message at most, unless the owner says otherwise: larger ones are refused unread.
 MAX_BYTES = 512 << 20
 NOT_ACCEPTED = "this silo has not accepted a plan for this method. Begin again."
+FOLDER_UNUSABLE = (
+    "this silo cannot use its folder, as where another process or object uses it. Its log has the "
+    "rest."
+)
 LOG = logging.getLogger("numpyro_fed.silo")
 
 
@@ -185,8 +189,12 @@ class Silo:
                 reply = self._answer(message, entry)
             except (ModelError, DataError, GuideError) as error:
                 reply = refusal(error)
-            except (MissingExtraError, SavedStateError) as error:
+            except MissingExtraError as error:
                 reply = refusal(ModelError(str(error)))
+            except SavedStateError as error:
+                # Its words have a path of this machine, and often a user's name: they stay here.
+                LOG.warning("a message could not be answered: %s", error)
+                reply = refusal(ModelError(FOLDER_UNUSABLE))
             except Exception as error:
                 # Its words may hold data: they stay here.
                 LOG.exception("a message could not be answered")
