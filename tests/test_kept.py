@@ -155,13 +155,25 @@ def test_a_folder_is_used_by_one_process(held_elsewhere, caplog):
     run(federation(silo(folder)))
 
 
+def test_a_file_that_a_text_does_not_find_is_not_named_to_the_server(caplog):
+    def reads(y):
+        np.loadtxt("/srv/jane/table")
+
+    here = nf.Silo(dict(y=np.arange(9.0)), names={"reads": reads})
+    there = nf.Federation(InMemory([here.answer]), names={"reads": reads})
+    with pytest.raises(nf.ModelError, match="FileNotFoundError at the silo") as refused:
+        nf.PVI(reads).run(KEY, 1, there, progress_bar=False)
+    assert "jane" not in str(refused.value)
+    assert "/srv/jane/table" in caplog.text
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, number):
     def refused(file, operation):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refused)
-    with pytest.raises(SavedStateError, match="file system has no locks.*on a local disk"):
+    with pytest.raises(SavedStateError, match=r"file system has no locks.*on a local disk"):
         Use(tmp_path / "state")
 
 

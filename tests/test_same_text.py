@@ -109,7 +109,8 @@ def test_small_constants_are_compared_in_their_own_size():
     for there, here in ((2e-12, 8e-12), (0.0, 8e-12), (8e-12, 0.0)):
         for part in (slice(0, 1), slice(1, 2)):  # the number, the array
             own = [one._replace(numbers=one.numbers[part]) for one in (term(there), term(here))]
-            with pytest.raises(nf.ModelError, match="another (constant|array of constants) in 'y'"):
+            words = r"another (constant|array of constants) in 'y'"
+            with pytest.raises(nf.ModelError, match=words):
                 check_terms(own[:1], own[1:], "silo 2", by_value=False)
 
 
