@@ -198,3 +198,19 @@ def test_a_client_with_another_constant_is_refused():
     words = r"client 0 .* another constant in '_predictor' where the server's has 2\."
     with pytest.raises(nf.ModelError, match=words):
         accept(elsewhere(predictor, FACTOR=3))
+
+
+def test_a_text_is_split_once_for_a_plan():
+    """For its terms, and for the algorithm that is built: a split runs the text seven times."""
+    runs = 0
+
+    def counted(y):
+        nonlocal runs
+        runs += 1
+        small(y)
+
+    method = nf.PVI(counted, start=None)
+    plan = method.agree([method.describe(dict(y=np.arange(5.0)))])
+    before = runs
+    method.build(plan)
+    assert runs - before == 2
