@@ -14,6 +14,7 @@ import stat
 import struct
 import sys
 import time
+import warnings
 import weakref
 import zipfile
 import zlib
@@ -24,15 +25,15 @@ from typing import IO, Any
 
 import numpy as np
 
-from numpyro_fed.errors import SavedStateError
+from numpyro_fed.errors import FederatedWarning, SavedStateError
 
 if sys.platform != "win32":
     import fcntl
 
 DESCRIPTION = "description.json"  # the member of an npz that describes its arrays
 LOCK = ".lock"  # the file in a folder by which one process has it for itself
-# The modes of what is made, and the bits by which others may do something.
-OWNER_ALONE, OWNER_ALONE_IN_FOLDER, OTHERS = 0o600, 0o700, 0o077
+# The modes of what is made, and the bits by which others, and all users, may do something.
+OWNER_ALONE, OWNER_ALONE_IN_FOLDER, OTHERS, ALL = 0o600, 0o700, 0o077, 0o007
 # Seconds after which a temporary file counts as left behind by a process that was killed. A save
 # takes seconds; with less than its time a slow save of another process would lose its file.
 OLD = 3_600.0
@@ -124,10 +125,15 @@ class _Lock:
         try:
             if sys.platform != "win32":  # which has no such lock
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise SavedStateError(
                 f"the folder {folder} cannot be locked ({error.strerror}): another process uses "
                 "it, a silo or a script that still runs. End that one, or give another folder."
+            ) from error
+        except OSError as error:
+            raise SavedStateError(
+                f"the folder {folder} cannot be locked ({error.strerror}): its file system has no "
+                "locks, so that two processes could use it at once. Give a folder on a local disk."
             ) from error
 
 
@@ -138,14 +144,28 @@ _LOCKS: weakref.WeakValueDictionary[str, _Lock] = weakref.WeakValueDictionary()
 def append_privately(file: str | Path) -> IO[bytes]:
     """Return a stream to the end of a file that only its owner can read, made if it is missing.
 
-    A file that others can read is closed to them.
+    A file that is open to all users is closed to all but its owner. One that is open to a group
+    alone stays so: its owner has chosen that, for auditors.
+
+    Warns
+    -----
+    FederatedWarning
+        If it cannot be closed, as where it belongs to another user.
     """
     made = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, OWNER_ALONE)
     try:
         mode = os.fstat(made).st_mode
         # Not what stands for no file, such as /dev/stderr.
-        if os.name == "posix" and stat.S_ISREG(mode) and mode & OTHERS:
-            os.fchmod(made, OWNER_ALONE)
+        if os.name == "posix" and stat.S_ISREG(mode) and mode & ALL:
+            try:
+                os.fchmod(made, OWNER_ALONE)
+            except PermissionError:
+                warnings.warn(
+                    f"all users of this machine can open {file}, and this process may not close "
+                    "it, since another user owns it. Ask that one to run 'chmod o=' on it.",
+                    category=FederatedWarning,
+                    stacklevel=2,
+                )
         return os.fdopen(made, "ab")
     except BaseException:
         os.close(made)

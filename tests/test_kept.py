@@ -1,6 +1,9 @@
 """What silos and analysts keep: for its owner alone, for one process at a time, and for good."""
 
+import errno
+import fcntl
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -13,7 +16,7 @@ import numpy as np
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.errors import SavedStateError
+from numpyro_fed.errors import FederatedWarning, SavedStateError
 from numpyro_fed.files import LOCK, Use, append_privately, write_npz
 from numpyro_fed.network.cli import main
 from numpyro_fed.network.memory import InMemory
@@ -82,8 +85,24 @@ def test_a_log_that_others_can_read_is_closed_to_them(tmp_path):
         file.write(b"after\n")
     assert (tmp_path / "log").read_text() == "before\nafter\n"
     assert open_to_others(tmp_path) == []
+    (tmp_path / "log").chmod(0o640)  # for auditors
+    append_privately(tmp_path / "log").close()
+    assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o640
     with append_privately(os.devnull) as file:
         file.write(b"nowhere")
+
+
+def test_a_log_of_another_user_is_written_with_a_warning(tmp_path, monkeypatch):
+    def refused(file, mode):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    (tmp_path / "log").touch()
+    (tmp_path / "log").chmod(0o646)
+    monkeypatch.setattr(os, "fchmod", refused)
+    here = silo(audit=str(tmp_path / "log"))
+    with pytest.warns(FederatedWarning, match=r"all users .* can open .*log, .*chmod o="):
+        run(federation(here))
+    assert (tmp_path / "log").read_text().count("\n") > 2
 
 
 def test_a_file_is_never_open_to_others(tmp_path, open_umask, monkeypatch):
@@ -121,16 +140,41 @@ def held_elsewhere(tmp_path):
     process.wait()
 
 
-def test_a_folder_is_used_by_one_process(held_elsewhere):
+def test_a_folder_is_used_by_one_process(held_elsewhere, caplog):
+    """The server hears it without the folder's path, which tells of the machine."""
     folder, process = held_elsewhere
-    with pytest.raises(nf.RefusedError, match=r"cannot be locked .*another process uses it"):
+    with pytest.raises(nf.RefusedError, match="this silo cannot use its folder") as refused:
         run(federation(silo(folder)))
+    assert str(folder.parent) not in str(refused.value)
+    assert re.search(rf"{folder} cannot be locked .*another process uses it", caplog.text)
     with pytest.raises(SavedStateError, match="another process uses it"):
         federation(silo(), state=folder)
     process.kill()
     process.wait()
     assert (folder / LOCK).exists()  # left behind, and no lock
     run(federation(silo(folder)))
+
+
+def test_a_file_that_a_text_does_not_find_is_not_named_to_the_server(caplog):
+    def reads(y):
+        np.loadtxt("/srv/jane/table")
+
+    here = nf.Silo(dict(y=np.arange(9.0)), names={"reads": reads})
+    there = nf.Federation(InMemory([here.answer]), names={"reads": reads})
+    with pytest.raises(nf.ModelError, match="FileNotFoundError at the silo") as refused:
+        nf.PVI(reads).run(KEY, 1, there, progress_bar=False)
+    assert "jane" not in str(refused.value)
+    assert "/srv/jane/table" in caplog.text
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, number):
+    def refused(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with pytest.raises(SavedStateError, match=r"file system has no locks.*on a local disk"):
+        Use(tmp_path / "state")
 
 
 def test_the_command_refuses_a_folder_that_another_process_uses(
@@ -154,10 +198,12 @@ def test_a_new_silo_takes_the_folder_over_with_all_that_was_spent(tmp_path):
     first = silo(tmp_path / "state", max_places=2)
     then = silo(tmp_path / "state", max_places=2)  # before the first one has counted
     run(federation(first))
-    run(federation(then))
-    assert then._ledger.left["places"] == 0
-    with pytest.raises(nf.RefusedError, match="used by another object"):
-        run(federation(first))
+    assert nf.moments(federation(then), ["y"]).mean["y"] == 4
+    assert then._ledger.left["places"] == 1
+    with pytest.raises(SavedStateError, match="used by another object"):
+        first.hold()
+    with pytest.raises(nf.RefusedError, match="this silo cannot use its folder"):
+        nf.moments(federation(first), ["y"])
 
 
 def test_a_copy_of_the_process_does_not_answer(tmp_path, monkeypatch):

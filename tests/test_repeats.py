@@ -12,7 +12,9 @@ from scipy.special import i0e
 import numpyro_fed as nf
 from numpyro_fed.algorithms.curvature_check import _Repeats
 from numpyro_fed.algorithms.mode import Expansion, Search
+from numpyro_fed.algorithms.tempered import Places, Swarm
 from numpyro_fed.results.mode import OneCopy
+from numpyro_fed.results.particles import particles_of
 
 KEY = jax.random.key(0)
 TURN = 2 * np.pi
@@ -100,6 +102,31 @@ def exact_direction(y):
     values = np.array([v * np.ones(w.shape) for v in (np.cos(angle), np.sin(angle), k)])
     means = (w * values).sum((1, 2))
     return means, np.sqrt((w * (values - means[:, None, None]) ** 2).sum((1, 2)))
+
+
+@pytest.mark.slow
+def test_particles_remember_where_they_were_in_one_copy():
+    """Angles that stand still but for a turn have all their memory, whatever moves beside them."""
+    y = np.random.default_rng(2).vonmises(3.0, 2.0, 60)
+    fit = nf.SFVI(direction).run(KEY, 0, [dict(y=y[:20]), dict(y=y[20:])], progress_bar=False)
+    copy = fit.start.copy
+    angle, here = np.argmin(copy.periods), fit.draw_globals(KEY, 400)[0]
+    r, turned = np.random.default_rng(0), np.asarray(here).copy()
+    turned[:, 1 - angle] = r.permutation(turned[:, 1 - angle])
+    turned[:, angle] += TURN * r.integers(-9, 9, 400)
+    log_p = jnp.zeros(400)
+    swarm = Swarm(**dict.fromkeys(Swarm._fields))._replace(
+        here=Places(**dict.fromkeys(Places._fields))._replace(z=here, log_p=log_p),
+        kept=here[None],
+        kept_log_p=log_p[None],
+        num_kept=jnp.array(1),
+        arrived=turned,
+        log_evidence=jnp.zeros(4),
+        b=jnp.array(1.0),
+        exchanges=jnp.array(1),
+    )
+    found = particles_of(KEY, fit, swarm, "fit", near=True, accuracy=0.2)
+    np.testing.assert_allclose(found.memory, 1.0, atol=1e-3)
 
 
 @pytest.mark.slow

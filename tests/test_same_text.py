@@ -12,8 +12,9 @@ import pytest
 from numpyro.contrib.control_flow import scan
 
 import numpyro_fed as nf
+from numpyro_fed.methods.elsewhere import fit_over
 from numpyro_fed.model.data import read
-from numpyro_fed.model.fingerprint import check_terms, terms_of
+from numpyro_fed.model.fingerprint import _term, check_terms, terms_of
 from numpyro_fed.model.split import split
 from numpyro_fed.network.memory import InMemory
 
@@ -98,6 +99,22 @@ def test_constants_that_another_machine_has_rounded_otherwise_are_the_same(ours)
     check_terms(ours[False], terms(elsewhere(**rounded)), "silo 2", by_value=False)
 
 
+def test_small_constants_are_compared_in_their_own_size():
+    """A number and an array, as in a unit in which all numbers are small; zeros are the same."""
+
+    def term(scale):
+        return _term("y", "", [np.float64(scale), scale * np.array([1.0, 2.0, 3.0])])
+
+    for size in (0.0, 2e-12):
+        check_terms([term(size)], [term(size * (1 + 1e-7))], "silo 2", by_value=False)
+    for there, here in ((2e-12, 8e-12), (0.0, 8e-12), (8e-12, 0.0)):
+        for part in (slice(0, 1), slice(1, 2)):  # the number, the array
+            own = [one._replace(numbers=one.numbers[part]) for one in (term(there), term(here))]
+            words = r"another (constant|array of constants) in 'y'"
+            with pytest.raises(nf.ModelError, match=words):
+                check_terms(own[:1], own[1:], "silo 2", by_value=False)
+
+
 # --- between processes -----------------------------------------------------------------------
 
 
@@ -134,10 +151,11 @@ def run(there, model=small):
 
 
 def test_a_silo_of_a_federation_with_another_constant_is_refused():
-    assert run(federation(small, elsewhere(small))) > 0
+    method = nf.PVI(small, start=None)
+    fit_over(method, federation(small, elsewhere(small)))
     words = r"silo 1 refuses .* another constant in 'y' where the server's has 3\."
     with pytest.raises(nf.RefusedError, match=words):
-        run(federation(small, elsewhere(small, NOISE=2.0)))
+        fit_over(method, federation(small, elsewhere(small, NOISE=2.0)))
 
 
 def test_parties_with_other_versions_of_jax_compare_values():
@@ -182,3 +200,19 @@ def test_a_client_with_another_constant_is_refused():
     words = r"client 0 .* another constant in '_predictor' where the server's has 2\."
     with pytest.raises(nf.ModelError, match=words):
         accept(elsewhere(predictor, FACTOR=3))
+
+
+def test_a_text_is_split_once_for_a_plan():
+    """For its terms, and for the algorithm that is built: a split runs the text seven times."""
+    runs = 0
+
+    def counted(y):
+        nonlocal runs
+        runs += 1
+        small(y)
+
+    method = nf.PVI(counted, start=None)
+    plan = method.agree([method.describe(dict(y=np.arange(5.0)))])
+    before = runs
+    method.build(plan)
+    assert runs - before == 2

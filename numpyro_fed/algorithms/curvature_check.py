@@ -37,7 +37,8 @@ from numpyro_fed.model.log_density import FederatedModel
 CHECK_DISTANCES = (30.0, 3.0, 1.0)
 # A density that repeats is the same after one period and two, up to this share of it in units of
 # eps, and differs after a PART of one by TELLS times as much. It is tried ASIDE sds off the mode,
-# where it has a slope. The part is none of a half or a third: shorter periods are no sameness.
+# where it has a slope. A PART of a half or a third would miss a density that repeats
+# two or three times in a period: it is the same there, too.
 SAME, TELLS, ASIDE, PART = 1e4, 10.0, 0.5, 0.382
 
 

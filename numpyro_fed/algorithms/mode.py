@@ -191,8 +191,8 @@ class SiloState(NamedTuple):
     """A silo's state: modes of its locals, its last reply, for each start, and private parameters.
 
     The modes are the start of the next search for them. The private parameters stay as they are.
-    ``top`` (num_starts,) is the log likelihood at the silo's own mode, or the least number where it
-    came to none.
+    ``top`` (num_starts,) is the log likelihood at the silo's own mode. Where its climb has ended
+    at no mode, it is the lowest number of the dtype (``jnp.finfo(dtype).min``).
     """
 
     z_L: Rows

@@ -208,7 +208,7 @@ def begin(
         raise _not_found_error(fm, batches, exchanges, 1, unusable)
     raise NoStartError(
         "no mode to start from was found where log density, gradient and Hessian are finite"
-        f"{_at_silos(unusable)}. {_reason(fm, batches)}"
+        f"{_at_silos(unusable)}. {_reason_or_raise(fm, batches)}"
     )
 
 
@@ -322,8 +322,8 @@ def _at_silos(silos: tuple[int, ...]) -> str:
     return f" (those of silo {', '.join(map(str, silos))} were not)" if silos else ""
 
 
-def _reason(fm: FederatedModel, batches: Batches) -> str:
-    """Return in words what is not finite near zero, as far as the silos are here, or a remedy.
+def _reason_or_raise(fm: FederatedModel, batches: Batches) -> str:
+    """Return in words which density is not finite near zero, or what to try if none is known.
 
     Raises
     ------
@@ -352,7 +352,7 @@ def _not_found_error(
     return NonFiniteError(
         "no place was found at which the log density, its gradient and its Hessian are finite"
         f"{_at_silos(silos)}, from {starts} starts in {exchanges} exchanges. More starts "
-        f"(starts=8) may find one. {_reason(fm, batches)}.",
+        f"(starts=8) may find one. {_reason_or_raise(fm, batches)}.",
         result=None,
         round=exchanges,
         silos=silos,

@@ -19,7 +19,7 @@ from numpyro_fed.model.scaling import Numbers, Scaling, columns_apart, moments_o
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import LEVELS, MOMENTS, read, write
 
-NAMES, COLUMNS = "names", "columns"  # texts in the head of a reply
+NAMES, COLUMNS, REST = "names", "columns", "other"  # texts in the head of a reply
 
 
 def levels(
@@ -85,9 +85,9 @@ def levels(
     if isinstance(columns, str):
         raise DataError(f"columns must be a list of names, got the string '{columns}'.")
     last = OTHER if other is None else other
-    settings = json.dumps({COLUMNS: list(columns), "min_count": min_count, "other": last})
+    settings = json.dumps({COLUMNS: list(columns), "min_count": min_count, REST: last})
     replies = silos.ask_of_data(LEVELS, settings)
-    parts = [_read_names(j, reply, columns) for j, reply in enumerate(replies)]
+    parts = [_read_names(j, reply, columns, last) for j, reply in enumerate(replies)]
     return Levels.union(*parts, min_count=min_count, other=other)
 
 
@@ -169,7 +169,7 @@ def _listed(silos: Sequence[Any]) -> Sequence[Any]:
 def names_reply(silo: Any, columns: Sequence[str], min_count: int, other: str) -> bytes:
     """Return a silo's reply to the question for the names of its levels."""
     names = level_names(silo, columns, min_count, other)
-    return write({}, {NAMES: json.dumps(names, sort_keys=True)})
+    return write({}, {NAMES: json.dumps(names, sort_keys=True), REST: other})
 
 
 def moments_reply(silo: Any, arguments: Sequence[str] | None) -> bytes:
@@ -180,16 +180,20 @@ def moments_reply(silo: Any, arguments: Sequence[str] | None) -> bytes:
     return write(arrays, {COLUMNS: json.dumps(part.columns, sort_keys=True)})
 
 
-def _read_names(silo: int, reply: bytes, columns: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def _read_names(
+    silo: int, reply: bytes, columns: Sequence[str], other: str
+) -> dict[str, tuple[str, ...]]:
     """Return the names of levels in a silo's reply, once they are those of the columns."""
     try:
-        found = json.loads(read(reply).head[NAMES])
+        head = read(reply).head
+        found = json.loads(head[NAMES])
         names = {c: tuple(found[c]) for c in columns}
         texts = [name for column in found.values() for name in column]
         listed = all(isinstance(column, list) for column in found.values())
         if not listed or not all(isinstance(name, str) for name in texts):
             raise ValueError
-        if set(found) != set(columns):
+        # A silo of an earlier version does not say that it leaves rarer levels unnamed.
+        if set(found) != set(columns) or head[REST] != other:
             raise ValueError
     # Whatever another party may have written there.
     except (AttributeError, DataError, LookupError, TypeError, ValueError) as error:

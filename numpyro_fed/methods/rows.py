@@ -388,8 +388,12 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             Naming the silo that does not fit together with the others.
         """
         plan = self._agree_checked(facts)
+        is_new = self._split_key(plan) not in self._split_texts
         fm = self._split(plan)
-        return with_terms(self._resolve_plan(fm, plan), fm, facts)
+        agreed = with_terms(self._resolve_plan(fm, plan), fm, facts)
+        if is_new:  # for build; an older one may be of a text whose variables have changed since
+            self._split_texts[self._split_key(agreed)] = fm
+        return agreed
 
     def read_plan(self, text: str) -> Plan:
         """Return a plan from JSON."""
@@ -424,12 +428,16 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
 
     def _split(self, plan: Plan) -> FederatedModel:
         """Return the model, split for the shapes of a plan; it is split once for each."""
-        # The precision is a part of the key: constants of a traced model have the dtype of their
-        # trace. So are the terms, which a variable that the text reads has changed since.
-        key = str(jnp.result_type(float)), plan.facts, plan.terms
+        key = self._split_key(plan)
         if key not in self._split_texts:
             self._split_texts[key] = split(self._text(), [plan.template()])
         return self._split_texts[key]
+
+    @staticmethod
+    def _split_key(plan: Plan) -> Hashable:
+        # The precision is a part of the key: constants of a traced model have the dtype of their
+        # trace. So are the terms, which a variable that the text reads has changed since.
+        return str(jnp.result_type(float)), plan.facts, plan.terms
 
     def round_of(self, built: Built, asked: ExchangeId) -> tuple[Round, AnyAlgorithm]:
         """Return the round that declares an exchange, and the algorithm whose states it has.

@@ -250,8 +250,9 @@ def _difference(there: Term, here: Term, by_value: bool) -> str:
             if not np.allclose(one, other, rtol=VALUES_ALIKE, atol=VALUES_ALIKE):
                 return f"has other values of '{site}' at made-up data"
             continue
-        # Projections are as large as the root mean square, or closer to zero by chance.
-        size = max(max(map(abs, one)), 1e-6)
+        # Projections are as large as the root mean square, or closer to zero by chance. No least
+        # size: a constant may be small in its unit, and two zeros are the same.
+        size = max(map(abs, (*one, *other)))
         if np.allclose(one, other, rtol=0, atol=CONSTANTS_ALIKE * size):
             continue
         if len(one) > 1:

@@ -75,6 +75,10 @@ MAX_METHODS = 32
 # Bytes of a message at most, unless the owner says otherwise: larger ones are refused unread.
 MAX_BYTES = 512 << 20
 NOT_ACCEPTED = "this silo has not accepted a plan for this method. Begin again."
+FOLDER_UNUSABLE = (
+    "this silo cannot use its folder, as where another process or object uses it. Its log has the "
+    "rest."
+)
 LOG = logging.getLogger("numpyro_fed.silo")
 
 
@@ -183,15 +187,8 @@ class Silo:
             try:
                 self.hold()
                 reply = self._answer(message, entry)
-            except (ModelError, DataError, GuideError) as error:
-                reply = refusal(error)
-            except (MissingExtraError, SavedStateError) as error:
-                reply = refusal(ModelError(str(error)))
             except Exception as error:
-                # Its words may hold data: they stay here.
-                LOG.exception("a message could not be answered")
-                words = f"{type(error).__name__} at the silo, whose log has the rest."
-                reply = refusal(ModelError(words))
+                reply = _refusal(error)
             return self._logged(entry, message, reply)
 
     def predict(
@@ -522,6 +519,23 @@ class _Agreement:
         if self.node is None or not self.plan:
             raise ModelError(NOT_ACCEPTED)
         return self.node
+
+
+def _refusal(error: Exception) -> bytes:
+    """Return the reply that refuses, in words that tell nothing of this machine."""
+    if isinstance(error, MissingExtraError):
+        return refusal(ModelError(str(error)))
+    cause: BaseException | None = error
+    while not (cause is None or isinstance(cause, OSError)):
+        cause = cause.__cause__
+    if cause is None and isinstance(error, ModelError | DataError | GuideError):
+        return refusal(error)
+    # What other errors say may hold data, or a path and in it a user's name: it stays here.
+    LOG.error("a message could not be answered", exc_info=error)
+    if isinstance(error, SavedStateError):
+        return refusal(ModelError(FOLDER_UNUSABLE))
+    words = f"{type(cause or error).__name__} at the silo, whose log has the rest."
+    return refusal(ModelError(words))
 
 
 def evaluations(question: Question, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:

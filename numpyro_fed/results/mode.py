@@ -50,7 +50,7 @@ class OneCopy(NamedTuple):
         return (2 * jnp.abs(z_G - self.centre) <= self.periods).all(-1)
 
     def copy_of(self, z_G: np.ndarray) -> np.ndarray:
-        """Return the copies in it of places (..., dim)."""
+        """Return places (..., dim) after the shifts by whole periods that bring them into it."""
         period = np.where(np.isfinite(self.periods), self.periods, 0.0)
         turns = np.round((z_G - self.centre) / self.periods)
         return z_G - turns * period

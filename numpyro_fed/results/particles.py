@@ -245,8 +245,10 @@ def particles_of(
     kept, log_p = kept[num_kept // 2 :], log_p[num_kept // 2 :]
     if not num_kept:
         kept, log_p = np.asarray(swarm.here.z)[None], np.asarray(swarm.here.log_p)[None]
-    if isinstance(fit.start, Mode) and fit.start.copy is not None:
-        kept = fit.start.copy.copy_of(kept)  # they pass from one copy of a mode to the next
+    arrived = np.asarray(swarm.arrived)
+    if isinstance(fit.start, Mode) and (copy := fit.start.copy) is not None:
+        # They pass from one copy of a mode to the next.
+        kept, arrived = copy.copy_of(kept), copy.copy_of(arrived)
     z, log_p = kept.reshape(-1, dim), log_p.ravel()
     integration, coarse, sent = integration_of(fit, None), 0.0, 0
     if num_kept and integration.nodes:
@@ -286,7 +288,7 @@ def particles_of(
         near=near,
         reached=float(swarm.b),
         num_kept=num_kept,
-        memory=memory_of(np.asarray(swarm.arrived), kept[0]) if num_kept else 1.0,
+        memory=memory_of(arrived, kept[0]) if num_kept else 1.0,
         coarse=coarse,
         evidence_error=float(of_islands.std(ddof=1)) / math.sqrt(NUM_ISLANDS),
         _track=track,
