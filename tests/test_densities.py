@@ -293,6 +293,9 @@ def test_elsewhere_the_derivatives_are_numpyros():
         return first(0.0), jax.jacfwd(first)(0.0)
 
     for mine, theirs in zip(derivatives(accurate), derivatives(lambda fn: fn), strict=True):
+        assert np.isfinite(mine).all()
+        # NumPyro has no second derivative of a normal truncated below.
+        theirs = np.where(np.isnan(theirs), mine, theirs)
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-8)
 
 
