@@ -33,11 +33,12 @@ import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
-from jax.scipy.linalg import solve_triangular
 from jax.scipy.special import gammaln, log_ndtr
 from jax.typing import ArrayLike
 from numpyro.distributions import Distribution
 from numpyro.distributions.util import clamp_probs, tri_logabsdet, validate_sample
+
+from numpyro_fed.linalg import solve
 
 LARGE = 10.0  # from here on the series of the logarithm of the gamma function is exact
 # Its coefficients: Bernoulli numbers B_2n / (2 n (2 n - 1)), for the powers 1, 3, 5 ... of 1 / x.
@@ -197,8 +198,8 @@ def _student_t(d: Any, value: ArrayLike) -> Array:
 def _multivariate_student_t(d: Any, value: ArrayLike) -> Array:
     n, df = d.scale_tril.shape[-1], jnp.asarray(d.df, jnp.result_type(d.df, float))
     at_centre = -tri_logabsdet(d.scale_tril) - 0.5 * n * math.log(2 * math.pi)
-    solve = jnp.vectorize(partial(solve_triangular, lower=True), signature="(n,n),(n)->(n)")
-    squared = (solve(d.scale_tril, value - d.loc) ** 2).sum(-1)
+    away = jnp.asarray(value - d.loc)[..., None]
+    squared = (solve(d.scale_tril, away) ** 2).sum((-2, -1))
     ratio = log_rising(0.5 * df, 0.5 * n) - 0.5 * n * jnp.log(0.5 * df)
     return at_centre + ratio - 0.5 * (df + n) * jnp.log1p(squared / df)
 
