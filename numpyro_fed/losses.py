@@ -26,6 +26,7 @@ from numpyro.distributions import Distribution
 from numpyro.distributions.util import sum_rightmost
 
 from numpyro_fed.errors import ModelError, is_number
+from numpyro_fed.model.densities import accurate
 
 __all__ = ["beta_loss", "gamma_loss", "generalised_cross_entropy", "log_loss"]
 
@@ -54,7 +55,7 @@ class _LogLoss:
     """Minus the log density, whose posterior is the ordinary one."""
 
     def __call__(self, distribution: Distribution, value: ArrayLike) -> Array:
-        return -jnp.asarray(distribution.log_prob(value))
+        return -jnp.asarray(accurate(distribution).log_prob(value))
 
     def __repr__(self) -> str:
         return "log_loss"
@@ -116,7 +117,7 @@ class beta_loss:
     def __call__(self, distribution: Distribution, value: ArrayLike) -> Array:
         power = self.beta - 1
         log_integral = log_power_integral(distribution, self.beta)
-        log_p = distribution.log_prob(value)
+        log_p = accurate(distribution).log_prob(value)
         return -jnp.expm1(power * log_p) / power + jnp.expm1(log_integral) / self.beta
 
 
@@ -163,7 +164,7 @@ class gamma_loss:
     def __call__(self, distribution: Distribution, value: ArrayLike) -> Array:
         power = self.gamma - 1
         log_integral = log_power_integral(distribution, self.gamma)
-        log_p = distribution.log_prob(value)
+        log_p = accurate(distribution).log_prob(value)
         return -jnp.expm1(power * (log_p - log_integral / self.gamma)) * self.gamma / power
 
 
@@ -216,7 +217,10 @@ class generalised_cross_entropy:
                 f"generalised_cross_entropy is for discrete distributions, got "
                 f"{_name(distribution)}. Use beta_loss or gamma_loss."
             )
-        return -jnp.expm1(self.delta * jnp.asarray(distribution.log_prob(value))) / self.delta
+        return (
+            -jnp.expm1(self.delta * jnp.asarray(accurate(distribution).log_prob(value)))
+            / self.delta
+        )
 
 
 def log_power_integral(distribution: Distribution, power: float) -> Array:
@@ -315,7 +319,7 @@ def _binomial_sum(
     last = jnp.maximum(n - terms + 1, 0)
     first = jnp.clip(jnp.floor(mean).astype(n.dtype) - terms // 2, 0, last)
     k = first + jnp.arange(terms, dtype=n.dtype).reshape(-1, *(1 for _ in d.batch_shape))
-    log_p = d.log_prob(jnp.minimum(k, n))
+    log_p = accurate(d).log_prob(jnp.minimum(k, n))
     return logsumexp(jnp.where(k <= n, power * log_p, -jnp.inf), axis=0)
 
 

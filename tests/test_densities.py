@@ -1,6 +1,7 @@
 """Log densities are exact where NumPyro's are made of rounding, and never NaN or infinite above."""
 
 import warnings
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from numpyro.distributions import biject_to, transforms
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.importance.proposals import prior_spread
+from numpyro_fed.losses import beta_loss, gamma_loss, generalised_cross_entropy, log_loss
 from numpyro_fed.model.data import read
 from numpyro_fed.model.densities import accurate, log_prob, log_rising, no_more_than_finite
 from numpyro_fed.model.not_finite import NotFinite, first_not_finite, first_without_density
@@ -223,40 +225,122 @@ def test_a_large_dispersion_has_its_limit(log_size):
         np.testing.assert_allclose(at(fn, y), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_elsewhere_the_numbers_are_numpyros():
-    size, mean = jnp.exp(jnp.linspace(-3.0, 3.0, 5)), jnp.array([0.2, 0.9, 2.0, 4.0, 30.0])
-    shares, eye = jnp.array([0.3, 0.7]), jnp.eye(2)
+def ordinary(log_size, log_mean):
+    """Distributions and values where the numbers of NumPyro are good."""
+    size = jnp.exp(jnp.linspace(-3.0, 3.0, 5) + log_size)
+    mean = jnp.array([0.2, 0.9, 2.0, 4.0, 30.0]) * jnp.exp(log_mean)
+    tril, p = jnp.array([[1.0, 0.0], [0.5, 2.0]]), jax.nn.sigmoid(log_mean - 1.0)
+    shares, share = jnp.stack([p, 1 - p]), jnp.array([0.1, 0.3, 0.5, 0.7, 0.99])
+    of_three = jnp.array([[0.1, 0.2, 0.7], [0.3, 0.3, 0.4], [0.8, 0.1, 0.1]])
     negative = dist.NegativeBinomial2(mean, size)
-    found = [
+    return [
         (negative, Y),
         (negative.to_event(1), Y),
         (negative.mask(jnp.arange(5) < 3), Y),
-        (dist.NegativeBinomial2(2.0, 1.5).expand([5]), Y),
+        (dist.NegativeBinomial2(mean[0], size[3]).expand([5]), Y),
         (dist.ZeroInflatedNegativeBinomial2(mean, size, gate=0.3), Y),
-        (dist.MixtureSameFamily(dist.Categorical(probs=shares), dist.Poisson(TWO + 1.0)), Y),
-        (dist.NegativeBinomialProbs(size, 0.3), Y),
-        (dist.NegativeBinomialLogits(size, 0.3), Y),
+        (dist.MixtureSameFamily(dist.Categorical(probs=shares), dist.Poisson(TWO + mean[1])), Y),
+        (dist.NegativeBinomialProbs(size, p), Y),
+        (dist.NegativeBinomialLogits(size, log_mean), Y),
         (dist.BetaBinomial(size, mean, 10), Y),
         (dist.BetaNegativeBinomial(size, mean, 3.0), Y),
         (dist.DirichletMultinomial(size[:, None] * shares, 10), TWO),
+        (dist.Beta(size, mean), share),
+        (dist.Beta(40 * size, 30 * mean), share),
+        (dist.BetaProportion(p, 20 * size), share),
+        (dist.Gamma(size, mean), mean[::-1]),
+        (dist.Gamma(20 * size, 20 * size / mean), Y + 0.5),
+        (dist.Chi2(size), mean),
+        (dist.InverseGamma(size, mean), mean[::-1]),
+        (dist.InverseGamma(20 * size, 20 * size * mean), Y + 0.5),
+        (dist.Dirichlet(size[:3]), of_three),
+        (dist.Dirichlet(10 * size[:, None, None] * of_three), of_three[::-1]),
+        (dist.Dirichlet(5 * size[::2]), jax.nn.softmax(jnp.stack([log_mean, log_size, 0.3]))),
         (dist.StudentT(size, mean, 2.0), Y),
-        (dist.MultivariateStudentT(size, jnp.ones(2), scale_tril=2 * eye), TWO),
+        (dist.MultivariateStudentT(size, mean[:2], scale_tril=size[3] * tril), TWO),
         (dist.Poisson(mean), Y),
         (dist.Multinomial(10, probs=shares), TWO),
+        (dist.Bernoulli(probs=p), np.array([0, 1, 0, 1, 1])),
+        (dist.Binomial(10, probs=p), Y),
+        (dist.Geometric(probs=p), Y),
         (dist.OrderedLogistic(mean, jnp.array([0.3, 0.5, 2.0])), np.array([0, 3, 1, 2, 3])),
         (dist.OrderedLogistic(mean, jnp.array([0.3])), np.array([0, 1, 1, 0, 1])),
         (dist.TruncatedNormal(mean - 2, size, low=0.0), Y),
         (dist.TruncatedNormal(mean, size, high=8.0), Y),
         (dist.TruncatedNormal(mean, size, low=0.0, high=8.0), Y),
     ]
-    for fn, y in found:
+
+
+def test_elsewhere_the_numbers_are_numpyros():
+    for fn, y in ordinary(0.0, 0.0):
         mine, theirs = accurate(fn).log_prob(y), fn.log_prob(y)
         assert accurate(fn) is not fn
         assert mine.shape == theirs.shape
-        np.testing.assert_allclose(
-            mine, theirs, rtol=1e-5, atol=1e-12
-        )  # NumPyro's betaln has five digits
-    assert accurate(normal := dist.Normal(mean, size).to_event(1)) is normal
+        # NumPyro's betaln has five digits.
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-12, err_msg=repr(fn))
+    assert accurate(normal := dist.Normal(Y, 1.0).to_event(1)) is normal
+
+
+@pytest.mark.slow
+def test_elsewhere_the_derivatives_are_numpyros():
+    def sums(t, change):
+        rows = [change(fn).log_prob(y) for fn, y in ordinary(t, 0.7 * t)]
+        return jnp.stack([r.ravel() @ jnp.linspace(1.0, 2.0, r.size) for r in rows])
+
+    @partial(jax.jit, static_argnums=0)
+    def derivatives(change):
+        first = jax.jacfwd(partial(sums, change=change))
+        return first(0.0), jax.jacfwd(first)(0.0)
+
+    for mine, theirs in zip(derivatives(accurate), derivatives(lambda fn: fn), strict=True):
+        assert np.isfinite(mine).all()
+        # NumPyro has no second derivative of a normal truncated below.
+        theirs = np.where(np.isnan(theirs), mine, theirs)
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-8)
+
+
+def test_a_finite_number_of_numpyros_at_an_edge_stays_finite():
+    """A negative binomial whose mean is zero by design was impossible, and so was the model."""
+    some, edge = jnp.array([0.0, 1.0, 2.0]), jnp.array([0.0, 1.0, 0.5])
+    y = np.array([0, 1, 3])
+    found = [
+        (dist.NegativeBinomial2(some, 2.0), y),
+        (dist.ZeroInflatedNegativeBinomial2(some, 2.0, gate=0.3), y),
+        (dist.NegativeBinomialProbs(2.0, 0.25 * some), y),
+        (dist.NegativeBinomialProbs(2.0, 0.0), 0),
+        (dist.NegativeBinomialLogits(2.0, jnp.log(some), validate_args=False), y),
+        (dist.GammaPoisson(2.0, jnp.inf), 0),
+        (dist.Poisson(some), y),
+        (dist.Binomial(3, probs=edge), np.array([0, 3, 1])),
+        (dist.Binomial(3, probs=edge), np.array([1, 1, 1])),
+        (dist.Bernoulli(probs=edge), np.array([0, 1, 1])),
+        (dist.Bernoulli(probs=edge), np.array([1, 0, 1])),
+        (dist.Geometric(probs=jnp.array([0.0, 0.5])), np.array([1, 2])),
+        (dist.Multinomial(3, probs=jnp.array([0.0, 0.5, 0.5])), np.array([0, 1, 2])),
+        (dist.Beta(1.0, 2.0), edge),
+        (dist.Beta(2.0, 1.0), edge),
+    ]
+    for fn, value in found:
+        mine, theirs = accurate(fn).log_prob(value), fn.log_prob(value)
+        is_finite = np.isfinite(theirs)
+        assert is_finite.any(), fn
+        mine, theirs = (np.where(is_finite, v, 0.0) for v in (mine, theirs))
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-12)
+    assert accurate(dist.Geometric(probs=1.0)).log_prob(0) == 0
+
+
+def test_a_multivariate_student_density_has_its_derivatives_at_its_centre():
+    """They were half, since the squared distance was bounded below by the zero that it had."""
+    root = jnp.array([[2.0, 0.0], [0.5, 1.0]])
+    fn = dist.MultivariateStudentT(4.0, jnp.ones(2), scale_tril=root)
+    near = jnp.ones(2) + jnp.array([1e-9, -2e-9])
+    for y in (jnp.ones(2), near):
+        for derivative in (jax.grad, jax.hessian):
+            mine = derivative(accurate(fn).log_prob)(y)
+            np.testing.assert_allclose(mine, derivative(fn.log_prob)(y), rtol=1e-10, atol=1e-12)
+    many = dist.MultivariateStudentT(4.0, jnp.ones((3, 1, 2)), scale_tril=jnp.stack([root] * 2))
+    y = jnp.arange(48.0).reshape(4, 3, 2, 2)
+    np.testing.assert_allclose(accurate(many).log_prob(y), many.log_prob(y))
 
 
 def test_a_probability_of_zero_by_design_has_its_gradient():
@@ -270,8 +354,27 @@ def test_a_probability_of_zero_by_design_has_its_gradient():
         p = jnp.stack([jax.nn.sigmoid(b), 0.0 * b, jax.nn.sigmoid(-b)])
         return at(dist.Multinomial(3, probs=p), jnp.array([3, 0, 0]))
 
-    np.testing.assert_allclose(jax.grad(poisson)(0.3), 2 - np.exp(0.3))
-    np.testing.assert_allclose(jax.grad(multinomial)(0.3), 3 / (1 + np.exp(0.3)))
+    def binomial(b):
+        return at(dist.Binomial(3, probs=at_risk * jax.nn.sigmoid(b)), jnp.array([2, 0])).sum()
+
+    def bernoulli(b):
+        return at(dist.Bernoulli(probs=at_risk * jax.nn.sigmoid(b)), jnp.array([1, 0])).sum()
+
+    def negative_binomial(b):
+        fn = dist.NegativeBinomialProbs(2.0, at_risk * jax.nn.sigmoid(b))
+        return at(fn, jnp.array([2, 0])).sum()
+
+    p = 1 / (1 + np.exp(-0.3))
+    expected = [
+        (poisson, 2 - np.exp(0.3), -np.exp(0.3)),
+        (multinomial, 3 * (1 - p), -3 * p * (1 - p)),
+        (binomial, 2 - 3 * p, -3 * p * (1 - p)),
+        (bernoulli, 1 - p, -p * (1 - p)),
+        (negative_binomial, 2 - 4 * p, -4 * p * (1 - p)),
+    ]
+    for density, slope, curvature in expected:
+        np.testing.assert_allclose(jax.grad(density)(0.3), slope)
+        np.testing.assert_allclose(jax.hessian(density)(0.3), curvature)
 
 
 def test_a_truncated_normal_far_beyond_its_bound_is_an_exponential():
@@ -344,6 +447,25 @@ def test_a_derivative_that_is_not_finite_is_found_with_its_row():
         return jnp.where(x > 0, jnp.exp(b * jnp.log(jnp.where(x > 0, x, 1.0))), 0.0)
 
     assert first_not_finite(*of_text(mended, silos_with(np.zeros(6)))) is None
+
+
+def test_a_second_derivative_that_is_not_finite_is_found_with_its_row():
+    """The search needs it; the density and its gradient are finite."""
+
+    def mean(b, x):
+        return jnp.abs(b * x) ** 1.5
+
+    found = first_not_finite(*of_text(mean, silos_with([1.0, 2.0, 1.0, 0.0, 3.0, 0.0])))
+    assert found == NotFinite("y", 1, 3, True)
+
+
+def test_a_loss_has_the_accurate_density():
+    """It was off by hundreds of nats at a large dispersion."""
+    large, limit, y = dist.GammaPoisson(1e17, 1e17 / 3.0), dist.Poisson(3.0), jnp.arange(6.0)
+    for loss in (log_loss, generalised_cross_entropy(0.5)):
+        np.testing.assert_allclose(loss(large, y), loss(limit, y), rtol=1e-6)
+    for loss in (beta_loss(1.5), gamma_loss(1.5)):
+        assert jnp.isfinite(jax.grad(lambda rate, loss=loss: loss(dist.Poisson(rate), 0))(0.0))
 
 
 def test_a_density_that_is_not_finite_is_found_with_its_row():

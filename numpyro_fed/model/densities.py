@@ -9,6 +9,13 @@ takes it for a mode. :func:`log_prob` computes these differences by themselves:
     \log\frac{\Gamma(a + k)}{\Gamma(a)} = (a - \tfrac12) \log(1 + k / a) + k \log(a + k) - k
     + r(a + k) - r(a), \qquad r(x) = \tfrac1{12 x} - \tfrac1{360 x^3} + \dots
 
+A gamma density of rate :math:`b` near its mean, of which beta and Dirichlet densities are made, is
+computed from the relative deviation :math:`u` of a value:
+
+.. math::
+    \log p(y) = a (\log(1 + u) - u) - \log y + \tfrac12 \log \frac a{2 \pi} - r(a),
+    \qquad u = \frac{b y}a - 1
+
 Others have a value, but no gradient: a Poisson density of rate 0 at 0, say. And far out most of
 them are infinite or NaN, where what is computed of a latent overflows. There a model has no density
 that could be computed, which counts as none.
@@ -29,11 +36,15 @@ from jax import Array
 from jax.scipy.special import gammaln, log_ndtr
 from jax.typing import ArrayLike
 from numpyro.distributions import Distribution
-from numpyro.distributions.util import tri_logabsdet, validate_sample
+from numpyro.distributions.util import clamp_probs, tri_logabsdet, validate_sample
+
+from numpyro_fed.linalg import solve
 
 LARGE = 10.0  # from here on the series of the logarithm of the gamma function is exact
 # Its coefficients: Bernoulli numbers B_2n / (2 n (2 n - 1)), for the powers 1, 3, 5 ... of 1 / x.
 SERIES = (1 / 12, -1 / 360, 1 / 1260, -1 / 1680, 1 / 1188, -691 / 360360, 1 / 156)
+# Coefficients of artanh(s) / s^3 from the constant on, in powers of s^2, without that of 1 / s^2.
+ARTANH = tuple(1 / (2 * n + 3) for n in range(9))
 # Width of an interval, in sds, below which the normal density in it is a parabola.
 NARROW = 1e-2
 
@@ -109,14 +120,54 @@ def _floats(*values: ArrayLike) -> list[Array]:
 
 def _gamma_poisson(d: Any, value: ArrayLike) -> Array:
     a, rate, y = _floats(d.concentration, d.rate, value)
-    excess = -a * jnp.log1p(1 / rate) - y * jnp.log1p(rate)
+    # A mean of zero is an infinite rate.
+    excess = -a * jnp.log1p(1 / rate) - y * jnp.log1p(jnp.where(y == 0, 1.0, rate))
     return log_rising(a, y) - gammaln(y + 1) + excess
+
+
+def _negative_binomial_probs(d: Any, value: ArrayLike) -> Array:
+    n, p, y = _floats(d.total_count, d.probs, value)
+    return log_rising(n, y) - gammaln(y + 1) + _times_log1m(n, p) + times_log(y, p)
 
 
 def _negative_binomial_logits(d: Any, value: ArrayLike) -> Array:
     n, logits, y = _floats(d.total_count, d.logits, value)
-    excess = -n * jnp.logaddexp(0.0, logits) - y * jnp.logaddexp(0.0, -logits)
+    excess = -n * jax.nn.softplus(logits) - y * jax.nn.softplus(jnp.where(y == 0, 0.0, -logits))
     return log_rising(n, y) - gammaln(y + 1) + excess
+
+
+def _log_gamma_density(a: Array, rate: Array, y: Array) -> Array:
+    """Return the log density of a gamma distribution, without large terms near its mean."""
+    deviation = rate * y - a
+    is_near = jnp.abs(deviation) < 0.2 * a
+    safe = jnp.where(is_near, a, 1.0)
+    u = jnp.where(is_near, deviation, 0.0) / safe
+    # log(1 + u) is 2 artanh(s), of which the part linear in u is taken away.
+    s = u / (2 + u)
+    series = jnp.polyval(jnp.asarray(ARTANH[::-1], s.dtype), s**2)
+    near = safe * (2 * s**3 * series - u * s) - jnp.log(jnp.where(is_near, y, 1.0))
+    far, far_rate, far_y = (jnp.where(is_near, 1.0, v) for v in (a, rate, y))
+    away = far * (jnp.log(far_rate) - jnp.log(far) + 1) + (far - 1) * jnp.log(far_y)
+    away = away - far_rate * far_y
+    is_large = a >= LARGE
+    large, small = jnp.where(is_large, a, LARGE), jnp.where(is_large, 1.0, a)
+    of_small = small * (jnp.log(small) - 1) - gammaln(small)
+    at_mean = 0.5 * jnp.log(large / (2 * math.pi)) - _remainder(large)
+    return jnp.where(is_near, near, away) + jnp.where(is_large, at_mean, of_small)
+
+
+def _gamma(d: Any, value: ArrayLike) -> Array:
+    return _log_gamma_density(*_floats(d.concentration, d.rate, value))
+
+
+def _dirichlet(d: Any, value: ArrayLike) -> Array:
+    # Independent gamma variables of one rate have shares that do not depend on their total.
+    a, x = _floats(d.concentration, value)
+    total, one = a.sum(-1), x.sum(-1)
+    shares = _log_gamma_density(a, total[..., None], x).sum(-1)
+    # The sum of x is one. Off the simplex the derivatives go on as those of x ** (a - 1).
+    beyond = total * (one - jax.lax.stop_gradient(one))
+    return shares - _log_gamma_density(total, total, jnp.ones_like(total)) + beyond
 
 
 def _beta_binomial(d: Any, value: ArrayLike) -> Array:
@@ -146,12 +197,32 @@ def _student_t(d: Any, value: ArrayLike) -> Array:
 
 def _multivariate_student_t(d: Any, value: ArrayLike) -> Array:
     n, df = d.scale_tril.shape[-1], jnp.asarray(d.df, jnp.result_type(d.df, float))
-    # A normal density of the same place and scale knows the distance.
     at_centre = -tri_logabsdet(d.scale_tril) - 0.5 * n * math.log(2 * math.pi)
-    normal = dist.MultivariateNormal(d.loc, scale_tril=d.scale_tril).log_prob(value)
-    squared = jnp.maximum(2 * (at_centre - normal), 0.0)
+    away = jnp.asarray(value - d.loc)[..., None]
+    squared = (solve(d.scale_tril, away) ** 2).sum((-2, -1))
     ratio = log_rising(0.5 * df, 0.5 * n) - 0.5 * n * jnp.log(0.5 * df)
     return at_centre + ratio - 0.5 * (df + n) * jnp.log1p(squared / df)
+
+
+def _bernoulli_probs(d: Any, value: ArrayLike) -> Array:
+    p, y = _floats(clamp_probs(d.probs), value)
+    return times_log(y, p) + _times_log1m(1 - y, p)
+
+
+def _binomial_probs(d: Any, value: ArrayLike) -> Array:
+    n, p, y = _floats(d.total_count, clamp_probs(d.probs), value)
+    choices = gammaln(n + 1) - gammaln(y + 1) - gammaln(n - y + 1)
+    return choices + times_log(y, p) + _times_log1m(n - y, p)
+
+
+def _geometric_probs(d: Any, value: ArrayLike) -> Array:
+    p, y = _floats(d.probs, value)
+    return jnp.log(p) + _times_log1m(y, p)
+
+
+def _times_log1m(k: Array, p: Array) -> Array:
+    """Return ``k log(1 - p)``, with the value and the derivatives 0 where ``k`` is 0."""
+    return k * jnp.log1p(-jnp.where(k == 0, 0.0, p))
 
 
 def _poisson(d: Any, value: ArrayLike) -> Array:
@@ -212,16 +283,23 @@ def _truncated(d: Any, value: ArrayLike) -> Array:
     return jnp.asarray(base.log_prob(value)) - jnp.where(narrow, log_narrow, log_mass)
 
 
-# By the class that defines the density in NumPyro. Negative binomials by mean or by probability are
-# gamma-Poisson distributions.
+# By the class that defines the density in NumPyro. Negative binomials by their mean are
+# gamma-Poisson distributions; a beta distribution is made of a Dirichlet, and an inverse gamma of a
+# gamma distribution.
 ACCURATE: dict[type, LogProb] = {
     dist.GammaPoisson: _gamma_poisson,
+    dist.NegativeBinomialProbs: _negative_binomial_probs,
     dist.NegativeBinomialLogits: _negative_binomial_logits,
     dist.BetaBinomial: _beta_binomial,
     dist.BetaNegativeBinomial: _beta_negative_binomial,
     dist.DirichletMultinomial: _dirichlet_multinomial,
+    dist.Gamma: _gamma,
+    dist.Dirichlet: _dirichlet,
     dist.StudentT: _student_t,
     dist.MultivariateStudentT: _multivariate_student_t,
+    dist.BernoulliProbs: _bernoulli_probs,
+    dist.BinomialProbs: _binomial_probs,
+    dist.GeometricProbs: _geometric_probs,
     dist.Poisson: _poisson,
     dist.MultinomialProbs: _multinomial,
     dist.OrderedLogistic: _ordered_logistic,

@@ -65,14 +65,17 @@ class NotFinite(NamedTuple):
 
 
 class _Finite(NamedTuple):
-    """The verdicts by site: whether each row's term is finite (rows,), and all derivatives ()."""
+    """The verdicts by site: whether each row's term is finite (rows,), and all derivatives ().
+
+    The derivatives are the gradient and its own derivative in one direction.
+    """
 
     rows: dict[str, Array]
     derivatives: dict[str, Array]
 
 
 def first_not_finite(fm: FederatedModel, silos: Iterable[tuple[int, SiloData]]) -> NotFinite | None:
-    """Return the first site whose density or gradient is not finite; None if there is none.
+    """Return the first site whose density or derivatives are not finite; None if there is none.
 
     ``silos`` are numbers and data.
     """
@@ -146,7 +149,9 @@ def _finite(fm: FederatedModel, silo: SiloData) -> _Finite:
             def total(z: tuple[Array, Rows]) -> Array:
                 return _terms(fm, theta, z[0], z[1], silo)[name].sum()
 
-            return all_finite(jax.grad(total)((z_G, z_L)))
+            # A search needs the curvature as well: one direction, in which all latents move.
+            z = (z_G, z_L)
+            return all_finite(jax.jvp(jax.grad(total), (z,), (z,)))
 
         terms = _terms(fm, theta, z_G, z_L, silo)
         rows = {name: jnp.isfinite(values) for name, values in terms.items()}
