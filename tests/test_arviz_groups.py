@@ -227,7 +227,7 @@ def test_axes_and_elements_have_names(nuts_of_wards, tmp_path):
     silos = silos_with_wards(1, 2, 1)
     result = nf.PVI(wards).run(KEY, 2, silos, **QUIET)
     result.save(tmp_path / "fit", draws=50)
-    names = nf.levels([dict(c=np.repeat(["Bern", "Chur"], 5))], ["c"])["c"]
+    names = nf.levels([dict(c=np.repeat(["Bern", "Chur"], 5))], ["c"], other="other")["c"]
     labels = dict(dims={"city": ["city"], "y": ["patient"]}, coords={"city": names})
     for of in (result, nuts_of_wards):
         data = of.to_arviz(KEY, 20, silo="all", groups="all", **labels)

@@ -18,8 +18,9 @@ from numpyro.infer.util import log_density
 
 import numpyro_fed as nf
 from numpyro_fed.model.data import read
-from numpyro_fed.model.facts import agree, check_plan
+from numpyro_fed.model.facts import agree, check_plan, with_terms
 from numpyro_fed.model.layout import lay_out
+from numpyro_fed.model.split import split
 
 LIBRARIES = pytest.mark.parametrize("lib", [pd, pl], ids=["pandas", "polars"])
 KEY = jax.random.key(0)
@@ -332,9 +333,11 @@ def test_a_plan_that_forgets_what_is_missing_is_refused():
     facts = [nf.describe(normal, silo) for silo in holed]
     assert [f.missing for f in facts] == [("y",), ("y",), ()]
     plan = agree(facts)
-    check_plan(plan, facts[0], 0)
+    fm = split(normal, [plan.template()])
+    plan = with_terms(plan, fm, facts)
+    check_plan(plan, facts[0], fm, 0)
     with pytest.raises(nf.ModelError, match=r"nothing is missing in \['y'\]"):
-        check_plan(replace(plan, facts=replace(plan.facts, missing=())), facts[0], 0)
+        check_plan(replace(plan, facts=replace(plan.facts, missing=())), facts[0], fm, 0)
 
 
 @LIBRARIES

@@ -41,7 +41,7 @@ def test_all_questions_of_a_fit_are_answered_in_words():
     """Of rows there may be more of them one day."""
     public = {name for name in dir(nf.Fitted) if not name.startswith("_")}
     methods = {name for name in public if callable(getattr(nf.Fitted, name))}
-    others = {"sample_posterior", "to_arviz", "save", "report", "draws_for_silo"}
+    others = {"sample_posterior", "silo_params", "to_arviz", "save", "report", "draws_for_silo"}
     others |= {name for name in methods if name.startswith("outcomes_")}
     known = {name for name in dir(ColumnsAfterFit) if not name.startswith("_")}
     assert methods - others - known == set()
