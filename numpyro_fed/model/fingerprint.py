@@ -43,7 +43,7 @@ PLACES = 3  # at which values are compared; at a single one two texts could agre
 
 
 class Term(NamedTuple):
-    """What a site adds to a model's density, in a form in which parties can compare it.
+    """A site's part of a model's density, in a form in which parties can compare it.
 
     Attributes
     ----------
