@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import signal
 import time
 from functools import partial
 
@@ -13,6 +12,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from test_interrupt import ctrl_c, ctrl_c_raises  # noqa: F401  (the fixture acts by itself)
 
 import numpyro_fed as nf
 from numpyro_fed import waiting
@@ -23,18 +23,6 @@ from numpyro_fed.results.corrected import Corrected, Pool
 from numpyro_fed.waiting import in_sight, shows
 
 KEY = jax.random.key(0)
-
-
-@pytest.fixture(autouse=True)
-def ctrl_c_raises():
-    """As in a terminal, whatever the process of the tests inherited."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def ctrl_c(*args, **kwargs):
-    signal.raise_signal(signal.SIGINT)
 
 
 class Answers:
