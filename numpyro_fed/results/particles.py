@@ -128,7 +128,7 @@ class Particles(Corrected):
     def max_error(self) -> float:
         """Return the largest standard error, in sds, of a mean, an sd or quantiles that are known.
 
-        It is half of the :attr:`accuracy` that was asked for, or 0.3 of it with few globals.
+        It is half of the ``accuracy=`` that was asked for, or 0.3 of it with few globals.
         """
         return super().max_error if self.z_G.shape[1] <= FEW else MAX_ERROR * self.accuracy
 
@@ -146,7 +146,7 @@ class Particles(Corrected):
 
     @property
     def trusted(self) -> bool:
-        """Whether quantiles, and means and sds that exist, are right to the :attr:`accuracy`."""
+        """Whether quantiles, and means and sds that exist, are right to the ``accuracy=``."""
         return self.evidence_error <= MAX_EVIDENCE_ERROR and super().trusted
 
     @property

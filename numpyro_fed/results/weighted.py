@@ -110,7 +110,7 @@ class Weighted(ABC, Generic[Corrects]):
     def max_error(self) -> float:
         """Return the largest standard error, in sds, of a mean, an sd or quantiles that are known.
 
-        It is 0.3 times the :attr:`accuracy` that was asked for.
+        It is 0.3 times the ``accuracy=`` that was asked for.
         """
         return MAX_ERROR * self.accuracy
 
@@ -158,7 +158,7 @@ class Weighted(ABC, Generic[Corrects]):
 
     @property
     def trusted(self) -> bool:
-        """Whether quantiles, and means and sds that exist, are right to the :attr:`accuracy`."""
+        """Whether quantiles, and means and sds that exist, are right to the ``accuracy=``."""
         return self.reliable and self.quantiles_known and self.moments_known and self.precise
 
     @property
