@@ -15,7 +15,6 @@ from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.observed import Supports
 from numpyro_fed.model.padding import Bucket, bucket, padded, padded_keys
 from numpyro_fed.model.row_checks import RowChecks, check_summaries
-from numpyro_fed.model.sites import structures
 from numpyro_fed.model.split import split
 
 
@@ -112,7 +111,7 @@ def layout_of(model: Callable[..., Any], silos: Sequence[SiloData]) -> Layout:
 
 def _layout_of(model: Callable[..., Any], silos: Sequence[SiloData]) -> Layout:
     fm = split(model, silos)
-    sizes = tuple(s.sizes for s in structures(fm.text, silos))
+    sizes = tuple(fm.sizes(s) for s in silos)
     rows = padded_keys(silos, sizes)
     apart = separable(fm, silos, sizes, rows)
     return Layout(fm, sizes, rows, RowChecks(fm), index_check(fm), Supports.of_silos(fm), apart)

@@ -30,7 +30,7 @@ from numpyro_fed.model.sites import (
     Plate,
     Site,
     Structure,
-    structure,
+    Structures,
 )
 from numpyro_fed.programs import compiled_method, jit_once
 from numpyro_fed.tracing import TRACING
@@ -155,8 +155,12 @@ class ModelText:
     """A model's text and its structure at one silo. Its methods are the functions of a model."""
 
     model: Callable[..., Any]
-    structure: Structure
+    structures: Structures
     silo: SiloData
+
+    @cached_property
+    def structure(self) -> Structure:
+        return self.structures.at(self.silo)
 
     @cached_property
     def latents(self) -> list[Site]:
@@ -283,7 +287,7 @@ class ModelText:
         return jnp.concatenate([jnp.zeros(0), *values])
 
     def sizes(self, data: SiloData) -> Sizes:
-        return structure(self.model, data, "silo 0").sizes
+        return self.structures.at(data).sizes
 
     def init_local(
         self, key: Array, data: SiloData, init_loc_fn: Callable[..., Any] | None = None

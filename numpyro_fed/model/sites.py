@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -114,13 +115,25 @@ class Structure(NamedTuple):
     kinked: bool = False
 
 
-def structures(model: Callable[..., Any], silos: Sequence[SiloData]) -> list[Structure]:
-    """Return the structure at each silo, by one abstract trace for each distinct set of shapes."""
-    by_signature: dict[tuple[Hashable, ...], Structure] = {}
-    for j, data in enumerate(silos):
-        if signature(data) not in by_signature:
-            by_signature[signature(data)] = structure(model, data, f"silo {j}")
-    return [by_signature[signature(data)] for data in silos]
+@dataclass(frozen=True, eq=False)
+class Structures:
+    """The structures of one model, each by one abstract trace for its set of shapes."""
+
+    model: Callable[..., Any]
+    _known: dict[tuple[Hashable, ...], Structure] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    def at(self, data: SiloData, owner: str = "silo 0") -> Structure:
+        """Return the structure at the shapes of the data of ``owner``."""
+        seen = signature(replace(data, masks={}))  # the text sees no masks
+        if seen not in self._known:
+            self._known[seen] = structure(self.model, data, owner)
+        return self._known[seen]
+
+    def of_silos(self, silos: Sequence[SiloData]) -> list[Structure]:
+        """Return the structure at each silo."""
+        return [self.at(data, f"silo {j}") for j, data in enumerate(silos)]
 
 
 def structure(

@@ -29,12 +29,7 @@ from numpyro_fed.model.kinks import rounded
 from numpyro_fed.model.log_density import FederatedModel, ModelText
 from numpyro_fed.model.missing import leaving_out_missing
 from numpyro_fed.model.padding import padded_keys
-from numpyro_fed.model.sites import (
-    Structure,
-    check_same_sites,
-    described,
-    structures,
-)
+from numpyro_fed.model.sites import Structure, Structures, check_same_sites, described
 from numpyro_fed.tracing import TRACING
 
 
@@ -64,21 +59,23 @@ def split(model: Callable[..., Any], silos: Sequence[SiloData]) -> FederatedMode
     """
     text, missing = model, tuple(sorted({name for silo in silos for name in silo.missing}))
     model = leaving_out_missing(text, missing)
-    found = structures(model, silos)
+    texts = Structures(model)
+    found = texts.of_silos(silos)
     for j, other in enumerate(found):
         check_same_sites(found[0], other, j)
     if any(s.kind == "deterministic" and s.plate is None for s in found[0].sites):
         text = localised(model, silos[0].kwargs)
         if text is not model:
-            model, found = text, structures(text, silos)
+            model, texts = text, Structures(text)
+            found = texts.of_silos(silos)
     _warn_masked(found[0])
     _warn_fields(found[0])
     # The global functions run the text at one silo's shapes; the smallest one is the cheapest.
     smallest = min(range(len(silos)), key=lambda j: sum(a.size for a in silos[j].arrays.values()))
     first, silo = found[smallest], silos[smallest]
-    fm = ModelText(model, first, silo).federated()
+    fm = ModelText(model, texts, silo).federated()
     if first.kinked:
-        fm = fm._replace(without_kinks=ModelText(rounded(model), first, silo).federated())
+        fm = fm._replace(without_kinks=ModelText(rounded(model), texts, silo).federated())
     dependence = _dependence(fm, model, silos[smallest])
     _check_dependence(fm, dependence)
     if missing:
