@@ -12,6 +12,9 @@ from jax import Array
 from jax.typing import ArrayLike
 
 Tree = TypeVar("Tree")
+# Arrays of either library: a server's own few numbers are NumPy's, what depends on a text is JAX's.
+Numbers = np.ndarray | Array
+AnyArray = TypeVar("AnyArray", np.ndarray, Array)
 
 
 def all_finite(tree: object) -> Array:

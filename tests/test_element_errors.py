@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from numpyro_fed.results.element_errors import ElementErrors, tail_shape
+from numpyro_fed.results.weighted import smoothed, weights_of
 
 BOUND = 0.03
 
@@ -120,6 +121,22 @@ def test_the_shape_of_a_tail_is_that_of_pareto_smoothing():
         known = float(psis_weights(jnp.asarray(log_terms, jnp.float32))[1])
         assert tail_shape(log_terms) == pytest.approx(known, abs=1e-3)
     assert tail_shape(np.zeros(500)) == 0.0
+
+
+@pytest.mark.parametrize("spread", [0.3, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("n", [20, 100, 4_000])
+def test_weights_are_smoothed_as_by_blackjax(spread, n, double):
+    """Light tails, which stay as they are, heavy ones, and too few weights for either."""
+    log_w = np.random.default_rng(n).normal(0, spread, n)
+    theirs, k = map(np.asarray, psis_weights(jnp.asarray(log_w)))
+    ours, own_k = smoothed(log_w)
+    assert own_k == pytest.approx(float(k), rel=1e-9)
+    np.testing.assert_allclose(ours - np.logaddexp.reduce(ours), theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_equal_weights_are_not_smoothed():
+    assert smoothed(np.zeros(500))[1] == 0.0
+    assert weights_of(np.zeros(500))[0] == 0.0
 
 
 @given(st.integers(0, 1_000))

@@ -55,7 +55,7 @@ def test_the_density_of_a_proposal_is_that_of_its_parts(fm, double):
     own = around_modes(draws(4_000), [(np.array([9.0, 9.0]), 4 * np.eye(2))], np.log([0.7, 0.3]))
     wide = WideParts.of(fm, 1_000, 0.3)
     propose = MixtureProposal(wide)
-    z = np.array(propose.draw(KEY, {}, own))
+    z = np.array(propose.draw(np.random.default_rng(0), {}, own))
     assert z.shape == (1_000, 2)
     centre, root = map(np.asarray, own.place)
     np.testing.assert_allclose(
@@ -66,8 +66,7 @@ def test_the_density_of_a_proposal_is_that_of_its_parts(fm, double):
     for s in STRETCHES:
         stretched = [np.eye(2) + (s - 1) * np.outer(a, a) for a in axes]
         parts.append([(student(OWN_FREEDOM, centre, root @ S), 0.5) for S in stretched])
-    low, spread = prior_spread(fm)
-    parts.append([(student(FREEDOM, low, np.diag(spread)), 1.0)])
+    parts.append([(student(FREEDOM, *prior_spread(fm)), 1.0)])
     of_own = [
         (student(OWN_FREEDOM, own.centres[k], own.roots[k]), float(jnp.exp(own.log_shares[k])))
         for k in range(2)
@@ -76,6 +75,10 @@ def test_the_density_of_a_proposal_is_that_of_its_parts(fm, double):
     for number, part in zip([wide.num_own, *wide.numbers], [of_own, *parts], strict=True):
         total += number / 1_000 * sum(share * p.pdf(z) for p, share in part)
     np.testing.assert_allclose(propose.log_density({}, own, z), np.log(total), rtol=1e-9)
+    # Where particles move along its gradient, JAX computes the same.
+    as_jax, at = jax.tree.map(jnp.asarray, own), jnp.asarray(z)
+    in_jax = jax.jit(lambda own, z: propose.log_density({}, own, z))(as_jax, at)
+    np.testing.assert_allclose(in_jax, np.log(total), rtol=1e-9)
 
 
 def _covariance(mixture):
@@ -89,7 +92,7 @@ def test_draws_come_from_the_density(fm, double):
     """The mean weight of a normal target with known mass is that mass."""
     own = around_modes(draws(4_000), [], np.zeros(1))
     propose = MixtureProposal(WideParts.of(fm, 4_000, 0.5))
-    z = propose.draw(KEY, {}, own)
+    z = propose.draw(np.random.default_rng(0), {}, own)
     log_q = np.asarray(propose.log_density({}, own, z))
     for scale in (1.0, 3.0):
         target = stats.multivariate_normal(MEAN, scale**2 * ROOT @ ROOT.T)
@@ -97,11 +100,15 @@ def test_draws_come_from_the_density(fm, double):
         assert abs(w.mean() - 1) < 4 * w.std() / np.sqrt(len(w))
 
 
+def points_of(seed, n=3_000):
+    return StandardPoints.of(np.random.default_rng(seed), n, 2)
+
+
 def test_points_are_even(double):
-    points = StandardPoints.of(KEY, 3_000, 2)
+    points = points_of(0)
     quantiles = stats.t.cdf(points.eps, OWN_FREEDOM)
     assert (np.abs(quantiles.mean(0) - 0.5) < 0.2 * 12**-0.5 / np.sqrt(3_000)).all()
-    again, other = StandardPoints.of(KEY, 3_000, 2), StandardPoints.of(jax.random.key(1), 3_000, 2)
+    again, other = points_of(0), points_of(1)
     np.testing.assert_array_equal(points.eps, again.eps)
     assert not (points.eps == other.eps).any()
 
@@ -155,9 +162,9 @@ def test_bends_lead_back_and_their_density_is_that_of_draws(double):
     np.testing.assert_allclose(own.bends.back(v), u, rtol=1e-12)
     slopes = jax.vmap(jax.jacfwd(lambda u: own.bends.straight(u)[0]))(jnp.asarray(u))
     np.testing.assert_allclose(log_det, np.linalg.slogdet(slopes)[1], rtol=1e-10, atol=1e-12)
-    z = own.at(StandardPoints.of(KEY, 4_000, 2))
+    z = own.at(points_of(0, 4_000))
     target = stats.multivariate_normal(np.asarray(z).mean(0), 0.3 * np.cov(np.asarray(z).T))
-    w = target.pdf(z) / np.exp(jax.vmap(own.log_prob)(z))
+    w = target.pdf(z) / np.exp(own.log_prob(z))
     assert abs(w.mean() - 1) < 4 * w.std() / np.sqrt(len(w))
 
 
@@ -165,10 +172,10 @@ def test_a_log_scale_has_most_effective_draws_of_a_bent_mixture(double):
     """Without bends a tail that falls as an exponential has weights of e^3 and more."""
     z = log_of_half_normal(4_000)
     own = matched(z, np.full(4_000, 1 / 4_000))
-    points = np.asarray(own.at(StandardPoints.of(KEY, 4_000, 2)))
+    points = np.asarray(own.at(points_of(0, 4_000)))
     x, y = points.T
     log_p = np.log(2) + stats.norm.logpdf(np.exp(x)) + x + stats.norm.logpdf(y, 5 + 0.5 * x)
-    log_w = log_p - np.asarray(jax.vmap(own.log_prob)(points))
+    log_w = log_p - own.log_prob(points)
     w = np.exp(log_w - log_w.max())
     assert log_w.max() < 1.5
     assert w.sum() ** 2 / (w**2).sum() > 0.85 * len(w)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -130,7 +129,7 @@ class Saved:
             )
         # The same fold as in Corrected.sample_posterior, so that the same key gives the same draws.
         key = jax.random.fold_in(key, 0)
-        chosen = np.asarray(systematic(key, jnp.asarray(self.weights), n))
+        chosen = systematic(key, self.weights, n)
         return {site: values[chosen] for site, values in self.draws.items()}
 
     def to_arviz(

@@ -446,7 +446,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         out, latents that rows share, or particles.
         """
         if asked.name == IMPORTANCE:
-            return weighing(built, asked.read_settings())[0], built.algorithm
+            return weighing(built, asked.read_settings()), built.algorithm
         if asked.name == INFLUENCE:
             round_ = influence(built.model, built.algorithm, **asked.read_settings())
             return round_, built.algorithm

@@ -48,6 +48,7 @@ from numpyro_fed.results.weighted import (
     Weighted,
     systematic,
 )
+from numpyro_fed.runtime.noise import generator
 
 # Draws where the posterior without a silo may be, an exchange of them, and the share of those that
 # look beyond, as in nf.fit, which has compiled both.
@@ -78,8 +79,8 @@ class Pool(NamedTuple):
         Where a density that repeats was weighed.
     """
 
-    z_G: Array
-    log_joint: Array
+    z_G: np.ndarray
+    log_joint: np.ndarray
     from_own: np.ndarray
     mixtures: tuple[Mixture, ...]
     wider: tuple[float, ...]
@@ -119,7 +120,7 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
         The draws as they were weighed, if they came from mixtures; None for the fit's guide.
     """
 
-    z_G: Array = field(repr=False)
+    z_G: np.ndarray = field(repr=False)
     _posterior: Posterior = field(repr=False)
     num_exchanges: int
     integration: Integration = field(repr=False)
@@ -166,8 +167,8 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
         z_G, log_weights = self._as_weighed
         n = number_of_draws(self.result)
         if n < len(log_weights):  # any of them: a resample would hide a heavy tail
-            some = random.permutation(key, len(log_weights))[:n]
-            z_G, log_weights = z_G[some], log_weights[np.asarray(some)]
+            some = generator(key).permutation(len(log_weights))[:n]
+            z_G, log_weights = z_G[some], log_weights[some]
         return rows_left_out(key, self.result, self.integration, z_G, log_weights)
 
     @cached_property
@@ -179,14 +180,13 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
                 "a file of an earlier release has no densities of its draws: fit anew."
             )
         fm, theta = self.result._fit.model, self.result.shared.theta
-        weights = jnp.asarray(self.weights)
-        chosen = systematic(random.fold_in(self._key, 5), weights, len(self.weights))
+        chosen = systematic(random.fold_in(self._key, 5), self.weights, len(self.weights))
         z_G = self.z_G[chosen]
         names, values = elements(self._posterior.constrain_globals(theta, z_G))
         moves = (values != values[:1]).any(0)  # the diagonal of a correlation answers to nothing
         names, values = tuple(n for n, m in zip(names, moves, strict=True) if m), values[:, moves]
         whole = np.asarray(jax.vmap(fm.log_prior, (None, 0))(theta, z_G), np.float64)
-        log_likelihood = self.log_joint[np.asarray(chosen)] - whole
+        log_likelihood = self.log_joint[chosen] - whole
         log_prior = log_prior_on_supports(fm, theta, z_G)
         return PriorSensitivity(names, slopes(values, log_prior), slopes(values, log_likelihood))
 
@@ -196,7 +196,7 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
         It takes an exchange in which silos tell gradient and Hessian of their log likelihoods, and
         two more for each :data:`NUM_PARTS` silos.
         """
-        mean = np.asarray(self.weights) @ np.asarray(self.z_G)
+        mean = self.weights @ self.z_G
         whitened = Whitened.of(self.result.factors_at(mean))
         table = replace(table, num_exchanges=table.num_exchanges + 1)
         unknown, few = table.unknown, self._number_left_out
@@ -257,14 +257,14 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
         )
 
     @property
-    def _as_weighed(self) -> tuple[Array, np.ndarray]:
+    def _as_weighed(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the draws (n, dim) as they were weighed, and their log weights (n,).
 
         Draws that weigh nothing in the posterior may weigh much without a silo or a row. Where they
         are not known, these are the draws with weight.
         """
         if self.pool is not None:
-            return self.pool.z_G, np.asarray(self.log_weights)
+            return self.pool.z_G, self.log_weights
         return self.z_G, np.where(self.weights > 0, self.log_weights, -np.inf)
 
     def _with_draws_without(
@@ -347,7 +347,7 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
             errors=ElementErrors(tuple(words["elements"]), *errors),
             accuracy=words["accuracy"],
             _rounding=Rounding(mean=saved_moments.mean, sd=saved_moments.sd, **words["rounding"]),
-            z_G=jnp.asarray(stored["z_G"]),
+            z_G=stored["z_G"],
             _posterior=sampler_of(fit, integration),
             num_exchanges=words["num_exchanges"],
             integration=integration,
@@ -361,7 +361,7 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
 
         The place is the mean of the weighted draws.
         """
-        return self.result.silos_at(np.asarray(self.weights) @ np.asarray(self.z_G))
+        return self.result.silos_at(self.weights @ self.z_G)
 
     @cached_property
     def samples(self) -> dict[str, Array]:
@@ -379,8 +379,11 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
         reach six standard deviations), else each from ``inner_draws`` draws by weight, which is
         exact as their number grows.
         """
-        chosen = self.unconstrained(key, n)
-        return self.result.sites_at(jax.random.fold_in(key, 1), chosen, silo, self._posterior)
+        if silo is None:
+            chosen = self._resampled(key, n)
+            return {site: jnp.asarray(np.asarray(a)[chosen]) for site, a in self.draws.items()}
+        z_G = self.unconstrained(key, n)
+        return self.result.sites_at(jax.random.fold_in(key, 1), z_G, silo, self._posterior)
 
     def to_arviz(
         self,
@@ -468,10 +471,13 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
 
     def unconstrained(self, key: Array, n: int) -> Array:
         """Return the unconstrained globals (n, dim) behind ``sample_posterior(key, n)``."""
-        return self.z_G[systematic(jax.random.fold_in(key, 0), jnp.asarray(self.weights), n)]
+        return jnp.asarray(self.z_G[self._resampled(key, n)])
+
+    def _resampled(self, key: Array, n: int) -> np.ndarray:
+        return systematic(random.fold_in(key, 0), self.weights, n)
 
 
-def on_supports(sampler: Posterior, result: Result, z_G: Array) -> dict[str, Array]:
+def on_supports(sampler: Posterior, result: Result, z_G: np.ndarray) -> dict[str, Array]:
     """Return draws (n, dim) of the globals on the supports of their sites."""
     theta = result.shared.theta
     # In parts of one size, which is compiled once, however many draws there are.
@@ -479,7 +485,8 @@ def on_supports(sampler: Posterior, result: Result, z_G: Array) -> dict[str, Arr
         sampler.constrain_globals(theta, z_G[i : i + AT_ONCE])
         for i in range(0, max(len(z_G), 1), AT_ONCE)
     ]
-    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+    # In NumPy: JAX would compile a program for each number of draws.
+    return {site: jnp.asarray(np.concatenate([part[site] for part in parts])) for site in parts[0]}
 
 
 def _log(weights: np.ndarray) -> np.ndarray:

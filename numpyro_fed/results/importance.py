@@ -16,23 +16,23 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, overload
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
 from numpyro_fed.algorithms.base import Round
-from numpyro_fed.algorithms.importance.exchange import WeightedDraws, importance
+from numpyro_fed.algorithms.importance.exchange import Densities, importance
 from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.algorithms.importance.proposals import (
     SHARE,
     Mixture,
     MixtureProposal,
-    Proposal,
+    Place,
     WideParts,
-    proposal,
+    root_of_draws,
 )
 from numpyro_fed.errors import ModelError, positive_int
 from numpyro_fed.guides.structured import Guide
@@ -64,6 +64,7 @@ from numpyro_fed.results.weighted import (
     until_interrupted,
     weights_of,
 )
+from numpyro_fed.runtime.noise import generator
 from numpyro_fed.runtime.stack import Single
 from numpyro_fed.waiting import in_sight
 
@@ -212,22 +213,41 @@ def _corrected(
     accuracy: float,
 ) -> Corrected:
     """Return the correction of a fit, computed in the precision of the fit."""
-    size = min(num_draws, AT_ONCE)
+    fit, size = result._fit, min(num_draws, AT_ONCE)
     copy = result.start.copy if isinstance(result.start, Mode) else None
-    weighing = Weighing(result, size, wider, integration, copy, accuracy)
+    guide = fit.guide.globals
+    share = wider if guide.density_everywhere else 0.0
+    wide = fit.cached(("wide", size, share), lambda: WideParts.of(fit.model, size, share))
+    weighing = Weighing(result, size, wide.num_own, integration, copy, accuracy)
 
-    def exchange(i: int) -> WeightedDraws:
+    def exchange(i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return draws (n, dim), and their log densities (n,) under the proposal and of all."""
         # The first exchange has the key itself, so that
         # 4,000 draws are the same with and without more.
-        return weighing.exchange(random.fold_in(key, i) if i else key)
+        key_exchange = random.fold_in(key, i) if i else key
+        z_G, log_q = map(np.asarray, result.draw_globals(key_exchange, wide.num_own))
+        if wide.numbers:
+            theta, place = result.shared.theta, Place(z_G.mean(0, float), root_of_draws(z_G))
+            far = wide.sample(generator(key_exchange), theta, place).astype(z_G.dtype)
+            of_far = result.log_density_of_globals(jnp.asarray(far))
+            z_G, log_own = np.concatenate([z_G, far]), np.append(log_q, of_far)
+            log_q = np.asarray(wide.log_density(log_own, theta, place, z_G))
+        return z_G, log_q, weighing.exchange(key_exchange, z_G)
 
     parts, interrupted = until_interrupted(exchange, -(-num_draws // size))
-    z_G = jnp.concatenate([part.z_G for part in parts])
-    log_weights = jnp.concatenate([part.log_weights for part in parts])
-    log_joint = jnp.concatenate([part.log_joint for part in parts])
-    from_guide = np.tile(np.arange(size) < weighing.num_own, len(parts))
+    z_G, log_q, log_joint = (np.concatenate(part) for part in zip(*parts, strict=True))
+    from_guide = np.tile(np.arange(size) < wide.num_own, len(parts))
+    log_weights = _log_ratio(log_joint, log_q)
     correction = weighing.correction(key, z_G, log_weights, log_joint, from_guide)
     return unless_interrupted(correction, interrupted, num_draws)
+
+
+def _log_ratio(log_joint: np.ndarray, log_q: np.ndarray) -> np.ndarray:
+    """Return log weights (n,), minus infinity where a density is none or overflows."""
+    # Where a draw has no density, the proposal's may be NaN as well.
+    with np.errstate(invalid="ignore"):
+        ratio = np.asarray(log_joint, np.float64) - log_q
+    return np.where(ratio < np.inf, ratio, -np.inf)
 
 
 class Weighing:
@@ -240,58 +260,47 @@ class Weighing:
     sent : int
         The number of exchanges so far.
 
-    ``wider`` is the share of draws beyond the fit's guide; None if all points are given. Draws
-    outside of ``copy`` have no weight: a density that repeats is weighed once.
+    The first ``num_own`` draws of an exchange are from the fit's guide. Draws outside of ``copy``
+    have no density: one that repeats is weighed once.
     """
 
     def __init__(
         self,
         result: Result,
         size: int,
-        wider: float | None,
+        num_own: int,
         integration: Integration,
         copy: OneCopy | None = None,
         accuracy: float = TOLERANCE,
     ):
-        self.result, self.size, self.wider, self.accuracy = result, size, wider, accuracy
+        self.result, self.size, self.num_own, self.accuracy = result, size, num_own, accuracy
         self.copy = copy
         self.integration, self.sent = integration, 0
 
-    @property
-    def num_own(self) -> int:
-        """Return the number of draws of an exchange that are not from wider distributions."""
-        return self._compiled[1].own
+    def exchange(self, key: Array, z_G: np.ndarray, *, near: bool = True) -> np.ndarray:
+        """Return the log joint density (n,) of all silos at draws (n, dim).
 
-    @property
-    def _compiled(self) -> tuple[Single, Proposal[Any]]:
-        return _compiled(self.result._fit, self.integration, self.size, self.wider)
-
-    def exchange(self, key: Array, points: Array | None = None) -> WeightedDraws:
-        """Return weighted draws: from the fit's guide, or ``points`` (size, dim) as they are.
-
-        It takes another exchange if a silo's integrals turn out to be too coarse.
+        It takes another exchange if a silo's integrals turn out to be too coarse. Draws that are
+        not ``near`` may lie anywhere.
         """
         while True:
-            weigh = self._compiled[0]
+            num_own = self.num_own if near else 0
+            weigh = _compiled(self.result._fit, self.integration, self.size, num_own)
             run_once = self.result._run_round_once
-            found: WeightedDraws = run_once(weigh, key, NO_WEIGHTS, points)[0]
+            found: Densities = run_once(weigh, key, NO_WEIGHTS, jnp.asarray(z_G))[0]
             self.sent += 1
-            if self.copy is not None:
-                here = self.copy.holds(found.z_G)
-                found = found._replace(
-                    log_weights=jnp.where(here, found.log_weights, -jnp.inf),
-                    log_joint=jnp.where(here, found.log_joint, -jnp.inf),
-                )
             if not self.integration.nodes or not float(found.num_coarse):
-                return found
+                log_joint = np.asarray(found.log_joint)
+                here = True if self.copy is None else self.copy.holds(z_G)
+                return np.where(here, log_joint, -np.inf)
             self.integration = self.integration.finer()
 
     def correction(
         self,
         key: Array,
-        z_G: Array,
-        log_weights: Array,
-        log_joint: Array,
+        z_G: np.ndarray,
+        log_weights: np.ndarray,
+        log_joint: np.ndarray,
         from_own: np.ndarray,
         pool: Pool | None = None,
     ) -> Corrected:
@@ -307,16 +316,16 @@ class Weighing:
         for _ in range(0 if self.integration.draws else MAX_CHECKS):
             if tail_and_weights[0] <= threshold(len(z_G)):
                 break
-            rough = self._rough_draws(key, z_G, np.asarray(log_weights), from_own)
+            rough = self._rough_draws(key, z_G, log_weights, from_own)
             if not rough.size:
                 break
-            log_weights = log_weights.at[rough].set(-jnp.inf)
+            log_weights[rough] = -np.inf
             if pool is not None:  # a rough draw has no weight among further draws, either
-                pool = pool._replace(log_joint=pool.log_joint.at[rough].set(-jnp.inf))
+                pool.log_joint[rough] = -np.inf
             tail_and_weights = weights_of(log_weights)
-        no_density = self._no_density(z_G, np.asarray(log_joint), from_own)
+        no_density = self._no_density(z_G, log_joint, from_own)
         z_G = replace_weightless(z_G, tail_and_weights[1])
-        log_evidence = float(jax.nn.logsumexp(log_weights) - np.log(len(z_G)))
+        log_evidence = float(np.logaddexp.reduce(log_weights) - np.log(len(z_G)))
         of_fit = None
         if pool is not None:
             of_fit = np.asarray(self.result.draw_globals(random.key(0), AT_ONCE)[0])
@@ -324,7 +333,7 @@ class Weighing:
         draws = on_supports(sampler, self.result, z_G)
         latents = {s.name for s in fit.model.named("latent")}
         quality = quality_fields(
-            np.asarray(z_G), from_own, log_weights, tail_and_weights, draws, latents, of_fit
+            z_G, from_own, log_weights, tail_and_weights, draws, latents, of_fit
         )
         quality["_rounding"] = quality["_rounding"]._replace(no_density=no_density)
         return Corrected(
@@ -336,19 +345,19 @@ class Weighing:
             _posterior=sampler,
             num_exchanges=self.sent,
             integration=self.integration,
-            log_weights=np.asarray(log_weights, np.float64),
+            log_weights=log_weights,
             log_joint=np.asarray(log_joint, np.float64),
             pool=pool,
             **quality,
         )
 
-    def _no_density(self, z_G: Array, log_joint: np.ndarray, from_own: np.ndarray) -> str:
+    def _no_density(self, z_G: np.ndarray, log_joint: np.ndarray, from_own: np.ndarray) -> str:
         """Return in words which density is NaN or infinite at many of the fit's own draws, if any.
 
         It is not known of silos elsewhere.
         """
         z, fm = np.asarray(z_G, np.float64), self.result._fit.model
-        here = from_own if self.copy is None else from_own & np.asarray(self.copy.holds(z_G))
+        here = from_own if self.copy is None else from_own & self.copy.holds(z_G)
         here = here & np.isfinite(z).all(1)
         lost = here & (log_joint == -np.inf)
         share = lost.sum() / max(here.sum(), 1)
@@ -369,7 +378,7 @@ class Weighing:
         )
 
     def _rough_draws(
-        self, key: Array, z_G: Array, log_weights: np.ndarray, from_own: np.ndarray
+        self, key: Array, z_G: np.ndarray, log_weights: np.ndarray, from_own: np.ndarray
     ) -> np.ndarray:
         """Return the indices of heavy draws whose weight comes from cancellation.
 
@@ -381,7 +390,7 @@ class Weighing:
         z = np.asarray(z_G, np.float64)
         # A third of an exchange, since each heavy draw takes three places of it.
         heavy = np.argsort(-log_weights)[: self.size // 3]
-        gap = np.spacing(np.abs(np.asarray(z_G))[heavy]).astype(np.float64)
+        gap = np.spacing(np.abs(z_G)[heavy]).astype(np.float64)
         # Neighbours lie along a random diagonal: one step moves all coordinates at once.
         signs = np.where(np.random.default_rng(0).random(z.shape[1]) < 0.5, -1, 1)
         step = signs * np.maximum(NEXT_TO * z[from_own].std(0), GAPS * gap)
@@ -389,8 +398,8 @@ class Weighing:
         # The exchange is compiled for a fixed number of
         # draws; the mean fills the places that are left.
         spare = np.broadcast_to(z[from_own].mean(0), (self.size - 3 * len(heavy), z.shape[1]))
-        points = jnp.asarray(np.concatenate([*three, spare]), z_G.dtype)
-        density = np.asarray(self.exchange(key, points).log_weights, np.float64)
+        points = np.concatenate([*three, spare]).astype(z_G.dtype)
+        density = np.asarray(self.exchange(key, points, near=False), np.float64)
         below, at, above = density[: 3 * len(heavy)].reshape(3, -1)
         with np.errstate(invalid="ignore"):  # a neighbour may have no density
             smooth = np.abs(above - 2 * at + below) <= JUMP
@@ -429,24 +438,21 @@ def correct_from(
     check_weighable(fit)
     with precision(double=result.double):
         chosen = integration_of(result, inner_draws) if before is None else before.integration
-        weighing = Weighing(result, size, None, chosen, copy, accuracy)
+        weighing = Weighing(result, size, 0, chosen, copy, accuracy)
+        theta, dtype = result.shared.theta, jnp.result_type(float)
 
         def proposal_with(share: float) -> MixtureProposal:
-            return fit.cached(
-                ("mixture", size, share),
-                lambda: MixtureProposal(WideParts.of(fit.model, size, share)),
-            )
+            make = partial(WideParts.of, fit.model, size, share)
+            return MixtureProposal(fit.cached(("wide", size, share), make))
 
         propose = proposal_with(wider)
-        theta = result.shared.theta
 
-        def exchange(i: int) -> WeightedDraws:
-            key_exchange = random.fold_in(key, i) if i else key
-            return weighing.exchange(key_exchange, propose.draw(key_exchange, theta, own))
+        def exchange(i: int) -> tuple[np.ndarray, np.ndarray]:
+            z_G = propose.draw(generator(key, i), theta, own).astype(dtype)
+            return z_G, weighing.exchange(random.fold_in(key, i) if i else key, z_G)
 
         parts, interrupted = until_interrupted(exchange, -(-num_draws // size))
-        z_G = [part.z_G for part in parts]
-        log_joint = [part.log_joint for part in parts]
+        z_G, log_joint = map(list, zip(*parts, strict=True))
         from_own = [np.tile(np.arange(size) < propose.wide.num_own, len(parts))]
         mixtures, shares, numbers = [own], [wider], [size * len(parts)]
         if before is not None and before.pool is not None:
@@ -458,39 +464,31 @@ def correct_from(
             shares += earlier.wider
             numbers += earlier.numbers
             weighing.sent += before.num_exchanges
-        z = jnp.concatenate(z_G)
         pool = Pool(
-            z,
-            jnp.concatenate(log_joint),
+            np.concatenate(z_G),
+            np.concatenate(log_joint),
             np.concatenate(from_own),
             tuple(mixtures),
             tuple(shares),
             tuple(numbers),
             copy,
         )
-        proposals = [
-            (proposal_with(share).log_density, mixture)
-            for share, mixture in zip(shares, mixtures, strict=True)
-        ]
-        # In parts of one size, which is compiled once.
-        chunks = z.reshape(-1, size, z.shape[1])
-        log_q = jnp.stack(
+        z = pool.z_G
+        log_q = np.stack(
             [
-                jnp.concatenate([density(theta, mixture, chunk) for chunk in chunks])
-                for density, mixture in proposals
+                proposal_with(share).log_density(theta, mixture, z)
+                for share, mixture in zip(shares, mixtures, strict=True)
             ]
         )
-        log_shares = jnp.log(jnp.asarray(numbers, log_q.dtype) / sum(numbers))
-        log_mixture = jax.nn.logsumexp(log_shares[:, None] + log_q, axis=0)
-        # A draw that overflowed has no joint density, and that of a proposal is NaN. On the host,
-        # where nothing has to be compiled for it.
-        ratio = np.asarray(pool.log_joint - log_mixture)
-        log_weights = jnp.asarray(np.where(ratio < np.inf, ratio, -np.inf))
+        log_shares = np.log(np.array(numbers) / sum(numbers))
+        log_weights = _log_ratio(
+            pool.log_joint, np.logaddexp.reduce(log_shares[:, None] + log_q, 0)
+        )
         correction = weighing.correction(key, z, log_weights, pool.log_joint, pool.from_own, pool)
         if judge and correction.pool is not None:
             # Rough draws have lost their density by then.
-            found = np.asarray(correction.pool.log_joint - log_q[0])[: numbers[0]]
-            k_of_new = weights_of(jnp.asarray(np.where(np.isnan(found), -np.inf, found)))[0]
+            new = _log_ratio(correction.pool.log_joint, log_q[0])[: numbers[0]]
+            k_of_new = weights_of(new)[0]
             correction = replace(correction, pareto_k=max(correction.pareto_k, k_of_new))
         return unless_interrupted(correction, interrupted, num_draws)
 
@@ -507,40 +505,38 @@ def check_weighable(fit: Fit) -> None:
         )
 
 
-def weighing(built: Built, settings: Mapping[str, Any]) -> tuple[Round, Proposal[Any]]:
-    """Return the round of a correction and its proposal.
+def weighing(built: Built, settings: Mapping[str, Any]) -> Round:
+    """Return the round of a correction.
 
     A silo in another process builds the same round from these ``settings`` alone.
     """
     integration = Integration(settings["inner_draws"], settings["nodes"])
-    num_draws, batch = settings["num_draws"], settings["batch_size"]
-    fm, guide = built.model, built.guide
-    proposed = proposal(fm, guide.globals, num_draws, settings["wider"] or 0.0)
-    if settings["wider"] is None:  # points of the server's own choice, which may lie far out
-        proposed = proposed._replace(own=0)
-    likelihood = integration.likelihood(fm, guide)
-    text = json.dumps(dict(settings))
-    round_ = importance(fm, guide, proposed, likelihood, built.algorithm, num_draws, batch, text)
-    return round_, proposed
+    return importance(
+        built.model,
+        built.guide,
+        integration.likelihood(built.model, built.guide),
+        built.algorithm,
+        settings["num_draws"],
+        settings["num_own"],
+        settings["batch_size"],
+        json.dumps(dict(settings)),
+    )
 
 
-def _compiled(
-    fit: Fit, integration: Integration, num_draws: int, wider: float | None
-) -> tuple[Single, Proposal[Any]]:
-    """Return the compiled exchange and the proposal, once for each fit."""
+def _compiled(fit: Fit, integration: Integration, num_draws: int, num_own: int) -> Single:
+    """Return the compiled exchange, made once for each fit."""
     settings = dict(
         inner_draws=dict(integration.draws),
         nodes=integration.nodes,
         num_draws=num_draws,
-        wider=wider,
+        num_own=num_own,
         batch_size=batch_size(fit, integration, num_draws),
     )
 
-    def make() -> tuple[Single, Proposal[Any]]:
-        round_, proposed = weighing(fit.built, settings)
+    def make() -> Single:
         little = little_work(fit, integration, num_draws)
-        compiled = fit.runtime.quick(round_) if little else fit.runtime.single(round_)
-        return compiled, proposed
+        compiled = fit.runtime.quick if little else fit.runtime.single
+        return compiled(weighing(fit.built, settings))
 
     return fit.cached(("importance", json.dumps(settings)), make)
 

@@ -119,7 +119,7 @@ def leaving_out(built: Built, settings: Mapping[str, Any]) -> Round:
 
 
 def table_of(
-    key: Array, result: Result, integration: Integration, z_G: Array, log_weights: np.ndarray
+    key: Array, result: Result, integration: Integration, z_G: np.ndarray, log_weights: np.ndarray
 ) -> LeaveOut:
     """Return the table by draws (n, dim) with log weights (n,), in one exchange."""
     fit, n = result._fit, len(log_weights)
@@ -133,7 +133,7 @@ def table_of(
     exchange = fit.cached(
         ("leave out", json.dumps(settings)), lambda: compiled(leaving_out(fit.built, settings))
     )
-    given = jnp.asarray(np.concatenate([np.asarray(z_G), log_weights[:, None]], 1))
+    given = jnp.asarray(np.concatenate([z_G, log_weights[:, None]], 1))
     found: LeftOut = result._run_round_once(exchange, key, MESSAGE, given)[0]
     density, k, shift = (np.asarray(a, np.float64) for a in found)
     return LeaveOut(density, k, shift)

@@ -137,7 +137,7 @@ def number_of_draws(result: Result) -> int:
 
 
 def rows_left_out(
-    key: Array, result: Result, integration: Integration, z_G: Array, log_weights: np.ndarray
+    key: Array, result: Result, integration: Integration, z_G: np.ndarray, log_weights: np.ndarray
 ) -> Loo:
     """Return the table by draws (n, dim) of the posterior with log weights (n,).
 
@@ -163,12 +163,13 @@ def rows_left_out(
     worth = int(w.sum() ** 2 / (w**2).sum())
     if result._silos.elsewhere:
         exchange = fit.cached(name, lambda: fit.runtime.quick(loo_round(fit.built, settings)))
-        given = jnp.asarray(np.concatenate([np.asarray(z_G), log_weights[:, None]], 1))
+        given = jnp.asarray(np.concatenate([z_G, log_weights[:, None]], 1))
         sums: RowSums = result._run_round_once(exchange, key, MESSAGE, given)[0]
         return Loo.of(sums, worth, 1)
     compiled = jit_once if little_work(fit, integration, n) else jax.jit
     scores = fit.cached(name, lambda: compiled(_scores(fit.built, settings)))
-    down = LeaveOutDown(down_of(fit.guide, result.shared, z_G), jnp.asarray(log_weights))
+    draws = down_of(fit.guide, result.shared, jnp.asarray(z_G))
+    down = LeaveOutDown(draws, jnp.asarray(log_weights))
     silos, total = [], RowSums(*np.zeros(len(RowSums._fields)))
     for j in range(result.num_silos):
         data = result._silos.at(j, [batch.data for batch in result._silos.batches])

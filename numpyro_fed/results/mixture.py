@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import brentq
 from scipy.stats import norm
@@ -57,7 +56,7 @@ def around_modes(
     ``others`` has the place (dim,) and the negative Hessian (dim, dim) of each, and ``log_shares``
     the log of the mass at all, the fit first.
     """
-    centres, roots = [z.mean(0)], [np.asarray(root_of_draws(jnp.asarray(z)))]
+    centres, roots = [z.mean(0)], [root_of_draws(z)]
     kept = [0]
     for i, (place, curvature) in enumerate(others[: NUM_PARTS - 1]):
         unit = np.sqrt(np.maximum(np.diagonal(curvature), np.finfo(float).tiny))
@@ -107,10 +106,10 @@ def matched(z: np.ndarray, weights: np.ndarray) -> Mixture | None:
             [mean + root @ centre for centre in centres],
             [root @ np.linalg.cholesky(C) for C in covariances],
         )
-    bent = np.asarray(bends.straight(jnp.asarray(u))[0], np.float64)
+    bent = np.asarray(bends.straight(u)[0])
     shares, centres, covariances = _em(bent, weights, number, ess)
     found = _mixture(np.log(shares), list(centres), list(np.linalg.cholesky(covariances)))
-    return found._replace(frame=Place(jnp.asarray(mean), jnp.asarray(root)), bends=bends)
+    return found._replace(frame=Place(mean, root), bends=bends)
 
 
 def _bends_of(u: np.ndarray, weights: np.ndarray) -> Bends:
@@ -126,7 +125,7 @@ def _bends_of(u: np.ndarray, weights: np.ndarray) -> Bends:
             s, reach = distance[order[at]]
             if s > 0 and reach > REACHES * far * s:
                 width[side, j], power[side, j] = s, _power(reach / s, far)
-    return Bends(jnp.asarray(width), jnp.asarray(power))
+    return Bends(width, power)
 
 
 def _power(reach: float, normal: float) -> float:
@@ -187,7 +186,7 @@ def _mixture(
     empty = NUM_PARTS - len(centres)
     log_shares = np.concatenate([log_shares, np.full(empty, -math.inf)])
     return Mixture.straight(
-        jnp.asarray(log_shares - np.logaddexp.reduce(log_shares)),
-        jnp.asarray(np.stack([*centres, *[centres[0]] * empty])),
-        jnp.asarray(np.stack([*roots, *[roots[0]] * empty])),
+        log_shares - np.logaddexp.reduce(log_shares),
+        np.stack([*centres, *[centres[0]] * empty]),
+        np.stack([*roots, *[roots[0]] * empty]),
     )

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from numpyro_fed.algorithms.influence import Factors
 from numpyro_fed.privacy.budget import Spent
@@ -45,9 +43,9 @@ class OneCopy(NamedTuple):
     centre: np.ndarray
     periods: np.ndarray
 
-    def holds(self, z_G: Array) -> Array:
+    def holds(self, z_G: np.ndarray) -> np.ndarray:
         """Return which draws (n, dim) lie in it (n,)."""
-        return (2 * jnp.abs(z_G - self.centre) <= self.periods).all(-1)
+        return (2 * np.abs(z_G - self.centre) <= self.periods).all(-1)
 
     def copy_of(self, z_G: np.ndarray) -> np.ndarray:
         """Return places (..., dim) after the shifts by whole periods that bring them into it."""
@@ -138,7 +136,7 @@ class Mode:
             if np.isfinite(period)
         )
 
-    def missed(self, z_G: Array, weights: np.ndarray) -> tuple[LocalMode, ...]:
+    def missed(self, z_G: np.ndarray, weights: np.ndarray) -> tuple[LocalMode, ...]:
         """Return other modes with a share of the mass that weighted draws (n, dim) do not reach."""
         own = -np.inf if self.log_evidence is None else self.log_evidence
         evidence = np.array([own, *(p.log_evidence for p in self.others)])
@@ -147,7 +145,7 @@ class Mode:
         share = np.exp(evidence - np.logaddexp.reduce(evidence))[1:]
         # A draw belongs to a mode within three sds and the length of a normal vector of it.
         reach = MODES_APART + np.sqrt(z_G.shape[1])
-        reached = [weights @ (distance(p, np.asarray(z_G)) <= reach) for p in self.others]
+        reached = [weights @ (distance(p, z_G) <= reach) for p in self.others]
         return tuple(
             p
             for p, expected, there in zip(self.others, share, reached, strict=True)

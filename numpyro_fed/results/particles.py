@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -257,7 +256,7 @@ def particles_of(
     even = np.full(len(z), 1 / len(z))
     computed = compared_with_fit(fit, z, even)
     sampler = sampler_of(fit._fit, integration)
-    draws = on_supports(sampler, fit, jnp.asarray(z))
+    draws = on_supports(sampler, fit, z)
     latents = {s.name for s in fit._fit.model.named("latent")}
     by_islands = np.arange(len(z)).reshape(len(kept), NUM_ISLANDS, -1).swapaxes(0, 1)
     errors = ElementErrors.of(draws, latents, even, by_islands.reshape(NUM_ISLANDS, -1))
@@ -278,10 +277,8 @@ def particles_of(
         accuracy=accuracy,
         _moments=computed._replace(shift_error=shift_error),
         errors=errors,
-        _rounding=Rounding.of(
-            z[counts], even[counts], jnp.asarray(log_p[counts]), computed.mean, computed.sd
-        ),
-        z_G=jnp.asarray(z),
+        _rounding=Rounding.of(z[counts], even[counts], log_p[counts], computed.mean, computed.sd),
+        z_G=z,
         _posterior=sampler,
         num_exchanges=int(swarm.exchanges) + track.num_checks,
         integration=integration,
@@ -314,9 +311,9 @@ def checked(
     """
     key_points, key_exchange = jax.random.split(key)
     points = np.asarray(jax.random.choice(key_points, len(z), (AT_ONCE,)))
-    weighing = Weighing(fit, AT_ONCE, None, integration)
+    weighing = Weighing(fit, AT_ONCE, 0, integration)
     try:
-        found = np.asarray(weighing.exchange(key_exchange, jnp.asarray(z[points])).log_weights)
+        found = weighing.exchange(key_exchange, z[points])
     except NonFiniteError:
         return integration, math.inf, weighing.sent
     coarse = math.inf if weighing.integration.gave_way else float((found - log_p[points]).std())

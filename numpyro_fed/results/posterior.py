@@ -34,6 +34,8 @@ class Posterior(NamedTuple):
     ----------
     draw_globals : (key, Shared, n) -> (z_G, log_q)
         Draws (n, dim) and their log densities (n,), from the shared part of the server's state.
+    log_density : (Shared, z_G) -> (n,)
+        The guide's log density at any draws (n, dim), where it is known everywhere.
     coordinates : (Shared, z_G) -> Coordinates
         The coordinates of draws (n, dim) in the frame of the run, with one centre.
     constrain_globals : (theta, z_G) -> {site: value}
@@ -48,6 +50,7 @@ class Posterior(NamedTuple):
     """
 
     draw_globals: Callable[..., tuple[Array, Array]]
+    log_density: Callable[[Shared, Array], Array]
     coordinates: Callable[[Shared, Array], Coordinates]
     constrain_globals: Callable[..., dict[str, Array]]
     draw_locals: Callable[..., Rows]
@@ -65,6 +68,10 @@ def posterior(
     def draw_globals(key: Array, shared: Shared, n: int) -> tuple[Array, Array]:
         noise = guide.globals.noise(key, n)
         return guide.globals.draws(shared.frame, shared.guide, noise)[1:]
+
+    @jax.jit
+    def log_density(shared: Shared, z_G: Array) -> Array:
+        return jax.vmap(partial(guide.globals.density, shared.frame, shared.guide))(z_G)
 
     @jax.jit
     def coordinates(shared: Shared, z_G: Array) -> Coordinates:
@@ -94,6 +101,7 @@ def posterior(
     draw_silos = SilosSampler(fm, draw_locals, constrain_locals)
     return Posterior(
         draw_globals,
+        log_density,
         coordinates,
         constrain_globals,
         draw_locals,

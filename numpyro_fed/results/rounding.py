@@ -47,7 +47,7 @@ class Rounding(NamedTuple):
         cls,
         z: Array | np.ndarray,
         weights: np.ndarray,
-        log_weights: Array,
+        log_weights: np.ndarray,
         mean: np.ndarray,
         sd: np.ndarray,
     ) -> Rounding:

@@ -471,6 +471,11 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
         """Return unconstrained draws (n, dim) of the globals, and the guide's log density (n,)."""
         return self._fit.posterior.draw_globals(jax.random.fold_in(key, 0), self.shared, n)
 
+    @in_precision_of_object
+    def log_density_of_globals(self, z_G: Array) -> Array:
+        """Return the guide's log density (n,) at any draws (n, dim), if it is known everywhere."""
+        return self._fit.posterior.log_density(self.shared, z_G)
+
     def _sample_locals(
         self, key: Array, z_G: Array, silo: int, posterior: Posterior
     ) -> dict[str, Array]:

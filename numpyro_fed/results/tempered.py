@@ -40,7 +40,7 @@ from numpyro_fed.results.mixture import around_modes
 from numpyro_fed.results.particles import Particles, Track, particles_of
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.results.weighted import TOLERANCE
-from numpyro_fed.runtime.noise import typed_key
+from numpyro_fed.runtime.noise import generator, typed_key
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import State
@@ -81,8 +81,8 @@ class MixtureReference:
 
     def log_density(self, theta: Theta, parameters: Mixture, z: Array) -> Array:
         """Return the log density () at ``z`` (dim,)."""
-        own = parameters.log_prob(z)[None]
-        return self.wide.log_density(own, theta, parameters.place, z[None])[0]
+        at = z[None]
+        return self.wide.log_density(parameters.log_prob(at), theta, parameters.place, at)[0]
 
     def standard(self, dim: int) -> Mixture:
         """Return a mixture of one part, at zero."""
@@ -224,14 +224,13 @@ class Tempered:
         return track if len(track.swarm.trial) == self.num_particles else None
 
     def _parts(self, fit: Fit, nodes: int) -> Tempering:
-        fm, number = fit.model, self.num_particles
+        number = self.num_particles
 
         def make() -> Tempering:
             tempering = tempering_of(fit.built, number, nodes)
             if self.start == "prior":
                 return tempering
-            reference = MixtureReference(WideParts.of(fm, number, WIDER))
-            return replace(tempering, reference=reference)
+            return replace(tempering, reference=MixtureReference(self._wide(fit)))
 
         return fit.cached(("tempering", number, self.start, nodes), make)
 
@@ -249,15 +248,18 @@ class Tempered:
             z = jax.vmap(fm.global_prior.draw_all, (0, None))(keys, theta)
             return tempering.begin(theta, (), z)
         own = mixture_of(fit, result)
-        own = own._replace(log_shares=jnp.maximum(own.log_shares, LOST))  # states must be finite
-        propose = fit._fit.cached(
-            ("particles", self.num_particles),
-            lambda: MixtureProposal(WideParts.of(fm, self.num_particles, WIDER)),
-        )
-        key_draw, key_order = jax.random.split(key)
-        z = propose.draw(key_draw, theta, own)
+        own = own._replace(log_shares=np.maximum(own.log_shares, LOST))  # states must be finite
+        draws = generator(key)
+        chosen = MixtureProposal(self._wide(fit._fit)).draw(draws, theta, own)
         # The first draws are of the mixture, the others of wider parts: islands must be alike.
-        return tempering.begin(theta, own, jax.random.permutation(key_order, z))
+        real = jnp.result_type(float)
+        own = jax.tree.map(lambda a: jnp.asarray(a, real), own)
+        return tempering.begin(theta, own, jnp.asarray(draws.permutation(chosen), real))
+
+    def _wide(self, fit: Fit) -> WideParts:
+        """Return the wider parts around a mixture."""
+        make = partial(WideParts.of, fit.model, self.num_particles, WIDER)
+        return fit.cached(("wide", self.num_particles, WIDER), make)
 
     def _run(
         self,

@@ -68,7 +68,7 @@ class VerticalCorrected(ColumnsAfterFit, Weighted[VerticalResult]):
 
     def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
         """Draw from the corrected posterior: latents of all parties, resampled by their weights."""
-        chosen = systematic(key, jnp.asarray(self.weights), n)
+        chosen = systematic(key, self.weights, n)
         return self.result.sites_at(self._z[chosen], tuple(z[chosen] for z in self._own))
 
     def to_arviz(
@@ -115,7 +115,8 @@ def vertical_correct(
 
     weighed, interrupted = until_interrupted(exchange, -(-num_draws // size))
     server, own, evidence = zip(*weighed, strict=True)
-    z, log_weights = (jnp.concatenate(part) for part in zip(*server, strict=True))
+    z, log_w = (jnp.concatenate(part) for part in zip(*server, strict=True))
+    log_weights = np.asarray(log_w, np.float64)
     draws = tuple(jnp.concatenate(part) for part in zip(*own, strict=True))
     tail_and_weights = weights_of(log_weights)
     z, *client_draws = (replace_weightless(a, tail_and_weights[1]) for a in (z, *draws))

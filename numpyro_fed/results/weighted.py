@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -25,10 +24,11 @@ from numpyro_fed import html
 from numpyro_fed.errors import Interrupted
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.base import FederatedRun
-from numpyro_fed.results.element_errors import ORDERS, ElementErrors
+from numpyro_fed.results.element_errors import ORDERS, ElementErrors, pareto_fit
 from numpyro_fed.results.moments import Moments, moments
 from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.results.saving import SavedWords, save
+from numpyro_fed.runtime.noise import generator
 
 # Draws below which k-hat is not judged: its generalised
 # Pareto is fitted to at most a fifth of them.
@@ -45,6 +45,7 @@ MANY_SHARE = 0.3
 # Log weight, less the largest, below which a draw weighs nothing: e^-100 is 4e-44, which
 # changes no average.
 NEGLIGIBLE = -100.0
+SMOOTHED_FROM = 1 / 3  # k-hat: lighter tails are left as they are (Vehtari et al. 2024)
 USE_QUANTILES = "use medians and quantiles there"
 NO_WEIGHTS = (
     "the importance weights are NaN, or all zero, at {}. Fit for more rounds, or look at the data "
@@ -317,13 +318,14 @@ class Weighted(ABC, Generic[Corrects]):
 
 
 Part = TypeVar("Part")
+Draws = TypeVar("Draws", np.ndarray, Array)
 Correction = TypeVar("Correction", bound=Weighted[Any])
 
 
 def quality_fields(
     z: np.ndarray,
     from_guide: np.ndarray,
-    log_weights: Array,
+    log_weights: np.ndarray,
     known: tuple[float, np.ndarray],
     draws: Mapping[str, Array | np.ndarray],
     latents: Collection[str],
@@ -363,13 +365,14 @@ def check_accuracy(accuracy: float) -> None:
         )
 
 
-def replace_weightless(z: Array, weights: np.ndarray) -> Array:
+def replace_weightless(z: Draws, weights: np.ndarray) -> Draws:
     """Return the draws ``z`` (n, dim) with the heaviest one in the place of all without weight.
 
     Draws without weight may lie so far out that they overflow on their own support, and infinity
     times a weight of zero is NaN.
     """
-    return jnp.where(jnp.asarray(weights > 0)[:, None], z, z[weights.argmax()])
+    xp = np if isinstance(z, np.ndarray) else jnp
+    return xp.where((weights > 0)[:, None], z, z[weights.argmax()])
 
 
 def until_interrupted(exchange: Callable[[int], Part], number: int) -> tuple[list[Part], bool]:
@@ -399,30 +402,45 @@ def unless_interrupted(correction: Correction, interrupted: bool, num_draws: int
     )
 
 
-# Compiled as one program: BlackJAX calls it op by op, which makes a hundred small ones.
-@jax.jit
-def _smooth(log_weights: Array) -> tuple[Array, Array]:
-    """Return Pareto-smoothed log weights (n,) and k-hat."""
-    from blackjax.diagnostics import psis_weights  # here: its import starts JAX's backend
+def smoothed(log_weights: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return Pareto-smoothed log weights (n,) and k-hat (Vehtari et al. 2024, algorithm 1).
 
-    return psis_weights(log_weights)
+    k-hat is infinite for fewer than 25 weights, and NaN where a tail has no generalised Pareto fit.
+    """
+    log_weights = log_weights - log_weights.max()
+    n = len(log_weights)
+    tail = min(max(int(3 * np.sqrt(n)), 5), n // 5)
+    if tail < 5:
+        return log_weights, math.inf
+    order = np.argsort(log_weights, kind="stable")
+    largest = np.exp(log_weights[order[-tail:]])
+    cut = np.exp(log_weights[order[-tail - 1]])
+    if largest[-1] - cut < np.finfo(float).tiny:
+        return log_weights, 0.0
+    k, scale = pareto_fit(largest - cut)
+    if not k >= SMOOTHED_FROM:
+        return log_weights, k
+    beyond = -np.log1p(-(np.arange(tail) + 0.5) / tail)  # standard exponential quantiles
+    quantiles = cut + scale * np.expm1(k * beyond) / k
+    log_weights[order[-tail:]] = np.log(np.minimum(quantiles, largest[-1]))
+    return log_weights, k
 
 
-def weights_of(log_weights: Array) -> tuple[float, np.ndarray]:
+def weights_of(log_weights: np.ndarray) -> tuple[float, np.ndarray]:
     """Return k-hat and the weights (n,), which sum to one.
 
     Weights are Pareto-smoothed, or left as they are where k-hat is too large.
     """
-    smoothed, k = _smooth(log_weights)
+    log_weights = np.array(log_weights, np.float64)
+    tail_smoothed, k = smoothed(log_weights)
     # Smoothing replaces the largest weights by quantiles of the fitted tail. A few large weights
     # among equal ones, those of a mode that the guide has missed, would disappear in it.
-    for candidate in (smoothed, log_weights):
-        log_w = np.array(candidate, np.float64)
-        log_w -= log_w.max()
+    for candidate in (tail_smoothed, log_weights):
+        log_w = candidate - candidate.max()
         weights = np.where(log_w > NEGLIGIBLE, np.exp(log_w), 0.0)
         weights = weights / weights.sum()
         share = float(1 / (weights**2).sum() / len(weights))
-        pareto_k = _tail(float(k), share)
+        pareto_k = _tail(k, share)
         if pareto_k <= threshold(len(weights)):
             break
     return pareto_k, weights
@@ -443,9 +461,9 @@ def _tail(pareto_k: float, share: float) -> float:
     return 0.0 if share > 0.99 else math.inf
 
 
-def systematic(key: Array, weights: Array, n: int) -> Array:
+def systematic(key: Array, weights: np.ndarray, n: int) -> np.ndarray:
     """Return the indices (n,) of a systematic resample by weights (num_draws,), in random order."""
-    key_start, key_order = jax.random.split(key)
-    points = (jnp.arange(n) + jax.random.uniform(key_start)) / n
-    chosen = jnp.searchsorted(jnp.cumsum(weights), points * weights.sum())
-    return jax.random.permutation(key_order, jnp.clip(chosen, 0, len(weights) - 1))
+    random = generator(key)
+    points = (np.arange(n) + random.random()) / n
+    chosen = np.searchsorted(np.cumsum(weights), points * weights.sum())
+    return random.permutation(np.minimum(chosen, len(weights) - 1))

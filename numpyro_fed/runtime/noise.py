@@ -57,3 +57,9 @@ def init_keys(key: Array) -> tuple[Array, Array]:
 def schedule_key(key: Array) -> Array:
     """Return the key of a run's schedule, which neither rounds nor first states use."""
     return jax.random.fold_in(key, np.uint32(2**32 - 2))
+
+
+def generator(key: Array, *numbers: int) -> np.random.Generator:
+    """Return NumPy's generator of what a server draws by itself, seeded by a key and numbers."""
+    seed = np.asarray(jax.random.key_data(key)).ravel().tolist()
+    return np.random.default_rng([*seed, *numbers])

@@ -8,14 +8,15 @@ The server sends draws :math:`z_G^s \sim q`. Silo ``j`` replies with an importan
 
 Each estimate is unbiased, and those of different silos are independent. So averages with these
 weights are those of exact likelihoods but for more variance: it is importance sampling on an
-extended space (Andrieu and Roberts 2009; Tran et al. 2013). Here ``q`` is a mixture of the guide
-and wider distributions (:mod:`numpyro_fed.algorithms.importance.proposals`).
+extended space (Andrieu and Roberts 2009; Tran et al. 2013). The draws are the server's data here.
+It makes them from a mixture of the guide, or of what stands in its place, and wider distributions
+(:mod:`numpyro_fed.algorithms.importance.proposals`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,6 @@ from numpyro_fed.algorithms.base import (
     key_as_noise,
 )
 from numpyro_fed.algorithms.importance.likelihood import Draws, LikelihoodEstimate
-from numpyro_fed.algorithms.importance.proposals import Proposal
 from numpyro_fed.algorithms.sfvi import Down, coordinates_of, down_of
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.structured import Guide
@@ -44,19 +44,12 @@ from numpyro_fed.model.log_density import FederatedModel
 MAX_LOST = 0.01  # share of draws near the fit at which a quadrature may fail; as much mass is lost
 
 
-class WeightedDraws(NamedTuple):
-    """Draws of the globals, and how many silos' integrals are too coarse.
+class Densities(NamedTuple):
+    """The log joint density of all silos at draws (n,), and how many silos' integrals are coarse.
 
-    Attributes
-    ----------
-    z_G : (n, dim)
-    log_weights, log_joint : (n,)
-        The log joint density of all silos at each, with and without the proposal's taken off.
-    num_coarse : ()
+    At a wide draw it is minus infinity where it is not finite.
     """
 
-    z_G: Array
-    log_weights: Array
     log_joint: Array
     num_coarse: Array
 
@@ -74,18 +67,17 @@ class Estimates(NamedTuple):
 def importance(
     fm: FederatedModel,
     guide: Guide,
-    proposal: Proposal[Any],
     likelihood: LikelihoodEstimate,
     fitted: FederatedAlgorithm[Server, Silo],
     num_draws: int,
+    num_own: int,
     batch_size: int,
     settings: str = "",
 ) -> Round:
-    """Return the round that leads from states of the algorithm ``fitted`` to weighted draws.
+    """Return the round that leads from states of the algorithm ``fitted`` to :class:`Densities`.
 
-    A silo sends :class:`Estimates`, and keeps its state. ``batch_size`` draws are
-    computed at a time. If the runtime is given server data, these are the draws (n, dim) to weigh,
-    and the proposal's density counts as one.
+    The server's data are the draws (n, dim), of which the first ``num_own`` are from the guide. A
+    silo sends :class:`Estimates`, and keeps its state. ``batch_size`` draws are computed at a time.
     """
 
     def without_overflow(values: Array) -> Array:
@@ -95,7 +87,7 @@ def importance(
         At the guide's own draws it is an error, and is kept. The text's own densities are never
         NaN.
         """
-        is_wide = jnp.arange(num_draws) >= proposal.own
+        is_wide = jnp.arange(num_draws) >= num_own
         return jnp.where(is_wide & ~(values < jnp.inf), -jnp.inf, values)
 
     evaluate = log_likelihoods(likelihood, fitted, num_draws, batch_size)
@@ -113,28 +105,20 @@ def importance(
         up = Estimates(values, too_coarse.astype(values.dtype))
         return Reply(up, jnp.array(True)), state
 
-    def run(state: Server, noise: object, ask: Ask) -> tuple[WeightedDraws, Info]:
+    def run(state: Server, noise: object, ask: Ask) -> tuple[Densities, Info]:
         shared = fitted.shared(state)
-        if ask.server_data is None:
-            z_G, log_q = proposal.draw(shared, noise)
-        else:
-            z_G, log_q = ask.server_data, jnp.zeros(num_draws)
+        z_G = jnp.zeros((num_draws, fm.dim)) if ask.server_data is None else ask.server_data
         log_prior = jax.vmap(fm.log_prior, (None, 0))(shared.theta, z_G)
         replies = ask(IMPORTANCE, down_of(guide, shared, z_G))
-        log_joint = log_prior + replies.up.log_likelihood
-        # Where a draw has no density, the proposal's may be none or NaN as well.
-        ratio = jnp.where(log_joint == -jnp.inf, -jnp.inf, log_joint - log_q)
-        log_weights = without_overflow(ratio)
-        usable = ~jnp.isnan(log_weights).any() & jnp.isfinite(log_weights).any()
-        # The mean weight is an unbiased estimate of the evidence; minus its log is the loss.
-        evidence = jax.nn.logsumexp(log_weights) - jnp.log(num_draws)
-        weighted = WeightedDraws(z_G, log_weights, log_joint, replies.up.is_coarse)
-        return weighted, Info(-evidence, usable)
+        log_joint = without_overflow(log_prior + replies.up.log_likelihood)
+        usable = ~jnp.isnan(log_joint).any() & jnp.isfinite(log_joint).any()
+        densities = Densities(log_joint, replies.up.is_coarse)
+        return densities, Info(jnp.zeros(()), usable)
 
     exchange = Exchange(
         IMPORTANCE, silo, silo_noise=key_as_noise, usable=some_count, settings=settings
     )
-    return Round((exchange,), run, proposal.noise)
+    return Round((exchange,), run)
 
 
 def log_likelihoods(

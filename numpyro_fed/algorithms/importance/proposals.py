@@ -29,25 +29,24 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from functools import cached_property
+from types import ModuleType
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.scipy.special import gammaln
 from scipy import stats
+from scipy.linalg import solve_triangular
 from scipy.stats import qmc
 
 from numpyro_fed import linalg
-from numpyro_fed.algorithms.base import Shared
-from numpyro_fed.expfam.base import Eps
-from numpyro_fed.guides.base import GlobalGuide
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.priors import Funnel
 from numpyro_fed.model.sites import Site
+from numpyro_fed.trees import AnyArray, Numbers
 
 # Share of the draws from wider distributions. A perfect guide loses at most a factor of two in
 # effective draws; a smaller share shows a missed mode by fewer draws.
@@ -73,14 +72,19 @@ NUM_PARTS = 4  # of a mixture: with eight, k-hat came out larger, with two fewer
 FULL_UP_TO = 100  # latents; beyond it the covariance of the draws is taken as diagonal
 PRIOR_DRAWS = 512  # for quantiles of the prior, which need not be exact
 
-Noise = TypeVar("Noise")
-
 
 class Place(NamedTuple):
     """The mean (dim,) and a lower triangular root (dim, dim) of the covariance of draws."""
 
-    centre: Array
-    root: Array
+    centre: Numbers
+    root: Numbers
+
+    def whitened(self, z: Numbers) -> Numbers:
+        """Return the coordinates (n, dim) in which draws (n, dim) are standard."""
+        away = (z - self.centre).T
+        if isinstance(away, np.ndarray) and isinstance(self.root, np.ndarray):
+            return solve_triangular(self.root, away, lower=True, check_finite=False).T
+        return linalg.solve(jnp.asarray(self.root), jnp.asarray(away)).T
 
 
 class StandardPoints(NamedTuple):
@@ -90,15 +94,14 @@ class StandardPoints(NamedTuple):
     part: np.ndarray
 
     @classmethod
-    def of(cls, key: Array, n: int, dim: int) -> StandardPoints:
+    def of(cls, random: np.random.Generator, n: int, dim: int) -> StandardPoints:
         """Return points that fill space more evenly than independent ones (Sobol, scrambled).
 
         Averages over them have smaller errors, which are still zero on average (Owen 1997).
         """
-        seed = int(jax.random.bits(key))
         with warnings.catch_warnings():  # they need not be a power of two
             warnings.simplefilter("ignore", UserWarning)
-            u = qmc.Sobol(dim + 2, seed=seed).random(n)
+            u = qmc.Sobol(dim + 2, seed=int(random.integers(2**32))).random(n)
         u = np.clip(u, TINY, 1 - TINY)
         shrunk = np.sqrt(stats.chi2.ppf(u[:, -2], OWN_FREEDOM) / OWN_FREEDOM)
         return cls(stats.norm.ppf(u[:, :dim]) / shrunk[:, None], u[:, -1])
@@ -118,31 +121,33 @@ class Bends(NamedTuple):
         Below zero, and above.
     """
 
-    width: Array
-    power: Array
+    width: Numbers
+    power: Numbers
 
     @classmethod
     def none(cls, dim: int) -> Bends:
         """Return powers that bend nothing."""
-        return cls(jnp.ones((2, dim)), jnp.ones((2, dim)))
+        return cls(np.ones((2, dim)), np.ones((2, dim)))
 
-    def straight(self, u: Array) -> tuple[Array, Array]:
+    def straight(self, u: Numbers) -> tuple[Numbers, Numbers]:
         """Return bent coordinates (..., dim) of ``u``, and the log determinant (...)."""
+        xp = _namespace(u)
         s, p, k = self._on_side_of(u)
-        far = jnp.log1p(jnp.abs(u) / s)
-        v = jnp.where(p == 1, jnp.abs(u) / s, k * jnp.expm1(p * far))
-        return jnp.sign(u) * v, (jnp.log(k * p / s) + (p - 1) * far).sum(-1)
+        far = xp.log1p(xp.abs(u) / s)
+        v = xp.where(p == 1, xp.abs(u) / s, k * xp.expm1(p * far))
+        return xp.sign(u) * v, (xp.log(k * p / s) + (p - 1) * far).sum(-1)
 
-    def back(self, v: Array) -> Array:
+    def back(self, v: np.ndarray) -> np.ndarray:
         """Return the coordinates (..., dim) that are bent to ``v``."""
         s, p, k = self._on_side_of(v)
-        far = jnp.where(p == 1, jnp.abs(v), jnp.expm1(jnp.log1p(jnp.abs(v) / k) / p))
-        return jnp.sign(v) * s * far
+        far = np.where(p == 1, np.abs(v), np.expm1(np.log1p(np.abs(v) / k) / p))
+        return np.sign(v) * s * far
 
-    def _on_side_of(self, u: Array) -> tuple[Array, Array, Array]:
+    def _on_side_of(self, u: Numbers) -> tuple[Numbers, Numbers, Numbers]:
         """Return width, power and the factor ``k`` on the side of each coordinate (..., dim)."""
-        s, p = (jnp.where(u < 0, of_sides[0], of_sides[1]) for of_sides in self)
-        return s, p, 1 / jnp.expm1(p * math.log(2))
+        xp = _namespace(u)
+        s, p = (xp.where(u < 0, of_sides[0], of_sides[1]) for of_sides in self)
+        return s, p, 1 / xp.expm1(p * math.log(2))
 
 
 class Mixture(NamedTuple):
@@ -160,69 +165,194 @@ class Mixture(NamedTuple):
     bends : Bends
     """
 
-    log_shares: Array
-    centres: Array
-    roots: Array
+    log_shares: Numbers
+    centres: Numbers
+    roots: Numbers
     frame: Place
     bends: Bends
 
     @classmethod
-    def straight(cls, log_shares: Array, centres: Array, roots: Array) -> Mixture:
+    def straight(cls, log_shares: Numbers, centres: Numbers, roots: Numbers) -> Mixture:
         """Return the mixture of the coordinates themselves."""
         dim = centres.shape[1]
-        return cls(log_shares, centres, roots, Place(jnp.zeros(dim), jnp.eye(dim)), Bends.none(dim))
+        return cls(log_shares, centres, roots, Place(np.zeros(dim), np.eye(dim)), Bends.none(dim))
 
     @property
     def place(self) -> Place:
         """Return the mean of all parts, and a root of their covariance, as if nothing were bent."""
-        shares = jnp.exp(self.log_shares)
+        xp = _namespace(self.centres)
+        shares = xp.exp(self.log_shares)
         mean = shares @ self.centres
         away = (self.centres - mean)[..., None]
-        columns = jnp.sqrt(shares)[:, None, None] * jnp.concatenate([self.roots, away], -1)
-        root = linalg.root_of(jnp.concatenate(list(columns), -1))
+        columns = xp.sqrt(shares)[:, None, None] * xp.concatenate([self.roots, away], -1)
+        root = _root_of(xp.concatenate(list(columns), -1))
         return Place(self.frame.centre + self.frame.root @ mean, self.frame.root @ root)
 
-    def at(self, standard: StandardPoints) -> Array:
+    def at(self, standard: StandardPoints) -> np.ndarray:
         """Return draws (n, dim), from points of the standard Student t and of its parts."""
-        part = jnp.searchsorted(jnp.cumsum(jnp.exp(self.log_shares)), standard.part)
-        part = jnp.minimum(part, len(self.log_shares) - 1)
-        bent = self.centres[part] + (self.roots[part] @ standard.eps[..., None])[..., 0]
-        return self.frame.centre + self.bends.back(bent) @ self.frame.root.T
+        part = np.searchsorted(np.cumsum(np.exp(self.log_shares)), standard.part)
+        part = np.minimum(part, len(self.log_shares) - 1)
+        centres = np.asarray(self.centres)
+        bent = centres[part] + (np.asarray(self.roots)[part] @ standard.eps[..., None])[..., 0]
+        return np.asarray(self.frame.centre + self.bends.back(bent) @ self.frame.root.T)
 
-    def log_prob(self, z: Array) -> Array:
-        """Return the log density at ``z`` (dim,)."""
-        u = linalg.solve(self.frame.root, z - self.frame.centre)
-        bent, log_det = self.bends.straight(u)
-        parts = [
-            _log_student(centre, root, OWN_FREEDOM, bent)
-            for centre, root in zip(self.centres, self.roots, strict=True)
-        ]
-        log_det -= jnp.log(jnp.diagonal(self.frame.root)).sum()
-        return jax.nn.logsumexp(self.log_shares + jnp.stack(parts)) + log_det
+    def log_prob(self, z: Numbers) -> Numbers:
+        """Return the log density (n,) at ``z`` (n, dim)."""
+        xp = _namespace(z)
+        bent, log_det = self.bends.straight(self.frame.whitened(z))
+        places = zip(self.centres, self.roots, strict=True)
+        parts = xp.stack([Student(Place(*one), OWN_FREEDOM).log_prob(bent) for one in places])
+        log_det = log_det - xp.log(xp.diagonal(self.frame.root)).sum()
+        return _log_sum_exp(self.log_shares[:, None] + parts) + log_det
 
 
-class Proposal(NamedTuple, Generic[Noise]):
-    """A mixture of a guide and wider distributions.
+class Part(Protocol):
+    """A wider part of a proposal."""
 
-    Attributes
-    ----------
-    own : int
-        The number of draws from the guide; they come first.
-    noise : key -> noise
-    draw : (Shared, noise) -> (z_G, log_density)
-        All draws (n, dim), and the log density of the mixture at each (n,).
+    def sample(self, random: np.random.Generator, n: int) -> np.ndarray:
+        """Return draws (n, dim)."""
+        ...
+
+    def log_prob(self, z: Numbers) -> Numbers:
+        """Return the log density (n,) at ``z`` (n, dim)."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Student:
+    """A Student t distribution of whole degrees of freedom."""
+
+    place: Place
+    freedom: int
+
+    def sample(self, random: np.random.Generator, n: int) -> np.ndarray:
+        """Return draws (n, dim)."""
+        u = _standard_student(random, n, self)
+        return self.place.centre + u @ np.asarray(self.place.root).T
+
+    def log_prob(self, z: Numbers) -> Numbers:
+        """Return the log density (n,) at ``z`` (n, dim)."""
+        xp, freedom, dim = _namespace(z), self.freedom, z.shape[-1]
+        squared = (self.place.whitened(z) ** 2).sum(-1)
+        return self.log_at_centre(xp) - (freedom + dim) / 2 * xp.log1p(squared / freedom)
+
+    def log_at_centre(self, xp: ModuleType) -> Numbers:
+        """Return the log density () at the centre."""
+        freedom, dim = self.freedom, len(self.place.centre)
+        constant = math.lgamma((freedom + dim) / 2) - math.lgamma(freedom / 2)
+        constant -= dim / 2 * math.log(freedom * math.pi)
+        return constant - xp.log(xp.diagonal(self.place.root)).sum()
+
+
+@dataclass(frozen=True, eq=False)
+class Stretched:
+    """A distribution that is as wide as the fit but for one coordinate at a time.
+
+    With :math:`u = L^{-1} (z - m)`, coordinate ``j`` varies along :math:`a_j`, row ``j`` of ``L``
+    made a unit vector. Each of these directions is stretched in its turn. In many dimensions a
+    distribution that is wide in all of them has next to no density along any of them.
     """
 
-    own: int
-    noise: Callable[[Array], Noise]
-    draw: Callable[[Shared, Noise], tuple[Array, Array]]
+    place: Place
+    stretch: float
+
+    @property
+    def _axes(self) -> Numbers:
+        root = self.place.root
+        return root / ((root**2).sum(1) ** 0.5)[:, None]
+
+    def sample(self, random: np.random.Generator, n: int) -> np.ndarray:
+        """Return draws (n, dim)."""
+        base = Student(self.place, OWN_FREEDOM)
+        u = _standard_student(random, n, base)
+        axis = np.asarray(self._axes)[np.arange(n) % len(self.place.centre)]
+        u = u + (self.stretch - 1) * (u * axis).sum(1, keepdims=True) * axis
+        return self.place.centre + u @ np.asarray(self.place.root).T
+
+    def log_prob(self, z: Numbers) -> Numbers:
+        """Return the log density (n,) at ``z`` (n, dim)."""
+        xp, dim = _namespace(z), z.shape[-1]
+        u = self.place.whitened(z)
+        along = u @ self._axes.T
+        squared = (u**2).sum(-1, keepdims=True) - (1 - self.stretch**-2) * along**2
+        log_p = -(OWN_FREEDOM + dim) / 2 * xp.log1p(squared / OWN_FREEDOM)
+        at_centre = Student(self.place, OWN_FREEDOM).log_at_centre(xp)
+        return at_centre + _log_sum_exp(log_p.T) - math.log(dim * self.stretch)
 
 
-class Part(NamedTuple):
-    """A wider part of the mixture: draws (key, n) -> (n, dim), and its log density at a point."""
+@dataclass(frozen=True, eq=False)
+class Children:
+    """The children of a funnel, drawn from their prior given the globals above them."""
 
-    sample: Callable[[Array, int], Array]
-    log_prob: Callable[[Array], Array]
+    model: FederatedModel
+    funnel: Funnel
+
+    @cached_property
+    def draw(self) -> Callable[[int, Theta, np.ndarray], Array]:
+        """Return the function ``(seed, theta, z)`` to ``z`` (n, dim) with other children."""
+        prior, funnel = self.model.global_prior, self.funnel
+
+        @jax.jit
+        def draw(seed: Array, theta: Theta, z: Array) -> Array:
+            keys = jax.random.split(jax.random.key(seed), len(z))
+            return jax.vmap(lambda key, z: prior.draw(key, theta, z, funnel))(keys, z)
+
+        return draw
+
+    @cached_property
+    def log_density(self) -> Callable[[Theta, Numbers], Array]:
+        """Return the function ``(theta, z)`` to the log density (n,) of the children."""
+
+        prior, funnel = self.model.global_prior, self.funnel
+
+        @jax.jit
+        def log_density(theta: Theta, z: Array) -> Array:
+            return jax.vmap(lambda z: prior.log_density(theta, z, funnel))(z)
+
+        return log_density
+
+
+@dataclass(frozen=True, eq=False)
+class Neck:
+    """The part for one funnel: wide setters, and children from their prior given them.
+
+    Latents that are no setters are as wide as the fit.
+    """
+
+    children: Children
+    theta: Theta
+    place: Place
+
+    @property
+    def _others(self) -> np.ndarray:
+        """Return the coordinates that are no children."""
+        dim = self.children.model.dim
+        return np.setdiff1d(np.arange(dim), _coordinates(self.children.funnel.children))
+
+    @property
+    def _parents(self) -> list[Student]:
+        others = self._others
+        xp = _namespace(self.place.root)
+        is_setter = np.isin(others, _coordinates(self.children.funnel.setters))
+        root = _root_of(self.place.root[others])
+        scales = [xp.where(is_setter, s, 1.0)[:, None] for s in NECK_SCALES]
+        return [Student(Place(self.place.centre[others], s * root), FREEDOM) for s in scales]
+
+    def sample(self, random: np.random.Generator, n: int) -> np.ndarray:
+        """Return draws (n, dim)."""
+        drawn = np.stack([part.sample(random, n) for part in self._parents])
+        z = np.tile(np.asarray(self.place.centre), (n, 1))
+        z[:, self._others] = drawn[random.integers(len(drawn), size=n), np.arange(n)]
+        seed = int(random.integers(2**32))
+        return np.asarray(self.children.draw(seed, self.theta, z), np.float64)
+
+    def log_prob(self, z: Numbers) -> Numbers:
+        """Return the log density (n,) at ``z`` (n, dim)."""
+        xp = _namespace(z)
+        of_parents = xp.stack([part.log_prob(z[:, self._others]) for part in self._parents])
+        of_children = self.children.log_density(self.theta, z)
+        log_parents = _log_sum_exp(of_parents) - math.log(len(of_parents))
+        return log_parents + (np.asarray(of_children) if xp is np else of_children)
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,8 +362,9 @@ class WideParts:
     Attributes
     ----------
     model : FederatedModel
-    spread : pair of (dim,) arrays, or None
+    spread : Place or None
         The prior's median and spread.
+    funnels : tuple of Children
     num_own : int
         The number of draws that are left for what the parts are wider than.
     numbers : tuple of int
@@ -241,212 +372,121 @@ class WideParts:
     """
 
     model: FederatedModel
-    spread: tuple[np.ndarray, np.ndarray] | None
+    spread: Place | None
+    funnels: tuple[Children, ...]
     num_own: int
     numbers: tuple[int, ...]
 
     @classmethod
     def of(cls, fm: FederatedModel, num_draws: int, share: float) -> WideParts:
         """Return the parts of a proposal with so many draws, a ``share`` of them wider."""
+        if not share or not fm.dim:
+            return cls(fm, None, (), num_draws, ())
         # Properties of the text, the same for all parties and all fits.
-        spread, funnels = prior_spread(fm), fm.global_prior.funnels
+        spread = prior_spread(fm)
+        funnels = tuple(Children(fm, funnel) for funnel in fm.global_prior.funnels)
         num_wide = len(SCALES) + len(STRETCHES) + (spread is not None)
         wide = [int(share * num_draws / num_wide)] * num_wide
         necks = [int(NECKS * share * num_draws / len(funnels)) for _ in funnels]
-        return cls(fm, spread, num_draws - sum(wide + necks), (*wide, *necks))
+        return cls(fm, spread, funnels, num_draws - sum(wide + necks), (*wide, *necks))
 
     def parts(self, theta: Theta, place: Place) -> list[Part]:
         """Return the parts around a place, in the order of :attr:`numbers`."""
-        centre, L = place
-        parts = [_student(centre, s * L) for s in SCALES]
-        parts += [_stretched(centre, L, s) for s in STRETCHES]
+        if not self.numbers:
+            return []
+        centre, root = place
+        parts: list[Part] = [Student(Place(centre, s * root), FREEDOM) for s in SCALES]
+        parts += [Stretched(place, s) for s in STRETCHES]
         if self.spread is not None:
-            parts.append(_student(jnp.asarray(self.spread[0]), jnp.diag(self.spread[1])))
-        funnels = self.model.global_prior.funnels
-        return parts + [_neck(self.model, funnel, theta, centre, L) for funnel in funnels]
+            parts.append(Student(self.spread, FREEDOM))
+        return parts + [Neck(children, theta, place) for children in self.funnels]
 
-    def sample(self, key: Array, theta: Theta, place: Place) -> Array:
+    def sample(self, random: np.random.Generator, theta: Theta, place: Place) -> np.ndarray:
         """Return draws of all parts (sum(numbers), dim), part after part."""
-        keys = jax.random.split(key, len(self.numbers))
-        drawn = zip(self.parts(theta, place), keys, self.numbers, strict=True)
-        empty = jnp.zeros((0, self.model.dim))
-        return jnp.concatenate([empty, *(part.sample(key, n) for part, key, n in drawn if n)])
+        drawn = zip(self.parts(theta, place), self.numbers, strict=True)
+        empty = np.zeros((0, self.model.dim))
+        return np.concatenate([empty, *(part.sample(random, n) for part, n in drawn if n)])
 
-    def log_density(self, log_own: Array, theta: Theta, place: Place, z: Array) -> Array:
+    def log_density(self, log_own: Numbers, theta: Theta, place: Place, z: Numbers) -> Numbers:
         """Return the log density (m,) of the whole proposal at ``z`` (m, dim).
 
         ``log_own`` (m,) is that of what the parts are wider than.
         """
-        used = [
-            (part, n) for part, n in zip(self.parts(theta, place), self.numbers, strict=True) if n
-        ]
-        densities = jnp.stack([log_own, *(jax.vmap(part.log_prob)(z) for part, _ in used)])
-        numbers = jnp.array([self.num_own, *(n for _, n in used)])
-        log_shares = jnp.log(numbers / numbers.sum())
-        return jax.nn.logsumexp(log_shares[:, None] + densities, axis=0)
-
-
-def proposal(
-    fm: FederatedModel, guide: GlobalGuide[Eps], num_draws: int, share: float = SHARE
-) -> Proposal[Any]:
-    """Return the mixture; the guide alone, if its density is known at its own draws only."""
-
-    def draw_own(shared: Shared, noise: Eps) -> tuple[Array, Array]:
-        return guide.draws(shared.frame, shared.guide, noise)[1:]
-
-    if not share or not fm.dim or not guide.density_everywhere:
-        return Proposal(num_draws, lambda key: guide.noise(key, num_draws), draw_own)
-    wide = WideParts.of(fm, num_draws, share)
-
-    def noise(key: Array) -> tuple[Eps, Array]:
-        key_own, key_wide = jax.random.split(key)
-        return guide.noise(key_own, wide.num_own), key_wide
-
-    def draw(shared: Shared, noise: tuple[Eps, Array]) -> tuple[Array, Array]:
-        z, log_q = draw_own(shared, noise[0])
-        place = Place(z.mean(0), root_of_draws(z))
-        far = wide.sample(noise[1], shared.theta, place)
-        log_q_far = jax.vmap(partial(guide.density, shared.frame, shared.guide))(far)
-        z = jnp.concatenate([z, far])
-        return z, wide.log_density(jnp.append(log_q, log_q_far), shared.theta, place, z)
-
-    return Proposal(wide.num_own, noise, draw)
+        parts = zip(self.parts(theta, place), self.numbers, strict=True)
+        used = [(part, n) for part, n in parts if n]
+        densities = _namespace(z).stack([log_own, *(part.log_prob(z) for part, _ in used)])
+        numbers = np.array([self.num_own, *(n for _, n in used)], float)
+        with np.errstate(divide="ignore"):  # there may be no draws of its own
+            log_shares = np.log(numbers / numbers.sum())
+        return _log_sum_exp(log_shares[:, None] + densities)
 
 
 @dataclass(frozen=True, eq=False)
 class MixtureProposal:
-    """Draws from a mixture and from wider parts, and their density, each compiled once."""
+    """Draws from a mixture and from wider parts, and their density."""
 
     wide: WideParts
 
-    def draw(self, key: Array, theta: Theta, own: Mixture) -> Array:
+    def draw(self, random: np.random.Generator, theta: Theta, own: Mixture) -> np.ndarray:
         """Return draws (n, dim), those from the mixture first."""
-        key_own, key_wide = jax.random.split(key)
-        n, dim = self.wide.num_own, self.wide.model.dim
-        points = StandardPoints.of(key_own, n, dim)
-        return self._all_draws(key_wide, theta, own, points)
+        points = StandardPoints.of(random, self.wide.num_own, self.wide.model.dim)
+        return np.concatenate([own.at(points), self.wide.sample(random, theta, own.place)])
 
-    @cached_property
-    def _all_draws(self) -> Callable[[Array, Theta, Mixture, StandardPoints], Array]:
-        @jax.jit
-        def all_draws(key: Array, theta: Theta, own: Mixture, points: StandardPoints) -> Array:
-            return jnp.concatenate([own.at(points), self.wide.sample(key, theta, own.place)])
-
-        return all_draws
-
-    @cached_property
-    def log_density(self) -> Callable[[Theta, Mixture, Array], Array]:
-        """Return the function to the log density (m,) at ``z`` (m, dim)."""
-
-        @jax.jit
-        def log_density(theta: Theta, own: Mixture, z: Array) -> Array:
-            log_own = jax.vmap(own.log_prob)(z)
-            return self.wide.log_density(log_own, theta, own.place, z)
-
-        return log_density
+    def log_density(self, theta: Theta, own: Mixture, z: Numbers) -> Numbers:
+        """Return the log density (m,) at ``z`` (m, dim)."""
+        return self.wide.log_density(own.log_prob(z), theta, own.place, z)
 
 
-def _student(centre: Array, L: Array) -> Part:
-    return Part(
-        lambda key, n: centre + _standard_student(key, n, len(centre), FREEDOM) @ L.T,
-        partial(_log_student, centre, L, FREEDOM),
-    )
+def _namespace(z: Numbers) -> ModuleType:
+    """Return NumPy for its own arrays, and JAX's for others."""
+    return np if isinstance(z, np.ndarray) else jnp
 
 
-def _stretched(centre: Array, L: Array, stretch: float) -> Part:
-    """Return the part that is as wide as the fit but for one coordinate at a time.
-
-    With :math:`u = L^{-1} (z - m)`, coordinate ``j`` varies along :math:`a_j`, row ``j`` of ``L``
-    made a unit vector. Each of these directions is stretched in its turn. In many dimensions a
-    distribution that is wide in all of them has next to no density along any of them.
-    """
-    axes = L / jnp.linalg.norm(L, axis=1, keepdims=True)
-    dim = len(centre)
-
-    def sample(key: Array, n: int) -> Array:
-        u = _standard_student(key, n, dim, OWN_FREEDOM)
-        axis = axes[jnp.arange(n) % dim]
-        u = u + (stretch - 1) * (u * axis).sum(1, keepdims=True) * axis
-        return centre + u @ L.T
-
-    def log_prob(z: Array) -> Array:
-        u = linalg.solve(L, z - centre)
-        along = axes @ u
-        squared = (u**2).sum() - (1 - stretch**-2) * along**2
-        log_p = -(OWN_FREEDOM + dim) / 2 * jnp.log1p(squared / OWN_FREEDOM) - math.log(stretch)
-        at_centre = _log_student(centre, L, OWN_FREEDOM, centre)
-        return at_centre + jax.nn.logsumexp(log_p) - math.log(dim)
-
-    return Part(sample, log_prob)
+def _log_sum_exp(a: Numbers) -> Numbers:
+    """Return the log of the sum of exponentials over the first axis."""
+    xp = _namespace(a)
+    if xp is jnp:
+        return jax.nn.logsumexp(a, axis=0)
+    return np.logaddexp.reduce(a, axis=0)
 
 
-def _log_student(centre: Array, L: Array, freedom: float, z: Array) -> Array:
-    """Return the log density () of a Student t at ``z`` (dim,)."""
-    dim = len(centre)
-    at_centre = gammaln((freedom + dim) / 2) - gammaln(freedom / 2)
-    at_centre -= dim / 2 * math.log(freedom * math.pi)
-    standardised = linalg.solve(L, z - centre)
-    log_tail = (freedom + dim) / 2 * jnp.log1p((standardised**2).sum() / freedom)
-    return at_centre - jnp.log(jnp.diagonal(L)).sum() - log_tail
+def _root_of(M: AnyArray) -> AnyArray:
+    """Return a lower triangular root of :math:`M M'`, for a matrix ``M`` (d, k)."""
+    if not isinstance(M, np.ndarray):
+        return linalg.root_of(M)
+    _, R = np.linalg.qr(M.T)
+    return (R * np.where(np.diagonal(R) < 0, -1.0, 1.0)[:, None]).T
 
 
-def _standard_student(key: Array, n: int, dim: int, freedom: int) -> Array:
+def _standard_student(random: np.random.Generator, n: int, part: Student) -> np.ndarray:
     """Return draws (n, dim) of a standard Student t."""
-    # Its gamma variate, whose sampler takes seconds to compile, is half a sum of squares where the
-    # degrees of freedom are a whole number.
-    normal = jax.random.normal(key, (n, dim + freedom))
-    return normal[:, :dim] / jnp.sqrt((normal[:, dim:] ** 2).mean(1, keepdims=True))
-
-
-def _neck(fm: FederatedModel, funnel: Funnel, theta: Theta, centre: Array, L: Array) -> Part:
-    """Return the part for one funnel: wide setters, and children from their prior given them."""
-    prior = fm.global_prior
-    others = np.setdiff1d(np.arange(fm.dim), _coordinates(funnel.children))
-    is_setter = np.isin(others, _coordinates(funnel.setters))
-    root = linalg.root_of(L[others])
-    scales = [jnp.where(is_setter, s, 1.0)[:, None] for s in NECK_SCALES]
-    parents = [_student(centre[others], s * root) for s in scales]
-
-    def sample(key: Array, n: int) -> Array:
-        key_which, key_children, *keys = jax.random.split(key, 2 + len(parents))
-        drawn = [part.sample(key, n) for part, key in zip(parents, keys, strict=True)]
-        which = jax.random.randint(key_which, (n,), 0, len(parents))
-        values = jnp.stack(drawn)[which, jnp.arange(n)]
-        z = jnp.broadcast_to(centre, (n, fm.dim)).at[:, others].set(values)
-        draw_children = jax.vmap(lambda key, z: prior.draw(key, theta, z, funnel))
-        return draw_children(jax.random.split(key_children, n), z)
-
-    def log_prob(z: Array) -> Array:
-        log_densities = jnp.stack([part.log_prob(z[others]) for part in parents])
-        log_parents = jax.nn.logsumexp(log_densities) - np.log(len(parents))
-        return log_parents + prior.log_density(theta, z, funnel)
-
-    return Part(sample, log_prob)
+    normal = random.standard_normal((n, len(part.place.centre)))
+    return normal / np.sqrt(random.chisquare(part.freedom, (n, 1)) / part.freedom)
 
 
 def _coordinates(sites: Sequence[Site]) -> np.ndarray:
     return np.concatenate([np.arange(s.start, s.stop) for s in sites])
 
 
-def root_of_draws(z: Array) -> Array:
+def root_of_draws(z: AnyArray) -> AnyArray:
     """Return a lower triangular root (dim, dim) of the covariance of draws (n, dim).
 
     It is diagonal for many latents or few draws. It is computed from the draws by QR, not from
     their covariance, which holds no correlation above 1 - 1e-16: wider draws would then leave a
     narrow ridge, such as that of a line over a far covariate, and have no weight.
     """
-    n, dim = z.shape
+    xp, (n, dim) = _namespace(z), z.shape
     sd = z.std(0)
     # Ten draws for each latent: with fewer the sample correlations are mostly noise.
     if dim > FULL_UP_TO or n < 10 * dim:
-        return jnp.diag(sd)
-    L = linalg.root_of(((z - z.mean(0)) / sd).T / math.sqrt(n))
-    usable = jnp.isfinite(L).all() & (jnp.diagonal(L) > 0).all()
-    return sd[:, None] * jnp.where(usable, L, jnp.eye(dim))
+        return xp.diag(sd)
+    L = _root_of(((z - z.mean(0)) / sd).T / math.sqrt(n))
+    usable = xp.isfinite(L).all() & (xp.diagonal(L) > 0).all()
+    return sd[:, None] * xp.where(usable, L, xp.eye(dim))
 
 
-def prior_spread(fm: FederatedModel) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the prior's median and spread (dim,), or None if it cannot be drawn from.
+def prior_spread(fm: FederatedModel) -> Place | None:
+    """Return the prior's median, and as a root its spread; None if it cannot be drawn from.
 
     The spread is half the width of the central 68 %, the sd of a normal. An sd itself may be
     infinite: priors may be Cauchy.
@@ -458,7 +498,7 @@ def prior_spread(fm: FederatedModel) -> tuple[np.ndarray, np.ndarray] | None:
         return None
     # Draws of a vague prior may be infinite, as 1 / 0; the spread is not used then.
     with np.errstate(invalid="ignore"):
-        low, middle, high = np.quantile(np.asarray(draws), [0.16, 0.5, 0.84], axis=0)
+        low, middle, high = np.quantile(np.asarray(draws, float), [0.16, 0.5, 0.84], axis=0)
         spread = (high - low) / 2
     usable = np.isfinite(spread).all() and (spread > 0).all()
-    return (middle, spread) if usable else None
+    return Place(middle, np.diag(spread)) if usable else None
