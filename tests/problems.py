@@ -18,8 +18,8 @@ from numpyro_fed.bounds import SiloBound
 from numpyro_fed.guides.structured import Guide, build
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.sites import Structures
 from numpyro_fed.model.split import split
+from numpyro_fed.model.traces import Traces
 from numpyro_fed.objectives import draws_by_plate
 
 
@@ -86,7 +86,7 @@ def parts(model, silos, *, guide=None, objective=None, optim=None, num_particles
     """Everything between a model and a runtime, for tests that call it directly."""
     data = read(silos)
     fm = split(model, data)
-    sizes = [s.sizes for s in Structures(model).of_silos(data)]
+    sizes = [t.structure.sizes for t in Traces(model).of_silos(data)]
     built = build(guide, fm, sizes)
     bound = SiloBound(fm, built, draws_by_plate(objective or nf.ELBO(), built))
     method = StructuredVI(fm, built, bound, optim or optax.sgd(1.0), num_particles, len(data))

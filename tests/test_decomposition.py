@@ -20,8 +20,8 @@ from numpyro_fed.errors import DataError, MissingExtraError, ModelError
 from numpyro_fed.model.data import read
 from numpyro_fed.model.handlers import joint, local_name
 from numpyro_fed.model.primitives import silo_plate
-from numpyro_fed.model.sites import Structures
 from numpyro_fed.model.split import split
+from numpyro_fed.model.traces import Traces
 from numpyro_fed.testing import (
     Problem,
     check_decomposition,
@@ -36,7 +36,7 @@ RNG = np.random.default_rng(0)
 def both_sides(model, held):
     """NumPyro's joint log density, the prior and the rows, at one random point."""
     data = read(held)
-    fm, sizes = split(model, data), [s.sizes for s in Structures(model).of_silos(data)]
+    fm, sizes = split(model, data), [t.structure.sizes for t in Traces(model).of_silos(data)]
     rng = np.random.default_rng(0)
     z_G = rng.normal(size=fm.dim)
     z_L = [{p.name: rng.normal(size=(n[p.name], p.dim)) for p in fm.plates} for n in sizes]

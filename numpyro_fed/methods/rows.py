@@ -375,7 +375,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         layout = layout_of(self._text(), [data])
         layout.arrange([data])
         fm, sizes = layout.model, layout.sizes[0]
-        facts = with_globals(facts_of(fm, data, sizes), fm, data, sizes)
+        facts = with_globals(facts_of(fm, data, sizes), fm, data)
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
         return replace(facts, verdicts=self.value_checks(layout, self.prepare(fm), [stack]))
 

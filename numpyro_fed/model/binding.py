@@ -23,7 +23,6 @@ from numpyro.distributions.util import sum_rightmost
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.densities import log_prob
-from numpyro_fed.model.primitives import silo_plate_of
 from numpyro_fed.model.sites import Site
 from numpyro_fed.tracing import TRACING
 
@@ -43,22 +42,27 @@ def bind(model: Callable[..., Any], values: dict[str, Array], theta: Theta) -> C
             return biject_to(site["kwargs"].get("constraint", constraints.real))(theta[name])
         if site["type"] != "sample" or site["is_observed"] or name not in values:
             return None
-        bijection, unconstrained = biject_to(site["fn"].support), values[name]
-        # NumPyro asks for one step's value in the body of a scan; ours are stacked over all steps.
-        step = site["infer"].get("_scan_current_index")
-        if step is not None:
-            unconstrained = step_value(site, bijection, unconstrained[step])
-        value = bijection(unconstrained)
-        # The identity returns its argument itself, and needs no factor.
-        if value is not unconstrained:
-            log_det = bijection.log_abs_det_jacobian(unconstrained, value)
-            batch_dim = jnp.ndim(value) - len(site["fn"].event_shape)
-            # One number for each element of the batch, as log_prob has: rows must not be summed.
-            log_det = sum_rightmost(log_det, jnp.ndim(log_det) - batch_dim)
-            numpyro.factor(f"_{name}_log_det", log_det)
-        return value
+        return constrained(site, values[name])
 
     return handlers.substitute(model, substitute_fn=substitute)
+
+
+def constrained(site: dict[str, Any], unconstrained: Array) -> Array:
+    """Return a latent's value, whose log-determinant becomes a factor of the text that runs."""
+    bijection = biject_to(site["fn"].support)
+    # NumPyro asks for one step's value in the body of a scan; ours are stacked over all steps.
+    step = site["infer"].get("_scan_current_index")
+    if step is not None:
+        unconstrained = step_value(site, bijection, unconstrained[step])
+    value = bijection(unconstrained)
+    # The identity returns its argument itself, and needs no factor.
+    if value is not unconstrained:
+        log_det = bijection.log_abs_det_jacobian(unconstrained, value)
+        batch_dim = jnp.ndim(value) - len(site["fn"].event_shape)
+        # One number for each element of the batch, as log_prob has: rows must not be summed.
+        log_det = sum_rightmost(log_det, jnp.ndim(log_det) - batch_dim)
+        numpyro.factor(f"_{site['name']}_log_det", log_det)
+    return value
 
 
 def step_value(site: dict[str, Any], bijection: Transform, unconstrained: Array) -> Array:
@@ -82,15 +86,6 @@ def sum_rows(value: Array) -> Array:
     # a few numbers into the loop of the sum, where it computes them one by one instead of a vector
     # at a time. The precision is for accelerators, whose products round their operands otherwise.
     return jnp.dot(flat, jnp.ones(flat.shape[1], flat.dtype), precision="highest")
-
-
-def row_terms(site: dict[str, Any], value: Array) -> Array:
-    """Return what each row of its silo plate (rows,) adds to the log probability of a site."""
-    # A log probability may lack axes of the batch along which it is constant; each row counts all
-    # the same.
-    shape = jnp.broadcast_shapes(jnp.shape(value), site["fn"].batch_shape)
-    frame = next(f for f in site["cond_indep_stack"] if f.name == silo_plate_of(site))
-    return sum_rows(jnp.moveaxis(jnp.broadcast_to(value, shape), frame.dim, 0))
 
 
 def unpack(sites: Sequence[Site], z_G: Array, z_L: Rows) -> dict[str, Array]:
@@ -132,30 +127,6 @@ def trace_at(
         trace = handlers.trace(seeded).get_trace(**data.kwargs)
         sampled = {n: s for n, s in trace.items() if s["type"] == "sample"}
         return {n: log_prob(s, guarded=guarded) for n, s in sampled.items()}, trace
-
-
-def globals_at(
-    model: Callable[..., Any],
-    sites: Sequence[Site],
-    theta: Theta,
-    z_G: Array,
-    z_L: Rows,
-    data: SiloData,
-) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Return the log density of each global site, {site: ()}, and the values of global sites.
-
-    Densities include log-determinants. Values are on the sites' own supports, those of
-    deterministic sites included.
-    """
-    probabilities, trace = trace_at(model, sites, theta, z_G, z_L, data)
-    owner, terms = log_det_owners(sites), dict[str, Array]()
-    for name, value in probabilities.items():
-        if silo_plate_of(trace[name]) is None:
-            site = owner.get(name, name)
-            terms[site] = terms.get(site, jnp.zeros(())) + value.sum()
-    shown = ("latent", "deterministic")
-    values = {s.name: trace[s.name]["value"] for s in sites if s.plate is None and s.kind in shown}
-    return terms, values
 
 
 def log_det_owners(sites: Sequence[Site]) -> dict[str, str]:

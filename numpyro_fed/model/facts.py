@@ -20,11 +20,10 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.errors import ModelError
-from numpyro_fed.model.binding import globals_at
 from numpyro_fed.model.data import SiloData, Sizes, check_columns, read
 from numpyro_fed.model.fingerprint import SOFTWARE, Term, check_terms, terms_of
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.sites import Plate, Site, structure
+from numpyro_fed.model.sites import Plate, Site
 from numpyro_fed.model.split import split
 from numpyro_fed.programs import jit_once
 
@@ -237,8 +236,8 @@ def describe(model: Callable[..., Any], silo: Mapping[str, Any]) -> Facts:
     """
     (data,) = read([silo], model)
     fm = split(model, [data])
-    sizes = structure(fm.text, data, "silo 0").sizes
-    return with_globals(facts_of(fm, data, sizes), fm, data, sizes)
+    sizes = fm.sizes(data)
+    return with_globals(facts_of(fm, data, sizes), fm, data)
 
 
 def facts_of(fm: FederatedModel, data: SiloData, sizes: Sizes) -> Facts:
@@ -267,21 +266,19 @@ def size_class(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def with_globals(facts: Facts, fm: FederatedModel, data: SiloData, sizes: Sizes) -> Facts:
+def with_globals(facts: Facts, fm: FederatedModel, data: SiloData) -> Facts:
     """Return the facts with log densities and values of the global sites at fixed points."""
-    z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in fm.plates}
-    theta = fm.init_theta(jax.random.key(0))
+    theta, trace = fm.init_theta(jax.random.key(0)), fm.traces.at(data)
 
     @jit_once
-    def at(key: Array, data: SiloData) -> dict[str, Any]:
-        z_G = jax.random.normal(key, (fm.dim,))
-        terms, values = globals_at(fm.text, fm.sites, theta, z_G, z_L, data)
+    def at(key: Array) -> dict[str, Array]:
+        terms, values = trace.globals_at(theta, jax.random.normal(key, (fm.dim,)))
         density = {f"log density of '{n}'": v for n, v in terms.items()}
         return density | {f"value of '{n}'": jnp.ravel(v)[:4] for n, v in values.items()}
 
     numbers: dict[str, list[float]] = {}
     for i in range(POINTS):
-        for name, value in at(jax.random.key(i), data).items():
+        for name, value in at(jax.random.key(i)).items():
             # Six digits: more would differ between machines, and only lengthen the message.
             numbers.setdefault(name, []).extend(float(f"{v:.6g}") for v in np.ravel(value).tolist())
     return replace(facts, globals=tuple((k, tuple(v)) for k, v in sorted(numbers.items())))

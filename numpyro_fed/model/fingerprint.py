@@ -26,11 +26,10 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from numpyro_fed.errors import ModelError
-from numpyro_fed.model.binding import Rows, Theta, log_det_owners, trace_at
 from numpyro_fed.model.data import SiloData, array_bytes, signature
-from numpyro_fed.model.jaxprs import Program, Written, trace_program, without_dead_code
+from numpyro_fed.model.jaxprs import Program, Written, trace_program
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.sites import Site
+from numpyro_fed.model.traces import DENSITY, INITIAL, THE_KEY, VALUE, Input, Trace, Traces
 from numpyro_fed.model.vertical import PartyModel, VerticalModel
 from numpyro_fed.programs import jit_once
 
@@ -67,19 +66,12 @@ def fingerprint(fm: FederatedModel, silos: Sequence[SiloData]) -> str:
     hash is the same in every process, but not under other versions of JAX or NumPyro, which trace
     the same densities to other programs.
     """
-    key, z_G = jax.random.key(0), jax.ShapeDtypeStruct((fm.dim,), jnp.result_type(float))
-    theta = jax.eval_shape(fm.init_theta, key)
-    programs = [
-        trace_program(fm.init_theta, key),
-        trace_program(fm.log_prior, theta, z_G),
-        # The density may stay as it is where a transform or a deterministic site has changed.
-        trace_program(fm.constrain_global, theta, z_G),
-    ]
+    programs = []
     for silo in {signature(silo): silo for silo in silos}.values():
-        sizes = fm.sizes(silo)
-        z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in fm.plates}
-        private = jax.eval_shape(fm.init_private, key, silo)
-        programs.append(trace_program(fm.log_silo, {**theta, **private}, z_G, z_L, silo))
+        trace = fm.traces.at(silo)
+        # A density may stay as it is where a transform or a deterministic site has changed.
+        wanted = [o for o in trace.outputs if o[0] in (DENSITY, VALUE, INITIAL)]
+        programs.append(trace.part(wanted)[0])
     return _hashed(repr((fm.sites, fm.plates, sorted(fm.supports))), programs)
 
 
@@ -125,68 +117,57 @@ def terms_of(fm: FederatedModel, template: SiloData, *, by_value: bool) -> tuple
 
     ``by_value`` says whether they are values, or programs and their constants.
     """
-    key, sizes = jax.random.key(0), fm.sizes(template)
-    theta = jax.eval_shape(lambda data: fm.init_theta(key) | fm.init_private(key, data), template)
-    real = jnp.result_type(float)
-    z_L = {p.name: jax.ShapeDtypeStruct((sizes[p.name], p.dim), real) for p in fm.plates}
-    z_G = jax.ShapeDtypeStruct((fm.dim,), real)
-    return _terms(fm.text, fm.sites, (theta, z_G, z_L, template), by_value)
+    return _terms(fm.traces.at(template), by_value)
 
 
 def client_terms(party: PartyModel, data: SiloData, *, by_value: bool) -> tuple[Term, ...]:
     """Return the terms of a client's part of a vertical model, at data of these shapes."""
-    theta = jax.eval_shape(party.init_theta, jax.random.key(0), data)
-    z = jax.ShapeDtypeStruct((party.dim,), jnp.result_type(float))
-    return _terms(party.text, party.sites, (theta, z, {}, data), by_value)
+    return _terms(Traces(party.text, split=False).at(data), by_value)
 
 
-def _terms(
-    text: Callable[..., Any],
-    sites: Sequence[Site],
-    shapes: tuple[Any, Any, Any, SiloData],
-    by_value: bool,
-) -> tuple[Term, ...]:
-    """Return the terms of a text's sites at parameters, latents and data of these shapes."""
-    names = list[str]()
-
-    def outputs(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> list[Array]:
-        probabilities, trace = trace_at(text, sites, theta, z_G, z_L, data)
-        owner, shown = log_det_owners(sites), {s.name for s in sites if s.kind == "deterministic"}
-        found = [(owner.get(name, name), value) for name, value in probabilities.items()]
-        # What is told of the posterior, and enters no density.
-        found += [(name, trace[name]["value"]) for name in trace if name in shown]
-        names[:] = [name for name, _ in found]
-        return [jnp.asarray(value) for _, value in found]
-
+def _terms(trace: Trace, by_value: bool) -> tuple[Term, ...]:
+    """Return the terms of a text's sites."""
+    shown = [s.name for s in trace.structure.sites if s.kind == "deterministic"]
+    # Beside densities what is told of the posterior, and enters no density.
+    outputs = [(DENSITY, name) for name in trace.terms] + [(VALUE, name) for name in shown]
+    names = [trace.owners.get(name, name) for _, name in outputs]
     if by_value:
-        sums = jit_once(lambda *args: [jnp.sum(out) for out in outputs(*args)])
-        values = [[float(v) for v in sums(*_made_up(shapes, place))] for place in range(PLACES)]
+
+        @jit_once
+        def sums(given: list[ArrayLike]) -> list[Array]:
+            by_input = dict(zip(trace.inputs, given, strict=True))
+            found = trace.run(outputs, lambda one: by_input[one])
+            return [jnp.sum(found[output]) for output in outputs]
+
+        values = [sums(_made_up(trace.inputs, place)) for place in range(PLACES)]
         return tuple(
             _term(name, "", [np.float64(v) for v in at_places])
             for name, *at_places in zip(names, *values, strict=True)
         )
-    program = trace_program(outputs, *shapes)
     terms = []
     for site in dict.fromkeys(names):
-        own = Written(without_dead_code(program, [name == site for name in names]))
-        terms.append(_term(site, own.words, own.numbers))
+        own = [output for name, output in zip(names, outputs, strict=True) if name == site]
+        written = Written(trace.part(own)[0])
+        terms.append(_term(site, written.words, written.numbers))
     return tuple(terms)
 
 
-def _made_up(shapes: Any, seed: int) -> Any:
-    """Return numbers in the place of a tree's arrays: the same on every machine.
+def _made_up(inputs: Sequence[Input], seed: int) -> list[ArrayLike]:
+    """Return numbers for a program's inputs: the same on every machine.
 
     Fractions are between 0 and 1 and whole numbers 0 or 1, where nearly all distributions have a
     density, and most arrays have an element of that index.
     """
     random = np.random.default_rng(seed)
 
-    def numbers(shape: Any) -> np.ndarray:
-        kind = np.dtype(shape.dtype).kind
-        drawn = random.uniform(0.1, 0.9, shape.shape)
-        return (drawn if kind == "f" else drawn < 0.5).astype(shape.dtype)
+    def numbers(one: Input) -> ArrayLike:
+        if one.kind == THE_KEY:
+            return jax.random.key(0)
+        drawn = random.uniform(0.1, 0.9, one.shape.shape)
+        is_real = np.dtype(one.shape.dtype).kind == "f"
+        return (drawn if is_real else drawn < 0.5).astype(one.shape.dtype)
 
-    return jax.tree.map(numbers, shapes)
+    return list(map(numbers, inputs))
 
 
 def _term(site: str, words: str, found: Sequence[ArrayLike]) -> Term:

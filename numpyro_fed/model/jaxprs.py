@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal
+from jax import Array
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.typing import ArrayLike
 
@@ -284,13 +285,37 @@ def without_dead_code(program: Program, outputs: Sequence[bool] | None = None) -
 
     ``outputs`` says which of them are kept; by default all are.
     """
-    kept_outputs = [True] * len(program.jaxpr.outvars) if outputs is None else list(outputs)
-    jaxpr, _ = dce_jaxpr(program.jaxpr, kept_outputs)
+    return pruned(program, outputs or [True] * len(program.jaxpr.outvars))[0]
+
+
+def pruned(program: Program, outputs: Sequence[bool]) -> tuple[Program, list[bool]]:
+    """Return the program of some outputs without dead code, and which inputs it still has."""
+    jaxpr, used = dce_jaxpr(program.jaxpr, list(outputs))
     kept = _read(jaxpr, program.consts)
     places, values = list(kept), list(kept.values())
     if hasattr(jaxpr, "consts"):
-        return as_program(jaxpr.replace(constvars=places, consts=values))
-    return Program(jaxpr.replace(constvars=places), values)
+        return as_program(jaxpr.replace(constvars=places, consts=values)), used
+    return Program(jaxpr.replace(constvars=places), values), used
+
+
+def with_inputs_of(program: Program, primitive: str) -> tuple[Program, list[int]]:
+    """Return a program with the results of a primitive as further inputs, and their ``place``.
+
+    Operations of the primitive in inner programs stay as they are.
+    """
+    jaxpr = program.jaxpr
+    made = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == primitive]
+    others = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != primitive]
+    inputs = [*jaxpr.invars, *(eqn.outvars[0] for eqn in made)]
+    places = [eqn.params["place"] for eqn in made]
+    return Program(jaxpr.replace(invars=inputs, eqns=others), program.consts), places
+
+
+def run_program(program: Program, operands: Sequence[ArrayLike]) -> list[Array]:
+    """Return the outputs of a program, operation by operation."""
+    jaxpr: Any = program.jaxpr
+    closed = jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, list(program.consts))
+    return jaxpr_as_fun(closed)(*operands)
 
 
 def _read(jaxpr: Jaxpr, consts: Sequence[ArrayLike]) -> dict[Var, ArrayLike]:

@@ -8,7 +8,7 @@ off the trace. The global functions need no data: they run the text on placehold
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -21,17 +21,11 @@ from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.infer import init_to_sample
 
-from numpyro_fed.model.binding import Rows, Theta, globals_at, row_terms, trace_at
+from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, Sizes
-from numpyro_fed.model.feasible import feasible
-from numpyro_fed.model.primitives import silo_plate_of
 from numpyro_fed.model.priors import GlobalPrior, LocalPrior, local_prior
-from numpyro_fed.model.sites import (
-    Plate,
-    Site,
-    Structure,
-    Structures,
-)
+from numpyro_fed.model.sites import Plate, Site, Structure
+from numpyro_fed.model.traces import Trace, Traces
 from numpyro_fed.programs import compiled_method, jit_once
 from numpyro_fed.tracing import TRACING
 
@@ -51,6 +45,8 @@ class FederatedModel(NamedTuple):
     ----------
     text : callable
         The model's text.
+    traces : Traces
+        Its structure and programs, at all signatures of data.
     sites : tuple of Site
     plates : tuple of Plate
         In the order in which the model enters them.
@@ -96,6 +92,7 @@ class FederatedModel(NamedTuple):
     """
 
     text: Callable[..., Any]
+    traces: Traces
     sites: tuple[Site, ...]
     plates: tuple[Plate, ...]
     dim: int
@@ -154,13 +151,12 @@ class FederatedModel(NamedTuple):
 class ModelText:
     """A model's text and its structure at one silo. Its methods are the functions of a model."""
 
-    model: Callable[..., Any]
-    structures: Structures
+    traces: Traces
     silo: SiloData
 
     @cached_property
     def structure(self) -> Structure:
-        return self.structures.at(self.silo)
+        return self.traces.at(self.silo).structure
 
     @cached_property
     def latents(self) -> list[Site]:
@@ -196,79 +192,74 @@ class ModelText:
             p.name: jnp.zeros((self.structure.sizes[p.name], p.dim), dtype) for p in self.plates
         }
 
-    # Traced once for each set of shapes: programs evaluate it a dozen times, and each run of the
-    # text through NumPyro's handlers takes longer than to repeat what it has computed.
+    # Traced once for each set of shapes: programs evaluate it a dozen times, and to go through its
+    # operations takes longer than to repeat what JAX has put together.
     @compiled_method(partial(jax.jit, inline=True))
     def log_silo(self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
         total: Rows = {}
-        values, trace = trace_at(self.model, self.structure.sites, theta, z_G, z_L, data)
-        for name, value in values.items():
-            if plate := silo_plate_of(trace[name]):
-                total[plate] = total.get(plate, 0.0) + row_terms(trace[name], value)
+        trace = self.traces.at(data)
+        wanted, latents = trace.densities(local=True), trace.unpacked(z_G, z_L)
+        found = trace.at(wanted, theta, latents, data.arrays)
+        for (_, name), density in found.items():
+            plate = str(trace.terms[name].plate)
+            total[plate] = total.get(plate, 0.0) + trace.terms[name].rows(density)
         return {plate: data.masked(plate, rows) for plate, rows in total.items()}
 
-    def prior_terms(self, theta: Theta, z_G: Array) -> dict[str, Array]:
-        return self._prior_terms(theta, z_G, self.template)
+    @property
+    def globally(self) -> Trace:
+        """Return the trace of the global functions, in the current precision."""
+        # In two precisions at once, the carry of a scan would change its dtype.
+        real = jnp.result_type(float)
+
+        def shape(a: Array) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(a.shape, real if a.dtype.kind == "f" else a.dtype)
+
+        return self.traces.at(replace(self.silo, arrays=jax.tree.map(shape, self.silo.arrays)))
 
     @compiled_method()
-    def _prior_terms(self, theta: Theta, z_G: Array, data: SiloData) -> dict[str, Array]:
-        data, z_L = self.placeholder(z_G.dtype, data)
-        return globals_at(self.model, self.structure.sites, theta, z_G, z_L, data)[0]
+    def prior_terms(self, theta: Theta, z_G: Array) -> dict[str, Array]:
+        return self.globally.globals_at(theta, z_G)[0]
 
     def log_prior(self, theta: Theta, z_G: Array) -> Array:
         return sum(self.prior_terms(theta, z_G).values(), jnp.zeros(()))
 
-    def _constrain(
-        self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData, *, local: bool
-    ) -> dict[str, Array]:
-        _, trace = trace_at(self.model, self.structure.sites, theta, z_G, z_L, data)
-        return {
-            s.name: trace[s.name]["value"]
-            for s in self.structure.sites
-            if s.kind in ("latent", "deterministic") and (s.plate is not None) == local
-        }
-
     def constrain_local(
         self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData
     ) -> dict[str, Array]:
-        return self._constrain(theta, z_G, z_L, data, local=True)
-
-    def constrain_global(self, theta: Theta, z_G: Array) -> dict[str, Array]:
-        return self._constrain_global(theta, z_G, self.template)
+        trace = self.traces.at(data)
+        wanted, latents = trace.values(local=True), trace.unpacked(z_G, z_L)
+        found = trace.at(wanted, theta, latents, data.arrays)
+        return {name: value for (_, name), value in found.items()}
 
     @compiled_method()
-    def _constrain_global(self, theta: Theta, z_G: Array, data: SiloData) -> dict[str, Array]:
-        data, z_L = self.placeholder(z_G.dtype, data)
-        return self._constrain(theta, z_G, z_L, data, local=False)
+    def constrain_global(self, theta: Theta, z_G: Array) -> dict[str, Array]:
+        return self.globally.globals_at(theta, z_G)[1]
 
     def constrain_theta(self, theta: Theta) -> Theta:
         return {
             name: biject_to(self.structure.supports[name])(value) for name, value in theta.items()
         }
 
-    def _parameters(self, key: Array, data: SiloData, *, local: bool) -> Theta:
-        sites, supports = self.structure.sites, self.structure.supports
-        params = [s for s in sites if s.kind == "param" and (s.plate is not None) == local]
-        if not params:
-            return {}
-        with TRACING, feasible():
-            trace = handlers.trace(handlers.seed(self.model, key)).get_trace(**data.kwargs)
-        values = {s.name: trace[s.name]["value"] for s in params}
-        return {name: biject_to(supports[name]).inv(value) for name, value in values.items()}
-
     def init_theta(self, key: Array) -> Theta:
         shared = any(s.kind == "param" and s.plate is None for s in self.structure.sites)
-        initial = jax.jit(partial(self._parameters, local=False))
-        return initial(key, self.template) if shared else {}
+        return self._init_theta(key) if shared else {}
+
+    @compiled_method()
+    def _init_theta(self, key: Array) -> Theta:
+        trace = self.globally
+        found = trace.at(trace.initial(local=False), {}, {}, {}, key)
+        return {name: value for (_, name), value in found.items()}
 
     def init_private(self, key: Array, data: SiloData) -> Theta:
-        return self._parameters(key, data, local=True)
+        trace = self.traces.at(data)
+        found = trace.at(trace.initial(local=True), {}, {}, data.arrays, key)
+        return {name: value for (_, name), value in found.items()}
 
     def _start(
         self, key: Array, data: SiloData, init_loc_fn: Callable[..., Any], plate: str | None
     ) -> list[tuple[Site, Array]]:
         """Return the unconstrained starting values of one level's latents by ``init_loc_fn``."""
-        text = handlers.substitute(handlers.seed(self.model, key), substitute_fn=init_loc_fn)
+        text = handlers.substitute(handlers.seed(self.traces.model, key), substitute_fn=init_loc_fn)
         with TRACING:
             trace = handlers.trace(text).get_trace(**data.kwargs)
         sites = [s for s in self.latents if s.plate == plate]
@@ -287,7 +278,7 @@ class ModelText:
         return jnp.concatenate([jnp.zeros(0), *values])
 
     def sizes(self, data: SiloData) -> Sizes:
-        return self.structures.at(data).sizes
+        return self.traces.at(data).structure.sizes
 
     def init_local(
         self, key: Array, data: SiloData, init_loc_fn: Callable[..., Any] | None = None
@@ -308,7 +299,8 @@ class ModelText:
         not_drawable = {*at.masked, *at.improper, *at.foreign}
         no_prior = any(s.name in not_drawable for s in self.latents if s.plate is not None)
         return FederatedModel(
-            text=self.model,
+            text=self.traces.model,
+            traces=self.traces,
             sites=at.sites,
             plates=self.plates,
             dim=self.dim,
@@ -329,8 +321,8 @@ class ModelText:
                 *(name for name, everywhere in at.masked.items() if everywhere),
                 *at.improper,
             ),
-            local_prior=None if no_prior else local_prior(self.model, at.sites),
+            local_prior=None if no_prior else local_prior(self.traces.model, at.sites),
             global_prior=GlobalPrior(
-                self.model, at.sites, self.template, self.placeholder, frozenset(not_drawable)
+                self.traces, at.sites, self.template, self.placeholder, frozenset(not_drawable)
             ),
         )

@@ -16,11 +16,11 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.model.audit import hashed_normals
-from numpyro_fed.model.binding import Rows, Theta, log_det_owners, row_terms, trace_at
+from numpyro_fed.model.binding import Rows, Theta, log_det_owners
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import padded_keys
-from numpyro_fed.model.primitives import silo_plate_of
+from numpyro_fed.model.traces import DENSITY, UNGUARDED
 from numpyro_fed.trees import all_finite
 
 # Points at which all must fail: at one, a number may not be finite by chance. They are near zero,
@@ -127,12 +127,16 @@ def _terms(
     fm: FederatedModel, theta: Theta, z_G: Array, z_L: Rows, silo: SiloData, *, guarded: bool = True
 ) -> dict[str, Array]:
     """Return the log probability of each site, of local ones row by row (rows,)."""
-    values, trace = trace_at(fm.text, fm.sites, theta, z_G, z_L, silo, guarded=guarded)
+    trace, kind = fm.traces.at(silo), DENSITY if guarded else UNGUARDED
+    latents = trace.unpacked(z_G, z_L)
+    values = trace.at([(kind, name) for name in trace.terms], theta, latents, silo.arrays)
     found = {}
-    for name, value in values.items():
-        plate = silo_plate_of(trace[name])
-        rows = value.sum()[None] if plate is None else row_terms(trace[name], value)
-        found[name] = rows if plate is None else silo.masked(plate, rows)
+    for (_, name), value in values.items():
+        term = trace.terms[name]
+        if term.plate is None:
+            found[name] = value.sum()[None]
+        else:
+            found[name] = silo.masked(term.plate, term.rows(value))
     return found
 
 

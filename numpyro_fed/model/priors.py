@@ -20,13 +20,13 @@ from jax.typing import DTypeLike
 from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.distributions.util import sum_rightmost
-from numpyro.infer.util import compute_log_probs
 
 from numpyro_fed.model.binding import Rows, Theta, bind, sum_rows, unpack
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.densities import log_prob, no_more_than_finite
 from numpyro_fed.model.jaxprs import Labels, provenance
 from numpyro_fed.model.sites import Site
+from numpyro_fed.model.traces import DENSITY, LATENT, Traces
 from numpyro_fed.programs import compiled_method
 from numpyro_fed.tracing import TRACING
 
@@ -96,8 +96,8 @@ class GlobalPrior:
 
     Attributes
     ----------
-    model : callable
-        The text, which runs on placeholders for data.
+    traces : Traces
+        Those of the text, which runs on placeholders for data.
     sites : sequence of Site
     silo : SiloData
         The placeholders.
@@ -107,7 +107,7 @@ class GlobalPrior:
         The latents whose distribution cannot be drawn from.
     """
 
-    model: Callable[..., Any]
+    traces: Traces
     sites: Sequence[Site]
     silo: SiloData
     placeholder: Callable[[DTypeLike, SiloData], tuple[SiloData, Rows]]
@@ -160,7 +160,7 @@ class GlobalPrior:
         return [s for s in self.sites if s.kind == "latent" and s.plate is None]
 
     def _trace(self, values: dict[str, Array], theta: Theta, data: SiloData, key: Array) -> Any:
-        text = handlers.seed(bind(self.model, values, theta), key)
+        text = handlers.seed(bind(self.traces.model, values, theta), key)
         with TRACING:
             return handlers.trace(text).get_trace(**data.kwargs)
 
@@ -171,19 +171,15 @@ class GlobalPrior:
     @cached_property
     def funnels(self) -> tuple[Funnel, ...]:
         """Return all funnels whose children can all be drawn."""
-        latents = self._latents
+        latents, trace = self._latents, self.traces.at(self.silo)
+        names = {s.name for s in latents}
+        setters = {
+            s.name: trace.reads((DENSITY, s.name), LATENT) & (names - {s.name}) for s in latents
+        }
+        if not any(setters.values()):
+            return ()
         values, data = self._given(jnp.zeros(self._dim), self.silo)
-        global_values = {s.name: values.pop(s.name) for s in latents}
-        names = set(global_values)
-
-        def densities(**inputs: Any) -> dict[str, Array]:
-            kwargs = replace(data, arrays=inputs.pop(DATA)).kwargs
-            text = handlers.seed(bind(self.model, {**values, **inputs}, {}), 0)
-            with TRACING:
-                return compute_log_probs(text, (), kwargs, {}, sum_log_prob=False)[0]
-
-        labels = provenance(densities, **global_values, **{DATA: data.arrays})
-        setters = {s.name: labels[s.name] & (names - {s.name}) for s in latents}
+        global_values = {name: values.pop(name) for name in names}
 
         # A child counts only if its value comes from the key: a handler (condition, substitute)
         # may have fixed it in the text, and then it cannot be drawn anew.

@@ -28,7 +28,8 @@ from numpyro_fed.model.clients import Clients, at_client_sum, check_predictions
 from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.jaxprs import provenance
-from numpyro_fed.model.sites import NEEDS_VALUES, structure
+from numpyro_fed.model.sites import NEEDS_VALUES
+from numpyro_fed.model.traces import Traces
 from numpyro_fed.model.vertical import PREDICTOR, TOTAL, PartyModel, VerticalModel
 from numpyro_fed.tracing import TRACING
 
@@ -326,7 +327,7 @@ def _is_array(leaf: object) -> bool:
 
 
 def _party_model(text: Callable[..., Any], data: SiloData, owner: str) -> PartyModel:
-    sites = structure(text, data, owner, split=False)
+    sites = Traces(text, split=False).at(data, owner).structure
     dim = max([s.stop for s in sites.sites if s.kind == "latent"], default=0)
     return PartyModel(text, sites, dim)
 

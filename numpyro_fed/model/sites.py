@@ -1,31 +1,29 @@
 """The site table of a model: its sites with shapes, supports and silo plates, read off a trace.
 
-The model is traced abstractly (``jax.eval_shape``) at the shapes of a silo's data, so that nothing
-is computed and no value of the data is read.
+The model is traced abstractly at the shapes of a silo's data (:mod:`numpyro_fed.model.traces`), so
+that nothing is computed and no value of the data is read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
-from jax import Array
 from numpyro import handlers
 from numpyro.distributions import Distribution, biject_to, constraints
 
 from numpyro_fed.errors import DataError, MissingExtraError, ModelError
-from numpyro_fed.model.data import SiloData, Sizes, signature
-from numpyro_fed.model.feasible import feasible, is_flat, is_foreign, unwrapped
+from numpyro_fed.model.data import SiloData, Sizes
+from numpyro_fed.model.feasible import is_flat, is_foreign, unwrapped
 from numpyro_fed.model.kinks import has_kink
 from numpyro_fed.model.primitives import silo_frames, silo_plate_of
-from numpyro_fed.model.shapes import check_shapes, lengths
-from numpyro_fed.tracing import TRACING
+from numpyro_fed.model.shapes import lengths
 
 PADDING_HINT = (
     " Pad the axis that differs (visits, say) to the largest size with any finite numbers, and "
@@ -115,45 +113,11 @@ class Structure(NamedTuple):
     kinked: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class Structures:
-    """The structures of one model, each by one abstract trace for its set of shapes."""
-
-    model: Callable[..., Any]
-    _known: dict[tuple[Hashable, ...], Structure] = field(
-        default_factory=dict, init=False, repr=False
-    )
-
-    def at(self, data: SiloData, owner: str = "silo 0") -> Structure:
-        """Return the structure at the shapes of the data of ``owner``."""
-        seen = signature(replace(data, masks={}))  # the text sees no masks
-        if seen not in self._known:
-            self._known[seen] = structure(self.model, data, owner)
-        return self._known[seen]
-
-    def of_silos(self, silos: Sequence[SiloData]) -> list[Structure]:
-        """Return the structure at each silo."""
-        return [self.at(data, f"silo {j}") for j, data in enumerate(silos)]
-
-
-def structure(
-    model: Callable[..., Any], data: SiloData, owner: str, *, split: bool = True
-) -> Structure:
-    """Return the structure of a model at the shapes of the data of ``owner``.
-
-    A model without a silo plate is refused if ``split``. All errors of the model itself become a
-    ModelError that names the owner and the shapes of its data.
-    """
-    structures: list[Structure] = []
-
-    def run(key: Array, data: SiloData) -> None:
-        with TRACING, feasible():
-            trace = _NamesApart(handlers.seed(model, key)).get_trace(**data.kwargs)
-        structures.append(_read_trace(trace, split))
-        check_shapes(trace, _shapes(data))
-
+@contextmanager
+def model_errors(owner: str, data: SiloData) -> Iterator[None]:
+    """Turn all errors of a model into a ModelError with the owner and the shapes of its data."""
     try:
-        jax.eval_shape(run, jax.random.key(0), data)
+        yield
     except (ModelError, DataError) as error:
         raise type(error)(f"{owner}: {error}") from error
     except ImportError as error:
@@ -170,15 +134,14 @@ def structure(
             f"{error}"
         ) from error
     except Exception as error:
-        unequal = lengths(_shapes(data)) if "shape" in str(error) else ""
+        unequal = lengths(shapes_of(data)) if "shape" in str(error) else ""
         raise ModelError(
             f"the model raised {type(error).__name__} at {owner}, which holds {described(data)}: "
             f"{unequal}{error}"
         ) from error
-    return structures[0]
 
 
-class _NamesApart(handlers.trace):
+class NamesApart(handlers.trace):
     """A trace that refuses a name of two things, of which NumPyro's trace holds the last alone."""
 
     def postprocess_message(self, msg: dict[str, Any]) -> None:
@@ -232,11 +195,13 @@ def described(data: SiloData) -> dict[str, Any]:
     return {k: getattr(v, "shape", v) for k, v in data.kwargs.items()}
 
 
-def _shapes(data: SiloData) -> dict[str, tuple[int, ...]]:
+def shapes_of(data: SiloData) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a silo's arrays."""
     return {name: a.shape for name, a in data.arrays.items()}
 
 
-def _read_trace(trace: dict[str, Any], split: bool) -> Structure:
+def read_trace(trace: dict[str, Any], split: bool) -> Structure:
+    """Return the structure of a trace; one without a silo plate is refused if ``split``."""
     sizes = _sizes(trace)
     # A scope renames plates and frames, but not the plate's name that messages carry.
     lost = [s["name"] for s in trace.values() if silo_plate_of(s) not in (None, *sizes)]

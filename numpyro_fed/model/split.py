@@ -11,26 +11,33 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from numpyro import handlers
 
 from numpyro_fed.errors import DataError, ModelError, ModelWarning
-from numpyro_fed.model.binding import Rows, Theta, globals_at, log_det_owners, trace_at
 from numpyro_fed.model.data import SiloData, Sizes, signature
-from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.handlers import localised
-from numpyro_fed.model.jaxprs import Identity, provenance, trace_program, without_dead_code
+from numpyro_fed.model.jaxprs import Identity
 from numpyro_fed.model.kinks import rounded
 from numpyro_fed.model.log_density import FederatedModel, ModelText
 from numpyro_fed.model.missing import leaving_out_missing
 from numpyro_fed.model.padding import padded_keys
-from numpyro_fed.model.sites import Structure, Structures, check_same_sites, described
-from numpyro_fed.tracing import TRACING
+from numpyro_fed.model.sites import Structure, check_same_sites, described
+from numpyro_fed.model.traces import (
+    ARRAY,
+    DENSITY,
+    INITIAL,
+    LATENT,
+    THE_KEY,
+    VALUE,
+    Trace,
+    Traces,
+)
 
 
 def split(model: Callable[..., Any], silos: Sequence[SiloData]) -> FederatedModel:
@@ -57,31 +64,31 @@ def split(model: Callable[..., Any], silos: Sequence[SiloData]) -> FederatedMode
     DataError
         For NaN in an argument that is read for something else than an outcome.
     """
-    text, missing = model, tuple(sorted({name for silo in silos for name in silo.missing}))
-    model = leaving_out_missing(text, missing)
-    texts = Structures(model)
-    found = texts.of_silos(silos)
+    missing = tuple(sorted({name for silo in silos for name in silo.missing}))
+    text, model = model, leaving_out_missing(model, missing)
+    traces = Traces(model)
+    found = [trace.structure for trace in traces.of_silos(silos)]
     for j, other in enumerate(found):
         check_same_sites(found[0], other, j)
     if any(s.kind == "deterministic" and s.plate is None for s in found[0].sites):
-        text = localised(model, silos[0].kwargs)
-        if text is not model:
-            model, texts = text, Structures(text)
-            found = texts.of_silos(silos)
+        local = localised(model, silos[0].kwargs)
+        if local is not model:
+            traces = Traces(local)
+            found = [trace.structure for trace in traces.of_silos(silos)]
     _warn_masked(found[0])
     _warn_fields(found[0])
     # The global functions run the text at one silo's shapes; the smallest one is the cheapest.
     smallest = min(range(len(silos)), key=lambda j: sum(a.size for a in silos[j].arrays.values()))
     first, silo = found[smallest], silos[smallest]
-    fm = ModelText(model, texts, silo).federated()
+    fm = ModelText(traces, silo).federated()
     if first.kinked:
-        fm = fm._replace(without_kinks=ModelText(rounded(model), texts, silo).federated())
-    dependence = _dependence(fm, model, silos[smallest])
+        fm = fm._replace(without_kinks=ModelText(Traces(rounded(traces.model)), silo).federated())
+    dependence = _dependence(traces.at(silo))
     _check_dependence(fm, dependence)
     if missing:
         _check_missing(fm, text, missing, silos)
     _check_observed(first, silo)
-    _check_globals(model, fm, silos, [s.sizes for s in found])
+    _check_globals(fm, silos, [s.sizes for s in found])
     # A plate is outer if sites of other plates read its latents. Deterministic sites do not count:
     # they add nothing to the density.
     plates = [
@@ -143,43 +150,26 @@ def _check_observed(found: Structure, silo: SiloData) -> None:
     )
 
 
-def _dependence(
-    fm: FederatedModel, model: Callable[..., Any], silo: SiloData
-) -> dict[str, set[str | None]]:
+def _dependence(trace: Trace) -> dict[str, set[str | None]]:
     """Return what each site's density, or a deterministic site's value, depends on.
 
     That is a set with the names of the silo plates whose latents it reads, None if it reads data,
     and ``KEY`` if it reads randomness other than of sample sites.
     """
-    sizes = fm.sizes(silo)
-    z_L = {p.name: np.zeros((sizes[p.name], p.dim)) for p in fm.plates}
-    labels = {f"rows of {p.name}": p.name for p in fm.plates}
-
-    def run(data: dict[str, Array], theta: Theta, key: Array, **rows: Array) -> dict[str, Any]:
-        silo_data = replace(silo, arrays=data)
-        z_L = {labels[label]: value for label, value in rows.items()}
-        values, trace = trace_at(model, fm.sites, theta, jnp.zeros(fm.dim), z_L, silo_data, key)
-        fixed = {s.name: trace[s.name]["value"] for s in fm.sites if s.kind == "deterministic"}
-        return {**values, **fixed}
-
-    def initial(data: dict[str, Array]) -> Theta:
-        kwargs = replace(silo, arrays=data).kwargs
-        with TRACING, feasible():
-            trace = handlers.trace(handlers.seed(model, jax.random.key(0))).get_trace(**kwargs)
-        return {s.name: trace[s.name]["value"] for s in fm.sites if s.kind == "param"}
-
-    key = jax.random.key(0)
-    theta = jax.eval_shape(lambda key: {**fm.init_theta(key), **fm.init_private(key, silo)}, key)
-    rows = {label: z_L[plate] for label, plate in labels.items()}
-    by_site = provenance(run, data=silo.arrays, theta=theta, key=key, **rows)
-    # The initial value of a shared parameter must not come from data either.
-    by_site |= provenance(initial, data=silo.arrays)
-    names, owner = {**labels, "data": None, "key": KEY}, log_det_owners(fm.sites)
+    plates = {s.name: s.plate for s in trace.structure.sites if s.kind == "latent" and s.plate}
+    fixed = {(VALUE, s.name) for s in trace.structure.sites if s.kind == "deterministic"}
     dependence: dict[str, set[str | None]] = {}
-    for site, value in by_site.items():
-        sources = {names[label] for leaf in jax.tree.leaves(value) for label in leaf & set(names)}
+    for output in dict.fromkeys(trace.outputs):
+        kind, name = output
+        if kind not in (DENSITY, INITIAL) and output not in fixed:
+            continue
         # The log-determinant of a latent is a factor of its own; it belongs to the latent.
-        dependence.setdefault(owner.get(site, site), set()).update(sources)
+        found = dependence.setdefault(trace.owners.get(name, name), set())
+        found |= {None} if trace.reads(output, ARRAY) else set()
+        # The initial value of a shared parameter must not come from data, but it may be random.
+        if kind != INITIAL:
+            found |= {plates[n] for n in trace.reads(output, LATENT) if n in plates}
+            found |= {KEY} if trace.reads(output, THE_KEY) else set()
     return dependence
 
 
@@ -193,35 +183,21 @@ def _check_missing(
 
     And numbers that are not whole beside missing ones, where the outcome is a whole number.
     """
-    whole: set[str] = set()
+    blind = Traces(leaving_out_missing(text, missing, blind=True))
 
-    def readers(name: str, silo: SiloData, *, blind: bool) -> set[str]:
-        """Return the sites that read an argument; if blind, for something else than an outcome."""
-        model, sizes = leaving_out_missing(text, missing, blind=blind), fm.sizes(silo)
-        z_L: Rows = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in fm.plates}
-        theta = jax.eval_shape(
-            lambda key: {**fm.init_theta(key), **fm.init_private(key, silo)}, jax.random.key(0)
-        )
-
-        def run(own: Array, rest: dict[str, Array], theta: Theta) -> dict[str, Any]:
-            data = replace(silo, arrays={**rest, name: own})
-            values, trace = trace_at(model, fm.sites, theta, jnp.zeros(fm.dim), z_L, data)
-            whole.update(n for n, s in trace.items() if s["type"] == "sample" and _is_whole(s))
-            shown = {s.name: trace[s.name]["value"] for s in fm.sites if s.kind == "deterministic"}
-            return {**values, **shown}
-
-        rest = {k: a for k, a in silo.arrays.items() if k != name}
-        labels = provenance(run, own=silo.arrays[name], rest=rest, theta=theta)
+    def readers(name: str, trace: Trace) -> set[str]:
+        """Return the sites that read an argument."""
+        outputs = [o for o in dict.fromkeys(trace.outputs) if o[0] in (DENSITY, VALUE)]
         return {
-            site
-            for site, found in labels.items()
-            if any("own" in leaf for leaf in jax.tree.leaves(found))
+            trace.owners.get(site, site)
+            for kind, site in outputs
+            if name in trace.reads((kind, site), ARRAY)
         }
 
     for name in missing:
         having = [(j, s.arrays[name]) for j, s in enumerate(silos) if name in s.arrays]
         silo = silos[having[0][0]]
-        if sites := sorted(readers(name, silo, blind=True)):
+        if sites := sorted(readers(name, blind.at(silo))):
             j, array = next((p for p in having if np.isnan(p[1]).any()), having[0])
             raise DataError(
                 f"silo {j}, '{name}': {int(np.isnan(array).sum())} of {array.size} values are "
@@ -233,7 +209,9 @@ def _check_missing(
                 "of NaN and `with numpyro.handlers.mask(mask=seen):` around the site, with a "
                 "boolean array seen in the data."
             )
-        if not whole & readers(name, silo, blind=False):
+        trace = fm.traces.at(silo)
+        whole = {site for site, support in trace.supports.items() if support.whole}
+        if not whole & readers(name, trace):
             continue
         for j, array in having:
             if (odd := array[~np.isnan(array) & (array % 1 != 0)]).size:
@@ -241,12 +219,6 @@ def _check_missing(
                     f"silo {j}, '{name}': the outcome takes whole numbers, got {odd[0]:g}. Mend "
                     "it, or pass NaN where it is missing."
                 )
-
-
-def _is_whole(site: dict[str, Any]) -> bool:
-    """Return whether a site is observed and takes whole numbers."""
-    support = site["fn"].support if site["is_observed"] else None
-    return bool(getattr(support, "is_discrete", False))
 
 
 KEY = "numpyro.prng_key()"
@@ -283,58 +255,55 @@ def _check_dependence(fm: FederatedModel, dependence: dict[str, set[str | None]]
         )
 
 
-def _check_globals(
-    model: Callable[..., Any], fm: FederatedModel, silos: Sequence[SiloData], sizes: Sequence[Sizes]
-) -> None:
+def _check_globals(fm: FederatedModel, silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> None:
     """Refuse global sites that depend on what differs between silos, such as numbers of rows.
 
     If all silos have the same shapes, silo 0 with one more row is compared with itself.
     """
-    distinct: dict[tuple[Hashable, ...], int] = {}
-    for j, silo in enumerate(silos):
-        distinct.setdefault(signature(silo), j)
-    z_G, theta = np.random.default_rng(0).normal(size=fm.dim), fm.init_theta(jax.random.key(0))
+    first = fm.traces.at(silos[0])
+    expected = _global_program(first)
 
-    def global_sites(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> dict[str, Array]:
-        terms, values = globals_at(model, fm.sites, theta, z_G, z_L, data)
-        density = {f"log density:{name}": value for name, value in terms.items()}
-        return density | {f"value:{name}": value for name, value in values.items()}
-
-    def arguments(
-        silo: SiloData, size: Sizes
-    ) -> tuple[Theta, np.ndarray, dict[str, np.ndarray], SiloData]:
-        return theta, z_G, {p.name: np.zeros((size[p.name], p.dim)) for p in fm.plates}, silo
-
-    def program(args: tuple[Any, ...]) -> Identity:
-        return Identity.of(without_dead_code(trace_program(global_sites, *args)))
-
-    def compare(silo: SiloData, size: Sizes, who: str) -> None:
-        args = arguments(silo, size)
+    def compare(silo: SiloData, who: str) -> None:
+        trace = fm.traces.at(silo)
         # Equal programs are equal at every point, and nothing has to be compiled. Programs that
         # differ may still compute the same, so that values decide.
-        if program(args).same(expected):
+        if trace is first or _global_program(trace).same(expected):
             return
-        mine, theirs = (jax.jit(global_sites)(*a) for a in (args, first))
+        mine, theirs = (jax.jit(partial(_global_sites, t, fm))() for t in (trace, first))
         for name, value in mine.items():
             if np.shape(value) != np.shape(theirs[name]) or not np.allclose(
                 value, theirs[name], rtol=1e-5, atol=1e-5, equal_nan=True
             ):
                 raise ModelError(_differs(name, value, theirs[name], who, silo, silos[0]))
 
-    first = arguments(silos[0], sizes[0])
-    expected = program(first)
+    distinct: dict[tuple[Hashable, ...], int] = {}
+    for j, silo in enumerate(silos):
+        distinct.setdefault(signature(silo), j)
     for j in list(distinct.values())[1:]:
-        compare(silos[j], sizes[j], f"silo {j}")
+        compare(silos[j], f"silo {j}")
     if len(distinct) == 1:
         for longer in _with_a_row_more(silos[0], sizes[0], padded_keys(silos, sizes)):
             try:
-                size = fm.sizes(longer)
-                jax.eval_shape(global_sites, *arguments(longer, size))
+                fm.traces.at(longer)
             except Exception:
                 # The array must be as long as something else too, so that no other silo can have
                 # another number of rows: there is nothing to compare.
                 continue
-            compare(longer, size, "a silo with a row more")
+            compare(longer, "a silo with a row more")
+
+
+def _global_program(trace: Trace) -> Identity:
+    """Return the identity of the program of the global sites at one silo."""
+    wanted = [*trace.densities(local=False), *trace.values(local=False)]
+    return Identity.of(trace.part(wanted)[0])
+
+
+def _global_sites(trace: Trace, fm: FederatedModel) -> dict[str, Array]:
+    """Return the densities and values of the global sites at one point."""
+    z_G = jnp.asarray(np.random.default_rng(0).normal(size=fm.dim))
+    terms, values = trace.globals_at(fm.init_theta(jax.random.key(0)), z_G)
+    density = {f"log density:{name}": value for name, value in terms.items()}
+    return density | {f"value:{name}": value for name, value in values.items()}
 
 
 def _with_a_row_more(silo: SiloData, size: Sizes, rows: dict[str, str]) -> list[SiloData]:

@@ -1,0 +1,161 @@
+"""Supports of observed sites: whether they hold what was observed, and their words for it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array
+from numpyro.distributions import Distribution, constraints
+
+from numpyro_fed.model.primitives import silo_frames
+
+
+class ObservedValues(NamedTuple):
+    """The observed values of a site, and whether its support has them.
+
+    Attributes
+    ----------
+    value : array (batch shape, event shape)
+    inside : bool array (batch shape)
+        Whether the value is in the support or on its edge, or masked.
+    edge : bool array (batch shape)
+        Whether the value is on the edge of the support.
+    """
+
+    value: Array
+    inside: Array
+    edge: Array
+
+
+class SupportKind(NamedTuple):
+    """The description of a site's distribution for messages.
+
+    Attributes
+    ----------
+    name : str
+        The name of the distribution.
+    takes : str
+        The values of its support, in words.
+    remedy : str
+        A sentence about what to do; it may be empty.
+    plates : tuple of (str, int)
+        The silo plates that the site is in, and their dims in the batch.
+    whole : bool
+        Whether the support has whole numbers only.
+    """
+
+    name: str
+    takes: str
+    remedy: str
+    plates: tuple[tuple[str, int], ...]
+    whole: bool
+
+
+def observed_at(site: dict[str, Any]) -> ObservedValues:
+    """Return the observed values of a site of a trace."""
+    fn, value = site["fn"], jnp.asarray(site["value"])
+    whole = jnp.broadcast_shapes(jnp.shape(value), fn.batch_shape + fn.event_shape)
+    value = jnp.broadcast_to(value, whole)
+    batch = whole[: len(whole) - fn.event_dim]
+    inside, edge = _in_support(fn, value)
+    return ObservedValues(value, jnp.broadcast_to(inside, batch), jnp.broadcast_to(edge, batch))
+
+
+def _in_support(fn: Distribution, value: Array) -> tuple[Array, Array]:
+    """Return whether a value is in the support, and whether on its edge, in the batch shape.
+
+    Masked values count as in the support and not on the edge.
+    """
+    if isinstance(fn, dist.MaskedDistribution):
+        inside, edge = _in_support(fn.base_dist, value)
+        return inside | ~jnp.asarray(fn._mask), edge & jnp.asarray(fn._mask)
+    if isinstance(fn, dist.Independent):
+        inside, edge = _in_support(fn.base_dist, value)
+        axes = tuple(range(-fn.reinterpreted_batch_ndims, 0))
+        return inside.all(axes), edge.any(axes)
+    if isinstance(fn, dist.ExpandedDistribution):
+        return _in_support(fn.base_dist, value)
+    batch = value.shape[: value.ndim - fn.event_dim]
+    support, nothing = _support_of(fn), jnp.zeros(batch, bool)
+    if support is None:
+        return ~nothing, nothing
+    try:
+        discrete = support.is_discrete
+        value = value if discrete else value.astype(jnp.result_type(float, value))
+        inside = _holds(support, value)
+    except (NotImplementedError, TypeError, ValueError):
+        # The constraint cannot be evaluated: the value is left to the density.
+        return ~nothing, nothing
+    if discrete:
+        return inside, nothing
+    # A value is on the edge if the support changes within two units in the last place of single
+    # precision: data often come in it, whatever precision is computed in. 1e-30 is a step from 0.
+    single = jnp.finfo(jnp.float32).eps
+    step = jnp.maximum(1e-30, 2 * single * jnp.abs(value))
+    below, above = _holds(support, value - step), _holds(support, value + step)
+    closed = inside | below | above
+    return closed, closed & ~(inside & below & above)
+
+
+def _support_of(fn: Distribution) -> constraints.Constraint | None:
+    """Return the support of a distribution; None if it is not declared, or is all angles."""
+    # An angle beyond (-pi, pi) is one within it: circular densities are periodic.
+    try:
+        support = fn.support
+    except (NotImplementedError, AssertionError):
+        return None
+    return None if support is constraints.circular else support
+
+
+def _holds(support: constraints.Constraint, value: Array) -> Array:
+    return jnp.asarray(support(value), bool)
+
+
+def support_kind(site: dict[str, Any]) -> SupportKind:
+    """Return the description of a site of a trace."""
+    fn = site["fn"]
+    wrappers = dist.Independent | dist.ExpandedDistribution | dist.MaskedDistribution
+    while isinstance(fn, wrappers):
+        fn = fn.base_dist
+    name = type(fn).__name__
+    name = {"BernoulliProbs": "Bernoulli", "BernoulliLogits": "Bernoulli"}.get(name, name)
+    takes, remedy = _words(_support_of(fn))
+    if name.startswith("Categorical"):
+        name, remedy = "Categorical", "Categories count from 0. "
+    if isinstance(fn, dist.Beta):
+        remedy = "(y * (n - 1) + 0.5) / n moves 0 and 1 of n values inside. "
+    plates = tuple((f.name, f.dim) for f in silo_frames(site) or site["cond_indep_stack"])
+    return SupportKind(
+        name, takes, remedy, plates, bool(getattr(_support_of(fn), "is_discrete", False))
+    )
+
+
+def _words(support: constraints.Constraint | None) -> tuple[str, str]:
+    """Return the values of a support in words, and a remedy for other values."""
+    simplex = "Divide them by their sum: y / y.sum(-1, keepdims=True). "
+    known: list[tuple[Any, str, str]] = [
+        (constraints.boolean, "0 and 1", "Outcomes coded 1 and 2 become 0 and 1 by y - 1. "),
+        (constraints.nonnegative_integer, "whole numbers from 0", ""),
+        (constraints.positive_integer, "whole numbers from 1", ""),
+        (constraints.positive, "numbers above 0", ""),
+        (constraints.nonnegative, "numbers from 0", ""),
+        (constraints.unit_interval, "numbers between 0 and 1", ""),
+        (constraints.simplex, "parts that sum to 1", simplex),
+        (constraints.real, "finite numbers", "Look at what is computed of the data there. "),
+    ]
+    for constraint, words, remedy in known:
+        if support is constraint:
+            return words, remedy
+    bounds = getattr(support, "lower_bound", None), getattr(support, "upper_bound", None)
+    plain = not any(isinstance(b, jax.core.Tracer) or np.asarray(b).ndim for b in bounds)
+    if isinstance(support, type(constraints.integer_interval(0, 1))):
+        if plain:
+            return f"whole numbers from {bounds[0]} to {bounds[1]}", ""
+        return "whole numbers from 0 to the total count of the row", ""
+    if isinstance(support, type(constraints.interval(0, 1))) and plain:
+        return f"numbers between {bounds[0]} and {bounds[1]}", ""
+    return f"values of the support {type(support).__name__.lstrip('_')}", ""

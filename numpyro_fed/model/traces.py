@@ -1,0 +1,449 @@
+"""One trace of a model's text: its structure, and one program that answers questions about it.
+
+A text is run once for each signature of data and each precision. What it computes becomes one
+program (a jaxpr): its inputs are a silo's arrays, a key, parameters and latents, and its outputs
+are log densities and values by site. Every question is a part of that program: some outputs,
+without the operations that these do not need, or the labels of what they depend on.
+
+Latents have no shapes before the text runs. Each comes into being where it is sampled, as the
+result of an operation without operands, which is made an input of the program afterwards. A latent
+in the body of a scan or a branch cannot become one so. Such a text is run a second time, with
+inputs of the shapes that the first run has found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.dtypes import canonicalize_dtype
+from jax.extend.core import Primitive
+from jax.typing import ArrayLike
+from numpyro import handlers
+from numpyro.distributions import biject_to, constraints
+from numpyro.primitives import Messenger
+
+from numpyro_fed.model.binding import (
+    Rows,
+    Theta,
+    constrained,
+    log_det_owners,
+    sum_rows,
+    unpack,
+)
+from numpyro_fed.model.data import SiloData, signature
+from numpyro_fed.model.densities import log_prob, no_more_than_finite
+from numpyro_fed.model.feasible import feasible
+from numpyro_fed.model.jaxprs import (
+    NONE,
+    Labels,
+    Program,
+    as_program,
+    propagate_labels,
+    pruned,
+    run_program,
+    type_of,
+    with_inputs_of,
+)
+from numpyro_fed.model.primitives import inside_control_flow, silo_plate_of
+from numpyro_fed.model.shapes import check_shapes
+from numpyro_fed.model.sites import NamesApart, Structure, model_errors, read_trace, shapes_of
+from numpyro_fed.model.supports import SupportKind, observed_at, support_kind
+from numpyro_fed.precision import is_double
+from numpyro_fed.tracing import TRACING
+
+# What a program says of a site, and what it is said of: the keys of its outputs.
+Output = tuple[str, str]
+# The log density of each element of the batch, and the same where it may be NaN or infinite above
+# (:mod:`.densities`); the value of a latent or a deterministic site; the
+# initial value of a parameter, unconstrained; what is observed, and whether its support has it.
+DENSITY, UNGUARDED, VALUE, INITIAL = "density", "unguarded", "value", "initial"
+OBSERVED, INSIDE, EDGE = "observed", "inside", "edge"
+# The kinds of a program's inputs.
+ARRAY, THE_KEY, PARAMETER, LATENT = "array", "key", "parameter", "latent"
+
+
+class Input(NamedTuple):
+    """An input of a program: its kind, the array, parameter or latent, and its place in a tree."""
+
+    kind: str
+    name: str
+    leaf: int
+    shape: jax.ShapeDtypeStruct
+
+
+class Term(NamedTuple):
+    """A sample site's place among the rows: its silo plate, that plate's dim, the batch's shape."""
+
+    plate: str | None
+    dim: int
+    batch_shape: tuple[int, ...]
+
+    def rows(self, density: Array) -> Array:
+        """Return what each row of the silo plate (rows,) adds to the site's log density."""
+        # A log density may lack axes of the batch along which it is constant; each row counts all
+        # the same.
+        shape = jnp.broadcast_shapes(jnp.shape(density), self.batch_shape)
+        return sum_rows(jnp.moveaxis(jnp.broadcast_to(density, shape), self.dim, 0))
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """A model at one signature of a silo's data, in one precision.
+
+    Attributes
+    ----------
+    structure : Structure
+    terms : dict of str to Term
+        All sample sites, the log-determinants of latents among them.
+    supports : dict of str to SupportKind
+        The observed sites.
+    program : Program
+    inputs : tuple of Input
+    outputs : tuple of Output
+        A key for each output of the program; values that are trees have several.
+    trees : dict of Output to PyTreeDef
+    """
+
+    structure: Structure
+    terms: dict[str, Term]
+    supports: dict[str, SupportKind]
+    program: Program
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    trees: dict[Output, Any]
+    _parts: dict[frozenset[Output], tuple[Program, tuple[Input, ...]]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    def part(self, wanted: Collection[Output]) -> tuple[Program, tuple[Input, ...]]:
+        """Return the program of some outputs, without dead code, and its inputs."""
+        if (key := frozenset(wanted)) not in self._parts:
+            program, used = pruned(self.program, [output in key for output in self.outputs])
+            kept = (one for one, is_used in zip(self.inputs, used, strict=True) if is_used)
+            self._parts[key] = program, tuple(kept)
+        return self._parts[key]
+
+    def at(
+        self,
+        wanted: Collection[Output],
+        theta: Theta,
+        latents: Mapping[str, Array],
+        arrays: Mapping[str, Array],
+        key: Array | None = None,
+    ) -> dict[Output, Any]:
+        """Return some outputs at parameters and latents, both unconstrained, and a silo's arrays.
+
+        What they do not depend on may be left out; parameters have their initial values then.
+        """
+        if any(i.kind == PARAMETER and i.name not in theta for i in self.part(wanted)[1]):
+            names = {name for kind, name in self.outputs if kind == INITIAL}
+            outputs = [(INITIAL, name) for name in names]
+            initial = self.at(outputs, dict.fromkeys(names), {}, arrays)
+            theta = {**{name: value for (_, name), value in initial.items()}, **theta}
+        given = {ARRAY: arrays, PARAMETER: theta, LATENT: latents, THE_KEY: {"": key}}
+        return self.run(wanted, lambda one: _operand(one, given[one.kind].get(one.name)))
+
+    def run(
+        self, wanted: Collection[Output], operand: Callable[[Input], ArrayLike]
+    ) -> dict[Output, Any]:
+        """Return some outputs, with an operand for each input that they need."""
+        program, inputs = self.part(wanted)
+        found = run_program(program, list(map(operand, inputs)))
+        by_output: dict[Output, list[Array]] = {output: [] for output in wanted}
+        kept = (output for output in self.outputs if output in by_output)
+        for output, value in zip(kept, found, strict=True):
+            by_output[output].append(value)
+        return {o: jax.tree.unflatten(self.trees[o], leaves) for o, leaves in by_output.items()}
+
+    @cached_property
+    def _sources(self) -> dict[Output, Labels]:
+        labels = [frozenset({f"{one.kind} {one.name}"}) for one in self.inputs]
+        reached = propagate_labels(self.program.jaxpr, labels)
+        found: dict[Output, Labels] = {}
+        for output, sources in zip(self.outputs, reached, strict=True):
+            found[output] = found.get(output, NONE) | sources
+        return found
+
+    def reads(self, output: Output, kind: str) -> frozenset[str]:
+        """Return the names of the inputs of a kind that reach an output."""
+        split = (label.partition(" ") for label in self._sources[output])
+        return frozenset(name for of_kind, _, name in split if of_kind == kind)
+
+    @cached_property
+    def owners(self) -> dict[str, str]:
+        """Return the site to which each density belongs: log-determinants belong to latents."""
+        owner = log_det_owners(self.structure.sites)
+        return {name: owner.get(name, name) for name in self.terms}
+
+    def globals_at(self, theta: Theta, z_G: Array) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Return the log density of each global site, {site: ()}, and the values of these sites.
+
+        Densities include log-determinants. Values are on the sites' own supports, those of
+        deterministic sites included.
+        """
+        wanted = [*self.densities(local=False), *self.values(local=False)]
+        terms, values = dict[str, Array](), dict[str, Array]()
+        for (kind, name), value in self.at(wanted, theta, self.unpacked(z_G), {}).items():
+            if kind == VALUE:
+                values[name] = value
+            else:
+                site = self.owners[name]
+                terms[site] = terms.get(site, jnp.zeros(())) + value.sum()
+        return terms, values
+
+    def unpacked(self, z_G: Array, z_L: Rows | None = None) -> dict[str, Array]:
+        """Return the latents by site, those of rows only if they are given."""
+        local = z_L is not None
+        sites = [s for s in self.structure.sites if local or s.plate is None]
+        return unpack(sites, z_G, z_L or {})
+
+    def densities(self, *, local: bool) -> list[Output]:
+        """Return the outputs that are densities of local or of global sites."""
+        return [(DENSITY, n) for n, t in self.terms.items() if (t.plate is not None) == local]
+
+    def values(self, *, local: bool) -> list[Output]:
+        """Return the outputs that are values of local or of global sites."""
+        return [
+            (VALUE, s.name)
+            for s in self.structure.sites
+            if s.kind in ("latent", "deterministic") and (s.plate is not None) == local
+        ]
+
+    def initial(self, *, local: bool) -> list[Output]:
+        """Return the outputs that are initial values of private or of shared parameters."""
+        return [
+            (INITIAL, s.name)
+            for s in self.structure.sites
+            if s.kind == "param" and (s.plate is not None) == local
+        ]
+
+
+def _operand(one: Input, value: Any) -> ArrayLike:
+    """Return what is given for an input, zeros if nothing is."""
+    if one.kind == THE_KEY:
+        return jax.random.key(0) if value is None else value
+    if value is None:
+        return jnp.zeros(one.shape.shape, one.shape.dtype)
+    return jnp.asarray(jax.tree.leaves(value)[one.leaf], one.shape.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Traces:
+    """The traces of one model, for all signatures of data and both precisions.
+
+    Attributes
+    ----------
+    model : callable
+    split : bool
+        Whether a model without a silo plate is refused.
+    """
+
+    model: Callable[..., Any]
+    split: bool = True
+    _known: dict[tuple[Hashable, ...], Trace] = field(default_factory=dict, init=False, repr=False)
+
+    def at(self, data: SiloData, owner: str = "silo 0") -> Trace:
+        """Return the trace at the shapes of the data of ``owner``, which errors name."""
+        arrays = {
+            name: jax.ShapeDtypeStruct(a.shape, canonicalize_dtype(a.dtype))
+            for name, a in data.arrays.items()
+        }
+        silo = replace(data, arrays=arrays, masks={}, weights={})  # all that the text sees
+        seen = is_double(), signature(silo)
+        with TRACING:
+            if seen not in self._known:
+                self._known[seen] = _traced(self.model, silo, owner, split=self.split)
+            return self._known[seen]
+
+    def of_silos(self, silos: Sequence[SiloData]) -> list[Trace]:
+        """Return the trace at each silo."""
+        return [self.at(data, f"silo {j}") for j, data in enumerate(silos)]
+
+
+class _Run:
+    """One run of a text, with unknowns in the place of its parameters and latents.
+
+    Attributes
+    ----------
+    given : (theta, latents) or None
+        The unknowns; if None, they are made as the text asks for them.
+    made : list of (kind, name, leaf)
+    initial : dict
+        The initial values of the parameters, unconstrained.
+    """
+
+    def __init__(self, model: Callable[..., Any], silo: SiloData, *, split: bool):
+        self.model, self.silo, self.split = model, silo, split
+        self.given: tuple[Theta, dict[str, Array]] | None = None
+        self.made: list[tuple[str, str, int]] = []
+        self.initial: Theta = {}
+        self.structure = Structure((), {}, False, {}, {})
+        self.terms: dict[str, Term] = {}
+        self.supports: dict[str, SupportKind] = {}
+
+    def __call__(
+        self,
+        arrays: dict[str, Array],
+        key: Array,
+        given: tuple[Theta, dict[str, Array]] | None = None,
+    ) -> dict[Output, Any]:
+        """Return the outputs of the program."""
+        self.given = given
+        self.bodies = _Bodies(handlers.substitute(self.model, substitute_fn=self._unknown))
+        text = handlers.seed(self.bodies, key)
+        # Blocked, since handlers around whoever asks must not get these messages.
+        with handlers.block(), feasible():
+            trace = NamesApart(text).get_trace(**replace(self.silo, arrays=arrays).kwargs)
+        self._read(trace)
+        return self._answers(trace)
+
+    def _unknown(self, site: dict[str, Any]) -> Any:
+        """Return the value of a parameter or a latent."""
+        name = site["name"]
+        if site["type"] == "param":
+            bijection = biject_to(site["kwargs"].get("constraint", constraints.real))
+            self.initial[name] = bijection.inv(site["fn"](*site["args"], **site["kwargs"]))
+            if self.given:
+                return bijection(self.given[0][name])
+            leaves, tree = jax.tree.flatten(self.initial[name])
+            made = [self._make(PARAMETER, name, i, leaf) for i, leaf in enumerate(leaves)]
+            return bijection(jax.tree.unflatten(tree, made))
+        if site["type"] != "sample" or site["is_observed"]:
+            return None
+        if self.given:
+            return constrained(site, self.given[1][name]) if name in self.given[1] else None
+        # A second site of this name is refused once it is in the trace.
+        if self.bodies.inside or (LATENT, name, 0) in self.made:
+            return None
+        fn = site["fn"]
+        if fn.support is None or fn.support.is_discrete:
+            return None
+        try:
+            bijection = biject_to(fn.support)
+        except NotImplementedError:
+            return None
+        shape = bijection.inverse_shape(fn.shape(site["kwargs"]["sample_shape"]))
+        like = jax.ShapeDtypeStruct(tuple(shape), jnp.result_type(float))
+        return constrained(site, self._make(LATENT, name, 0, like))
+
+    def _make(self, kind: str, name: str, leaf: int, like: Any) -> Array:
+        self.made.append((kind, name, leaf))
+        place = len(self.made) - 1
+        return _unknown.bind(place=place, shape=jnp.shape(like), dtype=jnp.result_type(like))
+
+    def _read(self, trace: dict[str, Any]) -> None:
+        own = {f"_{name}_log_det" for kind, name, _ in self.made if kind == LATENT}
+        if self.given:
+            own = {f"_{name}_log_det" for name in self.given[1]}
+        text = {name: site for name, site in trace.items() if name not in own}
+        self.structure = read_trace(text, self.split)
+        check_shapes(text, shapes_of(self.silo))
+
+    def _answers(self, trace: dict[str, Any]) -> dict[Output, Any]:
+        found: dict[Output, Any] = {(INITIAL, n): value for n, value in self.initial.items()}
+        for name, site in trace.items():
+            if site["type"] != "sample":
+                continue
+            frames = {f.name: f.dim for f in site["cond_indep_stack"]}
+            plate = silo_plate_of(site)
+            dim = 0 if plate is None else frames[plate]
+            self.terms[name] = Term(plate, dim, site["fn"].batch_shape)
+            found[UNGUARDED, name] = log_prob(site, guarded=False)
+            found[DENSITY, name] = no_more_than_finite(found[UNGUARDED, name])
+        for s in self.structure.sites:
+            site = trace[s.name]
+            if s.kind in ("latent", "deterministic"):
+                found[VALUE, s.name] = site["value"]
+            if s.kind == "observed" and site["value"] is not None:
+                value, inside, edge = observed_at(site)
+                found[OBSERVED, s.name] = value
+                found[INSIDE, s.name], found[EDGE, s.name] = inside, edge
+                self.supports[s.name] = support_kind(site)
+        return found
+
+
+class _Bodies(Messenger):
+    """Note while the body of a scan or a branch runs, which NumPyro traces by itself."""
+
+    inside = False
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        inside_control_flow(msg, self._noted)
+
+    def _noted(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: object) -> Any:
+            outside, self.inside = self.inside, True
+            try:
+                return body(*args)
+            finally:
+                self.inside = outside
+
+        return run
+
+
+# An unknown number or array, as it stands in a program before it has become one of its inputs.
+_unknown = Primitive("unknown")
+
+
+@_unknown.def_abstract_eval
+def _shape_of_unknown(
+    *, place: int, shape: tuple[int, ...], dtype: np.dtype
+) -> jax.core.ShapedArray:
+    return jax.core.ShapedArray(shape, dtype)
+
+
+def _traced(model: Callable[..., Any], silo: SiloData, owner: str, *, split: bool) -> Trace:
+    """Return the trace of a model at a silo whose arrays are shapes."""
+    run, key = _Run(model, silo, split=split), jax.eval_shape(lambda: jax.random.key(0))
+    with model_errors(owner, silo):
+        closed, out = jax.make_jaxpr(run, return_shape=True)(silo.arrays, key)
+        program, places = with_inputs_of(as_program(closed), _unknown.name)
+        unknown = [run.made[place] for place in places]
+        structure = run.structure
+        asked = {name for kind, name, _ in run.made if kind == LATENT}
+        latents = {s.name for s in structure.sites if s.kind == "latent"}
+        if len(unknown) < len(run.made) or asked != latents:
+            given = _shapes_of_unknowns(structure, out)
+            closed, out = jax.make_jaxpr(run, return_shape=True)(silo.arrays, key, given)
+            program = as_program(closed)
+            paths = zip((PARAMETER, LATENT), given, strict=True)
+            unknown = [spot for kind, tree in paths for spot in _spots(kind, tree)]
+    spots = [*_spots(ARRAY, silo.arrays), (THE_KEY, "", 0), *unknown]
+    inputs = tuple(
+        Input(*spot, jax.ShapeDtypeStruct(type_of(v).shape, type_of(v).dtype))
+        for spot, v in zip(spots, program.jaxpr.invars, strict=True)
+    )
+    outputs = tuple(path[0].key for path, _ in jax.tree.leaves_with_path(out))
+    trees = {output: jax.tree.structure(value) for output, value in out.items()}
+    return Trace(structure, run.terms, run.supports, program, inputs, outputs, trees)
+
+
+def _spots(kind: str, tree: Mapping[str, Any]) -> list[tuple[str, str, int]]:
+    """Return what the leaves of a dict are, in the order of JAX: their kind, name and number."""
+    leaves = {name: len(jax.tree.leaves(tree[name])) for name in sorted(tree)}
+    return [(kind, name, i) for name, n in leaves.items() for i in range(n)]
+
+
+def _shapes_of_unknowns(
+    structure: Structure, out: Mapping[Output, Any]
+) -> tuple[Theta, dict[str, Any]]:
+    """Return the shapes of parameters and latents that a run has found, both unconstrained."""
+    ends: dict[str | None, int] = {}
+    for s in structure.sites:
+        if s.kind == "latent":
+            ends[s.plate] = max(s.stop, ends.get(s.plate, 0))
+
+    def unpacked(z_G: Array, z_L: Rows) -> dict[str, Array]:
+        return unpack(structure.sites, z_G, z_L)
+
+    real = jnp.result_type(float)
+    z_L = {p: jax.ShapeDtypeStruct((n, ends.get(p, 0)), real) for p, n in structure.sizes.items()}
+    latents = jax.eval_shape(unpacked, jax.ShapeDtypeStruct((ends.get(None, 0),), real), z_L)
+    return {name: value for (kind, name), value in out.items() if kind == INITIAL}, latents
