@@ -16,8 +16,9 @@ import numpyro_fed as nf
 from numpyro_fed.model.data import read
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.layout import lay_out
+from numpyro_fed.model.observed import Supports, as_bucket
 from numpyro_fed.model.split import split
-from numpyro_fed.model.traces import DENSITY, INITIAL, LATENT, Traces
+from numpyro_fed.model.traces import DENSITY, EDGE, INITIAL, INSIDE, LATENT, Traces
 from numpyro_fed.precision import double_precision
 
 RNG = np.random.default_rng(0)
@@ -144,3 +145,39 @@ def test_traces_die_with_their_model():
     trace = made()
     gc.collect()
     assert trace() is None
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "values", "bad"),
+    [
+        (dist.Normal(0, 1), np.array([0.0, 1.0]), None),
+        (dist.Bernoulli(0.5), np.array([0, 1]), np.array([1, 2])),
+        (dist.Poisson(2.0), np.array([0, 3]), np.array([0, -3])),
+        (dist.Binomial(3, 0.5), np.array([0, 3]), np.array([4, 3])),
+        (dist.Gamma(2.0, 1.0), np.array([0.5, 3.0]), np.array([-0.5, 3.0])),
+        (dist.Beta(2.0, 2.0), np.array([0.5, 0.1]), np.array([0.5, 1.1])),
+        (dist.Categorical(np.ones(3) / 3), np.array([0, 2]), np.array([0, 3])),
+    ],
+)
+def test_plain_supports_are_checked_without_a_program(likelihood, values, bad, compiled):
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with nf.silo_plate("row", len(y)):
+            numpyro.factor("mean", jnp.full(len(y), mu))
+            numpyro.sample("y", likelihood, obs=y)
+
+    silos = read([dict(y=values)])
+    supports = Supports.of_silos(split(model, silos))
+    kind = supports.traces.at(silos[0]).supports["y"]
+    assert kind.plain
+    before = len(compiled)
+    supports.check(as_bucket(silos[0]))
+    assert len(compiled) == before
+    if bad is not None:
+        with pytest.raises(nf.DataError, match="is impossible"):
+            supports.check(as_bucket(read([dict(y=bad)])[0]))
+    # A program would say the same.
+    found = supports.traces.at(silos[0]).at([(INSIDE, "y"), (EDGE, "y")], {}, {}, silos[0].arrays)
+    own = kind.plain.observed(silos[0].arrays["y"])
+    np.testing.assert_array_equal(own.inside, found[INSIDE, "y"])
+    np.testing.assert_array_equal(own.edge, found[EDGE, "y"])

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.infer import init_to_sample
@@ -28,6 +28,8 @@ from numpyro_fed.model.sites import Plate, Site, Structure
 from numpyro_fed.model.traces import Trace, Traces
 from numpyro_fed.programs import compiled_method, jit_once
 from numpyro_fed.tracing import TRACING
+
+PRIOR_DRAWS = 512  # at least, of which callers take as many as they ask for
 
 
 class FederatedModel(NamedTuple):
@@ -75,6 +77,9 @@ class FederatedModel(NamedTuple):
         A starting point by one of NumPyro's ``init_to_...`` functions; zeros when None.
     init_local : (key, data, init_loc_fn) -> z_L
         A starting point of the local latents, in the same way.
+    draw_prior : (key, n) -> (n, dim) or None
+        Unconstrained draws of the globals from their prior; None if some distribution of it cannot
+        be sampled.
     sizes : data -> {plate: size}
         The size of each silo plate at a silo, padded rows included.
     supports : dict
@@ -107,6 +112,7 @@ class FederatedModel(NamedTuple):
     init_private: Callable[[Array, SiloData], Theta]
     init_global: Callable[..., Array]
     init_local: Callable[..., Rows]
+    draw_prior: Callable[[Array, int], ArrayLike | None]
     sizes: Callable[[SiloData], Sizes]
     supports: dict[str, Any]
     global_prior: GlobalPrior
@@ -118,22 +124,6 @@ class FederatedModel(NamedTuple):
     def smoothed(self) -> FederatedModel:
         """Return the model without kinks, for searches that use curvature."""
         return self.without_kinks or self
-
-    def draw_prior(self, key: Array, n: int) -> Array | None:
-        """Return unconstrained draws (n, dim) of the globals from their prior.
-
-        It returns None if some distribution of the prior cannot be sampled.
-        """
-
-        @jit_once
-        def draws(key: Array) -> Array:
-            keys = jax.random.split(key, n)
-            return jax.vmap(lambda key: self.init_global(key, init_to_sample))(keys)
-
-        try:
-            return draws(key)
-        except NotImplementedError:
-            return None
 
     def terms_at_zero(self, data: SiloData) -> Rows:
         """Return the terms of all rows of a silo, {plate: (size,)}, at latents of zero."""
@@ -277,6 +267,20 @@ class ModelText:
         values = [jnp.ravel(v) for _, v in self._start(key, data, init_loc_fn, None)]
         return jnp.concatenate([jnp.zeros(0), *values])
 
+    def draw_prior(self, key: Array, n: int) -> ArrayLike | None:
+        try:
+            if isinstance(key, jax.core.Tracer):
+                return self._draw_prior(key, n)
+            # A few draws are the first of many, so that one program serves all who ask for some.
+            return np.asarray(self._draw_prior(key, max(n, PRIOR_DRAWS)))[:n]
+        except NotImplementedError:
+            return None
+
+    @compiled_method(jit_once, static_argnums=1)
+    def _draw_prior(self, key: Array, n: int) -> Array:
+        keys = jax.random.split(key, n)
+        return jax.vmap(lambda key: self.init_global(key, init_to_sample))(keys)
+
     def sizes(self, data: SiloData) -> Sizes:
         return self.traces.at(data).structure.sizes
 
@@ -315,6 +319,7 @@ class ModelText:
             init_private=self.init_private,
             init_global=self.init_global,
             init_local=self.init_local,
+            draw_prior=self.draw_prior,
             sizes=self.sizes,
             supports=at.supports,
             improper=(

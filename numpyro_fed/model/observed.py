@@ -7,7 +7,7 @@ distribution, the density decides: it is evaluated at a few points.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -58,7 +58,7 @@ class Supports:
 
     @compiled_method(jit_once)
     def observed_values(self, stack: SiloData) -> dict[str, ObservedValues]:
-        """Return the observed values of a stack of parties, by site."""
+        """Return the observed values of a stack of parties, by site, where they are not plain."""
         return jax.vmap(self._observed_values)(stack)
 
     @compiled_method(jit_once)
@@ -78,14 +78,14 @@ class Supports:
         return cls(Traces(model.server.text, split=False), "the server", total)
 
     def _at(
-        self, data: SiloData, point: Array | float, kinds: Sequence[str]
+        self, data: SiloData, point: Array | float, names: Iterable[str], kinds: Sequence[str]
     ) -> dict[tuple[str, str], Array]:
-        """Return what is wanted of the checked sites, with each latent at one number, ``point``."""
+        """Return what is wanted of some sites, with each latent at one number, ``point``."""
         data = self._whole(data, point)
         trace = self.traces.at(data)
         unknown = (i for i in trace.inputs if i.kind == LATENT)
         latents = {i.name: jnp.full(i.shape.shape, point, i.shape.dtype) for i in unknown}
-        wanted = [(kind, name) for name in self._checked_sites(data) for kind in kinds]
+        wanted = [(kind, name) for name in names for kind in kinds]
         return trace.at(wanted, {}, latents, data.arrays)
 
     def _whole(self, data: SiloData, point: Array | float = 0.0) -> SiloData:
@@ -96,19 +96,23 @@ class Supports:
 
     def check(self, b: Bucket) -> None:
         """Refuse an observed value that its distribution cannot have; the error says where."""
-        if not self._checked_sites(jax.tree.map(lambda a: a[0], b.data)):
-            return
-        observed = jax.tree.map(np.asarray, self.observed_values(b.data))
+        first = jax.tree.map(lambda a: a[0], b.data)
+        sites, observed = self._checked_sites(first), dict[str, ObservedValues]()
+        for name, kind in sites.items():
+            if plain := kind.plain:
+                observed[name] = plain.observed(np.asarray(b.data.arrays[plain.argument]))
+        if len(observed) < len(sites):
+            observed |= jax.tree.map(np.asarray, self.observed_values(b.data))
         for name, site in observed.items():
             if not site.inside.all():
-                self._refuse(b, name, site.value, ~site.inside, "")
+                self._refuse(b, name, np.asarray(site.value), ~np.asarray(site.inside), "")
         # Densities are compiled only if they are needed.
         if any(site.edge.any() for site in observed.values()):
             for name, possible in self.densities_at_edges(b.data).items():
-                bad = observed[name].edge & ~np.asarray(possible)
+                bad = np.asarray(observed[name].edge) & ~np.asarray(possible)
                 if bad.any():
                     why = " and has no density at the edge"
-                    self._refuse(b, name, observed[name].value, bad, why)
+                    self._refuse(b, name, np.asarray(observed[name].value), bad, why)
 
     def _checked_sites(self, data: SiloData) -> dict[str, SupportKind]:
         """Return the observed sites whose supports and masks depend on data alone."""
@@ -122,15 +126,16 @@ class Supports:
         return {name: kind for name, kind in trace.supports.items() if is_known(name)}
 
     def _observed_values(self, data: SiloData) -> dict[str, ObservedValues]:
-        found = self._at(data, 0.0, (OBSERVED, INSIDE, EDGE))
-        parts = {n: [found[k, n] for k in (OBSERVED, INSIDE, EDGE)] for _, n in found}
-        return {name: ObservedValues(*part) for name, part in parts.items()}
+        names = [name for name, site in self._checked_sites(data).items() if not site.plain]
+        found = self._at(data, 0.0, names, (OBSERVED, INSIDE, EDGE))
+        return {n: ObservedValues(*(found[k, n] for k in (OBSERVED, INSIDE, EDGE))) for n in names}
 
     def _has_density(self, data: SiloData) -> dict[str, Array]:
         """Return whether the density of each value is positive and finite at one of the points."""
 
         def finite(point: Array) -> dict[str, Array]:
-            return {n: jnp.isfinite(d) for (_, n), d in self._at(data, point, [DENSITY]).items()}
+            found = self._at(data, point, self._checked_sites(data), [DENSITY])
+            return {name: jnp.isfinite(density) for (_, name), density in found.items()}
 
         each = jax.lax.map(finite, jnp.linspace(0.0, 1.0, POINTS))
         return {n: found.any(0) for n, found in each.items()}

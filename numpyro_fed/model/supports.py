@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,19 @@ from jax import Array
 from numpyro.distributions import Distribution, constraints
 
 from numpyro_fed.model.primitives import silo_frames
+
+AnyArray = Array | np.ndarray
+WRAPPERS = dist.Independent | dist.ExpandedDistribution | dist.MaskedDistribution
+# Constraints that compare numbers and do nothing else.
+PLAIN = (constraints.real, constraints.boolean)
+BOUNDED = {
+    type(c)
+    for c in (
+        *(constraints.positive, constraints.nonnegative, constraints.nonnegative_integer),
+        *(constraints.unit_interval, constraints.interval(0, 1)),
+        constraints.integer_interval(0, 1),
+    )
+}
 
 
 class ObservedValues(NamedTuple):
@@ -26,9 +40,51 @@ class ObservedValues(NamedTuple):
         Whether the value is on the edge of the support.
     """
 
-    value: Array
-    inside: Array
-    edge: Array
+    value: AnyArray
+    inside: AnyArray
+    edge: AnyArray
+
+
+class PlainSupport(NamedTuple):
+    """The support of a site that observes an argument as it is: NumPy can tell who is inside.
+
+    Attributes
+    ----------
+    argument : str
+    support : Constraint or None
+        It has no bounds but plain numbers. None if it has all values.
+    event_dim : int
+        How many axes of a value belong to one event of the support.
+    rest : int
+        How many axes more belong to one event of the site.
+    """
+
+    argument: str
+    support: constraints.Constraint | None
+    event_dim: int
+    rest: int
+
+    @classmethod
+    def of(cls, site: Mapping[str, Any], arguments: Mapping[str, Any]) -> PlainSupport | None:
+        """Return that of a site of a trace; None if it is not plain."""
+        fn, value, rest = site["fn"], site["value"], 0
+        argument = next((name for name, a in arguments.items() if a is value), None)
+        shape, expected = jnp.shape(value), fn.batch_shape + fn.event_shape
+        if argument is None or jnp.broadcast_shapes(shape, expected) != shape:
+            return None
+        while isinstance(fn, WRAPPERS):
+            if isinstance(fn, dist.MaskedDistribution) and fn._mask is not True:
+                return None
+            rest += fn.reinterpreted_batch_ndims if isinstance(fn, dist.Independent) else 0
+            fn = fn.base_dist
+        support = _support_of(fn)
+        return cls(argument, support, fn.event_dim, rest) if _is_plain(support) else None
+
+    def observed(self, value: np.ndarray) -> ObservedValues:
+        """Return the observed values, and whether they are in the support."""
+        inside, edge = map(np.asarray, _closed(self.support, value, self.event_dim, np))
+        axes = tuple(range(inside.ndim - self.rest, inside.ndim))
+        return ObservedValues(value, np.all(inside, axes), np.any(edge, axes))
 
 
 class SupportKind(NamedTuple):
@@ -46,6 +102,7 @@ class SupportKind(NamedTuple):
         The silo plates that the site is in, and their dims in the batch.
     whole : bool
         Whether the support has whole numbers only.
+    plain : PlainSupport or None
     """
 
     name: str
@@ -53,6 +110,7 @@ class SupportKind(NamedTuple):
     remedy: str
     plates: tuple[tuple[str, int], ...]
     whole: bool
+    plain: PlainSupport | None = None
 
 
 def observed_at(site: dict[str, Any]) -> ObservedValues:
@@ -65,7 +123,7 @@ def observed_at(site: dict[str, Any]) -> ObservedValues:
     return ObservedValues(value, jnp.broadcast_to(inside, batch), jnp.broadcast_to(edge, batch))
 
 
-def _in_support(fn: Distribution, value: Array) -> tuple[Array, Array]:
+def _in_support(fn: Distribution, value: Array) -> tuple[AnyArray, AnyArray]:
     """Return whether a value is in the support, and whether on its edge, in the batch shape.
 
     Masked values count as in the support and not on the edge.
@@ -76,17 +134,26 @@ def _in_support(fn: Distribution, value: Array) -> tuple[Array, Array]:
     if isinstance(fn, dist.Independent):
         inside, edge = _in_support(fn.base_dist, value)
         axes = tuple(range(-fn.reinterpreted_batch_ndims, 0))
-        return inside.all(axes), edge.any(axes)
+        return jnp.all(inside, axes), jnp.any(edge, axes)
     if isinstance(fn, dist.ExpandedDistribution):
         return _in_support(fn.base_dist, value)
-    batch = value.shape[: value.ndim - fn.event_dim]
-    support, nothing = _support_of(fn), jnp.zeros(batch, bool)
+    return _closed(_support_of(fn), value, fn.event_dim, jnp)
+
+
+def _closed(
+    support: constraints.Constraint | None, value: AnyArray, event_dim: int, xp: Any
+) -> tuple[AnyArray, AnyArray]:
+    """Return whether a value is in a support or on its edge, and whether on it.
+
+    ``xp`` is the module of the arrays, NumPy or JAX's.
+    """
+    nothing = xp.zeros(value.shape[: value.ndim - event_dim], bool)
     if support is None:
         return ~nothing, nothing
     try:
         discrete = support.is_discrete
         value = value if discrete else value.astype(jnp.result_type(float, value))
-        inside = _holds(support, value)
+        inside = xp.asarray(support(value), bool)
     except (NotImplementedError, TypeError, ValueError):
         # The constraint cannot be evaluated: the value is left to the density.
         return ~nothing, nothing
@@ -94,9 +161,9 @@ def _in_support(fn: Distribution, value: Array) -> tuple[Array, Array]:
         return inside, nothing
     # A value is on the edge if the support changes within two units in the last place of single
     # precision: data often come in it, whatever precision is computed in. 1e-30 is a step from 0.
-    single = jnp.finfo(jnp.float32).eps
-    step = jnp.maximum(1e-30, 2 * single * jnp.abs(value))
-    below, above = _holds(support, value - step), _holds(support, value + step)
+    single = float(np.finfo(np.float32).eps)
+    step = xp.maximum(1e-30, 2 * single * xp.abs(value)).astype(value.dtype)
+    below, above = (xp.asarray(support(v), bool) for v in (value - step, value + step))
     closed = inside | below | above
     return closed, closed & ~(inside & below & above)
 
@@ -111,15 +178,19 @@ def _support_of(fn: Distribution) -> constraints.Constraint | None:
     return None if support is constraints.circular else support
 
 
-def _holds(support: constraints.Constraint, value: Array) -> Array:
-    return jnp.asarray(support(value), bool)
+def _is_plain(support: constraints.Constraint | None) -> bool:
+    """Return whether a support is one of plain numbers, whose check NumPy can do as it stands."""
+    if isinstance(support, constraints.independent):
+        return _is_plain(support.base_constraint)
+    bounds = (getattr(support, name, 0) for name in ("lower_bound", "upper_bound"))
+    known = support is None or support in PLAIN or type(support) in BOUNDED
+    return known and all(isinstance(b, int | float | np.number) for b in bounds)
 
 
-def support_kind(site: dict[str, Any]) -> SupportKind:
-    """Return the description of a site of a trace."""
+def support_kind(site: dict[str, Any], arguments: Mapping[str, Any]) -> SupportKind:
+    """Return the description of a site of a trace, whose text was run with these arguments."""
     fn = site["fn"]
-    wrappers = dist.Independent | dist.ExpandedDistribution | dist.MaskedDistribution
-    while isinstance(fn, wrappers):
+    while isinstance(fn, WRAPPERS):
         fn = fn.base_dist
     name = type(fn).__name__
     name = {"BernoulliProbs": "Bernoulli", "BernoulliLogits": "Bernoulli"}.get(name, name)
@@ -129,9 +200,8 @@ def support_kind(site: dict[str, Any]) -> SupportKind:
     if isinstance(fn, dist.Beta):
         remedy = "(y * (n - 1) + 0.5) / n moves 0 and 1 of n values inside. "
     plates = tuple((f.name, f.dim) for f in silo_frames(site) or site["cond_indep_stack"])
-    return SupportKind(
-        name, takes, remedy, plates, bool(getattr(_support_of(fn), "is_discrete", False))
-    )
+    whole = bool(getattr(_support_of(fn), "is_discrete", False))
+    return SupportKind(name, takes, remedy, plates, whole, PlainSupport.of(site, arguments))
 
 
 def _words(support: constraints.Constraint | None) -> tuple[str, str]:

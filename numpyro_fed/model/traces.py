@@ -302,7 +302,7 @@ class _Run:
         with handlers.block(), feasible():
             trace = NamesApart(text).get_trace(**replace(self.silo, arrays=arrays).kwargs)
         self._read(trace)
-        return self._answers(trace)
+        return self._answers(trace, arrays)
 
     def _unknown(self, site: dict[str, Any]) -> Any:
         """Return the value of a parameter or a latent."""
@@ -346,7 +346,7 @@ class _Run:
         self.structure = read_trace(text, self.split)
         check_shapes(text, shapes_of(self.silo))
 
-    def _answers(self, trace: dict[str, Any]) -> dict[Output, Any]:
+    def _answers(self, trace: dict[str, Any], arrays: dict[str, Array]) -> dict[Output, Any]:
         found: dict[Output, Any] = {(INITIAL, n): value for n, value in self.initial.items()}
         for name, site in trace.items():
             if site["type"] != "sample":
@@ -365,7 +365,7 @@ class _Run:
                 value, inside, edge = observed_at(site)
                 found[OBSERVED, s.name] = value
                 found[INSIDE, s.name], found[EDGE, s.name] = inside, edge
-                self.supports[s.name] = support_kind(site)
+                self.supports[s.name] = support_kind(site, arrays)
         return found
 
 

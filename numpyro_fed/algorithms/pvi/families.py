@@ -159,14 +159,27 @@ def _choose(fm: FederatedModel, chosen: dict[str, str], covariance: str, prior: 
     with double_precision():
         kinds = {s.name: _requested_kind(s, chosen.get(s.name)) or GAUSSIAN for s in sites}
         family, places = product(kinds)
-        [(eta, affine)] = _fit_densities([Density(all_terms, family, places)])
+        whole = Density(all_terms, family, places)
+        pairs = [
+            (s, kind)
+            for s in sites
+            for kind in ([chosen[s.name]] if s.name in chosen else _candidates(s))
+        ]
+        alone = [
+            _alone(fm, theta, s, _member(s, kind, covariance), kind, points, reach)
+            for s, kind in pairs
+        ]
+        # Where a site has other candidates the whole is hardly Gaussian: one program for both.
+        many = len({s.name for s, _ in pairs}) < len(pairs)
+        (eta, affine), *fits = _fit_densities([whole, *(alone if many else [])])
         if affine:
             return _Choice(kinds, family, places, eta, [])
         # Not all Gaussian: each site by itself, with all others at fixed values. Then all sites
         # together, since priors may be coupled in a way that no product of families holds.
-        found = _choose_kinds(
-            sites, chosen, points, reach, covariance=covariance, fm=fm, theta=theta
-        )
+        found: dict[str, str] = {}
+        for (site, kind), (_, affine) in zip(pairs, fits or _fit_densities(alone), strict=True):
+            if affine:
+                found.setdefault(site.name, kind)
         if prior == "exact" and (none := [s for s in sites if s.name not in found]):
             raise _outside_error(none[0], covariance)
         kinds = {s.name: found.get(s.name, kinds[s.name]) for s in sites}
@@ -176,12 +189,15 @@ def _choose(fm: FederatedModel, chosen: dict[str, str], covariance: str, prior: 
         def density_of(names: Sequence[str]) -> Density:
             return Density(_terms(fm, theta, by_site, family, names), family, places)
 
-        names = list(fm.prior_terms(theta, jnp.zeros(fm.dim)))
+        names = list(jax.eval_shape(fm.prior_terms, theta, np.zeros(fm.dim)))
         fits = _fit_densities([density_of([name]) for name in names])
         outside = [name for name, (_, affine) in zip(names, fits, strict=True) if not affine]
         if outside and prior == "exact":
             raise _coupled_error(outside[0], covariance)
-        [(eta, _)] = _fit_densities([density_of([n for n in names if n not in outside])])
+        # Natural parameters are linear in a log density: those of a sum are the sum.
+        inside = [eta for name, (eta, _) in zip(names, fits, strict=True) if name not in outside]
+        nothing = jax.tree.map(np.zeros_like, fits[0][0])
+        eta = jax.tree.map(lambda *parts: sum(map(np.asarray, parts)), nothing, *inside)
     return _Choice(kinds, family, places, eta, outside)
 
 
@@ -362,37 +378,25 @@ def _requested_kind(site: Site, requested: str | None) -> str | None:
     return requested
 
 
-def _choose_kinds(
-    sites: Sequence[Site],
-    chosen: Mapping[str, str],
-    points: np.ndarray,
-    reach: np.ndarray,
-    *,
-    covariance: str,
+def _alone(
     fm: FederatedModel,
     theta: dict[str, Any],
-) -> dict[str, str]:
-    """Return the first family that contains a site's prior, for each site that has one."""
+    site: Site,
+    member: Family[Any],
+    kind: str,
+    points: np.ndarray,
+    reach: np.ndarray,
+) -> Density:
+    """Return the prior of a site, all others at fixed values, and the family to test it in."""
     other_sites = np.random.default_rng(2).normal(size=fm.dim)
+    place = slice(site.start, site.stop)
 
-    def density(site: Site, kind: str) -> Density:
-        place = slice(site.start, site.stop)
+    def term(z: Array) -> Array:
+        return fm.prior_terms(theta, jnp.asarray(other_sites).at[place].set(z))[site.name][None]
 
-        def term(z: Array) -> Array:
-            return fm.prior_terms(theta, jnp.asarray(other_sites).at[place].set(z))[site.name][None]
-
-        members = {kind: (np.arange(site.stop - site.start), _member(site, kind, covariance))}
-        places = TestPoints(points[:, place], _points_near(members, reach[place]))
-        return Density(term, expfam.product(members), places)
-
-    candidates = {s: [chosen[s.name]] if s.name in chosen else _candidates(s) for s in sites}
-    pairs = [(s, kind) for s, kinds in candidates.items() for kind in kinds]
-    fits = _fit_densities([density(s, kind) for s, kind in pairs])
-    found: dict[str, str] = {}
-    for (site, kind), (_, affine) in zip(pairs, fits, strict=True):
-        if affine:
-            found.setdefault(site.name, kind)
-    return found
+    members = {kind: (np.arange(site.stop - site.start), member)}
+    places = TestPoints(points[:, place], _points_near(members, reach[place]))
+    return Density(term, expfam.product(members), places)
 
 
 def _outside_error(site: Site, covariance: str) -> ModelError:
