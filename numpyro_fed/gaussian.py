@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +19,7 @@ from jax import Array
 from numpyro.distributions.util import vec_to_tril_matrix
 
 from numpyro_fed import linalg
+from numpyro_fed.trees import AnyArray, namespace
 
 LOG_2PI = math.log(2 * math.pi)
 
@@ -208,7 +210,8 @@ class Gaussian(NamedTuple):
         return after._replace(unit=unit if self.unit is None else dot(self.unit, unit))
 
 
-class Curvature(NamedTuple):
+@dataclass(frozen=True)
+class Curvature(Generic[AnyArray]):
     r"""The eigendecomposition of a symmetric matrix, scaled by its own diagonal.
 
     .. math::
@@ -236,42 +239,70 @@ class Curvature(NamedTuple):
     [1.0, 1.0]
     """
 
-    unit: Array
-    values: Array
-    vectors: Array
+    unit: AnyArray
+    values: AnyArray
+    vectors: AnyArray
 
     @classmethod
-    def of(cls, A: Array, unit: Array | None = None) -> Curvature:
-        """Return the decomposition of ``A`` (..., dim, dim); ``unit`` replaces its own scales."""
+    def of(cls, A: AnyArray, unit: AnyArray | None = None) -> Curvature[AnyArray]:
+        """Return the decomposition of ``A`` (..., dim, dim); ``unit`` replaces its own scales.
+
+        Of NumPy arrays it is computed by NumPy. It is NaN for a matrix that is not finite.
+        """
+        xp = namespace(A)
         if unit is None:
-            diagonal = jnp.abs(jnp.diagonal(A, axis1=-2, axis2=-1))
-            unit = jnp.sqrt(jnp.where(diagonal > 0, diagonal, 1.0))
+            diagonal = xp.abs(xp.diagonal(A, axis1=-2, axis2=-1))
+            unit = xp.sqrt(xp.where(diagonal > 0, diagonal, 1.0))
         # eigh's absolute error is eps of the largest eigenvalue. After scaling the diagonal is one,
         # and small curvatures of coordinates in small units keep their digits.
-        return cls(unit, *linalg.eigh(A / unit[..., None, :] / unit[..., None]))
+        scaled = A / unit[..., None, :] / unit[..., None]
+        if isinstance(scaled, np.ndarray):
+            finite = np.asarray(np.isfinite(scaled).all((-2, -1)))[..., None]
+            safe = np.where(finite[..., None], scaled, np.eye(scaled.shape[-1]))
+            found = np.linalg.eigh(safe)
+            return cls(unit, np.where(finite, found.eigenvalues, np.nan), found.eigenvectors)
+        values, vectors = linalg.eigh(scaled)
+        return cls(unit, values, vectors)  # type: ignore[arg-type]  # no NumPy array here
 
-    def positive(self, least: Array | float) -> Curvature:
+    def positive(self, least: AnyArray | float) -> Curvature[AnyArray]:
         """Return the decomposition with absolute eigenvalues, at least ``least`` of the largest.
 
         The largest counts as at least one. Steps by absolute values lead away from saddles (Dauphin
         et al. 2014). The bound is for directions that are flat up to rounding.
         """
-        size = jnp.abs(self.values)
-        largest = jnp.maximum(size.max(-1, keepdims=True, initial=0.0), 1.0)
-        return self._replace(values=jnp.maximum(size, least * largest))
+        xp = namespace(self.values)
+        size = xp.abs(self.values)
+        largest = xp.maximum(size.max(-1, keepdims=True, initial=0.0), 1.0)
+        return replace(self, values=xp.maximum(size, least * largest))
 
-    def matrix(self) -> Array:
+    def matrix(self) -> AnyArray:
         """Return ``A`` (..., dim, dim)."""
         scaled = self.unit[..., None] * self.vectors
-        return (scaled * self.values[..., None, :]) @ jnp.swapaxes(scaled, -1, -2)
+        return (scaled * self.values[..., None, :]) @ scaled.swapaxes(-1, -2)
 
-    def solve(self, b: Array) -> Array:
-        """Return the solution ``x`` (dim,) of ``A x = b``."""
-        return self.vectors @ (self.vectors.T @ (b / self.unit) / self.values) / self.unit
+    def along(self, b: AnyArray) -> AnyArray:
+        """Return the components (..., dim) of ``b / unit`` along the eigenvectors."""
+        return ((b / self.unit)[..., None, :] @ self.vectors)[..., 0, :]
 
-    def root_of_inverse(self) -> Array:
+    def across(self, u: AnyArray) -> AnyArray:
+        """Return the vector (..., dim) with components ``u`` along the eigenvectors, over units."""
+        return (self.vectors @ u[..., None])[..., 0] / self.unit
+
+    def solve(self, b: AnyArray) -> AnyArray:
+        """Return the solutions ``x`` (..., dim) of ``A x = b``."""
+        return self.across(self.along(b) / self.values)
+
+    def root_of_inverse(self) -> AnyArray:
         """Return the Cholesky factor (dim, dim) of the inverse; eigenvalues must be positive."""
-        return linalg.root_of(self.vectors / jnp.sqrt(self.values) / self.unit[:, None])
+        return root_of(self.vectors / self.values**0.5 / self.unit[:, None])
+
+
+def root_of(M: AnyArray) -> AnyArray:
+    """Return a lower triangular root of :math:`M M'`, for a matrix ``M`` (d, k)."""
+    if not isinstance(M, np.ndarray):
+        return linalg.root_of(M)
+    _, R = np.linalg.qr(M.T)
+    return (R * np.where(np.diagonal(R) < 0, -1.0, 1.0)[:, None]).T
 
 
 def _is_diagonal(loc: Array, spread: Array) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import ModuleType
 from typing import TypeVar
 
 import jax
@@ -15,6 +16,11 @@ Tree = TypeVar("Tree")
 # Arrays of either library: a server's own few numbers are NumPy's, what depends on a text is JAX's.
 Numbers = np.ndarray | Array
 AnyArray = TypeVar("AnyArray", np.ndarray, Array)
+
+
+def namespace(a: Numbers) -> ModuleType:
+    """Return NumPy for its own arrays, and JAX's for others."""
+    return np if isinstance(a, np.ndarray) else jnp
 
 
 def all_finite(tree: object) -> Array:

@@ -12,7 +12,8 @@ import pytest
 from numpyro.distributions import biject_to, transforms
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.importance.proposals import prior_spread
+from numpyro_fed.algorithms.expand import prior_draws
+from numpyro_fed.algorithms.importance.proposals import spread_of
 from numpyro_fed.losses import beta_loss, gamma_loss, generalised_cross_entropy, log_loss
 from numpyro_fed.model.data import read
 from numpyro_fed.model.densities import accurate, log_prob, log_rising, no_more_than_finite
@@ -530,7 +531,7 @@ def test_infinite_draws_of_a_vague_prior_cause_no_warning():
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        assert prior_spread(split(model, read([{"y": np.ones(3)}]))) is None
+        assert spread_of(prior_draws(split(model, read([{"y": np.ones(3)}])))) is None
 
 
 def test_the_last_of_ordered_categories_is_exact_far_out():

@@ -11,15 +11,17 @@ from problems import cut
 from scipy import stats
 
 import numpyro_fed as nf
+from numpyro_fed.algorithms.expand import prior_draws
 from numpyro_fed.algorithms.importance.proposals import (
     FREEDOM,
     OWN_FREEDOM,
     SCALES,
     STRETCHES,
     MixtureProposal,
+    OfText,
     StandardPoints,
     WideParts,
-    prior_spread,
+    spread_of,
 )
 from numpyro_fed.model.data import read
 from numpyro_fed.model.split import split
@@ -53,7 +55,7 @@ def fm():
 def test_the_density_of_a_proposal_is_that_of_its_parts(fm, double):
     """Each part, one coordinate stretched at a time among them, by scipy's distributions."""
     own = around_modes(draws(4_000), [(np.array([9.0, 9.0]), 4 * np.eye(2))], np.log([0.7, 0.3]))
-    wide = WideParts.of(fm, 1_000, 0.3)
+    wide = WideParts.of(OfText.of(fm, prior_draws(fm)), 1_000, 0.3)
     propose = MixtureProposal(wide)
     z = np.array(propose.draw(np.random.default_rng(0), {}, own))
     assert z.shape == (1_000, 2)
@@ -66,7 +68,7 @@ def test_the_density_of_a_proposal_is_that_of_its_parts(fm, double):
     for s in STRETCHES:
         stretched = [np.eye(2) + (s - 1) * np.outer(a, a) for a in axes]
         parts.append([(student(OWN_FREEDOM, centre, root @ S), 0.5) for S in stretched])
-    parts.append([(student(FREEDOM, *prior_spread(fm)), 1.0)])
+    parts.append([(student(FREEDOM, *spread_of(prior_draws(fm))), 1.0)])
     of_own = [
         (student(OWN_FREEDOM, own.centres[k], own.roots[k]), float(jnp.exp(own.log_shares[k])))
         for k in range(2)
@@ -91,7 +93,7 @@ def _covariance(mixture):
 def test_draws_come_from_the_density(fm, double):
     """The mean weight of a normal target with known mass is that mass."""
     own = around_modes(draws(4_000), [], np.zeros(1))
-    propose = MixtureProposal(WideParts.of(fm, 4_000, 0.5))
+    propose = MixtureProposal(WideParts.of(OfText.of(fm, prior_draws(fm)), 4_000, 0.5))
     z = propose.draw(np.random.default_rng(0), {}, own)
     log_q = np.asarray(propose.log_density({}, own, z))
     for scale in (1.0, 3.0):

@@ -9,17 +9,12 @@ import pytest
 from problems import cut
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.mode import (
-    LATE,
-    Expansion,
-    Search,
-    _without_followers,
-    effects_of,
-    mode,
-)
-from numpyro_fed.algorithms.own_start import own_modes
+from numpyro_fed.algorithms.expand import Expansion, effects_of
+from numpyro_fed.algorithms.mode import LATE, ModeSearch, Start, without_followers
+from numpyro_fed.algorithms.own_start import OwnModes
 from numpyro_fed.model.data import read
 from numpyro_fed.model.layout import lay_out
+from numpyro_fed.runtime.asking import Asked, transport_of_stacks
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import on_device
 
@@ -30,12 +25,14 @@ def first_places(model, silos, starts=2):
     """Where a search with several starts begins, after the silos' own modes."""
     layout, buckets = lay_out(model, read(silos, model))
     fm, batches = layout.model, on_device(buckets)
-    runtime = simulation(mode(fm, starts, effects=effects_of(fm)), quick=True)
-    state = runtime.init(KEY, batches)
-    ask = runtime.quick(own_modes(fm, len(silos)))
-    server, _, info, _ = ask(KEY, state.server, state.silos, batches, None)
-    assert bool(info.ok)
-    return state.server.trial, server.trial
+    search = ModeSearch(fm, len(silos), starts, None, effects_of(fm), None)
+    state = simulation(search.algorithm, quick=True).init(KEY, batches)
+    ask = Asked(transport_of_stacks(batches), KEY, len(silos), state.silos)
+    first = search.starts(KEY, np.random.default_rng(0))
+    before = np.stack([start.trial for start in first])
+    OwnModes(search).begin(ask, first)
+    assert not ask.unusable
+    return before, np.stack([start.trial for start in first])
 
 
 def linear(x, y):
@@ -101,10 +98,14 @@ def test_a_silo_comes_down_from_a_rate_of_e_to_the_hundred(double):
 @pytest.mark.parametrize(("after", "value", "left"), [(LATE, -9, 0), (LATE + 1, -9, 1), (99, 1, 0)])
 def test_a_start_that_lags_behind_a_mode_is_given_up(after, value, left):
     """The first one rests after six exchanges at a density of zero; the other is far from it."""
-    two, no = jnp.zeros(2), jnp.zeros(2, bool)
-    rests = jnp.array([True, False])
-    place = jnp.array([[0.0], [50.0]])
-    best = Expansion(place, jnp.array([0.0, value]), two[:, None], jnp.ones((2, 1, 1)))
-    search = Search(best, two, ~no, place, two, two, two, two, two, rests, rests, rests, two, two)
-    search = search._replace(tried=jnp.array([6, 6 + after]))
-    assert _without_followers(search).left.tolist() == [True, bool(left)]
+    at = [
+        Expansion(np.array([x]), np.float64(v), np.zeros(1), np.eye(1))
+        for x, v in ((0.0, 0.0), (50.0, value))
+    ]
+    first = Start(at[0].x, at[0], tried=6, rests=True, done=True, left=True)
+    second = Start(at[1].x, at[1], tried=6 + after)
+    without_followers([first, second])
+    assert second.left == bool(left)
+    near = Start(at[0].x, at[0]._replace(x=np.array([1.0]), value=np.float64(-0.5)), tried=1)
+    without_followers([first, near])
+    assert near.done

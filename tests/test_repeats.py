@@ -11,7 +11,8 @@ from scipy.special import i0e
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.curvature_check import _Repeats
-from numpyro_fed.algorithms.mode import Expansion, Search
+from numpyro_fed.algorithms.expand import Expansion
+from numpyro_fed.algorithms.mode import Search
 from numpyro_fed.algorithms.tempered import Places, Swarm
 from numpyro_fed.results.mode import OneCopy
 from numpyro_fed.results.particles import particles_of

@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array
 from numpyro.distributions import biject_to
 
-from numpyro_fed.algorithms.mode import effects_of
+from numpyro_fed.algorithms.expand import effects_of
 from numpyro_fed.errors import MissingExtraError
 from numpyro_fed.model.log_density import FederatedModel
 

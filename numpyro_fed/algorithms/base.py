@@ -28,7 +28,7 @@ from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.trees import all_finite
+from numpyro_fed.trees import Numbers, all_finite
 
 Server = TypeVar("Server")
 Silo = TypeVar("Silo")
@@ -92,7 +92,7 @@ class Reply(NamedTuple, Generic[Up]):
     """
 
     up: Up
-    ok: Array
+    ok: Numbers
     weight: Array | float | tuple[()] = ()
 
 
@@ -211,6 +211,11 @@ class Exchange(NamedTuple, Generic[Silo, Down, Up]):
         exchange is not kept if a reply cannot be used.
     settings : str
         JSON, from which a silo in another process builds an exchange that belongs to no run.
+    stacked : bool
+        Whether ``silo`` is a plain function of a stack of silos (silos, ...), which compiles by
+        itself what depends on the text. It takes no noise, and its reply is of NumPy arrays.
+    like : () -> (down, up), optional
+        The shapes of the messages of a stacked exchange, which cannot be traced.
     """
 
     name: str
@@ -224,6 +229,8 @@ class Exchange(NamedTuple, Generic[Silo, Down, Up]):
     usable: Callable[[Any], Array] = all_finite
     lenient: bool = False
     settings: str = ""
+    stacked: bool = False
+    like: Callable[[], tuple[Any, Any]] | None = None
 
     @property
     def id(self) -> ExchangeId:
@@ -271,6 +278,14 @@ class Ask(Protocol):
 
     def __call__(self, name: str, down: object) -> Replies[Any]:
         """Send ``down`` to silos in the exchange of this name, and return their replies."""
+        ...
+
+
+class AskSilos(Protocol):
+    """The function by which a plain program at the server asks all silos."""
+
+    def __call__(self, exchange: Exchange[Any, Any, Up], down: object) -> Up:
+        """Return the sum of the silos' replies, or all of them, as NumPy arrays."""
         ...
 
 
@@ -322,6 +337,11 @@ class Round:
     def id(self) -> ExchangeId:
         """Return the id of the first exchange, by which other parties know the round."""
         return self.exchanges[0].id
+
+
+def asked_directly(state: object, noise: object, ask: Ask) -> tuple[Any, Info]:
+    """Refuse to run as a round: a plain program at the server asks its exchanges one by one."""
+    raise TypeError("these exchanges belong to no round: a search asks them by itself.")
 
 
 def key_as_noise(key: Array, state: object = None) -> Array:

@@ -18,8 +18,9 @@ from jax import Array
 
 from numpyro_fed import linalg
 from numpyro_fed.algorithms.base import CarriedSilo
-from numpyro_fed.algorithms.mode import SearchState, best_start, unraveller
-from numpyro_fed.algorithms.mode import SiloState as ModeSiloState
+from numpyro_fed.algorithms.expand import SiloState as ModeSiloState
+from numpyro_fed.algorithms.expand import unraveller
+from numpyro_fed.algorithms.mode import SearchState, best_start
 from numpyro_fed.algorithms.mode_wide import nonzero
 from numpyro_fed.frame import Frame
 from numpyro_fed.gaussian import Curvature, Gaussian

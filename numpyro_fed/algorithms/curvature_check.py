@@ -16,16 +16,15 @@ from numpyro_fed.algorithms.base import (
     Reply,
     Round,
 )
-from numpyro_fed.algorithms.mode import (
+from numpyro_fed.algorithms.expand import (
     ROUNDING_UNITS,
-    Search,
     SiloState,
-    best_start,
     columns_at_once,
     flat_size,
     prior_of,
     unraveller,
 )
+from numpyro_fed.algorithms.mode import Search, best_start
 from numpyro_fed.gaussian import Curvature
 from numpyro_fed.integrals.quadrature import silo_integral
 from numpyro_fed.model.data import SiloData
@@ -78,11 +77,12 @@ class Shape(NamedTuple):
     periods: Array
 
 
-def parabola(search: Search) -> tuple[Shape, CheckPoints]:
+def parabola(search: Search[Array]) -> tuple[Shape, CheckPoints]:
     """Return the parabola, with densities unknown, and the points at which to evaluate them."""
     i = best_start(search)
     x, curvature = search.best.x[i], search.best.curvature[i]
-    unit, values, axes = Curvature.of(curvature)
+    scaled = Curvature.of(curvature)
+    unit, values, axes = scaled.unit, scaled.values, scaled.vectors
     threshold = ROUNDING_UNITS * len(x) * jnp.finfo(x.dtype).eps
     axes = jnp.concatenate([axes, jnp.eye(len(x))], 1)
     values = jnp.concatenate([values, jnp.ones(len(x))])
@@ -118,10 +118,10 @@ class _Repeats(NamedTuple):
     places: Array
 
     @classmethod
-    def near(cls, search: Search, flat: np.ndarray) -> _Repeats:
+    def near(cls, search: Search[Array], flat: np.ndarray) -> _Repeats:
         """Return the shifts to try, around the best place of a search."""
         i = best_start(search)
-        x, unit = search.best.x[i], Curvature.of(search.best.curvature[i])[0]
+        x, unit = search.best.x[i], Curvature.of(search.best.curvature[i]).unit
         base = x + ASIDE / unit
         turn = jnp.full((1, len(flat)), 2 * np.pi, x.dtype)
         shifts = jnp.concatenate([turn, jnp.abs(search.best.x[:, flat] - x[flat])]).T
@@ -174,7 +174,7 @@ def curvature_check(fm: FederatedModel, effects: np.ndarray) -> Round:
         values = jax.lax.map(value, down.places, batch_size=size)
         return Reply(values, jnp.array(True)), state
 
-    def run(state: Search, noise: object, ask: Ask) -> tuple[Shape, Info]:
+    def run(state: Search[Array], noise: object, ask: Ask) -> tuple[Shape, Info]:
         shape, points = parabola(state)
         around = len(points.places)
         repeats = _Repeats.near(state, flat) if len(flat) else None

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
 
 from numpyro_fed.algorithms.base import (
-    Ask,
+    AskSilos,
     Combine,
     Exchange,
     FederatedAlgorithm,
-    Info,
     Reply,
-    Round,
+    Shared,
 )
-from numpyro_fed.algorithms.mode import columns_at_once, derivatives
-from numpyro_fed.algorithms.own_start import climb
-from numpyro_fed.integrals.laplace import Laplace
-from numpyro_fed.integrals.quadrature import silo_integral
-from numpyro_fed.model.binding import Rows, Theta
+from numpyro_fed.algorithms.expand import Expand, Prior, SiloState, Up, flat_size, shape
+from numpyro_fed.algorithms.own_start import Climbs
+from numpyro_fed.integrals.laplace import START, Laplace
+from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 
@@ -34,10 +33,10 @@ class Place(NamedTuple):
     """The server's message: shared parameters, and a place of the globals (n,)."""
 
     theta: Theta
-    z_G: Array
+    z_G: np.ndarray
 
 
-class Up(NamedTuple):
+class Told(NamedTuple):
     """A silo's message about its log likelihood.
 
     Attributes
@@ -49,57 +48,96 @@ class Up(NamedTuple):
         How much higher the log likelihood is at the silo's own mode; -1 where it came to none.
     """
 
-    gradient: Array
-    curvature: Array
-    gain: Array
+    gradient: np.ndarray
+    curvature: np.ndarray
+    gain: np.ndarray
 
 
 class Factors(NamedTuple):
     """The messages of all silos, with a leading axis, and the prior's gradient and curvature."""
 
-    silos: Up
-    prior_gradient: Array
-    prior_curvature: Array
+    silos: Told
+    prior_gradient: np.ndarray
+    prior_curvature: np.ndarray
 
 
-def influence(fm: FederatedModel, algorithm: FederatedAlgorithm[Any, Any], num_silos: int) -> Round:
-    """Return the round that leads from a run's state to the :class:`Factors` at a place.
+@dataclass(frozen=True, eq=False)
+class Influence:
+    """The question to silos how far they pull the globals from a place.
 
-    The place is the server's data. Silos integrate their own latents as in the search for the mode.
+    Silos integrate their own latents as in the search for the mode, whose programs they use.
     """
-    integral, columns = silo_integral(fm), columns_at_once(fm)
 
-    def silo(noise: object, down: Place, state: object, data: SiloData) -> tuple[Reply[Up], object]:
-        theta = {**down.theta, **algorithm.private(state).theta}
+    model: FederatedModel
+    fitted: FederatedAlgorithm[Any, Any]
+    num_silos: int
+    expand: Expand
+    prior: Prior
 
-        def share_of_prior(z_G: Array) -> Array:
-            return fm.smoothed.log_prior(down.theta, z_G) / num_silos
+    @classmethod
+    def of(
+        cls, fm: FederatedModel, fitted: FederatedAlgorithm[Any, Any], num_silos: int
+    ) -> Influence:
+        """Return the question to the silos of a run."""
+        return cls(fm, fitted, num_silos, Expand(fm), Prior(fm, np.zeros(0, int)))
 
-        def expand(z_G: Array, z_L: Rows, more: Callable[[Array], Array]) -> tuple[Any, Rows]:
-            def value(z_G: Array) -> tuple[Array, Rows]:
-                found, modes = integral(theta, z_G, data, z_L)
-                return found + more(z_G), modes
+    @property
+    def _num_theta(self) -> int:
+        return flat_size(self.model) - self.model.dim
 
-            return derivatives(value, z_G, columns_at_once=columns)
+    @property
+    def exchange(self) -> Exchange[Any, Any, Any]:
+        """Return the exchange."""
+        return Exchange(
+            INFLUENCE,
+            self.reply,
+            combine=Combine.GATHER,
+            settings=json.dumps({"num_silos": self.num_silos}),
+            stacked=True,
+            like=self._messages,
+        )
 
-        z_G = down.z_G
-        here, modes = expand(z_G, Laplace(fm).start(data), lambda z: jnp.zeros(()))
+    def _messages(self) -> tuple[Place, Told]:
+        n, theta = self.model.dim, jax.eval_shape(self.model.init_theta, jax.random.key(0))
+        return Place(theta, shape(n)), Told(shape(n), shape(n, n), shape())
+
+    @np.errstate(all="ignore")
+    def reply(
+        self, noise: object, down: Place, state: Any, data: SiloData
+    ) -> tuple[Reply[Told], Any]:
+        """Return the replies of a stack of silos, and their states as they are."""
+        x, f = self._flat(down.theta, down.z_G), self._num_theta
+        private = jax.vmap(lambda one: self.fitted.private(one).theta)(state)
+        of_one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), data)
+        size = len(jax.tree.leaves(data)[0])
+        sizes = jax.eval_shape(Laplace(self.model).start, of_one)
+        z_L = {p: np.full((size, 1, *a.shape), START, a.dtype) for p, a in sizes.items()}
+        at = SiloState(z_L, Up(x, x, x), private, np.zeros((size, 1)))
+        places = np.broadcast_to(x, (size, 1, len(x)))
+        never = np.full((size, 1), -np.inf, x.dtype)
+        here, modes = self.expand(places, never, at, data)
         # With its share of the prior, as in the first exchange of a search, so that there is a mode
         # in directions of which the silo knows nothing.
-        first, _ = expand(z_G, modes, share_of_prior)
-        top = climb(lambda z, z_L: expand(z, z_L, share_of_prior), first, modes)
-        gain = top.best.value - share_of_prior(top.best.x) - here.value
-        gain = jnp.where(top.is_mode & jnp.isfinite(gain), jnp.maximum(gain, 0.0), -1.0)
-        return Reply(Up(here.gradient, here.curvature, gain), jnp.array(True)), state
+        climbs = Climbs(self.expand, self.prior, 1 / self.num_silos, fixed=f)
+        top = climbs.climb(places, at._replace(z_L=modes), data)
+        gain = top.likelihood - here.value
+        known = top.is_mode & np.isfinite(gain)
+        told = Told(
+            here.gradient[:, 0, f:],
+            here.curvature[:, 0, f:, f:],
+            np.where(known, np.maximum(gain, 0.0), -1.0)[:, 0],
+        )
+        return Reply(told, np.ones(size, bool)), state
 
-    def run(state: object, noise: object, ask: Ask) -> tuple[Factors, Info]:
-        theta = algorithm.shared(state).theta
-        z_G = jnp.zeros(fm.dim) if ask.server_data is None else ask.server_data
-        replies = ask(INFLUENCE, Place(theta, z_G))
-        prior, _ = derivatives(lambda z: (fm.smoothed.log_prior(theta, z), ()), z_G)
-        after = Factors(replies.up, prior.gradient, prior.curvature)
-        return after, Info(jnp.zeros(()), jnp.array(True))
+    def ask(self, ask: AskSilos, shared: Shared, z_G: np.ndarray) -> Factors:
+        """Return the factors at a place (n,) of the globals, in one exchange."""
+        theta, f = jax.tree.map(np.asarray, shared.theta), self._num_theta
+        place = Place(theta, np.asarray(z_G, jnp.result_type(float)))
+        told = ask(self.exchange, place)
+        x = self._flat(*place)
+        prior = self.prior(np.zeros((1, 0, 0), x.dtype), x[None])
+        return Factors(told, prior.gradient[0, f:], prior.curvature[0, f:, f:])
 
-    settings = json.dumps({"num_silos": num_silos})
-    exchange = Exchange(INFLUENCE, silo, combine=Combine.GATHER, settings=settings)
-    return Round((exchange,), run)
+    def _flat(self, theta: Theta, z_G: np.ndarray) -> np.ndarray:
+        """Return shared parameters and globals as one vector."""
+        return np.concatenate([*(np.ravel(a) for a in jax.tree.leaves(theta)), z_G])

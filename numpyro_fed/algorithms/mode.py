@@ -18,42 +18,53 @@ the density rises without bound as ``tau`` goes to zero. So global latents whose
 other globals are integrated out as well, at the server, with the silos' Hessian held fixed
 (:func:`prior_of`). Their coordinates in ``z_G`` hold their mode given the others.
 
-Several starts run side by side, and do not influence each other.
+Several starts run side by side, one point of each in every message. The server's part is plain
+Python, and so are the steps of a silo's own climb (:mod:`.own_start`); what depends on the text is
+one compiled program, :class:`~.expand.Expand`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Generic, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.flatten_util import ravel_pytree
 
-from numpyro_fed import linalg
 from numpyro_fed.algorithms.base import (
-    Ask,
+    AskSilos,
     Exchange,
     FederatedAlgorithm,
-    Info,
     Reply,
     Round,
     Shared,
+    asked_directly,
+)
+from numpyro_fed.algorithms.expand import (
+    ASIDE,
+    ROUNDING_UNITS,
+    Expand,
+    Expansion,
+    Prior,
+    SiloState,
+    Up,
+    first_silo_state,
+    flat_size,
+    prior_draws,
+    shape,
+    unraveller,
 )
 from numpyro_fed.algorithms.saddles import kicked
 from numpyro_fed.frame import identity
-from numpyro_fed.gaussian import LOG_2PI, Curvature
-from numpyro_fed.integrals.laplace import Laplace
-from numpyro_fed.integrals.quadrature import silo_integral
-from numpyro_fed.model.binding import Rows, Theta
+from numpyro_fed.gaussian import Curvature
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.programs import jit_once
-from numpyro_fed.trees import all_finite, where
+from numpyro_fed.trees import AnyArray, namespace
 
 DAMPING = 1e-2  # at the start, for curvatures scaled to one: almost a full Newton step
 # Least factor by which a coordinate's scale may change in a step. Without any decay the search took
@@ -71,12 +82,6 @@ MIN_GAIN = 1e-4  # predicted gain of an undamped step, in nats, below which a po
 # The same near modes of other data, where every exchange counts. Such a point is a third of an sd
 # off, which draws that are weighed do not notice.
 MIN_GAIN_NEAR = 0.05
-# Distance of the start from zero, where some densities have a kink: derivatives of abs and max are
-# those of neither side there, and half of a logistic regression's gradient is lost. Beside a
-# covariate that counts people or seconds 0.01 is far: all rows of such a regression are then
-# certain of their outcome, and nothing has curvature.
-ASIDE = 1e-9
-NUDGE = 1e-2  # distance from zero of a general point, and of a search without Hessians
 MAX_IDLE = 5  # accepted steps in a row without a gain beyond rounding, after which a search ends
 # Standard deviations from a mode at which another start counts as come there, too; modes that are
 # to be told apart are three and more away (``results.mode.MODES_APART``).
@@ -85,53 +90,51 @@ MERGED = 1.5
 # modes of silos' own, the six cities took sixteen; with Poisson counts a start took a hundred where
 # another one had come to the mode after forty (docs/results/few_messages.md).
 LATE = 20
+AT_ONCE = 64  # places at which the prior is expanded by one program
 MAX_HALVINGS = 30  # of a start at which some number is not finite: 2^-30 of it is zero in effect
-ROUNDING_UNITS = 8  # eps of a sum, relative: within it two log densities count as equal
-# Columns of a Hessian, or points, that silos compute side by side. More use more memory; one by one
-# repeats the loop over rows for each of them.
-BATCH = 16
-# The largest dimension of rows' latents for which that is quicker: beyond it the batched products
-# of small matrices run as plain loops on a CPU (see :func:`sequential_map`).
-BATCH_UP_TO_DIM = 4
-
-In = TypeVar("In")
-Out = TypeVar("Out")
-Aux = TypeVar("Aux")
 
 
-class Expansion(NamedTuple):
-    """A function at a point ``x`` (n,): value, gradient (n,) and negative Hessian (n, n).
-
-    The search for many globals has the diagonal (n,) of the Hessian alone.
-    """
-
-    x: Array
-    value: Array
-    gradient: Array
-    curvature: Array
-
-
-class Search(NamedTuple):
-    """The server's state of a search.
+class Search(NamedTuple, Generic[AnyArray]):
+    """What searches from several starts have found.
 
     Attributes
     ----------
-    best : Expansion
-        At the best point so far.
-    likelihood : (c, c)
+    best : Expansion, leaves (starts, ...)
+        At the best point of each.
+    likelihood : (starts, c, c)
         The silos' negative Hessian there, among the effects.
-    known : bool
-        Whether some point had finite numbers; before that ``best`` is a placeholder.
+    known : (starts,) bool
+        Whether some point had finite numbers; without one ``best`` is a placeholder.
+    rests : (starts,) bool
+        Whether each ended at a mode.
+    """
+
+    best: Expansion[AnyArray]
+    likelihood: AnyArray
+    known: AnyArray
+    rests: AnyArray
+
+
+@dataclass
+class Start:
+    """The search from one place, between two exchanges.
+
+    Attributes
+    ----------
     trial : (n,)
         The point to try next.
-    promise : ()
-        The gain, in nats, that is predicted for it.
+    best : Expansion or None
+        At the best point so far, or None before some point had finite numbers.
+    likelihood : (c, c)
+        The silos' negative Hessian there, among the effects.
+    promise : float
+        The gain, in nats, that is predicted for the trial.
     scale : (n,)
         The curvature by which each coordinate is scaled.
-    metric : (n, n)
+    metric : (n, n) or None
         The precision that silos' own modes tell of (:mod:`.own_start`), in which the first step is
-        bounded; zero where nothing is known, and once a step has led up.
-    damping : ()
+        bounded; None where nothing is known, and once a step has led up.
+    damping : float
     idle : int
         Accepted steps in a row without a gain.
     done : bool
@@ -143,417 +146,88 @@ class Search(NamedTuple):
         Whether the last exchange was at ``best``: silos' own modes are then those there.
     tried : int
         Points tried.
-    min_gain : ()
+    min_gain : float
         The predicted gain, in nats, below which a point is a mode.
     """
 
-    best: Expansion
-    likelihood: Array
-    known: Array
-    trial: Array
-    promise: Array
-    scale: Array
-    metric: Array
-    damping: Array
-    idle: Array
-    done: Array
-    rests: Array
-    left: Array
-    tried: Array
-    min_gain: Array
-
-    def beginning_at(self, places: np.ndarray) -> Search:
-        """Return the state of several searches, half of which try some places (k, n) first.
-
-        The others begin where they did: other data may have modes where there were none before.
-        """
-        k = min(len(places), -(-len(self.trial) // 2))
-        first = jnp.asarray(places[:k], self.trial.dtype)
-        no = jnp.zeros(k, bool)
-        return self._replace(
-            trial=self.trial.at[:k].set(first),
-            metric=self.metric.at[:k].set(0.0),
-            min_gain=jnp.full_like(self.min_gain, MIN_GAIN_NEAR),
-            done=self.done.at[:k].set(no),
-            left=self.left.at[:k].set(no),
-        )
-
-
-class Up(NamedTuple):
-    """A silo's message: log likelihood, gradient and negative Hessian, for each start."""
-
-    value: Array
-    gradient: Array
-    curvature: Array
-
-
-class SiloState(NamedTuple):
-    """A silo's state: modes of its locals, its last reply, for each start, and private parameters.
-
-    The modes are the start of the next search for them. The private parameters stay as they are.
-    ``top`` (num_starts,) is the log likelihood at the silo's own mode. Where its climb has ended
-    at no mode, it is the lowest number of the dtype (``jnp.finfo(dtype).min``).
-    """
-
-    z_L: Rows
-    place: Up
-    private: dict[str, Any]
-    top: Array
-
-
-def mode(
-    fm: FederatedModel,
-    num_starts: int = 1,
-    init_loc_fn: Callable[..., Any] | None = None,
-    *,
-    effects: np.ndarray,
-    max_places: int | None = None,
-) -> FederatedAlgorithm[Any, SiloState]:
-    """Return the search as an algorithm.
-
-    Parameters
-    ----------
-    fm : FederatedModel
-        Its parameters inside silo plates keep their first values.
-    num_starts : int
-        Searches side by side. The first starts from ``init_loc_fn``, or zero in unconstrained
-        space; the others from draws of the prior, or standard normals where there are none.
-    effects : (c,) int array
-        The coordinates that are integrated out, by :func:`effects_of`.
-    max_places : int, optional
-        The largest number of points to try. One more exchange follows, at the best of them.
-    """
-    n = flat_size(fm)
-    log_prior = prior_of(fm, effects)
-    derive = partial(derivatives, columns_at_once=columns_at_once(fm))
-
-    def init_server(key: Array) -> Search:
-        def initial_search(x: Array) -> Search:
-            no_expansion = Expansion(x, jnp.zeros(()), jnp.zeros(n), jnp.eye(n))
-            no, never = jnp.array(False), jnp.zeros((), jnp.int32)
-            damping = jnp.array(DAMPING)
-            unit, none = jnp.ones(()), jnp.zeros(n)
-            zeros_effects = jnp.zeros((len(effects), len(effects)))
-            return Search(
-                no_expansion,
-                zeros_effects,
-                no,
-                x,
-                unit,
-                none,
-                jnp.zeros((n, n)),
-                damping,
-                never,
-                no,
-                no,
-                no,
-                never,
-                jnp.array(MIN_GAIN),
-            )
-
-        return jax.vmap(initial_search)(starting_places(fm, key, num_starts, init_loc_fn, ASIDE))
-
-    def init_silo(key: Array, data: SiloData) -> SiloState:
-        no_reply = Up(
-            jnp.zeros(num_starts), jnp.zeros((num_starts, n)), jnp.zeros((num_starts, n, n))
-        )
-        return first_silo_state(fm, key, data, no_reply)
-
-    def silo(
-        noise: object, down: Array, state: SiloState, data: SiloData
-    ) -> tuple[Reply[Up], SiloState]:
-        return reply_at(fm, derive, down, state, data)
-
-    def run(state: Search, noise: object, ask: Ask) -> tuple[Search, Info]:
-        replies = ask("mode", state.trial)
-
-        def update_one(pair: tuple[Search, Up]) -> Search:
-            search, up = pair
-            # The prior's integral over the effects needs the silos' curvature at the same point,
-            # so the server's part is computed after the replies.
-            of_effects = up.curvature[effects[:, None], effects]
-            prior, _ = derivatives(partial(log_prior, of_effects), search.trial)
-            total = jax.tree.map(jnp.add, Up(*prior[1:]), up)
-            return _accept_or_reject(
-                search, Expansion(search.trial, *total), of_effects, max_places
-            )
-
-        after = _without_followers(sequential_map(update_one, (state, replies.up)))
-        return after, Info(-after.best.value[best_start(after)], jnp.array(True))
-
-    round_ = Round((Exchange("mode", silo, lenient=True),), run)
-    return search_algorithm(fm, init_server, init_silo, round_)
-
-
-def effects_of(fm: FederatedModel) -> np.ndarray:
-    """Return the coordinates (c,) of global latents whose prior depends on other globals or theta.
-
-    The joint density of such an effect and its scale rises without bound as the scale goes to
-    zero.
-    """
-    latents, unravel, n = fm.named("latent"), unraveller(fm), flat_size(fm)
-    num_theta = n - fm.dim
-
-    def terms(x: Array) -> Array:
-        found = fm.prior_terms(*unravel(x))
-        return jnp.stack([found[s.name] for s in latents])
-
-    if not latents:
-        return np.zeros(0, int)
-    # A general point: at zero, or where all numbers are equal, a derivative may vanish by chance.
-    point = NUDGE * (1.0 + np.arange(n) % 7)
-    nonzero = np.asarray(jit_once(jax.jacrev(terms))(jnp.asarray(point))) != 0
-    depends = [
-        nonzero[i].sum() > nonzero[i, num_theta + s.start : num_theta + s.stop].sum()
-        for i, s in enumerate(latents)
-    ]
-    found = [np.arange(s.start, s.stop) for s, d in zip(latents, depends, strict=True) if d]
-    return num_theta + np.concatenate([np.zeros(0, int), *found])
-
-
-def prior_of(
-    fm: FederatedModel, effects: np.ndarray
-) -> Callable[[Array, Array], tuple[Array, tuple[()]]]:
-    r"""Return the log prior ``(A_b, x) -> (value, ())``, effects integrated by Laplace's method.
-
-    ``A_b`` (c, c) is the silos' negative Hessian among the ``c`` effects ``b``, held fixed:
-
-    .. math::
-        \log p(z_G) + \tfrac c2 \log 2\pi - \tfrac12 \log\det(-\nabla_b^2 \log p(z_G) + A_b).
-    """
-    unravel = unraveller(fm)
-
-    def joint(x: Array) -> Array:
-        return fm.smoothed.log_prior(*unravel(x))
-
-    def value(silo_precision: Array, x: Array) -> tuple[Array, tuple[()]]:
-        if not len(effects):
-            return joint(x), ()
-        precision = silo_precision - jax.hessian(lambda b: joint(x.at[effects].set(b)))(x[effects])
-        log_det = 2 * jnp.log(jnp.diagonal(linalg.cholesky(precision))).sum()
-        return joint(x) + 0.5 * (len(effects) * LOG_2PI - log_det), ()
-
-    return value
-
-
-def starting_places(
-    fm: FederatedModel,
-    key: Array,
-    num_starts: int,
-    init_loc_fn: Callable[..., Any] | None,
-    aside: float,
-) -> Array:
-    """Return the first points (num_starts, n): shared parameters and globals as one vector.
-
-    The first of them is about ``aside`` from the model's own.
-    """
-    key_theta, key_jitter, key_prior, key_first, key_nudge = jax.random.split(key, 5)
-    theta = fm.init_theta(key_theta)
-    flat_theta = jnp.concatenate([jnp.zeros(0), *(jnp.ravel(a) for a in jax.tree.leaves(theta))])
-    drawn = fm.draw_prior(key_prior, num_starts) if fm.dim and num_starts > 1 else None
-    if drawn is None:
-        drawn = jax.random.normal(key_prior, (num_starts, fm.dim))
-    first = fm.init_global(key_first, init_loc_fn)
-    least = jnp.maximum(aside, ROUNDING_UNITS * jnp.finfo(first.dtype).eps * jnp.abs(first))
-    first = first + least * jax.random.normal(key_nudge, (fm.dim,))
-    z_G = jnp.nan_to_num(drawn).at[0].set(first)
-    jitter = jax.random.normal(key_jitter, (num_starts, len(flat_theta))).at[0].set(0.0)
-    return jnp.concatenate([flat_theta + jitter, z_G], 1)
-
-
-def first_silo_state(fm: FederatedModel, key: Array, data: SiloData, no_reply: Up) -> SiloState:
-    """Return a silo's state before the first point; ``no_reply`` has the shapes of its replies."""
-    starts = jnp.arange(len(no_reply.value))
-    z_L = jax.vmap(lambda _: Laplace(fm).start(data))(starts)
-    unknown = jnp.full_like(no_reply.value, jnp.finfo(no_reply.value.dtype).min)
-    return SiloState(z_L, no_reply, fm.init_private(key, data), unknown)
-
-
-def reply_at(
-    fm: FederatedModel,
-    derive: Callable[[Callable[[Array], tuple[Array, Rows]], Array], tuple[Expansion, Rows]],
-    places: Array,
-    state: SiloState,
-    data: SiloData,
-) -> tuple[Reply[Up], SiloState]:
-    """Return a silo's reply and state: ``derive(f, place)`` of its log likelihood, for each start.
-
-    ``places`` is (num_starts, n). At a point too far for a silo the reply is NaN, and still ``ok``:
-    the step fails, not the exchange.
-    """
-    integral, unravel = silo_integral(fm), unraveller(fm)
-
-    def at_start(args: tuple[Array, Rows, Up]) -> tuple[Up, tuple[Rows, Up]]:
-        x, z_L, before = args
-
-        def value(x: Array) -> tuple[Array, Rows]:
-            theta, z_G = unravel(x)
-            return integral({**theta, **state.private}, z_G, data, z_L)
-
-        place, modes = derive(value, x)
-        found = Up(*place[1:])
-        finite = all_finite((found, modes))
-        up = jax.tree.map(lambda a: jnp.where(finite, a, jnp.nan), found)
-        # The modes of a failed point are no start for the next search.
-        return up, where(finite, (modes, found), (z_L, before))
-
-    up, (modes, place) = sequential_map(at_start, (places, state.z_L, state.place))
-    return Reply(up, jnp.array(True)), state._replace(z_L=modes, place=place)
-
-
-def sequential_map(f: Callable[[In], Out], args: In) -> Out:
-    """Return ``f`` of each start, one after the other.
-
-    Under ``vmap``, stacks of matrices become stacks of stacks. XLA:CPU multiplies these by plain
-    loops, which takes hundreds of times as long: four searches with a hundred effects took more
-    than four minutes an exchange (docs/results/raw_data.md).
-    """
-    return jax.lax.map(f, args)
-
-
-def columns_at_once(fm: FederatedModel) -> int:
-    """Return how many points, or columns of a Hessian, silos compute side by side."""
-    return BATCH if all(p.dim <= BATCH_UP_TO_DIM for p in fm.plates) else 1
-
-
-def search_algorithm(
-    fm: FederatedModel,
-    init_server: Callable[[Array], Any],
-    init_silo: Callable[[Array, SiloData], SiloState],
-    round_: Round,
-) -> FederatedAlgorithm[Any, SiloState]:
-    """Return the algorithm of a search; it ends once silos have replied at the best point."""
-    unravel = unraveller(fm)
-
-    def shared(state: SearchState) -> Shared:
-        theta, z_G = unravel(state.best.x[best_start(state)])
-        return Shared(theta, {"loc": z_G}, identity(z_G.shape))
-
-    def done(state: SearchState) -> Array:
-        return state.left.all()
-
-    return FederatedAlgorithm(init_server, init_silo, round_, shared, done=done)
-
-
-def unraveller(fm: FederatedModel) -> Callable[[Array], tuple[Theta, Array]]:
-    """Return the function from one vector to shared parameters and globals."""
-    theta = jax.eval_shape(fm.init_theta, jax.random.key(0))
-    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (theta, jnp.zeros(fm.dim)))
-    return ravel_pytree(zeros)[1]
-
-
-def flat_size(fm: FederatedModel) -> int:
-    """Return the length of the vector of shared parameters and globals."""
-    theta = jax.eval_shape(fm.init_theta, jax.random.key(0))
-    return sum(math.prod(a.shape) for a in jax.tree.leaves(theta)) + fm.dim
-
-
-def derivatives(
-    f: Callable[[Array], tuple[Array, Aux]], x: Array, *, columns_at_once: int = BATCH
-) -> tuple[Expansion, Aux]:
-    """Return the expansion of ``f`` at ``x`` (n,), and ``aux``, for ``f(x) = (value, aux)``."""
-
-    def gradient(x: Array) -> tuple[Array, tuple[Array, Aux]]:
-        (value, aux), g = jax.value_and_grad(f, has_aux=True)(x)
-        return g, (value, aux)
-
-    # linearize: ``f``, and a silo's search for its modes in it, is evaluated once for all columns.
-    g, column, (value, aux) = jax.linearize(gradient, x, has_aux=True)
-    H = jax.lax.map(column, jnp.eye(len(x)), batch_size=min(columns_at_once, max(len(x), 1)))
-    return Expansion(x, value, g, -0.5 * (H + H.T)), aux
-
-
-class SearchState(Protocol):
-    """The fields that the states of both kinds of searches have."""
+    trial: np.ndarray
+    best: Expansion[np.ndarray] | None = None
+    likelihood: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+    promise: float = 1.0
+    scale: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    metric: np.ndarray | None = None
+    damping: float = DAMPING
+    idle: int = 0
+    done: bool = False
+    rests: bool = False
+    left: bool = False
+    tried: int = 0
+    min_gain: float = MIN_GAIN
 
     @property
-    def best(self) -> Expansion: ...
+    def height(self) -> float:
+        """Return the log density at the best point, minus infinity where there is none."""
+        return -math.inf if self.best is None else float(self.best.value)
 
-    @property
-    def known(self) -> Array: ...
+    def give_up(self) -> None:
+        """End the search where it is."""
+        self.done = self.left = True
 
-    @property
-    def rests(self) -> Array: ...
+    def take(
+        self, point: Expansion[np.ndarray], of_effects: np.ndarray, max_places: int | None
+    ) -> None:
+        """Keep the trial if it is better than the best point, and choose the next one."""
+        if self.done:
+            self.left = True
+            return
+        self.tried += 1
+        ended = max_places is not None and self.tried >= max_places
+        better = self._accept(point, of_effects)
+        if self.best is None:
+            # From a start at which something is not finite, halfway back to zero.
+            lost = self.tried > MAX_HALVINGS or not self.trial.any()
+            self.done = lost or ended
+            self.trial = self.trial if self.done else 0.5 * self.trial
+            return
+        step = _newton_step(self.best, self.scale, self.damping, self.metric)
+        self.damping, self.promise = step.damping, step.promise
+        # Where it rests the trial was the best point, and silos' modes are those there.
+        self.rests = self.left = better and step.undamped_gain <= self.min_gain
+        stuck = self.damping > MAX_DAMPING or self.idle >= MAX_IDLE
+        self.done = self.rests or stuck or ended
+        self.trial = self.best.x if self.done else self.best.x + step.move
 
-    @property
-    def left(self) -> Array: ...
-
-
-def best_start(state: SearchState) -> Array:
-    """Return the index of the search whose best point is highest."""
-    return jnp.argmax(jnp.where(state.known, state.best.value, -jnp.inf))
-
-
-def _accept_or_reject(
-    search: Search, trial_point: Expansion, of_effects: Array, max_places: int | None
-) -> Search:
-    """Return the state after a trial: the better point is kept, and the next one chosen."""
-    best, known = search.best, search.known
-    # A log density of size 1e5 is known to about 0.01 in single precision. Without this allowance
-    # a search would reject steps at the mode, where gains are smaller than that.
-    rounding = ROUNDING_UNITS * jnp.finfo(trial_point.value.dtype).eps * jnp.abs(best.value)
-    finite = all_finite(trial_point[1:])
-    better = finite & (~known | (trial_point.value >= best.value - rounding))
-    # The usual rule of trust regions: ratios of actual to predicted gain of 1/4 and 3/4.
-    ratio = (trial_point.value - best.value + rounding) / search.promise
-    after_success = jnp.where(ratio > 0.75, search.damping / 10, search.damping)
-    after_success = jnp.where(ratio < 0.25, 4 * search.damping, after_success)
-    # The bound on the first step has raised the damping; once that step has served it can go.
-    served = known & (ratio > 0.75) & better & (search.metric != 0).any()
-    after_success = jnp.where(served, DAMPING, after_success)
-    after_success = jnp.where(known, after_success, search.damping)
-    damping = jnp.where(better, after_success, jnp.where(known, 10, 1) * search.damping)
-    damping = jnp.maximum(damping, MIN_DAMPING)
-    metric = jnp.where(served, 0.0, search.metric)
-    gained = better & (~known | (trial_point.value > best.value + rounding))
-    idle = jnp.where(gained, 0, search.idle + better)
-    best_after = where(better, trial_point, best)
-    curvature = jnp.abs(jnp.diagonal(best_after.curvature))
-    scale = jnp.where(better, jnp.maximum(curvature, SCALE_DECAY * search.scale), search.scale)
-    step = _newton_step(best_after, scale, damping, metric)
-    damping = step.damping
-    rests = better & (step.undamped_gain <= search.min_gain)
-    lost = ~known & ~finite & ((search.tried >= MAX_HALVINGS) | (search.trial == 0).all())
-    done = rests | (damping > MAX_DAMPING) | (idle >= MAX_IDLE) | lost
-    if max_places is not None:
-        done |= search.tried + 1 >= max_places
-    # From a start at which something is not finite, halfway back to zero.
-    trial = jnp.where(known | finite, best_after.x + step.move, 0.5 * search.trial)
-    trial = jnp.where(done, best_after.x, trial)
-    tried = search.tried + 1
-    after = Search(
-        best_after,
-        jnp.where(better, of_effects, search.likelihood),
-        known | finite,
-        trial,
-        step.promise,
-        scale,
-        metric,
-        damping,
-        idle,
-        done,
-        rests,
-        rests,  # the trial is the best point, and silos' modes are those there
-        tried,
-        search.min_gain,
-    )
-    left = search._replace(left=jnp.array(True))
-    return where(search.done, left, after)
-
-
-def _without_followers(search: Search) -> Search:
-    """Return the state without the starts that come to where a better one rests, or lag behind it.
-
-    A start lags that is still lower :data:`LATE` exchanges after the best one has come to rest.
-    """
-    first = jnp.argmax(jnp.where(search.rests, search.best.value, -jnp.inf))
-    away = search.best.x - search.best.x[first]
-    squared = jnp.einsum("si,ij,sj->s", away, search.best.curvature[first], away)
-    same = (squared <= MERGED**2) & (search.best.value <= search.best.value[first])
-    lower = ~search.known | (search.best.value <= search.best.value[first])
-    late = search.tried > search.tried[first] + LATE
-    gone = search.rests[first] & ~search.rests & ((same & search.known) | (late & lower))
-    return search._replace(done=search.done | gone, left=search.left | gone)
+    def _accept(self, point: Expansion[np.ndarray], of_effects: np.ndarray) -> bool:
+        """Return whether the trial is better than the best point; it is the best one then."""
+        finite = all(np.isfinite(a).all() for a in point[1:])
+        if self.best is None:
+            better = gained = finite
+        else:
+            # A log density of size 1e5 is known to about 0.01 in single precision. Without this
+            # allowance a search would reject steps at the mode, where gains are smaller than that.
+            value = self.best.value
+            rounding = ROUNDING_UNITS * np.finfo(point.value.dtype).eps * abs(value)
+            better = finite and point.value >= value - rounding
+            gained = point.value > value + rounding
+            # The usual rule of trust regions: ratios of actual to predicted gain of 1/4 and 3/4.
+            ratio = (point.value - value + rounding) / self.promise
+            if not better:
+                self.damping *= 10
+            elif ratio > 0.75 and self.metric is not None:
+                # The bound on the first step has raised the damping; now it can go.
+                self.damping, self.metric = DAMPING, None
+            elif ratio > 0.75:
+                self.damping /= 10
+            elif ratio < 0.25:
+                self.damping *= 4
+        self.damping = max(self.damping, MIN_DAMPING)
+        if better:
+            self.idle = 0 if gained else self.idle + 1
+            curvature = np.abs(np.diagonal(point.curvature))
+            shrunk = SCALE_DECAY * self.scale if self.best is not None else 0.0
+            self.best, self.likelihood = point, of_effects
+            self.scale = np.maximum(curvature, shrunk)
+        return better
 
 
 class _Step(NamedTuple):
@@ -562,25 +236,242 @@ class _Step(NamedTuple):
     The gain of the undamped step, infinite at a saddle, says whether the point is a mode.
     """
 
-    move: Array
-    promise: Array
-    undamped_gain: Array
-    damping: Array
+    move: np.ndarray
+    promise: float
+    undamped_gain: float
+    damping: float
 
 
-def _newton_step(best: Expansion, scale: Array, damping: Array, metric: Array) -> _Step:
+def _newton_step(
+    best: Expansion[np.ndarray], scale: np.ndarray, damping: float, metric: np.ndarray | None
+) -> _Step:
     """Return the step from the best point; it is damped until it is short enough in the metric."""
-    unit = jnp.sqrt(jnp.where(scale > 0, scale, 1.0))
-    _, values, V = Curvature.of(best.curvature, unit)
-    slope = V.T @ (best.gradient / unit)
-    flat = ROUNDING_UNITS * len(scale) * jnp.finfo(scale.dtype).eps
-    size = jnp.maximum(jnp.abs(values), flat)
-    dampings = damping * DAMPINGS
-    pull = kicked(values, V, best.gradient / unit)
-    moves = (pull / (size + dampings[:, None])) @ V.T / unit
-    lengths = jnp.sqrt(jnp.einsum("ki,ij,kj->k", moves, metric, moves))
-    k = jnp.argmax(lengths <= LONGEST)  # the first; where none is short enough the least damped
-    u = pull / (size + dampings[k])
-    promise = slope @ u - 0.5 * (values * u**2).sum()
-    gain = jnp.where((values > -flat).all(), 0.5 * (slope**2 / size).sum(), jnp.inf)
-    return _Step(moves[k], promise, gain, dampings[k])
+    curvature = Curvature.of(best.curvature, np.sqrt(np.where(scale > 0, scale, 1.0)))
+    values, slope = curvature.values, curvature.along(best.gradient)
+    flat = ROUNDING_UNITS * len(scale) * np.finfo(best.gradient.dtype).eps
+    size = np.maximum(np.abs(values), flat)
+    pull = kicked(curvature, best.gradient)
+    for times in DAMPINGS if metric is not None else DAMPINGS[:1]:
+        u = pull / (size + damping * times)
+        move = curvature.across(u)
+        if metric is None or np.sqrt(move @ metric @ move) <= LONGEST:
+            break
+    else:  # where none is short enough the least damped
+        times = 1.0
+        u = pull / (size + damping)
+        move = curvature.across(u)
+    promise = float(slope @ u - 0.5 * (values * u**2).sum())
+    gain = 0.5 * (slope**2 / size).sum() if (values > -flat).all() else np.inf
+    return _Step(move, promise, float(gain), damping * times)
+
+
+def without_followers(starts: list[Start]) -> None:
+    """End the starts that come to where a better one rests, or lag behind it.
+
+    A start lags that is still lower :data:`LATE` exchanges after the best one has come to rest.
+    """
+    first = max((s for s in starts if s.rests), key=lambda start: start.height, default=None)
+    if first is None or first.best is None:
+        return
+    for start in starts:
+        if start.rests or start.height > first.height:
+            continue
+        late = start.tried > first.tried + LATE
+        if late or (start.best is not None and _distance(start.best, first.best) <= MERGED):
+            start.give_up()
+
+
+def _distance(one: Expansion[np.ndarray], mode: Expansion[np.ndarray]) -> float:
+    """Return the distance of a point from a mode, in sds by the curvature there."""
+    away = one.x - mode.x
+    return float(np.sqrt(np.maximum(away @ mode.curvature @ away, 0.0)))
+
+
+@dataclass(frozen=True, eq=False)
+class ModeSearch:
+    """The search of silos and server for the mode.
+
+    Attributes
+    ----------
+    model : FederatedModel
+        Its parameters inside silo plates keep their first values.
+    num_silos : int
+    num_starts : int
+        Searches side by side. The first starts from ``init_loc_fn``, or zero in unconstrained
+        space; the others from draws of the prior, or standard normals where there are none.
+    init_loc_fn : callable or None
+    effects : (c,) int array
+        The coordinates that are integrated out, by :func:`effects_of`.
+    max_places : int or None
+        The largest number of points to try. One more exchange follows, at the best of them.
+    """
+
+    model: FederatedModel
+    num_silos: int
+    num_starts: int
+    init_loc_fn: Callable[..., Any] | None
+    effects: np.ndarray
+    max_places: int | None
+
+    @cached_property
+    def expand(self) -> Expand:
+        """Return a silo's program."""
+        return Expand(self.model)
+
+    @cached_property
+    def prior(self) -> Prior:
+        """Return the server's program."""
+        side_by_side = self.num_silos * self.num_starts
+        return Prior(self.model, self.effects, min(side_by_side, AT_ONCE))
+
+    @cached_property
+    def algorithm(self) -> FederatedAlgorithm[Any, SiloState]:
+        """Return first states and exchanges, as other parties know them.
+
+        The server's state is a placeholder, of the shapes that a search ends with.
+        """
+        fm, k, n, c = self.model, self.num_starts, flat_size(self.model), len(self.effects)
+
+        def init_server(key: Array) -> Search[Any]:
+            x = jnp.zeros((k, n))
+            at_start = Expansion(
+                x, jnp.zeros(k), jnp.zeros((k, n)), jnp.tile(jnp.eye(n), (k, 1, 1))
+            )
+            no = jnp.zeros(k, bool)
+            return Search(at_start, jnp.zeros((k, c, c)), no, no)
+
+        def init_silo(key: Array, data: SiloData) -> SiloState:
+            no_reply = Up(jnp.zeros(k), jnp.zeros((k, n)), jnp.zeros((k, n, n)))
+            return first_silo_state(fm, key, data, no_reply)
+
+        round_ = Round((self.exchange,), asked_directly)
+        return search_algorithm(fm, init_server, init_silo, round_)
+
+    @cached_property
+    def prior_draws(self) -> np.ndarray | None:
+        """Return draws (n, dim) of the prior, if it can be drawn from."""
+        return prior_draws(self.model)
+
+    def starts(self, key: Array, random: np.random.Generator) -> list[Start]:
+        """Return the searches at their first places. The first one is close to the model's own."""
+        fm, k, real = self.model, self.num_starts, jnp.result_type(float)
+        theta = [np.ravel(a) for a in jax.tree.leaves(fm.init_theta(key))]
+        flat_theta = np.concatenate([np.zeros(0), *theta])
+        z_G = random.standard_normal((k, fm.dim))
+        if k > 1 and self.prior_draws is not None:
+            z_G = np.nan_to_num(random.choice(self.prior_draws, k))
+        own = self.init_loc_fn and fm.init_global(key, self.init_loc_fn)
+        first = np.zeros(fm.dim) if own is None else np.asarray(own, float)
+        least = np.maximum(ASIDE, ROUNDING_UNITS * np.finfo(real).eps * np.abs(first))
+        z_G[0] = first + least * random.standard_normal(fm.dim)
+        jitter = random.standard_normal((k, len(flat_theta)))
+        jitter[0] = 0.0
+        places = np.concatenate([flat_theta + jitter, z_G], 1)
+        return [Start(place.astype(real)) for place in places]
+
+    @cached_property
+    def exchange(self) -> Exchange[Any, Any, Any]:
+        """Return the exchange in which silos expand their log likelihoods at the starts' points."""
+        return Exchange("mode", self.reply, lenient=True, stacked=True, like=self._messages)
+
+    def _messages(self) -> tuple[Any, Up[Any]]:
+        k, n = self.num_starts, flat_size(self.model)
+        return shape(k, n), Up(shape(k), shape(k, n), shape(k, n, n))
+
+    def reply(
+        self, noise: object, down: np.ndarray, state: SiloState, data: SiloData
+    ) -> tuple[Reply[Up[np.ndarray]], SiloState]:
+        """Return the replies and states of a stack of silos, at places (starts, n).
+
+        Where a silo's numbers are not finite the reply is NaN, and still ``ok``: the step fails,
+        not the exchange.
+        """
+        size = len(state.top)
+        everywhere = np.broadcast_to(down, (size, *down.shape))
+        never = np.full(everywhere.shape[:2], -np.inf, down.dtype)
+        up, modes = self.expand(everywhere, never, state, data)
+        finite = np.isfinite(up.value)
+
+        def kept(new: np.ndarray, old: Array) -> np.ndarray:
+            return np.where(finite.reshape(*finite.shape, *[1] * (new.ndim - 2)), new, old)
+
+        place = jax.tree.map(kept, up, state.place)
+        return Reply(up, np.ones(size, bool)), state._replace(z_L=modes, place=place)
+
+    @np.errstate(all="ignore")  # of points that are too far
+    def run(
+        self,
+        ask: AskSilos,
+        starts: list[Start],
+        max_exchanges: int,
+        shown: Callable[[float], None] = lambda value: None,
+    ) -> Search[Any]:
+        """Return where searches from some starts end, after so many exchanges at most.
+
+        ``shown`` is told the highest log density after each exchange.
+        """
+        c, real = np.ix_(np.arange(len(starts)), self.effects, self.effects), jnp.result_type(float)
+        for _ in range(max_exchanges):
+            if all(start.left for start in starts):
+                break
+            places = np.stack([start.trial for start in starts]).astype(real)
+            up = ask(self.exchange, places)
+            # The prior's integral over the effects needs the silos' curvature at the same point,
+            # so the server's part is computed after the replies.
+            of_effects = up.curvature[c]
+            prior = self.prior(of_effects, places)
+            for i, start in enumerate(starts):
+                total = (a[i] + b[i] for a, b in zip(prior[1:], up, strict=True))
+                start.take(Expansion(places[i], *total), of_effects[i], self.max_places)
+            without_followers(starts)
+            shown(max(start.height for start in starts))
+        return self.ended(starts)
+
+    def ended(self, starts: list[Start]) -> Search[Any]:
+        """Return what the starts have found."""
+        n, c = flat_size(self.model), len(self.effects)
+        none = Expansion(np.zeros(n), np.zeros(()), np.zeros(n), np.eye(n))
+        best = [s.best or none._replace(x=s.trial) for s in starts]
+        likelihood = [s.likelihood if s.best else np.zeros((c, c)) for s in starts]
+        return Search(
+            Expansion(*map(np.stack, zip(*best, strict=True))),
+            np.stack(likelihood),
+            np.array([s.best is not None for s in starts]),
+            np.array([s.rests for s in starts]),
+        )
+
+
+def search_algorithm(
+    fm: FederatedModel,
+    init_server: Callable[[Array], Any],
+    init_silo: Callable[[Array, SiloData], SiloState],
+    round_: Round,
+    done: Callable[[Any], Array] | None = None,
+) -> FederatedAlgorithm[Any, SiloState]:
+    """Return the algorithm of a search."""
+    unravel = unraveller(fm)
+
+    def shared(state: SearchState) -> Shared:
+        theta, z_G = unravel(jnp.asarray(state.best.x)[best_start(state)])
+        return Shared(theta, {"loc": z_G}, identity(z_G.shape))
+
+    return FederatedAlgorithm(init_server, init_silo, round_, shared, done=done)
+
+
+class SearchState(Protocol):
+    """The fields that the states of both kinds of searches have."""
+
+    @property
+    def best(self) -> Expansion[Any]: ...
+
+    @property
+    def known(self) -> Any: ...
+
+    @property
+    def rests(self) -> Any: ...
+
+
+def best_start(state: SearchState) -> Any:
+    """Return the index () of the search whose best point is highest."""
+    xp = namespace(state.known)
+    return xp.argmax(xp.where(state.known, state.best.value, -xp.inf))

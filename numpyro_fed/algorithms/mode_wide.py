@@ -22,23 +22,22 @@ import optax
 from jax import Array
 
 from numpyro_fed.algorithms.base import Ask, Exchange, FederatedAlgorithm, Info, Reply, Round
-from numpyro_fed.algorithms.mode import (
+from numpyro_fed.algorithms.expand import (
     BATCH,
-    MAX_HALVINGS,
     NUDGE,
     ROUNDING_UNITS,
     Aux,
     Expansion,
     SiloState,
     Up,
-    best_start,
     first_silo_state,
     flat_size,
-    reply_at,
-    search_algorithm,
-    starting_places,
+    sequential_map,
     unraveller,
 )
+from numpyro_fed.algorithms.mode import MAX_HALVINGS, best_start, search_algorithm
+from numpyro_fed.integrals.quadrature import silo_integral
+from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.trees import all_finite, where
@@ -74,7 +73,7 @@ class WideState(NamedTuple):
     the diagonal at the next point.
     """
 
-    best: Expansion
+    best: Expansion[Array]
     known: Array
     trial: Array
     direction: Array
@@ -100,7 +99,9 @@ def wide_mode(
     """Return the algorithm; arguments as for :func:`numpyro_fed.algorithms.mode.mode`."""
     search = WideSearch(fm, num_starts, init_loc_fn, max_places)
     round_ = Round((Exchange("mode", search.silo, lenient=True),), search.round)
-    return search_algorithm(fm, search.init_server, search.init_silo, round_)
+    return search_algorithm(
+        fm, search.init_server, search.init_silo, round_, lambda state: state.left.all()
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +135,7 @@ class WideSearch:
 
     def silo(
         self, noise: object, down: Down, state: SiloState, data: SiloData
-    ) -> tuple[Reply[Up], SiloState]:
+    ) -> tuple[Reply[Up[Array]], SiloState]:
         derive = partial(with_slope, with_diagonal=down.with_diagonal)
         return reply_at(self.model, derive, down.place, state, data)
 
@@ -146,7 +147,7 @@ class WideSearch:
         def log_prior(x: Array) -> tuple[Array, tuple[()]]:
             return self.model.smoothed.log_prior(*unravel(x)), ()
 
-        def update_one(climb: WideState, up: Up) -> WideState:
+        def update_one(climb: WideState, up: Up[Array]) -> WideState:
             prior, _ = with_slope(log_prior, climb.trial, with_diagonal)
             total = jax.tree.map(jnp.add, Up(*prior[1:]), up)
             return _accept_or_reject(climb, Expansion(climb.trial, *total), self.most)
@@ -155,9 +156,67 @@ class WideSearch:
         return after, Info(-after.best.value[best_start(after)], jnp.array(True))
 
 
+def starting_places(
+    fm: FederatedModel,
+    key: Array,
+    num_starts: int,
+    init_loc_fn: Callable[..., Any] | None,
+    aside: float,
+) -> Array:
+    """Return the first points (num_starts, n): shared parameters and globals as one vector.
+
+    The first of them is about ``aside`` from the model's own.
+    """
+    key_theta, key_jitter, key_prior, key_first, key_nudge = jax.random.split(key, 5)
+    theta = fm.init_theta(key_theta)
+    flat_theta = jnp.concatenate([jnp.zeros(0), *(jnp.ravel(a) for a in jax.tree.leaves(theta))])
+    drawn = fm.draw_prior(key_prior, num_starts) if fm.dim and num_starts > 1 else None
+    if drawn is None:
+        drawn = jax.random.normal(key_prior, (num_starts, fm.dim))
+    first = fm.init_global(key_first, init_loc_fn)
+    least = jnp.maximum(aside, ROUNDING_UNITS * jnp.finfo(first.dtype).eps * jnp.abs(first))
+    first = first + least * jax.random.normal(key_nudge, (fm.dim,))
+    z_G = jnp.nan_to_num(drawn).at[0].set(first)
+    jitter = jax.random.normal(key_jitter, (num_starts, len(flat_theta))).at[0].set(0.0)
+    return jnp.concatenate([flat_theta + jitter, z_G], 1)
+
+
+def reply_at(
+    fm: FederatedModel,
+    derive: Callable[[Callable[[Array], tuple[Array, Rows]], Array], tuple[Expansion[Array], Rows]],
+    places: Array,
+    state: SiloState,
+    data: SiloData,
+) -> tuple[Reply[Up[Array]], SiloState]:
+    """Return a silo's reply and state: ``derive(f, place)`` of its log likelihood, for each start.
+
+    ``places`` is (num_starts, n). At a point too far for a silo the reply is NaN, and still ``ok``:
+    the step fails, not the exchange.
+    """
+    integral, unravel = silo_integral(fm), unraveller(fm)
+
+    def at_start(args: tuple[Array, Rows, Up[Array]]) -> tuple[Up[Array], tuple[Rows, Up[Array]]]:
+        x, z_L, before = args
+
+        def value(x: Array) -> tuple[Array, Rows]:
+            theta, z_G = unravel(x)
+            return integral({**theta, **state.private}, z_G, data, z_L)
+
+        place, modes = derive(value, x)
+        found = Up(*place[1:])
+        finite = all_finite((found, modes))
+        up = jax.tree.map(lambda a: jnp.where(finite, a, jnp.nan), found)
+        # The modes of a failed point are no start for the next search.
+        return up, where(finite, (modes, found), (z_L, before))
+
+    z_L: Rows = jax.tree.map(jnp.asarray, state.z_L)
+    up, (modes, place) = sequential_map(at_start, (places, z_L, state.place))
+    return Reply(up, jnp.array(True)), state._replace(z_L=modes, place=place)
+
+
 def with_slope(
     f: Callable[[Array], tuple[Array, Aux]], x: Array, with_diagonal: Array
-) -> tuple[Expansion, Aux]:
+) -> tuple[Expansion[Array], Aux]:
     """Return the expansion of ``f`` at ``x`` (n,), and ``aux``, for ``f(x) = (value, aux)``.
 
     In place of the Hessian it has its negative diagonal, or zeros unless ``with_diagonal``.
@@ -182,7 +241,7 @@ def _lbfgs() -> optax.GradientTransformation:
 
 
 def _accept_or_reject(
-    climb: WideState, trial_point: Expansion, max_places: int | None
+    climb: WideState, trial_point: Expansion[Array], max_places: int | None
 ) -> WideState:
     """Return the state after a trial: the better point is kept, and the next one chosen."""
     best, known, had_diagonal = climb.best, climb.known, climb.with_diagonal
@@ -246,7 +305,7 @@ def _accept_or_reject(
 
 
 def _lbfgs_direction(
-    best: Expansion, unit: Array, memory: optax.ScaleByLBFGSState
+    best: Expansion[Array], unit: Array, memory: optax.ScaleByLBFGSState
 ) -> tuple[Array, Array, optax.OptState]:
     """Return the next direction (n,), the slope along it, and the new state of L-BFGS.
 

@@ -14,36 +14,24 @@ and the search goes on from the highest point of the sum,
     x = \Big(\sum_j A_j\Big)^{-1} \sum_j b_j .
 
 That is one-shot averaging of the silos' posteriors by their precisions, and where all are normal it
-is the mode. Here it is only where the search begins. Steps of a silo cost no exchange.
+is the mode. Here it is only where the search begins. Steps of a silo cost no exchange. Silos of one
+process climb side by side, so that a step of all of them is one call of the search's program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jax import Array
+import numpy as np
 
-from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round
-from numpyro_fed.algorithms.mode import (
-    Expansion,
-    Search,
-    SiloState,
-    columns_at_once,
-    derivatives,
-    sequential_map,
-    unraveller,
-)
+from numpyro_fed.algorithms.base import AskSilos, Exchange, Reply
+from numpyro_fed.algorithms.expand import Expand, Expansion, Prior, SiloState, flat_size, shape
+from numpyro_fed.algorithms.mode import ModeSearch, Start
 from numpyro_fed.algorithms.saddles import kicked
 from numpyro_fed.gaussian import Curvature
-from numpyro_fed.integrals.quadrature import silo_integral
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.trees import all_finite, where
 
 # Steps of a silo. From zero the six cities take 16. A Poisson rate that is far too high comes down
 # by a factor of e in a step, and with raw covariates of 10^5 a search began at e^113.
@@ -66,128 +54,159 @@ class Parabola(NamedTuple):
     All are zero where its climb came to no mode, so that the sum of the last counts silos.
     """
 
-    A: Array
-    b: Array
-    arrived: Array
+    A: np.ndarray
+    b: np.ndarray
+    arrived: np.ndarray
 
 
-class Climb(NamedTuple):
-    """The state of a silo's climb."""
+class Top(NamedTuple):
+    """Where the climbs of a stack of silos from each start have ended, leaves (silos, starts, ...).
 
-    best: Expansion
+    Attributes
+    ----------
+    place : Expansion
+        Of the silo's share of the posterior.
+    likelihood : (silos, starts)
+        The silo's log likelihood there.
+    z_L : {plate: (silos, starts, rows, dim)}
+        The modes of the latents of its rows there.
+    """
+
+    place: Expansion[np.ndarray]
+    likelihood: np.ndarray
     z_L: Rows
-    damping: Array
-    steps: Array
-    gain: Array
 
     @property
-    def is_mode(self) -> Array:
-        """Return whether it ends at a mode, where another step promises little."""
-        best = self.best
-        A = Curvature.of(best.curvature).positive(FLAT).matrix()
-        promise = 0.5 * best.gradient @ Curvature.of(A).solve(best.gradient)
-        return all_finite(best) & (promise <= MAX_GAIN * len(best.x))
+    def is_mode(self) -> np.ndarray:
+        """Return whether climbs ended at a mode, where another step promises little."""
+        place = self.place
+        A = Curvature.of(place.curvature).positive(FLAT).matrix()
+        promise = 0.5 * (place.gradient * Curvature.of(A).solve(place.gradient)).sum(-1)
+        return _finite(place) & (promise <= MAX_GAIN * place.x.shape[-1])
 
 
-def own_modes(fm: FederatedModel, num_silos: int) -> Round:
-    """Return the round in which silos climb to modes of their own, from each start of a search.
+@dataclass(frozen=True, eq=False)
+class Climbs:
+    """The climbs of silos to modes of their own.
 
-    It leads from the first states of :func:`numpyro_fed.algorithms.mode.mode` to the same with
-    other trial points. A start whose sum is not finite stays where it is.
+    Attributes
+    ----------
+    expand : Expand
+    prior : Prior
+        Without effects.
+    share : float
+        The silo's share of the prior.
+    fixed : int
+        The number of first coordinates that stay as they are.
     """
-    integral, unravel = silo_integral(fm), unraveller(fm)
-    derive = partial(derivatives, columns_at_once=columns_at_once(fm))
 
-    def silo(
-        noise: object, down: Array, state: SiloState, data: SiloData
+    expand: Expand
+    prior: Prior
+    share: float
+    fixed: int = 0
+
+    def climb(self, places: np.ndarray, state: SiloState, data: SiloData) -> Top:
+        """Return where damped Newton climbs end, from places (silos, starts, n)."""
+        place, likelihood, z_L = self._at(places, -np.inf, state, data)
+        damping = np.full(places.shape[:2], DAMPING)
+        going = np.ones(places.shape[:2], bool)
+        for _ in range(MAX_STEPS):
+            curvature = Curvature.of(place.curvature)
+            pull = kicked(curvature, place.gradient)
+            u = pull / (np.abs(curvature.values) + damping[..., None])
+            moved = place.x + curvature.across(u) * going[..., None]
+            trial, of_rows, z_L = self._at(
+                moved.astype(places.dtype),
+                np.where(going, place.value, np.inf),
+                state._replace(z_L=z_L),
+                data,
+            )
+            better = going & _finite(trial) & (trial.value >= place.value)
+            place = Expansion(*(_where(better, a, b) for a, b in zip(trial, place, strict=True)))
+            likelihood = np.where(better, of_rows, likelihood)
+            damping = damping * np.where(better, 0.2, 10.0)
+            going = going & (damping < MAX_DAMPING) & ((pull * u).sum(-1) > MIN_GAIN)
+            if not going.any():
+                break
+        return Top(place, likelihood, z_L)
+
+    def _at(
+        self, places: np.ndarray, least: np.ndarray | float, state: SiloState, data: SiloData
+    ) -> tuple[Expansion[np.ndarray], np.ndarray, Rows]:
+        """Return the silos' shares of the posterior, their log likelihoods, and the rows' modes.
+
+        Modes move where the share is ``least`` or above.
+        """
+        side, n = places.shape[:2], places.shape[-1]
+        none = np.zeros((len(places) * side[1], 0, 0), places.dtype)
+        prior = self.prior(none, places.reshape(-1, n))
+        of_prior = [self.share * a.reshape(*side, *a.shape[1:]) for a in prior[1:]]
+        needed = (least - of_prior[0]).astype(places.dtype)
+        up, modes = self.expand(places, needed, state, data)
+        value, g, A = (a + b for a, b in zip(up, of_prior, strict=True))
+        g[..., : self.fixed] = A[..., : self.fixed] = A[..., : self.fixed, :] = 0.0
+        return Expansion(places, value, g, A), up.value, modes
+
+
+@dataclass(frozen=True, eq=False)
+class OwnModes:
+    """The exchange in which silos climb to modes of their own, from each start of a search."""
+
+    search: ModeSearch
+
+    @property
+    def exchange(self) -> Exchange[Any, Any, Any]:
+        """Return the exchange."""
+        return Exchange("own modes", self.reply, stacked=True, like=self._messages)
+
+    def _messages(self) -> tuple[Any, Parabola]:
+        k, n = self.search.num_starts, flat_size(self.search.model)
+        return shape(k, n), Parabola(shape(k, n, n), shape(k, n), shape(k))
+
+    @np.errstate(all="ignore")
+    def reply(
+        self, noise: object, down: np.ndarray, state: SiloState, data: SiloData
     ) -> tuple[Reply[Parabola], SiloState]:
-        def share_of_prior(x: Array) -> Array:
-            return fm.smoothed.log_prior(*unravel(x)) / num_silos
+        """Return the replies and states of a stack of silos, from places (starts, n)."""
+        size = len(state.top)
+        climbs = Climbs(self.search.expand, self.search.prior, 1 / self.search.num_silos)
+        top = climbs.climb(np.broadcast_to(down, (size, *down.shape)), state, data)
+        place = top.place
+        A = Curvature.of(place.curvature).positive(FLAT).matrix()
+        b = (A @ place.x[..., None])[..., 0] + place.gradient
+        # A silo that came to no mode says nothing, and the others decide: where nothing is finite,
+        # or a likelihood has kinks and so no curvature but the prior's.
+        arrived = _finite(place) & top.is_mode
+        known = arrived & np.isfinite(top.likelihood)
+        up = Parabola(_where(arrived, A, 0.0), _where(arrived, b, 0.0), arrived.astype(A.dtype))
+        z_L = {p: _where(arrived, new, state.z_L[p]) for p, new in top.z_L.items()}
+        tops = np.where(known, top.likelihood, state.top)
+        return Reply(up, np.ones(size, bool)), state._replace(z_L=z_L, top=tops)
 
-        def expand(x: Array, z_L: Rows) -> tuple[Expansion, Rows]:
-            def value(x: Array) -> tuple[Array, Rows]:
-                theta, z_G = unravel(x)
-                found, modes = integral({**theta, **state.private}, z_G, data, z_L)
-                return found + share_of_prior(x), modes
+    @np.errstate(all="ignore")
+    def begin(self, ask: AskSilos, starts: list[Start]) -> None:
+        """Let all starts begin at the highest point of the sum of the silos' parabolas.
 
-            return derive(value, x)
-
-        def of_start(args: tuple[Array, Rows, Array]) -> tuple[Parabola, Rows, Array]:
-            place, z_L, before = args
-            up, modes, top = _parabola(expand, (place, z_L))
-            likelihood = top.value - share_of_prior(top.x)
-            known = (up.arrived > 0) & jnp.isfinite(likelihood)
-            return up, modes, jnp.where(known, likelihood, before)
-
-        up, modes, tops = sequential_map(of_start, (down, state.z_L, state.top))
-        return Reply(up, jnp.array(True)), state._replace(z_L=modes, top=tops)
-
-    def run(state: Search, noise: object, ask: Ask) -> tuple[Search, Info]:
-        total = ask("own modes", state.trial).up
-        trial, metric = sequential_map(_highest_of_sum, (state.trial, total))
-        # Starts from where only few silos came to a mode are given up, if others led somewhere.
-        lost = total.arrived < MIN_SHARE * total.arrived.max()
-        state = state._replace(trial=trial, metric=metric, done=lost, left=lost)
-        return state, Info(jnp.zeros(()), jnp.array(True))
-
-    return Round((Exchange("own modes", silo),), run)
-
-
-Expand = Callable[[Array, Rows], tuple[Expansion, Rows]]
+        A start whose sum is not finite stays where it is. Starts from where only few silos came to
+        a mode are given up, if others led somewhere.
+        """
+        total = ask(self.exchange, np.stack([start.trial for start in starts]))
+        for i, start in enumerate(starts):
+            curvature = Curvature.of(total.A[i]).positive(FLAT)
+            x = curvature.solve(total.b[i])
+            if total.arrived[i] > 0 and np.isfinite(x).all():
+                start.trial, start.metric = x, curvature.matrix()
+            if total.arrived[i] < MIN_SHARE * total.arrived.max():
+                start.give_up()
 
 
-def _parabola(expand: Expand, args: tuple[Array, Rows]) -> tuple[Parabola, Rows, Expansion]:
-    """Return the parabola at the silo's own mode, the modes of its locals, and what is there."""
-    place, z_L = args
-    first, modes = expand(place, z_L)
-    top = climb(expand, first, modes)
-    A = Curvature.of(top.best.curvature).positive(FLAT).matrix()
-    up = Parabola(A, A @ top.best.x + top.best.gradient, jnp.ones(()))
-    # A silo that came to no mode says nothing, and the others decide: where nothing is finite, or a
-    # likelihood has kinks and so no curvature but the prior's.
-    usable = all_finite(up) & top.is_mode
-    told, modes = where(usable, (up, top.z_L), (jax.tree.map(jnp.zeros_like, up), z_L))
-    return told, modes, top.best
+def _finite(place: Expansion[np.ndarray]) -> np.ndarray:
+    """Return whether all numbers of expansions (silos, starts, ...) are finite."""
+    flat = [np.isfinite(a).reshape(*place.value.shape, -1).all(-1) for a in place]
+    finite: np.ndarray = np.logical_and.reduce(flat)
+    return finite
 
 
-def climb(expand: Expand, first: Expansion, z_L: Rows) -> Climb:
-    """Return the end of a damped Newton climb from an expansion, with the locals' modes there."""
-    dtype = first.x.dtype
-    start = Climb(first, z_L, jnp.array(DAMPING, dtype), jnp.array(0), jnp.array(jnp.inf, dtype))
-    return jax.lax.while_loop(_goes_on, partial(_step, expand), start)
-
-
-def _step(expand: Expand, climb: Climb) -> Climb:
-    """Return the climb after a damped step of Newton's method, which is taken if it leads up."""
-    best = climb.best
-    unit, values, V = Curvature.of(best.curvature)
-    pull = kicked(values, V, best.gradient / unit)
-    u = pull / (jnp.abs(values) + climb.damping)
-    move = V @ u / unit
-    trial, modes = expand(best.x + move, climb.z_L)
-    better = all_finite((trial, modes)) & (trial.value >= best.value)
-    return Climb(
-        where(better, trial, best),
-        where(better, modes, climb.z_L),
-        climb.damping * jnp.where(better, 0.2, 10.0),
-        climb.steps + 1,
-        pull @ u,
-    )
-
-
-def _goes_on(climb: Climb) -> Array:
-    """Return whether another step is worth trying."""
-    going = (climb.steps < MAX_STEPS) & (climb.damping < MAX_DAMPING)
-    return going & (climb.gain > MIN_GAIN)
-
-
-def _highest_of_sum(args: tuple[Array, Parabola]) -> tuple[Array, Array]:
-    """Return the highest point (n,) of the sum of parabolas, if there is one, and its precision.
-
-    Else it is the place before, and a precision of zero.
-    """
-    place, total = args
-    curvature = Curvature.of(total.A).positive(FLAT)
-    x = curvature.solve(total.b)
-    found = jnp.isfinite(x).all() & (total.arrived > 0)
-    return jnp.where(found, x, place), jnp.where(found, curvature.matrix(), 0.0)
+def _where(condition: np.ndarray, one: Any, other: Any) -> np.ndarray:
+    """Return one or the other array (silos, starts, ...) by a condition (silos, starts)."""
+    return np.where(condition.reshape(*condition.shape, *[1] * (np.ndim(one) - 2)), one, other)

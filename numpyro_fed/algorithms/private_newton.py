@@ -52,7 +52,7 @@ from numpyro_fed.algorithms.base import (
     Shared,
     Up,
 )
-from numpyro_fed.algorithms.mode import ASIDE
+from numpyro_fed.algorithms.expand import ASIDE
 from numpyro_fed.algorithms.noisy_curvature import (
     Spectrum,
     as_symmetric,

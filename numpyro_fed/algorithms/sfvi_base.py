@@ -34,8 +34,8 @@ from numpyro_fed.algorithms.begin import (
     placeholder_start,
     start_at_mode,
 )
+from numpyro_fed.algorithms.expand import SiloState as ModeSiloState
 from numpyro_fed.algorithms.mode import SearchState
-from numpyro_fed.algorithms.mode import SiloState as ModeSiloState
 from numpyro_fed.bounds import Bound
 from numpyro_fed.frame import Frame
 from numpyro_fed.gaussian import Gaussian

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.mode import effects_of, flat_size, mode
+from numpyro_fed.algorithms.expand import effects_of, flat_size
+from numpyro_fed.algorithms.mode import ModeSearch
 from numpyro_fed.algorithms.mode_wide import wide_mode
 from numpyro_fed.errors import ConvergenceWarning, ModelError, positive_int
 from numpyro_fed.methods.elsewhere import fit_over
@@ -21,7 +22,6 @@ from numpyro_fed.methods.mode import (
     check_searchable,
     coordinate_names,
     coupling_reason,
-    from_own_modes,
     search_for,
 )
 from numpyro_fed.methods.private import DPNewton
@@ -105,18 +105,16 @@ def find_mode(
                 "there are, of one search. Leave them out."
             )
         return _private_mode(key, model, silos, privacy, progress_bar)
-    search = partial(
-        search_for, starts=starts, max_exchanges=max_exchanges, progress_bar=progress_bar
-    )
+    search = partial(search_for, max_exchanges=max_exchanges, progress_bar=progress_bar)
     if isinstance(silos, Federation):
         # Silos know the search as the beginning of a method's run.
         fit, hosted = fit_over(SFVI(model, starts=starts), silos)
         _check(fit.model)
         if fit.built.start is None or fit.reach is None:
             raise ModelError("the model has too many globals to search over.")
-        algorithm = fit.built.start.search
-        runtime = fit.reach(algorithm, begin=SEARCH)
-        return search(key, fit.model, algorithm, runtime, hosted.batches)
+        start = fit.built.start
+        runtime = fit.reach(start.search, begin=SEARCH)
+        return search(key, fit.model, start.mode or start.search, runtime, hosted.batches)
     found = read_all(silos, model)
     layout, buckets = lay_out(model, found)
     fm, batches = layout.model, on_device(buckets)
@@ -124,11 +122,10 @@ def find_mode(
     if (coupled := coupling_reason(fm, layout.checks, buckets)) is not None:
         raise ModelError(f"{coupled}. Put what rows share outside of the silo_plate.")
     if flat_size(fm) > SEARCHED_UP_TO:
-        algorithm = wide_mode(fm, starts)
-    else:
-        effects = effects_of(fm)
-        algorithm = from_own_modes(mode(fm, starts, effects=effects), fm, len(found), effects)
-    return search(key, fm, algorithm, simulation(algorithm), batches)
+        wide = wide_mode(fm, starts)
+        return search(key, fm, wide, simulation(wide), batches)
+    mode = ModeSearch(fm, len(found), starts, None, effects_of(fm), None)
+    return search(key, fm, mode, simulation(mode.algorithm), batches)
 
 
 def _private_mode(

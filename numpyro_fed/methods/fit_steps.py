@@ -2,12 +2,12 @@
 
 They are (:meth:`FitSteps.run`):
 
-1. The normal approximation at the best of several modes: where PVI begins, without any round.
-   SFVI where PVI does not suit the model.
+1. The normal approximation at the best of several modes: where SFVI begins, without any round.
 2. The importance correction, and while it is not good enough what may improve it: more draws of
    rows' latents, more draws, a proposal matched to the weighted draws (:meth:`FitSteps.improve`).
 3. Particles that move to the posterior (:meth:`FitSteps.temper`).
-4. Rounds of PVI from the mode, then SFVI, each with step 2, as long as exchanges are left.
+4. Rounds of PVI near the mode if it suits the model, then SFVI, each with step 2, as long as
+   exchanges are left.
 5. If several corrections were tried, the best is judged once more by new draws.
 """
 
@@ -170,24 +170,27 @@ class FitSteps:
         self.stages: list[Stage] = []
         self.warned: list[str] = []
         self.known_warnings: set[str] = set()
-        self.spent = self.sent_by_particles = 0
+        self.spent = self.sent_by_particles = self.num_keys = 0
         self.stage_name = ""
 
     def run(self) -> Fitted:
         """Return the result of all steps; they go on while more may help and exchanges are left."""
-        result = self.run_pvi(0) if self.suits_pvi() else None
+        result = self.find_mode() if self.suits_pvi() else None
         best: Corrected | None = None
         # Without a mode the run would begin at zero, where there is nothing to weigh draws around.
         if result is not None and result.start is not None:
             best = self.improve(self.correct(result))
             best = self.better(best, self.temper(best))
+        before: Result | None = None
         for _ in range(MAX_PVI_RUNS):
-            if result is None or result.ended != "rounds" or not self.may_go_on(best):
+            if result is None or not self.may_go_on(best):
                 break
-            continued = self.run_pvi(MAX_PVI_ROUNDS, result)
-            if continued is None:
+            if before is not None and before.ended != "rounds":
                 break
-            result, best = continued, self.better(best, self.improve(self.correct(continued)))
+            before = self.run_pvi(before)
+            if before is None:
+                break
+            result, best = before, self.better(best, self.improve(self.correct(before)))
         if result is None:
             result = self.run_sfvi()
             best = self.improve(self.correct(result))
@@ -258,15 +261,18 @@ class FitSteps:
         return found
 
     def run_method(
-        self, kind: type[PVI] | type[SFVI], name: str, rounds: int, before: State | None = None
+        self, kind: type[PVI] | type[SFVI], name: str, rounds: int, begin: State | Near | None
     ) -> Result:
-        """Return the result of a run; with the plain bound if rows read latents of other rows.
+        """Return the result of a run that begins at a state, or near a place.
+
+        It has the plain bound if rows read latents of other rows.
 
         A silo may refuse further rounds, by its policy: then the run ends with those before.
         """
         rounds = min(rounds, max(self.exchanges_left, 0 if not rounds else 1))
-        settings = dict(stop="converged", progress_bar=self.bar, runtime=self.runtime)
-        settings["init_state"] = before or self.near
+        settings = dict(
+            stop="converged", progress_bar=self.bar, runtime=self.runtime, init_state=begin
+        )
         key = self.new_key()
         with self.stage(name):
             try:
@@ -281,8 +287,8 @@ class FitSteps:
 
     def new_key(self) -> Array:
         """Return a new key, for one step."""
-        self.key, key = jax.random.split(self.key)
-        return key
+        self.num_keys += 1
+        return jax.random.fold_in(self.key, self.num_keys)
 
     def num_inner_draws(self) -> int:
         """Return the number of draws of each row's latents in a correction."""
@@ -297,34 +303,44 @@ class FitSteps:
         """Return whether more work may help, and exchanges are left."""
         return _wants_more(best) and self.exchanges_left > 0
 
-    def run_pvi(self, rounds: int, before: Result | None = None) -> Result | None:
+    def find_mode(self) -> Result | None:
+        """Return the normal approximation at the mode, where SFVI begins; None if it fails."""
+        try:
+            result = self.run_method(SFVI, "mode", 0, self.near)
+        except (GuideError, NonFiniteError) as error:
+            self.spend(_sent_before(error))
+            self.record("mode", f"not possible ({error})", None)
+            return None
+        self.spend(_opening(result))
+        if result.start is not None:
+            words = [f"found in {_opening(result)} exchanges", *result.start.repeats]
+            self.record("mode", ", ".join(words), result)
+        return result
+
+    def run_pvi(self, before: Result | None) -> Result | None:
         """Return the result of rounds of PVI, after those of ``before``; None if it fails.
 
-        Without any rounds it is the normal approximation at the mode.
+        The first rounds begin near the mode, if there is one.
         """
-        name = "PVI" if rounds else "mode"
-        state = None if before is None else before.state
-        # Where silos refuse all further rounds, what there is before them stays.
-        refused = (ModelError,) if before is not None else ()
+        near = self.near if self.start is None else Near(self.start.z_G[None])
+        begin = near if before is None else before.state
         try:
-            result = self.run_method(PVI, name, rounds, state)
-        except (GuideError, NonFiniteError, *refused) as error:
+            result = self.run_method(PVI, "PVI", MAX_PVI_ROUNDS, begin)
+        # Where silos refuse all further rounds, what there is before them stays.
+        except (GuideError, NonFiniteError, ModelError) as error:
             self.spend(_sent_before(error))
-            self.record(name, f"not possible ({error})", None)
+            self.record("PVI", f"not possible ({error})", None)
             return None
         self.spend(len(result.losses) + _opening(result))
-        if rounds:
-            at_rest = "come to rest" if result.settled else "not come to rest"
-            self.record(name, f"{_rounds_of(result)}, {at_rest}", result)
-        # A conjugate model needs no mode: its factors are exact after one round.
-        elif result.start is not None:
-            words = [f"found in {_opening(result)} exchanges", *result.start.repeats]
-            self.record(name, ", ".join(words), result)
+        at_rest = "come to rest" if result.settled else "not come to rest"
+        self.record("PVI", f"{_rounds_of(result)}, {at_rest}", result)
         return result
 
     def run_sfvi(self) -> Result:
         """Return the result of SFVI, which suits every model."""
-        result = self.run_method(SFVI, "SFVI", MAX_SFVI_ROUNDS)
+        at_mode = next((r for r in self.results() if r.start is not None), None)
+        begin = self.near if at_mode is None else at_mode.state
+        result = self.run_method(SFVI, "SFVI", MAX_SFVI_ROUNDS, begin)
         self.spend(len(result.losses) + _opening(result))
         self.record("SFVI", _rounds_of(result), result)
         return result
@@ -384,7 +400,7 @@ class FitSteps:
         """Return the mixture around a fit and other modes; None where its own guide is better."""
         if not 0 < self.fm.dim <= FULL_UP_TO:
             return None
-        z = np.asarray(result.draw_globals(jax.random.key(0), AT_ONCE)[0], np.float64)
+        z = result.many_draws_of_globals().astype(np.float64)
         start = self.start
         others = () if start is None or start.log_evidence is None else start.others
         first = None if start is None or not others else start.log_evidence

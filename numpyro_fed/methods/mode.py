@@ -15,30 +15,26 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import FederatedAlgorithm, Round
+from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, asked_directly
 from numpyro_fed.algorithms.curvature_check import CHECK_DISTANCES, Shape, curvature_check
-from numpyro_fed.algorithms.influence import Factors
-from numpyro_fed.algorithms.influence import Up as Influence
-from numpyro_fed.algorithms.mode import (
+from numpyro_fed.algorithms.expand import (
     ROUNDING_UNITS,
-    Search,
     SiloState,
-    best_start,
     effects_of,
     flat_size,
-    mode,
     unraveller,
 )
+from numpyro_fed.algorithms.influence import Factors, Told
+from numpyro_fed.algorithms.mode import MIN_GAIN_NEAR, ModeSearch, Search, Start, best_start
 from numpyro_fed.algorithms.mode_wide import WideState, wide_mode
-from numpyro_fed.algorithms.own_start import own_modes
+from numpyro_fed.algorithms.own_start import OwnModes
 from numpyro_fed.algorithms.private_gradients import PrivateStart
 from numpyro_fed.errors import (
     ConvergenceWarning,
@@ -56,8 +52,10 @@ from numpyro_fed.programs import jit_once
 from numpyro_fed.results.built import StartRounds
 from numpyro_fed.results.mode import MODES_APART, LocalMode, Mode, Near, OneCopy, distance
 from numpyro_fed.results.rows import Fit
-from numpyro_fed.runtime.progress import Progress
-from numpyro_fed.runtime.stack import Batches, Runtime, Single, State, init_schedule
+from numpyro_fed.runtime.asking import Asked
+from numpyro_fed.runtime.noise import generator
+from numpyro_fed.runtime.progress import Progress, progress_of
+from numpyro_fed.runtime.stack import Batches, Runtime, Single, Stacks, State, init_schedule
 from numpyro_fed.runtime.supervise import drive, failed_silos
 from numpyro_fed.trees import drop_weak_types
 
@@ -99,11 +97,10 @@ class NoStartError(Exception):
 def search_for(
     key: Array,
     fm: FederatedModel,
-    algorithm: FederatedAlgorithm[Any, Any],
+    search: ModeSearch | FederatedAlgorithm[Any, Any],
     runtime: Runtime,
     batches: Batches,
     *,
-    starts: int,
     max_exchanges: int,
     progress_bar: bool,
 ) -> Mode:
@@ -114,22 +111,69 @@ def search_for(
     NonFiniteError
         If no place was found at which density, gradient and Hessian are finite.
     """
-    state = after_opening(algorithm, runtime.single, key, runtime.init(key, batches), batches)
-    run = drive(runtime, key, state, batches, max_exchanges, progress_bar, stop=True, search=True)
-    if run.refused is not None:
-        raise run.refused
-    search, exchanges = jax.tree.map(np.asarray, run.state.server), int(run.state.round)
-    exchanges += len(algorithm.opening)
-    if not search.known.any():
-        raise _not_found_error(fm, batches, exchanges, starts, run.unusable)
+    end = _search_end(key, search, runtime, batches, max_exchanges, progress_bar)
+    found, exchanges = jax.tree.map(np.asarray, end.search), end.exchanges
+    if not found.known.any():
+        raise _not_found_error(fm, batches, exchanges, len(found.known), end.unusable)
     shape, effects = None, effects_of(fm)
     if flat_size(fm) <= SEARCHED_UP_TO:
         check = runtime.single(curvature_check(fm, effects))
-        shape, *_ = check(key, run.state.server, run.state.silos, batches)
+        shape, *_ = check(key, end.search, end.silos, batches)
         shape, exchanges = jax.tree.map(np.asarray, shape), exchanges + 1
-    found = _mode_of_search(fm, search, shape, exchanges, effects)
-    _warn_if_doubtful(found)
-    return found
+    mode = _mode_of_search(fm, found, shape, exchanges, effects)
+    _warn_if_doubtful(mode)
+    return mode
+
+
+class _SearchEnd(NamedTuple):
+    """What a search has found, the silos' states, their number of exchanges, and who failed."""
+
+    search: Search[Any] | WideState
+    silos: Stacks
+    exchanges: int
+    unusable: tuple[int, ...]
+
+
+def _search_end(
+    key: Array,
+    search: ModeSearch | FederatedAlgorithm[Any, Any],
+    runtime: Runtime,
+    batches: Batches,
+    max_exchanges: int,
+    progress_bar: bool | Progress,
+    near: Near | None = None,
+) -> _SearchEnd:
+    """Return the end of a search; half of its starts begin ``near`` some places, if given."""
+    state = runtime.init(key, batches)
+    if not isinstance(search, ModeSearch):
+        most = max_exchanges
+        run = drive(runtime, key, state, batches, most, progress_bar, stop=True, search=True)
+        if run.refused is not None:
+            raise run.refused
+        return _SearchEnd(run.state.server, run.state.silos, int(run.state.round), run.unusable)
+    starts = search.starts(key, generator(key))
+    progress = progress_of(progress_bar)
+    ask = Asked(runtime.transport(batches), key, search.num_silos, state.silos)
+    with progress.under_way(True, max_exchanges):
+        # Effects and their scale together have no mode that a silo could climb to.
+        if not len(search.effects):
+            OwnModes(search).begin(ask, starts)
+        if near is not None:
+            _begin_near(starts, near)
+        found = search.run(ask, starts, max_exchanges, lambda value: progress.step(1, value))
+    return _SearchEnd(found, ask.silos, ask.number, ask.unusable)
+
+
+def _begin_near(starts: Sequence[Start], near: Near) -> None:
+    """Let half of the starts begin near some places.
+
+    The others begin where they did: other data may have modes where there were none before.
+    """
+    for start in starts:
+        start.min_gain = MIN_GAIN_NEAR
+    for start, place in zip(starts[: -(-len(starts) // 2)], near.places, strict=False):
+        start.trial, start.metric = np.asarray(place, start.trial.dtype), None
+        start.done = start.left = False
 
 
 def begin(
@@ -163,22 +207,17 @@ def begin(
         raise NoStartError(coupled)
     if start.curvature_round is None and len(start.effects):
         raise NoStartError(MANY_EFFECTS)
-    search = start.search
-    runtime = fit.cached(SEARCH, lambda: runtime_of(search))
-    key_search, key_begin = jax.random.split(jax.random.fold_in(key, SEARCHING))
-    compiled = partial(fit.quick_round, runtime=runtime)
-    state = runtime.init(key_search, batches)
-    state = after_opening(search, compiled, key_search, state, batches)
-    if near is not None and isinstance(state.server, Search):
-        state = state._replace(server=state.server.beginning_at(near.places))
+    algorithm = start.search
+    runtime = fit.cached(SEARCH, lambda: runtime_of(algorithm))
+    key_search = jax.random.fold_in(key, SEARCHING)
+    key_begin = jax.random.fold_in(key_search, 0)
     # Above the places that a search tries, so that it ends by itself.
     most = max(MAX_PLACES.values()) + 2
-    run = drive(runtime, key_search, state, batches, most, progress_bar, stop=True, search=True)
-    unusable = run.unusable
-    if run.refused is not None:
-        raise run.refused
-    search_end = jax.tree.map(np.asarray, run.state.server)
-    exchanges = len(search.opening) + int(run.state.round) + 1  # the last one begins the run
+    end = _search_end(
+        key_search, start.mode or algorithm, runtime, batches, most, progress_bar, near
+    )
+    unusable, search_end = end.unusable, jax.tree.map(np.asarray, end.search)
+    exchanges = end.exchanges + 1  # the last one begins the run
     if search_end.known.any() and not _curvature_usable(fm, search_end):
         raise NoStartError(
             "no mode to start from was found at which curvature tells how far the posterior "
@@ -188,15 +227,15 @@ def begin(
         found = _mode_of_search(fm, search_end, None, exchanges, start.effects)
         if fm.improper and start.curvature_round is not None and found.converged:
             check = fit.quick_round(start.curvature_round, runtime)
-            shape, *_ = check(key_begin, run.state.server, run.state.silos, batches)
+            shape, *_ = check(key_begin, end.search, end.silos, batches)
             shape = jax.tree.map(np.asarray, shape)
             found = _mode_of_search(fm, search_end, shape, exchanges + 1, start.effects)
             if found.flat:
                 raise _improper_error(fm, found.flat)
         if found.converged and not len(start.effects):
-            found = replace(found, factors=_factors_at_mode(fm, run.state, batches))
+            found = replace(found, factors=_factors_at_mode(fm, end, batches))
         begin_run = fit.quick_round(start.begin, runtime)
-        server, silos, info, good = begin_run(key_begin, run.state.server, run.state.silos, batches)
+        server, silos, info, good = begin_run(key_begin, end.search, end.silos, batches)
         unusable = failed_silos(good, (), ())
         if info.ok:
             carry = init_schedule(fit.built.schedule, key, fit.plan.num_silos)
@@ -212,12 +251,12 @@ def begin(
     )
 
 
-def _factors_at_mode(fm: FederatedModel, state: State, batches: Batches) -> Factors | None:
+def _factors_at_mode(fm: FederatedModel, end: _SearchEnd, batches: Batches) -> Factors | None:
     """Return what each silo in this process has said of its likelihood at the end of a search.
 
     It is None for silos in other processes, and where one came to no mode of its own.
     """
-    search, stacks = state.server, state.silos
+    search, stacks = end.search, end.silos
     if not (isinstance(search, Search) and all(isinstance(s, SiloState) for s in stacks)):
         return None
     i, num_theta = int(best_start(search)), search.best.x.shape[1] - fm.dim
@@ -234,10 +273,8 @@ def _factors_at_mode(fm: FederatedModel, state: State, batches: Batches) -> Fact
     total = (np.asarray(a[i], np.float64) for a in search.best[2:])
     prior_g, prior_A = (a - parts.sum(0) for a, parts in zip(total, (g, A), strict=True))
     gains = np.maximum(tops - value, 0.0)
-    told = g[:, num_theta:], A[:, num_theta:, num_theta:], gains
-    up = Influence(*map(jnp.asarray, told))
-    of_prior = prior_g[num_theta:], prior_A[num_theta:, num_theta:]
-    return Factors(up, *map(jnp.asarray, of_prior))
+    told = Told(g[:, num_theta:], A[:, num_theta:, num_theta:], gains)
+    return Factors(told, prior_g[num_theta:], prior_A[num_theta:, num_theta:])
 
 
 def begin_at(fit: Fit, key: Array, batches: Batches, start: PrivateStart) -> State:
@@ -277,7 +314,7 @@ def after_opening(
     return state
 
 
-def _curvature_usable(fm: FederatedModel, search: Search | WideState) -> bool:
+def _curvature_usable(fm: FederatedModel, search: Search[Any] | WideState) -> bool:
     """Return whether the curvature at the best place is that of the posterior.
 
     If the search has not come to rest, silos must have a share in the curvature of each coordinate:
@@ -406,7 +443,7 @@ def _flat_directions(
 
 def _mode_of_search(
     fm: FederatedModel,
-    search: Search | WideState,
+    search: Search[Any] | WideState,
     shape: Shape | None,
     num_exchanges: int,
     effects: np.ndarray,
@@ -419,7 +456,7 @@ def _mode_of_search(
     curvature = np.asarray(search.best.curvature[i], float)
     value, flat = float(search.best.value[i]), tuple[str, ...]()
     x = _polished(search, i)
-    theta, z_G = unraveller(fm)(jnp.asarray(x))
+    theta, z_G = unraveller(fm)(x)
     if shape is not None:
         # A fall within rounding of the density itself is no fall.
         rounding = ROUNDING_UNITS * np.finfo(search.best.x.dtype).eps * abs(value)
@@ -427,13 +464,13 @@ def _mode_of_search(
             shape, value - np.asarray(shape.densities), max(MIN_FALL, rounding), names
         )
         periods = np.asarray(shape.periods, float)[len(x) - fm.dim :]
-        copy = OneCopy(np.asarray(z_G), periods) if np.isfinite(periods).any() else None
+        copy = OneCopy(z_G, periods) if np.isfinite(periods).any() else None
     evidence = None if flat else _log_evidence(fm, value, curvature, effects)
-    sites = jax.tree.map(np.asarray, fm.constrain_global(theta, z_G))
+    sites = jax.tree.map(np.asarray, fm.constrain_global(theta, jax.device_put(z_G)))
     return Mode(
         sites=sites,
         theta=jax.tree.map(np.asarray, fm.constrain_theta(theta)),
-        z_G=np.asarray(z_G),
+        z_G=z_G,
         curvature=curvature,
         log_evidence=evidence,
         num_exchanges=num_exchanges,
@@ -446,7 +483,7 @@ def _mode_of_search(
     )
 
 
-def _polished(search: Search | WideState, i: int) -> np.ndarray:
+def _polished(search: Search[Any] | WideState, i: int) -> np.ndarray:
     """Return the best point (n,) of a search, after a last step of Newton's method if it rests.
 
     The step needs no exchange: gradient and curvature at the point are known. It is at most a
@@ -464,7 +501,7 @@ def _polished(search: Search | WideState, i: int) -> np.ndarray:
 
 def _other_modes(
     fm: FederatedModel,
-    search: Search | WideState,
+    search: Search[Any] | WideState,
     best: int,
     effects: np.ndarray,
     copy: OneCopy | None,
@@ -519,23 +556,21 @@ def start_rounds(
     begin: Round,
 ) -> StartRounds:
     """Return the rounds of a start at the mode, with ``begin`` as the last one."""
-    if kind == "wide":
-        search = wide_mode(fm, starts, init_loc_fn, max_places=MAX_PLACES[kind])
-        return StartRounds(search, None, begin, effects_of(fm))
     effects = effects_of(fm)
-    search = mode(fm, starts, init_loc_fn, effects=effects, max_places=MAX_PLACES[kind])
-    search = from_own_modes(search, fm, num_silos, effects)
-    return StartRounds(search, curvature_check(fm, effects), begin, effects)
+    if kind == "wide":
+        wide = wide_mode(fm, starts, init_loc_fn, max_places=MAX_PLACES[kind])
+        return StartRounds(wide, None, None, begin, effects)
+    search = ModeSearch(fm, num_silos, starts, init_loc_fn, effects, MAX_PLACES[kind])
+    check = curvature_check(fm, effects)
+    return StartRounds(algorithm_of(search), search, check, begin, effects)
 
 
-def from_own_modes(
-    search: FederatedAlgorithm[Any, Any], fm: FederatedModel, num_silos: int, effects: np.ndarray
-) -> FederatedAlgorithm[Any, Any]:
-    """Return the search with an opening round in which silos climb to modes of their own.
-
-    Effects and their scale together have no mode that a silo could climb to.
-    """
-    return search if len(effects) else search._replace(opening=(own_modes(fm, num_silos),))
+def algorithm_of(search: ModeSearch) -> FederatedAlgorithm[Any, Any]:
+    """Return first states and exchanges of a search, as other parties know them."""
+    if len(search.effects):
+        return search.algorithm
+    own_modes = Round((OwnModes(search).exchange,), asked_directly)
+    return search.algorithm._replace(opening=(own_modes,))
 
 
 def coupling_reason(

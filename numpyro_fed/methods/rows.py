@@ -30,11 +30,12 @@ from numpyro_fed.algorithms.base import (
     ExchangeId,
     FederatedAlgorithm,
     Round,
+    asked_directly,
 )
+from numpyro_fed.algorithms.expand import flat_size
 from numpyro_fed.algorithms.importance.leave_out import LEAVE_OUT
 from numpyro_fed.algorithms.importance.loo import LOO, rows_that_count
-from numpyro_fed.algorithms.influence import INFLUENCE, influence
-from numpyro_fed.algorithms.mode import flat_size
+from numpyro_fed.algorithms.influence import INFLUENCE, Influence
 from numpyro_fed.algorithms.private_gradients import PrivateStart
 from numpyro_fed.algorithms.tempered import TEMPERED
 from numpyro_fed.errors import (
@@ -448,8 +449,9 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         if asked.name == IMPORTANCE:
             return weighing(built, asked.read_settings()), built.algorithm
         if asked.name == INFLUENCE:
-            round_ = influence(built.model, built.algorithm, **asked.read_settings())
-            return round_, built.algorithm
+            number = asked.read_settings()["num_silos"]
+            question = Influence.of(built.model, built.algorithm, number)
+            return Round((question.exchange,), asked_directly), built.algorithm
         if asked.name == LEAVE_OUT:
             return leaving_out(built, asked.read_settings()), built.algorithm
         if asked.name == LOO:

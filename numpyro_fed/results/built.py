@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round
+from numpyro_fed.algorithms.mode import ModeSearch
 from numpyro_fed.algorithms.pvi.families import Globals
 from numpyro_fed.algorithms.pvi.states import Settings
 from numpyro_fed.bounds import Bound, bound_of
@@ -51,7 +52,9 @@ class StartRounds(NamedTuple):
     Attributes
     ----------
     search : FederatedAlgorithm
-        For the mode.
+        For the mode: its first states and exchanges.
+    mode : ModeSearch or None
+        The program that asks these exchanges; None where there are too many globals for Hessians.
     curvature_round : Round or None
         Checks that the density falls in all directions from the mode, which a run does where a
         prior is flat; None where there are too many globals for it.
@@ -62,6 +65,7 @@ class StartRounds(NamedTuple):
     """
 
     search: FederatedAlgorithm[Any, Any]
+    mode: ModeSearch | None
     curvature_round: Round | None
     begin: Round
     effects: np.ndarray

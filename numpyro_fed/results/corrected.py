@@ -381,7 +381,7 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
         """
         if silo is None:
             chosen = self._resampled(key, n)
-            return {site: jnp.asarray(np.asarray(a)[chosen]) for site, a in self.draws.items()}
+            return {site: jax.device_put(np.asarray(a)[chosen]) for site, a in self.draws.items()}
         z_G = self.unconstrained(key, n)
         return self.result.sites_at(jax.random.fold_in(key, 1), z_G, silo, self._posterior)
 
@@ -471,7 +471,7 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
 
     def unconstrained(self, key: Array, n: int) -> Array:
         """Return the unconstrained globals (n, dim) behind ``sample_posterior(key, n)``."""
-        return jnp.asarray(self.z_G[self._resampled(key, n)])
+        return jax.device_put(self.z_G[self._resampled(key, n)])
 
     def _resampled(self, key: Array, n: int) -> np.ndarray:
         return systematic(random.fold_in(key, 0), self.weights, n)
@@ -486,7 +486,8 @@ def on_supports(sampler: Posterior, result: Result, z_G: np.ndarray) -> dict[str
         for i in range(0, max(len(z_G), 1), AT_ONCE)
     ]
     # In NumPy: JAX would compile a program for each number of draws.
-    return {site: jnp.asarray(np.concatenate([part[site] for part in parts])) for site in parts[0]}
+    together = {site: np.concatenate([part[site] for part in parts]) for site in parts[0]}
+    return jax.device_put(together)
 
 
 def _log(weights: np.ndarray) -> np.ndarray:

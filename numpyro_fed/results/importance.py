@@ -16,20 +16,22 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, overload
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
 from numpyro_fed.algorithms.base import Round
+from numpyro_fed.algorithms.expand import prior_draws
 from numpyro_fed.algorithms.importance.exchange import Densities, importance
 from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.algorithms.importance.proposals import (
     SHARE,
     Mixture,
     MixtureProposal,
+    OfText,
     Place,
     WideParts,
     root_of_draws,
@@ -217,7 +219,7 @@ def _corrected(
     copy = result.start.copy if isinstance(result.start, Mode) else None
     guide = fit.guide.globals
     share = wider if guide.density_everywhere else 0.0
-    wide = fit.cached(("wide", size, share), lambda: WideParts.of(fit.model, size, share))
+    wide = WideParts.of(of_text(fit), size, share)
     weighing = Weighing(result, size, wide.num_own, integration, copy, accuracy)
 
     def exchange(i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -240,6 +242,17 @@ def _corrected(
     log_weights = _log_ratio(log_joint, log_q)
     correction = weighing.correction(key, z_G, log_weights, log_joint, from_guide)
     return unless_interrupted(correction, interrupted, num_draws)
+
+
+def of_text(fit: Fit) -> OfText:
+    """Return what proposals take from the text of a fit, found once."""
+
+    def make() -> OfText:
+        start = fit.built.start
+        shared = None if start is None else start.mode
+        return OfText.of(fit.model, shared.prior_draws if shared else prior_draws(fit.model))
+
+    return fit.cached("of text", make)
 
 
 def _log_ratio(log_joint: np.ndarray, log_q: np.ndarray) -> np.ndarray:
@@ -287,7 +300,7 @@ class Weighing:
             num_own = self.num_own if near else 0
             weigh = _compiled(self.result._fit, self.integration, self.size, num_own)
             run_once = self.result._run_round_once
-            found: Densities = run_once(weigh, key, NO_WEIGHTS, jnp.asarray(z_G))[0]
+            found: Densities = run_once(weigh, key, NO_WEIGHTS, jax.device_put(z_G))[0]
             self.sent += 1
             if not self.integration.nodes or not float(found.num_coarse):
                 log_joint = np.asarray(found.log_joint)
@@ -328,7 +341,7 @@ class Weighing:
         log_evidence = float(np.logaddexp.reduce(log_weights) - np.log(len(z_G)))
         of_fit = None
         if pool is not None:
-            of_fit = np.asarray(self.result.draw_globals(random.key(0), AT_ONCE)[0])
+            of_fit = self.result.many_draws_of_globals()
         sampler = sampler_of(fit, self.integration)
         draws = on_supports(sampler, self.result, z_G)
         latents = {s.name for s in fit.model.named("latent")}
@@ -442,8 +455,7 @@ def correct_from(
         theta, dtype = result.shared.theta, jnp.result_type(float)
 
         def proposal_with(share: float) -> MixtureProposal:
-            make = partial(WideParts.of, fit.model, size, share)
-            return MixtureProposal(fit.cached(("wide", size, share), make))
+            return MixtureProposal(WideParts.of(of_text(fit), size, share))
 
         propose = proposal_with(wider)
 

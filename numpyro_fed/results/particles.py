@@ -294,7 +294,7 @@ def particles_of(
 
 def compared_with_fit(fit: Result, z: np.ndarray, weights: np.ndarray) -> Moments:
     """Return the moments of particles (n, dim), and how far those of the fit are off."""
-    of_fit = np.asarray(fit.draw_globals(jax.random.key(0), AT_ONCE)[0])
+    of_fit = fit.many_draws_of_globals()
     marks = np.repeat([False, True], [len(z), len(of_fit)])
     together = np.concatenate([z, of_fit])
     return moments(together, np.append(weights, np.zeros(len(of_fit))), marks)

@@ -64,7 +64,7 @@ def posterior(
 ) -> Posterior:
     """Return the sampling functions of a fit, or with an ``integration`` those of a correction."""
 
-    @partial(jax.jit, static_argnums=2)
+    @partial(jit_once, static_argnums=2)
     def draw_globals(key: Array, shared: Shared, n: int) -> tuple[Array, Array]:
         noise = guide.globals.noise(key, n)
         return guide.globals.draws(shared.frame, shared.guide, noise)[1:]

@@ -17,8 +17,10 @@ from jax import Array
 from numpyro_fed.after.base import AfterFit
 from numpyro_fed.after.run import ALL, WhichSilo, chosen_silos
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Private
-from numpyro_fed.algorithms.influence import MOST_GLOBALS, Factors, influence
+from numpyro_fed.algorithms.begin import FLAT, FLAT_OFF_MODE
+from numpyro_fed.algorithms.influence import INFLUENCE, MOST_GLOBALS, Factors, Influence
 from numpyro_fed.errors import ModelError, NonFiniteError
+from numpyro_fed.gaussian import Curvature
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.facts import Facts, Plan
@@ -36,9 +38,11 @@ from numpyro_fed.results.built import Built
 from numpyro_fed.results.communication import Communication, communication
 from numpyro_fed.results.groups import groups_to_arviz, log_likelihood
 from numpyro_fed.results.influence import SiloTable, table_of
+from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.posterior import Posterior, posterior, real_rows
 from numpyro_fed.results.recognise import Provenance
 from numpyro_fed.results.saving import SavedRun
+from numpyro_fed.runtime.asking import Asked
 from numpyro_fed.runtime.channel import Mark
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import Runtime
@@ -46,6 +50,7 @@ from numpyro_fed.waiting import shows
 
 # Draws whose mean is the place at which silos are compared: within 2 % of an sd of the mean.
 MEAN_DRAWS = 4_000
+MANY = 4_000  # draws of the globals that show a fit's moments
 
 
 class MethodSpec(NamedTuple):
@@ -357,13 +362,19 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
             )
         if fit.checks is not None:
             refuse_coupled_rows(fit.checks, self._silos.buckets, "the influence of silos needs")
-        round_ = influence(fit.model, fit.built.algorithm, self.num_silos)
-        factors: Factors = self._run_round_once(
-            fit.quick_round(round_),
-            jax.random.key(0),
-            "gradient or Hessian at the posterior's mean are not finite at {}.",
-            jnp.asarray(z_G, float),
-        )[0]
+        make = partial(Influence.of, fit.model, fit.built.algorithm, self.num_silos)
+        question = fit.cached(INFLUENCE, make)
+        transport = fit.runtime.transport(self._batches)
+        ask = Asked(transport, jax.random.key(0), self.num_silos, self.state.silos)
+        factors: Factors = question.ask(ask, self.shared, z_G)
+        if ask.unusable:
+            raise NonFiniteError(
+                "gradient or Hessian at the posterior's mean are not finite at silo "
+                f"{', '.join(map(str, ask.unusable))}.",
+                result=self,
+                round=int(self.state.round),
+                silos=ask.unusable,
+            )
         return factors
 
     @property
@@ -470,6 +481,19 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
     def draw_globals(self, key: Array, n: int) -> tuple[Array, Array]:
         """Return unconstrained draws (n, dim) of the globals, and the guide's log density (n,)."""
         return self._fit.posterior.draw_globals(jax.random.fold_in(key, 0), self.shared, n)
+
+    @in_precision_of_object
+    def many_draws_of_globals(self) -> np.ndarray:
+        """Return draws (4_000, dim) of the globals, always the same: the fit's moments."""
+        start = self.start
+        if len(self.losses) or not isinstance(start, Mode) or start.curvature.ndim == 1:
+            return np.asarray(self.draw_globals(jax.random.key(0), MANY)[0])
+        # Where the fit stands at its mode nothing has to be compiled for it.
+        A = start.curvature[-self._fit.model.dim :, -self._fit.model.dim :]
+        least = FLAT if start.converged else FLAT_OFF_MODE
+        root = Curvature.of(A).positive(least).root_of_inverse()
+        normal = np.random.default_rng(0).standard_normal((MANY, len(A)))
+        return (start.z_G + normal @ root.T).astype(start.z_G.dtype)
 
     @in_precision_of_object
     def log_density_of_globals(self, z_G: Array) -> Array:

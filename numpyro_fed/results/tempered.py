@@ -35,7 +35,7 @@ from numpyro_fed.objectives import default_quadrature
 from numpyro_fed.precision import precision
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.corrected import Corrected
-from numpyro_fed.results.importance import check_weighable
+from numpyro_fed.results.importance import check_weighable, of_text
 from numpyro_fed.results.mixture import around_modes
 from numpyro_fed.results.particles import Particles, Track, particles_of
 from numpyro_fed.results.rows import Fit, Result
@@ -258,8 +258,7 @@ class Tempered:
 
     def _wide(self, fit: Fit) -> WideParts:
         """Return the wider parts around a mixture."""
-        make = partial(WideParts.of, fit.model, self.num_particles, WIDER)
-        return fit.cached(("wide", self.num_particles, WIDER), make)
+        return WideParts.of(of_text(fit), self.num_particles, WIDER)
 
     def _run(
         self,
@@ -335,5 +334,5 @@ def mixture_of(fit: Result, result: Result | Corrected) -> Mixture:
     """Return the mixture around a fit, or the latest one of a correction."""
     if isinstance(result, Corrected) and result.pool is not None:
         return result.pool.mixtures[0]
-    z = np.asarray(fit.draw_globals(jax.random.key(0), 4_000)[0], np.float64)
+    z = fit.many_draws_of_globals().astype(np.float64)
     return around_modes(z, (), np.zeros(1))

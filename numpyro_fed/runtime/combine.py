@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms.base import Combine, Down, Replies, Reply, Up
-from numpyro_fed.trees import Tree
+from numpyro_fed.trees import AnyArray, Numbers, Tree, namespace
 
 
-def combine(how: Combine, stacks: Sequence[Reply[Up]], order: Array | None = None) -> Replies[Up]:
+def combine(how: Combine, stacks: Sequence[Reply[Up]], order: Numbers | None = None) -> Replies[Up]:
     """Return the replies of all stacks as one: summed, or gathered in ``order``.
 
     Leaves of ``stacks`` are (n, ...) for a bucket of n participants; ``order`` (k,) lists positions
-    in their concatenation.
+    in their concatenation. Of NumPy's arrays it is computed by NumPy.
     """
     if how is Combine.SUM:
         parts = [_weighted_sum(reply) for reply in stacks]
@@ -24,18 +24,23 @@ def combine(how: Combine, stacks: Sequence[Reply[Up]], order: Array | None = Non
         weight = sum((w for _, w in parts[1:]), parts[0][1])
         # A number as the others, so that over several devices one sum carries all of them.
         bad = sum(
-            (jnp.sum(~reply.ok, dtype=weight.dtype) for reply in stacks), jnp.zeros_like(weight)
+            (namespace(reply.ok).sum(~reply.ok, dtype=weight.dtype) for reply in stacks),
+            0 * weight,
         )
         return Replies(up, bad == 0, weight)
     index = slice(None) if order is None else order
     triples = [(reply.up, reply.ok, _weights(reply)) for reply in stacks]
-    return Replies(*jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[index], *triples))
+
+    def gathered(*leaves: AnyArray) -> AnyArray:
+        return namespace(leaves[0]).concatenate(leaves)[index]
+
+    return Replies(*jax.tree.map(gathered, *triples))
 
 
 def _weights(stack: Reply[Up]) -> Array:
     """Return the weight of each reply of a stack (n,); 1 where the exchange has no weights."""
     if isinstance(stack.weight, tuple):
-        return jnp.ones(jnp.shape(stack.ok))
+        return namespace(stack.ok).ones(jnp.shape(stack.ok))
     return jnp.asarray(stack.weight)
 
 

@@ -30,7 +30,9 @@ from numpyro_fed.algorithms.base import (
     as_drafted,
 )
 from numpyro_fed.errors import SiloAwayError
+from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import stacked
+from numpyro_fed.runtime.asking import checked, transport_of_stacks
 from numpyro_fed.runtime.combine import combine, for_participants
 from numpyro_fed.runtime.noise import exchange_key, init_keys, server_key, silo_key
 from numpyro_fed.runtime.schedule import Carry, Schedule
@@ -77,7 +79,7 @@ def host(
 
     round_, transport_of = compile_parts(algorithm.round), partial(_host_transport, watch=watch)
     advance = round_loop(round_, schedule, len, transport_of, done=algorithm.done)
-    return Runtime(init, advance, single, chunk_of(schedule))
+    return Runtime(init, advance, single, chunk_of(schedule), transport=transport_of_stacks)
 
 
 def round_loop(
@@ -295,8 +297,23 @@ def compile_visit(exchange: Exchange[Silo, Down, Up]) -> Exchange[Silo, Down, Up
     Its ``silo`` is the whole visit: the reply that it returns is checked, and its draft is the
     silo's next state, so that nothing is left to commit.
     """
+    if exchange.stacked:
+        return exchange._replace(silo=partial(_visit_alone, exchange))
     visit, noise = jax.jit(exchange.visit), jax.jit(exchange.silo_noise)
     return exchange._replace(silo=visit, commit=as_drafted, silo_noise=noise)
+
+
+def _visit_alone(
+    exchange: Exchange[Silo, Down, Up], noise: object, down: Down, state: Silo, data: SiloData
+) -> tuple[Reply[Up], Silo]:
+    """Return a silo's reply and its next state, from an exchange whose silos are stacked."""
+    here = jax.tree.map(lambda a: np.asarray(a)[None], (state, data))
+    down = jax.tree.map(np.asarray, down)
+    reply, after = exchange.silo(noise, down, *here)
+    found: tuple[Reply[Up], Silo] = jax.tree.map(
+        lambda a: np.asarray(a)[0], (checked(exchange, reply), after)
+    )
+    return found
 
 
 def _first(stack: Tree) -> Tree:

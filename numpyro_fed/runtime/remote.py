@@ -49,6 +49,7 @@ from numpyro_fed.runtime.step import (
     Answers,
     Transport,
     compiled_in_parts,
+    declared,
     message_shapes,
 )
 from numpyro_fed.runtime.sums import LEAST, check_summed
@@ -89,7 +90,15 @@ def remote(
             algorithm.away,
         )
     # One round a call: a chunk that is run again after a failure would ask silos again.
-    return Runtime(silos.init, advance, silos.single, 1, like=silos.like, go_on=silos.go_on)
+    return Runtime(
+        silos.init,
+        advance,
+        silos.single,
+        1,
+        like=silos.like,
+        transport=silos.transport_of,
+        go_on=silos.go_on,
+    )
 
 
 def check_sums(algorithm: FederatedAlgorithm[Any, Any], schedule: Schedule[Carry] | None) -> None:
@@ -158,6 +167,8 @@ class _Remote:
             for exchange in round_.exchanges:
                 check_summed(exchange)
         self.rounds.update((exchange.id, round_) for exchange in round_.exchanges)
+        if any(exchange.stacked for exchange in round_.exchanges):
+            return round_
         return compiled_in_parts(round_)
 
     @cached_property
@@ -166,12 +177,21 @@ class _Remote:
         return None if self.algorithm.watch_reply is None else jax.jit(self.algorithm.watch_reply)
 
     def expected(self, asked: ExchangeId) -> Expected:
-        """Return shapes and checks of the replies to an exchange."""
+        """Return shapes and checks of the replies to an exchange of a round."""
         if asked not in self.expectations:
             crossed = message_shapes(self.algorithm, (self.rounds[asked],), self.plan.template())
             for exchange, _, reply in crossed:
                 self.expectations[exchange.id] = Expected(reply, jax.jit(exchange.checked))
         return self.expectations[asked]
+
+    def expected_of_stacked(self, exchange: Exchange[Any, Any, Any]) -> Expected:
+        """Return shapes and checks of the replies to an exchange that belongs to no round."""
+        if self.channel.secure_sum:
+            check_summed(exchange)
+        if exchange.id not in self.expectations:
+            _, _, reply = declared(exchange)
+            self.expectations[exchange.id] = Expected(reply, jax.jit(exchange.checked))
+        return self.expectations[exchange.id]
 
     def transport(
         self, exchange: Exchange[Any, Down, Up], noise: Array, down: Down, who: Array, silos: Stacks
@@ -185,7 +205,8 @@ class _Remote:
             drop_weak_types(for_participants(exchange.scatter, down, i))
             for i in range(len(numbers))
         ]
-        question = numbers, exchange, noise, downs, silos[0], self.expected(asked)
+        expected = self.expected_of_stacked(exchange) if exchange.stacked else self.expected(asked)
+        question = numbers, exchange, noise, downs, silos[0], expected
         try:
             if self.channel.secure_sum:
                 total, ok, mark = self.channel.ask_sum(*question)

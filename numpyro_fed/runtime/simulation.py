@@ -32,6 +32,7 @@ from numpyro_fed.algorithms.base import (
 )
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.programs import jit_once
+from numpyro_fed.runtime.asking import transport_of_stacks
 from numpyro_fed.runtime.combine import combine, for_participants
 from numpyro_fed.runtime.noise import (
     exchange_key,
@@ -118,7 +119,8 @@ def simulation(
     ) -> tuple[State, Log, RunStatus]:
         return readable(advance(key, state, batches, n, server_data, stop))
 
-    return Runtime(init, advanced, single, chunk, partial(single, jit=jit_once))
+    quick_single = partial(single, jit=jit_once)
+    return Runtime(init, advanced, single, chunk, quick_single, transport=transport_of_stacks)
 
 
 def single(round_: Round, jit: Callable[..., Callable[..., Any]] = jax.jit) -> Single:

@@ -83,6 +83,8 @@ class Batch(NamedTuple):
 
     def real(self, tree: Tree) -> Tree:
         """Return the same without the rows beyond the silos."""
+        if all(len(a) == self.size for a in jax.tree.leaves(tree)):
+            return tree
         return jax.tree.map(lambda a: a[: self.size], tree)
 
 
@@ -188,6 +190,11 @@ class Single(Protocol):
         """Return both new states, the server's report, and which replies were good (silos,)."""
 
 
+def no_transport(batches: Batches) -> Any:
+    """Refuse to ask silos one exchange at a time, in a runtime that cannot."""
+    raise TypeError("this runtime cannot ask silos outside of rounds.")
+
+
 class Runtime(NamedTuple):
     """An algorithm with a way to run it.
 
@@ -204,6 +211,8 @@ class Runtime(NamedTuple):
     like : (key, batches) -> State, optional
         A function for the shapes of a state alone, where ``init`` has effects outside of this
         process.
+    transport : batches -> Transport, optional
+        The way of a plain program's questions to the silos (:mod:`.asking`).
     go_on : State -> State, optional
         The state from which a new run goes on where another one has ended. By default it is the
         same; silos in other processes begin a new run there.
@@ -215,6 +224,7 @@ class Runtime(NamedTuple):
     chunk: int = CHUNK
     single_quick: Callable[[Round], Single] | None = None
     like: Callable[[Array, Batches], State] | None = None
+    transport: Callable[[Batches], Any] = no_transport
     go_on: Callable[[State], State] = lambda state: state
 
     def quick(self, round_: Round) -> Single:

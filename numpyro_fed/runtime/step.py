@@ -33,7 +33,7 @@ from numpyro_fed.algorithms.base import (
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.runtime.combine import combine, for_participants
 from numpyro_fed.runtime.stack import ServerData
-from numpyro_fed.trees import drop_weak_types
+from numpyro_fed.trees import Numbers, drop_weak_types
 
 Source = TypeVar("Source", contravariant=True)  # silos' noise, or keys that it is drawn from
 Drawn = TypeVar("Drawn")  # the same type, where a class keeps it
@@ -57,7 +57,7 @@ class Answers(NamedTuple, Generic[Silos]):
     """
 
     replies: Replies[Any]
-    ok: Array
+    ok: Numbers
     silos: Silos
     watched: Any = ()
 
@@ -66,7 +66,12 @@ class Transport(Protocol[Source, Silos]):
     """A way to send a message to silos and get replies: the only part in which runtimes differ."""
 
     def __call__(
-        self, exchange: Exchange[Any, Down, Up], noise: Source, down: Down, who: Array, silos: Silos
+        self,
+        exchange: Exchange[Any, Down, Up],
+        noise: Source,
+        down: Down,
+        who: Array,
+        silos: Silos,
     ) -> Answers[Silos]:
         """Send ``down`` to the silos ``who`` (k,); ``noise`` is theirs, or keys to draw it from."""
 
@@ -300,6 +305,8 @@ def message_shapes(
             return Answers(combine(exchange.combine, [stack]), stack.ok, after)
 
         for round_ in rounds:
+            if any(x.stacked for x in round_.exchanges):
+                continue  # they leave states of the same shapes
             noise = RoundNoise(round_.noise(key), [key] * len(round_.exchanges))
             server, silo, *_ = step(
                 round_, transport, noise, server, silo, jnp.arange(1), server_data
@@ -307,10 +314,21 @@ def message_shapes(
         return crossed
 
     shapes = jax.eval_shape(trace, jax.random.key(0), data, server_data)
-    return [
-        MessageShapes(x, *down_and_reply)
+    traced = {
+        x.name: MessageShapes(x, *down_and_reply)
         for x, down_and_reply in zip(exchanges, shapes, strict=True)
-    ]
+    }
+    asked = [x for round_ in rounds for x in round_.exchanges]
+    return [declared(x) if x.stacked else traced[x.name] for x in asked]
+
+
+def declared(exchange: Exchange[Any, Any, Any]) -> MessageShapes:
+    """Return the shapes of the messages of a stacked exchange, which says them itself."""
+    if exchange.like is None:
+        raise TypeError(f"the exchange {exchange.name!r} is stacked and does not say its shapes.")
+    down, up = exchange.like()
+    ok: Any = jax.ShapeDtypeStruct((), bool)
+    return MessageShapes(exchange, down, Reply(up, ok))
 
 
 def _trace_state() -> object:

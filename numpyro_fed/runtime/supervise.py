@@ -238,6 +238,8 @@ def _all_finite(state: State, batches: Batches) -> bool:
 def failed_silos(replies: ArrayLike, silos: Stacks, batches: Batches) -> tuple[int, ...]:
     """Return the silos whose last reply was not good, or whose state is not finite."""
     bad = set(np.flatnonzero(~np.asarray(replies)).tolist())
+    if not silos:
+        return tuple(sorted(bad))
     numbers = tuple(b.silos for b in batches)
     for silo, fine in zip(numbers, _finite((), silos, numbers).silos, strict=True):
         bad.update(np.asarray(silo)[~np.asarray(fine)].tolist())

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms.begin import outer_precision, where_finite
-from numpyro_fed.algorithms.mode import ROUNDING_UNITS
+from numpyro_fed.algorithms.expand import ROUNDING_UNITS
 from numpyro_fed.bounds import QuadratureBound
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.base import GuideParams

@@ -42,11 +42,12 @@ from scipy.linalg import solve_triangular
 from scipy.stats import qmc
 
 from numpyro_fed import linalg
+from numpyro_fed.gaussian import root_of
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.priors import Funnel
 from numpyro_fed.model.sites import Site
-from numpyro_fed.trees import AnyArray, Numbers
+from numpyro_fed.trees import AnyArray, Numbers, namespace
 
 # Share of the draws from wider distributions. A perfect guide loses at most a factor of two in
 # effective draws; a smaller share shows a missed mode by fewer draws.
@@ -70,7 +71,6 @@ OWN_FREEDOM = 10
 TINY = 1e-12  # from zero and one, where quantiles are infinite
 NUM_PARTS = 4  # of a mixture: with eight, k-hat came out larger, with two fewer draws counted
 FULL_UP_TO = 100  # latents; beyond it the covariance of the draws is taken as diagonal
-PRIOR_DRAWS = 512  # for quantiles of the prior, which need not be exact
 
 
 class Place(NamedTuple):
@@ -131,7 +131,7 @@ class Bends(NamedTuple):
 
     def straight(self, u: Numbers) -> tuple[Numbers, Numbers]:
         """Return bent coordinates (..., dim) of ``u``, and the log determinant (...)."""
-        xp = _namespace(u)
+        xp = namespace(u)
         s, p, k = self._on_side_of(u)
         far = xp.log1p(xp.abs(u) / s)
         v = xp.where(p == 1, xp.abs(u) / s, k * xp.expm1(p * far))
@@ -145,7 +145,7 @@ class Bends(NamedTuple):
 
     def _on_side_of(self, u: Numbers) -> tuple[Numbers, Numbers, Numbers]:
         """Return width, power and the factor ``k`` on the side of each coordinate (..., dim)."""
-        xp = _namespace(u)
+        xp = namespace(u)
         s, p = (xp.where(u < 0, of_sides[0], of_sides[1]) for of_sides in self)
         return s, p, 1 / xp.expm1(p * math.log(2))
 
@@ -180,12 +180,12 @@ class Mixture(NamedTuple):
     @property
     def place(self) -> Place:
         """Return the mean of all parts, and a root of their covariance, as if nothing were bent."""
-        xp = _namespace(self.centres)
+        xp = namespace(self.centres)
         shares = xp.exp(self.log_shares)
         mean = shares @ self.centres
         away = (self.centres - mean)[..., None]
         columns = xp.sqrt(shares)[:, None, None] * xp.concatenate([self.roots, away], -1)
-        root = _root_of(xp.concatenate(list(columns), -1))
+        root = root_of(xp.concatenate(list(columns), -1))
         return Place(self.frame.centre + self.frame.root @ mean, self.frame.root @ root)
 
     def at(self, standard: StandardPoints) -> np.ndarray:
@@ -198,7 +198,7 @@ class Mixture(NamedTuple):
 
     def log_prob(self, z: Numbers) -> Numbers:
         """Return the log density (n,) at ``z`` (n, dim)."""
-        xp = _namespace(z)
+        xp = namespace(z)
         bent, log_det = self.bends.straight(self.frame.whitened(z))
         places = zip(self.centres, self.roots, strict=True)
         parts = xp.stack([Student(Place(*one), OWN_FREEDOM).log_prob(bent) for one in places])
@@ -232,7 +232,7 @@ class Student:
 
     def log_prob(self, z: Numbers) -> Numbers:
         """Return the log density (n,) at ``z`` (n, dim)."""
-        xp, freedom, dim = _namespace(z), self.freedom, z.shape[-1]
+        xp, freedom, dim = namespace(z), self.freedom, z.shape[-1]
         squared = (self.place.whitened(z) ** 2).sum(-1)
         return self.log_at_centre(xp) - (freedom + dim) / 2 * xp.log1p(squared / freedom)
 
@@ -271,7 +271,7 @@ class Stretched:
 
     def log_prob(self, z: Numbers) -> Numbers:
         """Return the log density (n,) at ``z`` (n, dim)."""
-        xp, dim = _namespace(z), z.shape[-1]
+        xp, dim = namespace(z), z.shape[-1]
         u = self.place.whitened(z)
         along = u @ self._axes.T
         squared = (u**2).sum(-1, keepdims=True) - (1 - self.stretch**-2) * along**2
@@ -332,9 +332,9 @@ class Neck:
     @property
     def _parents(self) -> list[Student]:
         others = self._others
-        xp = _namespace(self.place.root)
+        xp = namespace(self.place.root)
         is_setter = np.isin(others, _coordinates(self.children.funnel.setters))
-        root = _root_of(self.place.root[others])
+        root = root_of(self.place.root[others])
         scales = [xp.where(is_setter, s, 1.0)[:, None] for s in NECK_SCALES]
         return [Student(Place(self.place.centre[others], s * root), FREEDOM) for s in scales]
 
@@ -348,11 +348,34 @@ class Neck:
 
     def log_prob(self, z: Numbers) -> Numbers:
         """Return the log density (n,) at ``z`` (n, dim)."""
-        xp = _namespace(z)
+        xp = namespace(z)
         of_parents = xp.stack([part.log_prob(z[:, self._others]) for part in self._parents])
         of_children = self.children.log_density(self.theta, z)
         log_parents = _log_sum_exp(of_parents) - math.log(len(of_parents))
         return log_parents + (np.asarray(of_children) if xp is np else of_children)
+
+
+@dataclass(frozen=True, eq=False)
+class OfText:
+    """What a proposal takes from the text: the same for all parties and all fits.
+
+    Attributes
+    ----------
+    model : FederatedModel
+    spread : Place or None
+        The prior's median and spread.
+    funnels : tuple of Children
+    """
+
+    model: FederatedModel
+    spread: Place | None
+    funnels: tuple[Children, ...]
+
+    @classmethod
+    def of(cls, fm: FederatedModel, draws: np.ndarray | None) -> OfText:
+        """Return what a proposal takes from a text, with ``draws`` (n, dim) from the prior."""
+        funnels = fm.global_prior.funnels if fm.dim else ()
+        return cls(fm, spread_of(draws), tuple(Children(fm, funnel) for funnel in funnels))
 
 
 @dataclass(frozen=True, eq=False)
@@ -361,34 +384,26 @@ class WideParts:
 
     Attributes
     ----------
-    model : FederatedModel
-    spread : Place or None
-        The prior's median and spread.
-    funnels : tuple of Children
+    text : OfText
     num_own : int
         The number of draws that are left for what the parts are wider than.
     numbers : tuple of int
         The number of draws from each part.
     """
 
-    model: FederatedModel
-    spread: Place | None
-    funnels: tuple[Children, ...]
+    text: OfText
     num_own: int
     numbers: tuple[int, ...]
 
     @classmethod
-    def of(cls, fm: FederatedModel, num_draws: int, share: float) -> WideParts:
+    def of(cls, text: OfText, num_draws: int, share: float) -> WideParts:
         """Return the parts of a proposal with so many draws, a ``share`` of them wider."""
-        if not share or not fm.dim:
-            return cls(fm, None, (), num_draws, ())
-        # Properties of the text, the same for all parties and all fits.
-        spread = prior_spread(fm)
-        funnels = tuple(Children(fm, funnel) for funnel in fm.global_prior.funnels)
-        num_wide = len(SCALES) + len(STRETCHES) + (spread is not None)
+        if not share or not text.model.dim:
+            return cls(text, num_draws, ())
+        num_wide = len(SCALES) + len(STRETCHES) + (text.spread is not None)
         wide = [int(share * num_draws / num_wide)] * num_wide
-        necks = [int(NECKS * share * num_draws / len(funnels)) for _ in funnels]
-        return cls(fm, spread, funnels, num_draws - sum(wide + necks), (*wide, *necks))
+        necks = [int(NECKS * share * num_draws / len(text.funnels)) for _ in text.funnels]
+        return cls(text, num_draws - sum(wide + necks), (*wide, *necks))
 
     def parts(self, theta: Theta, place: Place) -> list[Part]:
         """Return the parts around a place, in the order of :attr:`numbers`."""
@@ -397,14 +412,14 @@ class WideParts:
         centre, root = place
         parts: list[Part] = [Student(Place(centre, s * root), FREEDOM) for s in SCALES]
         parts += [Stretched(place, s) for s in STRETCHES]
-        if self.spread is not None:
-            parts.append(Student(self.spread, FREEDOM))
-        return parts + [Neck(children, theta, place) for children in self.funnels]
+        if self.text.spread is not None:
+            parts.append(Student(self.text.spread, FREEDOM))
+        return parts + [Neck(children, theta, place) for children in self.text.funnels]
 
     def sample(self, random: np.random.Generator, theta: Theta, place: Place) -> np.ndarray:
         """Return draws of all parts (sum(numbers), dim), part after part."""
         drawn = zip(self.parts(theta, place), self.numbers, strict=True)
-        empty = np.zeros((0, self.model.dim))
+        empty = np.zeros((0, self.text.model.dim))
         return np.concatenate([empty, *(part.sample(random, n) for part, n in drawn if n)])
 
     def log_density(self, log_own: Numbers, theta: Theta, place: Place, z: Numbers) -> Numbers:
@@ -414,7 +429,7 @@ class WideParts:
         """
         parts = zip(self.parts(theta, place), self.numbers, strict=True)
         used = [(part, n) for part, n in parts if n]
-        densities = _namespace(z).stack([log_own, *(part.log_prob(z) for part, _ in used)])
+        densities = namespace(z).stack([log_own, *(part.log_prob(z) for part, _ in used)])
         numbers = np.array([self.num_own, *(n for _, n in used)], float)
         with np.errstate(divide="ignore"):  # there may be no draws of its own
             log_shares = np.log(numbers / numbers.sum())
@@ -429,7 +444,7 @@ class MixtureProposal:
 
     def draw(self, random: np.random.Generator, theta: Theta, own: Mixture) -> np.ndarray:
         """Return draws (n, dim), those from the mixture first."""
-        points = StandardPoints.of(random, self.wide.num_own, self.wide.model.dim)
+        points = StandardPoints.of(random, self.wide.num_own, self.wide.text.model.dim)
         return np.concatenate([own.at(points), self.wide.sample(random, theta, own.place)])
 
     def log_density(self, theta: Theta, own: Mixture, z: Numbers) -> Numbers:
@@ -437,25 +452,12 @@ class MixtureProposal:
         return self.wide.log_density(own.log_prob(z), theta, own.place, z)
 
 
-def _namespace(z: Numbers) -> ModuleType:
-    """Return NumPy for its own arrays, and JAX's for others."""
-    return np if isinstance(z, np.ndarray) else jnp
-
-
 def _log_sum_exp(a: Numbers) -> Numbers:
     """Return the log of the sum of exponentials over the first axis."""
-    xp = _namespace(a)
+    xp = namespace(a)
     if xp is jnp:
         return jax.nn.logsumexp(a, axis=0)
     return np.logaddexp.reduce(a, axis=0)
-
-
-def _root_of(M: AnyArray) -> AnyArray:
-    """Return a lower triangular root of :math:`M M'`, for a matrix ``M`` (d, k)."""
-    if not isinstance(M, np.ndarray):
-        return linalg.root_of(M)
-    _, R = np.linalg.qr(M.T)
-    return (R * np.where(np.diagonal(R) < 0, -1.0, 1.0)[:, None]).T
 
 
 def _standard_student(random: np.random.Generator, n: int, part: Student) -> np.ndarray:
@@ -475,25 +477,22 @@ def root_of_draws(z: AnyArray) -> AnyArray:
     their covariance, which holds no correlation above 1 - 1e-16: wider draws would then leave a
     narrow ridge, such as that of a line over a far covariate, and have no weight.
     """
-    xp, (n, dim) = _namespace(z), z.shape
+    xp, (n, dim) = namespace(z), z.shape
     sd = z.std(0)
     # Ten draws for each latent: with fewer the sample correlations are mostly noise.
     if dim > FULL_UP_TO or n < 10 * dim:
         return xp.diag(sd)
-    L = _root_of(((z - z.mean(0)) / sd).T / math.sqrt(n))
+    L = root_of(((z - z.mean(0)) / sd).T / math.sqrt(n))
     usable = xp.isfinite(L).all() & (xp.diagonal(L) > 0).all()
     return sd[:, None] * xp.where(usable, L, xp.eye(dim))
 
 
-def prior_spread(fm: FederatedModel) -> Place | None:
-    """Return the prior's median, and as a root its spread; None if it cannot be drawn from.
+def spread_of(draws: np.ndarray | None) -> Place | None:
+    """Return the prior's median, and as a root its spread, by draws (n, dim); None without any.
 
     The spread is half the width of the central 68 %, the sd of a normal. An sd itself may be
     infinite: priors may be Cauchy.
     """
-    if not fm.dim:
-        return None
-    draws = fm.draw_prior(jax.random.key(0), PRIOR_DRAWS)
     if draws is None:
         return None
     # Draws of a vague prior may be infinite, as 1 / 0; the spread is not used then.

@@ -38,8 +38,8 @@ from numpyro_fed.algorithms.begin import (
     local_guides_of_result,
     start_at_mode,
 )
+from numpyro_fed.algorithms.expand import SiloState as ModeSiloState
 from numpyro_fed.algorithms.mode import Search
-from numpyro_fed.algorithms.mode import SiloState as ModeSiloState
 from numpyro_fed.algorithms.pvi.server import Server
 from numpyro_fed.algorithms.pvi.silo import Silo
 from numpyro_fed.algorithms.pvi.states import PVIParts, ServerState, SiloState
@@ -145,7 +145,7 @@ def pvi_from_mode(server: Server, silo: Silo) -> Round:
     def commit(draft: SiloState, sent: Up) -> SiloState:
         return draft._replace(pending=sent.factor)
 
-    def run(state: Search, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
+    def run(state: Search[Array], noise: Array, ask: Ask) -> tuple[ServerState, Info]:
         message = start_at_mode(fm, state)
         point, replies = message.point, ask(FROM_MODE, message)
         first, prior = server.init(noise), server.prior(point.theta)

@@ -274,9 +274,10 @@ def _directions(gram: Array, curvature: Array) -> tuple[Array, Array]:
     They are orthonormal, smallest curvature first. Columns beyond the rank of the basis are zero,
     with a curvature of one.
     """
-    unit, values, vectors = Curvature.of(gram)
-    independent = values > PARALLEL * values.max()
-    whiten = vectors / unit[:, None] * jnp.where(independent, jax.lax.rsqrt(values), 0.0)
+    own = Curvature.of(gram)
+    independent = own.values > PARALLEL * own.values.max()
+    shrink = jnp.where(independent, jax.lax.rsqrt(own.values), 0.0)
+    whiten = own.vectors / own.unit[:, None] * shrink
     projected = whiten.T @ curvature @ whiten
     # Dependent basis vectors get a curvature above all real ones, so that eigh sorts them last.
     last = 10 * (1 + jnp.abs(projected).max())

@@ -22,7 +22,7 @@ the inverse of that matrix is the covariance with which a client's guide starts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -392,7 +392,7 @@ def _maximise_in_plane(fn: Function) -> tuple[Array, Array]:
         slope, hessian = jax.grad(fn)(ab), jax.hessian(fn)(ab)
         curvature = Curvature.of(-hessian)
         size = jnp.maximum(jnp.abs(curvature.values + damping), 1e-4)
-        trial = ab + curvature._replace(values=size).solve(slope)
+        trial = ab + replace(curvature, values=size).solve(slope)
         trial_value = fn(trial)
         better = jnp.isfinite(trial_value) & (trial_value > value) & jnp.isfinite(trial).all()
         ab, value = jnp.where(better, trial, ab), jnp.where(better, trial_value, value)

@@ -1,0 +1,77 @@
+"""How a plain program at the server asks silos: one exchange after the other, with their states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from numpyro_fed.algorithms.base import Down, Exchange, Reply, Up
+from numpyro_fed.runtime.combine import combine
+from numpyro_fed.runtime.stack import Batches, Stacks
+from numpyro_fed.runtime.step import Answers, Transport
+
+
+class Asked:
+    """The questions of a program to all silos so far: a callable that asks the next one.
+
+    Attributes
+    ----------
+    silos : tuple of pytree
+        The silos' states.
+    number : int
+        The number of exchanges.
+    unusable : tuple of int
+        The silos whose last reply could not be used.
+    """
+
+    def __init__(
+        self, transport: Transport[Array, Stacks], key: Array, num_silos: int, silos: Stacks
+    ):
+        self._transport, self._key = transport, key
+        self._who: Any = np.arange(num_silos)
+        self.silos, self.number, self.unusable = silos, 0, tuple[int, ...]()
+
+    def __call__(self, exchange: Exchange[Any, Down, Up], down: Down) -> Up:
+        """Return the replies' ``up`` as NumPy arrays, added up or gathered."""
+        answers = self._transport(exchange, self._key, down, self._who, self.silos)
+        self.silos = answers.silos
+        self.number += 1
+        self.unusable = tuple(np.flatnonzero(~np.asarray(answers.ok)).tolist())
+        up: Up = jax.tree.map(np.asarray, answers.replies.up)
+        return up
+
+
+def transport_of_stacks(batches: Batches) -> Transport[Any, Stacks]:
+    """Return the transport to silos of this process, whose part of the exchange is stacked."""
+    numbers = np.concatenate([np.asarray(b.silos) for b in batches])
+
+    def transport(
+        exchange: Exchange[Any, Down, Up], noise: object, down: Down, who: Any, silos: Stacks
+    ) -> Answers[Stacks]:
+        replies, after = [], []
+        for batch, states in zip(batches, silos, strict=True):
+            answer = exchange.silo((), down, batch.padded(states), batch.data)
+            reply, states = batch.real(answer)
+            replies.append(checked(exchange, reply))
+            after.append(states)
+        order = np.argsort(numbers)
+        ok = np.concatenate([reply.ok for reply in replies])[order]
+        return Answers(combine(exchange.combine, replies, order), ok, tuple(after))
+
+    return transport
+
+
+def checked(exchange: Exchange[Any, Any, Up], reply: Reply[Up]) -> Reply[Up]:
+    """Return the replies of a stack of silos, checked as by :meth:`Exchange.checked`."""
+    leaves = [np.isfinite(a).reshape(len(a), -1).all(1) for a in jax.tree.leaves(reply.up)]
+    ok: np.ndarray = np.logical_and.reduce([np.asarray(reply.ok), *leaves])
+    if exchange.lenient:
+        return reply._replace(ok=ok)
+
+    def or_zeros(a: np.ndarray) -> np.ndarray:
+        return np.where(ok.reshape(-1, *[1] * (a.ndim - 1)), a, np.zeros_like(a))
+
+    return reply._replace(up=jax.tree.map(or_zeros, reply.up), ok=ok)
