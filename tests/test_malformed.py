@@ -19,7 +19,7 @@ KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}
 RNG = np.random.default_rng(0)
 # The programs of the checks themselves, and single operations of JAX on a key or on zeros.
-CHECKS = {"errors", "observed_values", "densities_at_edges", "summary", "coupled"}
+CHECKS = {"errors", "observed_values", "densities_at_edges", "summaries", "padding", "coupled"}
 OPERATIONS = {
     *("convert_element_type", "broadcast_in_dim", "stage", "unstack"),
     *("_threefry_seed", "_threefry_split"),

@@ -181,3 +181,15 @@ def test_plain_supports_are_checked_without_a_program(likelihood, values, bad, c
     own = kind.plain.observed(silos[0].arrays["y"])
     np.testing.assert_array_equal(own.inside, found[INSIDE, "y"])
     np.testing.assert_array_equal(own.edge, found[EDGE, "y"])
+
+
+def test_what_sets_the_prior_of_a_global():
+    def model(y):
+        loc = numpyro.param("loc", 0.0)
+        tau = numpyro.sample("tau", dist.HalfNormal(1))
+        effect = numpyro.sample("effect", dist.Normal(loc, tau).expand([2]).to_event(1))
+        with nf.silo_plate("row", len(y)):
+            numpyro.sample("y", dist.Normal(effect.sum(), 1), obs=y)
+
+    fm = split(model, read([dict(y=RNG.normal(size=3))]))
+    assert fm.global_prior.setters == {"tau": frozenset(), "effect": {"loc", "tau"}}

@@ -14,7 +14,7 @@ from numpyro_fed.model.indices import index_check
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.observed import Supports
 from numpyro_fed.model.padding import Bucket, bucket, padded, padded_keys
-from numpyro_fed.model.row_checks import RowChecks, check_summaries
+from numpyro_fed.model.row_checks import RowChecks, refuse_summaries
 from numpyro_fed.model.split import split
 
 
@@ -75,9 +75,9 @@ class Layout(NamedTuple):
             self.supports.check(b)
         for j, silo in enumerate(silos):
             self.check_indices(j, silo)
-        if summaries:
-            check_summaries(self.checks, self.separable, buckets)
-        if all(self._padding_is_harmless(silos, b) for b in buckets if padded([b])):
+        apart = self.separable if summaries else {}
+        harmless = [self._padding_is_harmless(silos, b, apart) for b in buckets]
+        if all(harmless):
             return buckets
         warnings.warn(
             "the model's log density changes when a silo's rows are padded by copies of its first "
@@ -90,16 +90,24 @@ class Layout(NamedTuple):
         )
         return bucket(silos, self.sizes, may_pad=False)
 
-    def _padding_is_harmless(self, silos: Sequence[SiloData], b: Bucket) -> bool:
-        # The silo with the fewest rows has the most padding.
-        most = min(range(len(b.silos)), key=lambda i: sum(b.sizes[i].values()))
-        rows = tuple(sorted(self.rows.items()))
-        original = silos[b.silos[most]]
-        try:
-            return bool(self.checks.padding(b.data, rows, original, most))
-        except ValueError:
-            # The text does not run at padded shapes: an array that is not padded must match.
-            return False
+    def _padding_is_harmless(
+        self, silos: Sequence[SiloData], b: Bucket, apart: dict[str, tuple[str, ...]]
+    ) -> bool:
+        """Return whether padding changes nothing, and refuse rows that read each other's data."""
+        harmless, found, pairs = True, None, tuple(apart.items())
+        if padded([b]):
+            # The silo with the fewest rows has the most padding.
+            most = min(range(len(b.silos)), key=lambda i: sum(b.sizes[i].values()))
+            rows, original = tuple(sorted(self.rows.items())), silos[b.silos[most]]
+            try:
+                same, found = self.checks.padding(b.data, rows, pairs, original, most)
+                harmless = bool(same)
+            except ValueError:
+                harmless = False  # the text does not run at padded shapes
+        if apart:
+            found = self.checks.summaries(pairs, b.data) if found is None else found
+            refuse_summaries(self.checks, b, apart, found)
+        return harmless
 
 
 def layout_of(model: Callable[..., Any], silos: Sequence[SiloData]) -> Layout:

@@ -77,9 +77,9 @@ class FederatedModel(NamedTuple):
         A starting point by one of NumPyro's ``init_to_...`` functions; zeros when None.
     init_local : (key, data, init_loc_fn) -> z_L
         A starting point of the local latents, in the same way.
-    draw_prior : (key, n) -> (n, dim) or None
+    draw_prior : (key or seed, n) -> (n, dim) or None
         Unconstrained draws of the globals from their prior; None if some distribution of it cannot
-        be sampled.
+        be sampled. To make a key of a seed would take a program of its own.
     sizes : data -> {plate: size}
         The size of each silo plate at a silo, padded rows included.
     supports : dict
@@ -112,7 +112,7 @@ class FederatedModel(NamedTuple):
     init_private: Callable[[Array, SiloData], Theta]
     init_global: Callable[..., Array]
     init_local: Callable[..., Rows]
-    draw_prior: Callable[[Array, int], ArrayLike | None]
+    draw_prior: Callable[[Array | int, int], ArrayLike | None]
     sizes: Callable[[SiloData], Sizes]
     supports: dict[str, Any]
     global_prior: GlobalPrior
@@ -267,7 +267,7 @@ class ModelText:
         values = [jnp.ravel(v) for _, v in self._start(key, data, init_loc_fn, None)]
         return jnp.concatenate([jnp.zeros(0), *values])
 
-    def draw_prior(self, key: Array, n: int) -> ArrayLike | None:
+    def draw_prior(self, key: Array | int, n: int) -> ArrayLike | None:
         try:
             if isinstance(key, jax.core.Tracer):
                 return self._draw_prior(key, n)
@@ -277,8 +277,9 @@ class ModelText:
             return None
 
     @compiled_method(jit_once, static_argnums=1)
-    def _draw_prior(self, key: Array, n: int) -> Array:
-        keys = jax.random.split(key, n)
+    def _draw_prior(self, key: Array | int, n: int) -> Array:
+        is_seed = jnp.issubdtype(jnp.result_type(key), jnp.integer)
+        keys = jax.random.split(jax.random.key(key) if is_seed else key, n)
         return jax.vmap(lambda key: self.init_global(key, init_to_sample))(keys)
 
     def sizes(self, data: SiloData) -> Sizes:

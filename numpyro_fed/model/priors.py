@@ -26,7 +26,7 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.densities import log_prob, no_more_than_finite
 from numpyro_fed.model.jaxprs import Labels, provenance
 from numpyro_fed.model.sites import Site
-from numpyro_fed.model.traces import DENSITY, LATENT, Traces
+from numpyro_fed.model.traces import DENSITY, LATENT, PARAMETER, Traces
 from numpyro_fed.programs import compiled_method
 from numpyro_fed.tracing import TRACING
 
@@ -169,13 +169,21 @@ class GlobalPrior:
         return unpack(self.sites, z_G, z_L), data
 
     @cached_property
+    def setters(self) -> dict[str, Labels]:
+        """Return for each global latent the other globals and parameters that its prior reads."""
+        trace = self.traces.at(self.silo)
+
+        def read(name: str) -> Labels:
+            return trace.reads((DENSITY, name), LATENT) | trace.reads((DENSITY, name), PARAMETER)
+
+        return {s.name: read(s.name) - {s.name} for s in self._latents}
+
+    @cached_property
     def funnels(self) -> tuple[Funnel, ...]:
         """Return all funnels whose children can all be drawn."""
-        latents, trace = self._latents, self.traces.at(self.silo)
+        latents = self._latents
         names = {s.name for s in latents}
-        setters = {
-            s.name: trace.reads((DENSITY, s.name), LATENT) & (names - {s.name}) for s in latents
-        }
+        setters = {name: by & names for name, by in self.setters.items()}
         if not any(setters.values()):
             return ()
         values, data = self._given(jnp.zeros(self._dim), self.silo)

@@ -50,6 +50,10 @@ SUMMARIES = 4
 MODERATE = 100.0
 SHARES = np.array([1, 1e-3, 1e-6, 1e-9, 1e-12], np.float32)
 
+# Silo plates, each with the arrays that hold its rows, and what is found at each.
+Apart = tuple[tuple[str, tuple[str, ...]], ...]
+ByPlate = dict[str, ChangedRow]
+
 
 class CheckResult(NamedTuple):
     """The answer of a check, and the first silo and row for which it is yes."""
@@ -94,12 +98,12 @@ class RowChecks:
     )
 
     def cached_result(
-        self, check: Callable[..., ChangedRow | Array], b: Bucket, plate: str, *keys: str
+        self, check: Callable[[str, SiloData], Array], b: Bucket, plate: str
     ) -> CheckResult:
-        """Return the result of :meth:`coupled` or :meth:`summary`, computed once for a bucket."""
-        cache_key = id(b.data), check, plate, keys
+        """Return the result of :meth:`coupled`, computed once for a bucket."""
+        cache_key = id(b.data), check, plate
         if cache_key not in self._known:
-            found = check(plate, *([keys] if keys else []), b.data)
+            found = check(plate, b.data)
             # Dropped together with the data: an id may then belong to another object.
             weakref.finalize(b.data, self._known.pop, cache_key, None)
             self._known[cache_key] = CheckResult.of(plate, b.silos, found)
@@ -156,22 +160,33 @@ class RowChecks:
         theta = {**fm.init_theta(key), **private}
         return fm.log_silo(theta, z_G, z_L, data)
 
-    @compiled_method(jit_once, static_argnums=1)
+    @compiled_method(jit_once, static_argnums=(1, 2))
     def padding(
-        self, stack: SiloData, rows: tuple[tuple[str, str], ...], original: SiloData, i: int
-    ) -> Array:
-        """Return whether padding changes nothing, () bool.
+        self,
+        stack: SiloData,
+        rows: tuple[tuple[str, str], ...],
+        apart: Apart,
+        original: SiloData,
+        i: int,
+    ) -> tuple[Array, ByPlate]:
+        """Return whether padding changes nothing, () bool, and what :meth:`summaries` returns.
 
         The terms of real rows must not depend on what padded rows hold, and those of the ``i``-th
         silo must equal those of ``original``, the same silo unpadded. ``rows`` has pairs of an
-        array's name and its plate.
+        array's name and its plate; ``apart`` is that of :meth:`summaries`. Both questions are
+        answered in one program.
+
+        Raises
+        ------
+        ValueError
+            If the text does not run at padded shapes: an array that is not padded must match.
         """
         first = jax.tree.map(lambda a: a[0], stack)
         sizes = self.model.sizes(first)
         if any(mask.shape[1] != sizes[p] for p, mask in stack.masks.items()):
-            return jnp.array(False)
+            raise ValueError("the plates do not grow with the arrays that are padded.")
 
-        def agree(data: SiloData) -> tuple[Array, Rows, Array]:
+        def agree(data: SiloData) -> tuple[Array, Rows, Array, ByPlate]:
             def refilled(way: Array) -> SiloChange:
                 """Return the change that fills padded rows in one of the ways, latents included."""
                 steps, source = {}, {}
@@ -190,14 +205,15 @@ class RowChecks:
             each = changed_terms(terms, (z_L, data), dict(rows), refilled, ways)
             same = [terms_agree(v, v[0]) for v in each.values()]
             found = {p: v[0] for p, v in each.items()}
-            return jnp.stack([s.all() for s in same]).all(), found, z_G
+            summaries = self._summaries(apart, z_G, z_L, data)
+            return jnp.stack([s.all() for s in same]).all(), found, z_G, summaries
 
-        same, padded, z_G = jax.lax.map(agree, stack)
+        same, padded, z_G, summaries = jax.lax.map(agree, stack)
         size = self.model.sizes(original)
         z_L = {p: z[: size[p]] for p, z in self.latents(first).items()}
         expected = self.terms(z_G[i], z_L, original)
         equal = [terms_agree(padded[p][i, : len(v)], v).all() for p, v in expected.items()]
-        return same.all() & jnp.stack(equal).all()
+        return same.all() & jnp.stack(equal).all(), summaries
 
     @compiled_method(jit_once, static_argnums=(0, 1))
     def minibatch(self, plates: tuple[str, ...], keys: tuple[str, ...], stack: SiloData) -> Array:
@@ -244,16 +260,24 @@ class RowChecks:
 
         return jax.lax.map(reads_others, stack)
 
-    @compiled_method(jit_once, static_argnums=(0, 1))
-    def summary(self, plate: str, keys: tuple[str, ...], stack: SiloData) -> ChangedRow:
-        """Return the first row of each silo whose term reads the data of other rows.
+    @compiled_method(jit_once, static_argnums=0)
+    def summaries(self, apart: Apart, stack: SiloData) -> ByPlate:
+        """Return the first row of each silo whose term reads the data of other rows, by plate.
 
-        Half of the rows of the arrays ``keys`` take the data of another row. The terms of the
-        other half change if the text reads a summary such as ``x.mean(0)``.
+        ``apart`` has pairs of a plate and its arrays. Half of the rows of these take the data of
+        another row. The terms of the other half change if the text reads a summary such as
+        ``x.mean(0)``.
         """
 
-        def first_row(data: SiloData) -> ChangedRow:
+        def first_rows(data: SiloData) -> ByPlate:
             z_L = self.latents(data)
+            return self._summaries(apart, self.globals_at(z_L, data), z_L, data)
+
+        return jax.lax.map(first_rows, stack)
+
+    def _summaries(self, apart: Apart, z_G: Array, z_L: Rows, data: SiloData) -> ByPlate:
+        perturbations = []
+        for plate, _ in apart:
             size = len(z_L[plate])
             row, real = jnp.arange(size), data.masks.get(plate, jnp.ones(size, bool))
             n = real.sum()
@@ -262,15 +286,13 @@ class RowChecks:
             # The first row, the last, the middle one, and random ones: a mean or a maximum that
             # one of them leaves as it was changes by another.
             sources = [row * 0, row * 0 + n - 1, row * 0 + n // 2, hashed_integers(0, size) % n]
-            perturbation = Perturbation(plate, some, source=jnp.stack(sources))
-            terms = partial(self.terms, self.globals_at(z_L, data), like=data)
-            plate_of = dict.fromkeys(keys, plate)
-            _, (changed,) = first_changed_rows(
-                terms, (z_L, data), plate_of, [perturbation], default_rtol()
-            )
-            return changed[plate]
-
-        return jax.lax.map(first_row, stack)
+            perturbations.append(Perturbation(plate, some, source=jnp.stack(sources)))
+        if not perturbations:
+            return {}
+        plate_of = {key: plate for plate, keys in apart for key in keys}
+        terms = partial(self.terms, z_G, like=data)
+        _, changed = first_changed_rows(terms, (z_L, data), plate_of, perturbations, default_rtol())
+        return {plate: found[plate] for (plate, _), found in zip(apart, changed, strict=True)}
 
 
 def check_rows_apart(
@@ -291,20 +313,20 @@ def check_rows_apart(
         )
 
 
-def check_summaries(
-    checks: RowChecks, keys: Mapping[str, tuple[str, ...]], buckets: Sequence[Bucket]
+def refuse_summaries(
+    checks: RowChecks, b: Bucket, apart: Mapping[str, tuple[str, ...]], found: ByPlate
 ) -> None:
     """Refuse a text in which a row reads the data of other rows of its silo.
 
     Such a text is another model when the same rows are split into other silos. It is not refused
     if rows read each other's latents as well: they are then one process of the silo (a time
-    series). ``keys`` has the arrays that hold the rows of each silo plate.
+    series). ``apart`` has the arrays that hold the rows of each silo plate, and ``found`` what
+    :meth:`RowChecks.summaries` has found.
     """
-    for plate, names in keys.items():
-        for b in buckets:
-            found = checks.cached_result(checks.summary, b, plate, *names)
-            if found.answer and not checks.cached_result(checks.coupled, b, plate).answer:
-                raise ModelError(summary_message(found, names))
+    for plate, names in apart.items():
+        result = CheckResult.of(plate, b.silos, found[plate])
+        if result.answer and not checks.cached_result(checks.coupled, b, plate).answer:
+            raise ModelError(summary_message(result, names))
 
 
 def summary_message(found: CheckResult, keys: Sequence[str]) -> str:

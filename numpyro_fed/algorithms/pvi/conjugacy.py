@@ -40,7 +40,9 @@ def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloDat
     theta = generic_parameters(fm)
 
     @jit_double
-    def all_affine(stack: SiloData, prior: Natural, points: Array) -> Array:
+    def all_affine(stack: SiloData, points: Array) -> Array:
+        prior = chosen.prior(theta)
+
         def one_silo(data: SiloData) -> Array:
             rows = row_terms(fm, theta, data)
             eta = family.fit(lambda z: rows(z).sum())
@@ -51,8 +53,7 @@ def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloDat
 
     def verdict(stacks: Sequence[SiloData]) -> bool:
         with double_precision():
-            prior, points = chosen.prior(theta), chosen.places.points
-            return all(all_affine(double(stack), prior, points) for stack in stacks)
+            return all(all_affine(double(stack), chosen.places.points) for stack in stacks)
 
     return verdict
 

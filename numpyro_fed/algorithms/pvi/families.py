@@ -267,7 +267,7 @@ def _fixed_points(fm: FederatedModel, reach: np.ndarray) -> np.ndarray:
     levels = np.repeat(10.0 ** np.arange(-2, 7), 4)[:, None]
     scale = np.concatenate([levels + np.zeros(fm.dim), 10 ** r.uniform(-2, 6, (20, fm.dim))])
     around_zero = np.minimum(scale, reach / 3) * r.normal(size=scale.shape)
-    drawn = fm.draw_prior(jax.random.key(1), 16)
+    drawn = fm.draw_prior(1, 16)
     from_prior = np.zeros((0, fm.dim)) if drawn is None else np.nan_to_num(drawn)
     points = r.permutation(np.concatenate([from_prior, around_zero]))
     return np.clip(points, -reach, reach)[: max(16, POINTS // max(fm.dim, 1))]
@@ -310,6 +310,8 @@ def _points_near(
 
 def generic_parameters(fm: FederatedModel) -> dict[str, Any]:
     """Return general values of theta: at its first values, often zero, a model may be simpler."""
+    if not fm.named("param"):
+        return {}
     r = np.random.default_rng(0)
     return jax.tree.map(
         lambda a: a + r.normal(size=a.shape), double(fm.init_theta(jax.random.key(0)))
