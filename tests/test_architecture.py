@@ -43,6 +43,7 @@ LAYERS = [
     },
     {"model.sites"},
     {"model.binding"},
+    {"model.trace"},
     {"model.traces"},
     {"model.priors"},
     {"model.log_density"},

@@ -111,13 +111,10 @@ def trace_at(
     z_L: Rows,
     data: SiloData,
     key: Array | None = None,
-    *,
-    guarded: bool = True,
 ) -> tuple[dict[str, Array], dict[str, Any]]:
     """Return the log probability of each sample site, not summed, and the trace.
 
-    Where a log probability is NaN or infinite above it is minus infinity (:mod:`.densities`),
-    unless they are not ``guarded``.
+    Where a log probability is NaN or infinite above it is minus infinity (:mod:`.densities`).
     Neither depends on the key if ``z_G`` and ``z_L`` hold all latents: ``split`` refuses texts with
     other randomness.
     """
@@ -126,7 +123,7 @@ def trace_at(
     with TRACING:
         trace = handlers.trace(seeded).get_trace(**data.kwargs)
         sampled = {n: s for n, s in trace.items() if s["type"] == "sample"}
-        return {n: log_prob(s, guarded=guarded) for n, s in sampled.items()}, trace
+        return {n: log_prob(s) for n, s in sampled.items()}, trace
 
 
 def log_det_owners(sites: Sequence[Site]) -> dict[str, str]:

@@ -29,7 +29,8 @@ from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import SiloData, array_bytes, signature
 from numpyro_fed.model.jaxprs import Program, Written, trace_program
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.traces import DENSITY, INITIAL, THE_KEY, VALUE, Input, Trace, Traces
+from numpyro_fed.model.trace import DENSITY, INITIAL, THE_KEY, VALUE, Input, Trace
+from numpyro_fed.model.traces import Traces
 from numpyro_fed.model.vertical import PartyModel, VerticalModel
 from numpyro_fed.programs import jit_once
 

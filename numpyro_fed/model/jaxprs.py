@@ -280,16 +280,11 @@ def constants(program: Program) -> Iterator[ArrayLike]:
             yield from constants(inner)
 
 
-def without_dead_code(program: Program, outputs: Sequence[bool] | None = None) -> Program:
-    """Return a program without operations and constants that its outputs do not need.
-
-    ``outputs`` says which of them are kept; by default all are.
-    """
-    return pruned(program, outputs or [True] * len(program.jaxpr.outvars))[0]
-
-
 def pruned(program: Program, outputs: Sequence[bool]) -> tuple[Program, list[bool]]:
-    """Return the program of some outputs without dead code, and which inputs it still has."""
+    """Return the program of some outputs without operations and constants that they do not need.
+
+    The second value says which of its inputs it still has.
+    """
     jaxpr, used = dce_jaxpr(program.jaxpr, list(outputs))
     kept = _read(jaxpr, program.consts)
     places, values = list(kept), list(kept.values())

@@ -25,7 +25,8 @@ from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.priors import GlobalPrior, LocalPrior, local_prior
 from numpyro_fed.model.sites import Plate, Site, Structure
-from numpyro_fed.model.traces import Trace, Traces
+from numpyro_fed.model.trace import Trace
+from numpyro_fed.model.traces import Traces
 from numpyro_fed.programs import compiled_method, jit_once
 from numpyro_fed.tracing import TRACING
 

@@ -26,7 +26,8 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.densities import log_prob, no_more_than_finite
 from numpyro_fed.model.jaxprs import Labels, provenance
 from numpyro_fed.model.sites import Site
-from numpyro_fed.model.traces import DENSITY, LATENT, PARAMETER, Traces
+from numpyro_fed.model.trace import DENSITY, LATENT, PARAMETER
+from numpyro_fed.model.traces import Traces
 from numpyro_fed.programs import compiled_method
 from numpyro_fed.tracing import TRACING
 

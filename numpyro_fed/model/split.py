@@ -28,16 +28,8 @@ from numpyro_fed.model.log_density import FederatedModel, ModelText
 from numpyro_fed.model.missing import leaving_out_missing
 from numpyro_fed.model.padding import padded_keys
 from numpyro_fed.model.sites import Structure, check_same_sites, described
-from numpyro_fed.model.traces import (
-    ARRAY,
-    DENSITY,
-    INITIAL,
-    LATENT,
-    THE_KEY,
-    VALUE,
-    Trace,
-    Traces,
-)
+from numpyro_fed.model.trace import ARRAY, DENSITY, INITIAL, LATENT, THE_KEY, VALUE, Trace
+from numpyro_fed.model.traces import Traces
 
 
 def split(model: Callable[..., Any], silos: Sequence[SiloData]) -> FederatedModel:

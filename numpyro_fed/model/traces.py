@@ -1,11 +1,7 @@
-"""One trace of a model's text: its structure, and one program that answers questions about it.
+"""The traces of a model: its text is run once for each signature of data and each precision.
 
-A text is run once for each signature of data and each precision. What it computes becomes one
-program (a jaxpr): its inputs are a silo's arrays, a key, parameters and latents, and its outputs
-are log densities and values by site. Every question is a part of that program: some outputs,
-without the operations that these do not need, or the labels of what they depend on.
-
-Latents have no shapes before the text runs. Each comes into being where it is sampled, as the
+What a text computes becomes one program (:mod:`numpyro_fed.model.trace`), of which latents are
+inputs. They have no shapes before the text runs. Each comes into being where it is sampled, as the
 result of an operation without operands, which is made an input of the program afterwards. A latent
 in the body of a scan or a branch cannot become one so. Such a text is run a second time, with
 inputs of the shapes that the first run has found.
@@ -13,10 +9,9 @@ inputs of the shapes that the first run has found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,214 +19,38 @@ import numpy as np
 from jax import Array
 from jax.dtypes import canonicalize_dtype
 from jax.extend.core import Primitive
-from jax.typing import ArrayLike
 from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
 from numpyro.primitives import Messenger
 
-from numpyro_fed.model.binding import (
-    Rows,
-    Theta,
-    constrained,
-    log_det_owners,
-    sum_rows,
-    unpack,
-)
+from numpyro_fed.model.binding import Rows, Theta, constrained, unpack
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.densities import log_prob, no_more_than_finite
 from numpyro_fed.model.feasible import feasible
-from numpyro_fed.model.jaxprs import (
-    NONE,
-    Labels,
-    Program,
-    as_program,
-    propagate_labels,
-    pruned,
-    run_program,
-    type_of,
-    with_inputs_of,
-)
+from numpyro_fed.model.jaxprs import as_program, type_of, with_inputs_of
 from numpyro_fed.model.primitives import inside_control_flow, silo_plate_of
 from numpyro_fed.model.shapes import check_shapes
 from numpyro_fed.model.sites import NamesApart, Structure, model_errors, read_trace, shapes_of
 from numpyro_fed.model.supports import SupportKind, observed_at, support_kind
+from numpyro_fed.model.trace import (
+    ARRAY,
+    DENSITY,
+    EDGE,
+    INITIAL,
+    INSIDE,
+    LATENT,
+    OBSERVED,
+    PARAMETER,
+    THE_KEY,
+    UNGUARDED,
+    VALUE,
+    Input,
+    Output,
+    Term,
+    Trace,
+)
 from numpyro_fed.precision import is_double
 from numpyro_fed.tracing import TRACING
-
-# What a program says of a site, and what it is said of: the keys of its outputs.
-Output = tuple[str, str]
-# The log density of each element of the batch, and the same where it may be NaN or infinite above
-# (:mod:`.densities`); the value of a latent or a deterministic site; the
-# initial value of a parameter, unconstrained; what is observed, and whether its support has it.
-DENSITY, UNGUARDED, VALUE, INITIAL = "density", "unguarded", "value", "initial"
-OBSERVED, INSIDE, EDGE = "observed", "inside", "edge"
-# The kinds of a program's inputs.
-ARRAY, THE_KEY, PARAMETER, LATENT = "array", "key", "parameter", "latent"
-
-
-class Input(NamedTuple):
-    """An input of a program: its kind, the array, parameter or latent, and its place in a tree."""
-
-    kind: str
-    name: str
-    leaf: int
-    shape: jax.ShapeDtypeStruct
-
-
-class Term(NamedTuple):
-    """A sample site's place among the rows: its silo plate, that plate's dim, the batch's shape."""
-
-    plate: str | None
-    dim: int
-    batch_shape: tuple[int, ...]
-
-    def rows(self, density: Array) -> Array:
-        """Return what each row of the silo plate (rows,) adds to the site's log density."""
-        # A log density may lack axes of the batch along which it is constant; each row counts all
-        # the same.
-        shape = jnp.broadcast_shapes(jnp.shape(density), self.batch_shape)
-        return sum_rows(jnp.moveaxis(jnp.broadcast_to(density, shape), self.dim, 0))
-
-
-@dataclass(frozen=True, eq=False)
-class Trace:
-    """A model at one signature of a silo's data, in one precision.
-
-    Attributes
-    ----------
-    structure : Structure
-    terms : dict of str to Term
-        All sample sites, the log-determinants of latents among them.
-    supports : dict of str to SupportKind
-        The observed sites.
-    program : Program
-    inputs : tuple of Input
-    outputs : tuple of Output
-        A key for each output of the program; values that are trees have several.
-    trees : dict of Output to PyTreeDef
-    """
-
-    structure: Structure
-    terms: dict[str, Term]
-    supports: dict[str, SupportKind]
-    program: Program
-    inputs: tuple[Input, ...]
-    outputs: tuple[Output, ...]
-    trees: dict[Output, Any]
-    _parts: dict[frozenset[Output], tuple[Program, tuple[Input, ...]]] = field(
-        default_factory=dict, init=False, repr=False
-    )
-
-    def part(self, wanted: Collection[Output]) -> tuple[Program, tuple[Input, ...]]:
-        """Return the program of some outputs, without dead code, and its inputs."""
-        if (key := frozenset(wanted)) not in self._parts:
-            program, used = pruned(self.program, [output in key for output in self.outputs])
-            kept = (one for one, is_used in zip(self.inputs, used, strict=True) if is_used)
-            self._parts[key] = program, tuple(kept)
-        return self._parts[key]
-
-    def at(
-        self,
-        wanted: Collection[Output],
-        theta: Theta,
-        latents: Mapping[str, Array],
-        arrays: Mapping[str, Array],
-        key: Array | None = None,
-    ) -> dict[Output, Any]:
-        """Return some outputs at parameters and latents, both unconstrained, and a silo's arrays.
-
-        What they do not depend on may be left out; parameters have their initial values then.
-        """
-        if any(i.kind == PARAMETER and i.name not in theta for i in self.part(wanted)[1]):
-            names = {name for kind, name in self.outputs if kind == INITIAL}
-            outputs = [(INITIAL, name) for name in names]
-            initial = self.at(outputs, dict.fromkeys(names), {}, arrays)
-            theta = {**{name: value for (_, name), value in initial.items()}, **theta}
-        given = {ARRAY: arrays, PARAMETER: theta, LATENT: latents, THE_KEY: {"": key}}
-        return self.run(wanted, lambda one: _operand(one, given[one.kind].get(one.name)))
-
-    def run(
-        self, wanted: Collection[Output], operand: Callable[[Input], ArrayLike]
-    ) -> dict[Output, Any]:
-        """Return some outputs, with an operand for each input that they need."""
-        program, inputs = self.part(wanted)
-        found = run_program(program, list(map(operand, inputs)))
-        by_output: dict[Output, list[Array]] = {output: [] for output in wanted}
-        kept = (output for output in self.outputs if output in by_output)
-        for output, value in zip(kept, found, strict=True):
-            by_output[output].append(value)
-        return {o: jax.tree.unflatten(self.trees[o], leaves) for o, leaves in by_output.items()}
-
-    @cached_property
-    def _sources(self) -> dict[Output, Labels]:
-        labels = [frozenset({f"{one.kind} {one.name}"}) for one in self.inputs]
-        reached = propagate_labels(self.program.jaxpr, labels)
-        found: dict[Output, Labels] = {}
-        for output, sources in zip(self.outputs, reached, strict=True):
-            found[output] = found.get(output, NONE) | sources
-        return found
-
-    def reads(self, output: Output, kind: str) -> frozenset[str]:
-        """Return the names of the inputs of a kind that reach an output."""
-        split = (label.partition(" ") for label in self._sources[output])
-        return frozenset(name for of_kind, _, name in split if of_kind == kind)
-
-    @cached_property
-    def owners(self) -> dict[str, str]:
-        """Return the site to which each density belongs: log-determinants belong to latents."""
-        owner = log_det_owners(self.structure.sites)
-        return {name: owner.get(name, name) for name in self.terms}
-
-    def globals_at(self, theta: Theta, z_G: Array) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Return the log density of each global site, {site: ()}, and the values of these sites.
-
-        Densities include log-determinants. Values are on the sites' own supports, those of
-        deterministic sites included.
-        """
-        wanted = [*self.densities(local=False), *self.values(local=False)]
-        terms, values = dict[str, Array](), dict[str, Array]()
-        for (kind, name), value in self.at(wanted, theta, self.unpacked(z_G), {}).items():
-            if kind == VALUE:
-                values[name] = value
-            else:
-                site = self.owners[name]
-                terms[site] = terms.get(site, jnp.zeros(())) + value.sum()
-        return terms, values
-
-    def unpacked(self, z_G: Array, z_L: Rows | None = None) -> dict[str, Array]:
-        """Return the latents by site, those of rows only if they are given."""
-        local = z_L is not None
-        sites = [s for s in self.structure.sites if local or s.plate is None]
-        return unpack(sites, z_G, z_L or {})
-
-    def densities(self, *, local: bool) -> list[Output]:
-        """Return the outputs that are densities of local or of global sites."""
-        return [(DENSITY, n) for n, t in self.terms.items() if (t.plate is not None) == local]
-
-    def values(self, *, local: bool) -> list[Output]:
-        """Return the outputs that are values of local or of global sites."""
-        return [
-            (VALUE, s.name)
-            for s in self.structure.sites
-            if s.kind in ("latent", "deterministic") and (s.plate is not None) == local
-        ]
-
-    def initial(self, *, local: bool) -> list[Output]:
-        """Return the outputs that are initial values of private or of shared parameters."""
-        return [
-            (INITIAL, s.name)
-            for s in self.structure.sites
-            if s.kind == "param" and (s.plate is not None) == local
-        ]
-
-
-def _operand(one: Input, value: Any) -> ArrayLike:
-    """Return what is given for an input, zeros if nothing is."""
-    if one.kind == THE_KEY:
-        return jax.random.key(0) if value is None else value
-    if value is None:
-        return jnp.zeros(one.shape.shape, one.shape.dtype)
-    return jnp.asarray(jax.tree.leaves(value)[one.leaf], one.shape.dtype)
 
 
 @dataclass(frozen=True, eq=False)
