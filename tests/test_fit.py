@@ -343,9 +343,9 @@ def test_messages_of_a_step_that_fails_are_counted(monkeypatch):
     def fails(*args, **kwargs):
         raise nf.NonFiniteError("nothing is finite", result=None, round=0, silos=())
 
-    good = nf.fit(KEY, model, silos, max_exchanges=50, progress_bar=False)
+    good = nf.fit(KEY, model, silos, max_exchanges=1, progress_bar=False)
     monkeypatch.setattr("numpyro_fed.methods.fit_steps.correct_from", fails)
-    bad = nf.fit(KEY, model, silos, max_exchanges=50, progress_bar=False)
+    bad = nf.fit(KEY, model, silos, max_exchanges=1, progress_bar=False)
     assert not bad.trusted
     assert bad.num_exchanges == good.num_exchanges > 2
 

@@ -213,7 +213,8 @@ class Exchange(NamedTuple, Generic[Silo, Down, Up]):
         JSON, from which a silo in another process builds an exchange that belongs to no run.
     stacked : bool
         Whether ``silo`` is a plain function of a stack of silos (silos, ...), which compiles by
-        itself what depends on the text. It takes no noise, and its reply is of NumPy arrays.
+        itself what depends on the text. Its noise is none, or a key for each silo, and its reply is
+        of NumPy arrays.
     like : () -> (down, up), optional
         The shapes of the messages of a stacked exchange, which cannot be traced.
     """

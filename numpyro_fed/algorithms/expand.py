@@ -186,23 +186,8 @@ def effects_of(fm: FederatedModel) -> np.ndarray:
     The joint density of such an effect and its scale rises without bound as the scale goes to
     zero.
     """
-    latents, unravel, n = fm.named("latent"), unraveller(fm), flat_size(fm)
-    num_theta = n - fm.dim
-
-    def terms(x: Array) -> Array:
-        found = fm.prior_terms(*unravel(x))
-        return jnp.stack([found[s.name] for s in latents])
-
-    if not latents:
-        return np.zeros(0, int)
-    # A general point: at zero, or where all numbers are equal, a derivative may vanish by chance.
-    point = NUDGE * (1.0 + np.arange(n) % 7)
-    nonzero = np.asarray(jit_once(jax.jacrev(terms))(jnp.asarray(point))) != 0
-    depends = [
-        nonzero[i].sum() > nonzero[i, num_theta + s.start : num_theta + s.stop].sum()
-        for i, s in enumerate(latents)
-    ]
-    found = [np.arange(s.start, s.stop) for s, d in zip(latents, depends, strict=True) if d]
+    setters, num_theta = fm.global_prior.setters, flat_size(fm) - fm.dim
+    found = [np.arange(s.start, s.stop) for s in fm.named("latent") if setters[s.name]]
     return num_theta + np.concatenate([np.zeros(0, int), *found])
 
 
@@ -233,7 +218,7 @@ def prior_of(
 
 def prior_draws(fm: FederatedModel) -> np.ndarray | None:
     """Return unconstrained draws (n, dim) of the globals from their prior; None if it has none."""
-    drawn = fm.draw_prior(jax.random.key(0), PRIOR_DRAWS) if fm.dim else None
+    drawn = fm.draw_prior(0, PRIOR_DRAWS) if fm.dim else None
     return None if drawn is None else np.asarray(drawn)
 
 
@@ -264,7 +249,7 @@ def columns_at_once(fm: FederatedModel) -> int:
 
 def unraveller(fm: FederatedModel) -> Callable[[AnyArray], tuple[dict[str, AnyArray], AnyArray]]:
     """Return the function from one vector to shared parameters and globals."""
-    theta = jax.eval_shape(fm.init_theta, jax.random.key(0))
+    theta = jax.eval_shape(lambda: fm.init_theta(jax.random.key(0)))
     leaves, tree = jax.tree.flatten(theta)
     ends = np.cumsum([0, *(math.prod(a.shape) for a in leaves)])
 
@@ -277,7 +262,7 @@ def unraveller(fm: FederatedModel) -> Callable[[AnyArray], tuple[dict[str, AnyAr
 
 def flat_size(fm: FederatedModel) -> int:
     """Return the length of the vector of shared parameters and globals."""
-    theta = jax.eval_shape(fm.init_theta, jax.random.key(0))
+    theta = jax.eval_shape(lambda: fm.init_theta(jax.random.key(0)))
     return sum(math.prod(a.shape) for a in jax.tree.leaves(theta)) + fm.dim
 
 

@@ -98,7 +98,7 @@ class Influence:
         )
 
     def _messages(self) -> tuple[Place, Told]:
-        n, theta = self.model.dim, jax.eval_shape(self.model.init_theta, jax.random.key(0))
+        n, theta = self.model.dim, jax.eval_shape(lambda: self.model.init_theta(jax.random.key(0)))
         return Place(theta, shape(n)), Told(shape(n), shape(n, n), shape())
 
     @np.errstate(all="ignore")

@@ -180,7 +180,7 @@ class OwnModes:
         known = arrived & np.isfinite(top.likelihood)
         up = Parabola(_where(arrived, A, 0.0), _where(arrived, b, 0.0), arrived.astype(A.dtype))
         z_L = {p: _where(arrived, new, state.z_L[p]) for p, new in top.z_L.items()}
-        tops = np.where(known, top.likelihood, state.top)
+        tops = np.where(known, top.likelihood, state.top).astype(down.dtype)
         return Reply(up, np.ones(size, bool)), state._replace(z_L=z_L, top=tops)
 
     @np.errstate(all="ignore")

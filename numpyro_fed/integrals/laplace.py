@@ -249,6 +249,7 @@ class Laplace:
         steps: int = MAX_STEPS,
         step_sizes: tuple[float, ...] = STEP_SIZES,
         apart: bool = False,
+        look_first: bool = False,
     ) -> Rows:
         """Return the modes of the locals, {plate: (n, d)}, by Newton's method with a line search.
 
@@ -256,15 +257,19 @@ class Laplace:
         are in ``start``. The search ends where the Newton decrement is below ``tolerance`` nats;
         ``step_sizes`` are the shares of each step that are tried. With ``apart``, where no latents
         are above the rows, each row's search ends by itself: what a row holds changes no other
-        row's mode, whether it is slow or has none.
+        row's mode, whether it is slow or has none. With ``look_first`` no step is taken from a
+        ``start`` that is close enough already; else the last step is one more.
         """
         if apart:
             return self._modes_apart(theta, z_G, data, start, tolerance, steps, step_sizes)
 
+        def arrow_at(z: Rows) -> Arrow:
+            arrow = self._arrow(theta, z_G, z, data)
+            return arrow.of_rows() if fix_outer else arrow
+
         def step(carry: tuple[Array, Rows, Array]) -> tuple[Array, Rows, Array]:
             i, z, _ = carry
-            arrow = self._arrow(theta, z_G, z, data)
-            arrow = arrow.of_rows() if fix_outer else arrow
+            arrow = arrow_at(z)
             uphill = arrow._replace(rows=jax.tree.map(_positive, arrow.rows))
             # Away from the mode a block may be indefinite. With absolute eigenvalues the direction
             # leads uphill all the same (Dauphin et al. 2014).
@@ -279,8 +284,12 @@ class Laplace:
             i, _, decrement = carry
             return (i < steps) & (decrement > tolerance)
 
-        zero, infinity = jnp.zeros((), jnp.int32), jnp.asarray(jnp.inf, jnp.result_type(float))
-        return jax.lax.while_loop(cond_fn, step, (zero, start, infinity))[1]
+        zero, far = jnp.zeros((), jnp.int32), jnp.asarray(jnp.inf, jnp.result_type(float))
+        if look_first:
+            arrow = arrow_at(start)
+            near = _newton_decrement(arrow, Factor.of(arrow).solve(arrow.g))
+            far = jnp.where(jnp.isfinite(near) & (near >= 0), near, far)
+        return jax.lax.while_loop(cond_fn, step, (zero, start, far))[1]
 
     def _modes_apart(
         self,

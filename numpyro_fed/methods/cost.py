@@ -117,7 +117,7 @@ def state_sizes(
     """Return the bytes of the server's state, and of all silos' states."""
 
     def size(init: Callable[..., Any], *args: SiloData) -> int:
-        state = jax.eval_shape(init, jax.random.key(0), *args)
+        state = jax.eval_shape(lambda *args: init(jax.random.key(0), *args), *args)
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
 
     silos = sum(

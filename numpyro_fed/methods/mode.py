@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -239,7 +238,7 @@ def begin(
         unusable = failed_silos(good, (), ())
         if info.ok:
             carry = init_schedule(fit.built.schedule, key, fit.plan.num_silos)
-            zero = jnp.zeros((), jnp.int32)
+            zero = jax.device_put(np.zeros((), np.int32))
             state = drop_weak_types(State(zero, server, silos, carry))
             state = after_opening(fit.built.algorithm, fit.quick_round, key, state, batches)
             return state, found

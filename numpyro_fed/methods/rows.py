@@ -447,11 +447,12 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         out, latents that rows share, or particles.
         """
         if asked.name == IMPORTANCE:
-            return weighing(built, asked.read_settings()), built.algorithm
+            question = weighing(built, asked.read_settings())
+            return Round((question.exchange,), asked_directly), built.algorithm
         if asked.name == INFLUENCE:
             number = asked.read_settings()["num_silos"]
-            question = Influence.of(built.model, built.algorithm, number)
-            return Round((question.exchange,), asked_directly), built.algorithm
+            told = Influence.of(built.model, built.algorithm, number)
+            return Round((told.exchange,), asked_directly), built.algorithm
         if asked.name == LEAVE_OUT:
             return leaving_out(built, asked.read_settings()), built.algorithm
         if asked.name == LOO:

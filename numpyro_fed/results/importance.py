@@ -18,14 +18,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, overload
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-from numpyro_fed.algorithms.base import Round
 from numpyro_fed.algorithms.expand import prior_draws
-from numpyro_fed.algorithms.importance.exchange import Densities, importance
+from numpyro_fed.algorithms.importance.exchange import Estimates, Weigh
 from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.algorithms.importance.proposals import (
     SHARE,
@@ -67,7 +65,6 @@ from numpyro_fed.results.weighted import (
     weights_of,
 )
 from numpyro_fed.runtime.noise import generator
-from numpyro_fed.runtime.stack import Single
 from numpyro_fed.waiting import in_sight
 
 InnerDraws = Quadrature | int | Mapping[str, int] | None
@@ -298,15 +295,18 @@ class Weighing:
         """
         while True:
             num_own = self.num_own if near else 0
-            weigh = _compiled(self.result._fit, self.integration, self.size, num_own)
-            run_once = self.result._run_round_once
-            found: Densities = run_once(weigh, key, NO_WEIGHTS, jax.device_put(z_G))[0]
+            weigh = _weigh(self.result._fit, self.integration, self.size, num_own)
+            log_prior, down = weigh.of_server(self.result.shared, z_G)
+            up: Estimates = self.result.ask_once(weigh.exchange, down, key, NO_WEIGHTS)
             self.sent += 1
-            if not self.integration.nodes or not float(found.num_coarse):
-                log_joint = np.asarray(found.log_joint)
-                here = True if self.copy is None else self.copy.holds(z_G)
-                return np.where(here, log_joint, -np.inf)
+            if not self.integration.nodes or not float(up.is_coarse):
+                break
             self.integration = self.integration.finer()
+        log_joint = weigh.without_overflow(np.asarray(log_prior) + up.log_likelihood)
+        if np.isnan(log_joint).any() or not np.isfinite(log_joint).any():
+            raise self.result.unusable(NO_WEIGHTS)
+        here = True if self.copy is None else self.copy.holds(z_G)
+        return np.where(here, log_joint, -np.inf)
 
     def correction(
         self,
@@ -517,13 +517,13 @@ def check_weighable(fit: Fit) -> None:
         )
 
 
-def weighing(built: Built, settings: Mapping[str, Any]) -> Round:
-    """Return the round of a correction.
+def weighing(built: Built, settings: Mapping[str, Any], *, little: bool = False) -> Weigh[Any, Any]:
+    """Return the question of a correction.
 
-    A silo in another process builds the same round from these ``settings`` alone.
+    A silo in another process builds the same from these ``settings`` alone.
     """
     integration = Integration(settings["inner_draws"], settings["nodes"])
-    return importance(
+    return Weigh(
         built.model,
         built.guide,
         integration.likelihood(built.model, built.guide),
@@ -532,11 +532,12 @@ def weighing(built: Built, settings: Mapping[str, Any]) -> Round:
         settings["num_own"],
         settings["batch_size"],
         json.dumps(dict(settings)),
+        little,
     )
 
 
-def _compiled(fit: Fit, integration: Integration, num_draws: int, num_own: int) -> Single:
-    """Return the compiled exchange, made once for each fit."""
+def _weigh(fit: Fit, integration: Integration, num_draws: int, num_own: int) -> Weigh[Any, Any]:
+    """Return the question of a correction, made once for each fit."""
     settings = dict(
         inner_draws=dict(integration.draws),
         nodes=integration.nodes,
@@ -545,12 +546,11 @@ def _compiled(fit: Fit, integration: Integration, num_draws: int, num_own: int) 
         batch_size=batch_size(fit, integration, num_draws),
     )
 
-    def make() -> Single:
-        little = little_work(fit, integration, num_draws)
-        compiled = fit.runtime.quick if little else fit.runtime.single
-        return compiled(weighing(fit.built, settings))
-
-    return fit.cached(("importance", json.dumps(settings)), make)
+    little = little_work(fit, integration, num_draws)
+    return fit.cached(
+        ("importance", json.dumps(settings)),
+        lambda: weighing(fit.built, settings, little=little),
+    )
 
 
 def _inner_draws(guide: Guide, inner_draws: int | Mapping[str, int]) -> dict[str, int]:

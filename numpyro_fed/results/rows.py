@@ -16,7 +16,7 @@ from jax import Array
 
 from numpyro_fed.after.base import AfterFit
 from numpyro_fed.after.run import ALL, WhichSilo, chosen_silos
-from numpyro_fed.algorithms.base import FederatedAlgorithm, Private
+from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Private, Up
 from numpyro_fed.algorithms.begin import FLAT, FLAT_OFF_MODE
 from numpyro_fed.algorithms.influence import INFLUENCE, MOST_GLOBALS, Factors, Influence
 from numpyro_fed.errors import ModelError, NonFiniteError
@@ -364,18 +364,34 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
             refuse_coupled_rows(fit.checks, self._silos.buckets, "the influence of silos needs")
         make = partial(Influence.of, fit.model, fit.built.algorithm, self.num_silos)
         question = fit.cached(INFLUENCE, make)
-        transport = fit.runtime.transport(self._batches)
-        ask = Asked(transport, jax.random.key(0), self.num_silos, self.state.silos)
+        ask = partial(
+            self.ask_once,
+            key=jax.random.key(0),
+            message="gradient or Hessian at the posterior's mean are not finite at {}.",
+        )
         factors: Factors = question.ask(ask, self.shared, z_G)
-        if ask.unusable:
-            raise NonFiniteError(
-                "gradient or Hessian at the posterior's mean are not finite at silo "
-                f"{', '.join(map(str, ask.unusable))}.",
-                result=self,
-                round=int(self.state.round),
-                silos=ask.unusable,
-            )
         return factors
+
+    def ask_once(self, exchange: Exchange[Any, Any, Up], down: Any, key: Array, message: str) -> Up:
+        """Return the silos' replies to a question that leaves their states as they are.
+
+        Raises
+        ------
+        NonFiniteError
+            With the text ``message``, in which ``{}`` stands for the silos at fault.
+        """
+        transport = self._fit.runtime.transport(self._batches)
+        ask = Asked(transport, key, self.num_silos, self.state.silos)
+        up = ask(exchange, down)
+        if ask.unusable:
+            raise self.unusable(message, ask.unusable)
+        return up
+
+    def unusable(self, message: str, silos: tuple[int, ...] = ()) -> NonFiniteError:
+        """Return the error for numbers that cannot be used, of silos or of the server."""
+        where = f"silo {', '.join(map(str, silos))}" if silos else "the server"
+        number = int(self.state.round)
+        return NonFiniteError(message.format(where), result=self, round=number, silos=silos)
 
     @property
     def trusted(self) -> bool:

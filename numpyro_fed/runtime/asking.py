@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import Down, Exchange, Reply, Up
 from numpyro_fed.runtime.combine import combine
+from numpyro_fed.runtime.noise import exchange_key, silo_key
 from numpyro_fed.runtime.stack import Batches, Stacks
 from numpyro_fed.runtime.step import Answers, Transport
+from numpyro_fed.trees import all_finite
 
 
 class Asked:
@@ -36,7 +40,8 @@ class Asked:
 
     def __call__(self, exchange: Exchange[Any, Down, Up], down: Down) -> Up:
         """Return the replies' ``up`` as NumPy arrays, added up or gathered."""
-        answers = self._transport(exchange, self._key, down, self._who, self.silos)
+        key = exchange_key(self._key, self.number, 0, 1)
+        answers = self._transport(exchange, key, down, self._who, self.silos)
         self.silos = answers.silos
         self.number += 1
         self.unusable = tuple(np.flatnonzero(~np.asarray(answers.ok)).tolist())
@@ -49,11 +54,15 @@ def transport_of_stacks(batches: Batches) -> Transport[Any, Stacks]:
     numbers = np.concatenate([np.asarray(b.silos) for b in batches])
 
     def transport(
-        exchange: Exchange[Any, Down, Up], noise: object, down: Down, who: Any, silos: Stacks
+        exchange: Exchange[Any, Down, Up], noise: Array, down: Down, who: Any, silos: Stacks
     ) -> Answers[Stacks]:
         replies, after = [], []
         for batch, states in zip(batches, silos, strict=True):
-            answer = exchange.silo((), down, batch.padded(states), batch.data)
+            states = batch.padded(states)
+            keys = exchange.silo_noise(noise, states)
+            if not isinstance(keys, tuple):
+                keys = _keys_of(noise, batch.padded(np.asarray(batch.silos)))
+            answer = exchange.silo(keys, down, states, batch.data)
             reply, states = batch.real(answer)
             replies.append(checked(exchange, reply))
             after.append(states)
@@ -64,10 +73,31 @@ def transport_of_stacks(batches: Batches) -> Transport[Any, Stacks]:
     return transport
 
 
+@jax.jit
+def _keys_of(key: Array, silos: Array) -> Array:
+    """Return the keys (n,) of silos in an exchange."""
+    return jax.vmap(partial(silo_key, key))(silos)
+
+
 def checked(exchange: Exchange[Any, Any, Up], reply: Reply[Up]) -> Reply[Up]:
-    """Return the replies of a stack of silos, checked as by :meth:`Exchange.checked`."""
-    leaves = [np.isfinite(a).reshape(len(a), -1).all(1) for a in jax.tree.leaves(reply.up)]
-    ok: np.ndarray = np.logical_and.reduce([np.asarray(reply.ok), *leaves])
+    """Return the replies of a stack of silos, checked as by :meth:`Exchange.checked`.
+
+    Numbers are sent in the precision of this moment, whatever a silo has computed in.
+    """
+    real = jnp.result_type(float)
+
+    def as_agreed(a: np.ndarray) -> np.ndarray:
+        return a.astype(real) if a.dtype.kind == "f" else a
+
+    reply = reply._replace(up=jax.tree.map(as_agreed, reply.up))
+    if exchange.usable is all_finite:
+        leaves = [np.isfinite(a).reshape(len(a), -1).all(1) for a in jax.tree.leaves(reply.up)]
+        usable = np.logical_and.reduce(leaves)
+    else:
+        silos = range(len(np.asarray(reply.ok)))
+        each = (jax.tree.map(lambda a, i=i: a[i], reply.up) for i in silos)
+        usable = np.array([bool(exchange.usable(up)) for up in each])
+    ok: np.ndarray = np.asarray(reply.ok) & usable
     if exchange.lenient:
         return reply._replace(ok=ok)
 

@@ -309,7 +309,8 @@ def _visit_alone(
     """Return a silo's reply and its next state, from an exchange whose silos are stacked."""
     here = jax.tree.map(lambda a: np.asarray(a)[None], (state, data))
     down = jax.tree.map(np.asarray, down)
-    reply, after = exchange.silo(noise, down, *here)
+    keys = noise if isinstance(noise, tuple) else jnp.reshape(jnp.asarray(noise), (1,))
+    reply, after = exchange.silo(keys, down, *here)
     found: tuple[Reply[Up], Silo] = jax.tree.map(
         lambda a: np.asarray(a)[0], (checked(exchange, reply), after)
     )

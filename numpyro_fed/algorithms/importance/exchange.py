@@ -8,50 +8,44 @@ The server sends draws :math:`z_G^s \sim q`. Silo ``j`` replies with an importan
 
 Each estimate is unbiased, and those of different silos are independent. So averages with these
 weights are those of exact likelihoods but for more variance: it is importance sampling on an
-extended space (Andrieu and Roberts 2009; Tran et al. 2013). The draws are the server's data here.
-It makes them from a mixture of the guide, or of what stands in its place, and wider distributions
+extended space (Andrieu and Roberts 2009; Tran et al. 2013). The server makes the draws from
+a mixture of the guide, or of what stands in its place, and wider distributions
 (:mod:`numpyro_fed.algorithms.importance.proposals`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import (
     IMPORTANCE,
-    Ask,
     Exchange,
     FederatedAlgorithm,
-    Info,
     Reply,
-    Round,
     Server,
+    Shared,
     Silo,
     key_as_noise,
 )
-from numpyro_fed.algorithms.importance.likelihood import Draws, LikelihoodEstimate
+from numpyro_fed.algorithms.expand import shape
+from numpyro_fed.algorithms.importance.likelihood import CHECKED, Draws, LikelihoodEstimate
 from numpyro_fed.algorithms.sfvi import Down, coordinates_of, down_of
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.programs import jit_once
+from numpyro_fed.trees import Numbers
 
 MAX_LOST = 0.01  # share of draws near the fit at which a quadrature may fail; as much mass is lost
-
-
-class Densities(NamedTuple):
-    """The log joint density of all silos at draws (n,), and how many silos' integrals are coarse.
-
-    At a wide draw it is minus infinity where it is not finite.
-    """
-
-    log_joint: Array
-    num_coarse: Array
 
 
 class Estimates(NamedTuple):
@@ -60,65 +54,123 @@ class Estimates(NamedTuple):
     The second is 0 or 1, so that a sum over silos counts them.
     """
 
-    log_likelihood: Array
-    is_coarse: Array
+    log_likelihood: Numbers
+    is_coarse: Numbers
 
 
-def importance(
-    fm: FederatedModel,
-    guide: Guide,
-    likelihood: LikelihoodEstimate,
-    fitted: FederatedAlgorithm[Server, Silo],
-    num_draws: int,
-    num_own: int,
-    batch_size: int,
-    settings: str = "",
-) -> Round:
-    """Return the round that leads from states of the algorithm ``fitted`` to :class:`Densities`.
+@dataclass(frozen=True, eq=False)
+class Weigh(Generic[Server, Silo]):
+    """The question to silos how likely their rows are at draws of the globals.
 
-    The server's data are the draws (n, dim), of which the first ``num_own`` are from the guide. A
-    silo sends :class:`Estimates`, and keeps its state. ``batch_size`` draws are computed at a time.
+    Attributes
+    ----------
+    model : FederatedModel
+    guide : Guide
+    likelihood : LikelihoodEstimate
+    fitted : FederatedAlgorithm
+        The algorithm whose states server and silos have.
+    num_draws : int
+    num_own : int
+        How many of them, the first ones, are from the fit's guide.
+    batch_size : int
+        The number of draws that are computed at a time.
+    settings : str
+        JSON, from which a silo in another process builds the same.
+    little : bool
+        Whether evaluating them takes less time than optimising their program would.
     """
 
-    def without_overflow(values: Array) -> Array:
-        """Return log values, minus infinity where one of a wide draw overflowed or is NaN.
+    model: FederatedModel
+    guide: Guide
+    likelihood: LikelihoodEstimate
+    fitted: FederatedAlgorithm[Server, Silo]
+    num_draws: int
+    num_own: int
+    batch_size: int
+    settings: str = ""
+    little: bool = False
+
+    @property
+    def exchange(self) -> Exchange[Any, Any, Any]:
+        """Return the exchange, in which a silo sends :class:`Estimates` and keeps its state."""
+        return Exchange(
+            IMPORTANCE,
+            self.reply,
+            silo_noise=key_as_noise,
+            usable=some_count,
+            settings=self.settings,
+            stacked=True,
+            like=self._messages,
+        )
+
+    def _messages(self) -> tuple[Down, Estimates]:
+        shared = jax.eval_shape(
+            lambda: self.fitted.shared(self.fitted.init_server(jax.random.key(0)))
+        )
+        z_G = shape(self.num_draws, self.model.dim)
+        _, down = jax.eval_shape(self._of_server, shared, z_G)
+        return down, Estimates(shape(self.num_draws), shape())
+
+    def _of_server(self, shared: Shared, z_G: Array) -> tuple[Array, Down]:
+        log_prior = jax.vmap(self.model.log_prior, (None, 0))(shared.theta, z_G)
+        return log_prior, down_of(self.guide, shared, z_G)
+
+    @cached_property
+    def of_server(self) -> Callable[[Shared, Any], tuple[Array, Down]]:
+        """Return the function to the log prior (n,) at draws (n, dim), and to the message."""
+        return jit_once(self._of_server)
+
+    @cached_property
+    def _values(self) -> Callable[[Array, Down, Silo, SiloData], Array]:
+        """Return the function to log likelihoods (silos, n) of a stack of silos."""
+        evaluate = log_likelihoods(self.likelihood, self.fitted, self.num_draws, self.batch_size)
+        values = jax.vmap(evaluate, (0, None, 0, 0))
+        return jit_once(values) if self.little else jax.jit(values)
+
+    @cached_property
+    def _too_coarse(self) -> Callable[[Array, Down, Silo, SiloData, Any], Array]:
+        """Return the function to whether integrals of a stack of silos are too coarse (silos,)."""
+        # By itself it is compiled with few optimisations: it looks at a few draws.
+        return jit_once(jax.vmap(self._is_coarse, (0, None, 0, 0, 0)))
+
+    def _is_coarse(
+        self, key: Array, down: Down, state: Silo, data: SiloData, values: Array
+    ) -> Array:
+        private = self.fitted.private(state)
+        u, centre = coordinates_of(down)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(values)))
+        coordinates = private.recentred(Coordinates(u[: len(values)], centre))
+        draws = Draws(keys, down.z_G[: len(values)], *coordinates)
+        theta = {**down.theta, **private.theta}
+        return self.likelihood.too_coarse(theta, private.guide, draws, data, values)
+
+    def reply(
+        self, noise: Array, down: Down, state: Silo, data: SiloData
+    ) -> tuple[Reply[Estimates], Silo]:
+        """Return the replies of a stack of silos with a key each, and their states as they are."""
+        values = np.asarray(self._values(noise, down, state, data))
+        coarse = np.zeros(len(values), bool)
+        if self.likelihood.gives_way:
+            few = min(CHECKED, self.num_draws)
+            # Far out a quadrature may be no number, which costs a weight; among the first draws,
+            # all close to the fit, that would be mass.
+            lost = np.isnan(values[:, : -(-self.num_draws // 4)]).mean(1) > MAX_LOST
+            first = values[:, :few]
+            coarse = lost | np.asarray(self._too_coarse(noise, down, state, data, first))
+        # Values that are too coarse are not used, and may not be numbers.
+        values = np.where(coarse[:, None], 0.0, self.without_overflow(values))
+        up = Estimates(values, coarse.astype(values.dtype))
+        return Reply(up, np.ones(len(values), bool)), state
+
+    def without_overflow(self, values: np.ndarray) -> np.ndarray:
+        """Return log values (..., n), minus infinity where one of a wide draw overflowed or is NaN.
 
         An integral over a silo's latents may fail 25 sds from the guide: that draw has no weight.
         At the guide's own draws it is an error, and is kept. The text's own densities are never
         NaN.
         """
-        is_wide = jnp.arange(num_draws) >= num_own
-        return jnp.where(is_wide & ~(values < jnp.inf), -jnp.inf, values)
-
-    evaluate = log_likelihoods(likelihood, fitted, num_draws, batch_size)
-
-    def silo(
-        noise: Array, down: Down, state: Silo, data: SiloData
-    ) -> tuple[Reply[Estimates], Silo]:
-        values, coarse = evaluate(noise, down, state, data)
-        # Far out a quadrature may be no number, which costs a weight; among the first draws, all
-        # close to the fit, that would be mass.
-        lost = jnp.isnan(values[: -(-num_draws // 4)]).mean() > MAX_LOST
-        too_coarse = coarse | (likelihood.gives_way & lost)
-        # Values that are too coarse are not used, and may not be numbers.
-        values = jnp.where(too_coarse, 0.0, without_overflow(values))
-        up = Estimates(values, too_coarse.astype(values.dtype))
-        return Reply(up, jnp.array(True)), state
-
-    def run(state: Server, noise: object, ask: Ask) -> tuple[Densities, Info]:
-        shared = fitted.shared(state)
-        z_G = jnp.zeros((num_draws, fm.dim)) if ask.server_data is None else ask.server_data
-        log_prior = jax.vmap(fm.log_prior, (None, 0))(shared.theta, z_G)
-        replies = ask(IMPORTANCE, down_of(guide, shared, z_G))
-        log_joint = without_overflow(log_prior + replies.up.log_likelihood)
-        usable = ~jnp.isnan(log_joint).any() & jnp.isfinite(log_joint).any()
-        densities = Densities(log_joint, replies.up.is_coarse)
-        return densities, Info(jnp.zeros(()), usable)
-
-    exchange = Exchange(
-        IMPORTANCE, silo, silo_noise=key_as_noise, usable=some_count, settings=settings
-    )
-    return Round((exchange,), run)
+        is_wide = np.arange(self.num_draws) >= self.num_own
+        return np.where(is_wide & ~(values < np.inf), -np.inf, values)
 
 
 def log_likelihoods(
@@ -126,33 +178,36 @@ def log_likelihoods(
     fitted: FederatedAlgorithm[Server, Silo],
     num_draws: int,
     batch_size: int,
-) -> Callable[[Array, Down, Silo, SiloData], tuple[Array, Array]]:
-    """Return the function to a silo's log likelihood at each draw (n,), and if it is too coarse."""
+) -> Callable[[Array, Down, Silo, SiloData], Array]:
+    """Return the function to a silo's log likelihood at each draw (n,)."""
 
-    def evaluate(noise: Array, down: Down, state: Silo, data: SiloData) -> tuple[Array, Array]:
+    def evaluate(noise: Array, down: Down, state: Silo, data: SiloData) -> Array:
         private = fitted.private(state)
         theta = {**down.theta, **private.theta}
         u, centre = coordinates_of(down)
 
-        def estimate(batch: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        def estimate(batch: tuple[Array, Array, Array]) -> Array:
             s, z_G, u = batch
             keys = jax.vmap(jax.random.fold_in, (None, 0))(noise, s)
             draws = Draws(keys, z_G, *private.recentred(Coordinates(u, centre)))
-            return likelihood.log_estimates(theta, private.guide, draws, data, s[0] == 0)
+            return likelihood.log_estimates(theta, private.guide, draws, data)
 
         # In batches: all draws at once would hold a silo's rows, times inner draws, thousands of
         # times in memory. The last batch is filled up by the first draws: a batch of another size
         # would be compiled once more.
         num_batches = -(-num_draws // batch_size)
         index = jnp.arange(num_batches * -(-num_draws // num_batches)) % num_draws
+        # In order of their distance: a batch of draws close by needs no search for the modes of
+        # rows, or a short one.
+        index = index[jnp.argsort(jnp.square(u - centre).sum(-1)[index])]
         batches = index.reshape(num_batches, -1)
-        values, coarse = jax.lax.map(estimate, (batches, down.z_G[batches], u[batches]))
-        return values.ravel()[:num_draws], coarse.any()
+        values = jax.lax.map(estimate, (batches, down.z_G[batches], u[batches]))
+        return jnp.zeros(num_draws, values.dtype).at[index].set(values.ravel())
 
     return evaluate
 
 
-def some_count(up: Estimates) -> Array:
+def some_count(up: Estimates) -> Any:
     """Return whether no log likelihood is NaN or infinite, and some draw has a weight."""
     values = up.log_likelihood
     return (values < jnp.inf).all() & (values > -jnp.inf).any()

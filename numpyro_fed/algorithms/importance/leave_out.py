@@ -88,7 +88,7 @@ def leave_out(
     def silo(
         noise: Array, down: LeaveOutDown, state: Any, data: SiloData
     ) -> tuple[Reply[LeftOut], Any]:
-        values, _ = evaluate(noise, down.draws, state, data)
+        values = evaluate(noise, down.draws, state, data)
         up = _left_out(down.draws.z_G, down.log_weights, values)
         return Reply(up, jnp.array(True)), state
 

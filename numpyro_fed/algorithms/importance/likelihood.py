@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -77,14 +76,14 @@ class LikelihoodEstimate(Protocol):
         """Whether another estimate is made where this one fails."""
         ...
 
-    def log_estimates(
-        self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData, check: Array
-    ) -> tuple[Array, Array]:
-        """Return the log estimates (b,), and whether they are too coarse: off by more than noise.
+    def log_estimates(self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData) -> Array:
+        """Return the log estimates (b,); ``eta`` are the parameters of the local guides."""
+        ...
 
-        ``eta`` are the parameters of the local guides. The second is looked at where ``check`` ()
-        is true, and False elsewhere.
-        """
+    def too_coarse(
+        self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData, values: Array
+    ) -> Array:
+        """Return whether () estimates with these ``values`` (b,) are off by more than noise."""
         ...
 
     def log_rows(
@@ -126,41 +125,44 @@ class QuadratureLikelihood:
         """Return True: draws take the place of a quadrature that fails."""
         return True
 
-    def log_estimates(
-        self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData, check: Array
-    ) -> tuple[Array, Array]:
-        """Return log likelihoods, and whether they are others with twice the nodes."""
-        integrals, finer = (RowIntegrals(self.model, n * self.nodes, NEARBY) for n in (1, 2))
+    def log_estimates(self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData) -> Array:
+        """Return log likelihoods (b,)."""
+        integrals = RowIntegrals(self.model, self.nodes, NEARBY)
+        modes = self._modes(theta, eta, draws, data)
+        return jax.vmap(lambda z_G, z: integrals.at_modes(theta, z_G, z, data))(draws.z_G, modes)
 
+    def _modes(self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData) -> Rows:
+        """Return the modes of rows' latents near which nodes stand, at each draw."""
         bound = QuadratureBound(self.model, self.guide, self.nodes)
-        exact, prior = RowIntegrals(self.model, self.nodes), self.model.local_prior
 
         def modes_at(z_G: Array, u: Array) -> Rows:
             return bound.modes(theta, eta, z_G, Coordinates(u, draws.centre), data)
 
-        z_G = draws.z_G
-        modes = jax.vmap(modes_at)(z_G, draws.u)
-        values = jax.vmap(lambda z_G, z: integrals.at_modes(theta, z_G, z, data))(z_G, modes)
+        return jax.vmap(modes_at)(draws.z_G, draws.u)
 
-        def changes() -> Array:
-            first = jax.tree.map(lambda a: a[:CHECKED], (z_G, modes))
-            better = jax.vmap(lambda z_G, z: finer.at_modes(theta, z_G, z, data))(*first)
-            rounding = ROUNDING_UNITS * jnp.finfo(values.dtype).eps * jnp.abs(better)
-            allowed = MAX_CHANGE + rounding
-            found = ~(jnp.abs(better - values[:CHECKED]) <= allowed)
-            if prior is not None and not self.guide.outer:
-                # Twice the nodes stand around the same modes. From draws of the latents' prior the
-                # search leads to others, if there are any.
-                search = partial(from_prior, prior)
-                elsewhere = jax.vmap(search)(draws.keys[:CHECKED], z_G[:CHECKED])
-                found |= jnp.abs(elsewhere - values[:CHECKED]) > allowed
-            return found.any()
+    def too_coarse(
+        self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData, values: Array
+    ) -> Array:
+        """Return whether log likelihoods are others with twice the nodes."""
+        finer, exact = (
+            RowIntegrals(self.model, 2 * self.nodes, NEARBY),
+            RowIntegrals(self.model, self.nodes),
+        )
+        prior, modes = self.model.local_prior, self._modes(theta, eta, draws, data)
+        better = jax.vmap(lambda z_G, z: finer.at_modes(theta, z_G, z, data))(draws.z_G, modes)
+        rounding = ROUNDING_UNITS * jnp.finfo(values.dtype).eps * jnp.abs(better)
+        allowed = MAX_CHANGE + rounding
+        found = ~(jnp.abs(better - values) <= allowed)
+        if prior is not None and not self.guide.outer:
+            # Twice the nodes stand around the same modes. From draws of the latents' prior the
+            # search leads to others, if there are any.
+            def from_prior(key: Array, z_G: Array) -> Array:
+                start = prior.draw(key, theta, z_G, {}, data)
+                return exact.log_likelihood(theta, z_G, data, start)[0]
 
-        def from_prior(prior: LocalPrior, key: Array, z_G: Array) -> Array:
-            start = prior.draw(key, theta, z_G, {}, data)
-            return exact.log_likelihood(theta, z_G, data, start)[0]
-
-        return values, jax.lax.cond(check, changes, lambda: jnp.array(False))
+            elsewhere = jax.vmap(from_prior)(draws.keys, draws.z_G)
+            found |= jnp.abs(elsewhere - values) > allowed
+        return found.any()
 
     def log_rows(
         self,
@@ -200,17 +202,20 @@ class SiloLikelihood:
         """Return False: there is no estimate to take its place."""
         return False
 
-    def log_estimates(
-        self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData, check: Array
-    ) -> tuple[Array, Array]:
-        """Return the log estimates (b,), which are unbiased and never too coarse."""
+    def log_estimates(self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData) -> Array:
+        """Return the log estimates (b,), which are unbiased."""
 
         def log_estimate(key: Array, z_G: Array, u: Array) -> Array:
             coordinates = Coordinates(u, draws.centre)
             return self.log_estimate(key, theta, eta, z_G, coordinates, data)
 
-        values = jax.vmap(log_estimate)(draws.keys, draws.z_G, draws.u)
-        return values, jnp.array(False)
+        return jax.vmap(log_estimate)(draws.keys, draws.z_G, draws.u)
+
+    def too_coarse(
+        self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData, values: Array
+    ) -> Array:
+        """Return False, since estimates are never too coarse."""
+        return jnp.array(False)
 
     def log_estimate(
         self,
