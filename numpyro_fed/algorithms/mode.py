@@ -359,7 +359,7 @@ class ModeSearch:
         flat_theta = np.concatenate([np.zeros(0), *theta])
         z_G = random.standard_normal((k, fm.dim))
         if k > 1 and self.prior_draws is not None:
-            z_G = np.nan_to_num(random.choice(self.prior_draws, k))
+            z_G = random.choice(self.prior_draws, k)
         own = self.init_loc_fn and fm.init_global(key, self.init_loc_fn)
         first = np.zeros(fm.dim) if own is None else np.asarray(own, float)
         least = np.maximum(ASIDE, ROUNDING_UNITS * np.finfo(real).eps * np.abs(first))
@@ -367,7 +367,7 @@ class ModeSearch:
         jitter = random.standard_normal((k, len(flat_theta)))
         jitter[0] = 0.0
         places = np.concatenate([flat_theta + jitter, z_G], 1)
-        return [Start(place.astype(real)) for place in places]
+        return [Start(np.nan_to_num(place.astype(real))) for place in places]
 
     @cached_property
     def exchange(self) -> Exchange[Any, Any, Any]:

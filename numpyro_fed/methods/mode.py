@@ -592,7 +592,7 @@ def coordinate_names(fm: FederatedModel) -> tuple[str, ...]:
         indices = np.ndindex(shape)
         return [name + (f"[{', '.join(map(str, place))}]" if place else "") for place in indices]
 
-    theta = jax.eval_shape(fm.init_theta, jax.random.key(0))
+    theta = jax.eval_shape(lambda: fm.init_theta(jax.random.key(0)))
     params = [n for name in sorted(theta) for n in names_of(name, theta[name].shape)]
     return (*params, *(n for site in fm.named("latent") for n in names_of(site.name, site.shape)))
 

@@ -137,7 +137,7 @@ def single(round_: Round, jit: Callable[..., Callable[..., Any]] = jax.jit) -> S
         server, silos, info, good, _ = step(
             round_, transport, noise, server, silos, who, server_data
         )
-        return readable((server, silos, info, good[order]))
+        return readable(drop_weak_types((server, silos, info, good[order])))
 
     return run
 

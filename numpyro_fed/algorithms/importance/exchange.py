@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.random import fold_in
 
 from numpyro_fed.algorithms.base import (
     IMPORTANCE,
@@ -34,6 +35,7 @@ from numpyro_fed.algorithms.base import (
     Shared,
     Silo,
     key_as_noise,
+    no_noise,
 )
 from numpyro_fed.algorithms.expand import shape
 from numpyro_fed.algorithms.importance.likelihood import CHECKED, Draws, LikelihoodEstimate
@@ -96,7 +98,7 @@ class Weigh(Generic[Server, Silo]):
         return Exchange(
             IMPORTANCE,
             self.reply,
-            silo_noise=key_as_noise,
+            silo_noise=key_as_noise if self.guide.locals else no_noise,
             usable=some_count,
             settings=self.settings,
             stacked=True,
@@ -124,7 +126,8 @@ class Weigh(Generic[Server, Silo]):
     def _values(self) -> Callable[[Array, Down, Silo, SiloData], Array]:
         """Return the function to log likelihoods (silos, n) of a stack of silos."""
         evaluate = log_likelihoods(self.likelihood, self.fitted, self.num_draws, self.batch_size)
-        values = jax.vmap(evaluate, (0, None, 0, 0))
+        keys = 0 if self.guide.locals else None
+        values = jax.vmap(evaluate, (keys, None, 0, 0))
         return jit_once(values) if self.little else jax.jit(values)
 
     @cached_property
@@ -138,7 +141,7 @@ class Weigh(Generic[Server, Silo]):
     ) -> Array:
         private = self.fitted.private(state)
         u, centre = coordinates_of(down)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(values)))
+        keys = jax.vmap(fold_in, (None, 0))(key, jnp.arange(len(values)))
         coordinates = private.recentred(Coordinates(u[: len(values)], centre))
         draws = Draws(keys, down.z_G[: len(values)], *coordinates)
         theta = {**down.theta, **private.theta}
@@ -178,17 +181,19 @@ def log_likelihoods(
     fitted: FederatedAlgorithm[Server, Silo],
     num_draws: int,
     batch_size: int,
-) -> Callable[[Array, Down, Silo, SiloData], Array]:
+) -> Callable[[Any, Down, Silo, SiloData], Array]:
     """Return the function to a silo's log likelihood at each draw (n,)."""
 
-    def evaluate(noise: Array, down: Down, state: Silo, data: SiloData) -> Array:
+    def evaluate(noise: Array | tuple[()], down: Down, state: Silo, data: SiloData) -> Array:
         private = fitted.private(state)
         theta = {**down.theta, **private.theta}
         u, centre = coordinates_of(down)
 
         def estimate(batch: tuple[Array, Array, Array]) -> Array:
             s, z_G, u = batch
-            keys = jax.vmap(jax.random.fold_in, (None, 0))(noise, s)
+            # Without latents nothing is drawn: any key will do.
+            key = jax.random.key(0) if isinstance(noise, tuple) else noise
+            keys = jax.vmap(fold_in, (None, 0))(key, s)
             draws = Draws(keys, z_G, *private.recentred(Coordinates(u, centre)))
             return likelihood.log_estimates(theta, private.guide, draws, data)
 
