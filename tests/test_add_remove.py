@@ -87,9 +87,9 @@ def test_conjugate_models_are_exact_again():
     ):
         y = np.concatenate([s["y"] for s in kept])
         precision = 0.01 + len(y) / 4
-        found = other.run_behind.posterior()["mu"]
-        assert float(found.mean) == pytest.approx(y.sum() / 4 / precision, abs=1e-6)
-        assert float(found.variance) == pytest.approx(1 / precision, abs=1e-6)
+        found = other.run_behind.start
+        assert found.z_G.item() == pytest.approx(y.sum() / 4 / precision, abs=1e-6)
+        assert found.curvature.item() == pytest.approx(precision, rel=1e-6)
 
 
 def test_silos_that_are_not_there_are_refused(fitted):

@@ -26,12 +26,12 @@ from problems import cut, parts
 from scipy.special import logsumexp
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.importance.exchange import importance
+from numpyro_fed.algorithms.importance.exchange import Weigh
 from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.results.moments import moments
 from numpyro_fed.results.weighted import systematic
-from numpyro_fed.runtime.step import replayed_part
+from numpyro_fed.runtime.host import compile_visit
 
 KEY = jax.random.key(0)
 Y = np.array([0.3, -1.2, 0.8, 2.0, -0.4, 1.1, 3.0, 0.2, 1.6, 0.9])
@@ -519,15 +519,17 @@ def test_a_reply_has_one_number_a_draw_and_one_more_whatever_the_silo_holds():
     for sizes in [(2, 2), (9, 1)]:
         p = parts(conjugate, cut({"y": Y}, sizes))
         likelihood = SiloLikelihood(p.model, p.guide, {"row": 5})
-        round = importance(p.model, p.guide, likelihood, p.algorithm, 13, 13, 4)
-        (exchange,), server = round.exchanges, p.algorithm.init_server(KEY)
-        down = replayed_part(round, server, round.noise(KEY), jnp.arange(2))
+        weigh = Weigh(p.model, p.guide, likelihood, p.algorithm, 13, 13, 4)
+        shared = p.algorithm.shared(p.algorithm.init_server(KEY))
+        _, down = weigh.of_server(shared, jnp.zeros((13, 1)))
+        like, told = weigh.exchange.like()
+        assert jax.tree.map(jnp.shape, down) == jax.tree.map(jnp.shape, like)
         for data in p.silos:
             state = p.algorithm.init_silo(KEY, data)
-            noise = exchange.silo_noise(KEY, state)
-            reply, after = jax.eval_shape(exchange.silo, noise, down, state, data)
-            assert jax.tree.structure(after) == jax.tree.structure(state)
+            reply, after = compile_visit(weigh.exchange).silo(KEY, down, state, data)
+            jax.tree.map(np.testing.assert_array_equal, after, state)
             shapes.append([(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(reply.up)])
+            assert shapes[-1] == [(a.shape, str(a.dtype)) for a in jax.tree.leaves(told)]
     assert shapes == [[((13,), "float32"), ((), "float32")]] * 4
 
 

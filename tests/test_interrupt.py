@@ -3,6 +3,7 @@
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import models
@@ -203,7 +204,8 @@ def test_draws_of_a_correction_before_it_are_kept(monkeypatch):
 
 def test_a_correction_without_any_draws_is_a_plain_one(monkeypatch):
     result = SFVI.run(KEY, 20, SILOS, **QUIET)
-    put_in_place(monkeypatch, "compiled_correction", lambda *args: (ctrl_c, None, None))
+    question = SimpleNamespace(of_server=ctrl_c)
+    put_in_place(monkeypatch, "question_of_a_correction", lambda *args: question)
     with pytest.raises(KeyboardInterrupt) as caught:
         nf.importance_correct(KEY, result)
     assert not isinstance(caught.value, nf.Interrupted)
@@ -220,7 +222,7 @@ def test_stages_of_a_fit_before_it_are_kept(monkeypatch, tmp_path):
         nf.fit(KEY, model, SILOS, **QUIET)
     monkeypatch.undo()
     fitted = caught.value.result
-    assert [stage.name for stage in fitted.stages] == ["PVI"]
+    assert [stage.name for stage in fitted.stages] == ["mode"]
     assert fitted.interrupted
     assert not fitted.trusted
     assert fitted.verdict.startswith("Do not trust this posterior: the fit was interrupted")

@@ -22,7 +22,7 @@ RNG = np.random.default_rng(0)
 CHECKS = {"errors", "observed_values", "densities_at_edges", "summaries", "padding", "coupled"}
 OPERATIONS = {
     *("convert_element_type", "broadcast_in_dim", "stage", "unstack"),
-    *("_threefry_seed", "_threefry_split"),
+    *("_threefry_seed", "_threefry_split", "_threefry_fold_in"),
 }
 
 

@@ -485,6 +485,8 @@ def on_supports(sampler: Posterior, result: Result, z_G: np.ndarray) -> dict[str
         sampler.constrain_globals(theta, z_G[i : i + AT_ONCE])
         for i in range(0, max(len(z_G), 1), AT_ONCE)
     ]
+    if len(parts) == 1:
+        return parts[0]
     # In NumPy: JAX would compile a program for each number of draws.
     together = {site: np.concatenate([part[site] for part in parts]) for site in parts[0]}
     return jax.device_put(together)
