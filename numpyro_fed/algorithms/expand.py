@@ -43,7 +43,8 @@ BATCH_UP_TO_DIM = 4
 # Numbers in the data up to which a silo's program is compiled with few optimisations, since its
 # steps take less time than they would. Those of rows with latents count as so many more.
 LITTLE, TIMES_FOR_LATENTS = 20_000, 20
-FEW_COORDINATES = 50  # up to which the prior's program is
+# Coordinates up to which the prior's program is, and how many of its places are computed together.
+FEW_COORDINATES, SIDE_BY_SIDE = 50, 64
 PRIOR_DRAWS = 512  # for starts, and for quantiles of the prior, which need not be exact
 
 In = TypeVar("In")
@@ -163,14 +164,18 @@ class Prior:
     def program(self) -> Callable[[Numbers, Numbers], Expansion[Array]]:
         """Return ``(A_b, places)`` to the expansions at places (m, n), with ``A_b`` (m, c, c)."""
         log_prior = prior_of(self.model, self.effects)
+        few = flat_size(self.model) <= FEW_COORDINATES
 
         def program(of_effects: Numbers, places: Numbers) -> Expansion[Array]:
             def at(one: tuple[Numbers, Numbers]) -> Expansion[Array]:
                 return derivatives(partial(log_prior, jnp.asarray(one[0])), jnp.asarray(one[1]))[0]
 
+            if few and not len(self.effects):  # those of many silos side by side
+                size = min(len(places), SIDE_BY_SIDE)
+                return jax.lax.map(at, (of_effects, places), batch_size=size)
             return sequential_map(at, (of_effects, places))
 
-        return jit_once(program) if flat_size(self.model) <= FEW_COORDINATES else jax.jit(program)
+        return jit_once(program) if few else jax.jit(program)
 
     def __call__(self, of_effects: np.ndarray, places: np.ndarray) -> Expansion[np.ndarray]:
         """Return expansions at places (m, n), as NumPy arrays."""

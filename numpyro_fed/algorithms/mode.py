@@ -48,6 +48,7 @@ from numpyro_fed.algorithms.base import (
 from numpyro_fed.algorithms.expand import (
     ASIDE,
     ROUNDING_UNITS,
+    SIDE_BY_SIDE,
     Expand,
     Expansion,
     Prior,
@@ -90,7 +91,6 @@ MERGED = 1.5
 # modes of silos' own, the six cities took sixteen; with Poisson counts a start took a hundred where
 # another one had come to the mode after forty (docs/results/few_messages.md).
 LATE = 20
-AT_ONCE = 64  # places at which the prior is expanded by one program
 MAX_HALVINGS = 30  # of a start at which some number is not finite: 2^-30 of it is zero in effect
 
 
@@ -322,7 +322,7 @@ class ModeSearch:
     def prior(self) -> Prior:
         """Return the server's program."""
         side_by_side = self.num_silos * self.num_starts
-        return Prior(self.model, self.effects, min(side_by_side, AT_ONCE))
+        return Prior(self.model, self.effects, min(side_by_side, SIDE_BY_SIDE))
 
     @cached_property
     def algorithm(self) -> FederatedAlgorithm[Any, SiloState]:
