@@ -140,7 +140,8 @@ class Expand:
         values = sum(a.size for a in jax.tree.leaves(data))
         times = TIMES_FOR_LATENTS if any(p.dim for p in self.model.plates) else 1
         program = self._quick if values * times <= LITTLE else self._optimised
-        up, modes = program(places, least, state.z_L, state.private, data)
+        found = program(places, least, state.z_L, state.private, data)
+        up, modes = jax.block_until_ready(found)  # which Ctrl-C can end
         return jax.tree.map(np.asarray, up), modes
 
 
@@ -181,7 +182,7 @@ class Prior:
         """Return expansions at places (m, n), as NumPy arrays."""
         m = len(places)
         index = np.arange(-(-m // self.at_once) * self.at_once) % m
-        found = self.program(of_effects[index], places[index])
+        found = jax.block_until_ready(self.program(of_effects[index], places[index]))
         return Expansion(*(np.asarray(a)[:m] for a in found))
 
 

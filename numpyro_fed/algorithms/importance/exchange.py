@@ -151,7 +151,8 @@ class Weigh(Generic[Server, Silo]):
         self, noise: Array, down: Down, state: Silo, data: SiloData
     ) -> tuple[Reply[Estimates], Silo]:
         """Return the replies of a stack of silos with a key each, and their states as they are."""
-        values = np.asarray(self._values(noise, down, state, data))
+        # Waited for in a way that Ctrl-C can end.
+        values = np.asarray(jax.block_until_ready(self._values(noise, down, state, data)))
         coarse = np.zeros(len(values), bool)
         if self.likelihood.gives_way:
             few = min(CHECKED, self.num_draws)
@@ -159,7 +160,8 @@ class Weigh(Generic[Server, Silo]):
             # all close to the fit, that would be mass.
             lost = np.isnan(values[:, : -(-self.num_draws // 4)]).mean(1) > MAX_LOST
             first = values[:, :few]
-            coarse = lost | np.asarray(self._too_coarse(noise, down, state, data, first))
+            by_nodes = self._too_coarse(noise, down, state, data, first)
+            coarse = lost | np.asarray(jax.block_until_ready(by_nodes))
         # Values that are too coarse are not used, and may not be numbers.
         values = np.where(coarse[:, None], 0.0, self.without_overflow(values))
         up = Estimates(values, coarse.astype(values.dtype))
