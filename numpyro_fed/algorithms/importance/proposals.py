@@ -288,7 +288,7 @@ class Children:
     funnel: Funnel
 
     @cached_property
-    def draw(self) -> Callable[[int, Theta, np.ndarray], Array]:
+    def draw(self) -> Callable[[np.uint32, Theta, np.ndarray], Array]:
         """Return the function ``(seed, theta, z)`` to ``z`` (n, dim) with other children."""
         prior, funnel = self.model.global_prior, self.funnel
 
@@ -343,7 +343,7 @@ class Neck:
         drawn = np.stack([part.sample(random, n) for part in self._parents])
         z = np.tile(np.asarray(self.place.centre), (n, 1))
         z[:, self._others] = drawn[random.integers(len(drawn), size=n), np.arange(n)]
-        seed = int(random.integers(2**32))
+        seed = random.integers(2**32, dtype=np.uint32)  # as an int it may be too large for JAX
         return np.asarray(self.children.draw(seed, self.theta, z), np.float64)
 
     def log_prob(self, z: Numbers) -> Numbers:
