@@ -189,9 +189,10 @@ def test_fingerprints_tell_texts_apart():
 
 
 @pytest.mark.slow
-def test_one_exchange_makes_a_round_and_a_correction():
+def test_one_exchange_makes_a_search_and_a_correction():
     fitted = nf.fit(KEY, by_global, [{"y": np.ones(3)}], max_exchanges=1, progress_bar=False)
-    assert fitted.num_exchanges <= 2
+    assert [stage.name for stage in fitted.stages] == ["mode", "correction"]
+    assert fitted.num_exchanges <= 4
     assert fitted.trusted
 
 
