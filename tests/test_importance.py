@@ -126,10 +126,10 @@ def corrected(sizes=(3, 7), num_draws=4_000, inner_draws=20, wider=0.0, **settin
 @pytest.mark.slow
 def test_an_exact_guide_gives_the_evidence_at_every_draw():
     """In float32 the weights are equal up to rounding, which has no tail to speak of."""
-    fixed = corrected(num_draws=1_000, inner_draws=3)
+    fixed = corrected(num_draws=2_000, inner_draws=3)
     np.testing.assert_allclose(fixed.log_evidence, exact()[2], rtol=1e-5)
-    np.testing.assert_allclose(fixed.weights, np.full(1_000, 1e-3), rtol=1e-4)
-    np.testing.assert_allclose(fixed.ess, 1_000, rtol=1e-5)
+    np.testing.assert_allclose(fixed.weights, np.full(2_000, 5e-4), rtol=1e-4)
+    np.testing.assert_allclose(fixed.ess, 2_000, rtol=1e-5)
     assert fixed.pareto_k < 0.5
     assert fixed.fit_trusted
     assert "The globals of the fit can be trusted" in fixed.report()
@@ -724,8 +724,9 @@ def test_half_of_the_draws_from_farther_tell_where_weights_end():
     r = np.random.default_rng(0)
     silos = [dict(y=r.normal(1, 1, n)) for n in (3, 5)]
     fit = nf.PVI(model).run(KEY, 5, silos, stop="converged", progress_bar=False)
-    assert nf.importance_correct(KEY, fit, wider=0.2).pareto_k > 0.7
-    assert nf.importance_correct(KEY, fit).trusted
+    keys = list(map(jax.random.key, range(5)))
+    assert np.median([nf.importance_correct(k, fit, wider=0.2).pareto_k for k in keys]) > 0.7
+    assert all(nf.importance_correct(k, fit).trusted for k in keys)
 
 
 def test_moments_that_are_not_finite_have_an_infinite_error():
