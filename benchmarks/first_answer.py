@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from few_messages import registry
 
 import numpyro_fed as nf
 
@@ -40,7 +41,7 @@ Work = tuple[Callable[..., None], list[dict[str, Any]]]
 
 
 def regression(x: Any, y: Any = None) -> None:
-    """Return nothing: the text of the README's regression."""
+    """State the README's regression."""
     beta = numpyro.sample("beta", dist.Normal(0, 1000).expand([x.shape[-1]]).to_event(1))
     sigma = numpyro.sample("sigma", dist.HalfCauchy(10))
     with nf.silo_plate("patient", x.shape[0]):
@@ -65,16 +66,6 @@ def six() -> Work:
     return six_cities.model, six_cities.silos()
 
 
-def admissions(x: Any, hospital: Any, n_hospitals: int, y: Any = None) -> None:
-    """Return nothing: the text of a logistic regression with an effect for each hospital."""
-    beta = numpyro.sample("beta", dist.Normal(0, 10).expand([x.shape[-1]]).to_event(1))
-    tau = numpyro.sample("tau", dist.HalfNormal(1))
-    with nf.silo_plate("hospital", n_hospitals):
-        u = numpyro.sample("u", dist.Normal(0, tau))
-    with nf.silo_plate("patient", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ beta + u[hospital]), obs=y)
-
-
 def t1() -> Work:
     """Return five hospitals of 12 to 3,000 patients with eight raw covariates."""
     rng, silos = np.random.default_rng(4), []
@@ -85,11 +76,11 @@ def t1() -> Work:
         eta = -3 + 0.03 * age - 5e-6 * income + 0.3 * rest[:, 0] + 0.7 * rng.normal()
         y = rng.binomial(1, 1 / (1 + np.exp(-eta)))
         silos.append(dict(x=x, hospital=np.zeros(n, int), n_hospitals=1, y=y))
-    return admissions, silos
+    return registry, silos
 
 
 def effects(t: Any, h: Any, H: int, y: Any = None) -> None:
-    """Return nothing: the text of ``(1 + treat | hospital)``."""
+    """State a logistic regression with ``(1 + treat | hospital)``."""
     a, e = numpyro.sample("a", dist.Normal(0, 1.5)), numpyro.sample("e", dist.Normal(0, 1))
     tau = numpyro.sample("tau", dist.HalfNormal(1).expand([2]).to_event(1))
     root = numpyro.sample("L", dist.LKJCholesky(2, 2.0))
@@ -117,7 +108,7 @@ def slopes() -> Work:
 
 
 def logistic(x: Any, y: Any = None) -> None:
-    """Return nothing: the text of a logistic regression."""
+    """State a logistic regression."""
     beta = numpyro.sample("beta", dist.Normal(0, 3).expand([x.shape[-1]]).to_event(1))
     with nf.silo_plate("row", x.shape[0]):
         numpyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)

@@ -87,7 +87,7 @@ class Influence:
 
     @property
     def exchange(self) -> Exchange[Any, Any, Any]:
-        """Return the exchange."""
+        """Return the exchange in which silos answer the question."""
         return Exchange(
             INFLUENCE,
             self.reply,

@@ -95,7 +95,7 @@ MAX_HALVINGS = 30  # of a start at which some number is not finite: 2^-30 of it 
 
 
 class Search(NamedTuple, Generic[AnyArray]):
-    """What searches from several starts have found.
+    """The best points of searches from several starts.
 
     Attributes
     ----------

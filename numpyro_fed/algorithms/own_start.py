@@ -60,7 +60,7 @@ class Parabola(NamedTuple):
 
 
 class Top(NamedTuple):
-    """Where the climbs of a stack of silos from each start have ended, leaves (silos, starts, ...).
+    """The ends of the climbs of a stack of silos from each start, leaves (silos, starts, ...).
 
     Attributes
     ----------
@@ -156,7 +156,7 @@ class OwnModes:
 
     @property
     def exchange(self) -> Exchange[Any, Any, Any]:
-        """Return the exchange."""
+        """Return the exchange in which silos tell their parabolas."""
         return Exchange("own modes", self.reply, stacked=True, like=self._messages)
 
     def _messages(self) -> tuple[Any, Parabola]:

@@ -125,7 +125,7 @@ def search_for(
 
 
 class _SearchEnd(NamedTuple):
-    """What a search has found, the silos' states, their number of exchanges, and who failed."""
+    """The end of a search: its result, the silos' states, the exchanges, and who failed last."""
 
     search: Search[Any] | WideState
     silos: Stacks

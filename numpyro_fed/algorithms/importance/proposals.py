@@ -357,7 +357,9 @@ class Neck:
 
 @dataclass(frozen=True, eq=False)
 class OfText:
-    """What a proposal takes from the text: the same for all parties and all fits.
+    """The prior's spread and the funnels of a text, which proposals are made of.
+
+    They are the same for all parties and all fits.
 
     Attributes
     ----------
