@@ -1,5 +1,7 @@
 """Proposals of nf.fit: mixtures around modes, matched to weighted draws, and their wider parts."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import models
@@ -201,11 +203,14 @@ def test_draws_of_several_proposals_are_weighed_as_one():
     near = np.abs(mu[:, 0]) < 10
     np.testing.assert_allclose(np.asarray(both.pool.log_joint)[near], log_joint[near], rtol=1e-4)
     assert both.num_exchanges == first.num_exchanges + 1
-    # New draws judge the mixture that they come from by themselves.
-    more = dict(wider=0.16, before=both, judge=True)
-    assert correct_from(KEY, result, 2_000, None, own, **more).trusted
+    # New draws that judge come from all mixtures, in the shares that they have.
+    judged = correct_from(KEY, result, 2_000, None, None, before=both)
+    assert judged.trusted
+    assert judged.pool.numbers == (3_000, 3_000)
+    assert judged.pool.mixtures == both.pool.mixtures
+    chosen = replace(first, pareto_k=0.1)
+    assert not correct_from(KEY, result, 2_000, None, None, before=chosen).reliable
     assert correct_from(KEY, result, 2_000, None, off, wider=0.16, before=both).reliable
-    assert not correct_from(KEY, result, 2_000, None, off, **more).reliable
     assert abs(both.log_evidence - exact) < 0.1
     mean = y.sum() / (12 + 1 / 4)
     assert abs(both.weights @ np.asarray(both.z_G)[:, 0] - mean) < 4 * 0.03 * 12**-0.5

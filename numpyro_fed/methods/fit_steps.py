@@ -5,10 +5,12 @@ They are (:meth:`FitSteps.run`):
 1. The normal approximation at the best of several modes: where SFVI begins, without any round.
 2. The importance correction, and while it is not good enough what may improve it: more draws of
    rows' latents, more draws, a proposal matched to the weighted draws (:meth:`FitSteps.improve`).
+   If several were tried, new draws judge the best; what they doubt is improved once more
+   (:meth:`FitSteps.settle`).
 3. Particles that move to the posterior (:meth:`FitSteps.temper`).
 4. Rounds of PVI near the mode if it suits the model, then SFVI, each with step 2, as long as
    exchanges are left.
-5. If several corrections were tried, the best is judged once more by new draws.
+5. The best of those is judged once more by new draws, unless it has been.
 """
 
 from __future__ import annotations
@@ -91,6 +93,8 @@ MAX_MATCHES = 3
 TRIES_WITHOUT_JUDGE = 3
 # Share of effective draws above which another match gains little, and more draws are the remedy.
 ENOUGH_COUNT = 0.6
+# The name of the stage whose draws judge a correction that was chosen.
+JUDGED = "judged by new draws"
 # Draws of each row's latents in the bound, and of latents of outer plates. Twenty bring the six
 # cities to 0.053 sd of NUTS. Draws at an outer plate multiply those of the rows below, and did not
 # pay on three levels (docs/results/importance.md).
@@ -179,7 +183,7 @@ class FitSteps:
         best: Corrected | None = None
         # Without a mode the run would begin at zero, where there is nothing to weigh draws around.
         if result is not None and result.start is not None:
-            best = self.improve(self.correct(result))
+            best = self.settle(self.correct(result))
             best = self.better(best, self.temper(best))
         before: Result | None = None
         for _ in range(MAX_PVI_RUNS):
@@ -190,10 +194,10 @@ class FitSteps:
             before = self.run_pvi(before)
             if before is None:
                 break
-            result, best = before, self.better(best, self.improve(self.correct(before)))
+            result, best = before, self.better(best, self.settle(self.correct(before)))
         if result is None:
             result = self.run_sfvi()
-            best = self.improve(self.correct(result))
+            best = self.settle(self.correct(result))
         elif self.may_go_on(best) and self.exchanges_left > MIN_FOR_SFVI:
             try:
                 second = self.run_sfvi()
@@ -201,7 +205,7 @@ class FitSteps:
                 self.spend(_sent_before(error))
                 self.record("SFVI", f"not possible ({error})", None)
             else:
-                new = self.improve(self.correct(second))
+                new = self.settle(self.correct(second))
                 best = self.better(best, new)
                 result = second if new is not None and best is new else result
         best = self.confirm(best)
@@ -359,14 +363,15 @@ class FitSteps:
         """Return the importance correction of a result; None if it fails.
 
         Most draws come from the mixture ``own``, by default around the fit and other modes. Those
-        of the correction ``before`` are added to them, which the new ones may ``judge``.
+        of the correction ``before`` are added to them, or it is those before that new ones from the
+        same mixtures ``judge``.
         """
         earlier = 0 if before is None else before.num_exchanges
         try:
             with self.stage(name):
-                own = self.around(result) if own is None else own
+                own = self.around(result) if own is None and not judge else own
                 key, inner = self.new_key(), self.inner_draws
-                if own is None:
+                if own is None and not judge:
                     correction = importance_correct(
                         key, result, draws, inner, accuracy=self.accuracy
                     )
@@ -380,7 +385,6 @@ class FitSteps:
                         wider=wider,
                         accuracy=self.accuracy,
                         before=before,
-                        judge=judge,
                         copy=self.copy,
                     )
         except (ValueError, NonFiniteError) as error:
@@ -407,6 +411,17 @@ class FitSteps:
         evidence = [first or 0.0, *(p.log_evidence for p in others)]
         modes = [(p.z_G, p.curvature) for p in others]
         return around_modes(z, modes, np.asarray(evidence)) if np.isfinite(z).all() else None
+
+    def settle(self, correction: Corrected | None) -> Corrected | None:
+        """Return the correction after what may improve it, judged by draws that chose nothing.
+
+        What its judges doubt is improved once more, by their draws as well.
+        """
+        best = self.improve(correction)
+        judged = self.confirm(best)
+        if judged is best or judged is None or judged.trusted:
+            return judged
+        return self.confirm(self.improve(judged))
 
     def improve(self, correction: Corrected | None) -> Corrected | None:
         """Return the best correction that more draws and better proposals lead to."""
@@ -509,7 +524,8 @@ class FitSteps:
 
     def confirm(self, best: Corrected | None) -> Corrected | None:
         """Return the best of several corrections, judged by draws that did not choose it."""
-        if isinstance(best, Particles):  # nothing was chosen
+        # Nothing chose particles, or what judged before.
+        if isinstance(best, Particles) or self.is_judged(best):
             return best
         # The best of several k-hats is too good by selection: on one model it was 0.43, and 0.72 on
         # new draws (docs/results/raw_data.md).
@@ -518,10 +534,13 @@ class FitSteps:
         few = TRIES_WITHOUT_JUDGE if best is not None and best.pool is not None else 2
         if best is None or not best.trusted or tried <= few or self.exchanges_left <= 0:
             return best
-        name, own = "judged by new draws", _latest(best)
-        if own is None:
-            return self.correct(best.result, name, len(best.weights)) or best
-        return self.correct(best.result, name, AT_ONCE, own, best, judge=True) or best
+        if best.pool is None:
+            return self.correct(best.result, JUDGED, len(best.weights)) or best
+        return self.correct(best.result, JUDGED, before=best, judge=True) or best
+
+    def is_judged(self, best: Corrected | None) -> bool:
+        """Return whether a correction is by new draws that judged those before."""
+        return any(stage.name == JUDGED and stage.result is best for stage in self.stages)
 
     def contradiction(self) -> str:
         """Return in words which silo contradicts the others at the mode, if that was seen there."""

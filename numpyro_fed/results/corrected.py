@@ -87,6 +87,11 @@ class Pool(NamedTuple):
     numbers: tuple[int, ...]
     copy: OneCopy | None = None
 
+    @property
+    def sources(self) -> list[tuple[Mixture, float]]:
+        """Return each mixture with the share of its wider parts."""
+        return list(zip(self.mixtures, self.wider, strict=True))
+
 
 @dataclass(frozen=True, eq=False)
 class Corrected(Weighted[Result], AfterFit, SendsDraws):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, overload
 
@@ -424,15 +424,14 @@ def correct_from(
     result: Result,
     num_draws: int,
     inner_draws: InnerDraws,
-    own: Mixture,
+    own: Mixture | None,
     *,
-    wider: float,
+    wider: float = 0.0,
     accuracy: float = TOLERANCE,
     before: Corrected | None = None,
-    judge: bool = False,
     copy: OneCopy | None = None,
 ) -> Corrected:
-    r"""Return a correction whose draws come from a mixture, in the place of the fit's guide.
+    r"""Return a correction with draws from a mixture ``own``, in the place of the fit's guide.
 
     Draws of ``before``, a correction of the same kind, are added: all draws together count as from
     the mixture of all proposals ``k``, with the numbers :math:`n_k` that came from each,
@@ -441,68 +440,87 @@ def correct_from(
         \log w_s = \log p(z_G^s, y) - \log \sum_k \tfrac{n_k}{n}\, q_k(z_G^s),
 
     so that no weight is larger than under the best of them (Owen and Zhou 2000). A density that
-    repeats is weighed in ``copy`` alone, by default that of ``before``. New draws that ``judge``
-    those before had no part in the choice of the mixture: if their own k-hat is larger than that of
-    all draws, it is the correction's.
+    repeats is weighed in ``copy`` alone, by default that of ``before``.
+
+    Without ``own`` the new draws judge ``before``, since they had no part in the choice of a
+    mixture. They come from all its mixtures, in their shares ``n_k / n``, as what they judge does:
+    if their own k-hat is larger than that of all draws, it is the correction's.
     """
     fit, size = result._fit, min(num_draws, AT_ONCE)
-    if before is not None and before.pool is not None:
-        copy = before.pool.copy
+    earlier = None if before is None else before.pool
+    if earlier is not None:
+        copy = earlier.copy
     check_weighable(fit)
     with precision(double=result.double):
         chosen = integration_of(result, inner_draws) if before is None else before.integration
         weighing = Weighing(result, size, 0, chosen, copy, accuracy)
         theta, dtype = result.shared.theta, jnp.result_type(float)
+        text = of_text(fit)
 
         def proposal_with(share: float) -> MixtureProposal:
-            return MixtureProposal(WideParts.of(of_text(fit), size, share))
+            return MixtureProposal(WideParts.of(text, size, share))
 
-        propose = proposal_with(wider)
+        new = [] if own is None else [(own, wider)]
+        of_before = [] if earlier is None else earlier.sources
+        before_numbers = () if earlier is None else earlier.numbers
+        numbers = [size] if new else _in_shares(before_numbers, size)
+        sources = new + of_before
 
-        def exchange(i: int) -> tuple[np.ndarray, np.ndarray]:
-            z_G = propose.draw(generator(key, i), theta, own).astype(dtype)
-            return z_G, weighing.exchange(random.fold_in(key, i) if i else key, z_G)
+        def exchange(i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            random_numbers, drawn, is_own = generator(key, i), [], []
+            for (mixture, share), n in zip(new or of_before, numbers, strict=True):
+                propose = proposal_with(share)
+                some = np.sort(random_numbers.permutation(size)[:n])
+                drawn.append(propose.draw(random_numbers, theta, mixture)[some])
+                is_own.append((np.arange(size) < propose.wide.num_own)[some])
+            z_G = np.concatenate(drawn).astype(dtype)
+            log_joint = weighing.exchange(random.fold_in(key, i) if i else key, z_G)
+            return z_G, log_joint, np.concatenate(is_own)
 
         parts, interrupted = until_interrupted(exchange, -(-num_draws // size))
-        z_G, log_joint = map(list, zip(*parts, strict=True))
-        from_own = [np.tile(np.arange(size) < propose.wide.num_own, len(parts))]
-        mixtures, shares, numbers = [own], [wider], [size * len(parts)]
-        if before is not None and before.pool is not None:
-            earlier = before.pool
+        z_G, log_joint, from_own = map(list, zip(*parts, strict=True))
+        drawn = np.array([0] * len(new) + [*before_numbers])
+        drawn[: len(numbers)] += len(parts) * np.array(numbers)
+        if before is not None and earlier is not None:
             z_G.append(earlier.z_G)
             log_joint.append(earlier.log_joint)
             from_own.append(earlier.from_own)
-            mixtures += earlier.mixtures
-            shares += earlier.wider
-            numbers += earlier.numbers
             weighing.sent += before.num_exchanges
+        mixtures, shares = zip(*sources, strict=True)
         pool = Pool(
             np.concatenate(z_G),
             np.concatenate(log_joint),
             np.concatenate(from_own),
-            tuple(mixtures),
-            tuple(shares),
-            tuple(numbers),
+            mixtures,
+            shares,
+            tuple(drawn.tolist()),
             copy,
         )
-        z = pool.z_G
         log_q = np.stack(
             [
-                proposal_with(share).log_density(theta, mixture, z)
-                for share, mixture in zip(shares, mixtures, strict=True)
+                proposal_with(share).log_density(theta, mixture, pool.z_G)
+                for mixture, share in sources
             ]
         )
-        log_shares = np.log(np.array(numbers) / sum(numbers))
+        log_shares = np.log(drawn / drawn.sum())
         log_weights = _log_ratio(
             pool.log_joint, np.logaddexp.reduce(log_shares[:, None] + log_q, 0)
         )
-        correction = weighing.correction(key, z, log_weights, pool.log_joint, pool.from_own, pool)
-        if judge and correction.pool is not None:
+        correction = weighing.correction(
+            key, pool.z_G, log_weights, pool.log_joint, pool.from_own, pool
+        )
+        if own is None and correction.pool is not None:
             # Rough draws have lost their density by then.
-            new = _log_ratio(correction.pool.log_joint, log_q[0])[: numbers[0]]
-            k_of_new = weights_of(new)[0]
+            lost = correction.pool.log_joint == -np.inf
+            k_of_new = weights_of(np.where(lost, -np.inf, log_weights)[: size * len(parts)])[0]
             correction = replace(correction, pareto_k=max(correction.pareto_k, k_of_new))
         return unless_interrupted(correction, interrupted, num_draws)
+
+
+def _in_shares(numbers: Sequence[int], total: int) -> list[int]:
+    """Return whole numbers with this sum that are as the given ones to each other."""
+    ends = np.rint(np.cumsum(numbers) * (total / sum(numbers))).astype(int)
+    return np.diff(ends, prepend=0).tolist()
 
 
 def check_weighable(fit: Fit) -> None:
