@@ -28,6 +28,7 @@ LAYERS = [
             "model.primitives",
             "model.substitution",
             "model.jaxprs",
+            "model.row_axes",
             "model.feasible",
             "model.frames",
             "model.missing",

@@ -120,9 +120,8 @@ def test_a_question_is_put_once_to_the_same_silos_and_forgotten_with_them():
     fm = split(centred, silos)
     asks = Counted(fm)
     (b,) = bucket(silos, [fm.sizes(silo) for silo in silos])
-    question = asks.coupled
-    first = asks.cached_result(question, b, "row")
-    assert first == asks.cached_result(question, b, "row")
+    first = asks.reads_others(b, "row")
+    assert first == asks.reads_others(b, "row")
     assert (first.answer, first.silo, first.plate) == (True, 0, "row")
     assert asked == ["row"]
     assert first.words() == "silo 0, silo_plate 'row': the term of a row"

@@ -205,8 +205,19 @@ class Laplace:
         ``z`` are the modes at globals close by. The modes have one correct derivative.
         """
         z = self.newton_step(theta, z_G, z, data)
-        corner = Factor.of(self._arrow(theta, z_G, z, data)).corner
-        covariance = linalg.cholesky_solve(corner, jnp.eye(len(corner)))
+        return self._with_covariances(z, Factor.of(self._arrow(theta, z_G, z, data)))
+
+    def outer_near(
+        self, theta: Theta, z_G: Array, z: Rows, data: SiloData
+    ) -> dict[str, tuple[Array, Array]]:
+        """Return :meth:`outer_given`, the covariances at ``z``, before its step to the modes."""
+        arrow = self._arrow(theta, z_G, z, data)
+        factor = Factor.of(arrow)
+        return self._with_covariances(jax.tree.map(jnp.add, z, factor.solve(arrow.g)), factor)
+
+    def _with_covariances(self, z: Rows, factor: Factor) -> dict[str, tuple[Array, Array]]:
+        """Return each outer plate's latents and their covariance."""
+        covariance = linalg.cholesky_solve(factor.corner, jnp.eye(len(factor.corner)))
         found, start = {}, 0
         for p in sorted(self.outer_plates):
             place = slice(start, start := start + z[p].size)

@@ -45,6 +45,7 @@ LARGE = 10.0  # from here on the series of the logarithm of the gamma function i
 SERIES = (1 / 12, -1 / 360, 1 / 1260, -1 / 1680, 1 / 1188, -691 / 360360, 1 / 156)
 # Coefficients of artanh(s) / s^3 from the constant on, in powers of s^2, without that of 1 / s^2.
 ARTANH = tuple(1 / (2 * n + 3) for n in range(9))
+SOFTPLUS_TERMS = 17  # of the series of artanh(s) / s, for s up to a third
 # Width of an interval, in sds, below which the normal density in it is a parabola.
 NARROW = 1e-2
 
@@ -109,6 +110,28 @@ def _remainder(x: Array) -> Array:
     return total * inverse
 
 
+@jax.custom_jvp
+def softplus(x: Array) -> Array:
+    r"""Return :math:`\log(1 + e^x)` by a series, which is computed for several ``x`` at once.
+
+    With :math:`t = e^{-|x|}` and :math:`s = t / (2 + t)`, at most 1/3, it is
+    :math:`\max(x, 0) + 2 \operatorname{artanh} s`. XLA computes a logarithm in double precision
+    for one number after the other, and all that stands in one loop with it: the density of a binary
+    outcome took five times as long.
+    """
+    t = jnp.exp(-jnp.abs(x))
+    s = t / (2 + t)
+    square, series = s * s, jnp.full_like(s, 1 / (2 * SOFTPLUS_TERMS - 1))
+    for n in range(SOFTPLUS_TERMS - 2, -1, -1):
+        series = 1 / (2 * n + 1) + series * square
+    return jnp.maximum(x, 0.0) + 2 * s * series
+
+
+@softplus.defjvp
+def _softplus_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return softplus(*primals), jax.nn.sigmoid(*primals) * tangents[0]
+
+
 def times_log(k: Array, x: ArrayLike) -> Array:
     """Return ``k log(x)``, with the value and the derivatives 0 where ``k`` is 0."""
     return jnp.where(k == 0, 0.0, k * jnp.log(jnp.where(k == 0, 1.0, x)))
@@ -132,7 +155,7 @@ def _negative_binomial_probs(d: Any, value: ArrayLike) -> Array:
 
 def _negative_binomial_logits(d: Any, value: ArrayLike) -> Array:
     n, logits, y = _floats(d.total_count, d.logits, value)
-    excess = -n * jax.nn.softplus(logits) - y * jax.nn.softplus(jnp.where(y == 0, 0.0, -logits))
+    excess = -n * softplus(logits) - y * softplus(jnp.where(y == 0, 0.0, -logits))
     return log_rising(n, y) - gammaln(y + 1) + excess
 
 
@@ -209,6 +232,17 @@ def _bernoulli_probs(d: Any, value: ArrayLike) -> Array:
     return times_log(y, p) + _times_log1m(1 - y, p)
 
 
+def _bernoulli_logits(d: Any, value: ArrayLike) -> Array:
+    logits, y = _floats(d.logits, value)
+    return y * logits - softplus(logits)
+
+
+def _binomial_logits(d: Any, value: ArrayLike) -> Array:
+    n, logits, y = _floats(d.total_count, d.logits, value)
+    choices = gammaln(n + 1) - gammaln(y + 1) - gammaln(n - y + 1)
+    return choices + y * logits - n * softplus(logits)
+
+
 def _binomial_probs(d: Any, value: ArrayLike) -> Array:
     n, p, y = _floats(d.total_count, clamp_probs(d.probs), value)
     choices = gammaln(n + 1) - gammaln(y + 1) - gammaln(n - y + 1)
@@ -242,8 +276,8 @@ def _ordered_logistic(d: Any, value: ArrayLike) -> Array:
     # 1 - exp(b - a).
     beyond = d.cutpoints - d.predictor[..., None]
     ends = jnp.zeros((*beyond.shape[:-1], 1), beyond.dtype)
-    below = jnp.concatenate([jax.nn.log_sigmoid(beyond), ends], -1)
-    above = jnp.concatenate([ends, jax.nn.log_sigmoid(-beyond)], -1)
+    below = jnp.concatenate([-softplus(-beyond), ends], -1)
+    above = jnp.concatenate([ends, -softplus(beyond)], -1)
     between = jnp.concatenate([ends, jnp.log(-jnp.expm1(-jnp.diff(beyond))), ends], -1)
     logs = below + above + between
     batch = jnp.broadcast_shapes(jnp.shape(value), logs.shape[:-1])
@@ -297,7 +331,9 @@ ACCURATE: dict[type, LogProb] = {
     dist.Dirichlet: _dirichlet,
     dist.StudentT: _student_t,
     dist.MultivariateStudentT: _multivariate_student_t,
+    dist.BernoulliLogits: _bernoulli_logits,
     dist.BernoulliProbs: _bernoulli_probs,
+    dist.BinomialLogits: _binomial_logits,
     dist.BinomialProbs: _binomial_probs,
     dist.GeometricProbs: _geometric_probs,
     dist.Poisson: _poisson,

@@ -94,19 +94,23 @@ class Layout(NamedTuple):
         self, silos: Sequence[SiloData], b: Bucket, apart: dict[str, tuple[str, ...]]
     ) -> bool:
         """Return whether padding changes nothing, and refuse rows that read each other's data."""
-        harmless, found, pairs = True, None, tuple(apart.items())
-        if padded([b]):
-            # The silo with the fewest rows has the most padding.
-            most = min(range(len(b.silos)), key=lambda i: sum(b.sizes[i].values()))
-            rows, original = tuple(sorted(self.rows.items())), silos[b.silos[most]]
-            try:
+        harmless, found, trace = True, None, self.checks.trace
+        is_padded = padded([b])
+        # The silo with the fewest rows has the most padding.
+        most = min(range(len(b.silos)), key=lambda i: sum(b.sizes[i].values()))
+        original = silos[b.silos[most]]
+        try:
+            unclear = {p: keys for p, keys in apart.items() if not trace(b).rows_apart(p, keys)}
+            pairs = tuple(unclear.items())
+            if is_padded and not self.checks.padding_is_apart(b, self.rows, original):
+                rows = tuple(sorted(self.rows.items()))
                 same, found = self.checks.padding(b.data, rows, pairs, original, most)
                 harmless = bool(same)
-            except ValueError:
-                harmless = False  # the text does not run at padded shapes
-        if apart:
+        except ValueError:
+            harmless, pairs = False, tuple(apart.items())  # the text does not run at padded shapes
+        if pairs:
             found = self.checks.summaries(pairs, b.data) if found is None else found
-            refuse_summaries(self.checks, b, apart, found)
+            refuse_summaries(self.checks, b, dict(pairs), found)
         return harmless
 
 

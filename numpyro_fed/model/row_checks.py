@@ -1,15 +1,16 @@
 """Checks of a model on the values that silos hold: padding, minibatches, coupled rows, summaries.
 
 Structure alone does not decide whether rows are independent: ``x @ beta`` reads one row and
-``x - x.mean(0)`` reads all. Each check evaluates the model at a general point, changes rows
-(:mod:`numpyro_fed.model.audit`) and compares terms. Its program is compiled once for each set of
-shapes; the answer is taken anew for each run's own data.
+``x - x.mean(0)`` reads all. For most texts their operations show that rows are apart
+(:mod:`numpyro_fed.model.row_axes`). For others each check evaluates the model at a general point,
+changes rows (:mod:`numpyro_fed.model.audit`) and compares terms. Its program is compiled once for
+each set of shapes; the answer is taken anew for each run's own data.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -37,6 +38,8 @@ from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket
+from numpyro_fed.model.row_axes import same_but_for_sizes
+from numpyro_fed.model.trace import Trace
 from numpyro_fed.programs import compiled_method, jit_once
 
 # Ways of filling padded rows whose terms must agree: the first row, the last, all in turn, and
@@ -97,17 +100,42 @@ class RowChecks:
         default_factory=dict, init=False, repr=False
     )
 
-    def cached_result(
-        self, check: Callable[[str, SiloData], Array], b: Bucket, plate: str
-    ) -> CheckResult:
-        """Return the result of :meth:`coupled`, computed once for a bucket."""
-        cache_key = id(b.data), check, plate
+    def trace(self, b: Bucket) -> Trace:
+        """Return the trace of the model at the shape of a bucket's silos."""
+        one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), b.data)
+        return self.model.traces.at(one, f"silo {b.silos[0]}")
+
+    def reads_others(self, b: Bucket, plate: str) -> CheckResult:
+        """Return whether rows of a plate read latents of others, by the trace or :meth:`coupled`.
+
+        Values are tried once for a bucket.
+        """
+        if self.trace(b).rows_apart(plate, ()):
+            return CheckResult(False, plate)
+        cache_key = id(b.data), plate
         if cache_key not in self._known:
-            found = check(plate, b.data)
+            found = self.coupled(plate, b.data)
             # Dropped together with the data: an id may then belong to another object.
             weakref.finalize(b.data, self._known.pop, cache_key, None)
             self._known[cache_key] = CheckResult.of(plate, b.silos, found)
         return self._known[cache_key]
+
+    def padding_is_apart(self, b: Bucket, rows: Mapping[str, str], original: SiloData) -> bool:
+        """Return whether traces show that padding changes nothing; where it is False, values may.
+
+        No row reads padded ones, and the text says the same at the sizes of ``original``.
+        """
+        trace, sizes = self.trace(b), self.model.sizes(original)
+        padded = {p: mask.shape[1] for p, mask in b.data.masks.items()}
+        if any(trace.structure.sizes[p] != n for p, n in padded.items()):
+            return False
+        if not all(
+            trace.rows_apart(p, [k for k, q in rows.items() if q == p], alone=True) for p in padded
+        ):
+            return False
+        unpadded = self.model.traces.at(original)
+        first, second = (t.part(t.densities(local=True))[0] for t in (unpadded, trace))
+        return same_but_for_sizes(first, second, {sizes[p]: n for p, n in padded.items()})
 
     def latents(self, data: SiloData) -> Rows:
         """Return the latents at which a silo's terms are computed, {plate: (rows, dim)}."""
@@ -325,7 +353,7 @@ def refuse_summaries(
     """
     for plate, names in apart.items():
         result = CheckResult.of(plate, b.silos, found[plate])
-        if result.answer and not checks.cached_result(checks.coupled, b, plate).answer:
+        if result.answer and not checks.reads_others(b, plate).answer:
             raise ModelError(summary_message(result, names))
 
 
@@ -372,5 +400,5 @@ def refuse_parameters_of_rows(fm: FederatedModel) -> None:
 def _coupled(
     checks: RowChecks, plates: Sequence[str], buckets: Sequence[Bucket]
 ) -> CheckResult | None:
-    results = (checks.cached_result(checks.coupled, b, plate) for plate in plates for b in buckets)
+    results = (checks.reads_others(b, plate) for plate in plates for b in buckets)
     return next((result for result in results if result.answer), None)

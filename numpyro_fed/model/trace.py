@@ -19,7 +19,16 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from numpyro_fed.model.binding import Rows, Theta, log_det_owners, sum_rows, unpack
-from numpyro_fed.model.jaxprs import NONE, Labels, Program, propagate_labels, pruned, run_program
+from numpyro_fed.model.jaxprs import (
+    NONE,
+    Labels,
+    Program,
+    propagate_labels,
+    pruned,
+    run_program,
+    type_of,
+)
+from numpyro_fed.model.row_axes import row_axes
 from numpyro_fed.model.sites import Structure
 from numpyro_fed.model.supports import SupportKind
 
@@ -140,6 +149,25 @@ class Trace:
         """Return the names of the inputs of a kind that reach an output."""
         split = (label.partition(" ") for label in self._sources[output])
         return frozenset(name for of_kind, _, name in split if of_kind == kind)
+
+    def rows_apart(self, plate: str, arrays: Collection[str], *, alone: bool = False) -> bool:
+        """Return whether the program shows that each row of a silo plate reads no other row.
+
+        What rows read are their latents and these ``arrays``. With ``alone`` the rows of other
+        plates read none of them, either. Where it is False nothing is known.
+        """
+        places = {s.name: s.axis or 0 for s in self.structure.sites if s.plate == plate}
+        program, inputs = self.part(self.densities(local=True))
+        rows = {ARRAY: dict.fromkeys(arrays, 0), LATENT: places}
+        axes = row_axes(program, [rows.get(one.kind, {}).get(one.name) for one in inputs])
+        kept = (output for output in self.outputs if output in set(self.densities(local=True)))
+        for (_, name), axis, variable in zip(kept, axes, program.jaxpr.outvars, strict=True):
+            term = self.terms[name]
+            own = axis is not None and axis - len(type_of(variable).shape) == term.dim
+            of_plate = term.plate == plate
+            if axis is not None and not (own and of_plate) and (alone or of_plate):
+                return False
+        return not any(s.kind == "param" and s.plate is not None for s in self.structure.sites)
 
     @cached_property
     def owners(self) -> dict[str, str]:

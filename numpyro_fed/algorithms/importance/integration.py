@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -63,24 +62,22 @@ class Integration:
             return Integration(self.draws, nodes)
         return Integration(self.draws, gave_way=True)
 
-    def terms_of_row(self, fm: FederatedModel) -> int:
+    def terms_at_once(self, fm: FederatedModel) -> int:
         """Return how many values of a row's density stand in memory at one draw of the globals."""
-        with_latents = [p for p in fm.plates if p.dim]
-        return math.prod(
-            max(
-                [
-                    self.nodes**p.dim if self.nodes else self.draws.get(p.name, 1)
-                    for p in with_latents
-                    if p.outer == outer
-                ],
-                default=1,
-            )
-            for outer in (True, False)
-        )
+        # The nodes of an outer plate are taken one after the other.
+        outer = 1 if self.nodes else self._terms(fm, outer=True)
+        return outer * self._terms(fm, outer=False)
 
     def work_of_row(self, fm: FederatedModel) -> int:
         """Return how often a row's density is evaluated at one draw, that for its mode included."""
-        return self.terms_of_row(fm) + (TO_MODE if any(p.dim for p in fm.plates) else 0)
+        terms = self._terms(fm, outer=True) * self._terms(fm, outer=False)
+        return terms + (TO_MODE if any(p.dim for p in fm.plates) else 0)
+
+    def _terms(self, fm: FederatedModel, *, outer: bool) -> int:
+        """Return the number of nodes or draws of the latents of outer plates, or of rows."""
+        plates = [p for p in fm.plates if p.dim and p.outer == outer]
+        numbers = (self.nodes**p.dim if self.nodes else self.draws.get(p.name, 1) for p in plates)
+        return max(numbers, default=1)
 
     def __str__(self) -> str:
         if self.nodes:
