@@ -66,6 +66,10 @@ def test_a_rehearsal_goes_on_from_its_folder(study):
     assert first.returncode == 0, first.stderr
     assert again.stdout == first.stdout
     assert abs(float(first.stdout.split()[-1]) - exact()) < 1e-4
+    # Each process finds the programs that it has compiled in the folder of what it keeps.
+    for kept in ("state", "state/silo-0", "state/silo-1"):
+        assert list((study / kept / "programs").iterdir()), kept
+        assert (study / kept / "programs").stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.slow

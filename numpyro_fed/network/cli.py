@@ -21,6 +21,7 @@ from numpyro_fed.network.policy import Policy
 from numpyro_fed.network.silo import MAX_BYTES, Silo
 from numpyro_fed.network.sockets import Sockets, listen, short_folder
 from numpyro_fed.network.study import data_of, load_file, main_of, names_of
+from numpyro_fed.programs import cache_programs
 from numpyro_fed.runtime.federation import Engine, Federation
 
 NUMBER = "NUMPYRO_FED_SILO"  # of the silos of a rehearsal, in their environment
@@ -28,6 +29,8 @@ NUMBER = "NUMPYRO_FED_SILO"  # of the silos of a rehearsal, in their environment
 STARTING = 300.0
 # The file in the analyst's folder that names the sites of NVFLARE, whose order is that of silos.
 SITES = "sites.json"
+# The folder in that of a silo or of the analyst with compiled programs.
+PROGRAMS = "programs"
 # Errors whose words are for whoever runs the command.
 TOLD = ModelError, DataError, SavedStateError, ConnectionError, TimeoutError, MissingExtraError
 
@@ -99,6 +102,7 @@ def serve(args: argparse.Namespace) -> None:
     if state is None and not args.in_memory:
         state = Path(f"{args.socket}.state")
     silo = Silo(data, names=names, policy=policy, state=state, max_bytes=args.max_bytes)
+    _keep_programs(state)
     silo.hold()  # before the socket is taken from another process that answers
     server = listen(args.socket, silo.answer, args.max_bytes)
     log = logging.getLogger("numpyro_fed.silo")
@@ -119,10 +123,17 @@ def analyse(args: argparse.Namespace) -> None:
     """Run the study's ``main`` over silos that listen already."""
     study = load_file(args.study)
     run = main_of(study)
+    _keep_programs(args.state)
     with ExitStack() as stack:
         engine = _engine(args, stack)
         options = dict(patience=args.patience, state=args.state, secure_sum=args.secure_sum)
         run(Federation(engine, names=names_of(study), **options))
+
+
+def _keep_programs(state: Path | None) -> None:
+    """Keep compiled programs in a folder of what is kept, where a new process finds them."""
+    if state is not None:
+        cache_programs(state / PROGRAMS)
 
 
 def _engine(args: argparse.Namespace, stack: ExitStack) -> Engine:
@@ -157,6 +168,7 @@ def rehearse(args: argparse.Namespace) -> None:
     """Run a study with each silo in a process of its own on this machine."""
     study = load_file(args.study)
     run = main_of(study)
+    _keep_programs(args.state)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(short_folder()))
         sockets = [folder / f"{j}.sock" for j in range(args.silos)]
