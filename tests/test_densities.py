@@ -10,13 +10,20 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro.distributions import biject_to, transforms
+from scipy import special
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.expand import prior_draws
 from numpyro_fed.algorithms.importance.proposals import spread_of
 from numpyro_fed.losses import beta_loss, gamma_loss, generalised_cross_entropy, log_loss
 from numpyro_fed.model.data import read
-from numpyro_fed.model.densities import accurate, log_prob, log_rising, no_more_than_finite
+from numpyro_fed.model.densities import (
+    accurate,
+    log_prob,
+    log_rising,
+    no_more_than_finite,
+    softplus,
+)
 from numpyro_fed.model.not_finite import NotFinite, first_not_finite, first_without_density
 from numpyro_fed.model.split import split
 
@@ -263,6 +270,8 @@ def ordinary(log_size, log_mean):
         (dist.Multinomial(10, probs=shares), TWO),
         (dist.Bernoulli(probs=p), np.array([0, 1, 0, 1, 1])),
         (dist.Binomial(10, probs=p), Y),
+        (dist.Bernoulli(logits=log_mean - 1.0), np.array([0, 1, 0, 1, 1])),
+        (dist.Binomial(10, logits=log_mean - 1.0), Y),
         (dist.Geometric(probs=p), Y),
         (dist.OrderedLogistic(mean, jnp.array([0.3, 0.5, 2.0])), np.array([0, 3, 1, 2, 3])),
         (dist.OrderedLogistic(mean, jnp.array([0.3])), np.array([0, 1, 1, 0, 1])),
@@ -376,6 +385,35 @@ def test_a_probability_of_zero_by_design_has_its_gradient():
     for density, slope, curvature in expected:
         np.testing.assert_allclose(jax.grad(density)(0.3), slope)
         np.testing.assert_allclose(jax.hessian(density)(0.3), curvature)
+
+
+def test_the_log_of_one_plus_an_exponential_is_exact_with_its_derivatives(double):
+    x = np.concatenate([np.linspace(-40, 40, 4_001), [-800, 800, -1e-300, -np.inf, np.inf]])
+    exact, sigmoid = np.logaddexp(0, x), special.expit(x)
+    np.testing.assert_allclose(np.asarray(softplus(jnp.asarray(x))), exact, rtol=1e-15)
+    first = jax.vmap(jax.grad(softplus))
+    np.testing.assert_allclose(np.asarray(first(jnp.asarray(x))), sigmoid, rtol=1e-14)
+    second = jax.vmap(jax.grad(jax.grad(softplus)))(jnp.asarray(x[:-2]))
+    np.testing.assert_allclose(
+        np.asarray(second), (sigmoid * special.expit(-x))[:-2], rtol=1e-13, atol=1e-15
+    )
+    single = np.asarray(softplus(jnp.asarray(x, jnp.float32)), float)
+    np.testing.assert_allclose(single, np.logaddexp(0, np.float32(x).astype(float)), rtol=4e-7)
+
+
+def test_outcomes_by_logits_have_their_probabilities(double):
+    logits, n = np.linspace(-30, 30, 61), 5
+    for y in range(n + 1):
+        found = log_prob_of(dist.Binomial(n, logits=jnp.asarray(logits)), y)
+        p, q = special.log_expit(logits), special.log_expit(-logits)
+        exact = np.log(special.comb(n, y)) + y * p + (n - y) * q
+        np.testing.assert_allclose(found, exact, rtol=1e-13, atol=1e-13)
+    one = log_prob_of(dist.Bernoulli(logits=jnp.asarray(logits)), 1)
+    np.testing.assert_allclose(one, special.log_expit(logits), rtol=1e-12, atol=1e-14)
+
+
+def log_prob_of(fn, value):
+    return np.asarray(accurate(fn).log_prob(value))
 
 
 def test_a_truncated_normal_far_beyond_its_bound_is_an_exponential():
