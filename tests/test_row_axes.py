@@ -9,8 +9,10 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_fed as nf
+from numpyro_fed.model.data import read
 from numpyro_fed.model.jaxprs import trace_program
 from numpyro_fed.model.row_axes import MIXED, row_axes, same_but_for_sizes
+from numpyro_fed.model.split import split
 
 N = 5
 INDEX = np.array([0, 2, 1, 1, 0])
@@ -56,6 +58,7 @@ TOGETHER = {
     "two axes": lambda x: x[:, :1] + x[:, 0],
     "normalised": lambda x: x / jnp.sqrt((x**2).sum(0)),
     "branch": lambda x: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x),
+    "a reduction of one's own": lambda x: jax.lax.reduce(x, 0.0, lambda a, b: b * 1.0, (0,)),
 }
 
 
@@ -95,8 +98,25 @@ OTHER = {
     "a power": lambda x: x ** len(x),
     "the last": lambda x: x - x[-1],
     "from the end": lambda x: x[:, 0] + jnp.flip(jnp.arange(len(x))),
+    "ones behind zeros": lambda x: x[:, 0] + joined(len(x))[: len(x)],
+    "a table cut anew": lambda x: x[:, 0] + columns(len(x)).reshape(2, len(x))[1],
+    "beyond a table": lambda x: x[:, 0] + jnp.take(jnp.arange(len(x)), NINES, mode="clip")[0],
+    "a count of one's own": lambda x: (
+        x / jax.lax.reduce(jnp.ones(len(x)), 0.0, lambda a, b: (a + b) * 1.0, (0,))
+    ),
     "a constant of the size": lambda x: x[:, 0] + np.linspace(0, 1, len(x)),
 }
+
+
+NINES = np.full(2, 9, np.uint32)
+
+
+def joined(n):
+    return jnp.concatenate([jnp.zeros(n), jnp.ones(n)])
+
+
+def columns(n):
+    return jnp.broadcast_to(jnp.arange(n)[:, None], (n, 2))
 
 
 @pytest.mark.parametrize("name", [*SAME, *OTHER])
@@ -104,6 +124,32 @@ def test_programs_of_other_sizes_are_compared(name):
     f = {**SAME, **OTHER}[name]
     few, many = (trace_program(f, jnp.zeros((n, 3))) for n in (4, 7))
     assert same_but_for_sizes(few, many, {4: 7}) == (name in SAME)
+
+
+def test_sizes_that_are_double_another_do_not_count_as_theirs():
+    few, many = (trace_program(lambda x: x + joined(len(x) // 2), jnp.zeros(n)) for n in (8, 16))
+    assert not same_but_for_sizes(few, many, {4: 8, 8: 16})
+
+
+class Whole(dist.Normal):
+    """A density that sums over rows."""
+
+    def log_prob(self, value, intermediates=None):
+        return -((value - self.loc) ** 2).sum()
+
+
+@pytest.mark.parametrize("make", [dist.Normal, Whole])
+def test_a_density_without_an_axis_of_rows_is_not_apart(make):
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with nf.silo_plate("row", y.shape[0]):
+            b = numpyro.sample("b", dist.Normal(mu, 1))
+            numpyro.sample("y", make(b, jnp.ones(y.shape[0])), obs=y)
+
+    silos = read([{"y": np.ones(4)}])
+    fm = split(model, silos)
+    assert fm.traces.at(silos[0]).rows_apart("row", ["y"]) == (make is dist.Normal)
+    assert fm.traces.at(silos[0]).rows_apart("row", []) == (make is dist.Normal)
 
 
 def test_a_text_of_rows_needs_no_values(compiled):

@@ -59,6 +59,10 @@ REDUCTIONS = frozenset(
     | {"reduce_sum"}
 )
 CUMULATIVE = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"})
+CALLS = frozenset(
+    {"checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit"}
+    | {"custom_vjp_call_jaxpr", "remat", "remat2"}
+)
 # Of matrices in the last two axes.
 OF_MATRICES = frozenset({"cholesky", "triangular_solve"})
 
@@ -82,7 +86,7 @@ def _results(eqn: JaxprEqn, axes: Sequence[Axis]) -> Sequence[Axis]:
     mixed = [MIXED] * len(eqn.outvars)
     if MIXED in axes:
         return mixed
-    if (program := called_program(eqn)) is not None:
+    if (program := _called(eqn)) is not None:
         return row_axes(program, axes)
     if (choices := branches(eqn)) is not None:
         if axes[0] is not None:
@@ -93,6 +97,11 @@ def _results(eqn: JaxprEqn, axes: Sequence[Axis]) -> Sequence[Axis]:
         return _scanned(eqn, loop, axes)
     rule = RULES.get(eqn.primitive.name)
     return mixed if rule is None else [rule(eqn, axes)] * len(eqn.outvars)
+
+
+def _called(eqn: JaxprEqn) -> Program | None:
+    """Return the program that a call runs as it is; a reduction has one as well, for two values."""
+    return called_program(eqn) if eqn.primitive.name in CALLS else None
 
 
 def _common(axes: Sequence[Axis]) -> Axis:
@@ -254,37 +263,64 @@ RULES: Mapping[str, Callable[[JaxprEqn, Sequence[Axis]], Axis]] = {
 }
 
 
-# Operations whose results at a row are the same among more rows, called programs aside.
-OF_ANY_SIZE = (
-    ELEMENTWISE - {"integer_pow"}
-    | {"broadcast_in_dim", "concatenate", "gather", "iota", "reshape", "slice", "squeeze"}
-    | {"stack", "transpose"}
-)
+# Operations whose results at a row are the same among more rows.
+OF_ANY_SIZE = (ELEMENTWISE - {"integer_pow"}) | {"broadcast_in_dim", "iota", "squeeze", "stack"}
+OF_ANY_SIZE |= {"transpose"}
+# Parameters that are sizes of axes.
+SIZES = frozenset({"limit_indices", "new_sizes", "shape", "sizes", "slice_sizes"})
 
 
 def _keeps_sizes(first: JaxprEqn, second: JaxprEqn) -> bool:
     """Return whether an operation cannot tell how many rows there are in two programs."""
-    name = first.primitive.name
-    if name in OF_ANY_SIZE or called_program(first) is not None or name == "cond":
+    name, both = first.primitive.name, (first, second)
+    if name in OF_ANY_SIZE or name in CALLS or name == "cond":
         return True
     if name == "integer_pow":
         return bool(first.params == second.params)
     if name == "scan":
         return bool(first.params["length"] == second.params["length"])
+    # The shapes of the first operand and of the first result.
+    old, new = ([_shape(v) for v in (*eqn.invars[:1], *eqn.outvars[:1])] for eqn in both)
+    if name == "reshape":
+        return _reshapes_alike(*old, *new)
+    if name == "gather":
+        # A part of an axis of another size might be its end.
+        wholes = zip(old[0], new[0], *(eqn.params["slice_sizes"] for eqn in both), strict=True)
+        return all((a == b and p == q) or (p, q) == (a, b) for a, b, p, q in wholes)
+    if name == "slice":
+        moved = (e.params["strides"] not in (None, (1,) * len(old[0])) for e in both)
+        wholes = zip(*old, *new, strict=True)
+        return not any(moved) and all(a == c or (a, c) == (b, d) for a, b, c, d in wholes)
+    used: list[Any] = []
     if name in REDUCTIONS:
         used = [(first.params["axes"], second.params["axes"])]
     elif name == "dot_general":
-        used = list(
-            zip(*(eqn.params["dimension_numbers"][0] for eqn in (first, second)), strict=True)
-        )
+        used = list(zip(*(eqn.params["dimension_numbers"][0] for eqn in both), strict=True))
+    elif name == "concatenate":
+        used = [tuple([eqn.params["dimension"]] for eqn in both)] * len(first.invars)
     else:
         pairs = zip((*first.invars, *first.outvars), (*second.invars, *second.outvars), strict=True)
-        return first.params == second.params and all(_shape(a) == _shape(b) for a, b in pairs)
+        return all(_shape(a) == _shape(b) for a, b in pairs)
     operands = zip(first.invars, second.invars, used, strict=False)
     return all(
         [_shape(a)[i] for i in one] == [_shape(b)[i] for i in other]
         for a, b, (one, other) in operands
     )
+
+
+def _reshapes_alike(
+    old: tuple[int, ...], to: tuple[int, ...], other: tuple[int, ...], other_to: tuple[int, ...]
+) -> bool:
+    """Return whether one axis of another size, if any, stays whole behind the same axes."""
+    changed = [i for i, (a, b) in enumerate(zip(old, other, strict=True)) if a != b]
+    moved = [i for i, (a, b) in enumerate(zip(to, other_to, strict=True)) if a != b]
+    if not changed and not moved:
+        return True
+    if len(changed) != 1 or len(moved) != 1:
+        return False
+    (i,), (j,) = changed, moved
+    kept = (old[i], other[i]) == (to[j], other_to[j])
+    return kept and math.prod(old[:i]) == math.prod(to[:j])
 
 
 def same_but_for_sizes(first: Program, second: Program, sizes: Mapping[int, int]) -> bool:
@@ -296,22 +332,23 @@ def same_but_for_sizes(first: Program, second: Program, sizes: Mapping[int, int]
     """
     place: dict[Any, Any] = {}
 
-    def alike(a: Any, b: Any) -> bool:
+    def alike(a: Any, b: Any, of_sizes: bool) -> bool:
         """Return whether two parameters of an operation say the same."""
         if hasattr(getattr(a, "jaxpr", a), "eqns"):
             inner = hasattr(getattr(b, "jaxpr", b), "eqns")
             return inner and same_but_for_sizes(as_program(a), as_program(b), sizes)
         if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-            return len(a) == len(b) and all(map(alike, a, b))
+            pairs = zip(a, b, strict=False)
+            return len(a) == len(b) and all(alike(x, y, of_sizes) for x, y in pairs)
         if isinstance(a, int) and isinstance(b, int):
-            return a == b or sizes.get(a) == b
+            return a == b or (of_sizes and sizes.get(a) == b)
         # Rules of derivatives are functions: what they are the rules of is compared.
         rules = all(callable(f) or hasattr(f, "call_wrapped") for f in (a, b))
         return bool(a == b) or rules
 
     def same_type(a: Any, b: Any) -> bool:
         one, other = type_of(a), type_of(b)
-        return one.dtype == other.dtype and alike(tuple(one.shape), tuple(other.shape))
+        return one.dtype == other.dtype and alike(tuple(one.shape), tuple(other.shape), True)
 
     def same_atom(a: Any, b: Any) -> bool:
         if isinstance(a, Literal) or isinstance(b, Literal):
@@ -337,7 +374,7 @@ def same_but_for_sizes(first: Program, second: Program, sizes: Mapping[int, int]
             return False
         if not all(same_atom(a, b) for a, b in operands) or not _keeps_sizes(x, y):
             return False
-        if not all(alike(x.params[name], y.params[name]) for name in x.params):
+        if not all(alike(x.params[p], y.params[p], p in SIZES) for p in x.params):
             return False
         for a, b in zip(x.outvars, y.outvars, strict=True):
             if not same_type(a, b):

@@ -28,7 +28,7 @@ from numpyro_fed.model.jaxprs import (
     run_program,
     type_of,
 )
-from numpyro_fed.model.row_axes import row_axes
+from numpyro_fed.model.row_axes import MIXED, row_axes
 from numpyro_fed.model.sites import Structure
 from numpyro_fed.model.supports import SupportKind
 
@@ -163,7 +163,8 @@ class Trace:
         kept = (output for output in self.outputs if output in set(self.densities(local=True)))
         for (_, name), axis, variable in zip(kept, axes, program.jaxpr.outvars, strict=True):
             term = self.terms[name]
-            own = axis is not None and axis - len(type_of(variable).shape) == term.dim
+            rank = len(type_of(variable).shape)
+            own = axis not in (None, MIXED) and axis - rank == term.dim
             of_plate = term.plate == plate
             if axis is not None and not (own and of_plate) and (alone or of_plate):
                 return False

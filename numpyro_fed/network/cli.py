@@ -102,8 +102,8 @@ def serve(args: argparse.Namespace) -> None:
     if state is None and not args.in_memory:
         state = Path(f"{args.socket}.state")
     silo = Silo(data, names=names, policy=policy, state=state, max_bytes=args.max_bytes)
-    _keep_programs(state)
     silo.hold()  # before the socket is taken from another process that answers
+    _keep_programs(state)
     server = listen(args.socket, silo.answer, args.max_bytes)
     log = logging.getLogger("numpyro_fed.silo")
     if policy is not None and policy.secure_sum:
@@ -133,7 +133,7 @@ def analyse(args: argparse.Namespace) -> None:
 def _keep_programs(state: Path | None) -> None:
     """Keep compiled programs in a folder of what is kept, where a new process finds them."""
     if state is not None:
-        cache_programs(state / PROGRAMS)
+        cache_programs(private_folder(state / PROGRAMS))
 
 
 def _engine(args: argparse.Namespace, stack: ExitStack) -> Engine:

@@ -451,6 +451,10 @@ def correct_from(
     if earlier is not None:
         copy = earlier.copy
     check_weighable(fit)
+    if own is None and earlier is None:
+        raise ValueError(
+            "new draws judge a correction whose own came from mixtures: give it, or own"
+        )
     with precision(double=result.double):
         chosen = integration_of(result, inner_draws) if before is None else before.integration
         weighing = Weighing(result, size, 0, chosen, copy, accuracy)

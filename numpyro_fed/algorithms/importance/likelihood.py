@@ -45,7 +45,7 @@ SHARE = 0.25
 # Nats by which a silo's log likelihood may change with twice the nodes, more at one draw than at
 # others: weights are then right to this share, far below the errors of a few thousand draws. What
 # it changes at all of them alike is in the evidence alone, which may be off by more.
-MAX_CHANGE, MAX_COMMON_CHANGE = 0.01, 0.05
+MAX_CHANGE, MAX_COMMON_CHANGE = 0.01, 0.02
 CHECKED = 8  # draws of the fit's guide at which twice the nodes are tried
 
 
