@@ -27,7 +27,9 @@ from numpyro_fed.model.jaxprs import (
 )
 
 if TYPE_CHECKING:
-    from jax.extend.core import JaxprEqn
+    from jax.extend.core import JaxprEqn, Var
+
+    Atom = Var | Literal
 
 # The axis along which a value has rows; None if it reads no row, MIXED if it may read several.
 Axis = int | None
@@ -71,7 +73,7 @@ def row_axes(program: Program, axes: Sequence[Axis]) -> list[Axis]:
     """Return along which axis each output of a program has rows, given those of its inputs."""
     found = dict(zip(program.jaxpr.invars, axes, strict=True))
 
-    def axis_of(atom: Any) -> Axis:
+    def axis_of(atom: Atom) -> Axis:
         return None if isinstance(atom, Literal) else found.get(atom)
 
     for eqn in program.jaxpr.eqns:
@@ -133,7 +135,7 @@ def _without(axis: Axis, *gone: int) -> Axis:
     return MIXED if axis in gone else axis - sum(g < axis for g in gone)
 
 
-def _shape(atom: Any) -> tuple[int, ...]:
+def _shape(atom: Atom) -> tuple[int, ...]:
     return tuple(type_of(atom).shape)
 
 
@@ -330,9 +332,9 @@ def same_but_for_sizes(first: Program, second: Program, sizes: Mapping[int, int]
     the programs read are equal: a mean that divides by a number of rows is not the same, nor is a
     sum along an axis of another size, if only of ones.
     """
-    place: dict[Any, Any] = {}
+    place: dict[Atom, Atom] = {}
 
-    def alike(a: Any, b: Any, of_sizes: bool) -> bool:
+    def alike(a: object, b: object, of_sizes: bool) -> bool:
         """Return whether two parameters of an operation say the same."""
         if hasattr(getattr(a, "jaxpr", a), "eqns"):
             inner = hasattr(getattr(b, "jaxpr", b), "eqns")
@@ -342,18 +344,21 @@ def same_but_for_sizes(first: Program, second: Program, sizes: Mapping[int, int]
             return len(a) == len(b) and all(alike(x, y, of_sizes) for x, y in pairs)
         if isinstance(a, int) and isinstance(b, int):
             return a == b or (of_sizes and sizes.get(a) == b)
+        if isinstance(a, np.ndarray):
+            return np.array_equal(a, np.asarray(b))
         # Rules of derivatives are functions: what they are the rules of is compared.
         rules = all(callable(f) or hasattr(f, "call_wrapped") for f in (a, b))
         return bool(a == b) or rules
 
-    def same_type(a: Any, b: Any) -> bool:
+    def same_type(a: Atom, b: Atom) -> bool:
         one, other = type_of(a), type_of(b)
         return one.dtype == other.dtype and alike(tuple(one.shape), tuple(other.shape), True)
 
-    def same_atom(a: Any, b: Any) -> bool:
+    def same_atom(a: Atom, b: Atom) -> bool:
+        if isinstance(a, Literal) and isinstance(b, Literal):
+            return bool(np.all(a.val == b.val))
         if isinstance(a, Literal) or isinstance(b, Literal):
-            both = isinstance(a, Literal) and isinstance(b, Literal)
-            return both and bool(np.all(a.val == b.val))
+            return False
         return place.get(a) is b
 
     one, other = first.jaxpr, second.jaxpr
