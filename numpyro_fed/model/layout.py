@@ -95,14 +95,13 @@ class Layout(NamedTuple):
     ) -> bool:
         """Return whether padding changes nothing, and refuse rows that read each other's data."""
         harmless, found, trace = True, None, self.checks.trace
-        is_padded = padded([b])
         # The silo with the fewest rows has the most padding.
         most = min(range(len(b.silos)), key=lambda i: sum(b.sizes[i].values()))
         original = silos[b.silos[most]]
         try:
             unclear = {p: keys for p, keys in apart.items() if not trace(b).rows_apart(p, keys)}
             pairs = tuple(unclear.items())
-            if is_padded and not self.checks.padding_is_apart(b, self.rows, original):
+            if padded([b]) and not self.checks.padding_is_apart(b, self.rows, original):
                 rows = tuple(sorted(self.rows.items()))
                 same, found = self.checks.padding(b.data, rows, pairs, original, most)
                 harmless = bool(same)

@@ -452,17 +452,14 @@ def correct_from(
         copy = earlier.copy
     check_weighable(fit)
     if own is None and earlier is None:
-        raise ValueError(
-            "new draws judge a correction whose own came from mixtures: give it, or own"
-        )
+        raise ValueError("without a mixture there must be a correction by mixtures to judge.")
     with precision(double=result.double):
         chosen = integration_of(result, inner_draws) if before is None else before.integration
         weighing = Weighing(result, size, 0, chosen, copy, accuracy)
         theta, dtype = result.shared.theta, jnp.result_type(float)
-        text = of_text(fit)
 
         def proposal_with(share: float) -> MixtureProposal:
-            return MixtureProposal(WideParts.of(text, size, share))
+            return MixtureProposal(WideParts.of(of_text(fit), size, share))
 
         new = [] if own is None else [(own, wider)]
         of_before = [] if earlier is None else earlier.sources
