@@ -16,10 +16,8 @@ from jax.lax import stop_gradient
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.integrals.quadrature import (
-    NEARBY,
-    RowIntegrals,
-)
+from numpyro_fed.integrals.laplace import Near
+from numpyro_fed.integrals.quadrature import NEARBY, RowIntegrals
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.log_density import FederatedModel
@@ -129,16 +127,15 @@ class QuadratureBound:
         data: SiloData,
     ) -> Array:
         """Return the log likelihood () at one ``z_G`` (dim,)."""
-        integrals = RowIntegrals(self.model, self.nodes, NEARBY)
-        modes = self.modes(theta, eta, z_G, coordinates, data)
-        return integrals.at_modes(theta, z_G, modes, data)
+        near = self.near(theta, eta, z_G, coordinates, data)
+        return RowIntegrals(self.model, self.nodes, NEARBY).at(theta, z_G, near, data)
 
-    def modes(
+    def near(
         self, theta: Theta, eta: GuideParams, z_G: Array, coordinates: Coordinates, data: SiloData
-    ) -> Rows:
-        """Return the conditional modes {plate: (rows, dim)}, held constant."""
+    ) -> Near:
+        """Return where nodes stand: close to the conditional modes, held constant."""
         start = self.start(theta, eta, z_G, coordinates, data)
-        return RowIntegrals(self.model, self.nodes, NEARBY).modes(theta, z_G, data, start)
+        return RowIntegrals(self.model, self.nodes, NEARBY).near(theta, z_G, data, start)
 
     def start(
         self, theta: Theta, eta: GuideParams, z_G: Array, coordinates: Coordinates, data: SiloData
@@ -159,8 +156,8 @@ class QuadratureBound:
         data: SiloData,
     ) -> Rows:
         """Return a draw of the locals (:meth:`RowIntegrals.sample`), {plate: (rows, dim)}."""
-        modes = self.modes(theta, eta, z_G, coordinates, data)
-        return RowIntegrals(self.model, self.nodes, NEARBY).sample(key, theta, z_G, modes, data)
+        near = self.near(theta, eta, z_G, coordinates, data)
+        return RowIntegrals(self.model, self.nodes, NEARBY).sample(key, theta, z_G, near, data)
 
     def with_plain_gradient(self) -> QuadratureBound:
         """Return the bound itself: its gradient is the derivative of its value."""

@@ -136,9 +136,9 @@ def drawn(model, silo, z_G, n):
     (data,) = read([silo])
     fm = split(model, [data])
     integrals, start = RowIntegrals(fm), Laplace(fm).start(data)
-    modes = integrals.modes({}, z_G, data, start)
+    near = integrals.near({}, z_G, data, start)
     keys = jax.random.split(jax.random.key(0), n)
-    return jax.vmap(lambda key: integrals.sample(key, {}, z_G, modes, data))(keys)
+    return jax.vmap(lambda key: integrals.sample(key, {}, z_G, near, data))(keys)
 
 
 @pytest.mark.slow

@@ -24,16 +24,13 @@ TURN = 2 * np.pi
 def periods(f, places, flat):
     """The periods that are found where searches came to rest at ``places``, the first the best."""
 
-    @jax.jit
-    def look(x):
-        first, unit = jnp.arange(len(x)) == 0, jnp.stack([jnp.eye(x.shape[1])] * len(x))
-        best = Expansion(x, jnp.where(first, 0.0, -1e-9), jnp.zeros_like(x), unit)
-        rest = dict.fromkeys(Search._fields[1:])
-        search = Search(best, **{**rest, "known": jnp.ones(len(x), bool)})
-        found = _Repeats.near(search, np.asarray(flat))
-        return found.periods(jax.vmap(f)(found.places), x.shape[1])
-
-    return np.asarray(look(jnp.asarray(places, float)))
+    x = np.asarray(places, float)
+    first, unit = np.arange(len(x)) == 0, np.stack([np.eye(x.shape[1])] * len(x))
+    best = Expansion(x, np.where(first, 0.0, -1e-9), np.zeros_like(x), unit)
+    rest = dict.fromkeys(Search._fields[1:])
+    search = Search(best, **{**rest, "known": np.ones(len(x), bool)})
+    found = _Repeats.near(search, np.asarray(flat))
+    return found.periods(np.asarray(jax.jit(jax.vmap(f))(found.places)), x.shape[1])
 
 
 def bell(x, sd):

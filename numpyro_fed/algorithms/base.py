@@ -19,6 +19,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
@@ -28,6 +29,7 @@ from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.programs import jit_once
 from numpyro_fed.trees import Numbers, all_finite
 
 Server = TypeVar("Server")
@@ -35,6 +37,7 @@ Silo = TypeVar("Silo")
 Down = TypeVar("Down")
 Up = TypeVar("Up")
 Params = TypeVar("Params")
+Found = TypeVar("Found")
 _Noise = TypeVar("_Noise", contravariant=True)
 _Down = TypeVar("_Down", contravariant=True)
 _State = TypeVar("_State", contravariant=True)
@@ -348,6 +351,45 @@ def asked_directly(state: object, noise: object, ask: Ask) -> tuple[Any, Info]:
 def key_as_noise(key: Array, state: object = None) -> Array:
     """Return the key itself, as the noise of a function that draws from it later."""
     return key
+
+
+def of_stack(
+    f: Callable[[Any, Down, Silo, SiloData], Found], *, little: bool
+) -> Callable[[Any, Down, Silo, SiloData], Found]:
+    """Return a silo's function ``(noise, down, state, data)`` for a stack of silos, compiled.
+
+    ``down`` is one for all silos. With ``little`` work it is compiled quickly.
+    """
+
+    def of_silos(noise: Any, down: Down, states: Silo, data: SiloData) -> Found:
+        def of_silo(one: tuple[Any, Silo, SiloData]) -> Found:
+            return f(one[0], down, *one[1:])
+
+        # On a CPU one silo after the other: side by side all would wait where one searches for
+        # modes, and their numbers would not fit into a core's own memory.
+        if jax.default_backend() == "cpu":
+            return jax.lax.map(of_silo, (noise, states, data))
+        return jax.vmap(of_silo)((noise, states, data))
+
+    return jit_once(of_silos) if little else jax.jit(of_silos)
+
+
+def stacked_reply(
+    f: Callable[[Any, Down, Silo, SiloData], Up], *, little: bool
+) -> Visit[Any, Down, Silo, Up]:
+    """Return the part of a stack of silos in an exchange that leaves their states as they are.
+
+    ``f`` is what one silo tells: ``(noise, down, state, data) -> up``.
+    """
+    compiled = of_stack(f, little=little)
+
+    def reply(noise: Any, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Up], Silo]:
+        # Waited for in a way that Ctrl-C can end.
+        told = jax.block_until_ready(compiled(noise, down, state, data))
+        up: Up = jax.tree.map(np.asarray, told)
+        return Reply(up, np.ones(len(jax.tree.leaves(up)[0]), bool)), state
+
+    return reply
 
 
 class SharedParams(NamedTuple):

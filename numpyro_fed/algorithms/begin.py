@@ -20,7 +20,7 @@ from numpyro_fed import linalg
 from numpyro_fed.algorithms.base import CarriedSilo
 from numpyro_fed.algorithms.expand import SiloState as ModeSiloState
 from numpyro_fed.algorithms.expand import unraveller
-from numpyro_fed.algorithms.mode import SearchState, best_start
+from numpyro_fed.algorithms.mode import Search, best_start
 from numpyro_fed.algorithms.mode_wide import nonzero
 from numpyro_fed.frame import Frame
 from numpyro_fed.gaussian import Curvature, Gaussian
@@ -91,7 +91,7 @@ def placeholder_start(fm: FederatedModel, theta: Theta, *, wide: bool) -> StartP
     return StartPoint(theta, unit, jnp.zeros(fm.dim), root)
 
 
-def start_at_mode(fm: FederatedModel, search: SearchState) -> StartMessage:
+def start_at_mode(fm: FederatedModel, search: Search[Any]) -> StartMessage:
     """Return the start at the highest point that the searches found."""
     i, unravel = best_start(search), unraveller(fm)
     x, curvature = search.best.x[i], search.best.curvature[i]
@@ -139,7 +139,7 @@ def local_guides(
         return {}
     laplace = Laplace(fm)
     origin = jnp.zeros(fm.dim)
-    z = laplace.modes(theta, guide.globals.place(frame, origin), data, z_L)
+    z = laplace.search(theta, guide.globals.place(frame, origin), data, z_L).modes
     outer = jnp.concatenate([jnp.zeros(0), *(z[p].ravel() for p in guide.outer)])
 
     # Latents of outer plates depend on the globals alone, rows also on the latents above them. So

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import (
-    Ask,
-    Exchange,
-    Info,
-    Reply,
-    Round,
-)
+from numpyro_fed.algorithms.base import AskSilos, Exchange, stacked_reply
 from numpyro_fed.algorithms.expand import (
     ROUNDING_UNITS,
+    SIDE_BY_SIDE,
     SiloState,
     columns_at_once,
     flat_size,
     prior_of,
+    shape,
     unraveller,
 )
 from numpyro_fed.algorithms.mode import Search, best_start
@@ -29,6 +28,8 @@ from numpyro_fed.gaussian import Curvature
 from numpyro_fed.integrals.quadrature import silo_integral
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.programs import jit_once
+from numpyro_fed.trees import Numbers
 
 # Distances from the mode, in sds by the curvature, at which the density is evaluated when a search
 # has ended. At 1 and 3 it must fall as the parabola says. 30 is for directions whose curvature is
@@ -47,8 +48,8 @@ class CheckPoints(NamedTuple):
     A silo starts from the modes of its locals in that search.
     """
 
-    places: Array
-    start: Array
+    places: Numbers
+    start: Numbers
 
 
 class Shape(NamedTuple):
@@ -70,34 +71,11 @@ class Shape(NamedTuple):
         where it does not repeat. It is looked for where a prior is flat: elsewhere copies differ.
     """
 
-    axes: Array
-    values: Array
-    threshold: Array
-    densities: Array
-    periods: Array
-
-
-def parabola(search: Search[Array]) -> tuple[Shape, CheckPoints]:
-    """Return the parabola, with densities unknown, and the points at which to evaluate them."""
-    i = best_start(search)
-    x, curvature = search.best.x[i], search.best.curvature[i]
-    scaled = Curvature.of(curvature)
-    unit, values, axes = scaled.unit, scaled.values, scaled.vectors
-    threshold = ROUNDING_UNITS * len(x) * jnp.finfo(x.dtype).eps
-    axes = jnp.concatenate([axes, jnp.eye(len(x))], 1)
-    values = jnp.concatenate([values, jnp.ones(len(x))])
-    offsets = (axes / jnp.sqrt(jnp.maximum(values, threshold)) / unit[:, None]).T
-    unsure = jnp.where(values <= threshold, offsets.T, 0.0).T
-    directions = (unsure, offsets, offsets)
-    sides = [
-        (s * distance, direction)
-        for distance, direction in zip(CHECK_DISTANCES, directions, strict=True)
-        for s in (1, -1)
-    ]
-    places = x + jnp.concatenate([share * direction for share, direction in sides])
-    unknown = jnp.full(len(places), jnp.nan)
-    shape = Shape(axes, values, jnp.asarray(threshold), unknown, jnp.full(len(x), jnp.inf))
-    return shape, CheckPoints(places, i)
+    axes: np.ndarray
+    values: np.ndarray
+    threshold: float
+    densities: np.ndarray
+    periods: np.ndarray
 
 
 class _Repeats(NamedTuple):
@@ -114,33 +92,35 @@ class _Repeats(NamedTuple):
     """
 
     flat: np.ndarray
-    shifts: Array
-    places: Array
+    shifts: np.ndarray
+    places: np.ndarray
 
     @classmethod
-    def near(cls, search: Search[Array], flat: np.ndarray) -> _Repeats:
+    def near(cls, search: Search[np.ndarray], flat: np.ndarray) -> _Repeats:
         """Return the shifts to try, around the best place of a search."""
         i = best_start(search)
         x, unit = search.best.x[i], Curvature.of(search.best.curvature[i]).unit
         base = x + ASIDE / unit
-        turn = jnp.full((1, len(flat)), 2 * np.pi, x.dtype)
-        shifts = jnp.concatenate([turn, jnp.abs(search.best.x[:, flat] - x[flat])]).T
-        steps = shifts[:, :, None] * jnp.array([1.0, 2.0, PART])
-        shifted = base + steps[..., None] * jnp.eye(len(x))[flat][:, None, None]
-        return cls(flat, shifts, jnp.concatenate([base[None], shifted.reshape(-1, len(x))]))
+        turn = np.full((1, len(flat)), 2 * np.pi, x.dtype)
+        shifts = np.concatenate([turn, np.abs(search.best.x[:, flat] - x[flat])]).T
+        steps = shifts[:, :, None] * np.array([1.0, 2.0, PART], x.dtype)
+        shifted = base + steps[..., None] * np.eye(len(x), dtype=x.dtype)[flat][:, None, None]
+        return cls(flat, shifts, np.concatenate([base[None], shifted.reshape(-1, len(x))]))
 
-    def periods(self, densities: Array, n: int) -> Array:
+    def periods(self, densities: np.ndarray, n: int) -> np.ndarray:
         """Return the period (n,) of each coordinate, from the densities at all places.
 
         A turn counts before shorter periods: what users see of an angle repeats with it.
         """
         base, after = densities[0], densities[1:].reshape(*self.shifts.shape, 3)
-        allowed = SAME * jnp.finfo(base.dtype).eps * jnp.maximum(1.0, jnp.abs(base))
-        once, twice, part = jnp.moveaxis(jnp.abs(after - base), -1, 0)
+        allowed = SAME * np.finfo(base.dtype).eps * max(1.0, abs(base))
+        once, twice, part = np.moveaxis(np.abs(after - base), -1, 0)
         found = (once <= allowed) & (twice <= allowed) & (part > TELLS * allowed)
-        periods = jnp.where(found, self.shifts, jnp.inf)
-        shortest = jnp.where(found[:, 0], self.shifts[:, 0], periods.min(1, initial=jnp.inf))
-        return jnp.full(n, jnp.inf, base.dtype).at[self.flat].set(shortest)
+        periods = np.where(found, self.shifts, np.inf)
+        shortest = np.where(found[:, 0], self.shifts[:, 0], periods.min(1, initial=np.inf))
+        of_all = np.full(n, np.inf, base.dtype)
+        of_all[self.flat] = shortest
+        return of_all
 
 
 def _flat_coordinates(fm: FederatedModel) -> np.ndarray:
@@ -150,45 +130,96 @@ def _flat_coordinates(fm: FederatedModel) -> np.ndarray:
     return flat_size(fm) - fm.dim + np.concatenate([np.zeros(0, int), *ranges])
 
 
-def curvature_check(fm: FederatedModel, effects: np.ndarray) -> Round:
-    """Return the round that leads from the end of a search to the :class:`Shape` of its mode.
+@dataclass(frozen=True, eq=False)
+class CurvatureCheck:
+    """The question to silos how the density falls around the mode that a search has found.
 
-    It checks whether the density falls around the mode as the curvature says. A search knows the
-    curvature alone. Where a likelihood levels off, as for separable logistic regression, each step
-    predicts a small gain, and the search ends as it does at a mode. Where priors are flat, it looks
-    for periods as well.
+    A search knows the curvature alone. Where a likelihood levels off, as for separable logistic
+    regression, each step predicts a small gain, and the search ends as it does at a mode. Where
+    priors are flat, the density may repeat: periods are looked for as well.
+
+    Attributes
+    ----------
+    model : FederatedModel
+    effects : (c,) int array
+        The coordinates that the search has integrated out.
+    num_starts : int
+        Searches side by side.
     """
-    flat = _flat_coordinates(fm)
-    integral, unravel, log_prior = silo_integral(fm), unraveller(fm), prior_of(fm, effects)
 
-    def silo(
-        noise: object, down: CheckPoints, state: SiloState, data: SiloData
-    ) -> tuple[Reply[Array], SiloState]:
+    model: FederatedModel
+    effects: np.ndarray
+    num_starts: int
+
+    @cached_property
+    def exchange(self) -> Exchange[Any, Any, Any]:
+        """Return the exchange in which silos tell their log likelihoods around the mode."""
+        return Exchange(
+            "around the mode",
+            stacked_reply(self._values, little=True),
+            lenient=True,
+            stacked=True,
+            like=self._messages,
+        )
+
+    def _messages(self) -> tuple[Any, Any]:
+        n, f = flat_size(self.model), len(_flat_coordinates(self.model))
+        size = 4 * n * len(CHECK_DISTANCES) + (1 + 3 * f * (1 + self.num_starts) if f else 0)
+        start: Any = jax.ShapeDtypeStruct((), np.int32)
+        return CheckPoints(shape(size, n), start), shape(size)
+
+    def _values(self, noise: object, down: CheckPoints, state: SiloState, data: SiloData) -> Array:
         z_L = jax.tree.map(lambda a: a[down.start], state.z_L)
+        integral, unravel = silo_integral(self.model), unraveller(self.model)
 
         def value(x: Array) -> Array:
             theta, z_G = unravel(x)
             return integral({**theta, **state.private}, z_G, data, z_L)[0]
 
-        size = min(columns_at_once(fm), len(down.places))
-        values = jax.lax.map(value, down.places, batch_size=size)
-        return Reply(values, jnp.array(True)), state
+        size = min(columns_at_once(self.model), len(down.places))
+        return jax.lax.map(value, down.places, batch_size=size)
 
-    def run(state: Search[Array], noise: object, ask: Ask) -> tuple[Shape, Info]:
-        shape, points = parabola(state)
-        around = len(points.places)
-        repeats = _Repeats.near(state, flat) if len(flat) else None
-        if repeats is not None:
-            points = points._replace(places=jnp.concatenate([points.places, repeats.places]))
-        of_effects = state.likelihood[points.start]
-        replies = ask("around the mode", points)
-        size = len(shape.values)
-        prior = jax.lax.map(lambda x: log_prior(of_effects, x)[0], points.places, batch_size=size)
-        densities = prior + replies.up
-        after = shape._replace(densities=densities[:around])
-        if repeats is not None:
-            periods = repeats.periods(densities[around:], len(shape.periods))
-            after = after._replace(periods=periods)
-        return after, Info(jnp.zeros(()), jnp.array(True))
+    @cached_property
+    def _log_prior(self) -> Callable[[Numbers, Numbers], Array]:
+        """Return the server's program: ``(A_b, places)`` to log priors at the places."""
+        log_prior = prior_of(self.model, self.effects)
 
-    return Round((Exchange("around the mode", silo, lenient=True),), run)
+        def program(of_effects: Numbers, places: Numbers) -> Array:
+            size = min(SIDE_BY_SIDE, len(places))
+            return jax.lax.map(
+                lambda x: log_prior(jnp.asarray(of_effects), x)[0],
+                jnp.asarray(places),
+                batch_size=size,
+            )
+
+        return jit_once(program)
+
+    @np.errstate(all="ignore")
+    def ask(self, ask: AskSilos, search: Search[np.ndarray]) -> Shape:
+        """Return the shape of the density at the best place of a search, in one exchange."""
+        i = best_start(search)
+        x, curvature = search.best.x[i], Curvature.of(search.best.curvature[i])
+        threshold = ROUNDING_UNITS * len(x) * np.finfo(x.dtype).eps
+        axes = np.concatenate([curvature.vectors, np.eye(len(x), dtype=x.dtype)], 1)
+        values = np.concatenate([curvature.values, np.ones(len(x), x.dtype)])
+        # A direction whose curvature is no more than rounding is looked at farther out.
+        sds = (axes / np.sqrt(np.maximum(values, threshold)) / curvature.unit[:, None]).T
+        unsure = np.where((values <= threshold)[:, None], sds, 0.0)
+        offsets = [
+            side * distance * (unsure if distance == CHECK_DISTANCES[0] else sds)
+            for distance in CHECK_DISTANCES
+            for side in (1, -1)
+        ]
+        places, around = x + np.concatenate(offsets), len(offsets) * len(sds)
+        flat = _flat_coordinates(self.model)
+        repeats = _Repeats.near(search, flat) if len(flat) else None
+        if repeats is not None:
+            places = np.concatenate([places, repeats.places])
+        places = places.astype(x.dtype)
+        of_silos = ask(self.exchange, CheckPoints(places, np.asarray(i, np.int32)))
+        of_prior = jax.block_until_ready(self._log_prior(search.likelihood[i], places))
+        densities = of_silos + np.asarray(of_prior)
+        periods = np.full(len(x), np.inf)
+        if repeats is not None:
+            periods = repeats.periods(densities[around:], len(x))
+        return Shape(axes, values, threshold, densities[:around], periods)

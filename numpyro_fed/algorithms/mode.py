@@ -29,7 +29,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -326,26 +326,8 @@ class ModeSearch:
 
     @cached_property
     def algorithm(self) -> FederatedAlgorithm[Any, SiloState]:
-        """Return first states and exchanges, as other parties know them.
-
-        The server's state is a placeholder, of the shapes that a search ends with.
-        """
-        fm, k, n, c = self.model, self.num_starts, flat_size(self.model), len(self.effects)
-
-        def init_server(key: Array) -> Search[Any]:
-            x = jnp.zeros((k, n))
-            at_start = Expansion(
-                x, jnp.zeros(k), jnp.zeros((k, n)), jnp.tile(jnp.eye(n), (k, 1, 1))
-            )
-            no = jnp.zeros(k, bool)
-            return Search(at_start, jnp.zeros((k, c, c)), no, no)
-
-        def init_silo(key: Array, data: SiloData) -> SiloState:
-            no_reply = Up(jnp.zeros(k), jnp.zeros((k, n)), jnp.zeros((k, n, n)))
-            return first_silo_state(fm, key, data, no_reply)
-
-        round_ = Round((self.exchange,), asked_directly)
-        return search_algorithm(fm, init_server, init_silo, round_)
+        """Return first states and exchanges, as other parties know them."""
+        return search_algorithm(self.model, self.exchange, self._messages()[1], len(self.effects))
 
     @cached_property
     def prior_draws(self) -> np.ndarray | None:
@@ -354,20 +336,11 @@ class ModeSearch:
 
     def starts(self, key: Array, random: np.random.Generator) -> list[Start]:
         """Return the searches at their first places. The first one is close to the model's own."""
-        fm, k, real = self.model, self.num_starts, jnp.result_type(float)
-        theta = [np.ravel(a) for a in jax.tree.leaves(fm.init_theta(key))]
-        flat_theta = np.concatenate([np.zeros(0), *theta])
-        z_G = random.standard_normal((k, fm.dim))
-        if k > 1 and self.prior_draws is not None:
-            z_G = random.choice(self.prior_draws, k)
-        own = self.init_loc_fn and fm.init_global(key, self.init_loc_fn)
-        first = np.zeros(fm.dim) if own is None else np.asarray(own, float)
-        least = np.maximum(ASIDE, ROUNDING_UNITS * np.finfo(real).eps * np.abs(first))
-        z_G[0] = first + least * random.standard_normal(fm.dim)
-        jitter = random.standard_normal((k, len(flat_theta)))
-        jitter[0] = 0.0
-        places = np.concatenate([flat_theta + jitter, z_G], 1)
-        return [Start(np.nan_to_num(place.astype(real))) for place in places]
+        draws = self.prior_draws if self.num_starts > 1 else None
+        places = first_places(
+            self.model, key, random, self.num_starts, self.init_loc_fn, ASIDE, draws
+        )
+        return [Start(place) for place in places]
 
     @cached_property
     def exchange(self) -> Exchange[Any, Any, Any]:
@@ -441,37 +414,65 @@ class ModeSearch:
         )
 
 
-def search_algorithm(
+def first_places(
     fm: FederatedModel,
-    init_server: Callable[[Array], Any],
-    init_silo: Callable[[Array, SiloData], SiloState],
-    round_: Round,
-    done: Callable[[Any], Array] | None = None,
-) -> FederatedAlgorithm[Any, SiloState]:
-    """Return the algorithm of a search."""
-    unravel = unraveller(fm)
+    key: Array,
+    random: np.random.Generator,
+    num_starts: int,
+    init_loc_fn: Callable[..., Any] | None,
+    aside: float,
+    draws: np.ndarray | None,
+) -> np.ndarray:
+    """Return the first points (num_starts, n): shared parameters and globals as one vector.
 
-    def shared(state: SearchState) -> Shared:
+    The first of them is about ``aside`` from the model's own; the others are among ``draws`` of the
+    prior, or standard normals.
+    """
+    real = jnp.result_type(float)
+    theta = [np.ravel(a) for a in jax.tree.leaves(fm.init_theta(key))]
+    flat_theta = np.concatenate([np.zeros(0), *theta])
+    z_G = random.standard_normal((num_starts, fm.dim))
+    if draws is not None:
+        z_G = random.choice(draws, num_starts)
+    own = init_loc_fn and fm.init_global(key, init_loc_fn)
+    first = np.zeros(fm.dim) if own is None else np.asarray(own, float)
+    least = np.maximum(aside, ROUNDING_UNITS * np.finfo(real).eps * np.abs(first))
+    z_G[0] = first + least * random.standard_normal(fm.dim)
+    jitter = random.standard_normal((num_starts, len(flat_theta)))
+    jitter[0] = 0.0
+    places: np.ndarray = np.concatenate([flat_theta + jitter, z_G], 1)
+    return np.nan_to_num(places.astype(real))
+
+
+def search_algorithm(
+    fm: FederatedModel, exchange: Exchange[Any, Any, Any], like: Up[Any], num_effects: int
+) -> FederatedAlgorithm[Any, SiloState]:
+    """Return first states and exchange of a search, as other parties know them.
+
+    ``like`` has the shapes of a reply. The server's state is a placeholder, of the shapes that the
+    search ends with.
+    """
+    unravel, c = unraveller(fm), num_effects
+    no_reply: Up[Array] = jax.tree.map(lambda a: jnp.zeros(a.shape), like)
+
+    def init_server(key: Array) -> Search[Any]:
+        x, no = jnp.zeros_like(no_reply.gradient), jnp.zeros(no_reply.value.shape, bool)
+        curvature = no_reply.curvature
+        unit = jnp.eye(x.shape[1]) if curvature.ndim == 3 else jnp.ones(x.shape[1])
+        best = Expansion(x, no_reply.value, x, jnp.broadcast_to(unit, curvature.shape))
+        return Search(best, jnp.zeros((len(x), c, c)), no, no)
+
+    def init_silo(key: Array, data: SiloData) -> SiloState:
+        return first_silo_state(fm, key, data, no_reply)
+
+    def shared(state: Search[Any]) -> Shared:
         theta, z_G = unravel(jnp.asarray(state.best.x)[best_start(state)])
         return Shared(theta, {"loc": z_G}, identity(z_G.shape))
 
-    return FederatedAlgorithm(init_server, init_silo, round_, shared, done=done)
+    return FederatedAlgorithm(init_server, init_silo, Round((exchange,), asked_directly), shared)
 
 
-class SearchState(Protocol):
-    """The fields that the states of both kinds of searches have."""
-
-    @property
-    def best(self) -> Expansion[Any]: ...
-
-    @property
-    def known(self) -> Any: ...
-
-    @property
-    def rests(self) -> Any: ...
-
-
-def best_start(state: SearchState) -> Any:
+def best_start(state: Search[Any]) -> Any:
     """Return the index () of the search whose best point is highest."""
     xp = namespace(state.known)
     return xp.argmax(xp.where(state.known, state.best.value, -xp.inf))

@@ -11,17 +11,19 @@ Silos compute the diagonal at the first point, after 8, 16, 32, ... steps, and a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
-from numpyro_fed.algorithms.base import Ask, Exchange, FederatedAlgorithm, Info, Reply, Round
+from numpyro_fed.algorithms.base import AskSilos, Exchange, FederatedAlgorithm, Reply, of_stack
 from numpyro_fed.algorithms.expand import (
     BATCH,
     NUDGE,
@@ -30,17 +32,18 @@ from numpyro_fed.algorithms.expand import (
     Expansion,
     SiloState,
     Up,
-    first_silo_state,
     flat_size,
+    prior_draws,
     sequential_map,
+    shape,
     unraveller,
 )
-from numpyro_fed.algorithms.mode import MAX_HALVINGS, best_start, search_algorithm
+from numpyro_fed.algorithms.mode import MAX_HALVINGS, Search, first_places, search_algorithm
 from numpyro_fed.integrals.quadrature import silo_integral
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.trees import all_finite, where
+from numpyro_fed.trees import Numbers, all_finite, namespace, where
 
 # Pairs that L-BFGS keeps. An exchange with silos costs far more than the products with the pairs,
 # so more than the usual ten; each takes the memory of two vectors of globals at the server.
@@ -49,169 +52,273 @@ LBFGS_PAIRS = 30
 # ``n`` gradients and empties L-BFGS's memory, so the gaps double.
 FIRST_REFRESH = 8
 ARMIJO = 1e-4  # share of the predicted gain that a step must reach: Nocedal and Wright's value
-BACKTRACK = (
-    0.25  # factor of a step that failed; each try is an exchange, so shorter than the usual half
-)
+# Factor of a step that failed; each try is an exchange, so shorter than the usual half.
+BACKTRACK = 0.25
 MIN_SHARE = 1e-6  # of a step: below it the direction is given up
 MAX_IDLE = 10  # steps in a row that gain little, after which the search has arrived
 MIN_GAIN = 1e-3  # nats: a step that gains less counts as one of these
+
+LBFGS = optax.scale_by_lbfgs(LBFGS_PAIRS)
 
 
 class Down(NamedTuple):
     """A message of the server: a point (n,) for each start, and whether to send the diagonal."""
 
-    place: Array
-    with_diagonal: Array
+    place: Numbers
+    with_diagonal: Numbers
 
 
-class WideState(NamedTuple):
-    """The server's state of a search; fields as in :class:`numpyro_fed.algorithms.mode.Search`.
+@dataclass
+class WideStart:
+    """The search from one place, between two exchanges.
 
-    The next point is ``best.x + share * direction``; ``slope`` is the derivative of the density
-    with respect to ``share``. ``best.curvature`` (n,) is the latest diagonal, and ``memory`` the
-    state of L-BFGS in the coordinates that it scales. ``with_diagonal`` says whether silos compute
-    the diagonal at the next point.
+    Attributes
+    ----------
+    trial : (n,)
+        The point to try next.
+    best : Expansion or None
+        At the best point so far, with the latest diagonal of the Hessian; None before some point
+        had finite numbers.
+    direction : (n,)
+        The next point is ``best.x + share * direction``.
+    slope : float
+        The derivative of the density with respect to ``share``.
+    memory : optax.ScaleByLBFGSState or None
+        The state of L-BFGS, in the coordinates that it scales.
+    with_diagonal : bool
+        Whether silos compute the diagonal at the next point.
+    steps, idle, tried : int
+        Steps that led up, those in a row that gained little, and points tried.
+    done, rests, left : bool
+        As of :class:`numpyro_fed.algorithms.mode.Start`.
     """
 
-    best: Expansion[Array]
-    known: Array
-    trial: Array
-    direction: Array
-    slope: Array
-    share: Array
-    memory: optax.ScaleByLBFGSState
-    with_diagonal: Array
-    steps: Array
-    idle: Array
-    done: Array
-    rests: Array
-    left: Array
-    tried: Array
+    trial: np.ndarray
+    best: Expansion[np.ndarray] | None = None
+    direction: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    slope: float = 0.0
+    share: float = 1.0
+    memory: optax.OptState = None
+    with_diagonal: bool = True
+    steps: int = 0
+    idle: int = 0
+    tried: int = 0
+    done: bool = False
+    rests: bool = False
+    left: bool = False
+
+    @property
+    def height(self) -> float:
+        """Return the log density at the best point, minus infinity where there is none."""
+        return -math.inf if self.best is None else float(self.best.value)
+
+    def take(self, point: Expansion[np.ndarray], max_places: int | None) -> None:
+        """Keep the trial if it is better than the best point, and choose the next one."""
+        finite = all(np.isfinite(a).all() for a in point[1:])
+        if self.done:  # the last exchange was for the diagonal
+            if self.best is not None and finite:
+                self.best = self.best._replace(curvature=point.curvature)
+            self.left = True
+            return
+        self.tried += 1
+        ended = max_places is not None and self.tried >= max_places
+        if self.best is None and not finite:
+            # From a start at which something is not finite, halfway back to zero.
+            self.done = ended or self.tried > MAX_HALVINGS or not self.trial.any()
+            self.trial = self.trial if self.done else 0.5 * self.trial
+            return
+        stuck = self._step(point, finite)
+        self.rests = self.idle >= MAX_IDLE
+        self.done = self.rests or stuck or ended
+        self.with_diagonal |= self.done
+        assert self.best is not None
+        at_best = self.with_diagonal
+        self.trial = self.best.x if at_best else self.best.x + self.share * self.direction
+
+    def _step(self, point: Expansion[np.ndarray], finite: bool) -> bool:
+        """Accept or reject the trial; return whether no direction leads up any more."""
+        best, refresh = self.best, False
+        if best is None or (self.with_diagonal and finite):
+            self.best = point
+            self._turn(forget=True)
+        elif self.with_diagonal or not (finite and self._rises(point, best)):
+            if self.share > MIN_SHARE or self.with_diagonal:
+                self.share *= BACKTRACK
+            elif self.memory.count <= 1:  # the direction was the gradient itself
+                return True
+            else:
+                self._turn(forget=True)
+        else:
+            little = point.value - best.value <= max(MIN_GAIN, _rounding(best))
+            self.idle = self.idle + 1 if little else 0
+            self.steps += 1
+            refresh = self.steps >= FIRST_REFRESH and self.steps.bit_count() == 1
+            self.best = point._replace(curvature=best.curvature)
+            self._turn(forget=False)
+        self.with_diagonal = refresh
+        return False
+
+    def _rises(self, point: Expansion[np.ndarray], best: Expansion[np.ndarray]) -> bool:
+        """Return whether the density rises by a share of what the slope predicts."""
+        least = best.value + ARMIJO * self.share * self.slope - _rounding(best)
+        return bool(point.value >= least)
+
+    def _turn(self, *, forget: bool) -> None:
+        """Choose the next direction: L-BFGS's, or the scaled gradient where that leads down.
+
+        The scaled gradient is at most one unit long.
+        """
+        assert self.best is not None
+        x, _, g, diagonal = self.best
+        unit = np.sqrt(nonzero(diagonal))
+        memory = LBFGS.init(jax.device_put(x)) if forget else self.memory
+        downhill, self.memory = _lbfgs_update(-g / unit, memory, x * unit)
+        direction = -np.asarray(downhill) / unit
+        if not (np.isfinite(direction).all() and g @ direction > 0):
+            direction = g / unit
+            direction = direction / max(float(np.linalg.norm(direction)), 1.0) / unit
+        self.direction, self.slope, self.share = direction, float(g @ direction), 1.0
 
 
-def wide_mode(
-    fm: FederatedModel,
-    num_starts: int = 1,
-    init_loc_fn: Callable[..., Any] | None = None,
-    *,
-    max_places: int | None = None,
-) -> FederatedAlgorithm[Any, SiloState]:
-    """Return the algorithm; arguments as for :func:`numpyro_fed.algorithms.mode.mode`."""
-    search = WideSearch(fm, num_starts, init_loc_fn, max_places)
-    round_ = Round((Exchange("mode", search.silo, lenient=True),), search.round)
-    return search_algorithm(
-        fm, search.init_server, search.init_silo, round_, lambda state: state.left.all()
-    )
+@jax.jit
+def _lbfgs_update(
+    downhill: Array, memory: optax.OptState, x: Array
+) -> tuple[Array, optax.OptState]:
+    direction, after = LBFGS.update(downhill, memory, x)
+    return direction, after
+
+
+def _rounding(best: Expansion[np.ndarray]) -> float:
+    """Return the nats within which two log densities count as equal."""
+    return float(ROUNDING_UNITS * np.finfo(best.value.dtype).eps * abs(best.value))
 
 
 @dataclass(frozen=True, eq=False)
 class WideSearch:
-    """The functions of the algorithm; see :func:`wide_mode`."""
+    """The search of silos and server; attributes as of :class:`~.mode.ModeSearch`."""
 
     model: FederatedModel
-    number: int
+    num_silos: int
+    num_starts: int
     init_loc_fn: Callable[..., Any] | None
-    most: int | None
+    max_places: int | None
 
-    def init_server(self, key: Array) -> WideState:
-        n = flat_size(self.model)
+    @cached_property
+    def algorithm(self) -> FederatedAlgorithm[Any, SiloState]:
+        """Return first states and exchanges, as other parties know them."""
+        return search_algorithm(self.model, self.exchange, self._messages()[1], 0)
 
-        def initial_search(x: Array) -> WideState:
-            zero, none, no = jnp.zeros(()), jnp.zeros((), jnp.int32), jnp.array(False)
-            at_start, zeros = Expansion(x, zero, jnp.zeros(n), jnp.ones(n)), jnp.zeros(n)
-            full_step, yes, memory = jnp.ones(()), jnp.array(True), _lbfgs().init(x)
-            return WideState(
-                at_start, no, x, zeros, zero, full_step, memory, yes, none, none, no, no, no, none
-            )
+    @cached_property
+    def exchange(self) -> Exchange[Any, Any, Any]:
+        """Return the exchange in which silos tell their log likelihoods at the starts' points."""
+        return Exchange("mode", self.reply, lenient=True, stacked=True, like=self._messages)
 
-        return jax.vmap(initial_search)(
-            starting_places(self.model, key, self.number, self.init_loc_fn, NUDGE)
+    def _messages(self) -> tuple[Any, Up[Any]]:
+        k, n = self.num_starts, flat_size(self.model)
+        yes: Any = jax.ShapeDtypeStruct((), bool)
+        return Down(shape(k, n), yes), Up(shape(k), shape(k, n), shape(k, n))
+
+    @cached_property
+    def prior_draws(self) -> np.ndarray | None:
+        """Return draws (n, dim) of the prior, if it can be drawn from."""
+        return prior_draws(self.model)
+
+    def starts(self, key: Array, random: np.random.Generator) -> list[WideStart]:
+        """Return the searches at their first places. The first one is close to the model's own."""
+        draws = self.prior_draws if self.num_starts > 1 else None
+        places = first_places(
+            self.model, key, random, self.num_starts, self.init_loc_fn, NUDGE, draws
         )
+        return [WideStart(place) for place in places]
 
-    def init_silo(self, key: Array, data: SiloData) -> SiloState:
-        number, n = self.number, flat_size(self.model)
-        no_reply = Up(jnp.zeros(number), jnp.zeros((number, n)), jnp.zeros((number, n)))
-        return first_silo_state(self.model, key, data, no_reply)
+    @cached_property
+    def _at_silos(self) -> Callable[..., tuple[Up[Array], tuple[Rows, Up[Array]]]]:
+        return of_stack(self._at_silo, little=False)
 
-    def silo(
+    def _at_silo(
         self, noise: object, down: Down, state: SiloState, data: SiloData
-    ) -> tuple[Reply[Up[Array]], SiloState]:
-        derive = partial(with_slope, with_diagonal=down.with_diagonal)
-        return reply_at(self.model, derive, down.place, state, data)
+    ) -> tuple[Up[Array], tuple[Rows, Up[Array]]]:
+        """Return a silo's reply, and its modes and last finite reply, for each start."""
+        integral, unravel = silo_integral(self.model), unraveller(self.model)
+        derive = partial(with_slope, with_diagonal=jnp.asarray(down.with_diagonal))
 
-    def round(self, state: WideState, noise: object, ask: Ask) -> tuple[WideState, Info]:
-        """Ask for the density at the point of each start, and choose the next points."""
-        with_diagonal, unravel = state.with_diagonal.any(), unraveller(self.model)
-        replies = ask("mode", Down(state.trial, with_diagonal))
+        def at_start(
+            args: tuple[Array, Rows, Up[Array]],
+        ) -> tuple[Up[Array], tuple[Rows, Up[Array]]]:
+            x, z_L, before = args
+
+            def value(x: Array) -> tuple[Array, Rows]:
+                theta, z_G = unravel(x)
+                return integral({**theta, **state.private}, z_G, data, z_L)
+
+            place, modes = derive(value, x)
+            found = Up(*place[1:])
+            finite = all_finite((found, modes))
+            up = jax.tree.map(lambda a: jnp.where(finite, a, jnp.nan), found)
+            # The modes of a failed point are no start for the next search.
+            return up, where(finite, (modes, found), (z_L, before))
+
+        z_L: Rows = jax.tree.map(jnp.asarray, state.z_L)
+        return sequential_map(at_start, (jnp.asarray(down.place), z_L, state.place))
+
+    def reply(
+        self, noise: object, down: Down, state: SiloState, data: SiloData
+    ) -> tuple[Reply[Up[np.ndarray]], SiloState]:
+        """Return the replies and states of a stack of silos.
+
+        At a point too far for a silo the reply is NaN, and still ``ok``: the step fails, not the
+        exchange.
+        """
+        found = jax.block_until_ready(self._at_silos((), down, state, data))
+        up, (modes, place) = found
+        told: Up[np.ndarray] = jax.tree.map(np.asarray, up)
+        return Reply(told, np.ones(len(told.value), bool)), state._replace(z_L=modes, place=place)
+
+    @cached_property
+    def _prior(self) -> Callable[[Numbers, Numbers], Expansion[Array]]:
+        """Return the server's program: ``(places, with_diagonal)`` to expansions (starts, ...)."""
+        unravel = unraveller(self.model)
 
         def log_prior(x: Array) -> tuple[Array, tuple[()]]:
             return self.model.smoothed.log_prior(*unravel(x)), ()
 
-        def update_one(climb: WideState, up: Up[Array]) -> WideState:
-            prior, _ = with_slope(log_prior, climb.trial, with_diagonal)
-            total = jax.tree.map(jnp.add, Up(*prior[1:]), up)
-            return _accept_or_reject(climb, Expansion(climb.trial, *total), self.most)
+        def program(places: Numbers, with_diagonal: Numbers) -> Expansion[Array]:
+            diagonal = jnp.asarray(with_diagonal)
+            return sequential_map(
+                lambda x: with_slope(log_prior, x, diagonal)[0], jnp.asarray(places)
+            )
 
-        after = jax.vmap(update_one)(state, replies.up)
-        return after, Info(-after.best.value[best_start(after)], jnp.array(True))
+        return jax.jit(program)
 
-
-def starting_places(
-    fm: FederatedModel,
-    key: Array,
-    num_starts: int,
-    init_loc_fn: Callable[..., Any] | None,
-    aside: float,
-) -> Array:
-    """Return the first points (num_starts, n): shared parameters and globals as one vector.
-
-    The first of them is about ``aside`` from the model's own.
-    """
-    key_theta, key_jitter, key_prior, key_first, key_nudge = jax.random.split(key, 5)
-    theta = fm.init_theta(key_theta)
-    flat_theta = jnp.concatenate([jnp.zeros(0), *(jnp.ravel(a) for a in jax.tree.leaves(theta))])
-    drawn = fm.draw_prior(key_prior, num_starts) if fm.dim and num_starts > 1 else None
-    if drawn is None:
-        drawn = jax.random.normal(key_prior, (num_starts, fm.dim))
-    first = fm.init_global(key_first, init_loc_fn)
-    least = jnp.maximum(aside, ROUNDING_UNITS * jnp.finfo(first.dtype).eps * jnp.abs(first))
-    first = first + least * jax.random.normal(key_nudge, (fm.dim,))
-    z_G = jnp.nan_to_num(drawn).at[0].set(first)
-    jitter = jax.random.normal(key_jitter, (num_starts, len(flat_theta))).at[0].set(0.0)
-    return jnp.concatenate([flat_theta + jitter, z_G], 1)
-
-
-def reply_at(
-    fm: FederatedModel,
-    derive: Callable[[Callable[[Array], tuple[Array, Rows]], Array], tuple[Expansion[Array], Rows]],
-    places: Array,
-    state: SiloState,
-    data: SiloData,
-) -> tuple[Reply[Up[Array]], SiloState]:
-    """Return a silo's reply and state: ``derive(f, place)`` of its log likelihood, for each start.
-
-    ``places`` is (num_starts, n). At a point too far for a silo the reply is NaN, and still ``ok``:
-    the step fails, not the exchange.
-    """
-    integral, unravel = silo_integral(fm), unraveller(fm)
-
-    def at_start(args: tuple[Array, Rows, Up[Array]]) -> tuple[Up[Array], tuple[Rows, Up[Array]]]:
-        x, z_L, before = args
-
-        def value(x: Array) -> tuple[Array, Rows]:
-            theta, z_G = unravel(x)
-            return integral({**theta, **state.private}, z_G, data, z_L)
-
-        place, modes = derive(value, x)
-        found = Up(*place[1:])
-        finite = all_finite((found, modes))
-        up = jax.tree.map(lambda a: jnp.where(finite, a, jnp.nan), found)
-        # The modes of a failed point are no start for the next search.
-        return up, where(finite, (modes, found), (z_L, before))
-
-    z_L: Rows = jax.tree.map(jnp.asarray, state.z_L)
-    up, (modes, place) = sequential_map(at_start, (places, z_L, state.place))
-    return Reply(up, jnp.array(True)), state._replace(z_L=modes, place=place)
+    @np.errstate(all="ignore")  # of points that are too far
+    def run(
+        self,
+        ask: AskSilos,
+        starts: list[WideStart],
+        max_exchanges: int,
+        shown: Callable[[float], None] = lambda value: None,
+    ) -> Search[Any]:
+        """Return where searches from some starts end, after so many exchanges at most."""
+        for _ in range(max_exchanges):
+            if all(start.left for start in starts):
+                break
+            places = np.stack([s.trial for s in starts]).astype(jnp.result_type(float))
+            diagonal = np.asarray(any(start.with_diagonal for start in starts))
+            up = ask(self.exchange, Down(places, diagonal))
+            prior = jax.block_until_ready(self._prior(places, diagonal))
+            for i, start in enumerate(starts):
+                total = (np.asarray(a)[i] + b[i] for a, b in zip(prior[1:], up, strict=True))
+                start.take(Expansion(places[i], *total), self.max_places)
+            shown(max(start.height for start in starts))
+        n, k = flat_size(self.model), len(starts)
+        none = Expansion(np.zeros(n), np.zeros(()), np.zeros(n), np.ones(n))
+        best = [s.best or none._replace(x=s.trial) for s in starts]
+        return Search(
+            Expansion(*map(np.stack, zip(*best, strict=True))),
+            np.zeros((k, 0, 0)),
+            np.array([s.best is not None for s in starts]),
+            np.array([s.rests for s in starts]),
+        )
 
 
 def with_slope(
@@ -236,91 +343,8 @@ def with_slope(
     ), aux
 
 
-def _lbfgs() -> optax.GradientTransformation:
-    return optax.scale_by_lbfgs(LBFGS_PAIRS)
-
-
-def _accept_or_reject(
-    climb: WideState, trial_point: Expansion[Array], max_places: int | None
-) -> WideState:
-    """Return the state after a trial: the better point is kept, and the next one chosen."""
-    best, known, had_diagonal = climb.best, climb.known, climb.with_diagonal
-    rounding = ROUNDING_UNITS * jnp.finfo(trial_point.value.dtype).eps * jnp.abs(best.value)
-    finite = all_finite(trial_point[1:])
-    armijo_bound = best.value + ARMIJO * climb.share * climb.slope - rounding
-    better = finite & (~known | had_diagonal | (trial_point.value >= armijo_bound))
-    best_after = where(better, trial_point, best)
-    best_after = best_after._replace(
-        curvature=jnp.where(finite & had_diagonal, trial_point.curvature, best.curvature)
-    )
-    stepped = better & known & ~had_diagonal
-    gain = trial_point.value - best.value
-    idle = jnp.where(
-        stepped, jnp.where(gain <= jnp.maximum(MIN_GAIN, rounding), climb.idle + 1, 0), climb.idle
-    )
-    steps = climb.steps + stepped
-
-    # A direction along which no step size works is dropped with L-BFGS's memory. If the memory was
-    # empty already, the direction was the gradient itself, and the search is stuck.
-    failed = known & ~better & (climb.share <= MIN_SHARE)
-    unit = jnp.sqrt(nonzero(best_after.curvature))
-    memory = where(had_diagonal | failed, _lbfgs().init(best_after.x), climb.memory)
-    new_direction, slope, after = _lbfgs_direction(best_after, unit, memory)
-    turn = better | failed
-    direction, slope = where(turn, (new_direction, slope), (climb.direction, climb.slope))
-    share = jnp.where(turn, 1.0, BACKTRACK * climb.share)
-
-    stuck = failed & (climb.memory.count <= 1)
-    lost = ~known & ~finite & ((climb.tried >= MAX_HALVINGS) | (climb.trial == 0).all())
-    done = (idle >= MAX_IDLE) | stuck | lost
-    if max_places is not None:
-        done |= climb.tried + 1 >= max_places
-    refresh = stepped & (steps >= FIRST_REFRESH) & (jnp.bitwise_count(steps) == 1)
-    found = known | finite
-    with_diagonal = ~found | done | refresh
-    # From a start at which something is not finite, halfway back to zero.
-    trial = jnp.where(found, best_after.x + share * direction, 0.5 * climb.trial)
-    trial = jnp.where(found & with_diagonal, best_after.x, trial)
-    memory = where(turn, after, memory)
-    rests, no, tried = idle >= MAX_IDLE, climb.left, climb.tried + 1
-    after = WideState(
-        best_after,
-        found,
-        trial,
-        direction,
-        slope,
-        share,
-        memory,
-        with_diagonal,
-        steps,
-        idle,
-        done,
-        rests,
-        no,
-        tried,
-    )
-    curvature = jnp.where(finite, trial_point.curvature, best.curvature)
-    left = climb._replace(best=best._replace(curvature=curvature), left=jnp.array(True))
-    return where(climb.done, where(climb.left, climb, left), after)
-
-
-def _lbfgs_direction(
-    best: Expansion[Array], unit: Array, memory: optax.ScaleByLBFGSState
-) -> tuple[Array, Array, optax.OptState]:
-    """Return the next direction (n,), the slope along it, and the new state of L-BFGS.
-
-    It is the scaled gradient, at most one unit long, where L-BFGS's direction does not lead uphill.
-    """
-    downhill, after = _lbfgs().update(-best.gradient / unit, memory, best.x * unit)
-    direction = -downhill / unit
-    gradient_step = best.gradient / unit
-    gradient_step = gradient_step / jnp.maximum(jnp.linalg.norm(gradient_step), 1.0) / unit
-    uphill = all_finite(direction) & (best.gradient @ direction > 0)
-    direction = jnp.where(uphill, direction, gradient_step)
-    return direction, best.gradient @ direction, after
-
-
-def nonzero(diagonal: Array) -> Array:
+def nonzero(diagonal: Numbers) -> Numbers:
     """Return absolute curvatures (n,), and one where they are zero."""
-    size = jnp.abs(diagonal)
-    return jnp.where(size > 0, size, 1.0)
+    xp = namespace(diagonal)
+    size = xp.abs(diagonal)
+    return xp.where(size > 0, size, 1.0)

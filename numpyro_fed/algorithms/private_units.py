@@ -76,9 +76,9 @@ class PrivateUnits:
             return silo_integral(fm)({}, z, data, start)[0][None]
         # What a row holds must not change the terms of others, such as the end of their search.
         rows = RowIntegrals(fm, self.nodes or 1, {"apart": True})
-        modes = rows.modes({}, z, data, start)
+        near = rows.near({}, z, data, start)
         # The key is for latents of an outer plate, which there are none of here.
-        terms = rows.log_rows(jax.random.key(0), {}, z, modes, data)
+        terms = rows.log_rows(jax.random.key(0), {}, z, near, data)
         return jnp.concatenate(list(terms.values()))
 
     def gradients(self, z: Array, L: Array, data: SiloData) -> Array:

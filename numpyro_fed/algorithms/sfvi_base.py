@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ from numpyro_fed.algorithms.begin import (
     start_at_mode,
 )
 from numpyro_fed.algorithms.expand import SiloState as ModeSiloState
-from numpyro_fed.algorithms.mode import SearchState
+from numpyro_fed.algorithms.mode import Search
 from numpyro_fed.bounds import Bound
 from numpyro_fed.frame import Frame
 from numpyro_fed.gaussian import Gaussian
@@ -189,7 +189,7 @@ class ByGradients(ABC, Generic[Server, Silo]):
             after = self.silo_from(state.private, eta, self.start_at(noise, down.point))
             return Reply((), all_finite(eta)), after
 
-        def run(state: SearchState, noise: Array, ask: Ask) -> tuple[Server, Info]:
+        def run(state: Search[Any], noise: Array, ask: Ask) -> tuple[Server, Info]:
             # Silos reply with nothing, but the exchange is needed: each makes its own local guides,
             # from data and modes that never leave it.
             message = start_at_mode(self.model, state)

@@ -107,6 +107,46 @@ class Factor(NamedTuple):
         return sum((_log_det_of(L) for L in blocks), jnp.zeros(()))
 
 
+class Near(NamedTuple):
+    """Where a search for the modes of a silo's locals has ended, and Newton's step from there.
+
+    Attributes
+    ----------
+    z : {plate: (n, d)}
+        The locals, close to their modes.
+    arrow : Arrow
+        The derivatives there.
+    step : {plate: (n, d)}
+        The step to the modes, of all latents that are not held fixed.
+    decrement : ()
+        The largest Newton decrement: twice the nats that the step promises. NaN where there is no
+        step.
+    """
+
+    z: Rows
+    arrow: Arrow
+    step: Rows
+    decrement: Array
+
+    @property
+    def modes(self) -> Rows:
+        """Return the locals after the step, which doubles the number of correct digits."""
+        return {**self.z, **{p: self.z[p] + step for p, step in self.step.items()}}
+
+    def unfinished(self, tolerance: float, *, apart: bool) -> Rows:
+        """Return which rows a search goes on with, {plate: (n,)}: all, or those ``apart``.
+
+        Those whose gradient is not finite have nowhere to go.
+        """
+        finite = {p: jnp.isfinite(self.arrow.g[p]).all(-1) for p in self.step}
+        if apart:
+            gain = {p: jnp.sum(self.arrow.g[p] * step, -1) for p, step in self.step.items()}
+            return {p: finite[p] & ~((gain[p] >= 0) & (gain[p] <= tolerance)) for p in gain}
+        stops = jnp.stack([~a.all() for a in finite.values()]).any()
+        stops |= (self.decrement >= 0) & (self.decrement <= tolerance)
+        return {p: jnp.broadcast_to(~stops, a.shape) for p, a in finite.items()}
+
+
 class _Move(NamedTuple):
     """A direction of the search, the step sizes to try, and whether outer latents are fixed."""
 
@@ -133,7 +173,7 @@ class Laplace:
         """Return the log likelihood (), and the modes of the locals; not to be differentiated."""
         if not start:
             return self._total(theta, z_G, start, data), start
-        z = self.newton_step(theta, z_G, self.modes(theta, z_G, data, start), data)
+        z = self.search(theta, z_G, data, start).modes
         arrow = self._arrow(theta, z_G, z, data)
         factor = Factor.of(arrow)
         log_det = self._checked_log_det(arrow, factor, factor.log_det())
@@ -159,7 +199,7 @@ class Laplace:
         if not start:
             return self._total(theta, z_G, start, data), start
         fixed = jax.lax.stop_gradient((theta, z_G))
-        z = self.newton_step(*fixed, self.modes(*fixed, data, start), data)
+        z = self.search(*fixed, data, start).modes
         at_mode = self._arrow(*fixed, z, data)
         factor = Factor.of(at_mode)
         w = factor.solve(jax.grad(lambda z: _log_det(self._arrow(*fixed, z, data)))(z))
@@ -183,20 +223,6 @@ class Laplace:
         number = sum(jnp.sum(self._real(p, z, data)) * z[p].shape[1] for p in z)
         return total + 0.5 * (number * LOG_2PI - log_det)
 
-    def decrement(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Array:
-        """Return the largest Newton decrement () at the locals ``z``, zero at their modes."""
-        arrow = self._arrow(theta, z_G, z, data)
-        return _newton_decrement(arrow, Factor.of(arrow).solve(arrow.g))
-
-    def newton_step(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Rows:
-        """Return the locals after a full step of Newton's method.
-
-        After the search it doubles the number of correct digits, and it carries one derivative
-        with respect to ``theta`` and ``z_G``, that of the mode.
-        """
-        arrow = self._arrow(theta, z_G, z, data)
-        return jax.tree.map(jnp.add, z, Factor.of(arrow).solve(arrow.g))
-
     def outer_given(
         self, theta: Theta, z_G: Array, z: Rows, data: SiloData
     ) -> dict[str, tuple[Array, Array]]:
@@ -204,16 +230,12 @@ class Laplace:
 
         ``z`` are the modes at globals close by. The modes have one correct derivative.
         """
-        z = self.newton_step(theta, z_G, z, data)
+        z = self.near(theta, z_G, z, data).modes
         return self._with_covariances(z, Factor.of(self._arrow(theta, z_G, z, data)))
 
-    def outer_near(
-        self, theta: Theta, z_G: Array, z: Rows, data: SiloData
-    ) -> dict[str, tuple[Array, Array]]:
-        """Return :meth:`outer_given`, the covariances at ``z``, before its step to the modes."""
-        arrow = self._arrow(theta, z_G, z, data)
-        factor = Factor.of(arrow)
-        return self._with_covariances(jax.tree.map(jnp.add, z, factor.solve(arrow.g)), factor)
+    def outer_near(self, near: Near) -> dict[str, tuple[Array, Array]]:
+        """Return :meth:`outer_given`, with the covariances before the step to the modes."""
+        return self._with_covariances(near.modes, Factor.of(near.arrow))
 
     def _with_covariances(self, z: Rows, factor: Factor) -> dict[str, tuple[Array, Array]]:
         """Return each outer plate's latents and their covariance."""
@@ -231,24 +253,21 @@ class Laplace:
 
         ``outer`` holds these as one vector, in the model's order of plates. ``z`` are modes nearby.
         """
-        near = {p: mode for p, (mode, _) in self.rows_near(theta, z_G, outer, z, data).items()}
-        z = {**z, **_unpacked(outer, z, self.outer_plates), **near}
+        z = {**z, **_unpacked(outer, z, self.outer_plates)}
+        z = self.near(theta, z_G, z, data, fix_outer=True).modes
         arrow = self._arrow(theta, z_G, z, data)
         return {p: (z[p], A) for p, A in arrow.rows.items()}
 
-    def rows_near(
-        self, theta: Theta, z_G: Array, outer: Array, z: Rows, data: SiloData
-    ) -> dict[str, tuple[Array, Array]]:
-        """Return :meth:`rows_given` with the precisions at ``z``, before its step to the modes."""
-        z = {**z, **_unpacked(outer, z, self.outer_plates)}
+    def near(
+        self, theta: Theta, z_G: Array, z: Rows, data: SiloData, *, fix_outer: bool = False
+    ) -> Near:
+        """Return locals with their derivatives and Newton's step, of all or of rows alone."""
         arrow = self._arrow(theta, z_G, z, data)
-        steps = {
-            p: linalg.cholesky_solve(linalg.cholesky(A), arrow.g[p][..., None])[..., 0]
-            for p, A in arrow.rows.items()
-        }
-        return {p: (z[p] + steps[p], A) for p, A in arrow.rows.items()}
+        arrow = arrow.of_rows() if fix_outer else arrow
+        step = Factor.of(arrow).solve(arrow.g)
+        return Near(z, arrow, step, _newton_decrement(arrow, step))
 
-    def modes(
+    def search(
         self,
         theta: Theta,
         z_G: Array,
@@ -260,81 +279,42 @@ class Laplace:
         steps: int = MAX_STEPS,
         step_sizes: tuple[float, ...] = STEP_SIZES,
         apart: bool = False,
-        look_first: bool = False,
-    ) -> Rows:
-        """Return the modes of the locals, {plate: (n, d)}, by Newton's method with a line search.
+    ) -> Near:
+        """Return locals close to their modes, by Newton's method with a line search.
 
         No row's log density decreases. With ``fix_outer`` the latents of outer plates stay as they
-        are in ``start``. The search ends where the Newton decrement is below ``tolerance`` nats;
+        are in ``start``. The search ends where the Newton decrement is at most ``tolerance`` nats;
         ``step_sizes`` are the shares of each step that are tried. With ``apart``, where no latents
         are above the rows, each row's search ends by itself: what a row holds changes no other
-        row's mode, whether it is slow or has none. With ``look_first`` no step is taken from a
-        ``start`` that is close enough already; else the last step is one more.
+        row's mode, whether it is slow or has none.
         """
-        if apart:
-            return self._modes_apart(theta, z_G, data, start, tolerance, steps, step_sizes)
-
-        def arrow_at(z: Rows) -> Arrow:
-            arrow = self._arrow(theta, z_G, z, data)
-            return arrow.of_rows() if fix_outer else arrow
-
-        def step(carry: tuple[Array, Rows, Array]) -> tuple[Array, Rows, Array]:
-            i, z, _ = carry
-            arrow = arrow_at(z)
-            uphill = arrow._replace(rows=jax.tree.map(_positive, arrow.rows))
-            # Away from the mode a block may be indefinite. With absolute eigenvalues the direction
-            # leads uphill all the same (Dauphin et al. 2014).
-            direction = Factor.of(uphill, positive=True).solve(arrow.g)
-            decrement = _newton_decrement(arrow, direction)
-            direction = {**jax.tree.map(jnp.zeros_like, z), **direction}
-            # A size of zero is always among those tried: a row that no step improves stays.
-            move = _Move(direction, jnp.array([*step_sizes, 0.0]), fix_outer)
-            return i + 1, self._line_search(theta, z_G, z, move, data), decrement
-
-        def cond_fn(carry: tuple[Array, Rows, Array]) -> Array:
-            i, _, decrement = carry
-            return (i < steps) & (decrement > tolerance)
-
-        zero, far = jnp.zeros((), jnp.int32), jnp.asarray(jnp.inf, jnp.result_type(float))
-        if look_first:
-            arrow = arrow_at(start)
-            near = _newton_decrement(arrow, Factor.of(arrow).solve(arrow.g))
-            far = jnp.where(jnp.isfinite(near) & (near >= 0), near, far)
-        return jax.lax.while_loop(cond_fn, step, (zero, start, far))[1]
-
-    def _modes_apart(
-        self,
-        theta: Theta,
-        z_G: Array,
-        data: SiloData,
-        start: Rows,
-        tolerance: float,
-        steps: int,
-        step_sizes: tuple[float, ...],
-    ) -> Rows:
-        """Return :meth:`modes`, where each row stays once its own decrement is small or NaN."""
-        if self.outer_plates:
+        if apart and self.outer_plates:
             raise ValueError("rows below the latents of an outer plate have no modes of their own.")
 
-        def step(carry: tuple[Array, Rows, Rows]) -> tuple[Array, Rows, Rows]:
-            i, z, moving = carry
-            arrow = self._arrow(theta, z_G, z, data)
-            uphill = arrow._replace(rows=jax.tree.map(_positive, arrow.rows))
-            direction = Factor.of(uphill, positive=True).solve(arrow.g)
-            gains = {p: jnp.sum(arrow.g[p] * direction[p], -1) for p in arrow.rows}
-            direction = {**jax.tree.map(jnp.zeros_like, z), **direction}
-            move = _Move(direction, jnp.array([*step_sizes, 0.0]), False)
-            moved = self._line_search(theta, z_G, z, move, data)
-            z = {p: jnp.where(moving[p][:, None], moved[p], z[p]) for p in z}
-            return i + 1, z, {p: moving[p] & (gains[p] > tolerance) for p in moving}
+        def step(carry: tuple[Array, Near]) -> tuple[Array, Near]:
+            i, near = carry
+            uphill = near.arrow._replace(rows=jax.tree.map(_positive, near.arrow.rows))
+            # Away from the mode a block may be indefinite. With absolute eigenvalues the direction
+            # leads uphill all the same (Dauphin et al. 2014).
+            direction = Factor.of(uphill, positive=True).solve(near.arrow.g)
+            direction = {**jax.tree.map(jnp.zeros_like, near.z), **direction}
+            # A size of zero is always among those tried: a row that no step improves stays.
+            move = _Move(direction, jnp.array([*step_sizes, 0.0]), fix_outer)
+            z = self._line_search(theta, z_G, near.z, move, data)
+            if apart:
+                on = near.unfinished(tolerance, apart=True)
+                z = {p: jnp.where(on[p][:, None], z[p], near.z[p]) for p in z}
+            return i + 1, self.near(theta, z_G, z, data, fix_outer=fix_outer)
 
-        def cond_fn(carry: tuple[Array, Rows, Rows]) -> Array:
-            i, _, moving = carry
-            return (i < steps) & jnp.stack([m.any() for m in moving.values()]).any()
+        def goes_on(carry: tuple[Array, Near]) -> Array:
+            i, near = carry
+            on = near.unfinished(tolerance, apart=apart)
+            return (i < steps) & jnp.stack([rows.any() for rows in on.values()]).any()
 
-        zero = jnp.zeros((), jnp.int32)
-        moving = {p: jnp.ones(len(a), bool) for p, a in start.items()}
-        return jax.lax.while_loop(cond_fn, step, (zero, start, moving))[1]
+        first = self.near(theta, z_G, start, data, fix_outer=fix_outer)
+        if not first.step:
+            return first
+        return jax.lax.while_loop(goes_on, step, (jnp.zeros((), jnp.int32), first))[1]
 
     def _line_search(self, theta: Theta, z_G: Array, z: Rows, move: _Move, data: SiloData) -> Rows:
         """Return the locals after the best step size: for each row, or for all rows together.

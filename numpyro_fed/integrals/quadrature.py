@@ -32,7 +32,7 @@ from jax import Array
 from jax.lax import stop_gradient
 
 from numpyro_fed import linalg
-from numpyro_fed.integrals.laplace import Laplace
+from numpyro_fed.integrals.laplace import Laplace, Near
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
@@ -49,9 +49,7 @@ NODES_OF_PAIR = 7
 # it ends within one nat, and few step sizes are tried: the mode is a proposal, not the answer.
 # Without a line search (full Newton steps) it overshot far from the guide, and likelihoods came out
 # too small in the tail (docs/results/never_wrong.md).
-NEARBY: dict[str, Any] = dict(
-    tolerance=1.0, steps=10, step_sizes=(1.0, 2.0**-2, 2.0**-4, 2.0**-7), look_first=True
-)
+NEARBY: dict[str, Any] = dict(tolerance=1.0, steps=10, step_sizes=(1.0, 2.0**-2, 2.0**-4, 2.0**-7))
 # Cells from which a row's latents are drawn, and how far they reach on both sides of its mode, in
 # standard deviations by the curvature there. Of a normal conditional an even point of a cell makes
 # the sd 0.15 % too large with one latent, and 0.6 % with two.
@@ -123,7 +121,7 @@ class RowIntegrals:
     nodes : int
         Nodes in each dimension.
     search : dict
-        Settings of the search for conditional modes (:meth:`Laplace.modes`), by default exact ones.
+        Settings of the search for conditional modes (:meth:`Laplace.search`), by default exact.
         The modes only place the nodes, after one more step of Newton's method.
     """
 
@@ -134,43 +132,37 @@ class RowIntegrals:
     def log_likelihood(
         self, theta: Theta, z_G: Array, data: SiloData, start: Rows
     ) -> tuple[Array, Rows]:
-        """Return the log likelihood, and the conditional modes (:meth:`Laplace.modes`).
+        """Return the log likelihood, and the conditional modes (:attr:`Near.modes`).
 
         ``start`` is where the search for the modes begins, {plate: (rows, dim)}. The value is NaN
         where it does not come close to them: nodes would stand beside the integrand.
         """
-        modes = self.modes(theta, z_G, data, start)
-        value = self.at_modes(theta, z_G, modes, data)
-        if not start:
-            return value, modes
-        away = Laplace(self.model).decrement(*stop_gradient((theta, z_G)), modes, data)
-        reached = (away <= FARTHEST) & jnp.isfinite(value)
-        return jnp.where(reached, value, jnp.nan), modes
+        near = self.near(theta, z_G, data, start)
+        value = self.at(theta, z_G, near, data)
+        reached = (near.decrement <= FARTHEST) & jnp.isfinite(value)
+        return jnp.where(reached, value, jnp.nan), near.modes
 
-    def modes(self, theta: Theta, z_G: Array, data: SiloData, start: Rows) -> Rows:
-        """Return the conditional modes of all latents, {plate: (rows, dim)}, held constant."""
-        if not start:
-            return start
-        given = stop_gradient((theta, z_G))
-        return Laplace(self.model).modes(*given, data, start, **self.search)
+    def near(self, theta: Theta, z_G: Array, data: SiloData, start: Rows) -> Near:
+        """Return where the nodes stand: close to the conditional modes, held constant."""
+        return Laplace(self.model).search(*stop_gradient((theta, z_G)), data, start, **self.search)
 
-    def at_modes(self, theta: Theta, z_G: Array, modes: Rows, data: SiloData) -> Array:
-        """Return the log likelihood (), for conditional modes that are known."""
+    def at(self, theta: Theta, z_G: Array, near: Near, data: SiloData) -> Array:
+        """Return the log likelihood () by nodes that stand ``near`` the conditional modes."""
         if not Laplace(self.model).outer_plates:
-            return data.total(self._terms(theta, z_G, {}, modes, data))
-        return self._over_outer(theta, z_G, modes, data)
+            return data.total(self._terms(theta, z_G, {}, near, data))
+        return self._over_outer(theta, z_G, near, data)
 
-    def sample(self, key: Array, theta: Theta, z_G: Array, modes: Rows, data: SiloData) -> Rows:
+    def sample(self, key: Array, theta: Theta, z_G: Array, near: Near, data: SiloData) -> Rows:
         """Return a draw of all latents given the globals, {plate: (rows, dim)}.
 
         Around each row's mode, :data:`REACH` standard deviations of its curvature on both sides
         are cut into cells. A cell is drawn by the density at its middle, and a point of it evenly.
         """
         key_outer, key_rows = jax.random.split(key)
-        drawn = self._drawn_outer(key_outer, theta, z_G, modes, data)
-        latents = self._latents(drawn, modes, data)
+        drawn = self._drawn_outer(key_outer, theta, z_G, near, data)
+        latents = self._latents(drawn, near, data)
         for i, (plate, (mode, precision)) in enumerate(
-            self._places(theta, z_G, dict(drawn), modes, data).items()
+            self._places(theta, z_G, dict(drawn), near, data).items()
         ):
             cells, width = _cells(mode.shape[1])
             root = linalg.cholesky(precision)
@@ -183,34 +175,34 @@ class RowIntegrals:
             drawn[plate] = mode + linalg.solve(root, cell[..., None], transposed=True)[..., 0]
         return drawn
 
-    def log_rows(self, key: Array, theta: Theta, z_G: Array, modes: Rows, data: SiloData) -> Rows:
+    def log_rows(self, key: Array, theta: Theta, z_G: Array, near: Near, data: SiloData) -> Rows:
         """Return the log likelihood of each row but those of the outer plate, {plate: (rows,)}.
 
         It is given a draw of the outer plate's latents from their density given the globals.
         """
-        drawn = self._drawn_outer(key, theta, z_G, modes, data)
-        terms = self._terms(theta, z_G, drawn, modes, data)
+        drawn = self._drawn_outer(key, theta, z_G, near, data)
+        terms = self._terms(theta, z_G, drawn, near, data)
         return {p: rows for p, rows in terms.items() if p not in drawn}
 
     def _drawn_outer(
-        self, key: Array, theta: Theta, z_G: Array, modes: Rows, data: SiloData
+        self, key: Array, theta: Theta, z_G: Array, near: Near, data: SiloData
     ) -> Rows:
         """Return a draw of the outer plate's latents given the globals, if there is one."""
         outer = Laplace(self.model).outer_plates
         if not outer:
             return {}
-        place, root = self._outer_place(theta, z_G, modes, data)
-        terms = self._outer_terms(theta, z_G, modes, data)
+        place, root = self._outer_place(theta, z_G, near, data)
+        terms = self._outer_terms(theta, z_G, near, data)
         cells, width = _cells(place.shape[1])
         log_p = jax.lax.map(lambda cell: terms(place + root @ cell), cells)
         cell = _drawn_cell(key, log_p, cells, width)
         return {outer[0]: place + (root @ cell[..., None])[..., 0]}
 
-    def _over_outer(self, theta: Theta, z_G: Array, modes: Rows, data: SiloData) -> Array:
+    def _over_outer(self, theta: Theta, z_G: Array, near: Near, data: SiloData) -> Array:
         """Return the log likelihood of a model with an outer plate."""
         (plate,) = Laplace(self.model).outer_plates
-        place, root = self._outer_place(theta, z_G, modes, data)
-        terms = self._outer_terms(theta, z_G, modes, data)
+        place, root = self._outer_place(theta, z_G, near, data)
+        terms = self._outer_terms(theta, z_G, near, data)
         d = place.shape[1]
         t, log_w = (jnp.asarray(a, place.dtype) for a in hermite(self.nodes, d))
         each = jax.lax.map(lambda node: terms(place + jnp.sqrt(2.0) * (root @ node)), t)
@@ -219,19 +211,19 @@ class RowIntegrals:
         return data.masked(plate, value).sum()
 
     def _outer_place(
-        self, theta: Theta, z_G: Array, modes: Rows, data: SiloData
+        self, theta: Theta, z_G: Array, near: Near, data: SiloData
     ) -> tuple[Array, Array]:
         """Return modes (n, d) of the outer plate's latents, and roots (n, d, d) of covariances."""
         laplace = Laplace(self.model)
         (plate,) = laplace.outer_plates
-        place, covariance = laplace.outer_near(*stop_gradient((theta, z_G)), modes, data)[plate]
+        place, covariance = laplace.outer_near(near)[plate]
         n, d = place.shape
         own = jnp.arange(n * d).reshape(n, d)
         # Each row of the outer plate has its own block; what ties these rows is in the terms.
         return place, linalg.cholesky(covariance[own[:, :, None], own[:, None, :]])
 
     def _outer_terms(
-        self, theta: Theta, z_G: Array, modes: Rows, data: SiloData
+        self, theta: Theta, z_G: Array, near: Near, data: SiloData
     ) -> Callable[[Array], Array]:
         """Return the log density (n,) of each row of the outer plate with all that is below it.
 
@@ -239,11 +231,11 @@ class RowIntegrals:
         outer plate, these have no integrals of their own, and it is NaN.
         """
         (plate,) = Laplace(self.model).outer_plates
-        n = len(modes[plate])
-        member, apart = self._members(theta, z_G, modes, data, plate)
+        n = len(near.z[plate])
+        member, apart = self._members(theta, z_G, near.z, data, plate)
 
         def terms(z: Array) -> Array:
-            found = self._terms(theta, z_G, {plate: z}, modes, data)
+            found = self._terms(theta, z_G, {plate: z}, near, data)
             below = [
                 # A scatter takes each row by itself.
                 rows.sum(keepdims=True) if n == 1 else jax.ops.segment_sum(rows, member[p], n)
@@ -254,34 +246,33 @@ class RowIntegrals:
 
         return terms
 
-    def _terms(self, theta: Theta, z_G: Array, z_outer: Rows, modes: Rows, data: SiloData) -> Rows:
+    def _terms(self, theta: Theta, z_G: Array, z_outer: Rows, near: Near, data: SiloData) -> Rows:
         """Return the log likelihood of each row of each plate, given the outer plate's latents.
 
         {plate: (rows,)}; of the outer plate itself the log density, its latents' included.
         """
-        latents = self._latents(z_outer, modes, data)
+        latents = self._latents(z_outer, near, data)
         terms = self.model.log_silo(theta, z_G, latents, data)
-        for plate, (mode, precision) in self._places(theta, z_G, z_outer, modes, data).items():
+        for plate, (mode, precision) in self._places(theta, z_G, z_outer, near, data).items():
             terms[plate] = self._integrals(plate, theta, z_G, latents, mode, precision, data)
         return terms
 
-    def _latents(self, z_outer: Rows, modes: Rows, data: SiloData) -> Rows:
+    def _latents(self, z_outer: Rows, near: Near, data: SiloData) -> Rows:
         """Return latents of all plates, those of rows at their modes."""
         fm, sizes = self.model, self.model.sizes(data)
         empty = {p.name: jnp.zeros((sizes[p.name], 0)) for p in fm.plates if not p.dim}
-        return {**empty, **modes, **z_outer}
+        return {**empty, **near.z, **z_outer}
 
     def _places(
-        self, theta: Theta, z_G: Array, z_outer: Rows, modes: Rows, data: SiloData
+        self, theta: Theta, z_G: Array, z_outer: Rows, near: Near, data: SiloData
     ) -> dict[str, tuple[Array, Array]]:
         """Return modes (n, d) and precisions (n, d, d) of rows given the outer plate's latents."""
-        laplace = Laplace(self.model)
-        outer = jnp.concatenate([jnp.zeros(0), *(z_outer[p].ravel() for p in laplace.outer_plates)])
-        fixed = stop_gradient((theta, z_G, outer))
-        near = {**modes, **stop_gradient(z_outer)}
-        if z_outer and len(near) > len(z_outer):
-            near = laplace.modes(*fixed[:2], data, near, fix_outer=True, **self.search)
-        return laplace.rows_near(*fixed, near, data)
+        if z_outer and near.arrow.rows:
+            fixed = stop_gradient((theta, z_G))
+            start = {**near.z, **stop_gradient(z_outer)}
+            laplace = Laplace(self.model)
+            near = laplace.search(*fixed, data, start, fix_outer=True, **self.search)
+        return {p: (near.modes[p], precision) for p, precision in near.arrow.rows.items()}
 
     def _integrals(
         self,

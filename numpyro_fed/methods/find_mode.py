@@ -13,7 +13,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.expand import effects_of, flat_size
 from numpyro_fed.algorithms.mode import ModeSearch
-from numpyro_fed.algorithms.mode_wide import wide_mode
+from numpyro_fed.algorithms.mode_wide import WideSearch
 from numpyro_fed.errors import ConvergenceWarning, ModelError, positive_int
 from numpyro_fed.methods.elsewhere import fit_over
 from numpyro_fed.methods.mode import (
@@ -113,19 +113,18 @@ def find_mode(
         if fit.built.start is None or fit.reach is None:
             raise ModelError("the model has too many globals to search over.")
         start = fit.built.start
-        runtime = fit.reach(start.search, begin=SEARCH)
-        return search(key, fit.model, start.mode or start.search, runtime, hosted.batches)
+        runtime = fit.reach(start.algorithm, begin=SEARCH)
+        return search(key, fit.model, start.search, runtime, hosted.batches)
     found = read_all(silos, model)
     layout, buckets = lay_out(model, found)
     fm, batches = layout.model, on_device(buckets)
     _check(fm)
     if (coupled := coupling_reason(fm, layout.checks, buckets)) is not None:
         raise ModelError(f"{coupled}. Put what rows share outside of the silo_plate.")
+    by: ModeSearch | WideSearch = ModeSearch(fm, len(found), starts, None, effects_of(fm), None)
     if flat_size(fm) > SEARCHED_UP_TO:
-        wide = wide_mode(fm, starts)
-        return search(key, fm, wide, simulation(wide), batches)
-    mode = ModeSearch(fm, len(found), starts, None, effects_of(fm), None)
-    return search(key, fm, mode, simulation(mode.algorithm), batches)
+        by = WideSearch(fm, len(found), starts, None, None)
+    return search(key, fm, by, simulation(by.algorithm), batches)
 
 
 def _private_mode(

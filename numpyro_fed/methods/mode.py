@@ -1,7 +1,7 @@
 """The search for the mode of the posterior over silos, and the start of runs at it.
 
-The search itself is an algorithm like others (:mod:`numpyro_fed.algorithms.mode`, and ``mode_wide``
-for many globals). Here it is driven, its result is judged, and a run is begun from it:
+The search is that of :mod:`numpyro_fed.algorithms.mode`, or of ``mode_wide`` for many globals. Here
+its result is judged, and a run is begun from it:
 
 1. Search, from one or several places side by side.
 2. Check that the curvature at the best place is that of the posterior (:func:`_curvature_usable`).
@@ -15,24 +15,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, asked_directly
-from numpyro_fed.algorithms.curvature_check import CHECK_DISTANCES, Shape, curvature_check
+from numpyro_fed.algorithms.curvature_check import CHECK_DISTANCES, CurvatureCheck, Shape
 from numpyro_fed.algorithms.expand import (
     ROUNDING_UNITS,
     SiloState,
     effects_of,
-    flat_size,
     unraveller,
 )
 from numpyro_fed.algorithms.influence import Factors, Told
 from numpyro_fed.algorithms.mode import MIN_GAIN_NEAR, ModeSearch, Search, Start, best_start
-from numpyro_fed.algorithms.mode_wide import WideState, wide_mode
+from numpyro_fed.algorithms.mode_wide import WideSearch
 from numpyro_fed.algorithms.own_start import OwnModes
 from numpyro_fed.algorithms.private_gradients import PrivateStart
 from numpyro_fed.errors import (
@@ -55,7 +54,7 @@ from numpyro_fed.runtime.asking import Asked
 from numpyro_fed.runtime.noise import generator
 from numpyro_fed.runtime.progress import Progress, progress_of
 from numpyro_fed.runtime.stack import Batches, Runtime, Single, Stacks, State, init_schedule
-from numpyro_fed.runtime.supervise import drive, failed_silos
+from numpyro_fed.runtime.supervise import failed_silos
 from numpyro_fed.trees import drop_weak_types
 
 # Places that a start tries before a run begins without a mode. Newton's method took 9 to 17 on
@@ -96,7 +95,7 @@ class NoStartError(Exception):
 def search_for(
     key: Array,
     fm: FederatedModel,
-    search: ModeSearch | FederatedAlgorithm[Any, Any],
+    search: ModeSearch | WideSearch,
     runtime: Runtime,
     batches: Batches,
     *,
@@ -110,57 +109,46 @@ def search_for(
     NonFiniteError
         If no place was found at which density, gradient and Hessian are finite.
     """
-    end = _search_end(key, search, runtime, batches, max_exchanges, progress_bar)
-    found, exchanges = jax.tree.map(np.asarray, end.search), end.exchanges
+    found, ask = _search_end(key, search, runtime, batches, max_exchanges, progress_bar)
     if not found.known.any():
-        raise _not_found_error(fm, batches, exchanges, len(found.known), end.unusable)
+        raise _not_found_error(fm, batches, ask.number, len(found.known), ask.unusable)
     shape, effects = None, effects_of(fm)
-    if flat_size(fm) <= SEARCHED_UP_TO:
-        check = runtime.single(curvature_check(fm, effects))
-        shape, *_ = check(key, end.search, end.silos, batches)
-        shape, exchanges = jax.tree.map(np.asarray, shape), exchanges + 1
-    mode = _mode_of_search(fm, found, shape, exchanges, effects)
+    if isinstance(search, ModeSearch):
+        shape = CurvatureCheck(fm, effects, search.num_starts).ask(ask, found)
+    mode = _mode_of_search(fm, found, shape, ask.number, effects)
     _warn_if_doubtful(mode)
     return mode
 
 
-class _SearchEnd(NamedTuple):
-    """The end of a search: its result, the silos' states, the exchanges, and who failed last."""
-
-    search: Search[Any] | WideState
-    silos: Stacks
-    exchanges: int
-    unusable: tuple[int, ...]
-
-
 def _search_end(
     key: Array,
-    search: ModeSearch | FederatedAlgorithm[Any, Any],
+    search: ModeSearch | WideSearch,
     runtime: Runtime,
     batches: Batches,
     max_exchanges: int,
     progress_bar: bool | Progress,
     near: Near | None = None,
-) -> _SearchEnd:
-    """Return the end of a search; half of its starts begin ``near`` some places, if given."""
-    state = runtime.init(key, batches)
-    if not isinstance(search, ModeSearch):
-        most = max_exchanges
-        run = drive(runtime, key, state, batches, most, progress_bar, stop=True, search=True)
-        if run.refused is not None:
-            raise run.refused
-        return _SearchEnd(run.state.server, run.state.silos, int(run.state.round), run.unusable)
-    starts = search.starts(key, generator(key))
-    progress = progress_of(progress_bar)
-    ask = Asked(runtime.transport(batches), key, search.num_silos, state.silos)
+) -> tuple[Search[np.ndarray], Asked]:
+    """Return where a search has ended, and the questions to silos so far, with their states.
+
+    Half of its starts begin ``near`` some places, if given.
+    """
+    ask = Asked(runtime.transport(batches), key, search.num_silos, runtime.init(key, batches).silos)
+    random, progress = generator(key), progress_of(progress_bar)
+
+    def shown(value: float) -> None:
+        progress.step(1, value)
+
     with progress.under_way(True, max_exchanges):
+        if isinstance(search, WideSearch):
+            return search.run(ask, search.starts(key, random), max_exchanges, shown), ask
+        starts = search.starts(key, random)
         # Effects and their scale together have no mode that a silo could climb to.
         if not len(search.effects):
             OwnModes(search).begin(ask, starts)
         if near is not None:
             _begin_near(starts, near)
-        found = search.run(ask, starts, max_exchanges, lambda value: progress.step(1, value))
-    return _SearchEnd(found, ask.silos, ask.number, ask.unusable)
+        return search.run(ask, starts, max_exchanges, shown), ask
 
 
 def _begin_near(starts: Sequence[Start], near: Near) -> None:
@@ -204,37 +192,31 @@ def begin(
         return after_opening(fit.built.algorithm, fit.quick_round, key, state, batches), None
     if (coupled := coupling_reason(fm, fit.checks, buckets)) is not None:
         raise NoStartError(coupled)
-    if start.curvature_round is None and len(start.effects):
+    if start.check is None and len(start.effects):
         raise NoStartError(MANY_EFFECTS)
-    algorithm = start.search
-    runtime = fit.cached(SEARCH, lambda: runtime_of(algorithm))
+    runtime = fit.cached(SEARCH, lambda: runtime_of(start.algorithm))
     key_search = jax.random.fold_in(key, SEARCHING)
     key_begin = jax.random.fold_in(key_search, 0)
     # Above the places that a search tries, so that it ends by itself.
     most = max(MAX_PLACES.values()) + 2
-    end = _search_end(
-        key_search, start.mode or algorithm, runtime, batches, most, progress_bar, near
-    )
-    unusable, search_end = end.unusable, jax.tree.map(np.asarray, end.search)
-    exchanges = end.exchanges + 1  # the last one begins the run
-    if search_end.known.any() and not _curvature_usable(fm, search_end):
+    search, ask = _search_end(key_search, start.search, runtime, batches, most, progress_bar, near)
+    unusable, exchanges = ask.unusable, ask.number + 1  # the last one begins the run
+    if search.known.any() and not _curvature_usable(fm, search):
         raise NoStartError(
             "no mode to start from was found at which curvature tells how far the posterior "
             "reaches, as where a likelihood has a kink (Laplace)"
         )
-    if search_end.known.any():
-        found = _mode_of_search(fm, search_end, None, exchanges, start.effects)
-        if fm.improper and start.curvature_round is not None and found.converged:
-            check = fit.quick_round(start.curvature_round, runtime)
-            shape, *_ = check(key_begin, end.search, end.silos, batches)
-            shape = jax.tree.map(np.asarray, shape)
-            found = _mode_of_search(fm, search_end, shape, exchanges + 1, start.effects)
+    if search.known.any():
+        found = _mode_of_search(fm, search, None, exchanges, start.effects)
+        if fm.improper and start.check is not None and found.converged:
+            shape = start.check.ask(ask, search)
+            found = _mode_of_search(fm, search, shape, exchanges + 1, start.effects)
             if found.flat:
                 raise _improper_error(fm, found.flat)
         if found.converged and not len(start.effects):
-            found = replace(found, factors=_factors_at_mode(fm, end, batches))
+            found = replace(found, factors=_factors_at_mode(fm, search, ask.silos, batches))
         begin_run = fit.quick_round(start.begin, runtime)
-        server, silos, info, good = begin_run(key_begin, end.search, end.silos, batches)
+        server, silos, info, good = begin_run(key_begin, search, ask.silos, batches)
         unusable = failed_silos(good, (), ())
         if info.ok:
             carry = init_schedule(fit.built.schedule, key, fit.plan.num_silos)
@@ -250,13 +232,14 @@ def begin(
     )
 
 
-def _factors_at_mode(fm: FederatedModel, end: _SearchEnd, batches: Batches) -> Factors | None:
+def _factors_at_mode(
+    fm: FederatedModel, search: Search[np.ndarray], stacks: Stacks, batches: Batches
+) -> Factors | None:
     """Return what each silo in this process has said of its likelihood at the end of a search.
 
     It is None for silos in other processes, and where one came to no mode of its own.
     """
-    search, stacks = end.search, end.silos
-    if not (isinstance(search, Search) and all(isinstance(s, SiloState) for s in stacks)):
+    if search.best.curvature.ndim < 3 or not all(isinstance(s, SiloState) for s in stacks):
         return None
     i, num_theta = int(best_start(search)), search.best.x.shape[1] - fm.dim
     order = np.argsort(np.concatenate([np.asarray(b.silos) for b in batches]))
@@ -313,7 +296,7 @@ def after_opening(
     return state
 
 
-def _curvature_usable(fm: FederatedModel, search: Search[Any] | WideState) -> bool:
+def _curvature_usable(fm: FederatedModel, search: Search[Any]) -> bool:
     """Return whether the curvature at the best place is that of the posterior.
 
     If the search has not come to rest, silos must have a share in the curvature of each coordinate:
@@ -442,7 +425,7 @@ def _flat_directions(
 
 def _mode_of_search(
     fm: FederatedModel,
-    search: Search[Any] | WideState,
+    search: Search[Any],
     shape: Shape | None,
     num_exchanges: int,
     effects: np.ndarray,
@@ -482,7 +465,7 @@ def _mode_of_search(
     )
 
 
-def _polished(search: Search[Any] | WideState, i: int) -> np.ndarray:
+def _polished(search: Search[Any], i: int) -> np.ndarray:
     """Return the best point (n,) of a search, after a last step of Newton's method if it rests.
 
     The step needs no exchange: gradient and curvature at the point are known. It is at most a
@@ -500,7 +483,7 @@ def _polished(search: Search[Any] | WideState, i: int) -> np.ndarray:
 
 def _other_modes(
     fm: FederatedModel,
-    search: Search[Any] | WideState,
+    search: Search[Any],
     best: int,
     effects: np.ndarray,
     copy: OneCopy | None,
@@ -555,13 +538,13 @@ def start_rounds(
     begin: Round,
 ) -> StartRounds:
     """Return the rounds of a start at the mode, with ``begin`` as the last one."""
-    effects = effects_of(fm)
+    effects, most = effects_of(fm), MAX_PLACES[kind]
     if kind == "wide":
-        wide = wide_mode(fm, starts, init_loc_fn, max_places=MAX_PLACES[kind])
-        return StartRounds(wide, None, None, begin, effects)
-    search = ModeSearch(fm, num_silos, starts, init_loc_fn, effects, MAX_PLACES[kind])
-    check = curvature_check(fm, effects)
-    return StartRounds(algorithm_of(search), search, check, begin, effects)
+        wide = WideSearch(fm, num_silos, starts, init_loc_fn, most)
+        return StartRounds(wide, wide.algorithm, None, begin, effects)
+    search = ModeSearch(fm, num_silos, starts, init_loc_fn, effects, most)
+    check = CurvatureCheck(fm, effects, starts)
+    return StartRounds(search, algorithm_of(search), check, begin, effects)
 
 
 def algorithm_of(search: ModeSearch) -> FederatedAlgorithm[Any, Any]:

@@ -27,6 +27,7 @@ from jax.typing import ArrayLike
 from numpyro_fed.algorithms.base import (
     IMPORTANCE,
     OUTER_LATENTS,
+    Exchange,
     ExchangeId,
     FederatedAlgorithm,
     Round,
@@ -80,7 +81,7 @@ from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.importance import correct_from, importance_correct, weighing
 from numpyro_fed.results.leave_out import leaving_out
-from numpyro_fed.results.loo import loo_round
+from numpyro_fed.results.loo import loo_exchange
 from numpyro_fed.results.mode import Near
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.results.tempered import tempering_of
@@ -446,17 +447,17 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         It is one of a run, an evaluation, a correction, the silos' influence, silos or rows left
         out, latents that rows share, or particles.
         """
-        if asked.name == IMPORTANCE:
-            question = weighing(built, asked.read_settings())
-            return Round((question.exchange,), asked_directly), built.algorithm
-        if asked.name == INFLUENCE:
-            number = asked.read_settings()["num_silos"]
-            told = Influence.of(built.model, built.algorithm, number)
-            return Round((told.exchange,), asked_directly), built.algorithm
-        if asked.name == LEAVE_OUT:
-            return leaving_out(built, asked.read_settings()), built.algorithm
-        if asked.name == LOO:
-            return loo_round(built, asked.read_settings()), built.algorithm
+        questions: dict[str, Callable[..., Exchange[Any, Any, Any]]] = {
+            IMPORTANCE: lambda built, settings: weighing(built, settings).exchange,
+            INFLUENCE: lambda built, settings: (
+                Influence.of(built.model, built.algorithm, settings["num_silos"]).exchange
+            ),
+            LEAVE_OUT: leaving_out,
+            LOO: loo_exchange,
+        }
+        if asked.name in questions:
+            question = questions[asked.name](built, asked.read_settings())
+            return Round((question,), asked_directly), built.algorithm
         if asked.name == OUTER_LATENTS:
             return outer_round(built, asked.read_settings()), built.algorithm
         if asked.name == TEMPERED:

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from numpyro_fed.algorithms.base import FederatedAlgorithm, Round
+from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, asked_directly
+from numpyro_fed.algorithms.curvature_check import CurvatureCheck
 from numpyro_fed.algorithms.mode import ModeSearch
+from numpyro_fed.algorithms.mode_wide import WideSearch
 from numpyro_fed.algorithms.pvi.families import Globals
 from numpyro_fed.algorithms.pvi.states import Settings
 from numpyro_fed.bounds import Bound, bound_of
@@ -51,24 +53,29 @@ class StartRounds(NamedTuple):
 
     Attributes
     ----------
-    search : FederatedAlgorithm
-        For the mode: its first states and exchanges.
-    mode : ModeSearch or None
-        The program that asks these exchanges; None where there are too many globals for Hessians.
-    curvature_round : Round or None
-        Checks that the density falls in all directions from the mode, which a run does where a
-        prior is flat; None where there are too many globals for it.
+    search : ModeSearch or WideSearch
+        For the mode; the second where there are too many globals for Hessians.
+    algorithm : FederatedAlgorithm
+        Its first states and exchanges.
+    check : CurvatureCheck or None
+        Whether the density falls in all directions from the mode, which a run asks where a prior is
+        flat; None where there are too many globals for it.
     begin : Round
         Leads from the states of the search to the first states of the run.
     effects : (c,) int array
         Coordinates that the search integrates out.
     """
 
-    search: FederatedAlgorithm[Any, Any]
-    mode: ModeSearch | None
-    curvature_round: Round | None
+    search: ModeSearch | WideSearch
+    algorithm: FederatedAlgorithm[Any, Any]
+    check: CurvatureCheck | None
     begin: Round
     effects: np.ndarray
+
+    @property
+    def checks(self) -> tuple[Round, ...]:
+        """Return the exchange of the check, if there is one, as other parties know it."""
+        return () if self.check is None else (Round((self.check.exchange,), asked_directly),)
 
 
 @runtime_checkable
@@ -115,15 +122,15 @@ class Built(BuiltRun):
     @property
     def first_algorithm(self) -> FederatedAlgorithm[Any, Any]:
         """Return the algorithm whose states a run begins with."""
-        return self.algorithm if self.start is None else self.start.search
+        return self.algorithm if self.start is None else self.start.algorithm
 
     @property
     def search_rounds(self) -> tuple[Round, ...]:
         """Return the rounds of the search for a start."""
         if self.start is None:
             return ()
-        checks = () if self.start.curvature_round is None else (self.start.curvature_round,)
-        return (*self.start.search.opening, self.start.search.round, *checks, self.start.begin)
+        opening, search = self.start.algorithm.opening, self.start.algorithm.round
+        return (*opening, search, *self.start.checks, self.start.begin)
 
     @property
     def later_rounds(self) -> tuple[Round, ...]:
@@ -135,20 +142,13 @@ class Built(BuiltRun):
         return num_silos if self.schedule is None else self.schedule.steps * self.schedule.size
 
     @property
-    def curvature_round(self) -> Round | None:
-        """Return the check of the curvature that follows a search, if a prior is flat."""
-        return (
-            self.start.curvature_round if self.start is not None and self.model.improper else None
-        )
-
-    @property
     def start_paths(self) -> tuple[tuple[Round, ...], ...]:
         """Return the rounds before the first one; the check of the curvature is its own path."""
         if self.start is None:
             return (self.opening,)
-        search = self.start.search
+        search = self.start.algorithm
         path = (*search.opening, search.round, self.start.begin, *self.algorithm.opening)
-        return (path,) if self.curvature_round is None else (path, (self.curvature_round,))
+        return (path, self.start.checks) if self.model.improper and self.start.checks else (path,)
 
     def exchanged_before(self, start: object) -> dict[str, int]:
         """Return how often each exchange took place before the first round, by name.
@@ -158,12 +158,11 @@ class Built(BuiltRun):
         times = {round_.name: 1 for round_ in self.algorithm.opening}
         if self.start is None or not isinstance(start, Searched):
             return {x.name: 0 for x in self.search_rounds} | times
-        checked = self.curvature_round is not None and start.converged
-        opening = self.start.search.opening
+        checked = bool(self.model.improper and self.start.checks and start.converged)
+        opening = self.start.algorithm.opening
         times |= {r.name: 1 for r in (*opening, self.start.begin)}
-        if self.start.curvature_round is not None:
-            times |= {self.start.curvature_round.name: int(checked)}
+        times |= {check.name: int(checked) for check in self.start.checks}
         # A mode counts all exchanges: the opening of its search, the search, the check, and the one
         # that begins the run.
         num_search = start.num_exchanges - len(opening) - 1 - int(checked)
-        return times | {x.name: num_search for x in self.start.search.round.exchanges}
+        return times | {x.name: num_search for x in self.start.algorithm.round.exchanges}

@@ -246,8 +246,9 @@ def of_text(fit: Fit) -> OfText:
 
     def make() -> OfText:
         start = fit.built.start
-        shared = None if start is None else start.mode
-        return OfText.of(fit.model, shared.prior_draws if shared else prior_draws(fit.model))
+        return OfText.of(
+            fit.model, prior_draws(fit.model) if start is None else start.search.prior_draws
+        )
 
     return fit.cached("of text", make)
 

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import Round
+from numpyro_fed.algorithms.base import Exchange
 from numpyro_fed.algorithms.importance.integration import Integration
-from numpyro_fed.algorithms.importance.leave_out import LeftOut, leave_out
+from numpyro_fed.algorithms.importance.leave_out import LeaveOutDown, LeftOut, leave_out
+from numpyro_fed.algorithms.sfvi import down_of
 from numpyro_fed.errors import MissingExtraError
 from numpyro_fed.results.batches import batch_size, little_work
 from numpyro_fed.results.built import Built
@@ -103,8 +104,10 @@ class LeaveOut:
     __repr__ = __str__
 
 
-def leaving_out(built: Built, settings: Mapping[str, Any]) -> Round:
-    """Return the round that leaves silos out, which silos elsewhere build from these settings."""
+def leaving_out(
+    built: Built, settings: Mapping[str, Any], *, little: bool = False
+) -> Exchange[Any, Any, Any]:
+    """Return the exchange that leaves silos out, which silos elsewhere build from its settings."""
     integration = Integration(settings["inner_draws"], settings["nodes"])
     fm, guide = built.model, built.guide
     return leave_out(
@@ -115,6 +118,7 @@ def leaving_out(built: Built, settings: Mapping[str, Any]) -> Round:
         settings["num_draws"],
         settings["batch_size"],
         json.dumps(dict(settings)),
+        little=little,
     )
 
 
@@ -129,11 +133,14 @@ def table_of(
         num_draws=n,
         batch_size=batch_size(fit, integration, n),
     )
-    compiled = fit.runtime.quick if little_work(fit, integration, n) else fit.runtime.single
-    exchange = fit.cached(
-        ("leave out", json.dumps(settings)), lambda: compiled(leaving_out(fit.built, settings))
+    little = little_work(fit, integration, n)
+    question = fit.cached(
+        ("leave out", json.dumps(settings)),
+        lambda: leaving_out(fit.built, settings, little=little),
     )
-    given = jnp.asarray(np.concatenate([z_G, log_weights[:, None]], 1))
-    found: LeftOut = result._run_round_once(exchange, key, MESSAGE, given)[0]
+    draws = down_of(fit.guide, result.shared, jnp.asarray(z_G))
+    found: LeftOut = result.ask_once(
+        question, LeaveOutDown(draws, jnp.asarray(log_weights)), key, MESSAGE
+    )
     density, k, shift = (np.asarray(a, np.float64) for a in found)
     return LeaveOut(density, k, shift)

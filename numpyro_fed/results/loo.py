@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import Round
+from numpyro_fed.algorithms.base import Exchange
 from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.algorithms.importance.leave_out import LeaveOutDown
 from numpyro_fed.algorithms.importance.loo import MAX_K, RowScores, RowSums, Scores, loo, row_scores
@@ -114,8 +114,8 @@ class Loo:
     __repr__ = __str__
 
 
-def loo_round(built: Built, settings: Mapping[str, Any]) -> Round:
-    """Return the round that leaves rows out, which silos elsewhere build from these settings."""
+def loo_exchange(built: Built, settings: Mapping[str, Any]) -> Exchange[Any, Any, Any]:
+    """Return the exchange that leaves rows out, which silos elsewhere build from its settings."""
     scores = _scores(built, settings)
     n = settings["num_draws"]
     return loo(built.model, built.guide, scores, built.algorithm, n, json.dumps(dict(settings)))
@@ -161,15 +161,14 @@ def rows_left_out(
     name = "loo", json.dumps(settings)
     w = np.exp(log_weights - log_weights.max())
     worth = int(w.sum() ** 2 / (w**2).sum())
+    draws = down_of(fit.guide, result.shared, jnp.asarray(z_G))
+    down = LeaveOutDown(draws, jnp.asarray(log_weights))
     if result._silos.elsewhere:
-        exchange = fit.cached(name, lambda: fit.runtime.quick(loo_round(fit.built, settings)))
-        given = jnp.asarray(np.concatenate([z_G, log_weights[:, None]], 1))
-        sums: RowSums = result._run_round_once(exchange, key, MESSAGE, given)[0]
+        question = fit.cached(name, lambda: loo_exchange(fit.built, settings))
+        sums: RowSums = result.ask_once(question, down, key, MESSAGE)
         return Loo.of(sums, worth, 1)
     compiled = jit_once if little_work(fit, integration, n) else jax.jit
     scores = fit.cached(name, lambda: compiled(_scores(fit.built, settings)))
-    draws = down_of(fit.guide, result.shared, jnp.asarray(z_G))
-    down = LeaveOutDown(draws, jnp.asarray(log_weights))
     silos, total = [], RowSums(*np.zeros(len(RowSums._fields)))
     for j in range(result.num_silos):
         data = result._silos.at(j, [batch.data for batch in result._silos.batches])

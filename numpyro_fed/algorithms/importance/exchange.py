@@ -36,6 +36,7 @@ from numpyro_fed.algorithms.base import (
     Silo,
     key_as_noise,
     no_noise,
+    of_stack,
 )
 from numpyro_fed.algorithms.expand import shape
 from numpyro_fed.algorithms.importance.likelihood import CHECKED, Draws, LikelihoodEstimate
@@ -106,11 +107,7 @@ class Weigh(Generic[Server, Silo]):
         )
 
     def _messages(self) -> tuple[Down, Estimates]:
-        shared = jax.eval_shape(
-            lambda: self.fitted.shared(self.fitted.init_server(jax.random.key(0)))
-        )
-        z_G = shape(self.num_draws, self.model.dim)
-        _, down = jax.eval_shape(self._of_server, shared, z_G)
+        down = shape_of_draws(self.guide, self.fitted, (self.num_draws, self.model.dim))
         return down, Estimates(shape(self.num_draws), shape())
 
     def _of_server(self, shared: Shared, z_G: Array) -> tuple[Array, Down]:
@@ -126,9 +123,7 @@ class Weigh(Generic[Server, Silo]):
     def _values(self) -> Callable[[Array, Down, Silo, SiloData], Array]:
         """Return the function to log likelihoods (silos, n) of a stack of silos."""
         evaluate = log_likelihoods(self.likelihood, self.fitted, self.num_draws, self.batch_size)
-        keys = 0 if self.guide.locals else None
-        values = jax.vmap(evaluate, (keys, None, 0, 0))
-        return jit_once(values) if self.little else jax.jit(values)
+        return of_stack(evaluate, little=self.little)
 
     @cached_property
     def _too_coarse(self) -> Callable[[Array, Down, Silo, SiloData, Any], Array]:
@@ -176,6 +171,18 @@ class Weigh(Generic[Server, Silo]):
         """
         is_wide = np.arange(self.num_draws) >= self.num_own
         return np.where(is_wide & ~(values < np.inf), -np.inf, values)
+
+
+def shape_of_draws(
+    guide: Guide, fitted: FederatedAlgorithm[Any, Any], size: tuple[int, int]
+) -> Down:
+    """Return the shapes of a message with so many draws of the globals (n, dim)."""
+
+    def message(key: Array) -> Down:
+        return down_of(guide, fitted.shared(fitted.init_server(key)), jnp.zeros(size))
+
+    found: Down = jax.eval_shape(message, jax.random.key(0))
+    return found
 
 
 def log_likelihoods(

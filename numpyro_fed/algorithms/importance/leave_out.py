@@ -22,18 +22,16 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms.base import (
-    Ask,
     Combine,
     Exchange,
     FederatedAlgorithm,
-    Info,
-    Reply,
-    Round,
     key_as_noise,
+    stacked_reply,
 )
-from numpyro_fed.algorithms.importance.exchange import log_likelihoods
+from numpyro_fed.algorithms.expand import shape
+from numpyro_fed.algorithms.importance.exchange import log_likelihoods, shape_of_draws
 from numpyro_fed.algorithms.importance.likelihood import LikelihoodEstimate
-from numpyro_fed.algorithms.sfvi import Down, down_of
+from numpyro_fed.algorithms.sfvi import Down
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
@@ -78,31 +76,29 @@ def leave_out(
     num_draws: int,
     batch_size: int,
     settings: str,
-) -> Round:
-    """Return the round that leads from a run's state to the :class:`LeftOut` of all silos.
-
-    The server's data are the draws, with the log weights in a last column (n, dim + 1).
-    """
+    *,
+    little: bool,
+) -> Exchange[Any, Any, Any]:
+    """Return the exchange in which each silo tells what the others say of it (:class:`LeftOut`)."""
     evaluate = log_likelihoods(likelihood, fitted, num_draws, batch_size)
 
-    def silo(
-        noise: Array, down: LeaveOutDown, state: Any, data: SiloData
-    ) -> tuple[Reply[LeftOut], Any]:
+    def silo(noise: Array, down: LeaveOutDown, state: Any, data: SiloData) -> LeftOut:
         values = evaluate(noise, down.draws, state, data)
-        up = _left_out(down.draws.z_G, down.log_weights, values)
-        return Reply(up, jnp.array(True)), state
+        return _left_out(down.draws.z_G, down.log_weights, values)
 
-    def run(state: Any, noise: object, ask: Ask) -> tuple[LeftOut, Info]:
-        given = jnp.zeros((num_draws, fm.dim + 1)) if ask.server_data is None else ask.server_data
-        z_G, log_weights = given[:, :-1], given[:, -1]
-        down = LeaveOutDown(down_of(guide, fitted.shared(state), z_G), log_weights)
-        replies = ask(LEAVE_OUT, down)
-        return replies.up, Info(jnp.zeros(()), jnp.array(True))
+    def messages() -> tuple[LeaveOutDown, LeftOut]:
+        draws = shape_of_draws(guide, fitted, (num_draws, fm.dim))
+        return LeaveOutDown(draws, shape(num_draws)), LeftOut(shape(), shape(), shape())
 
-    exchange = Exchange(
-        LEAVE_OUT, silo, combine=Combine.GATHER, silo_noise=key_as_noise, settings=settings
+    return Exchange(
+        LEAVE_OUT,
+        stacked_reply(silo, little=little),
+        combine=Combine.GATHER,
+        silo_noise=key_as_noise,
+        settings=settings,
+        stacked=True,
+        like=messages,
     )
-    return Round((exchange,), run)
 
 
 def without(log_weights: Array, values: Array) -> tuple[Array, Array, Array]:

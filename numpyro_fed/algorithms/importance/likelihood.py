@@ -128,30 +128,38 @@ class QuadratureLikelihood:
 
     def log_estimates(self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData) -> Array:
         """Return log likelihoods (b,)."""
-        integrals = RowIntegrals(self.model, self.nodes, NEARBY)
-        modes = self._modes(theta, eta, draws, data)
-        return jax.vmap(lambda z_G, z: integrals.at_modes(theta, z_G, z, data))(draws.z_G, modes)
-
-    def _modes(self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData) -> Rows:
-        """Return the modes of rows' latents near which nodes stand, at each draw."""
         bound = QuadratureBound(self.model, self.guide, self.nodes)
 
-        def modes_at(z_G: Array, u: Array) -> Rows:
-            return bound.modes(theta, eta, z_G, Coordinates(u, draws.centre), data)
+        def value(z_G: Array, u: Array) -> Array:
+            return bound.value(theta, eta, z_G, Coordinates(u, draws.centre), {}, data)
 
-        return jax.vmap(modes_at)(draws.z_G, draws.u)
+        return jax.vmap(value)(draws.z_G, draws.u)
 
     def too_coarse(
         self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData, values: Array
     ) -> Array:
         """Return whether log likelihoods are others with twice the nodes."""
-        finer, exact = (
-            RowIntegrals(self.model, 2 * self.nodes, NEARBY),
-            RowIntegrals(self.model, self.nodes),
-        )
-        prior, modes = self.model.local_prior, self._modes(theta, eta, draws, data)
-        better = jax.vmap(lambda z_G, z: finer.at_modes(theta, z_G, z, data))(draws.z_G, modes)
-        rounding = ROUNDING_UNITS * jnp.finfo(values.dtype).eps * jnp.abs(better)
+        bound = QuadratureBound(self.model, self.guide, self.nodes)
+        finer = RowIntegrals(self.model, 2 * self.nodes)
+        prior = self.model.local_prior
+
+        def starts_at(key: Array, z_G: Array, u: Array) -> Rows:
+            start = bound.start(theta, eta, z_G, Coordinates(u, draws.centre), data)
+            starts = [start]
+            if prior is not None and not self.guide.outer:
+                # From draws of the latents' prior the search leads to other modes, if there are
+                # any.
+                starts.append(prior.draw(key, theta, z_G, {}, data))
+            return jax.tree.map(lambda *a: jnp.stack(a), *starts)
+
+        def better(z_G: Array, starts: Rows) -> Array:
+            return jax.lax.map(
+                lambda start: finer.log_likelihood(theta, z_G, data, start)[0], starts
+            )
+
+        starts = jax.vmap(starts_at)(draws.keys, draws.z_G, draws.u)
+        found = jax.vmap(better, out_axes=1)(draws.z_G, starts)
+        rounding = ROUNDING_UNITS * jnp.finfo(values.dtype).eps * jnp.abs(values)
 
         def differ(others: Array) -> Array:
             change = others - values
@@ -159,18 +167,9 @@ class QuadratureLikelihood:
             apart = jnp.abs(change - common) <= MAX_CHANGE + rounding
             return ~(apart & (jnp.abs(common) <= MAX_COMMON_CHANGE + rounding))
 
-        found = differ(better)
-        if prior is not None and not self.guide.outer:
-            # Twice the nodes stand around the same modes. From draws of the latents' prior the
-            # search leads to others, if there are any.
-            def from_prior(key: Array, z_G: Array) -> Array:
-                start = prior.draw(key, theta, z_G, {}, data)
-                return exact.log_likelihood(theta, z_G, data, start)[0]
-
-            elsewhere = jax.vmap(from_prior)(draws.keys, draws.z_G)
-            # A draw at which that search finds no mode says nothing.
-            found |= differ(elsewhere) & ~jnp.isnan(elsewhere)
-        return found.any()
+        # A draw at which the search from the prior finds no mode says nothing.
+        elsewhere = [differ(others) & ~jnp.isnan(others) for others in found[1:]]
+        return jnp.stack([differ(found[0]), *elsewhere]).any()
 
     def log_rows(
         self,
@@ -183,8 +182,8 @@ class QuadratureLikelihood:
     ) -> Rows:
         """Return each row's log likelihood, at a draw of the outer plate's latents."""
         bound = QuadratureBound(self.model, self.guide, self.nodes)
-        modes = bound.modes(theta, eta, z_G, coordinates, data)
-        return RowIntegrals(self.model, self.nodes, NEARBY).log_rows(key, theta, z_G, modes, data)
+        near = bound.near(theta, eta, z_G, coordinates, data)
+        return RowIntegrals(self.model, self.nodes, NEARBY).log_rows(key, theta, z_G, near, data)
 
 
 @dataclass(frozen=True)
@@ -313,7 +312,7 @@ class _LatentsAt:
         guide, laplace = self.likelihood.guide, Laplace(self.likelihood.model)
         if not guide.outer:
             return self
-        z = laplace.modes(self.theta, self.z_G, self.data, self.start, **NEARBY)
+        z = laplace.search(self.theta, self.z_G, self.data, self.start, **NEARBY).modes
         found = laplace.outer_given(self.theta, self.z_G, z, self.data)
         better = {
             p: guide.locals[p].from_mode(*outer_precision(guide, p, *found[p])) for p in guide.outer
@@ -327,9 +326,8 @@ class _LatentsAt:
         if not plates:
             return self
         outer = jnp.concatenate([jnp.zeros(0), *(z_outer[p].ravel() for p in guide.outer)])
-        z = laplace.modes(
-            self.theta, self.z_G, self.data, {**self.start, **z_outer}, fix_outer=True, **NEARBY
-        )
+        start = {**self.start, **z_outer}
+        z = laplace.search(self.theta, self.z_G, self.data, start, fix_outer=True, **NEARBY).modes
         found = laplace.rows_given(self.theta, self.z_G, outer, z, self.data)
         return self._with_guides({p: guide.locals[p].from_mode(*found[p]) for p in plates})
 

@@ -22,17 +22,16 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms.base import (
-    Ask,
     Exchange,
     FederatedAlgorithm,
-    Info,
-    Reply,
-    Round,
     key_as_noise,
+    stacked_reply,
 )
+from numpyro_fed.algorithms.expand import shape
+from numpyro_fed.algorithms.importance.exchange import shape_of_draws
 from numpyro_fed.algorithms.importance.leave_out import LeaveOutDown, without
 from numpyro_fed.algorithms.importance.likelihood import LikelihoodEstimate
-from numpyro_fed.algorithms.sfvi import Down, coordinates_of, down_of
+from numpyro_fed.algorithms.sfvi import Down, coordinates_of
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
@@ -186,23 +185,21 @@ def loo(
     fitted: FederatedAlgorithm[Any, Any],
     num_draws: int,
     settings: str,
-) -> Round:
-    """Return the round that leads from a run's state to the :class:`RowSums` of all silos.
+) -> Exchange[Any, Any, Any]:
+    """Return the exchange in which silos tell the sums of their rows' scores (:class:`RowSums`)."""
 
-    The server's data are draws of the posterior, with their log weights in a last column
-    (n, dim + 1).
-    """
+    def silo(noise: Array, down: LeaveOutDown, state: Any, data: SiloData) -> RowSums:
+        return RowSums.of(scores(noise, down, state, data))
 
-    def silo(
-        noise: Array, down: LeaveOutDown, state: Any, data: SiloData
-    ) -> tuple[Reply[RowSums], Any]:
-        return Reply(RowSums.of(scores(noise, down, state, data)), jnp.array(True)), state
+    def messages() -> tuple[LeaveOutDown, RowSums]:
+        draws = shape_of_draws(guide, fitted, (num_draws, fm.dim))
+        return LeaveOutDown(draws, shape(num_draws)), RowSums(*[shape()] * len(RowSums._fields))
 
-    def run(state: Any, noise: object, ask: Ask) -> tuple[RowSums, Info]:
-        given = jnp.zeros((num_draws, fm.dim + 1)) if ask.server_data is None else ask.server_data
-        draws = down_of(guide, fitted.shared(state), given[:, :-1])
-        found = ask(LOO, LeaveOutDown(draws, given[:, -1])).up
-        return found, Info(jnp.zeros(()), jnp.array(True))
-
-    exchange = Exchange(LOO, silo, silo_noise=key_as_noise, settings=settings)
-    return Round((exchange,), run)
+    return Exchange(
+        LOO,
+        stacked_reply(silo, little=True),
+        silo_noise=key_as_noise,
+        settings=settings,
+        stacked=True,
+        like=messages,
+    )
