@@ -101,7 +101,7 @@ def test_derivatives_up_to_the_second_are_lapacks(d, shape, double):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("d", [3, 9])
+@pytest.mark.parametrize("d", [3, 4, 9])
 def test_nested_vmaps_of_gradients_are_lapacks(d, double):
     A, B = stack(0, (2, 3), d), right(0, (3,), d, 2)
 
@@ -118,13 +118,13 @@ def kernels_of(f, *args):
     return lapack_shapes(jax.jit(f).lower(*args).as_text())
 
 
-@pytest.mark.parametrize("d", [3, 9])
+@pytest.mark.parametrize("d", [3, 4, 9])
 def test_columns_of_one_matrix_are_solved_together(d, double):
     """A stack of right sides of one matrix is one solve of as many columns."""
     L, B = jnp.linalg.cholesky(stack(0, (), d)), right(0, (4,), d, 2)
     each = jax.jit(jax.vmap(lambda B: linalg.solve(L, B)))
     np.testing.assert_allclose(each(B), lapack_solve(jnp.broadcast_to(L, (4, d, d)), B, False))
-    assert len(kernels_of(each, B)) == 1
+    assert len(kernels_of(each, B)) == (d > linalg.TINY)
     assert "while" not in each.lower(B).as_text()
 
 
