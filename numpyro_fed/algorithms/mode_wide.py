@@ -127,34 +127,33 @@ class WideStart:
             self.done = ended or self.tried > MAX_HALVINGS or not self.trial.any()
             self.trial = self.trial if self.done else 0.5 * self.trial
             return
-        stuck = self._step(point, finite)
+        stuck = self._step(self.best or point, point, finite)
         self.rests = self.idle >= MAX_IDLE
         self.done = self.rests or stuck or ended
         self.with_diagonal |= self.done
-        assert self.best is not None
-        at_best = self.with_diagonal
-        self.trial = self.best.x if at_best else self.best.x + self.share * self.direction
+        x = (self.best or point).x
+        self.trial = x if self.with_diagonal else x + self.share * self.direction
 
-    def _step(self, point: Expansion[np.ndarray], finite: bool) -> bool:
+    def _step(
+        self, best: Expansion[np.ndarray], point: Expansion[np.ndarray], finite: bool
+    ) -> bool:
         """Accept or reject the trial; return whether no direction leads up any more."""
-        best, refresh = self.best, False
-        if best is None or (self.with_diagonal and finite):
-            self.best = point
-            self._turn(forget=True)
+        refresh = False
+        if self.with_diagonal and finite:  # the trial was the best point itself
+            self._turn(point, forget=True)
         elif self.with_diagonal or not (finite and self._rises(point, best)):
             if self.share > MIN_SHARE or self.with_diagonal:
                 self.share *= BACKTRACK
             elif self.memory.count <= 1:  # the direction was the gradient itself
                 return True
             else:
-                self._turn(forget=True)
+                self._turn(best, forget=True)
         else:
             little = point.value - best.value <= max(MIN_GAIN, _rounding(best))
             self.idle = self.idle + 1 if little else 0
             self.steps += 1
             refresh = self.steps >= FIRST_REFRESH and self.steps.bit_count() == 1
-            self.best = point._replace(curvature=best.curvature)
-            self._turn(forget=False)
+            self._turn(point._replace(curvature=best.curvature), forget=False)
         self.with_diagonal = refresh
         return False
 
@@ -163,13 +162,12 @@ class WideStart:
         least = best.value + ARMIJO * self.share * self.slope - _rounding(best)
         return bool(point.value >= least)
 
-    def _turn(self, *, forget: bool) -> None:
-        """Choose the next direction: L-BFGS's, or the scaled gradient where that leads down.
+    def _turn(self, best: Expansion[np.ndarray], *, forget: bool) -> None:
+        """Take the best point, and the next direction from there.
 
-        The scaled gradient is at most one unit long.
+        It is L-BFGS's, or where that leads down the scaled gradient, at most one unit long.
         """
-        assert self.best is not None
-        x, _, g, diagonal = self.best
+        x, _, g, diagonal = self.best = best
         unit = np.sqrt(nonzero(diagonal))
         memory = LBFGS.init(jax.device_put(x)) if forget else self.memory
         downhill, self.memory = _lbfgs_update(-g / unit, memory, x * unit)

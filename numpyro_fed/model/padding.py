@@ -16,6 +16,10 @@ import numpy as np
 from numpyro_fed.model.data import SiloData, Sizes, signature
 
 T = TypeVar("T")
+# Padded rows that are taken before another shape is compiled, whatever their share. A shape takes
+# two seconds to compile, and thirty where hospitals have two effects each; 4,000 draws over so many
+# rows take one.
+FEW_ROWS = 2_000
 
 
 class Bucket(NamedTuple):
@@ -76,7 +80,7 @@ def bucket(
 
     Static values and axes that cannot be padded must be equal in a bucket. Silos that agree in
     these are divided by size, into as few buckets as possible with at most ``waste`` times as many
-    padded rows as there are real ones.
+    padded rows as there are real ones, or :data:`FEW_ROWS` in all.
     """
     # Every bucket is a program to compile, and every padded row is memory and time. With a waste
     # of 2 both stay within a factor of two of their least. With 1 each size would be a bucket, and
@@ -104,7 +108,7 @@ def group_lengths(lengths: Sequence[int], waste: float) -> list[int]:
     """Return the number of a group for each length, for as few groups as possible.
 
     Every length is padded to the largest of its group; the sum of padded lengths must be at most
-    ``waste`` times the sum of lengths. In the best partition each group is a run of the sorted
+    ``waste`` times the sum of lengths, or :data:`FEW_ROWS`. In the best partition each group is a run of the sorted
     lengths. Dynamic programming finds it: ``best[j]`` is the least sum of padded lengths for the
     ``j + 1`` greatest distinct lengths in k groups, and k grows until the sum is small enough.
     """
@@ -118,7 +122,7 @@ def group_lengths(lengths: Sequence[int], waste: float) -> list[int]:
     run = np.triu(distinct[:, None] * (until[None, 1:] - until[:-1, None]).astype(float))
     run[np.tril_indices(len(distinct), -1)] = np.inf
     best, begins = run[0], [np.zeros(len(distinct), int)]
-    while best[-1] > waste * coarse.sum():
+    while best[-1] > max(waste * coarse.sum(), FEW_ROWS):
         sums = np.concatenate([[np.inf], best[:-1]])[:, None] + run
         begins.append(sums.argmin(0))
         best = sums.min(0)
