@@ -108,9 +108,10 @@ def group_lengths(lengths: Sequence[int], waste: float) -> list[int]:
     """Return the number of a group for each length, for as few groups as possible.
 
     Every length is padded to the largest of its group; the sum of padded lengths must be at most
-    ``waste`` times the sum of lengths, or :data:`FEW_ROWS`. In the best partition each group is a run of the sorted
-    lengths. Dynamic programming finds it: ``best[j]`` is the least sum of padded lengths for the
-    ``j + 1`` greatest distinct lengths in k groups, and k grows until the sum is small enough.
+    ``waste`` times the sum of lengths, or :data:`FEW_ROWS`. In the best partition each group is a
+    run of the sorted lengths. Dynamic programming finds it: ``best[j]`` is the least sum of padded
+    lengths for the ``j + 1`` greatest distinct lengths in k groups, and k grows until the sum is
+    small enough.
     """
     # The table has the square of the number of distinct lengths. Lengths are rounded up to a 512th
     # of the largest, which keeps it to a quarter of a million entries.
