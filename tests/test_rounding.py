@@ -16,6 +16,7 @@ from numpyro_fed.results.moments import moments
 from numpyro_fed.results.rounding import Rounding
 
 KEY, OTHER_KEY = jax.random.key(0), jax.random.key(7)
+QUIET = dict(progress_bar=False)
 
 
 level = models.level(1e9)
@@ -34,7 +35,7 @@ def exact(y):
 
 @pytest.fixture(scope="module")
 def fitted():
-    return nf.fit(KEY, level, cut({"y": far(1e8)}, (20, 40)), progress_bar=False)
+    return nf.fit(KEY, level, cut({"y": far(1e8)}, (20, 40)), **QUIET)
 
 
 @pytest.mark.slow
@@ -69,7 +70,7 @@ def test_all_that_comes_of_such_a_fit_is_in_its_precision(fitted):
 
 
 def test_a_second_call_compiles_nothing_in_double_precision_either(fitted, compiled):
-    nf.fit(OTHER_KEY, level, cut({"y": far(3e7)}, (20, 40)), progress_bar=False)
+    nf.fit(OTHER_KEY, level, cut({"y": far(3e7)}, (20, 40)), **QUIET)
     assert compiled == []
 
 
@@ -77,7 +78,7 @@ def test_a_second_call_compiles_nothing_in_double_precision_either(fitted, compi
 def test_single_precision_is_not_trusted_with_what_it_cannot_hold():
     """Numbers near 10^5 are 0.008 apart, and the sd is 0.007."""
     silos = cut({"y": far(1e5, 20_000)}, (5_000, 15_000))
-    result = nf.PVI(level).run(KEY, 2, silos, progress_bar=False)
+    result = nf.PVI(level).run(KEY, 2, silos, **QUIET)
     found = nf.importance_correct(KEY, result)
     assert not found.precise
     assert not found.trusted
@@ -189,13 +190,34 @@ def test_times_in_seconds_are_a_covariate_like_any_other():
         with nf.silo_plate("row", t.shape[0]):
             numpyro.sample("y", dist.Normal(a + b * t, 1.0), obs=y)
 
-    found = nf.fit(KEY, model, cut({"t": t, "y": y}, (30, 50)), progress_bar=False)
+    found = nf.fit(KEY, model, cut({"t": t, "y": y}, (30, 50)), **QUIET)
     draws = found.sample_posterior(KEY, 20_000)["b"]
     slope = np.polyfit(t - t.mean(), y, 1)[0]
     sd = 1 / np.sqrt(((t - t.mean()) ** 2).sum())
     assert found.trusted
     assert abs(draws.mean() - slope) < 0.1 * sd
     assert abs(draws.std() / sd - 1) < 0.1
+
+
+def test_a_line_over_a_covariate_far_from_zero_is_as_wide_as_it_is():
+    """Correlated by all but 10^-14: the draws of a start that is too narrow miss the ridge."""
+
+    def line(x, y):
+        a = numpyro.sample("a", dist.Normal(0, 1e18))
+        b = numpyro.sample("b", dist.Normal(0, 1e12))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(a + b * x, 1.0), obs=y)
+
+    rng = np.random.default_rng(0)
+    x = -0.84 + 3.6e-7 * rng.uniform(size=12)
+    own = x - x.mean()
+    y = 3 + 2 / 3.6e-7 * own + rng.normal(size=12)
+    fitted = nf.fit(KEY, line, [{"x": x[:5], "y": y[:5]}, {"x": x[5:], "y": y[5:]}], **QUIET)
+    b = np.asarray(fitted.sample_posterior(OTHER_KEY, 4_000)["b"], float)
+    sd = (own**2).sum() ** -0.5
+    assert fitted.trusted, fitted.verdict
+    assert abs(b.mean() - (own * y).sum() * sd**2) < 0.1 * sd
+    assert abs(b.std() / sd - 1) < 0.1
 
 
 def test_a_text_for_single_precision_alone_is_refused_in_words():
@@ -206,7 +228,7 @@ def test_a_text_for_single_precision_alone_is_refused_in_words():
             numpyro.sample("y", dist.Normal(total, 1.0), obs=y)
 
     with pytest.raises(nf.ModelError, match=r"(?s)raised TypeError at silo 0.*float32"):
-        nf.fit(KEY, model, [{"y": far(3.0)}], progress_bar=False)
+        nf.fit(KEY, model, [{"y": far(3.0)}], **QUIET)
 
 
 def test_a_precision_that_does_not_exist_is_refused():
@@ -226,7 +248,7 @@ def test_a_density_that_rises_by_rounding_does_not_decide():
 
     y = far(0.5)
     method = nf.SFVI(model, start=None, optim=optax.adam(0.03))
-    result = method.run(KEY, 1_000, cut({"y": y}, (20, 40)), progress_bar=False)
+    result = method.run(KEY, 1_000, cut({"y": y}, (20, 40)), **QUIET)
     found = nf.importance_correct(KEY, result)
     assert found.trusted
     draws = found.sample_posterior(KEY, 20_000)["mu"]
@@ -245,7 +267,7 @@ def test_a_smooth_mode_far_out_decides():
             numpyro.factor("y", -0.05 * (y - mu) ** 2 + bump / y.shape[0])
 
     start = nf.SFVI(model, start=None)
-    result = start.run(KEY, 2_000, [{"y": np.full(60, 0.0)}], progress_bar=False)
+    result = start.run(KEY, 2_000, [{"y": np.full(60, 0.0)}], **QUIET)
     found = nf.importance_correct(KEY, result)
     assert not found.fit_trusted
     assert found.sample_posterior(KEY, 1_000)["mu"].mean() > 2
@@ -264,6 +286,6 @@ def test_precision_of_gamma_functions_does_not_spoil_a_beta_regression():
             mean = jax.nn.sigmoid(m)
             numpyro.sample("y", dist.Beta(mean * phi, (1 - mean) * phi), obs=y)
 
-    found = nf.fit(KEY, model, cut({"y": y}, (30, 50)), progress_bar=False)
+    found = nf.fit(KEY, model, cut({"y": y}, (30, 50)), **QUIET)
     assert found.trusted
     assert abs(found.log_evidence) < 100

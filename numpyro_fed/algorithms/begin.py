@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from numpyro_fed import linalg
@@ -31,9 +32,11 @@ from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 
-# The least curvature of a direction, as a share of the largest scaled one. A smaller share lets
-# rounding decide how wide a start is; a larger one starts too narrow along a real ridge.
-FLAT = 1e-6
+# The least curvature of a direction, as a share of the largest scaled one, in single and in double
+# precision. A smaller share lets rounding decide how wide a start is; a larger one starts too
+# narrow along a real ridge, as of a line over a covariate whose values differ by 10^-7 of their
+# size: draws of such a start hardly met the ridge, and its width was said to be a hundredth.
+FLAT, FLAT_IN_DOUBLE = 1e-6, 1e-13
 # The same where the search ended away from a mode. The parabola there need not be like the
 # posterior, so a start may be at most 1 / sqrt(0.05), some 4.5, times as wide as a scaled unit.
 FLAT_OFF_MODE = 0.05
@@ -100,7 +103,7 @@ def start_at_mode(fm: FederatedModel, search: Search[Any]) -> StartMessage:
     if curvature.ndim == 1:
         sd = 1 / jnp.sqrt(nonzero(curvature))
         return StartMessage(StartPoint(theta, unravel(sd)[0], centre, sd[num_theta:]), i)
-    least = jnp.where(search.rests[i], FLAT, FLAT_OFF_MODE)
+    least = jnp.where(search.rests[i], flat_share(curvature.dtype), FLAT_OFF_MODE)
     # The units of theta are marginal sds, from the inverse of the whole matrix. The root of the
     # globals is from their own block, which is their covariance given theta.
     unit, _ = unravel(jnp.linalg.norm(covariance_root(curvature, least), axis=1))
@@ -110,7 +113,12 @@ def start_at_mode(fm: FederatedModel, search: Search[Any]) -> StartMessage:
     )
 
 
-def covariance_root(precision: Array, least: Array | float = FLAT) -> Array:
+def flat_share(dtype: np.dtype) -> float:
+    """Return the share of the largest curvature below which another one is not known."""
+    return FLAT_IN_DOUBLE if dtype == np.float64 else FLAT
+
+
+def covariance_root(precision: Array, least: Array | float) -> Array:
     """Return a Cholesky factor (dim, dim) of the inverse of a precision, made positive definite.
 
     Eigenvalues below ``least`` of the largest are raised to it: :meth:`Curvature.positive`.
@@ -231,17 +239,17 @@ def _with_couplings(
     """
     if not templates:
         return {}
-    guides = {p: {**templates[p], **eta} for p, eta in f(point).items()}
-    if wide or not any(
+    has_couplings = any(
         "mean_coupling" in eta or "scale_coupling" in eta for eta in templates.values()
-    ):
-        return guides
-
-    def mean_and_scale(point: Array) -> dict[str, tuple[Array, Array]]:
-        return {p: (eta["loc"], eta["log_scale"]) for p, eta in f(point).items()}
+    )
+    if wide or not has_couplings:
+        return {p: {**templates[p], **eta} for p, eta in f(point).items()}
+    # linearize: ``f`` itself is computed, and compiled, once for all columns.
+    found, along = jax.linearize(f, point)
+    guides = {p: {**templates[p], **eta} for p, eta in found.items()}
 
     def column(e: Array) -> dict[str, tuple[Array, Array]]:
-        return jax.jvp(mean_and_scale, (point,), (e,))[1]
+        return {p: (change["loc"], change["log_scale"]) for p, change in along(e).items()}
 
     # Forward mode, sixteen directions at a time: the outputs (all rows) are more than the inputs,
     # and all directions at once would hold as many copies of a silo's derivatives in memory.

@@ -17,7 +17,7 @@ from jax import Array
 from numpyro_fed.after.base import AfterFit
 from numpyro_fed.after.run import ALL, WhichSilo, chosen_silos
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Private, Up
-from numpyro_fed.algorithms.begin import FLAT, FLAT_OFF_MODE
+from numpyro_fed.algorithms.begin import FLAT_OFF_MODE, flat_share
 from numpyro_fed.algorithms.influence import INFLUENCE, MOST_GLOBALS, Factors, Influence
 from numpyro_fed.errors import ModelError, NonFiniteError
 from numpyro_fed.gaussian import Curvature
@@ -506,7 +506,7 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
             return np.asarray(self.draw_globals(jax.random.key(0), MANY)[0])
         # Where the fit stands at its mode nothing has to be compiled for it.
         A = start.curvature[-self._fit.model.dim :, -self._fit.model.dim :]
-        least = FLAT if start.converged else FLAT_OFF_MODE
+        least = flat_share(start.z_G.dtype) if start.converged else FLAT_OFF_MODE
         root = Curvature.of(A).positive(least).root_of_inverse()
         normal = np.random.default_rng(0).standard_normal((MANY, len(A)))
         return (start.z_G + normal @ root.T).astype(start.z_G.dtype)

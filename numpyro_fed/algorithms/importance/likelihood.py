@@ -140,7 +140,7 @@ class QuadratureLikelihood:
     ) -> Array:
         """Return whether log likelihoods are others with twice the nodes."""
         bound = QuadratureBound(self.model, self.guide, self.nodes)
-        finer = RowIntegrals(self.model, 2 * self.nodes)
+        finer = RowIntegrals(self.model, 2 * self.nodes, few_places=True)
         prior = self.model.local_prior
 
         def starts_at(key: Array, z_G: Array, u: Array) -> Rows:
