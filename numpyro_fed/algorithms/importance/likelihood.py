@@ -42,9 +42,10 @@ from numpyro_fed.model.priors import LocalPrior
 SHARE = 0.25
 
 
-# Nats by which a silo's log likelihood may change with twice the nodes, more at one draw than at
-# others: weights are then right to this share, far below the errors of a few thousand draws. What
-# it changes at all of them alike is in the evidence alone, which may be off by more.
+# Nats by which a silo's log likelihood may change with twice the nodes, more at some draws than at
+# others, by root mean square: weights that are off by this share move a mean by so many sds at
+# most, far below the errors of a few thousand draws. What it changes at all of them alike is in the
+# evidence alone, which may be off by more.
 MAX_CHANGE, MAX_COMMON_CHANGE = 0.01, 0.02
 CHECKED = 8  # draws of the fit's guide at which twice the nodes are tried
 
@@ -164,12 +165,15 @@ class QuadratureLikelihood:
         def differ(others: Array) -> Array:
             change = others - values
             common = jnp.nanmean(change)
-            apart = jnp.abs(change - common) <= MAX_CHANGE + rounding
-            return ~(apart & (jnp.abs(common) <= MAX_COMMON_CHANGE + rounding))
+            apart = jnp.sqrt(jnp.nanmean(jnp.square(change - common)))
+            allowed = rounding.max()
+            few = (apart <= MAX_CHANGE + allowed) & (jnp.abs(common) <= MAX_COMMON_CHANGE + allowed)
+            return ~few
 
-        # A draw at which the search from the prior finds no mode says nothing.
-        elsewhere = [differ(others) & ~jnp.isnan(others) for others in found[1:]]
-        return jnp.stack([differ(found[0]), *elsewhere]).any()
+        coarse = differ(found[0]) | jnp.isnan(found[0]).any()
+        for others in found[1:]:  # a draw at which this search finds no mode says nothing
+            coarse |= differ(others) & ~jnp.isnan(others).all()
+        return coarse
 
     def log_rows(
         self,
