@@ -16,7 +16,7 @@ from jax.lax import stop_gradient
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.integrals.laplace import Near
+from numpyro_fed.integrals.laplace import SearchEnd
 from numpyro_fed.integrals.quadrature import NEARBY, RowIntegrals
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, Sizes
@@ -132,7 +132,7 @@ class QuadratureBound:
 
     def near(
         self, theta: Theta, eta: GuideParams, z_G: Array, coordinates: Coordinates, data: SiloData
-    ) -> Near:
+    ) -> SearchEnd:
         """Return where nodes stand: close to the conditional modes, held constant."""
         start = self.start(theta, eta, z_G, coordinates, data)
         return RowIntegrals(self.model, self.nodes, NEARBY).near(theta, z_G, data, start)

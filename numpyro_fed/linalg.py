@@ -229,8 +229,14 @@ def _eigh_of_two(A: Array) -> tuple[Array, Array]:
     large = jnp.sqrt(jnp.where(r > 0, 0.5 * (1 + jnp.abs(half) / jnp.where(r > 0, r, 1.0)), 1.0))
     small = jnp.where(r > 0, b / jnp.where(r > 0, 2 * r * large, 1.0), 0.0)
     cosine, sine = (jnp.where(half >= 0, x, y) for x, y in ((large, small), (small, large)))
+    # The eigenvalue of less size follows from the determinant, as in LAPACK: a difference would
+    # lose its digits.
     middle = 0.5 * (a + c)
-    values = jnp.stack([middle - r, middle + r], -1)
+    far = jnp.where(middle < 0, middle - r, middle + r)
+    more, less = (jnp.where(jnp.abs(a) >= jnp.abs(c), x, y) for x, y in ((a, c), (c, a)))
+    safe = jnp.where(far == 0, 1.0, far)
+    near = jnp.where(far == 0, 0.0, (more / safe) * less - (b / safe) * b)
+    values = jnp.sort(jnp.stack([near, far], -1), -1)
     return values, _matrix([[-sine, cosine], [cosine, sine]])
 
 

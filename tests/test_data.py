@@ -11,7 +11,7 @@ import numpyro_fed as nf
 from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.layout import lay_out
-from numpyro_fed.model.padding import bucket, padded, padded_keys
+from numpyro_fed.model.padding import bucket, group_lengths, padded, padded_keys
 from numpyro_fed.model.primitives import silo_plate
 from numpyro_fed.testing import check_decomposition
 
@@ -134,6 +134,12 @@ def test_very_different_sizes_are_divided_so_that_memory_grows_with_rows():
     )
     sizes = [{"row": s.arrays["y"].size} for s in held]
     assert len(bucket(held, sizes, waste=100.0)) == 1
+
+
+def test_few_rows_have_one_shape_whatever_their_share():
+    few, many = [5] * 10 + [180], [5] * 10 + [190]  # 1,980 and 2,090 rows with padding
+    assert len(set(group_lengths(few, 2.0))) == 1
+    assert len(set(group_lengths(many, 2.0))) == 2
 
 
 def test_two_plates_are_padded_each_to_its_own_size():

@@ -190,6 +190,19 @@ def test_what_is_empty_stays_empty():
     assert linalg.eigh(jnp.zeros((0, 0)))[1].shape == (0, 0)
 
 
+@pytest.mark.parametrize(
+    "entries",
+    [(1e8, 0.0, 1.0), (1.0, 0.0, 1e8), (-1e8, 3.0, 1.0), (4e-20, 0.0, 9.0), (0.0, 0.0, 0.0)],
+)
+def test_eigenvalues_of_unlike_size_keep_their_digits(entries):
+    a, b, c = entries
+    A = np.array([[a, b], [b, c]])
+    values, vectors = linalg.eigh(jnp.asarray(A, jnp.float32))
+    np.testing.assert_allclose(values, np.linalg.eigvalsh(A), rtol=1e-5)
+    np.testing.assert_allclose(vectors.T @ vectors, np.eye(2), atol=1e-6)
+    assert jnp.isnan(linalg.eigh(jnp.full((2, 2), jnp.nan))[0]).all()
+
+
 @pytest.mark.parametrize("d", [2, 8, 9, 40])
 def test_no_stack_goes_to_lapack(d):
     """A kernel for a single matrix waits for no other thread; one for a stack does."""

@@ -11,7 +11,7 @@ from problems import cut, grouped, raw_rows, regression
 from scipy import optimize, stats
 
 import numpyro_fed as nf
-from numpyro_fed.integrals.laplace import Laplace
+from numpyro_fed.integrals.laplace import Arrow, Laplace, SearchEnd
 from numpyro_fed.model.data import read
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.split import split
@@ -206,6 +206,13 @@ def test_derivatives_through_the_modes_are_those_of_the_value(model, silo, at, d
     np.testing.assert_allclose(slope(z), slopes, rtol=1e-6)
     np.testing.assert_allclose(jax.jacobian(slope)(z), curves, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(laplace.differentiable({}, z, data, start)[0], value(z), rtol=1e-9)
+
+
+def test_a_row_without_a_step_moves_no_other():
+    z, step = {"row": jnp.ones((3, 1))}, {"row": jnp.array([[0.5], [jnp.nan], [-1.0]])}
+    none = Arrow(z, {}, {}, jnp.zeros((0, 0)))
+    end = SearchEnd(z, none, step, jnp.array(jnp.nan))
+    np.testing.assert_array_equal(end.modes["row"][:, 0], [1.5, 1.0, 0.0])
 
 
 @pytest.mark.slow

@@ -365,9 +365,10 @@ def of_stack(
         def of_silo(one: tuple[Any, Silo, SiloData]) -> Found:
             return f(one[0], down, *one[1:])
 
-        # On a CPU one silo after the other: side by side all would wait where one searches for
-        # modes, and their numbers would not fit into a core's own memory.
-        if jax.default_backend() == "cpu":
+        # On one CPU one silo after the other: side by side all would wait where one searches for
+        # modes, and their numbers would not fit into a core's own memory. Several devices have
+        # silos of their own.
+        if jax.default_backend() == "cpu" and len(jax.devices()) == 1:
             return jax.lax.map(of_silo, (noise, states, data))
         return jax.vmap(of_silo)((noise, states, data))
 

@@ -19,8 +19,8 @@ from jax import Array
 
 from numpyro_fed import linalg
 from numpyro_fed.algorithms.base import CarriedSilo
+from numpyro_fed.algorithms.expand import ROUNDING_UNITS, unraveller
 from numpyro_fed.algorithms.expand import SiloState as ModeSiloState
-from numpyro_fed.algorithms.expand import unraveller
 from numpyro_fed.algorithms.mode import Search, best_start
 from numpyro_fed.algorithms.mode_wide import nonzero
 from numpyro_fed.frame import Frame
@@ -31,6 +31,7 @@ from numpyro_fed.integrals.laplace import Laplace
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.trees import Numbers
 
 # The least curvature of a direction, as a share of the largest scaled one, in single and in double
 # precision. A smaller share lets rounding decide how wide a start is; a larger one starts too
@@ -103,7 +104,7 @@ def start_at_mode(fm: FederatedModel, search: Search[Any]) -> StartMessage:
     if curvature.ndim == 1:
         sd = 1 / jnp.sqrt(nonzero(curvature))
         return StartMessage(StartPoint(theta, unravel(sd)[0], centre, sd[num_theta:]), i)
-    least = jnp.where(search.rests[i], flat_share(curvature.dtype), FLAT_OFF_MODE)
+    least = jnp.where(search.rests[i], flat_share(x), FLAT_OFF_MODE)
     # The units of theta are marginal sds, from the inverse of the whole matrix. The root of the
     # globals is from their own block, which is their covariance given theta.
     unit, _ = unravel(jnp.linalg.norm(covariance_root(curvature, least), axis=1))
@@ -113,9 +114,10 @@ def start_at_mode(fm: FederatedModel, search: Search[Any]) -> StartMessage:
     )
 
 
-def flat_share(dtype: np.dtype) -> float:
-    """Return the share of the largest curvature below which another one is not known."""
-    return FLAT_IN_DOUBLE if dtype == np.float64 else FLAT
+def flat_share(x: Numbers) -> float:
+    """Return the share of the largest curvature below which others are not known, at ``x`` (n,)."""
+    rounding = ROUNDING_UNITS * len(x) * float(np.finfo(x.dtype).eps)
+    return max(FLAT_IN_DOUBLE, rounding) if x.dtype == np.float64 else FLAT
 
 
 def covariance_root(precision: Array, least: Array | float) -> Array:

@@ -14,6 +14,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import AskSilos, Exchange, stacked_reply
 from numpyro_fed.algorithms.expand import (
+    FEW_COORDINATES,
     ROUNDING_UNITS,
     SIDE_BY_SIDE,
     SiloState,
@@ -156,7 +157,7 @@ class CurvatureCheck:
         """Return the exchange in which silos tell their log likelihoods around the mode."""
         return Exchange(
             "around the mode",
-            stacked_reply(self._values, little=True),
+            stacked_reply(self._values, little=flat_size(self.model) <= FEW_COORDINATES),
             lenient=True,
             stacked=True,
             like=self._messages,

@@ -114,11 +114,13 @@ class WideStart:
 
     def take(self, point: Expansion[np.ndarray], max_places: int | None) -> None:
         """Keep the trial if it is better than the best point, and choose the next one."""
+        if self.left:
+            return
         finite = all(np.isfinite(a).all() for a in point[1:])
         if self.done:  # the last exchange was for the diagonal
             if self.best is not None and finite:
                 self.best = self.best._replace(curvature=point.curvature)
-            self.left = True
+            self.left, self.with_diagonal = True, False
             return
         self.tried += 1
         ended = max_places is not None and self.tried >= max_places
@@ -127,11 +129,11 @@ class WideStart:
             self.done = ended or self.tried > MAX_HALVINGS or not self.trial.any()
             self.trial = self.trial if self.done else 0.5 * self.trial
             return
-        stuck = self._step(self.best or point, point, finite)
+        stuck = self._step(point if self.best is None else self.best, point, finite)
         self.rests = self.idle >= MAX_IDLE
         self.done = self.rests or stuck or ended
         self.with_diagonal |= self.done
-        x = (self.best or point).x
+        x = point.x if self.best is None else self.best.x
         self.trial = x if self.with_diagonal else x + self.share * self.direction
 
     def _step(

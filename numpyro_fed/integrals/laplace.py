@@ -107,7 +107,7 @@ class Factor(NamedTuple):
         return sum((_log_det_of(L) for L in blocks), jnp.zeros(()))
 
 
-class Near(NamedTuple):
+class SearchEnd(NamedTuple):
     """Where a search for the modes of a silo's locals has ended, and Newton's step from there.
 
     Attributes
@@ -130,10 +130,14 @@ class Near(NamedTuple):
 
     @property
     def modes(self) -> Rows:
-        """Return the locals after the step, which doubles the number of correct digits."""
-        return {**self.z, **{p: self.z[p] + step for p, step in self.step.items()}}
+        """Return the locals after the step, which doubles the number of correct digits.
 
-    def unfinished(self, tolerance: float, *, apart: bool) -> Rows:
+        A row that has no step stays, and so do latents of outer plates where some row has none.
+        """
+        steps = {p: jnp.where(jnp.isfinite(step), step, 0.0) for p, step in self.step.items()}
+        return {**self.z, **{p: self.z[p] + step for p, step in steps.items()}}
+
+    def rows_to_move(self, tolerance: float, *, apart: bool) -> Rows:
         """Return which rows a search goes on with, {plate: (n,)}: all, or those ``apart``.
 
         Those whose gradient is not finite have nowhere to go.
@@ -233,7 +237,7 @@ class Laplace:
         z = self.near(theta, z_G, z, data).modes
         return self._with_covariances(z, Factor.of(self._arrow(theta, z_G, z, data)))
 
-    def outer_near(self, near: Near) -> dict[str, tuple[Array, Array]]:
+    def outer_near(self, near: SearchEnd) -> dict[str, tuple[Array, Array]]:
         """Return :meth:`outer_given`, with the covariances before the step to the modes."""
         return self._with_covariances(near.modes, Factor.of(near.arrow))
 
@@ -260,12 +264,12 @@ class Laplace:
 
     def near(
         self, theta: Theta, z_G: Array, z: Rows, data: SiloData, *, fix_outer: bool = False
-    ) -> Near:
+    ) -> SearchEnd:
         """Return locals with their derivatives and Newton's step, of all or of rows alone."""
         arrow = self._arrow(theta, z_G, z, data)
         arrow = arrow.of_rows() if fix_outer else arrow
         step = Factor.of(arrow).solve(arrow.g)
-        return Near(z, arrow, step, _newton_decrement(arrow, step))
+        return SearchEnd(z, arrow, step, _newton_decrement(arrow, step))
 
     def search(
         self,
@@ -279,7 +283,7 @@ class Laplace:
         steps: int = MAX_STEPS,
         step_sizes: tuple[float, ...] = STEP_SIZES,
         apart: bool = False,
-    ) -> Near:
+    ) -> SearchEnd:
         """Return locals close to their modes, by Newton's method with a line search.
 
         No row's log density decreases. With ``fix_outer`` the latents of outer plates stay as they
@@ -291,7 +295,7 @@ class Laplace:
         if apart and self.outer_plates:
             raise ValueError("rows below the latents of an outer plate have no modes of their own.")
 
-        def step(carry: tuple[Array, Near]) -> tuple[Array, Near]:
+        def step(carry: tuple[Array, SearchEnd]) -> tuple[Array, SearchEnd]:
             i, near = carry
             uphill = near.arrow._replace(rows=jax.tree.map(_positive, near.arrow.rows))
             # Away from the mode a block may be indefinite. With absolute eigenvalues the direction
@@ -302,13 +306,13 @@ class Laplace:
             move = _Move(direction, jnp.array([*step_sizes, 0.0]), fix_outer)
             z = self._line_search(theta, z_G, near.z, move, data)
             if apart:
-                on = near.unfinished(tolerance, apart=True)
+                on = near.rows_to_move(tolerance, apart=True)
                 z = {p: jnp.where(on[p][:, None], z[p], near.z[p]) for p in z}
             return i + 1, self.near(theta, z_G, z, data, fix_outer=fix_outer)
 
-        def goes_on(carry: tuple[Array, Near]) -> Array:
+        def goes_on(carry: tuple[Array, SearchEnd]) -> Array:
             i, near = carry
-            on = near.unfinished(tolerance, apart=apart)
+            on = near.rows_to_move(tolerance, apart=apart)
             return (i < steps) & jnp.stack([rows.any() for rows in on.values()]).any()
 
         first = self.near(theta, z_G, start, data, fix_outer=fix_outer)

@@ -32,7 +32,7 @@ from jax import Array
 from jax.lax import stop_gradient
 
 from numpyro_fed import linalg
-from numpyro_fed.integrals.laplace import Laplace, Near
+from numpyro_fed.integrals.laplace import Laplace, SearchEnd
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
@@ -140,7 +140,7 @@ class RowIntegrals:
     def log_likelihood(
         self, theta: Theta, z_G: Array, data: SiloData, start: Rows
     ) -> tuple[Array, Rows]:
-        """Return the log likelihood, and the conditional modes (:attr:`Near.modes`).
+        """Return the log likelihood, and the conditional modes (:attr:`SearchEnd.modes`).
 
         ``start`` is where the search for the modes begins, {plate: (rows, dim)}. The value is NaN
         where it does not come close to them: nodes would stand beside the integrand.
@@ -150,17 +150,17 @@ class RowIntegrals:
         reached = (near.decrement <= FARTHEST) & jnp.isfinite(value)
         return jnp.where(reached, value, jnp.nan), near.modes
 
-    def near(self, theta: Theta, z_G: Array, data: SiloData, start: Rows) -> Near:
+    def near(self, theta: Theta, z_G: Array, data: SiloData, start: Rows) -> SearchEnd:
         """Return where the nodes stand: close to the conditional modes, held constant."""
         return Laplace(self.model).search(*stop_gradient((theta, z_G)), data, start, **self.search)
 
-    def at(self, theta: Theta, z_G: Array, near: Near, data: SiloData) -> Array:
+    def at(self, theta: Theta, z_G: Array, near: SearchEnd, data: SiloData) -> Array:
         """Return the log likelihood () by nodes that stand ``near`` the conditional modes."""
         if not Laplace(self.model).outer_plates:
             return data.total(self._terms(theta, z_G, {}, near, data))
         return self._over_outer(theta, z_G, near, data)
 
-    def sample(self, key: Array, theta: Theta, z_G: Array, near: Near, data: SiloData) -> Rows:
+    def sample(self, key: Array, theta: Theta, z_G: Array, near: SearchEnd, data: SiloData) -> Rows:
         """Return a draw of all latents given the globals, {plate: (rows, dim)}.
 
         Around each row's mode, :data:`REACH` standard deviations of its curvature on both sides
@@ -183,7 +183,9 @@ class RowIntegrals:
             drawn[plate] = mode + linalg.solve(root, cell[..., None], transposed=True)[..., 0]
         return drawn
 
-    def log_rows(self, key: Array, theta: Theta, z_G: Array, near: Near, data: SiloData) -> Rows:
+    def log_rows(
+        self, key: Array, theta: Theta, z_G: Array, near: SearchEnd, data: SiloData
+    ) -> Rows:
         """Return the log likelihood of each row but those of the outer plate, {plate: (rows,)}.
 
         It is given a draw of the outer plate's latents from their density given the globals.
@@ -193,7 +195,7 @@ class RowIntegrals:
         return {p: rows for p, rows in terms.items() if p not in drawn}
 
     def _drawn_outer(
-        self, key: Array, theta: Theta, z_G: Array, near: Near, data: SiloData
+        self, key: Array, theta: Theta, z_G: Array, near: SearchEnd, data: SiloData
     ) -> Rows:
         """Return a draw of the outer plate's latents given the globals, if there is one."""
         outer = Laplace(self.model).outer_plates
@@ -206,7 +208,7 @@ class RowIntegrals:
         cell = _drawn_cell(key, log_p, cells, width)
         return {outer[0]: place + (root @ cell[..., None])[..., 0]}
 
-    def _over_outer(self, theta: Theta, z_G: Array, near: Near, data: SiloData) -> Array:
+    def _over_outer(self, theta: Theta, z_G: Array, near: SearchEnd, data: SiloData) -> Array:
         """Return the log likelihood of a model with an outer plate."""
         (plate,) = Laplace(self.model).outer_plates
         place, root = self._outer_place(theta, z_G, near, data)
@@ -225,7 +227,7 @@ class RowIntegrals:
         return data.masked(plate, value).sum()
 
     def _outer_place(
-        self, theta: Theta, z_G: Array, near: Near, data: SiloData
+        self, theta: Theta, z_G: Array, near: SearchEnd, data: SiloData
     ) -> tuple[Array, Array]:
         """Return modes (n, d) of the outer plate's latents, and roots (n, d, d) of covariances."""
         laplace = Laplace(self.model)
@@ -237,7 +239,7 @@ class RowIntegrals:
         return place, linalg.cholesky(covariance[own[:, :, None], own[:, None, :]])
 
     def _outer_terms(
-        self, theta: Theta, z_G: Array, near: Near, data: SiloData
+        self, theta: Theta, z_G: Array, near: SearchEnd, data: SiloData
     ) -> Callable[[Array], Array]:
         """Return the log density (n,) of each row of the outer plate with all that is below it.
 
@@ -260,7 +262,9 @@ class RowIntegrals:
 
         return terms
 
-    def _terms(self, theta: Theta, z_G: Array, z_outer: Rows, near: Near, data: SiloData) -> Rows:
+    def _terms(
+        self, theta: Theta, z_G: Array, z_outer: Rows, near: SearchEnd, data: SiloData
+    ) -> Rows:
         """Return the log likelihood of each row of each plate, given the outer plate's latents.
 
         {plate: (rows,)}; of the outer plate itself the log density, its latents' included.
@@ -271,14 +275,14 @@ class RowIntegrals:
             terms[plate] = self._integrals(plate, theta, z_G, latents, mode, precision, data)
         return terms
 
-    def _latents(self, z_outer: Rows, near: Near, data: SiloData) -> Rows:
-        """Return latents of all plates, those of rows at their modes."""
+    def _latents(self, z_outer: Rows, near: SearchEnd, data: SiloData) -> Rows:
+        """Return latents of all plates, those of rows where their search has ended."""
         fm, sizes = self.model, self.model.sizes(data)
         empty = {p.name: jnp.zeros((sizes[p.name], 0)) for p in fm.plates if not p.dim}
         return {**empty, **near.z, **z_outer}
 
     def _places(
-        self, theta: Theta, z_G: Array, z_outer: Rows, near: Near, data: SiloData
+        self, theta: Theta, z_G: Array, z_outer: Rows, near: SearchEnd, data: SiloData
     ) -> dict[str, tuple[Array, Array]]:
         """Return modes (n, d) and precisions (n, d, d) of rows given the outer plate's latents."""
         if z_outer and near.arrow.rows:

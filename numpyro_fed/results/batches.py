@@ -33,7 +33,7 @@ class Planned(Protocol):
 
 def batch_size(fit: Planned, integration: Integration, num_draws: int) -> int:
     """Return how many draws of the globals a silo takes at a time."""
-    rows = sum(n for _, n in fit.plan.total)
+    rows = sum(n for _, n in fit.plan.largest)  # silos are computed one after the other
     numbers = max(rows * integration.terms_at_once(fit.model), 1)
     size = max(IN_BATCH // numbers, min(LEAST, MOST_IN_BATCH // numbers), 1)
     return min(num_draws, 2 ** int(math.log2(size)))

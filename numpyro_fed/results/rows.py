@@ -506,7 +506,7 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
             return np.asarray(self.draw_globals(jax.random.key(0), MANY)[0])
         # Where the fit stands at its mode nothing has to be compiled for it.
         A = start.curvature[-self._fit.model.dim :, -self._fit.model.dim :]
-        least = flat_share(start.z_G.dtype) if start.converged else FLAT_OFF_MODE
+        least = flat_share(start.z_G) if start.converged else FLAT_OFF_MODE
         root = Curvature.of(A).positive(least).root_of_inverse()
         normal = np.random.default_rng(0).standard_normal((MANY, len(A)))
         return (start.z_G + normal @ root.T).astype(start.z_G.dtype)

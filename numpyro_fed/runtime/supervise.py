@@ -90,7 +90,6 @@ def drive(
     stop: bool = False,
     watcher: Watcher | None = None,
     keep: bool = False,
-    search: bool = False,
 ) -> RunOutcome:
     """Run ``num_rounds`` rounds from ``state``, or fewer.
 
@@ -106,8 +105,6 @@ def drive(
     keep : bool
         Let a ``KeyboardInterrupt`` end the run at the last good state, with ``ended`` set to
         ``"interrupted"``; a second one is raised.
-    search : bool
-        Whether these are exchanges of a search for the mode, for the progress bar.
     """
     logs: list[Log] = []
     done, failure, ended, begin = 0, None, "rounds", state.round
@@ -126,7 +123,7 @@ def drive(
 
     progress = progress_of(progress_bar)
     n, seconds_each = (1, REFRESH) if progress.shows else (FIRST_CHUNK, MAX_SECONDS_LOST)
-    with _Interruption(keep) as interruption, progress.under_way(search, num_rounds):
+    with _Interruption(keep) as interruption, progress.under_way(False, num_rounds):
         while done < num_rounds and failure is None:
             n = min(n, runtime.chunk, num_rounds - done)
             if watcher is not None:

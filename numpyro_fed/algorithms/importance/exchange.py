@@ -126,14 +126,16 @@ class Weigh(Generic[Server, Silo]):
         return of_stack(evaluate, little=self.little)
 
     @cached_property
-    def _too_coarse(self) -> Callable[[Array, Down, Silo, SiloData, Any], Array]:
+    def _too_coarse(self) -> Callable[[Any, Down, Silo, SiloData], Array]:
         """Return the function to whether integrals of a stack of silos are too coarse (silos,)."""
         # By itself it is compiled with few optimisations: it looks at a few draws.
-        return jit_once(jax.vmap(self._is_coarse, (0, None, 0, 0, 0)))
+        return of_stack(self._is_coarse, little=True)
 
     def _is_coarse(
-        self, key: Array, down: Down, state: Silo, data: SiloData, values: Array
+        self, noise: tuple[Array, Array], down: Down, state: Silo, data: SiloData
     ) -> Array:
+        """Return whether () a silo's integrals are too coarse; its key and values are the noise."""
+        key, values = noise
         private = self.fitted.private(state)
         u, centre = coordinates_of(down)
         keys = jax.vmap(fold_in, (None, 0))(key, jnp.arange(len(values)))
@@ -155,7 +157,7 @@ class Weigh(Generic[Server, Silo]):
             # all close to the fit, that would be mass.
             lost = np.isnan(values[:, : -(-self.num_draws // 4)]).mean(1) > MAX_LOST
             first = values[:, :few]
-            by_nodes = self._too_coarse(noise, down, state, data, first)
+            by_nodes = self._too_coarse((noise, first), down, state, data)
             coarse = lost | np.asarray(jax.block_until_ready(by_nodes))
         # Values that are too coarse are not used, and may not be numbers.
         values = np.where(coarse[:, None], 0.0, self.without_overflow(values))

@@ -57,7 +57,7 @@ class Integration:
 
     def finer(self) -> Integration:
         """Return the integration to try where this quadrature is too coarse."""
-        nodes = self.nodes + -(-self.nodes // 2)  # of two latents as many twice: 49, 121, 289
+        nodes = self.nodes + -(-self.nodes // 2)  # a row with two latents has 49, 121 or 289
         if nodes <= MAX_NODES:
             return Integration(self.draws, nodes)
         return Integration(self.draws, gave_way=True)
