@@ -453,17 +453,20 @@ def search_algorithm(
     search ends with.
     """
     unravel, c = unraveller(fm), num_effects
-    no_reply: Up[Array] = jax.tree.map(lambda a: jnp.zeros(a.shape), like)
+
+    def no_reply() -> Up[Array]:
+        zeros: Up[Array] = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+        return zeros
 
     def init_server(key: Array) -> Search[Any]:
-        x, no = jnp.zeros_like(no_reply.gradient), jnp.zeros(no_reply.value.shape, bool)
-        curvature = no_reply.curvature
+        value, x, curvature = no_reply()
         unit = jnp.eye(x.shape[1]) if curvature.ndim == 3 else jnp.ones(x.shape[1])
-        best = Expansion(x, no_reply.value, x, jnp.broadcast_to(unit, curvature.shape))
+        best = Expansion(x, value, x, jnp.broadcast_to(unit, curvature.shape))
+        no = jnp.zeros(len(x), bool)
         return Search(best, jnp.zeros((len(x), c, c)), no, no)
 
     def init_silo(key: Array, data: SiloData) -> SiloState:
-        return first_silo_state(fm, key, data, no_reply)
+        return first_silo_state(fm, key, data, no_reply())
 
     def shared(state: Search[Any]) -> Shared:
         theta, z_G = unravel(jnp.asarray(state.best.x)[best_start(state)])
