@@ -1,6 +1,10 @@
 """How programs are compiled."""
 
+import json
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -68,3 +72,14 @@ def test_compiled_programs_are_kept_in_the_folder(tmp_path, settings_again):
     assert {name for name in again if name.endswith("-cache")} == {
         name for name in kept if name.endswith("-cache")
     }
+
+
+def test_a_first_fit_compiles_few_programs_and_runs_the_text_a_few_times(tmp_path):
+    """In a process of its own: programs of other tests would be found again."""
+    script = Path(__file__).resolve().parents[1] / "benchmarks" / "first_answer.py"
+    options = ["--works", "readme", "--no-nuts", "--json", str(tmp_path / "report.json")]
+    subprocess.run([sys.executable, str(script), *options], check=True, capture_output=True)
+    (found,) = json.loads((tmp_path / "report.json").read_text())
+    assert found["trusted"]
+    assert found["programs"] <= 15
+    assert found["runs_of_the_text"] <= 5
