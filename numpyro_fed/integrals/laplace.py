@@ -33,7 +33,7 @@ STEP_SIZES = tuple(2.0**-i for i in range(10))  # all are tried side by side, th
 # Largest Newton decrement, in nats, of a point that counts as a mode. The approximation is off by
 # about as much as the decrement, and 0.01 nat changes no posterior.
 MAX_DECREMENT = 1e-2
-TOLERANCE = 1e-6  # the decrement, in nats, at which the search ends; one more step is taken then
+TOLERANCE = 1e-6  # the decrement, in nats, at which the search ends; a last step follows (`modes`)
 FLAT = 1e-6  # least curvature of a direction, as a share of the largest of its block
 
 
@@ -177,7 +177,7 @@ class Laplace:
         """Return the log likelihood (), and the modes of the locals; not to be differentiated."""
         if not start:
             return self._total(theta, z_G, start, data), start
-        z = self.search(theta, z_G, data, start).modes
+        z = self.near(theta, z_G, self.search(theta, z_G, data, start).modes, data).modes
         arrow = self._arrow(theta, z_G, z, data)
         factor = Factor.of(arrow)
         log_det = self._checked_log_det(arrow, factor, factor.log_det())
