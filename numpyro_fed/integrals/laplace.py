@@ -108,7 +108,7 @@ class Factor(NamedTuple):
 
 
 class SearchEnd(NamedTuple):
-    """Where a search for the modes of a silo's locals has ended, and Newton's step from there.
+    """The locals at the end of a search for their modes, with the derivatives there.
 
     Attributes
     ----------

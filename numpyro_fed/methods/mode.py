@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -135,10 +136,7 @@ def _search_end(
     """
     ask = Asked(runtime.transport(batches), key, search.num_silos, runtime.init(key, batches).silos)
     random, progress = generator(key), progress_of(progress_bar)
-
-    def shown(value: float) -> None:
-        progress.step(1, value)
-
+    shown = partial(progress.step, 1)
     with progress.under_way(True, max_exchanges):
         if isinstance(search, WideSearch):
             return search.run(ask, search.starts(key, random), max_exchanges, shown), ask
