@@ -101,7 +101,7 @@ def coverage(number: int) -> dict[str, Any]:
     return found
 
 
-def holds(fitted: nf.Fitted, row: dict[str, Any], outcome: float, silo: int | str) -> bool:
+def holds(fitted: nf.Posterior, row: dict[str, Any], outcome: float, silo: int | str) -> bool:
     """Return whether the 90 % interval of a new patient holds the outcome."""
     y = np.asarray(fitted.predict(jax.random.key(1), row, silo=silo, n=1_000)["y"])[:, 0]
     low, high = np.quantile(y, [0.05, 0.95])
@@ -286,7 +286,7 @@ def changed(name: str) -> list[dict[str, Any]]:
         nf.fit(KEY, model, silos[cut], **QUIET)
         for cut in (slice(None), slice(None, -1), slice(1, None))
     )
-    calls: list[tuple[str, nf.Fitted, Callable[[], nf.Fitted]]] = [
+    calls: list[tuple[str, nf.Posterior, Callable[[], nf.Posterior]]] = [
         ("add the last", whole, lambda: all_but_last.add(jax.random.key(1), silos[-1])),
         ("remove the last", all_but_last, lambda: whole.remove(jax.random.key(2), len(silos) - 1)),
         ("remove the first", all_but_first, lambda: whole.remove(jax.random.key(3), 0)),

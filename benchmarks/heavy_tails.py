@@ -219,7 +219,7 @@ def dispersion(r: np.random.Generator) -> Case:
 KINDS = (odds, ratio, groups, variance, location, dispersion)
 
 
-def outcomes(fitted: nf.Fitted, exact: dict[str, Marginal]) -> dict[str, list[str]]:
+def outcomes(fitted: nf.Posterior, exact: dict[str, Marginal]) -> dict[str, list[str]]:
     """Return what came of each global's mean, sd and quantiles."""
     corrected = fitted.corrected
     errors, bound = corrected.errors, corrected.max_error

@@ -232,9 +232,8 @@ def _nuts(methods: dict[str, Any], case: Case) -> tuple[Any, Reading]:
 
 def _fit(methods: dict[str, Any], case: Case) -> tuple[Any, Reading]:
     fitted = nf.fit(case.key, methods["model"], case.silos, **QUIET)
-    best = fitted.best
-    read = read_corrected if isinstance(best, nf.Corrected) else read_fit
-    return fitted, read(case, best)
+    read = read_corrected if isinstance(fitted, nf.Corrected) else read_fit
+    return fitted, read(case, fitted)
 
 
 METHODS: dict[str, Callable[[Any, Case], tuple[Any, Reading]]] = {
@@ -296,7 +295,7 @@ def said(answer: Any, warned: Iterable[str]) -> list[str]:
     found += [f"rejections: {wrong}"] if wrong else []
     trusted = getattr(answer, "trusted", getattr(answer, "reliable", None))
     if trusted is not None and not trusted:
-        words = answer.verdict if isinstance(answer, nf.Fitted) else answer.report()
+        words = answer.verdict if getattr(answer, "stages", ()) else answer.report()
         found.append(f"not trusted: {_line(words)}")
     return found
 
@@ -311,7 +310,7 @@ def judge(name: str, methods: dict[str, Any], case: Case) -> dict[str, Any]:
             answer, reading = METHODS[name](methods, case)
             warned = [str(w.message) for w in caught if _counts(w)]
             weighed = name == "fit" or name.endswith("corrected")
-            by_draws = not isinstance(answer, nf.Fitted) or isinstance(answer.best, nf.Corrected)
+            by_draws = name != "fit" or isinstance(answer, nf.Corrected)
             truth = case.seen if weighed and by_draws and case.seen is not None else case.exact
             error, ratio, right = misses(reading, truth)
             against = said(answer, warned)

@@ -30,7 +30,6 @@ from numpyro_fed.methods import schedules
 from numpyro_fed.methods.cost import Cost
 from numpyro_fed.methods.find_mode import find_mode
 from numpyro_fed.methods.fit import fit
-from numpyro_fed.methods.fitted import Fitted
 from numpyro_fed.methods.load import Saved, load
 from numpyro_fed.methods.node import ServerNode
 from numpyro_fed.methods.of_data import levels, moments
@@ -71,6 +70,7 @@ from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.particles import Particles
+from numpyro_fed.results.posterior import Posterior
 from numpyro_fed.results.private import PrivateGradientResult, PrivatePVIResult, PrivateResult
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rows import Result
@@ -108,7 +108,6 @@ __all__ = [
     "FedGVI",
     "FederatedWarning",
     "Federation",
-    "Fitted",
     "GlobalVI",
     "GuideError",
     "Interrupted",
@@ -126,6 +125,7 @@ __all__ = [
     "Particles",
     "Plan",
     "Policy",
+    "Posterior",
     "PowerEP",
     "Privacy",
     "PrivacyWarning",

@@ -97,7 +97,7 @@ class Interrupted(KeyboardInterrupt):
 
     Attributes
     ----------
-    result : Result, Corrected or Fitted
+    result : Posterior, or VerticalResult
         The result of the rounds, draws or stages that were finished; its ``ended`` or its verdict
         says that it was interrupted. ``error.result.save(path)`` keeps it, and a run goes on by
         ``run(..., init_state=error.result.state)``.

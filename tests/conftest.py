@@ -33,9 +33,9 @@ import pytest
 
 ENOUGH = 3 << 29  # bytes of a worker: more than any one file takes
 SLOW_EXAMPLES = (  # in docstrings, where no mark can stand
-    "after.base.AfterFit.leave_out",
+    "after.questions.Questions.leave_out",
     "methods.fit.fit",
-    "methods.fitted.Fitted.add",
+    "results.posterior.Posterior.add",
     "methods.load.load",
     "methods.sfvi.SFVI",
     "methods.soul.SOUL",

@@ -209,7 +209,7 @@ def test_all_results_predict_alike(fitted):
     """The correction, and the run behind it, by the same draws of what is new."""
     draws = [
         np.asarray(of.predict(KEY, NEW, silo=1, n=2_000)["mean"])
-        for of in (fitted, fitted.best, fitted.run_behind)
+        for of in (fitted, fitted.corrected, fitted.run_behind)
     ]
     np.testing.assert_array_equal(draws[0], draws[1])
     assert np.abs(draws[2].mean(0) - draws[0].mean(0)).max() < 0.1

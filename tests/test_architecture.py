@@ -55,8 +55,7 @@ LAYERS = [
     {"bounds"},
     {"algorithms.base"},
     {"algorithms", "runtime", "testing", "sigma"},
-    {"after"},
-    {"results"},
+    {"after", "results"},
     {"reference"},
 ]
 FRONT_DOOR = len(LAYERS)

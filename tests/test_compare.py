@@ -47,8 +47,7 @@ def corrected_of(weights, pareto_k=0.1, **sites):
         _moments=None,
         _rounding=None,
         errors=ElementErrors.of(sites, sites, np.asarray(weights)),
-        _posterior=posterior,
-        num_exchanges=1,
+        _sampler=posterior,
         integration=Integration({}),
         log_weights=None,
     )

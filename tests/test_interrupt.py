@@ -229,7 +229,7 @@ def test_stages_of_a_fit_before_it_are_kept(monkeypatch, tmp_path):
     assert fitted.verdict.startswith("Do not trust this posterior: the fit was interrupted")
     assert fitted.num_exchanges > 0
     assert fitted.sample_posterior(KEY, 3)["mu"].shape == (3,)
-    corrected = nf.importance_correct(KEY, fitted.best)
+    corrected = nf.importance_correct(KEY, fitted.run_behind)
     assert corrected.trusted
     fitted.save(tmp_path / "fit")
     assert nf.load(tmp_path / "fit").verdict == fitted.verdict
@@ -263,7 +263,7 @@ def test_a_checked_fit_that_goes_on_is_not_trusted(monkeypatch):
     with pytest.raises(nf.Interrupted) as caught:
         nf.fit(KEY, model, SILOS, **QUIET)
     found = caught.value.result
-    assert isinstance(found.best, nf.Corrected)
+    assert isinstance(found, nf.Corrected)
     assert not found.trusted
     assert "interrupted before its check was done" in found.verdict
 

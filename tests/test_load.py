@@ -14,9 +14,9 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.files import read_npz, write_npz
-from numpyro_fed.methods.fitted import Stage
 from numpyro_fed.methods.recipe import PARTS, LostError, decoded, encoded, rebuilt, recipe
 from numpyro_fed.results.mode import LocalMode
+from numpyro_fed.results.posterior import Stage
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}
@@ -55,7 +55,13 @@ def equal(one, other):
 def fitted(result, corrected):
     """As ``nf.fit`` returns one, without its searches."""
     stages = (Stage("SFVI", "300 rounds", result), Stage("correction", "k-hat", corrected))
-    return nf.Fitted(corrected, corrected, stages, 301)
+    return replace(corrected, stages=stages, _sent=301)
+
+
+def judged_by(correction, run, stages=None):
+    """A run that ``nf.fit`` returns in the place of a correction that is not reliable."""
+    stages = correction.stages if stages is None else stages
+    return replace(run, _checked=correction, stages=stages, _sent=301)
 
 
 # --- without model and data ------------------------------------------------------------------
@@ -77,7 +83,7 @@ def test_a_correction_is_read_without_its_model(corrected, tmp_path):
 def test_what_fit_returns_is_read_without_its_model(fitted, tmp_path):
     fitted.save(tmp_path / "fit")
     saved = nf.load(tmp_path / "fit")
-    assert (saved.kind, str(saved)) == ("Fitted", fitted.verdict)
+    assert (saved.kind, str(saved)) == ("Corrected", fitted.verdict)
     assert saved.report == fitted.corrected.report()
     assert saved.trusted == fitted.trusted
     assert saved.log_evidence == fitted.log_evidence
@@ -149,10 +155,10 @@ def test_a_correction_goes_on(corrected, tmp_path):
 
 def test_what_fit_returns_goes_on(fitted, tmp_path):
     missed = (LocalMode(np.array([3.0]), np.array([[2.0]]), -4.5),)
-    for one in (fitted, replace(fitted, missed=missed), replace(fitted, best=fitted.best.result)):
+    for one in (fitted, replace(fitted, missed=missed), judged_by(fitted, fitted.result)):
         one.save(tmp_path / "fit")
         again = nf.load(tmp_path / "fit", model, silos())
-        assert type(again.best) is type(one.best)
+        assert type(again) is type(one)
         assert again.verdict == one.verdict
         assert again.trusted == one.trusted
         assert len(again.missed) == len(one.missed)
@@ -162,18 +168,18 @@ def test_what_fit_returns_goes_on(fitted, tmp_path):
 
 def test_a_fit_whose_best_is_another_run_than_the_corrected_one(fitted, tmp_path):
     other = PLAIN.run(jax.random.key(5), 20, silos(), **QUIET)
-    one = replace(fitted, best=other)
+    one = judged_by(fitted, other)
     one.save(tmp_path / "fit")
     again = nf.load(tmp_path / "fit", model, silos())
-    np.testing.assert_array_equal(again.best.losses, other.losses)
-    np.testing.assert_array_equal(again.corrected.result.losses, fitted.best.result.losses)
+    np.testing.assert_array_equal(again.losses, other.losses)
+    np.testing.assert_array_equal(again.corrected.result.losses, fitted.result.losses)
     even = nf.load(tmp_path / "fit")
     assert len(even.weights) == 4_000
     assert set(even.weights) == {1 / 4_000}
 
 
 def test_what_was_not_checked_has_neither_weights_nor_evidence(fitted, tmp_path):
-    one = replace(fitted, best=fitted.best.result, corrected=None)
+    one = judged_by("the fit could not be checked", fitted.result, fitted.stages)
     one.save(tmp_path / "fit")
     saved = nf.load(tmp_path / "fit")
     assert (saved.trusted, saved.ess, saved.log_evidence) == (False, None, None)

@@ -535,8 +535,8 @@ def test_what_asks_silos_without_noise_is_refused():
         lambda: fitted.disagreement(),
         lambda: fitted.silos,
         lambda: fitted.add(KEY, dict(y=np.ones(3))),
-        lambda: nf.importance_correct(KEY, fitted.best),
-        lambda: nf.Tempered().run(KEY, 10, fitted.best, **QUIET),
+        lambda: nf.importance_correct(KEY, fitted),
+        lambda: nf.Tempered().run(KEY, 10, fitted, **QUIET),
     ):
         with pytest.raises((ValueError, nf.ModelError, nf.DataError), match=r"noise|budget"):
             ask()
@@ -627,17 +627,17 @@ def test_silos_elsewhere_add_their_own_noise(secure):
     fitted = nf.fit(KEY, normal, federation, privacy=budget, **QUIET)
     assert fitted.trusted
     # What is accounted for is what the first silo was asked.
-    made = np.flatnonzero(np.asarray(fitted.best.state.server.made)).tolist()
+    made = np.flatnonzero(np.asarray(fitted.state.server.made)).tolist()
     first, second = ([2 * k + i for k in made] for i in range(2))
     assert list(steps.values()) == [first, first, second]
-    fit = fitted.best._fit
+    fit = fitted._fit
     schedule = nf.DPNewton(normal, privacy=budget)._schedule(fit.model, fit.plan)
     asked = schedule.releases([k in made for k in range(len(schedule.phases))])
     assert fitted.privacy.epsilon == Spent.of(budget, asked).epsilon
     mu = np.asarray(fitted.sample_posterior(KEY, 4_000)["mu"])
     assert abs(mu.mean() - np.concatenate([s["y"] for s in silos]).mean()) < 5 * mu.std()
     # A server that asks for likelihoods all the same is refused at the silos.
-    method, built = nf.DPNewton(normal, privacy=budget), fitted.best._fit.built
+    method, built = nf.DPNewton(normal, privacy=budget), fitted._fit.built
     with pytest.raises(nf.ModelError, match="no exchange 'importance'"):
         method.round_of(built, ExchangeId("importance"))
 

@@ -56,7 +56,7 @@ def test_all_that_comes_of_such_a_fit_is_in_its_precision(fitted):
     result = fitted.stages[0].result
     again = nf.importance_correct(KEY, result)
     shown = [
-        fitted.best.samples["mu"],
+        fitted.samples["mu"],
         fitted.corrected.draws["mu"],
         result.sample_posterior(KEY, 100)["mu"],
         again.sample_posterior(KEY, 100)["mu"],

@@ -14,6 +14,7 @@ import numpyro_fed as nf
 from numpyro_fed.html import table, words
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.moments import Moments
+from numpyro_fed.results.posterior import Stage
 from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.sigma.check import Check, Row
 
@@ -106,7 +107,7 @@ def results():
         "check": Check((row, row), (), (), ()),
         "nuts": nuts,
         "corrected": corrected,
-        "fitted": nf.Fitted(corrected, corrected, (), 3),
+        "fitted": replace(corrected, stages=(Stage("mode", "found", None),), _sent=3),
     }
 
 

@@ -39,10 +39,10 @@ def test_questions_of_rows_are_refused_with_what_to_do_instead(run, question):
 
 def test_all_questions_of_a_fit_are_answered_in_words():
     """Of rows there may be more of them one day."""
-    public = {name for name in dir(nf.Fitted) if not name.startswith("_")}
-    methods = {name for name in public if callable(getattr(nf.Fitted, name))}
+    public = {name for name in dir(nf.Posterior) if not name.startswith("_")}
+    methods = {name for name in public if callable(getattr(nf.Posterior, name))}
     others = {"sample_posterior", "silo_params", "to_arviz", "save", "report", "draws_for_silo"}
-    others |= {name for name in methods if name.startswith("outcomes_")}
+    others |= {"unconstrained", "log_likelihoods", "saved_words", "saved_runs"}
     known = {name for name in dir(ColumnsAfterFit) if not name.startswith("_")}
     assert methods - others - known == set()
     assert known == set(WORDS)

@@ -16,7 +16,7 @@ from test_interrupt import ctrl_c, ctrl_c_raises  # noqa: F401  (the fixture act
 
 import numpyro_fed as nf
 from numpyro_fed import waiting
-from numpyro_fed.after.base import AfterFit
+from numpyro_fed.after.questions import Questions
 from numpyro_fed.algorithms.importance.proposals import Mixture
 from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.results.corrected import Corrected, Pool
@@ -108,14 +108,16 @@ def test_a_call_that_ends_by_ctrl_c_shows_nothing_more(soon):
     assert not waiting._SHOWN.get()
 
 
-QUESTIONS = [name for name, f in inspect.getmembers(AfterFit, inspect.isfunction) if name[0] != "_"]
+QUESTIONS = [
+    name for name, f in inspect.getmembers(Questions, inspect.isfunction) if name[0] != "_"
+]
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_all_questions_to_a_fit_show_themselves(name):
     """But what only reads what is there."""
-    quick = {"outcomes_of", "outcomes_of_silos", "outcomes_and_rows", "sample_posterior"}
-    source = inspect.getsource(getattr(AfterFit, name))
+    quick = {"sample_posterior"}
+    source = inspect.getsource(getattr(Questions, name))
     assert name in quick or source.lstrip().startswith("@shows("), name
 
 
@@ -129,7 +131,7 @@ def correction(numbers, log_weights):
     w = np.exp(log_weights - log_weights.max())
     w /= w.sum()
     nothing = dict.fromkeys(
-        ("log_evidence", "result", "errors", "_moments", "_rounding", "_posterior")
+        ("log_evidence", "result", "errors", "_moments", "_rounding", "_sampler")
     )
     return Corrected(
         **nothing,
@@ -138,7 +140,7 @@ def correction(numbers, log_weights):
         weights=w,
         _key=KEY,
         z_G=z,
-        num_exchanges=16,
+        _sent=16,
         integration=None,
         log_weights=log_weights,
         log_joint=-z[:, 0],

@@ -47,19 +47,35 @@ class Run(Protocol):
 
 
 class Correction(Protocol):
-    """Weighted draws of a posterior."""
+    """Weighted draws of a posterior, by which it is judged."""
+
+    @property
+    def trusted(self) -> bool:
+        """Return whether the draws are right to the accuracy that was asked for."""
+
+    @property
+    def figures(self) -> str:
+        """Return the numbers that a verdict rests on, in words."""
+
+    @property
+    def judgement(self) -> str:
+        """Return in words whether to trust the draws."""
 
     @property
     def left_out(self) -> Any:
-        """Return the table of :meth:`AfterFit.leave_out`."""
+        """Return the table of :meth:`Questions.leave_out`."""
 
     @property
     def rows_left_out(self) -> Any:
-        """Return the table of :meth:`AfterFit.loo`."""
+        """Return the table of :meth:`Questions.loo`."""
 
     @property
     def prior_answers(self) -> PriorSensitivity:
-        """Return the table of :meth:`AfterFit.prior_sensitivity`."""
+        """Return the table of :meth:`Questions.prior_sensitivity`."""
+
+    @property
+    def attributes(self) -> dict[str, float | str]:
+        """Return what goes with draws into ArviZ."""
 
 
 def chosen_silos(silo: WhichSilo, number: int) -> list[int]:

@@ -11,7 +11,6 @@ from jax import Array
 
 from numpyro_fed.errors import DataError, SilosError, positive_int
 from numpyro_fed.methods.fit_steps import FitSteps, SilosToFit
-from numpyro_fed.methods.fitted import Fitted, Stage
 from numpyro_fed.methods.method_cache import MethodCache
 from numpyro_fed.methods.private import DPNewton
 from numpyro_fed.methods.recipe import method_model
@@ -25,6 +24,7 @@ from numpyro_fed.model.split import split
 from numpyro_fed.precision import precision as precision_as
 from numpyro_fed.privacy.budget import Privacy
 from numpyro_fed.results.mode import Near
+from numpyro_fed.results.posterior import Posterior, Stage
 from numpyro_fed.results.weighted import TOLERANCE, check_accuracy
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.noise import typed_key
@@ -48,7 +48,7 @@ def fit(
     precision: str = "double",
     privacy: Privacy | None = None,
     progress_bar: bool = True,
-) -> Fitted:
+) -> Posterior:
     r"""Fit a model over silos, check the posterior, and say whether it can be trusted.
 
     Nothing has to be scaled or tuned. The call searches for the mode from several places, draws
@@ -92,7 +92,7 @@ def fit(
 
     Returns
     -------
-    Fitted
+    Posterior
         With ``.sample_posterior(key, n)`` (each site ``(n, *shape)``), ``.verdict``, ``.trusted``
         and the results of all ``.stages``.
 
@@ -146,13 +146,13 @@ def _private_fit(
     privacy: Privacy,
     double: bool,
     progress_bar: bool,
-) -> Fitted:
+) -> Posterior:
     """Return the fit under differential privacy, which is one run."""
     with precision_as(double=double), _LOCK, StageBar(progress_bar) as bar:
         bar.stage("DP Newton")
         result = DPNewton(model, privacy=privacy).run(typed_key(key), silos=silos, progress_bar=bar)
         words = f"{len(result.losses)} rounds. {result.privacy}".rstrip(".")
-        return Fitted(result, None, (Stage("DP Newton", words, result),), result.num_exchanges)
+        return replace(result, stages=(Stage("DP Newton", words, result),))
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +186,7 @@ class FitCall:
             return replace(self, silos=self.silos.of(others))
         return replace(self, silos=[self.silos[i] for i in others])
 
-    def run(self, key: Array, near: Near | None = None) -> Fitted:
+    def run(self, key: Array, near: Near | None = None) -> Posterior:
         """Return the fit; its searches begin ``near`` some places, if they are given."""
         silent = in_sight("fit", shown=False)  # the bar of the stages is the only one
         with precision_as(double=self.double), _LOCK, StageBar(self.progress_bar) as bar, silent:

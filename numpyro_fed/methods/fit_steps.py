@@ -36,7 +36,6 @@ from numpyro_fed.errors import (
     NonFiniteError,
     RefusedError,
 )
-from numpyro_fed.methods.fitted import Fitted, Stage
 from numpyro_fed.methods.method_cache import MethodCache
 from numpyro_fed.methods.mode import SEARCHED_UP_TO
 from numpyro_fed.methods.pvi import PVI
@@ -49,8 +48,9 @@ from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import AT_ONCE, InnerDraws, correct_from, importance_correct
 from numpyro_fed.results.influence import table_of
 from numpyro_fed.results.mixture import around_modes, matched
-from numpyro_fed.results.mode import Mode, Near, OneCopy
+from numpyro_fed.results.mode import LocalMode, Mode, Near, OneCopy
 from numpyro_fed.results.particles import Particles
+from numpyro_fed.results.posterior import Posterior, Stage
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.tempered import MIN_EFFECTIVE, Tempered
 from numpyro_fed.runtime.federation import Federation
@@ -177,7 +177,7 @@ class FitSteps:
         self.spent = self.sent_by_particles = self.num_keys = 0
         self.stage_name = ""
 
-    def run(self) -> Fitted:
+    def run(self) -> Posterior:
         """Return the result of all steps; they go on while more may help and exchanges are left."""
         result = self.find_mode() if self.suits_pvi() else None
         best: Corrected | None = None
@@ -209,15 +209,20 @@ class FitSteps:
                 best = self.better(best, new)
                 result = second if new is not None and best is new else result
         best = self.confirm(best)
-        reached = result if best is None or not best.reliable else best
-        return Fitted(
-            reached,
-            best,
-            tuple(self.stages),
-            self.spent,
-            () if best is None or self.start is None else self.start.missed(best.z_G, best.weights),
-            contradiction=self.contradiction(),
-        )
+        missed = tuple[LocalMode, ...]()
+        if best is not None and self.start is not None:
+            missed = self.start.missed(best.z_G, best.weights)
+        return self.posterior(result, best, missed=missed, contradiction=self.contradiction())
+
+    def posterior(self, fit: Result, best: Corrected | None, **more: Any) -> Posterior:
+        """Return the best that was reached, with all steps.
+
+        It is the correction, if its weights are reliable, else the fit.
+        """
+        steps = dict(stages=tuple(self.stages), _sent=self.spent, **more)
+        if best is not None and best.reliable:
+            return replace(best, **steps)
+        return replace(fit, _checked=best or "the fit could not be checked", **steps)
 
     def interrupted(self, error: KeyboardInterrupt) -> KeyboardInterrupt:
         """Return ``Interrupted`` with the results so far, or ``error`` itself if there are none."""
@@ -231,7 +236,7 @@ class FitSteps:
             result=fitted,
         )
 
-    def reached_so_far(self, partial: Any) -> Fitted | None:
+    def reached_so_far(self, partial: Any) -> Posterior | None:
         """Return what was reached when a stage ended by an error with this result, if anything."""
         if isinstance(partial, Particles):
             self.spend(partial.num_exchanges - self.sent_by_particles)
@@ -243,8 +248,7 @@ class FitSteps:
         for stage in self.stages:
             if isinstance(stage.result, Corrected):
                 best = self.better(best, stage.result)
-        reached = self.results()[-1] if best is None or not best.reliable else best
-        return Fitted(reached, best, tuple(self.stages), self.spent, interrupted=True)
+        return self.posterior(self.results()[-1], best, interrupted=True)
 
     def suits_pvi(self) -> bool:
         """Return whether PVI suits: globals, few enough for a full covariance; no parameters."""

@@ -16,7 +16,6 @@ from numpyro_fed import html
 from numpyro_fed.errors import SavedStateError, positive_int
 from numpyro_fed.files import npz
 from numpyro_fed.methods.fit import MAX_EXCHANGES, FitCall
-from numpyro_fed.methods.fitted import Fitted, Stage
 from numpyro_fed.methods.private import DPNewton
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.recipe import rebuilt
@@ -30,6 +29,7 @@ from numpyro_fed.results.arviz import Coords, Dims, Labels, to_arviz
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.mode import LocalMode
 from numpyro_fed.results.particles import Particles
+from numpyro_fed.results.posterior import Posterior, Stage
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.saving import DRAWS, WEIGHTS, read
 from numpyro_fed.results.weighted import TOLERANCE, systematic
@@ -47,7 +47,7 @@ class Saved:
     Attributes
     ----------
     kind : str
-        The class that was saved: ``"Fitted"``, ``"Corrected"``, ``"PVIResult"``, ...
+        The class that was saved: ``"Corrected"``, ``"PVIResult"``, ...
     verdict : str
         The verdict of the fit.
     trusted : bool or None
@@ -140,7 +140,7 @@ class Saved:
         coords: Coords | None = None,
         dims: Dims | None = None,
     ) -> Any:
-        """Return posterior draws as an ArviZ object, like :meth:`Fitted.to_arviz` of the fit."""
+        """Return posterior draws as an ArviZ object, like :meth:`Posterior.to_arviz` of the fit."""
         attributes: dict[str, float | str] = {"verdict": self.verdict}
         if self.ess is not None and self.pareto_k is not None:
             attributes |= {"ess": self.ess, "pareto_k": self.pareto_k}
@@ -166,7 +166,7 @@ def load(
     model: Callable[..., Any] | None = None,
     silos: Sequence[Mapping[str, Any]] | None = None,
 ) -> Any:
-    """Return a fit that ``save`` of a :class:`Fitted`, :class:`Corrected` or result wrote.
+    """Return a fit that ``save`` of a :class:`Posterior` wrote.
 
     Parameters
     ----------
@@ -179,10 +179,9 @@ def load(
 
     Returns
     -------
-    Saved, or Fitted, Corrected, Result
-        Without model and silos: draws of the globals, weights and verdict. A :class:`Fitted` has
-        the names and words of its ``stages``, and the results that ``best`` and ``corrected`` rest
-        on.
+    Saved, or Posterior
+        Without model and silos: draws of the globals, weights and verdict. What ``nf.fit`` led to
+        has the names and words of its ``stages``.
 
     Raises
     ------
@@ -224,30 +223,33 @@ def load(
         if "inner_draws" in words:
             kind = Particles if "reached" in words else Corrected
             corrected = kind.from_file(run, arrays, words)
-        if saved.get("kind") != Fitted.__name__:
+        if "stages" not in words:
             return run if corrected is None else corrected
         others = {part: runs.get(part) for part in saved["others"]}
-        fitted = _fitted(arrays, words, run, corrected, others)
         accuracy, double = words.get("accuracy", TOLERANCE), _is_double(arrays)
         call = FitCall(model, silos, accuracy, MAX_EXCHANGES, double, False)
-        return replace(fitted, call=call)
+        return replace(_with_stages(arrays, words, run, corrected, others), call=call)
 
 
-def _fitted(
+def _with_stages(
     arrays: Mapping[str, np.ndarray],
     words: Mapping[str, Any],
     run: Result,
     corrected: Corrected | None,
     others: Mapping[str, Result],
-) -> Fitted:
-    """Return the :class:`Fitted` from the parts in a file."""
-    best = corrected if corrected is not None and words["is_best"] else others.get("best", run)
-    # Names are "missed/<number>/<field>", as Fitted.save writes them.
+) -> Posterior:
+    """Return the posterior of a call of ``nf.fit`` from the parts in a file."""
+    # Names are "missed/<number>/<field>", as Posterior.save writes them.
     numbers = sorted({int(name.split("/")[1]) for name in arrays if name.startswith("missed/")})
     peaks: list[Any] = [[arrays[f"missed/{i}/{k}"] for k in LocalMode._fields] for i in numbers]
     missed = tuple(LocalMode(z_G, curvature, float(evidence)) for z_G, curvature, evidence in peaks)
     stages = tuple(Stage(name, described, None) for name, described in words["stages"])
-    return Fitted(best, corrected, stages, missed=missed, **words["fields"])
+    steps = dict(words["fields"], stages=stages, missed=missed)
+    steps["_sent"] = steps.pop("num_exchanges")
+    if corrected is not None and words["is_best"]:
+        return replace(corrected, **steps)
+    checked = corrected or "the fit could not be checked"
+    return replace(others.get("best", run), _checked=checked, **steps)
 
 
 class _Runs:

@@ -43,7 +43,7 @@ def compare(
 
     Parameters
     ----------
-    result : Result, Corrected, Fitted or NutsResult
+    result : Posterior, or VerticalResult
         A fit, its importance correction, the result of :func:`numpyro_fed.fit`, or another run of
         NUTS (at one silo alone, for example).
     reference : NutsResult

@@ -12,9 +12,10 @@ import numpy as np
 from jax import Array
 from numpyro import handlers
 
-from numpyro_fed.after.base import AfterFit
 from numpyro_fed.after.own_rows import Asked, OwnRows
 from numpyro_fed.after.predict import SEEN, At, Draws, Programs, compiled
+from numpyro_fed.after.predictions import outcomes_and_rows, parameters_of
+from numpyro_fed.after.run import Run
 from numpyro_fed.algorithms.importance.loo import MAX_K, RowSums, plates_of_rows
 from numpyro_fed.errors import MissingExtraError
 from numpyro_fed.model.data import SiloData
@@ -30,7 +31,7 @@ ROWS = "rows"
 
 
 def rows_left_out(
-    nuts: AfterFit, chains: Mapping[str, np.ndarray], samples: Mapping[str, np.ndarray], worth: int
+    run: Run, chains: Mapping[str, np.ndarray], samples: Mapping[str, np.ndarray], worth: int
 ) -> Loo:
     """Return the table of draws (chains, n, ...) of the globals, worth so many effective draws.
 
@@ -47,9 +48,8 @@ def rows_left_out(
         import arviz
     except ImportError as error:
         raise MissingExtraError("arviz", "examples") from error
-    run = nuts.run_behind
     refuse_parameters_of_rows(run._fit.model)
-    by_plate = log_likelihoods(nuts, samples)
+    by_plate = log_likelihoods(run, samples)
     values = [np.concatenate(list(of_silo.values()), 1) for of_silo in by_plate]
     joined = np.concatenate(values, 1)
     shape = next(iter(chains.values())).shape[:2] if chains else (1, len(joined))
@@ -74,11 +74,8 @@ def rows_left_out(
     return Loo.of(sums, worth, 0, silos)
 
 
-def log_likelihoods(
-    nuts: AfterFit, samples: Mapping[str, np.ndarray]
-) -> list[dict[str, np.ndarray]]:
+def log_likelihoods(run: Run, samples: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
     """Return the log likelihoods {plate: (draws, rows)} of each silo's rows with an outcome."""
-    run = nuts.run_behind
     fm, silos = run._fit.model, range(run.num_silos)
     programs: Programs = run._fit.cached(ROWS, lambda: compiled(_terms(fm)))
     shared: dict[str, Any] = {s.name: samples[s.name] for s in fm.named("latent")}
@@ -87,7 +84,7 @@ def log_likelihoods(
         Asked(
             j,
             jax.random.key(0),
-            nuts._parameters(j),
+            parameters_of(run, j),
             shared | {name: samples[local_name(j, name)] for name in local},
         )
         for j in silos
@@ -95,7 +92,7 @@ def log_likelihoods(
     plate_of = {SEEN + s.name: s.plate for s in fm.sites if s.kind == "observed"}
     values = []
     parts = OwnRows(run, programs, asked).values()
-    for rows, outcomes in zip(parts, nuts.outcomes_and_rows(silos), strict=True):
+    for rows, outcomes in zip(parts, outcomes_and_rows(run, silos), strict=True):
         kept = {}
         for plate in plates_of_rows(fm):
             seen = [outcomes[name] for name, p in plate_of.items() if p == plate]

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from numpyro_fed import html
-from numpyro_fed.after.base import AfterFit
+from numpyro_fed.after.predictions import outcomes_of_silos
 from numpyro_fed.errors import DataError, MissingExtraError
 from numpyro_fed.results.arviz import elpd_data
+from numpyro_fed.results.posterior import Posterior
 
 ROWS, SILOS = "rows", "silos"
 MOST_COMPARED = 10  # silos whose outcomes are compared, which takes a run of the text for each
@@ -99,7 +100,7 @@ class ModelComparison:
         return html.table(self.HEAD, self._rows)
 
 
-def compare_models(fits: Mapping[str, AfterFit], by: str = ROWS) -> ModelComparison:
+def compare_models(fits: Mapping[str, Posterior], by: str = ROWS) -> ModelComparison:
     """Return models of the same silos, in the order of how well they predict what is left out.
 
     Parameters
@@ -108,9 +109,9 @@ def compare_models(fits: Mapping[str, AfterFit], by: str = ROWS) -> ModelCompari
         Fits of :func:`fit`, corrections, results, or draws of :func:`run_nuts`, of different models
         and the same silos.
     by : {"rows", "silos"}
-        What is left out in turn: each row (:meth:`Fitted.loo`), or each silo
-        (:meth:`Fitted.leave_out`). Rows ask how well a model predicts another patient of the same
-        hospitals; silos, another hospital.
+        What is left out in turn: each row (:meth:`Posterior.loo`), or each silo
+        (:meth:`Posterior.leave_out`). Rows ask how well a model predicts another patient of the
+        same hospitals; silos, another hospital.
 
     Returns
     -------
@@ -129,8 +130,8 @@ def compare_models(fits: Mapping[str, AfterFit], by: str = ROWS) -> ModelCompari
 
     Notes
     -----
-    Nothing crosses but what :meth:`Fitted.loo` and :meth:`Fitted.leave_out` say. A small evidence
-    may be that of a wide prior; predictive densities hardly depend on it.
+    Nothing crosses but what :meth:`Posterior.loo` and :meth:`Posterior.leave_out` say. A small
+    evidence may be that of a wide prior; predictive densities hardly depend on it.
 
     Examples
     --------
@@ -182,7 +183,7 @@ def compare_models(fits: Mapping[str, AfterFit], by: str = ROWS) -> ModelCompari
     order = sorted(fits, key=lambda name: -parts[name]["elpd_i"].sum())
     best = parts[order[0]]["elpd_i"]
     below = [best - parts[name]["elpd_i"] for name in order]
-    evidence = [getattr(fits[name].correction_behind, "log_evidence", None) for name in order]
+    evidence = [getattr(fits[name].correction, "log_evidence", None) for name in order]
 
     def error_of(values: np.ndarray) -> float:
         return float(np.sqrt(len(values)) * np.std(values))
@@ -201,14 +202,14 @@ def compare_models(fits: Mapping[str, AfterFit], by: str = ROWS) -> ModelCompari
     )
 
 
-def _check_outcomes(fits: Mapping[str, AfterFit]) -> None:
+def _check_outcomes(fits: Mapping[str, Posterior]) -> None:
     """Raise an error if fits whose data are here have other outcomes than the first one."""
     here = {name: fit for name, fit in fits.items() if fit.run_behind.data_here}
     seen = {
         name: [
             np.concatenate([np.ravel(v) for v in outcomes.values()])
-            for outcomes in fit.outcomes_of_silos(
-                range(min(fit.run_behind.num_silos, MOST_COMPARED))
+            for outcomes in outcomes_of_silos(
+                fit.run_behind, range(min(fit.run_behind.num_silos, MOST_COMPARED))
             )
         ]
         for name, fit in here.items()
@@ -226,7 +227,7 @@ def _check_outcomes(fits: Mapping[str, AfterFit]) -> None:
             )
 
 
-def _left_out(name: str, fit: AfterFit, by: str) -> dict[str, Any]:
+def _left_out(name: str, fit: Posterior, by: str) -> dict[str, Any]:
     """Return log predictive densities and k-hats of what is left out, by rows or by silos."""
     if by == SILOS:
         table = fit.leave_out()

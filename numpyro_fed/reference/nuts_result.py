@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -14,8 +14,6 @@ import numpy as np
 from jax import Array
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 
-from numpyro_fed import html
-from numpyro_fed.after.base import AfterFit
 from numpyro_fed.after.run import WhichSilo, chosen_silos
 from numpyro_fed.algorithms.base import Shared
 from numpyro_fed.errors import DataError, ModelError, positive_int
@@ -29,6 +27,9 @@ from numpyro_fed.reference.loo import log_likelihoods, rows_left_out
 from numpyro_fed.results.arviz import Coords, Dims, Labels
 from numpyro_fed.results.groups import groups_to_arviz
 from numpyro_fed.results.loo import Loo
+from numpyro_fed.results.posterior import Posterior
+from numpyro_fed.results.sampler import Sampler
+from numpyro_fed.results.saving import SavedRun, SavedWords
 
 Draws = TypeVar("Draws", np.ndarray, Array)
 Made = TypeVar("Made")
@@ -74,6 +75,7 @@ class PooledRun:
     shared: Shared
     private: Sequence[dict[str, Any]]
     z_G: np.ndarray  # the draws of the globals, unconstrained, chains joined
+    mark: None = None  # no silo is in another process
 
     @property
     def num_silos(self) -> int:
@@ -111,7 +113,7 @@ class PooledRun:
 
 
 @dataclass(frozen=True, eq=False)
-class NutsResult(AfterFit):
+class NutsResult(Posterior):
     """The draws of NUTS from the joint posterior of all silos.
 
     Attributes
@@ -127,6 +129,7 @@ class NutsResult(AfterFit):
     _locals: Callable[[], dict[str, np.ndarray]] = field(repr=False)
     _rounded: str = field(default="", repr=False)  # why the precision does not hold the posterior
     _run: PooledRun | None = field(default=None, repr=False)
+    _in_order: bool = field(default=False, repr=False)  # all draws stand for any number of them
 
     @property
     def run_behind(self) -> PooledRun:
@@ -136,17 +139,35 @@ class NutsResult(AfterFit):
         return self._run
 
     @property
-    def correction_behind(self) -> str:
+    def correction(self) -> str:
         """Return why there are no weighted draws."""
         return "NUTS keeps no log likelihoods of silos: ask a fit of nf.fit for it"
+
+    @property
+    def verdict(self) -> str:
+        """Return in words whether these draws can be trusted."""
+        return self.report()
+
+    @property
+    def sampler(self) -> Sampler:
+        """Refuse to draw locals given globals: NUTS has drawn both together."""
+        raise DataError("NUTS has drawn all latents: sample_posterior(key, n, silo=...) has them.")
+
+    def saved_words(self, draws: int | None) -> SavedWords:
+        """Refuse to save, which ArviZ does."""
+        raise DataError("draws of NUTS are kept by ArviZ: to_arviz().to_netcdf(path).")
+
+    def saved_runs(self) -> tuple[Any, dict[str, SavedRun]]:
+        """Refuse to save, which ArviZ does."""
+        raise DataError("draws of NUTS are kept by ArviZ: to_arviz().to_netcdf(path).")
 
     def loo(self) -> Loo:
         r"""Return how well all other rows predict each row, by ArviZ's PSIS-LOO of these draws.
 
-        Rows are those of :meth:`Fitted.loo`, with which :func:`numpyro_fed.compare_models` compares
-        them. The likelihood of a row is that given all latents, its own included, where a fit
-        integrates these out: both estimate the same densities, and tails are heavier here where
-        rows have latents.
+        Rows are those of :meth:`Posterior.loo`, with which :func:`numpyro_fed.compare_models`
+        compares them. The likelihood of a row is that given all latents, its own included, where
+        a fit integrates these out: both estimate the same densities, and tails are heavier here
+        where rows have latents.
 
         Returns
         -------
@@ -183,12 +204,12 @@ class NutsResult(AfterFit):
     def _rows_left_out(self) -> Loo:
         effective = [float(np.nanmin(e)) for e in self.ess().values() if np.isfinite(e).any()]
         worth = int(min([self.num_draws, *effective]))
-        return rows_left_out(self, self.globals, self.samples, worth)
+        return rows_left_out(self.run_behind, self.globals, self.samples, worth)
 
     @property
     def silos(self) -> Any:
         """Refuse to tell the influence of silos, which is known of fits alone."""
-        raise ModelError(f"the influence of silos is not known: {self.correction_behind}.")
+        raise ModelError(f"the influence of silos is not known: {self.correction}.")
 
     def sample_posterior(
         self, key: Array, n: int, *, silo: WhichSilo | None = None
@@ -225,8 +246,10 @@ class NutsResult(AfterFit):
         return self._transitions or len(next(iter(self.samples.values()), ()))
 
     def _places(self, key: Array, n: int) -> Array:
-        """Return the places of ``n`` draws at random."""
+        """Return the places of ``n`` draws at random, or of all."""
         total = self.num_draws
+        if self._in_order:
+            return jnp.arange(total)
         return jax.random.choice(key, total, (n,), replace=n > total)
 
     def to_arviz(
@@ -251,14 +274,11 @@ class NutsResult(AfterFit):
         silo : int, list of int, or "all", optional
             As in :meth:`sample_posterior`.
         groups, coords, dims : optional
-            Further groups, and names, as :meth:`Corrected.to_arviz` has them. The log likelihoods
+            Further groups, and names, as :meth:`Posterior.to_arviz` has them. The log likelihoods
             of rows are those at all latents, as in :meth:`loo`.
         """
-        drawn = InOrder(self) if silo is None else self
         return groups_to_arviz(
-            drawn,
-            drawn,
-            drawn.log_likelihoods,
+            replace(self, _in_order=silo is None),
             key,
             self.num_draws if silo is None else num_samples,
             silo=silo,
@@ -268,12 +288,12 @@ class NutsResult(AfterFit):
         )
 
     def log_likelihoods(self, key: Array, n: int) -> list[dict[str, np.ndarray]]:
-        """Return the log likelihoods {plate: (n, rows)} of silos at ``sample_posterior(key, n)``.
+        """Return log likelihoods {plate: (n, rows)} of silos at ``sample_posterior(key, n)``.
 
         They are those at all latents.
         """
         places = np.asarray(self._places(key, n))
-        return log_likelihoods(self, {k: v[places] for k, v in self.samples.items()})
+        return log_likelihoods(self.run_behind, {k: v[places] for k, v in self.samples.items()})
 
     @cached_property
     def samples(self) -> dict[str, np.ndarray]:
@@ -378,49 +398,10 @@ class NutsResult(AfterFit):
             )
         return f"{self.divergences} divergent transitions; {known}. {verdict}"
 
-    def _repr_html_(self) -> str:
-        return html.words(self.report())
-
     def ess(self) -> dict[str, np.ndarray]:
         """Return the effective sample size of each element of global sites; NaN for constants."""
         with np.errstate(invalid="ignore"):
             return {k: np.asarray(effective_sample_size(v)) for k, v in self.globals.items()}
-
-
-@dataclass(frozen=True, eq=False)
-class InOrder(AfterFit):
-    """The draws of NUTS, all of them and in their order, for any key and number."""
-
-    nuts: NutsResult
-
-    @property
-    def run_behind(self) -> PooledRun:
-        """Return the data and parameters of the run."""
-        return self.nuts.run_behind
-
-    @property
-    def correction_behind(self) -> str:
-        """Return why there are no weighted draws."""
-        return self.nuts.correction_behind
-
-    @property
-    def silos(self) -> Any:
-        """Refuse to tell the influence of silos."""
-        return self.nuts.silos
-
-    def sample_posterior(
-        self, key: Array, n: int, *, silo: WhichSilo | None = None
-    ) -> dict[str, Array]:
-        """Return the draws of all chains."""
-        return {name: jnp.asarray(value) for name, value in self.nuts.sites_of(silo).items()}
-
-    def unconstrained(self, key: Array, n: int) -> Array:
-        """Return all draws of the unconstrained globals."""
-        return jnp.asarray(self.run_behind.z_G)
-
-    def log_likelihoods(self, key: Array, n: int) -> list[dict[str, np.ndarray]]:
-        """Return the log likelihoods {plate: (draws, rows)} of silos at all latents."""
-        return log_likelihoods(self, self.nuts.samples)
 
 
 def _varies(draws: np.ndarray) -> bool:

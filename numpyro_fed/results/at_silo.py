@@ -1,18 +1,17 @@
 """The posterior at silos in processes of their own: what a silo draws, and what it tells.
 
 The server has draws of the globals, and a silo its own latents given each. They meet at the silo:
-the server's draws go there as a message (:class:`SendsDraws`), and the silo draws, and predicts, by
-:class:`AtSilo`. Or silos whose owners allow it tell the latents that their rows share.
+the server's draws go there as a message (:func:`message_for_silo`), and the silo draws, and
+predicts, by :class:`AtSilo`. Or silos whose owners allow it tell the latents that their rows share.
 """
 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +40,7 @@ from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.precision import precision
 from numpyro_fed.results.base import FederatedRun
 from numpyro_fed.results.built import Built
-from numpyro_fed.results.posterior import Posterior, posterior, real_rows
+from numpyro_fed.results.sampler import Sampler, real_rows
 from numpyro_fed.runtime.messages import DRAWS as FOR_SILO
 from numpyro_fed.runtime.messages import Question, at_silo, pack, unpack, write
 from numpyro_fed.runtime.party import Held
@@ -49,7 +48,7 @@ from numpyro_fed.runtime.party import Held
 MESSAGE = "the draws of the latents that rows share are not finite at {}."
 
 
-def settings_of(sampler: Posterior) -> dict[str, Any]:
+def settings_of(sampler: Sampler) -> dict[str, Any]:
     """Return the settings, as JSON, by which :func:`sampler_by` makes the same functions."""
     integration = sampler.integration
     if integration is None:
@@ -57,13 +56,13 @@ def settings_of(sampler: Posterior) -> dict[str, Any]:
     return {"inner_draws": dict(integration.draws), "nodes": integration.nodes}
 
 
-def sampler_by(built: Built, settings: Mapping[str, Any]) -> Posterior:
+def sampler_by(built: Built, settings: Mapping[str, Any]) -> Sampler:
     """Return the sampling functions of a fit, or those of its correction, from settings."""
     if "nodes" not in settings:
-        return posterior(built.model, built.guide, built.bound)
+        return Sampler(built.model, built.guide, built.bound)
     integration = Integration(settings["inner_draws"], settings["nodes"])
     bound = integration.bound(built.model, built.guide)
-    return posterior(built.model, built.guide, bound, integration)
+    return Sampler(built.model, built.guide, bound, integration)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +70,7 @@ class LocalDraws:
     """The function to draws of a silo's own latents at draws of the globals, made at the silo."""
 
     built: Built
-    sampler: Posterior
+    sampler: Sampler
 
     def __call__(self, key: Array, down: Down, state: Any, data: SiloData) -> dict[str, Array]:
         """Return local sites (n, ...) at draws of the globals, by the silo's own key."""
@@ -92,7 +91,7 @@ class AtSilo:
 
     built: Built
     facts: Facts
-    sampler: Posterior
+    sampler: Sampler
     num_draws: int
 
     @cached_property
@@ -178,7 +177,7 @@ def outer_round(built: Built, settings: Mapping[str, Any]) -> Round:
 
 
 def told_by_silos(
-    result: FederatedRun[Any], key: Array, z_G: Array, sampler: Posterior
+    result: FederatedRun[Any], key: Array, z_G: Array, sampler: Sampler
 ) -> dict[str, Array]:
     """Return the latents of outer plates of all silos, side by side, at draws of the globals.
 
@@ -224,59 +223,40 @@ def told_by_silos(
     return joined
 
 
-class SendsDraws(ABC):
+class Sends(Protocol):
     """A posterior over silos in processes of their own, whose draws can be sent to them."""
 
     @property
-    @abstractmethod
     def run_behind(self) -> Any:
-        """Return the run that the posterior rests on."""
+        """Return the run that it rests on."""
 
     @property
-    @abstractmethod
-    def sampler(self) -> Posterior:
+    def sampler(self) -> Sampler:
         """Return the functions by which locals are drawn."""
 
-    @abstractmethod
     def unconstrained(self, key: Array, n: int) -> Array:
         """Return unconstrained draws (n, dim) of the globals."""
 
-    def draws_for_silo(self, key: Array, n: int, *, silo: int) -> bytes:
-        """Return draws of the globals for a silo in another process, as a message.
 
-        The silo draws its own latents at them, and predicts, by :meth:`numpyro_fed.Silo.predict` or
-        :meth:`numpyro_fed.SiloNode.predict`. With the same key there the numbers are those that
-        ``predict(key, new, silo=silo, n=n)`` has in one process. The message is bytes, for a file,
-        and holds what the server knows and nothing of any silo.
+def message_for_silo(posterior: Sends, key: Array, n: int, silo: int) -> bytes:
+    """Return draws of the globals for a silo in another process, as a message.
 
-        Parameters
-        ----------
-        key : jax.Array
-        n : int
-            The number of draws.
-        silo : int
-            The number of the silo.
-
-        Returns
-        -------
-        bytes
-
-        Raises
-        ------
-        DataError
-            For silos in this process, and for a silo that does not exist.
-        """
-        run, mark = self.run_behind, self.run_behind.mark
-        positive_int("n", n)
-        if mark is None:
-            raise DataError(
-                "the silos are in this process: predict(key, new, silo=...) has their latents."
-            )
-        if isinstance(silo, bool) or not 0 <= int(silo) < run.num_silos:
-            raise DataError(f"there is no silo {silo}: they are 0 to {run.num_silos - 1}.")
-        with precision(double=run.double):
-            down = down_of(run._fit.guide, run.shared, self.unconstrained(key, n))
-            settings = json.dumps({"num_draws": n, **settings_of(self.sampler)})
-            used, method = int(mark.used[silo]), at_silo(run._fit.asked_as, silo)
-            question = Question(FOR_SILO, settings, mark.run_of(silo), 0, used, method)
-            return write(pack("down", down), question.head())
+    Raises
+    ------
+    DataError
+        For silos in this process, and for a silo that does not exist.
+    """
+    run, mark = posterior.run_behind, posterior.run_behind.mark
+    positive_int("n", n)
+    if mark is None:
+        raise DataError(
+            "the silos are in this process: predict(key, new, silo=...) has their latents."
+        )
+    if isinstance(silo, bool) or not 0 <= int(silo) < run.num_silos:
+        raise DataError(f"there is no silo {silo}: they are 0 to {run.num_silos - 1}.")
+    with precision(double=run.double):
+        down = down_of(run._fit.guide, run.shared, posterior.unconstrained(key, n))
+        settings = json.dumps({"num_draws": n, **settings_of(posterior.sampler)})
+        used, method = int(mark.used[silo]), at_silo(run._fit.asked_as, silo)
+        question = Question(FOR_SILO, settings, mark.run_of(silo), 0, used, method)
+        return write(pack("down", down), question.head())

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-from numpyro_fed.after.base import AfterFit
 from numpyro_fed.after.run import WhichSilo
 from numpyro_fed.after.sensitivity import (
     PriorSensitivity,
@@ -30,20 +29,19 @@ from numpyro_fed.algorithms.importance.proposals import (
 from numpyro_fed.errors import ModelError, NonFiniteError
 from numpyro_fed.model.sites import Site
 from numpyro_fed.precision import in_precision_of_object
-from numpyro_fed.results.arviz import Coords, Dims, Labels
-from numpyro_fed.results.at_silo import SendsDraws
 from numpyro_fed.results.element_errors import ElementErrors
-from numpyro_fed.results.groups import groups_to_arviz, log_likelihood
+from numpyro_fed.results.groups import log_likelihood
 from numpyro_fed.results.influence import SiloTable, Whitened
 from numpyro_fed.results.leave_out import LeaveOut, table_of
 from numpyro_fed.results.loo import Loo, number_of_draws, rows_left_out
 from numpyro_fed.results.mixture import mixture_at
 from numpyro_fed.results.mode import OneCopy
 from numpyro_fed.results.moments import Moments
-from numpyro_fed.results.posterior import Posterior, posterior
+from numpyro_fed.results.posterior import Posterior
 from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.results.rows import Fit, Result
-from numpyro_fed.results.saving import SavedWords
+from numpyro_fed.results.sampler import Sampler
+from numpyro_fed.results.saving import SavedRun, SavedWords
 from numpyro_fed.results.weighted import (
     Weighted,
     systematic,
@@ -94,7 +92,7 @@ class Pool(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Corrected(Weighted[Result], AfterFit, SendsDraws):
+class Corrected(Posterior, Weighted[Result]):
     """An importance-corrected fit of silos that hold rows.
 
     Attributes
@@ -111,8 +109,6 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
         The fit that was corrected.
     z_G : array (num_draws, dim)
         The draws, unconstrained.
-    num_exchanges : int
-        Messages that each silo sent for it.
     integration : Integration
         How silos integrated their own latents.
     log_weights : array (num_draws,)
@@ -126,8 +122,7 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
     """
 
     z_G: np.ndarray = field(repr=False)
-    _posterior: Posterior = field(repr=False)
-    num_exchanges: int
+    _sampler: Sampler = field(repr=False)
     integration: Integration = field(repr=False)
     log_weights: np.ndarray = field(repr=False)
     log_joint: np.ndarray | None = field(default=None, repr=False)
@@ -139,19 +134,60 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
         return self.result
 
     @property
-    def sampler(self) -> Posterior:
+    def sampler(self) -> Sampler:
         """Return the functions by which locals are drawn, from their density given the globals."""
-        return self._posterior
+        return self._sampler
 
     @property
-    def doubt_of_all(self) -> str:
-        """Return why the correction is not to be trusted."""
-        return "" if self.trusted else str(self.doubt)
-
-    @property
-    def correction_behind(self) -> Corrected:
+    def correction(self) -> Corrected:
         """Return the correction itself."""
         return self
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the globals, as their user sees them, are right to the ``accuracy=``.
+
+        That holds for quantiles, and for means and sds that exist; :attr:`reservation` names those
+        that do not.
+        """
+        return self.sound and not (self.missed or self.interrupted)
+
+    @property
+    def known_doubt(self) -> str:
+        """Return why the correction is not to be trusted."""
+        return "" if self.trusted else self.judgement
+
+    @property
+    def judgement(self) -> str:
+        """Return in words whether to trust the draws."""
+        if self.missed or self.interrupted:
+            return super().judgement
+        if self.sound:
+            return f"The posterior of the globals can be trusted ({self.figures}){self._but}."
+        if not self.precise:
+            remedy = self._rounding.remedy
+            return f"Do not trust this posterior: {self.doubt} ({self.figures}). {remedy}"
+        return self._judgement_of_doubt
+
+    @property
+    def _judgement_of_doubt(self) -> str:
+        """Return in words how much the draws can be relied on, and what to try."""
+        more = "importance_correct(key, fitted.corrected.result, num_draws=100_000)"
+        if self.reliable:
+            part = "details" if self.moments_known else "spreads"
+            known = " Medians and quantiles are known: use these." if self.quantiles_known else ""
+            return (
+                f"Do not rely on the posterior's {part}: {self.doubt} ({self.figures}).{known} "
+                f"Try {more}, or more max_exchanges."
+            )
+        if self.many_count:
+            doubt = f"{self.doubt} ({self.figures})"
+            return f"Do not rely on the posterior's details: {doubt}. Try {more}."
+        return (
+            f"Do not trust this posterior: {self.doubt} ({self.figures}). Try effects as "
+            "scale times a standard normal or the other way round, a prior that holds what the "
+            "data leave open, more max_exchanges, or NUTS on pooled data where that is allowed."
+        )
 
     @cached_property
     @in_precision_of_object
@@ -187,7 +223,7 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
         fm, theta = self.result._fit.model, self.result.shared.theta
         chosen = systematic(random.fold_in(self._key, 5), self.weights, len(self.weights))
         z_G = self.z_G[chosen]
-        names, values = elements(self._posterior.constrain_globals(theta, z_G))
+        names, values = elements(self.sampler.constrain_globals(theta, z_G))
         moves = (values != values[:1]).any(0)  # the diagonal of a correlation answers to nothing
         names, values = tuple(n for n, m in zip(names, moves, strict=True) if m), values[:, moves]
         whole = np.asarray(jax.vmap(fm.log_prior, (None, 0))(theta, z_G), np.float64)
@@ -305,11 +341,27 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
     @in_precision_of_object
     def draws(self) -> dict[str, Array]:
         """Return draws of the globals on their own supports, to be weighted by ``weights``."""
-        return on_supports(self._posterior, self.result, self.z_G)
+        return on_supports(self.sampler, self.result, self.z_G)
 
-    def saved_words(self) -> SavedWords:
+    @property
+    def _worth(self) -> float:
+        return self.ess
+
+    @property
+    def _attributes(self) -> dict[str, float | str]:
+        return {**self.attributes, **super()._attributes}
+
+    def log_likelihoods(self, key: Array, n: int) -> list[dict[str, np.ndarray]]:
+        """Return log likelihoods {plate: (n, rows)} of silos at the draws of that key and ``n``."""
+        return log_likelihood(self.result, self.integration, key, self.unconstrained(key, n))
+
+    def saved_runs(self) -> tuple[Result, dict[str, SavedRun]]:
+        """Return the fit that was corrected, on which a file rests."""
+        return self.result, {}
+
+    def saved_words(self, draws: int | None = None) -> SavedWords:
         """Return the form in which a file keeps the correction; ``from_file`` reads it."""
-        saved = super().saved_words()
+        saved = Weighted.saved_words(self)
         key = random.key_data(self._key)
         errors = self.errors._asdict()
         names = errors.pop("names")
@@ -353,8 +405,8 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
             accuracy=words["accuracy"],
             _rounding=Rounding(mean=saved_moments.mean, sd=saved_moments.sd, **words["rounding"]),
             z_G=stored["z_G"],
-            _posterior=sampler_of(fit, integration),
-            num_exchanges=words["num_exchanges"],
+            _sampler=sampler_of(fit, integration),
+            _sent=words["num_exchanges"],
             integration=integration,
             log_weights=_log(stored["weights"]),
             log_joint=stored.get("log_joint"),
@@ -388,91 +440,7 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
             chosen = self._resampled(key, n)
             return {site: jax.device_put(np.asarray(a)[chosen]) for site, a in self.draws.items()}
         z_G = self.unconstrained(key, n)
-        return self.result.sites_at(jax.random.fold_in(key, 1), z_G, silo, self._posterior)
-
-    def to_arviz(
-        self,
-        key: Array | None = None,
-        num_samples: int = 1_000,
-        *,
-        silo: WhichSilo | None = None,
-        groups: Sequence[str] | str = (),
-        coords: Coords | None = None,
-        dims: Dims | None = None,
-    ) -> Any:
-        """Return corrected draws as an ArviZ object.
-
-        It is a ``DataTree``, or an ``InferenceData`` before ArviZ 1. There are at most as many
-        draws as the weighted draws are worth, so that ``arviz.ess`` is about true. The group
-        ``posterior`` has the attributes ``ess``, ``pareto_k`` and ``verdict``. Needs the extra
-        ``examples``.
-
-        Parameters
-        ----------
-        key : jax.Array, optional
-        num_samples : int
-        silo : int, list of int, or "all", optional
-            As in :meth:`sample_posterior`. A latent of a silo plate has an axis with the plate's
-            name, and its rows are numbered over all silos: effects of hospitals have the numbers of
-            these.
-        groups : list of str, or "all", optional
-            Further groups: ``"prior"``, ``"posterior_predictive"``, ``"prior_predictive"`` and
-            ``"log_likelihood"`` of the rows of all silos side by side, ``"log_prior"``,
-            ``"observed_data"``, and ``"constant_data"`` with the number of each row's silo. Only
-            ``"prior"`` and ``"log_prior"`` are known without the silos' rows in this process.
-            ``"all"`` has every group that can be had, and so the rows themselves if they are here;
-            one that would be refused (log likelihoods of rows that read each other's latents, draws
-            from a flat prior, rows in other processes) is left out without a word.
-        coords : dict of str to list, optional
-            The names of the elements along an axis, as for ``arviz.from_numpyro``:
-            ``coords={"city": levels["city"]}``.
-        dims : dict of str to list of str, optional
-            The names of the axes of a variable, without those of chains and draws, in all groups
-            that have it: ``dims={"of_city": ["city"]}``. Names of no variable are ignored. The axis
-            of a silo plate comes first, and is named, too: ``dims={"u": ["hospital", "effect"]}``.
-
-        Raises
-        ------
-        ValueError
-            For groups that are not known, and names that do not fit the shape of a variable.
-
-        Notes
-        -----
-        Rows run along the axis ``"row"``, the first one of an outcome; where outcomes are of
-        several silo plates, along axes with the names of these, and the numbers of silos are
-        ``"silo of PLATE"``. Other plates around an outcome name their axes, too. ArviZ takes no
-        axis with the name of a variable: such an axis, and its ``coords``, get ``"_dim"``, and so
-        do axes of rows that have the name of an argument.
-
-        Examples
-        --------
-        >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
-        >>> import numpyro_fed as nf
-        >>> def model(city, y=None):
-        ...     of_city = numpyro.sample("of_city", dist.Normal(0, 10).expand([2]).to_event(1))
-        ...     with nf.silo_plate("row", len(y)):
-        ...         numpyro.sample("y", dist.Normal(of_city[city], 1), obs=y)
-        >>> silos = [dict(city=np.array([0, 1, 1]), y=np.array([1.0, 4.0, y])) for y in (3.0, 5.0)]
-        >>> fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
-        >>> data = fitted.to_arviz(groups="all", dims={"of_city": ["city"]},
-        ...                        coords={"city": ["Basel", "Bern"]})
-        >>> data["posterior"]["of_city"].sel(city="Bern").mean().round().item()
-        4.0
-        >>> data["log_likelihood"]["y"].dims
-        ('chain', 'draw', 'row')
-        """
-        return groups_to_arviz(
-            self,
-            self,
-            partial(log_likelihood, self),
-            key,
-            num_samples,
-            silo=silo,
-            groups=groups,
-            labels=Labels.of(coords, dims),
-            worth=self.ess,
-            attributes=self._attributes,
-        )
+        return self.result.sites_at(jax.random.fold_in(key, 1), z_G, silo, self.sampler)
 
     def unconstrained(self, key: Array, n: int) -> Array:
         """Return the unconstrained globals (n, dim) behind ``sample_posterior(key, n)``."""
@@ -482,12 +450,12 @@ class Corrected(Weighted[Result], AfterFit, SendsDraws):
         return systematic(random.fold_in(key, 0), self.weights, n)
 
 
-def on_supports(sampler: Posterior, result: Result, z_G: np.ndarray) -> dict[str, Array]:
+def on_supports(sampler: Sampler, result: Result, z_G: np.ndarray) -> dict[str, Array]:
     """Return draws (n, dim) of the globals on the supports of their sites."""
     theta = result.shared.theta
     # In parts of one size, which is compiled once, however many draws there are.
     parts = [
-        sampler.constrain_globals(theta, z_G[i : i + AT_ONCE])
+        sampler.constrain_globals(theta, jax.device_put(z_G[i : i + AT_ONCE]))
         for i in range(0, max(len(z_G), 1), AT_ONCE)
     ]
     if len(parts) == 1:
@@ -502,12 +470,12 @@ def _log(weights: np.ndarray) -> np.ndarray:
         return np.log(weights)
 
 
-def sampler_of(fit: Fit, integration: Integration) -> Posterior:
+def sampler_of(fit: Fit, integration: Integration) -> Sampler:
     """Return the sampling functions, with locals drawn by weight."""
 
-    def make() -> Posterior:
+    def make() -> Sampler:
         bound = integration.bound(fit.model, fit.guide)
-        return posterior(fit.model, fit.guide, bound, integration)
+        return Sampler(fit.model, fit.guide, bound, integration)
 
     settings = json.dumps([dict(integration.draws), integration.nodes])
     return fit.cached(("sampler", settings), make)

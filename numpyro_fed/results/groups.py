@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.after.base import AfterFit
 from numpyro_fed.after.predict import SEEN
+from numpyro_fed.after.predictions import Drawn, drawn_from_prior, outcomes_and_rows
 from numpyro_fed.after.run import ALL, OWN_ROWS, Run, WhichSilo, chosen_silos
 from numpyro_fed.after.sensitivity import log_prior_on_supports
 from numpyro_fed.algorithms.importance.integration import Integration
@@ -52,25 +52,26 @@ GROUPS = (
 SILO = "silo"
 
 
-class Drawn(Protocol):
-    """A posterior whose draws of the globals are known in unconstrained space."""
+class Answers(Drawn, Protocol):
+    """A posterior of which groups are asked."""
 
     @property
-    def run_behind(self) -> Any: ...
+    def double(self) -> bool:
+        """Return whether it was computed in double precision."""
 
     def unconstrained(self, key: Array, n: int) -> Array:
-        """Return the draws (n, dim) behind ``sample_posterior(key, n)``."""
+        """Return the unconstrained globals (n, dim) behind ``sample_posterior(key, n)``."""
+
+    def log_likelihoods(self, key: Array, n: int) -> list[dict[str, np.ndarray]]:
+        """Return the log likelihoods {plate: (n, rows)} of the rows of each silo at these."""
+
+    def predict(self, key: Array, *, silo: str, n: int) -> Any:
+        """Return predictive draws at these."""
+
+    def prior_predict(self, key: Array, *, n: int) -> Any:
+        """Return predictive draws from the prior."""
 
 
-class Integrated(Drawn, Protocol):
-    """A posterior that integrates rows' own latents."""
-
-    @property
-    def integration(self) -> Integration: ...
-
-
-# The log likelihoods of each silo's rows, at the draws of a key and a number of them.
-Densities = Callable[[Array, int], list[dict[str, np.ndarray]]]
 Group = dict[str, Named]
 
 
@@ -98,9 +99,7 @@ def chosen_groups(groups: Sequence[str] | str) -> list[str]:
 
 
 def groups_to_arviz(
-    fit: AfterFit,
-    drawn: Drawn,
-    densities: Densities,
+    posterior: Answers,
     key: Array | None,
     num_samples: int,
     *,
@@ -111,16 +110,17 @@ def groups_to_arviz(
     num_chains: int = 1,
     attributes: Mapping[str, float | str] | None = None,
 ) -> Any:
-    """Return draws of the posterior of a fit, and further groups of the same draws, for ArviZ.
+    """Return draws of a posterior, and further groups of the same draws, for ArviZ.
 
-    ``densities`` are the log likelihoods of rows at draws of ``drawn``, the posterior behind the
-    fit. Others are those of :func:`numpyro_fed.results.arviz.to_arviz`.
+    The arguments are those of :func:`numpyro_fed.results.arviz.to_arviz`.
     """
     names = chosen_groups(groups)
 
     def sample(key: Array, n: int) -> dict[str, Any]:
-        draws = fit.sample_posterior(key, n, silo=silo)
-        return dict(draws) if silo is None else {**draws, **latents_of_silos(fit, draws, silo)}
+        draws = posterior.sample_posterior(key, n, silo=silo)
+        if silo is None:
+            return dict(draws)
+        return {**draws, **latents_of_silos(posterior.run_behind, draws, silo)}
 
     return to_arviz(
         sample,
@@ -129,19 +129,16 @@ def groups_to_arviz(
         worth=worth,
         num_chains=num_chains,
         attributes=attributes,
-        more=partial(
-            more_groups, fit, drawn, densities, groups=names, where_possible=groups == ALL
-        ),
+        more=partial(more_groups, posterior, groups=names, where_possible=groups == ALL),
         labels=labels,
     )
 
 
-def latents_of_silos(fit: AfterFit, draws: Mapping[str, Array], silo: WhichSilo) -> Group:
+def latents_of_silos(run: Run, draws: Mapping[str, Array], silo: WhichSilo) -> Group:
     """Return draws (n, ...) of silos' latents with the names of plates, and the numbers of rows.
 
     Rows are numbered over all silos, from 0 on: an effect of each hospital has the hospital's.
     """
-    run = fit.run_behind
     fm = run._fit.model
     found = {}
     for s in fm.sites:
@@ -165,9 +162,7 @@ def _numbers(run: Run, plate: str, silo: WhichSilo, rows: int) -> np.ndarray:
 
 
 def more_groups(
-    fit: AfterFit,
-    drawn: Drawn,
-    densities: Densities,
+    posterior: Answers,
     key: Array,
     n: int,
     *,
@@ -182,10 +177,10 @@ def more_groups(
     found: dict[str, Group] = {}
     if not groups:
         return found
-    with precision(double=fit.double):
+    with precision(double=posterior.double):
         for group in groups:
             try:
-                values = _values(fit, drawn, densities, key, n, group)
+                values = _values(posterior, key, n, group)
             except (DataError, ModelError):
                 if not where_possible:
                     raise
@@ -195,25 +190,23 @@ def more_groups(
     return found
 
 
-def _values(
-    fit: AfterFit, drawn: Drawn, densities: Densities, key: Array, n: int, group: str
-) -> Group:
+def _values(posterior: Answers, key: Array, n: int, group: str) -> Group:
     """Return the values of one group."""
+    run = posterior.run_behind
     if group == "prior":
-        prior = fit._drawn_from_prior(jax.random.fold_in(key, 0), n)
+        prior = drawn_from_prior(run, jax.random.fold_in(key, 0), n)
         return {} if prior is None else {k: Named(np.asarray(v)) for k, v in prior.items()}
     if group == LOG_PRIOR:
-        run = drawn.run_behind
-        z_G = drawn.unconstrained(key, n)
+        z_G = posterior.unconstrained(key, n)
         found = log_prior_on_supports(run._fit.model, run.shared.theta, z_G)
         return {"globals": Named(found)}
-    rows = Rows.of(fit)
+    rows = Rows.of(run)
     if group == "posterior_predictive":
-        return rows.predicted(fit.predict(key, silo=OWN_ROWS, n=n))
+        return rows.predicted(posterior.predict(key, silo=OWN_ROWS, n=n))
     if group == "prior_predictive":
-        return rows.predicted(fit.prior_predict(key, n=n))
+        return rows.predicted(posterior.prior_predict(key, n=n))
     if group == LOG_LIKELIHOOD:
-        return rows.densities(densities(key, n))
+        return rows.densities(posterior.log_likelihoods(key, n))
     return rows.outcomes() if group == "observed_data" else rows.constants()
 
 
@@ -244,14 +237,14 @@ class Rows:
     taken: frozenset[str]
 
     @classmethod
-    def of(cls, fit: AfterFit) -> Rows:
-        """Return the rows of a fit, whose silos are in this process."""
-        run, silos = fit.run_behind, range(fit.run_behind.num_silos)
+    def of(cls, run: Run) -> Rows:
+        """Return the rows of a run, whose silos are in this process."""
+        silos = range(run.num_silos)
         fm, data = run._fit.model, [run.data_of(j) for j in silos]
         plates = {s.name: str(s.plate) for s in fm.sites if s.kind == "observed" and s.plate}
         taken = {s.name for s in fm.sites} | set(data[0].arrays)
         sizes = [run.sizes_of(j) for j in silos]
-        found = fit.outcomes_and_rows(silos)
+        found = outcomes_and_rows(run, silos)
         return cls(data, sizes, plates, axes_of(fm, data[0]), found, frozenset(taken))
 
     @property
@@ -328,14 +321,15 @@ class Rows:
         return found
 
 
-def log_likelihood(drawn: Integrated, key: Array, n: int) -> list[dict[str, np.ndarray]]:
-    """Return the log likelihoods {plate: (n, rows)} of the rows of each silo.
+def log_likelihood(
+    run: Any, integration: Integration, key: Array, z_G: Array
+) -> list[dict[str, np.ndarray]]:
+    """Return the log likelihoods {plate: (n, rows)} of the rows of each silo at draws (n, dim).
 
     Their own latents are integrated out; those of outer plates (a hospital's effect) are drawn at
     each draw of the globals.
     """
-    run, integration = drawn.run_behind, drawn.integration
-    fit = run._fit
+    fit, n = run._fit, len(z_G)
     if fit.checks is not None:
         refuse_coupled_rows(fit.checks, run._silos.buckets, "log likelihoods of rows need")
     likelihood = integration.likelihood(fit.model, fit.guide)
@@ -344,7 +338,7 @@ def log_likelihood(drawn: Integrated, key: Array, n: int) -> list[dict[str, np.n
         ("rows", n, str(integration)),
         lambda: jit_once(log_likelihoods_of_rows(fit.model, likelihood, fit.algorithm, size)),
     )
-    down = down_of(fit.guide, run.shared, jnp.asarray(drawn.unconstrained(key, n)))
+    down = down_of(fit.guide, run.shared, jnp.asarray(z_G))
     parts = []
     for j in range(run.num_silos):
         data = run._silos.at(j, [batch.data for batch in run._silos.batches])

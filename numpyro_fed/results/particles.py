@@ -140,18 +140,29 @@ class Particles(Corrected):
         return super().monte_carlo_error if self.num_kept else math.inf
 
     @property
-    def _attributes(self) -> dict[str, float | str]:
+    def attributes(self) -> dict[str, float | str]:
+        """Return what goes with the draws into ArviZ."""
         return dict(ess=self.ess, verdict=self.report(), **self._nonexistent)
 
     @property
-    def trusted(self) -> bool:
-        """Whether quantiles, and means and sds that exist, are right to the ``accuracy=``."""
-        return self.evidence_error <= MAX_EVIDENCE_ERROR and super().trusted
+    def sound(self) -> bool:
+        """Whether quantiles, and means and sds that exist, are right to the ``accuracy=``.
+
+        That is as far as the islands tell.
+        """
+        return self.evidence_error <= MAX_EVIDENCE_ERROR and super().sound
+
+    @property
+    def _judgement_of_doubt(self) -> str:
+        return (
+            f"Do not trust this posterior: {self.doubt} ({self.figures}). Try more max_exchanges, "
+            "or NUTS on pooled data where that is allowed."
+        )
 
     @property
     def doubt(self) -> str:
         """Return the reason why the particles are not :attr:`trusted`; empty where they are."""
-        if self.trusted:
+        if self.sound:
             return ""
         if not self.precise:
             return self._rounding.words(self._sites)
@@ -187,7 +198,7 @@ class Particles(Corrected):
             f"{self._error_in_words} sd"
         )
 
-    def saved_words(self) -> SavedWords:
+    def saved_words(self, draws: int | None = None) -> SavedWords:
         """Return the form in which a file keeps the particles; ``from_file`` reads it."""
         saved = super().saved_words()
         return replace(saved, words={**saved.words, **{k: getattr(self, k) for k in SAVED}})
@@ -279,8 +290,8 @@ def particles_of(
         errors=errors,
         _rounding=Rounding.of(z[counts], even[counts], log_p[counts], computed.mean, computed.sd),
         z_G=z,
-        _posterior=sampler,
-        num_exchanges=int(swarm.exchanges) + track.num_checks,
+        _sampler=sampler,
+        _sent=int(swarm.exchanges) + track.num_checks,
         integration=integration,
         near=near,
         reached=float(swarm.b),

@@ -9,7 +9,6 @@ from typing import Any, cast
 import numpy as np
 import numpyro.distributions as dist
 
-from numpyro_fed import html
 from numpyro_fed.algorithms.influence import Factors
 from numpyro_fed.algorithms.private_newton import NEAR
 from numpyro_fed.algorithms.pvi.states import ServerState
@@ -37,6 +36,11 @@ class ProtectedResult(Result):
     """
 
     privacy: Spent = field(kw_only=True)
+
+    @property
+    def trusted(self) -> bool:
+        """Whether nothing speaks against the posterior, which no exchange has checked."""
+        return self.settled
 
     @property
     def undetermined(self) -> int:
@@ -93,7 +97,7 @@ class ProtectedResult(Result):
         )
 
     @property
-    def correction_behind(self) -> str:
+    def correction(self) -> str:
         """Return the reason why there is no importance correction."""
         return NOT_PROTECTED
 
@@ -101,11 +105,8 @@ class ProtectedResult(Result):
         """Raise an error: silos' parabolas would be told without noise."""
         raise ModelError(NOT_PROTECTED)
 
-    def __str__(self) -> str:
-        return f"{self.judgement} {self.privacy}"
-
-    def _repr_html_(self) -> str:
-        return html.words(str(self))
+    def _account(self) -> str:
+        return super()._account() if self.stages else str(self.privacy)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +195,7 @@ class PrivatePVIResult(PrivateGradientResult, PVIResult):
     def _silo_numbers(self, name: str) -> np.ndarray:
         return self._numbers_from_messages(name)
 
-    def posterior(self) -> dict[str, dist.Distribution]:
+    def __call__(self) -> dict[str, dist.Distribution]:
         """Return each global site's marginal, with the spread of the noise."""
         return self._factors.globals.marginals(self.shared.guide)
 

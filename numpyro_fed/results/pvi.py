@@ -57,8 +57,11 @@ class PVIResult(Result):
         return cast(ServerState, self.state.server)
 
     @in_precision_of_object
-    def posterior(self) -> dict[str, dist.Distribution]:
-        """Return each global site's marginal, as a NumPyro distribution on its support."""
+    def __call__(self) -> dict[str, dist.Distribution]:
+        """Return each global site's marginal, as a NumPyro distribution on its support.
+
+        It is ``result.posterior()``.
+        """
         return self._factors.globals.marginals(self._server.params.guide)
 
     @in_precision_of_object
@@ -82,7 +85,7 @@ class PVIResult(Result):
 
     @cached_property
     @in_precision_of_object
-    def log_evidence(self) -> np.ndarray:
+    def log_evidence(self) -> Any:
         r"""Estimates of ``log p(y)`` (rounds,), one for the posterior after each round.
 
         .. math::
@@ -102,6 +105,8 @@ class PVIResult(Result):
         NonFiniteError
             If some silo's data are impossible under the posterior.
         """
+        if self.stages:  # of nf.fit, which has a correction
+            return super().log_evidence
         if self._factors.loss or self._factors.divergence:
             raise ValueError(
                 "there is no evidence under a loss, or under a divergence other than KL. What was "

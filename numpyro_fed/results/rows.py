@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array
 
-from numpyro_fed.after.base import AfterFit
 from numpyro_fed.after.run import ALL, WhichSilo, chosen_silos
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Private, Up
 from numpyro_fed.algorithms.begin import FLAT_OFF_MODE, flat_share
@@ -31,17 +30,17 @@ from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.row_checks import RowChecks, refuse_coupled_rows
 from numpyro_fed.precision import in_precision_of_object, is_double, precision
 from numpyro_fed.results import built as built_fit
-from numpyro_fed.results.arviz import Coords, Dims, Labels
-from numpyro_fed.results.at_silo import SendsDraws, told_by_silos
+from numpyro_fed.results.at_silo import told_by_silos
 from numpyro_fed.results.base import CompiledMethod, FederatedRun, Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.communication import Communication, communication
-from numpyro_fed.results.groups import groups_to_arviz, log_likelihood
+from numpyro_fed.results.groups import log_likelihood
 from numpyro_fed.results.influence import SiloTable, table_of
 from numpyro_fed.results.mode import Mode
-from numpyro_fed.results.posterior import Posterior, posterior, real_rows
+from numpyro_fed.results.posterior import Posterior
 from numpyro_fed.results.recognise import Provenance
-from numpyro_fed.results.saving import SavedRun
+from numpyro_fed.results.sampler import Sampler, real_rows
+from numpyro_fed.results.saving import SavedRun, SavedWords
 from numpyro_fed.runtime.asking import Asked
 from numpyro_fed.runtime.channel import Mark
 from numpyro_fed.runtime.schedule import Schedule
@@ -50,7 +49,8 @@ from numpyro_fed.waiting import shows
 
 # Draws whose mean is the place at which silos are compared: within 2 % of an sd of the mean.
 MEAN_DRAWS = 4_000
-MANY = 4_000  # draws of the globals that show a fit's moments
+# Draws of the globals that show a fit's moments, and that a file of nf.fit keeps.
+MANY = 4_000
 
 
 class MethodSpec(NamedTuple):
@@ -116,9 +116,9 @@ class Fit(CompiledMethod[Built]):
     asked_as: str = ""
 
     @cached_property
-    def posterior(self) -> Posterior:
+    def sampler(self) -> Sampler:
         """Return the compiled sampling functions of the fit."""
-        return posterior(self.model, self.guide, self.built.bound)
+        return Sampler(self.model, self.guide, self.built.bound)
 
     def without_start(
         self, runtime_of: Callable[[FederatedAlgorithm[Any, Any], Schedule[Any] | None], Runtime]
@@ -184,7 +184,7 @@ class Fit(CompiledMethod[Built]):
 
 
 @dataclass(frozen=True, eq=False)
-class Result(FederatedRun[Fit], AfterFit, SendsDraws):
+class Result(Posterior, FederatedRun[Fit]):
     """A federated fit of a model whose silos hold rows.
 
     Attributes
@@ -202,6 +202,8 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
     # Exchanges before the first round, by name, of a run that was loaded: its start is not in the
     # file.
     _before: Mapping[str, int] | None = field(default=None, repr=False, kw_only=True)
+    # The correction by which nf.fit judged it, or why there is none.
+    _checked: Any = field(default=None, repr=False, kw_only=True)
 
     ELSEWHERE = (
         "silo {} holds its own latents and parameters, and the server knows nothing of them. Ask "
@@ -239,9 +241,25 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
         return self
 
     @property
-    def correction_behind(self) -> Any:
+    def posterior(self) -> Self:
+        """Return the posterior of the run: the result itself, of which all can be asked."""
+        return self
+
+    @property
+    def correction(self) -> Any:
         """Return the fit's correction, or the reason, in words, why there is none."""
         return self.certificate
+
+    @property
+    def num_exchanges(self) -> int:
+        """Return the number of messages that each silo sent for it, about."""
+        own = len(self.losses) * len(self._fit.algorithm.round.exchanges)
+        return self._sent or own + sum(self._exchanged_before.values())
+
+    @property
+    def log_evidence(self) -> Any:
+        """Return the estimate of ``log p(y)`` by the fit's correction; None without one."""
+        return None if self.corrected is None else self.corrected.log_evidence
 
     @property
     def mark(self) -> Mark | None:
@@ -249,9 +267,9 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
         return self.state.silos[0] if self._silos.elsewhere else None
 
     @property
-    def sampler(self) -> Posterior:
+    def sampler(self) -> Sampler:
         """Return the functions by which locals are drawn, from the fit's guide or bound."""
-        return self._fit.posterior
+        return self._fit.sampler
 
     @property
     def data_here(self) -> Sequence[SiloData]:
@@ -306,6 +324,8 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
 
         It is a :class:`numpyro_fed.Corrected`, or the reason, in words, why there is none.
         """
+        if self._checked is not None:
+            return self._checked
         try:
             return self._fit.certify(jax.random.key(0), self)
         except (ValueError, NonFiniteError) as error:
@@ -400,7 +420,14 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
         The importance correction judges, without pooled data: its weights have no heavy tail,
         and its means and sds agree with those of the fit (:attr:`Corrected.fit_trusted`).
         """
-        return not isinstance(self.certificate, str) and self.certificate.fit_trusted
+        correction = self.certificate
+        sound = not isinstance(correction, str) and bool(correction.fit_trusted)
+        return sound and not (self.missed or self.interrupted)
+
+    @property
+    def judgement(self) -> str:
+        """Return in words whether to trust the posterior."""
+        return super().judgement if self.stages else self.report()
 
     def report(self, *, certificate: bool = True) -> str:
         """Return in words how the run ended and whether the fit can be trusted.
@@ -475,28 +502,28 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
         sees each silo's draws, and how many rows its outer plates have.
         """
         z_G, _ = self.draw_globals(key, n)
-        return self.sites_at(jax.random.fold_in(key, 1), z_G, silo, self._fit.posterior)
+        return self.sites_at(jax.random.fold_in(key, 1), z_G, silo, self._fit.sampler)
 
     @shows("draw")
     @in_precision_of_object
     def sites_at(
-        self, key: Array, z_G: Array, silo: WhichSilo | None, posterior: Posterior
+        self, key: Array, z_G: Array, silo: WhichSilo | None, sampler: Sampler
     ) -> dict[str, Array]:
         """Return all sites at draws of the globals (n, dim), silos' locals drawn given them."""
-        sites = posterior.constrain_globals(self.shared.theta, z_G)
+        sites = sampler.constrain_globals(self.shared.theta, z_G)
         if silo is None:
             return sites
         if silo == ALL and self._silos.elsewhere:
-            return sites | told_by_silos(self, key, z_G, posterior)
+            return sites | told_by_silos(self, key, z_G, sampler)
         if isinstance(silo, int | np.integer) and not isinstance(silo, bool):
-            return sites | self._sample_locals(key, z_G, int(silo), posterior)
+            return sites | self._sample_locals(key, z_G, int(silo), sampler)
         silos = chosen_silos(silo, self.num_silos)
-        return sites | self._sample_side_by_side(key, z_G, silos, posterior)
+        return sites | self._sample_side_by_side(key, z_G, silos, sampler)
 
     @in_precision_of_object
     def draw_globals(self, key: Array, n: int) -> tuple[Array, Array]:
         """Return unconstrained draws (n, dim) of the globals, and the guide's log density (n,)."""
-        return self._fit.posterior.draw_globals(jax.random.fold_in(key, 0), self.shared, n)
+        return self._fit.sampler.draw_globals(jax.random.fold_in(key, 0), self.shared, n)
 
     @in_precision_of_object
     def many_draws_of_globals(self) -> np.ndarray:
@@ -514,34 +541,34 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
     @in_precision_of_object
     def log_density_of_globals(self, z_G: Array) -> Array:
         """Return the guide's log density (n,) at any draws (n, dim), if it is known everywhere."""
-        return self._fit.posterior.log_density(self.shared, z_G)
+        return self._fit.sampler.log_density(self.shared, z_G)
 
     def _sample_locals(
-        self, key: Array, z_G: Array, silo: int, posterior: Posterior
+        self, key: Array, z_G: Array, silo: int, sampler: Sampler
     ) -> dict[str, Array]:
         hosted = self._hosted(silo)
         shared, private = self.shared, self.private(silo)
         padded = hosted.at(silo, [batch.data for batch in hosted.batches])
         theta = {**shared.theta, **private.theta}
-        coords = private.recentred(posterior.coordinates(shared, z_G))
+        coords = private.recentred(sampler.coordinates(shared, z_G))
         # A key for each silo: its draws are independent
         # of those of other silos at the same globals.
         key = jax.random.fold_in(key, silo)
         z_L = jax.block_until_ready(
-            posterior.draw_locals(key, theta, private.guide, z_G, coords, padded)
+            sampler.draw_locals(key, theta, private.guide, z_G, coords, padded)
         )
         z_L = real_rows(z_L, self._fit.sizes[silo], len(z_G))
         theta = {**shared.theta, **self._unpadded_private(silo, private.theta)}
         data = hosted.data[silo]
-        return posterior.constrain_locals(theta, z_G, z_L, data)
+        return sampler.constrain_locals(theta, z_G, z_L, data)
 
     def _sample_side_by_side(
-        self, key: Array, z_G: Array, silos: Sequence[int], posterior: Posterior
+        self, key: Array, z_G: Array, silos: Sequence[int], sampler: Sampler
     ) -> dict[str, Array]:
         """Return the local latents of several silos, joined along their rows."""
         hosted = self._hosted(silos[0])
         places = {j: hosted.place(j) for j in silos}
-        coords, theta = posterior.coordinates(self.shared, z_G), self.shared.theta
+        coords, theta = sampler.coordinates(self.shared, z_G), self.shared.theta
         private_of = jax.vmap(self._fit.algorithm.private)
         latents = [s for s in self._fit.model.sites if s.kind == "latent" and s.plate is not None]
         found: dict[int, dict[str, Array]] = {}
@@ -555,7 +582,7 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
                 partial(jnp.take, indices=index, axis=0), (self.state.silos[b], batch.data)
             )
             drawn = jax.block_until_ready(
-                posterior.draw_silos(keys, theta, private_of(states), z_G, coords, data)
+                sampler.draw_silos(keys, theta, private_of(states), z_G, coords, data)
             )
             for i, j in enumerate(members):
                 found[j] = {name: value[i] for name, value in drawn.items()}
@@ -617,33 +644,37 @@ class Result(FederatedRun[Fit], AfterFit, SendsDraws):
 
         return guide
 
-    def to_arviz(
-        self,
-        key: Array | None = None,
-        num_samples: int = 1_000,
-        *,
-        silo: WhichSilo | None = None,
-        groups: Sequence[str] | str = (),
-        coords: Coords | None = None,
-        dims: Dims | None = None,
-    ) -> Any:
-        """Return posterior draws as an ArviZ object, as :meth:`Corrected.to_arviz` does."""
-        of_rows, labels = partial(log_likelihood, self), Labels.of(coords, dims)
-        return groups_to_arviz(
-            self, self, of_rows, key, num_samples, silo=silo, groups=groups, labels=labels
-        )
-
-    @property
-    def integration(self) -> Any:
-        """Return how silos integrate their own latents in the fit's correction."""
-        correction = self.correction_behind
-        if isinstance(correction, str):
-            raise ModelError(f"log likelihoods of rows are not known: {correction}.")
-        return correction.integration
-
     def unconstrained(self, key: Array, n: int) -> Array:
         """Return the unconstrained globals (n, dim) behind ``sample_posterior(key, n)``."""
         return self.draw_globals(key, n)[0]
+
+    def log_likelihoods(self, key: Array, n: int) -> list[dict[str, np.ndarray]]:
+        """Return log likelihoods {plate: (n, rows)} of silos at the draws of that key and ``n``."""
+        correction = self.certificate
+        if isinstance(correction, str):
+            raise ModelError(f"log likelihoods of rows are not known: {correction}.")
+        return log_likelihood(self, correction.integration, key, self.unconstrained(key, n))
+
+    def saved_words(self, draws: int | None) -> SavedWords:
+        """Return the form in which a file keeps the posterior, with so many draws of the globals.
+
+        If ``nf.fit`` led here its correction is in it.
+        """
+        number = (MANY if self.stages else 0) if draws is None else draws
+        drawn = self.sample_posterior(jax.random.key(0), number) if number else {}
+        kind = type(self).__name__
+        if self._checked is None or isinstance(self._checked, str):
+            words = {"ended": self.ended, "verdict": self._run_summary(), "trusted": None}
+            return SavedWords(kind, words, drawn)
+        return replace(self._checked.saved_words(None), kind=kind, draws=drawn, weights=None)
+
+    def saved_runs(self) -> tuple[Result, dict[str, SavedRun]]:
+        """Return the run that a file rests on, and others by name."""
+        correction = self.corrected if self.stages else None
+        if correction is None or correction.result.state is self.state:
+            return self, {}
+        # The correction rests on another fit than the best one: the file keeps both.
+        return correction.result, {"best": self.saved_run()}
 
     def saved_run(self) -> SavedRun:
         """Return the run in the form in which a file keeps it."""

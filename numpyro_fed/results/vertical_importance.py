@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax import Array
 from numpyro_fed.algorithms.vertical.weigh import Weighing
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.arviz import Coords, Dims, Labels, to_arviz
+from numpyro_fed.results.saving import save
 from numpyro_fed.results.vertical import VerticalResult
 from numpyro_fed.results.vertical_after import ColumnsAfterFit
 from numpyro_fed.results.weighted import (
@@ -71,6 +73,18 @@ class VerticalCorrected(ColumnsAfterFit, Weighted[VerticalResult]):
         chosen = systematic(key, self.weights, n)
         return self.result.sites_at(self._z[chosen], tuple(z[chosen] for z in self._own))
 
+    def save(self, path: str | Path) -> None:
+        """Write draws, weights, the verdict and the fit that was corrected to ``path.npz``.
+
+        No data and no pickle; the file is whole or not there. :func:`numpyro_fed.load` reads it.
+
+        Parameters
+        ----------
+        path : str or Path
+            The name of the file without ``.npz``.
+        """
+        save(path, self.saved_words(), self.result.saved_run(), self.result.provenance())
+
     def to_arviz(
         self,
         key: Array | None = None,
@@ -85,7 +99,7 @@ class VerticalCorrected(ColumnsAfterFit, Weighted[VerticalResult]):
             key,
             num_samples,
             worth=self.ess,
-            attributes=self._attributes,
+            attributes=self.attributes,
             labels=Labels.of(coords, dims),
         )
 

@@ -27,7 +27,7 @@ from numpyro_fed.results.base import FederatedRun
 from numpyro_fed.results.element_errors import ORDERS, ElementErrors, pareto_fit
 from numpyro_fed.results.moments import Moments, moments
 from numpyro_fed.results.rounding import Rounding
-from numpyro_fed.results.saving import SavedWords, save
+from numpyro_fed.results.saving import SavedWords
 from numpyro_fed.runtime.noise import generator
 
 # Draws below which k-hat is not judged: its generalised
@@ -158,9 +158,17 @@ class Weighted(ABC, Generic[Corrects]):
         return self.errors.worst(self.max_error)
 
     @property
+    def sound(self) -> bool:
+        """Whether quantiles, and means and sds that exist, are right to the ``accuracy=``.
+
+        That is as far as the weights tell.
+        """
+        return self.reliable and self.quantiles_known and self.moments_known and self.precise
+
+    @property
     def trusted(self) -> bool:
         """Whether quantiles, and means and sds that exist, are right to the ``accuracy=``."""
-        return self.reliable and self.quantiles_known and self.moments_known and self.precise
+        return self.sound
 
     @property
     def precise(self) -> bool:
@@ -174,7 +182,7 @@ class Weighted(ABC, Generic[Corrects]):
     @property
     def doubt(self) -> str:
         """Return the reason why the correction is not :attr:`trusted`; empty where it is."""
-        if self.trusted:
+        if self.sound:
             return ""
         if not self.precise:
             return self._rounding.words(self._sites)
@@ -222,7 +230,7 @@ class Weighted(ABC, Generic[Corrects]):
         )
 
     @property
-    def _attributes(self) -> dict[str, float | str]:
+    def attributes(self) -> dict[str, float | str]:
         """Return the attributes that go with the draws into ArviZ."""
         return dict(
             ess=self.ess, pareto_k=self.pareto_k, verdict=self.report(), **self._nonexistent
@@ -292,20 +300,12 @@ class Weighted(ABC, Generic[Corrects]):
     def draws(self) -> dict[str, Array]:
         """Draws on their supports, to be weighted by ``weights``."""
 
+    @abstractmethod
     def save(self, path: str | Path) -> None:
-        """Write draws, weights, the verdict and the fit that was corrected to ``path.npz``.
+        """Write draws, weights, the verdict and the fit that was corrected to ``path.npz``."""
 
-        No data and no pickle; the file is whole or not there. :func:`numpyro_fed.load` reads it.
-
-        Parameters
-        ----------
-        path : str or Path
-            The name of the file without ``.npz``.
-        """
-        save(path, self.saved_words(), self.result.saved_run(), self.result.provenance())
-
-    def saved_words(self) -> SavedWords:
-        """Return the correction in the form in which a file keeps it."""
+    def saved_words(self, draws: int | None = None) -> SavedWords:
+        """Return the correction in the form in which a file keeps it, with all of its draws."""
         words = {
             "verdict": self.report(),
             "trusted": self.trusted,

@@ -108,7 +108,7 @@ class Federation:
     secure_sum : bool
         Whether silos mask their replies, so that the server learns the sum over all silos of an
         exchange and no reply of one. Exchanges and schedules that need single replies are refused:
-        :func:`numpyro_fed.Fitted.silos`, ``leave_out``, PVI one silo after the other. At silos it
+        :func:`numpyro_fed.Result.silos`, ``leave_out``, PVI one silo after the other. At silos it
         needs the extra ``privacy``. A silo's owner asks for it by ``Policy(secure_sum=True)``.
 
     Raises

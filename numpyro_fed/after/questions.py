@@ -1,4 +1,4 @@
-"""The base class of all results that have a posterior: what can be asked after the fit."""
+"""What can be asked of a posterior after the fit."""
 
 from __future__ import annotations
 
@@ -7,70 +7,49 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-import numpy as np
 from jax import Array
 
-from numpyro_fed.after import pictures
-from numpyro_fed.after.own_rows import Asked, OwnRows, latents_apart
-from numpyro_fed.after.predict import (
-    SEEN,
-    Programs,
-    check_means,
-    check_plates,
-    global_latents,
-    observer,
-    outer_latents,
-    predictor,
-    read_new,
-    refuse_private_parameters,
-    with_blocks,
-)
-from numpyro_fed.after.run import (
-    ALL,
-    NEW,
-    OWN_ROWS,
-    Correction,
-    Run,
-    WhichSilo,
-    check_name,
-    rows_of,
-    silo_number,
-)
-from numpyro_fed.after.sensitivity import PriorSensitivity, elements
-from numpyro_fed.errors import ConvergenceWarning, ModelError, positive_int
-from numpyro_fed.model.indices import new_data_check
+from numpyro_fed.after import plots, predictions
+from numpyro_fed.after.run import NEW, OWN_ROWS, Correction, WhichSilo
+from numpyro_fed.after.sensitivity import PriorSensitivity
+from numpyro_fed.errors import ConvergenceWarning, ModelError
 from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.waiting import shows
 
 
-class AfterFit(ABC):
-    """A posterior of a model whose silos hold rows, and the questions that can be asked of it."""
+class Questions(ABC):
+    """The questions that can be asked of a posterior of a model whose silos hold rows."""
 
     @property
     @abstractmethod
-    def run_behind(self) -> Run:
+    def run_behind(self) -> Any:
         """Return the run that the posterior rests on."""
 
     @property
     @abstractmethod
-    def correction_behind(self) -> Correction | str:
-        """Return the weighted draws of the posterior, or the reason why there are none."""
+    def correction(self) -> Correction | str:
+        """Return the weighted draws by which it is judged, or in words why there are none."""
 
     @property
     @abstractmethod
     def silos(self) -> Any:
         """Return how far each silo moves the posterior."""
 
+    @abstractmethod
+    def sample_posterior(
+        self, key: Array, n: int, *, silo: WhichSilo | None = None
+    ) -> dict[str, Array]:
+        """Draw from the posterior."""
+
     @property
-    def doubt_of_all(self) -> str:
-        """Return in words why no answer is to be trusted; empty if nothing is known against it."""
+    def known_doubt(self) -> str:
+        """Return why no answer is to be trusted; empty if nothing is known without an exchange."""
         return ""
 
     def _warn_of_doubt(self) -> None:
-        """Warn that an answer rests on a posterior that is not to be trusted."""
-        if self.doubt_of_all:
-            words = f"what follows is no better than the fit: {self.doubt_of_all}"
+        """Warn that an answer rests on a posterior that is known not to be trusted."""
+        if doubt := self.known_doubt:
+            words = f"what follows is no better than the fit: {doubt}"
             # Above are the decorator of the call and the call itself.
             warnings.warn(words, category=ConvergenceWarning, stacklevel=5)
 
@@ -81,14 +60,8 @@ class AfterFit(ABC):
 
     @property
     def double(self) -> bool:
-        """Return whether the fit was computed in double precision."""
-        return self.run_behind._fit.double
-
-    @abstractmethod
-    def sample_posterior(
-        self, key: Array, n: int, *, silo: WhichSilo | None = None
-    ) -> dict[str, Array]:
-        """Draw from the posterior."""
+        """Whether it was computed in double precision."""
+        return bool(self.run_behind._fit.double)
 
     @shows("predict")
     @in_precision_of_object
@@ -159,42 +132,8 @@ class AfterFit(ABC):
         >>> y.shape, y.mean(0).round().tolist()
         ((1000, 2), [3.0, 6.0])
         """
-        positive_int("n", n)
         self._warn_of_doubt()
-        programs = self._predictor(mean=mean)
-        if new is None:
-            found = self._predict_own_rows(key, silo, n, programs)
-        else:
-            found = self._predict_new(key, new, silo, n, programs)
-        if mean:
-            check_means(self.run_behind._fit.model, found)
-        return found
-
-    def _predict_new(
-        self, key: Array, new: Mapping[str, Any], silo: int | str, n: int, programs: Programs
-    ) -> dict[str, Array]:
-        """Return predictive draws for new data, of a silo or of a new one."""
-        if silo == OWN_ROWS:
-            raise ValueError('silo="own rows" predicts for the rows of the fit: pass no new data.')
-        run, model = self.run_behind, self.run_behind._fit.model
-        if isinstance(silo, str):
-            check_name(silo)
-            number, latents = None, global_latents(model)
-        else:
-            number, latents = silo_number(silo), [*global_latents(model), *outer_latents(model)]
-        own = None if number is None else run.data_of(number)
-        data = read_new(model, with_blocks(model, new, number, own), run._fit.facts, run.data_here)
-        refuse_private_parameters(model)
-        if number is not None:
-            check_plates(model, data, number, run.sizes_of(number))
-        new_data_check(model.text, number)(**data.kwargs)
-        # The latents are those that sample_posterior draws with the same key.
-        draws = self.sample_posterior(key, n, silo=number)
-        given = {name: draws[name] for name in latents if name in draws}
-        key_new = jax.random.fold_in(
-            jax.random.fold_in(key, 2), 0 if number is None else 1 + number
-        )
-        return jax.block_until_ready(programs.many(key_new, self._parameters(number), given, data))
+        return predictions.predict(self, key, new, silo, n, mean=mean)
 
     @shows("predict from the prior")
     @in_precision_of_object
@@ -220,27 +159,7 @@ class AfterFit(ABC):
         ModelError
             If the prior cannot be drawn from (it is flat, say).
         """
-        positive_int("n", n)
-        run, model = self.run_behind, self.run_behind._fit.model
-        drawn = self._drawn_from_prior(jax.random.fold_in(key, 0), n)
-        if drawn is None:
-            raise ModelError("the prior of the globals cannot be drawn from.")
-        latents = {name: drawn[name] for name in global_latents(model)}
-        programs = self._predictor()
-        if new is not None:
-            refuse_private_parameters(model)
-            new = with_blocks(model, new, None, None)
-            data = read_new(model, new, run._fit.facts, run.data_here)
-            new_data_check(model.text, None)(**new)
-            key_new = jax.random.fold_in(key, 1)
-            return jax.block_until_ready(
-                programs.many(key_new, self._parameters(None), latents, data)
-            )
-        asked = [
-            Asked(j, jax.random.fold_in(key, 1 + j), self._parameters(j), latents)
-            for j in range(run.num_silos)
-        ]
-        return OwnRows(run, programs, asked).values()
+        return predictions.prior_predict(self.run_behind, key, new, n)
 
     @shows("leave silos out")
     def leave_out(self) -> Any:
@@ -433,17 +352,7 @@ class AfterFit(ABC):
         matplotlib.figure.Figure
         """
         self._warn_of_doubt()
-        fm = self.run_behind._fit.model
-        chosen = global_latents(fm) if sites is None else list(sites)
-        draws = self.sample_posterior(jax.random.key(0), n)
-        if unknown := [name for name in chosen if name not in draws]:
-            raise ModelError(f"'{unknown[0]}' is no global of the model, which has {list(draws)}.")
-        names, values = elements({name: draws[name] for name in chosen})
-        if not names:
-            raise ModelError("the model has no globals to plot.")
-        prior = self._drawn_from_prior(jax.random.key(1), n)
-        before = None if prior is None else elements({name: prior[name] for name in chosen})[1]
-        return pictures.marginals(names, values, before)
+        return plots.marginals(self, sites, n)
 
     @shows("draw")
     @in_precision_of_object
@@ -477,22 +386,7 @@ class AfterFit(ABC):
             For silos in other processes, whose latents are theirs.
         """
         self._warn_of_doubt()
-        run = self.run_behind
-        fm = run._fit.model
-        known = [s.name for s in fm.sites if s.kind == "latent" and s.plate is not None]
-        site = next(iter([*outer_latents(fm), *known]), None) if site is None else site
-        if site is None or site not in known:
-            raise ModelError(f"{site!r} is no latent of silos: the model has {known}.")
-        silos = pictures.labels_of(run.num_silos, names)
-        run.data_of(0)  # before silos elsewhere are asked for what cannot be shown
-        draws = self.sample_posterior(jax.random.key(0), n, silo=ALL)
-        before = self._drawn_given_globals(jax.random.key(1), draws, site)
-        axis = next(1 + (s.axis or 0) for s in fm.sites if s.name == site)
-        values, prior = (
-            np.moveaxis(np.asarray(a, np.float64), axis, 1) for a in (draws[site], before)
-        )
-        rows = [rows_of(run, fm, site, j) for j in range(run.num_silos)]
-        return pictures.caterpillar(site, values, prior, pictures.labels_of_rows(silos, rows))
+        return plots.silos_side_by_side(self, site, n, names)
 
     @shows("predict")
     @in_precision_of_object
@@ -523,95 +417,12 @@ class AfterFit(ABC):
             For silos in other processes, whose rows are theirs.
         """
         self._warn_of_doubt()
-        labels = pictures.labels_of(self.run_behind.num_silos, names)
-        chosen = list(range(len(labels)))
-        if isinstance(silo, str):
-            check_name(silo, OWN_ROWS)
-        else:
-            chosen = [silo_number(silo)]
-        silos = chosen[: pictures.MOST_PANELS]
-        asked = self._at_own_rows(jax.random.key(0), silos, n)
-        seen = self.outcomes_of_silos(silos)
-        drawn = OwnRows(self.run_behind, self._predictor(), asked).values()
-        return pictures.checks(seen, drawn, [labels[j] for j in chosen])
-
-    @in_precision_of_object
-    def outcomes_of_silos(self, silos: Sequence[int]) -> list[dict[str, np.ndarray]]:
-        """Return the outcomes of the rows of some silos in this process, by site."""
-        return [
-            {name: value for name, value in part.items() if not name.startswith(SEEN)}
-            for part in self.outcomes_and_rows(silos)
-        ]
-
-    @in_precision_of_object
-    def outcomes_and_rows(self, silos: Sequence[int]) -> list[dict[str, np.ndarray]]:
-        """Return outcomes of silos in this process, and which rows have them, by ``SEEN``."""
-        run = self.run_behind
-        programs = run._fit.cached("outcomes", lambda: observer(run._fit.model))
-        asked = [Asked(j, jax.random.key(0), {}, {}) for j in silos]
-        found = OwnRows(run, programs, asked).values()
-        return [{name: np.asarray(value)[0] for name, value in part.items()} for part in found]
-
-    def _predictor(self, *, mean: bool = False) -> Programs:
-        """Return the programs that predict outcomes, or the means of their distributions."""
-        fit = self.run_behind._fit
-        return fit.cached(("predict", mean), lambda: predictor(fit.model, mean=mean))
-
-    def _parameters(self, silo: int | None) -> dict[str, Any]:
-        """Return the shared parameters on their supports, and a silo's private ones."""
-        run = self.run_behind
-        shared = run._fit.model.constrain_theta(run.shared.theta)
-        private = {} if silo is None else run.silo_params(silo)
-        return {**shared, **{k: v for k, v in private.items() if k != "guide"}}
-
-    def _drawn_from_prior(self, key: Array, n: int) -> dict[str, Array] | None:
-        """Return draws of the globals from their prior; None if they cannot be drawn."""
-        run = self.run_behind
-        fm, theta = run._fit.model, run.shared.theta
-        z_G = None if fm.improper else fm.draw_prior(key, n)
-        if z_G is None:
-            return None
-        return jax.jit(jax.vmap(fm.constrain_global, (None, 0)))(theta, z_G)
-
-    def _drawn_given_globals(self, key: Array, draws: Mapping[str, Array], site: str) -> np.ndarray:
-        """Return draws of a latent of all silos from its prior given draws of the globals."""
-        run = self.run_behind
-        fm = run._fit.model
-        given = {name: draws[name] for name in global_latents(fm)}
-        programs = run._fit.cached("latents", lambda: predictor(fm, ("latent",)))
-        axis = next(1 + (s.axis or 0) for s in fm.sites if s.name == site)
-        asked = [
-            Asked(j, jax.random.fold_in(key, j), self._parameters(j), given)
-            for j in range(run.num_silos)
-        ]
-        parts = OwnRows(run, programs, asked).values()
-        return np.concatenate([np.asarray(found[site]) for found in parts], axis)
+        return plots.predictive_check(self, silo, n, names)
 
     def _weighted_draws(self, what: str) -> Correction:
         """Return the correction of the fit; raise an error that says ``what`` needs one."""
-        correction = self.correction_behind
+        correction = self.correction
         if isinstance(correction, str):
             raise ModelError(f"{what}: {correction}.")
         self._warn_of_doubt()
         return correction
-
-    def _predict_own_rows(self, key: Array, silo: int | str, n: int, programs: Programs) -> Any:
-        """Return predictive draws for the rows of the fit, of one silo or of each."""
-        run = self.run_behind
-        if silo == NEW:
-            raise ValueError("pass new data to predict for, or silo='own rows'.")
-        if isinstance(silo, str):
-            check_name(silo, OWN_ROWS)
-        silos = range(run.num_silos) if isinstance(silo, str) else [silo_number(silo)]
-        found = OwnRows(run, programs, self._at_own_rows(key, silos, n)).values()
-        return found if isinstance(silo, str) else found[0]
-
-    def _at_own_rows(self, key: Array, silos: Sequence[int], n: int) -> list[Asked]:
-        """Return silos with draws of all latents, those of ``sample_posterior`` with that key."""
-        run = self.run_behind
-        key_new = jax.random.fold_in(key, 2)
-        draws = self.sample_posterior(key, n, silo=list(silos))
-        return [
-            Asked(j, jax.random.fold_in(key_new, 1 + j), self._parameters(j), latents)
-            for j, latents in zip(silos, latents_apart(run, draws, silos), strict=True)
-        ]
