@@ -1,6 +1,5 @@
 """log_prior plus all rows is the log density of the joint model, for models of many kinds."""
 
-import sys
 from contextlib import nullcontext
 
 import equinox as eqx
@@ -10,25 +9,21 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from hypothesis import HealthCheck, find, given, seed, settings
+from hypothesis import HealthCheck, given, seed, settings
 from numpyro import handlers
 from numpyro.contrib.module import eqx_module
 from numpyro.infer.reparam import LocScaleReparam
 from numpyro.infer.util import potential_energy
+from problems import cut
+from random_models import Problem, models, partitions
 
-from numpyro_fed.errors import DataError, MissingExtraError, ModelError
+from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.data import read
 from numpyro_fed.model.handlers import joint, local_name
 from numpyro_fed.model.primitives import silo_plate
 from numpyro_fed.model.split import split
 from numpyro_fed.model.traces import Traces
-from numpyro_fed.testing import (
-    Problem,
-    check_decomposition,
-    models,
-    partitions,
-    silos,
-)
+from numpyro_fed.testing import check_decomposition
 
 RNG = np.random.default_rng(0)
 
@@ -332,26 +327,13 @@ def test_rtol_and_key_are_used():
     check_decomposition(glmm, glmm_silos((2,)), key=jax.random.key(7), num_points=1)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, database=None)
-@given(partitions(9, max_silos=4))
-def test_partitions_add_up(sizes):
-    assert sum(sizes) == 9
-    assert 1 <= len(sizes) <= 4
-    assert min(sizes) > 0
-
-
-def test_one_row_has_one_partition():
-    assert find(partitions(1), lambda sizes: True) == (1,)
-
-
-POOLED = dict(glmm_silos((6,))[0], tag="all")
-
-
 @settings(max_examples=8, deadline=None, derandomize=True, database=None)
-@given(silos({k: POOLED[k] for k in ("x", "y")}, max_silos=2))
-def test_the_rows_do_not_depend_on_the_partition(held):
+@given(partitions(6, max_silos=2))
+def test_the_rows_do_not_depend_on_the_partition(sizes):
+    pooled_rows = glmm_silos((6,))
+    held = cut(pooled_rows[0], sizes)
     fm = split(glmm, read(held))
-    whole = read([{k: POOLED[k] for k in ("x", "y")}])
+    whole = read(pooled_rows)
     rng = np.random.default_rng(1)
     z_G, z = jnp.asarray(rng.normal(size=fm.dim)), jnp.asarray(rng.normal(size=(6, 1)))
     pooled = jax.jit(fm.log_silo)({}, z_G, {"child": z}, whole[0])["child"]
@@ -361,28 +343,3 @@ def test_the_rows_do_not_depend_on_the_partition(held):
         parts.append(jax.jit(fm.log_silo)({}, z_G, {"child": z[at : at + n]}, silo)["child"])
         at += n
     np.testing.assert_allclose(np.concatenate(parts), pooled, rtol=1e-5)
-
-
-def test_what_is_not_a_row_goes_to_every_silo():
-    held = find(silos(POOLED, max_silos=3), lambda held: len(held) == 3)
-    assert all(silo["tag"] == "all" and len(silo["x"]) == len(silo["y"]) for silo in held)
-
-
-def test_nothing_to_split_is_refused():
-    with pytest.raises(DataError, match="at least one array"):
-        silos({"n": 3})
-
-
-def test_strategies_need_hypothesis_and_the_check_does_not(monkeypatch):
-    monkeypatch.setitem(sys.modules, "hypothesis", None)
-    for strategy in (models, lambda: partitions(3), lambda: silos({"y": np.ones(3)})):
-        with pytest.raises(MissingExtraError, match=r"numpyro-fed\[test\]"):
-            strategy()
-    check_decomposition(glmm, glmm_silos((2,)), num_points=1)
-
-
-def test_a_failing_example_says_what_the_model_is():
-    problem = find(models(), lambda p: p.spec.rows and p.spec.server)
-    assert "g0 ~ " in repr(problem)
-    assert "b0 ~ " in repr(problem)
-    assert "silos=[{'x'" in repr(problem)

@@ -1,19 +1,10 @@
-"""Tools to test your own models: the decomposition check and Hypothesis strategies."""
+"""A tool to test your own models: the check that a density decomposes over silos and rows."""
 
 # This folder may import ``model`` only (tests/test_architecture.py).
 
 from numpyro_fed.testing.decomposition import check_decomposition
-from numpyro_fed.testing.strategies import Latent, ModelSpec, Problem, models, partitions, silos
 
-__all__ = [
-    "Latent",
-    "ModelSpec",
-    "Problem",
-    "check_decomposition",
-    "models",
-    "partitions",
-    "silos",
-]
+__all__ = ["check_decomposition"]
 
 
 def __dir__() -> list[str]:

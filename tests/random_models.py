@@ -4,30 +4,25 @@ A random model is drawn as a specification (``ModelSpec``), which Hypothesis can
 ``_Text`` is the ordinary NumPyro model that it specifies.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
 from jax import Array
 from numpyro import handlers
 from numpyro.contrib.control_flow import scan
 from numpyro.distributions import constraints
 from numpyro.infer.reparam import LocScaleReparam
 
-from numpyro_fed.errors import DataError, MissingExtraError
 from numpyro_fed.model.primitives import silo_plate
-
-if TYPE_CHECKING:
-    from hypothesis.strategies import DrawFn, SearchStrategy
 
 
 class Latent(NamedTuple):
@@ -279,50 +274,13 @@ def _random_silos(spec: ModelSpec, sizes: Sequence[int], seed: int) -> list[dict
     return silos
 
 
-def _hypothesis() -> ModuleType:
-    try:
-        from hypothesis import strategies
-    except ImportError as error:
-        raise MissingExtraError("hypothesis", "test") from error
-    return strategies
-
-
-def models(
-    *, max_latents: int = 3, max_silos: int = 3, max_rows: int = 4
-) -> SearchStrategy[Problem]:
-    """Return a Hypothesis strategy: random hierarchical models together with their silos' data.
+def models(*, max_latents: int = 3, max_silos: int = 3, max_rows: int = 4) -> st.SearchStrategy:
+    """Return a strategy of ``Problem``: random hierarchical models with their silos' data.
 
     Latents have random supports and depend on random earlier ones, bounds included; there are
     outer silo plates, nested ordinary plates, parameters inside and outside of the silo plates,
-    factors, scales, masks, reparametrisations, scans and missing rows. Needs the extra ``test``.
-
-    Parameters
-    ----------
-    max_latents : int
-        Largest number of latent sites at each level.
-    max_silos, max_rows : int
-        Largest number of silos, and of rows at each.
-
-    Returns
-    -------
-    hypothesis.strategies.SearchStrategy of Problem
-
-    Raises
-    ------
-    MissingExtraError
-        If Hypothesis is not installed.
-
-    Examples
-    --------
-    >>> from hypothesis import given, settings
-    >>> from numpyro_fed.testing import models
-    >>> @settings(max_examples=5, deadline=None, database=None)
-    ... @given(models(max_rows=2))
-    ... def test_every_silo_has_rows(problem):
-    ...     assert all(len(silo["x"]) in (1, 2) for silo in problem.silos)
-    >>> test_every_silo_has_rows()
+    factors, scales, masks, reparametrisations, scans and missing rows.
     """
-    st = _hypothesis()
 
     def latents(
         draw: DrawFn, prefix: str, earlier: list[str], *, inner: bool
@@ -376,89 +334,7 @@ def models(
     return problems()
 
 
-def partitions(n_rows: int, *, max_silos: int = 5) -> SearchStrategy[tuple[int, ...]]:
-    """Return a Hypothesis strategy: how many of ``n_rows`` rows each silo holds, as a tuple of int.
-
-    Parameters
-    ----------
-    n_rows : int
-        Number of rows in all.
-    max_silos : int
-        Largest number of silos; every silo holds at least one row.
-
-    Returns
-    -------
-    hypothesis.strategies.SearchStrategy of tuple of int
-
-    Raises
-    ------
-    MissingExtraError
-        If Hypothesis is not installed.
-
-    Examples
-    --------
-    >>> from hypothesis import given, settings
-    >>> from numpyro_fed.testing import partitions
-    >>> @settings(max_examples=5, database=None)
-    ... @given(partitions(7, max_silos=3))
-    ... def test_no_row_is_lost(sizes):
-    ...     assert sum(sizes) == 7 and len(sizes) <= 3 and min(sizes) > 0
-    >>> test_no_row_is_lost()
-    """
-    st = _hypothesis()
-    if n_rows == 1 or max_silos == 1:
-        return st.just((n_rows,))
+def partitions(n_rows: int, *, max_silos: int = 5) -> st.SearchStrategy[tuple[int, ...]]:
+    """Return a strategy: how many of ``n_rows`` rows each silo holds, one at least."""
     cuts = st.sets(st.integers(1, n_rows - 1), max_size=max_silos - 1)
     return cuts.map(lambda at: tuple(b - a for a, b in pairwise([0, *sorted(at), n_rows])))
-
-
-def silos(pooled: Mapping[str, Any], *, max_silos: int = 5) -> SearchStrategy[list[dict[str, Any]]]:
-    """Return a Hypothesis strategy: the same pooled rows split over silos in random ways.
-
-    Parameters
-    ----------
-    pooled : dict
-        Keyword arguments of the model for all rows together. The longest arrays hold the rows
-        and are split along their first axis; every silo is given all of the others.
-    max_silos : int
-        Largest number of silos.
-
-    Returns
-    -------
-    hypothesis.strategies.SearchStrategy of list of dict
-
-    Raises
-    ------
-    DataError
-        If there is no array to split.
-    MissingExtraError
-        If Hypothesis is not installed.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from hypothesis import given, settings
-    >>> from numpyro_fed.testing import silos
-    >>> @settings(max_examples=5, database=None)
-    ... @given(silos(dict(y=np.arange(6.0))))
-    ... def test_rows_keep_their_order(parts):
-    ...     assert (np.concatenate([part["y"] for part in parts]) == np.arange(6.0)).all()
-    >>> test_rows_keep_their_order()
-    """
-    lengths = {key: np.shape(value)[0] for key, value in pooled.items() if np.ndim(value)}
-    if not lengths:
-        raise DataError(
-            f"expected at least one array with rows to split, got the keys {sorted(pooled)}. "
-            "Pass the model's keyword arguments for all rows together."
-        )
-    n = max(lengths.values())
-
-    def split(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-        at = np.cumsum(sizes)[:-1]
-        parts = {k: np.split(np.asarray(v), at) for k, v in pooled.items() if lengths.get(k) == n}
-        return [
-            {k: parts[k][j] if k in parts else v for k, v in pooled.items()}
-            for j in range(len(sizes))
-        ]
-
-    return partitions(n, max_silos=max_silos).map(split)
