@@ -83,7 +83,7 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
         """Return the posterior at a silo; raise an error for parties that hold columns."""
         raise ModelError(
             "a client that holds columns draws its latents with all others: "
-            "sample_together(key, n) of the server's result, and then draws() of its node."
+            "sample_together(key, n) of the server's result, and then draws() of its Silo."
         )
 
     def sends_unhidden(self, name: str) -> bool:

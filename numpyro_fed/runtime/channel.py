@@ -21,8 +21,6 @@ from numpyro_fed.runtime.messages import GO_ON, Question, at_silo, pack, read, u
 from numpyro_fed.runtime.stack import Batch, Batches
 from numpyro_fed.runtime.sums import Terms, check_group, sum_of, with_terms
 
-Send = Callable[[int, bytes], bytes]
-
 
 class Carrier(Protocol):
     """The way of messages to silos and back.
