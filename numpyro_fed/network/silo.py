@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import threading
 import warnings
 from collections import OrderedDict
@@ -29,7 +28,7 @@ from numpyro_fed.errors import (
     ModelError,
     SavedStateError,
 )
-from numpyro_fed.files import Use
+from numpyro_fed.files import Store, Use
 from numpyro_fed.methods.load import METHODS
 from numpyro_fed.methods.of_data import COLUMNS, moments_reply, names_reply
 from numpyro_fed.methods.recipe import rebuilt
@@ -43,7 +42,6 @@ from numpyro_fed.network.policy import Ledger, Policy
 from numpyro_fed.network.sums import Sums
 from numpyro_fed.precision import is_double, precision
 from numpyro_fed.privacy.budget import PrivacyWarning
-from numpyro_fed.runtime.kept import Folder, Memory, Store
 from numpyro_fed.runtime.messages import (
     ACCEPT,
     BEGINNINGS,
@@ -75,6 +73,8 @@ KINDS: dict[str, type[Any]] = {**METHODS, "VFL": VFL, "SOUL": SOUL}
 # Methods that a silo keeps, the one that was used least recently is forgotten first. Each call of
 # nf.fit describes three.
 MAX_METHODS = 32
+# The rooms of a silo's store: of what was agreed on, and, with the id of a method, of its runs.
+AGREED, RUNS = "methods", "runs of "
 # Bytes of a message at most, unless the owner says otherwise: larger ones are refused unread.
 MAX_BYTES = 512 << 20
 FOLDER_UNUSABLE = (
@@ -146,11 +146,11 @@ class Silo:
             tell_latents=self._policy.tell_latents,
         )
         self._state = None if state is None else Path(state)
-        self._methods: Store = Memory() if state is None else Folder(Path(state) / "methods")
+        self._store = Store(self._state)
         self._agreed: OrderedDict[str, _Agreement] = OrderedDict()
         # The last node of each method, by its settings: it has the programs that were compiled.
         self._nodes: OrderedDict[str, AnyNode] = OrderedDict()
-        self._ledger = Ledger(self._policy, Memory() if state is None else Folder(Path(state)))
+        self._ledger = Ledger(self._policy, self._store)
         self._use: Use | None = None
         if state is None and (limits := self._policy.limits):
             warnings.warn(
@@ -159,8 +159,7 @@ class Silo:
                 category=PrivacyWarning,
                 stacklevel=2,
             )
-        stores = (Memory(), Memory()) if state is None else _stores_of_sums(Path(state))
-        self._sums = Sums(self._policy, *stores)
+        self._sums = Sums(self._policy, self._store)
         # One message at a time: a silo's state has one next state.
         self._lock = threading.Lock()
 
@@ -193,7 +192,7 @@ class Silo:
         if self._use is None:
             self._use = Use(self._state)
             # What another process has counted until now.
-            self._ledger = Ledger(self._policy, Folder(self._state))
+            self._ledger = Ledger(self._policy, self._store)
         self._use.check()
 
     def answer(self, message: bytes) -> bytes:
@@ -468,7 +467,7 @@ class Silo:
         """Return the silo's part in a method, before there is a plan."""
         described = _json(settings)
         double, secure = bool(described.get("double")), bool(described.get(SECURE))
-        store = None if self._state is None else Folder(self._state / f"runs-{_file_name(method)}")
+        store = None if self._state is None else self._store.room(RUNS + method)
         with precision(double=double):
             if is_double() != double:
                 raise ModelError(
@@ -513,7 +512,7 @@ class Silo:
     def _known(self, method: str) -> _Agreement | None:
         """Return what was agreed on for a method, in an earlier process too; None if nothing."""
         if method not in self._agreed:
-            content = self._methods.get(_file_name(method))
+            content = self._store.room(AGREED).get(method)
             if content is None:
                 return None
             stored = json.loads(content)
@@ -529,13 +528,12 @@ class Silo:
         self._agreed[method] = agreed
         self._agreed.move_to_end(method)
         stored = {"settings": agreed.settings, "plan": agreed.plan}
-        self._methods.put(_file_name(method), json.dumps(stored).encode())
+        methods = self._store.room(AGREED)
+        methods.put({method: json.dumps(stored).encode()})
         while len(self._agreed) > MAX_METHODS:
             self._agreed.popitem(last=False)
-        for name in list(self._methods.names())[:-MAX_METHODS]:
-            self._methods.drop(name)
-            if self._state is not None:
-                shutil.rmtree(self._state / f"runs-{name}", ignore_errors=True)
+        for forgotten in methods.trim(MAX_METHODS):
+            self._store.room(RUNS + forgotten).trim(0)
 
 
 @dataclass
@@ -655,13 +653,3 @@ def _json(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DataError("a message has something else than an object in its settings.")
     return found
-
-
-def _stores_of_sums(state: Path) -> tuple[Folder, Folder]:
-    """Return the places of a silo's keys, and of those of sessions, in its folder."""
-    return Folder(state / "keys"), Folder(state / "keys" / "sessions")
-
-
-def _file_name(method: str) -> str:
-    # Ids come from the server: a digest of one is a safe name of a file.
-    return sha256(method.encode()).hexdigest()[:32]

@@ -33,9 +33,10 @@ from numpyro_fed.algorithms.base import (
     unknown_exchange,
 )
 from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.files import Store
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.runtime.host import compile_visit
-from numpyro_fed.runtime.kept import KeptRuns, RunStates, Store, shapes_of_states
+from numpyro_fed.runtime.kept import KeptRuns, RunStates, shapes_of_states
 from numpyro_fed.runtime.messages import (
     BEGIN,
     BEGINNINGS,
