@@ -18,7 +18,7 @@ from numpyro_fed.model.data import read
 from numpyro_fed.model.fingerprint import _term, check_terms, terms_of
 from numpyro_fed.model.split import split
 from numpyro_fed.network.memory import InMemory
-from numpyro_fed.runtime.node import Node
+from numpyro_fed.network.node import Node
 
 KEY = jax.random.key(0)
 NOISE, WIDE, WEIGHTS, NAMES, FACTOR = 3.0, True, np.array([0.5, 1.0, 2.0]), ("a", "b"), 2

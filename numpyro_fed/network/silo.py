@@ -7,7 +7,7 @@ import logging
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -32,12 +32,15 @@ from numpyro_fed.files import Store, Use
 from numpyro_fed.methods.load import METHODS
 from numpyro_fed.methods.of_data import COLUMNS, moments_reply, names_reply
 from numpyro_fed.methods.recipe import rebuilt
+from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.soul import SOUL
+from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.methods.vfl import VFL
 from numpyro_fed.model.facts import describe
 from numpyro_fed.model.fingerprint import source_hash
 from numpyro_fed.model.levels import OTHER, level_counts
 from numpyro_fed.model.scaling import numbers_of
+from numpyro_fed.network.node import Node
 from numpyro_fed.network.policy import Ledger, Policy
 from numpyro_fed.network.sums import Sums
 from numpyro_fed.precision import is_double, precision
@@ -54,9 +57,7 @@ from numpyro_fed.runtime.messages import (
     refusal,
     write,
 )
-from numpyro_fed.runtime.node import Node
 from numpyro_fed.runtime.noise import typed_key
-from numpyro_fed.runtime.party import Ids, Party
 from numpyro_fed.runtime.sums import (
     KEYS,
     PEERS,
@@ -68,7 +69,6 @@ from numpyro_fed.runtime.sums import (
     without_terms,
 )
 
-AnyNode = Node[Any, Any, Any]
 KINDS: dict[str, type[Any]] = {**METHODS, "VFL": VFL, "SOUL": SOUL}
 # Methods that a silo keeps, the one that was used least recently is forgotten first. Each call of
 # nf.fit describes three.
@@ -129,7 +129,7 @@ class Silo:
         policy: Policy | None = None,
         state: str | Path | None = None,
         secret: Array | str | None = "auto",
-        row_ids: Ids = None,
+        row_ids: Sequence[int] | Sequence[str] | np.ndarray | None = None,
         allow_unhidden: bool = False,
         max_bytes: int = MAX_BYTES,
     ):
@@ -149,7 +149,7 @@ class Silo:
         self._store = Store(self._state)
         self._agreed: OrderedDict[str, _Agreement] = OrderedDict()
         # The last node of each method, by its settings: it has the programs that were compiled.
-        self._nodes: OrderedDict[str, AnyNode] = OrderedDict()
+        self._nodes: OrderedDict[str, Node] = OrderedDict()
         self._ledger = Ledger(self._policy, self._store)
         self._use: Use | None = None
         if state is None and (limits := self._policy.limits):
@@ -343,7 +343,7 @@ class Silo:
         with self._node_of(question.method) as node:
             return self._of_run(node, question, message)
 
-    def _of_run(self, node: AnyNode, question: Question, message: bytes) -> bytes:
+    def _of_run(self, node: Node, question: Question, message: bytes) -> bytes:
         """Return the reply to a message of a run."""
         agreed, size, (head, arrays) = self._agreed[question.method], node.size, read(message)
         if question.exchange in (*BEGINNINGS, GO_ON):
@@ -376,7 +376,7 @@ class Silo:
         asked = asked_of_all(plan, question, message, exchange.scatter, down)
         return self._sums.masked(terms, question, message, reply, exchange.weighted, asked)
 
-    def _plain(self, node: AnyNode, question: Question, message: bytes) -> bytes:
+    def _plain(self, node: Node, question: Question, message: bytes) -> bytes:
         """Return the reply to a question, at the cost of its places and draws if it is new."""
         if node.has_answered(message, question):
             return node.handle(message)
@@ -478,7 +478,7 @@ class Silo:
             if "named" in described or "method" in described:
                 self._policy.check_method(str(described.get("named", described.get("method"))))
                 self._policy.check_sums(secure)
-            if not isinstance(built, Party):
+            if not isinstance(built, Method | VerticalMethod):
                 return _Agreement(settings, double, describe(built, self._data).to_json(), None)
             if settings in self._nodes:
                 node = self._nodes[settings].for_other_runs(store)
@@ -491,7 +491,7 @@ class Silo:
             return _Agreement(settings, double, node.facts, node, secure_sum=secure)
 
     @contextmanager
-    def _node_of(self, method: str) -> Iterator[AnyNode]:
+    def _node_of(self, method: str) -> Iterator[Node]:
         """Enter the precision of a method, with the node that has accepted its plan."""
         agreed = self._get(method)
         if agreed.node is None or not agreed.plan:
@@ -556,7 +556,7 @@ class _Agreement:
     settings: str
     double: bool
     facts: str
-    node: AnyNode | None
+    node: Node | None
     plan: str = ""
     secure_sum: bool = False
 
@@ -610,7 +610,7 @@ def _method_of(described: Mapping[str, Any], names: Mapping[str, Any]) -> Any:
         )
     if "named" in described:
         named = _known(described["named"], names, "method")
-        if not isinstance(named, Party):
+        if not isinstance(named, Method | VerticalMethod):
             raise ModelError(f"'{described['named']}' is no method at this silo.")
         return named
     if "method" not in described:

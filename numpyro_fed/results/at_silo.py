@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,6 @@ from numpyro_fed.results.built import Built
 from numpyro_fed.results.posterior import Posterior, posterior, real_rows
 from numpyro_fed.runtime.messages import DRAWS as FOR_SILO
 from numpyro_fed.runtime.messages import Question, at_silo, pack, unpack, write
-from numpyro_fed.runtime.party import Held
 
 MESSAGE = "the draws of the latents that rows share are not finite at {}."
 
@@ -64,6 +63,14 @@ def sampler_by(built: Built, settings: Mapping[str, Any]) -> Posterior:
     integration = Integration(settings["inner_draws"], settings["nodes"])
     bound = integration.bound(built.model, built.guide)
     return posterior(built.model, built.guide, bound, integration)
+
+
+class Held(NamedTuple):
+    """A silo's number, its state at the end of a run, and its data; they never leave it."""
+
+    number: int
+    state: Any
+    data: SiloData
 
 
 @dataclass(frozen=True, eq=False)

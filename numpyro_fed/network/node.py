@@ -17,13 +17,15 @@ import hashlib
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from numpyro_fed.algorithms.base import (
     OUTER_LATENTS,
@@ -34,9 +36,12 @@ from numpyro_fed.algorithms.base import (
 )
 from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.files import Store
+from numpyro_fed.methods.rows import Method
+from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.network.kept import KeptRuns, RunStates, shapes_of_states
+from numpyro_fed.results.at_silo import AtSilo, Held
 from numpyro_fed.runtime.host import compile_visit
-from numpyro_fed.runtime.kept import KeptRuns, RunStates, shapes_of_states
 from numpyro_fed.runtime.messages import (
     BEGIN,
     BEGINNINGS,
@@ -51,25 +56,17 @@ from numpyro_fed.runtime.messages import (
     write,
 )
 from numpyro_fed.runtime.noise import silo_key, typed_key
-from numpyro_fed.runtime.party import (
-    Built,
-    Held,
-    Ids,
-    Party,
-    Plan,
-    PlanSize,
-    PosteriorAtSilo,
-    SiloInput,
-)
+from numpyro_fed.runtime.party import PlanSize
 from numpyro_fed.runtime.step import MessageShapes, message_shapes
 from numpyro_fed.trees import drop_weak_types
 
+AnyMethod = Method[Any, Any] | VerticalMethod[Any]
 # Compiled exchanges that a silo keeps. A run has at most ten; a server that asks for corrections of
 # ever other settings would otherwise fill the silo's memory.
 MAX_PROGRAMS = 32
 
 
-class Node(Generic[SiloInput, Plan, Built]):
+class Node:
     """A silo's part in one method of a server: it answers the messages of its runs.
 
     ``secret``, ``row_ids`` and ``allow_unhidden`` are those of :class:`numpyro_fed.Silo`, and
@@ -85,11 +82,11 @@ class Node(Generic[SiloInput, Plan, Built]):
 
     def __init__(
         self,
-        method: Party[SiloInput, Plan, Built],
-        silo: SiloInput,
+        method: AnyMethod,
+        silo: Any,
         *,
         secret: Array | str | None = "auto",
-        row_ids: Ids = None,
+        row_ids: ArrayLike | None = None,
         allow_unhidden: bool = False,
         tell_latents: bool = False,
         store: Store | None = None,
@@ -105,7 +102,7 @@ class Node(Generic[SiloInput, Plan, Built]):
         self._method, self._silo, self._secret = method, silo, secret
         self._allow_unhidden, self._store = allow_unhidden, store
         self._tell_latents = tell_latents
-        self._programs: dict[bool, _Programs[SiloInput, Plan, Built]] = {}
+        self._programs: dict[bool, _Programs] = {}
         self._accepted: tuple[str, int] | None = None
         self.sampled: Sampled | None = None
         self.size = PlanSize(0, 0, 0)
@@ -125,9 +122,9 @@ class Node(Generic[SiloInput, Plan, Built]):
     def accept(self, plan: str, number: int) -> None:
         """Build the algorithm from the agreed plan, as silo ``number`` of all."""
         if (plan, number) != self._accepted:
-            agreed = self._method.read_plan(plan)
+            agreed: Any = self._method.read_plan(plan)
             self._method.check_plan(agreed, self.facts, number)
-            built = self._method.build(agreed)
+            built: Any = self._method.build(agreed)
             data = self._method.read_silo(self._silo, agreed, number)
             size = self._method.size_of(agreed, built, data)
             self._number, self._data, self.size = number, data, size
@@ -144,14 +141,15 @@ class Node(Generic[SiloInput, Plan, Built]):
         """Return the runs that are in the store, of which none was read yet."""
         return KeptRuns(self._store, lambda name: self._programs_of(name).state_shapes)
 
-    def _programs_of(self, beginning: str) -> _Programs[SiloInput, Plan, Built]:
+    def _programs_of(self, beginning: str) -> _Programs:
         """Return the programs for runs that began by the message ``beginning``."""
         without = beginning == WITHOUT_START
         if without not in self._programs:
             build = self._programs[False].built.without_start
             if build is None:
                 return self._programs[False]
-            self._programs[True] = _Programs(self._method, *build(), self._data)
+            plan, built = build()
+            self._programs[True] = _Programs(self._method, plan, built, self._data)
         return self._programs[without]
 
     def has_answered(self, message: bytes, question: Question) -> bool:
@@ -264,7 +262,7 @@ class Node(Generic[SiloInput, Plan, Built]):
         posterior, arrays, held = self._at(draws)
         return posterior.sample_posterior(typed_key(key), arrays, held)
 
-    def _at(self, draws: bytes) -> tuple[PosteriorAtSilo, Mapping[str, np.ndarray], Held]:
+    def _at(self, draws: bytes) -> tuple[AtSilo, Mapping[str, np.ndarray], Held]:
         """Return the posterior at this silo for a message with draws, its arrays, and the state."""
         head, arrays = read(draws)
         question = Question.of(head)
@@ -306,15 +304,18 @@ class Node(Generic[SiloInput, Plan, Built]):
         return key
 
 
-class _Programs(Generic[SiloInput, Plan, Built]):
+@dataclass(eq=False)
+class _Programs:
     """The compiled functions of a silo, for one algorithm and its search."""
 
-    def __init__(
-        self, method: Party[SiloInput, Plan, Built], plan: Plan, built: Built, data: SiloData
-    ):
-        self.plan, self.built = plan, built
-        self._posteriors = OrderedDict[str, PosteriorAtSilo]()
-        self._method, self._data = method, data
+    method: AnyMethod
+    plan: Any
+    built: Any
+    data: SiloData
+
+    def __post_init__(self) -> None:
+        built, data = self.built, self.data
+        self._posteriors = OrderedDict[str, AtSilo]()
         inits = {BEGIN: built.algorithm.init_silo, SEARCH: built.first_algorithm.init_silo}
         inits[WITHOUT_START] = inits[BEGIN]
         self.init = {name: jax.jit(init) for name, init in inits.items()}
@@ -326,10 +327,10 @@ class _Programs(Generic[SiloInput, Plan, Built]):
         self._exchanges = OrderedDict()
         self._shapes: OrderedDict[ExchangeId, list[MessageShapes]] = OrderedDict()
 
-    def posterior(self, asked: ExchangeId) -> PosteriorAtSilo:
+    def posterior(self, asked: ExchangeId) -> AtSilo:
         """Return the posterior at the silo, by the settings of a message with draws."""
         if asked.settings not in self._posteriors:
-            made = self._method.posterior_at(self.plan, self.built, asked.read_settings())
+            made = self.method.posterior_at(self.plan, self.built, asked.read_settings())
             self._posteriors[asked.settings] = made
             while len(self._posteriors) > MAX_PROGRAMS:
                 self._posteriors.popitem(last=False)
@@ -338,10 +339,10 @@ class _Programs(Generic[SiloInput, Plan, Built]):
     def exchange(self, asked: ExchangeId, number: int) -> tuple[Exchange[Any, Any, Any], Any]:
         """Return an exchange, compiled, and the shapes of the server's message in it."""
         if asked not in self._exchanges:
-            self._method.check_exchange(self.built, asked, number, self._data)
-            round_, sender = self._method.round_of(self.built, asked)
+            self.method.check_exchange(self.built, asked, number, self.data)
+            round_, sender = self.method.round_of(self.built, asked)
             if round_.id not in self._shapes:
-                self._shapes[round_.id] = message_shapes(sender, (round_,), self._data)
+                self._shapes[round_.id] = message_shapes(sender, (round_,), self.data)
             known = {crossed.exchange.id: crossed for crossed in self._shapes[round_.id]}
             if asked not in known:
                 raise unknown_exchange(asked.name)
