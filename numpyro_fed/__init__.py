@@ -31,7 +31,6 @@ from numpyro_fed.methods.cost import Cost
 from numpyro_fed.methods.find_mode import find_mode
 from numpyro_fed.methods.fit import fit
 from numpyro_fed.methods.load import Saved, load
-from numpyro_fed.methods.node import ServerNode
 from numpyro_fed.methods.of_data import levels, moments
 from numpyro_fed.methods.private import DPNewton
 from numpyro_fed.methods.pvi import PVI
@@ -49,7 +48,6 @@ from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.methods.sfvi_avg import SFVIAvg
 from numpyro_fed.methods.soul import SOUL
 from numpyro_fed.methods.vfl import VFL
-from numpyro_fed.methods.vfl_node import VerticalServerNode
 from numpyro_fed.model import handlers
 from numpyro_fed.model.clients import client_sum
 from numpyro_fed.model.facts import Facts, Plan, describe
@@ -77,7 +75,6 @@ from numpyro_fed.results.rows import Result
 from numpyro_fed.results.tempered import Tempered
 from numpyro_fed.results.vertical import VerticalResult
 from numpyro_fed.runtime.federation import Federation
-from numpyro_fed.runtime.node import SiloNode
 from numpyro_fed.sigma import fields
 from numpyro_fed.sigma.prior import SigmaPrior
 from numpyro_fed.sigma.relatives import BlockPrior, LowRankPrior, SeparatorPrior
@@ -139,11 +136,9 @@ __all__ = [
     "SavedStateError",
     "Scaling",
     "SeparatorPrior",
-    "ServerNode",
     "SigmaPrior",
     "Silo",
     "SiloAwayError",
-    "SiloNode",
     "SilosError",
     "Spent",
     "StartWarning",
@@ -152,7 +147,6 @@ __all__ = [
     "SumError",
     "Tempered",
     "VerticalResult",
-    "VerticalServerNode",
     "barycenters",
     "cache_programs",
     "check_decomposition",

@@ -6,10 +6,12 @@ What is kept (replies, states, keys, logs, results) tells of the data. Files are
 
 from __future__ import annotations
 
+import copy
 import glob
 import json
 import os
 import secrets
+import sqlite3
 import stat
 import struct
 import sys
@@ -31,6 +33,9 @@ if sys.platform != "win32":
     import fcntl
 
 DESCRIPTION = "description.json"  # the member of an npz that describes its arrays
+KEPT = "kept.sqlite"  # the file of a store
+# The names in a folder that versions before that file have made.
+BEFORE = "ledger", "methods", "keys", "session", "replies"
 LOCK = ".lock"  # the file in a folder by which one process has it for itself
 # The modes of what is made, and the bits by which others, and all users, may do something.
 OWNER_ALONE, OWNER_ALONE_IN_FOLDER, OTHERS, ALL = 0o600, 0o700, 0o077, 0o007
@@ -139,6 +144,97 @@ class _Lock:
 
 # By folder; a lock is let go where no object of this process uses it.
 _LOCKS: weakref.WeakValueDictionary[str, _Lock] = weakref.WeakValueDictionary()
+
+
+class Store:
+    """Named bytes that outlive the process, in one file of SQLite; each is there whole, or not.
+
+    A name belongs to a room of the store, so that what has nothing to do with each other may have
+    the same names. What was put is on the disk once :meth:`put` returns, all of it or nothing, and
+    what was dropped is overwritten.
+
+    Parameters
+    ----------
+    folder : Path or None
+        It is made if it is missing (:func:`private_folder`). With None all ends with the process.
+
+    Raises
+    ------
+    SavedStateError
+        For a folder that others can open, that an earlier version has written, or whose file is
+        damaged.
+
+    Examples
+    --------
+    >>> replies = Store(None).room("replies")
+    >>> replies.put({"a": b"1", "b": b"2", "c": b"3"})
+    >>> replies.trim(2), replies.names(), replies.get("b")
+    (['a'], ['b', 'c'], b'2')
+    """
+
+    def __init__(self, folder: str | Path | None):
+        self._room, file = "", ":memory:"
+        if folder is not None:
+            path = private_folder(folder) / KEPT
+            if not path.exists() and any((path.parent / name).exists() for name in BEFORE):
+                raise SavedStateError(
+                    f"the folder {folder} was written by an earlier version, in files that this "
+                    "one does not read. Keep it, end the study with that version, or give another "
+                    "folder, and a policy that allows what is left."
+                )
+            # SQLite gives the files beside it the same mode.
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, OWNER_ALONE))
+            file = str(path)
+        try:
+            # Whoever has a store uses it in one thread at a time.
+            self._database = sqlite3.connect(file, check_same_thread=False, factory=_Database)
+            for setting in ("journal_mode = WAL", "synchronous = FULL", "secure_delete = ON"):
+                self._database.execute(f"PRAGMA {setting}")
+            self._database.execute(
+                "CREATE TABLE IF NOT EXISTS kept "
+                "(room TEXT, name TEXT, content BLOB, PRIMARY KEY (room, name))"
+            )
+        except sqlite3.DatabaseError as error:
+            raise _damaged(Path(file), error) from error
+
+    def room(self, name: str) -> Store:
+        """Return the same store with the names of a room."""
+        other = copy.copy(self)
+        other._room = name
+        return other
+
+    def put(self, contents: Mapping[str, bytes]) -> None:
+        """Keep bytes under their names, in the place of those before."""
+        rows = [(self._room, *pair) for pair in contents.items()]
+        with self._database:
+            self._database.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?, ?)", rows)
+
+    def get(self, name: str) -> bytes | None:
+        """Return the bytes of a name; None if there are none."""
+        asked = "SELECT content FROM kept WHERE room = ? AND name = ?"
+        found = self._database.execute(asked, (self._room, name)).fetchone()
+        return None if found is None else bytes(found[0])
+
+    def names(self) -> list[str]:
+        """Return all names, the one that was put first at the beginning."""
+        asked = "SELECT name FROM kept WHERE room = ? ORDER BY rowid"
+        return [name for (name,) in self._database.execute(asked, (self._room,))]
+
+    def trim(self, number: int) -> list[str]:
+        """Drop all names but the last ones, so many, and return those that were dropped."""
+        names = self.names()
+        dropped = names[: len(names) - min(number, len(names))]
+        with self._database:
+            rows = [(self._room, name) for name in dropped]
+            self._database.executemany("DELETE FROM kept WHERE room = ? AND name = ?", rows)
+        return dropped
+
+
+class _Database(sqlite3.Connection):
+    """A connection that closes itself where nobody uses it any more."""
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def append_privately(file: str | Path) -> IO[bytes]:

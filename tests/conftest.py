@@ -40,13 +40,11 @@ SLOW_EXAMPLES = (  # in docstrings, where no mark can stand
     "methods.sfvi.SFVI",
     "methods.soul.SOUL",
     "methods.vfl.VFL",
-    "methods.vfl_node.VerticalServerNode",
     "model.substitution.substitute_prior",
     "reference.compare.compare",
     "reference.models.compare_models",
     "reference.nuts.run_nuts",
     "results.importance.importance_correct",
-    "runtime.node.SiloNode",
     "sigma.prior.SigmaPrior.fit",
 )
 

@@ -27,7 +27,6 @@ from numpyro_fed.runtime import supervise
 __all__ = [
     "LaidOpen",
     "at_checks",
-    "built_at",
     "for_the_prior",
     "globals_drawn",
     "inner_draws",
@@ -168,11 +167,6 @@ def times_compiled(program: Any) -> int:
 def kept_fits(method: Any) -> dict[Any, Any]:
     """The fits that a method keeps for later runs."""
     return method._fits
-
-
-def built_at(server: Any) -> Any:
-    """What the server of a network builds."""
-    return server._method.build(server._method.read_plan(server.plan))
 
 
 def secret_of(node: Any) -> Any:

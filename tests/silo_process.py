@@ -51,18 +51,18 @@ VERTICAL = {
 }
 
 
-def serve(rows, columns, number, pipe):
-    """Take part in one federation after the other, each named by its method.
+NAMES = {"model": model, "columns_model": columns_model}
+NAMES |= {name: method() for name, method in {**METHODS, **VERTICAL}.items()}
 
-    First with facts, then plan and messages as they come, until an empty one; an empty name ends.
+
+def serve(rows, columns, pipe):
+    """Answer messages as they come until an empty one.
+
+    A first byte says of each whether the silo of rows is asked, or the client with columns.
     """
     jax.config.update("jax_enable_x64", True)
-    while name := pipe.recv_bytes().decode():
-        if name in VERTICAL:
-            node = nf.SiloNode(VERTICAL[name](), columns, secret=None, allow_unhidden=True)
-        else:
-            node = nf.SiloNode(METHODS[name](), rows)
-        pipe.send_bytes(node.facts().encode())
-        node.accept(pipe.recv_bytes().decode(), number)
-        while message := pipe.recv_bytes():
-            pipe.send_bytes(node.handle(message))
+    policy = nf.Policy(min_rows=1, parameters_per_row=10.0)
+    options = dict(names=NAMES, policy=policy, secret=None, allow_unhidden=True)
+    held = {b"r": nf.Silo(rows, **options), b"c": nf.Silo(columns, **options)}
+    while message := pipe.recv_bytes():
+        pipe.send_bytes(held[message[:1]].answer(message[1:]))

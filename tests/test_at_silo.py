@@ -1,5 +1,6 @@
 """A silo's own latents over a federation: told where it is allowed, and used where they are."""
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -7,6 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from apart import FREE, Apart
 
 import numpyro_fed as nf
 from numpyro_fed.errors import DataError, ModelError, RefusedError
@@ -165,16 +167,13 @@ def test_a_silo_that_does_not_tell_is_named():
 
 
 @pytest.mark.slow
-def test_a_node_in_its_own_hands_tells_only_what_it_may():
+def test_a_silo_tells_only_what_its_own_policy_allows():
     method, data = METHODS["sfvi"][0], data_of()
-    nodes = [nf.SiloNode(method, d, tell_latents=j < 2) for j, d in enumerate(data)]
-    server = nf.ServerNode(method, [node.facts() for node in nodes])
-    for j, node in enumerate(nodes):
-        node.accept(server.plan, j)
-    run = server.run(KEY, 1, lambda j, message: nodes[j].handle(message))
+    there = Apart(method, data, policies=[replace(FREE, tell_latents=j < 2) for j in range(3)])
+    run = there.run(KEY, 1)
     with pytest.raises(ModelError, match="silo 2 does not tell"):
         run.sample_posterior(KEY, 5, silo="all")
-    assert nodes[2].predict(KEY, run.draws_for_silo(KEY, 5, silo=2))["y"].shape == (5, 9)
+    assert there.silos[2].predict(KEY, run.draws_for_silo(KEY, 5, silo=2))["y"].shape == (5, 9)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from apart import Apart
 from problems import glmm, glmm_silos
 
 import numpyro_fed as nf
@@ -132,7 +133,7 @@ def test_results_that_do_not_fit_are_refused():
         )
     method = nf.SFVI(glmm, start=first)
     with pytest.raises(DataError, match="begin at the mode"):
-        nf.ServerNode(method, [method.describe(s).to_json() for s in glmm_silos((5, 3, 4))])
+        Apart(method, glmm_silos((5, 3, 4))).run(jax.random.key(0), 1)
     with pytest.raises(ValueError, match="'mode', None"):
         nf.SFVI(glmm, start="here")
     with pytest.raises(ValueError, match="deletion='own'"):

@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from apart import Apart
 
 import numpyro_fed as nf
 from numpyro_fed.runtime.messages import read
@@ -50,20 +51,16 @@ METHODS = {
 def test_bytes_are_those_of_the_arrays_in_messages(name):
     """Of a run over nodes, by the names under which arrays travel."""
     method, rounds = METHODS[name]
-    nodes = [nf.SiloNode(method, silo) for silo in silos_of(5, 7, 6)]
-    server = nf.ServerNode(method, [node.facts() for node in nodes])
-    for j, node in enumerate(nodes):
-        node.accept(server.plan, j)
     crossed = np.zeros(2, int)
 
-    def line(j, message):
-        reply = nodes[j].handle(message)
+    def line(j, message, answer):
+        reply = answer(message)
         for way, held, kind in ((0, message, "down"), (1, reply, "reply")):
             arrays = read(held).arrays.items()
             crossed[way] += sum(a.nbytes for key, a in arrays if key.startswith(kind))
         return reply
 
-    result = server.run(KEY, rounds, line, **QUIET)
+    result = Apart(method, silos_of(5, 7, 6), line).run(KEY, rounds)
     assert result.communication.total == tuple(crossed.tolist())
 
 

@@ -9,6 +9,7 @@ import jax
 import models
 import numpy as np
 import pytest
+from apart import Apart
 from laid_open import at_checks, put_in_place
 
 import numpyro_fed as nf
@@ -166,20 +167,16 @@ def test_vertical_rounds_before_it_are_kept():
 
 
 def test_rounds_over_nodes_before_it_are_kept():
-    nodes = [nf.SiloNode(SFVI, silo) for silo in SILOS]
-    server = nf.ServerNode(SFVI, [node.facts() for node in nodes])
-    for j, node in enumerate(nodes):
-        node.accept(server.plan, j)
     sent = []
 
-    def send(j, message):
+    def send(j, message, answer):
         sent.append(j)
-        if len(sent) > 9:
+        if len(sent) > 13:
             ctrl_c()
-        return nodes[j].handle(message)
+        return answer(message)
 
     with pytest.raises(nf.Interrupted) as caught:
-        server.run(KEY, 50, send)
+        Apart(SFVI, SILOS, send).run(KEY, 50)
     found = caught.value.result
     assert 0 < len(found.losses) == int(found.state.round) < 9
     assert found.sample_posterior(KEY, 3)["mu"].shape == (3,)

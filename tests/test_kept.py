@@ -17,7 +17,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.errors import FederatedWarning, SavedStateError
-from numpyro_fed.files import LOCK, Use, append_privately, write_npz
+from numpyro_fed.files import KEPT, LOCK, Use, append_privately, private_folder, write_npz
 from numpyro_fed.network.cli import main
 from numpyro_fed.network.memory import InMemory
 from numpyro_fed.privacy.budget import PrivacyWarning
@@ -64,7 +64,7 @@ def test_what_is_kept_is_for_its_owner_alone(tmp_path, open_umask):
     result = run(federation(here, state=kept / "server"))
     result.save(kept / "result")
     names = {path.name for path in kept.rglob("*")}
-    assert {"ledger", "methods", "replies", "log.jsonl", "audit.jsonl", "result.npz"} <= names
+    assert {KEPT, f"{KEPT}-wal", "log.jsonl", "audit.jsonl", "result.npz"} <= names
     assert open_to_others(kept.parent) == []
 
 
@@ -76,6 +76,22 @@ def test_a_folder_that_others_can_open_is_refused(tmp_path):
             make(tmp_path / "open")
     (tmp_path / "open").chmod(0o700)
     silo(tmp_path / "open")
+
+
+@pytest.mark.parametrize("name", ["ledger", "replies"])
+def test_a_folder_of_an_earlier_version_is_not_taken_for_an_empty_one(tmp_path, name):
+    folder = private_folder(tmp_path / "state")
+    (folder / name).write_bytes(b"{}")
+    for make in (silo, lambda state: federation(silo(), state=state)):
+        with pytest.raises(SavedStateError, match="written by an earlier version"):
+            make(folder)
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    folder = private_folder(tmp_path / "state")
+    (folder / KEPT).write_bytes(b"no database" * 100)
+    with pytest.raises(SavedStateError, match=r"kept\.sqlite cannot be read"):
+        silo(folder)
 
 
 def test_a_log_that_others_can_read_is_closed_to_them(tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from apart import Apart
 from numpyro.contrib.control_flow import scan
 from numpyro.infer import Predictive
 from scipy import stats
@@ -376,7 +377,7 @@ def test_there_are_forty_of_them():
         lambda model, silos: nf.SFVIAvg(model).run(KEY, 3, silos, **QUIET),
         lambda model, silos: nf.run_nuts(KEY, model, silos, num_samples=5, **QUIET),
         lambda model, silos: nf.find_mode(KEY, model, silos),
-        lambda model, silos: [nf.SiloNode(nf.SFVI(model), silo) for silo in silos],
+        lambda model, silos: Apart(nf.SFVI(model), silos).run(KEY, 3),
         nf.check_decomposition,
     ],
     ids=["SFVI", "PVI", "SFVIAvg", "NUTS", "mode", "node", "decomposition"],

@@ -19,8 +19,7 @@ from numpyro_fed.bounds import SiloBound, normals
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.model.minibatch import MinibatchNoise
 from numpyro_fed.model.padding import bucket
-from numpyro_fed.runtime.combine import combine
-from numpyro_fed.runtime.step import replayed_part
+from numpyro_fed.runtime.step import combine, replayed_part
 
 KEY = jax.random.key(0)
 

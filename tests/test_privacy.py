@@ -19,6 +19,7 @@ from numpyro_fed.algorithms.base import ExchangeId
 from numpyro_fed.algorithms.private_newton import Asked, Place, PrivateNewton
 from numpyro_fed.algorithms.private_schedule import Schedule
 from numpyro_fed.algorithms.private_units import PrivateUnits
+from numpyro_fed.files import Store
 from numpyro_fed.methods import private
 from numpyro_fed.model.data import read
 from numpyro_fed.model.split import split
@@ -28,7 +29,6 @@ from numpyro_fed.precision import precision
 from numpyro_fed.privacy.budget import Spent, spent
 from numpyro_fed.privacy.noise import noisy
 from numpyro_fed.runtime import messages
-from numpyro_fed.runtime.kept import Folder
 
 KEY = jax.random.key(0)
 BUDGET = nf.Privacy(epsilon=1.0, delta=1e-5)
@@ -718,18 +718,19 @@ def test_a_silo_refuses_a_larger_delta():
 
 def test_runs_that_protect_other_things_count_four_times(tmp_path):
     budget = nf.Privacy(1.0, 1e-6)
-    ledger = Ledger(nf.Policy(max_epsilon=10.0, max_delta=1e-6), Folder(tmp_path))
+    ledger = Ledger(nf.Policy(max_epsilon=10.0, max_delta=1e-6), Store(tmp_path))
     for protects in ("row add", "row add", "silo add"):
         with ledger.beginning(budget.multiplier(), 1e-6, protects):
             pass
     together = spent((budget.multiplier() / 12**0.5,), 1e-6)
     np.testing.assert_allclose(ledger.left["epsilon"], 10 - together, rtol=1e-6)
     # It is on the disk, and that of an earlier version is not taken for an empty one.
-    again = Ledger(ledger.policy, Folder(tmp_path))
+    again = Ledger(ledger.policy, Store(tmp_path))
     assert again.noise == ledger.noise
-    Folder(tmp_path).put(LEDGER, b'{"places": 0, "draws": 0, "epsilon": 9.0, "delta": 1e-3}')
+    old = b'{"places": 0, "draws": 0, "epsilon": 9.0, "delta": 1e-3}'
+    Store(tmp_path).put({LEDGER: old})
     with pytest.raises(nf.DataError, match="another version has written it"):
-        Ledger(ledger.policy, Folder(tmp_path))
+        Ledger(ledger.policy, Store(tmp_path))
     with pytest.raises(ValueError, match="max_delta must be below 1"):
         nf.Policy(max_delta=1.0)
 

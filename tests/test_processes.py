@@ -10,13 +10,14 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from apart import Apart
 from problems import counts_of, cut
-from silo_process import METHODS, VERTICAL, model, serve
+from silo_process import METHODS, NAMES, VERTICAL, model, serve
 
 import numpyro_fed as nf
 from numpyro_fed.errors import DataError, ModelError, ReplyError
-from numpyro_fed.runtime.kept import MAX_RUNS
-from numpyro_fed.runtime.messages import read, write
+from numpyro_fed.network.kept import MAX_RUNS
+from numpyro_fed.runtime.messages import ACCEPT, read, write
 
 KEY = jax.random.key(0)
 SIZES = (7, 5, 12)
@@ -47,9 +48,9 @@ def pipes():
     """To three silos in spawned processes, each given its own rows and nothing else."""
     spawn = multiprocessing.get_context("spawn")
     found, processes = [], []
-    for number, held in enumerate(zip(silos(), columns()[0], strict=True)):
+    for held in zip(silos(), columns()[0], strict=True):
         here, there = spawn.Pipe()
-        processes.append(spawn.Process(target=serve, args=(*held, number, there), daemon=True))
+        processes.append(spawn.Process(target=serve, args=(*held, there), daemon=True))
         processes[-1].start()
         found.append(here)
     yield found
@@ -58,42 +59,26 @@ def pipes():
         process.join(20)
 
 
-class Federation:
-    """A server, and silos in processes of their own."""
+class Pipes:
+    """An engine to silos in processes of their own: to those with rows or to those with columns."""
 
-    def __init__(self, name, pipes):
-        self.pipes = pipes
-        for pipe in pipes:
-            pipe.send_bytes(name.encode())
-        self.facts = [pipe.recv_bytes().decode() for pipe in pipes]
-        self.server = self.serving(name)
-        for pipe in self.pipes:
-            pipe.send_bytes(self.server.plan.encode())
+    num_silos = 3
 
-    def serving(self, name):
-        if name in METHODS:
-            return nf.ServerNode(METHODS[name](), self.facts)
-        held = {"y": columns()[1]}
-        return nf.VerticalServerNode(VERTICAL[name](), self.facts, lambda xs: {"xs": xs, **held})
+    def __init__(self, pipes, kind):
+        self.pipes, self.kind, self.sent = pipes, kind, []
 
-    def send(self, silo, message):
-        self.pipes[silo].send_bytes(message)
+    def send(self, silo, message, timeout):
+        self.sent.append(message)
+        self.pipes[silo].send_bytes(self.kind + message)
         return self.pipes[silo].recv_bytes()
-
-    def close(self):
-        for pipe in self.pipes:
-            pipe.send_bytes(b"")
 
 
 @pytest.mark.parametrize("name", VERTICAL)
 def test_clients_in_processes_of_their_own_give_the_numbers_of_one_process(name, pipes, double):
     (xs, y), close = columns(), {"rtol": 1e-6, "atol": 1e-9}
-    apart = Federation(name, pipes)
-    try:
-        result = apart.server.run(KEY, 5, apart.send)
-        corrected = nf.importance_correct(KEY, result, 50)
-    finally:
-        apart.close()
+    engine = Pipes(pipes, b"c")
+    result = NAMES[name].run(KEY, 5, nf.Federation(engine, names=NAMES), y, **QUIET)
+    corrected = nf.importance_correct(KEY, result, 50)
     together = VERTICAL[name]().run(KEY, 5, xs, y, **QUIET)
     np.testing.assert_allclose(result.losses, together.losses, **close)
     jax.tree.map(
@@ -105,18 +90,17 @@ def test_clients_in_processes_of_their_own_give_the_numbers_of_one_process(name,
     assert set(corrected.sample_posterior(KEY, 5)) == {"b"}
     with pytest.raises(DataError, match=r"clients .*own"):
         result.client_params(0)
-    told = json.loads(apart.server.plan)[2]
+    accepted = next(m for m in engine.sent if read(m).head["exchange"] == ACCEPT)
+    told = json.loads(json.loads(read(accepted).head["settings"])["plan"])[2]
     assert (name == "power") == bool(told)  # the response leaves the server where it must
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_silos_in_processes_of_their_own_give_the_numbers_of_one_process(name, pipes, double):
-    apart, close = Federation(name, pipes), {"rtol": 1e-6, "atol": 1e-9}
-    try:
-        result = apart.server.run(KEY, ROUNDS[name], apart.send)
-        corrected = nf.importance_correct(KEY, result, 200, 10) if name == "sfvi" else None
-    finally:
-        apart.close()
+    close = {"rtol": 1e-6, "atol": 1e-9}
+    there = nf.Federation(Pipes(pipes, b"r"), names=NAMES)
+    result = NAMES[name].run(KEY, ROUNDS[name], there, **QUIET)
+    corrected = nf.importance_correct(KEY, result, 200, 10) if name == "sfvi" else None
     together = METHODS[name]().run(KEY, ROUNDS[name], silos(), **QUIET)
     np.testing.assert_allclose(result.losses, together.losses, **close)
     jax.tree.map(
@@ -136,8 +120,12 @@ def from_zero():
     return nf.SFVI(model, optim=optax.adam(1e-2), num_particles=2, start=None)
 
 
-def node(rows, method=None):
-    return nf.SiloNode(method or from_zero(), rows)
+def facts_of(rows, method=None):
+    return (method or from_zero()).describe(rows).to_json()
+
+
+def plan_of(method):
+    return method.agree([method.describe(rows) for rows in silos()])
 
 
 def test_facts_reveal_no_count_and_no_value():
@@ -145,7 +133,7 @@ def test_facts_reveal_no_count_and_no_value():
     r = np.random.default_rng(1)
 
     def facts(n):
-        return node({"x": r.normal(size=(n, 2)), "y": r.poisson(1.0, n)}).facts()
+        return facts_of({"x": r.normal(size=(n, 2)), "y": r.poisson(1.0, n)})
 
     assert facts(5) == facts(5) == facts(8)
     assert facts(5) != facts(9)
@@ -154,20 +142,14 @@ def test_facts_reveal_no_count_and_no_value():
 
 
 def test_a_plan_is_one_hashable_value_that_reads_back():
-    facts = [node(rows).facts() for rows in silos()]
-    one, again = (nf.ServerNode(METHODS["sequential"](), _of("sequential")) for _ in range(2))
-    plan = nf.Plan.from_json(one.plan)
-    assert plan == nf.Plan.from_json(again.plan)
-    assert hash(plan) == hash(nf.Plan.from_json(again.plan))
-    assert plan.fingerprint == nf.Plan.from_json(again.plan).fingerprint
-    assert plan.num_silos == len(facts) == 3
+    one, again = (plan_of(METHODS["sequential"]()) for _ in range(2))
+    plan = nf.Plan.from_json(one.to_json())
+    assert plan == one == again
+    assert hash(plan) == hash(again)
+    assert plan.fingerprint == again.fingerprint
+    assert plan.num_silos == 3
     assert json.loads(plan.settings)["conjugate"] is False
-    other = nf.Plan.from_json(nf.ServerNode(from_zero(), facts).plan)
-    assert other.fingerprint != plan.fingerprint
-
-
-def _of(name):
-    return [node(rows, METHODS[name]()).facts() for rows in silos()]
+    assert plan_of(from_zero()).fingerprint != plan.fingerprint
 
 
 def test_a_silo_with_another_text_or_other_arrays_is_refused_by_name():
@@ -178,95 +160,87 @@ def test_a_silo_with_another_text_or_other_arrays_is_refused_by_name():
             numpyro.sample("b", dist.Normal(0, 1))
             numpyro.sample("y", dist.Poisson(np.e ** (x @ beta)), obs=y)
 
-    first, second, third = silos()
-    good = [node(first).facts(), node(second).facts()]
-    other = nf.SFVI(wider, optim=optax.adam(1e-2))
+    third = silos()[2]
+    other = nf.SFVI(wider, optim=optax.adam(1e-2)).describe(third)
+    good = [from_zero().describe(rows) for rows in silos()[:2]]
     with pytest.raises(ModelError, match=r"silo 2 .*'beta'"):
-        nf.ServerNode(from_zero(), [*good, node(third, other).facts()])
+        from_zero().agree([*good, other])
     whole = {**third, "y": third["y"].astype(float)}
     with pytest.raises(ModelError, match=r"silo 2 does not fit.*arrays \(name, dtype"):
-        nf.ServerNode(from_zero(), [*good, node(whole).facts()])
+        Apart(from_zero(), [*silos()[:2], whole]).run(KEY, 1)
 
 
 def test_a_message_of_another_kind_is_refused():
-    nodes = [node(rows) for rows in silos()]
-    server = nf.ServerNode(from_zero(), [n.facts() for n in nodes])
-    with pytest.raises(ModelError, match="has not accepted a plan"):
-        nodes[0].handle(b"")
-    for j, n in enumerate(nodes):
-        n.accept(server.plan, j)
-
-    def double_precision(j, message):
+    def double_precision(j, message, answer):
         head, arrays = read(message)
         doubled = {k: a.astype(float) if a.dtype.kind == "f" else a for k, a in arrays.items()}
-        return nodes[j].handle(write(doubled, head))
+        return answer(write(doubled, head))
 
-    with pytest.raises(DataError, match=r"float64.* 'down.*float32"):
-        server.run(KEY, 1, double_precision)
+    there = Apart(from_zero(), silos(), double_precision)
+    with pytest.raises(ModelError, match=r"float64.* 'down.*float32"):
+        there.run(KEY, 1)
+    asked = {"exchange": "sfvi", "settings": "{}", "run": "", "number": "1", "used": "0"}
+    refused = read(there.silos[0].answer(write({}, asked | {"method": "another"}))).head
+    assert "has not described its data" in refused["words"]
 
 
 def test_a_message_that_cannot_be_read_is_refused_on_both_sides():
-    server, send = together(from_zero(), silos()[:2])
     messages = []
 
-    def noted(silo, message):
+    def noted(silo, message, answer):
         messages.append(message)
-        return send(silo, message)
+        return answer(message)
 
-    server.run(KEY, 1, noted)
+    there = Apart(from_zero(), silos()[:2], noted)
+    there.run(KEY, 1)
+
+    def refused(message):
+        return read(there.silos[0].answer(message)).head["words"]
+
     damaged = [b"", b"no arrays", write({"a": np.zeros(50)})[:80]]
     for message in damaged:
-        with pytest.raises(DataError, match="format of safetensors"):
-            send(0, message)
-    with pytest.raises(DataError, match="names exchange"):
-        send(0, write({"a": np.zeros(50)}))
-    head, arrays = read(messages[-1])
+        assert "format of safetensors" in refused(message)
+    assert "names exchange" in refused(write({"a": np.zeros(50)}))
+    head, arrays = read(next(m for m in messages if read(m).head["method"].endswith(".0")))
+    last = next(m for m in reversed(messages) if read(m).head["method"] == head["method"])
+    head, arrays = read(last)
     later = {"number": str(int(head["number"]) + 1), "settings": "{}"}
-    with pytest.raises(ModelError, match="no exchange 'sfvi'"):
-        send(0, write(arrays, head | later))
+    assert "no exchange 'sfvi'" in refused(write(arrays, head | later))
 
     for bad in (*damaged[:2], None):
 
-        def reply_damaged(silo, message, bad=bad):
-            reply = send(silo, message)
+        def reply_damaged(silo, message, answer, bad=bad):
+            reply = answer(message)
             if not read(reply).arrays:  # a run has begun
                 return reply
             return reply[:80] if bad is None else bad
 
+        there.on_the_way = reply_damaged
         with pytest.raises(ReplyError, match=r"silo 0.*format of safetensors"):
-            server.run(KEY, 1, reply_damaged)
-
-
-def together(method, rows, **options):
-    """Server and silos in this process, with bytes between them."""
-    nodes = [nf.SiloNode(method, r, **options) for r in rows]
-    server = nf.ServerNode(method, [n.facts() for n in nodes])
-    for j, n in enumerate(nodes):
-        n.accept(server.plan, j)
-    return server, lambda j, message: nodes[j].handle(message)
+            there.run(KEY, 1)
 
 
 def test_silos_keep_the_states_of_the_last_runs():
     """Another run does not go on from them, and a correction of the first one still uses them."""
-    server, send = together(from_zero(), silos()[:2])
-    first = server.run(KEY, 4, send)
+    there = Apart(from_zero(), silos()[:2])
+    first = there.run(KEY, 4)
     once = nf.importance_correct(jax.random.key(1), first, 50, 4)
     again = nf.importance_correct(jax.random.key(2), first, 50, 4)
     assert once.log_evidence != again.log_evidence
-    second = server.run(KEY, 4, send)
+    second = there.run(KEY, 4)
     np.testing.assert_array_equal(second.losses, first.losses)
     late = nf.importance_correct(jax.random.key(1), first, 50, 4)
     assert late.log_evidence == once.log_evidence
     for _ in range(MAX_RUNS):
-        server.run(KEY, 1, send)
+        there.run(KEY, 1)
     with pytest.raises(ModelError, match=r"silo 0 has no state of this run"):
         nf.importance_correct(KEY, first, 50, 4)
 
 
 def test_a_silo_with_a_secret_draws_what_the_server_cannot_know():
-    plain, send = together(from_zero(), silos()[:2])
-    hidden, ask = together(from_zero(), silos()[:2], secret=jax.random.key(7))
-    losses = [s.run(KEY, 4, f).losses for s, f in ((plain, send), (hidden, ask), (hidden, ask))]
+    plain = Apart(from_zero(), silos()[:2])
+    hidden = Apart(from_zero(), silos()[:2], secret=jax.random.key(7))
+    losses = [there.run(KEY, 4).losses for there in (plain, hidden, hidden)]
     assert not np.allclose(losses[0], losses[1], rtol=1e-6)
     np.testing.assert_array_equal(losses[1], losses[2])
 
@@ -277,14 +251,14 @@ coupled = models.coupled()
 def test_rows_that_read_each_other_are_refused_at_their_silo():
     rows = cut({"y": np.arange(8.0)}, (4, 4))
     enhanced = nf.SFVI(coupled, optim=optax.sgd(1e-2), objective=nf.LocallyEnhanced(draws=3))
-    server, send = together(enhanced, rows)
+    there = Apart(enhanced, rows)
     with pytest.raises(ModelError, match=r"silo 0, silo_plate 'row'"):
-        server.run(KEY, 1, send)
-    server, send = together(nf.SFVI(coupled), rows)
+        there.run(KEY, 1)
+    there = Apart(nf.SFVI(coupled), rows)
     with pytest.raises(ModelError, match=r"silo 0.* Use start=None"):
-        server.run(KEY, 1, send)
-    server, send = together(nf.SFVI(coupled, optim=optax.sgd(1e-2), start=None), rows)
-    result = server.run(KEY, 1, send)
+        there.run(KEY, 1)
+    there = Apart(nf.SFVI(coupled, optim=optax.sgd(1e-2), start=None), rows)
+    result = there.run(KEY, 1)
     with pytest.raises(ModelError, match=r"silo 0, silo_plate 'row'"):
         nf.importance_correct(KEY, result, 10, 2)
     assert np.isfinite(nf.importance_correct(KEY, result, 10, 1).log_evidence)

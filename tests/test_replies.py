@@ -8,14 +8,15 @@ import models
 import numpy as np
 import optax
 import pytest
+from apart import Apart
 from cases import mark_slow
-from laid_open import built_at, laid_open
+from laid_open import laid_open
 from sent_otherwise import sent_otherwise
 
 import numpyro_fed as nf
 from numpyro_fed.errors import DataError, NonFiniteError, ReplyError
 from numpyro_fed.methods.base import RUNTIMES
-from numpyro_fed.runtime.messages import read, write
+from numpyro_fed.runtime.messages import ACCEPT, DESCRIBE, read, write
 from numpyro_fed.runtime.supervise import drive
 
 KEY = jax.random.key(0)
@@ -43,23 +44,20 @@ METHODS = {
 }
 
 
-class Federation:
-    """A server, and silos to whose replies something happens on the way."""
+class Federation(Apart):
+    """Silos to whose replies something happens on the way."""
 
     def __init__(self, method, rows=ROWS):
-        self.nodes = [nf.SiloNode(method, silo) for silo in rows]
-        self.server = nf.ServerNode(method, [node.facts() for node in self.nodes])
-        for j, node in enumerate(self.nodes):
-            node.accept(self.server.plan, j)
+        super().__init__(method, rows, self.passing)
         self.spoilt = None
 
-    def send(self, silo, message):
-        reply = self.nodes[silo].handle(message)
-        name = read(message).head["exchange"]
-        return self.spoilt(silo, name, reply) if self.spoilt else reply
+    def passing(self, silo, message, answer):
+        reply, name = answer(message), read(message).head["exchange"]
+        spoils = self.spoilt and name not in (DESCRIBE, ACCEPT)
+        return self.spoilt(silo, name, reply) if spoils else reply
 
-    def run(self, rounds=3):
-        return self.server.run(KEY, rounds, self.send)
+    def run(self, rounds=3, *arguments):
+        return super().run(KEY, rounds, *arguments)
 
 
 BUILT = {}
@@ -193,20 +191,10 @@ def test_a_visit_ends_in_one_way():
 def test_a_client_of_a_vertical_model_is_named():
     model = models.sum_of_clients()
     method = nf.VFL(model, rho=1.0, start=None)
-    nodes = [nf.SiloNode(method, np.ones((5, p), np.float32)) for p in (1, 2)]
-    held = {"y": np.zeros(5, np.float32)}
-    server = nf.VerticalServerNode(
-        method, [n.facts() for n in nodes], lambda xs: {"xs": xs, **held}
-    )
-    for j, node in enumerate(nodes):
-        node.accept(server.plan, j)
-    spoil = edited(spoilt_numbers(np.nan))
-
-    def send(j, message):
-        return spoil(j, read(message).head["exchange"], nodes[j].handle(message))
-
+    there = Federation(method, [np.ones((5, p), np.float32) for p in (1, 2)])
+    there.spoilt = edited(spoilt_numbers(np.nan))
     with pytest.raises(NonFiniteError) as caught:
-        server.run(KEY, 2, send)
+        there.run(2, np.zeros(5, np.float32))
     assert caught.value.silos == (1,)
 
 
@@ -275,7 +263,8 @@ def test_weights_that_rows_explain_are_taken():
 
 @pytest.mark.parametrize("name", mark_slow(METHODS, ["pvi_asynchronous", "pvi_random"]))
 def test_no_exchange_but_an_average_by_rows_is_weighted(name):
-    there = built_at(federation(name).server)
+    method = METHODS[name]()
+    there = method.build(method.agree([method.describe(silo) for silo in ROWS]))
     rounds = (*there.opening, there.algorithm.round)
     weighted = {x.name for r in rounds for x in r.exchanges if x.weighted}
     assert weighted == ({"rows", "sfvi_avg"} if name == "averages_of_sums" else set())

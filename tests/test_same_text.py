@@ -9,6 +9,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from apart import Apart
 from numpyro.contrib.control_flow import scan
 
 import numpyro_fed as nf
@@ -17,6 +18,7 @@ from numpyro_fed.model.data import read
 from numpyro_fed.model.fingerprint import _term, check_terms, terms_of
 from numpyro_fed.model.split import split
 from numpyro_fed.network.memory import InMemory
+from numpyro_fed.network.node import Node
 
 KEY = jax.random.key(0)
 NOISE, WIDE, WEIGHTS, NAMES, FACTOR = 3.0, True, np.array([0.5, 1.0, 2.0]), ("a", "b"), 2
@@ -161,12 +163,12 @@ def test_a_silo_of_a_federation_with_another_constant_is_refused():
 def test_parties_with_other_versions_of_jax_compare_values():
     def agreed(text):
         methods = [nf.PVI(one, start=None) for one in (small, text)]
-        nodes = [nf.SiloNode(one, dict(y=np.arange(5.0))) for one in methods]
-        own = [replace(nf.Facts.from_json(n.facts()), software="jax 0.1") for n in nodes]
-        server = nf.ServerNode(nf.PVI(small, start=None), [one.to_json() for one in own])
-        assert nf.Plan.from_json(server.plan).software == ""
+        nodes = [Node(one, dict(y=np.arange(5.0))) for one in methods]
+        own = [replace(nf.Facts.from_json(n.facts), software="jax 0.1") for n in nodes]
+        plan = nf.PVI(small, start=None).agree(own)
+        assert plan.software == ""
         for j, node in enumerate(nodes):
-            node.accept(server.plan, j)
+            node.accept(plan.to_json(), j)
 
     agreed(elsewhere(small))
     with pytest.raises(nf.ModelError, match=r"silo 1 .* other values of 'y' at made-up data"):
@@ -188,13 +190,9 @@ def test_a_constant_that_has_changed_since_is_read_anew():
 
 def test_a_client_with_another_constant_is_refused():
     def accept(predictor):
-        there = elsewhere(columns, predictor=predictor)
-        nodes = [nf.SiloNode(nf.VFL(there), np.ones((5, p))) for p in (1, 2)]
-        server = nf.VerticalServerNode(
-            nf.VFL(columns), [n.facts() for n in nodes], lambda xs: dict(xs=xs, y=np.zeros(5))
-        )
-        for j, node in enumerate(nodes):
-            node.accept(server.plan, j)
+        there = Apart(nf.VFL(elsewhere(columns, predictor=predictor)), [np.ones((5, 1))] * 2)
+        federation = nf.Federation(there, names={"model": columns})
+        nf.VFL(columns, start=None).run(KEY, 0, federation, np.zeros(5), progress_bar=False)
 
     accept(elsewhere(predictor))
     words = r"client 0 .* another constant in '_predictor' where the server's has 2\."

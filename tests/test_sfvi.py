@@ -14,8 +14,7 @@ from problems import cut, glmm, glmm_silos, jitter, parts
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Combine, Replies
 from numpyro_fed.errors import NonFiniteError
-from numpyro_fed.runtime.combine import combine
-from numpyro_fed.runtime.step import replayed_part
+from numpyro_fed.runtime.step import combine, replayed_part
 
 KEY = jax.random.key(0)
 

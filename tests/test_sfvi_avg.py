@@ -18,8 +18,7 @@ import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Replies
 from numpyro_fed.algorithms.sfvi_avg import AverageOfParameters
 from numpyro_fed.errors import GuideError, ModelError
-from numpyro_fed.runtime.combine import combine
-from numpyro_fed.runtime.step import replayed_part
+from numpyro_fed.runtime.step import combine, replayed_part
 
 KEY = jax.random.key(0)
 

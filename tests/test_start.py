@@ -8,6 +8,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from apart import Apart
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from problems import cut, raw_rows, regression
@@ -419,15 +420,12 @@ def test_a_run_without_a_mode_can_be_gone_on_from_and_loaded(method, tmp_path):
 )
 def test_nodes_begin_as_one_process_does_where_there_is_no_mode(method):
     fit, silos = method(kinked), kinked_silos()
-    nodes = [nf.SiloNode(fit, silo) for silo in silos]
-    server = nf.ServerNode(fit, [node.facts() for node in nodes])
-    for j, node in enumerate(nodes):
-        node.accept(server.plan, j)
-    apart = server.run(KEY, 3, lambda j, message: nodes[j].handle(message))
+    there = Apart(fit, silos)
+    apart = there.run(KEY, 3)
     assert apart.start is None
     together = fit.run(KEY, 3, silos, **QUIET)
     np.testing.assert_allclose(apart.losses, together.losses, rtol=1e-4)
-    again = server.run(KEY, 3, lambda j, message: nodes[j].handle(message))
+    again = there.run(KEY, 3)
     np.testing.assert_array_equal(again.losses, apart.losses)
     evidence = [nf.importance_correct(KEY, r, 100).log_evidence for r in (again, together)]
     np.testing.assert_allclose(*evidence, rtol=1e-4)

@@ -7,12 +7,14 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from apart import Apart
 from laid_open import laid_open_columns, secret_of
 from vertical_problems import KEY, data, gaussian, linear, one_silo, over_nodes
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import ExchangeId
 from numpyro_fed.model.row_ids import digest, read_ids
+from numpyro_fed.network.node import Node
 
 
 @pytest.mark.slow
@@ -57,14 +59,14 @@ def test_noise_that_hides_is_of_a_key_that_nobody_else_knows():
     assert not np.allclose(hidden.losses, run(3).losses, rtol=1e-6)  # the same key, other noise
     together = vfl.run(KEY, 3, xs, y, progress_bar=False)
     assert not np.allclose(hidden.losses, together.losses, rtol=1e-6)
-    keys = [jax.random.key_data(secret_of(nf.SiloNode(vfl, xs[0]))) for _ in range(2)]
+    keys = [jax.random.key_data(secret_of(Node(vfl, xs[0]))) for _ in range(2)]
     assert not np.array_equal(*keys)
     for method in (nf.VFL(gaussian), nf.SFVI(one_silo)):
-        assert secret_of(nf.SiloNode(method, dict(y=y))) is None
+        assert secret_of(Node(method, dict(y=y))) is None
     with pytest.raises(ValueError, match=r"expected a jax\.random\.key"):
-        nf.SiloNode(vfl, data()[0][0], secret="none")
+        nf.Silo(data()[0][0], names={}, secret="none")
     with pytest.raises(TypeError, match="one JAX key"):
-        nf.SiloNode(vfl, data()[0][0], secret=5)
+        nf.Silo(data()[0][0], names={}, secret=5)
 
 
 @pytest.mark.slow
@@ -105,29 +107,43 @@ def test_rows_of_all_parties_must_be_the_same_in_the_same_order():
         with pytest.raises(nf.DataError, match=words):
             vfl.run(KEY, 1, xs, y, row_ids=row_ids, **quiet)
 
-    def serving(*orders, **at_server):
-        pairs = zip(xs, orders, strict=True)
-        facts = [nf.SiloNode(vfl, x, row_ids=order).facts() for x, order in pairs]
-        assert not any("area" in text for text in facts)
-        return nf.VerticalServerNode(vfl, facts, lambda xs: dict(xs=xs, y=y), **at_server)
+    def serving(*orders, row_ids=None):
+        silos = [
+            nf.Silo(x, names={"gaussian": gaussian}, row_ids=order)
+            for x, order in zip(xs, orders, strict=True)
+        ]
+        sent, told = [], []
+
+        def heard(answer):
+            def answering(message):
+                sent.append(message)
+                told.append(answer(message))
+                return told[-1]
+
+            return answering
+
+        there = nf.Federation(nf.network.InMemory([heard(silo.answer) for silo in silos]))
+        own = None if row_ids is None else [row_ids]
+        vfl.run(KEY, 0, there, y, row_ids=own, **quiet)
+        assert not any(b"area" in reply for reply in told)
+        return b"".join(sent)
 
     with pytest.warns(UserWarning, match=r"client 1 .* client 0, client 2"):
-        server = serving(ids, None, ids, row_ids=ids)
-    assert server.num_silos == 3
-    assert digest(read_ids(ids, 12, "")) not in server.plan
+        sent = serving(ids, None, ids, row_ids=ids)
+    assert digest(read_ids(ids, 12, "")).encode() not in sent
     with pytest.raises(nf.DataError, match=r"client 2 .*ids"):
         serving(ids, ids, swapped)
     with pytest.raises(nf.DataError, match=r"the server .*\(7,\), .*\(12,\)"):
         serving(ids, ids, ids, row_ids=ids[:7])
     numbers, words = np.arange(12), np.arange(12).astype(str)
     vfl.run(KEY, 1, xs, y, row_ids=[numbers, words, numbers], **quiet)
-    assert serving(numbers, words, numbers, row_ids=words).num_silos == 3
+    serving(numbers, words, numbers, row_ids=words)
     with pytest.raises(nf.DataError, match="fractions"):
         serving(ids, numbers + 0.5, ids)
     with pytest.raises(nf.DataError, match=r"the server .*ids"):
         serving(ids, ids, ids, row_ids=swapped)
     with pytest.raises(nf.DataError, match=r"silos .*own"):
-        nf.SiloNode(nf.SFVI(one_silo), dict(y=y * 1.0), row_ids=ids)
+        Apart(nf.SFVI(one_silo), [dict(y=y * 1.0)], row_ids=ids).run(KEY, 1)
 
 
 def test_nodes_hand_over_the_columns_that_they_hold():
@@ -137,7 +153,5 @@ def test_nodes_hand_over_the_columns_that_they_hold():
             numpyro.sample("y", dist.Normal(eta, 1), obs=y)
 
     xs, y = data()
-    vfl = nf.VFL(model)
-    facts = [nf.SiloNode(vfl, x).facts() for x in xs]
     with pytest.raises(nf.ModelError, match="columns"):
-        nf.VerticalServerNode(vfl, facts, lambda xs: dict(xs=xs, y=y))
+        Apart(nf.VFL(model), xs).run(KEY, 1, y)

@@ -27,11 +27,10 @@ from vertical_problems import (
 )
 
 import numpyro_fed as nf
-from numpyro_fed.runtime.combine import combine
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.noise import exchange_key, server_key
 from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.runtime.step import replayed_part
+from numpyro_fed.runtime.step import combine, replayed_part
 
 
 def bound_of(model, v, xs, y, server_noise, client_noises):

@@ -6,6 +6,7 @@ import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from apart import Apart
 from jax.scipy.linalg import block_diag
 from laid_open import inside
 
@@ -124,14 +125,10 @@ centred = models.sum_of_clients(0.7)
 
 
 def over_nodes(method, **options):
-    """Server and clients in this process, with bytes between them: nodes, and a run."""
+    """Clients of this process with bytes between them and the server, and a run."""
     xs, y = data()
-    nodes = [nf.SiloNode(method, x, **options) for x in xs]
-    facts = [node.facts() for node in nodes]
-    server = nf.VerticalServerNode(method, facts, lambda xs: dict(xs=xs, y=y))
-    for j, node in enumerate(nodes):
-        node.accept(server.plan, j)
-    return nodes, lambda n: server.run(KEY, n, lambda j, message: nodes[j].handle(message))
+    there = Apart(method, xs, **options)
+    return there.silos, lambda n: there.run(KEY, n, y)
 
 
 one_silo = models.level(1)

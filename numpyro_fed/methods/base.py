@@ -18,10 +18,10 @@ from numpyro_fed.errors import (
     NonFiniteError,
     positive_int,
 )
+from numpyro_fed.results.at_silo import AtSilo
 from numpyro_fed.results.base import FederatedRun, Ready, Silos
 from numpyro_fed.results.saving import load_state
 from numpyro_fed.runtime.host import host
-from numpyro_fed.runtime.party import PosteriorAtSilo
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import Runtime, ServerData, State
@@ -79,11 +79,11 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
         With ``quiet`` there are no warnings, as for a callback in the middle of a run.
         """
 
-    def posterior_at(self, plan: Any, built: Any, settings: Mapping[str, Any]) -> PosteriorAtSilo:
+    def posterior_at(self, plan: Any, built: Any, settings: Mapping[str, Any]) -> AtSilo:
         """Return the posterior at a silo; raise an error for parties that hold columns."""
         raise ModelError(
             "a client that holds columns draws its latents with all others: "
-            "sample_together(key, n) of the server's result, and then draws() of its node."
+            "sample_together(key, n) of the server's result, and then draws() of its Silo."
         )
 
     def sends_unhidden(self, name: str) -> bool:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
+from numpyro_fed.errors import DataError
 from numpyro_fed.methods.recipe import HasSettings, for_silos
 from numpyro_fed.model.facts import Facts, Plan
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.importance import correct_from, importance_correct
-from numpyro_fed.results.rows import Fit
-from numpyro_fed.runtime.channel import Channel, Send, Weights
+from numpyro_fed.results.rows import Fit, Result
+from numpyro_fed.runtime.channel import Channel, Weights
 from numpyro_fed.runtime.federation import Federation
-from numpyro_fed.runtime.messages import DESCRIBE, Question, read, write
 from numpyro_fed.runtime.remote import remote
 
 
@@ -28,6 +28,11 @@ class Agrees(HasSettings, Protocol):
 
 def fit_over(method: Agrees, federation: Federation) -> tuple[Fit, Silos]:
     """Return the fit of a method for the silos of a federation, once all have agreed on a plan."""
+    if isinstance(getattr(method, "start", None), Result):
+        raise DataError(
+            "start= is a result of silos in this process, whose guides it takes over. Over a "
+            "Federation begin at the mode (start='mode'), or at none."
+        )
     name, texts = federation.describe(for_silos(method, federation.names))
     facts = [Facts.from_json(text) for text in texts]
     # Each time: a variable that the text reads may have changed since the last run.
@@ -63,33 +68,3 @@ def rows_of(facts: Facts) -> Weights:
     rounded = [sizes[plate.name] for plate in facts.plates if not plate.outer]
     # A number that is rounded up to n, a power of two, is above the half of n.
     return Weights(sum(n // 2 + 1 for n in rounded), sum(rounded))
-
-
-class AgreedAlready:
-    """An engine for silos whose facts are known and that have accepted the plan.
-
-    All other messages are carried by ``send(silo, message) -> reply``.
-    """
-
-    def __init__(self, facts: Sequence[str], send: Send):
-        self._facts, self._send = facts, send
-
-    @property
-    def num_silos(self) -> int:
-        """Return the number of silos."""
-        return len(self._facts)
-
-    def send(self, silo: int, message: bytes, timeout: float) -> bytes:
-        """Return a silo's reply to a message."""
-        question = Question.of(read(message).head)
-        if question.method and not question.run:
-            facts = {"facts": self._facts[silo]} if question.exchange == DESCRIBE else {}
-            return write({}, facts)
-        return self._send(silo, message)
-
-
-def agreed_already(method: HasSettings, facts: Sequence[str], send: Send) -> Federation:
-    """Return the federation of silos that have a method and its plan, asked one after the other."""
-    # No patience: whoever carries bytes himself knows best what to do about those that are lost.
-    engine, names = AgreedAlready(facts, send), {"method": method}
-    return Federation(engine, names=names, patience=1e-3, at_once=1)

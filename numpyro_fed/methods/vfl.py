@@ -216,7 +216,7 @@ class VFL(VerticalMethod[VerticalResult]):
         thousand rounds they reveal the columns as the exact split does, up to a linear map.
         Mean-field ones reveal little but the mean predictor: choose them if columns are to be
         hidden. Noise hides nothing from a server that knows its key, which is why a
-        :class:`SiloNode` draws it with a key that only the client knows.
+        :class:`Silo` draws it with a key that only the client knows.
 
         The server sends the gradient of the log likelihood for each row. It is not the response,
         but for many likelihoods reveals it: the sign of the gradient is a Bernoulli response.

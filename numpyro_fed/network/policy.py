@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from numpyro_fed.errors import DataError, ModelError, is_number
-from numpyro_fed.files import append_privately
+from numpyro_fed.files import Store, append_privately
 from numpyro_fed.model.levels import MIN_COUNT
 from numpyro_fed.privacy.budget import spent as epsilon_of
-from numpyro_fed.runtime.kept import Store
 
 # A run that may spend the whole budget does so up to the accountant's rounding.
 ROUNDED = 1 + 1e-5
@@ -386,7 +385,8 @@ class Ledger:
 
     def _keep(self, spent: dict[str, float], stage: str, noise: dict[str, float]) -> None:
         self.spent, self.stage, self.noise = spent, stage, noise
-        self.store.put(LEDGER, json.dumps({**spent, "stage": stage, "noise": noise}).encode())
+        content = json.dumps({**spent, "stage": stage, "noise": noise}).encode()
+        self.store.put({LEDGER: content})
 
     def log(self, entry: dict[str, Any]) -> None:
         """Add a line to the audit log."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import IMPORTANCE, OUTER_LATENTS, Exchange
+from numpyro_fed.algorithms.base import IMPORTANCE, OUTER_LATENTS
 from numpyro_fed.algorithms.importance.leave_out import LEAVE_OUT
 from numpyro_fed.algorithms.importance.loo import LOO
 from numpyro_fed.algorithms.tempered import TEMPERED
@@ -28,21 +28,23 @@ from numpyro_fed.errors import (
     ModelError,
     SavedStateError,
 )
-from numpyro_fed.files import Use
+from numpyro_fed.files import Store, Use
 from numpyro_fed.methods.load import METHODS
 from numpyro_fed.methods.of_data import COLUMNS, moments_reply, names_reply
 from numpyro_fed.methods.recipe import rebuilt
+from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.soul import SOUL
+from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.methods.vfl import VFL
 from numpyro_fed.model.facts import describe
 from numpyro_fed.model.fingerprint import source_hash
 from numpyro_fed.model.levels import OTHER, level_counts
 from numpyro_fed.model.scaling import numbers_of
+from numpyro_fed.network.node import Node
 from numpyro_fed.network.policy import Ledger, Policy
 from numpyro_fed.network.sums import Sums
 from numpyro_fed.precision import is_double, precision
 from numpyro_fed.privacy.budget import PrivacyWarning
-from numpyro_fed.runtime.kept import Folder, Memory, Store
 from numpyro_fed.runtime.messages import (
     ACCEPT,
     BEGINNINGS,
@@ -55,8 +57,7 @@ from numpyro_fed.runtime.messages import (
     refusal,
     write,
 )
-from numpyro_fed.runtime.node import SiloNode
-from numpyro_fed.runtime.party import Ids, Party
+from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.sums import (
     KEYS,
     PEERS,
@@ -72,9 +73,10 @@ KINDS: dict[str, type[Any]] = {**METHODS, "VFL": VFL, "SOUL": SOUL}
 # Methods that a silo keeps, the one that was used least recently is forgotten first. Each call of
 # nf.fit describes three.
 MAX_METHODS = 32
+# The rooms of a silo's store: of what was agreed on, and, with the id of a method, of its runs.
+AGREED, RUNS = "methods", "runs of "
 # Bytes of a message at most, unless the owner says otherwise: larger ones are refused unread.
 MAX_BYTES = 512 << 20
-NOT_ACCEPTED = "this silo has not accepted a plan for this method. Begin again."
 FOLDER_UNUSABLE = (
     "this silo cannot use its folder, as where another process or object uses it. Its log has the "
     "rest."
@@ -99,8 +101,18 @@ class Silo:
         where the last one has ended. Only its owner can open it, and one process answers with it.
         By default all ends with the process, the policy's limits as well: a warning says so where
         the owner has set some.
-    secret, row_ids, allow_unhidden
-        As for :class:`numpyro_fed.SiloNode`.
+    secret : jax.Array, "auto" or None
+        A key that only the silo knows, mixed into the keys of its noise. ``"auto"`` is a
+        new one from the operating system wherever noise hides what a silo sends (vertical models
+        with ``rho``), else none. With None all numbers are those of a run in one process, and a
+        server that keeps the keys of a run can take the noise off again; with a key of yours, a
+        server that sends the same key twice gets the same noise twice.
+    row_ids : array of int or str, optional
+        The ids of a client's rows. They do not leave it; the facts hold their SHA-256, by which the
+        server finds out whether all parties have the same rows in the same order.
+    allow_unhidden : bool
+        Whether to answer an exchange that sends, without noise, numbers that the method hides by
+        noise: the importance correction of a vertical model with ``rho``, which takes predictors.
     max_bytes : int
         Longer messages are refused unread.
 
@@ -117,10 +129,14 @@ class Silo:
         policy: Policy | None = None,
         state: str | Path | None = None,
         secret: Array | str | None = "auto",
-        row_ids: Ids = None,
+        row_ids: Sequence[int] | Sequence[str] | np.ndarray | None = None,
         allow_unhidden: bool = False,
         max_bytes: int = MAX_BYTES,
     ):
+        if isinstance(secret, str) and secret != "auto":
+            raise ValueError(f"secret={secret!r}: expected a jax.random.key, 'auto' or None.")
+        if not (secret is None or isinstance(secret, str)):
+            typed_key(secret)
         self._data, self._names, self._max_bytes = data, dict(names), max_bytes
         self._policy = policy or Policy()
         self._options: dict[str, Any] = dict(
@@ -130,11 +146,11 @@ class Silo:
             tell_latents=self._policy.tell_latents,
         )
         self._state = None if state is None else Path(state)
-        self._methods: Store = Memory() if state is None else Folder(Path(state) / "methods")
+        self._store = Store(self._state)
         self._agreed: OrderedDict[str, _Agreement] = OrderedDict()
         # The last node of each method, by its settings: it has the programs that were compiled.
-        self._nodes: OrderedDict[str, SiloNode[Any, Any, Any]] = OrderedDict()
-        self._ledger = Ledger(self._policy, Memory() if state is None else Folder(Path(state)))
+        self._nodes: OrderedDict[str, Node] = OrderedDict()
+        self._ledger = Ledger(self._policy, self._store)
         self._use: Use | None = None
         if state is None and (limits := self._policy.limits):
             warnings.warn(
@@ -143,8 +159,7 @@ class Silo:
                 category=PrivacyWarning,
                 stacklevel=2,
             )
-        stores = (Memory(), Memory()) if state is None else _stores_of_sums(Path(state))
-        self._sums = Sums(self._policy, *stores)
+        self._sums = Sums(self._policy, self._store)
         # One message at a time: a silo's state has one next state.
         self._lock = threading.Lock()
 
@@ -177,7 +192,7 @@ class Silo:
         if self._use is None:
             self._use = Use(self._state)
             # What another process has counted until now.
-            self._ledger = Ledger(self._policy, Folder(self._state))
+            self._ledger = Ledger(self._policy, self._store)
         self._use.check()
 
     def answer(self, message: bytes) -> bytes:
@@ -197,40 +212,97 @@ class Silo:
         """Return posterior predictive draws at this silo, by its own latents; nothing leaves it.
 
         It may be another process than the one that has answered the server, with the same
-        ``state=``. For arguments, numbers and errors see :meth:`numpyro_fed.SiloNode.predict`.
+        ``state=``.
 
         Parameters
         ----------
         key : jax.Array
+            With the key that the server has given to ``draws_for_silo`` the numbers are those of
+            ``fitted.predict(key, new, silo=j, n=n)`` in one process.
         draws : bytes
             The message that ``draws_for_silo`` of the server's result has made for this silo.
         new : dict or DataFrame, optional
-            The data to predict for, without outcomes; None for the silo's own rows.
+            The data to predict for, without outcomes; outcomes in it are not used. Latents of the
+            silo's outer plates (a hospital's effect) are drawn from their posterior, and those of
+            new rows from their prior. None for the silo's own rows, by all their latents.
         mean : bool
-            Whether to return the mean of an outcome's distribution at each draw of the latents.
+            Whether to return the mean of an outcome's distribution at each draw of the latents, in
+            the place of a drawn outcome, as :meth:`numpyro_fed.Fitted.predict` does.
 
         Returns
         -------
         dict of str to array
             Outcomes and deterministic sites, each ``(n, *shape)``.
+
+        Raises
+        ------
+        DataError
+            For new data that :meth:`numpyro_fed.Fitted.predict` refuses, and for another message.
+        ModelError
+            If the silo has no state of that run any more: it keeps those of the last 16.
+
+        Examples
+        --------
+        >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
+        >>> import numpyro_fed as nf
+        >>> def model(x, y=None):
+        ...     slope = numpyro.sample("slope", dist.Normal(0, 10))
+        ...     with nf.silo_plate("row", len(x)):
+        ...         numpyro.sample("y", dist.Normal(slope * x, 1), obs=y)
+        >>> x = np.arange(1.0, 9)
+        >>> silos = [nf.Silo(dict(x=x, y=b * x), names={"model": model}) for b in (2.9, 3.1)]
+        >>> federation = nf.Federation(nf.network.InMemory([silo.answer for silo in silos]))
+        >>> result = nf.PVI(model).run(jax.random.key(0), 1, federation, progress_bar=False)
+        >>> message = result.draws_for_silo(jax.random.key(1), 1_000, silo=1)
+        >>> y = silos[1].predict(jax.random.key(1), message, dict(x=np.array([10.0])))["y"]
+        >>> y.shape, round(float(y.mean()))
+        ((1000, 1), 30)
         """
-        return self._at_home(draws, lambda node: node.predict(key, draws, new, mean=mean))
+        with self._lock, self._node_of(Question.of(read(draws).head).method) as node:
+            return node.predict(key, draws, new, mean=mean)
 
     def sample_posterior(self, key: Array, draws: bytes) -> dict[str, Array]:
         """Return draws of the globals and of this silo's own latents; nothing leaves it.
 
-        See :meth:`numpyro_fed.SiloNode.sample_posterior`, and :meth:`predict` for the arguments.
-        """
-        return self._at_home(draws, lambda node: node.sample_posterior(key, draws))
+        Parameters
+        ----------
+        key : jax.Array
+        draws : bytes
+            As for :meth:`predict`.
 
-    def _at_home(
-        self, draws: bytes, ask: Callable[[SiloNode[Any, Any, Any]], dict[str, Array]]
-    ) -> dict[str, Array]:
-        """Return what the node answers that has agreed on the method of a message with draws."""
-        with self._lock:
-            agreed = self._get(Question.of(read(draws).head).method)
-            with precision(double=agreed.double):
-                return ask(agreed.ready)
+        Returns
+        -------
+        dict of str to array
+            Latent and deterministic sites, each ``(n, *shape)``. With the server's key they are
+            those of ``fitted.sample_posterior(key, n, silo=j)`` in one process.
+
+        Raises
+        ------
+        DataError, ModelError
+            As for :meth:`predict`.
+        """
+        with self._lock, self._node_of(Question.of(read(draws).head).method) as node:
+            return node.sample_posterior(key, draws)
+
+    def draws(self) -> dict[str, Array]:
+        """Return this client's latents at the last draws of all parties, ``{site: (n, ...)}``.
+
+        Sites have the names of the client's part of the text. Parties draw together at
+        :meth:`VerticalResult.sample_together` of the server.
+
+        Raises
+        ------
+        DataError
+            If they have not.
+        """
+        nodes = [agreed.node for agreed in reversed(self._agreed.values())]
+        sampled = next((n.sampled for n in nodes if n is not None and n.sampled is not None), None)
+        if sampled is None:
+            raise DataError(
+                "there are no draws here: the server draws, and every client with it, by "
+                "sample_together(key, n) of a vertical model's result."
+            )
+        return sampled.values
 
     def _logged(self, entry: dict[str, Any], message: bytes, reply: bytes) -> bytes:
         """Return the reply once the audit log has it; if it cannot be written, a refusal."""
@@ -250,8 +322,7 @@ class Silo:
                 f"a message has {len(message)} bytes, where {self._max_bytes} are allowed "
                 "(Silo(max_bytes=))."
             )
-        head, arrays = read(message)
-        question = Question.of(head)
+        question = Question.of(read(message).head)
         # Texts of a stranger: no more of them than a name is long.
         entry |= {"exchange": question.exchange[:100], "run": question.run[:32]}
         entry["number"] = question.number
@@ -269,43 +340,48 @@ class Silo:
             self._policy.check_noise(0.0, f"'{question.exchange}' would be told")
             with self._ledger.spending(question.exchange, {}):
                 return self._of_data(question.exchange, _json(question.settings))
-        agreed = self._get(question.method)
+        with self._node_of(question.method) as node:
+            return self._of_run(node, question, message)
+
+    def _of_run(self, node: Node, question: Question, message: bytes) -> bytes:
+        """Return the reply to a message of a run."""
+        agreed, size, (head, arrays) = self._agreed[question.method], node.size, read(message)
         if question.exchange in (*BEGINNINGS, GO_ON):
-            if agreed.answered(message, question):
-                return agreed.handle(message)
-            with self._ledger.beginning(*agreed.budget):
-                return agreed.handle(message)
+            if node.has_answered(message, question):
+                return node.handle(message)
+            with self._ledger.beginning(size.multiplier, size.delta, size.protects):
+                return node.handle(message)
         if question.exchange == LOO:
-            self._policy.check_rows(agreed.rows_that_count())
-        if SUM in head:
-            terms = Terms.from_json(head[SUM])
-            return self._masked(agreed, question, terms, without_terms(head, arrays))
-        if agreed.secure_sum:
-            raise ModelError(
-                "this silo has agreed to send masked replies alone (secure_sum), and is asked for "
-                "a plain one. Begin again."
-            )
-        return self._plain(agreed, question, message)
-
-    def _plain(self, agreed: _Agreement, question: Question, message: bytes) -> bytes:
-        """Return the reply to a question, at the cost of its places and draws if it is new."""
-        if agreed.answered(message, question):
-            return agreed.handle(message)
-        with self._ledger.spending(question.exchange, evaluations(question, read(message).arrays)):
-            return agreed.handle(message)
-
-    def _masked(
-        self, agreed: _Agreement, question: Question, terms: Terms, message: bytes
-    ) -> bytes:
-        """Return the reply to a question under the masks of a sum."""
+            self._policy.check_rows(node.rows_that_count())
+        if SUM not in head:
+            if agreed.secure_sum:
+                raise ModelError(
+                    "this silo has agreed to send masked replies alone (secure_sum), and is asked "
+                    "for a plain one. Begin again."
+                )
+            return self._plain(node, question, message)
+        terms = Terms.from_json(head[SUM])
         self._sums.check(terms)
-        agreed.check_group(terms.group)
-        exchange, down = agreed.exchange_of(question)
+        if size.shares_noise and len(terms.group) < size.num_silos:
+            raise ModelError(
+                f"a sum over {len(terms.group)} of {size.num_silos} silos is asked for, in a run "
+                "in which each adds a share of the noise: it would have too little. Begin another "
+                "run with those that answer."
+            )
+        exchange, down = node.exchange_of(question)
         check_summed(exchange)
-        reply = self._plain(agreed, question, message)
+        message = without_terms(head, arrays)
+        reply = self._plain(node, question, message)
         plan = str(_json(agreed.plan)["plan"])
         asked = asked_of_all(plan, question, message, exchange.scatter, down)
         return self._sums.masked(terms, question, message, reply, exchange.weighted, asked)
+
+    def _plain(self, node: Node, question: Question, message: bytes) -> bytes:
+        """Return the reply to a question, at the cost of its places and draws if it is new."""
+        if node.has_answered(message, question):
+            return node.handle(message)
+        with self._ledger.spending(question.exchange, evaluations(question, read(message).arrays)):
+            return node.handle(message)
 
     def _of_data(self, exchange: str, asked: Mapping[str, Any]) -> bytes:
         """Return the names of the data's levels, or the moments of its columns."""
@@ -347,17 +423,51 @@ class Silo:
         agreed = self._get(question.method)
         if agreed.plan not in ("", question.settings):
             raise ModelError("another plan was accepted for this method. Begin again.")
-        agreed.accept(question.settings, self._policy)
+        self._build(agreed, question.settings)
         self._keep(question.method, agreed)
         if agreed.node is not None:
             self._nodes[agreed.settings] = agreed.node
         return write({})
 
+    def _build(self, agreed: _Agreement, settings: str) -> None:
+        """Build the algorithm from the agreed plan, if the owner's rules allow it.
+
+        Raises
+        ------
+        ModelError
+            For a plan that is not one of this silo's facts.
+        """
+        found, node = _json(settings), agreed.node
+        plan, number = found.get("plan"), found.get("number")
+        if node is None or not isinstance(plan, str) or not isinstance(number, int):
+            raise DataError("a plan and this silo's number were expected. Begin again.")
+        with precision(double=agreed.double):
+            try:
+                node.accept(plan, number)
+            except (ModelError, DataError, GuideError):
+                raise
+            # A plan is JSON of another party: whatever is wrong in it, it is refused.
+            except Exception as error:
+                raise DataError(
+                    f"the plan cannot be built ({type(error).__name__}). Server and silos must "
+                    "run the same version."
+                ) from error
+        size = node.size
+        self._policy.check_plan(size.num_silos, size.num_rows, size.num_parameters)
+        self._policy.check_noise(size.multiplier, "a run would be answered")
+        if size.shares_noise and not agreed.secure_sum:
+            raise ModelError(
+                "a silo's replies would have a share of the noise alone (trusted='sum'), and be "
+                "sent as they are. Use Federation(..., secure_sum=True), or "
+                "Privacy(trusted='silo')."
+            )
+        agreed.plan = settings
+
     def _agreement(self, method: str, settings: str) -> _Agreement:
         """Return the silo's part in a method, before there is a plan."""
         described = _json(settings)
         double, secure = bool(described.get("double")), bool(described.get(SECURE))
-        store = None if self._state is None else Folder(self._state / f"runs-{_file_name(method)}")
+        store = None if self._state is None else self._store.room(RUNS + method)
         with precision(double=double):
             if is_double() != double:
                 raise ModelError(
@@ -368,17 +478,26 @@ class Silo:
             if "named" in described or "method" in described:
                 self._policy.check_method(str(described.get("named", described.get("method"))))
                 self._policy.check_sums(secure)
-            if not isinstance(built, Party):
+            if not isinstance(built, Method | VerticalMethod):
                 return _Agreement(settings, double, describe(built, self._data).to_json(), None)
             if settings in self._nodes:
                 node = self._nodes[settings].for_other_runs(store)
             else:
-                node = SiloNode(built, self._data, store=store, **self._options)
+                node = Node(built, self._data, store=store, **self._options)
             self._nodes[settings] = node
             self._nodes.move_to_end(settings)
             while len(self._nodes) > MAX_METHODS:
                 self._nodes.popitem(last=False)
-            return _Agreement(settings, double, node.facts(), node, secure_sum=secure)
+            return _Agreement(settings, double, node.facts, node, secure_sum=secure)
+
+    @contextmanager
+    def _node_of(self, method: str) -> Iterator[Node]:
+        """Enter the precision of a method, with the node that has accepted its plan."""
+        agreed = self._get(method)
+        if agreed.node is None or not agreed.plan:
+            raise ModelError("this silo has not accepted a plan for this method. Begin again.")
+        with precision(double=agreed.double):
+            yield agreed.node
 
     def _get(self, method: str) -> _Agreement:
         """Return what was agreed on for a method."""
@@ -393,13 +512,13 @@ class Silo:
     def _known(self, method: str) -> _Agreement | None:
         """Return what was agreed on for a method, in an earlier process too; None if nothing."""
         if method not in self._agreed:
-            content = self._methods.get(_file_name(method))
+            content = self._store.room(AGREED).get(method)
             if content is None:
                 return None
             stored = json.loads(content)
             agreed = self._agreement(method, stored["settings"])
             if stored["plan"]:
-                agreed.accept(stored["plan"], self._policy)
+                self._build(agreed, stored["plan"])
             self._agreed[method] = agreed
         self._agreed.move_to_end(method)
         return self._agreed[method]
@@ -409,13 +528,12 @@ class Silo:
         self._agreed[method] = agreed
         self._agreed.move_to_end(method)
         stored = {"settings": agreed.settings, "plan": agreed.plan}
-        self._methods.put(_file_name(method), json.dumps(stored).encode())
+        methods = self._store.room(AGREED)
+        methods.put({method: json.dumps(stored).encode()})
         while len(self._agreed) > MAX_METHODS:
             self._agreed.popitem(last=False)
-        for name in list(self._methods.names())[:-MAX_METHODS]:
-            self._methods.drop(name)
-            if self._state is not None:
-                shutil.rmtree(self._state / f"runs-{name}", ignore_errors=True)
+        for forgotten in methods.trim(MAX_METHODS):
+            self._store.room(RUNS + forgotten).trim(0)
 
 
 @dataclass
@@ -429,7 +547,7 @@ class _Agreement:
     double : bool
         Whether the method computes in double precision.
     facts : str
-    node : SiloNode or None
+    node : Node or None
         None where only facts were asked for.
     secure_sum : bool
         Whether replies leave the silo under masks alone.
@@ -438,87 +556,9 @@ class _Agreement:
     settings: str
     double: bool
     facts: str
-    node: SiloNode[Any, Any, Any] | None
+    node: Node | None
     plan: str = ""
     secure_sum: bool = False
-
-    def accept(self, settings: str, policy: Policy) -> None:
-        """Build the algorithm from the agreed plan, if the owner's rules allow it.
-
-        Raises
-        ------
-        ModelError
-            For a plan that is not one of this silo's facts.
-        """
-        found = _json(settings)
-        plan, number = found.get("plan"), found.get("number")
-        if self.node is None or not isinstance(plan, str) or not isinstance(number, int):
-            raise DataError("a plan and this silo's number were expected. Begin again.")
-        with precision(double=self.double):
-            try:
-                self.node.accept(plan, number)
-            except (ModelError, DataError, GuideError):
-                raise
-            # A plan is JSON of another party: whatever is wrong in it, it is refused.
-            except Exception as error:
-                raise DataError(
-                    f"the plan cannot be built ({type(error).__name__}). Server and silos must "
-                    "run the same version."
-                ) from error
-        size = self.node.size
-        policy.check_plan(size.num_silos, size.num_rows, size.num_parameters)
-        policy.check_noise(size.multiplier, "a run would be answered")
-        if size.shares_noise and not self.secure_sum:
-            raise ModelError(
-                "a silo's replies would have a share of the noise alone (trusted='sum'), and be "
-                "sent as they are. Use Federation(..., secure_sum=True), or "
-                "Privacy(trusted='silo')."
-            )
-        self.plan = settings
-
-    def rows_that_count(self) -> int:
-        """Return the number of the silo's rows that have an outcome."""
-        if self.node is None or not self.plan:
-            raise ModelError(NOT_ACCEPTED)
-        with precision(double=self.double):
-            return self.node.rows_that_count()
-
-    @property
-    def budget(self) -> tuple[float, float, str]:
-        """Return noise multiplier, delta and what is protected; 0 for a method without a budget."""
-        size = None if self.node is None else self.node.size
-        return (0.0, 0.0, "") if size is None else (size.multiplier, size.delta, size.protects)
-
-    def check_group(self, group: Sequence[int]) -> None:
-        """Raise an error for a sum over too few silos to hold all shares of the noise."""
-        size = None if self.node is None else self.node.size
-        if size is not None and size.shares_noise and len(group) < size.num_silos:
-            raise ModelError(
-                f"a sum over {len(group)} of {size.num_silos} silos is asked for, in a run in "
-                "which each adds a share of the noise: it would have too little. Begin another "
-                "run with those that answer."
-            )
-
-    def answered(self, message: bytes, question: Question) -> bool:
-        """Return whether the message has been answered before, so that it tells nothing new."""
-        return self.node is not None and self.node.has_answered(message, question)
-
-    def exchange_of(self, question: Question) -> tuple[Exchange[Any, Any, Any], Any]:
-        """Return the exchange of a question, as it is built here, and the question's shapes."""
-        with precision(double=self.double):
-            return self.ready.exchange_of(question)
-
-    def handle(self, message: bytes) -> bytes:
-        """Return the reply to a message of a run."""
-        with precision(double=self.double):
-            return self.ready.handle(message)
-
-    @property
-    def ready(self) -> SiloNode[Any, Any, Any]:
-        """Return the node; raise an error if there is no plan yet."""
-        if self.node is None or not self.plan:
-            raise ModelError(NOT_ACCEPTED)
-        return self.node
 
 
 def _refusal(error: Exception) -> bytes:
@@ -570,7 +610,7 @@ def _method_of(described: Mapping[str, Any], names: Mapping[str, Any]) -> Any:
         )
     if "named" in described:
         named = _known(described["named"], names, "method")
-        if not isinstance(named, Party):
+        if not isinstance(named, Method | VerticalMethod):
             raise ModelError(f"'{described['named']}' is no method at this silo.")
         return named
     if "method" not in described:
@@ -613,13 +653,3 @@ def _json(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DataError("a message has something else than an object in its settings.")
     return found
-
-
-def _stores_of_sums(state: Path) -> tuple[Folder, Folder]:
-    """Return the places of a silo's keys, and of those of sessions, in its folder."""
-    return Folder(state / "keys"), Folder(state / "keys" / "sessions")
-
-
-def _file_name(method: str) -> str:
-    # Ids come from the server: a digest of one is a safe name of a file.
-    return sha256(method.encode()).hexdigest()[:32]

@@ -13,7 +13,7 @@ from typing import Any
 from numpyro.primitives import Messenger
 
 from numpyro_fed.errors import ModelError
-from numpyro_fed.runtime.party import Party
+from numpyro_fed.methods.base import FederatedMethod
 
 
 def load_file(path: str | Path) -> ModuleType:
@@ -41,7 +41,7 @@ def names_of(study: ModuleType) -> dict[str, Any]:
     def may_be_named(value: object) -> bool:
         if isinstance(value, FunctionType):
             return value.__module__ == study.__name__
-        return isinstance(value, Party | Messenger | partial)
+        return isinstance(value, FederatedMethod | Messenger | partial)
 
     return {
         name: value

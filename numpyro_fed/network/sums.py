@@ -11,16 +11,17 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.files import Store
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.privacy.fixed_point import MAX_PARTIES
-from numpyro_fed.runtime.kept import Store
 from numpyro_fed.runtime.messages import Question
 from numpyro_fed.runtime.sums import LEAST, Terms, masked_reply
 
 if TYPE_CHECKING:  # the extra ``privacy``, which is needed once there is a sum
     from numpyro_fed.privacy.keys import Greeting, KeyPair
 
-IDENTITY, USED = "identity", "sums"  # the names under which a silo keeps its key, and what is used
+# The names under which a silo keeps its key and what is used, and the room of sessions' keys.
+IDENTITY, USED, SESSIONS = "identity", "sums", "sessions"
 # Sessions whose keys a silo keeps; each federation of the server's script makes one.
 MAX_SESSIONS = 16
 # Runs of which a silo knows how often it has sent the last reply: as many as it has states of.
@@ -89,15 +90,11 @@ class Sums:
     Parameters
     ----------
     policy : Policy
-    own : Store
-        For the key that stays and for what was used.
-    sessions : Store
-        For the keys of sessions.
+    store : Store
     """
 
     policy: Policy
-    own: Store
-    sessions: Store
+    store: Store
     _pairs: dict[str, dict[int, bytes]] = field(default_factory=dict)
 
     @cached_property
@@ -105,17 +102,17 @@ class Sums:
         """Return the pair of keys by which other silos know this one."""
         from numpyro_fed.privacy.keys import KeyPair
 
-        kept = self.own.get(IDENTITY)
+        kept = self.store.get(IDENTITY)
         if kept is not None:
             return KeyPair(kept)
         made = KeyPair.generate()
-        self.own.put(IDENTITY, made.private)
+        self.store.put({IDENTITY: made.private})
         return made
 
     @cached_property
     def _used(self) -> tuple[dict[str, tuple[int, str]], OrderedDict[str, Sent]]:
         """Return the last sum of each session, and the last reply of each run."""
-        numbers, sent = json.loads(self.own.get(USED) or b"[{}, {}]")
+        numbers, sent = json.loads(self.store.get(USED) or b"[{}, {}]")
         replies = ((run, Sent(s, q, tuple(g), n)) for run, (s, q, g, n) in sent.items())
         return {name: (n, digest) for name, (n, digest) in numbers.items()}, OrderedDict(replies)
 
@@ -261,7 +258,7 @@ class Sums:
         while len(sent) > MAX_RUNS:
             sent.popitem(last=False)
         # First the disk: a silo that cannot write sends nothing.
-        self.own.put(USED, json.dumps([numbers, sent]).encode())
+        self.store.put({USED: json.dumps([numbers, sent]).encode()})
         self._used = numbers, sent
 
     def _check_again(self, last: Sent, terms: Terms) -> None:
@@ -288,7 +285,7 @@ class Sums:
         return self._pairs[name]
 
     def _known(self, name: str) -> Session | None:
-        content = self.sessions.get(_digest(name.encode()))
+        content = self.store.room(SESSIONS).get(name)
         return None if content is None else Session.from_bytes(content)
 
     def _session(self, name: str) -> Session:
@@ -301,9 +298,9 @@ class Sums:
         return session
 
     def _keep(self, name: str, session: Session) -> None:
-        self.sessions.put(_digest(name.encode()), session.to_bytes())
-        for old in list(self.sessions.names())[:-MAX_SESSIONS]:
-            self.sessions.drop(old)
+        sessions = self.store.room(SESSIONS)
+        sessions.put({name: session.to_bytes()})
+        sessions.trim(MAX_SESSIONS)
 
 
 def _digest(content: bytes) -> str:

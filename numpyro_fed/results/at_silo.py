@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,6 @@ from numpyro_fed.results.built import Built
 from numpyro_fed.results.sampler import Sampler, real_rows
 from numpyro_fed.runtime.messages import DRAWS as FOR_SILO
 from numpyro_fed.runtime.messages import Question, at_silo, pack, unpack, write
-from numpyro_fed.runtime.party import Held
 
 MESSAGE = "the draws of the latents that rows share are not finite at {}."
 
@@ -63,6 +62,14 @@ def sampler_by(built: Built, settings: Mapping[str, Any]) -> Sampler:
     integration = Integration(settings["inner_draws"], settings["nodes"])
     bound = integration.bound(built.model, built.guide)
     return Sampler(built.model, built.guide, bound, integration)
+
+
+class Held(NamedTuple):
+    """A silo's number, its state at the end of a run, and its data; they never leave it."""
+
+    number: int
+    state: Any
+    data: SiloData
 
 
 @dataclass(frozen=True, eq=False)

@@ -307,8 +307,8 @@ class Posterior(Questions):
     def draws_for_silo(self, key: Array, n: int, *, silo: int) -> bytes:
         """Return draws of the globals for a silo in another process, as a message.
 
-        The silo draws its own latents at them, and predicts, by :meth:`numpyro_fed.Silo.predict` or
-        :meth:`numpyro_fed.SiloNode.predict`. With the same key there the numbers are those that
+        The silo draws its own latents at them, and predicts, by :meth:`numpyro_fed.Silo.predict`.
+        With the same key there the numbers are those that
         ``predict(key, new, silo=silo, n=n)`` has in one process. The message is bytes, for a file,
         and holds what the server knows and nothing of any silo.
 

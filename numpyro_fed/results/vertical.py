@@ -217,7 +217,7 @@ class VerticalRun(ColumnsAfterFit, FederatedRun[VerticalFit]):
     def sample_together(self, key: Array, n: int) -> dict[str, Array]:
         """Draw from the fitted posterior at all parties, by one more exchange.
 
-        Each client in another process keeps the draws of its own latents (:meth:`SiloNode.draws`).
+        Each client in another process keeps the draws of its own latents (:meth:`Silo.draws`).
         Draw ``s`` of the server and draw ``s`` of any client belong together. The server sends the
         noise that all parties share; nothing comes back.
 

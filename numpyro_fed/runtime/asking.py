@@ -11,10 +11,9 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import Down, Exchange, Reply, Up
-from numpyro_fed.runtime.combine import combine
 from numpyro_fed.runtime.noise import exchange_key, silo_key
 from numpyro_fed.runtime.stack import Batches, Stacks
-from numpyro_fed.runtime.step import Answers, Transport
+from numpyro_fed.runtime.step import Answers, Transport, combine
 from numpyro_fed.trees import all_finite
 
 

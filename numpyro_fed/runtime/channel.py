@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,36 +17,10 @@ from numpyro_fed.algorithms.base import Down, Exchange, Replies, Reply, Up
 from numpyro_fed.errors import DataError, ReplyError, SiloAwayError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.runtime.arrivals import Arrivals
+from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import GO_ON, Question, at_silo, pack, read, unpack, write
 from numpyro_fed.runtime.stack import Batch, Batches
 from numpyro_fed.runtime.sums import Terms, check_group, sum_of, with_terms
-
-Send = Callable[[int, bytes], bytes]
-
-
-class Carrier(Protocol):
-    """The way of messages to silos and back.
-
-    Attributes
-    ----------
-    secure_sum : bool
-        Whether the server is to learn sums of replies alone.
-    """
-
-    @property
-    def secure_sum(self) -> bool: ...
-
-    def sum_terms(self, who: Sequence[int]) -> dict[int, Terms]:
-        """Return the terms of a new sum over silos, as each of them is told."""
-
-    def ask(self, who: Sequence[int], messages: Sequence[bytes], exchange: str) -> list[bytes]:
-        """Return the reply of each silo of ``who`` to its message."""
-
-    def arrivals(self, exchange: str) -> Arrivals:
-        """Return the way to silos whose replies are taken one by one, as they arrive."""
-
-    def new_run(self) -> bytes:
-        """Return the id of a new run, sixteen bytes."""
 
 
 class Mark(NamedTuple):
@@ -116,13 +90,13 @@ class Channel:
 
     def __init__(
         self,
-        carrier: Carrier,
+        federation: Federation,
         num_silos: int,
         weights: Sequence[Weights] | None = None,
         method: str = "",
         missing: str = "wait",
     ):
-        self._carrier, self.num_silos, self._method = carrier, num_silos, method
+        self._federation, self.num_silos, self._method = federation, num_silos, method
         self._missing = missing
         # Replies to an exchange in which others were away, by what was asked.
         self._answered: dict[str, tuple[int, bytes]] = {}
@@ -149,14 +123,14 @@ class Channel:
     def _begin(
         self, asked: Sequence[tuple[str, str, int]], arrays: Mapping[str, ArrayLike] | None = None
     ) -> Mark:
-        run, size = np.frombuffer(self._carrier.new_run(), np.uint32), self.num_silos
+        run, size = np.frombuffer(self._federation.new_run(), np.uint32), self.num_silos
         questions = [
             Question(name, s, _id_of(run), used, used, at_silo(self._method, j))
             for j, (name, s, used) in enumerate(asked)
         ]
         self._numbers[_id_of(run)] = max(q.number for q in questions)
         messages = [write(arrays or {}, question.head()) for question in questions]
-        self._carrier.ask(range(size), messages, asked[0][0])
+        self._federation.ask(range(size), messages, asked[0][0])
         used = np.array([q.number for q in questions], np.int32)
         return Mark(np.tile(run, (size, 1)), used)
 
@@ -186,7 +160,7 @@ class Channel:
         answered = {j: self._answered[contents[j]] for j in who if contents[j] in self._answered}
         asked = [j for j in who if j not in answered]
         try:
-            found = self._carrier.ask(asked, [messages[j] for j in asked], name)
+            found = self._federation.ask(asked, [messages[j] for j in asked], name)
         except SiloAwayError as error:
             self._answered = {contents[j]: (number, r) for j, r in error.replies.items()}
             raise
@@ -200,7 +174,7 @@ class Channel:
     @property
     def secure_sum(self) -> bool:
         """Return whether the server is to learn sums of replies alone."""
-        return self._carrier.secure_sum
+        return self._federation.secure_sum
 
     def ask_sum(
         self,
@@ -230,7 +204,7 @@ class Channel:
         if contents == last.contents:
             terms, numbers, answers = last.terms, last.numbers, dict(last.replies)
         else:
-            terms, answers = self._carrier.sum_terms(who), {}
+            terms, answers = self._federation.sum_terms(who), {}
             known = {j: n for j, n in last.numbers.items() if contents.get(j) == last.contents[j]}
             # Under its old number a silo does not compute the reply a second time.
             numbers = {j: known.get(j, number) for j in who}
@@ -240,7 +214,7 @@ class Channel:
             if j not in answers
         }
         try:
-            found = self._carrier.ask(list(asked), list(asked.values()), exchange.name)
+            found = self._federation.ask(list(asked), list(asked.values()), exchange.name)
         except SiloAwayError as error:
             self._unfinished = Unfinished(contents, numbers, terms, answers | error.replies)
             raise
@@ -270,7 +244,7 @@ class Channel:
 
     def arrivals(self, exchange: str) -> Arrivals:
         """Return the replies to an exchange in the order of their arrival."""
-        return self._carrier.arrivals(exchange)
+        return self._federation.arrivals(exchange)
 
     def send(
         self,

@@ -1,7 +1,6 @@
 """The host loop: a Python loop over rounds and silos, for debugging and as the reference.
 
-:func:`round_loop` and :func:`single_with` take any transport. Nodes in other processes use them too
-(:mod:`numpyro_fed.runtime.node`).
+:func:`round_loop` and :func:`single_with` take any transport: that to silos elsewhere, too.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from numpyro_fed.errors import SiloAwayError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import stacked
 from numpyro_fed.runtime.asking import checked, transport_of_stacks
-from numpyro_fed.runtime.combine import combine, for_participants
 from numpyro_fed.runtime.noise import exchange_key, init_keys, server_key, silo_key
 from numpyro_fed.runtime.schedule import Carry, Schedule
 from numpyro_fed.runtime.stack import (
@@ -52,7 +50,15 @@ from numpyro_fed.runtime.stack import (
     init_schedule,
     visits,
 )
-from numpyro_fed.runtime.step import Answers, RoundNoise, Transport, compiled_in_parts, step
+from numpyro_fed.runtime.step import (
+    Answers,
+    RoundNoise,
+    Transport,
+    combine,
+    compiled_in_parts,
+    for_participants,
+    step,
+)
 from numpyro_fed.trees import Tree, drop_weak_types
 
 

@@ -1,4 +1,4 @@
-"""The journal of a federation: all replies of silos, in a file that outlives the process.
+"""The journal of a federation: all replies of silos, on a disk that outlives the process.
 
 A script that is run again asks the same questions, since it draws the same random numbers. The
 journal gives the replies that came before, in their order, and so the script goes on where it had
@@ -7,20 +7,17 @@ ended: bit for bit, whatever the script does with them.
 
 from __future__ import annotations
 
-import hashlib
-import os
 import secrets
 from collections import deque
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 
 from numpyro_fed.errors import SavedStateError
-from numpyro_fed.files import Use, append_privately, write_atomically
+from numpyro_fed.files import Store, Use
 from numpyro_fed.runtime.messages import is_refusal
 
 SESSION, REPLIES = "session", "replies"
-DIGEST = 32  # bytes of a SHA-256
-HEADER = 4 + 8 + 2 * DIGEST  # silo, length, digest of the message, digest of the reply
 
 
 class Journal:
@@ -33,50 +30,27 @@ class Journal:
     """
 
     def __init__(self, folder: Path, num_silos: int):
-        self._use = Use(folder)
-        name = folder / SESSION
-        if not name.exists():
-            write_atomically(name, lambda stream: stream.write(secrets.token_bytes(12)))
-        self.session = name.read_bytes()
-        self._file = folder / REPLIES
-        self._waiting: list[deque[tuple[bytes, int, int]]] = [deque() for _ in range(num_silos)]
-        whole = self._read(num_silos)
-        self._refusals: list[bytes] = []
-        # What a process that was killed has written of its last reply is asked for again.
-        if self._file.exists():
-            os.truncate(self._file, whole)
-
-    def _read(self, num_silos: int) -> int:
-        """Find the replies in the file, and return how many of its bytes are whole."""
-        if not self._file.exists():
-            return 0
-        whole, size = 0, self._file.stat().st_size
-        with open(self._file, "rb") as stream:
-            while whole + HEADER <= size:
-                stream.seek(whole)
-                head = stream.read(HEADER)
-                silo, length = (
-                    int.from_bytes(head[:4], "little"),
-                    int.from_bytes(head[4:12], "little"),
+        self._folder, self._use, store = folder, Use(folder), Store(folder)
+        self.session = store.get(SESSION) or secrets.token_bytes(12)
+        store.put({SESSION: self.session})
+        self._store = store.room(REPLIES)
+        # Of each silo the replies that the script has not asked for yet: their names.
+        self._waiting: list[deque[str]] = [deque() for _ in range(num_silos)]
+        names = self._store.names()
+        for name in names:
+            silo = int(name.split("/")[1])
+            if silo >= num_silos:
+                raise SavedStateError(
+                    f"{folder} has a reply of silo {silo}, but there are {num_silos} silos now. "
+                    "Give another folder as state=."
                 )
-                end = whole + HEADER + length
-                if end > size:
-                    break
-                if silo >= num_silos:
-                    raise SavedStateError(
-                        f"{self._file} has a reply of silo {silo}, but there are {num_silos} silos "
-                        "now. Give another folder as state=."
-                    )
-                if hashlib.sha256(stream.read(length)).digest() != head[12 + DIGEST :]:
-                    break
-                self._waiting[silo].append((head[12 : 12 + DIGEST], whole + HEADER, length))
-                whole = end
-        return whole
+            self._waiting[silo].append(name)
+        self._num_kept, self._refusals = len(names), list[tuple[int, bytes, bytes]]()
 
     @property
     def next_silo(self) -> int | None:
         """Return the silo whose reply came next in an earlier process; None at the end."""
-        waiting = [(kept[0][1], j) for j, kept in enumerate(self._waiting) if kept]
+        waiting = [(int(kept[0].split("/")[0]), j) for j, kept in enumerate(self._waiting) if kept]
         return min(waiting)[1] if waiting else None
 
     def known(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -91,17 +65,14 @@ class Journal:
         for silo, message in messages.items():
             if not self._waiting[silo]:
                 continue
-            digest, start, length = self._waiting[silo][0]
-            if digest != hashlib.sha256(message).digest():
+            name = self._waiting[silo][0]
+            if name.split("/")[2] != sha256(message).hexdigest():
                 raise SavedStateError(
                     f"the script asks silo {silo} something else than it did before with the "
-                    f"replies in {self._file}. Run the same script with the same versions, or "
+                    f"replies in {self._folder}. Run the same script with the same versions, or "
                     "give another folder as state=."
                 )
-            self._waiting[silo].popleft()
-            with open(self._file, "rb") as stream:
-                stream.seek(start)
-                found[silo] = stream.read(length)
+            found[silo] = self._store.get(self._waiting[silo].popleft()) or b""
         return found
 
     def add(self, pairs: Mapping[int, tuple[bytes, bytes]]) -> None:
@@ -111,16 +82,14 @@ class Journal:
         replies: a script that they end asks once more when it is run again, for the silo may have
         been mended.
         """
-        records, refusals = self._refusals, list[bytes]()
+        records, refusals = self._refusals, list[tuple[int, bytes, bytes]]()
         for silo, (message, reply) in pairs.items():
-            digests = hashlib.sha256(message).digest() + hashlib.sha256(reply).digest()
-            sizes = silo.to_bytes(4, "little") + len(reply).to_bytes(8, "little")
-            (refusals if not reply or is_refusal(reply) else records).append(
-                sizes + digests + reply
-            )
+            told = refusals if not reply or is_refusal(reply) else records
+            told.append((silo, message, reply))
         self._refusals = refusals
         self._use.check()
-        with append_privately(self._file) as stream:
-            stream.writelines(records)
-            stream.flush()
-            os.fsync(stream.fileno())
+        kept = dict[str, bytes]()
+        for silo, message, reply in records:
+            kept[f"{self._num_kept}/{silo}/{sha256(message).hexdigest()}"] = reply
+            self._num_kept += 1
+        self._store.put(kept)

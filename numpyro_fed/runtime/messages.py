@@ -128,8 +128,7 @@ class Question(NamedTuple):
         ):
             raise DataError(
                 f"a message to a silo names {', '.join(cls._fields)}, but this one has "
-                f"{sorted(head)}, or something else as a number. ServerNode and Federation make "
-                "them."
+                f"{sorted(head)}, or something else as a number. A Federation makes them."
             )
         return cls(exchange, settings, run, int(str(number)), int(str(used)), method)
 
@@ -173,8 +172,7 @@ def read(message: bytes) -> Message:
     except Exception as error:
         raise DataError(
             f"a message cannot be read: {len(message)} bytes that are no arrays in the format of "
-            "safetensors. SiloNode and ServerNode make them, and nothing on the way may change "
-            "them."
+            "safetensors. Silo and Federation make them, and nothing on the way may change them."
         ) from error
     return Message(head, arrays)
 

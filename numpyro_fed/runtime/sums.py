@@ -20,8 +20,8 @@ from jax import Array
 from numpyro_fed.algorithms.base import Combine, Exchange, Replies, Reply
 from numpyro_fed.errors import DataError, ReplyError, SumError
 from numpyro_fed.privacy.fixed_point import MAX_PARTIES, decode, encode
-from numpyro_fed.runtime.combine import combine
 from numpyro_fed.runtime.messages import Question, pack, read, write
+from numpyro_fed.runtime.step import combine
 
 KEYS = "keys"  # the question for a silo's public keys in a session
 PEERS = "peers"  # all silos' public keys

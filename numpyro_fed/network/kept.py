@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 from jax.typing import ArrayLike
 
 from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.files import private_folder, write_atomically
+from numpyro_fed.files import Store
 from numpyro_fed.runtime.messages import BEGINNINGS, Question, pack, read, unpack, write
 
 # Runs whose states a silo keeps. A call of ``nf.fit`` makes some six, of which it may correct any.
@@ -22,60 +20,6 @@ from numpyro_fed.runtime.messages import BEGINNINGS, Question, pack, read, unpac
 MAX_RUNS = 16
 # Ids of runs that were forgotten, so that a message that comes late does not begin one again.
 MAX_FORGOTTEN = 10_000
-
-
-class Store(Protocol):
-    """A place for named bytes that outlives the process."""
-
-    def put(self, name: str, content: bytes) -> None:
-        """Keep bytes under a name; a reader finds them whole, or those before."""
-
-    def get(self, name: str) -> bytes | None:
-        """Return the bytes of a name; None if there are none."""
-
-    def drop(self, name: str) -> None:
-        """Delete the bytes of a name."""
-
-    def names(self) -> Sequence[str]:
-        """Return all names, the one that was put first at the beginning."""
-
-
-class Memory(dict[str, bytes]):
-    """A store that ends with the process."""
-
-    def put(self, name: str, content: bytes) -> None:
-        self.pop(name, None)
-        self[name] = content
-
-    def drop(self, name: str) -> None:
-        self.pop(name, None)
-
-    def names(self) -> Sequence[str]:
-        return list(self)
-
-
-class Folder:
-    """A store of named bytes in a folder, each in a file that is whole or not there.
-
-    Only its owner can open it.
-    """
-
-    def __init__(self, path: str | Path):
-        self._path = private_folder(path)
-
-    def put(self, name: str, content: bytes) -> None:
-        write_atomically(self._path / name, lambda stream: stream.write(content))
-
-    def get(self, name: str) -> bytes | None:
-        file = self._path / name
-        return file.read_bytes() if file.exists() else None
-
-    def drop(self, name: str) -> None:
-        (self._path / name).unlink(missing_ok=True)
-
-    def names(self) -> list[str]:
-        files = [f for f in self._path.iterdir() if not f.name.startswith(".")]
-        return [f.name for f in sorted(files, key=lambda f: f.stat().st_mtime_ns)]
 
 
 @dataclass(frozen=True)
@@ -200,7 +144,7 @@ class KeptRuns:
     def get(self, run: str) -> RunStates | None:
         """Return the states of a run; None if the silo has none."""
         if run not in self.runs and self.store is not None:
-            content = self.store.get(_name(run))
+            content = self.store.get(run)
             if content is not None:
                 self.runs[run] = RunStates.from_bytes(content, self.shapes_of)
         if run in self.runs:
@@ -217,21 +161,15 @@ class KeptRuns:
         self.runs[run] = states
         self.runs.move_to_end(run)
         if self.store is not None:
-            self.store.put(_name(run), states.to_bytes())
+            self.store.put({run: states.to_bytes()})
         for old in list(self.runs)[:-MAX_RUNS]:
             del self.runs[old]
             self.forgotten[old] = None
         if self.store is not None:
             # Those of an earlier process, too, which this one may never have read.
-            for name in list(self.store.names())[:-MAX_RUNS]:
-                self.store.drop(name)
+            self.store.trim(MAX_RUNS)
         while len(self.forgotten) > MAX_FORGOTTEN:
             self.forgotten.popitem(last=False)
-
-
-def _name(run: str) -> str:
-    # Ids come from the server: a digest of one is a safe name of a file.
-    return hashlib.sha256(run.encode()).hexdigest()[:32]
 
 
 def shapes_of_states(inits: Sequence[Callable[..., Any]], data: object) -> list[Any]:

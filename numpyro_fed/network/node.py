@@ -1,4 +1,4 @@
-"""The node of a silo in a process of its own, which answers the server's messages.
+"""What a silo does with the messages of one method: it answers each from a state of its run.
 
 A message to a silo holds the name of an exchange, the id of the run, two numbers, the key of the
 noise and the leaves of ``Down`` (:class:`~numpyro_fed.runtime.messages.Question`). The reply holds
@@ -17,13 +17,15 @@ import hashlib
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from numpyro_fed.algorithms.base import (
     OUTER_LATENTS,
@@ -33,9 +35,13 @@ from numpyro_fed.algorithms.base import (
     unknown_exchange,
 )
 from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.files import Store
+from numpyro_fed.methods.rows import Method
+from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.network.kept import KeptRuns, RunStates, shapes_of_states
+from numpyro_fed.results.at_silo import AtSilo, Held
 from numpyro_fed.runtime.host import compile_visit
-from numpyro_fed.runtime.kept import KeptRuns, RunStates, Store, shapes_of_states
 from numpyro_fed.runtime.messages import (
     BEGIN,
     BEGINNINGS,
@@ -50,115 +56,56 @@ from numpyro_fed.runtime.messages import (
     write,
 )
 from numpyro_fed.runtime.noise import silo_key, typed_key
-from numpyro_fed.runtime.party import (
-    Built,
-    Held,
-    Ids,
-    Party,
-    Plan,
-    PlanSize,
-    PosteriorAtSilo,
-    SiloInput,
-)
+from numpyro_fed.runtime.party import PlanSize
 from numpyro_fed.runtime.step import MessageShapes, message_shapes
 from numpyro_fed.trees import drop_weak_types
 
+AnyMethod = Method[Any, Any] | VerticalMethod[Any]
 # Compiled exchanges that a silo keeps. A run has at most ten; a server that asks for corrections of
 # ever other settings would otherwise fill the silo's memory.
 MAX_PROGRAMS = 32
 
 
-class SiloNode(Generic[SiloInput, Plan, Built]):
-    """A silo in a process of its own, which answers the server's messages.
+class Node:
+    """A silo's part in one method of a server: it answers the messages of its runs.
 
-    Parameters
+    ``secret``, ``row_ids`` and ``allow_unhidden`` are those of :class:`numpyro_fed.Silo`, and
+    ``tell_latents`` is that of its policy.
+
+    Attributes
     ----------
-    method : SFVI, PVI, ...
-        The same text and settings as at the server.
-    silo : dict
-        The silo's data, which never leave it; for a client of :class:`numpyro_fed.VFL` its columns.
-    secret : jax.Array, "auto" or None
-        A key that only the silo knows, mixed into the keys of its noise. ``"auto"`` is a
-        new one from the operating system wherever noise hides what a silo sends (vertical models
-        with ``rho``), else none. With None all numbers are those of a run in one process, and a
-        server that keeps the keys of a run can take the noise off again; with a key of yours, a
-        server that sends the same key twice gets the same noise twice.
-    row_ids : array of int or str, optional
-        The ids of a client's rows. They do not leave it; the facts hold their SHA-256, by which the
-        server finds out whether all parties have the same rows in the same order.
-    allow_unhidden : bool
-        Whether to answer an exchange that sends, without noise, numbers that the method hides by
-        noise: the importance correction of a vertical model with ``rho``, which takes predictors.
-    tell_latents : bool
-        Whether to tell the server draws of the latents that the silo's rows share, such as a
-        hospital's effect: ``sample_posterior(silo="all")`` of its result asks for them.
-    store : Store, optional
-        A place on the disk for the states of runs, so that a new process goes on where the last one
-        has ended. By default they end with the process.
-
-    Raises
-    ------
-    ModelError
-        At a message before a plan was accepted, at one that comes late, at one from a state that
-        the silo does not have any more, and for an exchange that is not known, not allowed, or that
-        the silo's rows do not allow.
-    DataError
-        At a message of another kind than was agreed.
-
-    Examples
-    --------
-    Server and silos in one process, with bytes between them:
-
-    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
-    >>> import numpyro_fed as nf
-    >>> def model(y):
-    ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
-    ...     with nf.silo_plate("row", y.shape[0]):
-    ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
-    >>> pvi = nf.PVI(model)
-    >>> nodes = [nf.SiloNode(pvi, dict(y=np.array(y))) for y in ([1.0, 2.0], [3.0, 4.0, 5.0])]
-    >>> server = nf.ServerNode(pvi, [node.facts() for node in nodes])
-    >>> for j, node in enumerate(nodes):
-    ...     node.accept(server.plan, j)
-    >>> result = server.run(jax.random.key(0), 1, lambda j, message: nodes[j].handle(message))
-    >>> round(float(result.posterior()["mu"].mean), 3)
-    2.994
+    facts : str
+        The silo's facts, as JSON.
+    size : PlanSize
+        How large the accepted plan is.
     """
 
     def __init__(
         self,
-        method: Party[SiloInput, Plan, Built],
-        silo: SiloInput,
+        method: AnyMethod,
+        silo: Any,
         *,
         secret: Array | str | None = "auto",
-        row_ids: Ids = None,
+        row_ids: ArrayLike | None = None,
         allow_unhidden: bool = False,
         tell_latents: bool = False,
         store: Store | None = None,
     ):
-        self._fresh_noise, self._asked = False, 0
-        if not (secret is None or isinstance(secret, str)):
-            typed_key(secret)
+        self._asked = 0
+        # A server that repeats a key must not get the same noise again, or two replies at two
+        # places differ by the predictors alone.
+        self._fresh_noise = isinstance(secret, str) and method.hides_by_noise
         if isinstance(secret, str):
-            if secret != "auto":
-                raise ValueError(f"secret={secret!r}: expected a jax.random.key, 'auto' or None.")
-            secret = _unknown_key() if method.hides_by_noise else None
-            # A server that repeats a key must not get the same noise again, or two replies at two
-            # places differ by the predictors alone.
-            self._fresh_noise = secret is not None
+            secret = _unknown_key() if self._fresh_noise else None
         self._data = method.read_silo(silo)
-        self._facts = method.describe(silo, row_ids).to_json()
+        self.facts = method.describe(silo, row_ids).to_json()
         self._method, self._silo, self._secret = method, silo, secret
         self._allow_unhidden, self._store = allow_unhidden, store
         self._tell_latents = tell_latents
-        self._programs: dict[bool, _Programs[SiloInput, Plan, Built]] = {}
+        self._programs: dict[bool, _Programs] = {}
         self._accepted: tuple[str, int] | None = None
-        self._sampled: Sampled | None = None
+        self.sampled: Sampled | None = None
         self.size = PlanSize(0, 0, 0)
-
-    def facts(self) -> str:
-        """Return the silo's facts as JSON."""
-        return self._facts
 
     def for_other_runs(self, store: Store | None) -> Self:
         """Return a node for the runs of another server, which has nothing of the runs of this one.
@@ -166,7 +113,7 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
         Where it accepts the same plan, it compiles nothing again.
         """
         other = copy.copy(self)
-        other._store, other._sampled = store, None
+        other._store, other.sampled = store, None
         other._runs = other._no_runs()
         if self._fresh_noise:
             other._secret = _unknown_key()
@@ -175,9 +122,9 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
     def accept(self, plan: str, number: int) -> None:
         """Build the algorithm from the agreed plan, as silo ``number`` of all."""
         if (plan, number) != self._accepted:
-            agreed = self._method.read_plan(plan)
-            self._method.check_plan(agreed, self._facts, number)
-            built = self._method.build(agreed)
+            agreed: Any = self._method.read_plan(plan)
+            self._method.check_plan(agreed, self.facts, number)
+            built: Any = self._method.build(agreed)
             data = self._method.read_silo(self._silo, agreed, number)
             size = self._method.size_of(agreed, built, data)
             self._number, self._data, self.size = number, data, size
@@ -194,19 +141,20 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
         """Return the runs that are in the store, of which none was read yet."""
         return KeptRuns(self._store, lambda name: self._programs_of(name).state_shapes)
 
-    def _programs_of(self, beginning: str) -> _Programs[SiloInput, Plan, Built]:
+    def _programs_of(self, beginning: str) -> _Programs:
         """Return the programs for runs that began by the message ``beginning``."""
         without = beginning == WITHOUT_START
         if without not in self._programs:
             build = self._programs[False].built.without_start
             if build is None:
                 return self._programs[False]
-            self._programs[True] = _Programs(self._method, *build(), self._data)
+            plan, built = build()
+            self._programs[True] = _Programs(self._method, plan, built, self._data)
         return self._programs[without]
 
     def has_answered(self, message: bytes, question: Question) -> bool:
         """Return whether a message is the last one of its run, which has been answered."""
-        run = self._runs.get(question.run) if self._programs else None
+        run = self._runs.get(question.run)
         return run is not None and run.digest == hashlib.sha256(message).hexdigest()
 
     def exchange_of(self, question: Question) -> tuple[Exchange[Any, Any, Any], Any]:
@@ -217,16 +165,21 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
         ModelError
             For a run of which the silo has no state, and for an exchange that it does not know.
         """
-        run = self._runs.get(question.run) if self._programs else None
-        if run is None:
-            raise ModelError("this silo has no state of this run. Begin again.")
-        programs = self._programs_of(run.beginning)
+        programs = self._programs_of(self._run_of(question).beginning)
         return programs.exchange(question.id, self._number)
 
     def handle(self, message: bytes) -> bytes:
-        """Return the reply to a message of the server, as bytes."""
-        if not self._programs:
-            raise ModelError("this silo has not accepted a plan: call accept(plan, ...) first.")
+        """Return the reply to a message of the server, as bytes.
+
+        Raises
+        ------
+        ModelError
+            At a message that comes late, at one from a state that the silo does not have any more,
+            and for an exchange that is not known, not allowed, or that the silo's rows do not
+            allow.
+        DataError
+            At a message of another kind than was agreed.
+        """
         head, arrays = read(message)
         question, digest = Question.of(head), hashlib.sha256(message).hexdigest()
         run = self._runs.get(question.run)
@@ -249,12 +202,12 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
             raise ModelError(
                 f"silo {self._number} is asked for predictors without the noise that hides "
                 "them in a run, and does not give them: its owner may say so by "
-                "SiloNode(..., allow_unhidden=True)."
+                "Silo(..., allow_unhidden=True)."
             )
         if question.exchange == OUTER_LATENTS and not self._tell_latents:
             raise ModelError(
                 f"silo {self._number} does not tell the latents that its rows share. Its owner may "
-                "allow it: tell_latents = true in the policy, or SiloNode(..., tell_latents=True)."
+                "allow it: tell_latents = true in the policy."
             )
         exchange, expected = programs.exchange(question.id, self._number)
         key = self._key(arrays)
@@ -263,7 +216,7 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
         _refuse_unknown(arrays)
         sent, after = exchange.silo(noise, down, before, self._data)
         if isinstance(after, Sampled):
-            self._sampled = after
+            self.sampled = after
         reply = write(pack("reply", sent))
         stateful = question.exchange in programs.stateful
         run = run.step(question, digest, reply, after if stateful else before)
@@ -288,7 +241,7 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
                 )
             beginning, state = before.beginning, before.state_at(question)
         else:
-            beginning, self._sampled = question.exchange, None
+            beginning, self.sampled = question.exchange, None
             key_silo = jax.random.fold_in(self._key(arrays), self._number)
             _refuse_unknown(arrays)
             init = self._programs_of(beginning).init[beginning]
@@ -297,101 +250,20 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
         self._runs.put(question.run, run)
         return reply
 
-    def draws(self) -> dict[str, Array]:
-        """Return this client's latents at the last draws of all parties, ``{site: (n, ...)}``.
-
-        Sites have the names of the client's part of the text. Parties draw together at
-        :meth:`VerticalResult.sample_together` of the server.
-        """
-        if self._sampled is None:
-            raise DataError(
-                "there are no draws here: the server draws, and every client with it, by "
-                "sample_together(key, n) of a vertical model's result."
-            )
-        return self._sampled.values
-
     def predict(
-        self, key: Array, draws: bytes, new: Mapping[str, Any] | None = None, *, mean: bool = False
+        self, key: Array, draws: bytes, new: Mapping[str, Any] | None, *, mean: bool
     ) -> dict[str, Array]:
-        """Return posterior predictive draws at this silo, by its own latents; nothing leaves it.
-
-        Parameters
-        ----------
-        key : jax.Array
-            With the key that the server has given to ``draws_for_silo`` the numbers are those of
-            ``fitted.predict(key, new, silo=j, n=n)`` in one process.
-        draws : bytes
-            The message that ``draws_for_silo`` of the server's result has made for this silo.
-        new : dict or DataFrame, optional
-            The data to predict for, without outcomes; outcomes in it are not used. Latents of the
-            silo's outer plates (a hospital's effect) are drawn from their posterior, and those of
-            new rows from their prior. None for the silo's own rows, by all their latents.
-        mean : bool
-            Whether to return the mean of an outcome's distribution at each draw of the latents, in
-            the place of a drawn outcome, as :meth:`numpyro_fed.Posterior.predict` does.
-
-        Returns
-        -------
-        dict of str to array
-            Outcomes and deterministic sites, each ``(n, *shape)``.
-
-        Raises
-        ------
-        DataError
-            For new data that :meth:`numpyro_fed.Posterior.predict` refuses; for another message.
-        ModelError
-            If the silo has no state of that run any more: it keeps those of the last 16.
-
-        Examples
-        --------
-        >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
-        >>> import numpyro_fed as nf
-        >>> def model(x, y=None):
-        ...     slope = numpyro.sample("slope", dist.Normal(0, 10))
-        ...     with nf.silo_plate("row", len(x)):
-        ...         numpyro.sample("y", dist.Normal(slope * x, 1), obs=y)
-        >>> x = np.arange(1.0, 9)
-        >>> pvi = nf.PVI(model)
-        >>> nodes = [nf.SiloNode(pvi, dict(x=x, y=slope * x)) for slope in (2.9, 3.1)]
-        >>> server = nf.ServerNode(pvi, [node.facts() for node in nodes])
-        >>> for j, node in enumerate(nodes):
-        ...     node.accept(server.plan, j)
-        >>> result = server.run(jax.random.key(0), 1, lambda j, message: nodes[j].handle(message))
-        >>> message = result.draws_for_silo(jax.random.key(1), 1_000, silo=1)
-        >>> y = nodes[1].predict(jax.random.key(1), message, dict(x=np.array([10.0])))["y"]
-        >>> y.shape, round(float(y.mean()))
-        ((1000, 1), 30)
-        """
+        """Return posterior predictive draws at this silo, by its own latents."""
         posterior, arrays, held = self._at(draws)
         return posterior.predict(typed_key(key), arrays, held, new, mean=mean)
 
     def sample_posterior(self, key: Array, draws: bytes) -> dict[str, Array]:
-        """Return draws of the globals and of this silo's own latents; nothing leaves it.
-
-        Parameters
-        ----------
-        key : jax.Array
-        draws : bytes
-            As for :meth:`predict`.
-
-        Returns
-        -------
-        dict of str to array
-            Latent and deterministic sites, each ``(n, *shape)``. With the server's key they are
-            those of ``fitted.sample_posterior(key, n, silo=j)`` in one process.
-
-        Raises
-        ------
-        DataError, ModelError
-            As for :meth:`predict`.
-        """
+        """Return draws of the globals and of this silo's own latents."""
         posterior, arrays, held = self._at(draws)
         return posterior.sample_posterior(typed_key(key), arrays, held)
 
-    def _at(self, draws: bytes) -> tuple[PosteriorAtSilo, Mapping[str, np.ndarray], Held]:
+    def _at(self, draws: bytes) -> tuple[AtSilo, Mapping[str, np.ndarray], Held]:
         """Return the posterior at this silo for a message with draws, its arrays, and the state."""
-        if not self._programs:
-            raise ModelError("this silo has not accepted a plan: call accept(plan, ...) first.")
         head, arrays = read(draws)
         question = Question.of(head)
         if question.exchange != DRAWS:
@@ -432,15 +304,18 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
         return key
 
 
-class _Programs(Generic[SiloInput, Plan, Built]):
+@dataclass(eq=False)
+class _Programs:
     """The compiled functions of a silo, for one algorithm and its search."""
 
-    def __init__(
-        self, method: Party[SiloInput, Plan, Built], plan: Plan, built: Built, data: SiloData
-    ):
-        self.plan, self.built = plan, built
-        self._posteriors = OrderedDict[str, PosteriorAtSilo]()
-        self._method, self._data = method, data
+    method: AnyMethod
+    plan: Any
+    built: Any
+    data: SiloData
+
+    def __post_init__(self) -> None:
+        built, data = self.built, self.data
+        self._posteriors = OrderedDict[str, AtSilo]()
         inits = {BEGIN: built.algorithm.init_silo, SEARCH: built.first_algorithm.init_silo}
         inits[WITHOUT_START] = inits[BEGIN]
         self.init = {name: jax.jit(init) for name, init in inits.items()}
@@ -452,10 +327,10 @@ class _Programs(Generic[SiloInput, Plan, Built]):
         self._exchanges = OrderedDict()
         self._shapes: OrderedDict[ExchangeId, list[MessageShapes]] = OrderedDict()
 
-    def posterior(self, asked: ExchangeId) -> PosteriorAtSilo:
+    def posterior(self, asked: ExchangeId) -> AtSilo:
         """Return the posterior at the silo, by the settings of a message with draws."""
         if asked.settings not in self._posteriors:
-            made = self._method.posterior_at(self.plan, self.built, asked.read_settings())
+            made = self.method.posterior_at(self.plan, self.built, asked.read_settings())
             self._posteriors[asked.settings] = made
             while len(self._posteriors) > MAX_PROGRAMS:
                 self._posteriors.popitem(last=False)
@@ -464,10 +339,10 @@ class _Programs(Generic[SiloInput, Plan, Built]):
     def exchange(self, asked: ExchangeId, number: int) -> tuple[Exchange[Any, Any, Any], Any]:
         """Return an exchange, compiled, and the shapes of the server's message in it."""
         if asked not in self._exchanges:
-            self._method.check_exchange(self.built, asked, number, self._data)
-            round_, sender = self._method.round_of(self.built, asked)
+            self.method.check_exchange(self.built, asked, number, self.data)
+            round_, sender = self.method.round_of(self.built, asked)
             if round_.id not in self._shapes:
-                self._shapes[round_.id] = message_shapes(sender, (round_,), self._data)
+                self._shapes[round_.id] = message_shapes(sender, (round_,), self.data)
             known = {crossed.exchange.id: crossed for crossed in self._shapes[round_.id]}
             if asked not in known:
                 raise unknown_exchange(asked.name)
