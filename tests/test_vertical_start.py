@@ -20,7 +20,6 @@ from vertical_problems import (
 
 import numpyro_fed as nf
 from numpyro_fed.methods.base import SEARCHES
-from numpyro_fed.runtime.step import replayed_part
 
 
 def begun(vfl, *data):
@@ -122,15 +121,16 @@ def test_units_of_columns_do_not_matter():
 
 def test_with_rho_nothing_is_sent_without_noise_unasked():
     xs, y = data()
+    searched = ["try", "turn", "spread", "begin at the mode"]
     for settings, begins in (
-        (dict(), ["spread", "begin at the mode"]),
+        (dict(), searched),
         (dict(rho=1.0), ["begin at zero"]),
-        (dict(rho=1.0, start="mode"), ["spread", "begin at the mode"]),
+        (dict(rho=1.0, start="mode"), searched),
         (dict(rho=1.0, start=None), []),
         (dict(start=None), []),
     ):
         built = laid_open_columns(nf.VFL(logistic, **settings), xs, y).built
-        assert [exchange.name for exchange in built.begin_rounds] == begins
+        assert [x.name for round_ in built.search_rounds for x in round_.exchanges] == begins
 
 
 @pytest.mark.slow
@@ -150,9 +150,10 @@ def test_with_rho_clients_know_their_units_by_themselves(likelihood, double):
         np.testing.assert_allclose(root @ root.T, expected, rtol=1e-6)
     at_server = result.params["guide"]["latents"]["loc"]  # the server's mode where the sum is zero
     np.testing.assert_allclose(at_server, y.sum() / (len(y) + 0.49), rtol=1e-6)
-    built = inside(result).built
-    before = built.search.init_server(KEY)
-    down = replayed_part(built.begin_rounds[0], before, KEY, jnp.arange(1))
+    search, told = inside(result).built.search, []
+    server = search.init_server(KEY)
+    search.run(lambda _, down: told.append(down), KEY, server, inside(result).server_data)
+    (down,) = told
     assert not down.at_best.slope.any()
     assert (down.at_best.curvature == 4.0).all()
 

@@ -393,6 +393,19 @@ def stacked_reply(
     return reply
 
 
+def stacked_visit(visit: Visit[Any, Down, Silo, Up], *, little: bool) -> Visit[Any, Down, Silo, Up]:
+    """Return a silo's part of an exchange for a stack of silos, compiled, as of NumPy arrays."""
+    compiled = of_stack(visit, little=little)
+
+    def reply(noise: Any, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Up], Any]:
+        # Waited for in a way that Ctrl-C can end.
+        told, after = jax.block_until_ready(compiled(noise, down, state, data))
+        found: Reply[Up] = jax.tree.map(np.asarray, told)
+        return found, after
+
+    return reply
+
+
 class SharedParams(NamedTuple):
     """The parameters of the globals' guide, and the shared parameters, unconstrained."""
 

@@ -1,9 +1,4 @@
-"""The base class of methods for vertical models, and the start of their runs at a mode.
-
-The search goes in cycles (:func:`_search_mode`): rounds of conjugate gradients, preconditioned by
-each party's own Newton step, then exchanges that estimate the curvature of all parties together,
-from which a Newton step leads on.
-"""
+"""The base class of methods for vertical models, and the start of their runs at a mode."""
 
 from __future__ import annotations
 
@@ -23,8 +18,8 @@ from jax.typing import ArrayLike
 from tqdm.auto import tqdm
 
 from numpyro_fed.algorithms.base import ExchangeId, FederatedAlgorithm, Round
-from numpyro_fed.algorithms.vertical.begin import num_looks
 from numpyro_fed.algorithms.vertical.sample import SAMPLE
+from numpyro_fed.algorithms.vertical.search import NoModeError
 from numpyro_fed.errors import DataError, ModelError, StartWarning
 from numpyro_fed.methods.base import RUNTIMES, SEARCHES, FederatedMethod, Outcome, RunOptions
 from numpyro_fed.methods.mode import SEARCH
@@ -40,23 +35,15 @@ from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalStart
+from numpyro_fed.runtime.asking import Asked
 from numpyro_fed.runtime.crossing import Crossings
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import SEARCH as BEGIN_SEARCH
-from numpyro_fed.runtime.noise import typed_key
+from numpyro_fed.runtime.noise import exchange_key, server_key, typed_key
 from numpyro_fed.runtime.party import PlanSize
-from numpyro_fed.runtime.stack import Batches, Runtime, Single, State, on_device
-from numpyro_fed.runtime.supervise import drive
+from numpyro_fed.runtime.stack import Batches, Runtime, State, on_device
 from numpyro_fed.trees import drop_weak_types
 
-# Rounds of a cycle of the search, at most. A search takes some 10 to 60 exchanges as a rule; a run
-# begins where the rounds end, so that fewer would only begin it farther off.
-MAX_SEARCH_ROUNDS = 60
-# Cycles of the search: each but the first begins with a Newton step of all parties together.
-MAX_CYCLES = 5
-# Nats that a further Newton step may promise at the end of the search: it would move the mode by
-# less than a twentieth of an sd.
-MIN_GAIN = 1e-3
 # Folded into the key of a run for what comes before its rounds, whose numbers never come to it.
 OPENING = 2**31 - 1
 NEEDS_RESPONSE = (
@@ -331,67 +318,26 @@ def begin(
     runtime_of: Callable[[FederatedAlgorithm[Any, Any]], Runtime],
 ) -> tuple[State, VerticalStart | None]:
     """Return the first state of a run, and the mode if the run starts at one."""
-    built = fit.built
-    if built.search is None:
+    search = fit.built.search
+    if search is None:
         return fit.runtime.init(key, batches), None
-    search = built.search
-    runtime = fit.cached(SEARCH, lambda: runtime_of(search))
-    *spread_rounds, begin_round = (fit.quick_round(x, runtime) for x in built.begin_rounds)
+    runtime = fit.cached(SEARCH, lambda: runtime_of(search.algorithm))
     key_search = jax.random.fold_in(key, OPENING)
-    search_state: State | None = runtime.init(key_search, batches)
-    exchanges = 0
-    if search_state is not None and spread_rounds:
-        search_state, exchanges = _search_mode(
-            fit, key_search, search_state, batches, runtime, spread_rounds[0]
+    first = runtime.init(key_search, batches)
+    num_clients = len(fit.built.model.clients)
+    ask = Asked(runtime.transport(batches), key_search, num_clients, first.silos)
+    key_server = server_key(exchange_key(key_search, 0, 0, 1))
+    try:
+        server, log_density = search.run(ask, key_server, first.server, fit.server_data)
+    except NoModeError:
+        log_density = np.nan
+    if ask.unusable or np.isnan(log_density):
+        warnings.warn(
+            "no start was found where the log density and its derivatives are finite: the run "
+            "starts at zero in unconstrained space. Double precision may help.",
+            category=StartWarning,
+            stacklevel=3,
         )
-    if search_state is not None:
-        server, silos, info, _ = begin_round(
-            key_search, search_state.server, search_state.silos, batches, fit.server_data
-        )
-        if info.ok:
-            state = drop_weak_types(State(jnp.zeros((), jnp.int32), server, silos))
-            start = VerticalStart(-float(info.loss), exchanges + 1) if spread_rounds else None
-            return state, start
-    warnings.warn(
-        "no start was found where the log density and its derivatives are finite: the run starts "
-        "at zero in unconstrained space. Double precision may help.",
-        category=StartWarning,
-        stacklevel=3,
-    )
-    return fit.runtime.init(key, batches), None
-
-
-def _search_mode(
-    fit: VerticalFit,
-    key: Array,
-    state: State,
-    batches: Batches,
-    runtime: Runtime,
-    spread_round: Single,
-) -> tuple[State | None, int]:
-    """Return the state of the search at the mode, or None if it fails, and its exchanges."""
-    num_spreads = 0
-    for cycle in range(MAX_CYCLES):
-        run = drive(
-            runtime, key, state, batches, MAX_SEARCH_ROUNDS, False, fit.server_data, stop=True
-        )
-        if run.refused is not None:
-            raise run.refused
-        if run.failure is not None:
-            return None, 0
-        state = run.state
-        # The first estimate of the curvature begins at nothing and takes several exchanges; later
-        # ones begin at the last one.
-        for _ in range(1 if cycle else num_looks(fit.vertical)):
-            server, silos, info, _ = spread_round(
-                key, state.server, state.silos, batches, fit.server_data
-            )
-            if not info.ok:
-                return None, 0
-            state, num_spreads = state._replace(server=server, silos=silos), num_spreads + 1
-        # Steps that each party preconditions by itself are slow along ridges on which parties
-        # compensate for each other. The Newton step of all parties shows how far the mode still is.
-        if state.server.spread.ritz.gain <= MIN_GAIN:
-            break
-    # A round of the search has two exchanges.
-    return state, 2 * int(state.round) + num_spreads
+        return fit.runtime.init(key, batches), None
+    state = drop_weak_types(State(jnp.zeros((), jnp.int32), server, ask.silos))
+    return state, VerticalStart(log_density, ask.number) if search.vertical.width else None

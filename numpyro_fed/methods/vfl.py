@@ -17,10 +17,9 @@ from numpyro.infer.autoguide import AutoGuide
 from numpyro_fed.algorithms.base import IMPORTANCE, ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.algorithms.vertical.augmented import Augmented
 from numpyro_fed.algorithms.vertical.base import PartyType, Vertical
-from numpyro_fed.algorithms.vertical.begin import Beginning, spread, width_of
 from numpyro_fed.algorithms.vertical.power import Power
 from numpyro_fed.algorithms.vertical.sample import sample
-from numpyro_fed.algorithms.vertical.search import VerticalSearch
+from numpyro_fed.algorithms.vertical.search import VerticalSearch, width_of
 from numpyro_fed.algorithms.vertical.weigh import Weighing
 from numpyro_fed.errors import GuideError, StartWarning, positive_int
 from numpyro_fed.guides.amortised import Amortised
@@ -305,14 +304,12 @@ class VFL(VerticalMethod[VerticalResult]):
             algorithm = Power(vertical, len(clients), like, self.local_steps).algorithm()
         else:
             algorithm = Augmented(vertical, like, self.local_steps).algorithm()
-        spread_rounds = (spread(vertical),) if start == "mode" else ()
         return VerticalBuilt(
             vertical=vertical,
             algorithm=algorithm,
             sampling=partial(sample, vertical),
             static=roles.arguments[:1],
-            search=None if start is None else VerticalSearch(vertical, like).algorithm(),
-            begin_rounds=() if start is None else (*spread_rounds, Beginning(vertical).as_round()),
+            search=None if start is None else VerticalSearch(vertical, like),
         )
 
     def _settings(self, built: VerticalBuilt) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, Shared
 from numpyro_fed.algorithms.vertical.base import PartyState, PartyType
+from numpyro_fed.algorithms.vertical.search import VerticalSearch
 from numpyro_fed.errors import positive_int
 from numpyro_fed.guides import coupling
 from numpyro_fed.model.binding import Theta
@@ -39,18 +40,15 @@ class VerticalBuilt(BuiltRun):
         The model and the guides that approximate it.
     sampling : n -> Round
         The round in which all parties draw ``n`` times and keep their own draws.
-    search : FederatedAlgorithm or None
+    search : VerticalSearch or None
     static : tuple
         Plain values among the arguments of the model.
-    begin_rounds : tuple of Round
-        The rounds that lead from the states of the search to those of a run.
     """
 
     vertical: Any
     sampling: Callable[[int], Round]
-    search: FederatedAlgorithm[Any, Any] | None = None
+    search: VerticalSearch | None = None
     static: tuple[Any, ...] = ()
-    begin_rounds: tuple[Round, ...] = ()
 
     @property
     def model(self) -> VerticalModel:
@@ -60,16 +58,12 @@ class VerticalBuilt(BuiltRun):
     @property
     def first_algorithm(self) -> FederatedAlgorithm[Any, Any]:
         """Return the algorithm whose states a run begins with."""
-        return self.algorithm if self.search is None else self.search
+        return self.algorithm if self.search is None else self.search.algorithm
 
     @property
     def search_rounds(self) -> tuple[Round, ...]:
         """Return the rounds of the search for a start."""
-        if self.search is None:
-            return ()
-        # A single round of the beginning is that of start='own', which searches for nothing.
-        searching = (self.search.round,) if len(self.begin_rounds) > 1 else ()
-        return (*searching, *self.begin_rounds)
+        return () if self.search is None else (self.search.algorithm.round,)
 
 
 class VerticalStart(NamedTuple):

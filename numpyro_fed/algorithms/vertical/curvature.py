@@ -1,4 +1,4 @@
-"""Slopes and curvatures of a party's log density, Newton steps and modes."""
+"""Slopes and curvatures of a party's log density, and Newton steps."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.gaussian import Curvature
+from numpyro_fed.trees import AnyArray
 
 Function = Callable[[Array], Array]
 LEAST = 1e-6  # least curvature of a direction, as a share of the largest
-# Newton steps, and the shares of a step that are tried side by side. The number of steps is fixed:
-# a party's own problem is small, and a loop of fixed length needs no test.
-NEWTON_STEPS, SHARES = 30, tuple(2.0**-i for i in range(12))
 
 
 class Local(NamedTuple):
@@ -57,31 +55,14 @@ def at_point(log_density: Function, z: Array) -> tuple[Array, Array]:
     return jax.grad(log_density)(z), -jax.hessian(log_density)(z)
 
 
-def newton_step(curvature: Array, slope: Array) -> Array:
+def newton_step(curvature: AnyArray, slope: AnyArray) -> AnyArray:
     """Return the Newton direction, uphill."""
     return Curvature.of(curvature).positive(LEAST).solve(slope)
 
 
-def root_of(curvature: Array) -> Array:
+def root_of(curvature: AnyArray) -> AnyArray:
     """Return a lower triangular root (dim, dim) of the inverse curvature."""
     return Curvature.of(curvature).positive(LEAST).root_of_inverse()
-
-
-def mode_of(log_density: Function, z: Array) -> Array:
-    """Return the mode (dim,) of a party's log density, by Newton steps with a line search."""
-    if not z.size:
-        return z
-    shares = jnp.asarray(SHARES)
-
-    def step(z: Array, _: None) -> tuple[Array, None]:
-        slope, curvature = at_point(log_density, z)
-        trials = z + shares[:, None] * newton_step(curvature, slope)
-        values = jax.vmap(log_density)(trials)
-        values = jnp.where(jnp.isfinite(values), values, -jnp.inf)
-        best = values.argmax()
-        return jnp.where(values[best] > log_density(z), trials[best], z), None
-
-    return jax.lax.scan(step, z, None, length=NEWTON_STEPS)[0]
 
 
 def diagonal_curvature(fn: Function, total: Array) -> Array:

@@ -1,7 +1,7 @@
-r"""The search for the mode of all parties' latents, without sharing columns.
+r"""The start of a vertical run: the mode of all parties' latents, and how parties depend there.
 
-It is a nonlinear conjugate gradient method, preconditioned by each party's own Newton step. Every
-round has two exchanges.
+The search for the mode is a nonlinear conjugate gradient method, preconditioned by each party's own
+Newton step. It needs no columns of others (:meth:`VerticalSearch.climb`).
 
 1. The server sends two numbers, a point in the plane of the last two directions. Clients reply with
    their predictors and own log densities at the point, which are added up. The server accepts the
@@ -17,105 +17,167 @@ round has two exchanges.
 and replies with the changes of its predictor along it and along the last step. From the sums of
 these the server finds the best point of the plane, which is exact for linear predictors. At the end
 the inverse of that matrix is the covariance with which a client's guide starts.
+
+In coordinates in which each party's own curvature is one, the curvature of the joint density is
+
+.. math::
+    P = \sum_p T_p' (-\nabla^2 \log p_p) T_p
+    + \Big(\sum_p J_p T_p\Big)' \mathrm{diag}(h) \Big(\sum_p J_p T_p\Big),
+
+with ``T_p`` a root of the party's own covariance. Along directions of small curvature, changes of
+one party are compensated by others. They are found by a locally optimal block method (Knyazev
+2001), and a Newton step along them leads on (:meth:`VerticalSearch.spread`):
+
+1. every party holds its rows of a random basis, and sends the change of its predictor along each
+   basis vector; the server receives the sum over parties;
+2. the server solves the small eigenvalue problem, and sends the combinations of the basis;
+3. where the basis does not span all directions, residuals become its other half. For these the
+   server sends the change of the likelihood's slope along each direction. A client can infer from
+   it which columns the others' predictors span.
+
+With eigenvalues :math:`\lambda` and eigenvectors ``U``, the joint covariance is
+:math:`\tau T (I + V V') T'` with :math:`V = U\, \mathrm{diag}(\sqrt{1 / (\tau \lambda) - 1})`.
+``tau`` is one over the largest eigenvalue if all are known, and one otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import (
-    Ask,
+    AskSilos,
     Exchange,
     FederatedAlgorithm,
-    Info,
     Private,
-    Replies,
     Reply,
     Round,
     Shared,
+    Up,
+    asked_directly,
+    key_as_noise,
+    stacked_visit,
 )
-from numpyro_fed.algorithms.vertical.base import PinnedLatents, Vertical
+from numpyro_fed.algorithms.expand import shape
+from numpyro_fed.algorithms.vertical.base import (
+    ClientState,
+    PartyStart,
+    PartyType,
+    PinnedLatents,
+    ServerState,
+    Vertical,
+)
 from numpyro_fed.algorithms.vertical.curvature import (
     Function,
     Local,
     at_point,
     diagonal_curvature,
     newton_step,
+    root_of,
 )
 from numpyro_fed.frame import identity
 from numpyro_fed.gaussian import Curvature
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.trees import all_finite, where
+from numpyro_fed.programs import compiled_method, jit_once
+from numpyro_fed.trees import AnyArray, Numbers, all_finite, namespace, where
 
+# Rounds of a cycle of the search, at most. A search takes some 10 to 60 exchanges as a rule; a run
+# begins where the rounds end, so that fewer would only begin it farther off.
+MAX_ROUNDS = 60
+# Cycles of the search: each but the first begins with a Newton step of all parties together.
+MAX_CYCLES = 5
+# Nats that a further Newton step may promise at the end of the search: it would move the mode by
+# less than a twentieth of an sd.
+LITTLE_GAIN = 1e-3
 PLANE_STEPS = 10  # of Newton's method in the plane, at the server: two numbers, so they are cheap
 MIN_GAIN = 1e-3, 1e-6  # nats that the plane promises, and share of the log density: the end
 QUIET_ROUNDS = 2  # such rounds in a row
+# Exchanges for the basis: if it spans all directions, and if not. A complete basis needs one, and
+# two more refine the Rayleigh quotients; the block method converges over several.
+COMPLETE, OTHERWISE = 3, 10
+PARALLEL = 1e-5  # relative Gram eigenvalue below which basis vectors count as dependent
+SPARE = 5  # columns of a basis beyond all directions: square random ones may be nearly singular
+# Newton steps of the server by itself, and the shares of a step that are tried.
+OWN_STEPS, SHARES = 30, tuple(2.0**-i for i in range(12))
 
 Newton = tuple[Array, Array, Array]  # a point, its height and the damping
 
 
-class Basis(NamedTuple):
-    """A party's rows of a basis for directions of all parties' latents.
-
-    ``rows`` is (dim, width). ``directions`` (dim, width) are the same in the latents' own units.
-    ``anchor`` (dim, rank) has the first columns of the first basis, and never changes.
-    """
-
-    rows: Array
-    directions: Array
-    anchor: Array
-
-    @classmethod
-    def random(cls, key: Array, dim: int, v: Vertical) -> Basis:
-        """Return a random first basis."""
-        rows = jax.random.normal(key, (dim, v.width))
-        return cls(rows, jnp.zeros_like(rows), rows[:, : v.rank])
+class NoModeError(Exception):
+    """The signal that no start was found at which all numbers are finite."""
 
 
-class Spread(NamedTuple):
-    """The server's findings on the basis, besides those that it sends (``ritz``).
+class Party(NamedTuple):
+    """A party's state of the search.
 
-    ``turned`` (dim, width) are its own rows of the curvature times the directions, ``newton``
-    (width,) is a step along them to try, and ``angles`` (rank, rank) are products of the best
-    directions with the anchor.
-    """
-
-    ritz: RitzValues
-    turned: Array
-    newton: Array
-    angles: Array
-
-
-class Server(NamedTuple):
-    """The server's state of the search.
-
-    ``z`` is the best point so far. ``direction`` and ``last`` span the plane, and ``ab`` is the
-    point in it that is tried next. ``total`` is the sum of all predictors at the best point;
-    ``slope`` and ``curvature`` are those of the log likelihood with respect to it. Before the
-    search the curvature is that of an auxiliary variable. ``pinned`` says where latents above
-    others stay.
+    ``z`` is the best point so far; ``direction`` and ``last`` span the plane of the next step, and
+    ``step`` leads to the point that is tried. ``basis`` (dim, width) are its rows of a basis for
+    directions of all parties' latents, ``directions`` the same in the latents' own units, and
+    ``anchor`` (dim, rank) the first columns of the first basis.
     """
 
     theta: dict[str, Any]
     pinned: PinnedLatents
-    z: Array
-    direction: Array
-    last: Array
-    ab: Array
-    better: Array
-    value: Array
-    total: Array
-    slope: Array
-    curvature: Array
-    quiet: Array
-    basis: Basis
-    spread: Spread
+    z: Numbers
+    direction: Numbers
+    last: Numbers
+    step: Numbers
+    basis: Numbers
+    directions: Numbers
+    anchor: Numbers
+
+    def moved(self, trial: Trial) -> Party:
+        """Return the party with its own step (dim,) from the best point to the trial point."""
+        plane = trial.ab[0] * self.direction + trial.ab[1] * self.last
+        return self._replace(step=plane + self.directions @ trial.newton)
+
+    def accepted(self) -> Party:
+        """Return the party with the trial point as its best one."""
+        return self._replace(z=self.z + self.step, last=self.step)
+
+
+class Trial(NamedTuple):
+    """The point to try: coordinates in the plane (2,), and a step along the basis (width,)."""
+
+    ab: Numbers
+    newton: Numbers
+
+
+class Tried(NamedTuple):
+    """A client's message on a trial point: its predictor, and its own log density."""
+
+    predictor: Numbers
+    own: Numbers
+
+
+class Slopes(NamedTuple):
+    """A message of the server: whether the trial was accepted, slope and curvature in the sum."""
+
+    better: Numbers
+    slope: Numbers
+    curvature: Numbers
+
+
+class Along(NamedTuple):
+    """A client's message on some directions: the two of its plane, or those of its basis.
+
+    ``predictor`` (k, rows, ...) is the change of its predictor along each. ``slope`` (k,) and
+    ``curvature`` (k, k) are those of its own log density. Of a basis ``gram`` (k, k) are the
+    products of its rows, and ``anchor`` (k, rank) those with its rows of the anchor.
+    """
+
+    predictor: Numbers
+    slope: Numbers
+    curvature: Numbers
+    gram: Any = ()
+    anchor: Any = ()
 
 
 class RitzValues(NamedTuple):
@@ -124,69 +186,77 @@ class RitzValues(NamedTuple):
     ``looks`` counts exchanges. ``combine`` (width, width) has the combinations of the basis, and
     ``curvatures`` (width,) the curvatures along them, smallest first. ``pull`` (width, rows, ...)
     is minus the change of the slope with respect to the sum along each; it is empty if the basis
-    spans all directions. ``gain`` is the predicted gain of a Newton step along them, in nats.
+    spans all directions.
     """
 
-    looks: Array
-    combine: Array
-    curvatures: Array
-    pull: Array
-    gain: Array
+    looks: Numbers
+    combine: Numbers
+    curvatures: Numbers
+    pull: Numbers
 
 
-class Client(NamedTuple):
-    """A client's state of the search: the best point, the plane, the trial step and the basis."""
+class ToSpread(NamedTuple):
+    """A message of the server: the slope at the best point, and its findings on the basis."""
 
-    theta: dict[str, Any]
-    pinned: PinnedLatents
-    z: Array
-    direction: Array
-    last: Array
-    step: Array
-    basis: Basis
+    at_best: Slopes
+    ritz: RitzValues
 
 
-class TrialPoint(NamedTuple):
-    """The point to try: coordinates in the plane (2,), and a step along the basis (width,)."""
+class ToBegin(NamedTuple):
+    """A message of the server at the start of a run.
 
-    ab: Array
-    newton: Array
-
-
-class Tried(NamedTuple):
-    """A client's message on a trial point: its predictor, and its own log density."""
-
-    predictor: Array
-    own: Array
-
-
-class SlopeMessage(NamedTuple):
-    """A message of the server: whether the trial was accepted, slope and curvature in the sum."""
-
-    better: Array
-    slope: Array
-    curvature: Array
-
-
-class Along(NamedTuple):
-    """A client's message on its plane.
-
-    ``predictor`` (2, rows, ...) is the change of its predictor along both directions; ``slope``
-    (2,) and ``curvature`` (2, 2) are those of its own log density.
+    It has the slope at the best point, ``combine`` (width, rank), which makes the shares in the
+    shared noise of the basis, and ``tau``.
     """
 
-    predictor: Array
-    slope: Array
-    curvature: Array
+    at_best: Slopes
+    combine: Any
+    tau: Numbers
+
+
+class Point(NamedTuple):
+    """The server's log density at a point of its latents and a sum, with its derivatives.
+
+    ``slope`` and ``curvature``, of the sum's shape, are those of the log likelihood with respect to
+    the sum; ``by_z`` (dim,) and ``by_zz`` (dim, dim) slope and curvature in its own latents.
+    """
+
+    value: Numbers
+    total: Numbers
+    slope: Numbers
+    curvature: Numbers
+    by_z: Numbers
+    by_zz: Numbers
+
+
+class Spread(NamedTuple):
+    """The server's findings on the basis, besides those that it sends (``ritz``).
+
+    ``turned`` (dim, width) are its own rows of the curvature times the directions, ``newton``
+    (width,) is a step along them to try, whose gain is ``gain`` nats, and ``angles`` (rank, rank)
+    are products of the best directions with the anchor.
+    """
+
+    ritz: RitzValues
+    turned: np.ndarray
+    newton: np.ndarray
+    angles: np.ndarray
+    gain: float
+
+
+def width_of(dim: int, rank: int, most: int) -> int:
+    """Return the width of the basis: for all directions or twice the rank, at most ``most``."""
+    return min(dim + SPARE, max(2 * rank, 1), most)
 
 
 @dataclass(frozen=True, eq=False)
 class VerticalSearch:
-    """The search as pure functions.
+    """The search, and the first states of a run, as a plain program of questions to clients.
 
     Attributes
     ----------
     vertical : Vertical
+        Without a basis (a ``width`` of zero) nothing is searched for.
     server_like : SiloData
         Shapes of the server's data.
     """
@@ -194,190 +264,411 @@ class VerticalSearch:
     vertical: Vertical
     server_like: SiloData
 
-    def algorithm(self) -> FederatedAlgorithm[Server, Client]:
-        """Return the search as pure functions."""
-        exchanges = (
-            Exchange("try", self.try_point, lenient=True),
-            Exchange("turn", self.find_direction),
+    @cached_property
+    def exchanges(self) -> tuple[Exchange[Any, Any, Any], ...]:
+        """Return the exchanges by which a search asks, the last one begins the run."""
+        v, sum_ = self.vertical, self.vertical.model.shape
+        width, rank = v.width, v.rank
+        yes: Any = jax.ShapeDtypeStruct((), bool)
+        number: Any = jax.ShapeDtypeStruct((), jnp.int32)
+        slopes = Slopes(yes, shape(*sum_), shape(*sum_))
+        pull = shape(0 if v.complete else width, *sum_)
+        ritz = RitzValues(number, shape(width, width), shape(width), pull)
+        basis = Along(
+            *(shape(width, *sum_), shape(width), shape(width, width)),
+            *(shape(width, width), shape(width, rank)),
         )
+
+        def exchange(name: str, silo: Any, *like: Any, **options: Any) -> Exchange[Any, Any, Any]:
+            visit = stacked_visit(silo, little=True)
+            # A point that is too far for a client is a failed step, which the server sees.
+            options = {"lenient": True, "stacked": True, "like": lambda: like, **options}
+            return Exchange(name, visit, **options)
+
+        to_begin = ToBegin(slopes, shape(width, rank) if rank and width else None, shape())
+        begin = self.first, to_begin, ()
+        if not width:
+            return (exchange("begin at zero", *begin, lenient=False, silo_noise=key_as_noise),)
+        tried, in_plane = (
+            Tried(shape(*sum_), shape()),
+            Along(shape(2, *sum_), shape(2), shape(2, 2)),
+        )
+        return (
+            exchange("try", self.try_point, Trial(shape(2), shape(width)), tried),
+            exchange("turn", self.turn, slopes, in_plane),
+            exchange("spread", self.along_basis, ToSpread(slopes, ritz), basis),
+            exchange("begin at the mode", *begin, lenient=False, silo_noise=key_as_noise),
+        )
+
+    @cached_property
+    def algorithm(self) -> FederatedAlgorithm[Party, Party]:
+        """Return first states and exchanges, as other parties know them."""
         return FederatedAlgorithm(
             self.init_server,
-            self.init_client,
-            Round(exchanges, self.round),
-            lambda state: Shared(state.theta, {}, identity(state.z.shape)),
-            lambda state: Private(state.theta, {}),
-            done=lambda state: state.quiet >= QUIET_ROUNDS,
+            lambda key, data: self._init(self.vertical.kind(data), key, data),
+            Round(self.exchanges, asked_directly),
+            lambda party: Shared(party.theta, {}, identity(party.z.shape)),
+            lambda party: Private(party.theta, {}),
             server_like=self.server_like,
         )
 
-    def init_server(self, key: Array) -> Server:
-        v, model = self.vertical, self.vertical.model
+    def init_server(self, key: Array) -> Party:
+        """Return the server's first state."""
+        model = self.vertical.model
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.server_like)
-        party_model, sum_ = v.server.model, jnp.zeros(model.shape)
-        given, zeros_z = model.with_total(zeros, sum_), jnp.zeros(party_model.dim)
-        key_pin, key_theta, key_basis = jax.random.split(key, 3)
-        pinned = v.server.pin(key_pin, given)
-        ritz = RitzValues(
-            looks=jnp.zeros((), jnp.int32),
-            combine=jnp.eye(v.width),
-            curvatures=jnp.ones(v.width),
-            pull=jnp.zeros((0 if v.complete else v.width, *model.shape)),
-            gain=jnp.zeros(()),
-        )
-        return Server(
-            theta=party_model.init_theta(key_theta, given),
-            pinned=pinned,
-            z=pinned.place,
-            direction=zeros_z,
-            last=zeros_z,
-            ab=jnp.zeros(2),
-            better=jnp.array(True),
-            # Any first point is better. Minus infinity would make differences of values NaN.
-            value=jnp.array(-jnp.finfo(sum_.dtype).max),
-            total=sum_,
-            slope=sum_,
-            curvature=jnp.full(model.shape, 0.0 if v.rho is None else v.rho**-2),
-            quiet=jnp.zeros((), jnp.int32),
-            basis=Basis.random(key_basis, party_model.dim, v),
-            spread=Spread(
-                ritz,
-                turned=jnp.zeros((party_model.dim, v.width)),
-                newton=jnp.zeros(v.width),
-                angles=jnp.eye(v.rank),
-            ),
+        return self._init(
+            self.vertical.server, key, model.with_total(zeros, jnp.zeros(model.shape))
         )
 
-    def init_client(self, key: Array, data: SiloData) -> Client:
-        v, kind = self.vertical, self.vertical.kind(data)
+    def _init(self, kind: PartyType, key: Array, data: SiloData) -> Party:
+        v, dim = self.vertical, kind.model.dim
         key_pin, key_theta, key_basis = jax.random.split(key, 3)
-        party_model, pinned, zeros_z = (
-            kind.model,
-            kind.pin(key_pin, data),
-            jnp.zeros(kind.model.dim),
+        theta, pinned = kind.model.init_theta(key_theta, data), kind.pin(key_pin, data)
+        zeros, basis = jnp.zeros(dim), jax.random.normal(key_basis, (dim, v.width))
+        anchor = basis[:, : v.rank]
+        return Party(
+            theta, pinned, pinned.place, zeros, zeros, zeros, basis, jnp.zeros_like(basis), anchor
         )
-        return Client(
-            theta=party_model.init_theta(key_theta, data),
-            pinned=pinned,
-            z=pinned.place,
-            direction=zeros_z,
-            last=zeros_z,
-            step=zeros_z,
-            basis=Basis.random(key_basis, party_model.dim, v),
-        )
+
+    def _functions(self, party: Party, data: SiloData) -> tuple[Function, Function]:
+        """Return a client's predictor, and its own log density, as functions of its latents."""
+        kind = self.vertical.kind(data)
+
+        def density_at(z: Array) -> tuple[Array, Array]:
+            point, log_pinned = kind.below(z, party.pinned)
+            g, own_log_p = self.vertical.model.predict(kind.model, party.theta, point, data)
+            return g, own_log_p + log_pinned
+
+        return lambda z: density_at(z)[0], lambda z: density_at(z)[1]
+
+    def _local(self, party: Party, data: SiloData, at_best: Slopes) -> Local:
+        predict, own_log_p = self._functions(party, data)
+        return Local.at(predict, own_log_p, party.z, at_best.slope, at_best.curvature)
+
+    def _along(self, party: Party, data: SiloData, local: Local, directions: Array) -> Along:
+        """Return what a client says of some directions (dim, k)."""
+        predict = self._functions(party, data)[0]
+        change = jax.vmap(lambda d: jax.jvp(predict, (party.z,), (d,))[1])(directions.T)
+        curvature = -directions.T @ local.own_hessian @ directions
+        return Along(change, directions.T @ local.own_slope, curvature)
 
     def try_point(
-        self, noise: object, down: TrialPoint, state: Client, data: SiloData
-    ) -> tuple[Reply[Tried], Client]:
-        step = step_of(down, state)
-        tried = Tried(*client_density(self.vertical, state, data)(state.z + step))
-        return Reply(tried, all_finite(tried)), state._replace(step=step)
+        self, noise: object, down: Trial, party: Party, data: SiloData
+    ) -> tuple[Reply[Tried], Party]:
+        party = party.moved(down)
+        tried = Tried(*(f(party.z + party.step) for f in self._functions(party, data)))
+        return Reply(tried, all_finite(tried)), party
 
-    def accept_or_reject(self, state: Server, replies: Replies[Tried], data: SiloData) -> Server:
-        """Return the state after a trial: its best point is the better one of both."""
-        total, step = replies.up.predictor, step_of(trial_point(state), state)
-        z = state.z + step
+    def turn(
+        self, noise: object, down: Slopes, party: Party, data: SiloData
+    ) -> tuple[Reply[Along], Party]:
+        party = where(down.better, party.accepted(), party)
+        local = self._local(party, data, down)
+        party = party._replace(direction=local.newton())
+        up = self._along(party, data, local, jnp.stack([party.direction, party.last], 1))
+        return Reply(up, all_finite(up)), party
 
-        def log_p(total: Array) -> Array:
-            return server_density(self.vertical, state, data)(z, total)
+    def along_basis(
+        self, noise: object, down: ToSpread, party: Party, data: SiloData
+    ) -> tuple[Reply[Along], Party]:
+        local = self._local(party, data, down.at_best)
+        T = local.root()
 
-        value = log_p(total) + replies.up.own
-        slope, curvature = jax.grad(log_p)(total), diagonal_curvature(log_p, total)
-        finite = replies.ok & all_finite((value, slope, curvature))
-        rounding = 1e-6 * jnp.abs(state.value)
-        better = finite & (value >= state.value - jnp.where(state.quiet > 0, rounding, 0.0))
-        tried = state._replace(
-            z=z, last=step, value=value, total=total, slope=slope, curvature=curvature
-        )
-        best = where(better, tried, state)
-        spread = best.spread._replace(newton=jnp.zeros_like(state.spread.newton))
-        return best._replace(better=better, spread=spread)
+        def rows(basis: Array) -> Array:
+            _, vjp = jax.vjp(self._functions(party, data)[0], party.z)
+            pulled = jax.vmap(lambda pull: vjp(pull)[0])(down.ritz.pull)
+            return (pulled @ T).T - T.T @ local.own_hessian @ T @ basis
 
-    def find_direction(
-        self, noise: object, down: SlopeMessage, state: Client, data: SiloData
-    ) -> tuple[Reply[Along], Client]:
-        moved = state._replace(z=state.z + state.step, last=state.step)
-        state = where(down.better, moved, state)
+        basis = self._next_basis(party.basis, down.ritz, rows)
+        party = party._replace(basis=basis, directions=T @ basis)
+        up = self._along(party, data, local, party.directions)
+        up = up._replace(gram=basis.T @ basis, anchor=basis.T @ party.anchor)
+        return Reply(up, all_finite(up)), party
 
-        predict, own_log_p = client_functions(self.vertical, state, data)
-        local = Local.at(predict, own_log_p, state.z, down.slope, down.curvature)
-        plane = jnp.stack([local.newton(), state.last])
-        along = jax.vmap(lambda d: jax.jvp(predict, (state.z,), (d,))[1])(plane)
-        up = Along(along, plane @ local.own_slope, plane @ local.own_hessian @ plane.T)
-        return Reply(up, all_finite(up)), state._replace(direction=plane[0])
+    def _next_basis(
+        self, basis: AnyArray, ritz: RitzValues, rows: Callable[[AnyArray], AnyArray]
+    ) -> AnyArray:
+        """Return a party's rows of the next basis; ``rows`` gives those of ``P`` times a basis."""
+        v, xp = self.vertical, namespace(basis)
+        new = basis @ ritz.combine
+        if not v.complete:
+            half = v.width // 2
+            residual = rows(new) - new * ritz.curvatures
+            new = xp.concatenate([new[:, : v.width - half], residual[:, :half]], 1)
+        return xp.where(ritz.looks == 0, basis, new)
 
-    def plan_step(self, state: Server, up: Along, data: SiloData) -> Server:
-        """Return the state with the next point in the plane."""
-        log_p = server_density(self.vertical, state, data)
-        slope, curvature = at_point(lambda z: log_p(z, state.total), state.z)
-        direction = newton_step(curvature, slope)
-        plane = jnp.stack([direction, state.last])
+    def first(
+        self, noise: Array, down: ToBegin, party: Party, data: SiloData
+    ) -> tuple[Reply[tuple[()]], ClientState]:
+        root = self._local(party, data, down.at_best).root()
+        start = self._start(party, root, down.combine, down.tau, noise)
+        centre = self._functions(party, data)[0](party.z)
+        after = self.vertical.client_at(noise, data, party.theta, start, centre)
+        return Reply((), all_finite(after)), after
+
+    def _start(
+        self, party: Party, root: Array, combine: Array | None, tau: Array, key: Array
+    ) -> PartyStart:
+        """Return the start of a party's guide."""
+        v, z = self.vertical, jnp.asarray(party.z)
+        if not v.rank:
+            return PartyStart(z, root)
+        coupling = v.random_coupling(key, len(z)) if combine is None else party.basis @ combine
+        return PartyStart(z, jnp.sqrt(tau) * root, coupling)
+
+    def _log_p(self, party: Party, data: SiloData) -> Callable[[Array, Array], Array]:
+        """Return the server's log density, as a function of its latents and the sum."""
+        v = self.vertical
+
+        def density_at(z: Array, total: Array) -> Array:
+            point, log_pinned = v.server.below(z, party.pinned)
+            return sum(v.model.log_server(party.theta, point, total, data), log_pinned)
+
+        return density_at
+
+    @compiled_method(jit_once)
+    def _expand(self, party: Party, total: Array, data: SiloData) -> Point:
+        """Return the log density at a party's best point and a sum."""
+        log_p, z = self._log_p(party, data), party.z
+        value, slope = jax.value_and_grad(log_p, 1)(z, total)
+        curvature = diagonal_curvature(lambda total: log_p(z, total), total)
+        return Point(value, total, slope, curvature, *at_point(lambda z: log_p(z, total), z))
+
+    @compiled_method(jit_once)
+    def _in_plane(
+        self, party: Party, total: Array, up: Along, data: SiloData
+    ) -> tuple[Array, Array]:
+        """Return the best point (2,) of the plane, and its gain."""
+        log_p, plane = self._log_p(party, data), jnp.stack([party.direction, party.last])
 
         def log_p_at(ab: Array) -> Array:
-            total = state.total + jnp.tensordot(ab, up.predictor, 1)
-            own_log_p = ab @ up.slope + 0.5 * ab @ up.curvature @ ab
-            return log_p(state.z + ab @ plane, total) + own_log_p
+            own_log_p = ab @ up.slope - 0.5 * ab @ up.curvature @ ab
+            total_at = total + jnp.tensordot(ab, up.predictor, 1)
+            return log_p(party.z + ab @ plane, total_at) + own_log_p
 
-        ab, gain = _maximise_in_plane(log_p_at)
-        # After a step that was rejected, a quarter of it is tried: the quadratic model of the plane
-        # was wrong there, and would give the same point again.
-        ab = jnp.where(state.better, ab, 0.25 * state.ab)
-        no_gain = (gain < MIN_GAIN[0] + MIN_GAIN[1] * jnp.abs(state.value)) & state.better
-        quiet = jnp.where(no_gain, state.quiet + 1, 0)
-        return state._replace(direction=direction, ab=ab, quiet=quiet)
+        return _maximise_in_plane(log_p_at)
 
-    def round(self, state: Server, noise: object, ask: Ask) -> tuple[Server, Info]:
-        tried = ask("try", trial_point(state))
-        best = self.accept_or_reject(state, tried, ask.server_data)
-        along: Along = ask("turn", slope_message(best)).up
-        after = self.plan_step(best, along, ask.server_data)
-        return after, Info(-best.value, all_finite(after.ab))
+    @compiled_method(jit_once)
+    def _changes(
+        self, party: Party, total: Array, along: Array, data: SiloData
+    ) -> tuple[Array, Array]:
+        """Return minus the changes of the slopes in latents and in the sum along the basis."""
+        slopes = jax.grad(self._log_p(party, data), (0, 1))
+
+        def change(by_z: Array, by_total: Array) -> tuple[Array, Array]:
+            changed = jax.jvp(slopes, (party.z, total), (by_z, by_total))[1]
+            return jax.tree.map(jnp.negative, changed)
+
+        return jax.vmap(change)(party.directions.T, along)
+
+    @compiled_method(jit_once)
+    def _first_state(
+        self, key: Array, party: Party, root: Array, combine: Array | None, tau: Array
+    ) -> ServerState:
+        """Return the server's first state of a run."""
+        start = self._start(party, root, combine, tau, key)
+        return self.vertical.server_at(key, party.theta, start)
+
+    @np.errstate(all="ignore")  # of points that are too far
+    def run(
+        self, ask: AskSilos, key: Array, party: Party, data: SiloData
+    ) -> tuple[ServerState, float]:
+        """Return the server's first state of a run, and the log density where it begins.
+
+        Clients have their first states then.
+
+        Raises
+        ------
+        NoModeError
+            If numbers are not finite.
+        """
+        v, sum_ = self.vertical, np.zeros(self.vertical.model.shape, jnp.result_type(float))
+        party = jax.tree.map(np.asarray, party)
+        if v.width:
+            party, best, spread = self.mode(ask, party, data)
+            slopes = Slopes(np.array(True), best.slope, best.curvature)
+            combine, tau = self._coupling_and_tau(spread)
+        else:
+            # Clients start at zero, and the server at its own mode.
+            party, best = self._own_mode(party, sum_, data)
+            slopes = Slopes(np.array(True), sum_, np.full_like(sum_, (v.rho or np.inf) ** -2))
+            combine, tau = None, np.ones(())
+        ask(self.exchanges[-1], _real(ToBegin(slopes, combine, tau)))
+        root = root_of(best.by_zz)
+        server = self._first_state(key, party, *_real((root, combine, tau)))
+        if not _finite(server):
+            raise NoModeError
+        return server, float(best.value)
+
+    def mode(self, ask: AskSilos, party: Party, data: SiloData) -> tuple[Party, Point, Spread]:
+        """Return the server's state and its log density at the mode, and the curvature there."""
+        v, width = self.vertical, self.vertical.width
+        pull = np.zeros((0 if v.complete else width, *v.model.shape))
+        ritz = RitzValues(np.zeros((), np.int32), np.eye(width), np.ones(width), pull)
+        spread = Spread(ritz, np.zeros_like(party.basis), np.zeros(width), np.eye(v.rank), np.inf)
+        best: Point | None = None
+        for cycle in range(MAX_CYCLES):
+            party, best = self.climb(ask, party, best, spread.newton, data)
+            # The first estimate of the curvature begins at nothing and takes several exchanges;
+            # later ones begin at the last one.
+            for _ in range(1 if cycle else COMPLETE if v.complete else OTHERWISE):
+                party, spread = self.spread(ask, party, best, spread, data)
+            # Steps that each party preconditions by itself are slow along ridges on which parties
+            # compensate for each other. The Newton step of all parties shows how far the mode is.
+            if spread.gain <= LITTLE_GAIN:
+                break
+        return party, best, spread
+
+    def climb(
+        self,
+        ask: AskSilos,
+        party: Party,
+        best: Point | None,
+        newton: np.ndarray,
+        data: SiloData,
+    ) -> tuple[Party, Point]:
+        """Return the server's state where conjugate gradients end, from a step along the basis."""
+        ab, quiet = np.zeros(2), 0
+        for _ in range(MAX_ROUNDS):
+            trial = Trial(ab, newton)
+            tried: Tried = ask(self.exchanges[0], _real(trial))
+            party = party.moved(trial)
+            found = self._at(party.accepted(), tried.predictor, data)
+            found = found._replace(value=found.value + tried.own)
+            better = _finite(found)
+            if best is not None:
+                rounding = 1e-6 * abs(best.value) if quiet else 0.0
+                better = better and found.value >= best.value - rounding
+            if better:
+                party, best = party.accepted(), found
+            if best is None:
+                raise NoModeError
+            slopes = Slopes(np.array(better), best.slope, best.curvature)
+            along: Along = ask(self.exchanges[1], slopes)
+            party = party._replace(direction=newton_step(best.by_zz, best.by_z))
+            in_plane = self._in_plane(*_real((party, best.total, along)), data)
+            at_best, gain = jax.tree.map(np.asarray, in_plane)
+            # After a step that was rejected, a quarter of it is tried: the quadratic model of the
+            # plane was wrong there, and would give the same point again.
+            ab, newton = at_best if better else 0.25 * ab, np.zeros_like(newton)
+            no_gain = better and gain < MIN_GAIN[0] + MIN_GAIN[1] * abs(best.value)
+            quiet = quiet + 1 if no_gain else 0
+            if not np.isfinite(ab).all():
+                raise NoModeError
+            if quiet >= QUIET_ROUNDS:
+                break
+        return party, best
+
+    def spread(
+        self, ask: AskSilos, party: Party, best: Point, before: Spread, data: SiloData
+    ) -> tuple[Party, Spread]:
+        """Return the server's state and its findings after a look along the basis."""
+        ritz, T = before.ritz, root_of(best.by_zz)
+        slopes = Slopes(np.array(True), best.slope, best.curvature)
+        up: Along = ask(self.exchanges[2], _real(ToSpread(slopes, ritz)))
+        basis = self._next_basis(party.basis, ritz, lambda new: before.turned)
+        directions = T @ basis
+        party = party._replace(basis=basis, directions=directions)
+        changes = self._changes(*_real((party, best.total, up.predictor)), data)
+        change_z, change_total = jax.tree.map(np.asarray, changes)
+        curvature = (change_z @ directions).T + up.curvature + _products(up.predictor, change_total)
+        slope = (
+            directions.T @ best.by_z + up.slope + _products(up.predictor, best.slope[None])[:, 0]
+        )
+        combine, curvatures = _directions(up.gram + basis.T @ basis, curvature)
+        along = combine.T @ slope
+        newton = along / _positive(curvatures)
+        pull = np.tensordot(combine.T[: len(ritz.pull)], change_total, 1)
+        after = RitzValues(ritz.looks + np.int32(1), combine, curvatures, pull)
+        if not _finite(after):
+            raise NoModeError
+        angles = (combine.T @ (basis.T @ party.anchor + up.anchor))[: self.vertical.rank]
+        turned, gain = T.T @ change_z.T @ combine, float(0.5 * along @ newton)
+        return party, Spread(after, turned, combine @ newton, angles, gain)
+
+    def _own_mode(self, party: Party, total: np.ndarray, data: SiloData) -> tuple[Party, Point]:
+        """Return the server at the mode of its own latents for a sum, and its log density there."""
+        best = self._at(party, total, data)
+        for _ in range(OWN_STEPS if len(party.z) else 0):
+            move, value = newton_step(best.by_zz, best.by_z), best.value
+            for share in SHARES:
+                trial = party._replace(z=party.z + share * move)
+                found = self._at(trial, total, data)
+                if found.value > value:
+                    party, best = trial, found
+                    break
+            else:
+                break
+        return party, best
+
+    def _at(self, party: Party, total: Numbers, data: SiloData) -> Point:
+        point: Point = jax.tree.map(np.asarray, self._expand(*_real((party, total)), data))
+        return point
+
+    def _coupling_and_tau(self, spread: Spread) -> tuple[np.ndarray | None, np.ndarray]:
+        """Return the combination (width, rank) of the basis, or None, and ``tau``."""
+        v = self.vertical
+        if not v.rank:
+            return None, np.ones(())
+        curvatures = _positive(spread.ritz.curvatures)
+        # A rank of one less than the number of latents is enough: the direction of the largest
+        # eigenvalue has no share in the shared noise, since tau is one over that eigenvalue.
+        all_known = v.complete and v.rank >= v.dim - 1
+        tau = 1 / curvatures.max() if all_known else np.ones(())
+        size = np.sqrt(np.maximum(1 / (tau * curvatures) - 1, 0.0))[: v.rank]
+        # The shared noise may be rotated without changing the guide. This rotation brings V close
+        # to the anchor (a Procrustes problem): eigenvectors of nearly equal eigenvalues depend on
+        # rounding, and without it so would the draws.
+        left, _, right = np.linalg.svd(size[:, None] * spread.angles)
+        return spread.ritz.combine[:, : v.rank] * size @ (left @ right), np.asarray(tau)
 
 
-def trial_point(state: Server) -> TrialPoint:
-    """Return the point to be tried next."""
-    return TrialPoint(state.ab, state.spread.newton)
+def _real(tree: Up) -> Up:
+    """Return numbers in the precision of this moment, in which they are sent and computed with."""
+    real = jnp.result_type(float)
+
+    def cast(a: Any) -> Any:
+        return np.asarray(a, real) if np.asarray(a).dtype.kind == "f" else a
+
+    found: Up = jax.tree.map(cast, tree)
+    return found
 
 
-def step_of(down: TrialPoint, state: Server | Client) -> Array:
-    """Return a party's own step (dim,) from the best point to the trial point."""
-    plane = down.ab[0] * state.direction + down.ab[1] * state.last
-    return plane + state.basis.directions @ down.newton
+def _finite(tree: object) -> bool:
+    return all(np.isfinite(np.asarray(a)).all() for a in jax.tree.leaves(tree))
 
 
-def client_density(
-    v: Vertical, state: Client, data: SiloData
-) -> Callable[[Array], tuple[Array, Array]]:
-    """Return a client's predictor and its own log density, as a function of its latents."""
-    kind = v.kind(data)
-
-    def density_at(z: Array) -> tuple[Array, Array]:
-        point, log_pinned = kind.below(z, state.pinned)
-        g, own_log_p = v.model.predict(kind.model, state.theta, point, data)
-        return g, own_log_p + log_pinned
-
-    return density_at
+def _positive(curvatures: np.ndarray) -> np.ndarray:
+    """Return absolute curvatures, at least eps, so that they can be divided by."""
+    return np.maximum(np.abs(curvatures), np.finfo(curvatures.dtype).eps)
 
 
-def client_functions(v: Vertical, state: Client, data: SiloData) -> tuple[Function, Function]:
-    """Return a client's predictor, and its own log density, as two functions of its latents."""
-    density = client_density(v, state, data)
-    return lambda z: density(z)[0], lambda z: density(z)[1]
+def _products(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the inner products (n, m) of all pairs of ``a`` (n, ...) and ``b`` (m, ...)."""
+    return a.reshape(len(a), -1) @ b.reshape(len(b), -1).T
 
 
-def server_density(v: Vertical, state: Server, data: SiloData) -> Callable[[Array, Array], Array]:
-    """Return the server's log density, as a function of its latents and the sum."""
+def _directions(gram: np.ndarray, curvature: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the Ritz vectors of a basis, as combinations (width, width), and their curvatures.
 
-    def density_at(z: Array, total: Array) -> Array:
-        point, log_pinned = v.server.below(z, state.pinned)
-        own_log_p, likelihood = v.model.log_server(state.theta, point, total, data)
-        return own_log_p + likelihood + log_pinned
-
-    return density_at
-
-
-def slope_message(state: Server) -> SlopeMessage:
-    """Return the server's message on its best point."""
-    return SlopeMessage(state.better, state.slope, state.curvature)
+    They are orthonormal, smallest curvature first. Columns beyond the rank of the basis are zero,
+    with a curvature of one.
+    """
+    own = Curvature.of(gram)
+    independent = own.values > PARALLEL * own.values.max()
+    shrink = np.where(independent, 1 / np.sqrt(own.values), 0.0)
+    whiten = own.vectors / own.unit[:, None] * shrink
+    projected = whiten.T @ curvature @ whiten
+    if not np.isfinite(projected).all():
+        raise NoModeError
+    # Dependent basis vectors get a curvature above all real ones, so that eigh sorts them last.
+    last = 10 * (1 + np.abs(projected).max())
+    projected = 0.5 * (projected + projected.T) + np.diag(np.where(independent, 0.0, last))
+    curvatures, rotation = np.linalg.eigh(projected)
+    combine, is_real = whiten @ rotation, curvatures < 0.9 * last
+    # Rayleigh quotients: eigh's small eigenvalues have the rounding errors of the largest.
+    size = np.where(is_real, ((gram @ combine) * combine).sum(0), 1.0)
+    return combine, np.where(is_real, ((curvature @ combine) * combine).sum(0) / size, 1.0)
 
 
 def _maximise_in_plane(fn: Function) -> tuple[Array, Array]:
