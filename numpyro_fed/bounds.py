@@ -14,7 +14,6 @@ from jax import Array
 from jax.lax import stop_gradient
 
 from numpyro_fed.frame import Coordinates
-from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.integrals.laplace import SearchEnd
 from numpyro_fed.integrals.quadrature import NEARBY, RowIntegrals
@@ -40,6 +39,31 @@ def normals(key: Array, number: int, shapes: Mapping[str, tuple[int, ...]]) -> t
     return first_draw[:number], rows
 
 
+class Given(NamedTuple):
+    """A draw of the globals and all else that a silo's term is evaluated at.
+
+    Attributes
+    ----------
+    theta : dict
+        Shared and private parameters, unconstrained.
+    eta : dict
+        The parameters of the silo's guides.
+    z_G : (dim,)
+    coordinates : Coordinates
+        ``z_G`` in its frame.
+    data : SiloData
+    z_outer : dict of str to (rows, dim)
+        Latents of outer plates, where they are known.
+    """
+
+    theta: Theta
+    eta: dict[str, Any]
+    z_G: Array
+    coordinates: Coordinates
+    data: SiloData
+    z_outer: Mapping[str, Array] = {}
+
+
 class Bound(Protocol):
     """A silo's term of an objective, for a model and a guide."""
 
@@ -56,28 +80,12 @@ class Bound(Protocol):
         """Return the noise of one evaluation, by plate; it does not depend on padded rows."""
         ...
 
-    def value(
-        self,
-        theta: Theta,
-        eta: GuideParams,
-        z_G: Array,
-        coordinates: Coordinates,
-        noise: Rows,
-        data: SiloData,
-    ) -> Array:
-        """Return the bound () at one ``z_G`` (dim,), from the noise of one particle."""
+    def value(self, given: Given, noise: Rows) -> Array:
+        """Return the bound (), from the noise of one particle."""
         ...
 
-    def sample(
-        self,
-        key: Array,
-        theta: Theta,
-        eta: GuideParams,
-        z_G: Array,
-        coordinates: Coordinates,
-        data: SiloData,
-    ) -> Rows:
-        """Return a draw of the locals, {plate: (rows, dim)}, at one ``z_G`` (dim,)."""
+    def sample(self, key: Array, given: Given) -> Rows:
+        """Return a draw of the locals, {plate: (rows, dim)}."""
         ...
 
     def with_plain_gradient(self) -> Bound:
@@ -117,62 +125,34 @@ class QuadratureBound:
         """Return no noise, since the log likelihood has none."""
         return {}
 
-    def value(
-        self,
-        theta: Theta,
-        eta: GuideParams,
-        z_G: Array,
-        coordinates: Coordinates,
-        noise: Rows,
-        data: SiloData,
-    ) -> Array:
-        """Return the log likelihood () at one ``z_G`` (dim,)."""
-        near = self.near(theta, eta, z_G, coordinates, data)
-        return RowIntegrals(self.model, self.nodes, NEARBY).at(theta, z_G, near, data)
+    def value(self, given: Given, noise: Rows) -> Array:
+        """Return the log likelihood ()."""
+        near = self.near(given)
+        return self.integrals.at(given.theta, given.z_G, near, given.data)
 
-    def near(
-        self, theta: Theta, eta: GuideParams, z_G: Array, coordinates: Coordinates, data: SiloData
-    ) -> SearchEnd:
+    @property
+    def integrals(self) -> RowIntegrals:
+        """Return the integrals over rows' latents, whose modes are near the guide's means."""
+        return RowIntegrals(self.model, self.nodes, NEARBY)
+
+    def near(self, given: Given) -> SearchEnd:
         """Return where nodes stand: close to the conditional modes, held constant."""
-        start = self.start(theta, eta, z_G, coordinates, data)
-        return RowIntegrals(self.model, self.nodes, NEARBY).near(theta, z_G, data, start)
+        return self.integrals.near(given.theta, given.z_G, given.data, self.start(given))
 
-    def start(
-        self, theta: Theta, eta: GuideParams, z_G: Array, coordinates: Coordinates, data: SiloData
-    ) -> Rows:
+    def start(self, given: Given) -> Rows:
         """Return where the search for the modes begins, {plate: (rows, dim)}, held constant."""
-        fixed = stop_gradient((theta, eta, z_G, coordinates))
+        fixed = stop_gradient(given[:4])
         theta, eta, z_G, coordinates = fixed
-        guides = self.guide.at_globals(eta, theta, z_G, coordinates.offset, data)
+        guides = self.guide.at_globals(eta, theta, z_G, coordinates.offset, given.data)
         return {p: guides[p]["loc"] for p in self.guide.locals}
 
-    def sample(
-        self,
-        key: Array,
-        theta: Theta,
-        eta: GuideParams,
-        z_G: Array,
-        coordinates: Coordinates,
-        data: SiloData,
-    ) -> Rows:
+    def sample(self, key: Array, given: Given) -> Rows:
         """Return a draw of the locals (:meth:`RowIntegrals.sample`), {plate: (rows, dim)}."""
-        near = self.near(theta, eta, z_G, coordinates, data)
-        return RowIntegrals(self.model, self.nodes, NEARBY).sample(key, theta, z_G, near, data)
+        return self.integrals.sample(key, given.theta, given.z_G, self.near(given), given.data)
 
     def with_plain_gradient(self) -> QuadratureBound:
         """Return the bound itself: its gradient is the derivative of its value."""
         return self
-
-
-class _TermArgs(NamedTuple):
-    """The arguments at which a silo's term is evaluated."""
-
-    theta: Theta
-    eta: dict[str, Any]  # of the silo's guide
-    z_G: Array
-    coordinates: Coordinates
-    z_outer: Rows
-    data: SiloData
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,22 +191,12 @@ class SiloBound:
         """Return the noise of one evaluation, by plate; it does not depend on padded rows."""
         return normals(key, 0, self.shapes(sizes, particles))[1]
 
-    def value(
-        self,
-        theta: Theta,
-        eta: GuideParams,
-        z_G: Array,
-        coordinates: Coordinates,
-        noise: Rows,
-        data: SiloData,
-    ) -> Array:
-        """Return the bound () at one ``z_G`` (dim,), from the noise of one particle.
+    def value(self, given: Given, noise: Rows) -> Array:
+        """Return the bound (), from the noise of one particle {plate: (rows, K_outer, K, dim)}.
 
-        ``noise`` is {plate: (rows, K_outer, K, dim)}; ``coordinates`` is ``z_G`` in its frame. The
-        gradient is the objective's estimator.
+        The gradient is the objective's estimator.
         """
-        guide, k_outer = self.guide, self._k_outer
-        args = _TermArgs(theta, eta, z_G, coordinates, {}, data)
+        guide, k_outer, args = self.guide, self._k_outer, given
         eps = {p: noise[p] for p in guide.rows}
         # A single draw above the rows needs no weights: the common case, and a smaller program.
         if k_outer == 1:
@@ -242,23 +212,15 @@ class SiloBound:
             self._outer_weights, counts, moved_by_guide, (moved_by_globals, args, eps)
         )[_OUTER]
 
-    def sample(
-        self,
-        key: Array,
-        theta: Theta,
-        eta: GuideParams,
-        z_G: Array,
-        coordinates: Coordinates,
-        data: SiloData,
-    ) -> Rows:
+    def sample(self, key: Array, given: Given) -> Rows:
         """Return a draw of the locals, {plate: (rows, dim)}, resampled by weight if ``K > 1``."""
         guide = self.guide
         if not guide.locals:
             return {}
         key_noise, key_rows, key_outer = jax.random.split(key, 3)
-        sizes = {p: len(eta[p]["loc"]) for p in guide.locals}
+        sizes = {p: len(given.eta[p]["loc"]) for p in guide.locals}
         eps = {p: e[:, 0] for p, e in self.noise(key_noise, sizes, 1).items()}
-        args = _TermArgs(theta, eta, z_G, coordinates, {}, data)
+        args = given
 
         def one_outer_draw(eps: Rows) -> tuple[Array, Rows]:
             """Return the log weight of one outer draw, and its rows, resampled by theirs."""
@@ -305,7 +267,7 @@ class SiloBound:
         joint = any(self.guide.locals[p].joint for p in self.guide.rows)
         return self._k_outer == 1 and not self.plain and not (self._k_rows > 1 and joint)
 
-    def _stopped(self, args: _TermArgs) -> _TermArgs:
+    def _stopped(self, args: Given) -> Given:
         """Return the same arguments with the guide's parameters stopped; draws are not stopped."""
         # Parameters of amortised guides are among theta, with those of the model, which stay live.
         networks = {encoder.name for encoder in self.guide.encoders.values()}
@@ -313,21 +275,21 @@ class SiloBound:
         coordinates = args.coordinates._replace(centre=stop_gradient(args.coordinates.centre))
         return args._replace(theta=theta, eta=stop_gradient(args.eta), coordinates=coordinates)
 
-    def _given(self, plate: str, args: _TermArgs) -> tuple[Any, Array]:
+    def _given(self, plate: str, args: Given) -> tuple[Any, Array]:
         """Return the parameters of a plate's guide, and the values its rows are coupled to."""
         eta = self.guide.of_rows(plate, args.theta, args.eta[plate], args.z_G, args.data)
         return eta, self.guide.above(
             plate, args.eta, args.coordinates.offset, args.z_outer, args.data
         )
 
-    def _draw(self, plate: str, args: _TermArgs, eps: Array) -> Array:
+    def _draw(self, plate: str, args: Given, eps: Array) -> Array:
         return self.guide.locals[plate].draw(*self._given(plate, args), eps)
 
-    def _draws(self, plates: tuple[str, ...], args: _TermArgs, eps: Rows) -> Rows:
+    def _draws(self, plates: tuple[str, ...], args: Given, eps: Rows) -> Rows:
         """Return all draws of ``plates``, {plate: (K, rows, dim)}."""
         return {p: jax.vmap(partial(self._draw, p, args), 1)(eps[p]) for p in plates}
 
-    def _two_paths(self, plates: tuple[str, ...], args: _TermArgs, eps: Rows) -> tuple[Rows, Rows]:
+    def _two_paths(self, plates: tuple[str, ...], args: Given, eps: Rows) -> tuple[Rows, Rows]:
         """Return draws as two summands: one depends on ``z_G``, one on the guide's parameters.
 
         The second has the value zero and the derivatives of the draw. So the two paths may have
@@ -341,10 +303,10 @@ class SiloBound:
         )
         return self._draws(plates, self._stopped(args), eps), moved_by_guide
 
-    def _log_q(self, plate: str, args: _TermArgs, z: Array) -> Array:
+    def _log_q(self, plate: str, args: Given, z: Array) -> Array:
         return args.data.masked(plate, self.guide.locals[plate].log_q(*self._given(plate, args), z))
 
-    def _log_ratio(self, z: Rows, args: _TermArgs) -> Rows:
+    def _log_ratio(self, z: Rows, args: Given) -> Rows:
         """Return log p less log q of each row's own latents, {plate: (rows,)}."""
         without = [p.name for p in self.model.plates if not p.dim]
         sizes = self.model.sizes(args.data) if without else {}
@@ -356,7 +318,7 @@ class SiloBound:
         """Return rows' noise with equally many draws for all plates, repeated where needed."""
         return {p: eps[p][:, jnp.arange(self._k_rows) % self.draws[p]] for p in self.guide.rows}
 
-    def _row_terms(self, args: _TermArgs, eps: Rows) -> Rows:
+    def _row_terms(self, args: Given, eps: Rows) -> Rows:
         """Return the term of each row, {plate: (rows,)}, at given outer latents."""
         rows = self.guide.rows
         if self._k_rows == 1:
@@ -370,25 +332,25 @@ class SiloBound:
         other_args = moved_by_globals, self._stopped(args)
         return _doubly_reparametrised(self._row_weights, self._counts, moved_by_guide, other_args)
 
-    def _row_weights(self, moved_by_guide: Rows, other_args: tuple[Rows, _TermArgs]) -> Rows:
+    def _row_weights(self, moved_by_guide: Rows, other_args: tuple[Rows, Given]) -> Rows:
         moved_by_globals, args = other_args
         return jax.vmap(partial(self._log_ratio, args=args))(
             jax.tree.map(jnp.add, moved_by_globals, moved_by_guide)
         )
 
-    def _silo_term(self, args: _TermArgs, z_outer: Rows, eps: Rows) -> Array:
+    def _silo_term(self, args: Given, z_outer: Rows, eps: Rows) -> Array:
         """Return the silo's whole term () at one draw of the outer latents."""
         terms = self._row_terms(args._replace(z_outer=z_outer), eps)
         stopped = args if self.plain else self._stopped(args)
         outer = {p: self._log_q(p, stopped, z_outer[p]) for p in self.guide.outer}
         return args.data.total(terms) - _total(outer)
 
-    def _each_outer(self, args: _TermArgs, z_outer: Rows, eps: Rows) -> Array:
+    def _each_outer(self, args: Given, z_outer: Rows, eps: Rows) -> Array:
         """Return the silo's whole term at all draws of the outer latents (K_outer,)."""
         return jax.vmap(lambda z, e: self._silo_term(args, z, e), (0, 1))(z_outer, eps)
 
     def _outer_weights(
-        self, moved_by_guide: Rows, other_args: tuple[Rows, _TermArgs, Rows]
+        self, moved_by_guide: Rows, other_args: tuple[Rows, Given, Rows]
     ) -> dict[str, Array]:
         moved_by_globals, args, eps = other_args
         return {

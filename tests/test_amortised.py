@@ -13,7 +13,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.sfvi import StructuredVI
-from numpyro_fed.bounds import SiloBound
+from numpyro_fed.bounds import Given, SiloBound
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.amortised import with_encoders
 from numpyro_fed.guides.structured import GuideConfig, build_resolved, resolve
@@ -85,7 +85,7 @@ def test_an_exact_network_gives_the_marginal_likelihood_and_no_noise(double):
     @jax.jit
     def bound(theta, z_G, eps):
         seen = Coordinates(z_G, jnp.zeros(2))
-        return split.bound.value(theta, eta, z_G, seen, eps, data)
+        return split.bound.value(Given(theta, eta, z_G, seen, data), eps)
 
     def marginal(z_G):
         x, y = data.arrays["x"], data.arrays["y"]
@@ -116,7 +116,7 @@ def test_gradients_are_those_of_the_bound(double, objective):
         def one(eps):
             def value(theta, z_G):
                 seen = Coordinates(z_G, jnp.zeros(2))
-                return bound.value(theta, eta, z_G, seen, {"row": eps}, data)
+                return bound.value(Given(theta, eta, z_G, seen, data), {"row": eps})
 
             return jax.grad(value, (0, 1))(theta, z_G)
 

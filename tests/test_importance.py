@@ -28,6 +28,7 @@ from scipy.special import logsumexp
 import numpyro_fed as nf
 from numpyro_fed.algorithms.importance.exchange import Weigh
 from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
+from numpyro_fed.bounds import Given
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.results.moments import moments
 from numpyro_fed.results.weighted import systematic
@@ -326,7 +327,9 @@ def test_locals_are_integrated_where_the_guide_does_not_reach():
     @jax.jit
     def estimate(key, z_G):
         eta = state.params.guide
-        return likelihood.log_estimate(key, {}, eta, z_G, Coordinates(z_G, jnp.zeros(1)), data)
+        return likelihood.log_estimate(
+            key, Given({}, eta, z_G, Coordinates(z_G, jnp.zeros(1)), data)
+        )
 
     # Next to nothing depends on the guide's draws at the first; four standard errors elsewhere.
     for z, error in ((-8.0, 0.02), (-3.0, 0.65), (0.5, 0.65)):

@@ -43,6 +43,7 @@ from numpyro_fed.algorithms.begin import StartPoint, local_guides_of_result
 from numpyro_fed.algorithms.convergence import ConvergenceStats
 from numpyro_fed.algorithms.sfvi_base import ByGradients, StartParams
 from numpyro_fed.algorithms.standardise import standardising
+from numpyro_fed.bounds import Given
 from numpyro_fed.frame import Coordinates, Frame
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.structured import Guide
@@ -213,8 +214,8 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
             eta = self.guide.from_frame(frames, rows_at(params.guide, indices))
 
             def at_draw(z_G: Array, u: Array, eps: Rows) -> Array:
-                coordinates = Coordinates(u, centre)
-                return self.bound.value(theta, eta, z_G, coordinates, eps, batch)
+                given = Given(theta, eta, z_G, Coordinates(u, centre), batch)
+                return self.bound.value(given, eps)
 
             u, centre = coordinates_of(down)
             return jax.vmap(at_draw, (0, 0, 1))(down.z_G, u, noise.rows).mean()

@@ -44,6 +44,7 @@ from numpyro_fed.algorithms.base import (
 from numpyro_fed.algorithms.convergence import ConvergenceStats
 from numpyro_fed.algorithms.sfvi_base import ByGradients, StartParams
 from numpyro_fed.algorithms.standardise import standardising
+from numpyro_fed.bounds import Given
 from numpyro_fed.frame import Frame
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GuideParams
@@ -358,7 +359,8 @@ class Averaging(ByGradients[ServerState, SiloState]):
         all_theta = {**theta, **silo_params.private}
 
         def at_draw(z: Array, u: Array, eps: Rows) -> Array:
-            return self.bound.value(all_theta, local, z, coordinates._replace(u=u), eps, batch)
+            given = Given(all_theta, local, z, coordinates._replace(u=u), batch)
+            return self.bound.value(given, eps)
 
         bound = jax.vmap(at_draw, (0, 0, 1))(z_G, coordinates.u, noise[1].rows)
         return log_prior.mean(), log_q.mean(), bound.mean()

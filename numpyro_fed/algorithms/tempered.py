@@ -44,7 +44,7 @@ from numpyro_fed.algorithms.base import (
 )
 from numpyro_fed.algorithms.importance.proposals import root_of_draws
 from numpyro_fed.algorithms.sfvi import Down, coordinates_of
-from numpyro_fed.bounds import QuadratureBound
+from numpyro_fed.bounds import Given, QuadratureBound
 from numpyro_fed.frame import Coordinates, identity
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.integrals.quadrature import NEARBY, RowIntegrals
@@ -256,7 +256,7 @@ class Tempering:
 
         def log_likelihood(z_G: Array, u: Array) -> Array:
             at = private.recentred(Coordinates(u, centre))
-            start = bound.start(theta, private.guide, z_G, at, data)
+            start = bound.start(Given(theta, private.guide, z_G, at, data))
             return integrals.log_likelihood(theta, z_G, data, start)[0]
 
         def slopes(batch: tuple[Array, Array]) -> Slopes:

@@ -10,7 +10,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import Private, Shared
 from numpyro_fed.algorithms.importance.integration import Integration
-from numpyro_fed.bounds import Bound
+from numpyro_fed.bounds import Bound, Given
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
@@ -79,8 +79,8 @@ class Sampler:
 
         def draw_one(draw: tuple[Array, Array, Array]) -> Rows:
             i, z, u = draw
-            at_draw = coords._replace(u=u)
-            return self.bound.sample(jax.random.fold_in(key, i), theta, eta, z, at_draw, data)
+            given = Given(theta, eta, z, coords._replace(u=u), data)
+            return self.bound.sample(jax.random.fold_in(key, i), given)
 
         # Batches of 64 draws bound the memory, whatever
         # n is: rows x draws x inner draws stand at once.

@@ -26,7 +26,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.begin import outer_precision, where_finite
 from numpyro_fed.algorithms.expand import ROUNDING_UNITS
-from numpyro_fed.bounds import QuadratureBound
+from numpyro_fed.bounds import Given, QuadratureBound
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
@@ -88,18 +88,10 @@ class LikelihoodEstimate(Protocol):
         """Return whether () estimates with these ``values`` (b,) are off by more than noise."""
         ...
 
-    def log_rows(
-        self,
-        key: Array,
-        theta: Theta,
-        eta: GuideParams,
-        z_G: Array,
-        coordinates: Coordinates,
-        data: SiloData,
-    ) -> Rows:
-        """Return each row's log likelihood at one ``z_G`` (dim,), its own latents integrated out.
+    def log_rows(self, key: Array, given: Given) -> Rows:
+        """Return each row's log likelihood , {plate: (rows,)}, its own latents integrated out.
 
-        {plate: (rows,)}. Latents of outer plates are a draw from their posterior given ``z_G``, and
+        Latents of outer plates are a draw from their posterior given the globals, and
         these plates have no entry.
         """
         ...
@@ -132,7 +124,7 @@ class QuadratureLikelihood:
         bound = QuadratureBound(self.model, self.guide, self.nodes)
 
         def value(z_G: Array, u: Array) -> Array:
-            return bound.value(theta, eta, z_G, Coordinates(u, draws.centre), {}, data)
+            return bound.value(Given(theta, eta, z_G, Coordinates(u, draws.centre), data), {})
 
         return jax.vmap(value)(draws.z_G, draws.u)
 
@@ -145,7 +137,7 @@ class QuadratureLikelihood:
         prior = self.model.local_prior
 
         def starts_at(key: Array, z_G: Array, u: Array) -> Rows:
-            start = bound.start(theta, eta, z_G, Coordinates(u, draws.centre), data)
+            start = bound.start(Given(theta, eta, z_G, Coordinates(u, draws.centre), data))
             starts = [start]
             if prior is not None and not self.guide.outer:
                 # From draws of the latents' prior the search leads to other modes, if there are
@@ -175,19 +167,11 @@ class QuadratureLikelihood:
             coarse |= differ(others) & ~jnp.isnan(others).all()
         return coarse
 
-    def log_rows(
-        self,
-        key: Array,
-        theta: Theta,
-        eta: GuideParams,
-        z_G: Array,
-        coordinates: Coordinates,
-        data: SiloData,
-    ) -> Rows:
+    def log_rows(self, key: Array, given: Given) -> Rows:
         """Return each row's log likelihood, at a draw of the outer plate's latents."""
         bound = QuadratureBound(self.model, self.guide, self.nodes)
-        near = bound.near(theta, eta, z_G, coordinates, data)
-        return RowIntegrals(self.model, self.nodes, NEARBY).log_rows(key, theta, z_G, near, data)
+        near = bound.near(given)
+        return bound.integrals.log_rows(key, given.theta, given.z_G, near, given.data)
 
 
 @dataclass(frozen=True)
@@ -218,7 +202,7 @@ class SiloLikelihood:
 
         def log_estimate(key: Array, z_G: Array, u: Array) -> Array:
             coordinates = Coordinates(u, draws.centre)
-            return self.log_estimate(key, theta, eta, z_G, coordinates, data)
+            return self.log_estimate(key, Given(theta, eta, z_G, coordinates, data))
 
         return jax.vmap(log_estimate)(draws.keys, draws.z_G, draws.u)
 
@@ -228,37 +212,19 @@ class SiloLikelihood:
         """Return False, since estimates are never too coarse."""
         return jnp.array(False)
 
-    def log_estimate(
-        self,
-        key: Array,
-        theta: Theta,
-        eta: GuideParams,
-        z_G: Array,
-        coordinates: Coordinates,
-        data: SiloData,
-    ) -> Array:
-        """Return the log of the estimate () at one ``z_G`` (dim,).
-
-        ``eta`` are the parameters of the local guides, and ``coordinates`` is ``z_G`` in its frame.
-        """
-        latents, key_outer, key_rows = self._latents_at(key, theta, eta, z_G, coordinates, data)
+    def log_estimate(self, key: Array, given: Given) -> Array:
+        """Return the log of the estimate () at one draw of the globals."""
+        latents, key_outer, key_rows = self._latents_at(key, given)
         if not self.guide.outer:
             return latents.log_likelihood({}, key_rows)
         *_, terms = self._outer_terms(latents, key_outer, key_rows)
         return jax.nn.logsumexp(terms) - jnp.log(len(terms))
 
-    def _latents_at(
-        self,
-        key: Array,
-        theta: Theta,
-        eta: GuideParams,
-        z_G: Array,
-        coordinates: Coordinates,
-        data: SiloData,
-    ) -> tuple[_LatentsAt, Array, Array]:
+    def _latents_at(self, key: Array, given: Given) -> tuple[_LatentsAt, Array, Array]:
         """Return the latents at one draw of the globals, and keys for outer plates and for rows."""
         # At one ``z_G`` the couplings to the globals are constants, and go into the means. So the
         # guides below depend on the latents above the rows only.
+        theta, eta, z_G, coordinates, data, _ = given
         guides = self.guide.at_globals(eta, theta, z_G, coordinates.offset, data)
         start = {p: guides[p]["loc"] for p in self.guide.locals}
         at_globals = coordinates._replace(centre=coordinates.u)
@@ -278,17 +244,9 @@ class SiloLikelihood:
         log_q = sum(v.sum(1) for v in log_mixture.values())
         return z, keys, jax.vmap(latents.log_likelihood)(z, keys) - log_q
 
-    def log_rows(
-        self,
-        key: Array,
-        theta: Theta,
-        eta: GuideParams,
-        z_G: Array,
-        coordinates: Coordinates,
-        data: SiloData,
-    ) -> Rows:
+    def log_rows(self, key: Array, given: Given) -> Rows:
         """Return each row's log likelihood, outer plates' latents drawn by their weights."""
-        latents, key_outer, key_rows = self._latents_at(key, theta, eta, z_G, coordinates, data)
+        latents, key_outer, key_rows = self._latents_at(key, given)
         z_outer: Rows = {}
         if self.guide.outer:
             key_outer, key_choice = jax.random.split(key_outer)
