@@ -21,7 +21,6 @@ from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.gaussian import Diagonal, Full, LowRank, Skewed
 from numpyro_fed.guides.numpyro_auto import from_autoguide
 from numpyro_fed.guides.rows import LocalGuide
-from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import Plate, Site
@@ -183,7 +182,7 @@ class Guide:
         plate: str,
         eta: dict[str, GuideParams],
         offset: Array,
-        z_outer: Rows,
+        z_outer: Mapping[str, Array],
         data: SiloData,
     ) -> Array:
         """Return the values (width,) to which the rows of a plate are coupled.

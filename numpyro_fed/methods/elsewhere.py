@@ -11,7 +11,6 @@ from numpyro_fed.methods.recipe import HasSettings, for_silos
 from numpyro_fed.model.facts import Facts, Plan
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
-from numpyro_fed.results.importance import correct_from, importance_correct
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.runtime.channel import Channel, Weights
 from numpyro_fed.runtime.federation import Federation
@@ -45,8 +44,6 @@ def fit_over(method: Agrees, federation: Federation) -> tuple[Fit, Silos]:
         reach = partial(remote, plan=plan, channel=channel)
         fit = Fit(
             plan=plan,
-            certify=importance_correct,
-            correct_from=correct_from,
             built=built,
             runtime=reach(built.algorithm, built.schedule),
             reach=reach,

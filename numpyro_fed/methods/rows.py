@@ -77,7 +77,7 @@ from numpyro_fed.programs import jit_once
 from numpyro_fed.results.at_silo import AtSilo, at_silo_of, outer_round
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
-from numpyro_fed.results.importance import correct_from, importance_correct, weighing
+from numpyro_fed.results.importance import weighing
 from numpyro_fed.results.leave_out import leaving_out
 from numpyro_fed.results.loo import loo_exchange
 from numpyro_fed.results.mode import Near
@@ -512,8 +512,6 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             check_memory(built.algorithm, buckets)
             self._fits[cache_key] = Fit(
                 plan=plan,
-                certify=importance_correct,
-                correct_from=correct_from,
                 built=built,
                 runtime=RUNTIMES[runtime](built.algorithm, built.schedule),
                 sizes=layout.sizes,

@@ -312,13 +312,12 @@ class Corrected(Posterior, Weighted[Result]):
         self, silos: Sequence[int], mean: np.ndarray, whitened: Whitened
     ) -> Corrected:
         """Return the correction with more draws, from where the posterior without a silo may be."""
+        from numpyro_fed.results.importance import correct_from
+
         moves, covariances = zip(*(whitened.without(j) for j in silos), strict=True)
         own = mixture_at([mean + move for move in moves], list(covariances))
         key = random.fold_in(self._key, 3)
-        more: Corrected = self.result._fit.correct_from(
-            key, self.result, MORE_DRAWS, None, own, wider=WIDER, before=self
-        )
-        return more
+        return correct_from(key, self.result, MORE_DRAWS, None, own, wider=WIDER, before=self)
 
     @property
     def _sites(self) -> tuple[Site, ...]:

@@ -87,10 +87,6 @@ class Fit(CompiledMethod[Built]):
     Attributes
     ----------
     plan : Plan
-    certify : (key, result) -> Corrected
-        The importance correction of a result.
-    correct_from : (key, result, num_draws, inner_draws, own, wider=, before=) -> Corrected
-        The same by draws from a mixture, added to those of a correction before.
     double : bool
         Whether it computes in double precision.
     sizes : tuple of dict
@@ -106,8 +102,6 @@ class Fit(CompiledMethod[Built]):
     """
 
     plan: Plan
-    certify: Callable[..., Any]
-    correct_from: Callable[..., Any]
     double: bool = field(default_factory=is_double)
     sizes: tuple[Sizes, ...] = ()
     checks: RowChecks | None = None
@@ -326,8 +320,10 @@ class Result(Posterior, FederatedRun[Fit]):
         """
         if self._checked is not None:
             return self._checked
+        from numpyro_fed.results.importance import importance_correct
+
         try:
-            return self._fit.certify(jax.random.key(0), self)
+            return importance_correct(jax.random.key(0), self)
         except (ValueError, NonFiniteError) as error:
             return str(error)
 
