@@ -17,7 +17,6 @@ intervals of places until one holds a single row. Found is a row of which all co
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -26,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from private import OneSilo, wide_logistic
+from private import one_silo, searched, wide_logistic
 from scipy.stats import beta
 
 import numpyro_fed as nf
@@ -37,7 +36,6 @@ from numpyro_fed.model.data import read
 from numpyro_fed.model.split import split
 from numpyro_fed.precision import precision
 from numpyro_fed.privacy.noise import noisy
-from numpyro_fed.trees import where
 
 ROWS, FAR = 200, 1e6
 
@@ -55,40 +53,41 @@ def without_noise(parts: PrivateNewton) -> PrivateNewton:
     return replace(parts, units=replace(parts.units, noise=lambda total, sd: total))
 
 
-class Eavesdropper(OneSilo):
+class Eavesdropper:
     """Asks a silo, and adds up the log likelihood ratio of its replies, with and without a row."""
 
-    def __init__(self, parts: PrivateNewton, data: Any, rivals: tuple[Any, Any], state: Any):
-        super().__init__(parts, data, state[0])
-        self.parts, self.rivals, self.ratio = parts, rivals, state[1]
-        self.quiet = OneSilo(without_noise(parts), data, state[0]).exchanges
+    def __init__(self, parts: PrivateNewton, silo: Any, rivals: tuple[Any, Any]):
+        self.parts, self.rivals, self.ratio = parts, rivals, 0.0
+        self.ask, quiet = one_silo(silo), without_noise(parts).algorithm
+        rounds = *quiet.opening, quiet.round
+        self.quiet = {e.name: e for round_ in rounds for e in round_.exchanges}
 
-    def __call__(self, name: str, down: Place) -> Any:
+    def __call__(self, exchange: Any, down: Place) -> Any:
         """Return the silo's reply."""
-        asked = self.state
-        replies = super().__call__(name, down)
+        (asked,), name = self.ask.silos, exchange.name
+        up = self.ask(exchange, down)
         with_row, without = (
-            self.quiet[name].visit((), down, asked, rival)[0].up for rival in self.rivals
+            self.quiet[name].silo((), down, asked, rival)[0].up for rival in self.rivals
         )
         for reply, one, other, sd in zip(
-            *map(jax.tree.leaves, (replies.up, with_row, without)),
+            *map(jax.tree.leaves, (up, with_row, without)),
             self.deviations(name, down),
             strict=True,
         ):
-            jump = one - other
-            self.ratio += ((reply - other - jump / 2) * jump).sum() / sd**2
-        return replies
+            jump = (one - other)[0]
+            self.ratio += float(((reply - other[0] - jump / 2) * jump).sum() / sd**2)
+        return up
 
-    def deviations(self, name: str, down: Place) -> list[Array]:
+    def deviations(self, name: str, down: Place) -> list[float]:
         """Return the sd of the noise in each part of a reply."""
         parts = self.parts
         if name == UNITS:
-            return [jnp.sqrt(1.0 * parts.units.model.dim) * parts.schedule.units]
-        _, phase = parts._phase_of(down.step)
+            return [parts.units.model.dim**0.5 * parts.schedule.units]
+        phase = parts.schedule.phases[int(down.step) // parts.schedule.steps]
         if name == SIZES:
-            return [jnp.sqrt(2.0) * phase.sizes]
+            return [2**0.5 * phase.sizes]
         assert name.startswith(SUMS)
-        return [down.clip * phase.gradient, down.clip_curvature * phase.curvature]
+        return [float(down.clip) * phase.gradient, float(down.clip_curvature) * phase.curvature]
 
 
 def epsilon_of(ins: np.ndarray, outs: np.ndarray, delta: float, confidence: float = 0.95) -> float:
@@ -115,37 +114,15 @@ def members(fits: int, epsilon: float, noise: Any = noisy) -> float:
     silos = canary()
     with precision(double=True):
         parts = parts_for(silos[1]["x"], epsilon, noise)
-        rivals = tuple(read([silo], wide_logistic)[0] for silo in silos)
-        algorithm = parts.algorithm()
+        data = [read([silo], wide_logistic)[0] for silo in silos]
+        stacks = tuple(jax.tree.map(lambda a: np.asarray(a)[None], one) for one in data)
 
-        def ratio(data: Any) -> Callable[[Array], Array]:
-            def fit(key: Array) -> Array:
-                server = algorithm.init_server(key)
-                # Noise differs by silo: each fit has numbers of its own.
-                mine = jax.tree.map(lambda a: a + 0 * jax.random.bits(key).astype(a.dtype), data)
-                state = algorithm.init_silo(key, mine), jnp.zeros(())
-                ask = Eavesdropper(parts, mine, rivals, state)
-                server, _ = algorithm.opening[0].run(server, (), ask)
+        def ratio(silo: Any) -> float:
+            ask = Eavesdropper(parts, silo, stacks)
+            searched(parts, ask)
+            return ask.ratio
 
-                def step(carry: Any, _: None) -> tuple[Any, None]:
-                    server, state = carry
-                    ask = Eavesdropper(parts, mine, rivals, state)
-                    after, _ = algorithm.round.run(server, (), ask)
-                    return where(
-                        algorithm.done(server), carry, (after, (ask.state, ask.ratio))
-                    ), None
-
-                carry = server, (ask.state, ask.ratio)
-                carry, _ = jax.lax.scan(step, carry, None, len(parts.schedule.phases))
-                return carry[1][1]
-
-            return fit
-
-        keys = jax.random.split(jax.random.key(0), fits)
-        found = [
-            np.asarray(jax.lax.map(jax.jit(ratio(data)), keys, batch_size=min(fits, 50)))
-            for data in rivals
-        ]
+        found = [np.array([ratio(silo) for _ in range(fits)]) for silo in data]
     return epsilon_of(*found, delta=1e-5)
 
 
@@ -168,30 +145,30 @@ def patients(seed: int) -> dict[str, np.ndarray]:
 
 @cache
 def answers(epsilon: float, quiet: bool) -> Any:
-    """Return the function by which a silo answers the server's places, compiled once."""
+    """Return the exchange in which a silo answers the server's places, compiled once."""
     parts = parts_for(patients(0)["x"], epsilon)
-    return jax.jit((without_noise(parts) if quiet else parts)._sums_of_silo)
+    return (without_noise(parts) if quiet else parts).algorithm.round.exchanges[1].silo
 
 
 def rows(seed: int, epsilon: float, *, quiet: bool) -> int:
     """Return how many rows a server finds that chooses places, as long as the silo answers."""
     silo = patients(seed)
     with precision(double=True):
-        (data,) = read([silo], wide_logistic)
-        d, state = 6, Asked(*jnp.zeros(3, jnp.int32))
+        data = jax.tree.map(lambda a: np.asarray(a)[None], read([silo], wide_logistic)[0])
+        d, state = 6, Asked(*np.zeros((3, 1), np.int32))
         direction = np.array([0.37, 1.0, 0.21, 5.3, 0.11])
-        clip = jnp.array(np.linalg.norm(silo["x"], axis=1).max())
+        clip = np.linalg.norm(silo["x"], axis=1).max()
         # A large budget has more steps: without noise each of them tells something.
         answer = answers(50.0 if quiet else epsilon, quiet)
 
         def gradient(cut: float) -> np.ndarray:
             nonlocal state
-            z = FAR * jnp.array([-cut, *direction])
-            place = Place(state.sums, z, jnp.eye(d), clip, jnp.ones(()))
+            z = FAR * np.array([-cut, *direction])
+            place = Place(state.sums[0], z, np.eye(d), clip, np.ones(()))
             reply, state = answer((), place, state, data)
-            if not bool(reply.ok):
+            if not reply.ok[0]:
                 raise StopIteration
-            return np.asarray(reply.up.gradient)
+            return np.asarray(reply.up.gradient[0])
 
         guesses = []
         try:

@@ -41,15 +41,16 @@ from jax import Array
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms import private_newton
-from numpyro_fed.algorithms.base import Replies
-from numpyro_fed.algorithms.private_newton import NEAR, PrivateNewton
+from numpyro_fed.algorithms.base import AskSilos
+from numpyro_fed.algorithms.private_newton import NEAR, PrivateNewton, Server
 from numpyro_fed.algorithms.private_schedule import Schedule
 from numpyro_fed.algorithms.private_units import PrivateUnits
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.split import split
 from numpyro_fed.precision import precision
 from numpyro_fed.privacy.noise import noisy
-from numpyro_fed.trees import where
+from numpyro_fed.runtime.asking import Asked, transport_of_stacks
+from numpyro_fed.runtime.stack import Batch
 
 # Clients, epsilon, whether clients differ in size by a factor of up to 20, delta.
 ADULT = (
@@ -198,20 +199,20 @@ def studies() -> None:
         )
 
 
-class OneSilo:
-    """The function by which a round asks a single silo."""
+def one_silo(silo: object) -> Asked:
+    """Return the questions to a single silo, which adds nothing up."""
+    stack: Any = jax.tree.map(lambda a: np.asarray(a)[None], silo)
+    transport = transport_of_stacks((Batch(np.zeros(1, np.int32), stack),))
+    first = private_newton.Asked(*np.zeros((3, 1), np.int32))
+    return Asked(transport, jax.random.key(0), 1, (first,))
 
-    def __init__(self, parts: PrivateNewton, data: object, state: object):
-        visits = (
-            e for r in (*parts.algorithm().opening, parts.algorithm().round) for e in r.exchanges
-        )
-        self.exchanges = {e.name: e for e in visits}
-        self.data, self.state = data, state
 
-    def __call__(self, name: str, down: object) -> Replies:
-        """Return the reply of the silo, as a sum over one."""
-        reply, self.state = self.exchanges[name].visit((), down, self.state, self.data)
-        return Replies(reply.up, reply.ok, jnp.ones(()))
+def searched(parts: PrivateNewton, ask: AskSilos) -> Server:
+    """Return the end of a private search."""
+    server = parts.begin(ask, parts.algorithm.init_server(jax.random.key(0)))
+    while parts.left(server):
+        server = parts.phase(ask, server)
+    return server
 
 
 def simulated(kind: str, key: Array, n: int) -> tuple[dict[str, Array], Array]:
@@ -260,35 +261,16 @@ def fits(
         if shard > 1:
             units = Shards(fm, 1, False, noisy, changes=2.0, rows=shard)
         parts = PrivateNewton(units, schedule, n // shard, rows_in_unit=shard)
-        algorithm = parts.algorithm()
-
-        def fit(key: Array) -> tuple[Array, Array, Array]:
+        found = []
+        for key in jax.random.split(jax.random.key(7), sets):
             data, truth = simulated(kind, key, n)
             silo = jax.tree.unflatten(jax.tree.structure(like), [data["x"], data["y"]])
-            state = algorithm.init_server(key), algorithm.init_silo(key, silo)
-            ask = OneSilo(parts, silo, state[1])
-            server, _ = algorithm.opening[0].run(state[0], (), ask)
-            private = ask.state
-
-            def step(carry, _):
-                server, private = carry
-                ask = OneSilo(parts, silo, private)
-                after, _ = algorithm.round.run(server, (), ask)
-                return where(algorithm.done(server), carry, (after, ask.state)), None
-
-            (server, _), _ = jax.lax.scan(step, (server, private), None, len(schedule.phases))
-            sd = jnp.sqrt((server.root**2).sum(1))
-            settled = (
-                (server.moved <= NEAR)
-                & (server.moved >= 0)
-                & (server.undetermined == 0)
-                & ~server.coarse
-            )
-            return server.loc - truth, sd, settled
-
-        keys = jax.random.split(jax.random.key(7), sets)
-        error, sd, settled = map(np.asarray, jax.lax.map(jax.jit(fit), keys, batch_size=20))
-    return error, sd, settled
+            end = searched(parts, one_silo(silo))
+            sd = np.sqrt((end.root**2).sum(1))
+            settled = 0 <= end.moved <= NEAR and end.undetermined == 0 and not end.coarse
+            found.append((end.loc - np.asarray(truth), sd, settled))
+        error, sds, all_settled = map(np.stack, zip(*found, strict=True))
+    return error, sds, all_settled
 
 
 def coverage(kind: str, n: int, epsilon: float, sets: int) -> None:

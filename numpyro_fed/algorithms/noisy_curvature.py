@@ -8,14 +8,13 @@ the edge they are shrunk as those of a matrix with a few large ones (Benaych-Geo
 
 from __future__ import annotations
 
-import math
+from functools import partial
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from scipy.linalg import solve_triangular
 
-from numpyro_fed import linalg
+from numpyro_fed.gaussian import root_of
 
 
 class Spectrum(NamedTuple):
@@ -28,55 +27,53 @@ class Spectrum(NamedTuple):
         Eigenvalues as of the matrix without noise.
     damped : (d,)
         The same for a step: positive, and not below what noise may hide.
-    undetermined : () int
+    undetermined : int
         The number of directions whose curvature could not be told from noise.
     """
 
-    V: Array
-    curved: Array
-    damped: Array
-    undetermined: Array
+    V: np.ndarray
+    curved: np.ndarray
+    damped: np.ndarray
+    undetermined: int
 
     @classmethod
-    def of(cls, H: Array, edge: Array) -> Spectrum:
+    def of(cls, H: np.ndarray, edge: float) -> Spectrum:
         """Return the spectrum of ``H`` (d, d), where that of the noise ends at ``edge``."""
-        e, V = linalg.eigh(H)
-        above = jnp.where(e > edge, 0.5 * (e + jnp.sqrt(jnp.maximum(e**2 - edge**2, 0.0))), 0.0)
-        apart = (V**2 * jnp.maximum(jnp.diagonal(H), 0.0)[:, None]).sum(0)
-        curved = jnp.maximum(above, jnp.minimum(edge / 2, apart))
+        e, V = np.linalg.eigh(H)
+        above = np.where(e > edge, 0.5 * (e + np.sqrt(np.maximum(e**2 - edge**2, 0.0))), 0.0)
+        apart = (V**2 * np.maximum(np.diagonal(H), 0.0)[:, None]).sum(0)
+        curved = np.maximum(above, np.minimum(edge / 2, apart))
         # Where the density curves upwards, a step as long as if it curved as much downwards.
-        damped = jnp.maximum(jnp.where(e < -edge, -e, above), edge / 2)
-        return cls(V, curved, damped, (e <= edge).sum().astype(jnp.int32))
+        damped = np.maximum(np.where(e < -edge, -e, above), edge / 2)
+        return cls(V, curved, damped, int((e <= edge).sum()))
 
 
-def root_with_prior(V: Array, curved: Array, P: Array) -> Array:
+def root_with_prior(V: np.ndarray, curved: np.ndarray, P: np.ndarray) -> np.ndarray:
     """Return the root (d, d) of the precision ``V diag(curved) V' + P P'``.
 
-    Directions may differ by more than single precision tells apart in the sum itself, which then
-    has no root: an effect under a small scale beside one that neither data nor prior know.
+    Directions may differ by more than a sum of matrices keeps apart, which then has no root: an
+    effect under a small scale beside one that neither data nor prior know.
     """
-    return linalg.root_of(jnp.concatenate([V * jnp.sqrt(curved), P], axis=1))
+    return root_of(np.column_stack([V * np.sqrt(curved), P]))
 
 
-def times_inverse(root: Array, g: Array) -> Array:
+def times_inverse(root: np.ndarray, g: np.ndarray) -> np.ndarray:
     """Return the inverse of ``root root'`` times a vector (d,), for lower triangular ``root``."""
-    return linalg.solve(root, linalg.solve(root, g), transposed=True)
+    solve = partial(solve_triangular, root, lower=True, check_finite=False)
+    found: np.ndarray = solve(solve(g), trans=1)
+    return found
 
 
-def root_of_inverse(root: Array, L: Array) -> Array:
-    """Return the root of the covariance in the frame ``L`` (d, d) of a precision's root (d, d)."""
-    return linalg.root_of(linalg.solve(root, L.T).T)
+def as_vector(matrices: np.ndarray) -> np.ndarray:
+    """Return symmetric matrices (..., d, d) as vectors of the same length (Frobenius)."""
+    rows, columns = np.triu_indices(matrices.shape[-1])
+    scaled: np.ndarray = matrices[..., rows, columns] * np.where(rows == columns, 1.0, 2**0.5)
+    return scaled
 
 
-def as_vector(matrix: Array) -> Array:
-    """Return a symmetric matrix as a vector of the same length (Frobenius)."""
-    rows, columns = np.triu_indices(len(matrix))
-    return matrix[rows, columns] * np.where(rows == columns, 1.0, math.sqrt(2))
-
-
-def as_symmetric(vector: Array, d: int) -> Array:
+def as_symmetric(vector: np.ndarray, d: int) -> np.ndarray:
     """Return the matrix (d, d) of :func:`as_vector`."""
     rows, columns = np.triu_indices(d)
-    halved = vector / np.where(rows == columns, 2.0, math.sqrt(2))
-    half = jnp.zeros((d, d)).at[rows, columns].set(halved)
+    half = np.zeros((d, d))
+    half[rows, columns] = vector / np.where(rows == columns, 2.0, 2**0.5)
     return half + half.T

@@ -9,18 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
-import jax.numpy as jnp
-from jax import Array
-
-from numpyro_fed.algorithms.private_units import COUNTS
+from numpyro_fed.algorithms.private_units import COUNTS, HESSIANS_UP_TO
 from numpyro_fed.privacy.budget import Privacy
 
 UNITS, SIZES, SUMS = "private units", "private sizes", "private sums"
-# A unit's Hessian has d^2 numbers. For more globals the product of its gradient with itself stands
-# in its place, whose length is known, which is the same on average at the truth.
-HESSIANS_UP_TO = 20
 # Shares of the budget: of the first units, of the search, and of the phases after it.
 UNITS_SHARE, SEARCH, LATER = 0.05, 0.2, (0.2, 0.55)
 # The first steps go far and need little precision, but lengths must be told from the noise of their
@@ -41,18 +35,12 @@ def sums_of(step: int) -> str:
     return f"{SUMS} {step + 1}"
 
 
-Number = TypeVar("Number", float, Array)
+class Phase(NamedTuple):
+    """The noise multipliers of a phase: of its histogram, and of both sums of each step."""
 
-
-class Phase(NamedTuple, Generic[Number]):
-    """The noise multipliers of a phase: of the histogram, and of gradient and curvature at a step.
-
-    They are arrays for a phase whose number is an array.
-    """
-
-    sizes: Number
-    gradient: Number
-    curvature: Number
+    sizes: float
+    gradient: float
+    curvature: float
 
 
 @dataclass(frozen=True)
@@ -72,7 +60,7 @@ class Schedule:
     """
 
     units: float
-    phases: tuple[Phase[float], ...]
+    phases: tuple[Phase, ...]
     steps: int
     search: int = 0
 
@@ -107,8 +95,3 @@ class Schedule:
             sums = (SUMS, phase.gradient), (SUMS, phase.curvature)
             releases += [(SIZES, phase.sizes), *sums * self.steps]
         return tuple(releases)
-
-    def phase_at(self, k: Array) -> Phase[Array]:
-        """Return the noise multipliers of the ``k``-th phase."""
-        k = jnp.clip(k, 0, len(self.phases) - 1)
-        return Phase(*(jnp.array(column)[k] for column in zip(*self.phases, strict=True)))

@@ -137,11 +137,11 @@ def _private_mode(
     """Return the mode that a private search found, as far as noise lets it."""
     found = DPNewton(model, privacy=privacy).run(key, silos=silos, progress_bar=progress_bar)
     fm, server = found._fit.model, found.state.server
-    inverse = np.linalg.inv(np.asarray(server.posterior.root, float))
+    inverse = np.linalg.inv(np.asarray(server.root, float))
     if not found.settled:
         warnings.warn(found.judgement, category=ConvergenceWarning, stacklevel=3)
     return Mode(
-        sites=jax.tree.map(np.asarray, fm.constrain_global({}, server.loc)),
+        sites=jax.tree.map(np.asarray, fm.constrain_global({}, jax.device_put(server.loc))),
         theta={},
         z_G=np.asarray(server.loc),
         curvature=inverse.T @ inverse,

@@ -264,6 +264,8 @@ def after_opening(
     """Return the state after the opening rounds of an algorithm."""
     key = jax.random.fold_in(key, OPENING)
     for i, round_ in enumerate(algorithm.opening):
+        if round_.run is asked_directly:  # by the method itself
+            continue
         once = compiled(round_)
         key_round = jax.random.fold_in(key, i)
         server, silos, info, good = once(key_round, state.server, state.silos, batches)

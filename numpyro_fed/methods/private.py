@@ -7,16 +7,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from numpyro_fed.algorithms.base import ExchangeId, Round
-from numpyro_fed.algorithms.private_newton import PrivateNewton, Server
+from numpyro_fed.algorithms.base import Exchange, ExchangeId, Round, Up
+from numpyro_fed.algorithms.private_newton import PrivateNewton
 from numpyro_fed.algorithms.private_schedule import SUMS, Schedule
 from numpyro_fed.algorithms.private_units import PrivateUnits
-from numpyro_fed.errors import CoupledRowsError, GuideError, ModelError, SavedStateError
+from numpyro_fed.errors import (
+    CoupledRowsError,
+    GuideError,
+    ModelError,
+    SavedStateError,
+    SilosError,
+)
 from numpyro_fed.guides.structured import GuideConfig, Structured, build_resolved, resolve
 from numpyro_fed.integrals.quadrature import default_nodes, quadrature_misfit
+from numpyro_fed.methods.base import RunOptions, callback_ends, result_or_error
 from numpyro_fed.methods.minibatch_checks import check_rows_alone
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.model.data import SiloData
@@ -30,13 +37,20 @@ from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.private import NOT_PROTECTED, PrivateResult
 from numpyro_fed.results.rows import Fit
+from numpyro_fed.runtime.asking import Asked
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.party import AnyAlgorithm, PlanSize
+from numpyro_fed.runtime.progress import progress_of
 from numpyro_fed.runtime.stack import State
-from numpyro_fed.runtime.supervise import RunOutcome
+from numpyro_fed.runtime.supervise import Failure, RunOutcome
 
 # Numbers of a row's latents that quadrature takes, and globals of which a matrix is sent.
 GLOBALS_UP_TO = 300
+WHOLE = 2**31 - 1  # rounds, of a run of all that are left
+
+
+class UnusableError(Exception):
+    """The signal that a silo's reply cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +107,7 @@ class DPNewton(Method[PrivateResult, None]):
         check_trusted(self.privacy, silos)
         if options.get("stop") is not None:
             raise ModelError(f"stop={options['stop']!r}: a private search ends by itself.")
-        if num_rounds is None:
-            fit, _ = self._compiled_for(silos, options.get("runtime", "simulation"))
-            server = getattr(options.get("init_state"), "server", None)
-            done = int(server.phase) if isinstance(server, Server) else 0
-            num_rounds = len(self._schedule(fit.model, fit.plan).phases) - done
-        # Its rounds are over where the schedule is, of which a search leaves some out.
-        return super().run(key, num_rounds, silos, **{**options, "stop": "converged"})
+        return super().run(key, WHOLE if num_rounds is None else num_rounds, silos, **options)
 
     def _check_rounds(self, fit: Fit, state: State, num_rounds: int) -> None:
         schedule, found = self._schedule(fit.model, fit.plan), float(state.server.multiplier)
@@ -108,12 +116,73 @@ class DPNewton(Method[PrivateResult, None]):
                 "init_state comes from a run with another budget, whose noise is other than this "
                 "one's. Go on with the same privacy=."
             )
-        planned, done = len(schedule.phases), int(state.server.phase)
-        if done + num_rounds > planned:
+        planned = len(schedule.phases)
+        left = planned - max(int(state.server.phase), 0)
+        if num_rounds != WHOLE and num_rounds > left:
             raise ModelError(
-                f"the budget is planned for {planned} rounds, of which {planned - done} are left: "
+                f"the budget is planned for {planned} rounds, of which {left} are left: "
                 f"{num_rounds} more would spend more than epsilon={self.privacy.epsilon:g}."
             )
+
+    def _run_rounds(
+        self,
+        fit: Fit,
+        hosted: Silos,
+        key: Array,
+        state: State,
+        start: object,
+        options: RunOptions[PrivateResult],
+    ) -> PrivateResult:
+        """Make phases, and return their result or raise an error that carries it."""
+        newton = fit.cached("newton", lambda: self._newton(fit.model, fit.plan))
+        silos = Asked(fit.runtime.transport(hosted.batches), key, fit.plan.num_silos, state.silos)
+        server, losses, ended = state.server, list[float](), "rounds"
+        refused: SilosError | None = None
+
+        def ask(exchange: Exchange[Any, Any, Up], down: object) -> Up:
+            up = silos(exchange, down)
+            if silos.unusable:
+                raise UnusableError(silos.unusable)
+            return up
+
+        def outcome() -> RunOutcome:
+            after = State(state.round + len(losses), server, silos.silos, state.schedule)
+            failure = Failure(int(after.round), silos.unusable) if ended == "failure" else None
+            return RunOutcome(after, np.array(losses), failure, None, ended, refused=refused)
+
+        if server.phase < 0:
+            server = newton.begin(ask, server)
+        most = min(options.num_rounds, newton.left(server))
+        progress = progress_of(options.progress_bar)
+        try:
+            with progress.under_way(False, most):
+                while len(losses) < most and newton.left(server):
+                    server = newton.phase(ask, server)
+                    losses.append(server.loss)
+                    progress.step(1, -server.loss)
+                    if options.callback is not None and len(losses) % options.every == 0:
+                        shown = self.finished(outcome(), fit, hosted, start, quiet=True)
+                        if callback_ends(options.callback, shown):
+                            ended = "callback"
+                            break
+        except KeyboardInterrupt:
+            ended = "interrupted"
+        except UnusableError:
+            ended = "failure"
+        except SilosError as error:
+            ended, refused = "failure", error
+        return result_or_error(self.finished(outcome(), fit, hosted, start), outcome())
+
+    def _newton(self, fm: FederatedModel, plan: Plan) -> PrivateNewton:
+        """Return the parts of the method, which every party builds from the plan."""
+        privacy = self.privacy
+        return PrivateNewton(
+            units=units_of(fm, privacy, plan.num_silos),
+            schedule=self._schedule(fm, plan),
+            num_units=plan.chosen["units"],
+            clip=privacy.clip,
+            rows_in_unit=_rows(fm, plan) / plan.num_silos if privacy.unit == "silo" else 1.0,
+        )
 
     def _schedule(self, fm: FederatedModel, plan: Plan) -> Schedule:
         """Return the phases that are planned."""
@@ -152,21 +221,12 @@ class DPNewton(Method[PrivateResult, None]):
         }
 
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: None) -> Built:
-        chosen, privacy = plan.chosen, self.privacy
-        guide = build_resolved(Structured(globals="full"), GuideConfig.of(chosen["guide"]), fm)
-        newton = PrivateNewton(
-            units=units_of(fm, privacy, plan.num_silos),
-            schedule=self._schedule(fm, plan),
-            num_units=chosen["units"],
-            clip=privacy.clip,
-            rows_in_unit=_rows(fm, plan) / plan.num_silos if privacy.unit == "silo" else 1.0,
-        )
-        objective = default_quadrature(fm) or ELBO()
+        full, chosen = Structured(globals="full"), GuideConfig.of(plan.chosen["guide"])
         return Built(
             model=fm,
-            guide=guide,
-            objective=objective,
-            algorithm=newton.algorithm(),
+            guide=build_resolved(full, chosen, fm),
+            objective=default_quadrature(fm) or ELBO(),
+            algorithm=self._newton(fm, plan).algorithm,
             protected=NOT_PROTECTED,
         )
 
@@ -179,18 +239,12 @@ class DPNewton(Method[PrivateResult, None]):
             # Some silos may have answered in the phase that is lost: it is not asked for again.
             lost = int(server.phase)
             made[lost:][:1] = True
-            server = server._replace(phase=jnp.minimum(lost + 1, len(made)), made=jnp.array(made))
+            phase = np.int32(min(lost + 1, len(made)))
+            server = server._replace(phase=phase, made=made)
             run = run._replace(state=run.state._replace(server=server))
         schedule = self._schedule(fit.model, fit.plan)
         spent = Spent.of(self.privacy, schedule.releases(made.tolist()))
         return PrivateResult(run.losses, run.state, fit, hosted, privacy=spent)
-
-    def finished(
-        self, run: RunOutcome, fit: Fit, hosted: Silos, start: object, *, quiet: bool = False
-    ) -> PrivateResult:
-        """Return the result of a run, which has no other end than that of its rounds."""
-        ended = "rounds" if run.ended == "converged" else run.ended
-        return super().finished(run._replace(ended=ended), fit, hosted, start, quiet=quiet)
 
 
 def check_trusted(privacy: Privacy, silos: object) -> None:
