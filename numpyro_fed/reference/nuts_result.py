@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -127,6 +127,7 @@ class NutsResult(AfterFit):
     _locals: Callable[[], dict[str, np.ndarray]] = field(repr=False)
     _rounded: str = field(default="", repr=False)  # why the precision does not hold the posterior
     _run: PooledRun | None = field(default=None, repr=False)
+    _in_order: bool = field(default=False, repr=False)  # draws are all of them, for any key
 
     @property
     def run_behind(self) -> PooledRun:
@@ -224,10 +225,12 @@ class NutsResult(AfterFit):
         """Return the number of draws of all chains."""
         return self._transitions or len(next(iter(self.samples.values()), ()))
 
-    def _places(self, key: Array, n: int) -> Array:
-        """Return the places of ``n`` draws at random."""
+    def _places(self, key: Array, n: int) -> np.ndarray | slice:
+        """Return the places of ``n`` draws at random, or of all."""
+        if self._in_order:
+            return slice(None)
         total = self.num_draws
-        return jax.random.choice(key, total, (n,), replace=n > total)
+        return np.asarray(jax.random.choice(key, total, (n,), replace=n > total))
 
     def to_arviz(
         self,
@@ -254,7 +257,7 @@ class NutsResult(AfterFit):
             Further groups, and names, as :meth:`Corrected.to_arviz` has them. The log likelihoods
             of rows are those at all latents, as in :meth:`loo`.
         """
-        drawn = InOrder(self) if silo is None else self
+        drawn = replace(self, _in_order=True) if silo is None else self
         return groups_to_arviz(
             drawn,
             drawn,
@@ -272,7 +275,7 @@ class NutsResult(AfterFit):
 
         They are those at all latents.
         """
-        places = np.asarray(self._places(key, n))
+        places = self._places(key, n)
         return log_likelihoods(self, {k: v[places] for k, v in self.samples.items()})
 
     @cached_property
@@ -385,42 +388,6 @@ class NutsResult(AfterFit):
         """Return the effective sample size of each element of global sites; NaN for constants."""
         with np.errstate(invalid="ignore"):
             return {k: np.asarray(effective_sample_size(v)) for k, v in self.globals.items()}
-
-
-@dataclass(frozen=True, eq=False)
-class InOrder(AfterFit):
-    """The draws of NUTS, all of them and in their order, for any key and number."""
-
-    nuts: NutsResult
-
-    @property
-    def run_behind(self) -> PooledRun:
-        """Return the data and parameters of the run."""
-        return self.nuts.run_behind
-
-    @property
-    def correction_behind(self) -> str:
-        """Return why there are no weighted draws."""
-        return self.nuts.correction_behind
-
-    @property
-    def silos(self) -> Any:
-        """Refuse to tell the influence of silos."""
-        return self.nuts.silos
-
-    def sample_posterior(
-        self, key: Array, n: int, *, silo: WhichSilo | None = None
-    ) -> dict[str, Array]:
-        """Return the draws of all chains."""
-        return {name: jnp.asarray(value) for name, value in self.nuts.sites_of(silo).items()}
-
-    def unconstrained(self, key: Array, n: int) -> Array:
-        """Return all draws of the unconstrained globals."""
-        return jnp.asarray(self.run_behind.z_G)
-
-    def log_likelihoods(self, key: Array, n: int) -> list[dict[str, np.ndarray]]:
-        """Return the log likelihoods {plate: (draws, rows)} of silos at all latents."""
-        return log_likelihoods(self, self.nuts.samples)
 
 
 def _varies(draws: np.ndarray) -> bool:
