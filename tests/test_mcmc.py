@@ -18,6 +18,7 @@ from problems import cut, jitter
 
 import numpyro_fed as nf
 from numpyro_fed.errors import ModelError
+from numpyro_fed.model import padding
 from numpyro_fed.model.data import read
 from numpyro_fed.model.handlers import joint, local_name
 from numpyro_fed.model.layout import lay_out
@@ -25,7 +26,6 @@ from numpyro_fed.reference.nuts_result import NutsResult
 from numpyro_fed.reference.starts import good_starts, some_from_prior, uniform
 
 KEY = jax.random.key(0)
-BACKENDS = ("numpyro", "blackjax")
 positive = dist.constraints.positive
 
 
@@ -107,7 +107,8 @@ DENSITIES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", DENSITIES)
-def test_the_density_and_its_gradient_are_those_of_the_joint_model(x64, case):
+def test_the_density_and_its_gradient_are_those_of_the_joint_model(x64, case, monkeypatch):
+    monkeypatch.setattr(padding, "FEW_ROWS", 0)  # else silos of so few rows have one shape
     model, silos, num_buckets = DENSITIES[case]
     data = read(silos)
     layout, buckets = lay_out(model, data)
@@ -182,10 +183,9 @@ def within_its_error(draws, mean, sd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nuts_reaches_the_exact_posterior_of_globals_and_of_every_row(backend):
+def test_nuts_reaches_the_exact_posterior_of_globals_and_of_every_row():
     silos = cut({"y": Y}, SIZES)
-    settings = {"num_warmup": 300, "num_samples": 700, "num_chains": 2, "backend": backend}
+    settings = {"num_warmup": 300, "num_samples": 700, "num_chains": 2}
     nuts = nf.run_nuts(KEY, hierarchy, silos, progress_bar=False, **settings)
     assert {k: v.shape for k, v in nuts.globals.items()} == {"mu": (2, 700)}
     rows = [f"silo_{j}/b" for j in range(len(SIZES))]
@@ -278,7 +278,6 @@ def test_samples_are_on_their_supports_with_parameters_held_at_the_fit():
         num_warmup=200,
         num_samples=20,
         params=result,
-        backend="blackjax",
         progress_bar=False,
     )
     s = nuts.samples
@@ -324,9 +323,8 @@ needle = models.level(1e-4, 100)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "num_warmup"), [("numpyro", 0), ("blackjax", 5)])
-def test_divergences_of_all_chains_are_counted(backend, num_warmup):
-    """With next to no warm-up the step is thousands of times too long: every transition diverges.
+def test_divergences_of_all_chains_are_counted():
+    """Without warm-up the step is thousands of times too long: every transition diverges.
 
     The model has no local latents.
     """
@@ -334,19 +332,13 @@ def test_divergences_of_all_chains_are_counted(backend, num_warmup):
         KEY,
         needle,
         cut({"y": Y}, SIZES),
-        num_warmup=num_warmup,
+        num_warmup=0,
         num_samples=7,
         num_chains=2,
-        backend=backend,
         progress_bar=False,
     )
     assert nuts.divergences == 14
     assert set(nuts.samples) == {"mu"}
-
-
-def test_an_unknown_backend_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"backend='stan': expected one of .*blackjax.*numpyro"):
-        nf.run_nuts(KEY, hierarchy, cut({"y": Y}, SIZES), backend="stan")
 
 
 def test_a_density_that_is_not_finite_is_refused_before_sampling():

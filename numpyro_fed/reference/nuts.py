@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from functools import cache
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +37,6 @@ from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.results.rows import Result
 from numpyro_fed.trees import Tree
 
-Draws = TypeVar("Draws", np.ndarray, Array)
-Made = TypeVar("Made")
-
 # Samples of each chain from which run_nuts warns by itself: shorter runs are trials, which would
 # always be warned of.
 MIN_SAMPLES = 500
@@ -62,13 +60,12 @@ def run_nuts(
     num_warmup: int = 1_000,
     num_samples: int = 1_000,
     num_chains: int = 1,
-    backend: str = "numpyro",
     params: Result | None = None,
     start: StartingPoint | None = None,
     target_accept_prob: float = 0.8,
     progress_bar: bool = True,
 ) -> NutsResult:
-    """Run NUTS on the joint density of all silos, for comparison if data may be pooled.
+    """Run NumPyro's NUTS on the joint density of all silos, for comparison if data may be pooled.
 
     The density is the one that federated methods use, vectorised over silos. Its program does not
     grow with their number, as that of :func:`numpyro_fed.handlers.joint` does.
@@ -84,8 +81,6 @@ def run_nuts(
         Steps of warm-up and samples of each chain, and the number of chains, which run side by
         side. With several chains every other one starts at a draw from the prior, so that they can
         disagree if the posterior has several modes.
-    backend : {"numpyro", "blackjax"}
-        The library whose NUTS is run. BlackJAX's uses its window adaptation.
     params : Result, optional
         A fit whose values of every ``numpyro.param`` are used. Without it they keep their initial
         values, as in NumPyro.
@@ -127,8 +122,6 @@ def run_nuts(
     >>> nuts.samples["mu"].shape
     (500,)
     """
-    if backend not in _BACKENDS:
-        raise ValueError(f"backend={backend!r}: expected one of {sorted(_BACKENDS)}.")
     for name, value in (("num_samples", num_samples), ("num_chains", num_chains)):
         positive_int(name, value)
     read = read_all(silos, model)
@@ -147,7 +140,7 @@ def run_nuts(
         "z_G": (num_chains, fm.dim),
         "z_L": {p.name: (num_chains, totals[p.name], p.dim) for p in fm.plates},
     }
-    to_globals: Callable[[Array], Array] = _identity
+    to_globals: Callable[[Array], Array] | None = None
     if start is not None:
         to_globals, log_density = _whitened(start, fm.dim, log_density)
 
@@ -161,13 +154,28 @@ def run_nuts(
     # With a mode given, all chains explore that mode.
     if start is None and num_chains > 1:
         first = some_from_prior(key_init, fm, log_density, first)
-    draws, divergences = _BACKENDS[backend](
-        key_run, log_density, first, num_warmup, num_samples, target_accept_prob, progress_bar
+    kernel = NUTS(
+        potential_fn=lambda position: -log_density(position), target_accept_prob=target_accept_prob
     )
-    draws = {**draws, "z_G": to_globals(draws["z_G"])}
+    mcmc = MCMC(
+        kernel,
+        num_warmup=num_warmup,
+        num_samples=num_samples,
+        num_chains=num_chains,
+        chain_method="vectorized",
+        progress_bar=progress_bar,
+    )
+    # NumPyro takes the start of a single chain without an axis of chains.
+    init = first if num_chains > 1 else jax.tree.map(lambda a: a[0], first)
+    mcmc.run(key_run, init_params=init, extra_fields=("diverging",))
+    divergences = mcmc.get_extra_fields()["diverging"].sum()
+    draws = mcmc.get_samples(group_by_chain=True)
+    if to_globals is not None:
+        draws = {**draws, "z_G": to_globals(draws["z_G"])}
     constrain = jax.jit(jax.vmap(jax.vmap(fm.constrain_global, (None, 0)), (None, 0)))
     globals_ = {k: np.asarray(v) for k, v in constrain(shared, draws["z_G"]).items()}
 
+    @cache
     def local_sites() -> dict[str, np.ndarray]:
         flat = jax.tree.map(join_chains, draws)
         return _local_sites(fm, read, sizes, flat, [{**shared, **theta} for theta in private])
@@ -196,10 +204,6 @@ def _rounded(z_G: np.ndarray, latents: Sequence[Site]) -> str:
     exact = z_G.astype(np.float64)
     rounding = Rounding(str(z_G.dtype), exact.mean(0), exact.std(0), 0.0)
     return "" if rounding.fine else f"{rounding.words(latents)} ({rounding.remedy})"
-
-
-def _identity(z_G: Array) -> Array:
-    return z_G
 
 
 def _whitened(
@@ -317,67 +321,3 @@ def _local_sites(
 def _offsets(sizes: Sequence[Sizes]) -> dict[str, np.ndarray]:
     """Return the index of each silo's first row among the rows of all silos, by plate."""
     return {p: np.cumsum([0, *(size[p] for size in sizes)]).astype(int) for p in sizes[0]}
-
-
-def _numpyro(
-    key: Array,
-    log_density: Callable[[Position], Array],
-    start: Position,
-    num_warmup: int,
-    num_samples: int,
-    target_accept_prob: float,
-    progress_bar: bool,
-) -> tuple[Position, Array]:
-    """Return draws, leaves (chains, samples, ...), and the number of divergences by NumPyro."""
-    num_chains = len(start["z_G"])
-    kernel = NUTS(
-        potential_fn=lambda position: -log_density(position), target_accept_prob=target_accept_prob
-    )
-    mcmc = MCMC(
-        kernel,
-        num_warmup=num_warmup,
-        num_samples=num_samples,
-        num_chains=num_chains,
-        chain_method="vectorized",
-        progress_bar=progress_bar,
-    )
-    # NumPyro takes the start of a single chain without an axis of chains.
-    first = start if num_chains > 1 else jax.tree.map(lambda a: a[0], start)
-    mcmc.run(key, init_params=first, extra_fields=("diverging",))
-    draws = mcmc.get_samples(group_by_chain=True)
-    return draws, mcmc.get_extra_fields()["diverging"].sum()
-
-
-def _blackjax(
-    key: Array,
-    log_density: Callable[[Position], Array],
-    start: Position,
-    num_warmup: int,
-    num_samples: int,
-    target_accept_prob: float,
-    progress_bar: bool,
-) -> tuple[Position, Array]:
-    """Return draws, leaves (chains, samples, ...), and the number of divergences by BlackJAX."""
-    import blackjax  # here: its import starts JAX's backend
-
-    def chain(key: Array, start: Position) -> tuple[Position, Array]:
-        key_warmup, key_sample = jax.random.split(key)
-        warmup = blackjax.window_adaptation(
-            blackjax.nuts, log_density, target_acceptance_rate=target_accept_prob
-        )
-        (state, parameters), _ = warmup.run(key_warmup, start, num_warmup)
-        kernel = blackjax.nuts(log_density, **parameters)
-
-        def step(state: Any, key: Array) -> tuple[Any, tuple[Position, Array]]:
-            state, info = kernel.step(key, state)
-            return state, (state.position, info.is_divergent)
-
-        _, draws = jax.lax.scan(step, state, jax.random.split(key_sample, num_samples))
-        return draws
-
-    keys = jax.random.split(key, len(start["z_G"]))
-    draws, divergent = jax.jit(jax.vmap(chain))(keys, start)
-    return draws, divergent.sum()
-
-
-_BACKENDS = {"numpyro": _numpyro, "blackjax": _blackjax}

@@ -129,7 +129,7 @@ class NutsResult(Posterior):
     _locals: Callable[[], dict[str, np.ndarray]] = field(repr=False)
     _rounded: str = field(default="", repr=False)  # why the precision does not hold the posterior
     _run: PooledRun | None = field(default=None, repr=False)
-    _in_order: bool = field(default=False, repr=False)  # all draws stand for any number of them
+    _in_order: bool = field(default=False, repr=False)  # draws are all of them, for any key
 
     @property
     def run_behind(self) -> PooledRun:
@@ -245,12 +245,12 @@ class NutsResult(Posterior):
         """Return the number of draws of all chains."""
         return self._transitions or len(next(iter(self.samples.values()), ()))
 
-    def _places(self, key: Array, n: int) -> Array:
+    def _places(self, key: Array, n: int) -> np.ndarray | slice:
         """Return the places of ``n`` draws at random, or of all."""
-        total = self.num_draws
         if self._in_order:
-            return jnp.arange(total)
-        return jax.random.choice(key, total, (n,), replace=n > total)
+            return slice(None)
+        total = self.num_draws
+        return np.asarray(jax.random.choice(key, total, (n,), replace=n > total))
 
     def to_arviz(
         self,
@@ -292,7 +292,7 @@ class NutsResult(Posterior):
 
         They are those at all latents.
         """
-        places = np.asarray(self._places(key, n))
+        places = self._places(key, n)
         return log_likelihoods(self.run_behind, {k: v[places] for k, v in self.samples.items()})
 
     @cached_property
