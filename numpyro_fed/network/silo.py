@@ -45,6 +45,7 @@ from numpyro_fed.network.policy import Ledger, Policy
 from numpyro_fed.network.sums import Sums
 from numpyro_fed.precision import is_double, precision
 from numpyro_fed.privacy.budget import PrivacyWarning
+from numpyro_fed.records import read_record
 from numpyro_fed.runtime.messages import (
     ACCEPT,
     BEGINNINGS,
@@ -360,7 +361,7 @@ class Silo:
                     "for a plain one. Begin again."
                 )
             return self._plain(node, question, message)
-        terms = Terms.from_json(head[SUM])
+        terms = read_record(Terms, head[SUM])
         self._sums.check(terms)
         if size.shares_noise and len(terms.group) < size.num_silos:
             raise ModelError(

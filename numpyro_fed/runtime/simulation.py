@@ -31,7 +31,7 @@ from numpyro_fed.algorithms.base import (
     Up,
 )
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.programs import jit_once
+from numpyro_fed.programs import jit_once, readable
 from numpyro_fed.runtime.asking import transport_of_stacks
 from numpyro_fed.runtime.noise import (
     exchange_key,
@@ -57,7 +57,6 @@ from numpyro_fed.runtime.stack import (
     chunk_of,
     in_order,
     init_schedule,
-    readable,
     visits,
 )
 from numpyro_fed.runtime.step import Answers, RoundNoise, Transport, combine, for_participants, step

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from numpyro_fed.algorithms.base import Info, Round
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
+from numpyro_fed.programs import on_all_devices
 from numpyro_fed.runtime.noise import schedule_key
 from numpyro_fed.runtime.schedule import Carry, Schedule
 from numpyro_fed.trees import Tree, drop_weak_types
@@ -245,7 +246,7 @@ def on_device(buckets: Sequence[Bucket]) -> Batches:
     devices = jax.devices()
     if len(devices) == 1:
         return tuple(Batch(*batch) for batch in jax.device_put(host, may_alias=False))
-    undivided, divided = _on_all_devices(P()), _on_all_devices(P("silo"))
+    undivided, divided = on_all_devices(P()), on_all_devices(P("silo"))
     batches = []
     for silos, data in host:
         size = len(silos)
@@ -256,10 +257,6 @@ def on_device(buckets: Sequence[Bucket]) -> Batches:
     return tuple(batches)
 
 
-def _on_all_devices(spec: P) -> NamedSharding:
-    return NamedSharding(jax.sharding.Mesh(np.asarray(jax.devices()), ("silo",)), spec)
-
-
 def _placed(tree: object, sharding: NamedSharding) -> Any:
     """Return arrays on devices; a process that has all of an array copies its own part alone."""
     if jax.process_count() == 1:
@@ -267,16 +264,6 @@ def _placed(tree: object, sharding: NamedSharding) -> Any:
     return jax.tree.map(
         lambda a: jax.make_array_from_callback(a.shape, sharding, lambda i: np.array(a[i])), tree
     )
-
-
-def readable(tree: Tree) -> Tree:
-    """Return the output of a program so that each process has all of it, if there are several.
-
-    Else what is computed of silos lies where they do, and only one process can read it.
-    """
-    if jax.process_count() == 1:
-        return tree
-    return jax.lax.with_sharding_constraint(tree, _on_all_devices(P()))
 
 
 def chunk_of(schedule: Schedule[Any] | None) -> int:
