@@ -94,10 +94,8 @@ class Channel:
         num_silos: int,
         weights: Sequence[Weights] | None = None,
         method: str = "",
-        missing: str = "wait",
     ):
-        self._federation, self.num_silos, self._method = federation, num_silos, method
-        self._missing = missing
+        self.federation, self.num_silos, self._method = federation, num_silos, method
         # Replies to an exchange in which others were away, by what was asked.
         self._answered: dict[str, tuple[int, bytes]] = {}
         self._unfinished = Unfinished({}, {}, {}, {})
@@ -123,14 +121,14 @@ class Channel:
     def _begin(
         self, asked: Sequence[tuple[str, str, int]], arrays: Mapping[str, ArrayLike] | None = None
     ) -> Mark:
-        run, size = np.frombuffer(self._federation.new_run(), np.uint32), self.num_silos
+        run, size = np.frombuffer(self.federation.new_run(), np.uint32), self.num_silos
         questions = [
             Question(name, s, _id_of(run), used, used, at_silo(self._method, j))
             for j, (name, s, used) in enumerate(asked)
         ]
         self._numbers[_id_of(run)] = max(q.number for q in questions)
         messages = [write(arrays or {}, question.head()) for question in questions]
-        self._federation.ask(range(size), messages, asked[0][0])
+        self.federation.ask(range(size), messages, asked[0][0])
         used = np.array([q.number for q in questions], np.int32)
         return Mark(np.tile(run, (size, 1)), used)
 
@@ -160,7 +158,7 @@ class Channel:
         answered = {j: self._answered[contents[j]] for j in who if contents[j] in self._answered}
         asked = [j for j in who if j not in answered]
         try:
-            found = self._federation.ask(asked, [messages[j] for j in asked], name)
+            found = self.federation.ask(asked, [messages[j] for j in asked], name)
         except SiloAwayError as error:
             self._answered = {contents[j]: (number, r) for j, r in error.replies.items()}
             raise
@@ -170,11 +168,6 @@ class Channel:
         used[list(who)] = [answered[j][0] for j in who]
         replies = [self.read(j, exchange, answered[j][1], expected) for j in who]
         return replies, mark._replace(used=used)
-
-    @property
-    def secure_sum(self) -> bool:
-        """Return whether the server is to learn sums of replies alone."""
-        return self._federation.secure_sum
 
     def ask_sum(
         self,
@@ -204,7 +197,7 @@ class Channel:
         if contents == last.contents:
             terms, numbers, answers = last.terms, last.numbers, dict(last.replies)
         else:
-            terms, answers = self._federation.sum_terms(who), {}
+            terms, answers = self.federation.sum_terms(who), {}
             known = {j: n for j, n in last.numbers.items() if contents.get(j) == last.contents[j]}
             # Under its old number a silo does not compute the reply a second time.
             numbers = {j: known.get(j, number) for j in who}
@@ -214,7 +207,7 @@ class Channel:
             if j not in answers
         }
         try:
-            found = self._federation.ask(list(asked), list(asked.values()), exchange.name)
+            found = self.federation.ask(list(asked), list(asked.values()), exchange.name)
         except SiloAwayError as error:
             self._unfinished = Unfinished(contents, numbers, terms, answers | error.replies)
             raise
@@ -241,10 +234,6 @@ class Channel:
             j: sha256(self._message(j, exchange, key, down, mark, 0)).hexdigest() + f"/{j}"
             for j, down in zip(who, downs, strict=True)
         }
-
-    def arrivals(self, exchange: str) -> Arrivals:
-        """Return the replies to an exchange in the order of their arrival."""
-        return self._federation.arrivals(exchange)
 
     def send(
         self,
@@ -282,10 +271,6 @@ class Channel:
         run, used = _id_of(mark.run[silo]), int(mark.used[silo])
         question = Question(*exchange.id, run, number, used, at_silo(self._method, silo))
         return write(arrays, question.head())
-
-    def goes_on(self, without: str) -> bool:
-        """Return whether a round is run without silos that do not answer."""
-        return without == "exact" or (without == "scaled" and self._missing == "reweight")
 
     def read(
         self, silo: int, exchange: Exchange[Any, Down, Up], answer: bytes, expected: Expected
