@@ -90,7 +90,7 @@ def host(
         transport_of = partial(_host_transport, watch=lambda state: ())
         return single_with(compile_parts(round_), len, transport_of)
 
-    return Runtime(init, advance, single, chunk_of(schedule), transport=transport_of_stacks)
+    return Runtime(init, advance, single, transport_of_stacks, chunk_of(schedule))
 
 
 def round_loop(

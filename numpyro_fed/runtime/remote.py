@@ -110,9 +110,9 @@ def remote(
         silos.init,
         advance,
         silos.single,
+        silos.transport_of,
         1,
         like=silos.like,
-        transport=silos.transport_of,
         go_on=silos.go_on,
     )
 

@@ -191,11 +191,6 @@ class Single(Protocol):
         """Return both new states, the server's report, and which replies were good (silos,)."""
 
 
-def no_transport(batches: Batches) -> Any:
-    """Refuse to ask silos one exchange at a time, in a runtime that cannot."""
-    raise TypeError("this runtime cannot ask silos outside of rounds.")
-
-
 class Runtime(NamedTuple):
     """An algorithm with a way to run it.
 
@@ -205,6 +200,8 @@ class Runtime(NamedTuple):
     advance : Advance
     single : round -> Single
         Any single round, compiled.
+    transport : batches -> Transport
+        The way of a plain program's questions to the silos (:mod:`.asking`).
     chunk : int
         Rounds that one call of ``advance`` can log, at most.
     single_quick : round -> Single, optional
@@ -212,8 +209,6 @@ class Runtime(NamedTuple):
     like : (key, batches) -> State, optional
         A function for the shapes of a state alone, where ``init`` has effects outside of this
         process.
-    transport : batches -> Transport, optional
-        The way of a plain program's questions to the silos (:mod:`.asking`).
     go_on : State -> State, optional
         The state from which a new run goes on where another one has ended. By default it is the
         same; silos in other processes begin a new run there.
@@ -222,10 +217,10 @@ class Runtime(NamedTuple):
     init: Callable[[Array, Batches], State]
     advance: Advance
     single: Callable[[Round], Single]
+    transport: Callable[[Batches], Any]
     chunk: int = CHUNK
     single_quick: Callable[[Round], Single] | None = None
     like: Callable[[Array, Batches], State] | None = None
-    transport: Callable[[Batches], Any] = no_transport
     go_on: Callable[[State], State] = lambda state: state
 
     def quick(self, round_: Round) -> Single:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -39,6 +40,8 @@ Source = TypeVar("Source", contravariant=True)  # silos' noise, or keys that it 
 Drawn = TypeVar("Drawn")  # the same type, where a class keeps it
 Silos = TypeVar("Silos")  # all silos' states, in the form in which a runtime keeps them
 Exchanges = Sequence[Exchange[Any, Any, Any]]
+# Returns a token of the transformation that is being traced; equal tokens, the same one.
+_trace_state = partial(get_opaque_trace_state, convention="nnx")
 
 
 def combine(how: Combine, stacks: Sequence[Reply[Up]], order: Numbers | None = None) -> Replies[Up]:
@@ -385,8 +388,3 @@ def declared(exchange: Exchange[Any, Any, Any]) -> MessageShapes:
     down, up = exchange.like()
     ok: Any = jax.ShapeDtypeStruct((), bool)
     return MessageShapes(exchange, down, Reply(up, ok))
-
-
-def _trace_state() -> object:
-    """Return a token of the transformation that is being traced; equal tokens, the same one."""
-    return get_opaque_trace_state(convention="nnx")
