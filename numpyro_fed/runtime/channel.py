@@ -63,7 +63,7 @@ class Expected(NamedTuple):
 
 
 class Unfinished(NamedTuple):
-    """A sum that some silos have not answered: nobody can read it yet.
+    """An exchange that some silos have not answered; a sum in it cannot be read yet.
 
     Attributes
     ----------
@@ -72,8 +72,9 @@ class Unfinished(NamedTuple):
     numbers : dict of int to int
         The numbers of the messages.
     terms : dict of int to Terms
+        Of a sum.
     replies : dict of int to bytes
-        The masked replies of the others.
+        The replies of the others.
     """
 
     contents: dict[int, str]
@@ -96,8 +97,6 @@ class Channel:
         method: str = "",
     ):
         self.federation, self.num_silos, self._method = federation, num_silos, method
-        # Replies to an exchange in which others were away, by what was asked.
-        self._answered: dict[str, tuple[int, bytes]] = {}
         self._unfinished = Unfinished({}, {}, {}, {})
         self._weights = weights or [Weights(0.0, np.finfo(np.float64).max)] * num_silos
         self._numbers: Counter[str] = Counter()
@@ -148,26 +147,8 @@ class Channel:
         ReplyError
             For a reply of other shapes or dtypes, or with a weight that is not allowed.
         """
-        self.num_asked += 1
-        name, before = exchange.name, np.asarray(mark.used)
-        number = self._next_number(who, mark)
-        messages: dict[int, bytes] = {}
-        for j, down in zip(who, downs, strict=True):
-            messages[j] = self._message(j, exchange, key, down, mark, number)
-        contents = self._contents(who, exchange, key, downs, mark)
-        answered = {j: self._answered[contents[j]] for j in who if contents[j] in self._answered}
-        asked = [j for j in who if j not in answered]
-        try:
-            found = self.federation.ask(asked, [messages[j] for j in asked], name)
-        except SiloAwayError as error:
-            self._answered = {contents[j]: (number, r) for j, r in error.replies.items()}
-            raise
-        self._answered = {}
-        answered |= {j: (number, reply) for j, reply in zip(asked, found, strict=True)}
-        used = before.copy()
-        used[list(who)] = [answered[j][0] for j in who]
-        replies = [self.read(j, exchange, answered[j][1], expected) for j in who]
-        return replies, mark._replace(used=used)
+        answers, mark = self._answers(who, exchange, key, downs, mark)
+        return [self.read(j, exchange, answers[j], expected) for j in who], mark
 
     def ask_sum(
         self,
@@ -191,49 +172,54 @@ class Channel:
             For a sum over too few silos, or out of the range of numbers or weights.
         """
         check_group(who, exchange.name)
-        self.num_asked += 1
-        number, last = self._next_number(who, mark), self._unfinished
-        contents = self._contents(who, exchange, key, downs, mark)
-        if contents == last.contents:
-            terms, numbers, answers = last.terms, last.numbers, dict(last.replies)
-        else:
-            terms, answers = self.federation.sum_terms(who), {}
-            known = {j: n for j, n in last.numbers.items() if contents.get(j) == last.contents[j]}
-            # Under its old number a silo does not compute the reply a second time.
-            numbers = {j: known.get(j, number) for j in who}
-        asked = {
-            j: with_terms(self._message(j, exchange, key, down, mark, numbers[j]), terms[j])
-            for j, down in zip(who, downs, strict=True)
-            if j not in answers
-        }
-        try:
-            found = self.federation.ask(list(asked), list(asked.values()), exchange.name)
-        except SiloAwayError as error:
-            self._unfinished = Unfinished(contents, numbers, terms, answers | error.replies)
-            raise
-        self._unfinished = Unfinished({}, {}, {}, {})
-        answers |= dict(zip(asked, found, strict=True))
-        used = np.array(mark.used)
-        used[list(who)] = [numbers[j] for j in who]
+        answers, mark = self._answers(who, exchange, key, downs, mark)
         allowed = [self._weights[j] for j in who]
         weights = sum(w.least for w in allowed), sum(w.most for w in allowed)
-        ordered = {j: answers[j] for j in who}
-        replies, ok = sum_of(ordered, exchange, expected.shapes, weights)
-        return replies, ok, mark._replace(used=used)
+        replies, ok = sum_of(answers, exchange, expected.shapes, weights)
+        return replies, ok, mark
 
-    def _contents(
+    def _answers(
         self,
         who: Sequence[int],
         exchange: Exchange[Any, Down, Up],
         key: Array,
         downs: Sequence[Down],
         mark: Mark,
-    ) -> dict[int, str]:
-        """Return what each silo is asked, without the number of the message, as a digest."""
-        return {
-            j: sha256(self._message(j, exchange, key, down, mark, 0)).hexdigest() + f"/{j}"
-            for j, down in zip(who, downs, strict=True)
+    ) -> tuple[dict[int, bytes], Mark]:
+        """Return the silos' answers to an exchange, masked or not, and new marks.
+
+        What silos have answered while others were away is not asked again.
+        """
+        self.num_asked += 1
+        number, last = self._next_number(who, mark), self._unfinished
+        asked = dict(zip(who, downs, strict=True))
+        contents = {
+            j: sha256(self._message(j, exchange, key, down, mark, 0)).hexdigest()
+            for j, down in asked.items()
         }
+        same = {j for j in who if contents[j] == last.contents.get(j)}
+        # Under its old number a silo does not compute the reply a second time.
+        numbers = {j: last.numbers[j] if j in same else number for j in who}
+        terms, answers = last.terms, {j: last.replies[j] for j in same if j in last.replies}
+        if self.federation.secure_sum and contents != last.contents:
+            terms, answers = self.federation.sum_terms(who), {}
+        messages = {
+            j: self._message(j, exchange, key, down, mark, numbers[j])
+            for j, down in asked.items()
+            if j not in answers
+        }
+        if self.federation.secure_sum:
+            messages = {j: with_terms(message, terms[j]) for j, message in messages.items()}
+        try:
+            found = self.federation.ask(list(messages), list(messages.values()), exchange.name)
+        except SiloAwayError as error:
+            self._unfinished = Unfinished(contents, numbers, terms, answers | error.replies)
+            raise
+        self._unfinished = Unfinished({}, {}, {}, {})
+        answers |= dict(zip(messages, found, strict=True))
+        used = np.array(mark.used)
+        used[list(who)] = [numbers[j] for j in who]
+        return {j: answers[j] for j in who}, mark._replace(used=used)
 
     def send(
         self,
