@@ -42,7 +42,7 @@ import numpyro.distributions as dist
 
 import numpyro_fed as nf
 from numpyro_fed.network import InMemory, Sockets
-from numpyro_fed.network.sockets import listen
+from numpyro_fed.network.engines import listen
 from numpyro_fed.precision import precision
 from numpyro_fed.runtime import federation as engine_of
 from numpyro_fed.runtime.messages import ACCEPT, Question, read, write

@@ -28,7 +28,7 @@ from flare_place import SERVER, SITES, USER, Place, of_folder
 
 import numpyro_fed as nf
 from numpyro_fed.network import Flare
-from numpyro_fed.network.sockets import short_folder
+from numpyro_fed.network.engines import short_folder
 from numpyro_fed.network.study import load_file
 from numpyro_fed.runtime.federation import FIRST_WAIT, LONGEST_WAIT
 

@@ -22,9 +22,7 @@ from functools import cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from private import one_silo, searched, wide_logistic
 from scipy.stats import beta
 

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
+import numpy as np
 from jax import Array
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from numpyro_fed.files import private_folder
 from numpyro_fed.precision import double_precision
-from numpyro_fed.trees import where
+from numpyro_fed.trees import Tree, where
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -84,6 +87,21 @@ def while_loop(
         )
 
     return jax.lax.while_loop(goes_on, group, start)
+
+
+def on_all_devices(spec: P) -> NamedSharding:
+    """Return the sharding over all devices of the program, of all its processes."""
+    return NamedSharding(jax.sharding.Mesh(np.asarray(jax.devices()), ("silo",)), spec)
+
+
+def readable(tree: Tree) -> Tree:
+    """Return the output of a program so that each process has all of it, if there are several.
+
+    Else what is computed of silos lies where they do, and only one process can read it.
+    """
+    if jax.process_count() == 1:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, on_all_devices(P()))
 
 
 def jit_once(

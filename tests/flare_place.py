@@ -168,7 +168,7 @@ def of_folder(folder):
 
 def echo(path):
     """Reply with each message after the seconds that its first word may ask for."""
-    from numpyro_fed.network.sockets import listen
+    from numpyro_fed.network.engines import listen
 
     def answer(message):
         words = message[:40].split()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from numpyro_fed.network.cli import main
-from numpyro_fed.network.sockets import short_folder
+from numpyro_fed.network.engines import short_folder
 
 STUDY = """
 import jax, numpyro, numpyro.distributions as dist, numpyro_fed as nf

@@ -19,7 +19,7 @@ import numpyro_fed as nf
 from numpyro_fed.errors import FederatedWarning, SavedStateError
 from numpyro_fed.files import KEPT, LOCK, Use, append_privately, private_folder, write_npz
 from numpyro_fed.network.cli import main
-from numpyro_fed.network.memory import InMemory
+from numpyro_fed.network.engines import InMemory
 from numpyro_fed.privacy.budget import PrivacyWarning
 
 KEY, level = jax.random.key(0), models.level()

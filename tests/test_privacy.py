@@ -23,7 +23,7 @@ from numpyro_fed.files import Store
 from numpyro_fed.methods import private
 from numpyro_fed.model.data import read
 from numpyro_fed.model.split import split
-from numpyro_fed.network.memory import InMemory
+from numpyro_fed.network.engines import InMemory
 from numpyro_fed.network.policy import LEDGER, Ledger
 from numpyro_fed.precision import precision
 from numpyro_fed.privacy.budget import Spent, spent

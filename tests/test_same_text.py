@@ -17,7 +17,7 @@ from numpyro_fed.methods.elsewhere import fit_over
 from numpyro_fed.model.data import read
 from numpyro_fed.model.fingerprint import _term, check_terms, terms_of
 from numpyro_fed.model.split import split
-from numpyro_fed.network.memory import InMemory
+from numpyro_fed.network.engines import InMemory
 from numpyro_fed.network.node import Node
 
 KEY = jax.random.key(0)

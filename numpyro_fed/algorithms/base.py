@@ -29,7 +29,7 @@ from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.programs import jit_once
+from numpyro_fed.programs import jit_once, readable
 from numpyro_fed.trees import Numbers, all_finite
 
 Server = TypeVar("Server")
@@ -370,7 +370,7 @@ def of_stack(
         # silos of their own.
         if jax.default_backend() == "cpu" and len(jax.devices()) == 1:
             return jax.lax.map(of_silo, (noise, states, data))
-        return jax.vmap(of_silo)((noise, states, data))
+        return readable(jax.vmap(of_silo)((noise, states, data)))
 
     return jit_once(of_silos) if little else jax.jit(of_silos)
 

@@ -24,7 +24,7 @@ from numpyro_fed.integrals.quadrature import silo_integral
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.programs import jit_once
+from numpyro_fed.programs import jit_once, readable
 from numpyro_fed.trees import AnyArray, Numbers, all_finite, where
 
 # Distance of the start from zero, where some densities have a kink: derivatives of abs and max are
@@ -123,7 +123,7 @@ class Expand:
 
             return sequential_map(at_start, (places, least, z_L))
 
-        return jax.vmap(at_silo)(places, least, z_L, private, data)
+        return readable(jax.vmap(at_silo)(places, least, z_L, private, data))
 
     @cached_property
     def _quick(self) -> Callable[..., tuple[Up[Array], Rows]]:

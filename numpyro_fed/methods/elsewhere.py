@@ -40,7 +40,7 @@ def fit_over(method: Agrees, federation: Federation) -> tuple[Fit, Silos]:
     def make() -> tuple[Fit, Silos]:
         built = method.build(plan)
         weights = [rows_of(f) for f in facts]
-        channel = Channel(federation, plan.num_silos, weights, name, federation.missing)
+        channel = Channel(federation, plan.num_silos, weights, name)
         reach = partial(remote, plan=plan, channel=channel)
         fit = Fit(
             plan=plan,

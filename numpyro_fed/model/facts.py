@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import Plate, Site
 from numpyro_fed.model.split import split
 from numpyro_fed.programs import jit_once
+from numpyro_fed.records import canonical, read_record
 
 VERSION = 2
 Skeleton = str | list[Any]  # a tree in JSON: a name, or [type of node, contents]
@@ -108,22 +109,12 @@ class Facts:
 
     def to_json(self) -> str:
         """Return the facts as JSON text, which :meth:`from_json` reads."""
-        return canonical(asdict(self))
+        return canonical(self)
 
     @classmethod
     def from_json(cls, text: str) -> Facts:
         """Read facts from the text that :meth:`to_json` returned."""
-        return cls._from_dict(_tuples(json.loads(text)))
-
-    @classmethod
-    def _from_dict(cls, found: dict[str, Any]) -> Facts:
-        rows: dict[str, Callable[..., Any]] = {
-            "arguments": Argument,
-            "sites": Site,
-            "plates": Plate,
-        }
-        typed = {k: tuple(row(*fields) for fields in found[k]) for k, row in rows.items()}
-        return cls(**found | typed)
+        return read_record(cls, text)
 
 
 @dataclass(frozen=True)
@@ -197,14 +188,12 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON text, which :meth:`from_json` reads."""
-        return canonical(asdict(self))
+        return canonical(self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read a plan from the text that :meth:`to_json` returned."""
-        found = _tuples(json.loads(text))
-        terms = tuple(Term(*fields) for fields in found["terms"])
-        return cls(**found | {"facts": Facts._from_dict(found["facts"]), "terms": terms})
+        return read_record(cls, text)
 
 
 def describe(model: Callable[..., Any], silo: Mapping[str, Any]) -> Facts:
@@ -414,20 +403,6 @@ def _shortened(value: object) -> str:
     # A site table in full would bury the sentence around it.
     words = str(value)
     return words if len(words) <= 300 else f"{words[:300]}..."
-
-
-def canonical(value: object) -> str:
-    """Return the JSON of a value, the same text for equal values."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def _tuples(value: object) -> Any:
-    """Return a value read from JSON with tuples for its lists, which can be hashed."""
-    if isinstance(value, list):
-        return tuple(map(_tuples, value))
-    if isinstance(value, dict):
-        return {k: _tuples(v) for k, v in value.items()}
-    return value
 
 
 def skeleton(tree: object) -> Any:

@@ -17,8 +17,9 @@ import numpy as np
 
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.facts import canonical, skeleton, unflatten_skeleton
+from numpyro_fed.model.facts import skeleton, unflatten_skeleton
 from numpyro_fed.model.fingerprint import SOFTWARE, Term
+from numpyro_fed.records import canonical
 
 VERSION = 3
 

@@ -3,10 +3,9 @@
 May import everything; imported by nothing.
 """
 
+from numpyro_fed.network.engines import InMemory, Sockets
 from numpyro_fed.network.flare import Flare
-from numpyro_fed.network.memory import InMemory
 from numpyro_fed.network.silo import Silo
-from numpyro_fed.network.sockets import Sockets
 
 __all__ = ["Flare", "InMemory", "Silo", "Sockets"]
 

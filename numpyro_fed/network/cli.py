@@ -15,11 +15,11 @@ from pathlib import Path
 
 from numpyro_fed.errors import DataError, MissingExtraError, ModelError, SavedStateError
 from numpyro_fed.files import private_folder, write_atomically
+from numpyro_fed.network.engines import Sockets, listen, short_folder
 from numpyro_fed.network.flare import Flare
 from numpyro_fed.network.flare_kit import allow
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.network.silo import MAX_BYTES, Silo
-from numpyro_fed.network.sockets import Sockets, listen, short_folder
 from numpyro_fed.network.study import data_of, load_file, main_of, names_of
 from numpyro_fed.programs import cache_programs
 from numpyro_fed.runtime.federation import Engine, Federation

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -170,9 +169,3 @@ class KeptRuns:
             self.store.trim(MAX_RUNS)
         while len(self.forgotten) > MAX_FORGOTTEN:
             self.forgotten.popitem(last=False)
-
-
-def shapes_of_states(inits: Sequence[Callable[..., Any]], data: object) -> list[Any]:
-    """Return the structures of the states that silos have, from the functions that make them."""
-    key = jax.random.key(0)
-    return [jax.eval_shape(init, key, data) for init in inits]

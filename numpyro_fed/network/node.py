@@ -39,7 +39,7 @@ from numpyro_fed.files import Store
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.network.kept import KeptRuns, RunStates, shapes_of_states
+from numpyro_fed.network.kept import KeptRuns, RunStates
 from numpyro_fed.results.at_silo import AtSilo, Held
 from numpyro_fed.runtime.host import compile_visit
 from numpyro_fed.runtime.messages import (
@@ -319,7 +319,9 @@ class _Programs:
         inits = {BEGIN: built.algorithm.init_silo, SEARCH: built.first_algorithm.init_silo}
         inits[WITHOUT_START] = inits[BEGIN]
         self.init = {name: jax.jit(init) for name, init in inits.items()}
-        self.state_shapes = shapes_of_states([inits[SEARCH], inits[BEGIN]], data)
+        # The structures of the states that the silo may have.
+        key, both = jax.random.key(0), (inits[SEARCH], inits[BEGIN])
+        self.state_shapes = [jax.eval_shape(init, key, data) for init in both]
         run_rounds = (*built.opening, built.algorithm.round)
         # All other exchanges (an evaluation, a correction) leave the silo's state as it is.
         self.stateful = {exchange.name for round_ in run_rounds for exchange in round_.exchanges}

@@ -13,10 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from numpyro_fed.algorithms.base import IMPORTANCE, OUTER_LATENTS
+from numpyro_fed.algorithms.importance.leave_out import LEAVE_OUT
+from numpyro_fed.algorithms.importance.loo import LOO
+from numpyro_fed.algorithms.tempered import TEMPERED
 from numpyro_fed.errors import DataError, ModelError, is_number
 from numpyro_fed.files import Store, append_privately
 from numpyro_fed.model.levels import MIN_COUNT
 from numpyro_fed.privacy.budget import spent as epsilon_of
+from numpyro_fed.runtime.messages import Question
 
 # A run that may spend the whole budget does so up to the accountant's rounding.
 ROUNDED = 1 + 1e-5
@@ -400,3 +405,18 @@ class Ledger:
             raise DataError(
                 "the silo's audit log cannot be written, so that it says no."
             ) from error
+
+
+def evaluations(question: Question, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """Return at how many places and draws a silo evaluates its likelihood for a reply.
+
+    A search gets gradient and curvature at each of its places, particles a gradient at each, a
+    correction the log likelihood at each draw, latents are told at each draw, and a round counts as
+    one place.
+    """
+    # Counted on the arrays, whose shapes must be those of the exchange.
+    downs = [len(a) for name, a in arrays.items() if name.startswith("down") and a.ndim]
+    most = max([1, *downs])
+    if question.exchange in (IMPORTANCE, LEAVE_OUT, LOO, OUTER_LATENTS):
+        return {"draws": most}
+    return {"places": most if question.exchange in ("mode", TEMPERED) else 1}

@@ -17,10 +17,7 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import IMPORTANCE, OUTER_LATENTS
-from numpyro_fed.algorithms.importance.leave_out import LEAVE_OUT
 from numpyro_fed.algorithms.importance.loo import LOO
-from numpyro_fed.algorithms.tempered import TEMPERED
 from numpyro_fed.errors import (
     DataError,
     GuideError,
@@ -29,22 +26,19 @@ from numpyro_fed.errors import (
     SavedStateError,
 )
 from numpyro_fed.files import Store, Use
-from numpyro_fed.methods.load import METHODS
 from numpyro_fed.methods.of_data import COLUMNS, moments_reply, names_reply
-from numpyro_fed.methods.recipe import rebuilt
 from numpyro_fed.methods.rows import Method
-from numpyro_fed.methods.soul import SOUL
 from numpyro_fed.methods.vertical import VerticalMethod
-from numpyro_fed.methods.vfl import VFL
 from numpyro_fed.model.facts import describe
-from numpyro_fed.model.fingerprint import source_hash
 from numpyro_fed.model.levels import OTHER, level_counts
 from numpyro_fed.model.scaling import numbers_of
 from numpyro_fed.network.node import Node
-from numpyro_fed.network.policy import Ledger, Policy
+from numpyro_fed.network.policy import Ledger, Policy, evaluations
+from numpyro_fed.network.study import method_of
 from numpyro_fed.network.sums import Sums
 from numpyro_fed.precision import is_double, precision
 from numpyro_fed.privacy.budget import PrivacyWarning
+from numpyro_fed.records import read_record
 from numpyro_fed.runtime.messages import (
     ACCEPT,
     BEGINNINGS,
@@ -69,7 +63,6 @@ from numpyro_fed.runtime.sums import (
     without_terms,
 )
 
-KINDS: dict[str, type[Any]] = {**METHODS, "VFL": VFL, "SOUL": SOUL}
 # Methods that a silo keeps, the one that was used least recently is forgotten first. Each call of
 # nf.fit describes three.
 MAX_METHODS = 32
@@ -360,7 +353,7 @@ class Silo:
                     "for a plain one. Begin again."
                 )
             return self._plain(node, question, message)
-        terms = Terms.from_json(head[SUM])
+        terms = read_record(Terms, head[SUM])
         self._sums.check(terms)
         if size.shares_noise and len(terms.group) < size.num_silos:
             raise ModelError(
@@ -474,7 +467,7 @@ class Silo:
                     "the server computes in single precision and this silo in double. Start the "
                     "silo without JAX_ENABLE_X64."
                 )
-            built: Any = _method_of(described, self._names)
+            built: Any = method_of(described, self._names)
             if "named" in described or "method" in described:
                 self._policy.check_method(str(described.get("named", described.get("method"))))
                 self._policy.check_sums(secure)
@@ -576,63 +569,6 @@ def _refusal(error: Exception) -> bytes:
         return refusal(ModelError(FOLDER_UNUSABLE))
     words = f"{type(cause or error).__name__} at the silo, whose log has the rest."
     return refusal(ModelError(words))
-
-
-def evaluations(question: Question, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """Return at how many places and draws a silo evaluates its likelihood for a reply.
-
-    A search gets gradient and curvature at each of its places, particles a gradient at each, a
-    correction the log likelihood at each draw, latents are told at each draw, and a round counts as
-    one place.
-    """
-    # Counted on the arrays, whose shapes must be those of the exchange.
-    downs = [len(a) for name, a in arrays.items() if name.startswith("down") and a.ndim]
-    most = max([1, *downs])
-    if question.exchange in (IMPORTANCE, LEAVE_OUT, LOO, OUTER_LATENTS):
-        return {"draws": most}
-    return {"places": most if question.exchange in ("mode", TEMPERED) else 1}
-
-
-def _method_of(described: Mapping[str, Any], names: Mapping[str, Any]) -> Any:
-    """Return the method of a server's description, or the model where only facts are asked for.
-
-    Raises
-    ------
-    ModelError
-        For a name that the silo does not know, or another text under the same name.
-    """
-    model = _known(described.get("model"), names, "model")
-    source = source_hash(model)
-    if source and described.get("source") and described["source"] != source:
-        raise ModelError(
-            f"the text of '{described['model']}' differs between server and silo: all parties must "
-            "have the same file."
-        )
-    if "named" in described:
-        named = _known(described["named"], names, "method")
-        if not isinstance(named, Method | VerticalMethod):
-            raise ModelError(f"'{described['named']}' is no method at this silo.")
-        return named
-    if "method" not in described:
-        return model
-    kind = KINDS.get(str(described["method"]))
-    if kind is None:
-        raise ModelError(f"there is no method '{described['method']}': known are {sorted(KINDS)}.")
-    try:
-        return rebuilt(kind, model, dict(described["settings"]))
-    except Exception as error:
-        raise ModelError(
-            f"the settings of {described['method']} cannot be used: {error}"
-        ) from error
-
-
-def _known(name: object, names: Mapping[str, Any], what: str) -> Any:
-    if not isinstance(name, str) or name not in names:
-        raise ModelError(
-            f"this silo knows no {what} {name!r:.100}: it knows {sorted(names)}. The study's file "
-            "must have it as a variable, or Silo(names={...})."
-        )
-    return names[name]
 
 
 def _names(asked: Mapping[str, Any], what: str) -> list[str] | None:

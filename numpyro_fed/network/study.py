@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -14,6 +14,13 @@ from numpyro.primitives import Messenger
 
 from numpyro_fed.errors import ModelError
 from numpyro_fed.methods.base import FederatedMethod
+from numpyro_fed.methods.load import METHODS
+from numpyro_fed.methods.recipe import rebuilt
+from numpyro_fed.methods.soul import SOUL
+from numpyro_fed.methods.vfl import VFL
+from numpyro_fed.model.fingerprint import source_hash
+
+KINDS: dict[str, type[Any]] = {**METHODS, "VFL": VFL, "SOUL": SOUL}
 
 
 def load_file(path: str | Path) -> ModuleType:
@@ -70,3 +77,45 @@ def data_of(where: str) -> Any:
     if not callable(function):
         raise ModelError(f"{path} has no function {name}(). It returns the silo's data.")
     return function()
+
+
+def method_of(described: Mapping[str, Any], names: Mapping[str, Any]) -> Any:
+    """Return the method of a server's description, or the model where only facts are asked for.
+
+    Raises
+    ------
+    ModelError
+        For a name that the silo does not know, or another text under the same name.
+    """
+    model = _known(described.get("model"), names, "model")
+    source = source_hash(model)
+    if source and described.get("source") and described["source"] != source:
+        raise ModelError(
+            f"the text of '{described['model']}' differs between server and silo: all parties must "
+            "have the same file."
+        )
+    if "named" in described:
+        named = _known(described["named"], names, "method")
+        if not isinstance(named, FederatedMethod):
+            raise ModelError(f"'{described['named']}' is no method at this silo.")
+        return named
+    if "method" not in described:
+        return model
+    kind = KINDS.get(str(described["method"]))
+    if kind is None:
+        raise ModelError(f"there is no method '{described['method']}': known are {sorted(KINDS)}.")
+    try:
+        return rebuilt(kind, model, dict(described["settings"]))
+    except Exception as error:
+        raise ModelError(
+            f"the settings of {described['method']} cannot be used: {error}"
+        ) from error
+
+
+def _known(name: object, names: Mapping[str, Any], what: str) -> Any:
+    if not isinstance(name, str) or name not in names:
+        raise ModelError(
+            f"this silo knows no {what} {name!r:.100}: it knows {sorted(names)}. The study's file "
+            "must have it as a variable, or Silo(names={...})."
+        )
+    return names[name]

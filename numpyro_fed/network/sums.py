@@ -14,6 +14,7 @@ from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.files import Store
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.privacy.fixed_point import MAX_PARTIES
+from numpyro_fed.records import canonical, read_record
 from numpyro_fed.runtime.messages import Question
 from numpyro_fed.runtime.sums import LEAST, Terms, masked_reply
 
@@ -53,34 +54,27 @@ class Session:
 
     Attributes
     ----------
-    fresh : KeyPair
-        This silo's pair for this session alone.
+    private : str
+        The private key of this silo's pair for this session alone, in hexadecimal digits.
     name : str
         The id of the session, without the number of the silo.
     me : int
         The number of this silo.
-    told : tuple of Greeting
+    told : tuple of (identity, fresh)
         All silos' public keys; empty before they are known.
     """
 
-    fresh: KeyPair
+    private: str
     name: str = ""
     me: int = 0
-    told: tuple[Greeting, ...] = ()
+    told: tuple[tuple[str, str], ...] = ()
 
-    def to_bytes(self) -> bytes:
-        """Return the session as bytes."""
-        kept = [self.fresh.private.hex(), self.name, self.me, self.told]
-        return json.dumps(kept).encode()
+    @property
+    def fresh(self) -> KeyPair:
+        """Return the pair of this session."""
+        from numpyro_fed.privacy.keys import KeyPair
 
-    @classmethod
-    def from_bytes(cls, content: bytes) -> Session:
-        """Return the session that :meth:`to_bytes` wrote."""
-        from numpyro_fed.privacy.keys import Greeting, KeyPair
-
-        private, name, me, told = json.loads(content)
-        greetings = tuple(Greeting(*keys) for keys in told)
-        return cls(KeyPair(bytes.fromhex(private)), name, me, greetings)
+        return KeyPair(bytes.fromhex(self.private))
 
 
 @dataclass
@@ -123,9 +117,9 @@ class Sums:
         name = _text(settings, "session")
         session = self._known(name)
         if session is None:
-            session = Session(KeyPair.generate())
+            session = Session(KeyPair.generate().private.hex())
             self._keep(name, session)
-        return json.dumps(Greeting(self.identity.public, session.fresh.public))
+        return canonical(Greeting(self.identity.public, session.fresh.public))
 
     def meet(self, settings: Mapping[str, Any]) -> None:
         """Take the public keys of all silos of a session.
@@ -147,7 +141,8 @@ class Sums:
                 "the list of silos' keys does not have this silo's own at its place: it is of "
                 "another session, or was changed on its way. Begin again."
             )
-        met = Session(session.fresh, name.rpartition(".")[0], me, told)
+        pairs = tuple((greeting.identity, greeting.fresh) for greeting in told)
+        met = Session(session.private, name.rpartition(".")[0], me, pairs)
         if session.told and session != met:
             raise ModelError("other keys were told in this session before. Begin again.")
         least = max(LEAST, int(self.policy.min_silos))
@@ -236,7 +231,7 @@ class Sums:
         """Note that the masks of a sum are used, on the disk before this returns."""
         numbers, sent = self._used
         asked = _digest(message)
-        all_of_it = _digest(terms.to_json().encode() + message + reply)
+        all_of_it = _digest(canonical(terms).encode() + message + reply)
         number, before = numbers.get(terms.session, (0, ""))
         if terms.number == number:
             # Other words under the same masks would tell by how much they differ.
@@ -277,16 +272,17 @@ class Sums:
 
     def _keys_of(self, name: str, session: Session) -> dict[int, bytes]:
         """Return the keys in common with the other silos of a session."""
-        from numpyro_fed.privacy.keys import pair_keys
+        from numpyro_fed.privacy.keys import Greeting, pair_keys
 
         if name not in self._pairs:
-            found = pair_keys(self.identity, session.fresh, session.name, session.told, session.me)
+            told = [Greeting(*pair) for pair in session.told]
+            found = pair_keys(self.identity, session.fresh, session.name, told, session.me)
             self._pairs = {name: found}
         return self._pairs[name]
 
     def _known(self, name: str) -> Session | None:
         content = self.store.room(SESSIONS).get(name)
-        return None if content is None else Session.from_bytes(content)
+        return None if content is None else read_record(Session, content)
 
     def _session(self, name: str) -> Session:
         """Return the keys of a session."""
@@ -299,7 +295,7 @@ class Sums:
 
     def _keep(self, name: str, session: Session) -> None:
         sessions = self.store.room(SESSIONS)
-        sessions.put({name: session.to_bytes()})
+        sessions.put({name: canonical(session).encode()})
         sessions.trim(MAX_SESSIONS)
 
 
@@ -318,12 +314,6 @@ def _greetings(found: object) -> tuple[Greeting, ...]:
     """Return the public keys of silos, from a list of their greetings in JSON."""
     from numpyro_fed.privacy.keys import Greeting
 
-    try:
-        if not isinstance(found, list):
-            raise TypeError("no list")
-        told = tuple(Greeting(*json.loads(text)) for text in found)
-        if not all(isinstance(key, str) for greeting in told for key in greeting):
-            raise TypeError("no texts")
-    except (TypeError, ValueError, RecursionError) as error:
-        raise DataError("a message holds something else than a list of silos' keys.") from error
-    return told
+    if not isinstance(found, list):
+        raise DataError("a message holds something else than a list of silos' keys.")
+    return tuple(read_record(Greeting, text) for text in found)

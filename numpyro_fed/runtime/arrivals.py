@@ -6,25 +6,15 @@ import queue
 import threading
 import time
 import warnings
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
 
 from numpyro_fed.errors import ConvergenceWarning, SavedStateError, SiloAwayError
 from numpyro_fed.runtime.journal import Journal
 from numpyro_fed.runtime.messages import raise_refusal
 
-
-class Arrival(NamedTuple):
-    """A silo's reply to its last message."""
-
-    silo: int
-    reply: bytes
-
-
-class AskOne(Protocol):
-    """A function that waits for a silo's reply, until a deadline of the monotonic clock."""
-
-    def __call__(self, silo: int, message: bytes, deadline: float) -> bytes | OSError:
-        """Return the reply, or the last error."""
+# A function that waits for a silo's reply to a message until a deadline of the monotonic clock, and
+# returns the reply or the last error.
+AskOne = Callable[[int, bytes, float], bytes | OSError]
 
 
 class Arrivals:
@@ -57,11 +47,11 @@ class Arrivals:
     def send(self, silo: int, message: bytes) -> None:
         """Send a message to a silo that has replied to the last one."""
         self._messages[silo] = message
-        if self._next_of_journal is None:
+        if self._journal is None or self._journal.next_silo is None:
             self._ask_in_threads()
 
-    def next(self) -> Arrival:
-        """Return the next reply of any silo to its last message, once it has arrived.
+    def next(self) -> tuple[int, bytes]:
+        """Return the next silo whose reply to its last message has arrived, and the reply.
 
         Raises
         ------
@@ -70,34 +60,33 @@ class Arrivals:
         ModelError, DataError
             With what a silo has refused.
         """
-        if (silo := self._next_of_journal) is not None:
-            reply = self._known(silo)
+        journal = self._journal
+        if journal is not None and (silo := journal.next_silo) is not None:
+            if silo not in self._messages:
+                raise SavedStateError(
+                    f"the script does not ask silo {silo}, whose reply came next before. Run the "
+                    "same script with the same versions, or give another folder as state=."
+                )
+            reply = journal.known({silo: self._messages[silo]})[silo]
         else:
             silo, reply = self._arrived()
-            if self._journal is not None:
-                self._journal.add({silo: (self._messages[silo], reply)})
+            if journal is not None:
+                journal.add({silo: (self._messages[silo], reply)})
         del self._messages[silo]
         self._away.clear()
         raise_refusal(reply, silo, self._exchange)
-        return Arrival(silo, reply)
-
-    @property
-    def _next_of_journal(self) -> int | None:
-        return None if self._journal is None else self._journal.next_silo
-
-    def _known(self, silo: int) -> bytes:
-        """Return the reply of a silo that came next in an earlier process."""
-        if self._journal is None or silo not in self._messages:
-            raise SavedStateError(
-                f"the script does not ask silo {silo}, whose reply came next before. Run the same "
-                "script with the same versions, or give another folder as state=."
-            )
-        return self._journal.known({silo: self._messages[silo]})[silo]
+        return silo, reply
 
     def _arrived(self) -> tuple[int, bytes]:
         """Wait for the next reply, and return the silo and the reply."""
+        reply: bytes | Exception
         while True:
-            silo, reply = self._one()
+            if self._at_once > 1:
+                self._ask_in_threads()
+                silo, reply = self._come.get()
+            else:
+                silo, message = next(iter(self._messages.items()))
+                reply = self._ask(silo, message, time.monotonic() + self._patience)
             self._asked.discard(silo)
             if isinstance(reply, bytes):
                 return silo, reply
@@ -114,14 +103,6 @@ class Arrivals:
                 category=ConvergenceWarning,
                 stacklevel=2,
             )
-
-    def _one(self) -> tuple[int, bytes | Exception]:
-        """Wait for one silo, and return its reply or error."""
-        if self._at_once > 1:
-            self._ask_in_threads()
-            return self._come.get()
-        silo, message = next(iter(self._messages.items()))
-        return silo, self._ask(silo, message, time.monotonic() + self._patience)
 
     def _ask_in_threads(self) -> None:
         """Ask silos whose message has not been sent yet, as many as may be asked at once."""

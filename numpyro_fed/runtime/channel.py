@@ -63,7 +63,7 @@ class Expected(NamedTuple):
 
 
 class Unfinished(NamedTuple):
-    """A sum that some silos have not answered: nobody can read it yet.
+    """An exchange that some silos have not answered; a sum in it cannot be read yet.
 
     Attributes
     ----------
@@ -72,8 +72,9 @@ class Unfinished(NamedTuple):
     numbers : dict of int to int
         The numbers of the messages.
     terms : dict of int to Terms
+        Of a sum.
     replies : dict of int to bytes
-        The masked replies of the others.
+        The replies of the others.
     """
 
     contents: dict[int, str]
@@ -94,12 +95,8 @@ class Channel:
         num_silos: int,
         weights: Sequence[Weights] | None = None,
         method: str = "",
-        missing: str = "wait",
     ):
-        self._federation, self.num_silos, self._method = federation, num_silos, method
-        self._missing = missing
-        # Replies to an exchange in which others were away, by what was asked.
-        self._answered: dict[str, tuple[int, bytes]] = {}
+        self.federation, self.num_silos, self._method = federation, num_silos, method
         self._unfinished = Unfinished({}, {}, {}, {})
         self._weights = weights or [Weights(0.0, np.finfo(np.float64).max)] * num_silos
         self._numbers: Counter[str] = Counter()
@@ -123,14 +120,14 @@ class Channel:
     def _begin(
         self, asked: Sequence[tuple[str, str, int]], arrays: Mapping[str, ArrayLike] | None = None
     ) -> Mark:
-        run, size = np.frombuffer(self._federation.new_run(), np.uint32), self.num_silos
+        run, size = np.frombuffer(self.federation.new_run(), np.uint32), self.num_silos
         questions = [
             Question(name, s, _id_of(run), used, used, at_silo(self._method, j))
             for j, (name, s, used) in enumerate(asked)
         ]
         self._numbers[_id_of(run)] = max(q.number for q in questions)
         messages = [write(arrays or {}, question.head()) for question in questions]
-        self._federation.ask(range(size), messages, asked[0][0])
+        self.federation.ask(range(size), messages, asked[0][0])
         used = np.array([q.number for q in questions], np.int32)
         return Mark(np.tile(run, (size, 1)), used)
 
@@ -150,31 +147,8 @@ class Channel:
         ReplyError
             For a reply of other shapes or dtypes, or with a weight that is not allowed.
         """
-        self.num_asked += 1
-        name, before = exchange.name, np.asarray(mark.used)
-        number = self._next_number(who, mark)
-        messages: dict[int, bytes] = {}
-        for j, down in zip(who, downs, strict=True):
-            messages[j] = self._message(j, exchange, key, down, mark, number)
-        contents = self._contents(who, exchange, key, downs, mark)
-        answered = {j: self._answered[contents[j]] for j in who if contents[j] in self._answered}
-        asked = [j for j in who if j not in answered]
-        try:
-            found = self._federation.ask(asked, [messages[j] for j in asked], name)
-        except SiloAwayError as error:
-            self._answered = {contents[j]: (number, r) for j, r in error.replies.items()}
-            raise
-        self._answered = {}
-        answered |= {j: (number, reply) for j, reply in zip(asked, found, strict=True)}
-        used = before.copy()
-        used[list(who)] = [answered[j][0] for j in who]
-        replies = [self.read(j, exchange, answered[j][1], expected) for j in who]
-        return replies, mark._replace(used=used)
-
-    @property
-    def secure_sum(self) -> bool:
-        """Return whether the server is to learn sums of replies alone."""
-        return self._federation.secure_sum
+        answers, mark = self._answers(who, exchange, key, downs, mark)
+        return [self.read(j, exchange, answers[j], expected) for j in who], mark
 
     def ask_sum(
         self,
@@ -198,53 +172,54 @@ class Channel:
             For a sum over too few silos, or out of the range of numbers or weights.
         """
         check_group(who, exchange.name)
-        self.num_asked += 1
-        number, last = self._next_number(who, mark), self._unfinished
-        contents = self._contents(who, exchange, key, downs, mark)
-        if contents == last.contents:
-            terms, numbers, answers = last.terms, last.numbers, dict(last.replies)
-        else:
-            terms, answers = self._federation.sum_terms(who), {}
-            known = {j: n for j, n in last.numbers.items() if contents.get(j) == last.contents[j]}
-            # Under its old number a silo does not compute the reply a second time.
-            numbers = {j: known.get(j, number) for j in who}
-        asked = {
-            j: with_terms(self._message(j, exchange, key, down, mark, numbers[j]), terms[j])
-            for j, down in zip(who, downs, strict=True)
-            if j not in answers
-        }
-        try:
-            found = self._federation.ask(list(asked), list(asked.values()), exchange.name)
-        except SiloAwayError as error:
-            self._unfinished = Unfinished(contents, numbers, terms, answers | error.replies)
-            raise
-        self._unfinished = Unfinished({}, {}, {}, {})
-        answers |= dict(zip(asked, found, strict=True))
-        used = np.array(mark.used)
-        used[list(who)] = [numbers[j] for j in who]
+        answers, mark = self._answers(who, exchange, key, downs, mark)
         allowed = [self._weights[j] for j in who]
         weights = sum(w.least for w in allowed), sum(w.most for w in allowed)
-        ordered = {j: answers[j] for j in who}
-        replies, ok = sum_of(ordered, exchange, expected.shapes, weights)
-        return replies, ok, mark._replace(used=used)
+        replies, ok = sum_of(answers, exchange, expected.shapes, weights)
+        return replies, ok, mark
 
-    def _contents(
+    def _answers(
         self,
         who: Sequence[int],
         exchange: Exchange[Any, Down, Up],
         key: Array,
         downs: Sequence[Down],
         mark: Mark,
-    ) -> dict[int, str]:
-        """Return what each silo is asked, without the number of the message, as a digest."""
-        return {
-            j: sha256(self._message(j, exchange, key, down, mark, 0)).hexdigest() + f"/{j}"
-            for j, down in zip(who, downs, strict=True)
-        }
+    ) -> tuple[dict[int, bytes], Mark]:
+        """Return the silos' answers to an exchange, masked or not, and new marks.
 
-    def arrivals(self, exchange: str) -> Arrivals:
-        """Return the replies to an exchange in the order of their arrival."""
-        return self._federation.arrivals(exchange)
+        What silos have answered while others were away is not asked again.
+        """
+        self.num_asked += 1
+        number, last = self._next_number(who, mark), self._unfinished
+        asked = dict(zip(who, downs, strict=True))
+        contents = {
+            j: sha256(self._message(j, exchange, key, down, mark, 0)).hexdigest()
+            for j, down in asked.items()
+        }
+        same = {j for j in who if contents[j] == last.contents.get(j)}
+        # Under its old number a silo does not compute the reply a second time.
+        numbers = {j: last.numbers[j] if j in same else number for j in who}
+        terms, answers = last.terms, {j: last.replies[j] for j in same if j in last.replies}
+        if self.federation.secure_sum and contents != last.contents:
+            terms, answers = self.federation.sum_terms(who), {}
+        messages = {
+            j: self._message(j, exchange, key, down, mark, numbers[j])
+            for j, down in asked.items()
+            if j not in answers
+        }
+        if self.federation.secure_sum:
+            messages = {j: with_terms(message, terms[j]) for j, message in messages.items()}
+        try:
+            found = self.federation.ask(list(messages), list(messages.values()), exchange.name)
+        except SiloAwayError as error:
+            self._unfinished = Unfinished(contents, numbers, terms, answers | error.replies)
+            raise
+        self._unfinished = Unfinished({}, {}, {}, {})
+        answers |= dict(zip(messages, found, strict=True))
+        used = np.array(mark.used)
+        used[list(who)] = [numbers[j] for j in who]
+        return {j: answers[j] for j in who}, mark._replace(used=used)
 
     def send(
         self,
@@ -282,10 +257,6 @@ class Channel:
         run, used = _id_of(mark.run[silo]), int(mark.used[silo])
         question = Question(*exchange.id, run, number, used, at_silo(self._method, silo))
         return write(arrays, question.head())
-
-    def goes_on(self, without: str) -> bool:
-        """Return whether a round is run without silos that do not answer."""
-        return without == "exact" or (without == "scaled" and self._missing == "reweight")
 
     def read(
         self, silo: int, exchange: Exchange[Any, Down, Up], answer: bytes, expected: Expected

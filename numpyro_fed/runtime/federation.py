@@ -213,9 +213,7 @@ class Federation:
 
         def make() -> tuple[str, list[str]]:
             id_ = f"{self._session.hex()}-{len(self._cached)}"
-            silos = range(self.num_silos)
-            questions = [Question(DESCRIBE, settings, method=at_silo(id_, j)) for j in silos]
-            answers = self.ask(silos, [write({}, q.head()) for q in questions], DESCRIBE)
+            answers = self._ask_all(DESCRIBE, [settings] * self.num_silos, id_)
             return id_, [_text("facts", answer, j) for j, answer in enumerate(answers)]
 
         return self.cached(("facts", settings), make)
@@ -230,18 +228,13 @@ class Federation:
                 f"'{exchange}' is told silo by silo, and this federation asks for secure sums "
                 "alone (secure_sum=True). Ask by a Federation without, if all silos allow it."
             )
-        silos = range(self.num_silos)
-        message = write({}, Question(exchange, settings).head())
-        return self.cached(
-            (exchange, settings), lambda: self.ask(silos, [message] * len(silos), exchange)
-        )
+        every = [settings] * self.num_silos
+        return self.cached((exchange, settings), lambda: self._ask_all(exchange, every))
 
     def accept(self, method: str, plan: str) -> None:
         """Send the agreed plan of a method to all silos, each with its number."""
-        silos = range(self.num_silos)
-        settings = [json.dumps({"plan": plan, "number": j}) for j in silos]
-        questions = [Question(ACCEPT, settings[j], method=at_silo(method, j)) for j in silos]
-        self.ask(silos, [write({}, q.head()) for q in questions], ACCEPT)
+        numbers = range(self.num_silos)
+        self._ask_all(ACCEPT, [json.dumps({"plan": plan, "number": j}) for j in numbers], method)
 
     def ask(self, who: Sequence[int], messages: Sequence[bytes], exchange: str) -> list[bytes]:
         """Return the reply of each silo of ``who`` to its message; all are asked at once."""
@@ -278,19 +271,20 @@ class Federation:
 
         def exchange_keys() -> bool:
             named = [{"session": at_silo(session, j), "number": j} for j in silos]
-            answers = self._ask_all(KEYS, named)
+            answers = self._ask_all(KEYS, [json.dumps(one, sort_keys=True) for one in named])
             keys = [_text("keys", answer, j) for j, answer in enumerate(answers)]
-            self._ask_all(PEERS, [{**names, "keys": keys} for names in named])
+            told = ({**one, "keys": keys} for one in named)
+            self._ask_all(PEERS, [json.dumps(one, sort_keys=True) for one in told])
             return True
 
         self.cached("keys", exchange_keys)
         self._num_sums += 1
         return {j: Terms(at_silo(session, j), self._num_sums, tuple(sorted(who))) for j in who}
 
-    def _ask_all(self, exchange: str, settings: Sequence[object]) -> list[bytes]:
-        """Return all silos' replies to a question that belongs to no method."""
-        questions = [Question(exchange, json.dumps(one, sort_keys=True)) for one in settings]
+    def _ask_all(self, exchange: str, settings: Sequence[str], method: str = "") -> list[bytes]:
+        """Return all silos' replies to a question before a run, each to its own settings."""
         silos = range(self.num_silos)
+        questions = [Question(exchange, settings[j], method=at_silo(method, j)) for j in silos]
         return self.ask(silos, [write({}, q.head()) for q in questions], exchange)
 
     def arrivals(self, exchange: str) -> Arrivals:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,12 @@ def host(
 
     round_, transport_of = compile_parts(algorithm.round), partial(_host_transport, watch=watch)
     advance = round_loop(round_, schedule, len, transport_of, done=algorithm.done)
-    return Runtime(init, advance, single, chunk_of(schedule), transport=transport_of_stacks)
+
+    def single(round_: Round) -> Single:
+        transport_of = partial(_host_transport, watch=lambda state: ())
+        return single_with(compile_parts(round_), len, transport_of)
+
+    return Runtime(init, advance, single, transport_of_stacks, chunk_of(schedule))
 
 
 def round_loop(
@@ -144,13 +149,9 @@ def round_loop(
     return rounds_of(one_round, num_silos, done, logs_visits=schedule is not None)
 
 
-class OneRound(Protocol):
-    """A function that runs one round from Python."""
-
-    def __call__(
-        self, key: Array, state: State, batches: Batches, server_data: ServerData
-    ) -> tuple[State, float, RunStatus, Any]:
-        """Return the next state, the loss, the outcome, and the row of the log."""
+# A function that runs one round: (key, state, batches, server_data) -> (the next state, the loss,
+# the outcome, the row of the log).
+OneRound = Callable[[Array, State, Batches, ServerData], tuple[State, float, RunStatus, Any]]
 
 
 def rounds_of(
@@ -231,11 +232,6 @@ def _with_missing(watched: Any, away: object, who: np.ndarray, present: np.ndarr
         return rows
 
     return jax.tree.map(filled, watched, away)
-
-
-def single(round_: Round) -> Single:
-    """Return a single round with all silos, one after the other."""
-    return single_with(compile_parts(round_), len, partial(_host_transport, watch=lambda state: ()))
 
 
 def single_with(

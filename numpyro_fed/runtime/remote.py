@@ -23,7 +23,6 @@ from numpyro_fed.algorithms.base import (
     Exchange,
     ExchangeId,
     FederatedAlgorithm,
-    Reply,
     Round,
     Up,
 )
@@ -91,11 +90,11 @@ def remote(
         If sums alone are to be told, and a round needs the replies of single silos.
     """
     silos = _Remote(algorithm, schedule, plan, channel, begin)
-    if channel.secure_sum:
+    if channel.federation.secure_sum:
         check_sums(algorithm, schedule)
     if schedule is not None and schedule.by_arrival:
         silos.prepared(algorithm.round)
-        one_round = ArrivalRounds(algorithm, channel, silos.expected)
+        one_round = ArrivalRounds(silos)
         advance = rounds_of(one_round, silos.num_silos, algorithm.done, logs_visits=True)
     else:
         advance = round_loop(
@@ -111,9 +110,9 @@ def remote(
         silos.init,
         advance,
         silos.single,
+        silos.transport_of,
         1,
         like=silos.like,
-        transport=silos.transport_of,
         go_on=silos.go_on,
     )
 
@@ -180,7 +179,7 @@ class _Remote:
 
     def prepared(self, round_: Round) -> Round:
         """Return the round in the form in which the server runs it."""
-        if self.channel.secure_sum:
+        if self.channel.federation.secure_sum:
             for exchange in round_.exchanges:
                 check_summed(exchange)
         self.rounds.update((exchange.id, round_) for exchange in round_.exchanges)
@@ -203,7 +202,7 @@ class _Remote:
 
     def expected_of_stacked(self, exchange: Exchange[Any, Any, Any]) -> Expected:
         """Return shapes and checks of the replies to an exchange that belongs to no round."""
-        if self.channel.secure_sum:
+        if self.channel.federation.secure_sum:
             check_summed(exchange)
         if exchange.id not in self.expectations:
             _, _, reply = declared(exchange)
@@ -225,7 +224,7 @@ class _Remote:
         expected = self.expected_of_stacked(exchange) if exchange.stacked else self.expected(asked)
         question = numbers, exchange, noise, downs, silos[0], expected
         try:
-            if self.channel.secure_sum:
+            if self.channel.federation.secure_sum:
                 total, ok, mark = self.channel.ask_sum(*question)
                 # What is watched is known of the sum alone: the same for all.
                 common = [watch_reply(total.up) if watch_reply else ()] * len(numbers)
@@ -234,8 +233,10 @@ class _Remote:
         except SiloAwayError as error:
             # Later exchanges of a round have begun with all silos.
             first = asked == self.algorithm.round.exchanges[0].id
+            without, missing = self.algorithm.without, self.channel.federation.missing
+            goes_on = without == "exact" or (without == "scaled" and missing == "reweight")
             present = tuple(j for j in numbers if j not in error.silos)
-            if not (first and self.channel.goes_on(self.algorithm.without)):
+            if not (first and goes_on):
                 raise
             raise FewerError(present) from error
         replies, watched = [], []
@@ -276,9 +277,7 @@ class ArrivalRounds:
     not used.
     """
 
-    algorithm: FederatedAlgorithm[Any, Any]
-    channel: Channel
-    expected: Callable[[ExchangeId], Expected]
+    silos: _Remote
     under_way: UnderWay | None = field(default=None, init=False)
 
     def __call__(
@@ -291,21 +290,26 @@ class ArrivalRounds:
         EndedError
             With the state after the last good step, if it ends before.
         """
-        size, exchange = self.channel.num_silos, self.exchange
+        channel, exchange = self.silos.channel, self.exchange
+        size, expected = channel.num_silos, self.silos.expected(exchange.id)
         first, rows, loss = int(state.round) * size, list[Any](), 0.0
         way, numbers = self._under_way_from(key, state)
+        watch = self.silos.watch_reply
         try:
             while len(rows) < size:
                 silo, answer = way.next()
-                reply = self.channel.read(silo, exchange, answer, self.expected(exchange.id))
-                key_step = exchange_key(key, first + len(rows), 0, 1)
-                server, info = self._after(state.server, key_step, silo, reply)
+                reply = channel.read(silo, exchange, answer, expected)
+                stack, who = jax.tree.map(lambda a: a[None], reply), jnp.array([silo])
+                noise = self._noise(server_key(exchange_key(key, first + len(rows), 0, 1)))
+                replies = (combine(exchange.combine, [stack]),)
+                server, info = self._replayed(state.server, noise, who, None, replies)
                 if not (reply.ok and info.ok):
                     raise EndedError(state, () if reply.ok else (silo,))
                 mark, (carry, change) = state.silos[0].after(silo, numbers[silo]), state.schedule
                 change = change.at[silo].set(info.change)
                 state = state._replace(server=server, silos=(mark,), schedule=(carry, change))
-                rows.append(self._row(info.report, silo, reply))
+                watched = () if watch is None else jax.tree.map(lambda a: a[None], watch(reply.up))
+                rows.append(jax.tree.map(np.asarray, (info.report, np.array([silo]), watched)))
                 loss += float(info.loss)
                 key_next = exchange_key(key, first + len(rows), 0, 1)
                 numbers[silo] = self._send(way, silo, key_next, server, mark)
@@ -314,21 +318,21 @@ class ArrivalRounds:
         except (KeyboardInterrupt, ModelError, DataError) as error:
             raise EndedError(state, ()) from error
         state = state._replace(round=state.round + 1)
-        self.under_way = UnderWay(state, way, numbers, self.channel.num_asked)
+        self.under_way = UnderWay(state, way, numbers, channel.num_asked)
         return state, loss, RunStatus(True, np.ones(size, bool)), stacked(rows)
 
     @property
     def exchange(self) -> Exchange[Any, Any, Any]:
         """Return the exchange of a step."""
-        (exchange,) = self.algorithm.round.exchanges
+        (exchange,) = self.silos.algorithm.round.exchanges
         return exchange
 
     def _under_way_from(self, key: Array, state: State) -> tuple[Arrivals, dict[int, int]]:
         """Return what is under way from this state; if nothing is, ask all silos."""
-        before = self.under_way
-        if before and before.state is state and before.num_asked == self.channel.num_asked:
+        before, channel = self.under_way, self.silos.channel
+        if before and before.state is state and before.num_asked == channel.num_asked:
             return before.arrivals, before.numbers
-        way, silos = self.channel.arrivals(self.exchange.name), range(self.channel.num_silos)
+        way, silos = channel.federation.arrivals(self.exchange.name), range(channel.num_silos)
         key_next = exchange_key(key, int(state.round) * len(silos), 0, 1)
         mark = state.silos[0]
         return way, {j: self._send(way, j, key_next, state.server, mark) for j in silos}
@@ -337,29 +341,12 @@ class ArrivalRounds:
         """Send a silo the server's message, and return its number."""
         down = self._replayed(server, self._noise(server_key(key)), jnp.array([silo]), None, ())
         down = drop_weak_types(for_participants(self.exchange.scatter, down, 0))
-        return self.channel.send(way, silo, self.exchange, key, down, mark)
-
-    def _after(self, server: Any, key: Array, silo: int, reply: Reply[Any]) -> Any:
-        """Return the server's state after a step with one reply, and its report."""
-        stack = jax.tree.map(lambda a: a[None], reply)
-        replies = (combine(self.exchange.combine, [stack]),)
-        noise = self._noise(server_key(key))
-        return self._replayed(server, noise, jnp.array([silo]), None, replies)
-
-    def _row(self, report: Any, silo: int, reply: Reply[Any]) -> Any:
-        """Return the row of a step in the log of the run."""
-        watched = () if self._watched is None else self._watched(reply.up)
-        row = report, np.array([silo]), jax.tree.map(lambda a: a[None], watched)
-        return jax.tree.map(np.asarray, row)
+        return self.silos.channel.send(way, silo, self.exchange, key, down, mark)
 
     @cached_property
     def _replayed(self) -> Callable[..., Any]:
-        return jax.jit(partial(replayed_part, self.algorithm.round))
+        return jax.jit(partial(replayed_part, self.silos.algorithm.round))
 
     @cached_property
     def _noise(self) -> Callable[[Array], Any]:
-        return jax.jit(self.algorithm.round.noise)
-
-    @cached_property
-    def _watched(self) -> Callable[[Any], Any] | None:
-        return None if self.algorithm.watch_reply is None else jax.jit(self.algorithm.watch_reply)
+        return jax.jit(self.silos.algorithm.round.noise)

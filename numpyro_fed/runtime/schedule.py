@@ -83,10 +83,16 @@ def in_turn(num_silos: int, order: str | Sequence[int] = "fixed") -> Schedule[tu
             "silo numbers."
         )
     if order == "random":
-        return _stateless(num_silos, num_silos, 1, lambda key, change: _shuffled(key, num_silos))
+        return _stateless(
+            num_silos, num_silos, 1, lambda key, _: jax.random.permutation(key, num_silos)
+        )
     if order == "largest_change":
         return _stateless(
-            num_silos, num_silos, 1, lambda key, change: _descending(change), ahead=False
+            num_silos,
+            num_silos,
+            1,
+            lambda _, change: jnp.argsort(change, descending=True),
+            ahead=False,
         )
     numbers = range(num_silos) if isinstance(order, str) else order
     fixed = _checked_order(num_silos, numbers)
@@ -254,14 +260,6 @@ def _stateless(
         return who(jax.random.fold_in(key, round), change).reshape(steps, size), carry
 
     return Schedule(steps, size, lambda key: (), visits, num_silos, ahead)
-
-
-def _shuffled(key: Array, num_silos: int) -> Array:
-    return jax.random.permutation(key, num_silos)
-
-
-def _descending(change: Array) -> Array:
-    return jnp.argsort(change, descending=True)
 
 
 def _subset(key: Array, num_silos: int, size: int) -> Array:

@@ -2,9 +2,8 @@
 
 A call of ``advance`` is one XLA program: a ``while_loop`` over rounds whose number is an input, and
 in each round a ``vmap`` over each bucket of silos. Where participants do not depend on what a round
-computes (:func:`_rounds_of_all`, :func:`_rounds_of_participants`), noise is drawn for a block of
-rounds at once and a loop over blocks stands outside. Elsewhere (:func:`_step_loop`) noise is drawn
-step by step.
+computes, they and the noise are drawn for a block of rounds at once, and a loop over blocks stands
+outside. Elsewhere noise is drawn step by step.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ from numpyro_fed.algorithms.base import (
     Up,
 )
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.programs import jit_once
+from numpyro_fed.programs import jit_once, readable
 from numpyro_fed.runtime.asking import transport_of_stacks
 from numpyro_fed.runtime.noise import (
     exchange_key,
@@ -44,7 +43,6 @@ from numpyro_fed.runtime.schedule import Carry, Schedule
 from numpyro_fed.runtime.stack import (
     BLOCK,
     NOISE,
-    Advance,
     Batches,
     Log,
     RunStatus,
@@ -57,7 +55,6 @@ from numpyro_fed.runtime.stack import (
     chunk_of,
     in_order,
     init_schedule,
-    readable,
     visits,
 )
 from numpyro_fed.runtime.step import Answers, RoundNoise, Transport, combine, for_participants, step
@@ -68,7 +65,7 @@ BucketNoise = RoundNoise[list[Any]]  # for each exchange a list with the noise o
 Index = TypeVar("Index")
 Drawn = TypeVar("Drawn")
 Participants = Array | tuple[()]  # who takes part; empty where everyone does
-StepCarry = tuple[Array, Any, Stacks, Array, Log, RunStatus]  # of the loop over steps
+StepCarry = tuple[Array, Any, Stacks, Any, Log, RunStatus]  # of the loop over steps
 RoundCarry = tuple[Array, State, Log, RunStatus]  # of the loop over rounds
 
 
@@ -99,13 +96,7 @@ def simulation(
         server = algorithm.init_server(key_server)
         return readable(drop_weak_types(State(jnp.zeros((), jnp.int32), server, silos, carry)))
 
-    chunk = chunk_of(schedule)
-    if schedule is None:
-        advance = _block_loop(algorithm, _rounds_of_all(algorithm), chunk)
-    elif schedule.ahead and schedule.steps == 1:
-        advance = _block_loop(algorithm, _rounds_of_participants(algorithm, schedule), chunk)
-    else:
-        advance = _step_loop(algorithm, schedule)
+    loop = _Loop(algorithm, schedule)
 
     @jit
     def advanced(
@@ -116,10 +107,11 @@ def simulation(
         server_data: ServerData = None,
         stop: bool = False,
     ) -> tuple[State, Log, RunStatus]:
-        return readable(advance(key, state, batches, n, server_data, stop))
+        return readable(loop.advance(key, state, batches, n, server_data, stop))
 
     quick_single = partial(single, jit=jit_once)
-    return Runtime(init, advanced, single, chunk, quick_single, transport=transport_of_stacks)
+    chunk = chunk_of(schedule)
+    return Runtime(init, advanced, single, transport_of_stacks, chunk, quick_single)
 
 
 def single(round_: Round, jit: Callable[..., Callable[..., Any]] = jax.jit) -> Single:
@@ -198,148 +190,152 @@ def _transport_to_all(
     return transport
 
 
-class Rounds(NamedTuple, Generic[Index, Drawn]):
-    """The functions of rounds of one step, whose participants and noise are drawn ahead.
+@dataclass(frozen=True, eq=False)
+class _Loop:
+    """The loop over rounds and their steps; without a schedule all silos take part in a round."""
 
-    Attributes
-    ----------
-    positions : batches -> pytree
-        The silos' positions in the buckets, computed once for all rounds.
-    draw : (key, numbers, state, batches) -> pytree, leaves (rounds, ...)
-        The noise of several rounds, and their participants where not all silos take part.
-    run_round : (drawn, state, batches, positions, server_data) -> (State, Info, who, good, watched)
-        A round; ``who`` is empty where all silos take part.
-    by_number : (positions, who, good) -> (silos,) bool
-        Which replies were good, in the order of silos' numbers.
-    """
-
-    positions: Callable[[Batches], Index]
-    draw: Callable[[Array, Array, State, Batches], Drawn]
-    run_round: Callable[
-        [Drawn, State, Batches, Index, ServerData], tuple[State, Info, Participants, Array, Any]
-    ]
-    by_number: Callable[[Index, Participants, Array], Array]
-
-
-def _block_loop(
-    algorithm: FederatedAlgorithm[Server, Silo], rounds: Rounds[Index, Drawn], chunk: int
-) -> Advance:
-    """Return the loop that draws the noise of a block of rounds, runs them, and begins again."""
-    # The inlined jit keeps its trace: eval_shape and the loop's body share one.
-    one_round = jax.jit(rounds.run_round, inline=True)
+    algorithm: FederatedAlgorithm[Any, Any]
+    schedule: Schedule[Any] | None
 
     def advance(
+        self,
         key: Array,
         state: State,
         batches: Batches,
         n: int,
-        server_data: ServerData = None,
-        stop: bool = False,
+        server_data: ServerData,
+        stop: bool,
     ) -> tuple[State, Log, RunStatus]:
-        positions = rounds.positions(batches)
-        one_draw = jax.eval_shape(rounds.draw, key, state.round[None], state, batches)
-        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), one_draw)
-        # Few rounds a block where a round's noise is large: the block stands in memory at once.
-        block = max(1, min(BLOCK, NOISE // max(_num_elements(shapes), 1)))
-        inputs = (shapes, state, batches, positions, server_data)
-        _, info, who, good, watched = jax.eval_shape(one_round, *inputs)
-        log = _log(chunk, 1, info, who, watched)
+        """Run up to ``n`` rounds, as :class:`Advance` says."""
+        schedule, done, num_silos = self.schedule, self.algorithm.done, _num_silos(batches)
+        ahead = schedule is None or (schedule.ahead and schedule.steps == 1)
+        order = in_order(batches) if schedule is None else _silo_positions(batches)
+        # The inlined jit keeps its trace: eval_shape and the loop's body share one.
+        one_step = jax.jit(self._step, inline=True)
+        of_steps = partial(self._run_steps, one_step, key)
+        first = jax.eval_shape(partial(self._draw, key), state.round[None], state, batches)
+        drawn = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), first)
+        inputs = (drawn, state.server, state.silos, batches, order, server_data)
+        _, _, info, good, watched = jax.eval_shape(one_step, *inputs)
+        steps = 1 if schedule is None else schedule.steps
+        log = _log(chunk_of(schedule), steps, info, drawn[0], watched)
 
         def continues(carry: RoundCarry) -> Array:
             i, state, _, status = carry
-            return (i < n) & _may_continue(algorithm, state.server, status, stop)
+            # The last round may be kept, and the algorithm is not done.
+            goes_on = status.ok & ~(stop & done(state.server)) if done else status.ok
+            return (i < n) & goes_on
 
         def one_block(carry: RoundCarry) -> RoundCarry:
-            first, state, _, _ = carry
-            drawn = rounds.draw(key, state.round + jnp.arange(block), state, batches)
-
-            def continues_in_block(carry: RoundCarry) -> Array:
-                return (carry[0] - first < block) & continues(carry)
+            begun, state, _, _ = carry
+            drawn = self._draw(key, state.round + jnp.arange(block), state, batches)
 
             def body(carry: RoundCarry) -> RoundCarry:
                 i, state, log, _ = carry
-                of_round = jax.tree.map(lambda a: a[i - first], drawn)
-                state, info, who, good, watched = one_round(
-                    of_round, state, batches, positions, server_data
+                of_round = jax.tree.map(lambda a: a[i - begun], drawn)
+                server, silos, info, good, watched = one_step(
+                    of_round, state.server, state.silos, batches, order, server_data
                 )
-                return i + 1, state, _write(log, i, 0, info, who, watched), RunStatus(info.ok, good)
+                planned = _planned(state.schedule, of_round[0], info)
+                state = State(state.round + 1, server, silos, planned)
+                log = _write(log, i, 0, info, of_round[0], watched)
+                return i + 1, state, log, RunStatus(info.ok, good)
 
-            return jax.lax.while_loop(continues_in_block, body, carry)
+            return jax.lax.while_loop(
+                lambda carry: (carry[0] - begun < block) & continues(carry), body, carry
+            )
 
-        status = RunStatus(jnp.array(True), jnp.ones(good.shape, bool))
-        start = (jnp.zeros((), jnp.int32), state, log, status)
+        # Few rounds a block where a round's noise is large: the block stands in memory at once.
+        size = sum(a.size for a in jax.tree.leaves(drawn))
+        block = max(1, min(BLOCK, NOISE // max(size, 1)))
+        all_good = jnp.ones(good.shape if ahead else num_silos, bool)
+        start = (jnp.zeros((), jnp.int32), state, log, RunStatus(jnp.array(True), all_good))
+        if not ahead:
+            one_round = partial(of_steps, batches=batches, order=order, server_data=server_data)
+            return jax.lax.while_loop(continues, one_round, start)[1:]
         i, state, log, status = jax.lax.while_loop(continues, one_block, start)
+        if schedule is None:
+            return state, log, status._replace(replies=status.replies[order])
         # Participants of the last round; of row 0, whose replies count as good, if none was run.
-        last = jax.tree.map(lambda a: a[jnp.maximum(i - 1, 0), 0], log.visits)
-        return (
-            state,
-            log,
-            status._replace(replies=rounds.by_number(positions, last, status.replies)),
-        )
+        last = log.visits[jnp.maximum(i - 1, 0), 0]
+        replies = jnp.ones(num_silos, bool).at[last].set(status.replies)
+        return state, log, status._replace(replies=replies)
 
-    return advance
+    def _draw(
+        self, key: Array, numbers: Array, state: State, batches: Batches
+    ) -> tuple[Participants, RoundNoise[Any]]:
+        """Return participants and noise of the first steps of rounds, leaves (rounds, ...)."""
+        round_, schedule = self.algorithm.round, self.schedule
+        if schedule is None:
+            return (), _noise_of_all(round_, key, numbers, state.silos, batches)
 
-
-def _rounds_of_all(algorithm: FederatedAlgorithm[Server, Silo]) -> Rounds[Array, BucketNoise]:
-    """Return the rounds in which all silos take part."""
-    round_, watch = algorithm.round, algorithm.watch
-
-    def draw(key: Array, numbers: Array, state: State, batches: Batches) -> BucketNoise:
-        return _noise_of_all(round_, key, numbers, state.silos, batches)
-
-    def run_round(
-        noise: BucketNoise, state: State, batches: Batches, order: Array, server_data: ServerData
-    ) -> tuple[State, Info, Participants, Array, Any]:
-        who, transport = jnp.arange(_num_silos(batches)), _transport_to_all(batches, order, watch)
-        server, silos, info, good, watched = step(
-            round_, transport, noise, state.server, state.silos, who, server_data
-        )
-        return State(state.round + 1, server, silos), info, (), good, watched
-
-    return Rounds(in_order, draw, run_round, lambda order, who, good: good[order])
-
-
-def _rounds_of_participants(
-    algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule[Carry]
-) -> Rounds[Positions, tuple[Array, RoundNoise[Any]]]:
-    """Return the rounds of a schedule of one step whose participants can be drawn ahead."""
-    round_, watch = algorithm.round, algorithm.watch
-
-    def draw(
-        key: Array, numbers: Array, state: State, batches: Batches
-    ) -> tuple[Array, RoundNoise[Any]]:
         def one_round(number: Array) -> tuple[Array, RoundNoise[Any]]:
-            (who,), _ = visits(schedule, key, number, state.schedule)
+            who = visits(schedule, key, number, state.schedule)[0][0]
             return who, _noise_of_participants(round_, key, number, who, state.silos)
 
         return jax.vmap(one_round)(numbers)
 
-    def run_round(
-        drawn: tuple[Array, RoundNoise[Any]],
-        state: State,
+    def _step(
+        self,
+        drawn: tuple[Participants, RoundNoise[Any]],
+        server: object,
+        silos: Stacks,
         batches: Batches,
-        positions: Positions,
+        order: Any,
         server_data: ServerData,
-    ) -> tuple[State, Info, Participants, Array, Any]:
-        who, noise = drawn
-        server, silos, info, good, watched = step(
-            round_,
-            _ParticipantTransport(batches, positions, watch),
-            noise,
-            state.server,
-            state.silos,
-            who,
-            server_data,
-        )
-        carry, change = state.schedule
-        if schedule.size == 1:
-            change = change.at[who[0]].set(info.change)
-        return State(state.round + 1, server, silos, (carry, change)), info, who, good, watched
+    ) -> tuple[Any, Stacks, Info, Array, Any]:
+        """Run a step with its participants and its noise."""
+        (who, noise), watch = drawn, self.algorithm.watch
+        transport: Transport[Any, Stacks] = _ParticipantTransport(batches, order, watch)
+        if self.schedule is None:
+            who, transport = (
+                jnp.arange(_num_silos(batches)),
+                _transport_to_all(batches, order, watch),
+            )
+        return step(self.algorithm.round, transport, noise, server, silos, who, server_data)
 
-    def by_number(positions: Positions, who: Participants, good: Array) -> Array:
-        return jnp.ones(len(positions[0]), bool).at[who].set(good)
+    def _run_steps(
+        self,
+        one_step: Callable[..., Any],
+        key: Array,
+        carry: RoundCarry,
+        *,
+        batches: Batches,
+        order: Any,
+        server_data: ServerData,
+    ) -> RoundCarry:
+        """Run a round of several steps, or one whose participants the last round has decided."""
+        i, state, log, _ = carry
+        who, plan = visits(self.schedule, key, state.round, state.schedule)
 
-    return Rounds(_silo_positions, draw, run_round, by_number)
+        def continues(carry: StepCarry) -> Array:
+            return (carry[0] < len(who)) & carry[-1].ok
+
+        def body(carry: StepCarry) -> StepCarry:
+            s, server, silos, planned, log, status = carry
+            number = state.round * len(who) + s
+            noise = _noise_of_participants(self.algorithm.round, key, number, who[s], silos)
+            server, silos, info, good, watched = one_step(
+                (who[s], noise), server, silos, batches, order, server_data
+            )
+            log = _write(log, i, s, info, who[s], watched)
+            status = RunStatus(info.ok, status.replies.at[who[s]].set(good))
+            return s + 1, server, silos, _planned(planned, who[s], info), log, status
+
+        status = RunStatus(jnp.array(True), jnp.ones(_num_silos(batches), bool))
+        zero = jnp.zeros((), jnp.int32)
+        first = (zero, state.server, state.silos, (plan, state.schedule[1]), log, status)
+        _, server, silos, planned, log, status = jax.lax.while_loop(continues, body, first)
+        return i + 1, State(state.round + 1, server, silos, planned), log, status
+
+
+def _planned(planned: Any, who: Participants, info: Info) -> Any:
+    """Return a schedule's carry and changes after a step; nothing without a schedule."""
+    if isinstance(who, tuple):
+        return ()
+    carry, change = planned
+    # Only with one participant is the change of the server's state that silo's doing.
+    return carry, change.at[who[0]].set(info.change) if len(who) == 1 else change
 
 
 def _noise_of_participants(
@@ -362,86 +358,6 @@ def _noise_of_participants(
 
     silo_noises = [noise_of(x, key) for x, key in zip(round_.exchanges, exchange_keys, strict=True)]
     return RoundNoise(round_.noise(server_key(exchange_keys[0])), silo_noises)
-
-
-def _step_loop(algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule[Carry]) -> Advance:
-    """Return the loop over rounds and their steps, each with the participants of the schedule."""
-    round_, chunk = algorithm.round, chunk_of(schedule)
-    steps, size = schedule.steps, schedule.size
-
-    @partial(jax.jit, inline=True)
-    def one_step(
-        key: Array,
-        number: Array,
-        who: Array,
-        server: object,
-        silos: Stacks,
-        batches: Batches,
-        positions: Positions,
-        server_data: ServerData,
-    ) -> tuple[Any, Stacks, Info, Array, Any]:
-        noise = _noise_of_participants(round_, key, number, who, silos)
-        transport = _ParticipantTransport(batches, positions, algorithm.watch)
-        return step(round_, transport, noise, server, silos, who, server_data)
-
-    def advance(
-        key: Array,
-        state: State,
-        batches: Batches,
-        n: int,
-        server_data: ServerData = None,
-        stop: bool = False,
-    ) -> tuple[State, Log, RunStatus]:
-        positions, all_good = _silo_positions(batches), jnp.ones(_num_silos(batches), bool)
-
-        def continues(carry: RoundCarry) -> Array:
-            i, (_, server, *_), _, status = carry
-            return (i < n) & _may_continue(algorithm, server, status, stop)
-
-        def one_round(carry: RoundCarry) -> RoundCarry:
-            i, (done, server, silos, (_, change)), log, _ = carry
-            who, plan = visits(schedule, key, done, carry[1].schedule)
-
-            def continues_in_round(carry: StepCarry) -> Array:
-                return (carry[0] < steps) & carry[-1].ok
-
-            def body(carry: StepCarry) -> StepCarry:
-                s, server, silos, change, log, status = carry
-                number = done * steps + s
-                args = (key, number, who[s], server, silos, batches, positions, server_data)
-                server, silos, info, good, watched = one_step(*args)
-                # Only with one participant is the change of the server's state that silo's doing.
-                if size == 1:
-                    change = change.at[who[s, 0]].set(info.change)
-                log = _write(log, i, s, info, who[s], watched)
-                status = RunStatus(info.ok, status.replies.at[who[s]].set(good))
-                return s + 1, server, silos, change, log, status
-
-            zero = jnp.zeros((), jnp.int32)
-            first = (zero, server, silos, change, log, RunStatus(jnp.array(True), all_good))
-            last = jax.lax.while_loop(continues_in_round, body, first)
-            _, server, silos, change, log, status = last
-            return i + 1, State(done + 1, server, silos, (plan, change)), log, status
-
-        who = jax.ShapeDtypeStruct((size,), jnp.int32)
-        args = (key, state.round, who, state.server, state.silos, batches, positions, server_data)
-        _, _, info, _, watched = jax.eval_shape(one_step, *args)
-        log = _log(chunk, steps, info, who, watched)
-        start = (jnp.zeros((), jnp.int32), state, log, RunStatus(jnp.array(True), all_good))
-        _, state, log, status = jax.lax.while_loop(continues, one_round, start)
-        return state, log, status
-
-    return advance
-
-
-def _may_continue(
-    algorithm: FederatedAlgorithm[Server, Silo],
-    server: Server,
-    status: RunStatus,
-    stop: Array | bool,
-) -> Array:
-    """Return whether to run another round: the last may be kept, and the algorithm is not done."""
-    return status.ok & ~(stop & algorithm.done(server)) if algorithm.done else status.ok
 
 
 @dataclass(frozen=True, eq=False)
@@ -576,7 +492,3 @@ def _axes(exchange: Exchange[Silo, Down, Up]) -> Any:
 
 def _num_silos(batches: Batches) -> int:
     return sum(len(b.silos) for b in batches)
-
-
-def _num_elements(tree: object) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))

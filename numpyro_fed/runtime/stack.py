@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from numpyro_fed.algorithms.base import Info, Round
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
+from numpyro_fed.programs import on_all_devices
 from numpyro_fed.runtime.noise import schedule_key
 from numpyro_fed.runtime.schedule import Carry, Schedule
 from numpyro_fed.trees import Tree, drop_weak_types
@@ -190,11 +191,6 @@ class Single(Protocol):
         """Return both new states, the server's report, and which replies were good (silos,)."""
 
 
-def no_transport(batches: Batches) -> Any:
-    """Refuse to ask silos one exchange at a time, in a runtime that cannot."""
-    raise TypeError("this runtime cannot ask silos outside of rounds.")
-
-
 class Runtime(NamedTuple):
     """An algorithm with a way to run it.
 
@@ -204,6 +200,8 @@ class Runtime(NamedTuple):
     advance : Advance
     single : round -> Single
         Any single round, compiled.
+    transport : batches -> Transport
+        The way of a plain program's questions to the silos (:mod:`.asking`).
     chunk : int
         Rounds that one call of ``advance`` can log, at most.
     single_quick : round -> Single, optional
@@ -211,8 +209,6 @@ class Runtime(NamedTuple):
     like : (key, batches) -> State, optional
         A function for the shapes of a state alone, where ``init`` has effects outside of this
         process.
-    transport : batches -> Transport, optional
-        The way of a plain program's questions to the silos (:mod:`.asking`).
     go_on : State -> State, optional
         The state from which a new run goes on where another one has ended. By default it is the
         same; silos in other processes begin a new run there.
@@ -221,10 +217,10 @@ class Runtime(NamedTuple):
     init: Callable[[Array, Batches], State]
     advance: Advance
     single: Callable[[Round], Single]
+    transport: Callable[[Batches], Any]
     chunk: int = CHUNK
     single_quick: Callable[[Round], Single] | None = None
     like: Callable[[Array, Batches], State] | None = None
-    transport: Callable[[Batches], Any] = no_transport
     go_on: Callable[[State], State] = lambda state: state
 
     def quick(self, round_: Round) -> Single:
@@ -245,7 +241,7 @@ def on_device(buckets: Sequence[Bucket]) -> Batches:
     devices = jax.devices()
     if len(devices) == 1:
         return tuple(Batch(*batch) for batch in jax.device_put(host, may_alias=False))
-    undivided, divided = _on_all_devices(P()), _on_all_devices(P("silo"))
+    undivided, divided = on_all_devices(P()), on_all_devices(P("silo"))
     batches = []
     for silos, data in host:
         size = len(silos)
@@ -256,10 +252,6 @@ def on_device(buckets: Sequence[Bucket]) -> Batches:
     return tuple(batches)
 
 
-def _on_all_devices(spec: P) -> NamedSharding:
-    return NamedSharding(jax.sharding.Mesh(np.asarray(jax.devices()), ("silo",)), spec)
-
-
 def _placed(tree: object, sharding: NamedSharding) -> Any:
     """Return arrays on devices; a process that has all of an array copies its own part alone."""
     if jax.process_count() == 1:
@@ -267,16 +259,6 @@ def _placed(tree: object, sharding: NamedSharding) -> Any:
     return jax.tree.map(
         lambda a: jax.make_array_from_callback(a.shape, sharding, lambda i: np.array(a[i])), tree
     )
-
-
-def readable(tree: Tree) -> Tree:
-    """Return the output of a program so that each process has all of it, if there are several.
-
-    Else what is computed of silos lies where they do, and only one process can read it.
-    """
-    if jax.process_count() == 1:
-        return tree
-    return jax.lax.with_sharding_constraint(tree, _on_all_devices(P()))
 
 
 def chunk_of(schedule: Schedule[Any] | None) -> int:

@@ -1,16 +1,16 @@
 """One step of an algorithm, with any way to reach the silos.
 
-A round is a function of the server that calls ``ask`` for each of its exchanges. Two askers stand
-here. One reaches silos through a runtime's :class:`Transport` and carries their states. The other
-replays replies that are known and stops the round where the next one is missing: so a round can be
-compiled although its silos are outside of the program.
+A round is a function of the server that calls ``ask`` for each of its exchanges. :func:`step` lets
+it reach silos through a runtime's :class:`Transport` and carries their states.
+:func:`replayed_part` replays replies that are known and stops the round where the next one is
+missing: so a round can be compiled although its silos are outside of the program.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -39,6 +39,8 @@ Source = TypeVar("Source", contravariant=True)  # silos' noise, or keys that it 
 Drawn = TypeVar("Drawn")  # the same type, where a class keeps it
 Silos = TypeVar("Silos")  # all silos' states, in the form in which a runtime keeps them
 Exchanges = Sequence[Exchange[Any, Any, Any]]
+# Returns a token of the transformation that is being traced; equal tokens, the same one.
+_trace_state = partial(get_opaque_trace_state, convention="nnx")
 
 
 def combine(how: Combine, stacks: Sequence[Reply[Up]], order: Numbers | None = None) -> Replies[Up]:
@@ -139,11 +141,20 @@ class RoundNoise(NamedTuple, Generic[Drawn]):
     silos: Sequence[Drawn]
 
 
-class _Asker(ABC):
-    """The function ``ask`` of a round; it refuses exchanges out of order or in a transformation."""
+class _Asker:
+    """The function ``ask`` of a round; it refuses exchanges out of order or in a transformation.
 
-    def __init__(self, exchanges: Exchanges, who: Array, server_data: ServerData):
-        self.who, self.server_data = who, server_data
+    ``answer(number, exchange, down)`` returns the replies to the round's exchange of that number.
+    """
+
+    def __init__(
+        self,
+        exchanges: Exchanges,
+        who: Array,
+        server_data: ServerData,
+        answer: Callable[[int, Exchange[Any, Any, Any], Any], Replies[Any]],
+    ):
+        self.who, self.server_data, self._answer = who, server_data, answer
         self.ok: Array = jnp.array(True)
         self._exchanges, self._num_asked, self._trace_state = exchanges, 0, _trace_state()
 
@@ -164,16 +175,10 @@ class _Asker(ABC):
             )
         self._num_asked = number + 1
         exchange = self._exchanges[number]
-        replies, ok = self.replies(number, exchange, down)
+        replies = self._answer(number, exchange, down)
         if not exchange.lenient:
-            self.ok = self.ok & ok
+            self.ok = self.ok & jnp.asarray(replies.ok).all()
         return replies
-
-    @abstractmethod
-    def replies(
-        self, number: int, exchange: Exchange[Silo, Down, Up], down: Down
-    ) -> tuple[Replies[Any], Array]:
-        """Return replies to an exchange, and whether all of them can be used."""
 
     def finish(self, info: Info) -> Info:
         """Return a round's report, with ``ok`` of its replies; refuse a missing exchange."""
@@ -181,31 +186,6 @@ class _Asker(ABC):
             missed = self._exchanges[self._num_asked].name
             raise TypeError(f"a round ends without asking for '{missed}', which it declares.")
         return info._replace(ok=info.ok & self.ok)
-
-
-class _LiveAsker(_Asker, Generic[Drawn, Silos]):
-    """An asker that reaches silos and carries their states from one exchange to the next."""
-
-    def __init__(
-        self,
-        exchanges: Exchanges,
-        transport: Transport[Drawn, Silos],
-        noise: RoundNoise[Drawn],
-        silos: Silos,
-        who: Array,
-        server_data: ServerData,
-    ):
-        super().__init__(exchanges, who, server_data)
-        self.silos, self.good, self.watched = silos, jnp.ones(jnp.shape(who), bool), ()
-        self._transport, self._noise = transport, noise.silos
-
-    def replies(
-        self, number: int, exchange: Exchange[Silo, Down, Up], down: Down
-    ) -> tuple[Replies[Any], Array]:
-        answers = self._transport(exchange, self._noise[number], down, self.who, self.silos)
-        self.silos, self.watched = answers.silos, answers.watched
-        self.good = self.good & answers.ok
-        return answers.replies, jnp.asarray(answers.replies.ok).all()
 
 
 def step(
@@ -230,9 +210,18 @@ def step(
     watched : pytree
         The watched part of the silos' states after the last exchange.
     """
-    ask = _LiveAsker(round_.exchanges, transport, noise, silos, who, server_data)
+    good: Any = jnp.ones(jnp.shape(who), bool)
+    watched: Any = ()
+
+    def answer(number: int, exchange: Exchange[Any, Down, Up], down: Down) -> Replies[Any]:
+        nonlocal silos, good, watched
+        answers = transport(exchange, noise.silos[number], down, who, silos)
+        silos, watched, good = answers.silos, answers.watched, good & answers.ok
+        return answers.replies
+
+    ask = _Asker(round_.exchanges, who, server_data, answer)
     server, info = round_.run(server, noise.server, ask)
-    return server, ask.silos, ask.finish(info), ask.good, ask.watched
+    return server, silos, ask.finish(info), good, watched
 
 
 class _MessageReady(BaseException):
@@ -240,28 +229,6 @@ class _MessageReady(BaseException):
 
     It is no ``Exception``, so that an ``except Exception`` in ``run`` does not catch it.
     """
-
-
-class _ReplayAsker(_Asker):
-    """An asker that returns replies that are known, and stops the round where one is missing."""
-
-    def __init__(
-        self,
-        exchanges: Exchanges,
-        known_replies: Sequence[Replies[Any]],
-        who: Array,
-        server_data: ServerData,
-    ):
-        super().__init__(exchanges, who, server_data)
-        self._known_replies, self.stopped = known_replies, False
-
-    def replies(
-        self, number: int, exchange: Exchange[Silo, Down, Up], down: Down
-    ) -> tuple[Replies[Any], Array]:
-        if number == len(self._known_replies):
-            self.stopped = True
-            raise _MessageReady(down)
-        return self._known_replies[number], jnp.asarray(self._known_replies[number].ok).all()
 
 
 def replayed_part(
@@ -279,14 +246,23 @@ def replayed_part(
     Down, or (server_state, Info)
         The message of that exchange; or, if no reply is missing, what the round returns.
     """
-    ask = _ReplayAsker(round_.exchanges, replies, who, server_data)
+    stopped = False
+
+    def answer(number: int, exchange: Exchange[Any, Down, Up], down: Down) -> Replies[Any]:
+        nonlocal stopped
+        if number == len(replies):
+            stopped = True
+            raise _MessageReady(down)
+        return replies[number]
+
+    ask = _Asker(round_.exchanges, who, server_data, answer)
     try:
         after, info = round_.run(server, noise, ask)
     except _MessageReady as ready:
         return ready.args[0]
     # A bare ``except:`` in the round has swallowed the message, and what it returned instead must
     # not be taken for one.
-    if ask.stopped:
+    if stopped:
         raise TypeError("a round catches every exception around a question: let them pass.")
     return after, ask.finish(info)
 
@@ -385,8 +361,3 @@ def declared(exchange: Exchange[Any, Any, Any]) -> MessageShapes:
     down, up = exchange.like()
     ok: Any = jax.ShapeDtypeStruct((), bool)
     return MessageShapes(exchange, down, Reply(up, ok))
-
-
-def _trace_state() -> object:
-    """Return a token of the transformation that is being traced; equal tokens, the same one."""
-    return get_opaque_trace_state(convention="nnx")

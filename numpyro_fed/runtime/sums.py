@@ -20,6 +20,7 @@ from jax import Array
 from numpyro_fed.algorithms.base import Combine, Exchange, Replies, Reply
 from numpyro_fed.errors import DataError, ReplyError, SumError
 from numpyro_fed.privacy.fixed_point import MAX_PARTIES, decode, encode
+from numpyro_fed.records import canonical
 from numpyro_fed.runtime.messages import Question, pack, read, write
 from numpyro_fed.runtime.step import combine
 
@@ -47,31 +48,6 @@ class Terms(NamedTuple):
     session: str
     number: int
     group: tuple[int, ...]
-
-    def to_json(self) -> str:
-        """Return the terms as text."""
-        return json.dumps(self._asdict())
-
-    @classmethod
-    def from_json(cls, text: str) -> Terms:
-        """Return the terms in a text.
-
-        Raises
-        ------
-        DataError
-            For a text of anything else.
-        """
-        try:
-            session, number, group = (json.loads(text)[name] for name in cls._fields)
-            whole = [type(n) is int and 0 <= n < 2**53 for n in (number, *group)]
-            if not isinstance(session, str) or not all(whole):
-                raise TypeError("something else than whole numbers")
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise DataError(
-                f"a question for a sum names {', '.join(cls._fields)}, but this one says "
-                f"{text!r:.100}. Federation(secure_sum=True) makes them."
-            ) from error
-        return cls(session, number, tuple(group))
 
     def purpose(self, session: str, exchange: str, asked: str) -> bytes:
         """Return what the masks are for, the same at all silos of the sum.
@@ -112,7 +88,7 @@ def asked_of_all(
 def with_terms(message: bytes, terms: Terms) -> bytes:
     """Return a question with the terms of a sum in its head."""
     head, arrays = read(message)
-    return write(arrays, {**head, SUM: terms.to_json()})
+    return write(arrays, {**head, SUM: canonical(terms)})
 
 
 def without_terms(head: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> bytes:

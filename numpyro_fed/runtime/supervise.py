@@ -123,84 +123,71 @@ def drive(
 
     progress = progress_of(progress_bar)
     n, seconds_each = (1, REFRESH) if progress.shows else (FIRST_CHUNK, MAX_SECONDS_LOST)
-    with _Interruption(keep) as interruption, progress.under_way(False, num_rounds):
-        while done < num_rounds and failure is None:
-            n = min(n, runtime.chunk, num_rounds - done)
-            if watcher is not None:
-                n = min(n, watcher.every - done % watcher.every)
-            started = time.perf_counter()
-            try:
-                after, log, last = jax.block_until_ready(
-                    runtime.advance(key, state, batches, n, server_data, stop)
-                )
-            except SilosError as error:
-                failure, ended = Failure(int(state.round), error.silos), "failure"
-                unusable, refused = error.silos, error
-                break
-            except EndedError as end:
-                state, cause = end.state, end.__cause__
-                if cause is not None and not isinstance(cause, SilosError):
-                    raise cause from None
-                failure, ended = Failure(int(state.round), end.silos), "failure"
-                unusable, refused = end.silos, cause
-                break
-            if int(after.round) > int(state.round):
-                unusable = failed_silos(last.replies, (), ())
-            # A step can spoil parameters while its bound is still finite, so that the state is
-            # checked as well. Then the chunk is run again up to the round before; that round's
-            # state may be spoilt in turn, which is why this is a loop.
-            while n and not (last.ok and _all_finite(after, batches)):
-                bad = failed_silos(last.replies, after.silos, batches)
-                failure, ended = Failure(int(after.round) - 1, bad), "failure"
-                n = failure.round - int(state.round)
-                after, _, last = runtime.advance(key, state, batches, n, server_data, stop)
-            requested, n = n, int(after.round) - int(state.round)
-            # A run of no rounds keeps the empty log all the
-            # same: it has the structure of the reports.
-            if n or not logs:
-                logs.append(jax.tree.map(partial(_first, n), log))
-            state, done = after, done + n
-            if n:
-                progress.step(n, -float(logs[-1].losses.mean()))
-            if n < requested:
-                ended = "converged"
-                break
-            if (
-                watcher is not None
-                and n
-                and done % watcher.every == 0
-                and watcher.call(run_so_far())
-            ):
-                ended = "callback"
-                break
-            if n:
-                # Processes of one program need not take the same time, and run the same rounds.
-                alone = jax.process_count() == 1
-                seconds = time.perf_counter() - started if alone else 0.0
-                n = (
-                    min(2 * n, runtime.chunk)
-                    if seconds < seconds_each
-                    else max(1, int(n * seconds_each / seconds))
-                )
-    if interruption.was_interrupted:
+    try:
+        with progress.under_way(False, num_rounds):
+            while done < num_rounds and failure is None:
+                n = min(n, runtime.chunk, num_rounds - done)
+                if watcher is not None:
+                    n = min(n, watcher.every - done % watcher.every)
+                started = time.perf_counter()
+                try:
+                    after, log, last = jax.block_until_ready(
+                        runtime.advance(key, state, batches, n, server_data, stop)
+                    )
+                except SilosError as error:
+                    failure, ended = Failure(int(state.round), error.silos), "failure"
+                    unusable, refused = error.silos, error
+                    break
+                except EndedError as end:
+                    state, cause = end.state, end.__cause__
+                    if cause is not None and not isinstance(cause, SilosError):
+                        raise cause from None
+                    failure, ended = Failure(int(state.round), end.silos), "failure"
+                    unusable, refused = end.silos, cause
+                    break
+                if int(after.round) > int(state.round):
+                    unusable = failed_silos(last.replies, (), ())
+                # A step can spoil parameters while its bound is still finite, so that the state is
+                # checked as well. Then the chunk is run again up to the round before; that round's
+                # state may be spoilt in turn, which is why this is a loop.
+                while n and not (last.ok and _all_finite(after, batches)):
+                    bad = failed_silos(last.replies, after.silos, batches)
+                    failure, ended = Failure(int(after.round) - 1, bad), "failure"
+                    n = failure.round - int(state.round)
+                    after, _, last = runtime.advance(key, state, batches, n, server_data, stop)
+                requested, n = n, int(after.round) - int(state.round)
+                # A run of no rounds keeps the empty log all the
+                # same: it has the structure of the reports.
+                if n or not logs:
+                    logs.append(jax.tree.map(partial(_first, n), log))
+                state, done = after, done + n
+                if n:
+                    progress.step(n, -float(logs[-1].losses.mean()))
+                if n < requested:
+                    ended = "converged"
+                    break
+                if (
+                    watcher is not None
+                    and n
+                    and done % watcher.every == 0
+                    and watcher.call(run_so_far())
+                ):
+                    ended = "callback"
+                    break
+                if n:
+                    # Processes of one program need not take the same time, and run the same rounds.
+                    alone = jax.process_count() == 1
+                    seconds = time.perf_counter() - started if alone else 0.0
+                    n = (
+                        min(2 * n, runtime.chunk)
+                        if seconds < seconds_each
+                        else max(1, int(n * seconds_each / seconds))
+                    )
+    except KeyboardInterrupt:
+        if not keep:
+            raise
         failure, ended = None, "interrupted"
     return run_so_far()
-
-
-class _Interruption:
-    """A context in which Ctrl-C ends the block without an error, if ``quietly`` is true."""
-
-    def __init__(self, quietly: bool):
-        self._quietly, self.was_interrupted = quietly, False
-
-    def __enter__(self) -> _Interruption:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        self.was_interrupted = (
-            self._quietly and kind is not None and issubclass(kind, KeyboardInterrupt)
-        )
-        return self.was_interrupted
 
 
 def _first(n: int, a: ArrayLike) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Bytes over Unix sockets: from an engine's process to a silo's own process on the same machine.
+"""Engines that carry bytes on one machine: in one process, and over Unix sockets.
 
-A message is its length in eight bytes and then its bytes, and so is the reply. Only the user who
-runs the silo can open the socket.
+Over a socket a message is its length in eight bytes and then its bytes, and so is the reply. Only
+the user who runs the silo can open the socket.
 """
 
 from __future__ import annotations
@@ -18,6 +18,27 @@ from numpyro_fed_relay.sockets import LENGTH, receive, relay
 STALLED = 60.0
 # Bytes of the name of a Unix socket at most, on Linux; macOS has four fewer.
 MAX_NAME = 103
+
+
+class InMemory:
+    """An engine whose silos are functions of this process, such as :meth:`numpyro_fed.Silo.answer`.
+
+    Parameters
+    ----------
+    answers : sequence of (bytes -> bytes)
+    """
+
+    def __init__(self, answers: Sequence[Callable[[bytes], bytes]]):
+        self._answers = list(answers)
+
+    @property
+    def num_silos(self) -> int:
+        """Return the number of silos."""
+        return len(self._answers)
+
+    def send(self, silo: int, message: bytes, timeout: float) -> bytes:
+        """Return a silo's reply to a message."""
+        return self._answers[silo](message)
 
 
 class Sockets:
