@@ -58,8 +58,8 @@ class Correction(Protocol):
         """Return the numbers that a verdict rests on, in words."""
 
     @property
-    def judgement(self) -> str:
-        """Return in words whether to trust the draws."""
+    def judged(self) -> str:
+        """Return in words whether to trust the draws, as far as these tell."""
 
     @property
     def left_out(self) -> Any:

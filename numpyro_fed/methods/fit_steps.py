@@ -220,9 +220,10 @@ class FitSteps:
         It is the correction, if its weights are reliable, else the fit.
         """
         steps = dict(stages=tuple(self.stages), _sent=self.spent, **more)
-        if best is not None and best.reliable:
-            return replace(best, **steps)
-        return replace(fit, _checked=best or "the fit could not be checked", **steps)
+        checked = None if best is None else replace(best, **steps)
+        if checked is not None and checked.reliable:
+            return checked
+        return replace(fit, _checked=checked or "the fit could not be checked", **steps)
 
     def interrupted(self, error: KeyboardInterrupt) -> KeyboardInterrupt:
         """Return ``Interrupted`` with the results so far, or ``error`` itself if there are none."""

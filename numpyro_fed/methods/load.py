@@ -246,10 +246,11 @@ def _with_stages(
     stages = tuple(Stage(name, described, None) for name, described in words["stages"])
     steps = dict(words["fields"], stages=stages, missed=missed)
     steps["_sent"] = steps.pop("num_exchanges")
-    if corrected is not None and words["is_best"]:
-        return replace(corrected, **steps)
-    checked = corrected or "the fit could not be checked"
-    return replace(others.get("best", run), _checked=checked, **steps)
+    checked = None if corrected is None else replace(corrected, **steps)
+    if checked is not None and words["is_best"]:
+        return checked
+    why_not = "the fit could not be checked"
+    return replace(others.get("best", run), _checked=checked or why_not, **steps)
 
 
 class _Runs:

@@ -158,35 +158,18 @@ class Corrected(Posterior, Weighted[Result]):
         return "" if self.trusted else self.judgement
 
     @property
-    def judgement(self) -> str:
-        """Return in words whether to trust the draws."""
-        if self.missed or self.interrupted:
-            return super().judgement
-        if self.sound:
-            return f"The posterior of the globals can be trusted ({self.figures}){self._but}."
-        if not self.precise:
-            remedy = self._rounding.remedy
-            return f"Do not trust this posterior: {self.doubt} ({self.figures}). {remedy}"
-        return self._judgement_of_doubt
-
-    @property
-    def _judgement_of_doubt(self) -> str:
-        """Return in words how much the draws can be relied on, and what to try."""
+    def _advice(self) -> str:
+        if not self.stages:
+            return super()._advice
         more = "importance_correct(key, fitted.corrected.result, num_draws=100_000)"
         if self.reliable:
-            part = "details" if self.moments_known else "spreads"
-            known = " Medians and quantiles are known: use these." if self.quantiles_known else ""
-            return (
-                f"Do not rely on the posterior's {part}: {self.doubt} ({self.figures}).{known} "
-                f"Try {more}, or more max_exchanges."
-            )
+            return f"{more}, or more max_exchanges"
         if self.many_count:
-            doubt = f"{self.doubt} ({self.figures})"
-            return f"Do not rely on the posterior's details: {doubt}. Try {more}."
+            return more
         return (
-            f"Do not trust this posterior: {self.doubt} ({self.figures}). Try effects as "
-            "scale times a standard normal or the other way round, a prior that holds what the "
-            "data leave open, more max_exchanges, or NUTS on pooled data where that is allowed."
+            "effects as scale times a standard normal or the other way round, a prior that holds "
+            "what the data leave open, more max_exchanges, or NUTS on pooled data where that is "
+            "allowed"
         )
 
     @cached_property
@@ -322,14 +305,6 @@ class Corrected(Posterior, Weighted[Result]):
     @property
     def _sites(self) -> tuple[Site, ...]:
         return self.result._fit.model.named("latent")
-
-    @property
-    def figures(self) -> str:
-        """Return the numbers that a verdict rests on, in words."""
-        return (
-            f"{self.ess:,.0f} effective draws, Pareto k-hat {self.pareto_k:.2f}, "
-            f"Monte Carlo error of means and sds at most {self.monte_carlo_error:.2g} sd"
-        )
 
     @property
     def double(self) -> bool:

@@ -153,11 +153,8 @@ class Particles(Corrected):
         return self.evidence_error <= MAX_EVIDENCE_ERROR and super().sound
 
     @property
-    def _judgement_of_doubt(self) -> str:
-        return (
-            f"Do not trust this posterior: {self.doubt} ({self.figures}). Try more max_exchanges, "
-            "or NUTS on pooled data where that is allowed."
-        )
+    def _advice(self) -> str:
+        return "more max_exchanges, or NUTS on pooled data where that is allowed"
 
     @property
     def doubt(self) -> str:
@@ -211,21 +208,14 @@ class Particles(Corrected):
         made = super().from_file(result, arrays, words)
         return replace(made, **{name: words[name] for name in SAVED})
 
-    def report(self) -> str:
-        """Return in words whether to trust the particles."""
-        evidence = ""
-        if self.log_evidence is not None:
-            evidence = f", log evidence {self.log_evidence:.2f} (+- {self.evidence_error:.2f})"
-        words = (
-            f"{len(self.weights)} particles on {NUM_ISLANDS} islands{evidence}, "
-            f"{self.num_exchanges} exchanges. "
-        )
-        if self.trusted:
-            return (
-                f"{words}The posterior of the globals can be trusted: islands agree on means and "
-                f"sds to {self._error_in_words} sd{self._but}."
-            )
-        return f"{words}Do not trust this posterior: {self.doubt}."
+    def _of_fit(self) -> str:
+        return ""
+
+    @property
+    def _of_evidence(self) -> str:
+        if self.log_evidence is None:
+            return ""
+        return f"Log evidence {self.log_evidence:.2f} (+- {self.evidence_error:.2f})."
 
 
 def particles_of(

@@ -170,7 +170,7 @@ class Posterior(Questions):
                 f"({correction.figures}). A prior or a constraint that tells them apart (a sign, "
                 "an order) leaves one; .missed has the others."
             )
-        return correction.judgement
+        return correction.judged
 
     def _account(self) -> str:
         """Return in words what was done, and which sites are in no draws."""

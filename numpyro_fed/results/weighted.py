@@ -220,14 +220,57 @@ class Weighted(ABC, Generic[Corrects]):
         enough = self.reliable and self.moments_known and len(self.weights) >= MIN_DRAWS
         return enough and self.precise and bool((shift + 2 * error <= self.accuracy).all())
 
+    @property
+    def figures(self) -> str:
+        """Return the numbers that a verdict rests on, in words."""
+        return (
+            f"{self.ess:,.0f} effective draws, Pareto k-hat {self.pareto_k:.2f}, "
+            f"Monte Carlo error of means and sds at most {self.monte_carlo_error:.2g} sd"
+        )
+
+    @property
+    def judged(self) -> str:
+        """Return in words whether to trust the draws, as far as these tell."""
+        if len(self.weights) < MIN_DRAWS:
+            return "Too few draws to tell: k-hat needs 100 or more."
+        if self.sound:
+            return f"The posterior of the globals can be trusted ({self.figures}){self._but}."
+        doubt = f"{self.doubt} ({self.figures})."
+        if not self.precise:
+            return f"Do not trust this posterior: {doubt} {self._rounding.remedy}"
+        if not (self.reliable or self.many_count):
+            return f"Do not trust this posterior: {doubt} Try {self._advice}."
+        details = not self.reliable or self.moments_known
+        known = ""
+        if self.reliable and self.quantiles_known:
+            known = " Medians and quantiles are known: use these."
+        part = "details" if details else "spreads"
+        return f"Do not rely on the posterior's {part}: {doubt}{known} Try {self._advice}."
+
+    @property
+    def _advice(self) -> str:
+        """Return in words what to try where the draws are not to be trusted."""
+        if self.reliable:
+            return "more num_draws, or a longer fit"
+        if self.many_count:
+            return "more num_draws"
+        return "more rounds, a richer guide or LocallyEnhanced, or more inner_draws"
+
+    @property
+    def _but(self) -> str:
+        """Return what a verdict adds where some mean or sd does not exist or is not known."""
+        return f", but {self.reservation}: {USE_QUANTILES}" if self.reservation else ""
+
     def report(self) -> str:
         """Return in words whether to trust the corrected posterior, and the fit."""
-        evidence = "" if self.log_evidence is None else f", log evidence {self.log_evidence:.2f}"
-        return (
-            f"Pareto k-hat {self.pareto_k:.2f} (at most {self.threshold:.2f} is reliable for "
-            f"{len(self.weights)} draws), {self.ess:.0f} effective draws ({self.share:.0%})"
-            f"{evidence}. {self._verdict()}"
-        )
+        judged = self.reliable and self.precise and len(self.weights) >= MIN_DRAWS
+        of_fit = self._of_fit() if judged else ""
+        return " ".join(filter(None, (self.judged, self._of_evidence, of_fit)))
+
+    @property
+    def _of_evidence(self) -> str:
+        """Return the log evidence in words, if there is one."""
+        return "" if self.log_evidence is None else f"Log evidence {self.log_evidence:.2f}."
 
     @property
     def attributes(self) -> dict[str, float | str]:
@@ -246,36 +289,8 @@ class Weighted(ABC, Generic[Corrects]):
                 found[f"no_{order}"] = ", ".join(names)
         return found
 
-    def _verdict(self) -> str:
-        if len(self.weights) < MIN_DRAWS:
-            return "Too few draws to tell: k-hat needs 100 or more."
-        if not self.precise:
-            return f"Do not trust this posterior: {self.doubt}. {self._rounding.remedy}"
-        if self.reliable and not self.trusted:
-            doubt = self.doubt[0].upper() + self.doubt[1:]
-            return f"{doubt}: take more num_draws, or fit for longer. {self._fit_verdict()}"
-        if self.reliable:
-            return (
-                "The corrected posterior of the globals can be trusted: means and sds are known to "
-                f"{self.monte_carlo_error:.2g} sd{self._but}. {self._fit_verdict()}"
-            )
-        if self.many_count:
-            return (
-                "Many draws count, but the posterior's tails reach beyond the guide's: means are "
-                "about right, sds and tail probabilities may not be. "
-                "Take more num_draws."
-            )
-        return (
-            "Neither the fit nor its correction can be trusted: a few draws carry the weight. "
-            "Run more rounds, use a richer guide or LocallyEnhanced, or more inner_draws."
-        )
-
-    @property
-    def _but(self) -> str:
-        """Return what a verdict adds where some mean or sd does not exist or is not known."""
-        return f", but {self.reservation}: {USE_QUANTILES}" if self.reservation else ""
-
-    def _fit_verdict(self) -> str:
+    def _of_fit(self) -> str:
+        """Return in words whether to trust the fit that was corrected."""
         shift = np.abs(self._moments.shift)
         if not shift.size:
             return "There are no globals to compare."
