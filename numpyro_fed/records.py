@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Hashable
 from dataclasses import asdict, is_dataclass
 from functools import cache
 from types import UnionType
@@ -53,7 +54,7 @@ def read_record(kind: type[Record], text: str | bytes) -> Record:
 
 
 @cache
-def _fields(kind: type) -> dict[str, Any]:
+def _fields(kind: Hashable) -> dict[str, Any]:
     """Return the types of a record's fields by name."""
     return get_type_hints(kind)
 

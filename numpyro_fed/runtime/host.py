@@ -1,13 +1,13 @@
 """The host loop: a Python loop over rounds and silos, for debugging and as the reference.
 
-:func:`round_loop` and :func:`single_with` take any transport: that to silos elsewhere, too.
+:class:`PlainLoop` takes any transport: that to silos elsewhere, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -35,7 +35,6 @@ from numpyro_fed.runtime.asking import checked, transport_of_stacks
 from numpyro_fed.runtime.noise import exchange_key, init_keys, server_key, silo_key
 from numpyro_fed.runtime.schedule import Carry, Schedule
 from numpyro_fed.runtime.stack import (
-    Advance,
     Batches,
     FewerError,
     Log,
@@ -83,87 +82,42 @@ def host(
         )
         return State(jnp.zeros((), jnp.int32), server, states, carry)
 
-    round_, transport_of = compile_parts(algorithm.round), partial(_host_transport, watch=watch)
-    advance = round_loop(round_, schedule, len, transport_of, done=algorithm.done)
+    def loop(round_: Round, watch: Watch, schedule: Schedule[Carry] | None = None) -> PlainLoop:
+        transport_of = partial(_host_transport, watch=watch)
+        return PlainLoop(compile_parts(round_), schedule, len, transport_of, algorithm.done)
+
+    advance = loop(algorithm.round, watch, schedule).advance
 
     def single(round_: Round) -> Single:
-        transport_of = partial(_host_transport, watch=lambda state: ())
-        return single_with(compile_parts(round_), len, transport_of)
+        return loop(round_, lambda state: ()).single
 
     return Runtime(init, advance, single, transport_of_stacks, chunk_of(schedule))
 
 
-def round_loop(
-    round_: Round,
-    schedule: Schedule[Carry] | None,
-    num_silos: Callable[[Batches], int],
-    transport_of: Callable[[Batches], Transport[Array, Stacks]],
-    done: Callable[[Server], Array] | None = None,
-    away: object = (),
-) -> Advance:
-    """Return a Python loop over rounds and their steps, with any transport to the silos.
+@dataclass(eq=False)
+class PlainLoop:
+    """A Python loop over rounds and their steps, with any transport to the silos.
 
-    ``away`` is logged in the place of the watched numbers of a silo that did not answer.
+    Attributes
+    ----------
+    round_ : Round
+    schedule : Schedule or None
+    num_silos : batches -> int
+    transport_of : batches -> Transport
+    done : server -> () bool, optional
+    away : pytree
+        What is logged in the place of the watched numbers of a silo that did not answer.
     """
-    who_when = jax.jit(partial(visits, schedule)) if schedule else None
 
-    def one_round(
-        key: Array, state: State, batches: Batches, server_data: ServerData
-    ) -> tuple[State, float, RunStatus, Any]:
-        size = num_silos(batches)
-        plan, change = (np.arange(size)[None], ()), None
-        if who_when is not None:
-            plan, change = who_when(key, state.round, state.schedule), state.schedule[1]
-        loss, ok, good = 0.0, True, np.ones(size, bool)
-        rows: list[Any] = []
-        server, silos, transport = state.server, state.silos, transport_of(batches)
-        for s, who in enumerate(np.asarray(plan[0])):
-            # Numbered as in the compiled loop, so that both draw the same noise.
-            noise = _noise(round_, key, state.round * len(plan[0]) + s)
-            present, after = _with_those_who_answer(
-                partial(step, round_, transport, noise, server, silos), who, server_data
-            )
-            if after is None:
-                rows.append(None)
-                continue
-            server, silos, info, good[present], watched = after
-            if change is not None and len(present) == 1:
-                change = change.at[present[0]].set(info.change)
-            watched = _with_missing(watched, away, who, present)
-            rows.append(jax.tree.map(np.asarray, (info.report, who, watched)))
-            loss, ok = loss + float(info.loss), bool(info.ok)
-            # The driver drops a round that is not ok, and its row of the log with it. The row is
-            # filled up only so that all rows of this call have one shape and can be stacked.
-            if not ok:
-                rows += rows[-1:] * (len(plan[0]) - len(rows))
-                break
-        rows = _filled(rows, plan[0], away)
-        carry = () if change is None else (plan[1], change)
-        return (
-            State(state.round + 1, server, silos, carry),
-            loss,
-            RunStatus(ok, good),
-            stacked(rows),
-        )
-
-    return rounds_of(one_round, num_silos, done, logs_visits=schedule is not None)
-
-
-# A function that runs one round: (key, state, batches, server_data) -> (the next state, the loss,
-# the outcome, the row of the log).
-OneRound = Callable[[Array, State, Batches, ServerData], tuple[State, float, RunStatus, Any]]
-
-
-def rounds_of(
-    one_round: OneRound,
-    num_silos: Callable[[Batches], int],
-    done: Callable[[Server], Array] | None,
-    *,
-    logs_visits: bool,
-) -> Advance:
-    """Return a Python loop over rounds."""
+    round_: Round
+    schedule: Schedule[Any] | None
+    num_silos: Callable[[Batches], int]
+    transport_of: Callable[[Batches], Transport[Array, Stacks]]
+    done: Callable[[Any], Array] | None = None
+    away: object = ()
 
     def advance(
+        self,
         key: Array,
         state: State,
         batches: Batches,
@@ -171,21 +125,72 @@ def rounds_of(
         server_data: ServerData = None,
         stop: bool = False,
     ) -> tuple[State, Log, RunStatus]:
+        """Run up to ``n`` rounds, as :class:`Advance` says."""
         losses: list[float] = []
         logged: list[Any] = []
-        status = RunStatus(True, np.ones(num_silos(batches), bool))
-        while len(logged) < n and status.ok and not (stop and done and done(state.server)):
-            state, loss, status, row = one_round(key, state, batches, server_data)
+        status = RunStatus(True, np.ones(self.num_silos(batches), bool))
+        while (
+            len(logged) < n and status.ok and not (stop and self.done and self.done(state.server))
+        ):
+            state, loss, status, row = self.one_round(key, state, batches, server_data)
             losses.append(loss)
             logged.append(row)
         reports, visited, watched = stacked(logged) if logged else ((), (), ())
-        return (
-            state,
-            Log(np.array(losses), reports, visited if logs_visits else (), watched),
-            status,
-        )
+        log = Log(np.array(losses), reports, () if self.schedule is None else visited, watched)
+        return state, log, status
 
-    return advance
+    def one_round(
+        self, key: Array, state: State, batches: Batches, server_data: ServerData
+    ) -> tuple[State, float, RunStatus, Any]:
+        """Run one round; return the next state, the loss, the outcome, and the row of the log."""
+        size = self.num_silos(batches)
+        plan, change = (np.arange(size)[None], ()), None
+        if self.schedule is not None:
+            plan, change = self._who_when(key, state.round, state.schedule), state.schedule[1]
+        loss, ok, good = 0.0, True, np.ones(size, bool)
+        rows: list[Any] = []
+        server, silos, transport = state.server, state.silos, self.transport_of(batches)
+        for s, who in enumerate(np.asarray(plan[0])):
+            # Numbered as in the compiled loop, so that both draw the same noise.
+            noise = _noise(self.round_, key, state.round * len(plan[0]) + s)
+            present, after = _with_those_who_answer(
+                partial(step, self.round_, transport, noise, server, silos), who, server_data
+            )
+            if after is None:
+                rows.append(None)
+                continue
+            server, silos, info, good[present], watched = after
+            if change is not None and len(present) == 1:
+                change = change.at[present[0]].set(info.change)
+            watched = _with_missing(watched, self.away, who, present)
+            rows.append(jax.tree.map(np.asarray, (info.report, who, watched)))
+            loss, ok = loss + float(info.loss), bool(info.ok)
+            # The driver drops a round that is not ok, and its row of the log with it. The row is
+            # filled up only so that all rows of this call have one shape and can be stacked.
+            if not ok:
+                rows += rows[-1:] * (len(plan[0]) - len(rows))
+                break
+        rows = _filled(rows, plan[0], self.away)
+        carry = () if change is None else (plan[1], change)
+        after_it = State(state.round + 1, server, silos, carry)
+        return after_it, loss, RunStatus(ok, good), stacked(rows)
+
+    @cached_property
+    def _who_when(self) -> Callable[..., Any]:
+        return jax.jit(partial(visits, self.schedule))
+
+    def single(
+        self,
+        key: Array,
+        server: object,
+        silos: Stacks,
+        batches: Batches,
+        server_data: ServerData = None,
+    ) -> tuple[Any, Stacks, Info, Array]:
+        """Run one round with all silos, as :class:`Single` says."""
+        noise, who = _noise(self.round_, key, 0), jnp.arange(self.num_silos(batches))
+        transport = self.transport_of(batches)
+        return step(self.round_, transport, noise, server, silos, who, server_data)[:4]
 
 
 def _with_those_who_answer(
@@ -232,26 +237,6 @@ def _with_missing(watched: Any, away: object, who: np.ndarray, present: np.ndarr
         return rows
 
     return jax.tree.map(filled, watched, away)
-
-
-def single_with(
-    round_: Round,
-    num_silos: Callable[[Batches], int],
-    transport_of: Callable[[Batches], Transport[Array, Stacks]],
-) -> Single:
-    """Return a single round with all silos, with any transport."""
-
-    def run(
-        key: Array, server: object, silos: Stacks, batches: Batches, server_data: ServerData = None
-    ) -> tuple[Any, Stacks, Info, Array]:
-        noise, who = _noise(round_, key, 0), jnp.arange(num_silos(batches))
-        transport = transport_of(batches)
-        server, silos, info, good, _ = step(
-            round_, transport, noise, server, silos, who, server_data
-        )
-        return server, silos, info, good
-
-    return run
 
 
 def _noise(round_: Round, key: Array, number: Array | int) -> RoundNoise[Array]:

@@ -31,7 +31,7 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import stacked
 from numpyro_fed.runtime.arrivals import Arrivals
 from numpyro_fed.runtime.channel import Channel, Expected, Mark
-from numpyro_fed.runtime.host import round_loop, rounds_of, single_with
+from numpyro_fed.runtime.host import PlainLoop
 from numpyro_fed.runtime.messages import BEGIN
 from numpyro_fed.runtime.noise import exchange_key, init_keys, server_key
 from numpyro_fed.runtime.schedule import Carry, Schedule
@@ -92,23 +92,14 @@ def remote(
     silos = _Remote(algorithm, schedule, plan, channel, begin)
     if channel.federation.secure_sum:
         check_sums(algorithm, schedule)
+    parts = silos.prepared(algorithm.round), schedule, silos.num_silos, silos.transport_of
+    loop = PlainLoop(*parts, algorithm.done, algorithm.away)
     if schedule is not None and schedule.by_arrival:
-        silos.prepared(algorithm.round)
-        one_round = ArrivalRounds(silos)
-        advance = rounds_of(one_round, silos.num_silos, algorithm.done, logs_visits=True)
-    else:
-        advance = round_loop(
-            silos.prepared(algorithm.round),
-            schedule,
-            silos.num_silos,
-            silos.transport_of,
-            algorithm.done,
-            algorithm.away,
-        )
+        loop = ArrivalRounds(*parts, algorithm.done, algorithm.away, silos=silos)
     # One round a call: a chunk that is run again after a failure would ask silos again.
     return Runtime(
         silos.init,
-        advance,
+        loop.advance,
         silos.single,
         silos.transport_of,
         1,
@@ -175,7 +166,7 @@ class _Remote:
 
     def single(self, round_: Round) -> Single:
         """Return a single round with all silos."""
-        return single_with(self.prepared(round_), self.num_silos, self.transport_of)
+        return PlainLoop(self.prepared(round_), None, self.num_silos, self.transport_of).single
 
     def prepared(self, round_: Round) -> Round:
         """Return the round in the form in which the server runs it."""
@@ -268,8 +259,8 @@ class UnderWay(NamedTuple):
 
 
 @dataclass(eq=False)
-class ArrivalRounds:
-    """The function that runs one round, of as many steps as there are silos.
+class ArrivalRounds(PlainLoop):
+    """The loop over rounds of as many steps as there are silos, by the real clock.
 
     When the reply of a silo arrives, the server makes a step with it alone, and sends that silo its
     next message at once. Between two rounds of a run messages stay under way. From any other state,
@@ -277,10 +268,10 @@ class ArrivalRounds:
     not used.
     """
 
-    silos: _Remote
+    silos: _Remote = field(kw_only=True)
     under_way: UnderWay | None = field(default=None, init=False)
 
-    def __call__(
+    def one_round(
         self, key: Array, state: State, batches: Batches, server_data: ServerData
     ) -> tuple[State, float, RunStatus, Any]:
         """Run one round from a state, and return the state after it.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -287,11 +287,9 @@ class _Loop:
         """Run a step with its participants and its noise."""
         (who, noise), watch = drawn, self.algorithm.watch
         transport: Transport[Any, Stacks] = _ParticipantTransport(batches, order, watch)
-        if self.schedule is None:
-            who, transport = (
-                jnp.arange(_num_silos(batches)),
-                _transport_to_all(batches, order, watch),
-            )
+        if isinstance(who, tuple):
+            who = jnp.arange(_num_silos(batches))
+            transport = _transport_to_all(batches, order, watch)
         return step(self.algorithm.round, transport, noise, server, silos, who, server_data)
 
     def _run_steps(
@@ -305,8 +303,8 @@ class _Loop:
         server_data: ServerData,
     ) -> RoundCarry:
         """Run a round of several steps, or one whose participants the last round has decided."""
-        i, state, log, _ = carry
-        who, plan = visits(self.schedule, key, state.round, state.schedule)
+        (i, state, log, _), schedule = carry, cast(Schedule[Any], self.schedule)
+        who, plan = visits(schedule, key, state.round, state.schedule)
 
         def continues(carry: StepCarry) -> Array:
             return (carry[0] < len(who)) & carry[-1].ok

@@ -156,8 +156,7 @@ def drive(
                     n = failure.round - int(state.round)
                     after, _, last = runtime.advance(key, state, batches, n, server_data, stop)
                 requested, n = n, int(after.round) - int(state.round)
-                # A run of no rounds keeps the empty log all the
-                # same: it has the structure of the reports.
+                # Of no rounds the empty log is kept: it has the structure of the reports.
                 if n or not logs:
                     logs.append(jax.tree.map(partial(_first, n), log))
                 state, done = after, done + n
@@ -166,12 +165,8 @@ def drive(
                 if n < requested:
                     ended = "converged"
                     break
-                if (
-                    watcher is not None
-                    and n
-                    and done % watcher.every == 0
-                    and watcher.call(run_so_far())
-                ):
+                looks = watcher is not None and n and done % watcher.every == 0
+                if watcher is not None and looks and watcher.call(run_so_far()):
                     ended = "callback"
                     break
                 if n:
