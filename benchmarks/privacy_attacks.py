@@ -1,9 +1,7 @@
 """What attackers find out under differential privacy: who took part, and what a row is.
 
 ``members``: an attacker knows all rows but one, the canary, sees every message of private fits, and
-says whether the canary took part, by the likelihood ratio of all messages: nobody can do better.
-Audited are the private search, and the rounds of SFVI and PVI after it. What a visit of PVI sends
-follows from many gradients; there the statistic is a projection, which may be bettered. A
+says whether the canary took part, by the likelihood ratio of all messages: nobody can do better. A
 thousand fits with it and a thousand without give a lower bound for epsilon, with confidence 95 %
 (Jagielski et al. 2020: the threshold is from one half of the fits, the bound from the other). It
 must lie below the epsilon that is claimed; without noise it must not.
@@ -22,7 +20,6 @@ import argparse
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -32,14 +29,9 @@ from private import one_silo, searched, wide_logistic
 from scipy.stats import beta
 
 import numpyro_fed as nf
-import numpyro_fed.methods.private
-from numpyro_fed.algorithms.base import Replies
-from numpyro_fed.algorithms.begin import StartPoint
-from numpyro_fed.algorithms.private_gradients import CLIP, LENGTHS, PrivateStart, Silo
 from numpyro_fed.algorithms.private_newton import Asked, Place, PrivateNewton
 from numpyro_fed.algorithms.private_schedule import SIZES, SUMS, UNITS, Schedule
 from numpyro_fed.algorithms.private_units import PrivateUnits
-from numpyro_fed.methods.private_gradients import gradients_part
 from numpyro_fed.model.data import read
 from numpyro_fed.model.split import split
 from numpyro_fed.precision import precision
@@ -134,115 +126,6 @@ def members(fits: int, epsilon: float, noise: Any = noisy) -> float:
     return epsilon_of(*found, delta=1e-5)
 
 
-class Visits:
-    """Asks one silo in the exchanges of a gradient method, and adds up what replies tell of a row.
-
-    For SFVI that is the log likelihood ratio of all messages. What PVI sends follows from many
-    gradients of which no message tells; there it is how far a reply lies along the line between
-    those without noise, with the row and without.
-    """
-
-    who, server_data = jnp.arange(1), None
-
-    def __init__(self, fits: Fits, key: Array, data: Any, carry: tuple[Any, Array]):
-        self.fits, self.key, self.data = fits, key, data
-        self.state, self.ratio = carry
-
-    def __call__(self, name: str, down: Any) -> Replies:
-        """Return the silo's reply, as a sum over one."""
-        asked, noise = self.state, self.fits.loud[name].silo_noise(self.key, self.state)
-        reply, self.state = self.fits.loud[name].visit(noise, down, asked, self.data)
-        with_row, without = (
-            self.told(name, asked, self.fits.quiet[name].visit(noise, down, asked, rival)[0].up)
-            for rival in self.fits.rivals
-        )
-        jump = with_row - without
-        heard = self.told(name, asked, reply.up)
-        self.ratio += ((heard - without - jump / 2) * jump).sum()
-        return Replies(reply.up, reply.ok, jnp.ones(()))
-
-    def told(self, name: str, asked: Silo, up: Any) -> Array:
-        """Return the numbers of a reply, in the sd of their noise where they have one."""
-        lengths, gradient = self.fits.noise.multipliers
-        if name == LENGTHS:
-            return up / lengths if "sfvi" in self.fits.loud else jnp.zeros(1)
-        if name == CLIP:
-            return jnp.zeros(1)
-        if name == "sfvi":
-            return (up.gradient.z_G @ asked.root).ravel() / (asked.clip * gradient)
-        assert name == "pvi"
-        change = up.change["gaussian"]
-        return jnp.append(asked.root.T @ change["first"], asked.root.T @ change["second"])
-
-
-class Fits:
-    """A gradient method's rounds on one silo, from a start that tells nothing."""
-
-    def __init__(self, kind: Any, rounds: int, epsilon: float, rivals: Any, noise: Any):
-        part = gradients_part(nf.Privacy(epsilon=epsilon, delta=1e-5), rounds)
-        self.rivals, self.rounds, self.part = rivals, rounds, part
-        example = [dict(zip("xy", jax.tree.leaves(rivals[1]), strict=True))]
-
-        def with_noise(noise: Any) -> tuple[Any, Any]:
-            with mock.patch.object(numpyro_fed.methods.private, "noisy", noise):
-                method = kind(wide_logistic, privacy=part)
-                return method, method._compiled_for(example, "simulation")[0].algorithm
-
-        method, self.algorithm = with_noise(noise)
-        self.noise = method.noise
-        self.loud, self.quiet = (
-            {e.name: e for r in (*a.opening, a.round) for e in r.exchanges}
-            for a in (self.algorithm, with_noise(lambda total, sd: total)[1])
-        )
-        point = StartPoint({}, {}, jnp.array([0.3, 1.0]), 0.15 * jnp.eye(2))
-        self.start = PrivateStart(point, jnp.zeros(()), jnp.zeros((), jnp.int32))
-
-    def ratio(self, key: Array, data: Any) -> Array:
-        """Return what the messages of one fit tell of the row."""
-        algorithm = self.algorithm
-        mine = jax.tree.map(lambda a: a + 0 * jax.random.bits(key).astype(a.dtype), data)
-        carry = algorithm.init_silo(key, mine), jnp.zeros(())
-        server = algorithm.carry.server(key, self.start)
-
-        def made(round_: Any, key: Array, server: Any, carry: Any) -> tuple[Any, Any]:
-            ask = Visits(self, key, mine, carry)
-            server, _ = round_.run(server, round_.noise(key), ask)
-            return server, (ask.state, ask.ratio)
-
-        server, carry = made(algorithm.opening[0], key, server, carry)
-
-        def step(state: Any, number: Array) -> tuple[Any, None]:
-            return made(algorithm.round, jax.random.fold_in(key, number), *state), None
-
-        (_, (_, ratio)), _ = jax.lax.scan(step, (server, carry), jnp.arange(self.rounds))
-        return ratio
-
-
-def members_of(
-    kind: Any, rounds: int, number: int, epsilon: float, noise: Any = noisy
-) -> tuple[float, float]:
-    """Return :func:`members` for the rounds of a gradient method, and the epsilon that they claim.
-
-    They start at a place that does not depend on the rows: the search before is audited by itself.
-    """
-    with_row, without = canary()
-    with precision(double=True):
-        rivals = [read([silo], wide_logistic)[0] for silo in (with_row, without)]
-        audit = Fits(kind, rounds, epsilon, rivals, noise)
-        keys = jax.random.split(jax.random.key(0), number)
-        found = [
-            np.asarray(
-                jax.lax.map(
-                    jax.jit(lambda key, d=data: audit.ratio(key, d)),
-                    keys,
-                    batch_size=min(number, 50),
-                )
-            )
-            for data in rivals
-        ]
-    return epsilon_of(*found, delta=1e-5), audit.part.spends
-
-
 def canary() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return a silo's rows with a canary among them, and without."""
     r = np.random.default_rng(0)
@@ -316,12 +199,6 @@ def main() -> None:
         print(f"canary, claimed epsilon {epsilon}: at least {members(args.fits, epsilon):.2f}")
     silent = members(args.fits, 1.0, lambda total, sd: total)
     print(f"canary, without noise: at least {silent:.2f}")
-    for kind, rounds in ((nf.SFVI, 50), (nf.PVI, 2)):
-        for epsilon in (1.0, 4.0):
-            least, claimed = members_of(kind, rounds, args.fits, epsilon)
-            print(f"{kind.__name__}, claimed epsilon {claimed:.2f}: at least {least:.2f}")
-        silent, _ = members_of(kind, rounds, args.fits, 1.0, lambda total, sd: total)
-        print(f"{kind.__name__}, without noise: at least {silent:.2f}")
     for quiet in (False, True):
         found = [rows(seed, 1.0, quiet=quiet) for seed in range(args.sets)]
         words = "without noise" if quiet else "epsilon 1"

@@ -17,8 +17,7 @@ how long its steps may be, on four data sets with raw columns.
 ``few``: how far private fits of few rows are off, in the sds that they say, trusted or not.
 
 ``studies``: the six cities, 537 children in two silos, and a registry of six hospitals with 8,070
-patients (effects of hospitals as global sites), at epsilon 2 by each method, against NUTS on all
-rows.
+patients (effects of hospitals as global sites), at epsilon 2, against NUTS on all rows.
 
     python benchmarks/private.py --parts adult coverage shards search few studies --sets 500
 """
@@ -183,30 +182,21 @@ def studies() -> None:
     ):
         nuts = nf.run_nuts(jax.random.key(2), model, silos, num_chains=2, progress_bar=False)
         exact = {k: np.reshape(v, (-1, *np.shape(v)[2:])) for k, v in nuts.globals.items()}
-        for method, rounds in (
-            (nf.DPNewton, None),
-            (nf.SFVI, 200),
-            (nf.SFVIAvg, 3),
-            (nf.PVI, 2),
-        ):
-            budget = nf.Privacy(epsilon=2.0, delta=1e-5)
-            run = method(model, privacy=budget).run
-            result = run(jax.random.key(0), rounds, silos, progress_bar=False)
-            draws = result.sample_posterior(jax.random.key(1), 10_000)
-            pairs = [(np.asarray(draws[k]), exact[k]) for k in exact if k in draws]
-            error = [np.abs(a.mean(0) - b.mean(0)) / b.std(0) for a, b in pairs]
-            width = [a.std(0) / b.std(0) for a, b in pairs]
-            of_noise = [np.abs(a.mean(0) - b.mean(0)) / a.std(0) for a, b in pairs]
-            error, width, of_noise = (
-                np.concatenate([np.ravel(part) for part in found])
-                for found in (error, width, of_noise)
-            )
-            print(
-                f"| {name} | {method.__name__} | {result.num_globals} | {np.median(error):.1f} | "
-                f"{np.median(width):.1f} | {of_noise.max():.1f} | "
-                f"{'yes' if result.settled else result.doubt} |",
-                flush=True,
-            )
+        method = nf.DPNewton(model, privacy=nf.Privacy(epsilon=2.0, delta=1e-5))
+        result = method.run(jax.random.key(0), silos=silos, progress_bar=False)
+        draws = result.sample_posterior(jax.random.key(1), 10_000)
+        pairs = [(np.asarray(draws[k]), exact[k]) for k in exact if k in draws]
+        error = [np.abs(a.mean(0) - b.mean(0)) / b.std(0) for a, b in pairs]
+        width = [a.std(0) / b.std(0) for a, b in pairs]
+        of_noise = [np.abs(a.mean(0) - b.mean(0)) / a.std(0) for a, b in pairs]
+        error, width, of_noise = (
+            np.concatenate([np.ravel(part) for part in found]) for found in (error, width, of_noise)
+        )
+        print(
+            f"| {name} | {result.num_globals} | {np.median(error):.1f} | {np.median(width):.1f} | "
+            f"{of_noise.max():.1f} | {'yes' if result.settled else result.doubt} |",
+            flush=True,
+        )
 
 
 def one_silo(silo: object) -> Asked:

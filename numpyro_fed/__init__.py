@@ -71,7 +71,7 @@ from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.particles import Particles
-from numpyro_fed.results.private import PrivateGradientResult, PrivatePVIResult, PrivateResult
+from numpyro_fed.results.private import PrivateResult
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.tempered import Tempered
@@ -129,8 +129,6 @@ __all__ = [
     "PowerEP",
     "Privacy",
     "PrivacyWarning",
-    "PrivateGradientResult",
-    "PrivatePVIResult",
     "PrivateResult",
     "Quadrature",
     "RefusedError",

@@ -9,8 +9,6 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import privacy_attacks
 
-import numpyro_fed as nf
-
 pytestmark = pytest.mark.usefixtures("noise_of_a_seed")
 
 
@@ -27,15 +25,6 @@ def test_the_bound_of_epsilon_is_one():
 def test_a_canary_is_hidden_by_the_noise_and_not_without_it():
     assert privacy_attacks.members(200, 1.0) < 1.0
     assert privacy_attacks.members(200, 1.0, lambda total, sd: total) > 2.5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("method", "rounds"), [(nf.SFVI, 5), (nf.PVI, 1)])
-def test_a_canary_is_hidden_in_the_rounds_of_gradient_methods(method, rounds):
-    least, claimed = privacy_attacks.members_of(method, rounds, 200, 1.0)
-    assert least < claimed < 1.0
-    without_noise = privacy_attacks.members_of(method, rounds, 200, 1.0, lambda total, sd: total)
-    assert without_noise[0] > claimed
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ import optax
 import pytest
 from cases import mark_slow
 from laid_open import built_at, laid_open
+from sent_otherwise import sent_otherwise
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.reply_transforms import ReplyTransform, transformed
 from numpyro_fed.errors import DataError, NonFiniteError, ReplyError
 from numpyro_fed.methods.base import RUNTIMES
 from numpyro_fed.runtime.messages import read, write
@@ -326,18 +326,18 @@ def test_a_refused_reply_in_a_search_ends_it():
         [("asynchronous", "host")],
     ),
 )
-def test_a_reply_that_a_transform_spoils_is_that_of_its_silo(schedule, runtime):
+def test_a_reply_that_is_spoilt_on_its_way_is_that_of_its_silo(schedule, runtime):
     """What happens to a reply before it leaves is looked at, too."""
     rows = [ROWS[0], {"y": ROWS[1]["y"] + 1e4}, ROWS[2]]
     method = nf.PVI(normal, start=None, schedule=schedule)
     opened = laid_open(method, rows, runtime)
 
-    def apply(noise, up):
+    def broken(up):
         largest = jnp.stack([jnp.abs(a).max() for a in jax.tree.leaves(up.change)]).max()
-        broken = jnp.where(largest > 1e3, jnp.nan, 1.0)
-        return up._replace(change=jax.tree.map(lambda a: a * broken, up.change))
+        factor = jnp.where(largest > 1e3, jnp.nan, 1.0)
+        return up._replace(change=jax.tree.map(lambda a: a * factor, up.change))
 
-    algorithm = transformed(opened.algorithm, ReplyTransform(apply))
+    algorithm = sent_otherwise(opened.algorithm, broken)
     spoilt = RUNTIMES[runtime](algorithm, opened.built.schedule)
     run = drive(spoilt, KEY, spoilt.init(KEY, opened.batches), opened.batches, 5, False)
     assert run.failure.silos == (BAD,)

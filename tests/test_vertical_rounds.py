@@ -12,6 +12,7 @@ import pytest
 from jax.scipy.linalg import block_diag
 from laid_open import laid_open_columns
 from numpyro.infer.util import log_density
+from sent_otherwise import on_grid, sent_otherwise
 from vertical_problems import (
     CASES,
     KEY,
@@ -26,7 +27,6 @@ from vertical_problems import (
 )
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.reply_transforms import round_to_grid, transformed
 from numpyro_fed.runtime.combine import combine
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.noise import exchange_key, server_key
@@ -252,13 +252,13 @@ def test_a_run_is_not_at_its_end_before_all_clients_are(rank):
 @pytest.mark.parametrize(
     "method", [nf.VFL(gaussian, start=None), nf.SOUL(gaussian, rho=1.0, num_steps=3, num_kept=4)]
 )
-def test_what_clients_send_may_be_transformed(method):
+def test_what_clients_send_may_be_changed_on_its_way(method):
     """Replies on a grid: both runtimes alike, and other than with replies as they are."""
     xs, y = data()
     found = []
     for make, transform in ((simulation, True), (host, True), (host, False)):
         opened = laid_open_columns(method, xs, y, runtime=make.__name__)
-        to_grid = transformed(opened.algorithm, round_to_grid(0.5))
+        to_grid = sent_otherwise(opened.algorithm, on_grid(0.5))
         runtime = make(to_grid if transform else opened.algorithm, None)
         state = runtime.init(KEY, opened.batches)
         after, *_ = runtime.advance(KEY, state, opened.batches, 12, opened.server_data)

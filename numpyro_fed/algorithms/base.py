@@ -224,7 +224,7 @@ class Exchange(NamedTuple, Generic[Silo, Down, Up]):
 
     name: str
     silo: Visit[Any, Down, Silo, Up]
-    # Two functions and not one: transforms, and a server that rejects, come between them.
+    # Two functions and not one: between them a reply that cannot be used becomes zeros.
     commit: Commit[Any, Up] = as_drafted
     silo_noise: Callable[[Array, Any], Any] = no_noise
     combine: Combine = Combine.SUM  # by default the one that secure aggregation can compute

@@ -27,6 +27,7 @@ from jax import Array
 from numpyro_fed.algorithms import convergence
 from numpyro_fed.algorithms.base import (
     Ask,
+    CarriedSilo,
     Exchange,
     FederatedAlgorithm,
     Info,
@@ -35,8 +36,10 @@ from numpyro_fed.algorithms.base import (
     Shared,
     SharedParams,
     SiloParams,
+    WarmStart,
     ascend,
 )
+from numpyro_fed.algorithms.begin import StartPoint, local_guides_of_result
 from numpyro_fed.algorithms.convergence import ConvergenceStats
 from numpyro_fed.algorithms.sfvi_base import ByGradients, StartParams
 from numpyro_fed.algorithms.standardise import standardising
@@ -134,7 +137,7 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
             self.private,
             done=lambda state: convergence.settled(state.course),
             opening=standardising(self.guide),
-            carry=self.carry,
+            carry=WarmStart(self.server_from, self.carried_silo),
             without="scaled",
         )
 
@@ -142,6 +145,17 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
     def exchange(self) -> Exchange[SiloState, Down, Up]:
         """Return the exchange of a step."""
         return Exchange("sfvi", self.silo, silo_noise=self.step_noise)
+
+    def server_from(self, key: Array, point: StartPoint) -> ServerState:
+        """Return the server's state at the posterior of another run."""
+        return self.server_at(self.start_at(key, point))
+
+    def carried_silo(
+        self, key: Array, carried: CarriedSilo, point: StartPoint, data: SiloData
+    ) -> SiloState:
+        """Return a silo's state there, with the local guides of that run."""
+        eta = local_guides_of_result(self.guide, carried, point, data)
+        return self.silo_from(carried.theta, eta, self.start_at(key, point))
 
     def server_at(self, start: StartParams) -> ServerState:
         params, frame = start

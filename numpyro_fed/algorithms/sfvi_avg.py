@@ -260,7 +260,6 @@ class Averaging(ByGradients[ServerState, SiloState]):
             self.private,
             done=lambda state: convergence.settled(state.course),
             opening=(*standardising(self.guide), *((self.count,) if self.by_rows else ())),
-            carry=self.carry,
         )
 
     @cached_property

@@ -13,7 +13,6 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import (
     Ask,
-    CarriedSilo,
     Exchange,
     Info,
     Private,
@@ -22,7 +21,6 @@ from numpyro_fed.algorithms.base import (
     Shared,
     SharedParams,
     SiloParams,
-    WarmStart,
     key_as_noise,
 )
 from numpyro_fed.algorithms.begin import (
@@ -30,7 +28,6 @@ from numpyro_fed.algorithms.begin import (
     StartMessage,
     StartPoint,
     local_guides_at_mode,
-    local_guides_of_result,
     placeholder_start,
     start_at_mode,
 )
@@ -159,22 +156,6 @@ class ByGradients(ABC, Generic[Server, Silo]):
         """Return a silo's state with local guides ``eta``, which become the frames of its rows."""
         frames, inside = self.guide.to_frame(eta)
         return self.silo_at(SiloParams(inside, private), frames, start)
-
-    @property
-    def carry(self) -> WarmStart:
-        """Return the functions by which a run begins at the posterior of another one."""
-        return WarmStart(self.server_from, self.carried_silo)
-
-    def server_from(self, key: Array, point: StartPoint) -> Server:
-        """Return the server's state at the start point of a run."""
-        return self.server_at(self.start_at(key, point))
-
-    def carried_silo(
-        self, key: Array, carried: CarriedSilo, point: StartPoint, data: SiloData
-    ) -> Silo:
-        """Return a silo's state at the start of a run, with local guides of an earlier result."""
-        eta = local_guides_of_result(self.guide, carried, point, data)
-        return self.silo_from(carried.theta, eta, self.start_at(key, point))
 
     def begin(self) -> Round:
         """Return the round that leads from the states of a search for the mode to those of a run.

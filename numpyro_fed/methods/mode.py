@@ -34,10 +34,8 @@ from numpyro_fed.algorithms.influence import Factors, Told
 from numpyro_fed.algorithms.mode import MIN_GAIN_NEAR, ModeSearch, Search, Start, best_start
 from numpyro_fed.algorithms.mode_wide import WideSearch
 from numpyro_fed.algorithms.own_start import OwnModes
-from numpyro_fed.algorithms.private_gradients import PrivateStart
 from numpyro_fed.errors import (
     ConvergenceWarning,
-    GuideError,
     ModelError,
     ModelWarning,
     NonFiniteError,
@@ -46,7 +44,6 @@ from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.not_finite import first_not_finite
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.row_checks import RowChecks, coupled_rows
-from numpyro_fed.precision import to_current_precision
 from numpyro_fed.programs import jit_once
 from numpyro_fed.results.built import StartRounds
 from numpyro_fed.results.mode import MODES_APART, LocalMode, Mode, Near, OneCopy, distance
@@ -255,17 +252,6 @@ def _factors_at_mode(
     gains = np.maximum(tops - value, 0.0)
     told = Told(g[:, num_theta:], A[:, num_theta:, num_theta:], gains)
     return Factors(told, prior_g[num_theta:], prior_A[num_theta:, num_theta:])
-
-
-def begin_at(fit: Fit, key: Array, batches: Batches, start: PrivateStart) -> State:
-    """Return the first state of a run that begins at a posterior which a private search found."""
-    algorithm = fit.built.algorithm
-    if algorithm.carry is None:
-        raise GuideError("this method cannot begin at another one's posterior.")
-    state = fit.runtime.init(key, batches)
-    server = algorithm.carry.server(key, to_current_precision(start))
-    state = drop_weak_types(state._replace(server=server))
-    return after_opening(algorithm, fit.quick_round, key, state, batches)
 
 
 def after_opening(

@@ -260,7 +260,7 @@ def check_trusted(privacy: Privacy, silos: object) -> None:
 def spending_of(privacy: Privacy) -> dict[str, Any]:
     """Return what a run spends, as a silo's owner sees it in the size of a plan."""
     return {
-        "epsilon": privacy.spends,
+        "epsilon": privacy.epsilon,
         "delta": privacy.delta,
         "multiplier": privacy.multipliers([1.0])[0],
         "protects": f"{privacy.unit} {privacy.neighbours}",

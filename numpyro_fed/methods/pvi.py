@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from numbers import Real
 from typing import Any
 
 import numpy as np
 import optax
 
-from numpyro_fed.algorithms.base import FederatedAlgorithm
-from numpyro_fed.algorithms.private_gradients import OfVisits, steps
 from numpyro_fed.algorithms.pvi.algorithm import pvi
 from numpyro_fed.algorithms.pvi.begin import pvi_carry, pvi_from_mode
 from numpyro_fed.algorithms.pvi.conjugacy import conjugacy
 from numpyro_fed.algorithms.pvi.evaluate import evaluation
-from numpyro_fed.algorithms.pvi.families import GAUSSIAN, Globals, globals_of
+from numpyro_fed.algorithms.pvi.families import Globals, globals_of
 from numpyro_fed.algorithms.pvi.posterior import aggregate
 from numpyro_fed.algorithms.pvi.server import Server
 from numpyro_fed.algorithms.pvi.silo import Silo
 from numpyro_fed.algorithms.pvi.states import PVIParts, Settings, Status
-from numpyro_fed.bounds import Bound, bound_of
+from numpyro_fed.bounds import bound_of
 from numpyro_fed.divergences import KL
-from numpyro_fed.errors import (
-    ConvergenceWarning,
-    GuideError,
-    ModelError,
-    NonFiniteError,
-    positive_int,
-)
+from numpyro_fed.errors import ConvergenceWarning, GuideError, NonFiniteError, positive_int
 from numpyro_fed.guides.of_family import FamilyGuide
 from numpyro_fed.guides.structured import (
-    Guide,
     GuideConfig,
     Structured,
     amortises,
@@ -48,12 +37,6 @@ from numpyro_fed.local.base import Local
 from numpyro_fed.losses import log_loss
 from numpyro_fed.methods.minibatch_checks import check_guide, check_rows_alone, minibatches_of
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, start_rounds
-from numpyro_fed.methods.private_gradients import (
-    ByPrivateGradients,
-    GradientNoise,
-    check_options,
-    check_unused,
-)
 from numpyro_fed.methods.pvi_settings import (
     Divergence,
     cavity_divergence,
@@ -62,24 +45,16 @@ from numpyro_fed.methods.pvi_settings import (
     in_words,
     prior_optimiser,
 )
-from numpyro_fed.methods.rows import check_start, start_of
+from numpyro_fed.methods.rows import Method, check_start, start_of
 from numpyro_fed.methods.schedules import Adaptive, Asynchronous, ByArrival, Spec, named
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.handlers import generalised
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.objectives import (
-    ELBO,
-    Objective,
-    default_quadrature,
-    draws_of,
-    objective_for,
-)
-from numpyro_fed.privacy.budget import Privacy
+from numpyro_fed.objectives import Objective, draws_of, objective_for
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built, Factors
-from numpyro_fed.results.private import NOT_PROTECTED, PrivatePVIResult
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.runtime.schedule import Schedule
@@ -88,7 +63,6 @@ from numpyro_fed.runtime.supervise import RunOutcome
 
 # The family of the globals, and whether the likelihood of stacks of silos is conjugate to it.
 Conjugate = tuple[Globals, Callable[[Sequence[SiloData]], bool]]
-PRIVATE_STEPS = 200  # of a visit under privacy
 DELETIONS = ("own", "none", "average", "prior")
 # Settings that stand in the plan: silos and saved states must agree on them.
 SAVED = (
@@ -111,7 +85,7 @@ REMEDY = (
 
 
 @dataclass(frozen=True)
-class PVI(ByPrivateGradients[PVIResult, Conjugate]):
+class PVI(Method[PVIResult, Conjugate]):
     r"""Partitioned variational inference, with or without local latents.
 
     The posterior of the globals is the prior times one factor for each silo, all in one
@@ -188,11 +162,6 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
         in streaming); an average factor (stochastic power EP); all factors (committee machine).
     prior_share : {"whole", "split"}
         Whether a silo's cavity holds all of the prior, or its share of it.
-    privacy : Privacy, optional
-        A budget of differential privacy for the rows: part of it for a private search
-        (:class:`DPNewton`), where the run begins, and the rest for the gradients of all visits of a
-        run, some two hundred in each. Few rounds have the least noise. The result's spread counts
-        the noise, and its ``privacy`` says what was spent.
     max_rounds : int, optional
         Rounds that a run refuses to exceed: a method of one pass would count the data again.
 
@@ -250,8 +219,6 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
         if self.prior not in ("auto", "exact", "factor"):
             raise ValueError(f"prior={self.prior!r}: expected 'auto', 'exact' or 'factor'.")
         check_start(self.start)
-        if self.privacy is not None:
-            self._check_privacy(self.privacy)
         if self.prior == "factor" and self.deletion not in ("own", "none"):
             raise ValueError(
                 f"prior='factor' cannot go with deletion={self.deletion!r}, which takes the "
@@ -280,7 +247,6 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
         return self.damping.damping if isinstance(self.damping, Adaptive) else self.damping
 
     def _check_rounds(self, fit: Fit, state: State, num_rounds: int) -> None:
-        super()._check_rounds(fit, state, num_rounds)
         if self.max_rounds is not None and int(state.round) + num_rounds > self.max_rounds:
             raise ValueError(
                 f"this method makes {self.max_rounds} round, but would come to "
@@ -293,66 +259,8 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
 
     def prepare(self, fm: FederatedModel) -> Conjugate:
         """Return the family of the globals, and a check whether the likelihood is conjugate."""
-        chosen = globals_of(fm, self._family(fm), self._prior)
+        chosen = globals_of(fm, self.family, self._prior)
         return chosen, conjugacy(fm, chosen)
-
-    def _family(self, fm: FederatedModel) -> str | Mapping[str, str]:
-        """Return the families by site: under privacy a Gaussian, whose spread counts the noise."""
-        if self.noise is None:
-            return self.family
-        return {"covariance": "full", **{s.name: GAUSSIAN for s in fm.named("latent")}}
-
-    @property
-    def _private_local(self) -> Optax:
-        """Return the local optimiser of private visits, which checks nothing about its end."""
-        if not isinstance(self.local, Optax):
-            return Optax(optim=steps(), steps=PRIVATE_STEPS, num_particles=1, tolerance=math.inf)
-        return replace(self.local, tolerance=math.inf)
-
-    @property
-    def gradients(self) -> int:
-        return self._private_local.steps * self._private_local.num_particles
-
-    @property
-    def replies_are_sums(self) -> bool:
-        return False
-
-    @property
-    def has_default_steps(self) -> bool:
-        return self.local is None
-
-    def _check_privacy(self, budget: Privacy) -> None:
-        """Raise an error for settings under which no privacy is accounted."""
-        check_options(budget, None, None, self.replies_are_sums)
-        check_unused(
-            objective=self.objective is None,
-            start=self.start == "mode",
-            starts=self.starts == 1,
-            start_scale=self.start_scale == 0.1,
-            evidence_draws=self.evidence_draws == 32,
-        )
-        local = self.local
-        plain = isinstance(local, Optax) and (local.alpha, local.patience, local.batch_size) == (
-            0.0,
-            None,
-            None,
-        )
-        wrong = {
-            "local": local is not None and not plain,
-            "family": self.family != "auto",
-            "loss": self.loss is not None,
-            "divergence": not isinstance(self.divergence, KL),
-            "prior_divergence": not isinstance(self.prior_divergence, KL),
-            "deletion": self.deletion != "own",
-            "prior_share": self.prior_share != "whole",
-            "schedule": isinstance(named(self.schedule), Asynchronous | ByArrival),
-        }
-        for name in (name for name, is_wrong in wrong.items() if is_wrong):
-            raise ModelError(
-                f"{name}={getattr(self, name)!r:.80} under privacy=: private visits are gradient "
-                "steps on the plain free energy, of silos that wait for each other "
-                "(local.Optax() without minibatches, alpha or patience). Leave it out."
-            )
 
     @property
     def _prior(self) -> str:
@@ -388,13 +296,9 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
         _, is_conjugate = prepared
         if self.local is not None:
             check_rows_alone(layout, self.local.batch_size, stacks)
-        self.check_units_alone(layout, stacks)
-        # Whether all rows are so is a fact of the rows, and not told under privacy.
-        return (("conjugate", self.noise is None and is_conjugate(stacks)),)
+        return (("conjugate", is_conjugate(stacks)),)
 
     def _local(self, plan: Plan) -> Local:
-        if self.noise is not None:
-            return self._private_local
         exact = plan.facts.verdict("conjugate") and isinstance(self.divergence, KL)
         return self.local or (ClosedForm() if exact else Optax())
 
@@ -417,13 +321,10 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
             "conjugate": plan.facts.verdict("conjugate"),
             "damping": spec.damping(plan.num_silos) if auto else float(damping),
             "adaptive": auto or isinstance(self.damping, Adaptive),
-            **self.private_settings(fm, plan),
         }
 
     def _objective(self, fm: FederatedModel, start: str | None) -> Objective:
         """Return the objective of a run with this kind of start."""
-        if self.noise is not None:
-            return default_quadrature(fm) or ELBO()
         divergences = (self.divergence, self.prior_divergence)
         plain = self.loss is None and all(isinstance(d, KL) for d in divergences)
         whole = plain and (self.local is None or self.local.batch_size is None)
@@ -437,7 +338,7 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
         objective = self._objective(fm, resolved["start"])
         draws = draws_of(self.objective, objective, guide)
         local = self._local(plan)
-        closed = plan.facts.verdict("conjugate") and self.noise is None
+        closed = plan.facts.verdict("conjugate")
         minibatches = minibatches_of(fm, plan.lengths, local.batch_size)
         check_guide(guide, draws, minibatches)
         num_silos = plan.num_silos
@@ -446,32 +347,25 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
         if fm.improper and not settings.from_mode:
             raise flat_prior_error(fm)
 
-        def roles(bound: Bound) -> tuple[Server, Silo]:
-            parts = PVIParts(
-                model=fm,
-                globals=chosen,
-                guide=guide,
-                bound=bound,
-                plain_bound=bound.with_plain_gradient(),
-                local=checked_local(local, closed, self.divergence),
-                prior_local=prior_optimiser(chosen.family),
-                conjugate=closed,
-                # Parameters take one step at each update of the server, in units that nobody
-                # knows: larger steps overshoot where free energies are noisy, smaller ones need
-                # more rounds.
-                optim=self.theta_optim or optax.adam(0.02),
-                minibatches=minibatches,
-                divergence=cavity_divergence(self.divergence, chosen),
-                aggregate=aggregate(chosen.family, self.prior_divergence),
-            )
-            return Server(parts, settings), Silo(parts, settings)
-
-        def begins_at_posterior(bound: Bound) -> FederatedAlgorithm[Any, Any]:
-            server, silo = roles(bound)
-            return pvi(server, silo)._replace(carry=pvi_carry(server, silo))
-
         bound = bound_of(fm, guide, objective)
-        server, silo = roles(bound)
+        parts = PVIParts(
+            model=fm,
+            globals=chosen,
+            guide=guide,
+            bound=bound,
+            plain_bound=bound.with_plain_gradient(),
+            local=checked_local(local, closed, self.divergence),
+            prior_local=prior_optimiser(chosen.family),
+            conjugate=closed,
+            # Parameters take one step at each update of the server, in units that nobody
+            # knows: larger steps overshoot where free energies are noisy, smaller ones need
+            # more rounds.
+            optim=self.theta_optim or optax.adam(0.02),
+            minibatches=minibatches,
+            divergence=cavity_divergence(self.divergence, chosen),
+            aggregate=aggregate(chosen.family, self.prior_divergence),
+        )
+        server, silo = Server(parts, settings), Silo(parts, settings)
         factors = Factors(
             chosen,
             settings,
@@ -480,17 +374,14 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
             divergence=not all(isinstance(d, KL) for d in (self.divergence, self.prior_divergence)),
             evaluation=evaluation(server, silo),
         )
-        algorithm, start, protected = pvi(server, silo), None, ""
+        algorithm, start = pvi(server, silo), None
         if resolved["start"] == "result":
-            algorithm = begins_at_posterior(bound)
+            algorithm = algorithm._replace(carry=pvi_carry(server, silo))
         if resolved["start"] == "mode":
             begin = pvi_from_mode(server, silo)
             start = start_rounds(
                 "mode", fm, plan.num_silos, self.starts, init_loc_fn_of(self.guide), begin
             )
-        if self.noise is not None:
-            protected = NOT_PROTECTED
-            algorithm = self._privately(self.noise, begins_at_posterior, guide, fm, plan, settings)
         return Built(
             model=fm,
             guide=guide,
@@ -500,29 +391,6 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
             draws=draws,
             factors=factors,
             start=start,
-            protected=protected,
-        )
-
-    def _privately(
-        self,
-        noise: GradientNoise,
-        build: Callable[[Bound], FederatedAlgorithm[Any, Any]],
-        guide: Guide,
-        fm: FederatedModel,
-        plan: Plan,
-        settings: Settings,
-    ) -> FederatedAlgorithm[Any, Any]:
-        """Return the algorithm whose visits have private gradients."""
-        local = self._private_local
-        return noise.algorithm(
-            build,
-            guide,
-            fm,
-            plan,
-            particles=local.num_particles,
-            steps=local.steps,
-            variance=OfVisits(plan.num_silos, local.steps, settings.damping),
-            updates=settings.steps,
         )
 
     def _settings(
@@ -562,19 +430,15 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
     def result_of(
         self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False
     ) -> PVIResult:
-        kind: Callable[..., PVIResult] = PVIResult
-        if self.noise is not None:
-            spent = self.noise.spent(fit.model, fit.plan, int(run.state.round))
-            kind = partial(PrivatePVIResult, privacy=spent)
         if run.log is None:
-            return kind(run.losses, run.state, fit, hosted)
+            return PVIResult(run.losses, run.state, fit, hosted)
         rounds, visits = len(run.losses), np.asarray(run.log.visits)
         # Without a schedule nobody is drawn, and the log has no visits: all silos, in order.
         if not visits.size:
             num_silos = fit.plan.num_silos
             visits = np.broadcast_to(np.arange(num_silos), (rounds, 1, num_silos))
         status = np.asarray(run.log.watched).reshape(visits.shape)
-        result = kind(
+        result = PVIResult(
             run.losses,
             run.state,
             fit,
@@ -584,7 +448,7 @@ class PVI(ByPrivateGradients[PVIResult, Conjugate]):
             status=status,
             own=np.asarray(run.log.reports.own),
         )
-        if quiet or self.noise is not None:
+        if quiet:
             return result
         # Such a run would return the prior as if it were a posterior.
         if run.failure is None and result.nothing_accepted:

@@ -37,7 +37,6 @@ from numpyro_fed.algorithms.expand import flat_size
 from numpyro_fed.algorithms.importance.leave_out import LEAVE_OUT
 from numpyro_fed.algorithms.importance.loo import LOO, rows_that_count
 from numpyro_fed.algorithms.influence import INFLUENCE, Influence
-from numpyro_fed.algorithms.private_gradients import PrivateStart
 from numpyro_fed.algorithms.tempered import TEMPERED
 from numpyro_fed.errors import (
     DataError,
@@ -54,7 +53,6 @@ from numpyro_fed.methods.mode import (
     SEARCHED_UP_TO,
     NoStartError,
     begin,
-    begin_at,
     coupling_reason,
 )
 from numpyro_fed.methods.recipe import recipe
@@ -120,9 +118,6 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         default_factory=dict, init=False, repr=False, compare=False
     )
     _fits: dict[Hashable, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _others: dict[Hashable, Any] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     @property
     def hides_by_noise(self) -> bool:
@@ -140,7 +135,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         num_rounds: int,
         silos: Sequence[SiloInput] | Federation,
         *,
-        init_state: State | Near | PrivateStart | None = None,
+        init_state: State | Near | None = None,
         progress_bar: bool | Progress = True,
         runtime: str = "simulation",
         server_data: ServerData = None,
@@ -205,16 +200,11 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         """
         key = typed_key(key)
         options = RunOptions(num_rounds, server_data, progress_bar, stop, callback, every)
-        result = self._run_in_parts(key, silos, runtime, init_state, options)
-        if result is not None:
-            return result
         fit, hosted = self._compiled_for(silos, runtime)
         try:
             start: object
             if init_state is None and self.begins_at is not None:
                 state, start = carry_over(fit, key, hosted, self.begins_at)
-            elif isinstance(init_state, PrivateStart):
-                state, start = begin_at(fit, key, hosted.batches, init_state), None
             elif init_state is None or isinstance(init_state, Near):
                 search, near = _search_runtime(fit, runtime), init_state
                 args = hosted.batches, search, hosted.buckets, progress_bar, near
@@ -306,23 +296,6 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             fit, runtime, lambda fit: self._load_run(path, fit, hosted, part)
         )
         return replace(result, _before=description.get("before"))
-
-    def _run_in_parts(
-        self,
-        key: Array,
-        silos: Sequence[SiloInput] | Federation,
-        runtime: str,
-        init_state: State | Near | PrivateStart | None,
-        options: RunOptions[Found],
-    ) -> Found | None:
-        """Return the result of a run that is made of two; None where it is one."""
-        return None
-
-    def kept(self, name: Hashable, make: Callable[[], Used]) -> Used:
-        """Return a method that belongs to this one, made at its first use."""
-        if name not in self._others:
-            self._others[name] = make()
-        return self._others[name]
 
     def _check_rounds(self, fit: Fit, state: State, num_rounds: int) -> None:
         """Raise an error for a number of rounds that the method cannot run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
@@ -14,10 +14,9 @@ import optax
 from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round
-from numpyro_fed.algorithms.private_gradients import OfRounds, steps
 from numpyro_fed.algorithms.sfvi import StructuredVI
 from numpyro_fed.bounds import Bound, bound_of
-from numpyro_fed.errors import ConvergenceWarning, GuideError, ModelError, positive_int
+from numpyro_fed.errors import ConvergenceWarning, GuideError, positive_int
 from numpyro_fed.guides.amortised import Amortised, with_encoders
 from numpyro_fed.guides.structured import (
     GuideConfig,
@@ -34,29 +33,16 @@ from numpyro_fed.methods.minibatch_checks import (
     minibatches_of,
 )
 from numpyro_fed.methods.mode import start_rounds
-from numpyro_fed.methods.private_gradients import (
-    ByPrivateGradients,
-    GradientNoise,
-    check_options,
-    check_unused,
-)
-from numpyro_fed.methods.rows import SEARCHED, check_start, is_wide, start_of
+from numpyro_fed.methods.rows import SEARCHED, Method, check_start, is_wide, start_of
 from numpyro_fed.methods.schedules import Spec, in_step
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches
-from numpyro_fed.objectives import (
-    ELBO,
-    Objective,
-    default_quadrature,
-    draws_of,
-    objective_for,
-)
+from numpyro_fed.objectives import Objective, draws_of, objective_for
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
-from numpyro_fed.results.private import NOT_PROTECTED, PrivateGradientResult
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.runtime.supervise import RunOutcome
 
@@ -106,7 +92,7 @@ class GradientParts(Protocol):
 
 
 @dataclass(frozen=True)
-class GradientMethod(ByPrivateGradients[Result, None]):
+class GradientMethod(Method[Result, None]):
     """A method by stochastic gradients; a run warns if its bound has not settled."""
 
     optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
@@ -123,22 +109,6 @@ class GradientMethod(ByPrivateGradients[Result, None]):
         check_optimiser(self.optim)
         check_batch_size(self.batch_size)
         in_step(self.schedule)
-        if self.privacy is not None:
-            check_options(self.privacy, self.guide, self.batch_size, self.replies_are_sums)
-            check_unused(objective=self.objective is None, starts=self.starts == 1)
-            if in_step(self.schedule).build(2) is not None:
-                raise ModelError(
-                    f"schedule={self.schedule!r} under privacy=: noise is planned for rounds in "
-                    "which all silos take part."
-                )
-
-    @property
-    def gradients(self) -> int:
-        return self.num_particles
-
-    @property
-    def has_default_steps(self) -> bool:
-        return self.optim is None
 
     @abstractmethod
     def _parts(
@@ -148,22 +118,14 @@ class GradientMethod(ByPrivateGradients[Result, None]):
 
     def _spec(self, fm: FederatedModel) -> Structured | Amortised | AutoGuide | None:
         """Return the guide of the settings, to be resolved by the model's sizes."""
-        if self.noise is None:
-            return self.guide
-        # A Gaussian, whose spread counts the noise.
-        spec = self.guide if isinstance(self.guide, Structured) else Structured()
-        return replace(spec, globals="full")
+        return self.guide
 
     def _objective(self, fm: FederatedModel, start: str | None) -> Objective:
         """Return the objective of a run with this kind of start."""
-        if self.noise is not None:
-            return default_quadrature(fm) or ELBO()
         whole = start if self.batch_size is None else None
         return objective_for(self.objective, fm, self._spec(fm), whole)
 
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: None) -> Built:
-        if self.noise is not None:
-            return self._assemble_privately(fm, plan, self.noise)
         chosen, spec = plan.chosen, self._spec(fm)
         guide = build_resolved(spec, GuideConfig.of(chosen["guide"]), fm, plan.row_of)
         fm = with_encoders(fm, guide.encoders)
@@ -187,22 +149,6 @@ class GradientMethod(ByPrivateGradients[Result, None]):
             start=start,
         )
 
-    def _assemble_privately(self, fm: FederatedModel, plan: Plan, noise: GradientNoise) -> Built:
-        guide = build_resolved(self._spec(fm), GuideConfig.of(plan.chosen["guide"]), fm)
-        algorithm = noise.algorithm(
-            lambda bound: self._parts(fm, plan, bound, None).algorithm(),
-            guide,
-            fm,
-            plan,
-            particles=self.num_particles,
-            steps=(steps := self.gradients // self.num_particles),
-            variance=OfRounds(plan.num_silos, steps, averages=not self.replies_are_sums),
-        )
-        objective = self._objective(fm, None)
-        return Built(
-            model=fm, guide=guide, objective=objective, algorithm=algorithm, protected=NOT_PROTECTED
-        )
-
     def prepare(self, fm: FederatedModel) -> None:
         return None
 
@@ -211,13 +157,9 @@ class GradientMethod(ByPrivateGradients[Result, None]):
     ) -> tuple[tuple[str, bool], ...]:
         """Return no verdicts; refuse minibatches of rows that depend on other rows."""
         check_rows_alone(layout, self.batch_size, stacks)
-        self.check_units_alone(layout, stacks)
         return ()
 
     def result_of(self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False) -> Result:
-        if self.noise is not None:
-            spent = self.noise.spent(fit.model, fit.plan, int(run.state.round))
-            return PrivateGradientResult(run.losses, run.state, fit, hosted, privacy=spent)
         result = Result(run.losses, run.state, fit, hosted)
         if quiet or run.ended == "converged":
             return result
@@ -284,11 +226,6 @@ class SFVI(GradientMethod):
         The number of rows that a silo draws for each step, with replacement, from each silo plate
         with nothing below it; they count n / B times. A silo with no more rows takes all of them.
         The search for the mode reads all rows in any case.
-    privacy : Privacy, optional
-        A budget of differential privacy for the rows. A part of it is spent on a private search
-        (:class:`DPNewton`), where the run begins, and the rest on the gradients of all rounds that
-        a call of ``run`` plans. Silos' terms of the bound are not told. The result's spread counts
-        the noise, and its ``privacy`` says what was spent.
 
     References
     ----------
@@ -319,8 +256,6 @@ class SFVI(GradientMethod):
     def __post_init__(self) -> None:
         check_start(self.start)
         super().__post_init__()
-        if self.privacy is not None:
-            check_unused(start=self.start == "mode")
 
     @property
     def begins_at(self) -> Result | None:
@@ -345,7 +280,6 @@ class SFVI(GradientMethod):
             "objective": repr(self._objective(fm, start)),
             "schedule": repr(in_step(self.schedule)),
             "batch_size": self.batch_size,
-            **self.private_settings(fm, plan),
         }
 
     def _parts(
@@ -356,7 +290,7 @@ class SFVI(GradientMethod):
             fm,
             bound.guide,
             bound,
-            self.optim or (default_optimiser() if self.privacy is None else steps()),
+            self.optim or default_optimiser(),
             self.num_particles,
             plan.num_silos,
             in_part=schedule is not None,

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import optax
 
-from numpyro_fed.algorithms.private_gradients import steps
 from numpyro_fed.algorithms.sfvi_avg import Averaging, aggregation
 from numpyro_fed.bounds import Bound
 from numpyro_fed.errors import GuideError, ModelError, positive_int
@@ -23,7 +22,6 @@ from numpyro_fed.guides.structured import (
     amortises,
     resolve,
 )
-from numpyro_fed.methods.private_gradients import check_unused
 from numpyro_fed.methods.rows import start_of
 from numpyro_fed.methods.schedules import Given, Random, Sequential, Spec, in_step
 from numpyro_fed.methods.sfvi import GradientMethod
@@ -116,7 +114,7 @@ class SFVIAvg(GradientMethod):
     guide : Structured, optional
         By default the globals have a full covariance up to 300 of them and a diagonal one above. A
         low rank becomes a full covariance; for other families no barycenter is known.
-    objective, num_particles, start, starts, schedule, batch_size, privacy
+    objective, num_particles, start, starts, schedule, batch_size
         As for :class:`SFVI`, except schedules with one silo at a time. Replies are averaged over
         the participants, so that the result is that of the last ones. A run that starts at the mode
         averages in coordinates in which the posterior is about standard.
@@ -173,13 +171,6 @@ class SFVIAvg(GradientMethod):
             raise ValueError(
                 f"start={given}: expected 'mode' or None. SFVI and PVI begin at results of others."
             )
-        if self.privacy is not None:
-            check_unused(start=self.start == "mode")
-            if self.privacy.unit == "silo" and self.weights == "rows":
-                raise ModelError(
-                    "weights='rows' with Privacy(unit='silo'): a silo's number of rows is told, "
-                    "and is a part of what is protected. Use weights='even'."
-                )
         schedule = in_step(self.schedule)
         if isinstance(schedule, Sequential) or _has_one_participant(schedule):
             raise ValueError(
@@ -225,7 +216,6 @@ class SFVIAvg(GradientMethod):
             "objective": repr(self._objective(fm, start)),
             "schedule": repr(in_step(self.schedule)),
             "batch_size": self.batch_size,
-            **self.private_settings(fm, plan),
         }
 
     def _spec(self, fm: FederatedModel) -> Structured:
@@ -256,7 +246,7 @@ class SFVIAvg(GradientMethod):
             model=fm,
             guide=bound.guide,
             bound=bound,
-            optim=self.optim or self._default_steps(kind is not None),
+            optim=self.optim or default_optimiser(self.local_steps, kind is not None),
             num_particles=self.num_particles,
             aggregation=aggregation(self.aggregate, family, plan.num_silos),
             local_steps=self.local_steps,
@@ -266,19 +256,6 @@ class SFVIAvg(GradientMethod):
             from_mode=kind is not None,
             wide=kind == "wide",
         )
-
-    def _default_steps(self, from_mode: bool) -> optax.GradientTransformation:
-        if self.privacy is not None:
-            return steps()
-        return default_optimiser(self.local_steps, from_mode)
-
-    @property
-    def replies_are_sums(self) -> bool:
-        return False
-
-    @property
-    def gradients(self) -> int:
-        return self.local_steps * self.num_particles
 
 
 def _has_one_participant(schedule: Spec) -> bool:

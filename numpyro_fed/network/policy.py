@@ -173,8 +173,8 @@ class Policy:
             raise ModelError(
                 f"this silo's policy allows an epsilon of {self.max_epsilon:g} (max_epsilon), and "
                 f"{what} without noise, which spends an infinite one. Ask by nf.fit(..., "
-                "privacy=nf.Privacy(epsilon, delta)), or by another method with privacy=; or its "
-                "owner leaves max_epsilon out of the policy."
+                "privacy=nf.Privacy(epsilon, delta)); or its owner leaves max_epsilon out of the "
+                "policy."
             )
 
     def check_method(self, name: str) -> None:

@@ -12,7 +12,6 @@ noise's standard deviation, divided by the most that one unit can change the sum
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
 from collections.abc import Sequence
@@ -120,11 +119,6 @@ class Privacy:
                 f"{self.unit}s, since publishing a {self.unit} whole has a delta of that size."
             )
 
-    @property
-    def spends(self) -> float:
-        """Return the epsilon that a run with this budget spends at most."""
-        return self.epsilon
-
     def multiplier(self) -> float:
         """Return the noise multiplier of one release that spends the whole budget."""
         return _calibrated(self.epsilon, self.delta)
@@ -137,46 +131,6 @@ class Privacy:
         """
         whole = self.multiplier() * MARGIN
         return tuple(whole / math.sqrt(share) for share in shares)
-
-
-@dataclass(frozen=True)
-class Part(Privacy):
-    r"""A part of a budget, for one of the runs that spend it together.
-
-    Parameters
-    ----------
-    share : float
-        The part's share: with the whole budget's multiplier :math:`\sigma` it has
-        :math:`\sigma / \sqrt{share}`.
-    rounds : int
-        The rounds that are planned; 0 where they follow from the budget.
-
-    Examples
-    --------
-    >>> from numpyro_fed.privacy.budget import Part, Privacy
-    >>> budget = Privacy(epsilon=1.0, delta=1e-5)
-    >>> part = Part.of(budget, share=0.25)
-    >>> round(part.multiplier() / budget.multiplier(), 3), round(part.spends, 2)
-    (2.0, 0.47)
-    """
-
-    share: float = 1.0
-    rounds: int = 0
-
-    @classmethod
-    def of(cls, budget: Privacy, *, share: float, rounds: int = 0) -> Part:
-        """Return a part of a budget."""
-        fields = {f.name: getattr(budget, f.name) for f in dataclasses.fields(Privacy)}
-        return cls(**fields, share=share, rounds=rounds)
-
-    def multiplier(self) -> float:
-        """Return the noise multiplier of one release that spends the part."""
-        return super().multiplier() / math.sqrt(self.share)
-
-    @property
-    def spends(self) -> float:
-        """Return the epsilon of this part alone."""
-        return spent((self.multiplier(),), self.delta)
 
 
 class Spent(NamedTuple):

@@ -88,7 +88,7 @@ class Silo(Role):
         return Reply(Up(change, log_lik, g_theta, statuses), jnp.array(True)), draft
 
     def commit(self, draft: SiloState, sent: Up) -> SiloState:
-        """Return the state with the change as it was sent, after transforms, as pending."""
+        """Return the state with the change as it was sent as pending."""
         return draft._replace(pending=sent.change)
 
     def view(self, state: SiloState) -> Private:

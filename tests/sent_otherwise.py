@@ -1,0 +1,35 @@
+"""Algorithms whose silos send something else than what they computed."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from numpyro_fed.algorithms.base import FederatedAlgorithm
+
+
+def sent_otherwise(
+    algorithm: FederatedAlgorithm, change: Callable[[Any], Any]
+) -> FederatedAlgorithm:
+    """Return the algorithm whose replies in a round are ``change(up)``."""
+
+    def changed(exchange):
+        def silo(noise, down, state, data):
+            reply, draft = exchange.silo(noise, down, state, data)
+            return reply._replace(up=change(reply.up)), draft
+
+        return exchange._replace(silo=silo)
+
+    exchanges = tuple(map(changed, algorithm.round.exchanges))
+    return algorithm._replace(round=replace(algorithm.round, exchanges=exchanges))
+
+
+def on_grid(step: float) -> Callable[[Any], Any]:
+    """Return a function that rounds all real numbers of a reply to multiples of ``step``."""
+
+    def rounded(a):
+        return jnp.round(a / step) * step if jnp.issubdtype(a.dtype, jnp.floating) else a
+
+    return lambda up: jax.tree.map(rounded, up)
