@@ -56,9 +56,8 @@ class Eavesdropper:
 
     def __init__(self, parts: PrivateNewton, silo: Any, rivals: tuple[Any, Any]):
         self.parts, self.rivals, self.ratio = parts, rivals, 0.0
-        self.ask, quiet = one_silo(silo), without_noise(parts).algorithm
-        rounds = *quiet.opening, quiet.round
-        self.quiet = {e.name: e for round_ in rounds for e in round_.exchanges}
+        self.ask = one_silo(silo)
+        self.quiet = {e.name: e for e in without_noise(parts).exchanges}
 
     def __call__(self, exchange: Any, down: Place) -> Any:
         """Return the silo's reply."""
@@ -145,7 +144,7 @@ def patients(seed: int) -> dict[str, np.ndarray]:
 def answers(epsilon: float, quiet: bool) -> Any:
     """Return the exchange in which a silo answers the server's places, compiled once."""
     parts = parts_for(patients(0)["x"], epsilon)
-    return (without_noise(parts) if quiet else parts).algorithm.round.exchanges[1].silo
+    return (without_noise(parts) if quiet else parts).exchanges[2].silo
 
 
 def rows(seed: int, epsilon: float, *, quiet: bool) -> int:

@@ -209,7 +209,7 @@ def one_silo(silo: object) -> Asked:
 
 def searched(parts: PrivateNewton, ask: AskSilos) -> Server:
     """Return the end of a private search."""
-    server = parts.begin(ask, parts.algorithm.init_server(jax.random.key(0)))
+    server = parts.algorithm.init_server(jax.random.key(0))
     while parts.left(server):
         server = parts.phase(ask, server)
     return server

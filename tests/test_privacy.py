@@ -88,16 +88,10 @@ def asked(exchange, down, data, state=FIRST):
     return jax.tree.map(lambda a: a[0], reply), state
 
 
-def exchanges(parts):
-    """The exchanges in which units, sizes and sums are told."""
-    (opening,) = parts.algorithm.opening
-    return (*opening.exchanges, *parts.algorithm.round.exchanges[:2])
-
-
 def replies(parts, data, z, L, clip=2.0, clip_curvature=3.0):
     """The replies of a silo in the three exchanges."""
     down = place(0, z, L, clip, clip_curvature)
-    return [asked(exchange, down, data)[0].up for exchange in exchanges(parts)]
+    return [asked(exchange, down, data)[0].up for exchange in parts.exchanges[:3]]
 
 
 # What is spent.
@@ -228,7 +222,7 @@ def test_no_place_and_no_frame_make_a_row_longer_than_its_clip(seed):
 
     r, n = np.random.default_rng(seed), 200
     parts, data = newton(effects, dict(x=np.full(n, 0.7), y=np.ones(n, int)), num_units=n)
-    *_, sums = exchanges(parts)
+    sums = parts.exchanges[2]
     places = [([45.7, -324.6], [[1.1e-2, -28.5], [-198, 8.4e5]])]
     for _ in range(40):
         z, L = r.normal(size=2) * 10 ** r.uniform(0, 3), r.normal(size=(2, 2))
@@ -300,7 +294,7 @@ def test_a_silo_answers_each_step_once_and_none_beyond_the_plan():
     parts, data = newton(normal, dict(y=np.arange(9.0)), noise=noisy, num_units=20_000)
     phases, steps = len(parts.schedule.phases), parts.schedule.steps
     # Sizes are told once in a phase, and sums once in a step.
-    units, sizes, sums = exchanges(parts)
+    units, sizes, sums, _ = parts.exchanges
     for exchange, many, each in ((sizes, phases, steps), (sums, phases * steps, 1)):
         state = FIRST
         for number, answered in (
@@ -331,8 +325,7 @@ def test_noise_is_that_of_the_step_whatever_was_left_out():
         return total
 
     parts, data = newton(normal, dict(y=np.arange(9.0)), noise=noise, num_units=20_000)
-    *_, exchange = exchanges(parts)
-    asked(exchange, place(25, np.zeros(1), np.eye(1)), data)
+    asked(parts.exchanges[2], place(25, np.zeros(1), np.eye(1)), data)
     phase = parts.schedule.phases[25 // parts.schedule.steps]
     assert phase != parts.schedule.phases[0]
     np.testing.assert_allclose(sds, [2 * phase.gradient, 3 * phase.curvature], rtol=1e-6)

@@ -57,7 +57,7 @@ from numpyro_fed.algorithms.base import (
     Shared,
     asked_directly,
 )
-from numpyro_fed.algorithms.expand import ASIDE, shape
+from numpyro_fed.algorithms.expand import ASIDE, Prior, shape
 from numpyro_fed.algorithms.noisy_curvature import (
     Spectrum,
     as_symmetric,
@@ -76,11 +76,10 @@ from numpyro_fed.algorithms.private_units import (
     is_coarse,
     quantile,
 )
-from numpyro_fed.errors import NonFiniteError
+from numpyro_fed.errors import ModelError
 from numpyro_fed.frame import identity
 from numpyro_fed.gaussian import Gaussian, root_of
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.programs import jit_once
 from numpyro_fed.trees import Numbers
 
 # Of the roots of curvature, for the first units of the frame. A lower one takes the many zeros of a
@@ -178,35 +177,6 @@ class Server(NamedTuple):
     made: Numbers
     multiplier: Numbers
 
-    @property
-    def loss(self) -> float:
-        """Return the gain of the last step that a parabola would promise, in nats."""
-        return 0.5 * len(self.z) * float(self.moved) ** 2
-
-
-class Estimate(NamedTuple):
-    """A posterior, and the next step of Newton's method, from the sums of a phase so far.
-
-    Attributes
-    ----------
-    loc, root : (d,), (d, d)
-        As in :class:`Server`.
-    undetermined : int
-    step : (d,)
-        In the frame.
-    moved : float
-        How long the step wanted to be; see :class:`Server`.
-    whitened : (d, d)
-        The frame that is whitened by the curvature.
-    """
-
-    loc: np.ndarray
-    root: np.ndarray
-    undetermined: int
-    step: np.ndarray
-    moved: float
-    whitened: np.ndarray
-
 
 @dataclass(frozen=True, eq=False)
 class PrivateNewton:
@@ -238,11 +208,11 @@ class PrivateNewton:
         return FederatedAlgorithm(
             init_server=self._init_server,
             init_silo=lambda key, data: Asked(*jnp.zeros((3,), jnp.int32)),
-            round=Round((self._sizes, *self._sums), asked_directly),
+            round=Round(self.exchanges[1:], asked_directly),
             shared=lambda server: Shared(
                 {}, Gaussian.of_root(server.loc, server.root).params(), identity(server.loc.shape)
             ),
-            opening=(Round((self._units,), asked_directly),),
+            opening=(Round(self.exchanges[:1], asked_directly),),
         )
 
     def _init_server(self, key: Array) -> Server:
@@ -266,38 +236,40 @@ class PrivateNewton:
     # At silos.
 
     @cached_property
-    def _units(self) -> Exchange[Any, Any, Any]:
-        bins = shape(self.units.model.dim, HIGHEST - LOWEST + 1)
-        return self._exchange(UNITS, "units", self._tell_units, bins)
-
-    @cached_property
-    def _sizes(self) -> Exchange[Any, Any, Any]:
-        return self._exchange(SIZES, "sizes", self._tell_sizes, shape(2, HIGHEST - LOWEST + 1))
-
-    @cached_property
-    def _sums(self) -> tuple[Exchange[Any, Any, Any], ...]:
-        d, names = self.units.model.dim, map(sums_of, range(self.schedule.steps))
-        up = Sums(shape(d), shape(d * (d + 1) // 2))
-        return tuple(self._exchange(name, "sums", self._tell_sums, up) for name in names)
+    def exchanges(self) -> tuple[Exchange[Any, Any, Any], ...]:
+        """Return those that tell units, and lengths and sums of each step of a phase."""
+        d, bins, steps = self.units.model.dim, HIGHEST - LOWEST + 1, self.schedule.steps
+        num_steps, sums = steps * len(self.schedule.phases), Sums(shape(d), shape(d * (d + 1) // 2))
+        return (
+            self._exchange(UNITS, "units", num_steps, self._tell_units, shape(d, bins)),
+            self._exchange(SIZES, "sizes", steps, self._tell_sizes, shape(2, bins)),
+            *(
+                self._exchange(sums_of(i), "sums", 1, self._tell_sums, sums)
+                for i in range(self.schedule.steps)
+            ),
+        )
 
     def _exchange(
-        self, name: str, counter: str, tell: Callable[..., Any], up: Any
+        self, name: str, counter: str, steps: int, tell: Callable[..., Any], up: Any
     ) -> Exchange[Any, Any, Any]:
-        """Return an exchange whose replies ``up`` are counted by a field of a silo's state."""
-        d, step = self.units.model.dim, jax.ShapeDtypeStruct((), jnp.int32)
-        down = (step, shape(d), shape(d, d), shape(), shape())
+        """Return the exchange in which a silo tells ``up`` once in so many steps.
+
+        ``counter`` is the field of the silo's state that counts its answers.
+        """
+        d, each, phases = self.units.model.dim, self.schedule.steps, self.schedule.phases
+        down = jax.ShapeDtypeStruct((), jnp.int32), shape(d), shape(d, d), shape(), shape()
 
         def reply(
             noise: object, down: Place, state: Asked, data: SiloData
         ) -> tuple[Reply[Any], Asked]:
-            number, most = self._number(counter, int(down.step))
+            number, k = int(down.step) // steps, int(down.step) // each
             before = np.asarray(getattr(state, counter))
-            planned = (before <= number) & (number < most)
+            planned = (before <= number) & (k < len(phases))
             found = self.units.derivatives(down.z, down.L, data)
             # Zeros, which cannot be used, where the budget is not planned for an answer.
             nothing = jax.tree.map(lambda a: np.zeros(a.shape), up)
             ups = [
-                tell(down, *(a[i] for a in found)) if can else nothing
+                tell(down, phases[k], *(a[i] for a in found)) if can else nothing
                 for i, can in enumerate(planned)
             ]
             after = np.where(planned, number + 1, before).astype(np.int32)
@@ -306,61 +278,44 @@ class PrivateNewton:
 
         return Exchange(name, reply, stacked=True, like=lambda: (Place(*down), up))
 
-    def _number(self, counter: str, step: int) -> tuple[int, int]:
-        """Return the number of an answer of this kind at a step, and how many are planned."""
-        steps, phases = self.schedule.steps, len(self.schedule.phases)
-        numbers = {
-            "units": (0, 1),
-            "sizes": (step // steps, phases),
-            "sums": (step, steps * phases),
-        }
-        return numbers[counter]
-
-    def _tell_units(self, down: Place, g: np.ndarray, C: np.ndarray | None = None) -> np.ndarray:
+    def _tell_units(self, down: Place, phase: Phase, g: np.ndarray, *C: np.ndarray) -> np.ndarray:
         """Return how many units' roots of curvature are of each power of two, by coordinate."""
-        sizes = np.abs(g) if C is None else np.sqrt(np.abs(np.diagonal(C, axis1=1, axis2=2)))
+        sizes = np.sqrt(np.abs(np.diagonal(C[0], axis1=1, axis2=2))) if C else np.abs(g)
         counts = np.stack([histogram(column) for column in sizes.T])
         change = math.sqrt(self.units.model.dim)  # one count in each coordinate
         return self.units.added(counts, change, self.schedule.units)
 
-    def _tell_sizes(self, down: Place, g: np.ndarray, C: np.ndarray | None = None) -> np.ndarray:
+    def _tell_sizes(self, down: Place, phase: Phase, g: np.ndarray, *C: np.ndarray) -> np.ndarray:
         """Return how many gradients, and curvatures, have a length of each power of two."""
         lengths = np.linalg.norm(g, axis=1)
-        curved = lengths**2 if C is None else np.linalg.norm(C, axis=(1, 2))
+        curved = np.linalg.norm(C[0], axis=(1, 2)) if C else lengths**2
         counts = np.stack([histogram(lengths), histogram(curved)])
-        return self.units.added(counts, math.sqrt(2.0), self._phase_at(down.step).sizes)
+        return self.units.added(counts, math.sqrt(2.0), phase.sizes)
 
-    def _tell_sums(self, down: Place, g: np.ndarray, C: np.ndarray | None = None) -> Sums:
+    def _tell_sums(self, down: Place, phase: Phase, g: np.ndarray, *C: np.ndarray) -> Sums:
         """Return the sums of the units' clipped gradients and curvatures."""
-        phase, clip, of_curvature = self._phase_at(down.step), *map(float, down[-2:])
+        clip, of_curvature = map(float, down[-2:])
         gradient = self.units.sum_of(g, clip, phase.gradient)
-        if C is None:
+        if not C:
             clips = clip, of_curvature
             return Sums(gradient, self.units.sum_of_products(g, *clips, phase.curvature))
-        return Sums(gradient, self.units.sum_of(as_vector(C), of_curvature, phase.curvature))
-
-    def _phase_at(self, step: Numbers) -> Phase:
-        return self.schedule.phases[int(step) // self.schedule.steps]
+        return Sums(gradient, self.units.sum_of(as_vector(C[0]), of_curvature, phase.curvature))
 
     # At the server.
 
-    def begin(self, ask: AskSilos, server: Server) -> Server:
+    def _begin(self, ask: AskSilos, server: Server) -> Server:
         """Return the state with the first units of the frame."""
-        place = _place(0, np.asarray(server.z), np.asarray(server.L))
-        counts, d = ask(self._units, place), self.units.model.dim
+        counts, d = ask(self.exchanges[0], _place(0, server.z, server.L)), self.units.model.dim
         sd = math.sqrt(d) * self.schedule.units * self.units.spread
         sizes = np.array([quantile(of_coordinate, sd, UNIT_QUANTILE) for of_coordinate in counts])
         # No unit is longer than the prior's, which it is where no count stands out of the noise.
         L = np.diag(np.minimum(1 / np.maximum(sizes, 1e-30), self._prior_sd))
         if not np.isfinite(L).all():
-            raise NonFiniteError(
-                "the curvature of the prior is not finite close to zero in unconstrained space: "
-                "look at the priors' scales.",
-                result=None,
-                round=0,
-                silos=(),
+            raise ModelError(
+                "the curvature of the prior is not finite close to zero in unconstrained space. "
+                "Look at the scales of the priors there."
             )
-        return _in_precision(server._replace(phase=np.zeros((), np.int32), L=L))
+        return server._replace(phase=0, L=L)
 
     def left(self, server: Server) -> int:
         """Return the number of phases that are planned and left."""
@@ -369,61 +324,58 @@ class PrivateNewton:
     @np.errstate(all="ignore")  # of steps to nowhere
     def phase(self, ask: AskSilos, server: Server) -> Server:
         """Return the state after the next phase: a histogram of lengths, and some steps."""
+        server = self._begin(ask, server) if server.phase < 0 else server
         k = int(server.phase)
-        made = np.asarray(server.made) | (np.arange(len(server.made)) == k)
+        # A phase that leads to where nothing is finite loses no more than its budget.
+        lost = server._replace(
+            phase=k + 1,
+            moved=-1.0,
+            made=np.asarray(server.made) | (np.arange(len(server.made)) == k),
+        )
         try:
-            after = _in_precision(self._steps(ask, server._replace(made=made), k))
+            after = _in_precision(self._steps(ask, lost, k))
         except np.linalg.LinAlgError:
-            after = server._replace(moved=np.array(np.nan))
-        if all(np.isfinite(a).all() for a in after):
-            return after
-        # A phase that led to where nothing is finite is left, and no more is lost than its budget.
-        return _in_precision(server._replace(phase=k + 1, moved=-1.0, made=made))
+            return _in_precision(lost)
+        return after if all(np.isfinite(a).all() for a in after) else _in_precision(lost)
 
     def _steps(self, ask: AskSilos, server: Server, k: int) -> Server:
         d, steps, spread = self.units.model.dim, self.schedule.steps, self.units.spread
         noise, z, L = self.schedule.phases[k], *(np.asarray(a, float) for a in (server.z, server.L))
+        _, lengths, *sums = self.exchanges
 
-        counts, sd = ask(self._sizes, _place(k * steps, z, L)), math.sqrt(2) * noise.sizes * spread
+        counts, sd = ask(lengths, _place(k * steps, z, L)), math.sqrt(2) * noise.sizes * spread
         clip, of_curvature = self._clips(counts, sd, noise.gradient * spread / math.sqrt(steps), k)
 
-        at, moved = np.zeros(d), []
-        gradients, curvatures, places = [], [], []
-        for i, exchange in enumerate(self._sums):
+        at, moved, told = np.zeros(d), [], []
+        for i, exchange in enumerate(sums):
             here = z + L @ at
-            sums: Sums = ask(exchange, _place(k * steps + i, here, L, clip, of_curvature))
-            gradients.append(sums.gradient.astype(float))
-            curvatures.append(as_symmetric(sums.curvature.astype(float), d))
-            places.append(at)
-            g, H, place = (np.mean(a, 0) for a in (gradients, curvatures, places))
-            n = i + 1
-            edge = of_curvature * noise.curvature * spread * math.sqrt(2 * d / n)
-            variance = (clip * noise.gradient * spread) ** 2 / n
-            found = self._estimate(g, Spectrum.of(H, edge), variance, place - at, here, L)
-            at = at + found.step
+            up: Sums = ask(exchange, _place(k * steps + i, here, L, clip, of_curvature))
+            told.append(
+                (up.gradient.astype(float), as_symmetric(up.curvature.astype(float), d), at)
+            )
+            g, H, place = (np.mean(a, 0) for a in zip(*told, strict=True))
+            edge = of_curvature * noise.curvature * spread * math.sqrt(2 * d / (i + 1))
+            variance = (clip * noise.gradient * spread) ** 2 / (i + 1)
+            found, step = self._estimate(
+                g, Spectrum.of(H, edge), variance, place - at, here, server
+            )
+            at = at + step
             moved.append(found.moved)
 
-        undetermined = found.undetermined
-        waited = 0 if undetermined < server.fewest else int(server.waited) + 1
-        hidden = undetermined > 0 and waited < PATIENCE
+        waited = 0 if found.undetermined < server.fewest else int(server.waited) + 1
+        hidden = found.undetermined > 0 and waited < PATIENCE
         # Each step, since clips are long far from the mode, and beside their noise a step is short.
         ended = max(moved) <= NEAR and not hidden
         # Where the curvature changes on the way, a step may end as far from the mode as it is long:
         # without its excess one in twenty fits of 2,000 rows with epsilon 0.5 was five sds off.
-        excess = max(1 - NEAR / max(found.moved, 1e-30), 0.0) * (L @ found.step)
-        return Server(
+        excess = max(1 - NEAR / max(found.moved, 1e-30), 0.0) * (L @ step)
+        return found._replace(
             phase=max(k + 1, self.schedule.search) if ended else k + 1,
             z=z + L @ at,
-            L=found.whitened,
-            loc=found.loc,
             root=root_of(np.column_stack([found.root, excess])),
-            undetermined=undetermined,
             coarse=is_coarse(sd, self.num_units),
-            moved=found.moved,
-            fewest=min(undetermined, int(server.fewest)),
+            fewest=min(found.undetermined, int(server.fewest)),
             waited=waited,
-            made=server.made,
-            multiplier=server.multiplier,
         )
 
     def _clips(self, counts: np.ndarray, sd: float, noise: float, k: int) -> tuple[float, float]:
@@ -450,30 +402,30 @@ class PrivateNewton:
         variance: float,
         away: np.ndarray,
         z: np.ndarray,
-        L: np.ndarray,
-    ) -> Estimate:
-        """Return posterior and step at the place ``z`` (d,), in the frame ``L`` (d, d).
+        server: Server,
+    ) -> tuple[Server, np.ndarray]:
+        """Return the posterior and the next frame at the place ``z`` (d,), and the step from there.
 
         ``g`` (d,) is the mean of the gradients, as of a place ``away`` (d,) from here in the frame,
         and ``variance`` that of the noise in each of its numbers.
         """
+        L, (V, curved, damped, undetermined) = np.asarray(server.L, float), spectrum
         slope, P = self._prior(z)
         slope, P = L.T @ slope, L.T @ P
-        V, curved, damped, undetermined = spectrum
         b = g + V @ (curved * (V.T @ away))
         # The posterior, with the variance of the noise.
         known = curved / (curved + variance)
         precision = root_with_prior(V, known * curved, P)
         # The step, damped where curvature is not known.
         step = times_inverse(root_with_prior(V, damped, P), b + slope)
-        return Estimate(
+        posterior = server._replace(
+            L=L @ (V * np.sqrt(self.num_units / damped)) @ V.T,
             loc=z + L @ times_inverse(precision, V @ (known * (V.T @ b)) + slope),
             root=solve_triangular(precision, L.T, lower=True, check_finite=False).T,
             undetermined=undetermined,
-            step=self._cut(step, L),
             moved=float(np.linalg.norm(precision.T @ step)) / math.sqrt(len(z)),
-            whitened=L @ (V * np.sqrt(self.num_units / damped)) @ V.T,
         )
+        return posterior, self._cut(step, L)
 
     def _cut(self, step: np.ndarray, L: np.ndarray) -> np.ndarray:
         """Return a step (d,) in the frame that is not too long; none if it is not finite."""
@@ -488,16 +440,14 @@ class PrivateNewton:
 
         Where the density curves upwards it counts as flat.
         """
-        g, H = (np.asarray(a, float) for a in self._derivatives_of_prior(z))
-        e, V = np.linalg.eigh(-H)
-        return g, V * np.sqrt(np.maximum(e, 0.0))
+        place = z[None].astype(jnp.result_type(float))
+        _, _, g, curvature = self._log_prior(np.zeros((1, 0, 0), place.dtype), place)
+        e, V = np.linalg.eigh(curvature[0].astype(float))
+        return g[0].astype(float), V * np.sqrt(np.maximum(e, 0.0))
 
     @cached_property
-    def _derivatives_of_prior(self) -> Callable[[np.ndarray], tuple[Array, Array]]:
-        def log_prior(z: Array) -> Array:
-            return self.units.model.smoothed.log_prior({}, z)
-
-        return jit_once(lambda z: (jax.grad(log_prior)(z), jax.hessian(log_prior)(z)))
+    def _log_prior(self) -> Prior:
+        return Prior(self.units.model, np.zeros(0, int))
 
     @cached_property
     def _prior_sd(self) -> np.ndarray:
@@ -507,7 +457,7 @@ class PrivateNewton:
 
 
 def _place(
-    step: int, z: np.ndarray, L: np.ndarray, clip: float = 0.0, clip_curvature: float = 0.0
+    step: int, z: Numbers, L: Numbers, clip: float = 0.0, clip_curvature: float = 0.0
 ) -> Place:
     real = jnp.result_type(float)
     numbers = (np.asarray(a, real) for a in (z, L, clip, clip_curvature))

@@ -124,7 +124,7 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
         callback = options.callback
 
         def call(run: RunOutcome) -> bool:
-            return callback_ends(callback, self.finished(run, fit, hosted, start, quiet=True))
+            return _callback_ends(callback, self.finished(run, fit, hosted, start, quiet=True))
 
         run = drive(
             fit.runtime,
@@ -139,10 +139,10 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
             keep=True,
         )
         quiet = run.ended == "interrupted"
-        return result_or_error(self.finished(run, fit, hosted, start, quiet=quiet), run)
+        return _result_or_error(self.finished(run, fit, hosted, start, quiet=quiet), run)
 
 
-def result_or_error(result: Outcome, run: RunOutcome) -> Outcome:
+def _result_or_error(result: Outcome, run: RunOutcome) -> Outcome:
     """Return the result, or raise an error that carries it."""
     if run.ended == "interrupted":
         rounds = int(run.state.round)
@@ -174,7 +174,7 @@ def _non_finite_error(result: FederatedRun[Any], failure: Failure) -> NonFiniteE
     )
 
 
-def callback_ends(callback: Callable[[Outcome], object] | None, result: Outcome) -> bool:
+def _callback_ends(callback: Callable[[Outcome], object] | None, result: Outcome) -> bool:
     """Return whether a callback ends the run; raise ``CallbackError`` if it raised an error."""
     # Not BaseException: Ctrl-C in a callback ends the run like Ctrl-C elsewhere.
     try:

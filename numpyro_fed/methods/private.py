@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import numpy as np
 from jax import Array
 
@@ -14,16 +15,10 @@ from numpyro_fed.algorithms.base import Exchange, ExchangeId, Round, Up
 from numpyro_fed.algorithms.private_newton import PrivateNewton
 from numpyro_fed.algorithms.private_schedule import SUMS, Schedule
 from numpyro_fed.algorithms.private_units import PrivateUnits
-from numpyro_fed.errors import (
-    CoupledRowsError,
-    GuideError,
-    ModelError,
-    SavedStateError,
-    SilosError,
-)
+from numpyro_fed.errors import CoupledRowsError, GuideError, ModelError, SavedStateError
 from numpyro_fed.guides.structured import GuideConfig, Structured, build_resolved, resolve
 from numpyro_fed.integrals.quadrature import default_nodes, quadrature_misfit
-from numpyro_fed.methods.base import RunOptions, callback_ends, result_or_error
+from numpyro_fed.methods.base import RunOptions
 from numpyro_fed.methods.minibatch_checks import check_rows_alone
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.model.data import SiloData
@@ -40,17 +35,12 @@ from numpyro_fed.results.rows import Fit
 from numpyro_fed.runtime.asking import Asked
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.party import AnyAlgorithm, PlanSize
-from numpyro_fed.runtime.progress import progress_of
-from numpyro_fed.runtime.stack import State
-from numpyro_fed.runtime.supervise import Failure, RunOutcome
+from numpyro_fed.runtime.stack import Log, RunStatus, State
+from numpyro_fed.runtime.supervise import RunOutcome
 
 # Numbers of a row's latents that quadrature takes, and globals of which a matrix is sent.
 GLOBALS_UP_TO = 300
 WHOLE = 2**31 - 1  # rounds, of a run of all that are left
-
-
-class UnusableError(Exception):
-    """The signal that a silo's reply cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +108,7 @@ class DPNewton(Method[PrivateResult, None]):
             )
         planned = len(schedule.phases)
         left = planned - max(int(state.server.phase), 0)
-        if num_rounds != WHOLE and num_rounds > left:
+        if WHOLE > num_rounds > left:
             raise ModelError(
                 f"the budget is planned for {planned} rounds, of which {left} are left: "
                 f"{num_rounds} more would spend more than epsilon={self.privacy.epsilon:g}."
@@ -133,61 +123,59 @@ class DPNewton(Method[PrivateResult, None]):
         start: object,
         options: RunOptions[PrivateResult],
     ) -> PrivateResult:
-        """Make phases, and return their result or raise an error that carries it."""
+        """Make phases; what drives the rounds of a compiled program drives these, one at a time."""
         newton = fit.cached("newton", lambda: self._newton(fit.model, fit.plan))
-        silos = Asked(fit.runtime.transport(hosted.batches), key, fit.plan.num_silos, state.silos)
-        server, losses, ended = state.server, list[float](), "rounds"
-        refused: SilosError | None = None
+        transport, number = fit.runtime.transport(hosted.batches), fit.plan.num_silos
 
-        def ask(exchange: Exchange[Any, Any, Up], down: object) -> Up:
-            up = silos(exchange, down)
-            if silos.unusable:
-                raise UnusableError(silos.unusable)
-            return up
+        def advance(
+            key: Array, state: State, batches: object, n: int, *_: object
+        ) -> tuple[State, Log, RunStatus]:
+            good, server = np.ones(number, bool), state.server
+            if not n or not newton.left(server):
+                return state, Log(np.zeros(0)), RunStatus(True, good)
+            silos = Asked(transport, jax.random.fold_in(key, state.round), number, state.silos)
 
-        def outcome() -> RunOutcome:
-            after = State(state.round + len(losses), server, silos.silos, state.schedule)
-            failure = Failure(int(after.round), silos.unusable) if ended == "failure" else None
-            return RunOutcome(after, np.array(losses), failure, None, ended, refused=refused)
+            def ask(exchange: Exchange[Any, Any, Up], down: object) -> Up:
+                up = silos(exchange, down)
+                good[list(silos.unusable)] = False
+                return up
 
-        if server.phase < 0:
-            server = newton.begin(ask, server)
-        most = min(options.num_rounds, newton.left(server))
-        progress = progress_of(options.progress_bar)
-        try:
-            with progress.under_way(False, most):
-                while len(losses) < most and newton.left(server):
-                    server = newton.phase(ask, server)
-                    losses.append(server.loss)
-                    progress.step(1, -server.loss)
-                    if options.callback is not None and len(losses) % options.every == 0:
-                        shown = self.finished(outcome(), fit, hosted, start, quiet=True)
-                        if callback_ends(options.callback, shown):
-                            ended = "callback"
-                            break
-        except KeyboardInterrupt:
-            ended = "interrupted"
-        except UnusableError:
-            ended = "failure"
-        except SilosError as error:
-            ended, refused = "failure", error
-        return result_or_error(self.finished(outcome(), fit, hosted, start), outcome())
+            after = newton.phase(ask, server)
+            loss = np.array([0.5 * len(after.z) * after.moved**2])
+            state = State(state.round + 1, after, silos.silos, state.schedule)
+            return state, Log(loss), RunStatus(good.all(), good)
+
+        fit = replace(fit, runtime=fit.runtime._replace(advance=advance, chunk=1))
+        result = super()._run_rounds(fit, hosted, key, state, start, options)
+        # A search that has ended has no other end than that of its rounds.
+        return replace(result, ended="rounds") if result.ended == "converged" else result
 
     def _newton(self, fm: FederatedModel, plan: Plan) -> PrivateNewton:
         """Return the parts of the method, which every party builds from the plan."""
-        privacy = self.privacy
-        return PrivateNewton(
-            units=units_of(fm, privacy, plan.num_silos),
-            schedule=self._schedule(fm, plan),
-            num_units=plan.chosen["units"],
-            clip=privacy.clip,
-            rows_in_unit=_rows(fm, plan) / plan.num_silos if privacy.unit == "silo" else 1.0,
+        privacy, rows, per_silo = self.privacy, num_rows(fm, plan), self.privacy.unit == "silo"
+        units = PrivateUnits(
+            model=fm,
+            num_silos=plan.num_silos,
+            per_silo=per_silo,
+            noise=noisy,
+            noise_share=privacy.noise_share(plan.num_silos),
+            changes=privacy.changes,
+            nodes=default_nodes(fm),
         )
+        return PrivateNewton(
+            units=units,
+            schedule=self._schedule(fm, plan),
+            num_units=self._num_units(fm, plan),
+            clip=privacy.clip,
+            rows_in_unit=rows / plan.num_silos if per_silo else 1.0,
+        )
+
+    def _num_units(self, fm: FederatedModel, plan: Plan) -> int:
+        return plan.num_silos if self.privacy.unit == "silo" else num_rows(fm, plan)
 
     def _schedule(self, fm: FederatedModel, plan: Plan) -> Schedule:
         """Return the phases that are planned."""
-        units = num_units_of(fm, plan, self.privacy)
-        return Schedule.of(self.privacy, fm.dim, units, plan.num_silos)
+        return Schedule.of(self.privacy, fm.dim, self._num_units(fm, plan), plan.num_silos)
 
     def prepare(self, fm: FederatedModel) -> None:
         check_model(fm, self.privacy)
@@ -198,17 +186,37 @@ class DPNewton(Method[PrivateResult, None]):
 
     def size_of(self, plan: Plan, built: Built, data: SiloData) -> PlanSize:
         """Return how large a plan is, and what a run of it may spend."""
-        return super().size_of(plan, built, data)._replace(**spending_of(self.privacy))
+        privacy = self.privacy
+        return (
+            super()
+            .size_of(plan, built, data)
+            ._replace(
+                epsilon=privacy.epsilon,
+                delta=privacy.delta,
+                multiplier=privacy.multipliers([1.0])[0],
+                protects=f"{privacy.unit} {privacy.neighbours}",
+                shares_noise=privacy.trusted == "sum",
+            )
+        )
 
     def value_checks(
         self, layout: Layout, prepared: None, stacks: Sequence[SiloData]
     ) -> tuple[tuple[str, bool], ...]:
         """Return no verdicts; refuse rows that depend on other rows."""
-        check_rows_apart_for(self.privacy, layout, stacks)
+        if self.privacy.unit == "row":
+            try:
+                check_rows_alone(layout, 1, stacks)
+            except GuideError as error:
+                raise CoupledRowsError(
+                    "rows read each other's data, so that no bound holds for a single row: what a "
+                    "row changes is not its own term alone. Compute what sums up rows before the "
+                    "run, from data that may be known, or protect silos as a whole "
+                    "(Privacy(unit='silo'))."
+                ) from error
         return ()
 
     def settings_for(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
-        units = num_units_of(fm, plan, self.privacy)
+        units = self._num_units(fm, plan)
         self.privacy.check_units(units)
         guide = Structured(globals="full")
         largest, total = dict(plan.largest), dict(plan.total)
@@ -233,14 +241,13 @@ class DPNewton(Method[PrivateResult, None]):
     def result_of(
         self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False
     ) -> PrivateResult:
-        server = run.state.server
+        server, ended = run.state.server, run.ended
         made = np.array(server.made)
-        if run.ended in ("failure", "interrupted"):
+        if ended in ("failure", "interrupted"):
             # Some silos may have answered in the phase that is lost: it is not asked for again.
-            lost = int(server.phase)
+            lost = max(int(server.phase), 0)
             made[lost:][:1] = True
-            phase = np.int32(min(lost + 1, len(made)))
-            server = server._replace(phase=phase, made=made)
+            server = server._replace(phase=np.int32(min(lost + 1, len(made))), made=made)
             run = run._replace(state=run.state._replace(server=server))
         schedule = self._schedule(fit.model, fit.plan)
         spent = Spent.of(self.privacy, schedule.releases(made.tolist()))
@@ -257,55 +264,10 @@ def check_trusted(privacy: Privacy, silos: object) -> None:
         )
 
 
-def spending_of(privacy: Privacy) -> dict[str, Any]:
-    """Return what a run spends, as a silo's owner sees it in the size of a plan."""
-    return {
-        "epsilon": privacy.epsilon,
-        "delta": privacy.delta,
-        "multiplier": privacy.multipliers([1.0])[0],
-        "protects": f"{privacy.unit} {privacy.neighbours}",
-        "shares_noise": privacy.trusted == "sum",
-    }
-
-
-def num_units_of(fm: FederatedModel, plan: Plan, privacy: Privacy) -> int:
-    """Return the number of units, rows of all silos or silos, as the plan knows it."""
-    if privacy.unit == "silo":
-        return plan.num_silos
-    return _rows(fm, plan)
-
-
-def _rows(fm: FederatedModel, plan: Plan) -> int:
+def num_rows(fm: FederatedModel, plan: Plan) -> int:
     """Return the number of rows of all silos, as the plan knows it."""
     total = dict(plan.total)
     return sum(total[p.name] for p in fm.plates if not p.outer)
-
-
-def check_rows_apart_for(privacy: Privacy, layout: Layout, stacks: Sequence[SiloData]) -> None:
-    """Raise an error for rows that depend on other rows, if rows are protected."""
-    if privacy.unit != "row":
-        return
-    try:
-        check_rows_alone(layout, 1, stacks)
-    except GuideError as error:
-        raise CoupledRowsError(
-            "rows read each other's data, so that no bound holds for a single row: what a row "
-            "changes is not its own term alone. Compute what sums up rows before the run, from "
-            "data that may be known, or protect silos as a whole (Privacy(unit='silo'))."
-        ) from error
-
-
-def units_of(fm: FederatedModel, privacy: Privacy, num_silos: int) -> PrivateUnits:
-    """Return the units that a budget protects, with noise from the operating system."""
-    return PrivateUnits(
-        model=fm,
-        num_silos=num_silos,
-        per_silo=privacy.unit == "silo",
-        noise=noisy,
-        noise_share=privacy.noise_share(num_silos),
-        changes=privacy.changes,
-        nodes=default_nodes(fm),
-    )
 
 
 def check_model(fm: FederatedModel, privacy: Privacy) -> None:

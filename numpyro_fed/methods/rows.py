@@ -427,15 +427,13 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             ),
             LEAVE_OUT: leaving_out,
             LOO: loo_exchange,
+            TEMPERED: lambda built, settings: tempering_of(built, **settings).exchange,
         }
         if asked.name in questions:
             question = questions[asked.name](built, asked.read_settings())
             return Round((question,), asked_directly), built.algorithm
         if asked.name == OUTER_LATENTS:
             return outer_round(built, asked.read_settings()), built.algorithm
-        if asked.name == TEMPERED:
-            tempering = tempering_of(built, **asked.read_settings())
-            return tempering.round(), tempering.algorithm()
         return built.round_of(asked.name)
 
     def posterior_at(self, plan: Plan, built: Built, settings: Mapping[str, Any]) -> AtSilo:

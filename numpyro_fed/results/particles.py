@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.importance.integration import Integration
-from numpyro_fed.algorithms.tempered import LOST, NUM_ISLANDS, Swarm, with_squares
+from numpyro_fed.algorithms.tempered import LOST, NUM_ISLANDS, Swarm, log_mean, with_squares
 from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.results.corrected import Corrected, on_supports, sampler_of
 from numpyro_fed.results.element_errors import ElementErrors, disagreement
@@ -53,28 +54,6 @@ SAVED = (
 )  # fields of a file's words
 
 
-class Track(NamedTuple):
-    """The last state of a run of particles and all that it kept; another run goes on from it.
-
-    Attributes
-    ----------
-    start : str
-        Where the run began, as in :class:`Tempered`.
-    swarm : Swarm
-    kept : (k, N, dim)
-    log_p : (k, N)
-        The joint log density at these.
-    num_checks : int
-        Exchanges that have checked the quadrature.
-    """
-
-    start: str
-    swarm: Swarm
-    kept: np.ndarray
-    log_p: np.ndarray
-    num_checks: int
-
-
 @dataclass(frozen=True, eq=False)
 class Particles(Corrected):
     """Particles at the posterior, with the disagreement of their islands.
@@ -103,7 +82,7 @@ class Particles(Corrected):
     memory: float = 1.0
     coarse: float = 0.0
     evidence_error: float = 0.0
-    _track: Track | None = field(default=None, repr=False)
+    _swarm: Swarm | None = field(default=None, repr=False)
 
     @property
     def reliable(self) -> bool:
@@ -219,41 +198,27 @@ class Particles(Corrected):
 
 
 def particles_of(
-    key: Array,
-    fit: Result,
-    swarm: Swarm,
-    start: str,
-    *,
-    near: bool,
-    accuracy: float,
-    before: Track | None = None,
+    key: Array, fit: Result, swarm: Swarm, *, near: bool, accuracy: float
 ) -> Particles:
     """Return the particles that were kept, or those on their way, with their quality.
 
-    Those that were kept ``before`` are added. Where rows have latents it takes an exchange that
-    checks the quadrature.
+    Where rows have latents it takes an exchange that checks the quadrature.
     """
     key_check, key_draws = jax.random.split(key)
-    num_new, dim = int(swarm.num_kept), swarm.here.z.shape[1]
-    kept, log_p = np.asarray(swarm.kept)[:num_new], np.asarray(swarm.kept_log_p)[:num_new]
-    if before is not None:
-        kept, log_p = np.concatenate([before.kept, kept]), np.concatenate([before.log_p, log_p])
-    num_kept = len(kept)
-    track = Track(start, swarm, kept, log_p, 0 if before is None else before.num_checks)
     # The first half still has something of where particles came to the posterior: those from a
     # narrow mixture reach a long tail last.
-    kept, log_p = kept[num_kept // 2 :], log_p[num_kept // 2 :]
-    if not num_kept:
-        kept, log_p = np.asarray(swarm.here.z)[None], np.asarray(swarm.here.log_p)[None]
-    arrived = np.asarray(swarm.arrived)
+    num_kept, real = len(swarm.kept), jnp.result_type(float)
+    counted = swarm.kept[num_kept // 2 :] or [swarm.here]
+    kept, log_p = np.stack([at.z for at in counted]), np.stack([at.log_p for at in counted])
+    arrived, dim = swarm.arrived, kept.shape[2]
     if isinstance(fit.start, Mode) and (copy := fit.start.copy) is not None:
         # They pass from one copy of a mode to the next.
         kept, arrived = copy.copy_of(kept), copy.copy_of(arrived)
-    z, log_p = kept.reshape(-1, dim), log_p.ravel()
-    integration, coarse, sent = integration_of(fit, None), 0.0, 0
+    z, log_p = kept.reshape(-1, dim).astype(real), log_p.ravel()
+    integration, coarse = integration_of(fit, None), 0.0
     if num_kept and integration.nodes:
         integration, coarse, sent = checked(key_check, fit, integration, z, log_p)
-    track = track._replace(num_checks=track.num_checks + sent)
+        swarm.exchanges += sent
     even = np.full(len(z), 1 / len(z))
     computed = compared_with_fit(fit, z, even)
     sampler = sampler_of(fit._fit, integration)
@@ -263,16 +228,15 @@ def particles_of(
     errors = ElementErrors.of(draws, latents, even, by_islands.reshape(NUM_ISLANDS, -1))
     shift_error = disagreement(z[by_islands.reshape(NUM_ISLANDS, -1)], computed.sd)
     counts = log_p > LOST / 2
-    of_islands = np.asarray(swarm.log_evidence)
-    evidence = float(np.logaddexp.reduce(of_islands)) - math.log(NUM_ISLANDS)
-    of_density = float(swarm.b) >= 1 and not (fit._fit.factors and fit._fit.factors.loss)
+    of_islands = swarm.log_evidence
+    of_density = swarm.b >= 1 and not (fit._fit.factors and fit._fit.factors.loss)
     return Particles(
-        log_evidence=evidence if of_density else None,
+        log_evidence=float(log_mean(of_islands)) if of_density else None,
         ess=float(min(len(z), 1 / max(shift_error[0].max(initial=0.0), len(z) ** -0.5) ** 2)),
         pareto_k=math.nan,
         weights=even,
         log_weights=np.log(even),
-        log_joint=np.asarray(log_p, np.float64),
+        log_joint=log_p,
         result=fit,
         _key=key_draws,
         accuracy=accuracy,
@@ -281,15 +245,15 @@ def particles_of(
         _rounding=Rounding.of(z[counts], even[counts], log_p[counts], computed.mean, computed.sd),
         z_G=z,
         _sampler=sampler,
-        _sent=int(swarm.exchanges) + track.num_checks,
+        _sent=swarm.exchanges,
         integration=integration,
         near=near,
-        reached=float(swarm.b),
+        reached=swarm.b,
         num_kept=num_kept,
         memory=memory_of(arrived, kept[0]) if num_kept else 1.0,
         coarse=coarse,
         evidence_error=float(of_islands.std(ddof=1)) / math.sqrt(NUM_ISLANDS),
-        _track=track,
+        _swarm=swarm,
     )
 
 

@@ -25,6 +25,7 @@ from numpyro_fed.errors import (
     Interrupted,
     ModelError,
     NonFiniteError,
+    SilosError,
     positive_int,
 )
 from numpyro_fed.integrals.quadrature import default_nodes, quadrature_misfit
@@ -37,20 +38,13 @@ from numpyro_fed.results.built import Built
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import check_weighable, of_text
 from numpyro_fed.results.mixture import around_modes
-from numpyro_fed.results.particles import Particles, Track, particles_of
+from numpyro_fed.results.particles import Particles, particles_of
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.results.weighted import TOLERANCE
 from numpyro_fed.runtime.noise import generator, typed_key
-from numpyro_fed.runtime.progress import Progress
-from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.runtime.stack import State
-from numpyro_fed.runtime.supervise import RunOutcome, drive
+from numpyro_fed.runtime.progress import Progress, progress_of
 
 STARTS = "fit", "prior"
-NO_DENSITY = (
-    "the log density is not finite at any particle of an island. Begin at a fit (start='fit'), or "
-    "look at the data and the supports of the sites there."
-)
 # Effective draws of a correction from which particles that begin at its mixture can be trusted.
 # With 17 a Gaussian process over forty times came to a part of the posterior: islands agreed to
 # 0.05 sd, and its length scale was 1.5 sd off. A horseshoe has three, a test of 30 items five.
@@ -68,10 +62,6 @@ class PriorReference:
         """Return the log density () at ``z`` (dim,), factors and scaled sites left out."""
         return self.model.global_prior.log_density_all(theta, z)
 
-    def standard(self, dim: int) -> tuple[()]:
-        """Return nothing, since the prior has no parameters."""
-        return ()
-
 
 @dataclass(frozen=True)
 class MixtureReference:
@@ -83,10 +73,6 @@ class MixtureReference:
         """Return the log density () at ``z`` (dim,)."""
         at = z[None]
         return self.wide.log_density(parameters.log_prob(at), theta, parameters.place, at)[0]
-
-    def standard(self, dim: int) -> Mixture:
-        """Return a mixture of one part, at zero."""
-        return Mixture.straight(jnp.zeros(1), jnp.zeros((1, dim)), jnp.eye(dim)[None])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +102,7 @@ class Tempered:
 
     References
     ----------
-    Del Moral, Doucet, Jasra (2006), Sequential Monte Carlo samplers. Weights and resampling are
-    BlackJAX's; the trajectories are this package's own, since each gradient is an exchange.
+    Del Moral, Doucet, Jasra (2006), Sequential Monte Carlo samplers.
 
     Examples
     --------
@@ -193,22 +178,28 @@ class Tempered:
             check_weighable(fit._fit)
             check_temperable(fit)
             key_begin, key_run, key_draws = jax.random.split(key, 3)
-            tempering = self._parts(fit._fit, nodes_for(result))
-            track = self._track_of(result)
-            if track is None:
-                swarm = self._begin(key_begin, tempering, fit, result)
-            else:
-                swarm = track.swarm._replace(num_kept=jnp.zeros((), jnp.int32))
-            run = self._run(key_run, num_exchanges, tempering, swarm, fit, progress_bar, quick)
-            if isinstance(result, Particles) and track is not None:
-                near = result.near
-            else:
+            tempering = self._parts(fit._fit, nodes_for(result), quick)
+            before = result._swarm if isinstance(result, Particles) else None
+            size = self.num_particles
+            if before is None or (before.start, len(before.here.z)) != (self.start, size):
+                swarm = self._begin(key_begin, fit, result)
                 near = self.start == "prior" or _covers(result)
-            server = run.state.server
-            found = particles_of(
-                key_draws, fit, server, self.start, near=near, accuracy=accuracy, before=track
-            )
-        if run.ended == "interrupted":
+            else:
+                swarm, near = before.copy(), result.near
+            words = "log likelihoods at particles, or their gradients, are not finite at {}."
+            ask = partial(fit.ask_once, key=key_run, message=words)
+            interrupted, progress = False, progress_of(progress_bar)
+            try:
+                with progress.under_way(False, num_exchanges):
+                    shown = partial(progress.step, 1)
+                    tempering.run(ask, swarm, num_exchanges, generator(key_run), shown)
+            except KeyboardInterrupt:
+                interrupted = True
+            except (SilosError, NonFiniteError) as error:
+                error.result = fit
+                raise
+            found = particles_of(key_draws, fit, swarm, near=near, accuracy=accuracy)
+        if interrupted:
             raise Interrupted(
                 f"interrupted after {found.num_exchanges} exchanges; the particles as they are "
                 "then are in the error's .result.",
@@ -216,28 +207,19 @@ class Tempered:
             )
         return found
 
-    def _track_of(self, result: Result | Corrected) -> Track | None:
-        """Return what an earlier run of so many particles from the same start has left, if any."""
-        track = result._track if isinstance(result, Particles) else None
-        if track is None or track.start != self.start:
-            return None
-        return track if len(track.swarm.trial) == self.num_particles else None
-
-    def _parts(self, fit: Fit, nodes: int) -> Tempering:
+    def _parts(self, fit: Fit, nodes: int, quick: bool) -> Tempering:
         number = self.num_particles
 
         def make() -> Tempering:
-            tempering = tempering_of(fit.built, number, nodes)
+            tempering = replace(tempering_of(fit.built, number, nodes), little=quick)
             if self.start == "prior":
                 return tempering
             return replace(tempering, reference=MixtureReference(self._wide(fit)))
 
-        return fit.cached(("tempering", number, self.start, nodes), make)
+        return fit.cached(("tempering", number, self.start, nodes, quick), make)
 
-    def _begin(
-        self, key: Array, tempering: Tempering, fit: Result, result: Result | Corrected
-    ) -> Swarm:
-        """Return the first state: draws of the reference."""
+    def _begin(self, key: Array, fit: Result, result: Result | Corrected) -> Swarm:
+        """Return the particles before the first exchange: draws of the reference."""
         theta, fm = fit.shared.theta, fit._fit.model
         if self.start == "prior":
             if not fm.global_prior.drawable:
@@ -246,47 +228,19 @@ class Tempered:
                 )
             keys = jax.random.split(key, self.num_particles)
             z = jax.vmap(fm.global_prior.draw_all, (0, None))(keys, theta)
-            return tempering.begin(theta, (), z)
+            return Swarm.at(self.start, theta, (), np.asarray(z))
         own = mixture_of(fit, result)
-        own = own._replace(log_shares=np.maximum(own.log_shares, LOST))  # states must be finite
+        own = own._replace(log_shares=np.maximum(own.log_shares, LOST))  # of a finite slope
         draws = generator(key)
         chosen = MixtureProposal(self._wide(fit._fit)).draw(draws, theta, own)
         # The first draws are of the mixture, the others of wider parts: islands must be alike.
-        real = jnp.result_type(float)
-        own = jax.tree.map(lambda a: jnp.asarray(a, real), own)
-        return tempering.begin(theta, own, jnp.asarray(draws.permutation(chosen), real))
+        z = draws.permutation(chosen).astype(jnp.result_type(float))
+        own = jax.tree.map(lambda a: np.asarray(a, z.dtype), own)
+        return Swarm.at(self.start, theta, own, z)
 
     def _wide(self, fit: Fit) -> WideParts:
         """Return the wider parts around a mixture."""
         return WideParts.of(of_text(fit), self.num_particles, WIDER)
-
-    def _run(
-        self,
-        key: Array,
-        num_exchanges: int,
-        tempering: Tempering,
-        swarm: Swarm,
-        fit: Result,
-        progress_bar: bool | Progress,
-        quick: bool,
-    ) -> RunOutcome:
-        """Return the run of the exchanges, or raise an error if no particle has a density."""
-        make = fit._fit.reach or partial(simulation, quick=quick)
-        runtime = fit._fit.cached(
-            ("tempered", tempering, quick), lambda: make(tempering.algorithm())
-        )
-        state = State(jnp.zeros((), jnp.int32), swarm, fit.state.silos, ())
-        run = drive(
-            runtime, key, state, fit._batches, num_exchanges, progress_bar, stop=True, keep=True
-        )
-        if run.refused is not None:
-            run.refused.result = fit
-            raise run.refused
-        if run.failure is None:
-            return run
-        raise NonFiniteError(
-            NO_DENSITY, result=fit, round=run.failure.round, silos=run.failure.silos
-        )
 
 
 def tempering_of(built: Built, num_particles: int, nodes: int) -> Tempering:
