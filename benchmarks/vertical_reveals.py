@@ -35,20 +35,18 @@ KEY = jax.random.key(0)
 
 def overheard(vfl: Any, xs: list[np.ndarray], y: np.ndarray, rounds: int) -> np.ndarray:
     """What the first client sends in a run, read off its messages, (rounds, rows)."""
-    nodes = [nf.SiloNode(vfl, x) for x in xs]
-    facts = [node.facts() for node in nodes]
-    server = nf.VerticalServerNode(vfl, facts, lambda xs: dict(xs=xs, y=y))
-    heard = []
-    for j, node in enumerate(nodes):
-        node.accept(server.plan, j)
+    heard, names = [], {"vfl": vfl, "model": vfl.model}
+    policy = nf.Policy(min_rows=1, parameters_per_row=100.0, min_silos=1)
+    silos = [nf.Silo(x, names=names, policy=policy) for x in xs]
 
-    def send(j: int, message: bytes) -> bytes:
-        reply = nodes[j].handle(message)
-        if j == 0 and read(message).head["exchange"] == "draw":
+    def first(message: bytes) -> bytes:
+        reply = silos[0].answer(message)
+        if read(message).head["exchange"] == "draw":
             heard.append(read(reply).arrays["reply.up.part"][0])
         return reply
 
-    server.run(KEY, rounds, send)
+    engine = nf.network.InMemory([first, *(silo.answer for silo in silos[1:])])
+    vfl.run(KEY, rounds, nf.Federation(engine, names=names), y, progress_bar=False)
     return np.array(heard)
 
 

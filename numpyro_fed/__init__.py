@@ -50,7 +50,6 @@ from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.methods.sfvi_avg import SFVIAvg
 from numpyro_fed.methods.soul import SOUL
 from numpyro_fed.methods.vfl import VFL
-from numpyro_fed.methods.vfl_node import VerticalServerNode
 from numpyro_fed.model import handlers
 from numpyro_fed.model.clients import client_sum
 from numpyro_fed.model.facts import Facts, Plan, describe
@@ -154,7 +153,6 @@ __all__ = [
     "SumError",
     "Tempered",
     "VerticalResult",
-    "VerticalServerNode",
     "barycenters",
     "cache_programs",
     "check_decomposition",

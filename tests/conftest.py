@@ -40,7 +40,6 @@ SLOW_EXAMPLES = (  # in docstrings, where no mark can stand
     "methods.sfvi.SFVI",
     "methods.soul.SOUL",
     "methods.vfl.VFL",
-    "methods.vfl_node.VerticalServerNode",
     "model.substitution.substitute_prior",
     "reference.compare.compare",
     "reference.models.compare_models",

@@ -44,6 +44,7 @@ def columns_model(xs, y):
         numpyro.sample("y", dist.Poisson(jnp.exp(b + eta)), obs=y)
 
 
+FREE = nf.Policy(min_rows=1, parameters_per_row=10.0)
 VERTICAL = {
     "exact": lambda: nf.VFL(columns_model, num_particles=2),
     "augmented": lambda: nf.VFL(columns_model, rho=0.5, batch_size=6),
@@ -55,13 +56,17 @@ def serve(rows, columns, number, pipe):
     """Take part in one federation after the other, each named by its method.
 
     First with facts, then plan and messages as they come, until an empty one; an empty name ends.
+    A silo that holds columns answers messages alone.
     """
     jax.config.update("jax_enable_x64", True)
     while name := pipe.recv_bytes().decode():
         if name in VERTICAL:
-            node = nf.SiloNode(VERTICAL[name](), columns, secret=None, allow_unhidden=True)
-        else:
-            node = nf.SiloNode(METHODS[name](), rows)
+            options = dict(names={"columns_model": columns_model}, policy=FREE)
+            silo = nf.Silo(columns, secret=None, allow_unhidden=True, **options)
+            while message := pipe.recv_bytes():
+                pipe.send_bytes(silo.answer(message))
+            continue
+        node = nf.SiloNode(METHODS[name](), rows)
         pipe.send_bytes(node.facts().encode())
         node.accept(pipe.recv_bytes().decode(), number)
         while message := pipe.recv_bytes():

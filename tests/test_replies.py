@@ -192,21 +192,18 @@ def test_a_visit_ends_in_one_way():
 
 def test_a_client_of_a_vertical_model_is_named():
     model = models.sum_of_clients()
-    method = nf.VFL(model, rho=1.0, start=None)
-    nodes = [nf.SiloNode(method, np.ones((5, p), np.float32)) for p in (1, 2)]
-    held = {"y": np.zeros(5, np.float32)}
-    server = nf.VerticalServerNode(
-        method, [n.facts() for n in nodes], lambda xs: {"xs": xs, **held}
-    )
-    for j, node in enumerate(nodes):
-        node.accept(server.plan, j)
+    method, names = nf.VFL(model, rho=1.0, start=None), {"model": model}
+    free = nf.Policy(min_rows=1, parameters_per_row=10.0, min_silos=1)
+    columns = [np.ones((5, p), np.float32) for p in (1, 2)]
+    silos = [nf.Silo(x, names=names, policy=free) for x in columns]
     spoil = edited(spoilt_numbers(np.nan))
 
-    def send(j, message):
-        return spoil(j, read(message).head["exchange"], nodes[j].handle(message))
+    def answering(j):
+        return lambda message: spoil(j, read(message).head["exchange"], silos[j].answer(message))
 
+    there = nf.Federation(nf.network.InMemory([answering(j) for j in (0, 1)]), names=names)
     with pytest.raises(NonFiniteError) as caught:
-        server.run(KEY, 2, send)
+        method.run(KEY, 2, there, np.zeros(5, np.float32), progress_bar=False)
     assert caught.value.silos == (1,)
 
 

@@ -10,6 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro.contrib.control_flow import scan
+from vertical_problems import agreed
 
 import numpyro_fed as nf
 from numpyro_fed.methods.elsewhere import fit_over
@@ -190,11 +191,10 @@ def test_a_client_with_another_constant_is_refused():
     def accept(predictor):
         there = elsewhere(columns, predictor=predictor)
         nodes = [nf.SiloNode(nf.VFL(there), np.ones((5, p))) for p in (1, 2)]
-        server = nf.VerticalServerNode(
-            nf.VFL(columns), [n.facts() for n in nodes], lambda xs: dict(xs=xs, y=np.zeros(5))
-        )
+        facts = [n.facts() for n in nodes]
+        plan = agreed(nf.VFL(columns), facts, lambda xs: dict(xs=xs, y=np.zeros(5)))
         for j, node in enumerate(nodes):
-            node.accept(server.plan, j)
+            node.accept(plan.to_json(), j)
 
     accept(elsewhere(predictor))
     words = r"client 0 .* another constant in '_predictor' where the server's has 2\."

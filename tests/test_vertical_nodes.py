@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from laid_open import laid_open_columns, secret_of
-from vertical_problems import KEY, data, gaussian, linear, one_silo, over_nodes
+from vertical_problems import KEY, agreed, data, gaussian, linear, one_silo, over_nodes
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import ExchangeId
@@ -109,12 +109,12 @@ def test_rows_of_all_parties_must_be_the_same_in_the_same_order():
         pairs = zip(xs, orders, strict=True)
         facts = [nf.SiloNode(vfl, x, row_ids=order).facts() for x, order in pairs]
         assert not any("area" in text for text in facts)
-        return nf.VerticalServerNode(vfl, facts, lambda xs: dict(xs=xs, y=y), **at_server)
+        return agreed(vfl, facts, lambda xs: dict(xs=xs, y=y), **at_server)
 
     with pytest.warns(UserWarning, match=r"client 1 .* client 0, client 2"):
         server = serving(ids, None, ids, row_ids=ids)
     assert server.num_silos == 3
-    assert digest(read_ids(ids, 12, "")) not in server.plan
+    assert digest(read_ids(ids, 12, "")) not in server.to_json()
     with pytest.raises(nf.DataError, match=r"client 2 .*ids"):
         serving(ids, ids, swapped)
     with pytest.raises(nf.DataError, match=r"the server .*\(7,\), .*\(12,\)"):
@@ -140,4 +140,4 @@ def test_nodes_hand_over_the_columns_that_they_hold():
     vfl = nf.VFL(model)
     facts = [nf.SiloNode(vfl, x).facts() for x in xs]
     with pytest.raises(nf.ModelError, match="columns"):
-        nf.VerticalServerNode(vfl, facts, lambda xs: dict(xs=xs, y=y))
+        agreed(vfl, facts, lambda xs: dict(xs=xs, y=y))

@@ -11,6 +11,7 @@ from laid_open import inside
 
 import numpyro_fed as nf
 from numpyro_fed.gaussian import unit_lower
+from numpyro_fed.model.vertical_facts import Shapes
 
 KEY = jax.random.key(0)
 
@@ -123,15 +124,21 @@ def joint_normal(result):
 centred = models.sum_of_clients(0.7)
 
 
-def over_nodes(method, **options):
-    """Server and clients in this process, with bytes between them: nodes, and a run."""
+FREE = nf.Policy(min_rows=1, parameters_per_row=10.0, min_silos=1)
+
+
+def over_nodes(method, columns=None, **options):
+    """Clients with bytes between them and the server, and a run."""
     xs, y = data()
-    nodes = [nf.SiloNode(method, x, **options) for x in xs]
-    facts = [node.facts() for node in nodes]
-    server = nf.VerticalServerNode(method, facts, lambda xs: dict(xs=xs, y=y))
-    for j, node in enumerate(nodes):
-        node.accept(server.plan, j)
-    return nodes, lambda n: server.run(KEY, n, lambda j, message: nodes[j].handle(message))
+    names = {"method": method, "model": method.model}
+    clients = [nf.Silo(x, names=names, policy=FREE, **options) for x in columns or xs]
+    there = nf.Federation(nf.network.InMemory([c.answer for c in clients]), names=names)
+    return clients, lambda n: method.run(KEY, n, there, y, progress_bar=False)
+
+
+def agreed(method, facts, arguments, row_ids=None):
+    """The plan of clients with these facts."""
+    return method.agree(tuple(map(Shapes.from_json, facts)), arguments, row_ids)[0]
 
 
 one_silo = models.level(1)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from numpyro_fed.methods.recipe import HasSettings, for_silos
 from numpyro_fed.model.facts import Facts, Plan
@@ -15,7 +15,15 @@ from numpyro_fed.results.rows import Fit
 from numpyro_fed.runtime.channel import Channel, Send, Weights
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import DESCRIBE, Question, read, write
+from numpyro_fed.runtime.party import PlanLike, Sendable
 from numpyro_fed.runtime.remote import remote
+from numpyro_fed.runtime.stack import Runtime
+
+Made = TypeVar("Made")
+
+
+class Agreed(PlanLike, Sendable, Protocol):
+    """A plan, of rows or of columns."""
 
 
 class Agrees(HasSettings, Protocol):
@@ -33,12 +41,9 @@ def fit_over(method: Agrees, federation: Federation) -> tuple[Fit, Silos]:
     # Each time: a variable that the text reads may have changed since the last run.
     plan = method.agree(facts)
 
-    def make() -> tuple[Fit, Silos]:
+    def make(reach: Callable[..., Runtime]) -> Fit:
         built = method.build(plan)
-        weights = [rows_of(f) for f in facts]
-        channel = Channel(federation, plan.num_silos, weights, name, federation.missing)
-        reach = partial(remote, plan=plan, channel=channel)
-        fit = Fit(
+        return Fit(
             plan=plan,
             certify=importance_correct,
             correct_from=correct_from,
@@ -47,11 +52,30 @@ def fit_over(method: Agrees, federation: Federation) -> tuple[Fit, Silos]:
             reach=reach,
             asked_as=name,
         )
+
+    return reached(federation, name, plan, make, [rows_of(f) for f in facts])
+
+
+def reached(
+    federation: Federation,
+    name: str,
+    plan: Agreed,
+    make: Callable[[Callable[..., Runtime]], Made],
+    weights: Sequence[Weights] | None = None,
+) -> tuple[Made, Silos]:
+    """Return the fit of a plan that silos know by a name, made at its first use.
+
+    ``make`` is given the function that makes runtimes, ``weights`` how many rows silos have.
+    """
+
+    def made() -> tuple[Made, Silos]:
+        channel = Channel(federation, plan.num_silos, weights, name, federation.missing)
+        fit = make(partial(remote, plan=plan, channel=channel))
         # Once all is built: where that is refused, silos have built nothing.
         federation.accept(name, plan.to_json())
         return fit, Silos((), (), channel.batches)
 
-    return federation.cached(("fit", name, plan), make)
+    return federation.cached(("fit", name, plan.to_json()), made)
 
 
 def rows_of(facts: Facts) -> Weights:

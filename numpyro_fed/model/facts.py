@@ -113,7 +113,7 @@ class Facts:
     @classmethod
     def from_json(cls, text: str) -> Facts:
         """Read facts from the text that :meth:`to_json` returned."""
-        return cls._from_dict(_tuples(json.loads(text)))
+        return cls._from_dict(as_tuples(json.loads(text)))
 
     @classmethod
     def _from_dict(cls, found: dict[str, Any]) -> Facts:
@@ -202,7 +202,7 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read a plan from the text that :meth:`to_json` returned."""
-        found = _tuples(json.loads(text))
+        found = as_tuples(json.loads(text))
         terms = tuple(Term(*fields) for fields in found["terms"])
         return cls(**found | {"facts": Facts._from_dict(found["facts"]), "terms": terms})
 
@@ -421,12 +421,12 @@ def canonical(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
-def _tuples(value: object) -> Any:
+def as_tuples(value: object) -> Any:
     """Return a value read from JSON with tuples for its lists, which can be hashed."""
     if isinstance(value, list):
-        return tuple(map(_tuples, value))
+        return tuple(map(as_tuples, value))
     if isinstance(value, dict):
-        return {k: _tuples(v) for k, v in value.items()}
+        return {k: as_tuples(v) for k, v in value.items()}
     return value
 
 

@@ -223,6 +223,17 @@ class Silo:
         """
         return self._at_home(draws, lambda node: node.sample_posterior(key, draws))
 
+    def draws(self) -> dict[str, Array]:
+        """Return this client's latents at the last draws of all parties, ``{site: (n, ...)}``.
+
+        Clients hold columns (:class:`numpyro_fed.VFL`), and draw together at ``sample_together`` of
+        the server's result. Sites have the names of the client's part of the text.
+        """
+        with self._lock:
+            if not self._nodes:
+                raise DataError("there are no draws here: no server has asked for any.")
+            return next(reversed(self._nodes.values())).draws()
+
     def _at_home(
         self, draws: bytes, ask: Callable[[SiloNode[Any, Any, Any]], dict[str, Array]]
     ) -> dict[str, Array]:
