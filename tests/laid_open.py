@@ -26,6 +26,7 @@ from numpyro_fed.runtime import supervise
 
 __all__ = [
     "LaidOpen",
+    "asking",
     "at_checks",
     "for_the_prior",
     "globals_drawn",
@@ -157,6 +158,11 @@ def laid_open_columns(
 def inside(result: Any) -> LaidOpen:
     """What a result was made by."""
     return LaidOpen(result._fit, result._silos)
+
+
+def asking(result: Any, key: jax.Array) -> Any:
+    """How a result asks its silos."""
+    return result._asking(key)
 
 
 def times_compiled(program: Any) -> int:

@@ -91,7 +91,7 @@ def test_clients_in_processes_of_their_own_give_the_numbers_of_one_process(name,
     with pytest.raises(DataError, match=r"clients .*own"):
         result.client_params(0)
     accepted = next(m for m in engine.sent if read(m).head["exchange"] == ACCEPT)
-    told = json.loads(json.loads(read(accepted).head["settings"])["plan"])[2]
+    told = json.loads(json.loads(read(accepted).head["settings"])["plan"])["shared"]
     assert (name == "power") == bool(told)  # the response leaves the server where it must
 
 

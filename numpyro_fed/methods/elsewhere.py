@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from numpyro_fed.errors import DataError
 from numpyro_fed.methods.recipe import HasSettings, for_silos
@@ -14,7 +14,17 @@ from numpyro_fed.results.built import Built
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.runtime.channel import Channel, Weights
 from numpyro_fed.runtime.federation import Federation
-from numpyro_fed.runtime.remote import remote
+from numpyro_fed.runtime.remote import PlanLike, remote
+from numpyro_fed.runtime.stack import Runtime
+
+Made = TypeVar("Made")
+
+
+class Agreed(PlanLike, Protocol):
+    """A plan, of rows or of columns."""
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text."""
 
 
 class Agrees(HasSettings, Protocol):
@@ -37,23 +47,39 @@ def fit_over(method: Agrees, federation: Federation) -> tuple[Fit, Silos]:
     # Each time: a variable that the text reads may have changed since the last run.
     plan = method.agree(facts)
 
-    def make() -> tuple[Fit, Silos]:
+    def make(reach: Callable[..., Runtime]) -> Fit:
         built = method.build(plan)
-        weights = [rows_of(f) for f in facts]
-        channel = Channel(federation, plan.num_silos, weights, name)
-        reach = partial(remote, plan=plan, channel=channel)
-        fit = Fit(
+        return Fit(
             plan=plan,
             built=built,
             runtime=reach(built.algorithm, built.schedule),
             reach=reach,
             asked_as=name,
         )
+
+    return reached(federation, name, plan, make, [rows_of(f) for f in facts])
+
+
+def reached(
+    federation: Federation,
+    name: str,
+    plan: Agreed,
+    make: Callable[[Callable[..., Runtime]], Made],
+    weights: Sequence[Weights] | None = None,
+) -> tuple[Made, Silos]:
+    """Return the fit of a plan that silos know by a name, made at its first use.
+
+    ``make`` is given the function that makes runtimes, ``weights`` how many rows silos have.
+    """
+
+    def made() -> tuple[Made, Silos]:
+        channel = Channel(federation, plan.num_silos, weights, name)
+        fit = make(partial(remote, plan=plan, channel=channel))
         # Once all is built: where that is refused, silos have built nothing.
         federation.accept(name, plan.to_json())
         return fit, Silos((), (), channel.batches)
 
-    return federation.cached(("fit", name, plan), make)
+    return federation.cached(("fit", name, plan.to_json()), made)
 
 
 def rows_of(facts: Facts) -> Weights:

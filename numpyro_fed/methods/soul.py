@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import ClassVar
 
 import jax
 import optax
 
-from numpyro_fed.algorithms.vertical.soul import Soul, sample, soul
+from numpyro_fed.algorithms.vertical.soul import Soul
 from numpyro_fed.errors import positive_int
 from numpyro_fed.methods.sfvi import default_optimiser
 from numpyro_fed.methods.vertical import NEEDS_RESPONSE, VerticalMethod, check_power
 from numpyro_fed.model.clients import positive_rho
 from numpyro_fed.model.data import signature
 from numpyro_fed.model.roles import VerticalSplit
-from numpyro_fed.results.base import Silos
-from numpyro_fed.results.soul import SOULResult
-from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit
-from numpyro_fed.runtime.supervise import RunOutcome
+from numpyro_fed.results.vertical import SOULResult, VerticalBuilt, VerticalResult
 
 
 @dataclass(frozen=True)
@@ -85,6 +81,8 @@ class SOUL(VerticalMethod[SOULResult]):
     (True, (500, 2))
     """
 
+    kind: ClassVar[type[VerticalResult]] = SOULResult
+
     rho: float = field(kw_only=True)
     likelihood: str = field(default="augmented", kw_only=True)
     optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
@@ -126,18 +124,10 @@ class SOUL(VerticalMethod[SOULResult]):
             power=self.likelihood == "power",
         )
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), roles.server)
+        names = "rho", "likelihood", "num_steps", "step_size", "num_kept"
         return VerticalBuilt(
             vertical=v,
-            algorithm=soul(v, like),
-            sampling=partial(sample, v),
+            algorithm=v.algorithm(v.rounds, like),
+            settings={"method": "SOUL", **{n: getattr(self, n) for n in names}},
             static=roles.arguments[:1],
         )
-
-    def _settings(self, built: VerticalBuilt) -> dict[str, Any]:
-        names = ("rho", "likelihood", "num_steps", "step_size", "num_kept")
-        return {name: getattr(self, name) for name in names}
-
-    def result_of(
-        self, run: RunOutcome, fit: VerticalFit, hosted: Silos, *, quiet: bool = False
-    ) -> SOULResult:
-        return SOULResult(run.losses, run.state, fit, hosted)

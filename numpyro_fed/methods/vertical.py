@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,24 +18,32 @@ from jax import Array
 from jax.typing import ArrayLike
 from tqdm.auto import tqdm
 
-from numpyro_fed.algorithms.base import ExchangeId, FederatedAlgorithm, Round
+from numpyro_fed.algorithms.base import ExchangeId, FederatedAlgorithm, Round, asked_directly
 from numpyro_fed.algorithms.vertical.sample import SAMPLE
 from numpyro_fed.algorithms.vertical.search import NoModeError
 from numpyro_fed.errors import DataError, ModelError, StartWarning
 from numpyro_fed.methods.base import RUNTIMES, SEARCHES, FederatedMethod, Outcome, RunOptions
+from numpyro_fed.methods.elsewhere import reached
 from numpyro_fed.methods.mode import SEARCH
-from numpyro_fed.methods.vertical_elsewhere import clients_over
+from numpyro_fed.methods.recipe import for_silos
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
 from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.fingerprint import check_terms, client_terms, source_hash
 from numpyro_fed.model.observed import Supports, as_bucket
 from numpyro_fed.model.padding import bucket, one_by_one
-from numpyro_fed.model.roles import Text, VerticalSplit, split, split_vertical, with_server_data
-from numpyro_fed.model.row_ids import check_same_ids, digest, read_ids
+from numpyro_fed.model.roles import (
+    Text,
+    VerticalSplit,
+    is_array,
+    split,
+    split_vertical,
+    with_server_data,
+)
+from numpyro_fed.model.row_ids import check_same_digests, check_same_ids, digest, read_ids
 from numpyro_fed.model.vertical import VerticalModel
-from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan
+from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan, shared_text
 from numpyro_fed.results.base import Silos
-from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalStart
+from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalResult, VerticalStart
 from numpyro_fed.runtime.asking import Asked
 from numpyro_fed.runtime.crossing import Crossings
 from numpyro_fed.runtime.federation import Federation
@@ -42,6 +51,7 @@ from numpyro_fed.runtime.messages import SEARCH as BEGIN_SEARCH
 from numpyro_fed.runtime.noise import exchange_key, server_key, typed_key
 from numpyro_fed.runtime.party import PlanSize
 from numpyro_fed.runtime.stack import Batches, Runtime, State, on_device
+from numpyro_fed.runtime.supervise import RunOutcome
 from numpyro_fed.trees import drop_weak_types
 
 # Folded into the key of a run for what comes before its rounds, whose numbers never come to it.
@@ -64,6 +74,8 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         Whether clients know the response and the rest of the server's data.
     """
 
+    kind: ClassVar[type[VerticalResult]] = VerticalResult
+
     model: Callable[..., Any]
     share_response: bool = field(default=False, kw_only=True)
     _fits: dict[Hashable, VerticalFit] = field(
@@ -74,9 +86,10 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
     def assemble(self, roles: VerticalSplit) -> VerticalBuilt:
         """Return the algorithm for a model that is split over clients."""
 
-    @abstractmethod
-    def _settings(self, built: VerticalBuilt) -> dict[str, Any]:
-        """Return the settings that a saved state must agree with."""
+    def result_of(
+        self, run: RunOutcome, fit: VerticalFit, hosted: Silos, *, quiet: bool = False
+    ) -> Any:
+        return self.kind(run.losses, run.state, fit, hosted)
 
     def run(
         self,
@@ -124,29 +137,8 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         """
         key = typed_key(key)
         options = RunOptions(num_rounds, None, progress_bar, stop, callback, every)
-        inputs = (*args, *kwargs.values())
-        clients = next((a for a in inputs if isinstance(a, Federation)), None)
-        if clients is None:
-            fit, hosted = self._compiled_for(args, kwargs, runtime)
-            if row_ids is not None:
-                model = fit.built.model
-                check_same_ids(row_ids, model.rows, len(model.clients))
-        else:
-            own = None if row_ids is None else row_ids[-1]
-            fit, hosted = clients_over(self, clients, args, kwargs, own)
-        return self.run_fit(fit, hosted, key, options, init_state, runtime)
-
-    def run_fit(
-        self,
-        fit: VerticalFit,
-        hosted: Silos,
-        key: Array,
-        options: RunOptions[Outcome],
-        init_state: State | None = None,
-        runtime: str = "simulation",
-    ) -> Outcome:
-        """Run a fit that has been built, from its start or from a state."""
-        if options.progress_bar:
+        fit, hosted = self._compiled_for(args, kwargs, runtime, row_ids)
+        if progress_bar:
             tqdm.write(str(fit.messages(hosted)))
         if init_state is None:
             search = (
@@ -181,28 +173,102 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         return self._load_run(path, fit, hosted)[0]
 
     def _compiled_for(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], runtime: str
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        runtime: str,
+        row_ids: Sequence[ArrayLike] | None = None,
     ) -> tuple[VerticalFit, Silos]:
         if runtime not in RUNTIMES:
             raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
+        inputs = (*args, *kwargs.values())
+        clients = next((a for a in inputs if isinstance(a, Federation)), None)
+        if clients is not None:
+            own = None if row_ids is None else row_ids[-1]
+            return self._over(clients, args, kwargs, own)
         roles = split_vertical(self.model, args, kwargs, share_response=self.share_response)
-        hosted = _hosted_clients(roles, runtime)
+        if row_ids is not None:
+            check_same_ids(row_ids, roles.model.rows, len(roles.clients))
         precision = str(jnp.result_type(float))
         cache_key = (runtime, precision, roles.arguments, *map(signature, roles.clients))
         if cache_key not in self._fits:
-            built = self.assemble(roles)
+            built, source = self.assemble(roles), source_hash(self.model)
             self._fits[cache_key] = VerticalFit(
                 built=built,
                 runtime=RUNTIMES[runtime](built.algorithm, None),
-                saved_description=self._description(built),
                 server_data=roles.server,
-                supports=Supports.of_server(roles.model),
-                source=source_hash(self.model),
+                source=source,
             )
-        fit = self._fits[cache_key]
+        fit = replace(self._fits[cache_key], server_data=roles.server)
         # At every run, since the response's values may be other ones than at the first.
-        fit.supports.check(as_bucket(roles.server))
+        fit.built.supports.check(as_bucket(roles.server))
+        sizes: list[dict[str, int]] = [{} for _ in roles.clients]
+        buckets = (
+            one_by_one(roles.clients, sizes)
+            if runtime == "host"
+            else bucket(roles.clients, sizes, may_pad=False)
+        )
+        return fit, Silos(roles.clients, tuple(buckets), on_device(buckets))
+
+    def _over(
+        self,
+        federation: Federation,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        row_ids: ArrayLike | None,
+    ) -> tuple[VerticalFit, Silos]:
+        """Return the fit for clients that a federation stands for among the model's arguments."""
+        bound = inspect.signature(self.model).bind(*args, **kwargs).arguments
+
+        def arguments(columns: list[Any]) -> dict[str, Any]:
+            return {k: columns if a is federation else a for k, a in bound.items()}
+
+        name, facts = federation.describe(for_silos(self, federation.names))
+        plan, roles = self.agree(tuple(map(Shapes.from_json, facts)), arguments, row_ids)
+
+        def make(reach: Callable[..., Runtime]) -> VerticalFit:
+            built = self.assemble(roles)
+            runtime = reach(built.algorithm)
+            return VerticalFit(
+                built=built, runtime=runtime, server_data=roles.server, plan=plan, reach=reach
+            )
+
+        # The server's data may be others than at an earlier run, so that only what clients need of
+        # the plan is kept.
+        fit, hosted = reached(federation, name, plan, make)
         return replace(fit, server_data=roles.server), hosted
+
+    def agree(
+        self,
+        clients: tuple[Shapes, ...],
+        arguments: Callable[[list[Any]], Mapping[str, Any]],
+        row_ids: ArrayLike | None = None,
+    ) -> tuple[VerticalPlan, VerticalSplit]:
+        """Return the plan of clients with these facts, and the server's part in it.
+
+        ``arguments(columns)`` returns the model's arguments by name; it is called with zeros.
+
+        Raises
+        ------
+        ModelError, DataError
+            For parties that do not fit together.
+        """
+        digests = {f"client {j}": client.ids for j, client in enumerate(clients)}
+        # The plan goes to all clients, whom the digests of others do not concern.
+        clients = tuple(replace(client, ids="") for client in clients)
+        zeros = [client.zeros()["columns"] for client in clients]
+        _check_columns_unchanged(self.model, arguments, zeros)
+        given = dict(arguments(zeros))
+        roles = split(Text.of(self.model, (), given), share_response=self.share_response)
+        Supports.of_server(roles.model).check(as_bucket(roles.server))
+        shared = shared_text(roles.server.arrays) if self.share_response else ""
+        if row_ids is not None:
+            digests["the server"] = digest(read_ids(row_ids, roles.model.rows, "the server"))
+        check_same_digests(digests)
+        plan = VerticalPlan(Shapes.of(read_one("the server", given)), clients, shared, ())
+        pairs = zip(roles.model.clients, roles.clients, strict=True)
+        terms = (client_terms(*pair, by_value=plan.by_value) for pair in pairs)
+        return replace(plan, terms=tuple(terms)), roles
 
     def describe(self, silo: object, row_ids: ArrayLike | None = None) -> Shapes:
         """Return the facts of a client's columns: shapes, dtypes, plain values, digest of ids."""
@@ -257,7 +323,8 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         It is one of a run, or the one in which all draw.
         """
         if asked.name == SAMPLE:
-            return built.sampling(asked.read_settings()["num_draws"]), built.algorithm
+            question = built.sampling(asked.read_settings()["num_draws"]).exchange
+            return Round((question,), asked_directly), built.algorithm
         return built.round_of(asked.name)
 
     def size_of(self, plan: VerticalPlan, built: VerticalBuilt, data: SiloData) -> PlanSize:
@@ -279,36 +346,39 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         text = Text.of(self.model, (), plan.arguments.zeros())
         return split(text, share_response=self.share_response)
 
-    def _description(self, built: VerticalBuilt) -> dict[str, Any]:
-        model = built.model
-        clients = {
-            scoped: [s.kind, list(s.shape), s.support]
-            for j, half in enumerate(model.clients)
-            for s in half.sites
-            for scoped in model.scoped(j, {s.name: None})
-        }
-        server = {s.name: [s.kind, list(s.shape), s.support] for s in model.server.sites}
-        return {
-            "settings": {"method": type(self).__name__, **self._settings(built)},
-            "sites": clients | server,
-            "rows": model.rows,
-            "static": [repr(value) for value in built.static],
-        }
-
-
-def _hosted_clients(roles: VerticalSplit, runtime: str) -> Silos:
-    sizes: list[dict[str, int]] = [{} for _ in roles.clients]
-    if runtime == "host":
-        buckets = one_by_one(roles.clients, sizes)
-    else:
-        buckets = bucket(roles.clients, sizes, may_pad=False)
-    return Silos(roles.clients, tuple(buckets), on_device(buckets))
-
 
 def check_power(model: VerticalModel) -> None:
     """Raise an error for latents whose distribution depends on the sum of predictors."""
     for name in model.below:
         raise ModelError(LATENT_OF_SUM.format(name))
+
+
+def _check_columns_unchanged(
+    model: Callable[..., Any],
+    arguments: Callable[[list[Any]], Mapping[str, Any]],
+    columns: list[Any],
+) -> None:
+    """Raise an error for a model that changes columns before it hands them to a predictor.
+
+    Only the predictor is run at a client, on the columns as the client holds them.
+    """
+
+    def with_numbers(a: Any) -> Any:
+        return np.arange(1, a.size + 1).reshape(a.shape).astype(a.dtype) if is_array(a) else a
+
+    # Numbers that are all different: a permutation or a product would show.
+    numbered = jax.tree.map(with_numbers, columns)
+    text = Text.of(model, (), dict(arguments(numbered)))
+    received = text.columns(text.data.arrays, jax.random.key(0)).columns
+    for j, (sent, arrived) in enumerate(zip(numbered, received, strict=True)):
+        pairs = (list(filter(is_array, jax.tree.leaves(tree))) for tree in (sent, arrived))
+        forms: list[Any] = [jax.tree.structure(tree) for tree in (sent, arrived)]
+        if forms[0] != forms[1] or not all(map(np.array_equal, *pairs)):
+            raise ModelError(
+                f"the model gives the predictor of client {j} something else than the columns that "
+                "the client holds, and nothing of the model but the predictor is run there. "
+                "Compute it in the predictor, or before the client describes its columns."
+            )
 
 
 def begin(

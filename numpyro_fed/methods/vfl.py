@@ -6,7 +6,6 @@ import json
 import math
 import warnings
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,11 +13,16 @@ import jax.numpy as jnp
 import optax
 from numpyro.infer.autoguide import AutoGuide
 
-from numpyro_fed.algorithms.base import IMPORTANCE, ExchangeId, FederatedAlgorithm, Round
+from numpyro_fed.algorithms.base import (
+    IMPORTANCE,
+    ExchangeId,
+    FederatedAlgorithm,
+    Round,
+    asked_directly,
+)
 from numpyro_fed.algorithms.vertical.augmented import Augmented
 from numpyro_fed.algorithms.vertical.base import PartyType, Vertical
 from numpyro_fed.algorithms.vertical.power import Power
-from numpyro_fed.algorithms.vertical.sample import sample
 from numpyro_fed.algorithms.vertical.search import VerticalSearch, width_of
 from numpyro_fed.algorithms.vertical.weigh import Weighing
 from numpyro_fed.errors import GuideError, StartWarning, positive_int
@@ -36,14 +40,8 @@ from numpyro_fed.model.roles import (
     hyperparameter_mask,
 )
 from numpyro_fed.model.vertical import VerticalModel
-from numpyro_fed.results.base import Silos
-from numpyro_fed.results.vertical import (
-    VerticalBuilt,
-    VerticalFit,
-    VerticalResult,
-)
+from numpyro_fed.results.vertical import VerticalBuilt, VerticalResult
 from numpyro_fed.runtime.crossing import Crossings
-from numpyro_fed.runtime.supervise import RunOutcome
 
 # Rows up to which each auxiliary variable has a normal of its own by default. Above, an amortised
 # guide has fewer parameters, but its messages tell more of the columns (docs/results/vertical.md).
@@ -307,38 +305,30 @@ class VFL(VerticalMethod[VerticalResult]):
         return VerticalBuilt(
             vertical=vertical,
             algorithm=algorithm,
-            sampling=partial(sample, vertical),
+            settings=self._settings(vertical),
             static=roles.arguments[:1],
             search=None if start is None else VerticalSearch(vertical, like),
         )
 
-    def _settings(self, built: VerticalBuilt) -> dict[str, Any]:
-        v = built.vertical
+    def _settings(self, v: Vertical) -> dict[str, Any]:
         guides = [v.server.resolved, *(kind.resolved for kind in v.kinds.values())]
+        names = "rho", "likelihood", "num_particles", "batch_size", "local_steps"
         return {
-            "rho": self.rho,
-            "likelihood": self.likelihood,
+            "method": "VFL",
+            **{name: getattr(self, name) for name in names},
             "auxiliary": None if self.rho is None else repr(self._auxiliary(v.model.rows)),
-            "num_particles": self.num_particles,
-            "batch_size": self.batch_size,
-            "local_steps": self.local_steps,
             "from_start": v.from_start,
             "rank": v.rank,
             "guides": json.loads(json.dumps(guides)),
         }
-
-    def result_of(
-        self, run: RunOutcome, fit: VerticalFit, hosted: Silos, *, quiet: bool = False
-    ) -> VerticalResult:
-        return VerticalResult(run.losses, run.state, fit, hosted)
 
     def round_of(
         self, built: VerticalBuilt, asked: ExchangeId
     ) -> tuple[Round, FederatedAlgorithm[Any, Any]]:
         """Return the round that declares an exchange, and the algorithm whose states it has."""
         if asked.name == IMPORTANCE:
-            weighing = Weighing(built.vertical, **asked.read_settings())
-            return weighing.as_round(), built.algorithm
+            question = Weighing(built.vertical, **asked.read_settings()).exchange
+            return Round((question,), asked_directly), built.algorithm
         return super().round_of(built, asked)
 
     def sends_unhidden(self, name: str) -> bool:

@@ -279,7 +279,7 @@ def _parted(
     """Return the arrays that some client does not receive whole, but a part or a function of."""
 
     def whole(name: str, j: int) -> bool:
-        leaves = (a for a in jax.tree.leaves(columns[j]) if _is_array(a))
+        leaves = (a for a in jax.tree.leaves(columns[j]) if is_array(a))
         return any(np.array_equal(a, arrays[name], equal_nan=a.dtype.kind == "f") for a in leaves)
 
     return {name for name, who in readers.items() if not all(whole(name, j) for j in who)}
@@ -291,7 +291,7 @@ def _columns(text: Text, arrays: dict[str, Any]) -> tuple[Clients, list[Any], di
 
     def arrays_of(arrays: dict[str, Any], key: Array) -> list[list[Any]]:
         calls.append(text.columns(arrays, key))
-        return [[a for a in jax.tree.leaves(x) if _is_array(a)] for x in calls[-1].columns]
+        return [[a for a in jax.tree.leaves(x) if is_array(a)] for x in calls[-1].columns]
 
     def labelled(**inputs: Array) -> Any:
         key = inputs.pop(LATENTS)
@@ -318,11 +318,12 @@ def _columns(text: Text, arrays: dict[str, Any]) -> tuple[Clients, list[Any], di
                 )
             readers.setdefault(label, set()).add(j)
         numbers = iter(map(np.asarray, computed[j]))
-        columns.append(jax.tree.map(lambda a, it=numbers: next(it) if _is_array(a) else a, own))
+        columns.append(jax.tree.map(lambda a, it=numbers: next(it) if is_array(a) else a, own))
     return calls[-1], columns, readers
 
 
-def _is_array(leaf: object) -> bool:
+def is_array(leaf: object) -> bool:
+    """Return whether a leaf of a client's columns is an array, and not a plain value."""
     return hasattr(leaf, "dtype")
 
 

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from numpyro_fed.errors import ModelError
-from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.data import SiloData, read_one
 from numpyro_fed.model.facts import skeleton, unflatten_skeleton
 from numpyro_fed.model.fingerprint import SOFTWARE, Term
-from numpyro_fed.records import canonical
+from numpyro_fed.model.roles import with_server_data
+from numpyro_fed.records import canonical, read_record
 
 VERSION = 3
 
@@ -65,9 +66,7 @@ class Shapes:
             raise ModelError(
                 "a client's facts were written by another version. All parties must run the same."
             )
-        arrays = tuple((n, dtype, tuple(shape)) for n, dtype, shape in found["arrays"])
-        static = tuple((n, v) for n, v in found["static"])
-        return cls(arrays, static, found["tree"], found["ids"], found["software"])
+        return read_record(cls, json.dumps(found))
 
     def zeros(self) -> Any:
         """Return a tree of zeros in these shapes."""
@@ -115,21 +114,20 @@ class VerticalPlan:
             for name, (dtype, shape, numbers) in found.items()
         }
 
+    def template(self) -> SiloData:
+        """Return zeros of the shapes of the first client, for tracing the text."""
+        client = {"columns": self.clients[0].zeros()["columns"], "predictor": 0}
+        data = read_one("a client", client)
+        return with_server_data(data, self.shared_text) if self.shared else data
+
     def to_json(self) -> str:
         """Return the plan as JSON text, which :meth:`from_json` reads."""
-        clients = [c.to_json() for c in self.clients]
-        return canonical([self.arguments.to_json(), clients, self.shared, self.terms])
+        return canonical(self)
 
     @classmethod
     def from_json(cls, text: str) -> VerticalPlan:
         """Read a plan from the text that :meth:`to_json` returned."""
-        arguments, clients, shared, terms = json.loads(text)
-        read = tuple(
-            tuple(Term(site, words, tuple(map(tuple, numbers))) for site, words, numbers in of_one)
-            for of_one in terms
-        )
-        shapes = tuple(map(Shapes.from_json, clients))
-        return cls(Shapes.from_json(arguments), shapes, shared, read)
+        return read_record(cls, text)
 
 
 def shared_text(arrays: Mapping[str, np.ndarray]) -> str:

@@ -30,6 +30,7 @@ from numpyro_fed.model.padding import Bucket
 from numpyro_fed.results.arviz import Coords, Dims, Labels, to_arviz
 from numpyro_fed.results.recognise import Provenance
 from numpyro_fed.results.saving import SavedRun, SavedWords, save
+from numpyro_fed.runtime.asking import Asked
 from numpyro_fed.runtime.crossing import Crossings, crossings
 from numpyro_fed.runtime.messages import BEGINNINGS, GO_ON
 from numpyro_fed.runtime.stack import Batches, Runtime, ServerData, Single, Stacks, State
@@ -288,11 +289,19 @@ class FederatedRun(ABC, Generic[Ready]):
             round_(key, state.server, state.silos, batches, server_data)
         )
         if not bool(info.ok):
-            bad = failed_silos(good, silos, batches)
-            where = f"{self.PARTY} {', '.join(map(str, bad))}" if bad else "the server"
-            number = int(state.round)
-            raise NonFiniteError(message.format(where), result=self, round=number, silos=bad)
+            raise self.unusable(message, failed_silos(good, silos, batches))
         return server, silos, info
+
+    def _asking(self, key: Array) -> Asked:
+        """Return the function that asks all silos, whose states stay as they are."""
+        transport = self._fit.runtime.transport(self._batches)
+        return Asked(transport, key, self.num_parties, self.state.silos)
+
+    def unusable(self, message: str, silos: tuple[int, ...] = ()) -> NonFiniteError:
+        """Return the error for numbers that cannot be used, of silos or of the server."""
+        where = f"{self.PARTY} {', '.join(map(str, silos))}" if silos else "the server"
+        number = int(self.state.round)
+        return NonFiniteError(message.format(where), result=self, round=number, silos=silos)
 
     @property
     def settled(self) -> bool:

@@ -51,7 +51,7 @@ from numpyro_fed.results.built import Built
 from numpyro_fed.results.corrected import Corrected, Pool, on_supports, sampler_of
 from numpyro_fed.results.mode import Mode, OneCopy
 from numpyro_fed.results.rows import Fit, Result
-from numpyro_fed.results.vertical import VerticalResult, VerticalRun
+from numpyro_fed.results.vertical import SOULResult, VerticalResult
 from numpyro_fed.results.vertical_importance import VerticalCorrected, vertical_correct
 from numpyro_fed.results.weighted import (
     NO_WEIGHTS,
@@ -188,13 +188,13 @@ def importance_correct(
     """
     positive_int("num_draws", num_draws)
     check_accuracy(accuracy)
-    if isinstance(result, VerticalResult):
-        return vertical_correct(key, result, num_draws, accuracy)
-    if isinstance(result, VerticalRun):
+    if isinstance(result, SOULResult):
         raise TypeError(
             "what SOUL has drawn has no density by which it could be weighed: correct a fit of "
             "numpyro_fed.VFL."
         )
+    if isinstance(result, VerticalResult):
+        return vertical_correct(key, result, num_draws, accuracy)
     if not 0 <= wider < 1:
         raise ValueError(f"wider must be a share in [0, 1), got {wider!r}.")
     with precision(double=result.double), in_sight("correction"):

@@ -41,7 +41,6 @@ from numpyro_fed.results.posterior import Posterior
 from numpyro_fed.results.recognise import Provenance
 from numpyro_fed.results.sampler import Sampler, real_rows
 from numpyro_fed.results.saving import SavedRun, SavedWords
-from numpyro_fed.runtime.asking import Asked
 from numpyro_fed.runtime.channel import Mark
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import Runtime
@@ -396,18 +395,11 @@ class Result(Posterior, FederatedRun[Fit]):
         NonFiniteError
             With the text ``message``, in which ``{}`` stands for the silos at fault.
         """
-        transport = self._fit.runtime.transport(self._batches)
-        ask = Asked(transport, key, self.num_silos, self.state.silos)
+        ask = self._asking(key)
         up = ask(exchange, down)
         if ask.unusable:
             raise self.unusable(message, ask.unusable)
         return up
-
-    def unusable(self, message: str, silos: tuple[int, ...] = ()) -> NonFiniteError:
-        """Return the error for numbers that cannot be used, of silos or of the server."""
-        where = f"silo {', '.join(map(str, silos))}" if silos else "the server"
-        number = int(self.state.round)
-        return NonFiniteError(message.format(where), result=self, round=number, silos=silos)
 
     @property
     def trusted(self) -> bool:

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, Shared
-from numpyro_fed.algorithms.vertical.base import PartyState, PartyType
+from numpyro_fed.algorithms.base import FederatedAlgorithm, Round
+from numpyro_fed.algorithms.vertical.base import PartyState
+from numpyro_fed.algorithms.vertical.sample import SAMPLE, Sampling
 from numpyro_fed.algorithms.vertical.search import VerticalSearch
 from numpyro_fed.errors import positive_int
-from numpyro_fed.guides import coupling
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.fingerprint import vertical_fingerprint
 from numpyro_fed.model.observed import Supports
 from numpyro_fed.model.sites import Site
 from numpyro_fed.model.vertical import VerticalModel
+from numpyro_fed.model.vertical_facts import VerticalPlan
 from numpyro_fed.results.base import BuiltRun, CompiledMethod, FederatedRun, Silos
 from numpyro_fed.results.recognise import Provenance
 from numpyro_fed.results.vertical_after import ColumnsAfterFit
 from numpyro_fed.runtime.crossing import Crossings
+from numpyro_fed.runtime.noise import exchange_key, server_key
 from numpyro_fed.runtime.stack import Runtime
 
 
@@ -38,22 +40,31 @@ class VerticalBuilt(BuiltRun):
     ----------
     vertical : Vertical or Soul
         The model and the guides that approximate it.
-    sampling : n -> Round
-        The round in which all parties draw ``n`` times and keep their own draws.
-    search : VerticalSearch or None
+    settings : dict
+        The settings that a saved state must agree with.
     static : tuple
         Plain values among the arguments of the model.
+    search : VerticalSearch or None
     """
 
     vertical: Any
-    sampling: Callable[[int], Round]
-    search: VerticalSearch | None = None
+    settings: dict[str, Any]
     static: tuple[Any, ...] = ()
+    search: VerticalSearch | None = None
+
+    def sampling(self, n: int) -> Sampling:
+        """Return the question by which all parties draw ``n`` times and keep their own draws."""
+        return Sampling(self.vertical, n)
 
     @property
     def model(self) -> VerticalModel:
         """Return the model, split over server and clients."""
         return self.vertical.model
+
+    @cached_property
+    def supports(self) -> Supports:
+        """Return the check of the server's response."""
+        return Supports.of_server(self.model)
 
     @property
     def first_algorithm(self) -> FederatedAlgorithm[Any, Any]:
@@ -85,16 +96,13 @@ class VerticalStart(NamedTuple):
 class VerticalFit(CompiledMethod[VerticalBuilt]):
     """A vertical method that was built for a model's arguments of certain shapes.
 
-    ``saved_description`` is what a saved state must agree with, ``source`` a hash of the model's
-    source. For clients in other processes ``first_client`` has zeros of the shapes of the first
-    one, and ``reach`` makes runtimes.
+    ``source`` is a hash of the model's source. For clients in other processes ``plan`` is what all
+    have agreed on, and ``reach`` makes runtimes.
     """
 
-    saved_description: dict[str, Any]
     server_data: SiloData
-    supports: Supports
     source: str = ""
-    first_client: SiloData | None = None
+    plan: VerticalPlan | None = None
     reach: Callable[..., Runtime] | None = None
 
     @property
@@ -104,12 +112,21 @@ class VerticalFit(CompiledMethod[VerticalBuilt]):
 
     def messages(self, hosted: Silos) -> Crossings:
         """Return all arrays that cross between the server and the first client."""
-        data = hosted.data[0] if self.first_client is None else self.first_client
+        data = hosted.data[0] if self.plan is None else self.plan.template()
         return self.built.messages(data, self.server_data, silo="client")
 
     def description(self) -> dict[str, Any]:
         """Return the settings and sites that a saved state must agree with."""
-        return self.saved_description
+        model = self.built.model
+        sites = {s.name: s for s in model.server.sites}
+        for j, client in enumerate(model.clients):
+            sites |= model.scoped(j, {s.name: s for s in client.sites})
+        return {
+            "settings": self.built.settings,
+            "sites": {name: [s.kind, list(s.shape), s.support] for name, s in sites.items()},
+            "rows": model.rows,
+            "static": [repr(value) for value in self.built.static],
+        }
 
     def provenance(self, hosted: Silos) -> Provenance:
         """Return the fingerprints by which a file recognises model and data."""
@@ -126,8 +143,20 @@ class VerticalFit(CompiledMethod[VerticalBuilt]):
 
 
 @dataclass(frozen=True, eq=False)
-class VerticalRun(ColumnsAfterFit, FederatedRun[VerticalFit]):
-    """The result of a method for vertical models."""
+class VerticalResult(ColumnsAfterFit, FederatedRun[VerticalFit]):
+    """A vertical fit by variational inference.
+
+    Attributes
+    ----------
+    losses : array (rounds,)
+        Minus the bound, one number for each round of this run.
+    state : State
+        Everything that a run needs to go on: ``run(..., init_state=result.state)``.
+    ended : {"rounds", "converged", "callback", "failure", "interrupted"}
+        Why there are no more rounds.
+    start : VerticalStart or None
+        The mode at which the run began, if it did.
+    """
 
     start: VerticalStart | None = field(default=None, kw_only=True)
 
@@ -185,10 +214,6 @@ class VerticalRun(ColumnsAfterFit, FederatedRun[VerticalFit]):
         data = self._hosted(client).data[client]
         return self._fit.vertical.private(self._silo_state(client), data)
 
-    @abstractmethod
-    def unconstrained(self, key: Array, n: int) -> tuple[Array, tuple[Array, ...]]:
-        """Return unconstrained draws (n, dim) of the server's latents and of each client's."""
-
     def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
         """Draw from the fitted posterior.
 
@@ -206,7 +231,7 @@ class VerticalRun(ColumnsAfterFit, FederatedRun[VerticalFit]):
             variables are left out: to predict, run the model itself at these draws
             (``numpyro.infer.Predictive``).
         """
-        return self.sites_at(*self.unconstrained(key, n))
+        return self._drawn(key, n, self._silos.elsewhere)[0]
 
     def sample_together(self, key: Array, n: int) -> dict[str, Array]:
         """Draw from the fitted posterior at all parties, by one more exchange.
@@ -232,16 +257,25 @@ class VerticalRun(ColumnsAfterFit, FederatedRun[VerticalFit]):
         NonFiniteError
             If a draw is NaN or infinite.
         """
-        fit = self._fit
-        positive_int("n", n)
-        words = "a draw of the posterior is NaN or infinite: see the losses of the run."
-        sampling = fit.compiled_round(fit.built.sampling(n))
-        z, sampled, _ = self._run_round_once(sampling, key, words, fit.server_data)
-        sites = self.sites_at(z, ())
-        for j in range(len(self._data)):
-            values = self._hosted(j).at(j, [stack.values for stack in sampled])
-            sites |= fit.vertical.model.scoped(j, values)
+        sites, unusable = self._drawn(key, n, alone=False)
+        if unusable or not all(np.isfinite(values).all() for values in sites.values()):
+            words = "a draw of the posterior is NaN or infinite: see the losses of the run."
+            raise self.unusable(words, unusable)
         return sites
+
+    def _drawn(self, key: Array, n: int, alone: bool) -> tuple[dict[str, Array], tuple[int, ...]]:
+        """Return all draws in this process, and clients at fault; the server may draw alone."""
+        fit, state, ask = self._fit, self.state.server, self._asking(key)
+        positive_int("n", n)
+        sampling: Sampling = fit.cached((SAMPLE, n), lambda: fit.built.sampling(n))
+        key_server = server_key(exchange_key(key, 0, 0, 1))
+        if alone:
+            return self.sites_at(sampling.of_server(key_server, state)[1], ()), ()
+        sites = self.sites_at(sampling.run(ask, key_server, state, fit.server_data), ())
+        for j in range(len(self._data)):
+            values = self._hosted(j).at(j, [stack.values for stack in ask.silos])
+            sites |= fit.vertical.model.scoped(j, values)
+        return sites, ask.unusable
 
     def sites_at(self, z: Array, own: tuple[Array, ...]) -> dict[str, Array]:
         """Return latents on their supports at unconstrained draws ``z``, ``own`` (n, dim)."""
@@ -256,54 +290,12 @@ class VerticalRun(ColumnsAfterFit, FederatedRun[VerticalFit]):
         return sites
 
 
-@dataclass(frozen=True, eq=False)
-class VerticalResult(VerticalRun):
-    """A vertical fit by variational inference.
+class SOULResult(VerticalResult):
+    """Draws of the clients' latents given the mode of auxiliary variables and of the server's.
 
-    Attributes
-    ----------
-    losses : array (rounds,)
-        Minus the bound, one number for each round of this run.
-    state : State
-        Everything that a run needs to go on: ``run(..., init_state=result.state)``.
-    ended : {"rounds", "converged", "callback", "failure", "interrupted"}
-        Why there are no more rounds.
-    start : VerticalStart or None
-        The mode at which the run began, if it did.
+    ``losses`` are minus the log density of latents, auxiliary variables and response, its mean over
+    draws. A client's draws are taken from those that it has kept of the second half of all rounds.
     """
-
-    def unconstrained(self, key: Array, n: int) -> tuple[Array, tuple[Array, ...]]:
-        """Return unconstrained draws (n, dim) of the server's latents and of each client's."""
-        return self.draw(key, n)[:2]
-
-    def draw(self, key: Array, n: int) -> tuple[Array, tuple[Array, ...], Array]:
-        """Return unconstrained draws (n, dim) of each party's latents, and their log density (n,).
-
-        The density is that under the guides.
-        """
-        v, server = self._fit.vertical, self.shared
-        parties: list[tuple[PartyType, Shared | PartyState]] = [(v.server, server)]
-        for j, data in enumerate(self._data):
-            parties.append((v.kind(data), self.private(j)))
-        xi: Array | None = None
-        if v.rank:
-            noise = v.sharing.noise(jax.random.fold_in(key, len(parties)), n)
-            xi = v.xi(server.guide["shared"], noise)
-        drawn = []
-        for j, (kind, party) in enumerate(parties):
-            guide, key_party = v.guide(kind).globals, jax.random.fold_in(key, j)
-            eta, V = party.guide["latents"], party.guide.get("coupling")
-            draw = partial(coupling.draw_in, party.frame, guide, eta, V)
-            drawn.append(jax.vmap(draw)(guide.noise(key_party, n), xi))
-        z, log_qs, bs = zip(*drawn, strict=True)
-        log_q = sum(log_qs[1:], log_qs[0])
-        if v.rank:
-            # Shared noise makes parties dependent: their densities
-            # multiply up to this ratio (numpyro_fed.guides.coupling).
-            A = sum(p.guide["coupling"].T @ p.guide["coupling"] for _, p in parties)
-            ratio = partial(coupling.log_ratio, server.guide["shared"], A=A)
-            log_q += jax.vmap(ratio)(sum(bs[1:], bs[0]))
-        return z[0], z[1:], log_q
 
 
 @partial(jax.jit, static_argnums=0)

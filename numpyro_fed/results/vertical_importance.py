@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.vertical.weigh import Weighing
+from numpyro_fed.algorithms.base import IMPORTANCE
+from numpyro_fed.algorithms.vertical.weigh import Weighing, WeightedDraws
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.arviz import Coords, Dims, Labels, to_arviz
 from numpyro_fed.results.saving import save
@@ -28,6 +29,7 @@ from numpyro_fed.results.weighted import (
     until_interrupted,
     weights_of,
 )
+from numpyro_fed.runtime.noise import exchange_key, server_key
 
 # Draws in an exchange, as for silos with rows: more make replies larger, fewer more exchanges.
 AT_ONCE = 4_000
@@ -115,17 +117,25 @@ def vertical_correct(
     v = fit.vertical
     row_numbers = int(np.prod(v.model.shape))
     size = max(1, min(num_draws, AT_ONCE, NUMBERS // row_numbers))
-    weighing = Weighing(v, size, max(1, min(size, TOGETHER // row_numbers)))
-    weigh = fit.compiled_round(weighing.as_round())
+    at_once = max(1, min(size, TOGETHER // row_numbers))
+    weighing: Weighing = fit.cached((IMPORTANCE, size), lambda: Weighing(v, size, at_once))
 
-    def exchange(i: int) -> tuple[Any, list[Any], float]:
+    def exchange(i: int) -> tuple[WeightedDraws, list[Any], float]:
         """Return the server's draws with weights, the clients' draws, and the log evidence."""
         key_exchange = jax.random.fold_in(key, i)
-        weighed, states, info = result._run_round_once(
-            weigh, key_exchange, NO_WEIGHTS, fit.server_data
+        ask, key_server = (
+            result._asking(key_exchange),
+            server_key(exchange_key(key_exchange, 0, 0, 1)),
         )
-        places = [] if hosted.elsewhere else map(hosted.place, range(result.num_clients))
-        return weighed, [states[b][i] for b, i in places], -float(info.loss)
+        weighed = weighing.run(ask, key_server, result.state.server, fit.server_data)
+        log_weights = np.asarray(weighed.log_weights, np.float64)
+        evidence = float(np.logaddexp.reduce(log_weights) - np.log(size))
+        if ask.unusable or not np.isfinite(evidence):
+            raise result.unusable(NO_WEIGHTS, ask.unusable)
+        own = (
+            [] if hosted.elsewhere else [hosted.at(j, ask.silos) for j in range(result.num_clients)]
+        )
+        return weighed, own, evidence
 
     weighed, interrupted = until_interrupted(exchange, -(-num_draws // size))
     server, own, evidence = zip(*weighed, strict=True)

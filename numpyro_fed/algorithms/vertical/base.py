@@ -6,8 +6,10 @@ response. Parties' guides are independent, or share noise (:mod:`numpyro_fed.gui
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -19,6 +21,8 @@ from jax import Array
 from numpyro_fed.algorithms import convergence
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Private, Round, Shared, ascend
 from numpyro_fed.algorithms.convergence import ConvergenceStats
+from numpyro_fed.algorithms.expand import shape
+from numpyro_fed.algorithms.vertical.sample import OwnDraws
 from numpyro_fed.frame import identity
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides import coupling
@@ -84,18 +88,19 @@ class ClientState(NamedTuple):
     ``opt_state`` has an entry for each field of ``params``. ``frame`` is the frame of its latents.
     ``centre`` is the predictor at the frame's centre, from which auxiliary variables are measured.
     ``noise``, ``rows`` and the shared noise ``xi`` belong to the round's draw, and ``slope`` is the
-    gradient of the client's own likelihood there.
+    gradient of the client's own likelihood there. ``chain`` is its Langevin chain, of SOUL.
     """
 
     params: ClientParams
     opt_state: dict[str, optax.OptState]
-    course: ConvergenceStats[PartyParams]
-    noise: tuple[Array, Array | None]
+    course: ConvergenceStats[Any]
+    noise: Any
     rows: Array | None
     frame: Gaussian
     centre: Array
     xi: Array | None = None
     slope: Any = None
+    chain: Any = None
 
 
 State = TypeVar("State", ServerState, ClientState)
@@ -201,49 +206,29 @@ class PartyType(NamedTuple):
         return jnp.where(is_pinned, pinned.place, z), -0.5 * jnp.sum(standardised**2)
 
 
-@dataclass(frozen=True, eq=False)
-class Vertical:
-    """A vertical model and its guides, as pure functions for all parties.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Parties(ABC):
+    """A vertical model with an algorithm, as pure functions for all parties.
 
     Attributes
     ----------
     model : VerticalModel
-    server : PartyType
-    kinds : dict
-        Types of clients, by the signature of their data.
-    spec : Structured or AutoGuide or None
-        The user's guide for clients; ``server_spec`` is the one for the server's latents.
     rho : float or None
         Standard deviation of the auxiliary variables; None for none.
-    auxiliary : AuxiliaryGuide or None
     optim : optax.GradientTransformation
-    num_particles : int
-    batch_size : int or None
-        Rows in a round.
-    from_start : bool
-        Whether a run starts at a point that is searched first, in a frame at that point.
     power : bool
         Whether clients evaluate likelihoods of their own.
-    rank : int
-        The dimension of the shared noise: 0 for parties that are independent.
-    width : int
-        The width of the basis in which the dependence between parties is found.
     """
 
     model: VerticalModel
-    server: PartyType
-    kinds: Mapping[Any, PartyType]
-    spec: Any
-    server_spec: Any
     rho: float | None
-    auxiliary: AuxiliaryGuide | None
     optim: optax.GradientTransformation
-    num_particles: int = 1
-    batch_size: int | None = None
-    from_start: bool = False
     power: bool = False
-    rank: int = 0
-    width: int = 0
+
+    @property
+    def num_clients(self) -> int:
+        """Return how many clients there are."""
+        return len(self.model.clients)
 
     def algorithm(
         self, round_: Round, server_like: SiloData
@@ -258,6 +243,88 @@ class Vertical:
             done=self.done,
             server_like=server_like,
         )
+
+    @abstractmethod
+    def init_server(self, key: Array, data: SiloData) -> ServerState:
+        """Return the server's first state; ``data`` has the shapes of its data."""
+
+    @abstractmethod
+    def init_client(self, key: Array, data: SiloData) -> ClientState:
+        """Return a client's first state."""
+
+    @abstractmethod
+    def shared(self, state: ServerState) -> Shared:
+        """Return the server's parameters and guide."""
+
+    @abstractmethod
+    def private_params(self, state: ClientState) -> Private:
+        """Return a client's parameters, and what it has in place of a guide."""
+
+    def zeros_at_server(self, data: SiloData) -> SiloData:
+        """Return zeros for all that the server holds, the sum among them."""
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), data)
+        return self.model.with_total(zeros, jnp.zeros(self.model.shape, self.model.dtype))
+
+    def init_optim(self, params: ServerParams | ClientParams) -> dict[str, optax.OptState]:
+        """Return the optimiser's first state for each field of a party's parameters."""
+        return {part: self.optim.init(value) for part, value in params._asdict().items()}
+
+    def first_server(self, params: ServerParams, frame: Gaussian) -> ServerState:
+        """Return the server's first state with these parameters."""
+        course, zero = convergence.init(params), jnp.zeros(())
+        return ServerState(params, self.init_optim(params), course, zero, frame)
+
+    def ascend(self, state: State, part: str, gradient: Any) -> State:
+        """Take one step up the bound on one field of a party's parameters."""
+        before = getattr(state.params, part)
+        after, opt_state = ascend(self.optim, gradient, state.opt_state[part], before)
+        return state._replace(
+            params=state.params._replace(**{part: after}),
+            opt_state={**state.opt_state, part: opt_state},
+        )
+
+    def done(self, state: ServerState) -> Array:
+        """Return whether the bound and all parties' parameters have converged.
+
+        Guides of auxiliary variables are not checked: one for each row, they are known by the
+        bound alone.
+        """
+        return convergence.settled(state.course) & (state.resting == self.num_clients)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Vertical(Parties):
+    """A vertical model and its guides, as pure functions for all parties.
+
+    Attributes
+    ----------
+    server : PartyType
+    kinds : dict
+        Types of clients, by the signature of their data.
+    spec : Structured or AutoGuide or None
+        The user's guide for clients; ``server_spec`` is the one for the server's latents.
+    auxiliary : AuxiliaryGuide or None
+    num_particles : int
+    batch_size : int or None
+        Rows in a round.
+    from_start : bool
+        Whether a run starts at a point that is searched first, in a frame at that point.
+    rank : int
+        The dimension of the shared noise: 0 for parties that are independent.
+    width : int
+        The width of the basis in which the dependence between parties is found.
+    """
+
+    server: PartyType
+    kinds: Mapping[Any, PartyType]
+    spec: Any
+    server_spec: Any
+    auxiliary: AuxiliaryGuide | None
+    num_particles: int = 1
+    batch_size: int | None = None
+    from_start: bool = False
+    rank: int = 0
+    width: int = 0
 
     @property
     def rows(self) -> int:
@@ -297,8 +364,7 @@ class Vertical:
     def init_server(self, key: Array, data: SiloData) -> ServerState:
         """Return the server's first state; ``data`` has the shapes of its data."""
         key_theta, key_guide, key_coupling, key_sharing = jax.random.split(key, 4)
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), data)
-        given = self.model.with_total(zeros, jnp.zeros(self.model.shape, self.model.dtype))
+        given = self.zeros_at_server(data)
         theta = self.server.model.init_theta(key_theta, given)
         if self.from_start:
             return self.server_at(key_guide, theta, self.zero_start(self.server))
@@ -323,14 +389,8 @@ class Vertical:
 
     def _server_state(self, key: Array, party_params: PartyParams, frame: Gaussian) -> ServerState:
         zeros = jnp.zeros(self.rank)
-        params = ServerParams(party_params, self.sharing.init(key, zeros) if self.rank else {})
-        return ServerState(
-            params=params,
-            opt_state={part: self.optim.init(value) for part, value in params._asdict().items()},
-            course=convergence.init(params),
-            resting=jnp.zeros(()),
-            frame=frame,
-        )
+        shared = self.sharing.init(key, zeros) if self.rank else {}
+        return self.first_server(ServerParams(party_params, shared), frame)
 
     def zero_start(self, kind: PartyType) -> PartyStart:
         """Return a placeholder with the shapes of a start."""
@@ -389,7 +449,7 @@ class Vertical:
         params = ClientParams(psi, party_params)
         return ClientState(
             params=params,
-            opt_state={part: self.optim.init(value) for part, value in params._asdict().items()},
+            opt_state=self.init_optim(params),
             course=convergence.init(party_params),
             noise=self.client_noise(key_noise, kind),
             rows=None if self.batch_size is None else jnp.zeros(self.rows, jnp.int32),
@@ -434,15 +494,40 @@ class Vertical:
             return eps, None
         return eps, jax.random.normal(key_z, self.shape)
 
-    def server_draws(self, key: Array, n: int) -> tuple[Array, Array | None]:
+    def server_noise_of(self, key: Array, n: int) -> tuple[Array, Array | None]:
         """Return noise for ``n`` draws of the server's latents, and of the shared noise."""
         key_draw, key_shared = jax.random.split(key)
         eps = self.guide(self.server).globals.noise(key_draw, n)
         return eps, self.sharing.noise(key_shared, n) if self.rank else None
 
-    def client_draws(self, key: Array, state: ClientState, n: int) -> Array:
+    def client_noise_of(self, key: Array, state: ClientState, n: int) -> Array:
         """Return noise for ``n`` draws of a client's latents."""
         return jax.random.normal(key, (n, *state.noise[0].shape[1:]))
+
+    def sent_like(self, n: int) -> Any:
+        """Return the shapes of what the server sends where all parties draw."""
+        return shape(n, self.rank) if self.rank else None
+
+    def server_draws(self, key: Array, state: ServerState, n: int) -> tuple[Array | None, Array]:
+        """Return the shared noise, and ``n`` draws of the server's latents (n, dim)."""
+        eps, shared = self.server_noise_of(key, n)
+        xi = self.xi(state.params.shared, shared)
+        return xi, self._draws(self.server, self.shared(state), eps, xi)
+
+    def client_draws(
+        self, key: Array, sent: Array | None, state: ClientState, data: SiloData, n: int
+    ) -> OwnDraws:
+        """Return ``n`` draws of a client's latents."""
+        kind, private = self.kind(data), self.private(state, data)
+        z = self._draws(kind, private, self.client_noise_of(key, state, n), sent)
+        return OwnDraws(kind.model, private.theta, z)
+
+    def _draws(
+        self, kind: PartyType, party: Shared | PartyState, noise: Array, xi: Array | None
+    ) -> Array:
+        guide, V = party.guide, party.guide.get("coupling")
+        draw = partial(coupling.draw_in, party.frame, self.guide(kind).globals, guide["latents"], V)
+        return jax.vmap(draw)(noise, xi)[0]
 
     def noise_of(self, key: Array, state: ClientState) -> tuple[Array, Array | None]:
         """Return new standard normals with the shapes of the noise in a client's state."""
@@ -515,23 +600,6 @@ class Vertical:
         columns_known = [shared[n] for n in self.model.response if n in shared]
         columns = [y.reshape(len(y), -1) for y in columns_known if jnp.shape(y)[:1] == (self.rows,)]
         return jnp.concatenate([jnp.zeros((self.rows, 0)), *columns], 1)
-
-    def ascend(self, state: State, part: str, gradient: PartyParams | GuideParams) -> State:
-        """Take one step up the bound on one field of a party's parameters."""
-        before = getattr(state.params, part)
-        after, opt_state = ascend(self.optim, gradient, state.opt_state[part], before)
-        return state._replace(
-            params=state.params._replace(**{part: after}),
-            opt_state={**state.opt_state, part: opt_state},
-        )
-
-    def done(self, state: ServerState) -> Array:
-        """Return whether the bound and all parties' guides of their latents have converged.
-
-        Guides of auxiliary variables are not checked: one for each row, they are known by the
-        bound alone.
-        """
-        return convergence.settled(state.course) & (state.resting == len(self.model.clients))
 
     def shared(self, state: ServerState) -> Shared:
         """Return the server's parameters and guide."""

@@ -1,71 +1,86 @@
-"""The exchange in which all parties draw their latents jointly; each keeps its own draws."""
+"""The question by which all parties draw their latents jointly; each keeps its own draws."""
 
 from __future__ import annotations
 
 import json
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, Sampled, Shared
-from numpyro_fed.algorithms.vertical.base import (
-    ClientState,
-    PartyState,
-    PartyType,
-    ServerState,
-    Vertical,
+from numpyro_fed.algorithms.base import (
+    AskSilos,
+    Exchange,
+    Reply,
+    Sampled,
+    key_as_noise,
+    stacked_visit,
 )
-from numpyro_fed.guides import coupling
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.vertical import PartyModel
+from numpyro_fed.programs import compiled_method
 from numpyro_fed.trees import all_finite
 
 SAMPLE = "sample"  # the name of the exchange
 AT_ONCE = 64  # draws whose values are computed side by side; more of them use more memory
 
 
-def values_at(party_model: PartyModel, theta: dict[str, Any], z: Array, data: SiloData) -> Sampled:
-    """Return a party's latents on their own supports, at unconstrained draws (n, dim)."""
-    return Sampled(jax.lax.map(lambda z: party_model.values(theta, z, data), z, batch_size=AT_ONCE))
+class OwnDraws(NamedTuple):
+    """A client's part of the model, its parameters, and unconstrained draws (n, dim)."""
+
+    model: PartyModel
+    theta: dict[str, Any]
+    z: Array
 
 
-def sample_settings(n: int) -> str:
-    """Return the settings of the exchange, from which any party builds it."""
-    return json.dumps({"num_draws": n})
+class CanDraw(Protocol):
+    """A vertical model with its guides or its chains, from whose states parties draw."""
+
+    def server_draws(self, key: Array, state: Any, n: int) -> tuple[Any, Array]:
+        """Return the noise that the server sends, and its draws (n, dim)."""
+
+    def client_draws(self, key: Array, sent: Any, state: Any, data: SiloData, n: int) -> OwnDraws:
+        """Return a client's draws."""
+
+    def sent_like(self, n: int) -> Any:
+        """Return the shapes of what the server sends."""
 
 
-def sample(v: Vertical, n: int) -> Round:
-    """Return the round in which all parties draw their latents ``n`` times.
+@dataclass(frozen=True, eq=False)
+class Sampling:
+    """The question to clients for ``num_draws`` draws, which leave :class:`Sampled` there."""
 
-    It leads from states of a vertical algorithm to :class:`Sampled` at each client, and to
-    unconstrained draws (n, dim) at the server. The server sends the shared noise.
-    """
+    parties: CanDraw
+    num_draws: int
 
-    def draw_latents(
-        kind: PartyType, party: Shared | PartyState, noise: Array, xi: Array | None
-    ) -> Array:
-        guide, V = party.guide, party.guide.get("coupling")
-        draw = partial(coupling.draw_in, party.frame, v.guide(kind).globals, guide["latents"], V)
-        return jax.vmap(draw)(noise, xi)[0]
+    @cached_property
+    def exchange(self) -> Exchange[Any, Any, Any]:
+        """Return the exchange, in which the server sends the shared noise."""
+        return Exchange(
+            SAMPLE,
+            stacked_visit(self.silo, little=True),
+            silo_noise=key_as_noise,
+            settings=json.dumps({"num_draws": self.num_draws}),
+            stacked=True,
+            like=lambda: (self.parties.sent_like(self.num_draws), ()),
+        )
 
     def silo(
-        noise: Array, down: Array | None, state: ClientState, data: SiloData
+        self, key: Array, sent: Any, state: Any, data: SiloData
     ) -> tuple[Reply[tuple[()]], Sampled]:
-        kind, private = v.kind(data), v.private(state, data)
-        z = draw_latents(kind, private, noise, down)
-        sampled = values_at(kind.model, private.theta, z, data)
-        return Reply((), all_finite(sampled)), sampled
+        model, theta, z = self.parties.client_draws(key, sent, state, data, self.num_draws)
+        values = jax.lax.map(lambda z: model.values(theta, z, data), z, batch_size=AT_ONCE)
+        return Reply((), all_finite(values)), Sampled(values)
 
-    def run(state: ServerState, noise: tuple[Array, Array | None], ask: Ask) -> tuple[Array, Info]:
-        server_eps, shared = noise
-        xi = v.xi(state.params.shared, shared)
-        ask(SAMPLE, xi)
-        z = draw_latents(v.server, v.shared(state), server_eps, xi)
-        return z, Info(jnp.zeros(()), all_finite(z))
+    @compiled_method()
+    def of_server(self, key: Array, state: Any) -> tuple[Any, Array]:
+        """Return the noise that the server sends, and its unconstrained draws (n, dim)."""
+        return self.parties.server_draws(key, state, self.num_draws)
 
-    silo_noise, settings = partial(v.client_draws, n=n), sample_settings(n)
-    exchange = Exchange(SAMPLE, silo, silo_noise=silo_noise, settings=settings)
-    return Round((exchange,), run, partial(v.server_draws, n=n))
+    def run(self, ask: AskSilos, key: Array, state: Any, data: SiloData) -> Array:
+        """Return the server's unconstrained draws (n, dim), once clients have theirs."""
+        sent, z = self.of_server(key, state)
+        ask(self.exchange, sent)
+        return z

@@ -314,11 +314,8 @@ class VerticalSearch:
 
     def init_server(self, key: Array) -> Party:
         """Return the server's first state."""
-        model = self.vertical.model
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.server_like)
-        return self._init(
-            self.vertical.server, key, model.with_total(zeros, jnp.zeros(model.shape))
-        )
+        v = self.vertical
+        return self._init(v.server, key, v.zeros_at_server(self.server_like))
 
     def _init(self, kind: PartyType, key: Array, data: SiloData) -> Party:
         v, dim = self.vertical, kind.model.dim

@@ -1,4 +1,4 @@
-r"""The exchange that weighs draws of all parties' latents by the density of the true model.
+r"""The question that weighs draws of all parties' latents by the density of the true model.
 
 Every party draws its latents from its guide. Clients send their predictors at these draws, which
 are added up, and their own log densities. The server has the response, and computes the weights:
@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
+from operator import and_
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import IMPORTANCE, Ask, Exchange, Info, Reply, Round, Shared
+from numpyro_fed.algorithms.base import (
+    IMPORTANCE,
+    AskSilos,
+    Exchange,
+    Reply,
+    Shared,
+    key_as_noise,
+    stacked_visit,
+)
+from numpyro_fed.algorithms.expand import shape
 from numpyro_fed.algorithms.vertical.base import (
     ClientState,
     PartyState,
@@ -35,7 +45,7 @@ from numpyro_fed.algorithms.vertical.base import (
 from numpyro_fed.guides import coupling
 from numpyro_fed.guides.coupling import CouplingStats
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.trees import all_finite
+from numpyro_fed.programs import compiled_method
 
 # Widths of the mixture's parts as multiples of the guides', and their shares of the draws. All
 # latents of all parties are scaled at once, so a factor of 8 in many dimensions would leave the
@@ -86,10 +96,9 @@ class WeightedDraws(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Weighing:
-    """The round that weighs draws of all parties' latents.
+    """The question to clients for their predictors at draws of all parties' latents.
 
-    It leads from states of a vertical algorithm to :class:`WeightedDraws` at the server. Each
-    client keeps its draws (num_draws, dim).
+    Each client keeps its draws (num_draws, dim).
 
     Attributes
     ----------
@@ -103,18 +112,24 @@ class Weighing:
     num_draws: int
     at_once: int
 
-    def as_round(self) -> Round:
-        """Return it as a round."""
-        v, n = self.vertical, self.num_draws
-        silo_noise = partial(v.client_draws, n=n)
-        exchange = Exchange(
+    @cached_property
+    def exchange(self) -> Exchange[Any, Any, Any]:
+        """Return the exchange."""
+        v, n, parts = self.vertical, self.num_draws, len(self.parts[0])
+        down, tie = Down(None, None), None
+        if v.rank:
+            down = Down(shape(n, v.rank), shape(v.rank))
+            tie = CouplingStats(shape(n, parts, v.rank), shape(v.rank, v.rank))
+        up = Up(shape(n, *v.model.shape), shape(n), shape(n, parts), tie)
+        return Exchange(
             IMPORTANCE,
-            self.silo,
-            silo_noise=silo_noise,
+            stacked_visit(self.silo, little=False),
+            silo_noise=key_as_noise,
             usable=self.usable,
             settings=json.dumps({"num_draws": n, "at_once": self.at_once}),
+            stacked=True,
+            like=lambda: (down, up),
         )
-        return Round((exchange,), self.run, partial(v.server_draws, n=n))
 
     @cached_property
     def parts(self) -> tuple[np.ndarray, np.ndarray]:
@@ -166,12 +181,12 @@ class Weighing:
         return PartyDraws(place(u), *jax.tree.map(lambda *parts: jnp.stack(parts, 1), *densities))
 
     def silo(
-        self, noise: Array, down: Down, state: ClientState, data: SiloData
+        self, key: Array, down: Down, state: ClientState, data: SiloData
     ) -> tuple[Reply[Up], Array]:
         v = self.vertical
         kind: PartyType = v.kind(data)
-        private = v.private(state, data)
-        drawn = self.draw(kind, private, noise, down.xi, down.centre_xi)
+        private, eps = v.private(state, data), v.client_noise_of(key, state, self.num_draws)
+        drawn = self.draw(kind, private, eps, down.xi, down.centre_xi)
 
         def predict_at(z: Array) -> tuple[Array, Array]:
             return v.model.predict(kind.model, private.theta, z, data)
@@ -181,32 +196,34 @@ class Weighing:
         up = Up(g, own_log_p, drawn.log_q, tie)
         return Reply(up, jnp.array(True)), drawn.z
 
-    def usable(self, up: Up) -> Array:
+    def usable(self, up: Up) -> Any:
         """Return whether a message can be used; predictors of wide draws may overflow."""
-        # The guides' own draws must be finite; wider ones may overflow, and then have no weight.
-        near_predictors = up.predictor[self.parts[1] == 0]
-        return (
-            ~jnp.isnan(up.own).any()
-            & ~jnp.isnan(near_predictors).any()
-            & all_finite((up.log_q, up.tie))
+        # The guides' own draws must be numbers; wider ones may overflow, and then have no weight.
+        near = up.predictor[self.parts[1] == 0]
+        fine = [(a == a).all() for a in (near, up.own)]
+        return reduce(
+            and_, fine + [(abs(a) < np.inf).all() for a in jax.tree.leaves((up.log_q, up.tie))]
         )
 
-    def run(
-        self, state: ServerState, noise: tuple[Array, Array | None], ask: Ask
-    ) -> tuple[WeightedDraws, Info]:
-        """Draw, ask clients for their predictors there, and weigh."""
-        v, (own_log_p, shared) = self.vertical, noise
+    @compiled_method()
+    def _drawn(self, key: Array, state: ServerState) -> tuple[Down, PartyDraws]:
+        """Return the server's message, and its own draws."""
+        v = self.vertical
+        eps, shared = v.server_noise_of(key, self.num_draws)
+        centre_xi = v.sharing.centre(state.params.shared) if v.rank else None
+        xi = v.xi(state.params.shared, shared)
+        return Down(xi, centre_xi), self.draw(v.server, v.shared(state), eps, xi, centre_xi)
+
+    @compiled_method()
+    def _log_weights(self, state: ServerState, drawn: PartyDraws, up: Up, data: SiloData) -> Array:
+        """Return the log weights (n,) of all draws."""
+        v = self.vertical
         scales, part_of_draw = self.parts
         shares = jnp.asarray(np.bincount(part_of_draw, minlength=len(scales)) / self.num_draws)
-        theta, params, _ = server = v.shared(state)
-        centre_xi = v.sharing.centre(state.params.shared) if v.rank else None
-        down = Down(v.xi(state.params.shared, shared), centre_xi)
-        up: Up = ask(IMPORTANCE, down).up
-        drawn = self.draw(v.server, server, own_log_p, down.xi, centre_xi)
+        theta, params, _ = v.shared(state)
 
         def log_joint(at: tuple[Array, Array]) -> Array:
-            own_log_p, likelihood = v.model.log_server(theta, *at, ask.server_data)
-            return own_log_p + likelihood
+            return sum(v.model.log_server(theta, *at, data), jnp.zeros(()))
 
         log_p = jax.lax.map(log_joint, (drawn.z, up.predictor), batch_size=self.at_once)
         log_q = drawn.log_q + up.log_q
@@ -215,10 +232,13 @@ class Weighing:
             log_q += jax.vmap(jax.vmap(ratio))(drawn.b + up.tie.b)
         log_w = log_p + up.own - jax.nn.logsumexp(jnp.log(shares) + log_q, axis=1)
         # Far from the guides a density may overflow; that draw has no weight.
-        log_w = jnp.where((part_of_draw > 0) & ~(log_w < jnp.inf), -jnp.inf, log_w)
-        evidence = jax.nn.logsumexp(log_w) - jnp.log(self.num_draws)
-        fine = ~jnp.isnan(log_w).any() & jnp.isfinite(evidence)
-        return WeightedDraws(drawn.z, log_w), Info(-evidence, fine)
+        return jnp.where((part_of_draw > 0) & ~(log_w < jnp.inf), -jnp.inf, log_w)
+
+    def run(self, ask: AskSilos, key: Array, state: ServerState, data: SiloData) -> WeightedDraws:
+        """Draw, ask clients for their predictors there, and weigh."""
+        down, drawn = self._drawn(key, state)
+        up: Up = ask(self.exchange, down)
+        return WeightedDraws(drawn.z, self._log_weights(state, drawn, up, data))
 
 
 def _products(params: dict[str, Any]) -> Array:
