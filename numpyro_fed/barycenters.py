@@ -181,18 +181,15 @@ def wasserstein_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Ar
         return loc, weights @ roots
     eps = jnp.finfo(roots.dtype).eps
 
-    def step(L: Array) -> Array:
-        """Return the root after one transport by the average of the maps to all distributions."""
-        M = jnp.einsum("j,jab->ab", weights, jax.vmap(partial(_map_to, L))(roots))
-        return linalg.root_of(linalg.solve(L, M, transposed=True))
-
     def cond_fn(carry: tuple[Array, Array, Array]) -> Array:
         i, _, moved = carry
         return (i < MAX_STEPS) & (moved > 10 * eps)
 
     def body_fn(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         i, L, _ = carry
-        after = step(L)
+        # One transport, by the average of the maps to all distributions.
+        M = jnp.einsum("j,jab->ab", weights, jax.vmap(partial(_map_to, L))(roots))
+        after = linalg.root_of(linalg.solve(L, M, transposed=True))
         scale = jnp.sqrt((after**2).sum(1))
         return i + 1, after, (jnp.abs(after - L) / scale[:, None]).max()
 
@@ -203,10 +200,8 @@ def wasserstein_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Ar
 
 
 def _map_to(L: Array, root: Array) -> Array:
-    """Return :math:`(L' R R' L)^{1/2}` by the singular values of :math:`L' R`.
-
-    The eigenvalues of the product would have half as many digits.
-    """
+    """Return :math:`(L' R R' L)^{1/2}` by the singular values of :math:`L' R`."""
+    # The eigenvalues of the product would have half as many digits.
     U, d, _ = linalg.svd(L.T @ root)
     return (U * d) @ U.T
 

@@ -258,12 +258,10 @@ class SiloBound:
 
     @property
     def _rows_stick(self) -> bool:
-        """Return whether the gradients of rows' terms are doubly reparametrised.
-
-        With several draws at an outer plate its weights multiply all terms below, and the identity
-        holds for the outermost gradient only. It does not hold for rows that share a covariance
-        either: a row's noise then moves other rows, which have other weights.
-        """
+        """Return whether the gradients of rows' terms are doubly reparametrised."""
+        # With several draws at an outer plate its weights multiply all terms below, and the
+        # identity holds for the outermost gradient only. It does not hold for rows that share a
+        # covariance either: a row's noise then moves other rows, which have other weights.
         joint = any(self.guide.locals[p].joint for p in self.guide.rows)
         return self._k_outer == 1 and not self.plain and not (self._k_rows > 1 and joint)
 
@@ -370,10 +368,7 @@ def _total(rows: Rows) -> Array:
 
 
 def _choose(key: Array, log_weights: Array, z: Array) -> Array:
-    """Return one draw of each row (rows, dim), by ``log_weights`` (K, rows).
-
-    ``z`` is (K or more, rows, dim); draws beyond K are repetitions.
-    """
+    """Return one of the draws ``z`` of each row (rows, dim), by ``log_weights`` (K, rows)."""
     # Rows first: padded rows, which come last, then change no other number.
     k = jax.random.categorical(key, log_weights.T, axis=1)
     return z[k, jnp.arange(z.shape[1])]
@@ -392,12 +387,9 @@ def _log_mean_exp(log_weights: Rows, counts: tuple[tuple[str, int], ...]) -> Row
 def _doubly_reparametrised(
     f: Callable[[Rows, Rest], Rows], counts: tuple[tuple[str, int], ...], own: Rows, rest: Rest
 ) -> Rows:
-    r"""Return the log-mean-exp of ``f(own, rest)`` with the doubly reparametrised gradient.
-
-    With normalised weights ``w_k``, the gradient in ``rest`` is the ordinary one,
-    :math:`\sum_k w_k \nabla f_k`. The gradient in ``own[k]`` is :math:`w_k^2 \nabla f_k` (Tucker et
-    al. 2019, equation 8).
-    """
+    """Return the log-mean-exp of ``f(own, rest)`` with the doubly reparametrised gradient."""
+    # With normalised weights w_k the gradient in ``rest`` is the ordinary one, the sum of w_k times
+    # that of f_k, and in own[k] it is w_k^2 times that of f_k (Tucker et al. 2019, equation 8).
     return _log_mean_exp(f(own, rest), counts)
 
 
@@ -421,12 +413,10 @@ def _backward(
             weights[p] = jnp.concatenate([w, padding])
     # One pull gives w_k times the gradient for both; ``own`` gets the second factor w_k after it.
     own, rest = pull({p: w * cotangent[p] for p, w in weights.items()})
-
-    def times_weight(plate: str, g: Array) -> Array:
+    for plate, g in own.items():
         w = weights[plate if plate in weights else _OUTER]
-        return w.reshape(w.shape + (1,) * (g.ndim - w.ndim)) * g
-
-    return {p: times_weight(p, g) for p, g in own.items()}, rest
+        own[plate] = w.reshape(w.shape + (1,) * (g.ndim - w.ndim)) * g
+    return own, rest
 
 
 _doubly_reparametrised.defvjp(_forward, _backward)

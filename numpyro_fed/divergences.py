@@ -207,20 +207,18 @@ class FisherRao:
 
     def __call__(self, family: Family[Any], eta_q: Natural, eta_p: Natural) -> Array:
         q, p = (_diagonal_gaussians(family.ordinary(e), family.name) for e in (eta_q, eta_p))
-        pairs = zip(q, p, strict=True)
-        square = sum((_squared_distance(a, b) for a, b in pairs), jnp.zeros(()))
+        square = jnp.zeros(())
+        for one, other in zip(q, p, strict=True):
+            a, b = one["log_scale"], other["log_scale"]
+            # By log scales: a product of scales of 1e-30 would be zero in single precision.
+            shift = (one["loc"] - other["loc"]) * jnp.exp(-0.5 * (a + b))
+            t = shift**2 / 8 + jnp.sinh(0.5 * (a - b)) ** 2
+            square += 8 * _squared_arsinh_of_root(t).sum()
         if self.squared:
             return square
         # The gradient of a square root at zero is infinite, and ``where`` would make NaN of it.
         differ = square > 0
         return jnp.where(differ, jnp.sqrt(jnp.where(differ, square, 1.0)), 0.0)
-
-
-def _squared_distance(q: Mapping[str, Array], p: Mapping[str, Array]) -> Array:
-    a, b = q["log_scale"], p["log_scale"]
-    # By log scales: a product of scales of 1e-30 would be zero in single precision.
-    shift = (q["loc"] - p["loc"]) * jnp.exp(-0.5 * (a + b))
-    return 8 * _squared_arsinh_of_root(shift**2 / 8 + jnp.sinh(0.5 * (a - b)) ** 2).sum()
 
 
 def _squared_arsinh_of_root(t: Array) -> Array:

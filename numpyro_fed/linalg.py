@@ -42,10 +42,8 @@ _dot = partial(jnp.matmul, precision="highest")
 
 
 def _jit(f: Function, static_argnames: str | None = None) -> Function:
-    """Return a compiled function, whose code is inlined into programs that call it.
-
-    Without compilation, each call outside of a program would compile the loops in it again.
-    """
+    """Return a compiled function, whose code is inlined into programs that call it."""
+    # Without compilation, each call outside of a program would compile the loops in it again.
     return cast(Function, jax.jit(f, inline=True, static_argnames=static_argnames))
 
 
@@ -297,10 +295,8 @@ def _cholesky_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array,
 
 
 def _changed(L: Array, change: Array) -> Array:
-    r"""Return how ``L`` changes as :math:`A = L L'` does: :math:`L \Phi(L^{-1} \dot A L^{-T})`.
-
-    :math:`\Phi` keeps the entries of a matrix below the diagonal, and half of its diagonal.
-    """
+    r"""Return how ``L`` changes as :math:`A = L L'` does: :math:`L \Phi(L^{-1} \dot A L^{-T})`."""
+    # Phi keeps the entries of a matrix below the diagonal, and half of its diagonal.
     inner = solve(L, jnp.swapaxes(solve(L, change), -1, -2))
     return _dot(L, jnp.tril(inner) * (1 - 0.5 * jnp.eye(L.shape[-1], dtype=L.dtype)))
 

@@ -35,8 +35,6 @@ def __dir__() -> list[str]:
     return __all__
 
 
-Loss = Callable[[Distribution, ArrayLike], Array]
-
 _LOG_2PI = math.log(2 * math.pi)
 
 # Power integrals of counts are a sum of _TERMS up to a variance of _SWITCH, and beyond it the
@@ -346,14 +344,11 @@ def _normal(d: dist.Normal, power: float) -> Array:
 
 def _poisson(d: dist.Poisson, power: float) -> Array:
     rate = jnp.asarray(d.rate, jnp.result_type(float))
-    few, many = jnp.minimum(rate, _SWITCH), jnp.maximum(rate, _SWITCH)
-    return jnp.where(rate < _SWITCH, _poisson_sum(few, power), _poisson_rule(many, power))
-
-
-def _poisson_sum(rate: Array, power: float) -> Array:
     k = jnp.asarray(_TERMS, rate.dtype)
-    rate = jnp.maximum(rate, jnp.finfo(rate.dtype).tiny)[..., None]
-    return logsumexp(power * (k * jnp.log(rate) - gammaln(k + 1) - rate), axis=-1)
+    few = jnp.clip(rate, jnp.finfo(rate.dtype).tiny, _SWITCH)[..., None]
+    log_sum = logsumexp(power * (k * jnp.log(few) - gammaln(k + 1) - few), axis=-1)
+    log_rule = _poisson_rule(jnp.maximum(rate, _SWITCH), power)
+    return jnp.where(rate < _SWITCH, log_sum, log_rule)
 
 
 def _poisson_rule(rate: Array, power: float) -> Array:

@@ -129,7 +129,6 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
     steps: int = 1
 
     def algorithm(self) -> FederatedAlgorithm[ServerState, SiloState]:
-        """Return the algorithm as pure functions."""
         return FederatedAlgorithm(
             self.init_server,
             self.init_silo,

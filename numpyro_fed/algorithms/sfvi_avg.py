@@ -252,7 +252,6 @@ class Averaging(ByGradients[ServerState, SiloState]):
     by_rows: bool
 
     def algorithm(self) -> FederatedAlgorithm[ServerState, SiloState]:
-        """Return the algorithm as pure functions."""
         return FederatedAlgorithm(
             self.init_server,
             self.init_silo,

@@ -14,6 +14,7 @@ from jax import Array
 from numpyro_fed.algorithms.base import (
     Ask,
     Exchange,
+    FederatedAlgorithm,
     Info,
     Private,
     Reply,
@@ -110,6 +111,10 @@ class ByGradients(ABC, Generic[Server, Silo]):
     minibatches: Minibatches | None = None
     from_mode: bool = False
     wide: bool = False
+
+    @abstractmethod
+    def algorithm(self) -> FederatedAlgorithm[Server, Silo]:
+        """Return the algorithm as pure functions."""
 
     @abstractmethod
     def server_at(self, start: StartParams) -> Server:

@@ -465,10 +465,8 @@ def _shape_of_gamma(gap: Array) -> Array:
 
 
 def _inverse_digamma(y: Array) -> Array:
-    """Return the inverse of digamma, by five Newton steps from Minka's start.
-
-    "Estimating a Dirichlet distribution", 2000, appendix C: five steps reach fourteen digits.
-    """
+    """Return the inverse of digamma, by five Newton steps from Minka's start."""
+    # "Estimating a Dirichlet distribution", 2000, appendix C: five steps reach fourteen digits.
     start = jnp.where(y >= -2.22, jnp.exp(y) + 0.5, -1 / (y + _EULER_GAMMA))
     return lax.fori_loop(0, 5, lambda _, x: x - (digamma(x) - y) / polygamma(1, x), start)
 

@@ -307,10 +307,8 @@ def _by_root(q: Gaussian, gradient: Tree) -> Array:
 
 
 def _by_covariance(L: Array, by_root: Array) -> Array:
-    """Return ``L' G L`` for the gradient ``G`` in the covariance, from that in ``L``.
-
-    It uses ``L`` itself (Murray 2016, "Differentiation of the Cholesky decomposition", section 4).
-    To factor the covariance again would lose as many digits as its condition number has.
-    """
+    """Return ``L' G L`` for the gradient ``G`` in the covariance, from that in ``L``."""
+    # By Murray 2016, "Differentiation of the Cholesky decomposition", section 4. To factor the
+    # covariance again would lose as many digits as its condition number has.
     P = jnp.tril(dot(L.T, by_root))
     return 0.5 * (P + P.T - jnp.diag(jnp.diagonal(P)))

@@ -90,10 +90,7 @@ class SiloIntegral(Protocol):
     """A silo's log likelihood with its own latents integrated out."""
 
     def __call__(self, theta: Theta, z_G: Array, data: SiloData, start: Rows) -> tuple[Array, Rows]:
-        """Return the log likelihood () and the conditional modes, searched for from ``start``.
-
-        It has derivatives up to the second in ``theta`` and ``z_G``.
-        """
+        """Return the log likelihood (), twice differentiable, and the modes near ``start``."""
         ...
 
 

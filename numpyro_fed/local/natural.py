@@ -294,10 +294,8 @@ class PowerEP:
 
 
 def _suited(problem: Problem[SiloPart], eta: Natural) -> Array:
-    """Return whether the likelihood is conjugate close to ``eta``, and from the start to it.
-
-    The text was checked before the run; this is a guard where the closed form has led.
-    """
+    """Return whether the likelihood is conjugate close to ``eta``, and from the start to it."""
+    # The text was checked before the run; this is a guard where the closed form has led.
     misfit = problem.likelihood()[1]
     return misfit(problem.family.ordinary(eta)) <= MAX_MISFIT
 

@@ -272,22 +272,18 @@ class PVI(Method[PVIResult, Conjugate]):
     def _start(self, fm: FederatedModel, plan: Plan) -> str | None:
         """Return the kind of start: the mode, if silos keep a factor and one visit is not exact."""
         if isinstance(self.start, Result):
-            self._check_carried(fm)
+            if self.deletion != "own" or not isinstance(self.prior_divergence, KL):
+                raise ValueError("start=result needs deletion='own' and prior_divergence=KL().")
+            if fm.dim > SEARCHED_UP_TO:
+                raise GuideError(
+                    f"start=result with {fm.dim} globals: PVI begins at results with up to "
+                    f"{SEARCHED_UP_TO}, whose covariance it works with. Use start=None, or SFVI."
+                )
             return "result"
         # One visit in closed form is exact from anywhere,
         # unless there is no proper prior to begin at.
         needed = self.deletion == "own" and (fm.improper or not self._local(plan).closed_form)
         return start_of(self.start, fm) if needed else None
-
-    def _check_carried(self, fm: FederatedModel) -> None:
-        """Raise an error if factors cannot be derived from the result at which a run begins."""
-        if self.deletion != "own" or not isinstance(self.prior_divergence, KL):
-            raise ValueError("start=result needs deletion='own' and prior_divergence=KL().")
-        if fm.dim > SEARCHED_UP_TO:
-            raise GuideError(
-                f"start=result with {fm.dim} globals: PVI begins at results with up to "
-                f"{SEARCHED_UP_TO}, whose covariance it works with. Use start=None, or SFVI."
-            )
 
     def value_checks(
         self, layout: Layout, prepared: Conjugate, stacks: Sequence[SiloData]

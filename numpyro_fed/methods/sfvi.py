@@ -6,15 +6,15 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from numpyro.infer.autoguide import AutoGuide
 
-from numpyro_fed.algorithms.base import FederatedAlgorithm, Round
 from numpyro_fed.algorithms.sfvi import StructuredVI
+from numpyro_fed.algorithms.sfvi_base import ByGradients
 from numpyro_fed.bounds import Bound, bound_of
 from numpyro_fed.errors import ConvergenceWarning, GuideError, positive_int
 from numpyro_fed.guides.amortised import Amortised, with_encoders
@@ -81,16 +81,6 @@ def check_optimiser(optim: object) -> None:
         ) from error
 
 
-class GradientParts(Protocol):
-    """The parts of an algorithm that takes stochastic gradient steps."""
-
-    def begin(self) -> Round:
-        """Return the round that leads from the states of a search to the first states of a run."""
-
-    def algorithm(self) -> FederatedAlgorithm[Any, Any]:
-        """Return the algorithm that is run."""
-
-
 @dataclass(frozen=True)
 class GradientMethod(Method[Result, None]):
     """A method by stochastic gradients; a run warns if its bound has not settled."""
@@ -113,7 +103,7 @@ class GradientMethod(Method[Result, None]):
     @abstractmethod
     def _parts(
         self, fm: FederatedModel, plan: Plan, bound: Bound, minibatches: Minibatches | None
-    ) -> GradientParts:
+    ) -> ByGradients[Any, Any]:
         """Return the parts of the method's algorithm, for a bound with a guide that is built."""
 
     def _spec(self, fm: FederatedModel) -> Structured | Amortised | AutoGuide | None:

@@ -23,7 +23,7 @@ from numpyro_fed.guides.structured import (
     resolve,
 )
 from numpyro_fed.methods.rows import start_of
-from numpyro_fed.methods.schedules import Given, Random, Sequential, Spec, in_step
+from numpyro_fed.methods.schedules import Given, Random, Sequential, in_step
 from numpyro_fed.methods.sfvi import GradientMethod
 from numpyro_fed.model.facts import Facts, Plan, size_class
 from numpyro_fed.model.log_density import FederatedModel
@@ -172,7 +172,12 @@ class SFVIAvg(GradientMethod):
                 f"start={given}: expected 'mode' or None. SFVI and PVI begin at results of others."
             )
         schedule = in_step(self.schedule)
-        if isinstance(schedule, Sequential) or _has_one_participant(schedule):
+        one_at_a_time = (
+            isinstance(schedule, Sequential)
+            or (isinstance(schedule, Given) and np.shape(schedule.who)[-1:] == (1,))
+            or (isinstance(schedule, Random) and schedule.size == 1)
+        )
+        if one_at_a_time:
             raise ValueError(
                 f"schedule={self.schedule!r:.80}: an average of one silo is what that silo has "
                 "come to, as if all rows were like its own. Let two or more take part in a round, "
@@ -256,13 +261,6 @@ class SFVIAvg(GradientMethod):
             from_mode=kind is not None,
             wide=kind == "wide",
         )
-
-
-def _has_one_participant(schedule: Spec) -> bool:
-    """Return whether a round has a single participant."""
-    if isinstance(schedule, Given):
-        return np.shape(schedule.who)[-1:] == (1,)
-    return isinstance(schedule, Random) and schedule.size == 1
 
 
 def _may_count_rows(value: object, facts: Facts) -> bool:

@@ -409,7 +409,9 @@ def power_likelihood(model: Callable[..., Any], rho: float) -> Callable[..., Any
                 return {n: log_prob(s) for n, s in trace.items() if s["type"] == "sample"}
 
         g, z = jnp.stack(predicted["g"]), jnp.stack(predicted["z"])
-        _check_latents(log_probs, g[0], observed)
+        for name, labels in provenance(log_probs, eta=g[0]).items():
+            if labels and name not in observed:  # a latent whose distribution depends on the sum
+                raise ModelError(LATENT_OF_SUM.format(name))
         # Row j of the stack is g_j plus the sum of all other z_k.
         powers = jax.vmap(log_probs)(g + z.sum(0) - z)
         for name in observed:
@@ -418,13 +420,3 @@ def power_likelihood(model: Callable[..., Any], rho: float) -> Callable[..., Any
         return out
 
     return powered
-
-
-def _check_latents(
-    log_probs: Callable[[Array], dict[str, Array]], eta: Array, observed: Sequence[str]
-) -> None:
-    """Refuse latents whose distribution depends on the sum."""
-    reached = provenance(log_probs, eta=eta)
-    for name, labels in reached.items():
-        if labels and name not in observed:
-            raise ModelError(LATENT_OF_SUM.format(name))

@@ -183,16 +183,16 @@ def _term(site: str, words: str, found: Sequence[ArrayLike]) -> Term:
         if not finite.all():
             digest.update(array_bytes(np.nan_to_num(np.where(finite, 0.0, array), nan=2.0)))
             array = np.where(finite, array, 0.0)
-        numbers.append((float(array),) if array.ndim == 0 else _sketch(array))
+        if array.ndim == 0:
+            numbers.append((float(array),))
+            continue
+        # Its root mean square, and its projections in three directions.
+        directions = np.random.default_rng(0).normal(size=(3, array.size))
+        projections = directions @ array.ravel() / np.sqrt(max(array.size, 1))
+        root_mean_square = float(np.sqrt(np.mean(array**2))) if array.size else 0.0
+        numbers.append((root_mean_square, *projections.tolist()))
     rounded = (tuple(float(f"{v:.9g}") for v in one) for one in numbers)
     return Term(site, digest.hexdigest()[:16], tuple(rounded))
-
-
-def _sketch(array: np.ndarray) -> tuple[float, ...]:
-    """Return an array's root mean square, and its projections in three directions."""
-    directions = np.random.default_rng(0).normal(size=(3, array.size))
-    projections = directions @ array.ravel() / np.sqrt(max(array.size, 1))
-    return (float(np.sqrt(np.mean(array**2))) if array.size else 0.0, *projections.tolist())
 
 
 def check_terms(expected: Sequence[Term], own: Sequence[Term], who: str, *, by_value: bool) -> None:

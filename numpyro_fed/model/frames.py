@@ -53,11 +53,6 @@ def is_column(value: object) -> TypeGuard[Column]:
     return named and not hasattr(value, "dims")
 
 
-def is_tabular(value: object) -> bool:
-    """Return whether a value is a DataFrame or a column of one."""
-    return is_frame(value) or is_column(value)
-
-
 def as_dict(owner: str, silo: object, arguments: Sequence[str] | None = None) -> Any:
     """Return a silo with arrays in the place of DataFrames and columns.
 
@@ -76,9 +71,10 @@ def as_dict(owner: str, silo: object, arguments: Sequence[str] | None = None) ->
         columns = columns_of(owner, silo)
         if arguments is not None and (extra := [name for name in columns if name not in arguments]):
             chosen = [name for name in columns if name in arguments]
+            names = " and ".join(f"'{name}'" for name in extra)
             raise DataError(
                 f"{owner} is a DataFrame with the columns {list(columns)}, whose columns are the "
-                f"model's arguments by name, but the model has no argument {_named(extra)}: its "
+                f"model's arguments by name, but the model has no argument {names}: its "
                 f"arguments are {list(arguments)}. Choose columns first (df[{chosen}]), "
                 "or pass a dict of arguments, any of which may be a DataFrame: dict(x=df[[...]])."
             )
@@ -255,13 +251,9 @@ def _holds_table(value: object) -> bool:
         return any(map(_holds_table, value.values()))
     if isinstance(value, list | tuple):
         return any(map(_holds_table, value))
-    return is_tabular(value)
+    return is_frame(value) or is_column(value)
 
 
 def _largest(array: np.ndarray) -> int:
     """Return the largest absolute value of whole numbers, without overflow."""
     return max(abs(int(array.min())), abs(int(array.max())))
-
-
-def _named(names: Sequence[str]) -> str:
-    return " and ".join(f"'{name}'" for name in names)

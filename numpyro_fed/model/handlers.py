@@ -138,7 +138,8 @@ def localised(model: Callable[..., Any], data: Mapping[str, Any]) -> Callable[..
         return run({k: v for values in rows.values() for k, v in values.items()}, data)
 
     plate_of: dict[str, str] = {}
-    for name, value in provenance(deterministic, data=arrays, **_labelled(latents)).items():
+    labelled = {_label(plate): values for plate, values in latents.items()}
+    for name, value in provenance(deterministic, data=arrays, **labelled).items():
         reads = frozenset[str]().union(*jax.tree.leaves(value))
         read = [p for p in plates if _label(p) in reads] or (plates if "data" in reads else [])
         plate_of |= {name: read[-1]} if read else {}
@@ -147,10 +148,6 @@ def localised(model: Callable[..., Any], data: Mapping[str, Any]) -> Callable[..
 
 def _label(plate: str) -> str:
     return f"rows of {plate}"
-
-
-def _labelled(latents: dict[str, Any]) -> dict[str, Any]:
-    return {_label(plate): values for plate, values in latents.items()}
 
 
 class _emit_once(Messenger):

@@ -116,10 +116,8 @@ def _checkable(watched: Callable[[SiloData], None], data: SiloData) -> bool:
 
 
 def _watched(rows: Callable[[SiloData], Any], data: SiloData) -> None:
-    """Run the text with a check before each operation whose index depends on data.
-
-    Other indices are not checked: libraries use harmless ones that are out of range.
-    """
+    """Run the text with a check before each operation whose index depends on data."""
+    # Other indices are not checked: libraries use harmless ones that are out of range.
     arrays = jax.tree.leaves(data)
     _run(trace_program(rows, data), arrays, [frozenset({"data"})] * len(arrays))
 
@@ -152,7 +150,11 @@ def _apply(eqn: JaxprEqn, values: list[Any], labels: Sequence[Labels]) -> Sequen
     if (loop := scan(eqn)) is not None:
         return _scan(loop, values, scan_body_labels(loop, labels))
     if (choices := branches(eqn)) is not None:
-        return _cond(choices, values, labels)
+        runs = [
+            lambda *operands, chosen=choice: _run(chosen, operands, labels[1:])
+            for choice in choices
+        ]
+        return jax.lax.switch(values[0], runs, *values[1:])
 
     if _indexed_by_data(eqn, labels):
         index, largest, lengths = _ranges(eqn, values)
@@ -179,13 +181,6 @@ def _scan(loop: Scan, values: list[Any], labels: Sequence[Labels]) -> list[Any]:
     xs = values[loop.carry.stop :]
     carry, ys = jax.lax.scan(step, values[loop.carry], xs, loop.length, loop.reverse)
     return [*carry, *ys]
-
-
-def _cond(choices: list[Program], values: list[Any], labels: Sequence[Labels]) -> list[Any]:
-    def branch(program: Program) -> Callable[..., list[Any]]:
-        return lambda *operands: _run(program, operands, labels[1:])
-
-    return jax.lax.switch(values[0], [branch(program) for program in choices], *values[1:])
 
 
 def _wrapped_index(eqn: JaxprEqn, producer: Mapping[Var, JaxprEqn]) -> Var | None:

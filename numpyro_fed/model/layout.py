@@ -48,10 +48,10 @@ class Layout(NamedTuple):
     @property
     def lengths(self) -> dict[str, tuple[str, ...]]:
         """Return for each array of rows the silo plates that are as long at every silo."""
-        return {key: self._same_size(plate) for key, plate in self.rows.items()}
-
-    def _same_size(self, plate: str) -> tuple[str, ...]:
-        return tuple(p for p in self.sizes[0] if all(n[p] == n[plate] for n in self.sizes))
+        return {
+            key: tuple(p for p in self.sizes[0] if all(n[p] == n[plate] for n in self.sizes))
+            for key, plate in self.rows.items()
+        }
 
     def arrange(self, silos: Sequence[SiloData], *, summaries: bool = True) -> list[Bucket]:
         """Check the values of silos of these shapes, and return them in buckets.

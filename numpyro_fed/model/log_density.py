@@ -159,10 +159,11 @@ class ModelText:
 
     @cached_property
     def plates(self) -> tuple[Plate, ...]:
-        def width(plate: str) -> int:
-            return max([s.stop for s in self.latents if s.plate == plate], default=0)
-
-        return tuple(Plate(p, width(p), False) for p in self.structure.sizes)
+        width = dict.fromkeys(self.structure.sizes, 0)
+        for site in self.latents:
+            if site.plate is not None:
+                width[site.plate] = max(width[site.plate], site.stop)
+        return tuple(Plate(p, dim, False) for p, dim in width.items())
 
     @cached_property
     def template(self) -> SiloData:

@@ -88,7 +88,8 @@ def _results(eqn: JaxprEqn, axes: Sequence[Axis]) -> Sequence[Axis]:
     mixed = [MIXED] * len(eqn.outvars)
     if MIXED in axes:
         return mixed
-    if (program := _called(eqn)) is not None:
+    # A reduction has a program as well, for two values.
+    if eqn.primitive.name in CALLS and (program := called_program(eqn)) is not None:
         return row_axes(program, axes)
     if (choices := branches(eqn)) is not None:
         if axes[0] is not None:
@@ -99,11 +100,6 @@ def _results(eqn: JaxprEqn, axes: Sequence[Axis]) -> Sequence[Axis]:
         return _scanned(eqn, loop, axes)
     rule = RULES.get(eqn.primitive.name)
     return mixed if rule is None else [rule(eqn, axes)] * len(eqn.outvars)
-
-
-def _called(eqn: JaxprEqn) -> Program | None:
-    """Return the program that a call runs as it is; a reduction has one as well, for two values."""
-    return called_program(eqn) if eqn.primitive.name in CALLS else None
 
 
 def _common(axes: Sequence[Axis]) -> Axis:

@@ -194,8 +194,9 @@ def columns_apart(owner: str, parts: Sequence[Scaling]) -> Iterator[str]:
     """
     for name in parts[0].mean:
         columns = next((p.columns[name] for p in parts if name in p.columns), ())
-        kinds = ([np.atleast_1d(found[name]) for found in kind] for kind in _by_kind(parts))
-        for i, (mean, sd, count) in enumerate(zip(*(np.stack(k, 1) for k in kinds), strict=True)):
+        each = zip(*((p.mean[name], p.sd[name], p.count[name]) for p in parts), strict=True)
+        stacks = (np.stack([np.atleast_1d(a) for a in found], 1) for found in each)
+        for i, (mean, sd, count) in enumerate(zip(*stacks, strict=True)):
             if not (far := _far_apart(mean, sd, count)):
                 continue
             where = f"'{name}'"
@@ -210,11 +211,6 @@ def columns_apart(owner: str, parts: Sequence[Scaling]) -> Iterator[str]:
                 f"{sd[count > 0].min():.3g} to {sd.max():.3g}). Is it in other units there, or "
                 "coded otherwise? Then mend it there; if it is meant so, leave it."
             )
-
-
-def _by_kind(parts: Sequence[Scaling]) -> tuple[list[Numbers], list[Numbers], list[Numbers]]:
-    """Return the means, the sds and the counts of all parts."""
-    return [p.mean for p in parts], [p.sd for p in parts], [p.count for p in parts]
 
 
 def _far_apart(mean: np.ndarray, sd: np.ndarray, count: np.ndarray) -> list[int]:

@@ -361,17 +361,14 @@ def _masked(name: str, fn: Distribution) -> dict[str, bool]:
     return {name: known and not np.any(fn._mask)}
 
 
-def _is_unit(interval: constraints.Constraint) -> bool:
-    bounds = interval.lower_bound, interval.upper_bound
-    known = not any(isinstance(b, jax.core.Tracer) for b in bounds)
-    return known and all(np.all(np.equal(b, n)) for b, n in zip(bounds, (0, 1), strict=True))
-
-
 def _support_name(support: constraints.Constraint) -> str:
     """Return the type of a support in words, without bounds: these may depend on other sites."""
     if isinstance(support, constraints.independent):
         return f"{_support_name(support.base_constraint)}^{support.reinterpreted_batch_ndims}"
     # NumPyro's unit_interval has a class of its own; interval(0, 1) is the same support.
-    if type(support) is type(constraints.interval(0, 1)) and _is_unit(support):
-        return "UnitInterval"
+    if type(support) is type(constraints.interval(0, 1)):
+        bounds = support.lower_bound, support.upper_bound
+        known = not any(isinstance(b, jax.core.Tracer) for b in bounds)
+        if known and all(np.all(np.equal(b, n)) for b, n in zip(bounds, (0, 1), strict=True)):
+            return "UnitInterval"
     return type(support).__name__.lstrip("_")

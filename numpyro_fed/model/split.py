@@ -274,7 +274,13 @@ def _check_globals(fm: FederatedModel, silos: Sequence[SiloData], sizes: Sequenc
     for j in list(distinct.values())[1:]:
         compare(silos[j], f"silo {j}")
     if len(distinct) == 1:
-        for longer in _with_a_row_more(silos[0], sizes[0], padded_keys(silos, sizes)):
+        silo, rows = silos[0], padded_keys(silos, sizes)
+        for plate, number in sizes[0].items():
+            keys = [k for k, p in rows.items() if p == plate]
+            if not (keys and number):
+                continue
+            more = {k: np.concatenate([silo.arrays[k], silo.arrays[k][:1]]) for k in keys}
+            longer = replace(silo, arrays={**silo.arrays, **more})
             try:
                 fm.traces.at(longer)
             except Exception:
@@ -298,23 +304,14 @@ def _global_sites(trace: Trace, fm: FederatedModel) -> dict[str, Array]:
     return density | {f"value:{name}": value for name, value in values.items()}
 
 
-def _with_a_row_more(silo: SiloData, size: Sizes, rows: dict[str, str]) -> list[SiloData]:
-    """Return the silo with one more row, once for each plate that can grow."""
-    longer = []
-    for plate in size:
-        keys = [k for k, p in rows.items() if p == plate]
-        more = {k: np.concatenate([silo.arrays[k], silo.arrays[k][:1]]) for k in keys}
-        if more and size[plate]:
-            longer.append(replace(silo, arrays={**silo.arrays, **more}))
-    return longer
-
-
 def _differs(
     name: str, value: Array, expected: Array, who: str, silo: SiloData, other: SiloData
 ) -> str:
     """Return the error message about a global site that differs between silos."""
     what, _, site = name.partition(":")
-    mine, theirs = _differences(silo, other)
+    first, second = described(silo), described(other)
+    keys = [k for k in first if first[k] != second[k]]
+    mine, theirs = ({k: found[k] for k in keys} for found in (first, second))
 
     def shown(value: Array) -> str:
         return np.array2string(np.ravel(value)[:4], precision=6, separator=", ").strip("[]")
@@ -328,10 +325,3 @@ def _differs(
         "depend on numbers of rows or Python values that differ. Pass one number to all silos "
         "(that of all rows together, say), or let only local sites depend on it."
     )
-
-
-def _differences(a: SiloData, b: SiloData) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what differs in the descriptions of two silos' data, for each of them."""
-    first, second = described(a), described(b)
-    keys = [k for k in first if first[k] != second[k]]
-    return {k: first[k] for k in keys}, {k: second[k] for k in keys}

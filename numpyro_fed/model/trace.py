@@ -122,7 +122,16 @@ class Trace:
             initial = self.at(outputs, dict.fromkeys(names), {}, arrays)
             theta = {**{name: value for (_, name), value in initial.items()}, **theta}
         given = {ARRAY: arrays, PARAMETER: theta, LATENT: latents, THE_KEY: {"": key}}
-        return self.run(wanted, lambda one: _operand(one, given[one.kind].get(one.name)))
+
+        def operand(one: Input) -> ArrayLike:
+            value = given[one.kind].get(one.name)
+            if one.kind == THE_KEY:
+                return jax.random.key(0) if value is None else value
+            if value is None:
+                return jnp.zeros(one.shape.shape, one.shape.dtype)
+            return jnp.asarray(jax.tree.leaves(value)[one.leaf], one.shape.dtype)
+
+        return self.run(wanted, operand)
 
     def run(
         self, wanted: Collection[Output], operand: Callable[[Input], ArrayLike]
@@ -217,12 +226,3 @@ class Trace:
             for s in self.structure.sites
             if s.kind == "param" and (s.plate is not None) == local
         ]
-
-
-def _operand(one: Input, value: Any) -> ArrayLike:
-    """Return what is given for an input, zeros if nothing is."""
-    if one.kind == THE_KEY:
-        return jax.random.key(0) if value is None else value
-    if value is None:
-        return jnp.zeros(one.shape.shape, one.shape.dtype)
-    return jnp.asarray(jax.tree.leaves(value)[one.leaf], one.shape.dtype)

@@ -84,7 +84,15 @@ def compare(
     key = jax.random.key(0) if key is None else key
     result = getattr(result, "best", result)
     key_draws, key_weights = jax.random.split(key)
-    draws, weights = _draws_and_weights(result, key_draws, num_draws)
+    drawn: Mapping[str, Array | np.ndarray]
+    weights: np.ndarray | None = None
+    if isinstance(result, Corrected):
+        drawn, weights = result.draws, result.weights
+    elif isinstance(result, NutsResult):
+        drawn = _joined(result)
+    else:
+        drawn = result.sample_posterior(key_draws, num_draws)
+    draws = {k: np.asarray(v) for k, v in drawn.items()}
     nuts = _joined(reference)
     if draws.keys() != nuts.keys():
         raise ValueError(
@@ -95,8 +103,13 @@ def compare(
     _warn_if_few({k: n[varying[k]] for k, n in reference.ess().items() if varying[k].any()})
     pareto_k = _pareto_k(result, key_weights)
     sites = {name: _compare_site(draws[name], weights, nuts[name]) for name in nuts}
-    for name, no_sd in _without_sd(result, nuts).items():
-        sites[name] = {m: np.where(no_sd, np.nan, v) for m, v in sites[name].items()}
+    if isinstance(result, Corrected):
+        errors = result.errors
+        absent = {n for n, no in zip(errors.names, errors.infinite[1], strict=True) if no}
+        for name, measures in sites.items():
+            shape = nuts[name].shape[1:]
+            no_sd = np.reshape([_label(name, i) in absent for i in np.ndindex(shape)], shape)
+            sites[name] = {m: np.where(no_sd, np.nan, v) for m, v in measures.items()}
     return Comparison(sites, pareto_k, draws, weights, nuts)
 
 
@@ -126,13 +139,15 @@ class Comparison:
 
     def _cells(self) -> list[tuple[str, ...]]:
         """Return the cells of the table: the names of columns, and a row for each element."""
-        rows = [
-            (_label(name, i), *(_cell(float(measures[m][i])) for m in _MEASURES))
-            for name, measures in self.sites.items()
-            for i in np.ndindex(measures["sd_ratio"].shape)
-            if not (_constant(self._nuts[name])[i] and _constant(self._draws[name])[i])
-        ]
-        return [("site", "mean error (sd)", "sd ratio", "Wasserstein (sd)"), *rows]
+        rows: list[tuple[str, ...]] = [("site", "mean error (sd)", "sd ratio", "Wasserstein (sd)")]
+        for name, measures in self.sites.items():
+            constant = _constant(self._nuts[name]) & _constant(self._draws[name])
+            for i in np.ndindex(constant.shape):
+                if not constant[i]:
+                    values = (measures[m][i] for m in _MEASURES)
+                    cells = (ABSENT if np.isnan(v) else f"{v:.3f}" for v in values)
+                    rows.append((_label(name, i), *cells))
+        return rows
 
     def _note(self) -> list[str]:
         """Return the lines below the table."""
@@ -207,38 +222,9 @@ def _compare_site(
     }
 
 
-def _without_sd(
-    result: Result | Corrected | NutsResult, nuts: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    """Return which elements of each site have no sd, as far as weighted draws can tell."""
-    absent: set[str] = set()
-    if isinstance(result, Corrected):
-        errors = result.errors
-        absent = {n for n, no in zip(errors.names, errors.infinite[1], strict=True) if no}
-    found = {}
-    for name, draws in nuts.items():
-        no_sd = [_label(name, i) in absent for i in np.ndindex(draws.shape[1:])]
-        found[name] = np.array(no_sd).reshape(draws.shape[1:])
-    return found
-
-
-def _cell(value: float) -> str:
-    return ABSENT if np.isnan(value) else f"{value:.3f}"
-
-
 def _constant(draws: np.ndarray) -> np.ndarray:
     """Return which elements do not vary, such as the first row of a Cholesky factor."""
     return draws.std(0) <= ROUNDING * abs(draws.mean(0))
-
-
-def _draws_and_weights(
-    result: Result | Corrected | NutsResult, key: Array, num_draws: int
-) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-    if isinstance(result, Corrected):
-        return {k: np.asarray(v) for k, v in result.draws.items()}, result.weights
-    if isinstance(result, NutsResult):
-        return _joined(result), None
-    return {k: np.asarray(v) for k, v in result.sample_posterior(key, num_draws).items()}, None
 
 
 def _joined(nuts: NutsResult) -> dict[str, np.ndarray]:

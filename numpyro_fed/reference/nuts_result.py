@@ -335,10 +335,10 @@ class NutsResult(Posterior):
         """Return whether draws of globals are NaN, or do not move."""
         if not self.globals:
             return False
-        draws = [np.asarray(v) for v in self.globals.values()]
+        draws = [np.asarray(v, np.float64) for v in self.globals.values()]
         if self._diverges or any(np.isnan(v).any() for v in draws):
             return True
-        return not any(_varies(v) for v in draws)
+        return all((v.std((0, 1)) <= ROUNDING * abs(v.mean((0, 1)))).all() for v in draws)
 
     @property
     def _diverges(self) -> bool:
@@ -402,12 +402,6 @@ class NutsResult(Posterior):
         """Return the effective sample size of each element of global sites; NaN for constants."""
         with np.errstate(invalid="ignore"):
             return {k: np.asarray(effective_sample_size(v)) for k, v in self.globals.items()}
-
-
-def _varies(draws: np.ndarray) -> bool:
-    """Return whether any element of a site (chains, n, ...) varies by more than rounding."""
-    mean, sd = draws.mean((0, 1), dtype=np.float64), draws.std((0, 1), dtype=np.float64)
-    return bool((sd > ROUNDING * abs(mean)).any())
 
 
 def join_chains(draws: Draws) -> Draws:

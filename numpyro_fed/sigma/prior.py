@@ -46,14 +46,6 @@ TAU_HYPER, TAU_DRAWS = 4_096, 8
 INITIAL = Settings(0, 1_024, 1, 0.0)
 
 
-def default_optim(num_steps: int) -> optax.GradientTransformation:
-    """Return Adam with a cosine decay from 2e-3, on gradients clipped to norm 1."""
-    # A prior with heavy tails has draws far out, whose gradients would throw the weights off; the
-    # step from such a draw is as long as any other after the clip.
-    adam = optax.adam(optax.cosine_decay_schedule(2e-3, num_steps))
-    return optax.chain(optax.clip_by_global_norm(1.0), adam)
-
-
 def _networks() -> ModuleType:
     try:
         from numpyro_fed.sigma import networks
@@ -252,6 +244,11 @@ class SigmaPrior:
                 f"'{site}' is no Gaussian whose draws are known as functions of standard normals: "
                 "MultivariateNormal, CAR or nf.fields.Leroux. Train with an encoder."
             )
+        if optim is None:
+            # A prior with heavy tails has draws far out, whose gradients would throw the weights
+            # off; the step from such a draw is as long as any other after the clip.
+            adam = optax.adam(optax.cosine_decay_schedule(2e-3, num_steps))
+            optim = optax.chain(optax.clip_by_global_norm(1.0), adam)
         trained, losses, times = train(
             for_steps,
             nets.Networks(sizes, for_networks).initialised(
@@ -261,7 +258,7 @@ class SigmaPrior:
             divided,
             scales,
             settings,
-            optim or default_optim(num_steps),
+            optim,
             progress_bar,
         )
         no_tau = np.zeros(source.size)
