@@ -151,7 +151,7 @@ def test_with_rho_clients_know_their_units_by_themselves(likelihood, double):
     at_server = result.params["guide"]["latents"]["loc"]  # the server's mode where the sum is zero
     np.testing.assert_allclose(at_server, y.sum() / (len(y) + 0.49), rtol=1e-6)
     search, told = inside(result).built.search, []
-    server = search.init_server(KEY)
+    server = search.algorithm.init_server(KEY)
     search.run(lambda _, down: told.append(down), KEY, server, inside(result).server_data)
     (down,) = told
     assert not down.at_best.slope.any()

@@ -127,7 +127,7 @@ class SOUL(VerticalMethod[SOULResult]):
         names = "rho", "likelihood", "num_steps", "step_size", "num_kept"
         return VerticalBuilt(
             vertical=v,
-            algorithm=v.algorithm(v.rounds, like),
+            algorithm=v.algorithm(like),
             settings={"method": "SOUL", **{n: getattr(self, n) for n in names}},
             static=roles.arguments[:1],
         )

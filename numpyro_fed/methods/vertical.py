@@ -19,8 +19,8 @@ from jax.typing import ArrayLike
 from tqdm.auto import tqdm
 
 from numpyro_fed.algorithms.base import ExchangeId, FederatedAlgorithm, Round, asked_directly
+from numpyro_fed.algorithms.vertical.curvature import NoModeError
 from numpyro_fed.algorithms.vertical.sample import SAMPLE
-from numpyro_fed.algorithms.vertical.search import NoModeError
 from numpyro_fed.errors import DataError, ModelError, StartWarning
 from numpyro_fed.methods.base import RUNTIMES, SEARCHES, FederatedMethod, Outcome, RunOptions
 from numpyro_fed.methods.elsewhere import reached

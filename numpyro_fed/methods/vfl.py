@@ -21,9 +21,10 @@ from numpyro_fed.algorithms.base import (
     asked_directly,
 )
 from numpyro_fed.algorithms.vertical.augmented import Augmented
-from numpyro_fed.algorithms.vertical.base import PartyType, Vertical
+from numpyro_fed.algorithms.vertical.base import Vertical
+from numpyro_fed.algorithms.vertical.party import PartyType
 from numpyro_fed.algorithms.vertical.power import Power
-from numpyro_fed.algorithms.vertical.search import VerticalSearch, width_of
+from numpyro_fed.algorithms.vertical.search import VerticalSearch
 from numpyro_fed.algorithms.vertical.weigh import Weighing
 from numpyro_fed.errors import GuideError, StartWarning, positive_int
 from numpyro_fed.guides.amortised import Amortised
@@ -51,6 +52,7 @@ MAX_JACOBIAN = 2**26
 # Rank of the noise that parties share by default, at most. Each direction is one more column in all
 # parties' messages and guides; with fewer the parties' dependence is cut off.
 MAX_RANK = 32
+SPARE = 5  # columns of a basis beyond all directions: square random ones may be nearly singular
 
 
 @dataclass(frozen=True)
@@ -275,7 +277,8 @@ class VFL(VerticalMethod[VerticalResult]):
         start = self._start(roles)
         at_zero = model.with_total(roles.server, jnp.zeros(model.shape, model.dtype))
         hyperparameters = hyperparameter_mask(model.server, at_zero)
-        vertical = Vertical(
+        kind: type[Vertical] = Power if self.likelihood == "power" else Augmented
+        vertical = kind(
             model=model,
             server=PartyType(
                 model.server, resolve(self.server_guide, model.server, {}, {}), hyperparameters
@@ -291,20 +294,18 @@ class VFL(VerticalMethod[VerticalResult]):
             num_particles=self.num_particles,
             batch_size=self.batch_size,
             from_start=start is not None,
-            power=self.likelihood == "power",
+            local_steps=self.local_steps,
         )
         rank = self._rank(vertical, start)
         max_width = max(MAX_JACOBIAN // math.prod(model.shape), 1)
-        width = width_of(vertical.dim, max(rank, MAX_RANK), max_width) if start == "mode" else 0
+        # A basis for all directions or of twice the rank, if there is to be a search.
+        width = min(vertical.dim + SPARE, 2 * max(rank, MAX_RANK), max_width)
+        width = width if start == "mode" else 0
         vertical = replace(vertical, rank=min(rank, width) if width else rank, width=width)
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), roles.server)
-        if self.likelihood == "power":
-            algorithm = Power(vertical, len(clients), like, self.local_steps).algorithm()
-        else:
-            algorithm = Augmented(vertical, like, self.local_steps).algorithm()
         return VerticalBuilt(
             vertical=vertical,
-            algorithm=algorithm,
+            algorithm=vertical.algorithm(like),
             settings=self._settings(vertical),
             static=roles.arguments[:1],
             search=None if start is None else VerticalSearch(vertical, like),

@@ -31,6 +31,7 @@ class PartyModel(NamedTuple):
     text: Callable[..., Any]  # takes the party's data as keyword arguments
     structure: Structure  # its sites and their supports
     dim: int  # length of the flat vector of its latents
+    data: SiloData | None = None  # its data, where a guide chooses starting values by them
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -89,43 +90,13 @@ class PartyModel(NamedTuple):
         """Return the parameters on their own supports."""
         return {n: biject_to(self.supports[n])(value) for n, value in theta.items()}
 
-    def with_data(self, data: SiloData) -> PartyWithData:
-        """Return the party's model with its data, for guides that choose starting values."""
-        return PartyWithData(self, data)
-
-
-class PartyWithData(NamedTuple):
-    """A party's model and its data, with the attributes of a model that guides use."""
-
-    party: PartyModel
-    data: SiloData
-
-    @property
-    def dim(self) -> int:
-        """Return the length of the flat vector of latents."""
-        return self.party.dim
-
-    @property
-    def supports(self) -> dict[str, Any]:
-        """Return the support of each latent."""
-        return self.party.supports
-
-    @property
-    def plates(self) -> tuple[()]:
-        """Return no silo plates: a party's rows are not split further."""
-        return ()
-
-    def named(self, kind: str, plate: str | None = None) -> tuple[Site, ...]:
-        """Return the sites of one kind. ``plate`` is there for the protocol of silos' models."""
-        return self.party.named(kind, plate)
-
     def init_global(self, key: Array, init_loc_fn: Callable[..., Any] | None) -> Array:
         """Return a starting point (dim,) by a NumPyro ``init_to_...`` function, zeros if None."""
-        if init_loc_fn is None or not self.dim:
+        if init_loc_fn is None or not self.dim or self.data is None:
             return jnp.zeros(self.dim)
-        text = handlers.substitute(handlers.seed(self.party.text, key), substitute_fn=init_loc_fn)
+        text = handlers.substitute(handlers.seed(self.text, key), substitute_fn=init_loc_fn)
         with TRACING:
-            return self.party.flat(handlers.trace(text).get_trace(**self.data.kwargs))
+            return self.flat(handlers.trace(text).get_trace(**self.data.kwargs))
 
 
 class VerticalModel(NamedTuple):

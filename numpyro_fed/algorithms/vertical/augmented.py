@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms import convergence
-from numpyro_fed.algorithms.base import Ask, Exchange, FederatedAlgorithm, Info, Reply, Round, Visit
+from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round
 from numpyro_fed.algorithms.vertical.base import (
     ClientDraw,
     ClientParams,
@@ -70,53 +70,67 @@ class Stepped(NamedTuple):
     resting: Array
 
 
-@dataclass(frozen=True, eq=False)
-class Augmented:
-    """Algorithm 1 as pure functions; without ``vertical.rho`` it is the exact split.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Augmented(Vertical):
+    """Algorithm 1 as pure functions; without ``rho`` it is the exact split."""
 
-    Attributes
-    ----------
-    vertical : Vertical
-    server_like : SiloData
-        Shapes of the server's data.
-    local_steps : int
-        Steps of a client in a round. After the first, its auxiliary variables stay fixed (section
-        5.3).
-    """
+    @property
+    def rounds(self) -> Round:
+        """Return the round of a run."""
+        return Round((self.drawing, self.stepping), self.round, self.server_noise)
 
-    vertical: Vertical
-    server_like: SiloData
-    local_steps: int = 1
+    @property
+    def drawing(self) -> Exchange[ClientState, Down, Up]:
+        """Return the exchange in which clients draw their latents and parts of the sum."""
 
-    def algorithm(self) -> FederatedAlgorithm[ServerState, ClientState]:
-        """Return the algorithm as pure functions."""
-        v = self.vertical
-        exchanges = draw_exchange(v), step_exchange(v, self.step, self.local_steps)
-        return v.algorithm(Round(exchanges, self.round, v.server_noise), self.server_like)
+        def silo(
+            noise: tuple[Array, Array | None], down: Down, state: ClientState, data: SiloData
+        ) -> tuple[Reply[Up], ClientState]:
+            state = state._replace(noise=noise, rows=down.rows, xi=down.xi)
+            client_draw = self.draw(state.params, down.xi, state, data)
+            V = self.coupling_of(self.kind(data), state.params.own)
+            tie = None if V is None else CouplingStats(client_draw.b, V.T @ V)
+            up = Up(client_draw.part, client_draw.own, tie)
+            return Reply(up, all_finite(up)), state
+
+        return Exchange(DRAW, silo, silo_noise=self.noise_of)
+
+    @property
+    def stepping(self) -> Exchange[ClientState, SumMessage, Stepped]:
+        """Return the exchange in which clients take their steps.
+
+        Replies say whether clients have converged, and have the gradient with respect to the shared
+        noise, by which the server updates that noise's guide.
+        """
+
+        def silo_noise(key: Array, state: ClientState) -> Array | None:
+            keys = jax.random.split(key, self.local_steps - 1)
+            return jax.vmap(lambda key: self.noise_of(key, state)[0])(keys) if len(keys) else None
+
+        return Exchange(STEP, self.step, silo_noise=silo_noise)
 
     def round(self, state: ServerState, noise: ServerNoise, ask: Ask) -> tuple[ServerState, Info]:
         """Ask clients for their parts of the sum, take a step, and send the gradient in the sum."""
-        v = self.vertical
         # ``pull`` carries all parties' gradients in the shared noise back to the parameters of its
         # guide, which only the server has.
-        xi, pull = jax.vjp(lambda shared: v.xi(shared, noise.xi), state.params.shared)
+        xi, pull = jax.vjp(lambda shared: self.xi(shared, noise.xi), state.params.shared)
         up: Up = ask(DRAW, Down(xi, noise.rows)).up
-        data = v.take_rows(ask.server_data, noise.rows)
+        data = self.take_rows(ask.server_data, noise.rows)
 
         def bound(params: PartyParams, xi: Array | None, sent: SumMessage) -> Array:
             return self.bound(params, noise.eps, xi, sent, up.tie, state, data)
 
-        sums = SumMessage(up.part, up.tie.b if v.rank else None)
+        sums = SumMessage(up.part, up.tie.b if self.rank else None)
         value, (gradient, by_xi, slope) = jax.value_and_grad(bound, (0, 1, 2))(
             state.params.own, xi, sums
         )
-        after = v.ascend(state, "own", gradient)
+        after = self.ascend(state, "own", gradient)
         total = value + up.own
-        course = convergence.update(state.course, -total, after.params, whitened=v.from_start)
+        course = convergence.update(state.course, -total, after.params, whitened=self.from_start)
         stepped: Stepped = ask(STEP, slope).up
         after = after._replace(course=course, resting=stepped.resting)
-        if v.rank:
-            after = v.ascend(after, "shared", pull(by_xi + stepped.by_xi)[0])
+        if self.rank:
+            after = self.ascend(after, "shared", pull(by_xi + stepped.by_xi)[0])
         return after, Info(-total, all_finite((total, gradient, by_xi, slope)))
 
     def bound(
@@ -133,14 +147,13 @@ class Augmented:
 
         ``tie`` has the sums over clients of their coupling statistics.
         """
-        v = self.vertical
-        guide = v.guide(v.server).globals
-        eta, V = params.guide, v.coupling_of(v.server, params)
+        guide = self.guide(self.server).globals
+        eta, V = params.guide, self.coupling_of(self.server, params)
 
         def one_particle(eps: Array, xi: Array | None, sent: SumMessage) -> Array:
             z, log_q, b = coupling.draw_in(state.frame, guide, eta, V, eps, xi)
-            prior, likelihood = v.model.log_server(params.theta, z, sent.part, data)
-            value = prior - log_q + v.share * likelihood
+            prior, likelihood = self.model.log_server(params.theta, z, sent.part, data)
+            value = prior - log_q + self.share * likelihood
             if V is None or b is None or tie is None:
                 return value
             A = jax.lax.stop_gradient(V.T @ V) + tie.A
@@ -151,72 +164,40 @@ class Augmented:
     def step(
         self, noise: Array | None, down: SumMessage, state: ClientState, data: SiloData
     ) -> tuple[Reply[Stepped], ClientState]:
-        return client_steps(self.vertical, noise, state, data, jnp.zeros_like(down.part), down)
+        return self.client_steps(noise, state, data, jnp.zeros_like(down.part), down)
 
+    def client_steps(
+        self,
+        noise: Array | None,
+        state: ClientState,
+        data: SiloData,
+        slope_g: Array,
+        down: SumMessage,
+    ) -> tuple[Reply[Stepped], ClientState]:
+        """Take a client's steps, given the gradients in its predictor and its part of the sum."""
 
-def draw_exchange(v: Vertical) -> Exchange[ClientState, Down, Up]:
-    """Return the exchange in which clients draw their latents and parts of the sum."""
+        def draw(params: ClientParams, xi: Array | None) -> ClientDraw:
+            return self.draw(params, xi, state, data)
 
-    def silo(
-        noise: tuple[Array, Array | None], down: Down, state: ClientState, data: SiloData
-    ) -> tuple[Reply[Up], ClientState]:
-        state = state._replace(noise=noise, rows=down.rows, xi=down.xi)
-        client_draw = v.draw(state.params, down.xi, state, data)
-        V = v.coupling_of(v.kind(data), state.params.own)
-        tie = None if V is None else CouplingStats(client_draw.b, V.T @ V)
-        up = Up(client_draw.part, client_draw.own, tie)
-        return Reply(up, all_finite(up)), state
+        # The derivatives of the first draw cannot be kept from one exchange to the next, so the
+        # draw is repeated from the noise in the state.
+        client_draw, pull = jax.vjp(draw, state.params, state.xi)
+        slopes = ClientDraw(slope_g, down.part, jnp.ones_like(client_draw.own), down.b)
+        gradient, by_xi = pull(slopes)
+        after = self.ascend(state, "own", gradient.own)
+        if self.auxiliary is not None:
+            after = self.ascend(after, "auxiliary", gradient.auxiliary)
 
-    return Exchange(DRAW, silo, silo_noise=v.noise_of)
+        def local_step(state: ClientState, eps: Array) -> tuple[ClientState, None]:
+            gradient = jax.grad(self.bound_at_fixed_part)(
+                state.params.own, eps, client_draw.part, state, data
+            )
+            return self.ascend(state, "own", gradient), None
 
-
-def step_exchange(
-    v: Vertical, step: Visit[Array | None, SumMessage, ClientState, Stepped], local_steps: int
-) -> Exchange[ClientState, SumMessage, Stepped]:
-    """Return the exchange in which clients take their steps.
-
-    Replies say whether clients have converged, and have the gradient with respect to the shared
-    noise, by which the server updates that noise's guide.
-    """
-
-    def silo_noise(key: Array, state: ClientState) -> Array | None:
-        keys = jax.random.split(key, local_steps - 1)
-        return jax.vmap(lambda key: v.noise_of(key, state)[0])(keys) if local_steps > 1 else None
-
-    return Exchange(STEP, step, silo_noise=silo_noise)
-
-
-def client_steps(
-    v: Vertical,
-    noise: Array | None,
-    state: ClientState,
-    data: SiloData,
-    slope_g: Array,
-    down: SumMessage,
-) -> tuple[Reply[Stepped], ClientState]:
-    """Take a client's steps, given the gradients in its predictor and in its part of the sum."""
-
-    def draw(params: ClientParams, xi: Array | None) -> ClientDraw:
-        return v.draw(params, xi, state, data)
-
-    # The derivatives of the first draw cannot be kept from one exchange to the next, so the draw is
-    # repeated from the noise in the state.
-    client_draw, pull = jax.vjp(draw, state.params, state.xi)
-    gradient, by_xi = pull(ClientDraw(slope_g, down.part, jnp.ones_like(client_draw.own), down.b))
-    after = v.ascend(state, "own", gradient.own)
-    if v.auxiliary is not None:
-        after = v.ascend(after, "auxiliary", gradient.auxiliary)
-
-    def local_step(state: ClientState, eps: Array) -> tuple[ClientState, None]:
-        gradient = jax.grad(v.bound_at_fixed_part)(
-            state.params.own, eps, client_draw.part, state, data
+        if noise is not None:
+            after, _ = jax.lax.scan(local_step, after, noise)
+        course = convergence.update(
+            state.course, jnp.zeros(()), after.params.own, whitened=self.from_start
         )
-        return v.ascend(state, "own", gradient), None
-
-    if noise is not None:
-        after, _ = jax.lax.scan(local_step, after, noise)
-    course = convergence.update(
-        state.course, jnp.zeros(()), after.params.own, whitened=v.from_start
-    )
-    up = Stepped(by_xi, convergence.settled(course).astype(jnp.result_type(float)))
-    return Reply(up, all_finite((gradient, by_xi))), after._replace(course=course)
+        up = Stepped(by_xi, convergence.settled(course).astype(jnp.result_type(float)))
+        return Reply(up, all_finite((gradient, by_xi))), after._replace(course=course)

@@ -22,6 +22,7 @@ from numpyro_fed.algorithms import convergence
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Private, Round, Shared, ascend
 from numpyro_fed.algorithms.convergence import ConvergenceStats
 from numpyro_fed.algorithms.expand import shape
+from numpyro_fed.algorithms.vertical.party import PartyType
 from numpyro_fed.algorithms.vertical.sample import OwnDraws
 from numpyro_fed.frame import identity
 from numpyro_fed.gaussian import Gaussian
@@ -29,14 +30,10 @@ from numpyro_fed.guides import coupling
 from numpyro_fed.guides.auxiliary import AuxiliaryGuide, RowInfo
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.coupling import shared_guide
-from numpyro_fed.guides.structured import Guide, GuideConfig, build_resolved
+from numpyro_fed.guides.structured import Guide, build_resolved
 from numpyro_fed.model.data import SiloData, signature
-from numpyro_fed.model.vertical import PartyModel, VerticalModel
+from numpyro_fed.model.vertical import VerticalModel
 
-PRIOR_DRAWS = 500  # for the median and spread of hyperparameters
-# Least spread with which their guide starts: a prior of a single value would have none, and the log
-# of its spread would be infinite.
-MIN_SPREAD = 1e-6
 # Standard deviation of the first random shares in the shared noise, where a run does not start at
 # the mode: small against one, so that parties start almost independent.
 COUPLING_SD = 0.1
@@ -62,9 +59,9 @@ class ServerParams(NamedTuple):
 
 
 class ClientParams(NamedTuple):
-    """The parameters of a client's auxiliary variables' guide, and its own parameters."""
+    """A client's parameters: of its auxiliary variables or their guide, and its own."""
 
-    auxiliary: GuideParams
+    auxiliary: Any
     own: PartyParams
 
 
@@ -153,59 +150,6 @@ class ServerNoise(NamedTuple):
     rows: Array | None
 
 
-class PinnedLatents(NamedTuple):
-    """Fixed values (dim,) of hyperparameters, unconstrained, during the search for a mode.
-
-    ``place`` is the median of their prior. ``spread`` is the spread of the prior, at most one, with
-    which their guide starts. All other latents have zero and one.
-    """
-
-    place: Array
-    spread: Array
-
-
-class PartyType(NamedTuple):
-    """The clients of one shape.
-
-    ``model`` is their part of the model, ``resolved`` their guide's configuration. ``above`` says
-    which coordinates are hyperparameters: the prior of other latents depends on them.
-    """
-
-    model: PartyModel
-    resolved: GuideConfig
-    above: tuple[bool, ...]
-
-    def pin(self, key: Array, data: SiloData) -> PinnedLatents:
-        """Return the fixed values of hyperparameters; zeros if the prior has no draws."""
-        unpinned = PinnedLatents(jnp.zeros(self.model.dim), jnp.ones(self.model.dim))
-        if not any(self.above):
-            return unpinned
-        keys = jax.random.split(key, PRIOR_DRAWS)
-        try:
-            draws = jax.vmap(lambda key: self.model.draw_prior(key, data))(keys)
-        except NotImplementedError:  # flat priors
-            return unpinned
-        low, place, high = jnp.quantile(draws, jnp.array([0.16, 0.5, 0.84]), axis=0)
-        spread = jnp.clip(0.5 * (high - low), MIN_SPREAD, 1.0)
-        is_pinned = jnp.array(self.above, bool) & jnp.isfinite(place) & jnp.isfinite(spread)
-        return PinnedLatents(
-            *(jnp.where(is_pinned, a, b) for a, b in zip((place, spread), unpinned, strict=True))
-        )
-
-    def below(self, z: Array, pinned: PinnedLatents) -> tuple[Array, Array]:
-        """Return a point with hyperparameters at their fixed values, and a log density.
-
-        That is normal around the fixed values. It takes the place of these latents' own density: a
-        scale and the effects under it have no joint mode but where the scale is zero.
-        """
-        # Static: clients without such latents have a smaller program.
-        if not any(self.above):
-            return z, jnp.zeros(())
-        is_pinned = jnp.array(self.above, bool)
-        standardised = jnp.where(is_pinned, (z - pinned.place) / pinned.spread, 0.0)
-        return jnp.where(is_pinned, pinned.place, z), -0.5 * jnp.sum(standardised**2)
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Parties(ABC):
     """A vertical model with an algorithm, as pure functions for all parties.
@@ -230,14 +174,17 @@ class Parties(ABC):
         """Return how many clients there are."""
         return len(self.model.clients)
 
-    def algorithm(
-        self, round_: Round, server_like: SiloData
-    ) -> FederatedAlgorithm[ServerState, ClientState]:
-        """Return the algorithm of this round; ``server_like`` are shapes of the server's data."""
+    @property
+    @abstractmethod
+    def rounds(self) -> Round:
+        """Return the round of a run."""
+
+    def algorithm(self, server_like: SiloData) -> FederatedAlgorithm[ServerState, ClientState]:
+        """Return the algorithm; ``server_like`` has the shapes of the server's data."""
         return FederatedAlgorithm(
             lambda key: self.init_server(key, server_like),
             self.init_client,
-            round_,
+            self.rounds,
             self.shared,
             self.private_params,
             done=self.done,
@@ -313,6 +260,9 @@ class Vertical(Parties):
         The dimension of the shared noise: 0 for parties that are independent.
     width : int
         The width of the basis in which the dependence between parties is found.
+    local_steps : int
+        Steps of a client in a round. After the first, its auxiliary variables stay fixed (section
+        5.3).
     """
 
     server: PartyType
@@ -325,6 +275,7 @@ class Vertical(Parties):
     from_start: bool = False
     rank: int = 0
     width: int = 0
+    local_steps: int = 1
 
     @property
     def rows(self) -> int:
@@ -358,7 +309,7 @@ class Vertical(Parties):
     def guide(self, kind: PartyType, data: SiloData | None = None) -> Guide:
         """Return the guide of a party's latents; its start may depend on the party's data."""
         spec = self.server_spec if kind is self.server else self.spec
-        party_model: Any = kind.model if data is None else kind.model.with_data(data)
+        party_model: Any = kind.model._replace(data=data)
         return build_resolved(spec, kind.resolved, party_model)
 
     def init_server(self, key: Array, data: SiloData) -> ServerState:
@@ -367,36 +318,34 @@ class Vertical(Parties):
         given = self.zeros_at_server(data)
         theta = self.server.model.init_theta(key_theta, given)
         if self.from_start:
-            return self.server_at(key_guide, theta, self.zero_start(self.server))
+            return self.server_at(key_guide, theta)
         eta = self.guide(self.server, given).init_global(key_guide)
         dim = self.server.model.dim
         party_params = PartyParams(self.random_coupling(key_coupling, dim), eta, theta)
         return self._server_state(key_sharing, party_params, identity((dim,)))
 
-    def server_at(self, key: Array, theta: dict[str, Any], start: PartyStart) -> ServerState:
-        """Return the server's state at the start of a run."""
+    def server_at(
+        self, key: Array, theta: dict[str, Any], start: PartyStart | None = None
+    ) -> ServerState:
+        """Return the server's state at the start of a run, at zero if there is none."""
         key_guide, key_sharing = jax.random.split(key)
         party_params, frame = self._initial_params(key_guide, self.server, theta, start)
         return self._server_state(key_sharing, party_params, frame)
 
     def _initial_params(
-        self, key: Array, kind: PartyType, theta: dict[str, Any], start: PartyStart
+        self, key: Array, kind: PartyType, theta: dict[str, Any], start: PartyStart | None
     ) -> tuple[PartyParams, Gaussian]:
         """Return a party's first parameters, a standard normal in a frame, and the frame."""
-        guide = self.guide(kind).globals
-        eta = guide.init(key, jnp.zeros_like(start.z), 1.0)
+        guide, dim = self.guide(kind).globals, kind.model.dim
+        coupling = jnp.zeros((dim, self.rank)) if self.rank else None
+        start = start or PartyStart(jnp.zeros(dim), jnp.eye(dim), coupling)
+        eta = guide.init(key, jnp.zeros(dim), 1.0)
         return PartyParams(start.coupling, eta, theta), guide.frame(start.z, start.root)
 
     def _server_state(self, key: Array, party_params: PartyParams, frame: Gaussian) -> ServerState:
         zeros = jnp.zeros(self.rank)
         shared = self.sharing.init(key, zeros) if self.rank else {}
         return self.first_server(ServerParams(party_params, shared), frame)
-
-    def zero_start(self, kind: PartyType) -> PartyStart:
-        """Return a placeholder with the shapes of a start."""
-        dim = kind.model.dim
-        coupling = jnp.zeros((dim, self.rank)) if self.rank else None
-        return PartyStart(jnp.zeros(dim), jnp.eye(dim), coupling)
 
     def random_coupling(self, key: Array, dim: int) -> Array | None:
         """Return a small random share (dim, rank) in the shared noise.
@@ -417,14 +366,19 @@ class Vertical(Parties):
         theta = kind.model.init_theta(key_theta, data)
         if self.from_start:
             centre = jnp.zeros(self.model.shape)
-            return self.client_at(key_guide, data, theta, self.zero_start(kind), centre)
+            return self.client_at(key_guide, data, theta, None, centre)
         eta = self.guide(kind, data).init_global(key_guide)
         dim = kind.model.dim
         party_params = PartyParams(self.random_coupling(key_coupling, dim), eta, theta)
         return self._client_state(key_state, kind, party_params, identity((dim,)), jnp.zeros(()))
 
     def client_at(
-        self, key: Array, data: SiloData, theta: dict[str, Any], start: PartyStart, centre: Array
+        self,
+        key: Array,
+        data: SiloData,
+        theta: dict[str, Any],
+        start: PartyStart | None,
+        centre: Array,
     ) -> ClientState:
         """Return a client's state at the start of a run; ``centre`` is its predictor there."""
         kind = self.kind(data)
@@ -445,13 +399,15 @@ class Vertical(Parties):
         centre: Array,
     ) -> ClientState:
         key_aux, key_noise = jax.random.split(key)
+        # A placeholder with the shapes of the noise of a round.
+        eps = self.guide(kind).globals.noise(key_noise, self.num_particles)
         psi = {} if self.auxiliary is None else self.auxiliary.init(key_aux)
         params = ClientParams(psi, party_params)
         return ClientState(
             params=params,
             opt_state=self.init_optim(params),
             course=convergence.init(party_params),
-            noise=self.client_noise(key_noise, kind),
+            noise=(eps, None if self.auxiliary is None else jnp.zeros(self.shape)),
             rows=None if self.batch_size is None else jnp.zeros(self.rows, jnp.int32),
             xi=jnp.zeros((self.num_particles, self.rank)) if self.rank else None,
             slope=jnp.zeros(self.shape) if self.power else None,
@@ -471,9 +427,7 @@ class Vertical(Parties):
         """Return the noise of a round: of the server's latents, the shared one, and its rows."""
         key_draw, key_shared, key_rows = jax.random.split(key, 3)
         eps = self.guide(self.server).globals.noise(key_draw, self.num_particles)
-        xi: Array | None = None
-        if self.rank:
-            xi = self.sharing.noise(key_shared, self.num_particles)
+        xi = self.sharing.noise(key_shared, self.num_particles) if self.rank else None
         if self.batch_size is None:
             return ServerNoise(eps, xi, None)
         # With replacement, by the server: all parties need the same rows.
@@ -485,14 +439,6 @@ class Vertical(Parties):
         if noise is None:
             return None
         return jax.vmap(self.sharing.draw, (None, 0))(shared, noise)[0]
-
-    def client_noise(self, key: Array, kind: PartyType) -> tuple[Array, Array | None]:
-        """Return the noise of a client's latents and auxiliary variables."""
-        key_draw, key_z = jax.random.split(key)
-        eps = self.guide(kind).globals.noise(key_draw, self.num_particles)
-        if self.auxiliary is None:
-            return eps, None
-        return eps, jax.random.normal(key_z, self.shape)
 
     def server_noise_of(self, key: Array, n: int) -> tuple[Array, Array | None]:
         """Return noise for ``n`` draws of the server's latents, and of the shared noise."""

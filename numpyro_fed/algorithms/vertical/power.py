@@ -23,14 +23,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms import convergence
-from numpyro_fed.algorithms.base import Ask, Exchange, FederatedAlgorithm, Info, Reply, Round
+from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round
 from numpyro_fed.algorithms.vertical.augmented import (
     DRAW,
     STEP,
+    Augmented,
     Stepped,
-    client_steps,
-    draw_exchange,
-    step_exchange,
 )
 from numpyro_fed.algorithms.vertical.augmented import Down as Rows
 from numpyro_fed.algorithms.vertical.augmented import Up as Drawn
@@ -40,7 +38,6 @@ from numpyro_fed.algorithms.vertical.base import (
     ServerNoise,
     ServerState,
     SumMessage,
-    Vertical,
 )
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.model.data import SiloData
@@ -70,78 +67,61 @@ class Up(NamedTuple):
     z: Array
 
 
-@dataclass(frozen=True, eq=False)
-class Power:
-    """Algorithm 2 as pure functions; clients hold the server's arrays as ``shared``.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Power(Augmented):
+    """Algorithm 2 as pure functions; clients hold the server's arrays as ``shared``."""
 
-    Attributes
-    ----------
-    vertical : Vertical
-    num_clients : int
-    server_like : SiloData
-        Shapes of the server's data.
-    local_steps : int
-        Steps of a client in a round.
-    """
+    power: bool = True
 
-    vertical: Vertical
-    num_clients: int
-    server_like: SiloData
-    local_steps: int = 1
-
-    def algorithm(self) -> FederatedAlgorithm[ServerState, ClientState]:
-        """Return it as pure functions."""
-        v = self.vertical
+    @property
+    def rounds(self) -> Round:
+        """Return the round of a run."""
         likelihood = Exchange(LIKELIHOOD, self.likelihood)
-        exchanges = draw_exchange(v), likelihood, step_exchange(v, self.step, self.local_steps)
-        return v.algorithm(Round(exchanges, self.round, v.server_noise), self.server_like)
+        return Round((self.drawing, likelihood, self.stepping), self.round, self.server_noise)
 
-    def draw(
+    def draw_server(
         self, params: PartyParams, frame: Gaussian, eps: Array, data: SiloData
     ) -> tuple[Array, Array]:
         """Return draws of the server's latents, and its own term of the bound."""
-        v = self.vertical
-        _, z, log_q = v.guide(v.server).globals.draws(frame, params.guide, eps)
+        _, z, log_q = self.guide(self.server).globals.draws(frame, params.guide, eps)
 
         def own_log_p(z: Array) -> Array:
-            total = jnp.zeros(v.shape[1:])
-            return v.model.log_server(params.theta, z, total, data)[0]
+            total = jnp.zeros(self.shape[1:])
+            return self.model.log_server(params.theta, z, total, data)[0]
 
         return z, (jax.vmap(own_log_p)(z) - log_q).mean()
 
     def likelihood(
         self, noise: object, down: Down, state: ClientState, data: SiloData
     ) -> tuple[Reply[Up], ClientState]:
-        v = self.vertical
-        drawn = v.draw(state.params, None, state, data)
-        batch = v.take_rows(data, state.rows)
+        drawn = self.draw(state.params, None, state, data)
+        batch = self.take_rows(data, state.rows)
         at_server = SiloData(dict(batch.kwargs["shared"]))
         argument = drawn.g + down.total - drawn.part
 
         def term(theta: dict[str, Any], z: Array, argument: Array) -> Array:
             def one_particle(z: Array, argument: Array) -> Array:
-                return v.model.log_server(theta, z, argument, at_server)[1]
+                return self.model.log_server(theta, z, argument, at_server)[1]
 
-            return v.share * jax.vmap(one_particle)(z, argument).mean() / self.num_clients
+            return self.share * jax.vmap(one_particle)(z, argument).mean() / self.num_clients
 
         value, (theta, z, slope) = jax.value_and_grad(term, (0, 1, 2))(down.theta, down.z, argument)
         up = Up(value, slope, theta, z)
         return Reply(up, all_finite(up)), state._replace(slope=slope)
 
     def round(self, state: ServerState, noise: ServerNoise, ask: Ask) -> tuple[ServerState, Info]:
-        v = self.vertical
         clients: Drawn = ask(DRAW, Rows(None, noise.rows)).up
-        data = v.take_rows(ask.server_data, noise.rows)
+        data = self.take_rows(ask.server_data, noise.rows)
         (z, value), pull = jax.vjp(
-            lambda server_params: self.draw(server_params, state.frame, noise.eps, data),
+            lambda server_params: self.draw_server(server_params, state.frame, noise.eps, data),
             state.params.own,
         )
-        up: Up = ask(LIKELIHOOD, Down(clients.part, v.shared(state).theta, z)).up
+        up: Up = ask(LIKELIHOOD, Down(clients.part, self.shared(state).theta, z)).up
         (gradient,) = pull((up.z, jnp.ones_like(value)))
         theta = jax.tree.map(jnp.add, gradient.theta, up.theta)
-        after = v.ascend(state, "own", gradient._replace(theta=theta))
+        after = self.ascend(state, "own", gradient._replace(theta=theta))
         loss = -(value + up.term + clients.own)
-        course = convergence.update(state.course, loss, after.params, whitened=v.from_start)
+        course = convergence.update(state.course, loss, after.params, whitened=self.from_start)
         stepped: Stepped = ask(STEP, SumMessage(up.slope, None)).up
         after = after._replace(course=course, resting=stepped.resting)
         return after, Info(loss, all_finite((loss, gradient, up.slope)))
@@ -151,4 +131,4 @@ class Power:
     ) -> tuple[Reply[Stepped], ClientState]:
         # A client's likelihood depends on its own predictor, not on its own auxiliary variables.
         others = down._replace(part=down.part - state.slope)
-        return client_steps(self.vertical, noise, state, data, state.slope, others)
+        return self.client_steps(noise, state, data, state.slope, others)

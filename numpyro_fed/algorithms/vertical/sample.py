@@ -68,9 +68,9 @@ class Sampling:
         )
 
     def silo(
-        self, key: Array, sent: Any, state: Any, data: SiloData
+        self, noise: Array, down: Any, state: Any, data: SiloData
     ) -> tuple[Reply[tuple[()]], Sampled]:
-        model, theta, z = self.parties.client_draws(key, sent, state, data, self.num_draws)
+        model, theta, z = self.parties.client_draws(noise, down, state, data, self.num_draws)
         values = jax.lax.map(lambda z: model.values(theta, z, data), z, batch_size=AT_ONCE)
         return Reply((), all_finite(values)), Sampled(values)
 

@@ -43,7 +43,7 @@ With eigenvalues :math:`\lambda` and eigenvectors ``U``, the joint covariance is
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -60,7 +60,6 @@ from numpyro_fed.algorithms.base import (
     Reply,
     Round,
     Shared,
-    Up,
     asked_directly,
     key_as_noise,
     stacked_visit,
@@ -69,24 +68,29 @@ from numpyro_fed.algorithms.expand import shape
 from numpyro_fed.algorithms.vertical.base import (
     ClientState,
     PartyStart,
-    PartyType,
-    PinnedLatents,
     ServerState,
     Vertical,
 )
 from numpyro_fed.algorithms.vertical.curvature import (
     Function,
     Local,
+    NoModeError,
     at_point,
     diagonal_curvature,
+    finite,
+    maximise_in_plane,
     newton_step,
+    positive,
+    products,
+    real,
+    ritz_vectors,
     root_of,
 )
+from numpyro_fed.algorithms.vertical.party import PartyType, PinnedLatents
 from numpyro_fed.frame import identity
-from numpyro_fed.gaussian import Curvature
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.programs import compiled_method, jit_once
-from numpyro_fed.trees import AnyArray, Numbers, all_finite, namespace, where
+from numpyro_fed.trees import AnyArray, all_finite, namespace, where
 
 # Rounds of a cycle of the search, at most. A search takes some 10 to 60 exchanges as a rule; a run
 # begins where the rounds end, so that fewer would only begin it farther off.
@@ -96,22 +100,16 @@ MAX_CYCLES = 5
 # Nats that a further Newton step may promise at the end of the search: it would move the mode by
 # less than a twentieth of an sd.
 LITTLE_GAIN = 1e-3
-PLANE_STEPS = 10  # of Newton's method in the plane, at the server: two numbers, so they are cheap
 MIN_GAIN = 1e-3, 1e-6  # nats that the plane promises, and share of the log density: the end
 QUIET_ROUNDS = 2  # such rounds in a row
 # Exchanges for the basis: if it spans all directions, and if not. A complete basis needs one, and
 # two more refine the Rayleigh quotients; the block method converges over several.
 COMPLETE, OTHERWISE = 3, 10
-PARALLEL = 1e-5  # relative Gram eigenvalue below which basis vectors count as dependent
-SPARE = 5  # columns of a basis beyond all directions: square random ones may be nearly singular
 # Newton steps of the server by itself, and the shares of a step that are tried.
 OWN_STEPS, SHARES = 30, tuple(2.0**-i for i in range(12))
 
-Newton = tuple[Array, Array, Array]  # a point, its height and the damping
 
-
-class NoModeError(Exception):
-    """The signal that no start was found at which all numbers are finite."""
+Either = Any  # an array, of NumPy at the server and of JAX at a client
 
 
 class Party(NamedTuple):
@@ -125,13 +123,13 @@ class Party(NamedTuple):
 
     theta: dict[str, Any]
     pinned: PinnedLatents
-    z: Numbers
-    direction: Numbers
-    last: Numbers
-    step: Numbers
-    basis: Numbers
-    directions: Numbers
-    anchor: Numbers
+    z: Either
+    direction: Either
+    last: Either
+    step: Either
+    basis: Either
+    directions: Either
+    anchor: Either
 
     def moved(self, trial: Trial) -> Party:
         """Return the party with its own step (dim,) from the best point to the trial point."""
@@ -146,23 +144,27 @@ class Party(NamedTuple):
 class Trial(NamedTuple):
     """The point to try: coordinates in the plane (2,), and a step along the basis (width,)."""
 
-    ab: Numbers
-    newton: Numbers
+    ab: Either
+    newton: Either
 
 
 class Tried(NamedTuple):
     """A client's message on a trial point: its predictor, and its own log density."""
 
-    predictor: Numbers
-    own: Numbers
+    predictor: Either
+    own: Either
 
 
 class Slopes(NamedTuple):
-    """A message of the server: whether the trial was accepted, slope and curvature in the sum."""
+    """A message of the server: whether the trial was accepted, slope and curvature in the sum.
 
-    better: Numbers
-    slope: Numbers
-    curvature: Numbers
+    Where the basis is improved, ``ritz`` has the findings on it (:class:`RitzValues`).
+    """
+
+    better: Either
+    slope: Either
+    curvature: Either
+    ritz: Any = ()
 
 
 class Along(NamedTuple):
@@ -173,9 +175,9 @@ class Along(NamedTuple):
     products of its rows, and ``anchor`` (k, rank) those with its rows of the anchor.
     """
 
-    predictor: Numbers
-    slope: Numbers
-    curvature: Numbers
+    predictor: Either
+    slope: Either
+    curvature: Either
     gram: Any = ()
     anchor: Any = ()
 
@@ -189,17 +191,10 @@ class RitzValues(NamedTuple):
     spans all directions.
     """
 
-    looks: Numbers
-    combine: Numbers
-    curvatures: Numbers
-    pull: Numbers
-
-
-class ToSpread(NamedTuple):
-    """A message of the server: the slope at the best point, and its findings on the basis."""
-
-    at_best: Slopes
-    ritz: RitzValues
+    looks: Either
+    combine: Either
+    curvatures: Either
+    pull: Either
 
 
 class ToBegin(NamedTuple):
@@ -211,7 +206,7 @@ class ToBegin(NamedTuple):
 
     at_best: Slopes
     combine: Any
-    tau: Numbers
+    tau: Either
 
 
 class Point(NamedTuple):
@@ -221,12 +216,12 @@ class Point(NamedTuple):
     the sum; ``by_z`` (dim,) and ``by_zz`` (dim, dim) slope and curvature in its own latents.
     """
 
-    value: Numbers
-    total: Numbers
-    slope: Numbers
-    curvature: Numbers
-    by_z: Numbers
-    by_zz: Numbers
+    value: Either
+    total: Either
+    slope: Either
+    curvature: Either
+    by_z: Either
+    by_zz: Either
 
 
 class Spread(NamedTuple):
@@ -242,11 +237,6 @@ class Spread(NamedTuple):
     newton: np.ndarray
     angles: np.ndarray
     gain: float
-
-
-def width_of(dim: int, rank: int, most: int) -> int:
-    """Return the width of the basis: for all directions or twice the rank, at most ``most``."""
-    return min(dim + SPARE, max(2 * rank, 1), most)
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,33 +279,27 @@ class VerticalSearch:
         begin = self.first, to_begin, ()
         if not width:
             return (exchange("begin at zero", *begin, lenient=False, silo_noise=key_as_noise),)
-        tried, in_plane = (
-            Tried(shape(*sum_), shape()),
-            Along(shape(2, *sum_), shape(2), shape(2, 2)),
-        )
+        tried = Tried(shape(*sum_), shape())
+        in_plane = Along(shape(2, *sum_), shape(2), shape(2, 2))
         return (
             exchange("try", self.try_point, Trial(shape(2), shape(width)), tried),
             exchange("turn", self.turn, slopes, in_plane),
-            exchange("spread", self.along_basis, ToSpread(slopes, ritz), basis),
+            exchange("spread", self.along_basis, slopes._replace(ritz=ritz), basis),
             exchange("begin at the mode", *begin, lenient=False, silo_noise=key_as_noise),
         )
 
     @cached_property
     def algorithm(self) -> FederatedAlgorithm[Party, Party]:
         """Return first states and exchanges, as other parties know them."""
+        v = self.vertical
         return FederatedAlgorithm(
-            self.init_server,
-            lambda key, data: self._init(self.vertical.kind(data), key, data),
+            lambda key: self._init(v.server, key, v.zeros_at_server(self.server_like)),
+            lambda key, data: self._init(v.kind(data), key, data),
             Round(self.exchanges, asked_directly),
             lambda party: Shared(party.theta, {}, identity(party.z.shape)),
             lambda party: Private(party.theta, {}),
             server_like=self.server_like,
         )
-
-    def init_server(self, key: Array) -> Party:
-        """Return the server's first state."""
-        v = self.vertical
-        return self._init(v.server, key, v.zeros_at_server(self.server_like))
 
     def _init(self, kind: PartyType, key: Array, data: SiloData) -> Party:
         v, dim = self.vertical, kind.model.dim
@@ -366,9 +350,9 @@ class VerticalSearch:
         return Reply(up, all_finite(up)), party
 
     def along_basis(
-        self, noise: object, down: ToSpread, party: Party, data: SiloData
+        self, noise: object, down: Slopes, party: Party, data: SiloData
     ) -> tuple[Reply[Along], Party]:
-        local = self._local(party, data, down.at_best)
+        local = self._local(party, data, down)
         T = local.root()
 
         def rows(basis: Array) -> Array:
@@ -443,7 +427,7 @@ class VerticalSearch:
             total_at = total + jnp.tensordot(ab, up.predictor, 1)
             return log_p(party.z + ab @ plane, total_at) + own_log_p
 
-        return _maximise_in_plane(log_p_at)
+        return maximise_in_plane(log_p_at)
 
     @compiled_method(jit_once)
     def _changes(
@@ -490,10 +474,10 @@ class VerticalSearch:
             party, best = self._own_mode(party, sum_, data)
             slopes = Slopes(np.array(True), sum_, np.full_like(sum_, (v.rho or np.inf) ** -2))
             combine, tau = None, np.ones(())
-        ask(self.exchanges[-1], _real(ToBegin(slopes, combine, tau)))
+        ask(self.exchanges[-1], real(ToBegin(slopes, combine, tau)))
         root = root_of(best.by_zz)
-        server = self._first_state(key, party, *_real((root, combine, tau)))
-        if not _finite(server):
+        server = self._first_state(key, real(party), real(root), real(combine), real(tau))
+        if not finite(server):
             raise NoModeError
         return server, float(best.value)
 
@@ -503,9 +487,10 @@ class VerticalSearch:
         pull = np.zeros((0 if v.complete else width, *v.model.shape))
         ritz = RitzValues(np.zeros((), np.int32), np.eye(width), np.ones(width), pull)
         spread = Spread(ritz, np.zeros_like(party.basis), np.zeros(width), np.eye(v.rank), np.inf)
-        best: Point | None = None
+        party, best = self.climb(ask, party, None, spread.newton, data)
         for cycle in range(MAX_CYCLES):
-            party, best = self.climb(ask, party, best, spread.newton, data)
+            if cycle:
+                party, best = self.climb(ask, party, best, spread.newton, data)
             # The first estimate of the curvature begins at nothing and takes several exchanges;
             # later ones begin at the last one.
             for _ in range(1 if cycle else COMPLETE if v.complete else OTHERWISE):
@@ -525,25 +510,25 @@ class VerticalSearch:
         data: SiloData,
     ) -> tuple[Party, Point]:
         """Return the server's state where conjugate gradients end, from a step along the basis."""
-        ab, quiet = np.zeros(2), 0
-        for _ in range(MAX_ROUNDS):
-            trial = Trial(ab, newton)
-            tried: Tried = ask(self.exchanges[0], _real(trial))
+        ab, quiet, rounds = np.zeros(2), 0, 0
+        while best is None or (rounds < MAX_ROUNDS and quiet < QUIET_ROUNDS):
+            trial, rounds = Trial(ab, newton), rounds + 1
+            tried: Tried = ask(self.exchanges[0], real(trial))
             party = party.moved(trial)
             found = self._at(party.accepted(), tried.predictor, data)
             found = found._replace(value=found.value + tried.own)
-            better = _finite(found)
+            better = finite(found)
+            if best is None and not better:
+                raise NoModeError
             if best is not None:
                 rounding = 1e-6 * abs(best.value) if quiet else 0.0
-                better = better and found.value >= best.value - rounding
-            if better:
+                better = better and bool(found.value >= best.value - rounding)
+            if best is None or better:
                 party, best = party.accepted(), found
-            if best is None:
-                raise NoModeError
             slopes = Slopes(np.array(better), best.slope, best.curvature)
             along: Along = ask(self.exchanges[1], slopes)
             party = party._replace(direction=newton_step(best.by_zz, best.by_z))
-            in_plane = self._in_plane(*_real((party, best.total, along)), data)
+            in_plane = self._in_plane(real(party), real(best.total), real(along), data)
             at_best, gain = jax.tree.map(np.asarray, in_plane)
             # After a step that was rejected, a quarter of it is tried: the quadratic model of the
             # plane was wrong there, and would give the same point again.
@@ -552,8 +537,6 @@ class VerticalSearch:
             quiet = quiet + 1 if no_gain else 0
             if not np.isfinite(ab).all():
                 raise NoModeError
-            if quiet >= QUIET_ROUNDS:
-                break
         return party, best
 
     def spread(
@@ -561,23 +544,21 @@ class VerticalSearch:
     ) -> tuple[Party, Spread]:
         """Return the server's state and its findings after a look along the basis."""
         ritz, T = before.ritz, root_of(best.by_zz)
-        slopes = Slopes(np.array(True), best.slope, best.curvature)
-        up: Along = ask(self.exchanges[2], _real(ToSpread(slopes, ritz)))
+        slopes = Slopes(np.array(True), best.slope, best.curvature, ritz)
+        up: Along = ask(self.exchanges[2], real(slopes))
         basis = self._next_basis(party.basis, ritz, lambda new: before.turned)
         directions = T @ basis
         party = party._replace(basis=basis, directions=directions)
-        changes = self._changes(*_real((party, best.total, up.predictor)), data)
+        changes = self._changes(real(party), real(best.total), real(up.predictor), data)
         change_z, change_total = jax.tree.map(np.asarray, changes)
-        curvature = (change_z @ directions).T + up.curvature + _products(up.predictor, change_total)
-        slope = (
-            directions.T @ best.by_z + up.slope + _products(up.predictor, best.slope[None])[:, 0]
-        )
-        combine, curvatures = _directions(up.gram + basis.T @ basis, curvature)
+        curvature = (change_z @ directions).T + up.curvature + products(up.predictor, change_total)
+        slope = directions.T @ best.by_z + up.slope + products(up.predictor, best.slope[None])[:, 0]
+        combine, curvatures = ritz_vectors(up.gram + basis.T @ basis, curvature)
         along = combine.T @ slope
-        newton = along / _positive(curvatures)
+        newton = along / positive(curvatures)
         pull = np.tensordot(combine.T[: len(ritz.pull)], change_total, 1)
         after = RitzValues(ritz.looks + np.int32(1), combine, curvatures, pull)
-        if not _finite(after):
+        if not finite(after):
             raise NoModeError
         angles = (combine.T @ (basis.T @ party.anchor + up.anchor))[: self.vertical.rank]
         turned, gain = T.T @ change_z.T @ combine, float(0.5 * along @ newton)
@@ -598,8 +579,8 @@ class VerticalSearch:
                 break
         return party, best
 
-    def _at(self, party: Party, total: Numbers, data: SiloData) -> Point:
-        point: Point = jax.tree.map(np.asarray, self._expand(*_real((party, total)), data))
+    def _at(self, party: Party, total: Either, data: SiloData) -> Point:
+        point: Point = jax.tree.map(np.asarray, self._expand(real(party), real(total), data))
         return point
 
     def _coupling_and_tau(self, spread: Spread) -> tuple[np.ndarray | None, np.ndarray]:
@@ -607,7 +588,7 @@ class VerticalSearch:
         v = self.vertical
         if not v.rank:
             return None, np.ones(())
-        curvatures = _positive(spread.ritz.curvatures)
+        curvatures = positive(spread.ritz.curvatures)
         # A rank of one less than the number of latents is enough: the direction of the largest
         # eigenvalue has no share in the shared noise, since tau is one over that eigenvalue.
         all_known = v.complete and v.rank >= v.dim - 1
@@ -618,78 +599,3 @@ class VerticalSearch:
         # rounding, and without it so would the draws.
         left, _, right = np.linalg.svd(size[:, None] * spread.angles)
         return spread.ritz.combine[:, : v.rank] * size @ (left @ right), np.asarray(tau)
-
-
-def _real(tree: Up) -> Up:
-    """Return numbers in the precision of this moment, in which they are sent and computed with."""
-    real = jnp.result_type(float)
-
-    def cast(a: Any) -> Any:
-        return np.asarray(a, real) if np.asarray(a).dtype.kind == "f" else a
-
-    found: Up = jax.tree.map(cast, tree)
-    return found
-
-
-def _finite(tree: object) -> bool:
-    return all(np.isfinite(np.asarray(a)).all() for a in jax.tree.leaves(tree))
-
-
-def _positive(curvatures: np.ndarray) -> np.ndarray:
-    """Return absolute curvatures, at least eps, so that they can be divided by."""
-    return np.maximum(np.abs(curvatures), np.finfo(curvatures.dtype).eps)
-
-
-def _products(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the inner products (n, m) of all pairs of ``a`` (n, ...) and ``b`` (m, ...)."""
-    return a.reshape(len(a), -1) @ b.reshape(len(b), -1).T
-
-
-def _directions(gram: np.ndarray, curvature: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the Ritz vectors of a basis, as combinations (width, width), and their curvatures.
-
-    They are orthonormal, smallest curvature first. Columns beyond the rank of the basis are zero,
-    with a curvature of one.
-    """
-    own = Curvature.of(gram)
-    independent = own.values > PARALLEL * own.values.max()
-    shrink = np.where(independent, 1 / np.sqrt(own.values), 0.0)
-    whiten = own.vectors / own.unit[:, None] * shrink
-    projected = whiten.T @ curvature @ whiten
-    if not np.isfinite(projected).all():
-        raise NoModeError
-    # Dependent basis vectors get a curvature above all real ones, so that eigh sorts them last.
-    last = 10 * (1 + np.abs(projected).max())
-    projected = 0.5 * (projected + projected.T) + np.diag(np.where(independent, 0.0, last))
-    curvatures, rotation = np.linalg.eigh(projected)
-    combine, is_real = whiten @ rotation, curvatures < 0.9 * last
-    # Rayleigh quotients: eigh's small eigenvalues have the rounding errors of the largest.
-    size = np.where(is_real, ((gram @ combine) * combine).sum(0), 1.0)
-    return combine, np.where(is_real, ((curvature @ combine) * combine).sum(0) / size, 1.0)
-
-
-def _maximise_in_plane(fn: Function) -> tuple[Array, Array]:
-    """Return the maximum (2,) near zero of a function of two numbers, and the gain over zero.
-
-    It is found by damped Newton steps, from the full Newton direction (1, 0) if that is better.
-    """
-    first = jnp.array([1.0, 0.0])
-
-    def step(carry: Newton, _: None) -> tuple[Newton, None]:
-        ab, value, damping = carry
-        slope, hessian = jax.grad(fn)(ab), jax.hessian(fn)(ab)
-        curvature = Curvature.of(-hessian)
-        size = jnp.maximum(jnp.abs(curvature.values + damping), 1e-4)
-        trial = ab + replace(curvature, values=size).solve(slope)
-        trial_value = fn(trial)
-        better = jnp.isfinite(trial_value) & (trial_value > value) & jnp.isfinite(trial).all()
-        ab, value = jnp.where(better, trial, ab), jnp.where(better, trial_value, value)
-        return (ab, value, jnp.where(better, 0.2 * damping, 5 * damping + 0.01)), None
-
-    at_zero = fn(jnp.zeros(2))
-    at_first = fn(first)
-    usable = jnp.isfinite(at_first) & (at_first > at_zero)
-    ab = jnp.where(usable, first, 0.0)
-    value = jnp.where(usable, at_first, at_zero)
-    (ab, value, _), _ = jax.lax.scan(step, (ab, value, jnp.array(0.0)), length=PLANE_STEPS)
-    return ab, value - at_zero

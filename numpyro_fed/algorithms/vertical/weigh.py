@@ -38,10 +38,10 @@ from numpyro_fed.algorithms.expand import shape
 from numpyro_fed.algorithms.vertical.base import (
     ClientState,
     PartyState,
-    PartyType,
     ServerState,
     Vertical,
 )
+from numpyro_fed.algorithms.vertical.party import PartyType
 from numpyro_fed.guides import coupling
 from numpyro_fed.guides.coupling import CouplingStats
 from numpyro_fed.model.data import SiloData
@@ -181,11 +181,11 @@ class Weighing:
         return PartyDraws(place(u), *jax.tree.map(lambda *parts: jnp.stack(parts, 1), *densities))
 
     def silo(
-        self, key: Array, down: Down, state: ClientState, data: SiloData
+        self, noise: Array, down: Down, state: ClientState, data: SiloData
     ) -> tuple[Reply[Up], Array]:
         v = self.vertical
         kind: PartyType = v.kind(data)
-        private, eps = v.private(state, data), v.client_noise_of(key, state, self.num_draws)
+        private, eps = v.private(state, data), v.client_noise_of(noise, state, self.num_draws)
         drawn = self.draw(kind, private, eps, down.xi, down.centre_xi)
 
         def predict_at(z: Array) -> tuple[Array, Array]:
