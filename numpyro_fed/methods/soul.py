@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import jax
 import optax
 
 from numpyro_fed.algorithms.vertical.soul import Soul
 from numpyro_fed.errors import positive_int
 from numpyro_fed.methods.sfvi import default_optimiser
-from numpyro_fed.methods.vertical import NEEDS_RESPONSE, VerticalMethod, check_power
+from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.model.clients import positive_rho
 from numpyro_fed.model.data import signature
 from numpyro_fed.model.roles import VerticalSplit
-from numpyro_fed.results.vertical import SOULResult, VerticalBuilt, VerticalResult
+from numpyro_fed.results.vertical import SOULResult, VerticalResult
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,6 @@ class SOUL(VerticalMethod[SOULResult]):
     kind: ClassVar[type[VerticalResult]] = SOULResult
 
     rho: float = field(kw_only=True)
-    likelihood: str = field(default="augmented", kw_only=True)
     optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
     num_steps: int = field(default=20, kw_only=True)
     step_size: float = field(default=0.05, kw_only=True)
@@ -94,26 +92,22 @@ class SOUL(VerticalMethod[SOULResult]):
         positive_rho(self.rho)
         positive_int("num_steps", self.num_steps)
         positive_int("num_kept", self.num_kept)
-        if self.likelihood not in ("augmented", "power"):
-            raise ValueError(f"likelihood={self.likelihood!r}: expected 'augmented' or 'power'.")
         if not 0 < self.step_size < 2:
             raise ValueError(
                 f"step_size={self.step_size!r}: Langevin steps are stable between 0 and 2, and "
                 "nearly right below 0.2."
             )
-        if self.likelihood == "power" and not self.share_response:
-            raise ValueError(NEEDS_RESPONSE)
+        super().__post_init__()
 
     @property
     def hides_by_noise(self) -> bool:
         """Return True: clients draw noise with a key that only they know."""
         return True
 
-    def assemble(self, roles: VerticalSplit) -> VerticalBuilt:
-        if self.likelihood == "power":
-            check_power(roles.model)
+    def parties(self, roles: VerticalSplit) -> Soul:
+        """Return a model that is split over clients, with their chains."""
         pairs = zip(roles.model.clients, roles.clients, strict=True)
-        v = Soul(
+        return Soul(
             model=roles.model,
             kinds={signature(data): party_model for party_model, data in pairs},
             rho=self.rho,
@@ -123,11 +117,8 @@ class SOUL(VerticalMethod[SOULResult]):
             num_kept=self.num_kept,
             power=self.likelihood == "power",
         )
-        like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), roles.server)
+
+    def settings_of(self, v: Soul) -> dict[str, Any]:
+        """Return the settings that a saved state must agree with."""
         names = "rho", "likelihood", "num_steps", "step_size", "num_kept"
-        return VerticalBuilt(
-            vertical=v,
-            algorithm=v.algorithm(like),
-            settings={"method": "SOUL", **{n: getattr(self, n) for n in names}},
-            static=roles.arguments[:1],
-        )
+        return {name: getattr(self, name) for name in names}

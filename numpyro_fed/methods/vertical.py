@@ -19,8 +19,10 @@ from jax.typing import ArrayLike
 from tqdm.auto import tqdm
 
 from numpyro_fed.algorithms.base import ExchangeId, FederatedAlgorithm, Round, asked_directly
+from numpyro_fed.algorithms.vertical.base import Parties, Vertical
 from numpyro_fed.algorithms.vertical.curvature import NoModeError
 from numpyro_fed.algorithms.vertical.sample import SAMPLE
+from numpyro_fed.algorithms.vertical.search import VerticalSearch
 from numpyro_fed.errors import DataError, ModelError, StartWarning
 from numpyro_fed.methods.base import RUNTIMES, SEARCHES, FederatedMethod, Outcome, RunOptions
 from numpyro_fed.methods.elsewhere import reached
@@ -36,11 +38,9 @@ from numpyro_fed.model.roles import (
     VerticalSplit,
     is_array,
     split,
-    split_vertical,
     with_server_data,
 )
 from numpyro_fed.model.row_ids import check_same_digests, check_same_ids, digest, read_ids
-from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan, shared_text
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalResult, VerticalStart
@@ -56,10 +56,6 @@ from numpyro_fed.trees import drop_weak_types
 
 # Folded into the key of a run for what comes before its rounds, whose numbers never come to it.
 OPENING = 2**31 - 1
-NEEDS_RESPONSE = (
-    "under the power likelihood every client evaluates the likelihood itself, for which it must "
-    "know the response: say share_response=True, or use the augmented model."
-)
 
 
 @dataclass(frozen=True)
@@ -70,6 +66,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
     ----------
     model : callable
         A NumPyro model with one :func:`~numpyro_fed.client_sum`.
+    likelihood : {"augmented", "power"}
     share_response : bool
         Whether clients know the response and the rest of the server's data.
     """
@@ -77,14 +74,42 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
     kind: ClassVar[type[VerticalResult]] = VerticalResult
 
     model: Callable[..., Any]
+    likelihood: str = field(default="augmented", kw_only=True)
     share_response: bool = field(default=False, kw_only=True)
     _fits: dict[Hashable, VerticalFit] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    def __post_init__(self) -> None:
+        if self.likelihood not in ("augmented", "power"):
+            raise ValueError(f"likelihood={self.likelihood!r}: expected 'augmented' or 'power'.")
+        if self.likelihood == "power" and not self.share_response:
+            raise ValueError(
+                "under the power likelihood every client evaluates the likelihood itself, for "
+                "which it must know the response: say share_response=True, or use the augmented "
+                "model."
+            )
+
     @abstractmethod
+    def parties(self, roles: VerticalSplit) -> Parties:
+        """Return a model that is split over clients, with the method's algorithm."""
+
+    @abstractmethod
+    def settings_of(self, v: Any) -> dict[str, Any]:
+        """Return the settings that a saved state must agree with."""
+
     def assemble(self, roles: VerticalSplit) -> VerticalBuilt:
         """Return the algorithm for a model that is split over clients."""
+        if self.likelihood == "power" and roles.model.below:
+            raise ModelError(LATENT_OF_SUM.format(roles.model.below[0]))
+        v, like = self.parties(roles), jax.tree.map(_shape, roles.server)
+        return VerticalBuilt(
+            vertical=v,
+            algorithm=v.algorithm(like),
+            settings={"method": type(self).__name__, **self.settings_of(v)},
+            static=roles.arguments[:1],
+            search=VerticalSearch(v, like) if isinstance(v, Vertical) and v.from_start else None,
+        )
 
     def result_of(
         self, run: RunOutcome, fit: VerticalFit, hosted: Silos, *, quiet: bool = False
@@ -186,7 +211,8 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         if clients is not None:
             own = None if row_ids is None else row_ids[-1]
             return self._over(clients, args, kwargs, own)
-        roles = split_vertical(self.model, args, kwargs, share_response=self.share_response)
+        text = Text.of(self.model, args, kwargs)
+        roles = split(text, share_response=self.share_response)
         if row_ids is not None:
             check_same_ids(row_ids, roles.model.rows, len(roles.clients))
         precision = str(jnp.result_type(float))
@@ -347,10 +373,8 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         return split(text, share_response=self.share_response)
 
 
-def check_power(model: VerticalModel) -> None:
-    """Raise an error for latents whose distribution depends on the sum of predictors."""
-    for name in model.below:
-        raise ModelError(LATENT_OF_SUM.format(name))
+def _shape(a: np.ndarray) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(a.shape, a.dtype)
 
 
 def _check_columns_unchanged(

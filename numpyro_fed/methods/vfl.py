@@ -8,7 +8,6 @@ import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 from numpyro.infer.autoguide import AutoGuide
@@ -24,7 +23,6 @@ from numpyro_fed.algorithms.vertical.augmented import Augmented
 from numpyro_fed.algorithms.vertical.base import Vertical
 from numpyro_fed.algorithms.vertical.party import PartyType
 from numpyro_fed.algorithms.vertical.power import Power
-from numpyro_fed.algorithms.vertical.search import VerticalSearch
 from numpyro_fed.algorithms.vertical.weigh import Weighing
 from numpyro_fed.errors import GuideError, StartWarning, positive_int
 from numpyro_fed.guides.amortised import Amortised
@@ -32,7 +30,7 @@ from numpyro_fed.guides.auxiliary import auxiliary_guide
 from numpyro_fed.guides.structured import Structured, resolve
 from numpyro_fed.methods.mode import SEARCHED_UP_TO
 from numpyro_fed.methods.sfvi import default_optimiser
-from numpyro_fed.methods.vertical import NEEDS_RESPONSE, VerticalMethod, check_power
+from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.model.clients import positive_rho
 from numpyro_fed.model.data import signature
 from numpyro_fed.model.roles import (
@@ -146,7 +144,6 @@ class VFL(VerticalMethod[VerticalResult]):
     """
 
     rho: float | None = field(default=None, kw_only=True)
-    likelihood: str = field(default="augmented", kw_only=True)
     optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
     guide: Structured | AutoGuide | None = field(default=None, kw_only=True)
     server_guide: Structured | AutoGuide | None = field(default=None, kw_only=True)
@@ -178,8 +175,6 @@ class VFL(VerticalMethod[VerticalResult]):
                 "noise that all parties share (rank) goes with the exact split and the augmented "
                 "model, and one step of a client in a round: say rank=0."
             )
-        if self.likelihood not in ("augmented", "power"):
-            raise ValueError(f"likelihood={self.likelihood!r}: expected 'augmented' or 'power'.")
         if self.rho is None and (self.likelihood == "power" or self.local_steps > 1):
             raise ValueError(
                 "the power likelihood and further local steps need auxiliary variables: give rho, "
@@ -193,8 +188,7 @@ class VFL(VerticalMethod[VerticalResult]):
                 "same optimum under the augmented model and auxiliary='mean_field' alone: use "
                 "these, or local_steps=1."
             )
-        if self.likelihood == "power" and not self.share_response:
-            raise ValueError(NEEDS_RESPONSE)
+        super().__post_init__()
 
     def messages(self, *args: object, **kwargs: object) -> Crossings:
         """Return all arrays that cross between server and clients, with their shapes.
@@ -251,9 +245,8 @@ class VFL(VerticalMethod[VerticalResult]):
         """Whether clients add noise to what they send, with a key that only they know."""
         return self.rho is not None
 
-    def assemble(self, roles: VerticalSplit) -> VerticalBuilt:
-        if self.likelihood == "power":
-            check_power(roles.model)
+    def parties(self, roles: VerticalSplit) -> Vertical:
+        """Return a model that is split over clients, with its guides."""
         model, clients = roles.model, roles.clients
         if self.batch_size is not None:
             check_batches(roles, self.batch_size)
@@ -301,21 +294,13 @@ class VFL(VerticalMethod[VerticalResult]):
         # A basis for all directions or of twice the rank, if there is to be a search.
         width = min(vertical.dim + SPARE, 2 * max(rank, MAX_RANK), max_width)
         width = width if start == "mode" else 0
-        vertical = replace(vertical, rank=min(rank, width) if width else rank, width=width)
-        like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), roles.server)
-        return VerticalBuilt(
-            vertical=vertical,
-            algorithm=vertical.algorithm(like),
-            settings=self._settings(vertical),
-            static=roles.arguments[:1],
-            search=None if start is None else VerticalSearch(vertical, like),
-        )
+        return replace(vertical, rank=min(rank, width) if width else rank, width=width)
 
-    def _settings(self, v: Vertical) -> dict[str, Any]:
+    def settings_of(self, v: Vertical) -> dict[str, Any]:
+        """Return the settings that a saved state must agree with."""
         guides = [v.server.resolved, *(kind.resolved for kind in v.kinds.values())]
         names = "rho", "likelihood", "num_particles", "batch_size", "local_steps"
         return {
-            "method": "VFL",
             **{name: getattr(self, name) for name in names},
             "auxiliary": None if self.rho is None else repr(self._auxiliary(v.model.rows)),
             "from_start": v.from_start,
@@ -368,7 +353,7 @@ class VFL(VerticalMethod[VerticalResult]):
                 f"start={self.start!r} is not possible for this model (see numpyro_fed.VFL): the "
                 f"run begins as with start={start!r}.",
                 category=StartWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
         return start
 

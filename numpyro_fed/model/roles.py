@@ -159,17 +159,6 @@ class Text(NamedTuple):
         return text
 
 
-def split_vertical(
-    model: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    share_response: bool = False,
-) -> VerticalSplit:
-    """Split a model and the arguments of a call over the parties; see :func:`split`."""
-    return split(Text.of(model, args, kwargs), share_response=share_response)
-
-
 def split(whole: Text, *, share_response: bool = False) -> VerticalSplit:
     """Split a vertical model at its ``client_sum``, and its arguments over the parties.
 
