@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
 from dataclasses import asdict, is_dataclass
-from functools import cache
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -53,8 +51,7 @@ def read_record(kind: type[Record], text: str | bytes) -> Record:
         ) from error
 
 
-@cache
-def _fields(kind: Hashable) -> dict[str, Any]:
+def _fields(kind: Any) -> dict[str, Any]:
     """Return the types of a record's fields by name."""
     return get_type_hints(kind)
 

@@ -18,6 +18,7 @@ from test_masks import chi_squared
 import numpyro_fed as nf
 from numpyro_fed.errors import ModelError, RefusedError, ReplyError, SumError
 from numpyro_fed.network import InMemory
+from numpyro_fed.records import read_record
 from numpyro_fed.runtime.messages import Question, read, write
 from numpyro_fed.runtime.sums import MASKED, SUM, Terms
 
@@ -330,7 +331,7 @@ def words(reply):
 def with_(message, number=None, terms=None):
     """A question with another number of its own, and other terms of its sum."""
     head, arrays = read(message)
-    before = json.loads(head[SUM])
+    before = read_record(Terms, head[SUM])._asdict()
     head |= {SUM: json.dumps(before | (terms or {}))}
     return write(arrays, head | ({"number": str(number)} if number else {}))
 
@@ -410,7 +411,7 @@ class Leaves(Listening):
 
     def send(self, silo, message, timeout):
         text = read(message).head.get(SUM)
-        gone = text is not None and Terms.from_json(text).number in self.away.get(silo, ())
+        gone = text is not None and read_record(Terms, text).number in self.away.get(silo, ())
         if gone and not self.lost:
             raise ConnectionRefusedError
         reply = super().send(silo, message, timeout)
@@ -439,7 +440,7 @@ def test_a_sum_without_a_silo_has_other_masks(lost, double):
     expected = PVI.run(KEY, 2, without, **QUIET)
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
     of_silo = [(m, r) for j, m, r in engine.masked if j == 0]
-    terms = [Terms.from_json(read(m).head[SUM]) for m, _ in of_silo]
+    terms = [read_record(Terms, read(m).head[SUM]) for m, _ in of_silo]
     assert [t.group for t in terms] == [(0, 1, 2), (0, 2), (0, 1, 2)]
     first, again = (read(r).arrays[MASKED] for _, r in of_silo[:2])
     assert not (first == again).any()
@@ -458,7 +459,7 @@ def test_one_silo_that_is_left_is_not_asked():
     engine = Leaves(silos_of(numbers()), {1: {1, 2}, 2: {1, 2}})
     with pytest.raises(SumError, match="over 1 silos"):
         PVI.run(KEY, 1, secure(engine, patience=0.02), **QUIET)
-    groups = [Terms.from_json(read(m).head[SUM]).group for _, m, _ in engine.masked]
+    groups = [read_record(Terms, read(m).head[SUM]).group for _, m, _ in engine.masked]
     assert set(groups) == {(0, 1, 2)}
 
 
@@ -488,7 +489,7 @@ def test_a_sum_that_waits_is_completed_with_the_same_masks(double):
     np.testing.assert_allclose(
         again.log_evidence, nf.importance_correct(KEY, fit, 100).log_evidence, rtol=1e-9
     )
-    asked = [(j, Terms.from_json(read(m).head[SUM]).number) for j, m, _ in engine.masked]
+    asked = [(j, read_record(Terms, read(m).head[SUM]).number) for j, m, _ in engine.masked]
     assert sorted(asked) == [(j, n) for j in range(3) for n in (1, 2)]
 
 
@@ -502,7 +503,9 @@ def test_a_script_and_silos_that_restart_go_on(tmp_path):
         engine = Listening(silos_of(numbers(), tmp_path))
         there = secure(engine, state=tmp_path / "server")
         found = method.run(KEY, rounds, there, **QUIET)
-        sums += [Terms.from_json(read(m).head[SUM]).number for j, m, _ in engine.masked if j == 0]
+        sums += [
+            read_record(Terms, read(m).head[SUM]).number for j, m, _ in engine.masked if j == 0
+        ]
     np.testing.assert_array_equal(found.losses, calm.losses)
     assert sums == [1, 2, 3, 4]
     assert all(a < b for a, b in pairwise(sums))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -177,7 +177,7 @@ class PlainLoop:
 
     @cached_property
     def _who_when(self) -> Callable[..., Any]:
-        return jax.jit(partial(visits, self.schedule))
+        return jax.jit(partial(visits, cast(Schedule[Any], self.schedule)))
 
     def single(
         self,
