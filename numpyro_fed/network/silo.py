@@ -220,7 +220,7 @@ class Silo:
             new rows from their prior. None for the silo's own rows, by all their latents.
         mean : bool
             Whether to return the mean of an outcome's distribution at each draw of the latents, in
-            the place of a drawn outcome, as :meth:`numpyro_fed.Fitted.predict` does.
+            the place of a drawn outcome, as :meth:`numpyro_fed.Posterior.predict` does.
 
         Returns
         -------
@@ -230,7 +230,7 @@ class Silo:
         Raises
         ------
         DataError
-            For new data that :meth:`numpyro_fed.Fitted.predict` refuses, and for another message.
+            For new data that :meth:`numpyro_fed.Posterior.predict` refuses; for another message.
         ModelError
             If the silo has no state of that run any more: it keeps those of the last 16.
 
