@@ -14,7 +14,7 @@ import optax
 from numpyro_fed.algorithms.pvi.algorithm import pvi
 from numpyro_fed.algorithms.pvi.begin import pvi_carry, pvi_from_mode
 from numpyro_fed.algorithms.pvi.conjugacy import conjugacy
-from numpyro_fed.algorithms.pvi.evaluate import evaluation
+from numpyro_fed.algorithms.pvi.evaluate import Evaluation
 from numpyro_fed.algorithms.pvi.families import Globals, globals_of
 from numpyro_fed.algorithms.pvi.posterior import aggregate
 from numpyro_fed.algorithms.pvi.server import Server
@@ -368,7 +368,7 @@ class PVI(Method[PVIResult, Conjugate]):
             closed,
             loss=self.loss not in (None, log_loss),
             divergence=not all(isinstance(d, KL) for d in (self.divergence, self.prior_divergence)),
-            evaluation=evaluation(server, silo),
+            evaluation=Evaluation(server, silo),
         )
         algorithm, start = pvi(server, silo), None
         if resolved["start"] == "result":

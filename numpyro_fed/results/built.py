@@ -13,6 +13,7 @@ from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, asked_directl
 from numpyro_fed.algorithms.curvature_check import CurvatureCheck
 from numpyro_fed.algorithms.mode import ModeSearch
 from numpyro_fed.algorithms.mode_wide import WideSearch
+from numpyro_fed.algorithms.pvi.evaluate import Evaluation
 from numpyro_fed.algorithms.pvi.families import Globals
 from numpyro_fed.algorithms.pvi.states import Settings
 from numpyro_fed.bounds import Bound, bound_of
@@ -36,8 +37,8 @@ class Factors(NamedTuple):
         Whether the likelihood is conjugate to the family.
     loss, divergence : bool
         Whether a loss stands in the place of the log density, and whether a divergence is not KL.
-    evaluation : Round
-        The round that evaluates the expected log likelihood at the posterior.
+    evaluation : Evaluation
+        The question for the expected log likelihood at the posterior.
     """
 
     globals: Globals
@@ -45,7 +46,7 @@ class Factors(NamedTuple):
     conjugate: bool
     loss: bool
     divergence: bool
-    evaluation: Round
+    evaluation: Evaluation
 
 
 class StartRounds(NamedTuple):
@@ -135,7 +136,9 @@ class Built(BuiltRun):
     @property
     def later_rounds(self) -> tuple[Round, ...]:
         """Return the evaluation of PVI, if silos answer it, or no round."""
-        return () if self.factors is None or self.protected else (self.factors.evaluation,)
+        if self.factors is None or self.protected:
+            return ()
+        return (Round((self.factors.evaluation.exchange,), asked_directly),)
 
     def visits(self, num_silos: int) -> int:
         """Return the number of visits in a round, over all silos."""

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import jax
@@ -112,14 +112,15 @@ class PVIResult(Result):
                 "there is no evidence under a loss, or under a divergence other than KL. What was "
                 "maximised is in .losses, with its sign turned."
             )
-        evaluate = self._fit.compiled_round(self._factors.evaluation)
-        _, _, info = self._run_round_once(
-            evaluate,
-            jax.random.key(0),
-            "the expected log likelihood at the posterior is not finite at some silo. Look at "
-            "the supports of the sites, or run more rounds.",
+        key = jax.random.key(0)
+        words = (
+            "the expected log likelihood at the posterior is not finite at {}. Look at the "
+            "supports of the sites, or run more rounds."
         )
-        last = -np.asarray(info.loss)[None]
+        ask = partial(self.ask_once, key=key, message=words)
+        last = np.array([self._factors.evaluation.free_energy(ask, key, self._server)])
+        if not np.isfinite(last).all():
+            raise self.unusable(words)
         settings = self._factors.settings
         if settings.visits != settings.num_silos or settings.asynchronous:
             return last
