@@ -15,7 +15,7 @@ import pytest
 import numpyro_fed as nf
 from numpyro_fed.algorithms.importance.proposals import root_of_draws as root
 from numpyro_fed.divergences import _squared_arsinh_of_root as squared_arsinh_of_root
-from numpyro_fed.methods.pvi_settings import prior_optimiser as for_the_prior
+from numpyro_fed.methods.pvi import prior_optimiser as for_the_prior
 from numpyro_fed.methods.vertical import begin
 from numpyro_fed.reference.nuts import _joint_density as joint_density
 from numpyro_fed.reference.nuts import _parameters as parameters

@@ -9,9 +9,8 @@ from typing import Any
 
 from jax import Array
 
-from numpyro_fed.errors import DataError, SilosError, positive_int
+from numpyro_fed.errors import DataError, Interrupted, SilosError, positive_int
 from numpyro_fed.methods.fit_steps import FitSteps, SilosToFit
-from numpyro_fed.methods.method_cache import MethodCache
 from numpyro_fed.methods.private import DPNewton
 from numpyro_fed.methods.recipe import method_model
 from numpyro_fed.model.data import SiloInput
@@ -191,19 +190,23 @@ class FitCall:
         silent = in_sight("fit", shown=False)  # the bar of the stages is the only one
         with precision_as(double=self.double), _LOCK, StageBar(self.progress_bar) as bar, silent:
             found, fm, text = _silos_to_fit(self.model, self.silos)
-            methods = MethodCache(self.model, text)
             limits = self.accuracy, self.max_exchanges
-            fitting = FitSteps(typed_key(key), found, fm, methods, *limits, bar, near)
+            fitting = FitSteps(typed_key(key), found, fm, self.model, text, *limits, bar, near)
             try:
                 return replace(fitting.run(), call=self)
             except SilosError as error:
                 error.result = fitting.reached_so_far(error.result)
                 raise
             except KeyboardInterrupt as error:
-                partial = fitting.interrupted(error)
-                if partial is error:
+                reached = fitting.reached_so_far(getattr(error, "result", None))
+                if reached is None:
                     raise
-                raise partial from error
+                raise Interrupted(
+                    "interrupted; what the stages so far have reached is in the error's .result: "
+                    "error.result.save(path) keeps it. The .result of a stage is a fit, whose "
+                    ".state is an init_state to go on from.",
+                    result=reached,
+                ) from error
 
 
 def _silos_to_fit(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -31,24 +31,22 @@ from numpyro_fed.errors import (
     CoupledRowsError,
     FederatedWarning,
     GuideError,
-    Interrupted,
     ModelError,
     NonFiniteError,
     RefusedError,
 )
-from numpyro_fed.methods.method_cache import MethodCache
 from numpyro_fed.methods.mode import SEARCHED_UP_TO
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.model.data import ReadSilos
 from numpyro_fed.model.facts import Plan, size_class
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.objectives import default_quadrature
+from numpyro_fed.objectives import ELBO, LocallyEnhanced, default_quadrature
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import AT_ONCE, InnerDraws, correct_from, importance_correct
 from numpyro_fed.results.influence import table_of
 from numpyro_fed.results.mixture import around_modes, matched
-from numpyro_fed.results.mode import LocalMode, Mode, Near, OneCopy
+from numpyro_fed.results.mode import LocalMode, Mode, Near
 from numpyro_fed.results.particles import Particles
 from numpyro_fed.results.posterior import Posterior, Stage
 from numpyro_fed.results.rows import Result
@@ -108,6 +106,14 @@ SMALL_DATA = 20_000
 MIN_DRAWS_PER_GLOBAL = 3
 # Times as many draws where tails decide: each time they look farther out.
 TAIL_FACTOR = 2
+# Searches for the mode, side by side: the first from zero, the others from the prior. More find
+# more modes and take longer, in proportion.
+NUM_STARTS = 4
+# Methods whose compiled programs are kept for the next call, each for a model and its draws. More
+# keep more programs in memory.
+MAX_CACHED_METHODS = 8
+
+_method_cache: dict[Any, PVI | SFVI] = {}
 
 
 class SilosToFit(NamedTuple):
@@ -151,6 +157,7 @@ class FitSteps:
     """One call of ``fit``: its steps, and their results so far.
 
     Its searches begin ``near`` the modes of a fit of nearly the same silos, if there is one.
+    ``text`` is the fingerprint of the model's programs.
     """
 
     def __init__(
@@ -158,19 +165,22 @@ class FitSteps:
         key: Array,
         to_fit: SilosToFit,
         fm: FederatedModel,
-        methods: MethodCache,
+        model: Callable[..., Any],
+        text: str,
         accuracy: float,
         max_exchanges: int,
         bar: StageBar,
         near: Near | None = None,
     ):
         self.near = near
-        self.key, self.to_fit, self.fm, self.methods = key, to_fit, fm, methods
+        self.key, self.to_fit, self.fm, self.model, self.text = key, to_fit, fm, model, text
         self.accuracy, self.exchanges_left, self.bar = accuracy, max_exchanges, bar
         self.coupled = self.has_more_inner = False
         quadrature = default_quadrature(fm)
         self.inner_draws: InnerDraws = quadrature or self.num_inner_draws()
-        self.runtime = "quick" if self.data_size() <= SMALL_DATA else "simulation"
+        # The number of data of all silos, times the draws of each row's latents.
+        data_size = to_fit.num_values * (ROW_DRAWS if any(p.dim for p in fm.plates) else 1)
+        self.runtime = "quick" if data_size <= SMALL_DATA else "simulation"
         self.stages: list[Stage] = []
         self.warned: list[str] = []
         self.known_warnings: set[str] = set()
@@ -179,7 +189,9 @@ class FitSteps:
 
     def run(self) -> Posterior:
         """Return the result of all steps; they go on while more may help and exchanges are left."""
-        result = self.find_mode() if self.suits_pvi() else None
+        # PVI suits a model with globals, few enough for a full covariance, and without parameters.
+        suits = 0 < self.fm.dim <= SEARCHED_UP_TO and not self.fm.named("param")
+        result = self.find_mode() if suits else None
         best: Corrected | None = None
         # Without a mode the run would begin at zero, where there is nothing to weigh draws around.
         if result is not None and result.start is not None:
@@ -225,18 +237,6 @@ class FitSteps:
             return checked
         return replace(fit, _checked=checked or "the fit could not be checked", **steps)
 
-    def interrupted(self, error: KeyboardInterrupt) -> KeyboardInterrupt:
-        """Return ``Interrupted`` with the results so far, or ``error`` itself if there are none."""
-        fitted = self.reached_so_far(getattr(error, "result", None))
-        if fitted is None:
-            return error
-        return Interrupted(
-            "interrupted; what the stages so far have reached is in the error's .result: "
-            "error.result.save(path) keeps it. The .result of a stage is a fit, whose .state is an "
-            "init_state to go on from.",
-            result=fitted,
-        )
-
     def reached_so_far(self, partial: Any) -> Posterior | None:
         """Return what was reached when a stage ended by an error with this result, if anything."""
         if isinstance(partial, Particles):
@@ -251,16 +251,12 @@ class FitSteps:
                 best = self.better(best, stage.result)
         return self.posterior(self.results()[-1], best, interrupted=True)
 
-    def suits_pvi(self) -> bool:
-        """Return whether PVI suits: globals, few enough for a full covariance; no parameters."""
-        return 0 < self.fm.dim <= SEARCHED_UP_TO and not self.fm.named("param")
-
     def method(self, kind: type[PVI] | type[SFVI]) -> Any:
         """Return a method, with the locally enhanced bound if silos have latents."""
         plates = [p for p in self.fm.plates if p.dim and not self.coupled]
         below = any(not p.outer for p in plates)
         outer = OUTER_DRAWS if below else ROW_DRAWS
-        found = self.methods.get(
+        found = self.kept_method(
             kind, tuple((p.name, outer if p.outer else ROW_DRAWS) for p in plates)
         )
         silos = self.to_fit.silos
@@ -268,6 +264,29 @@ class FitSteps:
             # One silo after the other there would be no sum.
             return replace(found, schedule="synchronous")
         return found
+
+    def kept_method(
+        self, kind: type[PVI] | type[SFVI], draws: tuple[tuple[str, int], ...]
+    ) -> PVI | SFVI:
+        """Return the method of an earlier call with all that was compiled for it, or a new one."""
+        model: Any = self.model
+        try:
+            hash(model)
+        except TypeError:
+            # An id is safe: the method that is kept keeps the
+            # model alive, so that no other object gets it.
+            model = id(model)
+        # With the fingerprint of the text: a variable that the model reads from outside may have
+        # changed between two calls.
+        key = (kind, model, self.text, draws)
+        method = _method_cache.pop(key, None)
+        if method is None:
+            while len(_method_cache) >= MAX_CACHED_METHODS:
+                _method_cache.pop(next(iter(_method_cache)))
+            objective = LocallyEnhanced(draws=dict(draws)) if draws else ELBO()
+            method = kind(self.model, objective=objective, starts=NUM_STARTS)
+        _method_cache[key] = method  # put back at the end: the least recently used is dropped first
+        return method
 
     def run_method(
         self, kind: type[PVI] | type[SFVI], name: str, rounds: int, begin: State | Near | None
@@ -304,13 +323,16 @@ class FitSteps:
         wanted = self.to_fit.num_rows / ROWS_PER_DRAW
         return int(min(max(wanted, INNER_RANGE[0]), INNER_RANGE[1]))
 
-    def data_size(self) -> int:
-        """Return the number of data of all silos, times the draws of each row's latents."""
-        return self.to_fit.num_values * (ROW_DRAWS if any(p.dim for p in self.fm.plates) else 1)
-
     def may_go_on(self, best: Corrected | None) -> bool:
-        """Return whether more work may help, and exchanges are left."""
-        return _wants_more(best) and self.exchanges_left > 0
+        """Return whether another method may help, and exchanges are left.
+
+        None does if the precision cannot hold the posterior, or where nothing but some mean or sd
+        is unknown, which rests on a heavy tail.
+        """
+        if best is None or self.exchanges_left <= 0:
+            return self.exchanges_left > 0
+        quantiles = best.reliable and best.quantiles_known
+        return best.precise and not (best.trusted or quantiles)
 
     def find_mode(self) -> Result | None:
         """Return the normal approximation at the mode, where SFVI begins; None if it fails."""
@@ -390,7 +412,7 @@ class FitSteps:
                         wider=wider,
                         accuracy=self.accuracy,
                         before=before,
-                        copy=self.copy,
+                        copy=None if self.start is None else self.start.copy,
                     )
         except (ValueError, NonFiniteError) as error:
             sent = isinstance(error, NonFiniteError)  # the others are found before anything is sent
@@ -529,8 +551,9 @@ class FitSteps:
 
     def confirm(self, best: Corrected | None) -> Corrected | None:
         """Return the best of several corrections, judged by draws that did not choose it."""
+        judged = any(stage.name == JUDGED and stage.result is best for stage in self.stages)
         # Nothing chose particles, or what judged before.
-        if isinstance(best, Particles) or self.is_judged(best):
+        if isinstance(best, Particles) or judged:
             return best
         # The best of several k-hats is too good by selection: on one model it was 0.43, and 0.72 on
         # new draws (docs/results/raw_data.md).
@@ -542,10 +565,6 @@ class FitSteps:
         if best.pool is None:
             return self.correct(best.result, JUDGED, len(best.weights)) or best
         return self.correct(best.result, JUDGED, before=best, judge=True) or best
-
-    def is_judged(self, best: Corrected | None) -> bool:
-        """Return whether a correction is by new draws that judged those before."""
-        return any(stage.name == JUDGED and stage.result is best for stage in self.stages)
 
     def contradiction(self) -> str:
         """Return in words which silo contradicts the others at the mode, if that was seen there."""
@@ -560,11 +579,6 @@ class FitSteps:
         """Return the mode that the first search has found, if it found one."""
         return next((r.start for r in self.results() if r.start is not None), None)
 
-    @property
-    def copy(self) -> OneCopy | None:
-        """Return where a density that repeats is weighed."""
-        return None if self.start is None else self.start.copy
-
     def results(self) -> list[Result]:
         """Return the fits of all stages so far."""
         return [stage.result for stage in self.stages if isinstance(stage.result, Result)]
@@ -572,7 +586,11 @@ class FitSteps:
     def better(self, first: Corrected | None, second: Corrected | None) -> Corrected | None:
         """Return the correction that is more trustworthy, if there is one."""
         candidates = [c for c in (first, second) if c is not None]
-        return max(candidates, key=_rank, default=None)
+        return max(
+            candidates,
+            key=lambda c: (c.trusted, c.reliable, -c.monte_carlo_error),
+            default=None,
+        )
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -603,25 +621,9 @@ class FitSteps:
         self.bar.account(self.spent)
 
 
-def _wants_more(correction: Corrected | None) -> bool:
-    """Return whether another method may help.
-
-    It does not if the precision cannot hold the posterior, or where nothing but some mean or sd is
-    unknown, which rests on a heavy tail.
-    """
-    if correction is None:
-        return True
-    quantiles = correction.reliable and correction.quantiles_known
-    return correction.precise and not (correction.trusted or quantiles)
-
-
 def _latest(correction: Corrected) -> Mixture | None:
     """Return the mixture from which the latest draws came, if they came from one."""
     return None if correction.pool is None else correction.pool.mixtures[0]
-
-
-def _rank(correction: Corrected) -> tuple[bool, bool, float]:
-    return correction.trusted, correction.reliable, -correction.monte_carlo_error
 
 
 def _sent_before(error: Exception) -> int:

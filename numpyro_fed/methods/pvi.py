@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from numbers import Real
 from typing import Any
 
+import jax
 import numpy as np
 import optax
+from jax import Array
 
 from numpyro_fed.algorithms.pvi.algorithm import pvi
 from numpyro_fed.algorithms.pvi.begin import pvi_carry, pvi_from_mode
@@ -22,7 +25,14 @@ from numpyro_fed.algorithms.pvi.silo import Silo
 from numpyro_fed.algorithms.pvi.states import PVIParts, Settings, Status
 from numpyro_fed.bounds import bound_of
 from numpyro_fed.divergences import KL
-from numpyro_fed.errors import ConvergenceWarning, GuideError, NonFiniteError, positive_int
+from numpyro_fed.errors import (
+    ConvergenceWarning,
+    GuideError,
+    ModelError,
+    NonFiniteError,
+    positive_int,
+)
+from numpyro_fed.expfam import Family
 from numpyro_fed.guides.of_family import FamilyGuide
 from numpyro_fed.guides.structured import (
     GuideConfig,
@@ -34,17 +44,10 @@ from numpyro_fed.guides.structured import (
 )
 from numpyro_fed.local import ClosedForm, Optax
 from numpyro_fed.local.base import Local
+from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.losses import log_loss
 from numpyro_fed.methods.minibatch_checks import check_guide, check_rows_alone, minibatches_of
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, start_rounds
-from numpyro_fed.methods.pvi_settings import (
-    Divergence,
-    cavity_divergence,
-    checked_local,
-    flat_prior_error,
-    in_words,
-    prior_optimiser,
-)
 from numpyro_fed.methods.rows import Method, check_start, start_of
 from numpyro_fed.methods.schedules import Adaptive, Asynchronous, ByArrival, Spec, named
 from numpyro_fed.model.data import SiloData
@@ -82,6 +85,9 @@ REMEDY = (
     "Double precision (jax.config.update('jax_enable_x64', True)), covariates and outcomes scaled "
     "to about one, or a smaller start_scale usually help; so may damping below 1."
 )
+
+
+Divergence = Callable[[Any, Any, Any], Array]
 
 
 @dataclass(frozen=True)
@@ -459,3 +465,59 @@ class PVI(Method[PVIResult, Conjugate]):
         if warning := result.warning():
             warnings.warn(warning, category=ConvergenceWarning, stacklevel=5)
         return result
+
+
+def flat_prior_error(fm: FederatedModel) -> ModelError:
+    """Return the error for a flat prior without a start at the mode."""
+    return ModelError(
+        f"the prior of the global site '{fm.improper[0]}' is flat (ImproperUniform, or masked), "
+        "and so improper: without a start at the mode there is no posterior before the first "
+        "visit. Use start='mode', which takes up to 300 globals and deletion='own'; or give it "
+        "a proper prior, however wide, such as dist.Normal(0, 100)."
+    )
+
+
+def prior_optimiser(family: Family[Any]) -> FixedPoint:
+    """Return the server's optimiser of the prior's factor, with enough draws for the family."""
+    z = jax.ShapeDtypeStruct((family.dim,), np.float32)
+    statistics = jax.eval_shape(family.statistics, z)
+    numbers = sum(a.size for a in jax.tree.leaves(statistics)) // family.dim
+    # Four draws for each statistic of a coordinate: with a full covariance of d globals that is
+    # about 4 d, and with fewer than d draws a covariance is singular.
+    return FixedPoint(num_particles=max(64, 4 * numbers))
+
+
+def in_words(value: object) -> str:
+    """Return a setting as text that is the same in every process, without addresses."""
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {f.name: getattr(value, f.name) for f in fields(value)}
+        words = [f"{name}={in_words(part)}" for name, part in parts.items() if name != "optim"]
+        return f"{type(value).__name__}({', '.join(words)})"
+    return getattr(value, "__qualname__", None) or repr(value)
+
+
+def checked_local(local: Local, closed: bool, divergence: Divergence) -> Local:
+    """Return the local optimiser; refuse one that does not suit the model or the divergence."""
+    kind = type(local).__name__
+    if local.closed_form and not closed:
+        raise GuideError(
+            f"local.{kind} needs a conjugate model, but the likelihood is not affine in the "
+            "statistics of the globals' family (or rows have latents). Use local.Optax()."
+        )
+    if not isinstance(divergence, KL) and not local.any_divergence:
+        raise GuideError(
+            f"local.{local} has a divergence of its own, but divergence={divergence!r}. Use "
+            "local.Optax() or local.LBFGS()."
+        )
+    return local
+
+
+def cavity_divergence(
+    divergence: Divergence, chosen: Globals
+) -> Callable[[Any, Any], Array] | None:
+    """Return the divergence to the cavity; None for KL, which has closed forms of its own."""
+    if isinstance(divergence, KL):
+        return None
+    if hasattr(divergence, "check"):
+        divergence.check(chosen.family)
+    return partial(divergence, chosen.family)

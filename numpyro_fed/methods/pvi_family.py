@@ -14,8 +14,7 @@ import optax
 from numpyro_fed import local
 from numpyro_fed.divergences import KL
 from numpyro_fed.local.base import Local
-from numpyro_fed.methods.pvi import PVI
-from numpyro_fed.methods.pvi_settings import Divergence
+from numpyro_fed.methods.pvi import PVI, Divergence
 from numpyro_fed.methods.schedules import Adaptive, Sequential, Spec, named
 
 
