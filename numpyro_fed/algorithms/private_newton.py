@@ -164,18 +164,18 @@ class Server(NamedTuple):
         The noise multiplier of the first release, by which a run knows its budget.
     """
 
-    phase: Numbers
+    phase: Numbers | float
     z: Numbers
     L: Numbers
     loc: Numbers
     root: Numbers
-    undetermined: Numbers
-    coarse: Numbers
-    moved: Numbers
-    fewest: Numbers
-    waited: Numbers
+    undetermined: Numbers | float
+    coarse: Numbers | float
+    moved: Numbers | float
+    fewest: Numbers | float
+    waited: Numbers | float
     made: Numbers
-    multiplier: Numbers
+    multiplier: Numbers | float
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,9 +209,7 @@ class PrivateNewton:
             init_server=self._init_server,
             init_silo=lambda key, data: Asked(*jnp.zeros((3,), jnp.int32)),
             round=Round(self.exchanges[1:], asked_directly),
-            shared=lambda server: Shared(
-                {}, Gaussian.of_root(server.loc, server.root).params(), identity(server.loc.shape)
-            ),
+            shared=_shared,
             opening=(Round(self.exchanges[:1], asked_directly),),
         )
 
@@ -257,7 +255,8 @@ class PrivateNewton:
         ``counter`` is the field of the silo's state that counts its answers.
         """
         d, each, phases = self.units.model.dim, self.schedule.steps, self.schedule.phases
-        down = jax.ShapeDtypeStruct((), jnp.int32), shape(d), shape(d, d), shape(), shape()
+        step: Any = jax.ShapeDtypeStruct((), jnp.int32)
+        asked = Place(step, shape(d), shape(d, d), shape(), shape())
 
         def reply(
             noise: object, down: Place, state: Asked, data: SiloData
@@ -276,7 +275,7 @@ class PrivateNewton:
             stack = jax.tree.map(lambda *parts: np.stack(parts), *ups)
             return Reply(stack, planned), state._replace(**{counter: after})
 
-        return Exchange(name, reply, stacked=True, like=lambda: (Place(*down), up))
+        return Exchange(name, reply, stacked=True, like=lambda: (asked, up))
 
     def _tell_units(self, down: Place, phase: Phase, g: np.ndarray, *C: np.ndarray) -> np.ndarray:
         """Return how many units' roots of curvature are of each power of two, by coordinate."""
@@ -374,7 +373,7 @@ class PrivateNewton:
             z=z + L @ at,
             root=root_of(np.column_stack([found.root, excess])),
             coarse=is_coarse(sd, self.num_units),
-            fewest=min(found.undetermined, int(server.fewest)),
+            fewest=min(int(found.undetermined), int(server.fewest)),
             waited=waited,
         )
 
@@ -456,6 +455,11 @@ class PrivateNewton:
         return 1 / np.sqrt(np.maximum((P**2).sum(1), 1e-12))
 
 
+def _shared(server: Server) -> Shared:
+    posterior = Gaussian.of_root(jnp.asarray(server.loc), jnp.asarray(server.root))
+    return Shared({}, posterior.params(), identity(server.loc.shape))
+
+
 def _place(
     step: int, z: Numbers, L: Numbers, clip: float = 0.0, clip_curvature: float = 0.0
 ) -> Place:
@@ -466,6 +470,6 @@ def _place(
 
 def _in_precision(server: Server) -> Server:
     """Return the state in the types of the first one, in which it is saved."""
-    kinds = {"f": jnp.result_type(float), "i": np.int32, "b": np.bool_}
+    kinds: dict[str, Any] = {"f": jnp.result_type(float), "i": np.int32, "b": np.bool_}
     arrays = map(np.asarray, server)
     return Server(*(a.astype(kinds[a.dtype.kind]) for a in arrays))

@@ -284,7 +284,7 @@ class Tempering:
 
         def places(z: np.ndarray) -> Places:
             down = self.message(swarm.theta, z)
-            found = self._places(swarm, down.z_G, ask(self.exchange, down))
+            found = self._places(swarm, np.asarray(down.z_G), ask(self.exchange, down))
             swarm.exchanges += 1
             shown(float(log_mean(swarm.log_evidence)))
             return found
@@ -348,10 +348,10 @@ class Tempering:
 
     def message(self, theta: Theta, z: np.ndarray) -> Down:
         """Return the message to the silos: the points (N, dim) to evaluate."""
-        z = np.asarray(z, jnp.result_type(float))
+        at: Any = np.asarray(z, jnp.result_type(float))
         # Local guides give the places where searches begin, at the centre of the globals' guide.
-        centre = Coordinates(np.zeros_like(z), np.zeros_like(z[0]))
-        return Down(theta, z, centre if self.guide.uses_globals else ())
+        centre: Any = Coordinates(np.zeros_like(at), np.zeros_like(at[0]))
+        return Down(theta, at, centre if self.guide.uses_globals else ())
 
     def _places(self, swarm: Swarm, z: np.ndarray, up: Slopes) -> Places:
         """Return particles with all densities, from the sum of the silos' replies."""
@@ -368,10 +368,10 @@ class Tempering:
         )
 
     @cached_property
-    def _ends(self) -> Callable[[Theta, Any, np.ndarray], tuple[Array, ...]]:
+    def _ends(self) -> Callable[[Theta, Any, Any], tuple[Array, ...]]:
         """Return the server's program: prior and reference, each with its gradient."""
 
-        def ends(theta: Theta, reference: Any, z: Array) -> tuple[Array, ...]:
+        def ends(theta: Theta, reference: Any, z: Any) -> tuple[Array, ...]:
             def log_q(z: Array) -> Array:
                 return self.reference.log_density(theta, reference, z)
 
@@ -448,7 +448,7 @@ def with_squares(z: np.ndarray) -> np.ndarray:
     return np.concatenate([away, squares - squares.mean(0)], 1)
 
 
-def no_nan(up: Slopes) -> Numbers:
+def no_nan(up: Slopes) -> Any:
     """Return whether no log likelihood is NaN or infinite above, and all gradients are finite."""
     finite = namespace(up.gradient).isfinite(up.gradient).all()
     return (up.log_likelihood < np.inf).all() & finite

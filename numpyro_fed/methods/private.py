@@ -35,7 +35,7 @@ from numpyro_fed.results.rows import Fit
 from numpyro_fed.runtime.asking import Asked
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.party import AnyAlgorithm, PlanSize
-from numpyro_fed.runtime.stack import Log, RunStatus, State
+from numpyro_fed.runtime.stack import Batches, Log, RunStatus, ServerData, State
 from numpyro_fed.runtime.supervise import RunOutcome
 
 # Numbers of a row's latents that quadrature takes, and globals of which a matrix is sent.
@@ -128,7 +128,12 @@ class DPNewton(Method[PrivateResult, None]):
         transport, number = fit.runtime.transport(hosted.batches), fit.plan.num_silos
 
         def advance(
-            key: Array, state: State, batches: object, n: int, *_: object
+            key: Array,
+            state: State,
+            batches: Batches,
+            n: int,
+            server_data: ServerData = None,
+            stop: bool = False,
         ) -> tuple[State, Log, RunStatus]:
             good, server = np.ones(number, bool), state.server
             if not n or not newton.left(server):

@@ -180,12 +180,11 @@ class Tempered:
             key_begin, key_run, key_draws = jax.random.split(key, 3)
             tempering = self._parts(fit._fit, nodes_for(result), quick)
             before = result._swarm if isinstance(result, Particles) else None
-            size = self.num_particles
-            if before is None or (before.start, len(before.here.z)) != (self.start, size):
+            if before and (before.start, len(before.here.z)) == (self.start, self.num_particles):
+                swarm, near = before.copy(), bool(getattr(result, "near", False))
+            else:
                 swarm = self._begin(key_begin, fit, result)
                 near = self.start == "prior" or _covers(result)
-            else:
-                swarm, near = before.copy(), result.near
             words = "log likelihoods at particles, or their gradients, are not finite at {}."
             ask = partial(fit.ask_once, key=key_run, message=words)
             interrupted, progress = False, progress_of(progress_bar)
@@ -227,14 +226,14 @@ class Tempered:
                     "start='prior': some global cannot be drawn from its prior. Use start='fit'."
                 )
             keys = jax.random.split(key, self.num_particles)
-            z = jax.vmap(fm.global_prior.draw_all, (0, None))(keys, theta)
-            return Swarm.at(self.start, theta, (), np.asarray(z))
+            drawn = jax.vmap(fm.global_prior.draw_all, (0, None))(keys, theta)
+            return Swarm.at(self.start, theta, (), np.asarray(drawn))
         own = mixture_of(fit, result)
         own = own._replace(log_shares=np.maximum(own.log_shares, LOST))  # of a finite slope
         draws = generator(key)
         chosen = MixtureProposal(self._wide(fit._fit)).draw(draws, theta, own)
         # The first draws are of the mixture, the others of wider parts: islands must be alike.
-        z = draws.permutation(chosen).astype(jnp.result_type(float))
+        z: np.ndarray = draws.permutation(chosen).astype(jnp.result_type(float))
         own = jax.tree.map(lambda a: np.asarray(a, z.dtype), own)
         return Swarm.at(self.start, theta, own, z)
 
