@@ -23,8 +23,8 @@ def test_the_bound_of_epsilon_is_one():
 
 @pytest.mark.slow
 def test_a_canary_is_hidden_by_the_noise_and_not_without_it():
-    assert privacy_attacks.members(200, 1.0) < 1.0
-    assert privacy_attacks.members(200, 1.0, lambda total, sd: total) > 2.5
+    assert privacy_attacks.members(60, 1.0) < 1.0
+    assert privacy_attacks.members(60, 1.0, lambda total, sd: total) > 1.9
 
 
 @pytest.mark.slow
