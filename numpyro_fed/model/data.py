@@ -35,36 +35,28 @@ Made = TypeVar("Made")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SiloData:
-    """The data of one silo, or of a stack of silos of one shape: a pytree.
+    """The data of one silo, or of a stack of silos of one shape: a pytree."""
 
-    Attributes
-    ----------
-    arrays : dict of str to array
-        The array-valued keyword arguments of the model. Arrays inside of a dict or a list have
-        names such as ``"x.age"`` and ``"x.0"``.
-    masks : dict of str to bool array of shape (size,)
-        For each silo plate that was padded: which rows are real. Plates that were not padded
-        are left out.
-    weights : dict of str to () array
-        How often each row of a silo plate counts, if a minibatch stands for all rows.
-    static : tuple of (str, value)
-        Python ints, bools, strings and None: part of the program, not of its input.
-    treedef : (PyTreeDef, names), optional
-        The structure of arguments that are trees, and the names of their leaves.
-    missing : tuple of str
-        The arrays in which NaN stands for an outcome that is missing, at this silo or another one.
-    columns : tuple of (str, tuple of str)
-        The names of the columns of arrays that come from DataFrames.
-    """
-
+    # the array-valued keyword arguments of the model. Arrays inside of a dict or a list have
+    # names such as "x.age" and "x.0"
     arrays: dict[str, Any]
+    # for each silo plate that was padded: which rows are real. Plates that were not padded
+    # are left out
     masks: dict[str, Any] = field(default_factory=dict)
+    # how often each row of a silo plate counts, if a minibatch stands for all rows
     weights: dict[str, Any] = field(default_factory=dict, kw_only=True)
+    # tuple of (str, value): python ints, bools, strings and None: part of the program, not of
+    # its input
     static: tuple[tuple[str, Any], ...] = field(default=(), metadata={"static": True})
+    # the structure of arguments that are trees, and the names of their leaves
     treedef: tuple[PyTreeDef, tuple[str, ...]] | None = field(
         default=None, metadata={"static": True}
     )
+    # the arrays in which NaN stands for an outcome that is missing, at this silo or another
+    # one
     missing: tuple[str, ...] = field(default=(), kw_only=True, metadata={"static": True})
+    # tuple of (str, tuple of str): the names of the columns of arrays that come from
+    # DataFrames
     columns: tuple[tuple[str, tuple[str, ...]], ...] = field(
         default=(), kw_only=True, metadata={"static": True}
     )
@@ -155,12 +147,6 @@ def read(silos: SilosInput, model: Callable[..., Any] | None = None) -> ReadSilo
     missing, the model's text says (:mod:`numpyro_fed.model.missing`). Data that were read already
     are returned as they are. A model with a method ``of_silos`` adds arrays of its own to each
     silo's data, such as the number of the silo's block of a site.
-
-    Raises
-    ------
-    DataError
-        For an empty list, silos with different keys, dtypes, columns or numbers of axes, infinity,
-        or a value that is not an array, a number, a string, None or a tree of these.
     """
     return silos if isinstance(silos, ReadSilos) else _read(silos, model)
 
@@ -186,12 +172,7 @@ def _read(silos: Sequence[SiloInput], model: Callable[..., Any] | None) -> ReadS
 
 
 def _check_complete(silos: Sequence[SiloInput], model: Callable[..., Any] | None) -> None:
-    """Raise an error if a silo that is a DataFrame has no column for one of a model's arguments.
-
-    Raises
-    ------
-    DataError
-    """
+    """Raise an error if a silo that is a DataFrame has no column for one of a model's arguments."""
     frames = {j: set(silo.columns) for j, silo in enumerate(silos) if is_frame(silo)}
     names = argument_names(model) if frames and model is not None else None
     if not names or model is None:
@@ -220,11 +201,7 @@ def argument_names(model: Callable[..., Any]) -> list[str] | None:
 
 
 def _with_missing(silos: Sequence[SiloData]) -> list[SiloData]:
-    """Return the silos, each with the names of what is missing at some silo.
-
-    Whole numbers that are missing somewhere are floats there, beside NaN. They become floats at
-    the silos that have all of them, so that all silos hold the same kind.
-    """
+    """Return the silos, each with the names of what is missing at some silo."""
     missing = tuple(sorted({name for silo in silos for name in silo.missing}))
 
     def as_floats(array: np.ndarray) -> np.ndarray:
@@ -256,12 +233,7 @@ def common_columns(
 def check_columns(
     owner: str, name: str, found: Sequence[str], expected: Sequence[str], other: str
 ) -> None:
-    """Raise an error if a DataFrame has other columns than another one, or in another order.
-
-    Raises
-    ------
-    DataError
-    """
+    """Raise an error if a DataFrame has other columns than another one, or in another order."""
     if tuple(found) == tuple(expected):
         return
     lacking = [c for c in expected if c not in found]

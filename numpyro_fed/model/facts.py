@@ -39,20 +39,12 @@ TOLERANCE = 1e-3
 
 
 class Argument(NamedTuple):
-    """The description of one of a silo's arrays.
-
-    Attributes
-    ----------
-    name, dtype : str
-    plates : tuple of str
-        The silo plates that are as long as the array.
-    shape : tuple of int
-        The shape of one row if there are such plates, and of the whole array otherwise.
-    """
+    """The description of one of a silo's arrays."""
 
     name: str
     dtype: str
-    plates: tuple[str, ...]
+    plates: tuple[str, ...]  # the silo plates that are as long as the array
+    # the shape of one row if there are such plates, and of the whole array otherwise
     shape: tuple[int, ...]
 
 
@@ -274,13 +266,7 @@ def with_globals(facts: Facts, fm: FederatedModel, data: SiloData) -> Facts:
 
 
 def agree(facts: Sequence[Facts]) -> Plan:
-    """Compare the facts of all silos, and return the plan that they agree on.
-
-    Raises
-    ------
-    ModelError
-        Naming the silo that does not fit together with silo 0, and what differs.
-    """
+    """Compare the facts of all silos, and return the plan that they agree on."""
     first = facts[0]
     for j, other in enumerate(facts):
         _check_alike(first, other, j)
@@ -305,10 +291,7 @@ def agree(facts: Sequence[Facts]) -> Plan:
 
 
 def _common_argument(of_silos: Sequence[Argument]) -> Argument:
-    """Return one description of an array for all silos.
-
-    It holds rows of a plate only if it is as long as the plate at every silo.
-    """
+    """Return one description of an array for all silos."""
     plates = [p for p in of_silos[0].plates if all(p in a.plates for a in of_silos)]
     if plates:
         return of_silos[0]._replace(plates=tuple(plates))
@@ -368,13 +351,7 @@ def with_terms(plan: Plan, fm: FederatedModel, facts: Sequence[Facts]) -> Plan:
 
 
 def check_plan(plan: Plan, own: Facts, fm: FederatedModel, number: int) -> None:
-    """Raise an error for a plan that silo ``number`` has no part in, by its own facts and text.
-
-    Raises
-    ------
-    ModelError
-        Naming what differs.
-    """
+    """Raise an error for a plan that silo ``number`` has no part in, by its own facts and text."""
     _check_alike(plan.facts, own, number)
     largest, total, verdicts = dict(plan.largest), dict(plan.total), dict(own.verdicts)
     words = f"the plan does not come from the facts of silo {number}"

@@ -43,20 +43,12 @@ PLACES = 3  # at which values are compared; at a single one two texts could agre
 
 
 class Term(NamedTuple):
-    """A site's part of a model's density, in a form in which parties can compare it.
-
-    Attributes
-    ----------
-    site : str
-    words : str
-        A hash of its operations, and of what it reads that is no fraction.
-    numbers : tuple of tuple of float
-        The constants that it reads: a number as it is; of an array its root mean square and three
-        projections. Where values are compared, these.
-    """
+    """A site's part of a model's density, in a form in which parties can compare it."""
 
     site: str
-    words: str
+    words: str  # A hash of its operations, and of what it reads that is no fraction
+    # the constants that it reads: a number as it is; of an array its root mean square and
+    # three projections. Where values are compared, these
     numbers: tuple[tuple[float, ...], ...]
 
 
@@ -154,11 +146,7 @@ def _terms(trace: Trace, by_value: bool) -> tuple[Term, ...]:
 
 
 def _made_up(inputs: Sequence[Input], seed: int) -> list[ArrayLike]:
-    """Return numbers for a program's inputs: the same on every machine.
-
-    Fractions are between 0 and 1 and whole numbers 0 or 1, where nearly all distributions have a
-    density, and most arrays have an element of that index.
-    """
+    """Return numbers for a program's inputs: the same on every machine."""
     random = np.random.default_rng(seed)
 
     def numbers(one: Input) -> ArrayLike:
@@ -196,14 +184,7 @@ def _term(site: str, words: str, found: Sequence[ArrayLike]) -> Term:
 
 
 def check_terms(expected: Sequence[Term], own: Sequence[Term], who: str, *, by_value: bool) -> None:
-    """Raise an error if a party (``"silo 2"``) has another text than the server, by their terms.
-
-    Raises
-    ------
-    ModelError
-        Naming the site whose terms differ, and the server's constant. The silo's own is not in it,
-        since the words go to the server.
-    """
+    """Raise an error if a party (``"silo 2"``) has another text than the server, by their terms."""
     pairs = zip(expected, own, strict=False)
     differences = (_difference(there, here, by_value) for there, here in pairs)
     what = next(filter(None, differences), "")

@@ -59,13 +59,6 @@ def as_dict(owner: str, silo: object, arguments: Sequence[str] | None = None) ->
     A silo that is a DataFrame itself becomes the dict of its columns. ``arguments`` are those of
     the model: then a column without an argument is refused. What is neither a DataFrame nor a
     mapping is returned as it is, for the caller to refuse.
-
-    Raises
-    ------
-    DataError
-        For columns that are not numbers, columns without an argument, and two columns of one name.
-    MissingExtraError
-        For a DataFrame, where narwhals is not installed.
     """
     if is_frame(silo):
         columns = columns_of(owner, silo)
@@ -95,13 +88,7 @@ def column_names(silo: object) -> dict[str, tuple[str, ...]]:
 
 
 def columns_of(owner: str, frame: Frame) -> dict[str, Any]:
-    """Return the columns of a DataFrame by name, each as a column of narwhals.
-
-    Raises
-    ------
-    DataError
-        For two columns of one name, or a name that is no string.
-    """
+    """Return the columns of a DataFrame by name, each as a column of narwhals."""
     names = list(frame.columns)
     odd = [name for name in names if not isinstance(name, str)]
     twice = sorted({str(name) for name in names if names.count(name) > 1})
@@ -115,12 +102,7 @@ def columns_of(owner: str, frame: Frame) -> dict[str, Any]:
 
 
 def narwhals() -> Any:
-    """Return narwhals, which reads DataFrames of any library.
-
-    Raises
-    ------
-    MissingExtraError
-    """
+    """Return narwhals, which reads DataFrames of any library."""
     try:
         import narwhals
     except ImportError as error:
@@ -140,13 +122,7 @@ def as_series(column: Column) -> Any:
 
 
 def frame_array(owner: str, name: str, frame: Frame) -> np.ndarray:
-    """Return a DataFrame of numbers as a float array (rows, columns).
-
-    Raises
-    ------
-    DataError
-        For columns that are not numbers, or whole numbers that floats cannot hold.
-    """
+    """Return a DataFrame of numbers as a float array (rows, columns)."""
     columns = columns_of(f"{owner}, '{name}'", frame)
     arrays = {c: column_array(owner, f"{name}.{c}", series) for c, series in columns.items()}
     for column, array in arrays.items():
@@ -161,13 +137,7 @@ def frame_array(owner: str, name: str, frame: Frame) -> np.ndarray:
 
 
 def column_array(owner: str, name: str, series: Any) -> np.ndarray:
-    """Return a column of narwhals as a NumPy array; missing numbers are NaN.
-
-    Raises
-    ------
-    DataError
-        For a column that is not of numbers or booleans.
-    """
+    """Return a column of narwhals as a NumPy array; missing numbers are NaN."""
     dtype, missing = series.dtype, series.null_count()
     if dtype.is_integer():
         present = series.drop_nulls().to_numpy() if missing else series.to_numpy()

@@ -29,11 +29,6 @@ def read_all(silos: SilosInput, model: Callable[..., Any] | None = None) -> Read
     """Return the data of the silos of all processes, read and checked.
 
     In a program of one process these are the silos that are passed.
-
-    Raises
-    ------
-    DataError
-        In all processes, if one of them has data that cannot be read.
     """
     if isinstance(silos, ReadSilos) or jax.process_count() == 1:
         return read(silos, model)
@@ -86,13 +81,7 @@ def _archive(head: Mapping[str, Any], arrays: Mapping[str, Any]) -> bytes:
 
 
 def _unpacked(message: bytes) -> tuple[list[dict[str, Any]], list[dict[str, tuple[str, ...]]]]:
-    """Return the silos of one process as a list of dicts, and the columns of their DataFrames.
-
-    Raises
-    ------
-    DataError
-        With the error of that process, if there was one.
-    """
+    """Return the silos of one process as a list of dicts, and the columns of their DataFrames."""
     with np.load(io.BytesIO(message), allow_pickle=False) as file:
         head = json.loads(file[HEAD].tobytes())
         if "error" in head:

@@ -184,11 +184,7 @@ def _scan(loop: Scan, values: list[Any], labels: Sequence[Labels]) -> list[Any]:
 
 
 def _wrapped_index(eqn: JaxprEqn, producer: Mapping[Var, JaxprEqn]) -> Var | None:
-    """Return the index that an operation wraps if it is negative; None for other operations.
-
-    JAX writes ``x[i]`` as ``select_n(i < 0, i, i + n)`` before the gather, after which -1 is an
-    index like any other. The pattern is recognised here, while ``i`` is still at hand.
-    """
+    """Return the index that an operation wraps if it is negative; None for other operations."""
     if eqn.primitive.name != "select_n" or len(eqn.invars) != 3:
         return None
     condition, index, other = eqn.invars

@@ -19,30 +19,16 @@ from numpyro_fed.model.split import split
 
 
 class Layout(NamedTuple):
-    """A split model and its checks: all that depends on the shapes of data, not on their values.
-
-    Attributes
-    ----------
-    model : FederatedModel
-    sizes : tuple of {plate: int}
-        The true size of each silo plate at each silo.
-    rows : dict of str to str
-        The silo plate of each array that holds rows.
-    checks : RowChecks
-    check_indices : (silo, data) -> None
-        The index check of one silo's values.
-    supports : Supports
-        The check of observed values.
-    separable : dict of str to tuple of str
-        The arrays of each silo plate whose rows must not read each other's data.
-    """
+    """A split model and its checks: all that depends on the shapes of data, not on their values."""
 
     model: FederatedModel
-    sizes: tuple[Sizes, ...]
-    rows: dict[str, str]
+    sizes: tuple[Sizes, ...]  # tuple of {plate: int}: the true size of each silo plate at each silo
+    rows: dict[str, str]  # the silo plate of each array that holds rows
     checks: RowChecks
+    # (silo, data) -> None: the index check of one silo's values
     check_indices: Callable[[int, SiloData], None]
-    supports: Supports
+    supports: Supports  # the check of observed values
+    # the arrays of each silo plate whose rows must not read each other's data
     separable: dict[str, tuple[str, ...]]
 
     @property
@@ -59,13 +45,6 @@ class Layout(NamedTuple):
         Padded and unpadded densities are compared at a random point. A model in which rows read
         each other's latents fails that comparison; the silos then stay unpadded, bucketed by
         their sizes, and a warning says so.
-
-        Raises
-        ------
-        DataError
-            For an index out of range, or an observed value that is impossible.
-        ModelError
-            With ``summaries``, for a row that reads the data of other rows (``x.mean(0)``).
         """
         # A site in two silo plates has no row of its own that could be padded.
         buckets = bucket(silos, self.sizes, may_pad=not self.model.nested)

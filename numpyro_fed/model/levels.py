@@ -215,13 +215,7 @@ def level_names(
 
 
 def level_counts(silo: Any, columns: Sequence[str]) -> dict[str, Counter[str]]:
-    """Return how many rows of a silo have each level of each column; this is for the silo alone.
-
-    Raises
-    ------
-    DataError
-        As :func:`level_names` does.
-    """
+    """Return how many rows of a silo have each level of each column; this is for the silo alone."""
     if isinstance(columns, str):
         raise DataError(f"columns must be a list of names, got the string '{columns}'.")
     return {column: Counter(_strings(silo, column)) for column in columns}
@@ -230,13 +224,7 @@ def level_counts(silo: Any, columns: Sequence[str]) -> dict[str, Counter[str]]:
 def levels_of_list(
     silos: Sequence[Any], columns: Sequence[str], *, min_count: int, other: str | None
 ) -> Levels:
-    """Return the levels of silos whose data are in this process (:func:`numpyro_fed.levels`).
-
-    Raises
-    ------
-    DataError
-        Naming the silo at fault.
-    """
+    """Return the levels of silos whose data are in this process (:func:`numpyro_fed.levels`)."""
     parts = []
     for j, silo in enumerate(silos):
         try:
@@ -247,12 +235,7 @@ def levels_of_list(
 
 
 def _strings(silo: Any, column: str) -> list[str]:
-    """Return a categorical column as strings.
-
-    Raises
-    ------
-    DataError
-    """
+    """Return a categorical column as strings."""
     value = _found(silo, column)
     if value is None:
         raise DataError(

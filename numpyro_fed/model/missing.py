@@ -39,12 +39,6 @@ class leave_out_missing(Messenger):
     blind : bool
         Whether observed sites get zeros in the place of these arguments. What still depends on them
         then reads them for something else than an outcome.
-
-    Raises
-    ------
-    ModelError
-        When the model is run: for an outcome whose distribution counts several numbers as one, of
-        which no part can be left out.
     """
 
     def __init__(self, fn: Callable[..., Any], names: Sequence[str], *, blind: bool = False):
@@ -86,10 +80,7 @@ def leaving_out_missing(
 
 
 def _filled(fn: Distribution, value: Array, seen: Array) -> Array:
-    """Return observed values with a number in the place of what is missing.
-
-    NumPyro's mask puts one of the support there before it asks for a density.
-    """
+    """Return observed values with a number in the place of what is missing."""
     value = jnp.where(seen, value, 0.0)
     # Whole numbers were floats beside NaN only; categories are indices.
     return (

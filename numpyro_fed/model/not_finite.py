@@ -29,21 +29,12 @@ POINTS, SPREAD = 3, 0.1
 
 
 class NotFinite(NamedTuple):
-    """The first site whose density or derivatives are not finite, silo by silo.
-
-    Attributes
-    ----------
-    site : str
-    silo, row : int or None
-        None for a global site, and where the row is not known.
-    is_gradient : bool
-        Whether the density itself is finite.
-    """
+    """The first site whose density or derivatives are not finite, silo by silo."""
 
     site: str
-    silo: int | None
+    silo: int | None  # none for a global site, and where the row is not known
     row: int | None
-    is_gradient: bool
+    is_gradient: bool  # whether the density itself is finite
 
     def __str__(self) -> str:
         where = "" if self.silo is None else f", silo {self.silo}"
@@ -167,10 +158,7 @@ def _finite(fm: FederatedModel, silo: SiloData) -> _Finite:
 
 
 def _first_row(fm: FederatedModel, site: str, plate: str, silo: SiloData) -> int | None:
-    """Return the first row without which derivatives of a site would be finite, if one is found.
-
-    All rows are filled with copies of some of them, of half as many at each step.
-    """
+    """Return the first row without which derivatives of a site would be finite, if one is found."""
     sizes = fm.sizes(silo)
     size = sizes[plate]
     keys = [k for k, p in padded_keys([silo], [sizes]).items() if p == plate]

@@ -33,19 +33,11 @@ POINTS = 3
 
 @dataclass(frozen=True, eq=False)
 class Supports:
-    """The check of a model's observed values, compiled once for each shape of silos.
-
-    Attributes
-    ----------
-    traces : Traces
-    owner : str
-        The party's name in messages, with ``{}`` for a silo's number.
-    total : ShapeDtypeStruct, optional
-        The shape of the sum ``TOTAL`` that the data of a vertical model's server lack.
-    """
+    """The check of a model's observed values, compiled once for each shape of silos."""
 
     traces: Traces
-    owner: str
+    owner: str  # the party's name in messages, with {} for a silo's number
+    # the shape of the sum TOTAL that the data of a vertical model's server lack
     total: jax.ShapeDtypeStruct | None = None
 
     @compiled_method(jit_once)

@@ -17,25 +17,13 @@ from numpyro_fed.tracing import TRACING
 
 
 class Outcome(NamedTuple):
-    """An observed site at a silo.
-
-    Attributes
-    ----------
-    plate : str
-    value : array
-        With NaN for what is missing.
-    axis : int
-        The axis of the value that runs over rows of the plate.
-    axes : tuple of str
-        The plate along each axis; empty where there is none.
-    seen : (rows,) bool
-        Whether any part of a row's outcome counts: neither missing nor masked.
-    """
+    """An observed site at a silo."""
 
     plate: str
-    value: Array
-    axis: int
-    axes: tuple[str, ...]
+    value: Array  # with NaN for what is missing
+    axis: int  # the axis of the value that runs over rows of the plate
+    axes: tuple[str, ...]  # the plate along each axis; empty where there is none
+    # (rows,) bool: whether any part of a row's outcome counts: neither missing nor masked
     seen: Array
 
 

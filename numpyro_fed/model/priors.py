@@ -33,18 +33,14 @@ from numpyro_fed.tracing import TRACING
 
 
 class LocalPrior(NamedTuple):
-    """The conditional prior of a silo's latents given the globals.
+    """The conditional prior of a silo's latents given the globals."""
 
-    Attributes
-    ----------
-    draw : (key, theta, z_G, z_L, data) -> {plate: (rows, dim)}
-        Draws the latents of the silo plates that are not in ``z_L``; those in ``z_L`` stay.
-    log_density : (theta, z_G, z_L, data) -> {plate: (rows,)}
-        The log density of these draws. A ``scale`` handler and factors do not count: they change
-        the model's density, but not what the text draws.
-    """
-
+    # (key, theta, z_G, z_L, data) -> {plate: (rows, dim)}: draws the latents of the silo
+    # plates that are not in z_L; those in z_L stay
     draw: Callable[[Array, Theta, Array, Rows, SiloData], Rows]
+    # (theta, z_G, z_L, data) -> {plate: (rows,)}: the log density of these draws. A scale
+    # handler and factors do not count: they change the model's density, but not what the text
+    # draws
     log_density: Callable[[Theta, Array, Rows, SiloData], Rows]
 
 
@@ -93,26 +89,15 @@ class Funnel(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GlobalPrior:
-    """The conditional priors of global latents given other globals.
+    """The conditional priors of global latents given other globals."""
 
-    Attributes
-    ----------
-    traces : Traces
-        Those of the text, which runs on placeholders for data.
-    sites : sequence of Site
-    silo : SiloData
-        The placeholders.
-    placeholder : (dtype, silo) -> (silo, z_L)
-        Casts them to the dtype of the globals and adds zeros as local latents.
-    not_drawable : collection of str
-        The latents whose distribution cannot be drawn from.
-    """
-
-    traces: Traces
+    traces: Traces  # those of the text, which runs on placeholders for data
     sites: Sequence[Site]
-    silo: SiloData
+    silo: SiloData  # the placeholders
+    # (dtype, silo) -> (silo, z_L): casts them to the dtype of the globals and adds zeros as
+    # local latents
     placeholder: Callable[[DTypeLike, SiloData], tuple[SiloData, Rows]]
-    not_drawable: Collection[str]
+    not_drawable: Collection[str]  # the latents whose distribution cannot be drawn from
 
     def draw(self, key: Array, theta: Theta, z_G: Array, funnel: Funnel) -> Array:
         """Return ``z_G`` with the children of a funnel drawn anew, all others as they are."""

@@ -42,23 +42,13 @@ ROWS_READ_ROWS = (
 
 
 class VerticalSplit(NamedTuple):
-    """A split vertical model, and each party's data.
-
-    Attributes
-    ----------
-    model : VerticalModel
-    server : SiloData
-        The server's arrays by name, without the clients' columns.
-    clients : tuple of SiloData
-        Each client's columns, and the server's arrays if these are shared.
-    arguments : tuple
-        Shapes, dtypes and static values of the model's arguments.
-    """
+    """A split vertical model, and each party's data."""
 
     model: VerticalModel
-    server: SiloData
+    server: SiloData  # the server's arrays by name, without the clients' columns
+    # each client's columns, and the server's arrays if these are shared
     clients: tuple[SiloData, ...]
-    arguments: tuple[Hashable, ...]
+    arguments: tuple[Hashable, ...]  # shapes, dtypes and static values of the model's arguments
 
 
 class _Reached(Exception):
@@ -171,18 +161,7 @@ def split_vertical(
 
 
 def split(whole: Text, *, share_response: bool = False) -> VerticalSplit:
-    """Split a vertical model at its ``client_sum``, and its arguments over the parties.
-
-    Raises
-    ------
-    ModelError
-        Without a ``client_sum``, with two, or with a silo plate; where the predictor of a client
-        reads what is the server's, or the server what is one client's; where columns depend on a
-        latent; and when the model itself raises.
-    DataError
-        For arguments that the model does not take, values that are not numbers, NaN; for a
-        response among the columns that is not to be shared.
-    """
+    """Split a vertical model at its ``client_sum``, and its arguments over the parties."""
     arrays, text = whole.data.arrays, whole.without_data()
     sum_call, columns, readers = _columns(text, arrays)
     # Each client's predictor by the number of the first client that has it: equal ones share one
@@ -367,24 +346,12 @@ def _check_client(
 
 
 class _Reach(NamedTuple):
-    """The dependences of the server's sites on its arrays and the sum.
+    """The dependences of the server's sites on its arrays and the sum."""
 
-    Attributes
-    ----------
-    density : frozenset of str
-        The arrays that densities read.
-    response : tuple of str
-        The arrays that are observed.
-    by_row : frozenset of str
-        The observed sites with a term for each row.
-    below : tuple of str
-        The latents whose distribution depends on the sum.
-    """
-
-    density: frozenset[str]
-    response: tuple[str, ...]
-    by_row: frozenset[str]
-    below: tuple[str, ...]
+    density: frozenset[str]  # the arrays that densities read
+    response: tuple[str, ...]  # the arrays that are observed
+    by_row: frozenset[str]  # the observed sites with a term for each row
+    below: tuple[str, ...]  # the latents whose distribution depends on the sum
 
 
 def _server_reach(party: PartyModel, arrays: dict[str, Any]) -> _Reach:

@@ -203,11 +203,6 @@ class RowChecks:
         silo must equal those of ``original``, the same silo unpadded. ``rows`` has pairs of an
         array's name and its plate; ``apart`` is that of :meth:`summaries`. Both questions are
         answered in one program.
-
-        Raises
-        ------
-        ValueError
-            If the text does not run at padded shapes: an array that is not padded must match.
         """
         first = jax.tree.map(lambda a: a[0], stack)
         sizes = self.model.sizes(first)

@@ -171,13 +171,7 @@ class Scaling:
 
 
 def whole_of(parts: Sequence[Scaling]) -> Scaling:
-    """Return the moments of all silos together, from those of each silo in turn.
-
-    Raises
-    ------
-    DataError
-        Naming the silo that has other columns than silo 0, or the column without any number.
-    """
+    """Return the moments of all silos together, from those of each silo in turn."""
     for j, part in enumerate(parts):
         _check_alike(f"silo {j}", part, parts[0], "silo 0")
     whole = reduce(_together, parts)
@@ -250,13 +244,7 @@ def moments_of(owner: str, silo: Any, arguments: Sequence[str] | None) -> Scalin
 
 
 def numbers_of(owner: str, silo: Any, arguments: Sequence[str] | None) -> Numbers:
-    """Return the numbers of a silo of which moments are taken, (rows,) or (rows, columns).
-
-    Raises
-    ------
-    DataError
-        For an argument that the silo lacks, or that holds no numbers.
-    """
+    """Return the numbers of a silo of which moments are taken, (rows,) or (rows, columns)."""
     found = _arguments(owner, silo)
     if arguments is not None and (lacking := [name for name in arguments if name not in found]):
         raise DataError(f"{owner} lacks {lacking}: it has {list(found)}.")

@@ -33,36 +33,18 @@ PADDING_HINT = (
 
 
 class Site(NamedTuple):
-    """One row of the site table.
+    """One row of the site table."""
 
-    Attributes
-    ----------
-    name, kind : str
-        ``kind`` is ``"latent"``, ``"observed"``, ``"factor"``, ``"param"`` or
-        ``"deterministic"``.
-    plate : str or None
-        The innermost silo plate around the site; None for a global.
-    shape : tuple of int
-        Unconstrained shape; for a local latent the shape of one row.
-    axis : int or None
-        Which axis of the site's value (and of its unconstrained value) runs over rows.
-    start, stop : int
-        The latent's place in ``z_G``, or in a row of ``z_L[plate]``.
-    support : str
-        The support, for people and for fingerprints.
-    event_dim : int
-        How many axes of a latent's value make one event of its distribution.
-    """
-
-    name: str
+    name: str  # kind is "latent", "observed", "factor", "param" or "deterministic"
     kind: str
-    plate: str | None
-    shape: tuple[int, ...] = ()
+    plate: str | None  # the innermost silo plate around the site; None for a global
+    shape: tuple[int, ...] = ()  # unconstrained shape; for a local latent the shape of one row
+    # which axis of the site's value (and of its unconstrained value) runs over rows
     axis: int | None = None
-    start: int = 0
+    start: int = 0  # the latent's place in z_G, or in a row of z_L[plate]
     stop: int = 0
-    support: str = ""
-    event_dim: int = 0
+    support: str = ""  # the support, for people and for fingerprints
+    event_dim: int = 0  # how many axes of a latent's value make one event of its distribution
 
 
 class Plate(NamedTuple):
@@ -78,39 +60,19 @@ class Plate(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """The structure of a model at the shapes of one silo's data.
+    """The structure of a model at the shapes of one silo's data."""
 
-    Attributes
-    ----------
-    sites : tuple of Site
-        In the order of the trace.
-    sizes : dict of str to int
-        The size of each silo plate.
-    nested : bool
-        Whether a site is in two silo plates at once.
-    supports : dict
-        The support of each global latent, and the constraint of each ``numpyro.param``.
-    masked : dict of str to bool
-        The latents that are masked; True if the mask is False everywhere.
-    improper : tuple of str
-        The latents whose prior is ``ImproperUniform``.
-    fields : tuple of str
-        The global latents whose prior ties many entries together: maps and processes.
-    foreign : tuple of str
-        The latents whose distribution is a class of the user's own.
-    kinked : bool
-        Whether the density of a sample site has a kink.
-    """
-
-    sites: tuple[Site, ...]
-    sizes: Sizes
-    nested: bool
+    sites: tuple[Site, ...]  # in the order of the trace
+    sizes: Sizes  # the size of each silo plate
+    nested: bool  # whether a site is in two silo plates at once
+    # the support of each global latent, and the constraint of each numpyro.param
     supports: dict[str, Any]
-    masked: dict[str, bool]
-    improper: tuple[str, ...] = ()
+    masked: dict[str, bool]  # the latents that are masked; True if the mask is False everywhere
+    improper: tuple[str, ...] = ()  # the latents whose prior is ImproperUniform
+    # the global latents whose prior ties many entries together: maps and processes
     fields: tuple[str, ...] = ()
-    foreign: tuple[str, ...] = ()
-    kinked: bool = False
+    foreign: tuple[str, ...] = ()  # the latents whose distribution is a class of the user's own
+    kinked: bool = False  # whether the density of a sample site has a kink
 
 
 @contextmanager

@@ -45,16 +45,6 @@ def split(model: Callable[..., Any], silos: Sequence[SiloData]) -> FederatedMode
     Returns
     -------
     FederatedModel
-
-    Raises
-    ------
-    ModelError
-        Without a silo plate; for a global site, observed ones included, that depends on a local
-        latent, on data or on what differs between silos, such as their numbers of rows; for
-        randomness outside of sample sites; for discrete latents, supports without a bijection,
-        mutable sites; for sites that differ between silos; and when the model itself raises.
-    DataError
-        For NaN in an argument that is read for something else than an outcome.
     """
     missing = tuple(sorted({name for silo in silos for name in silo.missing}))
     text, model = model, leaving_out_missing(model, missing)
@@ -143,11 +133,7 @@ def _check_observed(found: Structure, silo: SiloData) -> None:
 
 
 def _dependence(trace: Trace) -> dict[str, set[str | None]]:
-    """Return what each site's density, or a deterministic site's value, depends on.
-
-    That is a set with the names of the silo plates whose latents it reads, None if it reads data,
-    and ``KEY`` if it reads randomness other than of sample sites.
-    """
+    """Return what each site's density, or a deterministic site's value, depends on."""
     plates = {s.name: s.plate for s in trace.structure.sites if s.kind == "latent" and s.plate}
     fixed = {(VALUE, s.name) for s in trace.structure.sites if s.kind == "deterministic"}
     dependence: dict[str, set[str | None]] = {}
@@ -171,10 +157,7 @@ def _check_missing(
     missing: tuple[str, ...],
     silos: Sequence[SiloData],
 ) -> None:
-    """Refuse NaN in arguments that are read for something else than an outcome.
-
-    And numbers that are not whole beside missing ones, where the outcome is a whole number.
-    """
+    """Refuse NaN in arguments that are read for something else than an outcome."""
     blind = Traces(leaving_out_missing(text, missing, blind=True))
 
     def readers(name: str, trace: Trace) -> set[str]:
@@ -248,10 +231,7 @@ def _check_dependence(fm: FederatedModel, dependence: dict[str, set[str | None]]
 
 
 def _check_globals(fm: FederatedModel, silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> None:
-    """Refuse global sites that depend on what differs between silos, such as numbers of rows.
-
-    If all silos have the same shapes, silo 0 with one more row is compared with itself.
-    """
+    """Refuse global sites that depend on what differs between silos, such as numbers of rows."""
     first = fm.traces.at(silos[0])
     expected = _global_program(first)
 

@@ -39,18 +39,12 @@ ONE_BLOCK = "Each silo holds the rows of one block, and reads no other entry of 
 
 
 class Blocks(NamedTuple):
-    """The division of a site's entries into blocks, one block for each silo.
+    """The division of a site's entries into blocks, one block for each silo."""
 
-    Attributes
-    ----------
-    table : int array (blocks, largest)
-        The indices of each block's entries, padded by ``size``.
-    block_of : int array (size,)
-        The block of each entry. It includes entries that all silos share, which the table leaves
-        out.
-    """
-
+    # int array (blocks, largest): the indices of each block's entries, padded by size
     table: np.ndarray
+    # int array (size,): the block of each entry. It includes entries that all silos share,
+    # which the table leaves out
     block_of: np.ndarray
 
     @classmethod
@@ -209,14 +203,7 @@ class Substituted:
             return self.model(*args, **kwargs)
 
     def of_silos(self, silos: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Return the silos' data with the number of the block that each silo reads.
-
-        Raises
-        ------
-        DataError
-            For a silo that reads entries of several blocks, or of none, and for two that read
-            entries of one block.
-        """
+        """Return the silos' data with the number of the block that each silo reads."""
         for prior in self.priors.values():
             prior.suits(self.model, silos)
         names = {block_name(site): site for site in self.priors}
@@ -238,13 +225,7 @@ class Substituted:
     def of_new_rows(
         self, new: Mapping[str, Any], j: int, numbers: Mapping[str, ArrayLike]
     ) -> dict[str, Any]:
-        """Return new data of silo ``j`` with the numbers of its blocks, by argument.
-
-        Raises
-        ------
-        DataError
-            For rows that read entries of another block.
-        """
+        """Return new data of silo ``j`` with the numbers of its blocks, by argument."""
         names = {block_name(site): site for site in self.priors}
         given = {k: v for k, v in new.items() if k not in names}
         for name, site in names.items():
@@ -357,13 +338,7 @@ def trace_text(
 
 
 def site_of(model: Callable[..., Any], site: str, kwargs: Mapping[str, Any]) -> Distribution:
-    """Return the distribution of a site, which must be a vector of real numbers.
-
-    Raises
-    ------
-    ModelError
-        If there is no such site, or one of another kind.
-    """
+    """Return the distribution of a site, which must be a vector of real numbers."""
     try:
         trace = trace_text(model, 0, kwargs)
     except TypeError as error:

@@ -69,27 +69,14 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """A model at one signature of a silo's data, in one precision.
-
-    Attributes
-    ----------
-    structure : Structure
-    terms : dict of str to Term
-        All sample sites, the log-determinants of latents among them.
-    supports : dict of str to SupportKind
-        The observed sites.
-    program : Program
-    inputs : tuple of Input
-    outputs : tuple of Output
-        A key for each output of the program; values that are trees have several.
-    trees : dict of Output to PyTreeDef
-    """
+    """A model at one signature of a silo's data, in one precision."""
 
     structure: Structure
-    terms: dict[str, Term]
-    supports: dict[str, SupportKind]
+    terms: dict[str, Term]  # all sample sites, the log-determinants of latents among them
+    supports: dict[str, SupportKind]  # the observed sites
     program: Program
     inputs: tuple[Input, ...]
+    # A key for each output of the program; values that are trees have several
     outputs: tuple[Output, ...]
     trees: dict[Output, Any]
     _parts: dict[frozenset[Output], tuple[Program, tuple[Input, ...]]] = field(

@@ -55,17 +55,10 @@ from numpyro_fed.tracing import TRACING
 
 @dataclass(frozen=True, eq=False)
 class Traces:
-    """The traces of one model, for all signatures of data and both precisions.
-
-    Attributes
-    ----------
-    model : callable
-    split : bool
-        Whether a model without a silo plate is refused.
-    """
+    """The traces of one model, for all signatures of data and both precisions."""
 
     model: Callable[..., Any]
-    split: bool = True
+    split: bool = True  # whether a model without a silo plate is refused
     _known: dict[tuple[Hashable, ...], Trace] = field(default_factory=dict, init=False, repr=False)
 
     def at(self, data: SiloData, owner: str = "silo 0") -> Trace:

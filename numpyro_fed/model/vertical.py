@@ -100,36 +100,16 @@ class PartyModel(NamedTuple):
 
 
 class VerticalModel(NamedTuple):
-    """A vertical model, split into the server's part and the clients' parts.
+    """A vertical model, split into the server's part and the clients' parts."""
 
-    Attributes
-    ----------
-    name : str
-        The name of the ``client_sum``.
-    shape : tuple of int
-        The shape of the sum; its first axis runs over rows.
-    dtype : str
-        The dtype of the sum.
-    server : PartyModel
-        Takes the server's arrays by name, and the sum as ``TOTAL``.
-    clients : tuple of PartyModel
-        Clients with the same predictor and sites share one object.
-    by_row : frozenset of str
-        The server's observed sites that have a term for each row.
-    response : tuple of str
-        The server's arrays that are observed.
-    below : tuple of str
-        The server's latents whose distribution depends on the sum.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    server: PartyModel
-    clients: tuple[PartyModel, ...]
-    by_row: frozenset[str]
-    response: tuple[str, ...]
-    below: tuple[str, ...] = ()
+    name: str  # the name of the client_sum
+    shape: tuple[int, ...]  # the shape of the sum; its first axis runs over rows
+    dtype: str  # the dtype of the sum
+    server: PartyModel  # takes the server's arrays by name, and the sum as TOTAL
+    clients: tuple[PartyModel, ...]  # clients with the same predictor and sites share one object
+    by_row: frozenset[str]  # the server's observed sites that have a term for each row
+    response: tuple[str, ...]  # the server's arrays that are observed
+    below: tuple[str, ...] = ()  # the server's latents whose distribution depends on the sum
 
     @property
     def rows(self) -> int:
