@@ -23,7 +23,7 @@ from vertical_problems import (
 )
 
 import numpyro_fed as nf
-from numpyro_fed.model.roles import split_vertical
+from numpyro_fed.model.roles import Text, split
 
 
 def unconstrained(half, values):
@@ -45,7 +45,7 @@ def test_latents_of_the_sum_are_fitted():
 @pytest.mark.parametrize("model", [gaussian, logistic, overdispersed])
 def test_halves_add_up_to_the_joint_density(model):
     xs, y = data()
-    model_, server, clients, _ = split_vertical(model, (xs, y), {})
+    model_, server, clients, _ = split(Text.of(model, (xs, y), {}))
     values = drawn(model, xs, y)
     own, total = 0.0, 0.0
     for j, (half, held) in enumerate(zip(model_.clients, clients, strict=True)):
@@ -62,11 +62,11 @@ def test_halves_add_up_to_the_joint_density(model):
 
 def test_what_parties_hold():
     xs, y = data()
-    model, server, clients, _ = split_vertical(gaussian, (xs, y), dict(offset=np.ones(12)))
+    model, server, clients, _ = split(Text.of(gaussian, (xs, y), dict(offset=np.ones(12))))
     assert set(server.arrays) == {"y", "offset"}
     assert [set(c.arrays) for c in clients] == [{"columns"}] * 3
     assert (model.response, model.by_row, model.rows) == (("y",), {"y"}, 12)
-    _, _, clients, _ = split_vertical(gaussian, (xs, y), {}, share_response=True)
+    _, _, clients, _ = split(Text.of(gaussian, (xs, y), {}), share_response=True)
     assert set(clients[0].kwargs["shared"]) == {"y"}
 
 

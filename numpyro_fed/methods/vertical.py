@@ -36,7 +36,6 @@ from numpyro_fed.model.roles import (
     VerticalSplit,
     is_array,
     split,
-    split_vertical,
     with_server_data,
 )
 from numpyro_fed.model.row_ids import check_same_digests, check_same_ids, digest, read_ids
@@ -186,7 +185,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         if clients is not None:
             own = None if row_ids is None else row_ids[-1]
             return self._over(clients, args, kwargs, own)
-        roles = split_vertical(self.model, args, kwargs, share_response=self.share_response)
+        roles = split(Text.of(self.model, args, kwargs), share_response=self.share_response)
         if row_ids is not None:
             check_same_ids(row_ids, roles.model.rows, len(roles.clients))
         precision = str(jnp.result_type(float))

@@ -74,11 +74,7 @@ def changed_terms(
     ``silo`` has latents and data. ``ways`` is a stack of anything, of which ``change`` makes one
     change each; ``at_once`` of them are computed side by side.
     """
-
-    def after(way: T) -> Rows:
-        return terms(*change(way).of(*silo, keys))
-
-    return jax.lax.map(after, ways, batch_size=at_once)
+    return jax.lax.map(lambda way: terms(*change(way).of(*silo, keys)), ways, batch_size=at_once)
 
 
 def terms_agree(after: Array, before: Array, rtol: float = TOLERANCE) -> Array:

@@ -217,27 +217,44 @@ def describe(model: Callable[..., Any], silo: Mapping[str, Any]) -> Facts:
     """
     (data,) = read([silo], model)
     fm = split(model, [data])
-    sizes = fm.sizes(data)
-    return with_globals(facts_of(fm, data, sizes), fm, data)
+    return facts_of(fm, data, fm.sizes(data), with_globals=True)
 
 
-def facts_of(fm: FederatedModel, data: SiloData, sizes: Sizes) -> Facts:
-    """Return the facts of a silo whose text has been split, without verdicts and globals."""
+def facts_of(
+    fm: FederatedModel, data: SiloData, sizes: Sizes, *, with_globals: bool = False
+) -> Facts:
+    """Return the facts of a silo whose text has been split, without verdicts."""
+    arguments = []
+    for name, array in sorted(data.arrays.items()):
+        plates = tuple(p for p, n in sizes.items() if array.ndim and len(array) == n)
+        shape = array.shape[1:] if plates else array.shape
+        arguments.append(Argument(name, str(array.dtype), plates, shape))
+    numbers: dict[str, list[float]] = {}
+    if with_globals:
+        theta, trace = fm.init_theta(jax.random.key(0)), fm.traces.at(data)
+
+        @jit_once
+        def at(key: Array) -> dict[str, Array]:
+            terms, values = trace.globals_at(theta, jax.random.normal(key, (fm.dim,)))
+            density = {f"log density of '{n}'": v for n, v in terms.items()}
+            return density | {f"value of '{n}'": jnp.ravel(v)[:4] for n, v in values.items()}
+
+        for i in range(POINTS):
+            for name, value in at(jax.random.key(i)).items():
+                # Six digits: more would differ between machines, and only lengthen the message.
+                digits = (float(f"{v:.6g}") for v in np.ravel(value).tolist())
+                numbers.setdefault(name, []).extend(digits)
     return Facts(
-        arguments=tuple(_argument(k, a, sizes) for k, a in sorted(data.arrays.items())),
+        arguments=tuple(arguments),
         static=data.static,
         tree="" if data.treedef is None else json.dumps(skeleton(data.named_tree())),
         sites=fm.sites,
         plates=fm.plates,
         sizes=tuple((p, size_class(n)) for p, n in sizes.items()),
+        globals=tuple((k, tuple(v)) for k, v in sorted(numbers.items())),
         missing=data.missing,
         columns=data.columns,
     )
-
-
-def _argument(name: str, array: np.ndarray, sizes: Sizes) -> Argument:
-    plates = tuple(p for p, n in sizes.items() if array.ndim and len(array) == n)
-    return Argument(name, str(array.dtype), plates, array.shape[1:] if plates else array.shape)
 
 
 def size_class(n: int) -> int:
@@ -245,24 +262,6 @@ def size_class(n: int) -> int:
     # Coarse enough to hide a silo's number of rows, fine enough that a template of this size costs
     # at most twice as much as the silo itself.
     return 1 << max(0, n - 1).bit_length()
-
-
-def with_globals(facts: Facts, fm: FederatedModel, data: SiloData) -> Facts:
-    """Return the facts with log densities and values of the global sites at fixed points."""
-    theta, trace = fm.init_theta(jax.random.key(0)), fm.traces.at(data)
-
-    @jit_once
-    def at(key: Array) -> dict[str, Array]:
-        terms, values = trace.globals_at(theta, jax.random.normal(key, (fm.dim,)))
-        density = {f"log density of '{n}'": v for n, v in terms.items()}
-        return density | {f"value of '{n}'": jnp.ravel(v)[:4] for n, v in values.items()}
-
-    numbers: dict[str, list[float]] = {}
-    for i in range(POINTS):
-        for name, value in at(jax.random.key(i)).items():
-            # Six digits: more would differ between machines, and only lengthen the message.
-            numbers.setdefault(name, []).extend(float(f"{v:.6g}") for v in np.ravel(value).tolist())
-    return replace(facts, globals=tuple((k, tuple(v)) for k, v in sorted(numbers.items())))
 
 
 def agree(facts: Sequence[Facts]) -> Plan:
@@ -274,7 +273,18 @@ def agree(facts: Sequence[Facts]) -> Plan:
     by_name: dict[str, list[Argument]] = {}
     for argument in (a for f in facts for a in f.arguments):
         by_name.setdefault(argument.name, []).append(argument)
-    arguments = [_common_argument(by_name[a.name]) for a in smallest.arguments]
+    arguments = []
+    for name in (a.name for a in smallest.arguments):
+        # An array holds rows of a plate only if it is as long as the plate at every silo.
+        one, plates = by_name[name][0], [set(a.plates) for a in by_name[name]]
+        shared = tuple(p for p in one.plates if all(p in found for found in plates))
+        whole = [a for a in by_name[name] if not a.plates]
+        if not shared and not whole:
+            raise ModelError(
+                f"the array '{name}' is as long as one silo plate here and another there, so that "
+                "nobody can tell whose rows it holds. Give the silo plates different sizes."
+            )
+        arguments.append(one._replace(plates=shared) if shared else whole[0])
     questions = [question for question, _ in first.verdicts]
     verdicts = tuple((q, all(f.verdict(q) for f in facts)) for q in questions)
     names = [plate for plate, _ in first.sizes]
@@ -288,20 +298,6 @@ def agree(facts: Sequence[Facts]) -> Plan:
         tuple((p, max(s[p] for s in sizes)) for p in names),
         tuple((p, sum(s[p] for s in sizes)) for p in names),
     )
-
-
-def _common_argument(of_silos: Sequence[Argument]) -> Argument:
-    """Return one description of an array for all silos."""
-    plates = [p for p in of_silos[0].plates if all(p in a.plates for a in of_silos)]
-    if plates:
-        return of_silos[0]._replace(plates=tuple(plates))
-    whole = [a for a in of_silos if not a.plates]
-    if not whole:
-        raise ModelError(
-            f"the array '{of_silos[0].name}' is as long as one silo plate here and another there, "
-            "so that nobody can tell whose rows it holds. Give the silo plates different sizes."
-        )
-    return whole[0]
 
 
 def _check_alike(first: Facts, other: Facts, j: int) -> None:
@@ -323,8 +319,8 @@ def _check_alike(first: Facts, other: Facts, j: int) -> None:
         ("its silo plates", other.plates, first.plates),
         ("its arrays (name, dtype, axes)", kinds(other, first), kinds(first, other)),
         ("what of its arguments is a tree", other.tree, first.tree),
-        ("the questions that it answers", _names(other.verdicts), _names(first.verdicts)),
-        ("its global sites", _names(other.globals), _names(first.globals)),
+        ("the questions that it answers", list(dict(other.verdicts)), list(dict(first.verdicts))),
+        ("its global sites", list(dict(other.globals)), list(dict(first.globals))),
     ):
         if mine != theirs:
             raise ModelError(
@@ -370,10 +366,6 @@ def check_plan(plan: Plan, own: Facts, fm: FederatedModel, number: int) -> None:
     by_value = not plan.software
     terms = terms_of(fm, plan.template(), by_value=by_value)
     check_terms(plan.terms, terms, f"silo {number}", by_value=by_value)
-
-
-def _names(pairs: tuple[tuple[str, object], ...]) -> tuple[str, ...]:
-    return tuple(name for name, _ in pairs)
 
 
 def _shortened(value: object) -> str:

@@ -55,8 +55,28 @@ class Layout(NamedTuple):
         for j, silo in enumerate(silos):
             self.check_indices(j, silo)
         apart = self.separable if summaries else {}
-        harmless = [self._padding_is_harmless(silos, b, apart) for b in buckets]
-        if all(harmless):
+        harmless = True
+        for b in buckets:
+            found = None
+            # The silo with the fewest rows has the most padding.
+            most = min(range(len(b.silos)), key=lambda i: sum(b.sizes[i].values()))
+            original = silos[b.silos[most]]
+            try:
+                pairs = tuple(
+                    (p, names)
+                    for p, names in apart.items()
+                    if not self.checks.trace(b).rows_apart(p, names)
+                )
+                if padded([b]) and not self.checks.padding_is_apart(b, self.rows, original):
+                    rows = tuple(sorted(self.rows.items()))
+                    same, found = self.checks.padding(b.data, rows, pairs, original, most)
+                    harmless &= bool(same)
+            except ValueError:  # the text does not run at padded shapes
+                harmless, pairs = False, tuple(apart.items())
+            if pairs:
+                found = self.checks.summaries(pairs, b.data) if found is None else found
+                refuse_summaries(self.checks, b, dict(pairs), found)
+        if harmless:
             return buckets
         warnings.warn(
             "the model's log density changes when a silo's rows are padded by copies of its first "
@@ -69,42 +89,16 @@ class Layout(NamedTuple):
         )
         return bucket(silos, self.sizes, may_pad=False)
 
-    def _padding_is_harmless(
-        self, silos: Sequence[SiloData], b: Bucket, apart: dict[str, tuple[str, ...]]
-    ) -> bool:
-        """Return whether padding changes nothing, and refuse rows that read each other's data."""
-        harmless, found, trace = True, None, self.checks.trace
-        # The silo with the fewest rows has the most padding.
-        most = min(range(len(b.silos)), key=lambda i: sum(b.sizes[i].values()))
-        original = silos[b.silos[most]]
-        try:
-            unclear = {p: keys for p, keys in apart.items() if not trace(b).rows_apart(p, keys)}
-            pairs = tuple(unclear.items())
-            if padded([b]) and not self.checks.padding_is_apart(b, self.rows, original):
-                rows = tuple(sorted(self.rows.items()))
-                same, found = self.checks.padding(b.data, rows, pairs, original, most)
-                harmless = bool(same)
-        except ValueError:
-            harmless, pairs = False, tuple(apart.items())  # the text does not run at padded shapes
-        if pairs:
-            found = self.checks.summaries(pairs, b.data) if found is None else found
-            refuse_summaries(self.checks, b, dict(pairs), found)
-        return harmless
-
 
 def layout_of(model: Callable[..., Any], silos: Sequence[SiloData]) -> Layout:
     """Return the layout of a model at silos of these shapes, cached with silos that were read."""
     if isinstance(silos, ReadSilos):
-        return silos.once(model, partial(_layout_of, model, silos))
-    return _layout_of(model, silos)
-
-
-def _layout_of(model: Callable[..., Any], silos: Sequence[SiloData]) -> Layout:
+        return silos.once(model, partial(layout_of, model, tuple(silos)))
     fm = split(model, silos)
     sizes = tuple(fm.sizes(s) for s in silos)
     rows = padded_keys(silos, sizes)
-    apart = separable(fm, silos, sizes, rows)
-    return Layout(fm, sizes, rows, RowChecks(fm), index_check(fm), Supports.of_silos(fm), apart)
+    apart, supports = separable(fm, silos, sizes, rows), Supports(fm.traces, "silo {}")
+    return Layout(fm, sizes, rows, RowChecks(fm), index_check(fm), supports, apart)
 
 
 def lay_out(

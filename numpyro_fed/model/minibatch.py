@@ -56,7 +56,7 @@ class Minibatches:
     def of(
         cls, fm: FederatedModel, plates_of: Mapping[str, tuple[str, ...]], size: int
     ) -> Minibatches:
-        """Choose the plates to cut, given the plates that each array is as long as at every silo."""
+        """Choose the plates to cut; ``plates_of`` has those as long as an array at every silo."""
         if fm.nested:
             raise GuideError(
                 f"batch_size={size}: a site stands in two silo plates at once, so that rows cannot "

@@ -265,47 +265,27 @@ class Substituted:
         arrays = {i: a for i, a in enumerate(leaves) if hasattr(a, "dtype")}
         static = {i: a for i, a in enumerate(leaves) if i not in arrays}
 
-        def kwargs_of(arrays: dict[int, Any]) -> dict[str, Any]:
+        @jax.jit
+        def moves(arrays: Mapping[int, Array]) -> Array:
             values = {**arrays, **static}
-            return jax.tree.unflatten(tree, [values[i] for i in range(len(values))])
+            kwargs = jax.tree.unflatten(tree, [values[i] for i in range(len(values))])
+            first = trace_text(self.model, 0, kwargs)
+            latents = {n: s["value"] for n, s in first.items() if s["type"] == "sample"}
+
+            def density(value: Array) -> Array:
+                text = handlers.seed(self.model, 0)
+                text = handlers.substitute(text, {**latents, site: value})
+                with TRACING:
+                    terms, _ = compute_log_probs(text, (), kwargs, {})
+                # Other sites with substituted priors do not count: they are no rows of the silo.
+                return sum(p.sum() for n, p in terms.items() if n not in self.priors)
+
+            slopes = [jax.grad(density)(scale * latents[site]) for scale in DRAW_SCALES]
+            # NaN shows that the entry is read, too.
+            return jnp.stack([(slope != 0) | jnp.isnan(slope) for slope in slopes]).any(0)
 
         program = (site, tree, tuple(map(repr, static.items())))
-        if program not in self._slopes:
-            others = [name for name in self.priors if name != site]
-            self._slopes[program] = entries_read(self.model, site, others, kwargs_of)
-        return np.asarray(self._slopes[program](arrays))
-
-
-def entries_read(
-    model: Callable[..., Any],
-    site: str,
-    others: Sequence[str],
-    kwargs_of: Callable[[Any], dict[str, Any]],
-) -> Callable[[Any], Array]:
-    """Return a compiled function of a silo's arrays that finds the entries of a site it reads.
-
-    Its result is bool (size,): whether the gradient of the other sites' log densities is not zero
-    there, at a draw of the site or at one of its smaller multiples.
-    """
-
-    @jax.jit
-    def moves(arrays: Mapping[int, Array]) -> Array:
-        kwargs = kwargs_of(arrays)
-        first = trace_text(model, 0, kwargs)
-        latents = {n: s["value"] for n, s in first.items() if s["type"] == "sample"}
-
-        def density(value: Array) -> Array:
-            text = handlers.substitute(handlers.seed(model, 0), {**latents, site: value})
-            with TRACING:
-                terms, _ = compute_log_probs(text, (), kwargs, {})
-            # Other sites with substituted priors do not count: they are no rows of the silo.
-            return sum(p.sum() for n, p in terms.items() if n != site and n not in others)
-
-        slopes = [jax.grad(density)(scale * latents[site]) for scale in DRAW_SCALES]
-        # NaN shows that the entry is read, too.
-        return jnp.stack([(slope != 0) | jnp.isnan(slope) for slope in slopes]).any(0)
-
-    return moves
+        return np.asarray(self._slopes.setdefault(program, moves)(arrays))
 
 
 def substituted_in(text: object) -> Substituted | None:

@@ -19,6 +19,7 @@ from numpyro_fed.model.binding import Theta, trace_at
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.sites import Site, Structure
+from numpyro_fed.model.traces import Traces
 from numpyro_fed.tracing import TRACING
 
 TOTAL = "the sum over clients"  # the argument of the server's text that holds the sum
@@ -32,6 +33,13 @@ class PartyModel(NamedTuple):
     structure: Structure  # its sites and their supports
     dim: int  # length of the flat vector of its latents
     data: SiloData | None = None  # its data, where a guide chooses starting values by them
+
+    @classmethod
+    def of(cls, text: Callable[..., Any], data: SiloData, owner: str) -> PartyModel:
+        """Return the part of the party ``owner`` with this text, at the shapes of its data."""
+        structure = Traces(text, split=False).at(data, owner).structure
+        dim = max([s.stop for s in structure.sites if s.kind == "latent"], default=0)
+        return cls(text, structure, dim)
 
     @property
     def sites(self) -> tuple[Site, ...]:
