@@ -63,26 +63,6 @@ class Scan(NamedTuple):
         return slice(self.num_consts, self.num_consts + self.num_carry)
 
 
-class Identity(NamedTuple):
-    """The identity of a program: its operations as text, and all numbers that it reads."""
-
-    words: str
-    numbers: tuple[ArrayLike, ...]
-
-    @classmethod
-    def of(cls, program: Program) -> Identity:
-        """Return the identity of a program, without the addresses of objects in memory."""
-        return cls(ADDRESS.sub("", str(program.jaxpr)), tuple(constants(program)))
-
-    def same(self, other: Identity) -> bool:
-        """Return whether two programs compute the same in the same way."""
-        if self.words != other.words or len(self.numbers) != len(other.numbers):
-            return False
-        pairs = zip(self.numbers, other.numbers, strict=True)
-        # Compared as bytes: NaN equals itself then, and dtypes count.
-        return all(a is b or array_bytes(a) == array_bytes(b) for a, b in pairs)
-
-
 class Written:
     """A program's operations as text, and the numbers that they read, in their order.
 
@@ -130,7 +110,17 @@ class Written:
             outputs = zip(*by_branch, strict=True)
             return [_digest("cond", which, *map(self._said, one)) for one in outputs]
         if (loop := scan(eqn)) is not None:
-            return self._scanned(loop, operands)
+            consts, items = operands[: loop.num_consts], operands[loop.carry.stop :]
+            carried = self._inputs("carry", operands[loop.carry])
+            inside = [*consts, *carried, *(_digest("item", self._said(one)) for one in items)]
+            results = self._outputs(loop.body, inside)
+            steps, stacked = f"{loop.length} {loop.reverse}", results[loop.num_carry :]
+            carry_of = self._all(results[: loop.num_carry])
+            last = [_digest("last", steps, carry_of, f"{i}") for i in range(loop.num_carry)]
+            return last + [
+                one if isinstance(one, _Number) else _digest("stacked", steps, carry_of, one)
+                for one in stacked
+            ]
         if eqn.primitive.name == "while":
             ends, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
             carry = self._inputs("carry", operands[ends + body :])
@@ -146,21 +136,6 @@ class Written:
                 parts.append(self._all(self._outputs(program, inputs)))
         whole = _digest(eqn.primitive.name, *parts)
         return [_digest(whole, f"{i}:{_shape(v)}") for i, v in enumerate(eqn.outvars)]
-
-    def _scanned(self, loop: Scan, operands: Sequence[str | _Number]) -> list[str | _Number]:
-        """Return what the results of a scan are."""
-        consts, items = operands[: loop.num_consts], operands[loop.carry.stop :]
-        carried = self._inputs("carry", operands[loop.carry])
-        inside = [*consts, *carried, *(_digest("item", self._said(one)) for one in items)]
-        results = self._outputs(loop.body, inside)
-        steps = f"{loop.length} {loop.reverse}"
-        carry = self._all(results[: loop.num_carry])
-        last = [_digest("last", steps, carry, f"{i}") for i in range(loop.num_carry)]
-        stacked = results[loop.num_carry :]
-        return last + [
-            one if isinstance(one, _Number) else _digest("stacked", steps, carry, one)
-            for one in stacked
-        ]
 
     def _inputs(self, kind: str, operands: Sequence[str | _Number]) -> list[str]:
         return [_digest(kind, f"{i}", self._said(one)) for i, one in enumerate(operands)]
@@ -269,6 +244,18 @@ def branches(eqn: JaxprEqn) -> list[Program] | None:
     The first operand chooses the branch.
     """
     return inner_programs(eqn) if eqn.primitive.name == "cond" else None
+
+
+def same_program(one: Program, other: Program) -> bool:
+    """Return whether two programs compute the same in the same way."""
+    # The addresses of objects in memory do not count.
+    first, second = (ADDRESS.sub("", str(p.jaxpr)) for p in (one, other))
+    numbers, others = tuple(constants(one)), tuple(constants(other))
+    if first != second or len(numbers) != len(others):
+        return False
+    # Compared as bytes: NaN equals itself then, and dtypes count.
+    pairs = zip(numbers, others, strict=True)
+    return all(a is b or array_bytes(a) == array_bytes(b) for a, b in pairs)
 
 
 def constants(program: Program) -> Iterator[ArrayLike]:
