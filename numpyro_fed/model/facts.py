@@ -342,7 +342,7 @@ def _check_alike(first: Facts, other: Facts, j: int) -> None:
 def with_terms(plan: Plan, fm: FederatedModel, facts: Sequence[Facts]) -> Plan:
     """Return the plan with the terms of the server's text, for silos with these facts."""
     same = all(f.software == SOFTWARE for f in facts)
-    terms = terms_of(fm, plan.template(), by_value=not same)
+    terms = terms_of(fm.traces, plan.template(), by_value=not same)
     return replace(plan, terms=terms, software=SOFTWARE if same else "")
 
 
@@ -364,7 +364,7 @@ def check_plan(plan: Plan, own: Facts, fm: FederatedModel, number: int) -> None:
     if plan.software not in ("", SOFTWARE):
         raise ModelError(f"{words}: it is of {plan.software}, and this silo has {SOFTWARE}.")
     by_value = not plan.software
-    terms = terms_of(fm, plan.template(), by_value=by_value)
+    terms = terms_of(fm.traces, plan.template(), by_value=by_value)
     check_terms(plan.terms, terms, f"silo {number}", by_value=by_value)
 
 

@@ -21,7 +21,7 @@ from numpyro.distributions import Distribution, biject_to, constraints
 from numpyro_fed.errors import DataError, MissingExtraError, ModelError
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.feasible import is_flat, is_foreign, unwrapped
-from numpyro_fed.model.kinks import has_kink
+from numpyro_fed.model.kinks import without_kink
 from numpyro_fed.model.primitives import silo_frames, silo_plate_of
 from numpyro_fed.model.shapes import lengths
 
@@ -96,7 +96,7 @@ def model_errors(owner: str, data: SiloData) -> Iterator[None]:
             f"{error}"
         ) from error
     except Exception as error:
-        unequal = lengths(shapes_of(data)) if "shape" in str(error) else ""
+        unequal = lengths(data.arrays) if "shape" in str(error) else ""
         raise ModelError(
             f"the model raised {type(error).__name__} at {owner}, which holds {described(data)}: "
             f"{unequal}{error}"
@@ -108,22 +108,17 @@ class NamesApart(handlers.trace):
 
     def postprocess_message(self, msg: dict[str, Any]) -> None:
         if first := self.trace.get(msg.get("name", "")):
-            _check_name(first, msg)
+            name, one, other = first["name"], _kind_in_words(first), _kind_in_words(msg)
+            # A plate may be entered again, but not inside of itself; a parameter always.
+            inside = any(frame.name == name for frame in msg.get("cond_indep_stack", ()))
+            again = first["type"] == "param" or (first["type"] == "plate" and not inside)
+            if one != other or not again:
+                other = other.replace("a ", "another ", 1) if one == other else other
+                raise ModelError(
+                    f"{one} and {other} share the name '{name}', and NumPyro's trace holds one "
+                    "thing by a name. Rename one of them."
+                )
         super().postprocess_message(msg)
-
-
-def _check_name(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Raise an error for two messages of one name, unless both are of one plate or parameter."""
-    name, one, other = first["name"], _kind_in_words(first), _kind_in_words(second)
-    # A plate may be entered again, but not inside of itself.
-    inside = any(frame.name == name for frame in second.get("cond_indep_stack", ()))
-    again = first["type"] == "param" or (first["type"] == "plate" and not inside)
-    if one != other or not again:
-        other = other.replace("a ", "another ", 1) if one == other else other
-        raise ModelError(
-            f"{one} and {other} share the name '{name}', and NumPyro's trace holds one thing by a "
-            "name. Rename one of them."
-        )
 
 
 def _kind_in_words(msg: dict[str, Any]) -> str:
@@ -157,11 +152,6 @@ def described(data: SiloData) -> dict[str, Any]:
     return {k: getattr(v, "shape", v) for k, v in data.kwargs.items()}
 
 
-def shapes_of(data: SiloData) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a silo's arrays."""
-    return {name: a.shape for name, a in data.arrays.items()}
-
-
 def read_trace(trace: dict[str, Any], split: bool) -> Structure:
     """Return the structure of a trace; one without a silo plate is refused if ``split``."""
     sizes = _sizes(trace)
@@ -190,7 +180,7 @@ def read_trace(trace: dict[str, Any], split: bool) -> Structure:
         nested |= sum(f.name in sizes for f in site.get("cond_indep_stack", ())) > 1
         if site["type"] == "sample":
             entry = _read_sample(site, plate, sizes)
-            kinked |= has_kink(site["fn"])
+            kinked |= without_kink(site["fn"]) is not site["fn"]
             width = math.prod(entry.shape)
             if entry.kind == "latent":
                 start = ends.get(plate, 0)
@@ -252,7 +242,8 @@ def _read_sample(site: dict[str, Any], plate: str | None, sizes: Sizes) -> Site:
             "silo alone, mask its rows by numpyro.handlers.mask, or leave that silo out)."
         )
     try:
-        shape = unconstrained_shape(site)
+        # ``sample_shape`` and steps of a scan included.
+        shape = tuple(biject_to(fn.support).inverse_shape(jnp.shape(site["value"])))
     except NotImplementedError as error:
         raise ModelError(
             f"site '{name}' has the support {fn.support}, to which NumPyro has no bijection from "
@@ -266,11 +257,6 @@ def _read_sample(site: dict[str, Any], plate: str | None, sizes: Sizes) -> Site:
     axis = jnp.ndim(site["value"]) - fn.event_dim + dim
     row_shape = shape[:axis] + shape[axis + 1 :]
     return Site(name, "latent", plate, row_shape, axis, support=_support_name(fn.support))
-
-
-def unconstrained_shape(site: dict[str, Any]) -> tuple[int, ...]:
-    """Return the unconstrained shape of a latent, ``sample_shape`` and steps of a scan included."""
-    return tuple(biject_to(site["fn"].support).inverse_shape(jnp.shape(site["value"])))
 
 
 def check_same_sites(first: Structure, other: Structure, j: int) -> None:
