@@ -179,10 +179,6 @@ def _log_gamma_density(a: Array, rate: Array, y: Array) -> Array:
     return jnp.where(is_near, near, away) + jnp.where(is_large, at_mean, of_small)
 
 
-def _gamma(d: Any, value: ArrayLike) -> Array:
-    return _log_gamma_density(*_floats(d.concentration, d.rate, value))
-
-
 def _dirichlet(d: Any, value: ArrayLike) -> Array:
     # Independent gamma variables of one rate have shares that do not depend on their total.
     a, x = _floats(d.concentration, value)
@@ -286,18 +282,13 @@ def _ordered_logistic(d: Any, value: ArrayLike) -> Array:
     return jnp.take_along_axis(logs, index, -1)[..., 0]
 
 
-def _left_truncated(d: Any, value: ArrayLike) -> Array:
-    base = d.base_dist
+def _truncated_on_one_side(d: Any, value: ArrayLike) -> Array:
+    base, left = d.base_dist, isinstance(d, dist.LeftTruncatedDistribution)
     if not isinstance(base, dist.Normal):
-        return jnp.asarray(dist.LeftTruncatedDistribution.log_prob(d, value))
-    return jnp.asarray(base.log_prob(value)) - log_ndtr((base.loc - d.low) / base.scale)
-
-
-def _right_truncated(d: Any, value: ArrayLike) -> Array:
-    base = d.base_dist
-    if not isinstance(base, dist.Normal):
-        return jnp.asarray(dist.RightTruncatedDistribution.log_prob(d, value))
-    return jnp.asarray(base.log_prob(value)) - log_ndtr((d.high - base.loc) / base.scale)
+        kind = dist.LeftTruncatedDistribution if left else dist.RightTruncatedDistribution
+        return jnp.asarray(kind.log_prob(d, value))
+    inside = base.loc - d.low if left else d.high - base.loc
+    return jnp.asarray(base.log_prob(value)) - log_ndtr(inside / base.scale)
 
 
 def _truncated(d: Any, value: ArrayLike) -> Array:
@@ -327,7 +318,7 @@ ACCURATE: dict[type, LogProb] = {
     dist.BetaBinomial: _beta_binomial,
     dist.BetaNegativeBinomial: _beta_negative_binomial,
     dist.DirichletMultinomial: _dirichlet_multinomial,
-    dist.Gamma: _gamma,
+    dist.Gamma: lambda d, y: _log_gamma_density(*_floats(d.concentration, d.rate, y)),
     dist.Dirichlet: _dirichlet,
     dist.StudentT: _student_t,
     dist.MultivariateStudentT: _multivariate_student_t,
@@ -339,7 +330,7 @@ ACCURATE: dict[type, LogProb] = {
     dist.Poisson: _poisson,
     dist.MultinomialProbs: _multinomial,
     dist.OrderedLogistic: _ordered_logistic,
-    dist.LeftTruncatedDistribution: _left_truncated,
-    dist.RightTruncatedDistribution: _right_truncated,
+    dist.LeftTruncatedDistribution: _truncated_on_one_side,
+    dist.RightTruncatedDistribution: _truncated_on_one_side,
     dist.TwoSidedTruncatedDistribution: _truncated,
 }

@@ -6,7 +6,7 @@ DataFrame comes, and nowhere else: arrays, lists and numbers need no extra.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
 import jax
@@ -21,23 +21,8 @@ LARGEST_WHOLE = 2**53
 class Frame(Protocol):
     """A DataFrame of any library that narwhals reads."""
 
-    @property
-    def columns(self) -> Iterable[Any]: ...
-
-    @property
-    def dtypes(self) -> Any: ...
-
-
-class Column(Protocol):
-    """A column of a DataFrame, as a Series of its own."""
-
-    @property
-    def dtype(self) -> Any: ...
-
-    @property
-    def name(self) -> Any: ...
-
-    def to_numpy(self) -> np.ndarray: ...
+    columns: Any
+    dtypes: Any
 
 
 def is_frame(value: object) -> TypeGuard[Frame]:
@@ -46,7 +31,7 @@ def is_frame(value: object) -> TypeGuard[Frame]:
     return named and not isinstance(value, Mapping) and not hasattr(value, "collect")
 
 
-def is_column(value: object) -> TypeGuard[Column]:
+def is_column(value: object) -> bool:
     """Return whether a value is a column of a DataFrame, and no array."""
     named = hasattr(value, "name") and hasattr(value, "to_numpy") and hasattr(value, "dtype")
     # An array of xarray has a name as well; its dims tell it apart, and NumPy reads it.
@@ -72,9 +57,7 @@ def as_dict(owner: str, silo: object, arguments: Sequence[str] | None = None) ->
                 "or pass a dict of arguments, any of which may be a DataFrame: dict(x=df[[...]])."
             )
         return {name: column_array(owner, name, column) for name, column in columns.items()}
-    if not isinstance(silo, Mapping):
-        return silo
-    if not _holds_table(silo):
+    if not isinstance(silo, Mapping) or not _holds_table(silo):
         return silo
     return {name: _converted(owner, str(name), value) for name, value in silo.items()}
 
@@ -110,7 +93,7 @@ def narwhals() -> Any:
     return narwhals
 
 
-def as_series(column: Column) -> Any:
+def as_series(column: object) -> Any:
     """Return a column as one of narwhals; None if that is not installed, or knows no such type."""
     try:
         nw = narwhals()
@@ -158,30 +141,27 @@ def column_array(owner: str, name: str, series: Any) -> np.ndarray:
         values = np.full(len(series), np.nan)
         values[seen] = np.asarray(series.drop_nulls().to_numpy(), bool)
         return values
-    raise DataError(f"{owner}, '{name}': {_way_out(name, dtype)}")
-
-
-def _way_out(name: str, dtype: Any) -> str:
-    """Return what came in the place of a column of numbers, and what to do, in words."""
-    column = name.rpartition(".")[2]
-    came, nw = f"expected a column of numbers, got dtype {dtype}. ", narwhals()
+    column, nw = name.rpartition(".")[2], narwhals()
     if dtype.is_temporal():
-        return came + (
+        way = (
             "A model reads numbers, and a date is none until somebody says in which unit and from "
             "which day on: make it one, such as the days since a day that all silos agree on "
             f"(pandas: (df['{column}'] - pandas.Timestamp('2020-01-01')).dt.days)."
         )
-    if dtype.is_decimal():
-        return came + f"Cast it to floats first (df['{column}'].astype(float))."
-    if dtype in (nw.String, nw.Categorical, nw.Enum):
-        return came + (
+    elif dtype.is_decimal():
+        way = f"Cast it to floats first (df['{column}'].astype(float))."
+    elif dtype in (nw.String, nw.Categorical, nw.Enum):
+        way = (
             f"Agree on its levels over all silos and pass their numbers: levels = "
             f"numpyro_fed.levels(silos, ['{name}']), then levels.encode(silo) for each silo."
         )
-    return came + (
-        f"Convert it to numbers first (df['{column}'].astype(float); 'boolean' for True, False and "
-        f"None), or, if it has names, agree on levels: numpyro_fed.levels(silos, ['{name}'])."
-    )
+    else:
+        way = (
+            f"Convert it to numbers first (df['{column}'].astype(float); 'boolean' for True, False "
+            "and None), or, if it has names, agree on levels: "
+            f"numpyro_fed.levels(silos, ['{name}'])."
+        )
+    raise DataError(f"{owner}, '{name}': expected a column of numbers, got dtype {dtype}. {way}")
 
 
 def _converted(owner: str, name: str, value: object) -> Any:

@@ -130,7 +130,14 @@ class Written:
             pairs = zip(programs, (goes_on, step), strict=True)
             parts = [self._all(self._outputs(*pair)) for pair in pairs]
         else:
-            parts = [_settings(eqn), *map(self._said, operands)]
+            # Parameters as text, without programs, functions and other objects.
+            settings = []
+            for name, value in sorted(eqn.params.items()):
+                items = value if isinstance(value, tuple | list) else (value,)
+                objects = (callable(i) or hasattr(getattr(i, "jaxpr", i), "eqns") for i in items)
+                if not any(objects) and not ADDRESS.search(repr(value)):
+                    settings.append(f"{name}={value!r}")
+            parts = [" ".join(settings), *map(self._said, operands)]
             for program in inner_programs(eqn):
                 inputs = [f"in {i}:{_shape(v)}" for i, v in enumerate(program.jaxpr.invars)]
                 parts.append(self._all(self._outputs(program, inputs)))
@@ -165,17 +172,6 @@ def _digest(*parts: str) -> str:
 def _shape(variable: Atom) -> str:
     aval = type_of(variable)
     return f"{getattr(aval, 'dtype', aval)}{getattr(aval, 'shape', '')}"
-
-
-def _settings(eqn: JaxprEqn) -> str:
-    """Return an operation's parameters as text, without programs, functions and other objects."""
-    shown = {}
-    for name, value in sorted(eqn.params.items()):
-        items = value if isinstance(value, tuple | list) else (value,)
-        objects = (callable(i) or hasattr(getattr(i, "jaxpr", i), "eqns") for i in items)
-        if not any(objects):
-            shown[name] = repr(value)
-    return " ".join(f"{name}={text}" for name, text in shown.items() if not ADDRESS.search(text))
 
 
 def trace_program(fn: Callable[..., Any], /, *args: object) -> Program:

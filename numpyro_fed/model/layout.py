@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from numpyro_fed.errors import ModelWarning
 from numpyro_fed.model.audit import separable
 from numpyro_fed.model.data import ReadSilos, SiloData, Sizes
-from numpyro_fed.model.indices import index_check
+from numpyro_fed.model.indices import IndexCheck
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.observed import Supports
 from numpyro_fed.model.padding import Bucket, bucket, padded, padded_keys
@@ -98,7 +98,7 @@ def layout_of(model: Callable[..., Any], silos: Sequence[SiloData]) -> Layout:
     sizes = tuple(fm.sizes(s) for s in silos)
     rows = padded_keys(silos, sizes)
     apart, supports = separable(fm, silos, sizes, rows), Supports(fm.traces, "silo {}")
-    return Layout(fm, sizes, rows, RowChecks(fm), index_check(fm), supports, apart)
+    return Layout(fm, sizes, rows, RowChecks(fm), IndexCheck(fm.terms_at_zero), supports, apart)
 
 
 def lay_out(

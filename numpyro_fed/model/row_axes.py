@@ -18,7 +18,6 @@ from jax.extend.core import Literal
 from numpyro_fed.model.data import array_bytes
 from numpyro_fed.model.jaxprs import (
     Program,
-    Scan,
     as_program,
     branches,
     called_program,
@@ -42,19 +41,8 @@ ELEMENTWISE = frozenset(
     | {"gt", "igamma", "igammac", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "lt"}
     | {"logistic", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "polygamma", "pow"}
     | {"reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n"}
-    | {
-        "sign",
-        "sin",
-        "sinh",
-        "sqrt",
-        "square",
-        "stop_gradient",
-        "sub",
-        "tan",
-        "tanh",
-        "xor",
-        "zeta",
-    }
+    | {"sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"}
+    | {"zeta"}
 )
 REDUCTIONS = frozenset(
     {"argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod"}
@@ -97,7 +85,19 @@ def _results(eqn: JaxprEqn, axes: Sequence[Axis]) -> Sequence[Axis]:
         each = [row_axes(choice, axes[1:]) for choice in choices]
         return [_common(found) for found in zip(*each, strict=True)]
     if (loop := scan(eqn)) is not None:
-        return _scanned(eqn, loop, axes)
+        items = [_without(axis, 0) for axis in axes[loop.carry.stop :]]
+        inside = [*axes[: loop.carry.stop], *items]
+        if MIXED in items:
+            return mixed
+        # What the first steps carry may have no rows yet: each turn adds some, or none is added.
+        for _ in range(1 + loop.num_carry):
+            out = row_axes(loop.body, inside)
+            carry = [_common(pair) for pair in zip(inside[loop.carry], out, strict=False)]
+            if carry == inside[loop.carry]:
+                stacked = [a if a in (None, MIXED) else a + 1 for a in out[loop.num_carry :]]
+                return [*carry, *stacked]
+            inside[loop.carry] = carry
+        return mixed
     rule = RULES.get(eqn.primitive.name)
     return mixed if rule is None else [rule(eqn, axes)] * len(eqn.outvars)
 
@@ -106,22 +106,6 @@ def _common(axes: Sequence[Axis]) -> Axis:
     """Return the one axis of several values, those without rows aside; MIXED if there are two."""
     known = {axis for axis in axes if axis is not None}
     return MIXED if len(known) > 1 else next(iter(known), None)
-
-
-def _scanned(eqn: JaxprEqn, loop: Scan, axes: Sequence[Axis]) -> Sequence[Axis]:
-    items = [_without(axis, 0) for axis in axes[loop.carry.stop :]]
-    inside = [*axes[: loop.carry.stop], *items]
-    if MIXED in items:
-        return [MIXED] * len(eqn.outvars)
-    # What the first steps carry may have no rows yet: each turn adds some, or none is added.
-    for _ in range(1 + loop.num_carry):
-        out = row_axes(loop.body, inside)
-        carry = [_common(pair) for pair in zip(inside[loop.carry], out, strict=False)]
-        if carry == inside[loop.carry]:
-            stacked = [a if a in (None, MIXED) else a + 1 for a in out[loop.num_carry :]]
-            return [*carry, *stacked]
-        inside[loop.carry] = carry
-    return [MIXED] * len(eqn.outvars)
 
 
 def _without(axis: Axis, *gone: int) -> Axis:
@@ -160,10 +144,6 @@ def _reshaped(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
     return next(same, MIXED)
 
 
-def _reduced(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
-    return _without(axes[0], *eqn.params["axes"])
-
-
 def _along_another(name: str) -> Callable[[JaxprEqn, Sequence[Axis]], Axis]:
     """Return the rule of an operation along the axis that is its parameter of this name."""
 
@@ -185,14 +165,6 @@ def _padded(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
     if axis is None or axes[1] is not None:
         return MIXED
     return axis if tuple(eqn.params["padding_config"][axis]) == (0, 0, 0) else MIXED
-
-
-def _reversed(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
-    return MIXED if axes[0] in eqn.params["dimensions"] else axes[0]
-
-
-def _transposed(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
-    return list(eqn.params["permutation"]).index(axes[0])
 
 
 def _product(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
@@ -241,7 +213,7 @@ def _of_matrices(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
 
 RULES: Mapping[str, Callable[[JaxprEqn, Sequence[Axis]], Axis]] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
-    **dict.fromkeys(REDUCTIONS, _reduced),
+    **dict.fromkeys(REDUCTIONS, lambda eqn, axes: _without(axes[0], *eqn.params["axes"])),
     **dict.fromkeys(CUMULATIVE, _along_another("axis")),
     **dict.fromkeys(OF_MATRICES, _of_matrices),
     "broadcast_in_dim": _broadcast,
@@ -251,13 +223,13 @@ RULES: Mapping[str, Callable[[JaxprEqn, Sequence[Axis]], Axis]] = {
     "gather": _gathered,
     "pad": _padded,
     "reshape": _reshaped,
-    "rev": _reversed,
+    "rev": lambda eqn, axes: MIXED if axes[0] in eqn.params["dimensions"] else axes[0],
     "slice": _sliced,
     "sort": _along_another("dimension"),
     "stack": _stacked,
     "split": _along_another("axis"),
     "squeeze": lambda eqn, axes: _without(axes[0], *eqn.params["dimensions"]),
-    "transpose": _transposed,
+    "transpose": lambda eqn, axes: list(eqn.params["permutation"]).index(axes[0]),
 }
 
 
@@ -280,7 +252,16 @@ def _keeps_sizes(first: JaxprEqn, second: JaxprEqn) -> bool:
     # The shapes of the first operand and of the first result.
     old, new = ([_shape(v) for v in (*eqn.invars[:1], *eqn.outvars[:1])] for eqn in both)
     if name == "reshape":
-        return _reshapes_alike(*old, *new)
+        # One axis of another size, if any, stays whole behind the same axes.
+        changed, moved = (
+            [i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b]
+            for pair in zip(old, new, strict=True)
+        )
+        if len(changed) != 1 or len(moved) != 1:
+            return not changed and not moved
+        (i,), (j,) = changed, moved
+        kept = (old[0][i], new[0][i]) == (old[1][j], new[1][j])
+        return kept and math.prod(old[0][:i]) == math.prod(old[1][:j])
     if name == "gather":
         # A part of an axis of another size might be its end.
         wholes = zip(old[0], new[0], *(eqn.params["slice_sizes"] for eqn in both), strict=True)
@@ -304,21 +285,6 @@ def _keeps_sizes(first: JaxprEqn, second: JaxprEqn) -> bool:
         [_shape(a)[i] for i in one] == [_shape(b)[i] for i in other]
         for a, b, (one, other) in operands
     )
-
-
-def _reshapes_alike(
-    old: tuple[int, ...], to: tuple[int, ...], other: tuple[int, ...], other_to: tuple[int, ...]
-) -> bool:
-    """Return whether one axis of another size, if any, stays whole behind the same axes."""
-    changed = [i for i, (a, b) in enumerate(zip(old, other, strict=True)) if a != b]
-    moved = [i for i, (a, b) in enumerate(zip(to, other_to, strict=True)) if a != b]
-    if not changed and not moved:
-        return True
-    if len(changed) != 1 or len(moved) != 1:
-        return False
-    (i,), (j,) = changed, moved
-    kept = (old[i], other[i]) == (to[j], other_to[j])
-    return kept and math.prod(old[:i]) == math.prod(to[:j])
 
 
 def same_but_for_sizes(first: Program, second: Program, sizes: Mapping[int, int]) -> bool:
