@@ -69,7 +69,7 @@ from numpyro_fed.model.facts import (
 from numpyro_fed.model.hosts import read_all
 from numpyro_fed.model.layout import Layout, layout_of
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.padding import Bucket, one_by_one, padded
+from numpyro_fed.model.padding import Bucket, one_by_one
 from numpyro_fed.model.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
 from numpyro_fed.model.split import split
 from numpyro_fed.programs import jit_once
@@ -502,7 +502,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         plan = replace(agreed, facts=replace(agreed.facts, verdicts=verdicts))
         # Padding is a part of the key: whether rows may
         # be padded is a verdict on this run's values.
-        cache_key = (runtime, shapes, padded(buckets), plan)
+        cache_key = (runtime, shapes, any(b.data.masks for b in buckets), plan)
         if cache_key not in self._fits:
             plan = self._resolve_plan(layout.model, plan)
             built = self._build_checked(layout.model, plan, prepared)

@@ -188,13 +188,7 @@ def rows_of(columns: object) -> int | None:
 
 
 class at_client_sum(Messenger):
-    """A handler that computes the value of a ``client_sum`` in another way, and records it.
-
-    Parameters
-    ----------
-    compute : callable
-        ``compute(clients)`` returns the value.
-    """
+    """A handler that computes the value of a ``client_sum`` by ``compute(clients)``."""
 
     def __init__(self, compute: Callable[[Clients], Any]):
         self.compute, self.met = compute, list[Clients]()

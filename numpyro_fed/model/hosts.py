@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,7 @@ def read_all(silos: SilosInput, model: Callable[..., Any] | None = None) -> Read
 
 def _packed(silos: Sequence[SiloInput]) -> bytes:
     """Return the silos of this process, or the error about them, as bytes."""
+    head: dict[str, Any]
     try:
         owners = [f"silo {j} of process {jax.process_index()}" for j in range(len(silos))]
         columns = [column_names(s) for s in silos]
@@ -55,14 +56,20 @@ def _packed(silos: Sequence[SiloInput]) -> bytes:
                 f"{jax.tree.structure(odd)} in process {jax.process_index()}."
             )
     except Exception as error:  # of whatever kind: the other processes wait for an answer
-        return _archive({"error": f"{type(error).__name__}: {error}"}, {})
-    head = [
-        {"tree": skeleton(s.named_tree()), "static": dict(s.static), "columns": of_silo}
-        for s, of_silo in zip(found, columns, strict=True)
-    ]
-    names = [list(s.arrays) for s in found]
-    arrays = {f"{j}/{i}": s.arrays[n] for j, s in enumerate(found) for i, n in enumerate(names[j])}
-    return _archive({"silos": head, "names": names}, arrays)
+        head, arrays = {"error": f"{type(error).__name__}: {error}"}, dict[str, Any]()
+    else:
+        names = [list(s.arrays) for s in found]
+        of_silos = [
+            {"tree": skeleton(s.named_tree()), "static": dict(s.static), "columns": of_silo}
+            for s, of_silo in zip(found, columns, strict=True)
+        ]
+        head = {"silos": of_silos, "names": names}
+        arrays = {
+            f"{j}/{i}": s.arrays[n] for j, s in enumerate(found) for i, n in enumerate(names[j])
+        }
+    file = io.BytesIO()
+    np.savez(file, **{HEAD: np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays})
+    return file.getvalue()
 
 
 def _is_plain(tree: object) -> bool:
@@ -72,12 +79,6 @@ def _is_plain(tree: object) -> bool:
     if type(tree) is list or type(tree) is tuple:
         return all(_is_plain(part) for part in tree)
     return not isinstance(tree, dict | list | tuple)
-
-
-def _archive(head: Mapping[str, Any], arrays: Mapping[str, Any]) -> bytes:
-    file = io.BytesIO()
-    np.savez(file, **{HEAD: np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays})
-    return file.getvalue()
 
 
 def _unpacked(message: bytes) -> tuple[list[dict[str, Any]], list[dict[str, tuple[str, ...]]]]:

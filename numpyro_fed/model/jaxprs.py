@@ -70,11 +70,6 @@ class Written:
     processes with this version of JAX. Numbers are given apart, since a constant that was computed
     (an inverse, an exponential) differs between machines in its last digits. Calls are entered:
     what they are named, and in which order they take what they close over, does not matter.
-
-    Attributes
-    ----------
-    words : str
-    numbers : list of array
     """
 
     def __init__(self, program: Program):
@@ -115,7 +110,7 @@ class Written:
             inside = [*consts, *carried, *(_digest("item", self._said(one)) for one in items)]
             results = self._outputs(loop.body, inside)
             steps, stacked = f"{loop.length} {loop.reverse}", results[loop.num_carry :]
-            carry_of = self._all(results[: loop.num_carry])
+            carry_of = _digest(*map(self._said, results[: loop.num_carry]))
             last = [_digest("last", steps, carry_of, f"{i}") for i in range(loop.num_carry)]
             return last + [
                 one if isinstance(one, _Number) else _digest("stacked", steps, carry_of, one)
@@ -128,7 +123,7 @@ class Written:
             step = [*operands[ends : ends + body], *carry]
             programs = as_program(eqn.params["cond_jaxpr"]), as_program(eqn.params["body_jaxpr"])
             pairs = zip(programs, (goes_on, step), strict=True)
-            parts = [self._all(self._outputs(*pair)) for pair in pairs]
+            parts = [_digest(*map(self._said, self._outputs(*pair))) for pair in pairs]
         else:
             # Parameters as text, without programs, functions and other objects.
             settings = []
@@ -140,15 +135,12 @@ class Written:
             parts = [" ".join(settings), *map(self._said, operands)]
             for program in inner_programs(eqn):
                 inputs = [f"in {i}:{_shape(v)}" for i, v in enumerate(program.jaxpr.invars)]
-                parts.append(self._all(self._outputs(program, inputs)))
+                parts.append(_digest(*map(self._said, self._outputs(program, inputs))))
         whole = _digest(eqn.primitive.name, *parts)
         return [_digest(whole, f"{i}:{_shape(v)}") for i, v in enumerate(eqn.outvars)]
 
     def _inputs(self, kind: str, operands: Sequence[str | _Number]) -> list[str]:
         return [_digest(kind, f"{i}", self._said(one)) for i, one in enumerate(operands)]
-
-    def _all(self, results: Sequence[str | _Number]) -> str:
-        return _digest(*map(self._said, results))
 
     def _said(self, one: str | _Number) -> str:
         """Return what stands for a value in the text; a number is noted wherever it is read."""
@@ -219,14 +211,13 @@ def scan(eqn: JaxprEqn) -> Scan | None:
     # The counts are read off the ranks, by what a scan means, rather than off its parameters: a
     # sequence has one axis more outside of the body than inside.
     (body,) = inner_programs(eqn)
-    num_carry = len(eqn.outvars) - _sequences(eqn.outvars, body.jaxpr.outvars)
-    num_consts = len(eqn.invars) - num_carry - _sequences(eqn.invars, body.jaxpr.invars)
+    pairs = (eqn.outvars, body.jaxpr.outvars), (eqn.invars, body.jaxpr.invars)
+    stacked, items = (
+        sum(type_of(a).ndim > type_of(b).ndim for a, b in zip(*pair, strict=True)) for pair in pairs
+    )
+    num_carry = len(eqn.outvars) - stacked
+    num_consts = len(eqn.invars) - num_carry - items
     return Scan(body, num_consts, num_carry, eqn.params["length"], eqn.params["reverse"])
-
-
-def _sequences(outside: Sequence[Atom], inside: Sequence[Atom]) -> int:
-    pairs = zip(outside, inside, strict=True)
-    return sum(type_of(a).ndim > type_of(b).ndim for a, b in pairs)
 
 
 def type_of(variable: Atom) -> Any:

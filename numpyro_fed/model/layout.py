@@ -13,7 +13,7 @@ from numpyro_fed.model.data import ReadSilos, SiloData, Sizes
 from numpyro_fed.model.indices import IndexCheck
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.observed import Supports
-from numpyro_fed.model.padding import Bucket, bucket, padded, padded_keys
+from numpyro_fed.model.padding import Bucket, bucket, padded_keys
 from numpyro_fed.model.row_checks import RowChecks, refuse_summaries
 from numpyro_fed.model.split import split
 
@@ -67,7 +67,7 @@ class Layout(NamedTuple):
                     for p, names in apart.items()
                     if not self.checks.trace(b).rows_apart(p, names)
                 )
-                if padded([b]) and not self.checks.padding_is_apart(b, self.rows, original):
+                if b.data.masks and not self.checks.padding_is_apart(b, self.rows, original):
                     rows = tuple(sorted(self.rows.items()))
                     same, found = self.checks.padding(b.data, rows, pairs, original, most)
                     harmless &= bool(same)

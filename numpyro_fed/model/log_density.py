@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.infer import init_to_sample
@@ -132,9 +132,8 @@ class FederatedModel:
     @cached_property
     def global_prior(self) -> GlobalPrior:
         """Return the distributions of globals given other globals."""
-        return GlobalPrior(
-            self.traces, self.sites, self.template, self.placeholder, self._not_drawable
-        )
+        local = {p.name: (self.structure.sizes[p.name], p.dim) for p in self.plates}
+        return GlobalPrior(self.traces, self.sites, self.template, local, self._not_drawable)
 
     @cached_property
     def template(self) -> SiloData:
@@ -146,14 +145,6 @@ class FederatedModel:
         # The functions take them as arguments of jit, so that they stay abstract and nothing of
         # the silo's part of the text is computed.
         return jax.tree.map(np.zeros_like, self.silo)
-
-    def placeholder(self, dtype: DTypeLike, silo: SiloData) -> tuple[SiloData, Rows]:
-        """Return the placeholders and zeros as local latents, in the dtype of the globals."""
-        # In two precisions at once, the carry of a scan would change its dtype.
-        data = jax.tree.map(lambda a: a.astype(dtype) if a.dtype.kind == "f" else a, silo)
-        return data, {
-            p.name: jnp.zeros((self.structure.sizes[p.name], p.dim), dtype) for p in self.plates
-        }
 
     @property
     def smoothed(self) -> FederatedModel:

@@ -30,15 +30,9 @@ from numpyro_fed.model.data import is_leaf
 class leave_out_missing(Messenger):
     """Leave out of the density what is missing in the arguments ``names`` of a model.
 
-    Parameters
-    ----------
-    fn : callable
-        A model, which is called with keyword arguments.
-    names : sequence of str
-        The arguments, or leaves of arguments, in which NaN stands for a missing outcome.
-    blind : bool
-        Whether observed sites get zeros in the place of these arguments. What still depends on them
-        then reads them for something else than an outcome.
+    These are arguments, or leaves of arguments, in which NaN stands for a missing outcome. If
+    ``blind``, observed sites get zeros in the place of these: what still depends on them then reads
+    them for something else than an outcome.
     """
 
     def __init__(self, fn: Callable[..., Any], names: Sequence[str], *, blind: bool = False):

@@ -152,11 +152,6 @@ def stacked(trees: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
-def padded(buckets: Sequence[Bucket]) -> bool:
-    """Return whether any silo is padded."""
-    return any(b.data.masks for b in buckets)
-
-
 def one_by_one(silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> list[Bucket]:
     """Return each silo in a bucket of its own, unpadded."""
     return [_stack([j], silos, sizes, {}, set()) for j in range(len(silos))]

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.distributions.util import sum_rightmost
@@ -86,9 +85,7 @@ class GlobalPrior:
     traces: Traces  # those of the text, which runs on placeholders for data
     sites: tuple[Site, ...]
     silo: SiloData  # the placeholders
-    # (dtype, silo) -> (silo, z_L): casts them to the dtype of the globals and adds zeros as
-    # local latents
-    placeholder: Callable[[DTypeLike, SiloData], tuple[SiloData, Rows]]
+    local: dict[str, tuple[int, int]]  # the shape of each silo plate's latents, (rows, dim)
     not_drawable: Collection[str]  # the latents whose distribution cannot be drawn from
 
     @cached_property
@@ -163,7 +160,11 @@ class GlobalPrior:
         return {name for name in names if KEY in sources[name]}
 
     def _given(self, z_G: Array, silo: SiloData) -> tuple[dict[str, Array], SiloData]:
-        data, z_L = self.placeholder(z_G.dtype, silo)
+        """Return the latents, zeros for those of rows, and placeholders in the same precision."""
+        # In two precisions at once, the carry of a scan would change its dtype.
+        real = z_G.dtype
+        data = jax.tree.map(lambda a: a.astype(real) if a.dtype.kind == "f" else a, silo)
+        z_L = {plate: jnp.zeros(shape, real) for plate, shape in self.local.items()}
         return unpack(self.sites, z_G, z_L), data
 
     @compiled_method(static_argnums=4)

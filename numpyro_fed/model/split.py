@@ -37,28 +37,21 @@ KEY = "numpyro.prng_key()"
 def split(model: Callable[..., Any], silos: Sequence[SiloData]) -> FederatedModel:
     """Split a model at its silo plates into log densities of globals and of silos.
 
-    Parameters
-    ----------
-    model : callable
-        A NumPyro model with ``silo_plate``.
-    silos : sequence of SiloData
-        The data of the silos, as read by :func:`numpyro_fed.model.data.read`.
-
-    Returns
-    -------
-    FederatedModel
+    Refused are global sites, observed ones included, that depend on a local latent, on data or on
+    what differs between silos, such as their numbers of rows; randomness outside of sample sites;
+    sites that differ between silos; and NaN in what is read for something else than an outcome.
     """
     missing = tuple(sorted({name for silo in silos for name in silo.missing}))
     text, model = model, leaving_out_missing(model, missing)
     traces = Traces(model)
-    found = [trace.structure for trace in traces.of_silos(silos)]
+    found = [traces.at(silo, f"silo {j}").structure for j, silo in enumerate(silos)]
     for j, other in enumerate(found):
         check_same_sites(found[0], other, j)
     if any(s.kind == "deterministic" and s.plate is None for s in found[0].sites):
         local = localised(model, silos[0].kwargs)
         if local is not model:
             traces = Traces(local)
-            found = [trace.structure for trace in traces.of_silos(silos)]
+            found = [traces.at(silo, f"silo {j}").structure for j, silo in enumerate(silos)]
     _warn(found[0])
     # The global functions run the text at one silo's shapes; the smallest one is the cheapest.
     smallest = min(range(len(silos)), key=lambda j: sum(a.size for a in silos[j].arrays.values()))

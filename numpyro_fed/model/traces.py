@@ -9,7 +9,7 @@ inputs of the shapes that the first run has found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -75,28 +75,16 @@ class Traces:
                 self._known[seen] = _traced(self.model, silo, owner, split=self.split)
             return self._known[seen]
 
-    def of_silos(self, silos: Sequence[SiloData]) -> list[Trace]:
-        """Return the trace at each silo."""
-        return [self.at(data, f"silo {j}") for j, data in enumerate(silos)]
-
 
 class _Run:
-    """One run of a text, with unknowns in the place of its parameters and latents.
-
-    Attributes
-    ----------
-    given : (theta, latents) or None
-        The unknowns; if None, they are made as the text asks for them.
-    made : list of (kind, name, leaf)
-    initial : dict
-        The initial values of the parameters, unconstrained.
-    """
+    """One run of a text, with unknowns in the place of its parameters and latents."""
 
     def __init__(self, model: Callable[..., Any], silo: SiloData, *, split: bool):
         self.model, self.silo, self.split = model, silo, split
+        # (theta, latents); if None, they are made as the text asks for them.
         self.given: tuple[Theta, dict[str, Array]] | None = None
-        self.made: list[tuple[str, str, int]] = []
-        self.initial: Theta = {}
+        self.made: list[tuple[str, str, int]] = []  # (kind, name, leaf)
+        self.initial: Theta = {}  # the parameters' values, unconstrained
         self.structure = Structure((), {}, False, {}, {})
         self.terms: dict[str, Term] = {}
         self.supports: dict[str, SupportKind] = {}
