@@ -104,21 +104,6 @@ def as_series(column: object) -> Any:
     )
 
 
-def frame_array(owner: str, name: str, frame: Frame) -> np.ndarray:
-    """Return a DataFrame of numbers as a float array (rows, columns)."""
-    columns = columns_of(f"{owner}, '{name}'", frame)
-    arrays = {c: column_array(owner, f"{name}.{c}", series) for c, series in columns.items()}
-    for column, array in arrays.items():
-        if array.dtype.kind in "iu" and array.size and _largest(array) > LARGEST_WHOLE:
-            raise DataError(
-                f"{owner}, '{name}.{column}': whole numbers beyond 2**53, which the floats of a "
-                "matrix do not hold. Pass this column as an argument of its own."
-            )
-    floats = all(array.dtype.kind == "f" for array in arrays.values())
-    dtype = np.result_type(*arrays.values()) if floats else np.dtype(np.float64)
-    return np.stack([array.astype(dtype) for array in arrays.values()], axis=1)
-
-
 def column_array(owner: str, name: str, series: Any) -> np.ndarray:
     """Return a column of narwhals as a NumPy array; missing numbers are NaN."""
     dtype, missing = series.dtype, series.null_count()
@@ -167,7 +152,17 @@ def column_array(owner: str, name: str, series: Any) -> np.ndarray:
 def _converted(owner: str, name: str, value: object) -> Any:
     """Return an argument with arrays in the place of DataFrames and columns, at any depth."""
     if is_frame(value):
-        return frame_array(owner, name, value)
+        columns = columns_of(f"{owner}, '{name}'", value)
+        arrays = {c: column_array(owner, f"{name}.{c}", series) for c, series in columns.items()}
+        for column, array in arrays.items():
+            if array.dtype.kind in "iu" and array.size and _largest(array) > LARGEST_WHOLE:
+                raise DataError(
+                    f"{owner}, '{name}.{column}': whole numbers beyond 2**53, which the floats of "
+                    "a matrix do not hold. Pass this column as an argument of its own."
+                )
+        floats = all(array.dtype.kind == "f" for array in arrays.values())
+        dtype = np.result_type(*arrays.values()) if floats else np.dtype(np.float64)
+        return np.stack([array.astype(dtype) for array in arrays.values()], axis=1)
     if is_column(value):
         series = as_series(value)
         return value if series is None else column_array(owner, name, series)

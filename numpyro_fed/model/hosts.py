@@ -36,10 +36,18 @@ def read_all(silos: SilosInput, model: Callable[..., Any] | None = None) -> Read
     longest = int(process_allgather(np.array(len(own))).max())
     room = np.zeros(longest, np.uint8)
     room[: len(own)] = np.frombuffer(own, np.uint8)
-    everyones = [_unpacked(part.tobytes()) for part in process_allgather(room)]
-    columns = common_columns([c for _, of_process in everyones for c in of_process])
-    found = read([silo for of_process, _ in everyones for silo in of_process], model)
-    return ReadSilos(replace(silo, columns=columns) for silo in found)
+    everyones, columns = [], []
+    for part in process_allgather(room):
+        with np.load(io.BytesIO(part.tobytes()), allow_pickle=False) as file:
+            head = json.loads(file[HEAD].tobytes())
+            if "error" in head:
+                raise DataError(head["error"])
+            for j, (silo, names) in enumerate(zip(head["silos"], head["names"], strict=True)):
+                arrays = {name: file[f"{j}/{i}"] for i, name in enumerate(names)}
+                everyones.append(unflatten_skeleton(silo["tree"], {**arrays, **silo["static"]}))
+                columns.append({name: tuple(of) for name, of in silo["columns"].items()})
+    common = common_columns(columns)
+    return ReadSilos(replace(silo, columns=common) for silo in read(everyones, model))
 
 
 def _packed(silos: Sequence[SiloInput]) -> bytes:
@@ -79,17 +87,3 @@ def _is_plain(tree: object) -> bool:
     if type(tree) is list or type(tree) is tuple:
         return all(_is_plain(part) for part in tree)
     return not isinstance(tree, dict | list | tuple)
-
-
-def _unpacked(message: bytes) -> tuple[list[dict[str, Any]], list[dict[str, tuple[str, ...]]]]:
-    """Return the silos of one process as a list of dicts, and the columns of their DataFrames."""
-    with np.load(io.BytesIO(message), allow_pickle=False) as file:
-        head = json.loads(file[HEAD].tobytes())
-        if "error" in head:
-            raise DataError(head["error"])
-        silos = []
-        for j, (silo, names) in enumerate(zip(head["silos"], head["names"], strict=True)):
-            arrays = {name: file[f"{j}/{i}"] for i, name in enumerate(names)}
-            silos.append(unflatten_skeleton(silo["tree"], {**arrays, **silo["static"]}))
-        columns = [{k: tuple(names) for k, names in s["columns"].items()} for s in head["silos"]]
-        return silos, columns

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -235,23 +235,12 @@ def branches(eqn: JaxprEqn) -> list[Program] | None:
 
 def same_program(one: Program, other: Program) -> bool:
     """Return whether two programs compute the same in the same way."""
-    # The addresses of objects in memory do not count.
-    first, second = (ADDRESS.sub("", str(p.jaxpr)) for p in (one, other))
-    numbers, others = tuple(constants(one)), tuple(constants(other))
-    if first != second or len(numbers) != len(others):
+    first, second = Written(one), Written(other)
+    if first.words != second.words or len(first.numbers) != len(second.numbers):
         return False
     # Compared as bytes: NaN equals itself then, and dtypes count.
-    pairs = zip(numbers, others, strict=True)
+    pairs = zip(first.numbers, second.numbers, strict=True)
     return all(a is b or array_bytes(a) == array_bytes(b) for a, b in pairs)
-
-
-def constants(program: Program) -> Iterator[ArrayLike]:
-    """Yield all numbers and arrays that a program and the programs within it read."""
-    yield from _read(program.jaxpr, program.consts).values()
-    for eqn in program.jaxpr.eqns:
-        yield from (v.val for v in eqn.invars if isinstance(v, Literal))
-        for inner in inner_programs(eqn):
-            yield from constants(inner)
 
 
 def pruned(program: Program, outputs: Sequence[bool]) -> tuple[Program, list[bool]]:

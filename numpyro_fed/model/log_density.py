@@ -175,10 +175,9 @@ class FederatedModel:
 
     def terms_at_zero(self, data: SiloData) -> Rows:
         """Return the terms of all rows of a silo, {plate: (rows,)}, at latents of zero."""
-        key, sizes = jax.random.key(0), self.sizes(data)
+        key = jax.random.key(0)
         theta = {**self.init_theta(key), **self.init_private(key, data)}
-        z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in self.plates}
-        return self.log_silo(theta, jnp.zeros(self.dim), z_L, data)
+        return self.log_silo(theta, jnp.zeros(self.dim), self.init_local(key, data), data)
 
     @property
     def _globally(self) -> Trace:

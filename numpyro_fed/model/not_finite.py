@@ -89,10 +89,9 @@ def first_without_density(
 
     @jax.jit
     def numbers(silo: SiloData) -> dict[str, Array]:
-        private = fm.init_private(jax.random.key(0), silo)
-        sizes = fm.sizes(silo)
-        z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in fm.plates}
-        terms = _terms(fm, {**theta, **private}, z_G, z_L, silo, guarded=False)
+        key = jax.random.key(0)
+        of_silo = {**theta, **fm.init_private(key, silo)}
+        terms = _terms(fm, of_silo, z_G, fm.init_local(key, silo), silo, guarded=False)
         return {name: rows < jnp.inf for name, rows in terms.items()}
 
     for j, silo in silos:

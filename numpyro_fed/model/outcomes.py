@@ -29,10 +29,10 @@ class Outcome(NamedTuple):
 
 def outcomes_at(fm: FederatedModel, data: SiloData) -> dict[str, Outcome]:
     """Return the observed sites in silo plates; padded rows count as seen."""
-    key, sizes = jax.random.key(0), fm.sizes(data)
+    key = jax.random.key(0)
     theta = {**fm.init_theta(key), **fm.init_private(key, data)}
     # What is observed depends on no latent: a prior that cannot be drawn from is none the worse.
-    z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in fm.plates}
+    z_L = fm.init_local(key, data)
     with TRACING, handlers.block():
         _, trace = trace_at(fm.text, fm.sites, theta, jnp.zeros(fm.dim), z_L, data)
     found = {}
