@@ -45,18 +45,15 @@ class SiloData:
     masks: dict[str, Any] = field(default_factory=dict)
     # how often each row of a silo plate counts, if a minibatch stands for all rows
     weights: dict[str, Any] = field(default_factory=dict, kw_only=True)
-    # tuple of (str, value): python ints, bools, strings and None: part of the program, not of
-    # its input
+    # Python ints, bools, strings and None by name: part of the program, not of its input
     static: tuple[tuple[str, Any], ...] = field(default=(), metadata={"static": True})
     # the structure of arguments that are trees, and the names of their leaves
     treedef: tuple[PyTreeDef, tuple[str, ...]] | None = field(
         default=None, metadata={"static": True}
     )
-    # the arrays in which NaN stands for an outcome that is missing, at this silo or another
-    # one
+    # the arrays in which NaN stands for an outcome that is missing, here or at another silo
     missing: tuple[str, ...] = field(default=(), kw_only=True, metadata={"static": True})
-    # tuple of (str, tuple of str): the names of the columns of arrays that come from
-    # DataFrames
+    # the names of the columns of arrays that come from DataFrames
     columns: tuple[tuple[str, tuple[str, ...]], ...] = field(
         default=(), kw_only=True, metadata={"static": True}
     )

@@ -22,7 +22,7 @@ class Layout(NamedTuple):
     """A split model and its checks: all that depends on the shapes of data, not on their values."""
 
     model: FederatedModel
-    sizes: tuple[Sizes, ...]  # tuple of {plate: int}: the true size of each silo plate at each silo
+    sizes: tuple[Sizes, ...]  # the true size of each silo plate at each silo
     rows: dict[str, str]  # the silo plate of each array that holds rows
     checks: RowChecks
     # (silo, data) -> None: the index check of one silo's values

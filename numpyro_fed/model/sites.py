@@ -35,8 +35,8 @@ PADDING_HINT = (
 class Site(NamedTuple):
     """One row of the site table."""
 
-    name: str  # kind is "latent", "observed", "factor", "param" or "deterministic"
-    kind: str
+    name: str
+    kind: str  # "latent", "observed", "factor", "param" or "deterministic"
     plate: str | None  # the innermost silo plate around the site; None for a global
     shape: tuple[int, ...] = ()  # unconstrained shape; for a local latent the shape of one row
     # which axis of the site's value (and of its unconstrained value) runs over rows

@@ -41,7 +41,7 @@ class PlainSupport(NamedTuple):
     """The support of a site that observes an argument as it is: NumPy can tell who is inside."""
 
     argument: str
-    # it has no bounds but plain numbers. None if it has all values
+    # without bounds but plain numbers; None if it has all values
     support: constraints.Constraint | None
     event_dim: int  # how many axes of a value belong to one event of the support
     rest: int  # how many axes more belong to one event of the site
@@ -75,7 +75,7 @@ class SupportKind(NamedTuple):
     name: str  # the name of the distribution
     takes: str  # the values of its support, in words
     remedy: str  # A sentence about what to do; it may be empty
-    # tuple of (str, int): the silo plates that the site is in, and their dims in the batch
+    # the silo plates that the site is in, and their dims in the batch
     plates: tuple[tuple[str, int], ...]
     whole: bool  # whether the support has whole numbers only
     plain: PlainSupport | None = None
