@@ -188,7 +188,7 @@ def test_nested_silo_plates_are_never_padded():
                 numpyro.sample("y", dist.Normal(u, 1), obs=y)
 
     layout, buckets = lay_out(model, read([{"y": np.zeros((2, 3))}, {"y": np.zeros((4, 3))}]))
-    assert layout.model.nested
+    assert layout.model.structure.nested
     assert not any(b.data.masks for b in buckets)
     assert len(buckets) == 2
 

@@ -487,7 +487,7 @@ def _order(fm: FederatedModel) -> tuple[int, ...]:
 
 
 def _unbounded(fm: Latents, site: Site) -> bool:
-    support = fm.supports[site.name]
+    support = fm.structure.supports[site.name]
     base = getattr(support, "base_constraint", support)
     return base in (constraints.real, constraints.real_vector)
 

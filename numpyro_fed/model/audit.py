@@ -211,7 +211,7 @@ def separable(
     the data (the sum over the members of a group).
     """
     by_plate: dict[str, tuple[str, ...]] = {}
-    for plate in sizes[0] if not fm.nested else ():
+    for plate in sizes[0] if not fm.structure.nested else ():
         j = max(range(len(silos)), key=lambda j: sizes[j][plate])
         keys = [key for key, p in rows.items() if p == plate]
         alike = len({size[plate] for size in sizes}) == 1

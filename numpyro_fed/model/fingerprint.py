@@ -65,7 +65,7 @@ def fingerprint(fm: FederatedModel, silos: Sequence[SiloData]) -> str:
         # A density may stay as it is where a transform or a deterministic site has changed.
         wanted = [o for o in trace.outputs if o[0] in (DENSITY, VALUE, INITIAL)]
         programs.append(trace.part(wanted)[0])
-    return _hashed(repr((fm.sites, fm.plates, sorted(fm.supports))), programs)
+    return _hashed(repr((fm.sites, fm.plates, sorted(fm.structure.supports))), programs)
 
 
 def vertical_fingerprint(
@@ -86,7 +86,9 @@ def vertical_fingerprint(
         z = jax.ShapeDtypeStruct((party.dim,), real)
         programs.append(trace_program(partial(model.predict, party), theta, z, data))
     parties = (model.server, *(party for party, _ in by_signature.values()))
-    return _hashed(repr([(party.sites, sorted(party.supports)) for party in parties]), programs)
+    return _hashed(
+        repr([(party.sites, sorted(party.structure.supports)) for party in parties]), programs
+    )
 
 
 def source_hash(model: Callable[..., Any]) -> str:

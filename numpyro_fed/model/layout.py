@@ -47,7 +47,7 @@ class Layout(NamedTuple):
         their sizes, and a warning says so.
         """
         # A site in two silo plates has no row of its own that could be padded.
-        buckets = bucket(silos, self.sizes, may_pad=not self.model.nested)
+        buckets = bucket(silos, self.sizes, may_pad=not self.model.structure.nested)
         # Supports first: outside of them densities are NaN or infinite, and row checks compare
         # nothing there.
         for b in buckets:

@@ -82,16 +82,6 @@ class FederatedModel:
         """Return the site table."""
         return self.structure.sites
 
-    @property
-    def nested(self) -> bool:
-        """Return whether a site is in two silo plates at once."""
-        return self.structure.nested
-
-    @property
-    def supports(self) -> dict[str, Any]:
-        """Return the support of each global latent and the constraint of each parameter."""
-        return self.structure.supports
-
     @cached_property
     def dim(self) -> int:
         """Return the length of the flat vector ``z_G`` of global latents."""
@@ -216,7 +206,9 @@ class FederatedModel:
     def constrain_theta(self, theta: Theta) -> Theta:
         """Return parameters on their own supports."""
         return {
-            name: value if name in self.networks else biject_to(self.supports[name])(value)
+            name: value
+            if name in self.networks
+            else biject_to(self.structure.supports[name])(value)
             for name, value in theta.items()
         }
 

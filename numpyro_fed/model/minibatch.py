@@ -57,7 +57,7 @@ class Minibatches:
         cls, fm: FederatedModel, plates_of: Mapping[str, tuple[str, ...]], size: int
     ) -> Minibatches:
         """Choose the plates to cut; ``plates_of`` has those as long as an array at every silo."""
-        if fm.nested:
+        if fm.structure.nested:
             raise GuideError(
                 f"batch_size={size}: a site stands in two silo plates at once, so that rows cannot "
                 f"be drawn. Put its rows in long form, in one silo_plate. {WHOLE}"

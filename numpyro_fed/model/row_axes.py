@@ -9,7 +9,7 @@ known, nothing is, and the values have to be tried (:mod:`numpyro_fed.model.row_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,7 +48,11 @@ REDUCTIONS = frozenset(
     {"argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod"}
     | {"reduce_sum"}
 )
-CUMULATIVE = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"})
+# What runs along one axis, which is the parameter of this name.
+ALONG = {
+    **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "split"), "axis"),
+    **dict.fromkeys(("concatenate", "sort"), "dimension"),
+}
 CALLS = frozenset(
     {"checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit"}
     | {"custom_vjp_call_jaxpr", "remat", "remat2"}
@@ -74,7 +78,7 @@ def _results(eqn: JaxprEqn, axes: Sequence[Axis]) -> Sequence[Axis]:
     if all(axis is None for axis in axes):
         return [None] * len(eqn.outvars)
     mixed = [MIXED] * len(eqn.outvars)
-    if MIXED in axes:
+    if MIXED in axes or not eqn.outvars:
         return mixed
     # A reduction has a program as well, for two values.
     if eqn.primitive.name in CALLS and (program := called_program(eqn)) is not None:
@@ -98,8 +102,54 @@ def _results(eqn: JaxprEqn, axes: Sequence[Axis]) -> Sequence[Axis]:
                 return [*carry, *stacked]
             inside[loop.carry] = carry
         return mixed
-    rule = RULES.get(eqn.primitive.name)
-    return mixed if rule is None else [rule(eqn, axes)] * len(eqn.outvars)
+    return [_result(eqn, axes)] * len(eqn.outvars)
+
+
+def _result(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
+    """Return the axis of an operation's results; MIXED for operations that are not known."""
+    name, params, axis = eqn.primitive.name, eqn.params, axes[0]
+    common = next(iter(known)) if len(known := {a for a in axes if a is not None}) == 1 else MIXED
+    old, new = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    others = any(a is not None for a in axes[1:])
+    if name == "dot_general":
+        return _product(eqn, axes)
+    if name == "gather":
+        return _gathered(eqn, axes)
+    if name in ELEMENTWISE:
+        # An operand of rank 0 or with an axis of size 1 is repeated.
+        with_rows = [_shape(v) for v, a in zip(eqn.invars, axes, strict=True) if a is not None]
+        alike = all(len(s) == len(new) and s[common] == new[common] for s in with_rows)
+        return common if alike else MIXED
+    if name in ALONG:
+        return MIXED if common == params[ALONG[name]] else common
+    if name == "stack" and common != MIXED:
+        return common + (common >= params["axis"])
+    if name in OF_MATRICES:
+        ranks = {len(_shape(v)) for v in (*eqn.invars, *eqn.outvars)}
+        return common if len(ranks) == 1 and common < min(ranks) - 2 else MIXED
+    if axis is None:
+        return MIXED
+    if name in REDUCTIONS:
+        return _without(axis, *params["axes"])
+    if name == "squeeze":
+        return _without(axis, *params["dimensions"])
+    if name == "transpose":
+        return list(params["permutation"]).index(axis)
+    if name == "rev":
+        return MIXED if axis in params["dimensions"] else axis
+    if name in ("slice", "dynamic_slice"):
+        return axis if old[axis] == new[axis] and not others else MIXED
+    if name == "pad":
+        kept = tuple(params["padding_config"][axis]) == (0, 0, 0)
+        return axis if kept and axes[1] is None else MIXED
+    if name == "broadcast_in_dim":
+        to = int(params["broadcast_dimensions"][axis])
+        return to if new[to] == old[axis] else MIXED
+    if name == "reshape" and params.get("dimensions") is None:
+        before = math.prod(old[:axis])
+        same = (j for j, n in enumerate(new) if n == old[axis] and math.prod(new[:j]) == before)
+        return next(same, MIXED)
+    return MIXED
 
 
 def _common(axes: Sequence[Axis]) -> Axis:
@@ -116,55 +166,7 @@ def _without(axis: Axis, *gone: int) -> Axis:
 
 
 def _shape(atom: Atom) -> tuple[int, ...]:
-    return tuple(type_of(atom).shape)
-
-
-def _elementwise(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
-    axis, shape = _common(axes), _shape(eqn.outvars[0])
-    with_rows = [_shape(v) for v, a in zip(eqn.invars, axes, strict=True) if a is not None]
-    # An operand of rank 0 or with an axis of size 1 is repeated.
-    alike = all(len(s) == len(shape) and s[axis or 0] == shape[axis or 0] for s in with_rows)
-    return axis if alike else MIXED
-
-
-def _broadcast(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
-    axis = axes[0]
-    if axis is None:
-        return MIXED
-    to = int(eqn.params["broadcast_dimensions"][axis])
-    return to if _shape(eqn.outvars[0])[to] == _shape(eqn.invars[0])[axis] else MIXED
-
-
-def _reshaped(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
-    axis, old, new = axes[0], _shape(eqn.invars[0]), _shape(eqn.outvars[0])
-    if axis is None or eqn.params.get("dimensions") is not None:
-        return MIXED
-    before = math.prod(old[:axis])
-    same = (j for j, n in enumerate(new) if n == old[axis] and math.prod(new[:j]) == before)
-    return next(same, MIXED)
-
-
-def _along_another(name: str) -> Callable[[JaxprEqn, Sequence[Axis]], Axis]:
-    """Return the rule of an operation along the axis that is its parameter of this name."""
-
-    def rule(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
-        axis = _common(axes)
-        return MIXED if axis == eqn.params[name] else axis
-
-    return rule
-
-
-def _sliced(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
-    axis = axes[0]
-    whole = axis is not None and _shape(eqn.invars[0])[axis] == _shape(eqn.outvars[0])[axis]
-    return axis if whole and not any(a is not None for a in axes[1:]) else MIXED
-
-
-def _padded(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
-    axis = axes[0]
-    if axis is None or axes[1] is not None:
-        return MIXED
-    return axis if tuple(eqn.params["padding_config"][axis]) == (0, 0, 0) else MIXED
+    return tuple(getattr(type_of(atom), "shape", ()))
 
 
 def _product(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
@@ -198,39 +200,6 @@ def _gathered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
         return MIXED
     gone = (*numbers.collapsed_slice_dims, *batching)
     return numbers.offset_dims[operand - sum(g < operand for g in gone)]
-
-
-def _stacked(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
-    axis = _common(axes)
-    return axis if axis is None or axis == MIXED else axis + (axis >= eqn.params["axis"])
-
-
-def _of_matrices(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
-    axis = _common(axes)
-    ranks = {len(_shape(v)) for v in (*eqn.invars, *eqn.outvars)}
-    return axis if len(ranks) == 1 and axis is not None and axis < min(ranks) - 2 else MIXED
-
-
-RULES: Mapping[str, Callable[[JaxprEqn, Sequence[Axis]], Axis]] = {
-    **dict.fromkeys(ELEMENTWISE, _elementwise),
-    **dict.fromkeys(REDUCTIONS, lambda eqn, axes: _without(axes[0], *eqn.params["axes"])),
-    **dict.fromkeys(CUMULATIVE, _along_another("axis")),
-    **dict.fromkeys(OF_MATRICES, _of_matrices),
-    "broadcast_in_dim": _broadcast,
-    "concatenate": _along_another("dimension"),
-    "dot_general": _product,
-    "dynamic_slice": _sliced,
-    "gather": _gathered,
-    "pad": _padded,
-    "reshape": _reshaped,
-    "rev": lambda eqn, axes: MIXED if axes[0] in eqn.params["dimensions"] else axes[0],
-    "slice": _sliced,
-    "sort": _along_another("dimension"),
-    "stack": _stacked,
-    "split": _along_another("axis"),
-    "squeeze": lambda eqn, axes: _without(axes[0], *eqn.params["dimensions"]),
-    "transpose": lambda eqn, axes: list(eqn.params["permutation"]).index(axes[0]),
-}
 
 
 # Operations whose results at a row are the same among more rows.

@@ -47,11 +47,6 @@ class PartyModel(NamedTuple):
         return self.structure.sites
 
     @property
-    def supports(self) -> dict[str, Any]:
-        """Return the support of each latent and the constraint of each parameter."""
-        return self.structure.supports
-
-    @property
     def plates(self) -> tuple[()]:
         """Return no silo plates: a party's rows are not split further."""
         return ()
@@ -81,7 +76,7 @@ class PartyModel(NamedTuple):
             return {}
         with TRACING, feasible():
             trace = handlers.trace(handlers.seed(self.text, key)).get_trace(**data.kwargs)
-        return {n: biject_to(self.supports[n]).inv(trace[n]["value"]) for n in names}
+        return {n: biject_to(self.structure.supports[n]).inv(trace[n]["value"]) for n in names}
 
     def draw_prior(self, key: Array, data: SiloData) -> Array:
         """Return a draw of the latents from their prior, unconstrained (dim,)."""
@@ -96,7 +91,7 @@ class PartyModel(NamedTuple):
 
     def constrain_theta(self, theta: Theta) -> Theta:
         """Return the parameters on their own supports."""
-        return {n: biject_to(self.supports[n])(value) for n, value in theta.items()}
+        return {n: biject_to(self.structure.supports[n])(value) for n, value in theta.items()}
 
     def init_global(self, key: Array, init_loc_fn: Callable[..., Any] | None) -> Array:
         """Return a starting point (dim,) by a NumPyro ``init_to_...`` function, zeros if None."""
