@@ -117,7 +117,7 @@ class ReadSilos(Sequence[SiloData]):
 
 
 jax.tree_util.register_pytree_node(
-    ReadSilos, lambda silos: (tuple(silos), None), lambda _, silos: ReadSilos(silos)
+    ReadSilos, lambda silos: (silos[:], None), lambda _, silos: ReadSilos(silos)
 )
 
 SiloInput: TypeAlias = Mapping[str, Any] | Frame

@@ -80,6 +80,20 @@ class Text(NamedTuple):
         bound = inspect.BoundArguments(self.signature, replace(self.data, arrays=full).kwargs)
         return self.model(*bound.args, **bound.kwargs)
 
+    def columns(self, arrays: Mapping[str, Any], key: Array) -> Clients:
+        """Return the arguments of the ``client_sum``, computed from the model's arguments."""
+
+        def reached(clients: Clients) -> Any:
+            raise _Reached
+
+        at = at_client_sum(reached)
+        try:
+            with TRACING, handlers.block(), handlers.seed(rng_seed=key), feasible(), at:
+                self.run(arrays)
+        except _Reached:
+            pass
+        return at.only()
+
     def at_client(self, j: int, arrays: Mapping[str, Any] | None = None) -> Callable[..., Any]:
         """Return the text of client ``j``, a model of its columns.
 
@@ -234,13 +248,8 @@ def _columns(text: Text, arrays: dict[str, Any]) -> tuple[Clients, list[Any], di
     calls, key = list[Clients](), jax.random.key(0)
 
     def arrays_of(**inputs: Array) -> list[list[Any]]:
-        at, seeded = at_client_sum(_end_at), handlers.seed(rng_seed=inputs.pop(LATENTS))
-        try:
-            with TRACING, handlers.block(), seeded, feasible(), at:
-                text.run(inputs)
-        except _Reached:
-            pass
-        calls.append(at.only())
+        latents = inputs.pop(LATENTS)
+        calls.append(text.columns(inputs, latents))
         return [list(filter(is_array, jax.tree.leaves(x))) for x in calls[-1].columns]
 
     try:
@@ -265,10 +274,6 @@ def _columns(text: Text, arrays: dict[str, Any]) -> tuple[Clients, list[Any], di
         numbers = iter(map(np.asarray, computed[j]))
         columns.append(jax.tree.map(lambda a, it=numbers: next(it) if is_array(a) else a, own))
     return calls[-1], columns, readers
-
-
-def _end_at(clients: Clients) -> Any:
-    raise _Reached
 
 
 def _check_client(

@@ -236,9 +236,9 @@ def _keeps_sizes(first: JaxprEqn, second: JaxprEqn) -> bool:
         wholes = zip(old[0], new[0], *(eqn.params["slice_sizes"] for eqn in both), strict=True)
         return all((a == b and p == q) or (p, q) == (a, b) for a, b, p, q in wholes)
     if name == "slice":
-        moved = (e.params["strides"] not in (None, (1,) * len(old[0])) for e in both)
+        strided = (e.params["strides"] not in (None, (1,) * len(old[0])) for e in both)
         wholes = zip(*old, *new, strict=True)
-        return not any(moved) and all(a == c or (a, c) == (b, d) for a, b, c, d in wholes)
+        return not any(strided) and all(a == c or (a, c) == (b, d) for a, b, c, d in wholes)
     used: list[Any] = []
     if name in REDUCTIONS:
         used = [(first.params["axes"], second.params["axes"])]

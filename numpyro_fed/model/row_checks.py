@@ -255,8 +255,13 @@ class RowChecks:
             z_L = self.latents(data)
             terms = partial(self.terms, self.globals_at(z_L, data), like=data)
             whole = terms(z_L, data)
-            change = lambda rows: SiloChange({}, dict.fromkeys(plates, rows), cut=True)  # noqa: E731
-            parts = changed_terms(terms, (z_L, data), plate_of, change, some)
+            parts = changed_terms(
+                terms,
+                (z_L, data),
+                plate_of,
+                lambda rows: SiloChange({}, dict.fromkeys(plates, rows), cut=True),
+                some,
+            )
             expected = {p: a[some] if p in plates else a for p, a in whole.items()}
             return jnp.stack([terms_agree(parts[p], expected[p]).all() for p in whole]).all()
 
