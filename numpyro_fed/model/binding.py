@@ -119,8 +119,3 @@ def trace_at(
         trace = handlers.trace(seeded).get_trace(**data.kwargs)
         sampled = {n: s for n, s in trace.items() if s["type"] == "sample"}
         return {n: log_prob(s) for n, s in sampled.items()}, trace
-
-
-def log_det_owners(sites: Sequence[Site]) -> dict[str, str]:
-    """Return the latent that each factor with a log-determinant belongs to, {factor: latent}."""
-    return {f"_{s.name}_log_det": s.name for s in sites if s.kind == "latent"}

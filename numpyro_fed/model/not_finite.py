@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.model.audit import hashed_normals
-from numpyro_fed.model.binding import Rows, Theta, log_det_owners
+from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import padded_keys
@@ -61,12 +61,12 @@ def first_not_finite(fm: FederatedModel, silos: Iterable[tuple[int, SiloData]]) 
 
     ``silos`` are numbers and data.
     """
-    owners, plate_of = log_det_owners(fm.sites), {s.name: s.plate for s in fm.sites}
+    plate_of = {s.name: s.plate for s in fm.sites}
     find = jax.jit(partial(_finite, fm))
     for j, silo in silos:
         finite, derivatives = jax.device_get(find(silo))
         for name, rows in finite.items():
-            site = owners.get(name, name)
+            site = fm.traces.at(silo).owners[name]
             number = None if plate_of[site] is None else j
             if not rows.all():
                 row = None if number is None else int(np.argmin(rows))
@@ -85,7 +85,6 @@ def first_without_density(
     Minus infinity is a density of zero, as outside of a support that a latent bounds. Latents of
     silos are at zero.
     """
-    owners = log_det_owners(fm.sites)
 
     @jax.jit
     def numbers(silo: SiloData) -> dict[str, Array]:
@@ -97,7 +96,8 @@ def first_without_density(
     for j, silo in silos:
         for name, rows in jax.device_get(numbers(silo)).items():
             if not rows.all():
-                site = next(s for s in fm.sites if s.name == owners.get(name, name))
+                owner = fm.traces.at(silo).owners[name]
+                site = next(s for s in fm.sites if s.name == owner)
                 if site.plate is None:
                     return NotFinite(site.name, None, None, False)
                 return NotFinite(site.name, j, int(np.argmin(rows)), False)

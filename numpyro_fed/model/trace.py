@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from numpyro_fed.model.binding import Rows, Theta, log_det_owners, sum_rows, unpack
+from numpyro_fed.model.binding import Rows, Theta, sum_rows, unpack
 from numpyro_fed.model.jaxprs import (
     NONE,
     Labels,
@@ -169,7 +169,8 @@ class Trace:
     @cached_property
     def owners(self) -> dict[str, str]:
         """Return the site to which each density belongs: log-determinants belong to latents."""
-        owner = log_det_owners(self.structure.sites)
+        latents = (s.name for s in self.structure.sites if s.kind == "latent")
+        owner = {f"_{name}_log_det": name for name in latents}
         return {name: owner.get(name, name) for name in self.terms}
 
     def globals_at(self, theta: Theta, z_G: Array) -> tuple[dict[str, Array], dict[str, Array]]:
