@@ -242,8 +242,7 @@ def _read_sample(site: dict[str, Any], plate: str | None, sizes: Sizes) -> Site:
             "silo alone, mask its rows by numpyro.handlers.mask, or leave that silo out)."
         )
     try:
-        # ``sample_shape`` and steps of a scan included.
-        shape = tuple(biject_to(fn.support).inverse_shape(jnp.shape(site["value"])))
+        shape = unconstrained_shape(site)
     except NotImplementedError as error:
         raise ModelError(
             f"site '{name}' has the support {fn.support}, to which NumPyro has no bijection from "
@@ -257,6 +256,11 @@ def _read_sample(site: dict[str, Any], plate: str | None, sizes: Sizes) -> Site:
     axis = jnp.ndim(site["value"]) - fn.event_dim + dim
     row_shape = shape[:axis] + shape[axis + 1 :]
     return Site(name, "latent", plate, row_shape, axis, support=_support_name(fn.support))
+
+
+def unconstrained_shape(site: dict[str, Any]) -> tuple[int, ...]:
+    """Return the unconstrained shape of a latent, ``sample_shape`` and steps of a scan included."""
+    return tuple(biject_to(site["fn"].support).inverse_shape(jnp.shape(site["value"])))
 
 
 def check_same_sites(first: Structure, other: Structure, j: int) -> None:
