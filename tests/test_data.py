@@ -11,7 +11,7 @@ import numpyro_fed as nf
 from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.layout import lay_out
-from numpyro_fed.model.padding import bucket, group_lengths, padded, padded_keys
+from numpyro_fed.model.padding import bucket, group_lengths, padded_keys
 from numpyro_fed.model.primitives import silo_plate
 from numpyro_fed.testing import check_decomposition
 
@@ -112,7 +112,7 @@ def test_padded_rows_are_exactly_zero_in_value_and_gradient():
 def test_silos_of_one_size_need_no_mask():
     _, (b,) = lay_out(normal, read(rows(4, 4)))
     assert b.data.masks == {}
-    assert not padded([b])
+    assert not b.data.masks
 
 
 def test_python_values_divide_silos_into_buckets():
@@ -151,7 +151,7 @@ def test_two_plates_are_padded_each_to_its_own_size():
     _, (b,) = lay_out(grouped, read(held))
     assert b.data.masks["group"].shape == (3, 2)
     assert b.data.masks["row"].shape == (3, 5)
-    assert padded([b])
+    assert b.data.masks
 
 
 def test_two_plates_over_the_same_rows_are_both_masked():
@@ -163,7 +163,7 @@ def test_two_plates_over_the_same_rows_are_both_masked():
 
     _, (b,) = lay_out(model, read(rows(2, 4)))
     assert set(b.data.masks) == {"first", "second"}
-    assert padded([b])
+    assert b.data.masks
 
 
 def test_a_model_whose_rows_read_each_others_latents_stays_unpadded_with_a_warning():
@@ -174,7 +174,7 @@ def test_a_model_whose_rows_read_each_others_latents_stays_unpadded_with_a_warni
 
     with pytest.warns(UserWarning, match="summaries"):
         _, buckets = lay_out(model, read(rows(2, 4, 4)))
-    assert not padded(buckets)
+    assert not any(b.data.masks for b in buckets)
     assert [b.silos for b in buckets] == [(0,), (1, 2)]
     assert all(b.data.masks == {} for b in buckets)
 
@@ -188,8 +188,8 @@ def test_nested_silo_plates_are_never_padded():
                 numpyro.sample("y", dist.Normal(u, 1), obs=y)
 
     layout, buckets = lay_out(model, read([{"y": np.zeros((2, 3))}, {"y": np.zeros((4, 3))}]))
-    assert layout.model.nested
-    assert not padded(buckets)
+    assert layout.model.structure.nested
+    assert not any(b.data.masks for b in buckets)
     assert len(buckets) == 2
 
 
@@ -241,7 +241,7 @@ def test_trees_ragged_visits_and_what_one_silo_lacks_give_the_exact_posterior():
     assert data[3].kwargs["patients"]["offset"] is None
     _, buckets = lay_out(visits, data)
     assert [b.silos for b in buckets] == [(0, 2), (1,), (3,)]
-    assert padded(buckets)
+    assert any(b.data.masks for b in buckets)
     check_decomposition(visits, held, num_points=1)
     fit = nf.PVI(visits, start=None).run(jax.random.key(0), 1, held, progress_bar=False)
     rest = [

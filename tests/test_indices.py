@@ -10,7 +10,7 @@ import pytest
 import numpyro_fed as nf
 from numpyro_fed.errors import DataError
 from numpyro_fed.model.data import read
-from numpyro_fed.model.indices import index_check
+from numpyro_fed.model.indices import IndexCheck
 from numpyro_fed.model.split import split
 
 Y = np.array([0.5, -1.0, 2.0], np.float32)
@@ -36,7 +36,7 @@ def test_global_ids_of_local_hospitals_are_refused():
 
 def test_values_decide_and_shapes_compile(compiled):
     silos = read([silo(0, 1, 1), silo(1, 0, 1), silo(-3, 0, 1), silo(2, 0, 1), silo(2, 0, 1, n=3)])
-    check = index_check(split(hospitals, silos[:1]))
+    check = IndexCheck(split(hospitals, silos[:1]).terms_at_zero)
     check(0, silos[0])
     before = len(compiled)
     check(1, silos[1])
@@ -90,7 +90,7 @@ def looking_up(how):
 )
 def test_what_the_text_says_about_an_index_out_of_range_holds(how, refused, compiled):
     data = read([silo(2, 0, 1)])
-    check = index_check(split(looking_up(how), data))
+    check = IndexCheck(split(looking_up(how), data).terms_at_zero)
     before = len(compiled)
     if refused:
         with pytest.raises(DataError, match=r"silo 0: .*'h' holds 0 to 2"):
@@ -109,7 +109,7 @@ def test_what_libraries_index_out_of_range_is_no_matter_and_hides_nothing():
             numpyro.sample("y", dist.Normal(u[h, 1, 0], 1), obs=y)
 
     data = read([silo(0, 1, 1), silo(0, 1, 2)])
-    check = index_check(split(model, data))
+    check = IndexCheck(split(model, data).terms_at_zero)
     check(0, data[0])
     with pytest.raises(DataError, match=r"silo 1: index 2 .*'h' holds 0 to 2"):
         check(1, data[1])

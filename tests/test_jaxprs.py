@@ -13,9 +13,9 @@ import pytest
 from jax import lax
 
 from numpyro_fed.model.jaxprs import (
+    Written,
     branches,
     called_program,
-    constants,
     inner_programs,
     pruned,
     scan,
@@ -115,7 +115,7 @@ def test_plain_operations_hold_no_program():
 @pytest.mark.parametrize("inside", [lambda f: f, jax.jit], ids=["outside", "in a jit"])
 def test_constants_are_found_wherever_they_are(inside):
     fn = inside(lambda x: lax.cond(x.sum() > 0.5, lambda x: x * TABLE, lambda x: x * 7.0, x))
-    found = [np.asarray(c) for c in constants(trace_program(fn, jnp.ones(3)))]
+    found = [np.asarray(c) for c in Written(trace_program(fn, jnp.ones(3))).numbers]
     assert any(np.array_equal(c, TABLE) for c in found)
     assert {0.5, 7.0} <= {float(c) for c in found if c.size == 1}
 
@@ -126,8 +126,8 @@ def test_a_program_keeps_what_its_outputs_need(inside):
     both = inside(lambda x: (x * TABLE, jnp.cos(x.sum() * other)))
     whole = trace_program(lambda x: both(x)[0], jnp.ones(3))
     kept = pruned(whole, [True])[0]
-    assert [np.shape(c) for c in constants(kept) if np.shape(c)] == [(3,)]
-    assert sum(np.shape(c) == (4,) for c in constants(whole)) == 1
+    assert [np.shape(c) for c in Written(kept).numbers if np.shape(c)] == [(3,)]
+    assert sum(np.shape(c) == (4,) for c in Written(whole).numbers) == 1
     assert len(kept.jaxpr.eqns) == 1
     assert "cos" not in str(kept.jaxpr)
 

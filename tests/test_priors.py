@@ -113,7 +113,9 @@ def test_the_density_of_the_children_is_what_they_add_to_the_prior(double):
     z_G = jax.random.normal(KEY, (fm.dim,), jnp.float64)
     terms = fm.prior_terms({}, z_G)
     expected = terms["above"] + terms["beta"] + terms["walk"]
-    np.testing.assert_allclose(fm.global_prior.log_density({}, z_G, funnel), expected, rtol=1e-12)
+    np.testing.assert_allclose(
+        fm.global_prior.log_density({}, z_G, funnel.children), expected, rtol=1e-12
+    )
 
 
 def test_children_are_drawn_from_their_prior_and_the_others_stay():
@@ -121,7 +123,7 @@ def test_children_are_drawn_from_their_prior_and_the_others_stay():
     (funnel,) = fm.global_prior.funnels
     z_G = jax.random.normal(KEY, (fm.dim,))
     n = 4_000
-    draws = jax.vmap(lambda key: fm.global_prior.draw(key, {}, z_G, funnel))(
+    draws = jax.vmap(lambda key: fm.global_prior.draw(key, {}, z_G, funnel.children))(
         jax.random.split(KEY, n)
     )
     at, drawn = (jax.vmap(lambda z: fm.constrain_global({}, z))(z) for z in (z_G[None], draws))
@@ -167,8 +169,8 @@ def test_draws_have_the_density_that_is_said(child):
 
     @jax.jit
     def at(key):
-        z = prior.draw(key, {}, jnp.full(fm.dim, 0.3), funnel)
-        return z, prior.log_density({}, z, funnel)
+        z = prior.draw(key, {}, jnp.full(fm.dim, 0.3), funnel.children)
+        return z, prior.log_density({}, z, funnel.children)
 
     z, log_p = (np.asarray(a, float) for a in jax.vmap(at)(jax.random.split(KEY, n)))
     (b,) = funnel.children

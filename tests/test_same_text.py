@@ -55,7 +55,7 @@ def rows(n, seed=0):
 
 def terms(model, by_value=False):
     (template,) = read([rows(8)])
-    return terms_of(split(model, [template]), template, by_value=by_value)
+    return terms_of(split(model, [template]).traces, template, by_value=by_value)
 
 
 @pytest.fixture(scope="module")

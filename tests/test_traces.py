@@ -168,7 +168,7 @@ def test_plain_supports_are_checked_without_a_program(likelihood, values, bad, c
             numpyro.sample("y", likelihood, obs=y)
 
     silos = read([dict(y=values)])
-    supports = Supports.of_silos(split(model, silos))
+    supports = Supports(split(model, silos).traces, "silo {}")
     kind = supports.traces.at(silos[0]).supports["y"]
     assert kind.plain
     before = len(compiled)

@@ -98,7 +98,7 @@ def log_prior_on_supports(fm: FederatedModel, theta: Mapping[str, Array], z_G: A
         terms = fm.prior_terms(dict(theta), z)
         total = jnp.zeros(())
         for s in top:
-            bijection = biject_to(fm.supports[s.name])
+            bijection = biject_to(fm.structure.supports[s.name])
             u = z[s.start : s.stop].reshape(s.shape)
             # The terms are densities in unconstrained space.
             log_det = bijection.log_abs_det_jacobian(u, bijection(u))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -299,20 +299,7 @@ def with_encoders(fm: FederatedModel, encoders: Mapping[str, Encoder]) -> Federa
     """Return the model with the networks' parameters among its shared parameters."""
     if not encoders:
         return fm
-
-    def init_theta(key: Array) -> dict[str, Any]:
-        keys = jax.random.split(jax.random.fold_in(key, 1), len(encoders))
-        encoder_params = {e.name: e.init(k) for e, k in zip(encoders.values(), keys, strict=True)}
-        return fm.init_theta(key) | encoder_params
-
-    def constrain_theta(theta: dict[str, Any]) -> dict[str, Any]:
-        names = {e.name for e in encoders.values()}
-        encoder_params = {name: theta[name] for name in names & set(theta)}
-        return (
-            fm.constrain_theta({k: v for k, v in theta.items() if k not in names}) | encoder_params
-        )
-
-    return fm._replace(init_theta=init_theta, constrain_theta=constrain_theta)
+    return replace(fm, networks={e.name: e.init for e in encoders.values()})
 
 
 def _learnt(module: Tree) -> Tree:

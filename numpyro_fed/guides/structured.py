@@ -23,7 +23,7 @@ from numpyro_fed.guides.numpyro_auto import from_autoguide
 from numpyro_fed.guides.rows import LocalGuide
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.sites import Plate, Site
+from numpyro_fed.model.sites import Plate, Site, Structure
 
 # Sizes up to which "auto" takes the richer guide.
 # Globals: a skewed guide has three times the parameters of a full one, and a loop over coordinates
@@ -298,8 +298,8 @@ class Latents(Protocol):
         ...
 
     @property
-    def supports(self) -> dict[str, Any]:
-        """Return the support of each global site, by name."""
+    def structure(self) -> Structure:
+        """Return the structure of the text, with the support of each global site."""
         ...
 
     @property
@@ -487,7 +487,7 @@ def _order(fm: FederatedModel) -> tuple[int, ...]:
 
 
 def _unbounded(fm: Latents, site: Site) -> bool:
-    support = fm.supports[site.name]
+    support = fm.structure.supports[site.name]
     base = getattr(support, "base_constraint", support)
     return base in (constraints.real, constraints.real_vector)
 

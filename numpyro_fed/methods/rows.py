@@ -64,13 +64,12 @@ from numpyro_fed.model.facts import (
     agree,
     check_plan,
     facts_of,
-    with_globals,
     with_terms,
 )
 from numpyro_fed.model.hosts import read_all
 from numpyro_fed.model.layout import Layout, layout_of
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.padding import Bucket, one_by_one, padded
+from numpyro_fed.model.padding import Bucket, one_by_one
 from numpyro_fed.model.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
 from numpyro_fed.model.split import split
 from numpyro_fed.programs import jit_once
@@ -350,7 +349,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         layout = layout_of(self._text(), [data])
         layout.arrange([data])
         fm, sizes = layout.model, layout.sizes[0]
-        facts = with_globals(facts_of(fm, data, sizes), fm, data)
+        facts = facts_of(fm, data, sizes, with_globals=True)
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
         return replace(facts, verdicts=self.value_checks(layout, self.prepare(fm), [stack]))
 
@@ -455,7 +454,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         draws = asked.read_settings().get("inner_draws", built.draws)
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
         bucket_of_one, checks = [Bucket((number,), ({},), stack)], RowChecks(built.model)
-        check_rows_apart(built.model, checks, draws, bucket_of_one)
+        check_rows_apart(checks, draws, bucket_of_one)
         if asked.name == INFLUENCE:
             refuse_coupled_rows(checks, bucket_of_one, "the influence of silos needs")
         searches = asked.name in {x.name for r in built.search_rounds for x in r.exchanges}
@@ -503,7 +502,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         plan = replace(agreed, facts=replace(agreed.facts, verdicts=verdicts))
         # Padding is a part of the key: whether rows may
         # be padded is a verdict on this run's values.
-        cache_key = (runtime, shapes, padded(buckets), plan)
+        cache_key = (runtime, shapes, any(b.data.masks for b in buckets), plan)
         if cache_key not in self._fits:
             plan = self._resolve_plan(layout.model, plan)
             built = self._build_checked(layout.model, plan, prepared)
@@ -517,7 +516,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
                 recipe=recipe(self, runtime),
             )
         fit = self._fits[cache_key]
-        check_rows_apart(fit.model, layout.checks, fit.draws, buckets)
+        check_rows_apart(layout.checks, fit.draws, buckets)
         # The host loop visits silos one by one, at their own sizes.
         if runtime == "host":
             buckets = one_by_one(read, layout.sizes)

@@ -30,7 +30,7 @@ from numpyro_fed.methods.mode import SEARCH
 from numpyro_fed.methods.recipe import for_silos
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
 from numpyro_fed.model.data import SiloData, read_one, signature
-from numpyro_fed.model.fingerprint import check_terms, client_terms, source_hash
+from numpyro_fed.model.fingerprint import check_terms, source_hash, terms_of
 from numpyro_fed.model.observed import Supports, as_bucket
 from numpyro_fed.model.padding import bucket, one_by_one
 from numpyro_fed.model.roles import (
@@ -41,6 +41,7 @@ from numpyro_fed.model.roles import (
     with_server_data,
 )
 from numpyro_fed.model.row_ids import check_same_digests, check_same_ids, digest, read_ids
+from numpyro_fed.model.traces import Traces
 from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan, shared_text
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalResult, VerticalStart
@@ -211,8 +212,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         if clients is not None:
             own = None if row_ids is None else row_ids[-1]
             return self._over(clients, args, kwargs, own)
-        text = Text.of(self.model, args, kwargs)
-        roles = split(text, share_response=self.share_response)
+        roles = split(Text.of(self.model, args, kwargs), share_response=self.share_response)
         if row_ids is not None:
             check_same_ids(row_ids, roles.model.rows, len(roles.clients))
         precision = str(jnp.result_type(float))
@@ -293,8 +293,11 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         check_same_digests(digests)
         plan = VerticalPlan(Shapes.of(read_one("the server", given)), clients, shared, ())
         pairs = zip(roles.model.clients, roles.clients, strict=True)
-        terms = (client_terms(*pair, by_value=plan.by_value) for pair in pairs)
-        return replace(plan, terms=tuple(terms)), roles
+        terms = tuple(
+            terms_of(Traces(party.text, split=False), data, by_value=plan.by_value)
+            for party, data in pairs
+        )
+        return replace(plan, terms=terms), roles
 
     def describe(self, silo: object, row_ids: ArrayLike | None = None) -> Shapes:
         """Return the facts of a client's columns: shapes, dtypes, plain values, digest of ids."""
@@ -334,7 +337,8 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
                 "plan must be made from the facts of this client, as the client of this number."
             )
         roles, by_value = self._roles(plan), plan.by_value
-        mine = client_terms(roles.model.clients[number], roles.clients[number], by_value=by_value)
+        traces = Traces(roles.model.clients[number].text, split=False)
+        mine = terms_of(traces, roles.clients[number], by_value=by_value)
         check_terms(plan.terms[number], mine, f"client {number}", by_value=by_value)
 
     def build(self, plan: VerticalPlan) -> VerticalBuilt:

@@ -40,21 +40,12 @@ T = TypeVar("T")
 
 
 class SiloChange(NamedTuple):
-    """A change of a silo's latents and data, by silo plate. Plates that it does not name stay.
+    """A change of a silo's latents and data, by silo plate. Plates that it does not name stay."""
 
-    Attributes
-    ----------
-    steps : dict of str to array (rows, dim)
-        Added to the latents of the rows.
-    source : dict of str to int array (rows,)
-        The row from which each row takes its data.
-    cut : bool
-        Whether latents and masks are taken from ``source``, too. Rows that it does not name are
-        then left out.
-    """
-
-    steps: Mapping[str, Array]
-    source: Mapping[str, Array]
+    steps: Mapping[str, Array]  # added to the latents of the rows
+    source: Mapping[str, Array]  # the row from which each row takes its data
+    # whether latents and masks are taken from source, too. Rows that it does not name are
+    # then left out
     cut: bool = False
 
     def of(self, z_L: Rows, data: SiloData, keys: Mapping[str, str]) -> tuple[Rows, SiloData]:
@@ -83,11 +74,7 @@ def changed_terms(
     ``silo`` has latents and data. ``ways`` is a stack of anything, of which ``change`` makes one
     change each; ``at_once`` of them are computed side by side.
     """
-
-    def after(way: T) -> Rows:
-        return terms(*change(way).of(*silo, keys))
-
-    return jax.lax.map(after, ways, batch_size=at_once)
+    return jax.lax.map(lambda way: terms(*change(way).of(*silo, keys)), ways, batch_size=at_once)
 
 
 def terms_agree(after: Array, before: Array, rtol: float = TOLERANCE) -> Array:
@@ -107,23 +94,14 @@ class ChangedRow(NamedTuple):
 
 
 class Perturbation(NamedTuple):
-    """A series of changes of some rows of one plate, either of their latents or of their data.
-
-    Attributes
-    ----------
-    plate : str
-    some : bool array (times, rows)
-        The rows that change each time. A NumPy array if there are ``steps``.
-    steps : array (rows, dim), optional
-        Added to the latents of these rows.
-    source : int array (times, rows), optional
-        The rows from which these rows take their data.
-    """
+    """A series of changes of some rows of one plate, either of their latents or of their data."""
 
     plate: str
+    # bool array (times, rows): the rows that change each time. A NumPy array if there are
+    # steps
     some: Array | np.ndarray
-    steps: Array | None = None
-    source: Array | None = None
+    steps: Array | None = None  # added to the latents of these rows
+    source: Array | None = None  # the rows from which these rows take their data
 
 
 def first_changed_rows(
@@ -233,7 +211,7 @@ def separable(
     the data (the sum over the members of a group).
     """
     by_plate: dict[str, tuple[str, ...]] = {}
-    for plate in sizes[0] if not fm.nested else ():
+    for plate in sizes[0] if not fm.structure.nested else ():
         j = max(range(len(silos)), key=lambda j: sizes[j][plate])
         keys = [key for key, p in rows.items() if p == plate]
         alike = len({size[plate] for size in sizes}) == 1

@@ -17,7 +17,6 @@ import numpyro
 from jax import Array
 from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
-from numpyro.distributions.transforms import Transform
 from numpyro.distributions.util import sum_rightmost
 
 from numpyro_fed.errors import ModelError
@@ -53,7 +52,15 @@ def constrained(site: dict[str, Any], unconstrained: Array) -> Array:
     # NumPyro asks for one step's value in the body of a scan; ours are stacked over all steps.
     step = site["infer"].get("_scan_current_index")
     if step is not None:
-        unconstrained = step_value(site, bijection, unconstrained[step])
+        unconstrained = unconstrained[step]
+        shape = bijection.inverse_shape(site["kwargs"]["sample_shape"] + tuple(site["fn"].shape()))
+        if unconstrained.size != math.prod(shape):
+            raise ModelError(
+                f"site '{site['name']}' has the shape {unconstrained.shape} at one step of a scan, "
+                f"where {shape} was expected. A scan in the body of another one is not supported: "
+                "write one of them as a Python loop."
+            )
+        unconstrained = unconstrained.reshape(shape)
     value = bijection(unconstrained)
     # The identity returns its argument itself, and needs no factor.
     if value is not unconstrained:
@@ -63,18 +70,6 @@ def constrained(site: dict[str, Any], unconstrained: Array) -> Array:
         log_det = sum_rightmost(log_det, jnp.ndim(log_det) - batch_dim)
         numpyro.factor(f"_{site['name']}_log_det", log_det)
     return value
-
-
-def step_value(site: dict[str, Any], bijection: Transform, unconstrained: Array) -> Array:
-    """Return one step's unconstrained value of a site in the body of a scan, in its shape there."""
-    shape = bijection.inverse_shape(site["kwargs"]["sample_shape"] + tuple(site["fn"].shape()))
-    if unconstrained.size != math.prod(shape):
-        raise ModelError(
-            f"site '{site['name']}' has the shape {unconstrained.shape} at one step of a scan, "
-            f"where {shape} was expected. A scan in the body of another one is not supported: "
-            "write one of them as a Python loop."
-        )
-    return unconstrained.reshape(shape)
 
 
 def sum_rows(value: Array) -> Array:
@@ -124,8 +119,3 @@ def trace_at(
         trace = handlers.trace(seeded).get_trace(**data.kwargs)
         sampled = {n: s for n, s in trace.items() if s["type"] == "sample"}
         return {n: log_prob(s) for n, s in sampled.items()}, trace
-
-
-def log_det_owners(sites: Sequence[Site]) -> dict[str, str]:
-    """Return the latent that each factor with a log-determinant belongs to, {factor: latent}."""
-    return {f"_{s.name}_log_det": s.name for s in sites if s.kind == "latent"}

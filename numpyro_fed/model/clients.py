@@ -41,17 +41,18 @@ class Clients:
     predictors: tuple[Callable[..., Any], ...]
     columns: tuple[Any, ...]
 
-    def __len__(self) -> int:
-        return len(self.columns)
-
     def scope(self, j: int) -> str:
         """Return the prefix of a client's sites."""
         return f"{self.name}_{j}"
 
-    def predict(self, j: int, columns: object) -> Array:
-        """Return the predictor of client ``j``, (rows, ...), its sites in the client's scope."""
-        with handlers.scope(prefix=self.scope(j)):
-            return jnp.asarray(self.predictors[j](columns))
+    def predictions(self) -> list[Array]:
+        """Return each client's predictor, (rows, ...), its sites in the client's scope."""
+        found = []
+        for j, g in enumerate(self.predictors):
+            with handlers.scope(prefix=self.scope(j)):
+                found.append(jnp.asarray(g(self.columns[j])))
+        check_predictions(self, found)
+        return found
 
     def auxiliary(self, j: int, g: Array, rho: float) -> Array:
         """Sample a client's auxiliary variable: normal about its predictor, with sd ``rho``."""
@@ -114,56 +115,6 @@ def client_sum(
     >>> [name for name, site in trace.items() if site["type"] == "sample"]
     ['client_0/beta', 'client_1/beta', 'y']
     """
-    # A message of a type of its own: NumPyro's handlers let it pass, and apply_stack calls "fn"
-    # unless a handler has replaced it.
-    msg = {
-        "type": "client_sum",
-        "fn": _plain_sum,
-        "args": (_read(name, predictor, clients),),
-        "kwargs": {},
-        "value": None,
-        "cond_indep_stack": [],
-    }
-    return apply_stack(msg)["value"]
-
-
-def _plain_sum(clients: Clients) -> Array:
-    return total(clients, [clients.predict(j, x) for j, x in enumerate(clients.columns)])
-
-
-def total(clients: Clients, predictions: Sequence[Array]) -> Array:
-    """Return the sum of the clients' predictions, (rows, ...), after a check of their shapes."""
-    check_predictions(clients, predictions)
-    return sum(predictions[1:], predictions[0])
-
-
-def check_predictions(clients: Clients, predictions: Sequence[Any]) -> None:
-    """Refuse predictions whose shapes or dtypes differ, or that do not run over the rows."""
-    first = predictions[0]
-    for j, g in enumerate(predictions):
-        if g.shape != first.shape or g.dtype != first.dtype:
-            raise ModelError(
-                f"the predictor of client {j} in client_sum '{clients.name}' returned the shape "
-                f"{g.shape} and dtype {g.dtype}, that of client 0 {first.shape} and {first.dtype}. "
-                "All must return the same: one row for each row of the columns."
-            )
-        if not g.shape or rows_of(clients.columns[j]) not in (None, g.shape[0]):
-            raise ModelError(
-                f"the predictor of client {j} in client_sum '{clients.name}' was given "
-                f"{rows_of(clients.columns[j])} rows and returned the shape {g.shape}. Its first "
-                "axis must run over the rows."
-            )
-
-
-def rows_of(columns: object) -> int | None:
-    """Return the number of rows of a client's columns; None if its arrays do not agree."""
-    lengths = {np.shape(a)[0] for a in jax.tree.leaves(columns) if np.ndim(a)}
-    return lengths.pop() if len(lengths) == 1 else None
-
-
-def _read(
-    name: str, predictor: Callable[..., Any] | Sequence[Callable[..., Any]], clients: object
-) -> Clients:
     if isinstance(clients, np.ndarray | Array) or not isinstance(clients, Sequence):
         raise DataError(
             f"client_sum '{name}': expected a list with the columns of each client, got "
@@ -193,26 +144,56 @@ def _read(
                 f"client_sum '{name}': client {j} holds {n} rows, client 0 holds {rows[0]}. Every "
                 "client must hold the same rows, in the same order."
             )
-    return Clients(name, tuple(predictors), tuple(clients))
+    # A message of a type of its own: NumPyro's handlers let it pass, and apply_stack calls "fn"
+    # unless a handler has replaced it.
+    msg = {
+        "type": "client_sum",
+        "fn": total,
+        "args": (Clients(name, tuple(predictors), tuple(clients)),),
+        "kwargs": {},
+        "value": None,
+        "cond_indep_stack": [],
+    }
+    return apply_stack(msg)["value"]
+
+
+def total(clients: Clients) -> Array:
+    """Return the sum of the clients' predictors, (rows, ...)."""
+    g = clients.predictions()
+    return sum(g[1:], g[0])
+
+
+def check_predictions(clients: Clients, predictions: Sequence[Any]) -> None:
+    """Refuse predictions whose shapes or dtypes differ, or that do not run over the rows."""
+    first = predictions[0]
+    for j, g in enumerate(predictions):
+        if g.shape != first.shape or g.dtype != first.dtype:
+            raise ModelError(
+                f"the predictor of client {j} in client_sum '{clients.name}' returned the shape "
+                f"{g.shape} and dtype {g.dtype}, that of client 0 {first.shape} and {first.dtype}. "
+                "All must return the same: one row for each row of the columns."
+            )
+        if not g.shape or rows_of(clients.columns[j]) not in (None, g.shape[0]):
+            raise ModelError(
+                f"the predictor of client {j} in client_sum '{clients.name}' was given "
+                f"{rows_of(clients.columns[j])} rows and returned the shape {g.shape}. Its first "
+                "axis must run over the rows."
+            )
+
+
+def rows_of(columns: object) -> int | None:
+    """Return the number of rows of a client's columns; None if its arrays do not agree."""
+    lengths = {np.shape(a)[0] for a in jax.tree.leaves(columns) if np.ndim(a)}
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 class at_client_sum(Messenger):
-    """A handler that computes the value of a ``client_sum`` in another way, and records it.
-
-    Parameters
-    ----------
-    compute : callable
-        ``compute(clients)`` returns the value.
-    """
+    """A handler that computes the value of a ``client_sum`` by ``compute(clients)``."""
 
     def __init__(self, compute: Callable[[Clients], Any]):
         self.compute, self.met = compute, list[Clients]()
         self.inside = False  # whether ``compute`` runs: messages are then a client's
         super().__init__()
-
-    def __enter__(self) -> at_client_sum:
-        super().__enter__()
-        return self
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "client_sum":
@@ -304,13 +285,12 @@ def augment(model: Callable[..., Any], rho: float) -> Callable[..., Any]:
     rho = positive_rho(rho)
 
     def noisy_sum(clients: Clients) -> Array:
-        g = [clients.predict(j, x) for j, x in enumerate(clients.columns)]
-        total(clients, g)
-        z = [clients.auxiliary(j, g_j, rho) for j, g_j in enumerate(g)]
+        z = [clients.auxiliary(j, g, rho) for j, g in enumerate(clients.predictions())]
         return sum(z[1:], z[0])
 
     def augmented(*args: object, **kwargs: object) -> Any:
-        with at_client_sum(noisy_sum) as at:
+        at = at_client_sum(noisy_sum)
+        with at:
             out = model(*args, **kwargs)
         at.only()
         return out
@@ -374,22 +354,22 @@ def power_likelihood(model: Callable[..., Any], rho: float) -> Callable[..., Any
         predicted: dict[str, list[Array]] = {"g": [], "z": []}
 
         def true_sum(clients: Clients) -> Array:
-            g = [clients.predict(j, x) for j, x in enumerate(clients.columns)]
+            g = clients.predictions()
             predicted["z"] = [clients.auxiliary(j, g_j, rho) for j, g_j in enumerate(g)]
             predicted["g"] = g
-            return total(clients, g)
+            return sum(g[1:], g[0])
 
         at = at_client_sum(true_sum)
 
-        def in_likelihood(msg: dict[str, Any]) -> bool:
-            return msg["type"] == "sample" and msg["is_observed"] and not at.inside
-
         # The model runs twice. Here latents get their messages, and observed sites are hidden from
         # outer handlers: factors replace them below.
-        with handlers.block(hide_fn=in_likelihood), handlers.trace() as trace, at:
+        hidden = handlers.block(
+            hide_fn=lambda msg: msg["type"] == "sample" and msg["is_observed"] and not at.inside
+        )
+        with hidden, handlers.trace() as trace, at:
             out = model(*args, **kwargs)
         clients = at.only()
-        scopes = tuple(f"{clients.scope(j)}/" for j in range(len(clients)))
+        scopes = tuple(f"{clients.scope(j)}/" for j in range(len(clients.columns)))
         server_sites = {n: s for n, s in trace.items() if not n.startswith(scopes)}
         observed = [
             n for n, s in server_sites.items() if s["type"] == "sample" and s["is_observed"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,36 +35,25 @@ Made = TypeVar("Made")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SiloData:
-    """The data of one silo, or of a stack of silos of one shape: a pytree.
+    """The data of one silo, or of a stack of silos of one shape: a pytree."""
 
-    Attributes
-    ----------
-    arrays : dict of str to array
-        The array-valued keyword arguments of the model. Arrays inside of a dict or a list have
-        names such as ``"x.age"`` and ``"x.0"``.
-    masks : dict of str to bool array of shape (size,)
-        For each silo plate that was padded: which rows are real. Plates that were not padded
-        are left out.
-    weights : dict of str to () array
-        How often each row of a silo plate counts, if a minibatch stands for all rows.
-    static : tuple of (str, value)
-        Python ints, bools, strings and None: part of the program, not of its input.
-    treedef : (PyTreeDef, names), optional
-        The structure of arguments that are trees, and the names of their leaves.
-    missing : tuple of str
-        The arrays in which NaN stands for an outcome that is missing, at this silo or another one.
-    columns : tuple of (str, tuple of str)
-        The names of the columns of arrays that come from DataFrames.
-    """
-
+    # the array-valued keyword arguments of the model. Arrays inside of a dict or a list have
+    # names such as "x.age" and "x.0"
     arrays: dict[str, Any]
+    # for each silo plate that was padded: which rows are real. Plates that were not padded
+    # are left out
     masks: dict[str, Any] = field(default_factory=dict)
+    # how often each row of a silo plate counts, if a minibatch stands for all rows
     weights: dict[str, Any] = field(default_factory=dict, kw_only=True)
+    # Python ints, bools, strings and None by name: part of the program, not of its input
     static: tuple[tuple[str, Any], ...] = field(default=(), metadata={"static": True})
+    # the structure of arguments that are trees, and the names of their leaves
     treedef: tuple[PyTreeDef, tuple[str, ...]] | None = field(
         default=None, metadata={"static": True}
     )
+    # the arrays in which NaN stands for an outcome that is missing, here or at another silo
     missing: tuple[str, ...] = field(default=(), kw_only=True, metadata={"static": True})
+    # the names of the columns of arrays that come from DataFrames
     columns: tuple[tuple[str, tuple[str, ...]], ...] = field(
         default=(), kw_only=True, metadata={"static": True}
     )
@@ -116,13 +105,7 @@ class ReadSilos(Sequence[SiloData]):
     def __len__(self) -> int:
         return len(self._silos)
 
-    @overload
-    def __getitem__(self, i: int) -> SiloData: ...
-
-    @overload
-    def __getitem__(self, i: slice) -> tuple[SiloData, ...]: ...
-
-    def __getitem__(self, i: int | slice) -> SiloData | tuple[SiloData, ...]:
+    def __getitem__(self, i: Any) -> Any:
         return self._silos[i]
 
     def once(self, text: Callable[..., Any], make: Callable[[], Made]) -> Made:
@@ -133,15 +116,9 @@ class ReadSilos(Sequence[SiloData]):
         return made
 
 
-def _parts(silos: ReadSilos) -> tuple[tuple[SiloData, ...], None]:
-    return tuple(silos), None
-
-
-def _together(_: None, silos: tuple[SiloData, ...]) -> ReadSilos:
-    return ReadSilos(silos)
-
-
-jax.tree_util.register_pytree_node(ReadSilos, _parts, _together)
+jax.tree_util.register_pytree_node(
+    ReadSilos, lambda silos: (silos[:], None), lambda _, silos: ReadSilos(silos)
+)
 
 SiloInput: TypeAlias = Mapping[str, Any] | Frame
 SilosInput: TypeAlias = Sequence[SiloInput] | ReadSilos
@@ -155,17 +132,9 @@ def read(silos: SilosInput, model: Callable[..., Any] | None = None) -> ReadSilo
     missing, the model's text says (:mod:`numpyro_fed.model.missing`). Data that were read already
     are returned as they are. A model with a method ``of_silos`` adds arrays of its own to each
     silo's data, such as the number of the silo's block of a site.
-
-    Raises
-    ------
-    DataError
-        For an empty list, silos with different keys, dtypes, columns or numbers of axes, infinity,
-        or a value that is not an array, a number, a string, None or a tree of these.
     """
-    return silos if isinstance(silos, ReadSilos) else _read(silos, model)
-
-
-def _read(silos: Sequence[SiloInput], model: Callable[..., Any] | None) -> ReadSilos:
+    if isinstance(silos, ReadSilos):
+        return silos
     if isinstance(silos, Mapping) or not isinstance(silos, Sequence):
         raise DataError(
             "silos must be a list with one dict of keyword arguments for each silo, "
@@ -173,39 +142,33 @@ def _read(silos: Sequence[SiloInput], model: Callable[..., Any] | None) -> ReadS
         )
     if not silos:
         raise DataError("the list of silos is empty: pass one dict of arrays for each silo.")
-    columns = [column_names(silo) for silo in silos]
-    arguments = None if model is None else argument_names(model)
-    plain = [as_dict(f"silo {j}", silo, arguments) for j, silo in enumerate(silos)]
-    _check_complete(silos, model)
+    names = None if model is None else argument_names(model)
+    plain = [as_dict(f"silo {j}", silo, names) for j, silo in enumerate(silos)]
+    frames = {j: set(silo.columns) for j, silo in enumerate(silos) if is_frame(silo)}
+    if frames and names and model is not None:
+        parameters = inspect.signature(model).parameters
+        needed = [n for n in names if parameters[n].default is inspect.Parameter.empty]
+        for j, of_frame in frames.items():
+            if lacking := [name for name in needed if name not in of_frame]:
+                raise DataError(
+                    f"silo {j} is a DataFrame with the columns {sorted(of_frame)}, which lacks "
+                    f"{lacking} of the model's arguments {names}. What is no number of a row, such "
+                    "as a number of hospitals, is passed beside the columns: "
+                    f"dict({{c: df[c] for c in df.columns}}, {lacking[0]}=...)."
+                )
     all_data = with_model_data(model, plain)
     found = [read_one(f"silo {j}", s, may_miss=True) for j, s in enumerate(all_data)]
-    found = _with_missing(found)
+    # Whole numbers that are missing at some silo are floats there, beside NaN. They become floats
+    # at the silos that have all of them, so that all silos hold the same kind.
+    missing = tuple(sorted({name for silo in found for name in silo.missing}))
+    for arrays in (silo.arrays for silo in found):
+        for name in filter(arrays.__contains__, missing):
+            floats = arrays[name].astype(jnp.result_type(float))
+            if np.array_equal(floats, arrays[name]):
+                arrays[name] = floats
     _check_alike(found)
-    common = common_columns(columns)
-    return ReadSilos(replace(silo, columns=common) for silo in found)
-
-
-def _check_complete(silos: Sequence[SiloInput], model: Callable[..., Any] | None) -> None:
-    """Raise an error if a silo that is a DataFrame has no column for one of a model's arguments.
-
-    Raises
-    ------
-    DataError
-    """
-    frames = {j: set(silo.columns) for j, silo in enumerate(silos) if is_frame(silo)}
-    names = argument_names(model) if frames and model is not None else None
-    if not names or model is None:
-        return
-    parameters = inspect.signature(model).parameters
-    needed = [n for n in names if parameters[n].default is inspect.Parameter.empty]
-    for j, columns in frames.items():
-        if lacking := [name for name in needed if name not in columns]:
-            raise DataError(
-                f"silo {j} is a DataFrame with the columns {sorted(columns)}, which lacks "
-                f"{lacking} of the model's arguments {names}. What is no number of a row, such as "
-                "a number of hospitals, is passed beside the columns: "
-                f"dict({{c: df[c] for c in df.columns}}, {lacking[0]}=...)."
-            )
+    columns = common_columns([column_names(silo) for silo in silos])
+    return ReadSilos(replace(silo, missing=missing, columns=columns) for silo in found)
 
 
 def argument_names(model: Callable[..., Any]) -> list[str] | None:
@@ -217,28 +180,6 @@ def argument_names(model: Callable[..., Any]) -> list[str] | None:
     return (
         None if any(p.kind is p.VAR_KEYWORD for p in parameters) else [p.name for p in parameters]
     )
-
-
-def _with_missing(silos: Sequence[SiloData]) -> list[SiloData]:
-    """Return the silos, each with the names of what is missing at some silo.
-
-    Whole numbers that are missing somewhere are floats there, beside NaN. They become floats at
-    the silos that have all of them, so that all silos hold the same kind.
-    """
-    missing = tuple(sorted({name for silo in silos for name in silo.missing}))
-
-    def as_floats(array: np.ndarray) -> np.ndarray:
-        floats = array.astype(jnp.result_type(float))
-        return floats if np.array_equal(floats, array) else array
-
-    return [
-        replace(
-            silo,
-            missing=missing,
-            arrays={k: as_floats(a) if k in missing else a for k, a in silo.arrays.items()},
-        )
-        for silo in silos
-    ]
 
 
 def common_columns(
@@ -256,12 +197,7 @@ def common_columns(
 def check_columns(
     owner: str, name: str, found: Sequence[str], expected: Sequence[str], other: str
 ) -> None:
-    """Raise an error if a DataFrame has other columns than another one, or in another order.
-
-    Raises
-    ------
-    DataError
-    """
+    """Raise an error if a DataFrame has other columns than another one, or in another order."""
     if tuple(found) == tuple(expected):
         return
     lacking = [c for c in expected if c not in found]
@@ -312,24 +248,20 @@ def read_one(owner: str, data: Mapping[str, Any], *, may_miss: bool = False) -> 
         if value is None or isinstance(value, bool | int | str):
             static.append((name, value))
         else:
-            arrays[name] = _read_array(owner, name, value)
-            nan = arrays[name].dtype.kind == "f" and bool(np.isnan(arrays[name]).any())
-            missing += [name] * nan
-    if missing and not may_miss:
-        raise DataError(_not_finite(owner, missing[0], arrays[missing[0]]))
+            array = arrays[name] = _read_array(owner, name, value)
+            if array.dtype.kind != "f" or np.isfinite(array).all():
+                continue
+            if not may_miss or np.isinf(array).any():
+                raise DataError(
+                    f"{owner}, '{name}': {(~np.isfinite(array)).sum()} of {array.size} values are "
+                    "NaN or infinite. Mark missing rows by a mask array in the data and "
+                    "numpyro.handlers.mask around the site, and put any finite number in their "
+                    "place."
+                )
+            missing.append(name)
     nested = any(len(path) > 1 for path, _ in paths) or len(names) < len(data)
     trees = (tree, names) if nested else None
     return SiloData(arrays, {}, tuple(static), trees, missing=tuple(missing), columns=columns)
-
-
-def _not_finite(owner: str, name: str, array: np.ndarray) -> str:
-    """Return the message about values that are not finite where a number is needed."""
-    bad = int((~np.isfinite(array)).sum())
-    return (
-        f"{owner}, '{name}': {bad} of {array.size} values are NaN or infinite. Mark "
-        "missing rows by a mask array in the data and numpyro.handlers.mask around the "
-        "site, and put any finite number in their place."
-    )
 
 
 def is_leaf(value: object) -> bool:
@@ -337,13 +269,14 @@ def is_leaf(value: object) -> bool:
 
     A list that holds arrays is a tree.
     """
-    return value is None or (type(value) in (list, tuple) and _all_numbers(value))
-
-
-def _all_numbers(value: object) -> bool:
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return all(map(_all_numbers, value))
-    return value is not None and not isinstance(value, dict) and getattr(value, "ndim", 0) == 0
+    if not isinstance(value, list | tuple) or type(value) not in (list, tuple):
+        return value is None
+    return all(
+        is_leaf(part)
+        if type(part) in (list, tuple)
+        else part is not None and not isinstance(part, dict) and getattr(part, "ndim", 0) == 0
+        for part in value
+    )
 
 
 def _read_array(owner: str, name: str, value: object) -> np.ndarray:
@@ -380,9 +313,8 @@ def _read_array(owner: str, name: str, value: object) -> np.ndarray:
             "smaller (an index from 0, say), or enable double precision by "
             "jax.config.update('jax_enable_x64', True)."
         )
-    if array.dtype.kind == "f" and np.isinf(array).any():
-        raise DataError(_not_finite(owner, name, array))
-    if array.size and array.dtype.itemsize < original.dtype.itemsize and array.dtype.kind == "f":
+    narrower = array.dtype.kind == "f" and array.dtype.itemsize < original.dtype.itemsize
+    if narrower and array.size and not np.isinf(array).any():
         _check_cast(owner, name, original, array)
     return array
 
@@ -430,30 +362,29 @@ def _check_alike(silos: Sequence[SiloData]) -> None:
                 "Every silo must hold the same keyword arguments; None says that one is missing."
             )
         for name, value in silo.leaves.items():
-            if value is not None:
-                _check_kind(name, j, value, *first.setdefault(name, (j, value)))
-
-
-def _check_kind(name: str, j: int, value: object, i: int, other: object) -> None:
-    if isinstance(value, np.ndarray) != isinstance(other, np.ndarray):
-        raise DataError(
-            f"silo {j}, '{name}': an array at one silo and a plain Python value at another "
-            f"(silo {i} has {other!r:.40}). Use the same kind of value everywhere."
-        )
-    if not isinstance(value, np.ndarray) or not isinstance(other, np.ndarray):
-        return
-    if value.dtype != other.dtype:
-        common = jnp.promote_types(value.dtype, other.dtype)
-        silos = [f"silo {k}" for k, a in ((j, value), (i, other)) if a.dtype != common]
-        raise DataError(
-            f"silo {j}, '{name}' has dtype {value.dtype} but silo {i} has {other.dtype}. Convert "
-            f"'{name}' of {' and '.join(silos)} with .astype('{common}'), which holds both."
-        )
-    if value.ndim != other.ndim:
-        raise DataError(
-            f"silo {j}, '{name}' has shape {value.shape} but silo {i} has {other.shape}. Sizes "
-            "may differ between silos, but not the number of axes."
-        )
+            if value is None:
+                continue
+            i, other = first.setdefault(name, (j, value))
+            if isinstance(value, np.ndarray) != isinstance(other, np.ndarray):
+                raise DataError(
+                    f"silo {j}, '{name}': an array at one silo and a plain Python value at another "
+                    f"(silo {i} has {other!r:.40}). Use the same kind of value everywhere."
+                )
+            if not isinstance(value, np.ndarray):
+                continue
+            if value.dtype != other.dtype:
+                common = jnp.promote_types(value.dtype, other.dtype)
+                who = [f"silo {k}" for k, a in ((j, value), (i, other)) if a.dtype != common]
+                raise DataError(
+                    f"silo {j}, '{name}' has dtype {value.dtype} but silo {i} has {other.dtype}. "
+                    f"Convert '{name}' of {' and '.join(who)} with .astype('{common}'), which "
+                    "holds both."
+                )
+            if value.ndim != other.ndim:
+                raise DataError(
+                    f"silo {j}, '{name}' has shape {value.shape} but silo {i} has {other.shape}. "
+                    "Sizes may differ between silos, but not the number of axes."
+                )
 
 
 def signature(data: SiloData) -> tuple[Hashable, ...]:

@@ -141,22 +141,33 @@ def _floats(*values: ArrayLike) -> list[Array]:
     return [jnp.asarray(v, jnp.result_type(v, float)) for v in values]
 
 
-def _gamma_poisson(d: Any, value: ArrayLike) -> Array:
-    a, rate, y = _floats(d.concentration, d.rate, value)
+def _formula(names: str, f: Callable[..., Array]) -> LogProb:
+    """Return the log density that is ``f`` of a value and of these parameters, all as floats."""
+
+    def log_density(d: Any, value: ArrayLike) -> Array:
+        return f(*_floats(value, *(getattr(d, name) for name in names.split())))
+
+    return log_density
+
+
+def _log_choices(n: Array, y: Array) -> Array:
+    return gammaln(n + 1) - gammaln(y + 1) - gammaln(n - y + 1)
+
+
+def _gamma_poisson(y: Array, a: Array, rate: Array) -> Array:
     # A mean of zero is an infinite rate.
     excess = -a * jnp.log1p(1 / rate) - y * jnp.log1p(jnp.where(y == 0, 1.0, rate))
     return log_rising(a, y) - gammaln(y + 1) + excess
 
 
-def _negative_binomial_probs(d: Any, value: ArrayLike) -> Array:
-    n, p, y = _floats(d.total_count, d.probs, value)
-    return log_rising(n, y) - gammaln(y + 1) + _times_log1m(n, p) + times_log(y, p)
-
-
-def _negative_binomial_logits(d: Any, value: ArrayLike) -> Array:
-    n, logits, y = _floats(d.total_count, d.logits, value)
+def _negative_binomial_logits(y: Array, n: Array, logits: Array) -> Array:
     excess = -n * softplus(logits) - y * softplus(jnp.where(y == 0, 0.0, -logits))
     return log_rising(n, y) - gammaln(y + 1) + excess
+
+
+def _beta_negative_binomial(y: Array, a: Array, b: Array, n: Array) -> Array:
+    of_beta = log_rising(a, y) + log_rising(b, n) - log_rising(a + b, n + y)
+    return log_rising(n, y) - gammaln(y + 1) + of_beta
 
 
 def _log_gamma_density(a: Array, rate: Array, y: Array) -> Array:
@@ -179,13 +190,8 @@ def _log_gamma_density(a: Array, rate: Array, y: Array) -> Array:
     return jnp.where(is_near, near, away) + jnp.where(is_large, at_mean, of_small)
 
 
-def _gamma(d: Any, value: ArrayLike) -> Array:
-    return _log_gamma_density(*_floats(d.concentration, d.rate, value))
-
-
-def _dirichlet(d: Any, value: ArrayLike) -> Array:
+def _dirichlet(x: Array, a: Array) -> Array:
     # Independent gamma variables of one rate have shares that do not depend on their total.
-    a, x = _floats(d.concentration, value)
     total, one = a.sum(-1), x.sum(-1)
     shares = _log_gamma_density(a, total[..., None], x).sum(-1)
     # The sum of x is one. Off the simplex the derivatives go on as those of x ** (a - 1).
@@ -193,27 +199,13 @@ def _dirichlet(d: Any, value: ArrayLike) -> Array:
     return shares - _log_gamma_density(total, total, jnp.ones_like(total)) + beyond
 
 
-def _beta_binomial(d: Any, value: ArrayLike) -> Array:
-    a, b, n, y = _floats(d.concentration1, d.concentration0, d.total_count, value)
-    choices = gammaln(n + 1) - gammaln(y + 1) - gammaln(n - y + 1)
-    return choices + log_rising(a, y) + log_rising(b, n - y) - log_rising(a + b, n)
-
-
-def _beta_negative_binomial(d: Any, value: ArrayLike) -> Array:
-    a, b, n, y = _floats(d.concentration1, d.concentration0, d.n, value)
-    of_beta = log_rising(a, y) + log_rising(b, n) - log_rising(a + b, n + y)
-    return log_rising(n, y) - gammaln(y + 1) + of_beta
-
-
-def _dirichlet_multinomial(d: Any, value: ArrayLike) -> Array:
-    a, y = _floats(d.concentration, value)
+def _dirichlet_multinomial(y: Array, a: Array) -> Array:
     parts = (log_rising(a, y) - gammaln(y + 1)).sum(-1)
     total = y.sum(-1)
     return parts + gammaln(total + 1) - log_rising(a.sum(-1), total)
 
 
-def _student_t(d: Any, value: ArrayLike) -> Array:
-    df, loc, scale, y = _floats(d.df, d.loc, d.scale, value)
+def _student_t(y: Array, df: Array, loc: Array, scale: Array) -> Array:
     ratio = log_rising(0.5 * df, 0.5) - 0.5 * jnp.log(math.pi * df)
     return ratio - jnp.log(scale) - 0.5 * (df + 1) * jnp.log1p(((y - loc) / scale) ** 2 / df)
 
@@ -227,31 +219,14 @@ def _multivariate_student_t(d: Any, value: ArrayLike) -> Array:
     return at_centre + ratio - 0.5 * (df + n) * jnp.log1p(squared / df)
 
 
-def _bernoulli_probs(d: Any, value: ArrayLike) -> Array:
-    p, y = _floats(clamp_probs(d.probs), value)
+def _bernoulli_probs(y: Array, p: Array) -> Array:
+    p = clamp_probs(p)
     return times_log(y, p) + _times_log1m(1 - y, p)
 
 
-def _bernoulli_logits(d: Any, value: ArrayLike) -> Array:
-    logits, y = _floats(d.logits, value)
-    return y * logits - softplus(logits)
-
-
-def _binomial_logits(d: Any, value: ArrayLike) -> Array:
-    n, logits, y = _floats(d.total_count, d.logits, value)
-    choices = gammaln(n + 1) - gammaln(y + 1) - gammaln(n - y + 1)
-    return choices + y * logits - n * softplus(logits)
-
-
-def _binomial_probs(d: Any, value: ArrayLike) -> Array:
-    n, p, y = _floats(d.total_count, clamp_probs(d.probs), value)
-    choices = gammaln(n + 1) - gammaln(y + 1) - gammaln(n - y + 1)
-    return choices + times_log(y, p) + _times_log1m(n - y, p)
-
-
-def _geometric_probs(d: Any, value: ArrayLike) -> Array:
-    p, y = _floats(d.probs, value)
-    return jnp.log(p) + _times_log1m(y, p)
+def _binomial_probs(y: Array, n: Array, p: Array) -> Array:
+    p = clamp_probs(p)
+    return _log_choices(n, y) + times_log(y, p) + _times_log1m(n - y, p)
 
 
 def _times_log1m(k: Array, p: Array) -> Array:
@@ -264,11 +239,6 @@ def _poisson(d: Any, value: ArrayLike) -> Array:
         return jnp.asarray(dist.Poisson.log_prob(d, value))
     rate, y = _floats(d.rate, value)
     return times_log(y, rate) - gammaln(y + 1) - rate
-
-
-def _multinomial(d: Any, value: ArrayLike) -> Array:
-    probs, n, y = _floats(d.probs, d.total_count, value)
-    return gammaln(n + 1) + (times_log(y, probs) - gammaln(y + 1)).sum(-1)
 
 
 def _ordered_logistic(d: Any, value: ArrayLike) -> Array:
@@ -286,18 +256,13 @@ def _ordered_logistic(d: Any, value: ArrayLike) -> Array:
     return jnp.take_along_axis(logs, index, -1)[..., 0]
 
 
-def _left_truncated(d: Any, value: ArrayLike) -> Array:
-    base = d.base_dist
+def _truncated_on_one_side(d: Any, value: ArrayLike) -> Array:
+    base, left = d.base_dist, isinstance(d, dist.LeftTruncatedDistribution)
     if not isinstance(base, dist.Normal):
-        return jnp.asarray(dist.LeftTruncatedDistribution.log_prob(d, value))
-    return jnp.asarray(base.log_prob(value)) - log_ndtr((base.loc - d.low) / base.scale)
-
-
-def _right_truncated(d: Any, value: ArrayLike) -> Array:
-    base = d.base_dist
-    if not isinstance(base, dist.Normal):
-        return jnp.asarray(dist.RightTruncatedDistribution.log_prob(d, value))
-    return jnp.asarray(base.log_prob(value)) - log_ndtr((d.high - base.loc) / base.scale)
+        kind = dist.LeftTruncatedDistribution if left else dist.RightTruncatedDistribution
+        return jnp.asarray(kind.log_prob(d, value))
+    inside = base.loc - d.low if left else d.high - base.loc
+    return jnp.asarray(base.log_prob(value)) - log_ndtr(inside / base.scale)
 
 
 def _truncated(d: Any, value: ArrayLike) -> Array:
@@ -321,25 +286,39 @@ def _truncated(d: Any, value: ArrayLike) -> Array:
 # gamma-Poisson distributions; a beta distribution is made of a Dirichlet, and an inverse gamma of a
 # gamma distribution.
 ACCURATE: dict[type, LogProb] = {
-    dist.GammaPoisson: _gamma_poisson,
-    dist.NegativeBinomialProbs: _negative_binomial_probs,
-    dist.NegativeBinomialLogits: _negative_binomial_logits,
-    dist.BetaBinomial: _beta_binomial,
-    dist.BetaNegativeBinomial: _beta_negative_binomial,
-    dist.DirichletMultinomial: _dirichlet_multinomial,
-    dist.Gamma: _gamma,
-    dist.Dirichlet: _dirichlet,
-    dist.StudentT: _student_t,
+    dist.GammaPoisson: _formula("concentration rate", _gamma_poisson),
+    dist.NegativeBinomialProbs: _formula(
+        "total_count probs",
+        lambda y, n, p: log_rising(n, y) - gammaln(y + 1) + _times_log1m(n, p) + times_log(y, p),
+    ),
+    dist.NegativeBinomialLogits: _formula("total_count logits", _negative_binomial_logits),
+    dist.BetaBinomial: _formula(
+        "concentration1 concentration0 total_count",
+        lambda y, a, b, n: (
+            _log_choices(n, y) + log_rising(a, y) + log_rising(b, n - y) - log_rising(a + b, n)
+        ),
+    ),
+    dist.BetaNegativeBinomial: _formula("concentration1 concentration0 n", _beta_negative_binomial),
+    dist.DirichletMultinomial: _formula("concentration", _dirichlet_multinomial),
+    dist.Gamma: _formula("concentration rate", lambda y, a, rate: _log_gamma_density(a, rate, y)),
+    dist.Dirichlet: _formula("concentration", _dirichlet),
+    dist.StudentT: _formula("df loc scale", _student_t),
     dist.MultivariateStudentT: _multivariate_student_t,
-    dist.BernoulliLogits: _bernoulli_logits,
-    dist.BernoulliProbs: _bernoulli_probs,
-    dist.BinomialLogits: _binomial_logits,
-    dist.BinomialProbs: _binomial_probs,
-    dist.GeometricProbs: _geometric_probs,
+    dist.BernoulliLogits: _formula("logits", lambda y, logits: y * logits - softplus(logits)),
+    dist.BernoulliProbs: _formula("probs", _bernoulli_probs),
+    dist.BinomialLogits: _formula(
+        "total_count logits",
+        lambda y, n, logits: _log_choices(n, y) + y * logits - n * softplus(logits),
+    ),
+    dist.BinomialProbs: _formula("total_count probs", _binomial_probs),
+    dist.GeometricProbs: _formula("probs", lambda y, p: jnp.log(p) + _times_log1m(y, p)),
     dist.Poisson: _poisson,
-    dist.MultinomialProbs: _multinomial,
+    dist.MultinomialProbs: _formula(
+        "probs total_count",
+        lambda y, p, n: gammaln(n + 1) + (times_log(y, p) - gammaln(y + 1)).sum(-1),
+    ),
     dist.OrderedLogistic: _ordered_logistic,
-    dist.LeftTruncatedDistribution: _left_truncated,
-    dist.RightTruncatedDistribution: _right_truncated,
+    dist.LeftTruncatedDistribution: _truncated_on_one_side,
+    dist.RightTruncatedDistribution: _truncated_on_one_side,
     dist.TwoSidedTruncatedDistribution: _truncated,
 }

@@ -39,20 +39,12 @@ TOLERANCE = 1e-3
 
 
 class Argument(NamedTuple):
-    """The description of one of a silo's arrays.
-
-    Attributes
-    ----------
-    name, dtype : str
-    plates : tuple of str
-        The silo plates that are as long as the array.
-    shape : tuple of int
-        The shape of one row if there are such plates, and of the whole array otherwise.
-    """
+    """The description of one of a silo's arrays."""
 
     name: str
     dtype: str
-    plates: tuple[str, ...]
+    plates: tuple[str, ...]  # the silo plates that are as long as the array
+    # the shape of one row if there are such plates, and of the whole array otherwise
     shape: tuple[int, ...]
 
 
@@ -225,27 +217,44 @@ def describe(model: Callable[..., Any], silo: Mapping[str, Any]) -> Facts:
     """
     (data,) = read([silo], model)
     fm = split(model, [data])
-    sizes = fm.sizes(data)
-    return with_globals(facts_of(fm, data, sizes), fm, data)
+    return facts_of(fm, data, fm.sizes(data), with_globals=True)
 
 
-def facts_of(fm: FederatedModel, data: SiloData, sizes: Sizes) -> Facts:
-    """Return the facts of a silo whose text has been split, without verdicts and globals."""
+def facts_of(
+    fm: FederatedModel, data: SiloData, sizes: Sizes, *, with_globals: bool = False
+) -> Facts:
+    """Return the facts of a silo whose text has been split, without verdicts."""
+    arguments = []
+    for name, array in sorted(data.arrays.items()):
+        plates = tuple(p for p, n in sizes.items() if array.ndim and len(array) == n)
+        shape = array.shape[1:] if plates else array.shape
+        arguments.append(Argument(name, str(array.dtype), plates, shape))
+    numbers: dict[str, list[float]] = {}
+    if with_globals:
+        theta, trace = fm.init_theta(jax.random.key(0)), fm.traces.at(data)
+
+        @jit_once
+        def at(key: Array) -> dict[str, Array]:
+            terms, values = trace.globals_at(theta, jax.random.normal(key, (fm.dim,)))
+            density = {f"log density of '{n}'": v for n, v in terms.items()}
+            return density | {f"value of '{n}'": jnp.ravel(v)[:4] for n, v in values.items()}
+
+        for i in range(POINTS):
+            for name, value in at(jax.random.key(i)).items():
+                # Six digits: more would differ between machines, and only lengthen the message.
+                digits = (float(f"{v:.6g}") for v in np.ravel(value).tolist())
+                numbers.setdefault(name, []).extend(digits)
     return Facts(
-        arguments=tuple(_argument(k, a, sizes) for k, a in sorted(data.arrays.items())),
+        arguments=tuple(arguments),
         static=data.static,
         tree="" if data.treedef is None else json.dumps(skeleton(data.named_tree())),
         sites=fm.sites,
         plates=fm.plates,
         sizes=tuple((p, size_class(n)) for p, n in sizes.items()),
+        globals=tuple((k, tuple(v)) for k, v in sorted(numbers.items())),
         missing=data.missing,
         columns=data.columns,
     )
-
-
-def _argument(name: str, array: np.ndarray, sizes: Sizes) -> Argument:
-    plates = tuple(p for p, n in sizes.items() if array.ndim and len(array) == n)
-    return Argument(name, str(array.dtype), plates, array.shape[1:] if plates else array.shape)
 
 
 def size_class(n: int) -> int:
@@ -255,32 +264,8 @@ def size_class(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def with_globals(facts: Facts, fm: FederatedModel, data: SiloData) -> Facts:
-    """Return the facts with log densities and values of the global sites at fixed points."""
-    theta, trace = fm.init_theta(jax.random.key(0)), fm.traces.at(data)
-
-    @jit_once
-    def at(key: Array) -> dict[str, Array]:
-        terms, values = trace.globals_at(theta, jax.random.normal(key, (fm.dim,)))
-        density = {f"log density of '{n}'": v for n, v in terms.items()}
-        return density | {f"value of '{n}'": jnp.ravel(v)[:4] for n, v in values.items()}
-
-    numbers: dict[str, list[float]] = {}
-    for i in range(POINTS):
-        for name, value in at(jax.random.key(i)).items():
-            # Six digits: more would differ between machines, and only lengthen the message.
-            numbers.setdefault(name, []).extend(float(f"{v:.6g}") for v in np.ravel(value).tolist())
-    return replace(facts, globals=tuple((k, tuple(v)) for k, v in sorted(numbers.items())))
-
-
 def agree(facts: Sequence[Facts]) -> Plan:
-    """Compare the facts of all silos, and return the plan that they agree on.
-
-    Raises
-    ------
-    ModelError
-        Naming the silo that does not fit together with silo 0, and what differs.
-    """
+    """Compare the facts of all silos, and return the plan that they agree on."""
     first = facts[0]
     for j, other in enumerate(facts):
         _check_alike(first, other, j)
@@ -288,7 +273,18 @@ def agree(facts: Sequence[Facts]) -> Plan:
     by_name: dict[str, list[Argument]] = {}
     for argument in (a for f in facts for a in f.arguments):
         by_name.setdefault(argument.name, []).append(argument)
-    arguments = [_common_argument(by_name[a.name]) for a in smallest.arguments]
+    arguments = []
+    for name in (a.name for a in smallest.arguments):
+        # An array holds rows of a plate only if it is as long as the plate at every silo.
+        one, plates = by_name[name][0], [set(a.plates) for a in by_name[name]]
+        shared = tuple(p for p in one.plates if all(p in found for found in plates))
+        whole = [a for a in by_name[name] if not a.plates]
+        if not shared and not whole:
+            raise ModelError(
+                f"the array '{name}' is as long as one silo plate here and another there, so that "
+                "nobody can tell whose rows it holds. Give the silo plates different sizes."
+            )
+        arguments.append(one._replace(plates=shared) if shared else whole[0])
     questions = [question for question, _ in first.verdicts]
     verdicts = tuple((q, all(f.verdict(q) for f in facts)) for q in questions)
     names = [plate for plate, _ in first.sizes]
@@ -302,23 +298,6 @@ def agree(facts: Sequence[Facts]) -> Plan:
         tuple((p, max(s[p] for s in sizes)) for p in names),
         tuple((p, sum(s[p] for s in sizes)) for p in names),
     )
-
-
-def _common_argument(of_silos: Sequence[Argument]) -> Argument:
-    """Return one description of an array for all silos.
-
-    It holds rows of a plate only if it is as long as the plate at every silo.
-    """
-    plates = [p for p in of_silos[0].plates if all(p in a.plates for a in of_silos)]
-    if plates:
-        return of_silos[0]._replace(plates=tuple(plates))
-    whole = [a for a in of_silos if not a.plates]
-    if not whole:
-        raise ModelError(
-            f"the array '{of_silos[0].name}' is as long as one silo plate here and another there, "
-            "so that nobody can tell whose rows it holds. Give the silo plates different sizes."
-        )
-    return whole[0]
 
 
 def _check_alike(first: Facts, other: Facts, j: int) -> None:
@@ -340,8 +319,8 @@ def _check_alike(first: Facts, other: Facts, j: int) -> None:
         ("its silo plates", other.plates, first.plates),
         ("its arrays (name, dtype, axes)", kinds(other, first), kinds(first, other)),
         ("what of its arguments is a tree", other.tree, first.tree),
-        ("the questions that it answers", _names(other.verdicts), _names(first.verdicts)),
-        ("its global sites", _names(other.globals), _names(first.globals)),
+        ("the questions that it answers", list(dict(other.verdicts)), list(dict(first.verdicts))),
+        ("its global sites", list(dict(other.globals)), list(dict(first.globals))),
     ):
         if mine != theirs:
             raise ModelError(
@@ -363,18 +342,12 @@ def _check_alike(first: Facts, other: Facts, j: int) -> None:
 def with_terms(plan: Plan, fm: FederatedModel, facts: Sequence[Facts]) -> Plan:
     """Return the plan with the terms of the server's text, for silos with these facts."""
     same = all(f.software == SOFTWARE for f in facts)
-    terms = terms_of(fm, plan.template(), by_value=not same)
+    terms = terms_of(fm.traces, plan.template(), by_value=not same)
     return replace(plan, terms=terms, software=SOFTWARE if same else "")
 
 
 def check_plan(plan: Plan, own: Facts, fm: FederatedModel, number: int) -> None:
-    """Raise an error for a plan that silo ``number`` has no part in, by its own facts and text.
-
-    Raises
-    ------
-    ModelError
-        Naming what differs.
-    """
+    """Raise an error for a plan that silo ``number`` has no part in, by its own facts and text."""
     _check_alike(plan.facts, own, number)
     largest, total, verdicts = dict(plan.largest), dict(plan.total), dict(own.verdicts)
     words = f"the plan does not come from the facts of silo {number}"
@@ -391,12 +364,8 @@ def check_plan(plan: Plan, own: Facts, fm: FederatedModel, number: int) -> None:
     if plan.software not in ("", SOFTWARE):
         raise ModelError(f"{words}: it is of {plan.software}, and this silo has {SOFTWARE}.")
     by_value = not plan.software
-    terms = terms_of(fm, plan.template(), by_value=by_value)
+    terms = terms_of(fm.traces, plan.template(), by_value=by_value)
     check_terms(plan.terms, terms, f"silo {number}", by_value=by_value)
-
-
-def _names(pairs: tuple[tuple[str, object], ...]) -> tuple[str, ...]:
-    return tuple(name for name, _ in pairs)
 
 
 def _shortened(value: object) -> str:

@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
+from numpyro.contrib.control_flow.scan import scan_wrapper
 from numpyro.distributions import Distribution, biject_to
 from numpyro.primitives import Messenger
 
 from numpyro_fed.errors import ModelError
-from numpyro_fed.model.primitives import inside_control_flow, is_scan
+from numpyro_fed.model.primitives import inside_control_flow
 
 
 class feasible(Messenger):
@@ -27,7 +28,7 @@ class feasible(Messenger):
         super().__init__(fn)
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        scanned = self.scanned or is_scan(msg)
+        scanned = self.scanned or (msg["type"] == "control_flow" and msg["fn"] is scan_wrapper)
         if inside_control_flow(msg, lambda body: feasible(body, scanned=scanned)):
             return
         if msg["type"] == "param" and scanned:

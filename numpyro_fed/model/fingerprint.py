@@ -29,9 +29,9 @@ from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import SiloData, array_bytes, signature
 from numpyro_fed.model.jaxprs import Program, Written, trace_program
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.trace import DENSITY, INITIAL, THE_KEY, VALUE, Input, Trace
+from numpyro_fed.model.trace import DENSITY, INITIAL, THE_KEY, VALUE
 from numpyro_fed.model.traces import Traces
-from numpyro_fed.model.vertical import PartyModel, VerticalModel
+from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.programs import jit_once
 
 # What writes the programs of a text: parties with the same can compare them.
@@ -43,20 +43,12 @@ PLACES = 3  # at which values are compared; at a single one two texts could agre
 
 
 class Term(NamedTuple):
-    """A site's part of a model's density, in a form in which parties can compare it.
-
-    Attributes
-    ----------
-    site : str
-    words : str
-        A hash of its operations, and of what it reads that is no fraction.
-    numbers : tuple of tuple of float
-        The constants that it reads: a number as it is; of an array its root mean square and three
-        projections. Where values are compared, these.
-    """
+    """A site's part of a model's density, in a form in which parties can compare it."""
 
     site: str
-    words: str
+    words: str  # a hash of its operations, and of what it reads that is no fraction
+    # the constants that it reads: a number as it is; of an array its root mean square and
+    # three projections. Where values are compared, these
     numbers: tuple[tuple[float, ...], ...]
 
 
@@ -73,7 +65,7 @@ def fingerprint(fm: FederatedModel, silos: Sequence[SiloData]) -> str:
         # A density may stay as it is where a transform or a deterministic site has changed.
         wanted = [o for o in trace.outputs if o[0] in (DENSITY, VALUE, INITIAL)]
         programs.append(trace.part(wanted)[0])
-    return _hashed(repr((fm.sites, fm.plates, sorted(fm.supports))), programs)
+    return _hashed(repr((fm.sites, fm.plates, sorted(fm.structure.supports))), programs)
 
 
 def vertical_fingerprint(
@@ -94,7 +86,9 @@ def vertical_fingerprint(
         z = jax.ShapeDtypeStruct((party.dim,), real)
         programs.append(trace_program(partial(model.predict, party), theta, z, data))
     parties = (model.server, *(party for party, _ in by_signature.values()))
-    return _hashed(repr([(party.sites, sorted(party.supports)) for party in parties]), programs)
+    return _hashed(
+        repr([(party.sites, sorted(party.structure.supports)) for party in parties]), programs
+    )
 
 
 def source_hash(model: Callable[..., Any]) -> str:
@@ -113,62 +107,47 @@ def source_hash(model: Callable[..., Any]) -> str:
     return hashlib.sha256(inspect.cleandoc(text).encode()).hexdigest()
 
 
-def terms_of(fm: FederatedModel, template: SiloData, *, by_value: bool) -> tuple[Term, ...]:
-    """Return the terms of a model's sites at made-up data of a plan's shapes.
+def terms_of(traces: Traces, template: SiloData, *, by_value: bool) -> tuple[Term, ...]:
+    """Return the terms of a text's sites at made-up data of a plan's shapes.
 
     ``by_value`` says whether they are values, or programs and their constants.
     """
-    return _terms(fm.traces.at(template), by_value)
-
-
-def client_terms(party: PartyModel, data: SiloData, *, by_value: bool) -> tuple[Term, ...]:
-    """Return the terms of a client's part of a vertical model, at data of these shapes."""
-    return _terms(Traces(party.text, split=False).at(data), by_value)
-
-
-def _terms(trace: Trace, by_value: bool) -> tuple[Term, ...]:
-    """Return the terms of a text's sites."""
+    trace = traces.at(template)
     shown = [s.name for s in trace.structure.sites if s.kind == "deterministic"]
     # Beside densities what is told of the posterior, and enters no density.
     outputs = [(DENSITY, name) for name in trace.terms] + [(VALUE, name) for name in shown]
     names = [trace.owners.get(name, name) for _, name in outputs]
-    if by_value:
+    if not by_value:
+        terms = []
+        for site in dict.fromkeys(names):
+            own = [output for name, output in zip(names, outputs, strict=True) if name == site]
+            written = Written(trace.part(own)[0])
+            terms.append(_term(site, written.words, written.numbers))
+        return tuple(terms)
 
-        @jit_once
-        def sums(given: list[ArrayLike]) -> list[Array]:
-            by_input = dict(zip(trace.inputs, given, strict=True))
-            found = trace.run(outputs, lambda one: by_input[one])
-            return [jnp.sum(found[output]) for output in outputs]
+    @jit_once
+    def sums(given: list[ArrayLike]) -> list[Array]:
+        by_input = dict(zip(trace.inputs, given, strict=True))
+        found = trace.run(outputs, lambda one: by_input[one])
+        return [jnp.sum(found[output]) for output in outputs]
 
-        values = [sums(_made_up(trace.inputs, place)) for place in range(PLACES)]
-        return tuple(
-            _term(name, "", [np.float64(v) for v in at_places])
-            for name, *at_places in zip(names, *values, strict=True)
-        )
-    terms = []
-    for site in dict.fromkeys(names):
-        own = [output for name, output in zip(names, outputs, strict=True) if name == site]
-        written = Written(trace.part(own)[0])
-        terms.append(_term(site, written.words, written.numbers))
-    return tuple(terms)
-
-
-def _made_up(inputs: Sequence[Input], seed: int) -> list[ArrayLike]:
-    """Return numbers for a program's inputs: the same on every machine.
-
-    Fractions are between 0 and 1 and whole numbers 0 or 1, where nearly all distributions have a
-    density, and most arrays have an element of that index.
-    """
-    random = np.random.default_rng(seed)
-
-    def numbers(one: Input) -> ArrayLike:
-        if one.kind == THE_KEY:
-            return jax.random.key(0)
-        drawn = random.uniform(0.1, 0.9, one.shape.shape)
-        is_real = np.dtype(one.shape.dtype).kind == "f"
-        return (drawn if is_real else drawn < 0.5).astype(one.shape.dtype)
-
-    return list(map(numbers, inputs))
+    values = []
+    for place in range(PLACES):
+        # The same numbers on every machine: fractions between 0 and 1 and whole numbers 0 or 1,
+        # where nearly all distributions have a density, and most arrays an element of that index.
+        random, given = np.random.default_rng(place), list[ArrayLike]()
+        for one in trace.inputs:
+            if one.kind == THE_KEY:
+                given.append(jax.random.key(0))
+                continue
+            drawn = random.uniform(0.1, 0.9, one.shape.shape)
+            is_real = np.dtype(one.shape.dtype).kind == "f"
+            given.append((drawn if is_real else drawn < 0.5).astype(one.shape.dtype))
+        values.append(sums(given))
+    return tuple(
+        _term(name, "", [np.float64(v) for v in at_places])
+        for name, *at_places in zip(names, *values, strict=True)
+    )
 
 
 def _term(site: str, words: str, found: Sequence[ArrayLike]) -> Term:
@@ -196,14 +175,7 @@ def _term(site: str, words: str, found: Sequence[ArrayLike]) -> Term:
 
 
 def check_terms(expected: Sequence[Term], own: Sequence[Term], who: str, *, by_value: bool) -> None:
-    """Raise an error if a party (``"silo 2"``) has another text than the server, by their terms.
-
-    Raises
-    ------
-    ModelError
-        Naming the site whose terms differ, and the server's constant. The silo's own is not in it,
-        since the words go to the server.
-    """
+    """Raise an error if a party (``"silo 2"``) has another text than the server, by their terms."""
     pairs = zip(expected, own, strict=False)
     differences = (_difference(there, here, by_value) for there, here in pairs)
     what = next(filter(None, differences), "")

@@ -6,7 +6,7 @@ DataFrame comes, and nowhere else: arrays, lists and numbers need no extra.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
 import jax
@@ -21,23 +21,8 @@ LARGEST_WHOLE = 2**53
 class Frame(Protocol):
     """A DataFrame of any library that narwhals reads."""
 
-    @property
-    def columns(self) -> Iterable[Any]: ...
-
-    @property
-    def dtypes(self) -> Any: ...
-
-
-class Column(Protocol):
-    """A column of a DataFrame, as a Series of its own."""
-
-    @property
-    def dtype(self) -> Any: ...
-
-    @property
-    def name(self) -> Any: ...
-
-    def to_numpy(self) -> np.ndarray: ...
+    columns: Any
+    dtypes: Any
 
 
 def is_frame(value: object) -> TypeGuard[Frame]:
@@ -46,7 +31,7 @@ def is_frame(value: object) -> TypeGuard[Frame]:
     return named and not isinstance(value, Mapping) and not hasattr(value, "collect")
 
 
-def is_column(value: object) -> TypeGuard[Column]:
+def is_column(value: object) -> bool:
     """Return whether a value is a column of a DataFrame, and no array."""
     named = hasattr(value, "name") and hasattr(value, "to_numpy") and hasattr(value, "dtype")
     # An array of xarray has a name as well; its dims tell it apart, and NumPy reads it.
@@ -59,13 +44,6 @@ def as_dict(owner: str, silo: object, arguments: Sequence[str] | None = None) ->
     A silo that is a DataFrame itself becomes the dict of its columns. ``arguments`` are those of
     the model: then a column without an argument is refused. What is neither a DataFrame nor a
     mapping is returned as it is, for the caller to refuse.
-
-    Raises
-    ------
-    DataError
-        For columns that are not numbers, columns without an argument, and two columns of one name.
-    MissingExtraError
-        For a DataFrame, where narwhals is not installed.
     """
     if is_frame(silo):
         columns = columns_of(owner, silo)
@@ -79,9 +57,7 @@ def as_dict(owner: str, silo: object, arguments: Sequence[str] | None = None) ->
                 "or pass a dict of arguments, any of which may be a DataFrame: dict(x=df[[...]])."
             )
         return {name: column_array(owner, name, column) for name, column in columns.items()}
-    if not isinstance(silo, Mapping):
-        return silo
-    if not _holds_table(silo):
+    if not isinstance(silo, Mapping) or not _holds_table(silo):
         return silo
     return {name: _converted(owner, str(name), value) for name, value in silo.items()}
 
@@ -95,13 +71,7 @@ def column_names(silo: object) -> dict[str, tuple[str, ...]]:
 
 
 def columns_of(owner: str, frame: Frame) -> dict[str, Any]:
-    """Return the columns of a DataFrame by name, each as a column of narwhals.
-
-    Raises
-    ------
-    DataError
-        For two columns of one name, or a name that is no string.
-    """
+    """Return the columns of a DataFrame by name, each as a column of narwhals."""
     names = list(frame.columns)
     odd = [name for name in names if not isinstance(name, str)]
     twice = sorted({str(name) for name in names if names.count(name) > 1})
@@ -115,12 +85,7 @@ def columns_of(owner: str, frame: Frame) -> dict[str, Any]:
 
 
 def narwhals() -> Any:
-    """Return narwhals, which reads DataFrames of any library.
-
-    Raises
-    ------
-    MissingExtraError
-    """
+    """Return narwhals, which reads DataFrames of any library."""
     try:
         import narwhals
     except ImportError as error:
@@ -128,7 +93,7 @@ def narwhals() -> Any:
     return narwhals
 
 
-def as_series(column: Column) -> Any:
+def as_series(column: object) -> Any:
     """Return a column as one of narwhals; None if that is not installed, or knows no such type."""
     try:
         nw = narwhals()
@@ -139,35 +104,8 @@ def as_series(column: Column) -> Any:
     )
 
 
-def frame_array(owner: str, name: str, frame: Frame) -> np.ndarray:
-    """Return a DataFrame of numbers as a float array (rows, columns).
-
-    Raises
-    ------
-    DataError
-        For columns that are not numbers, or whole numbers that floats cannot hold.
-    """
-    columns = columns_of(f"{owner}, '{name}'", frame)
-    arrays = {c: column_array(owner, f"{name}.{c}", series) for c, series in columns.items()}
-    for column, array in arrays.items():
-        if array.dtype.kind in "iu" and array.size and _largest(array) > LARGEST_WHOLE:
-            raise DataError(
-                f"{owner}, '{name}.{column}': whole numbers beyond 2**53, which the floats of a "
-                "matrix do not hold. Pass this column as an argument of its own."
-            )
-    floats = all(array.dtype.kind == "f" for array in arrays.values())
-    dtype = np.result_type(*arrays.values()) if floats else np.dtype(np.float64)
-    return np.stack([array.astype(dtype) for array in arrays.values()], axis=1)
-
-
 def column_array(owner: str, name: str, series: Any) -> np.ndarray:
-    """Return a column of narwhals as a NumPy array; missing numbers are NaN.
-
-    Raises
-    ------
-    DataError
-        For a column that is not of numbers or booleans.
-    """
+    """Return a column of narwhals as a NumPy array; missing numbers are NaN."""
     dtype, missing = series.dtype, series.null_count()
     if dtype.is_integer():
         present = series.drop_nulls().to_numpy() if missing else series.to_numpy()
@@ -188,36 +126,43 @@ def column_array(owner: str, name: str, series: Any) -> np.ndarray:
         values = np.full(len(series), np.nan)
         values[seen] = np.asarray(series.drop_nulls().to_numpy(), bool)
         return values
-    raise DataError(f"{owner}, '{name}': {_way_out(name, dtype)}")
-
-
-def _way_out(name: str, dtype: Any) -> str:
-    """Return what came in the place of a column of numbers, and what to do, in words."""
-    column = name.rpartition(".")[2]
-    came, nw = f"expected a column of numbers, got dtype {dtype}. ", narwhals()
+    column, nw = name.rpartition(".")[2], narwhals()
     if dtype.is_temporal():
-        return came + (
+        way = (
             "A model reads numbers, and a date is none until somebody says in which unit and from "
             "which day on: make it one, such as the days since a day that all silos agree on "
             f"(pandas: (df['{column}'] - pandas.Timestamp('2020-01-01')).dt.days)."
         )
-    if dtype.is_decimal():
-        return came + f"Cast it to floats first (df['{column}'].astype(float))."
-    if dtype in (nw.String, nw.Categorical, nw.Enum):
-        return came + (
+    elif dtype.is_decimal():
+        way = f"Cast it to floats first (df['{column}'].astype(float))."
+    elif dtype in (nw.String, nw.Categorical, nw.Enum):
+        way = (
             f"Agree on its levels over all silos and pass their numbers: levels = "
             f"numpyro_fed.levels(silos, ['{name}']), then levels.encode(silo) for each silo."
         )
-    return came + (
-        f"Convert it to numbers first (df['{column}'].astype(float); 'boolean' for True, False and "
-        f"None), or, if it has names, agree on levels: numpyro_fed.levels(silos, ['{name}'])."
-    )
+    else:
+        way = (
+            f"Convert it to numbers first (df['{column}'].astype(float); 'boolean' for True, False "
+            "and None), or, if it has names, agree on levels: "
+            f"numpyro_fed.levels(silos, ['{name}'])."
+        )
+    raise DataError(f"{owner}, '{name}': expected a column of numbers, got dtype {dtype}. {way}")
 
 
 def _converted(owner: str, name: str, value: object) -> Any:
     """Return an argument with arrays in the place of DataFrames and columns, at any depth."""
     if is_frame(value):
-        return frame_array(owner, name, value)
+        columns = columns_of(f"{owner}, '{name}'", value)
+        arrays = {c: column_array(owner, f"{name}.{c}", series) for c, series in columns.items()}
+        for column, array in arrays.items():
+            if array.dtype.kind in "iu" and array.size and _largest(array) > LARGEST_WHOLE:
+                raise DataError(
+                    f"{owner}, '{name}.{column}': whole numbers beyond 2**53, which the floats of "
+                    "a matrix do not hold. Pass this column as an argument of its own."
+                )
+        floats = all(array.dtype.kind == "f" for array in arrays.values())
+        dtype = np.result_type(*arrays.values()) if floats else np.dtype(np.float64)
+        return np.stack([array.astype(dtype) for array in arrays.values()], axis=1)
     if is_column(value):
         series = as_series(value)
         return value if series is None else column_array(owner, name, series)

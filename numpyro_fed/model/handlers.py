@@ -112,8 +112,9 @@ def localised(model: Callable[..., Any], data: Mapping[str, Any]) -> Callable[..
     arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")}
     traces: list[dict[str, Any]] = []
 
-    def run(values: dict[str, Any], arrays: dict[int, Any]) -> dict[str, Any]:
-        kwargs = jax.tree.unflatten(tree, [arrays.get(i, x) for i, x in enumerate(leaves)])
+    def run(data: dict[int, Any], **rows: dict[str, Any]) -> dict[str, Any]:
+        values = {name: value for of_plate in rows.values() for name, value in of_plate.items()}
+        kwargs = jax.tree.unflatten(tree, [data.get(i, x) for i, x in enumerate(leaves)])
         text = handlers.seed(handlers.substitute(model, data=values), 0)
         # Blocked, since handlers around the joint model must not get these messages.
         with TRACING, handlers.block(), feasible():
@@ -124,30 +125,23 @@ def localised(model: Callable[..., Any], data: Mapping[str, Any]) -> Callable[..
             if site["type"] == "deterministic" and silo_plate_of(site) is None
         }
 
-    global_sites = jax.eval_shape(run, {}, arrays)
+    global_sites = jax.eval_shape(run, arrays)
     sites = list(traces[-1].values())
     plates = list(dict.fromkeys(filter(None, map(silo_plate_of, sites))))
     if not global_sites or not plates:
         return model
-    latents: dict[str, dict[str, Any]] = {plate: {} for plate in plates}
+    # Words beside the name of a plate, which could be "data" as well.
+    latents: dict[str, dict[str, Any]] = {f"rows of {plate}": {} for plate in plates}
     for site in sites:
         if site["type"] == "sample" and not site["is_observed"] and (p := silo_plate_of(site)):
-            latents[p][site["name"]] = jnp.zeros(site["value"].shape, site["value"].dtype)
-
-    def deterministic(data: dict[int, Any], **rows: dict[str, Any]) -> dict[str, Any]:
-        return run({k: v for values in rows.values() for k, v in values.items()}, data)
-
+            zeros = jnp.zeros(site["value"].shape, site["value"].dtype)
+            latents[f"rows of {p}"][site["name"]] = zeros
     plate_of: dict[str, str] = {}
-    labelled = {_label(plate): values for plate, values in latents.items()}
-    for name, value in provenance(deterministic, data=arrays, **labelled).items():
+    for name, value in provenance(run, data=arrays, **latents).items():
         reads = frozenset[str]().union(*jax.tree.leaves(value))
-        read = [p for p in plates if _label(p) in reads] or (plates if "data" in reads else [])
+        read = [p for p in plates if f"rows of {p}" in reads] or (plates if "data" in reads else [])
         plate_of |= {name: read[-1]} if read else {}
     return _assign_plates(model, plate_of) if plate_of else model
-
-
-def _label(plate: str) -> str:
-    return f"rows of {plate}"
 
 
 class _emit_once(Messenger):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,11 +29,6 @@ def read_all(silos: SilosInput, model: Callable[..., Any] | None = None) -> Read
     """Return the data of the silos of all processes, read and checked.
 
     In a program of one process these are the silos that are passed.
-
-    Raises
-    ------
-    DataError
-        In all processes, if one of them has data that cannot be read.
     """
     if isinstance(silos, ReadSilos) or jax.process_count() == 1:
         return read(silos, model)
@@ -41,14 +36,23 @@ def read_all(silos: SilosInput, model: Callable[..., Any] | None = None) -> Read
     longest = int(process_allgather(np.array(len(own))).max())
     room = np.zeros(longest, np.uint8)
     room[: len(own)] = np.frombuffer(own, np.uint8)
-    everyones = [_unpacked(part.tobytes()) for part in process_allgather(room)]
-    columns = common_columns([c for _, of_process in everyones for c in of_process])
-    found = read([silo for of_process, _ in everyones for silo in of_process], model)
-    return ReadSilos(replace(silo, columns=columns) for silo in found)
+    everyones, columns = [], []
+    for part in process_allgather(room):
+        with np.load(io.BytesIO(part.tobytes()), allow_pickle=False) as file:
+            head = json.loads(file[HEAD].tobytes())
+            if "error" in head:
+                raise DataError(head["error"])
+            for j, (silo, names) in enumerate(zip(head["silos"], head["names"], strict=True)):
+                arrays = {name: file[f"{j}/{i}"] for i, name in enumerate(names)}
+                everyones.append(unflatten_skeleton(silo["tree"], {**arrays, **silo["static"]}))
+                columns.append({name: tuple(of) for name, of in silo["columns"].items()})
+    common = common_columns(columns)
+    return ReadSilos(replace(silo, columns=common) for silo in read(everyones, model))
 
 
 def _packed(silos: Sequence[SiloInput]) -> bytes:
     """Return the silos of this process, or the error about them, as bytes."""
+    head: dict[str, Any]
     try:
         owners = [f"silo {j} of process {jax.process_index()}" for j in range(len(silos))]
         columns = [column_names(s) for s in silos]
@@ -60,14 +64,20 @@ def _packed(silos: Sequence[SiloInput]) -> bytes:
                 f"{jax.tree.structure(odd)} in process {jax.process_index()}."
             )
     except Exception as error:  # of whatever kind: the other processes wait for an answer
-        return _archive({"error": f"{type(error).__name__}: {error}"}, {})
-    head = [
-        {"tree": skeleton(s.named_tree()), "static": dict(s.static), "columns": of_silo}
-        for s, of_silo in zip(found, columns, strict=True)
-    ]
-    names = [list(s.arrays) for s in found]
-    arrays = {f"{j}/{i}": s.arrays[n] for j, s in enumerate(found) for i, n in enumerate(names[j])}
-    return _archive({"silos": head, "names": names}, arrays)
+        head, arrays = {"error": f"{type(error).__name__}: {error}"}, dict[str, Any]()
+    else:
+        names = [list(s.arrays) for s in found]
+        of_silos = [
+            {"tree": skeleton(s.named_tree()), "static": dict(s.static), "columns": of_silo}
+            for s, of_silo in zip(found, columns, strict=True)
+        ]
+        head = {"silos": of_silos, "names": names}
+        arrays = {
+            f"{j}/{i}": s.arrays[n] for j, s in enumerate(found) for i, n in enumerate(names[j])
+        }
+    file = io.BytesIO()
+    np.savez(file, **{HEAD: np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays})
+    return file.getvalue()
 
 
 def _is_plain(tree: object) -> bool:
@@ -77,29 +87,3 @@ def _is_plain(tree: object) -> bool:
     if type(tree) is list or type(tree) is tuple:
         return all(_is_plain(part) for part in tree)
     return not isinstance(tree, dict | list | tuple)
-
-
-def _archive(head: Mapping[str, Any], arrays: Mapping[str, Any]) -> bytes:
-    file = io.BytesIO()
-    np.savez(file, **{HEAD: np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays})
-    return file.getvalue()
-
-
-def _unpacked(message: bytes) -> tuple[list[dict[str, Any]], list[dict[str, tuple[str, ...]]]]:
-    """Return the silos of one process as a list of dicts, and the columns of their DataFrames.
-
-    Raises
-    ------
-    DataError
-        With the error of that process, if there was one.
-    """
-    with np.load(io.BytesIO(message), allow_pickle=False) as file:
-        head = json.loads(file[HEAD].tobytes())
-        if "error" in head:
-            raise DataError(head["error"])
-        silos = []
-        for j, (silo, names) in enumerate(zip(head["silos"], head["names"], strict=True)):
-            arrays = {name: file[f"{j}/{i}"] for i, name in enumerate(names)}
-            silos.append(unflatten_skeleton(silo["tree"], {**arrays, **silo["static"]}))
-        columns = [{k: tuple(names) for k, names in s["columns"].items()} for s in head["silos"]]
-        return silos, columns

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -30,7 +29,6 @@ from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.jaxprs import (
     Labels,
     Program,
-    Scan,
     branches,
     called_program,
     labels_of,
@@ -40,22 +38,64 @@ from numpyro_fed.model.jaxprs import (
     trace_program,
     type_of,
 )
-from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.programs import jit_once
+from numpyro_fed.programs import compiled_method, jit_once
 from numpyro_fed.tracing import TRACING
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn, Var
 
 
-def index_check(fm: FederatedModel) -> Callable[[int, SiloData], None]:
-    """Return the index check of a model: ``(j, data) -> None``, for unpadded data of silo ``j``.
+@dataclass(frozen=True, eq=False)
+class IndexCheck:
+    """The index check ``(j, data) -> None`` of a text, for unpadded data of silo ``j``.
 
     It raises a DataError that names the silo. It is compiled once for each shape of silos, and not
     at all if the text indexes nothing by data. An operation for which the text itself defines what
     an index out of range reads (``mode="clip"``, a ``fill_value``) is not checked.
     """
-    return _check(fm.terms_at_zero, "silo {}")
+
+    rows: Callable[[SiloData], Any]  # what the text computes of data
+    owner: str = "silo {}"
+    _checkable: dict[tuple[Hashable, ...], bool] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    def __call__(self, j: int, data: SiloData) -> None:
+        """Raise the error of an index that is out of range."""
+        if (data_kind := kind(data)) not in self._checkable:
+            try:
+                shapes = jax.tree.leaves(jax.eval_shape(self.errors, data))
+            except Exception:
+                # checkify refuses some primitives. A model must not fail for a check of its data.
+                shapes = []
+            self._checkable[data_kind] = bool(shapes)
+        if not self._checkable[data_kind] or not (error := self.errors(data).get()):
+            return
+        # An array is to blame if the check passes once it is zero.
+        blamed = ""
+        for name, a in data.arrays.items():
+            if a.dtype.kind in "iu":
+                without = replace(data, arrays={**data.arrays, name: np.zeros_like(a)})
+                if not self.errors(without).get():
+                    blamed += f" The array '{name}' holds {a.min()} to {a.max()} there."
+        where = error.splitlines()[0].removesuffix(" (`check` failed)")
+        raise DataError(
+            f"{self.owner.format(j)}: {where}{blamed} Indices must count from 0 within each silo, "
+            "up to one less than the length of what they index: renumber them, for example by "
+            "np.unique(ids, return_inverse=True)[1]. Where one out of range is meant, say what it "
+            "reads: table.at[h].get(mode='fill', fill_value=0.0, wrap_negative_indices=False)."
+        )
+
+    @compiled_method(jit_once)
+    def errors(self, data: SiloData) -> Any:
+        """Run the text with a check before each operation whose index depends on data."""
+
+        # Other indices are not checked: libraries use harmless ones that are out of range.
+        def watched(data: SiloData) -> None:
+            arrays = jax.tree.leaves(data)
+            _run(trace_program(self.rows, data), arrays, [frozenset({"data"})] * len(arrays))
+
+        return checkify.checkify(watched, errors=checkify.user_checks)(data)[0]
 
 
 def new_data_check(model: Callable[..., Any], silo: int | None) -> Callable[..., None]:
@@ -70,7 +110,7 @@ def new_data_check(model: Callable[..., Any], silo: int | None) -> Callable[...,
             trace = handlers.trace(handlers.seed(model, 0)).get_trace(**data.kwargs)
         return {n: s["value"] for n, s in trace.items() if s["type"] == "sample"}
 
-    check = _check(values, "new data" if silo is None else "new data of silo {}")
+    check = IndexCheck(values, "new data" if silo is None else "new data of silo {}")
 
     def check_arguments(*args: object, **kwargs: object) -> None:
         try:
@@ -86,40 +126,6 @@ def new_data_check(model: Callable[..., Any], silo: int | None) -> Callable[...,
                 check(silo or 0, data)
 
     return check_arguments
-
-
-def _check(rows: Callable[[SiloData], Any], owner: str) -> Callable[[int, SiloData], None]:
-    checkable: dict[tuple[Hashable, ...], bool] = {}
-
-    @jit_once
-    def errors(data: SiloData) -> Any:
-        return checkify.checkify(partial(_watched, rows), errors=checkify.user_checks)(data)[0]
-
-    def check(j: int, data: SiloData) -> None:
-        data_kind = kind(data)
-        if data_kind not in checkable:
-            checkable[data_kind] = _checkable(partial(_watched, rows), data)
-        if checkable[data_kind] and (error := errors(data).get()):
-            raise DataError(_message(owner.format(j), data, error, errors))
-
-    return check
-
-
-def _checkable(watched: Callable[[SiloData], None], data: SiloData) -> bool:
-    """Return whether data index anything, and checkify can transform the text."""
-    try:
-        checked = checkify.checkify(watched, errors=checkify.user_checks)
-        return bool(jax.tree.leaves(jax.eval_shape(checked, data)[0]))
-    except Exception:
-        # checkify refuses some primitives. A model must not fail for a check of its data.
-        return False
-
-
-def _watched(rows: Callable[[SiloData], Any], data: SiloData) -> None:
-    """Run the text with a check before each operation whose index depends on data."""
-    # Other indices are not checked: libraries use harmless ones that are out of range.
-    arrays = jax.tree.leaves(data)
-    _run(trace_program(rows, data), arrays, [frozenset({"data"})] * len(arrays))
 
 
 def _run(program: Program, values: Sequence[ArrayLike], labels: Sequence[Labels]) -> list[Any]:
@@ -148,7 +154,15 @@ def _apply(eqn: JaxprEqn, values: list[Any], labels: Sequence[Labels]) -> Sequen
     if (program := called_program(eqn)) is not None:
         return _run(program, values, labels)
     if (loop := scan(eqn)) is not None:
-        return _scan(loop, values, scan_body_labels(loop, labels))
+        inside = scan_body_labels(loop, labels)
+
+        def step(carry: list[Array], x: list[Array]) -> tuple[list[Array], list[Array]]:
+            out = _run(loop.body, [*values[: loop.num_consts], *carry, *x], inside)
+            return out[: loop.num_carry], out[loop.num_carry :]
+
+        xs = values[loop.carry.stop :]
+        carry, ys = jax.lax.scan(step, values[loop.carry], xs, loop.length, loop.reverse)
+        return [*carry, *ys]
     if (choices := branches(eqn)) is not None:
         runs = [
             lambda *operands, chosen=choice: _run(chosen, operands, labels[1:])
@@ -173,22 +187,10 @@ def _apply(eqn: JaxprEqn, values: list[Any], labels: Sequence[Labels]) -> Sequen
     return out if eqn.primitive.multiple_results else [out]
 
 
-def _scan(loop: Scan, values: list[Any], labels: Sequence[Labels]) -> list[Any]:
-    def step(carry: list[Array], x: list[Array]) -> tuple[list[Array], list[Array]]:
-        out = _run(loop.body, [*values[: loop.num_consts], *carry, *x], labels)
-        return out[: loop.num_carry], out[loop.num_carry :]
-
-    xs = values[loop.carry.stop :]
-    carry, ys = jax.lax.scan(step, values[loop.carry], xs, loop.length, loop.reverse)
-    return [*carry, *ys]
-
-
 def _wrapped_index(eqn: JaxprEqn, producer: Mapping[Var, JaxprEqn]) -> Var | None:
-    """Return the index that an operation wraps if it is negative; None for other operations.
-
-    JAX writes ``x[i]`` as ``select_n(i < 0, i, i + n)`` before the gather, after which -1 is an
-    index like any other. The pattern is recognised here, while ``i`` is still at hand.
-    """
+    """Return the index that an operation wraps if it is negative; None for other operations."""
+    # JAX writes ``x[i]`` as ``select_n(i < 0, i, i + n)`` before the gather, after which -1 is an
+    # index like any other. The pattern is recognised here, while ``i`` is still at hand.
     if eqn.primitive.name != "select_n" or len(eqn.invars) != 3:
         return None
     condition, index, other = eqn.invars
@@ -211,9 +213,18 @@ def _indexed_by_data(eqn: JaxprEqn, labels: Sequence[Labels]) -> bool:
         return any(labels[1:])
     if name == "dynamic_update_slice":
         return any(labels[2:])
-    if name != "gather" and not name.startswith("scatter"):
+    if not (name == "gather" or name.startswith("scatter")) or not labels[1]:
         return False
-    return bool(labels[1]) and not _deliberate(eqn)
+    fill, dtype = eqn.params.get("fill_value"), type_of(eqn.outvars[0]).dtype
+    if eqn.params.get("mode") == GatherScatterMode.CLIP:
+        return False
+    if fill is None or dtype.kind == "b":
+        return True
+    # JAX's own fill values are NaN and the least integer (the greatest if unsigned). Any other
+    # value was chosen by the author of the text.
+    if dtype.kind in "iu":
+        return fill in (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    return bool(np.isnan(fill))
 
 
 def _ranges(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[Array, np.ndarray, np.ndarray]:
@@ -233,37 +244,3 @@ def _ranges(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[Array, np.ndarray, np
         window = [i for i in range(len(lengths)) if i not in single]
         sizes[window] = np.array(jnp.shape(values[2]))[list(numbers.update_window_dims)]
     return values[1], (lengths - sizes)[axes], lengths[axes]
-
-
-def _deliberate(eqn: JaxprEqn) -> bool:
-    """Return whether the text itself defines what an index out of range reads."""
-    fill, dtype = eqn.params.get("fill_value"), type_of(eqn.outvars[0]).dtype
-    if eqn.params.get("mode") == GatherScatterMode.CLIP:
-        return True
-    if fill is None or dtype.kind == "b":
-        return False
-    # JAX's own fill values are NaN and the least integer (the greatest if unsigned). Any other
-    # value was chosen by the author of the text.
-    if dtype.kind in "iu":
-        return fill not in (np.iinfo(dtype).min, np.iinfo(dtype).max)
-    return not np.isnan(fill)
-
-
-def _message(owner: str, data: SiloData, error: str, errors: Callable[[SiloData], Any]) -> str:
-    """Return the error message, with the array to blame: if it is zero, the check passes."""
-
-    def without(name: str) -> SiloData:
-        return replace(data, arrays={**data.arrays, name: np.zeros_like(data.arrays[name])})
-
-    blamed = [
-        f" The array '{name}' holds {a.min()} to {a.max()} there."
-        for name, a in data.arrays.items()
-        if a.dtype.kind in "iu" and not errors(without(name)).get()
-    ]
-    where = error.splitlines()[0].removesuffix(" (`check` failed)")
-    return (
-        f"{owner}: {where}{''.join(blamed)} Indices must count from 0 within each silo, up to one "
-        "less than the length of what they index: renumber them, for example by "
-        "np.unique(ids, return_inverse=True)[1]. Where one out of range is meant, say what it "
-        "reads: table.at[h].get(mode='fill', fill_value=0.0, wrap_negative_indices=False)."
-    )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -63,26 +63,6 @@ class Scan(NamedTuple):
         return slice(self.num_consts, self.num_consts + self.num_carry)
 
 
-class Identity(NamedTuple):
-    """The identity of a program: its operations as text, and all numbers that it reads."""
-
-    words: str
-    numbers: tuple[ArrayLike, ...]
-
-    @classmethod
-    def of(cls, program: Program) -> Identity:
-        """Return the identity of a program, without the addresses of objects in memory."""
-        return cls(ADDRESS.sub("", str(program.jaxpr)), tuple(constants(program)))
-
-    def same(self, other: Identity) -> bool:
-        """Return whether two programs compute the same in the same way."""
-        if self.words != other.words or len(self.numbers) != len(other.numbers):
-            return False
-        pairs = zip(self.numbers, other.numbers, strict=True)
-        # Compared as bytes: NaN equals itself then, and dtypes count.
-        return all(a is b or array_bytes(a) == array_bytes(b) for a, b in pairs)
-
-
 class Written:
     """A program's operations as text, and the numbers that they read, in their order.
 
@@ -90,11 +70,6 @@ class Written:
     processes with this version of JAX. Numbers are given apart, since a constant that was computed
     (an inverse, an exponential) differs between machines in its last digits. Calls are entered:
     what they are named, and in which order they take what they close over, does not matter.
-
-    Attributes
-    ----------
-    words : str
-    numbers : list of array
     """
 
     def __init__(self, program: Program):
@@ -130,7 +105,17 @@ class Written:
             outputs = zip(*by_branch, strict=True)
             return [_digest("cond", which, *map(self._said, one)) for one in outputs]
         if (loop := scan(eqn)) is not None:
-            return self._scanned(loop, operands)
+            consts, items = operands[: loop.num_consts], operands[loop.carry.stop :]
+            carried = self._inputs("carry", operands[loop.carry])
+            inside = [*consts, *carried, *(_digest("item", self._said(one)) for one in items)]
+            results = self._outputs(loop.body, inside)
+            steps, stacked = f"{loop.length} {loop.reverse}", results[loop.num_carry :]
+            carry_of = _digest(*map(self._said, results[: loop.num_carry]))
+            last = [_digest("last", steps, carry_of, f"{i}") for i in range(loop.num_carry)]
+            return last + [
+                one if isinstance(one, _Number) else _digest("stacked", steps, carry_of, one)
+                for one in stacked
+            ]
         if eqn.primitive.name == "while":
             ends, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
             carry = self._inputs("carry", operands[ends + body :])
@@ -138,35 +123,24 @@ class Written:
             step = [*operands[ends : ends + body], *carry]
             programs = as_program(eqn.params["cond_jaxpr"]), as_program(eqn.params["body_jaxpr"])
             pairs = zip(programs, (goes_on, step), strict=True)
-            parts = [self._all(self._outputs(*pair)) for pair in pairs]
+            parts = [_digest(*map(self._said, self._outputs(*pair))) for pair in pairs]
         else:
-            parts = [_settings(eqn), *map(self._said, operands)]
+            # Parameters as text, without programs, functions and other objects.
+            settings = []
+            for name, value in sorted(eqn.params.items()):
+                items = value if isinstance(value, tuple | list) else (value,)
+                objects = (callable(i) or hasattr(getattr(i, "jaxpr", i), "eqns") for i in items)
+                if not any(objects) and not ADDRESS.search(repr(value)):
+                    settings.append(f"{name}={value!r}")
+            parts = [" ".join(settings), *map(self._said, operands)]
             for program in inner_programs(eqn):
                 inputs = [f"in {i}:{_shape(v)}" for i, v in enumerate(program.jaxpr.invars)]
-                parts.append(self._all(self._outputs(program, inputs)))
+                parts.append(_digest(*map(self._said, self._outputs(program, inputs))))
         whole = _digest(eqn.primitive.name, *parts)
         return [_digest(whole, f"{i}:{_shape(v)}") for i, v in enumerate(eqn.outvars)]
 
-    def _scanned(self, loop: Scan, operands: Sequence[str | _Number]) -> list[str | _Number]:
-        """Return what the results of a scan are."""
-        consts, items = operands[: loop.num_consts], operands[loop.carry.stop :]
-        carried = self._inputs("carry", operands[loop.carry])
-        inside = [*consts, *carried, *(_digest("item", self._said(one)) for one in items)]
-        results = self._outputs(loop.body, inside)
-        steps = f"{loop.length} {loop.reverse}"
-        carry = self._all(results[: loop.num_carry])
-        last = [_digest("last", steps, carry, f"{i}") for i in range(loop.num_carry)]
-        stacked = results[loop.num_carry :]
-        return last + [
-            one if isinstance(one, _Number) else _digest("stacked", steps, carry, one)
-            for one in stacked
-        ]
-
     def _inputs(self, kind: str, operands: Sequence[str | _Number]) -> list[str]:
         return [_digest(kind, f"{i}", self._said(one)) for i, one in enumerate(operands)]
-
-    def _all(self, results: Sequence[str | _Number]) -> str:
-        return _digest(*map(self._said, results))
 
     def _said(self, one: str | _Number) -> str:
         """Return what stands for a value in the text; a number is noted wherever it is read."""
@@ -190,17 +164,6 @@ def _digest(*parts: str) -> str:
 def _shape(variable: Atom) -> str:
     aval = type_of(variable)
     return f"{getattr(aval, 'dtype', aval)}{getattr(aval, 'shape', '')}"
-
-
-def _settings(eqn: JaxprEqn) -> str:
-    """Return an operation's parameters as text, without programs, functions and other objects."""
-    shown = {}
-    for name, value in sorted(eqn.params.items()):
-        items = value if isinstance(value, tuple | list) else (value,)
-        objects = (callable(i) or hasattr(getattr(i, "jaxpr", i), "eqns") for i in items)
-        if not any(objects):
-            shown[name] = repr(value)
-    return " ".join(f"{name}={text}" for name, text in shown.items() if not ADDRESS.search(text))
 
 
 def trace_program(fn: Callable[..., Any], /, *args: object) -> Program:
@@ -248,14 +211,13 @@ def scan(eqn: JaxprEqn) -> Scan | None:
     # The counts are read off the ranks, by what a scan means, rather than off its parameters: a
     # sequence has one axis more outside of the body than inside.
     (body,) = inner_programs(eqn)
-    num_carry = len(eqn.outvars) - _sequences(eqn.outvars, body.jaxpr.outvars)
-    num_consts = len(eqn.invars) - num_carry - _sequences(eqn.invars, body.jaxpr.invars)
+    pairs = (eqn.outvars, body.jaxpr.outvars), (eqn.invars, body.jaxpr.invars)
+    stacked, items = (
+        sum(type_of(a).ndim > type_of(b).ndim for a, b in zip(*pair, strict=True)) for pair in pairs
+    )
+    num_carry = len(eqn.outvars) - stacked
+    num_consts = len(eqn.invars) - num_carry - items
     return Scan(body, num_consts, num_carry, eqn.params["length"], eqn.params["reverse"])
-
-
-def _sequences(outside: Sequence[Atom], inside: Sequence[Atom]) -> int:
-    pairs = zip(outside, inside, strict=True)
-    return sum(type_of(a).ndim > type_of(b).ndim for a, b in pairs)
 
 
 def type_of(variable: Atom) -> Any:
@@ -271,13 +233,14 @@ def branches(eqn: JaxprEqn) -> list[Program] | None:
     return inner_programs(eqn) if eqn.primitive.name == "cond" else None
 
 
-def constants(program: Program) -> Iterator[ArrayLike]:
-    """Yield all numbers and arrays that a program and the programs within it read."""
-    yield from _read(program.jaxpr, program.consts).values()
-    for eqn in program.jaxpr.eqns:
-        yield from (v.val for v in eqn.invars if isinstance(v, Literal))
-        for inner in inner_programs(eqn):
-            yield from constants(inner)
+def same_program(one: Program, other: Program) -> bool:
+    """Return whether two programs compute the same in the same way."""
+    first, second = Written(one), Written(other)
+    if first.words != second.words or len(first.numbers) != len(second.numbers):
+        return False
+    # Compared as bytes: NaN equals itself then, and dtypes count.
+    pairs = zip(first.numbers, second.numbers, strict=True)
+    return all(a is b or array_bytes(a) == array_bytes(b) for a, b in pairs)
 
 
 def pruned(program: Program, outputs: Sequence[bool]) -> tuple[Program, list[bool]]:

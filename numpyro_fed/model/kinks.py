@@ -65,8 +65,3 @@ def without_kink(fn: Distribution) -> Distribution:
     if isinstance(fn, dist.ExpandedDistribution):
         return base.expand(fn.batch_shape)
     return base.mask(fn._mask)
-
-
-def has_kink(fn: Distribution) -> bool:
-    """Return whether a distribution is a Laplace one, inside of NumPyro's wrappers or bare."""
-    return without_kink(fn) is not fn

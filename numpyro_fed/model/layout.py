@@ -10,39 +10,25 @@ from typing import Any, NamedTuple
 from numpyro_fed.errors import ModelWarning
 from numpyro_fed.model.audit import separable
 from numpyro_fed.model.data import ReadSilos, SiloData, Sizes
-from numpyro_fed.model.indices import index_check
+from numpyro_fed.model.indices import IndexCheck
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.observed import Supports
-from numpyro_fed.model.padding import Bucket, bucket, padded, padded_keys
+from numpyro_fed.model.padding import Bucket, bucket, padded_keys
 from numpyro_fed.model.row_checks import RowChecks, refuse_summaries
 from numpyro_fed.model.split import split
 
 
 class Layout(NamedTuple):
-    """A split model and its checks: all that depends on the shapes of data, not on their values.
-
-    Attributes
-    ----------
-    model : FederatedModel
-    sizes : tuple of {plate: int}
-        The true size of each silo plate at each silo.
-    rows : dict of str to str
-        The silo plate of each array that holds rows.
-    checks : RowChecks
-    check_indices : (silo, data) -> None
-        The index check of one silo's values.
-    supports : Supports
-        The check of observed values.
-    separable : dict of str to tuple of str
-        The arrays of each silo plate whose rows must not read each other's data.
-    """
+    """A split model and its checks: all that depends on the shapes of data, not on their values."""
 
     model: FederatedModel
-    sizes: tuple[Sizes, ...]
-    rows: dict[str, str]
+    sizes: tuple[Sizes, ...]  # the true size of each silo plate at each silo
+    rows: dict[str, str]  # the silo plate of each array that holds rows
     checks: RowChecks
+    # (silo, data) -> None: the index check of one silo's values
     check_indices: Callable[[int, SiloData], None]
-    supports: Supports
+    supports: Supports  # the check of observed values
+    # the arrays of each silo plate whose rows must not read each other's data
     separable: dict[str, tuple[str, ...]]
 
     @property
@@ -59,16 +45,9 @@ class Layout(NamedTuple):
         Padded and unpadded densities are compared at a random point. A model in which rows read
         each other's latents fails that comparison; the silos then stay unpadded, bucketed by
         their sizes, and a warning says so.
-
-        Raises
-        ------
-        DataError
-            For an index out of range, or an observed value that is impossible.
-        ModelError
-            With ``summaries``, for a row that reads the data of other rows (``x.mean(0)``).
         """
         # A site in two silo plates has no row of its own that could be padded.
-        buckets = bucket(silos, self.sizes, may_pad=not self.model.nested)
+        buckets = bucket(silos, self.sizes, may_pad=not self.model.structure.nested)
         # Supports first: outside of them densities are NaN or infinite, and row checks compare
         # nothing there.
         for b in buckets:
@@ -76,8 +55,28 @@ class Layout(NamedTuple):
         for j, silo in enumerate(silos):
             self.check_indices(j, silo)
         apart = self.separable if summaries else {}
-        harmless = [self._padding_is_harmless(silos, b, apart) for b in buckets]
-        if all(harmless):
+        harmless = True
+        for b in buckets:
+            found = None
+            # The silo with the fewest rows has the most padding.
+            most = min(range(len(b.silos)), key=lambda i: sum(b.sizes[i].values()))
+            original = silos[b.silos[most]]
+            try:
+                pairs = tuple(
+                    (p, names)
+                    for p, names in apart.items()
+                    if not self.checks.trace(b).rows_apart(p, names)
+                )
+                if b.data.masks and not self.checks.padding_is_apart(b, self.rows, original):
+                    rows = tuple(sorted(self.rows.items()))
+                    same, found = self.checks.padding(b.data, rows, pairs, original, most)
+                    harmless &= bool(same)
+            except ValueError:  # the text does not run at padded shapes
+                harmless, pairs = False, tuple(apart.items())
+            if pairs:
+                found = self.checks.summaries(pairs, b.data) if found is None else found
+                refuse_summaries(self.checks, b, dict(pairs), found)
+        if harmless:
             return buckets
         warnings.warn(
             "the model's log density changes when a silo's rows are padded by copies of its first "
@@ -90,42 +89,16 @@ class Layout(NamedTuple):
         )
         return bucket(silos, self.sizes, may_pad=False)
 
-    def _padding_is_harmless(
-        self, silos: Sequence[SiloData], b: Bucket, apart: dict[str, tuple[str, ...]]
-    ) -> bool:
-        """Return whether padding changes nothing, and refuse rows that read each other's data."""
-        harmless, found, trace = True, None, self.checks.trace
-        # The silo with the fewest rows has the most padding.
-        most = min(range(len(b.silos)), key=lambda i: sum(b.sizes[i].values()))
-        original = silos[b.silos[most]]
-        try:
-            unclear = {p: keys for p, keys in apart.items() if not trace(b).rows_apart(p, keys)}
-            pairs = tuple(unclear.items())
-            if padded([b]) and not self.checks.padding_is_apart(b, self.rows, original):
-                rows = tuple(sorted(self.rows.items()))
-                same, found = self.checks.padding(b.data, rows, pairs, original, most)
-                harmless = bool(same)
-        except ValueError:
-            harmless, pairs = False, tuple(apart.items())  # the text does not run at padded shapes
-        if pairs:
-            found = self.checks.summaries(pairs, b.data) if found is None else found
-            refuse_summaries(self.checks, b, dict(pairs), found)
-        return harmless
-
 
 def layout_of(model: Callable[..., Any], silos: Sequence[SiloData]) -> Layout:
     """Return the layout of a model at silos of these shapes, cached with silos that were read."""
     if isinstance(silos, ReadSilos):
-        return silos.once(model, partial(_layout_of, model, silos))
-    return _layout_of(model, silos)
-
-
-def _layout_of(model: Callable[..., Any], silos: Sequence[SiloData]) -> Layout:
+        return silos.once(model, partial(layout_of, model, tuple(silos)))
     fm = split(model, silos)
     sizes = tuple(fm.sizes(s) for s in silos)
     rows = padded_keys(silos, sizes)
-    apart = separable(fm, silos, sizes, rows)
-    return Layout(fm, sizes, rows, RowChecks(fm), index_check(fm), Supports.of_silos(fm), apart)
+    apart, supports = separable(fm, silos, sizes, rows), Supports(fm.traces, "silo {}")
+    return Layout(fm, sizes, rows, RowChecks(fm), IndexCheck(fm.terms_at_zero), supports, apart)
 
 
 def lay_out(

@@ -215,13 +215,7 @@ def level_names(
 
 
 def level_counts(silo: Any, columns: Sequence[str]) -> dict[str, Counter[str]]:
-    """Return how many rows of a silo have each level of each column; this is for the silo alone.
-
-    Raises
-    ------
-    DataError
-        As :func:`level_names` does.
-    """
+    """Return how many rows of a silo have each level of each column; this is for the silo alone."""
     if isinstance(columns, str):
         raise DataError(f"columns must be a list of names, got the string '{columns}'.")
     return {column: Counter(_strings(silo, column)) for column in columns}
@@ -230,13 +224,7 @@ def level_counts(silo: Any, columns: Sequence[str]) -> dict[str, Counter[str]]:
 def levels_of_list(
     silos: Sequence[Any], columns: Sequence[str], *, min_count: int, other: str | None
 ) -> Levels:
-    """Return the levels of silos whose data are in this process (:func:`numpyro_fed.levels`).
-
-    Raises
-    ------
-    DataError
-        Naming the silo at fault.
-    """
+    """Return the levels of silos whose data are in this process (:func:`numpyro_fed.levels`)."""
     parts = []
     for j, silo in enumerate(silos):
         try:
@@ -247,17 +235,14 @@ def levels_of_list(
 
 
 def _strings(silo: Any, column: str) -> list[str]:
-    """Return a categorical column as strings.
-
-    Raises
-    ------
-    DataError
-    """
+    """Return a categorical column as strings."""
     value = _found(silo, column)
     if value is None:
+        known = list(silo) if isinstance(silo, Mapping) else [type(silo).__name__]
+        known = list(map(str, silo.columns)) if is_frame(silo) else known
         raise DataError(
-            f"there is no column '{column}': the data have {_known(silo)}. A column of an argument "
-            "that is a DataFrame is named 'x.city'."
+            f"there is no column '{column}': the data have {known}. A column of an argument that "
+            "is a DataFrame is named 'x.city'."
         )
     if is_frame(value):
         raise DataError(
@@ -267,7 +252,8 @@ def _strings(silo: Any, column: str) -> list[str]:
     series = as_series(value) if is_column(value) else None
     # Categories are read as objects, so that codes of a library are not taken for names.
     array = np.asarray(value if series is None else series.to_list(), object).ravel()
-    missing = sum(map(_is_missing, array.tolist()))
+    # The NA of pandas cannot be compared.
+    missing = sum(v is None or type(v).__name__ == "NAType" or v != v for v in array.tolist())
     if missing:
         raise DataError(
             f"column '{column}': {missing} of {array.size} values are missing. Make that a level "
@@ -283,11 +269,6 @@ def _strings(silo: Any, column: str) -> list[str]:
     return [str(v) for v in array.tolist()]
 
 
-def _is_missing(value: object) -> bool:
-    """Return whether a value is None, NaN, or the NA of pandas, which cannot be compared."""
-    return value is None or type(value).__name__ == "NAType" or value != value
-
-
 def _found(silo: Any, column: str) -> Any:
     """Return the column of this name, in a DataFrame or a dict of arguments; None if none is so."""
     if is_frame(silo):
@@ -298,12 +279,6 @@ def _found(silo: Any, column: str) -> Any:
         return silo[column]
     argument, _, inner = column.partition(".")
     return _found(silo.get(argument), inner)
-
-
-def _known(silo: Any) -> list[str]:
-    if is_frame(silo):
-        return list(map(str, silo.columns))
-    return list(silo) if isinstance(silo, Mapping) else [type(silo).__name__]
 
 
 def _replaced(silo: Any, column: str, codes: np.ndarray) -> Any:

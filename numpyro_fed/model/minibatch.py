@@ -47,30 +47,17 @@ class Minibatches:
 
     A silo with at most ``B`` rows takes each of them once. Outer plates (hospitals above patients)
     are not cut.
-
-    Attributes
-    ----------
-    size : int
-        ``B``, the same for each group of plates.
-    cut : tuple of CutPlates
-        The groups of plates that are cut.
     """
 
-    size: int
-    cut: tuple[CutPlates, ...]
+    size: int  # B, the same for each group of plates
+    cut: tuple[CutPlates, ...]  # the groups of plates that are cut
 
     @classmethod
     def of(
         cls, fm: FederatedModel, plates_of: Mapping[str, tuple[str, ...]], size: int
     ) -> Minibatches:
-        """Choose the plates to cut, given the plates that each array is as long as at every silo.
-
-        Raises
-        ------
-        GuideError
-            For a text none of whose plates can be cut.
-        """
-        if fm.nested:
+        """Choose the plates to cut; ``plates_of`` has those as long as an array at every silo."""
+        if fm.structure.nested:
             raise GuideError(
                 f"batch_size={size}: a site stands in two silo plates at once, so that rows cannot "
                 f"be drawn. Put its rows in long form, in one silo_plate. {WHOLE}"

@@ -30,21 +30,9 @@ from numpyro_fed.model.data import is_leaf
 class leave_out_missing(Messenger):
     """Leave out of the density what is missing in the arguments ``names`` of a model.
 
-    Parameters
-    ----------
-    fn : callable
-        A model, which is called with keyword arguments.
-    names : sequence of str
-        The arguments, or leaves of arguments, in which NaN stands for a missing outcome.
-    blind : bool
-        Whether observed sites get zeros in the place of these arguments. What still depends on them
-        then reads them for something else than an outcome.
-
-    Raises
-    ------
-    ModelError
-        When the model is run: for an outcome whose distribution counts several numbers as one, of
-        which no part can be left out.
+    These are arguments, or leaves of arguments, in which NaN stands for a missing outcome. If
+    ``blind``, observed sites get zeros in the place of these: what still depends on them then reads
+    them for something else than an outcome.
     """
 
     def __init__(self, fn: Callable[..., Any], names: Sequence[str], *, blind: bool = False):
@@ -86,10 +74,7 @@ def leaving_out_missing(
 
 
 def _filled(fn: Distribution, value: Array, seen: Array) -> Array:
-    """Return observed values with a number in the place of what is missing.
-
-    NumPyro's mask puts one of the support there before it asks for a density.
-    """
+    """Return observed values with a number in the place of what is missing."""
     value = jnp.where(seen, value, 0.0)
     # Whole numbers were floats beside NaN only; categories are indices.
     return (

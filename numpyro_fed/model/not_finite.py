@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.model.audit import hashed_normals
-from numpyro_fed.model.binding import Rows, Theta, log_det_owners
+from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import padded_keys
@@ -29,21 +30,12 @@ POINTS, SPREAD = 3, 0.1
 
 
 class NotFinite(NamedTuple):
-    """The first site whose density or derivatives are not finite, silo by silo.
-
-    Attributes
-    ----------
-    site : str
-    silo, row : int or None
-        None for a global site, and where the row is not known.
-    is_gradient : bool
-        Whether the density itself is finite.
-    """
+    """The first site whose density or derivatives are not finite, silo by silo."""
 
     site: str
-    silo: int | None
+    silo: int | None  # None for a global site, and where the row is not known
     row: int | None
-    is_gradient: bool
+    is_gradient: bool  # whether the density itself is finite
 
     def __str__(self) -> str:
         where = "" if self.silo is None else f", silo {self.silo}"
@@ -64,32 +56,22 @@ class NotFinite(NamedTuple):
         )
 
 
-class _Finite(NamedTuple):
-    """The verdicts by site: whether each row's term is finite (rows,), and all derivatives ().
-
-    The derivatives are the gradient and its own derivative in one direction.
-    """
-
-    rows: dict[str, Array]
-    derivatives: dict[str, Array]
-
-
 def first_not_finite(fm: FederatedModel, silos: Iterable[tuple[int, SiloData]]) -> NotFinite | None:
     """Return the first site whose density or derivatives are not finite; None if there is none.
 
     ``silos`` are numbers and data.
     """
-    owners, plate_of = log_det_owners(fm.sites), {s.name: s.plate for s in fm.sites}
-    find = jax.jit(lambda silo: _finite(fm, silo))
+    plate_of = {s.name: s.plate for s in fm.sites}
+    find = jax.jit(partial(_finite, fm))
     for j, silo in silos:
-        found = jax.device_get(find(silo))
-        for name, rows in found.rows.items():
-            site = owners.get(name, name)
+        finite, derivatives = jax.device_get(find(silo))
+        for name, rows in finite.items():
+            site = fm.traces.at(silo).owners[name]
             number = None if plate_of[site] is None else j
             if not rows.all():
                 row = None if number is None else int(np.argmin(rows))
                 return NotFinite(site, number, row, False)
-            if not found.derivatives[name]:
+            if not derivatives[name]:
                 row = None if number is None else _first_row(fm, name, str(plate_of[site]), silo)
                 return NotFinite(site, number, row, True)
     return None
@@ -103,20 +85,19 @@ def first_without_density(
     Minus infinity is a density of zero, as outside of a support that a latent bounds. Latents of
     silos are at zero.
     """
-    owners = log_det_owners(fm.sites)
 
     @jax.jit
     def numbers(silo: SiloData) -> dict[str, Array]:
-        private = fm.init_private(jax.random.key(0), silo)
-        sizes = fm.sizes(silo)
-        z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in fm.plates}
-        terms = _terms(fm, {**theta, **private}, z_G, z_L, silo, guarded=False)
+        key = jax.random.key(0)
+        of_silo = {**theta, **fm.init_private(key, silo)}
+        terms = _terms(fm, of_silo, z_G, fm.init_local(key, silo), silo, guarded=False)
         return {name: rows < jnp.inf for name, rows in terms.items()}
 
     for j, silo in silos:
         for name, rows in jax.device_get(numbers(silo)).items():
             if not rows.all():
-                site = next(s for s in fm.sites if s.name == owners.get(name, name))
+                owner = fm.traces.at(silo).owners[name]
+                site = next(s for s in fm.sites if s.name == owner)
                 if site.plate is None:
                     return NotFinite(site.name, None, None, False)
                 return NotFinite(site.name, j, int(np.argmin(rows)), False)
@@ -140,37 +121,35 @@ def _terms(
     return found
 
 
-def _finite(fm: FederatedModel, silo: SiloData) -> _Finite:
-    """Return what is finite at some of the points."""
+def _finite(fm: FederatedModel, silo: SiloData) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Return by site whether each row's term (rows,) and all derivatives () are finite somewhere.
 
-    def at(point: int) -> _Finite:
-        key, sizes = jax.random.key(0), fm.sizes(silo)
-        theta = {**fm.init_theta(key), **fm.init_private(key, silo)}
+    The derivatives are the gradient and its own derivative in one direction.
+    """
+    key, sizes = jax.random.key(0), fm.sizes(silo)
+    theta = {**fm.init_theta(key), **fm.init_private(key, silo)}
+
+    def total(z: tuple[Array, Rows], name: str) -> Array:
+        return _terms(fm, theta, z[0], z[1], silo)[name].sum()
+
+    each = []
+    for point in range(POINTS):
         z_G = SPREAD * jnp.roll(hashed_normals(1, fm.dim), point)
         z_L = {p.name: SPREAD * hashed_normals(2, sizes[p.name], p.dim) for p in fm.plates}
-
-        def finite_derivatives(name: str) -> Array:
-            def total(z: tuple[Array, Rows]) -> Array:
-                return _terms(fm, theta, z[0], z[1], silo)[name].sum()
-
-            # A search needs the curvature as well: one direction, in which all latents move.
-            z = (z_G, z_L)
-            return all_finite(jax.jvp(jax.grad(total), (z,), (z,)))
-
-        terms = _terms(fm, theta, z_G, z_L, silo)
+        terms, z = _terms(fm, theta, z_G, z_L, silo), (z_G, z_L)
         rows = {name: jnp.isfinite(values) for name, values in terms.items()}
-        # Site by site: a derivative of infinity in one times a weight of zero would be NaN in all.
-        return _Finite(rows, {name: finite_derivatives(name) for name in rows})
-
-    each = [at(i) for i in range(POINTS)]
+        # A search needs the curvature as well: one direction, in which all latents move. Site by
+        # site: a derivative of infinity in one times a weight of zero would be NaN in all.
+        derivatives = {
+            name: all_finite(jax.jvp(jax.grad(partial(total, name=name)), (z,), (z,)))
+            for name in rows
+        }
+        each.append((rows, derivatives))
     return jax.tree.map(lambda *found: jnp.stack(found).any(0), *each)
 
 
 def _first_row(fm: FederatedModel, site: str, plate: str, silo: SiloData) -> int | None:
-    """Return the first row without which derivatives of a site would be finite, if one is found.
-
-    All rows are filled with copies of some of them, of half as many at each step.
-    """
+    """Return the first row without which derivatives of a site would be finite, if one is found."""
     sizes = fm.sizes(silo)
     size = sizes[plate]
     keys = [k for k, p in padded_keys([silo], [sizes]).items() if p == plate]
@@ -179,8 +158,9 @@ def _first_row(fm: FederatedModel, site: str, plate: str, silo: SiloData) -> int
     @jax.jit
     def is_bad(source: Array) -> Array:
         arrays = {**silo.arrays, **{k: jnp.asarray(silo.arrays[k])[source] for k in keys}}
-        return ~_finite(fm, replace(silo, arrays=arrays)).derivatives[site]
+        return ~_finite(fm, replace(silo, arrays=arrays))[1][site]
 
+    # All rows are filled with copies of some of them, of half as many at each step.
     rows = np.flatnonzero(real)
     while len(rows) > 1:
         half = rows[: len(rows) // 2]

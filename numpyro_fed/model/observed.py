@@ -17,7 +17,6 @@ from jax import Array
 
 from numpyro_fed.errors import DataError
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.supports import ObservedValues, SupportKind
 from numpyro_fed.model.trace import ARRAY, DENSITY, EDGE, INSIDE, LATENT, OBSERVED, PARAMETER
@@ -33,35 +32,32 @@ POINTS = 3
 
 @dataclass(frozen=True, eq=False)
 class Supports:
-    """The check of a model's observed values, compiled once for each shape of silos.
-
-    Attributes
-    ----------
-    traces : Traces
-    owner : str
-        The party's name in messages, with ``{}`` for a silo's number.
-    total : ShapeDtypeStruct, optional
-        The shape of the sum ``TOTAL`` that the data of a vertical model's server lack.
-    """
+    """The check of a model's observed values, compiled once for each shape of silos."""
 
     traces: Traces
-    owner: str
+    owner: str  # the party's name in messages, with {} for a silo's number
+    # the shape of the sum TOTAL that the data of a vertical model's server lack
     total: jax.ShapeDtypeStruct | None = None
 
     @compiled_method(jit_once)
     def observed_values(self, stack: SiloData) -> dict[str, ObservedValues]:
         """Return the observed values of a stack of parties, by site, where they are not plain."""
-        return jax.vmap(self._observed_values)(stack)
+        names = [name for name, site in self._checked_sites(stack).items() if not site.plain]
+        kinds = OBSERVED, INSIDE, EDGE
+        found = jax.vmap(lambda data: self._at(data, 0.0, names, kinds))(stack)
+        return {name: ObservedValues(*(found[kind, name] for kind in kinds)) for name in names}
 
     @compiled_method(jit_once)
     def densities_at_edges(self, stack: SiloData) -> dict[str, Array]:
-        """Return whether the density of each value can be positive, by site."""
-        return jax.vmap(self._has_density)(stack)
+        """Return whether the density of each value is positive and finite at one of the points."""
+        names = list(self._checked_sites(stack))
 
-    @classmethod
-    def of_silos(cls, fm: FederatedModel) -> Supports:
-        """Return the check of a model whose rows are split over silos."""
-        return cls(fm.traces, "silo {}")
+        def finite(point: Array) -> dict[str, Array]:
+            found = jax.vmap(lambda data: self._at(data, point, names, [DENSITY]))(stack)
+            return {name: jnp.isfinite(density) for (_, name), density in found.items()}
+
+        each = jax.lax.map(finite, jnp.linspace(0.0, 1.0, POINTS))
+        return {name: found.any(0) for name, found in each.items()}
 
     @classmethod
     def of_server(cls, model: VerticalModel) -> Supports:
@@ -88,8 +84,7 @@ class Supports:
 
     def check(self, b: Bucket) -> None:
         """Refuse an observed value that its distribution cannot have; the error says where."""
-        first = jax.tree.map(lambda a: a[0], b.data)
-        sites, observed = self._checked_sites(first), dict[str, ObservedValues]()
+        sites, observed = self._checked_sites(b.data), dict[str, ObservedValues]()
         for name, kind in sites.items():
             if plain := kind.plain:
                 observed[name] = plain.observed(np.asarray(b.data.arrays[plain.argument]))
@@ -106,39 +101,24 @@ class Supports:
                     why = " and has no density at the edge"
                     self._refuse(b, name, np.asarray(observed[name].value), bad, why)
 
-    def _checked_sites(self, data: SiloData) -> dict[str, SupportKind]:
+    def _checked_sites(self, stack: SiloData) -> dict[str, SupportKind]:
         """Return the observed sites whose supports and masks depend on data alone."""
-        trace = self.traces.at(self._whole(data))
-
-        def is_known(site: str) -> bool:
-            names = trace.reads((INSIDE, site), ARRAY)
-            unknown = trace.reads((INSIDE, site), LATENT) | trace.reads((INSIDE, site), PARAMETER)
-            return not unknown and (self.total is None or TOTAL not in names)
-
-        return {name: kind for name, kind in trace.supports.items() if is_known(name)}
-
-    def _observed_values(self, data: SiloData) -> dict[str, ObservedValues]:
-        names = [name for name, site in self._checked_sites(data).items() if not site.plain]
-        found = self._at(data, 0.0, names, (OBSERVED, INSIDE, EDGE))
-        return {n: ObservedValues(*(found[k, n] for k in (OBSERVED, INSIDE, EDGE))) for n in names}
-
-    def _has_density(self, data: SiloData) -> dict[str, Array]:
-        """Return whether the density of each value is positive and finite at one of the points."""
-
-        def finite(point: Array) -> dict[str, Array]:
-            found = self._at(data, point, self._checked_sites(data), [DENSITY])
-            return {name: jnp.isfinite(density) for (_, name), density in found.items()}
-
-        each = jax.lax.map(finite, jnp.linspace(0.0, 1.0, POINTS))
-        return {n: found.any(0) for n, found in each.items()}
+        one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stack)
+        trace = self.traces.at(self._whole(one))
+        known = {}
+        for name, kind in trace.supports.items():
+            inside = INSIDE, name
+            unknown = trace.reads(inside, LATENT) | trace.reads(inside, PARAMETER)
+            if not unknown and (self.total is None or TOTAL not in trace.reads(inside, ARRAY)):
+                known[name] = kind
+        return known
 
     def _refuse(self, b: Bucket, name: str, values: np.ndarray, bad: np.ndarray, why: str) -> None:
         i, *index = (int(k) for k in np.argwhere(bad)[0])
-        silo = jax.tree.map(lambda a: a[i], b.data)
-        site, real = self._checked_sites(silo)[name], bad[i]
+        site, real = self._checked_sites(b.data)[name], bad[i]
         # Padded rows are copies of a row: they must not be counted.
         for plate, dim in site.plates:
-            mask = silo.masks.get(plate, np.array(True))
+            mask = b.data.masks[plate][i] if plate in b.data.masks else np.array(True)
             real = real & mask.reshape(mask.shape + (1,) * (mask.ndim * (-dim - 1)))
         count = int(real.sum())
         row = index[site.plates[0][1] if site.plates else 0] if index else 0

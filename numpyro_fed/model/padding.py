@@ -46,29 +46,6 @@ def padded_keys(silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> dict[str, 
     return rows
 
 
-def padded_plates(rows: dict[str, str], sizes: Sequence[Sizes]) -> set[str]:
-    """Return the silo plates that are padded: those of arrays, and others of the same sizes."""
-    return {
-        plate
-        for plate in sizes[0]
-        if any(all(size[plate] == size[p] for size in sizes) for p in rows.values())
-    }
-
-
-def pad(
-    data: SiloData, rows: dict[str, str], plates: set[str], sizes: Sizes, target: Sizes
-) -> SiloData:
-    """Return one silo's data padded to ``target`` rows by masked copies of its first row."""
-    arrays = {
-        key: np.concatenate([a, np.repeat(a[:1], target[rows[key]] - len(a), axis=0)])
-        if key in rows
-        else a
-        for key, a in data.arrays.items()
-    }
-    masks = {p: np.arange(target[p]) < sizes[p] for p in sorted(plates)}
-    return replace(data, arrays=arrays, masks=masks)
-
-
 def bucket(
     silos: Sequence[SiloData],
     sizes: Sequence[Sizes],
@@ -86,7 +63,12 @@ def bucket(
     # of 2 both stay within a factor of two of their least. With 1 each size would be a bucket, and
     # without a limit one large silo would set the size of all.
     rows = padded_keys(silos, sizes) if may_pad else {}
-    plates = padded_plates(rows, sizes)
+    # Padded are the plates of arrays, and others of the same sizes.
+    plates = {
+        plate
+        for plate in sizes[0]
+        if any(all(size[plate] == size[p] for size in sizes) for p in rows.values())
+    }
 
     def shape_of(j: int) -> tuple[Hashable, ...]:
         cut = {k: a[:1] if k in rows else a for k, a in silos[j].arrays.items()}
@@ -150,21 +132,24 @@ def _stack(
     plates: set[str],
 ) -> Bucket:
     target = {p: max(sizes[j][p] for j in group) for p in sizes[0]}
-    if all(sizes[j] == target for j in group):
-        members = [silos[j] for j in group]
-    else:
-        members = [pad(silos[j], rows, plates, sizes[j], target) for j in group]
+    members = [silos[j] for j in group]
+    if any(sizes[j] != target for j in group):
+        # Each silo is padded to the target by masked copies of its first row.
+        for i, j in enumerate(group):
+            arrays = dict(silos[j].arrays)
+            for key, plate in rows.items():
+                if key in arrays:
+                    a = arrays[key]
+                    more = np.repeat(a[:1], target[plate] - len(a), axis=0)
+                    arrays[key] = np.concatenate([a, more])
+            masks = {p: np.arange(target[p]) < sizes[j][p] for p in sorted(plates)}
+            members[i] = replace(silos[j], arrays=arrays, masks=masks)
     return Bucket(tuple(group), tuple(sizes[j] for j in group), stacked(members))
 
 
 def stacked(trees: Sequence[Any]) -> Any:
     """Return trees of one structure and shape stacked along a new leading axis."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
-
-
-def padded(buckets: Sequence[Bucket]) -> bool:
-    """Return whether any silo is padded."""
-    return any(b.data.masks for b in buckets)
 
 
 def one_by_one(silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> list[Bucket]:

@@ -40,11 +40,6 @@ def silo_plate_of(msg: dict[str, Any]) -> str | None:
 _BODIES = {scan_wrapper: (0,), cond_wrapper: (1, 2)}
 
 
-def is_scan(msg: dict[str, Any]) -> bool:
-    """Return whether a message is a ``numpyro.contrib.control_flow.scan``."""
-    return msg["type"] == "control_flow" and msg["fn"] is scan_wrapper
-
-
 def inside_control_flow(
     msg: dict[str, Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> bool:

@@ -29,7 +29,6 @@ from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.sites import NEEDS_VALUES
-from numpyro_fed.model.traces import Traces
 from numpyro_fed.model.vertical import PREDICTOR, TOTAL, PartyModel, VerticalModel
 from numpyro_fed.tracing import TRACING
 
@@ -42,23 +41,13 @@ ROWS_READ_ROWS = (
 
 
 class VerticalSplit(NamedTuple):
-    """A split vertical model, and each party's data.
-
-    Attributes
-    ----------
-    model : VerticalModel
-    server : SiloData
-        The server's arrays by name, without the clients' columns.
-    clients : tuple of SiloData
-        Each client's columns, and the server's arrays if these are shared.
-    arguments : tuple
-        Shapes, dtypes and static values of the model's arguments.
-    """
+    """A split vertical model, and each party's data."""
 
     model: VerticalModel
-    server: SiloData
+    server: SiloData  # the server's arrays by name, without the clients' columns
+    # each client's columns, and the server's arrays if these are shared
     clients: tuple[SiloData, ...]
-    arguments: tuple[Hashable, ...]
+    arguments: tuple[Hashable, ...]  # shapes, dtypes and static values of the model's arguments
 
 
 class _Reached(Exception):
@@ -82,11 +71,6 @@ class Text(NamedTuple):
             raise DataError(f"the model does not take these arguments: {error}.") from error
         return cls(model, signature, read_one("the model", dict(bound.arguments)))
 
-    def without_data(self) -> Text:
-        """Return the text with shapes in the place of arrays, which every party may know."""
-        shapes = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in self.data.arrays.items()}
-        return self._replace(data=replace(self.data, arrays=shapes))
-
     def run(self, arrays: Mapping[str, Any]) -> Any:
         """Run the text, with zeros for the arrays that are not given, and return its result."""
         full = {
@@ -98,10 +82,8 @@ class Text(NamedTuple):
 
     def columns(self, arrays: Mapping[str, Any], key: Array) -> Clients:
         """Return the arguments of the ``client_sum``, computed from the model's arguments."""
-        arguments: list[Clients] = []
 
         def reached(clients: Clients) -> Any:
-            arguments.append(clients)
             raise _Reached
 
         at = at_client_sum(reached)
@@ -110,8 +92,7 @@ class Text(NamedTuple):
                 self.run(arrays)
         except _Reached:
             pass
-        at.only()
-        return arguments[0]
+        return at.only()
 
     def at_client(self, j: int, arrays: Mapping[str, Any] | None = None) -> Callable[..., Any]:
         """Return the text of client ``j``, a model of its columns.
@@ -152,7 +133,8 @@ class Text(NamedTuple):
                 for n, a in self.data.arrays.items()
                 if n not in server_arrays and a.shape[:1] == (rows,)
             }
-            with at_client_sum(lambda clients: total) as at:
+            at = at_client_sum(lambda clients: total)
+            with at:
                 self.run({**client_arrays, **server_arrays})
             at.only()
 
@@ -160,74 +142,49 @@ class Text(NamedTuple):
 
 
 def split(whole: Text, *, share_response: bool = False) -> VerticalSplit:
-    """Split a vertical model at its ``client_sum``, and its arguments over the parties.
-
-    Raises
-    ------
-    ModelError
-        Without a ``client_sum``, with two, or with a silo plate; where the predictor of a client
-        reads what is the server's, or the server what is one client's; where columns depend on a
-        latent; and when the model itself raises.
-    DataError
-        For arguments that the model does not take, values that are not numbers, NaN; for a
-        response among the columns that is not to be shared.
-    """
-    arrays, text = whole.data.arrays, whole.without_data()
+    """Split a vertical model at its ``client_sum``, and its arguments over the parties."""
+    arrays = whole.data.arrays
+    # Every party may know the shapes of all arrays, and no number in them.
+    shapes = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in arrays.items()}
+    text = whole._replace(data=replace(whole.data, arrays=shapes))
     sum_call, columns, readers = _columns(text, arrays)
     # Each client's predictor by the number of the first client that has it: equal ones share one
     # part of the model, and one compiled program.
     predictors = [sum_call.predictors.index(p) for p in sum_call.predictors]
-    clients = [
-        read_one(f"client {j}", {"columns": own, "predictor": predictors[j]})
-        for j, own in enumerate(columns)
-    ]
-    party_models = [
-        _party_model(text.at_client(predictors[j]), data, f"client {j}")
-        for j, data in enumerate(clients)
-    ]
+    clients, party_models, predicted = list[SiloData](), list[PartyModel](), []
     distinct: dict[Any, PartyModel] = {}
-    pairs = zip(predictors, party_models, strict=True)
-    party_models = [distinct.setdefault((g, party.sites), party) for g, party in pairs]
-    predicted = [_predicted(party, data) for party, data in zip(party_models, clients, strict=True)]
+    for j, (own, first) in enumerate(zip(columns, predictors, strict=True)):
+        data = read_one(f"client {j}", {"columns": own, "predictor": first})
+        party = PartyModel.of(text.at_client(first), data, f"client {j}")
+        party = distinct.setdefault((first, party.sites), party)
+        predicted.append(jax.eval_shape(partial(_predicted, party), data))
+        clients.append(data)
+        party_models.append(party)
     check_predictions(replace(sum_call, columns=tuple(columns)), predicted)
     for j, (party, data) in enumerate(zip(party_models, clients, strict=True)):
         _check_client(text, arrays, party, data, j)
     shape, dtype = predicted[0].shape, str(predicted[0].dtype)
     everything = {**arrays, TOTAL: np.zeros(shape, dtype)}
-    server = _party_model(text.at_server(shape[0]), SiloData(everything), "the server")
-    _check_observed(server, party_models)
-    reach = _server_reach(server, everything)
-    parted = _parted(columns, readers, arrays)
-    _check_readers(reach, readers, parted, len(clients), share_response)
-    server_arrays = {n: a for n, a in arrays.items() if n not in readers or n in reach.density}
+    server, read, response, by_row, below = _server_part(text, everything, party_models)
+    _check_readers(read, response, readers, arrays, columns, share_response)
+    server_arrays = {n: a for n, a in arrays.items() if n not in readers or n in read}
     if share_response:
         clients = [with_server_data(data, server_arrays) for data in clients]
-    else:
-        _check_not_given(arrays, reach.response, clients)
     model = VerticalModel(
-        sum_call.name,
-        shape,
-        dtype,
-        server,
-        tuple(party_models),
-        reach.by_row,
-        reach.response,
-        reach.below,
+        sum_call.name, shape, dtype, server, tuple(party_models), by_row, response, below
     )
     return VerticalSplit(model, SiloData(server_arrays), tuple(clients), signature(whole.data))
 
 
-def _check_observed(server: PartyModel, clients: Sequence[PartyModel]) -> None:
-    """Refuse a text that observes nothing: its posterior would be its prior."""
-    if not any(
-        s.kind in ("observed", "factor") for party in (server, *clients) for s in party.sites
-    ):
-        latents = ", ".join(f"'{s.name}'" for s in server.named("latent"))
-        raise ModelError(
-            "no site is observed, so that the posterior would be the prior"
-            + (f": was obs= forgotten at one of {latents}? " if latents else ". ")
-            + "Pass the response as numpyro.sample(..., obs=y)."
-        )
+def _predicted(party: PartyModel, data: SiloData, at: float = 0.0) -> Array:
+    """Return a client's predictor with all of its latents at one number."""
+    theta = party.init_theta(jax.random.key(0), data)
+    return party.log_probs(theta, jnp.full(party.dim, at), data)[1][PREDICTOR]["value"]
+
+
+def is_array(leaf: object) -> bool:
+    """Return whether a leaf of a client's columns is an array, and not a plain value."""
+    return hasattr(leaf, "dtype")
 
 
 def with_server_data(client: SiloData, server: Mapping[str, Any]) -> SiloData:
@@ -237,14 +194,15 @@ def with_server_data(client: SiloData, server: Mapping[str, Any]) -> SiloData:
 
 
 def _check_readers(
-    reach: _Reach,
+    read: frozenset[str],
+    response: Sequence[str],
     readers: Mapping[str, set[int]],
-    parted: set[str],
-    num_clients: int,
+    arrays: dict[str, Any],
+    columns: list[Any],
     share_response: bool,
 ) -> None:
     """Refuse a response among clients' columns, and a server that reads a client's columns."""
-    for name in reach.response:
+    for name in response:
         if name in readers and not share_response:
             raise DataError(
                 f"'{name}' is observed, and is among the columns of client "
@@ -252,50 +210,57 @@ def _check_readers(
                 "may know the response."
             )
     for name, clients in readers.items():
-        read = name in reach.density and name not in reach.response
+        if name not in read or name in response:
+            continue
         # The server may hold an array that several clients receive whole, such as an area index.
-        if read and (len(clients) == 1 < num_clients or name in parted):
+        whole = all(
+            any(
+                np.array_equal(a, arrays[name], equal_nan=a.dtype.kind == "f")
+                for a in filter(is_array, jax.tree.leaves(columns[j]))
+            )
+            for j in clients
+        )
+        if len(clients) == 1 < len(columns) or not whole:
             raise ModelError(
                 f"the model reads '{name}' outside of the client_sum, but it holds columns of "
                 f"client {min(clients)}, which the server does not know. Move what reads it into "
                 "the predictor, or pass it as an argument of its own if everybody may know it."
             )
-
-
-def _parted(
-    columns: list[Any], readers: Mapping[str, set[int]], arrays: dict[str, Any]
-) -> set[str]:
-    """Return the arrays that some client does not receive whole, but a part or a function of."""
-
-    def whole(name: str, j: int) -> bool:
-        leaves = (a for a in jax.tree.leaves(columns[j]) if is_array(a))
-        return any(np.array_equal(a, arrays[name], equal_nan=a.dtype.kind == "f") for a in leaves)
-
-    return {name for name, who in readers.items() if not all(whole(name, j) for j in who)}
+    # The response may be among a client's columns under another name.
+    for name in () if share_response else response:
+        y = np.asarray(arrays[name], float)
+        # Constants and very short responses equal some column by chance.
+        if y.ndim == 0 or y.size < 3 or (y == y.flat[0]).all():
+            continue
+        for j, own in enumerate(columns):
+            for held, a in read_one(f"client {j}", {"columns": own}).arrays.items():
+                parts = [a, *(np.moveaxis(a, -1, 0) if a.ndim > 1 else [])]
+                if any(c.shape == y.shape and np.array_equal(c, y) for c in parts):
+                    raise DataError(
+                        f"client {j}, '{held}' holds the numbers of the response '{name}', which "
+                        "clients are not to know. Leave that column out, or say "
+                        "share_response=True."
+                    )
 
 
 def _columns(text: Text, arrays: dict[str, Any]) -> tuple[Clients, list[Any], dict[str, set[int]]]:
     """Return the ``client_sum``, each client's columns, and the clients that read each array."""
-    calls: list[Clients] = []
+    calls, key = list[Clients](), jax.random.key(0)
 
-    def arrays_of(arrays: dict[str, Any], key: Array) -> list[list[Any]]:
-        calls.append(text.columns(arrays, key))
-        return [[a for a in jax.tree.leaves(x) if is_array(a)] for x in calls[-1].columns]
+    def arrays_of(**inputs: Array) -> list[list[Any]]:
+        latents = inputs.pop(LATENTS)
+        calls.append(text.columns(inputs, latents))
+        return [list(filter(is_array, jax.tree.leaves(x))) for x in calls[-1].columns]
 
-    def labelled(**inputs: Array) -> Any:
-        key = inputs.pop(LATENTS)
-        return arrays_of(inputs, key)
-
-    key = jax.random.key(0)
     try:
-        labels = provenance(labelled, **arrays, **{LATENTS: key})
+        labels = provenance(arrays_of, **arrays, **{LATENTS: key})
     except NEEDS_VALUES as error:
         raise ModelError(
             "the model asks for values of its arguments before the client_sum, where it is "
             "compiled once for all values and sees shapes alone. Compute what clients hold before "
             f"the run, or by jax.numpy in the place of numpy. {type(error).__name__}: {error}"
         ) from error
-    computed = jax.jit(lambda arrays: arrays_of(arrays, key))(arrays)
+    computed = jax.jit(lambda arrays: arrays_of(**arrays, **{LATENTS: key}))(arrays)
     columns, readers = [], dict[str, set[int]]()
     for j, (own, reached) in enumerate(zip(calls[-1].columns, labels, strict=True)):
         for label in frozenset[str]().union(*reached):
@@ -309,27 +274,6 @@ def _columns(text: Text, arrays: dict[str, Any]) -> tuple[Clients, list[Any], di
         numbers = iter(map(np.asarray, computed[j]))
         columns.append(jax.tree.map(lambda a, it=numbers: next(it) if is_array(a) else a, own))
     return calls[-1], columns, readers
-
-
-def is_array(leaf: object) -> bool:
-    """Return whether a leaf of a client's columns is an array, and not a plain value."""
-    return hasattr(leaf, "dtype")
-
-
-def _party_model(text: Callable[..., Any], data: SiloData, owner: str) -> PartyModel:
-    sites = Traces(text, split=False).at(data, owner).structure
-    dim = max([s.stop for s in sites.sites if s.kind == "latent"], default=0)
-    return PartyModel(text, sites, dim)
-
-
-def _predicted(party: PartyModel, data: SiloData) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a client's predictor; nothing is computed."""
-
-    def g(data: SiloData) -> Array:
-        theta = party.init_theta(jax.random.key(0), data)
-        return party.log_probs(theta, jnp.zeros(party.dim), data)[1][PREDICTOR]["value"]
-
-    return jax.eval_shape(g, data)
 
 
 def _check_client(
@@ -355,32 +299,22 @@ def _check_client(
         )
 
 
-class _Reach(NamedTuple):
-    """The dependences of the server's sites on its arrays and the sum.
-
-    Attributes
-    ----------
-    density : frozenset of str
-        The arrays that densities read.
-    response : tuple of str
-        The arrays that are observed.
-    by_row : frozenset of str
-        The observed sites with a term for each row.
-    below : tuple of str
-        The latents whose distribution depends on the sum.
-    """
-
-    density: frozenset[str]
-    response: tuple[str, ...]
-    by_row: frozenset[str]
-    below: tuple[str, ...]
-
-
-def _server_reach(party: PartyModel, arrays: dict[str, Any]) -> _Reach:
-    data = SiloData(arrays)
-    theta = party.init_theta(jax.random.key(0), data)
-    rows = np.shape(arrays[TOTAL])[0]
+def _server_part(
+    text: Text, arrays: dict[str, Any], clients: Sequence[PartyModel]
+) -> tuple[PartyModel, frozenset[str], tuple[str, ...], frozenset[str], tuple[str, ...]]:
+    """Return the server's part, the arrays that densities read, the response and ``by_row``."""
+    data, rows = SiloData(arrays), np.shape(arrays[TOTAL])[0]
+    party = PartyModel.of(text.at_server(rows), data, "the server")
     observed = [s.name for s in party.sites if s.kind in ("observed", "factor")]
+    # A text that observes nothing: its posterior would be its prior.
+    if not observed and not any(s.kind in ("observed", "factor") for c in clients for s in c.sites):
+        latents = ", ".join(f"'{s.name}'" for s in party.named("latent"))
+        raise ModelError(
+            "no site is observed, so that the posterior would be the prior"
+            + (f": was obs= forgotten at one of {latents}? " if latents else ". ")
+            + "Pass the response as numpyro.sample(..., obs=y)."
+        )
+    theta = party.init_theta(jax.random.key(0), data)
 
     def at(**arrays: Array) -> Any:
         log_probs, trace = party.log_probs(theta, jnp.zeros(party.dim), SiloData(arrays))
@@ -390,16 +324,16 @@ def _server_reach(party: PartyModel, arrays: dict[str, Any]) -> _Reach:
     densities, values = provenance(at, **arrays)
     long = {n for n, a in arrays.items() if np.shape(a)[:1] == (rows,)}
     by_row = frozenset(n for n in observed if densities[n] & long)
-    if not any(TOTAL in labels for labels in densities.values()):
+    read = frozenset[str]().union(*densities.values())
+    if TOTAL not in read:
         raise ModelError(
             "no site depends on the client_sum, so that the data say nothing about the clients' "
             "parameters. Use the sum in the distribution of an observed site (obs=), or of a "
             "latent one above it."
         )
     response = frozenset[str]().union(*jax.tree.leaves(values))
-    read = frozenset[str]().union(*densities.values())
     below = tuple(s.name for s in party.named("latent") if TOTAL in densities.get(s.name, ()))
-    return _Reach(read, tuple(sorted(response - {TOTAL})), by_row, below)
+    return party, read, tuple(sorted(response - {TOTAL})), by_row, below
 
 
 def hyperparameter_mask(party: PartyModel, data: SiloData) -> tuple[bool, ...]:
@@ -431,22 +365,17 @@ def _densities(
     return party.log_probs(theta, jnp.zeros(party.dim), replace(data, arrays=arrays))[0]
 
 
-def _rows_apart(
-    fn: Callable[[SiloData], Any],
-    data: SiloData,
-    rows: int,
-    take: Callable[[SiloData, Array], SiloData],
-) -> bool:
+def _rows_apart(fn: Callable[[SiloData], Any], data: SiloData, model: VerticalModel) -> bool:
     """Return whether ``fn`` gives the same for every second row alone as for all rows."""
     # Random positive values in the place of the data: these may be a template's zeros, with which a
     # mean over rows would go unnoticed. Negative values may lie outside of a support. Indices stay.
-    r = np.random.default_rng(0)
+    r, rows = np.random.default_rng(0), model.rows
     arrays = {
         n: r.lognormal(0, 0.5, a.shape).astype(a.dtype) if a.dtype.kind == "f" else a
         for n, a in data.arrays.items()
     }
     random, half = replace(data, arrays=arrays), jnp.arange(0, rows, 2)
-    whole, part = fn(random), fn(take(random, half))
+    whole, part = fn(random), fn(model.take(random, half))
     pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True)
     return all(
         np.shape(a)[:1] != (rows,) or np.allclose(a[half], b, 1e-4, 1e-4, equal_nan=True)
@@ -468,12 +397,7 @@ def check_batches(roles: VerticalSplit, batch_size: int) -> None:
                     f"the density of '{name}' in the predictor of client {j} depends on its rows, "
                     "and nothing says how it grows with them. Leave batch_size out."
                 )
-
-        def predicted(data: SiloData, party: PartyModel = party) -> Array:
-            theta = party.init_theta(jax.random.key(0), data)
-            return model.predict(party, theta, jnp.full(party.dim, 0.3), data)[0]
-
-        if not _rows_apart(predicted, data, model.rows, model.take):
+        if not _rows_apart(partial(_predicted, party, at=0.3), data, model):
             raise ModelError(ROWS_READ_ROWS.format(f"the predictor of client {j}"))
 
     def row_terms(data: SiloData) -> Any:
@@ -482,7 +406,7 @@ def check_batches(roles: VerticalSplit, batch_size: int) -> None:
         return {n: p for n, p in terms.items() if n in model.by_row}
 
     with_total = model.with_total(roles.server, jnp.zeros(model.shape, model.dtype))
-    if not _rows_apart(row_terms, with_total, model.rows, model.take):
+    if not _rows_apart(row_terms, with_total, model):
         raise ModelError(ROWS_READ_ROWS.format("the server's part of the model"))
     some = model.take(roles.server, jnp.arange(batch_size))
     total = jnp.zeros((batch_size, *model.shape[1:]), model.dtype)
@@ -499,23 +423,3 @@ def check_batches(roles: VerticalSplit, batch_size: int) -> None:
             f"({type(error).__name__}: {error}). Its latents must not be tied to the number of "
             "rows, nor plates to anything but the sum; or leave batch_size out."
         ) from error
-
-
-def _check_not_given(
-    arrays: dict[str, Any], response: Sequence[str], clients: Sequence[SiloData]
-) -> None:
-    """Refuse a response that is among a client's columns under another name."""
-    for name in response:
-        y = np.asarray(arrays[name], float)
-        # Constants and very short responses equal some column by chance.
-        if y.ndim == 0 or y.size < 3 or (y == y.flat[0]).all():
-            continue
-        for j, client in enumerate(clients):
-            for held, a in client.arrays.items():
-                columns = [a, *(np.moveaxis(a, -1, 0) if a.ndim > 1 else [])]
-                if any(c.shape == y.shape and np.array_equal(c, y) for c in columns):
-                    raise DataError(
-                        f"client {j}, '{held}' holds the numbers of the response '{name}', which "
-                        "clients are not to know. Leave that column out, or say "
-                        "share_response=True."
-                    )

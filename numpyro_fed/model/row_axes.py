@@ -9,7 +9,7 @@ known, nothing is, and the values have to be tried (:mod:`numpyro_fed.model.row_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from jax.extend.core import Literal
 from numpyro_fed.model.data import array_bytes
 from numpyro_fed.model.jaxprs import (
     Program,
-    Scan,
     as_program,
     branches,
     called_program,
@@ -42,25 +41,18 @@ ELEMENTWISE = frozenset(
     | {"gt", "igamma", "igammac", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "lt"}
     | {"logistic", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "polygamma", "pow"}
     | {"reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n"}
-    | {
-        "sign",
-        "sin",
-        "sinh",
-        "sqrt",
-        "square",
-        "stop_gradient",
-        "sub",
-        "tan",
-        "tanh",
-        "xor",
-        "zeta",
-    }
+    | {"sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"}
+    | {"zeta"}
 )
 REDUCTIONS = frozenset(
     {"argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod"}
     | {"reduce_sum"}
 )
-CUMULATIVE = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"})
+# What runs along one axis, which is the parameter of this name.
+ALONG = {
+    **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "split"), "axis"),
+    **dict.fromkeys(("concatenate", "sort"), "dimension"),
+}
 CALLS = frozenset(
     {"checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit"}
     | {"custom_vjp_call_jaxpr", "remat", "remat2"}
@@ -86,7 +78,7 @@ def _results(eqn: JaxprEqn, axes: Sequence[Axis]) -> Sequence[Axis]:
     if all(axis is None for axis in axes):
         return [None] * len(eqn.outvars)
     mixed = [MIXED] * len(eqn.outvars)
-    if MIXED in axes:
+    if MIXED in axes or not eqn.outvars:
         return mixed
     # A reduction has a program as well, for two values.
     if eqn.primitive.name in CALLS and (program := called_program(eqn)) is not None:
@@ -97,31 +89,73 @@ def _results(eqn: JaxprEqn, axes: Sequence[Axis]) -> Sequence[Axis]:
         each = [row_axes(choice, axes[1:]) for choice in choices]
         return [_common(found) for found in zip(*each, strict=True)]
     if (loop := scan(eqn)) is not None:
-        return _scanned(eqn, loop, axes)
-    rule = RULES.get(eqn.primitive.name)
-    return mixed if rule is None else [rule(eqn, axes)] * len(eqn.outvars)
+        items = [_without(axis, 0) for axis in axes[loop.carry.stop :]]
+        inside = [*axes[: loop.carry.stop], *items]
+        if MIXED in items:
+            return mixed
+        # What the first steps carry may have no rows yet: each turn adds some, or none is added.
+        for _ in range(1 + loop.num_carry):
+            out = row_axes(loop.body, inside)
+            carry = [_common(pair) for pair in zip(inside[loop.carry], out, strict=False)]
+            if carry == inside[loop.carry]:
+                stacked = [a if a in (None, MIXED) else a + 1 for a in out[loop.num_carry :]]
+                return [*carry, *stacked]
+            inside[loop.carry] = carry
+        return mixed
+    return [_result(eqn, axes)] * len(eqn.outvars)
+
+
+def _result(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
+    """Return the axis of an operation's results; MIXED for operations that are not known."""
+    name, params, axis = eqn.primitive.name, eqn.params, axes[0]
+    common = next(iter(known)) if len(known := {a for a in axes if a is not None}) == 1 else MIXED
+    old, new = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    others = any(a is not None for a in axes[1:])
+    if name == "dot_general":
+        return _product(eqn, axes)
+    if name == "gather":
+        return _gathered(eqn, axes)
+    if name in ELEMENTWISE:
+        # An operand of rank 0 or with an axis of size 1 is repeated.
+        with_rows = [_shape(v) for v, a in zip(eqn.invars, axes, strict=True) if a is not None]
+        alike = all(len(s) == len(new) and s[common] == new[common] for s in with_rows)
+        return common if alike else MIXED
+    if name in ALONG:
+        return MIXED if common == params[ALONG[name]] else common
+    if name == "stack" and common != MIXED:
+        return common + (common >= params["axis"])
+    if name in OF_MATRICES:
+        ranks = {len(_shape(v)) for v in (*eqn.invars, *eqn.outvars)}
+        return common if len(ranks) == 1 and common < min(ranks) - 2 else MIXED
+    if axis is None:
+        return MIXED
+    if name in REDUCTIONS:
+        return _without(axis, *params["axes"])
+    if name == "squeeze":
+        return _without(axis, *params["dimensions"])
+    if name == "transpose":
+        return list(params["permutation"]).index(axis)
+    if name == "rev":
+        return MIXED if axis in params["dimensions"] else axis
+    if name in ("slice", "dynamic_slice"):
+        return axis if old[axis] == new[axis] and not others else MIXED
+    if name == "pad":
+        kept = tuple(params["padding_config"][axis]) == (0, 0, 0)
+        return axis if kept and axes[1] is None else MIXED
+    if name == "broadcast_in_dim":
+        to = int(params["broadcast_dimensions"][axis])
+        return to if new[to] == old[axis] else MIXED
+    if name == "reshape" and params.get("dimensions") is None:
+        before = math.prod(old[:axis])
+        same = (j for j, n in enumerate(new) if n == old[axis] and math.prod(new[:j]) == before)
+        return next(same, MIXED)
+    return MIXED
 
 
 def _common(axes: Sequence[Axis]) -> Axis:
     """Return the one axis of several values, those without rows aside; MIXED if there are two."""
     known = {axis for axis in axes if axis is not None}
     return MIXED if len(known) > 1 else next(iter(known), None)
-
-
-def _scanned(eqn: JaxprEqn, loop: Scan, axes: Sequence[Axis]) -> Sequence[Axis]:
-    items = [_without(axis, 0) for axis in axes[loop.carry.stop :]]
-    inside = [*axes[: loop.carry.stop], *items]
-    if MIXED in items:
-        return [MIXED] * len(eqn.outvars)
-    # What the first steps carry may have no rows yet: each turn adds some, or none is added.
-    for _ in range(1 + loop.num_carry):
-        out = row_axes(loop.body, inside)
-        carry = [_common(pair) for pair in zip(inside[loop.carry], out, strict=False)]
-        if carry == inside[loop.carry]:
-            stacked = [a if a in (None, MIXED) else a + 1 for a in out[loop.num_carry :]]
-            return [*carry, *stacked]
-        inside[loop.carry] = carry
-    return [MIXED] * len(eqn.outvars)
 
 
 def _without(axis: Axis, *gone: int) -> Axis:
@@ -132,67 +166,7 @@ def _without(axis: Axis, *gone: int) -> Axis:
 
 
 def _shape(atom: Atom) -> tuple[int, ...]:
-    return tuple(type_of(atom).shape)
-
-
-def _elementwise(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
-    axis, shape = _common(axes), _shape(eqn.outvars[0])
-    with_rows = [_shape(v) for v, a in zip(eqn.invars, axes, strict=True) if a is not None]
-    # An operand of rank 0 or with an axis of size 1 is repeated.
-    alike = all(len(s) == len(shape) and s[axis or 0] == shape[axis or 0] for s in with_rows)
-    return axis if alike else MIXED
-
-
-def _broadcast(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
-    axis = axes[0]
-    if axis is None:
-        return MIXED
-    to = int(eqn.params["broadcast_dimensions"][axis])
-    return to if _shape(eqn.outvars[0])[to] == _shape(eqn.invars[0])[axis] else MIXED
-
-
-def _reshaped(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
-    axis, old, new = axes[0], _shape(eqn.invars[0]), _shape(eqn.outvars[0])
-    if axis is None or eqn.params.get("dimensions") is not None:
-        return MIXED
-    before = math.prod(old[:axis])
-    same = (j for j, n in enumerate(new) if n == old[axis] and math.prod(new[:j]) == before)
-    return next(same, MIXED)
-
-
-def _reduced(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
-    return _without(axes[0], *eqn.params["axes"])
-
-
-def _along_another(name: str) -> Callable[[JaxprEqn, Sequence[Axis]], Axis]:
-    """Return the rule of an operation along the axis that is its parameter of this name."""
-
-    def rule(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
-        axis = _common(axes)
-        return MIXED if axis == eqn.params[name] else axis
-
-    return rule
-
-
-def _sliced(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
-    axis = axes[0]
-    whole = axis is not None and _shape(eqn.invars[0])[axis] == _shape(eqn.outvars[0])[axis]
-    return axis if whole and not any(a is not None for a in axes[1:]) else MIXED
-
-
-def _padded(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
-    axis = axes[0]
-    if axis is None or axes[1] is not None:
-        return MIXED
-    return axis if tuple(eqn.params["padding_config"][axis]) == (0, 0, 0) else MIXED
-
-
-def _reversed(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
-    return MIXED if axes[0] in eqn.params["dimensions"] else axes[0]
-
-
-def _transposed(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
-    return list(eqn.params["permutation"]).index(axes[0])
+    return tuple(getattr(type_of(atom), "shape", ()))
 
 
 def _product(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
@@ -228,39 +202,6 @@ def _gathered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
     return numbers.offset_dims[operand - sum(g < operand for g in gone)]
 
 
-def _stacked(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
-    axis = _common(axes)
-    return axis if axis is None or axis == MIXED else axis + (axis >= eqn.params["axis"])
-
-
-def _of_matrices(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
-    axis = _common(axes)
-    ranks = {len(_shape(v)) for v in (*eqn.invars, *eqn.outvars)}
-    return axis if len(ranks) == 1 and axis is not None and axis < min(ranks) - 2 else MIXED
-
-
-RULES: Mapping[str, Callable[[JaxprEqn, Sequence[Axis]], Axis]] = {
-    **dict.fromkeys(ELEMENTWISE, _elementwise),
-    **dict.fromkeys(REDUCTIONS, _reduced),
-    **dict.fromkeys(CUMULATIVE, _along_another("axis")),
-    **dict.fromkeys(OF_MATRICES, _of_matrices),
-    "broadcast_in_dim": _broadcast,
-    "concatenate": _along_another("dimension"),
-    "dot_general": _product,
-    "dynamic_slice": _sliced,
-    "gather": _gathered,
-    "pad": _padded,
-    "reshape": _reshaped,
-    "rev": _reversed,
-    "slice": _sliced,
-    "sort": _along_another("dimension"),
-    "stack": _stacked,
-    "split": _along_another("axis"),
-    "squeeze": lambda eqn, axes: _without(axes[0], *eqn.params["dimensions"]),
-    "transpose": _transposed,
-}
-
-
 # Operations whose results at a row are the same among more rows.
 OF_ANY_SIZE = (ELEMENTWISE - {"integer_pow"}) | {"broadcast_in_dim", "iota", "squeeze", "stack"}
 OF_ANY_SIZE |= {"transpose"}
@@ -280,15 +221,24 @@ def _keeps_sizes(first: JaxprEqn, second: JaxprEqn) -> bool:
     # The shapes of the first operand and of the first result.
     old, new = ([_shape(v) for v in (*eqn.invars[:1], *eqn.outvars[:1])] for eqn in both)
     if name == "reshape":
-        return _reshapes_alike(*old, *new)
+        # One axis of another size, if any, stays whole behind the same axes.
+        changed, moved = (
+            [i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b]
+            for pair in zip(old, new, strict=True)
+        )
+        if len(changed) != 1 or len(moved) != 1:
+            return not changed and not moved
+        (i,), (j,) = changed, moved
+        kept = (old[0][i], new[0][i]) == (old[1][j], new[1][j])
+        return kept and math.prod(old[0][:i]) == math.prod(old[1][:j])
     if name == "gather":
         # A part of an axis of another size might be its end.
         wholes = zip(old[0], new[0], *(eqn.params["slice_sizes"] for eqn in both), strict=True)
         return all((a == b and p == q) or (p, q) == (a, b) for a, b, p, q in wholes)
     if name == "slice":
-        moved = (e.params["strides"] not in (None, (1,) * len(old[0])) for e in both)
+        strided = (e.params["strides"] not in (None, (1,) * len(old[0])) for e in both)
         wholes = zip(*old, *new, strict=True)
-        return not any(moved) and all(a == c or (a, c) == (b, d) for a, b, c, d in wholes)
+        return not any(strided) and all(a == c or (a, c) == (b, d) for a, b, c, d in wholes)
     used: list[Any] = []
     if name in REDUCTIONS:
         used = [(first.params["axes"], second.params["axes"])]
@@ -304,21 +254,6 @@ def _keeps_sizes(first: JaxprEqn, second: JaxprEqn) -> bool:
         [_shape(a)[i] for i in one] == [_shape(b)[i] for i in other]
         for a, b, (one, other) in operands
     )
-
-
-def _reshapes_alike(
-    old: tuple[int, ...], to: tuple[int, ...], other: tuple[int, ...], other_to: tuple[int, ...]
-) -> bool:
-    """Return whether one axis of another size, if any, stays whole behind the same axes."""
-    changed = [i for i, (a, b) in enumerate(zip(old, other, strict=True)) if a != b]
-    moved = [i for i, (a, b) in enumerate(zip(to, other_to, strict=True)) if a != b]
-    if not changed and not moved:
-        return True
-    if len(changed) != 1 or len(moved) != 1:
-        return False
-    (i,), (j,) = changed, moved
-    kept = (old[i], other[i]) == (to[j], other_to[j])
-    return kept and math.prod(old[:i]) == math.prod(to[:j])
 
 
 def same_but_for_sizes(first: Program, second: Program, sizes: Mapping[int, int]) -> bool:

@@ -203,11 +203,6 @@ class RowChecks:
         silo must equal those of ``original``, the same silo unpadded. ``rows`` has pairs of an
         array's name and its plate; ``apart`` is that of :meth:`summaries`. Both questions are
         answered in one program.
-
-        Raises
-        ------
-        ValueError
-            If the text does not run at padded shapes: an array that is not padded must match.
         """
         first = jax.tree.map(lambda a: a[0], stack)
         sizes = self.model.sizes(first)
@@ -257,13 +252,16 @@ class RowChecks:
         some, plate_of = jnp.stack([half, others]), dict.fromkeys(keys, plates[0])
 
         def independent(data: SiloData) -> Array:
-            def only(rows: Array) -> SiloChange:
-                return SiloChange({}, dict.fromkeys(plates, rows), cut=True)
-
             z_L = self.latents(data)
             terms = partial(self.terms, self.globals_at(z_L, data), like=data)
             whole = terms(z_L, data)
-            parts = changed_terms(terms, (z_L, data), plate_of, only, some)
+            parts = changed_terms(
+                terms,
+                (z_L, data),
+                plate_of,
+                lambda rows: SiloChange({}, dict.fromkeys(plates, rows), cut=True),
+                some,
+            )
             expected = {p: a[some] if p in plates else a for p, a in whole.items()}
             return jnp.stack([terms_agree(parts[p], expected[p]).all() for p in whole]).all()
 
@@ -324,14 +322,13 @@ class RowChecks:
 
 
 def check_rows_apart(
-    fm: FederatedModel, checks: RowChecks, draws: Mapping[str, int], buckets: Sequence[Bucket]
+    checks: RowChecks, draws: Mapping[str, int], buckets: Sequence[Bucket]
 ) -> None:
     """Refuse several weighted draws for each row if rows read each other's latents.
 
     Outer plates are not checked: their silos are weighted as a whole.
     """
-    plates = [p.name for p in fm.plates if draws.get(p.name, 1) > 1 and not p.outer]
-    if (found := _coupled(checks, plates, buckets)) is not None:
+    if (found := coupled_rows(checks, buckets, draws)) is not None:
         raise CoupledRowsError(
             f"{found.words()} reads latents of other rows (as b - b.mean() does), so that its own "
             f"{draws[found.plate]} weighted draws cannot be told from theirs. Use ELBO(), or "
@@ -369,10 +366,19 @@ def summary_message(found: CheckResult, keys: Sequence[str]) -> str:
     )
 
 
-def coupled_rows(checks: RowChecks, buckets: Sequence[Bucket]) -> CheckResult | None:
-    """Return the first result that finds rows reading each other's latents; None if none does."""
-    plates = [p.name for p in checks.model.plates if p.dim and not p.outer]
-    return _coupled(checks, plates, buckets)
+def coupled_rows(
+    checks: RowChecks, buckets: Sequence[Bucket], draws: Mapping[str, int] | None = None
+) -> CheckResult | None:
+    """Return the first result that finds rows reading each other's latents; None if none does.
+
+    Outer plates are not checked, nor with ``draws`` those of which one draw is taken.
+    """
+    for p in (p for p in checks.model.plates if not p.outer):
+        if p.dim if draws is None else draws.get(p.name, 1) > 1:
+            results = (checks.reads_others(b, p.name) for b in buckets)
+            if (found := next((result for result in results if result.answer), None)) is not None:
+                return found
+    return None
 
 
 def refuse_coupled_rows(checks: RowChecks, buckets: Sequence[Bucket], who_needs: str) -> None:
@@ -395,10 +401,3 @@ def refuse_parameters_of_rows(fm: FederatedModel) -> None:
             f"rows cannot be left out: '{own[0]}' is a parameter of silos or rows, which was "
             "fitted to the very rows. Make it a latent."
         )
-
-
-def _coupled(
-    checks: RowChecks, plates: Sequence[str], buckets: Sequence[Bucket]
-) -> CheckResult | None:
-    results = (checks.reads_others(b, plate) for plate in plates for b in buckets)
-    return next((result for result in results if result.answer), None)

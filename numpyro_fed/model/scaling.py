@@ -167,17 +167,15 @@ class Scaling:
             changed[name] = change(array, shift, np.where(constant, 1.0, self.sd[name]))
         if is_frame(silo):
             return with_columns(silo, changed)
-        return {name: _as(value, changed.get(name)) for name, value in silo.items()}
+        for name, value in silo.items():
+            if name in changed and is_frame(value):
+                by_column = {str(c): changed[name][:, i] for i, c in enumerate(value.columns)}
+                changed[name] = with_columns(value, by_column)
+        return {name: changed.get(name, value) for name, value in silo.items()}
 
 
 def whole_of(parts: Sequence[Scaling]) -> Scaling:
-    """Return the moments of all silos together, from those of each silo in turn.
-
-    Raises
-    ------
-    DataError
-        Naming the silo that has other columns than silo 0, or the column without any number.
-    """
+    """Return the moments of all silos together, from those of each silo in turn."""
     for j, part in enumerate(parts):
         _check_alike(f"silo {j}", part, parts[0], "silo 0")
     whole = reduce(_together, parts)
@@ -245,18 +243,22 @@ def moments_of(owner: str, silo: Any, arguments: Sequence[str] | None) -> Scalin
     columns = column_names(silo)
     mean, sd, count = Numbers(), Numbers(), Numbers()
     for name, rows in numbers_of(owner, silo, arguments).items():
-        mean[name], sd[name], count[name] = _moments(rows)
+        seen = ~np.isnan(rows)
+        count[name] = seen.sum(0)
+        number = np.maximum(count[name], 1)
+        # About a number of each column: a sum of numbers far from zero would round away their
+        # spread.
+        first = np.take_along_axis(rows, seen.argmax(0, keepdims=True), 0)[0] if len(rows) else 0.0
+        centre = np.where(count[name] > 0, first, 0.0)
+        from_centre = np.where(seen, rows - centre, 0.0)
+        shift = from_centre.sum(0) / number
+        deviations = np.where(seen, from_centre - shift, 0.0)
+        mean[name], sd[name] = centre + shift, np.sqrt((deviations**2).sum(0) / number)
     return Scaling(mean, sd, count, {name: c for name, c in columns.items() if name in mean})
 
 
 def numbers_of(owner: str, silo: Any, arguments: Sequence[str] | None) -> Numbers:
-    """Return the numbers of a silo of which moments are taken, (rows,) or (rows, columns).
-
-    Raises
-    ------
-    DataError
-        For an argument that the silo lacks, or that holds no numbers.
-    """
+    """Return the numbers of a silo of which moments are taken, (rows,) or (rows, columns)."""
     found = _arguments(owner, silo)
     if arguments is not None and (lacking := [name for name in arguments if name not in found]):
         raise DataError(f"{owner} lacks {lacking}: it has {list(found)}.")
@@ -294,20 +296,6 @@ def _as_array(owner: str, name: str, value: Any) -> np.ndarray:
     return array
 
 
-def _moments(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return mean, sd and number of each column of (rows,) or (rows, columns), without NaN."""
-    seen = ~np.isnan(rows)
-    count = seen.sum(0)
-    number = np.maximum(count, 1)
-    # About a number of each column: a sum of numbers far from zero would round away their spread.
-    first = np.take_along_axis(rows, seen.argmax(0, keepdims=True), 0)[0] if len(rows) else 0.0
-    centre = np.where(count > 0, first, 0.0)
-    from_centre = np.where(seen, rows - centre, 0.0)
-    shift = from_centre.sum(0) / number
-    deviations = np.where(seen, from_centre - shift, 0.0)
-    return centre + shift, np.sqrt((deviations**2).sum(0) / number), count
-
-
 def _together(a: Scaling, b: Scaling) -> Scaling:
     """Return the moments of two groups of rows together."""
     mean, sd, count = Numbers(), Numbers(), Numbers()
@@ -340,12 +328,3 @@ def _check_alike(owner: str, part: Scaling, first: Scaling, other: str) -> None:
             raise DataError(
                 f"{owner}, '{name}': {part.mean[name].size} columns, where {other} has {mean.size}."
             )
-
-
-def _as(value: Any, changed: np.ndarray | None) -> Any:
-    """Return an argument with changed numbers, a DataFrame where it was one."""
-    if changed is None:
-        return value
-    if is_frame(value):
-        return with_columns(value, {str(c): changed[:, i] for i, c in enumerate(value.columns)})
-    return changed

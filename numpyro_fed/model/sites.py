@@ -21,7 +21,7 @@ from numpyro.distributions import Distribution, biject_to, constraints
 from numpyro_fed.errors import DataError, MissingExtraError, ModelError
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.feasible import is_flat, is_foreign, unwrapped
-from numpyro_fed.model.kinks import has_kink
+from numpyro_fed.model.kinks import without_kink
 from numpyro_fed.model.primitives import silo_frames, silo_plate_of
 from numpyro_fed.model.shapes import lengths
 
@@ -33,36 +33,18 @@ PADDING_HINT = (
 
 
 class Site(NamedTuple):
-    """One row of the site table.
-
-    Attributes
-    ----------
-    name, kind : str
-        ``kind`` is ``"latent"``, ``"observed"``, ``"factor"``, ``"param"`` or
-        ``"deterministic"``.
-    plate : str or None
-        The innermost silo plate around the site; None for a global.
-    shape : tuple of int
-        Unconstrained shape; for a local latent the shape of one row.
-    axis : int or None
-        Which axis of the site's value (and of its unconstrained value) runs over rows.
-    start, stop : int
-        The latent's place in ``z_G``, or in a row of ``z_L[plate]``.
-    support : str
-        The support, for people and for fingerprints.
-    event_dim : int
-        How many axes of a latent's value make one event of its distribution.
-    """
+    """One row of the site table."""
 
     name: str
-    kind: str
-    plate: str | None
-    shape: tuple[int, ...] = ()
+    kind: str  # "latent", "observed", "factor", "param" or "deterministic"
+    plate: str | None  # the innermost silo plate around the site; None for a global
+    shape: tuple[int, ...] = ()  # unconstrained shape; for a local latent the shape of one row
+    # which axis of the site's value (and of its unconstrained value) runs over rows
     axis: int | None = None
-    start: int = 0
+    start: int = 0  # the latent's place in z_G, or in a row of z_L[plate]
     stop: int = 0
-    support: str = ""
-    event_dim: int = 0
+    support: str = ""  # the support, for people and for fingerprints
+    event_dim: int = 0  # how many axes of a latent's value make one event of its distribution
 
 
 class Plate(NamedTuple):
@@ -78,39 +60,19 @@ class Plate(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """The structure of a model at the shapes of one silo's data.
+    """The structure of a model at the shapes of one silo's data."""
 
-    Attributes
-    ----------
-    sites : tuple of Site
-        In the order of the trace.
-    sizes : dict of str to int
-        The size of each silo plate.
-    nested : bool
-        Whether a site is in two silo plates at once.
-    supports : dict
-        The support of each global latent, and the constraint of each ``numpyro.param``.
-    masked : dict of str to bool
-        The latents that are masked; True if the mask is False everywhere.
-    improper : tuple of str
-        The latents whose prior is ``ImproperUniform``.
-    fields : tuple of str
-        The global latents whose prior ties many entries together: maps and processes.
-    foreign : tuple of str
-        The latents whose distribution is a class of the user's own.
-    kinked : bool
-        Whether the density of a sample site has a kink.
-    """
-
-    sites: tuple[Site, ...]
-    sizes: Sizes
-    nested: bool
+    sites: tuple[Site, ...]  # in the order of the trace
+    sizes: Sizes  # the size of each silo plate
+    nested: bool  # whether a site is in two silo plates at once
+    # the support of each global latent, and the constraint of each numpyro.param
     supports: dict[str, Any]
-    masked: dict[str, bool]
-    improper: tuple[str, ...] = ()
+    masked: dict[str, bool]  # the latents that are masked; True if the mask is False everywhere
+    improper: tuple[str, ...] = ()  # the latents whose prior is ImproperUniform
+    # the global latents whose prior ties many entries together: maps and processes
     fields: tuple[str, ...] = ()
-    foreign: tuple[str, ...] = ()
-    kinked: bool = False
+    foreign: tuple[str, ...] = ()  # the latents whose distribution is a class of the user's own
+    kinked: bool = False  # whether the density of a sample site has a kink
 
 
 @contextmanager
@@ -134,7 +96,7 @@ def model_errors(owner: str, data: SiloData) -> Iterator[None]:
             f"{error}"
         ) from error
     except Exception as error:
-        unequal = lengths(shapes_of(data)) if "shape" in str(error) else ""
+        unequal = lengths(data.arrays) if "shape" in str(error) else ""
         raise ModelError(
             f"the model raised {type(error).__name__} at {owner}, which holds {described(data)}: "
             f"{unequal}{error}"
@@ -146,22 +108,17 @@ class NamesApart(handlers.trace):
 
     def postprocess_message(self, msg: dict[str, Any]) -> None:
         if first := self.trace.get(msg.get("name", "")):
-            _check_name(first, msg)
+            name, one, other = first["name"], _kind_in_words(first), _kind_in_words(msg)
+            # A plate may be entered again, but not inside of itself; a parameter always.
+            inside = any(frame.name == name for frame in msg.get("cond_indep_stack", ()))
+            again = first["type"] == "param" or (first["type"] == "plate" and not inside)
+            if one != other or not again:
+                other = other.replace("a ", "another ", 1) if one == other else other
+                raise ModelError(
+                    f"{one} and {other} share the name '{name}', and NumPyro's trace holds one "
+                    "thing by a name. Rename one of them."
+                )
         super().postprocess_message(msg)
-
-
-def _check_name(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Raise an error for two messages of one name, unless both are of one plate or parameter."""
-    name, one, other = first["name"], _kind_in_words(first), _kind_in_words(second)
-    # A plate may be entered again, but not inside of itself.
-    inside = any(frame.name == name for frame in second.get("cond_indep_stack", ()))
-    again = first["type"] == "param" or (first["type"] == "plate" and not inside)
-    if one != other or not again:
-        other = other.replace("a ", "another ", 1) if one == other else other
-        raise ModelError(
-            f"{one} and {other} share the name '{name}', and NumPyro's trace holds one thing by a "
-            "name. Rename one of them."
-        )
 
 
 def _kind_in_words(msg: dict[str, Any]) -> str:
@@ -195,11 +152,6 @@ def described(data: SiloData) -> dict[str, Any]:
     return {k: getattr(v, "shape", v) for k, v in data.kwargs.items()}
 
 
-def shapes_of(data: SiloData) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a silo's arrays."""
-    return {name: a.shape for name, a in data.arrays.items()}
-
-
 def read_trace(trace: dict[str, Any], split: bool) -> Structure:
     """Return the structure of a trace; one without a silo plate is refused if ``split``."""
     sizes = _sizes(trace)
@@ -228,7 +180,7 @@ def read_trace(trace: dict[str, Any], split: bool) -> Structure:
         nested |= sum(f.name in sizes for f in site.get("cond_indep_stack", ())) > 1
         if site["type"] == "sample":
             entry = _read_sample(site, plate, sizes)
-            kinked |= has_kink(site["fn"])
+            kinked |= without_kink(site["fn"]) is not site["fn"]
             width = math.prod(entry.shape)
             if entry.kind == "latent":
                 start = ends.get(plate, 0)

@@ -22,83 +22,63 @@ from jax import Array
 from numpyro_fed.errors import DataError, ModelError, ModelWarning
 from numpyro_fed.model.data import SiloData, Sizes, signature
 from numpyro_fed.model.handlers import localised
-from numpyro_fed.model.jaxprs import Identity
+from numpyro_fed.model.jaxprs import same_program
 from numpyro_fed.model.kinks import rounded
-from numpyro_fed.model.log_density import FederatedModel, ModelText
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.missing import leaving_out_missing
 from numpyro_fed.model.padding import padded_keys
 from numpyro_fed.model.sites import Structure, check_same_sites, described
 from numpyro_fed.model.trace import ARRAY, DENSITY, INITIAL, LATENT, THE_KEY, VALUE, Trace
 from numpyro_fed.model.traces import Traces
 
+KEY = "numpyro.prng_key()"
+
 
 def split(model: Callable[..., Any], silos: Sequence[SiloData]) -> FederatedModel:
     """Split a model at its silo plates into log densities of globals and of silos.
 
-    Parameters
-    ----------
-    model : callable
-        A NumPyro model with ``silo_plate``.
-    silos : sequence of SiloData
-        The data of the silos, as read by :func:`numpyro_fed.model.data.read`.
-
-    Returns
-    -------
-    FederatedModel
-
-    Raises
-    ------
-    ModelError
-        Without a silo plate; for a global site, observed ones included, that depends on a local
-        latent, on data or on what differs between silos, such as their numbers of rows; for
-        randomness outside of sample sites; for discrete latents, supports without a bijection,
-        mutable sites; for sites that differ between silos; and when the model itself raises.
-    DataError
-        For NaN in an argument that is read for something else than an outcome.
+    Refused are global sites, observed ones included, that depend on a local latent, on data or on
+    what differs between silos, such as their numbers of rows; randomness outside of sample sites;
+    sites that differ between silos; and NaN in what is read for something else than an outcome.
     """
     missing = tuple(sorted({name for silo in silos for name in silo.missing}))
     text, model = model, leaving_out_missing(model, missing)
     traces = Traces(model)
-    found = [trace.structure for trace in traces.of_silos(silos)]
+    found = [traces.at(silo, f"silo {j}").structure for j, silo in enumerate(silos)]
     for j, other in enumerate(found):
         check_same_sites(found[0], other, j)
     if any(s.kind == "deterministic" and s.plate is None for s in found[0].sites):
         local = localised(model, silos[0].kwargs)
         if local is not model:
             traces = Traces(local)
-            found = [trace.structure for trace in traces.of_silos(silos)]
-    _warn_masked(found[0])
-    _warn_fields(found[0])
+            found = [traces.at(silo, f"silo {j}").structure for j, silo in enumerate(silos)]
+    _warn(found[0])
     # The global functions run the text at one silo's shapes; the smallest one is the cheapest.
     smallest = min(range(len(silos)), key=lambda j: sum(a.size for a in silos[j].arrays.values()))
     first, silo = found[smallest], silos[smallest]
-    fm = ModelText(traces, silo).federated()
-    if first.kinked:
-        fm = fm._replace(without_kinks=ModelText(Traces(rounded(traces.model)), silo).federated())
+    # A plate is outer if sites of other plates read its latents. Deterministic sites do not count:
+    # they add nothing to the density.
     dependence = _dependence(traces.at(silo))
+    outer = frozenset(
+        str(plate)
+        for s in first.sites
+        if s.plate is not None and s.kind != "deterministic"
+        for plate in dependence[s.name] - {None, KEY, s.plate}
+    )
+    smooth = None
+    if first.kinked:
+        smooth = FederatedModel(Traces(rounded(traces.model)), silo, outer)
+    fm = FederatedModel(traces, silo, outer, smooth)
     _check_dependence(fm, dependence)
     if missing:
         _check_missing(fm, text, missing, silos)
-    _check_observed(first, silo)
+    if not any(s.kind in ("observed", "factor") and s.plate for s in first.sites):
+        raise _nothing_observed(first, silo)
     _check_globals(fm, silos, [s.sizes for s in found])
-    # A plate is outer if sites of other plates read its latents. Deterministic sites do not count:
-    # they add nothing to the density.
-    plates = [
-        p._replace(
-            outer=p.dim > 0
-            and any(
-                p.name in dependence[s.name]
-                for s in fm.sites
-                if s.plate not in (None, p.name) and s.kind != "deterministic"
-            )
-        )
-        for p in fm.plates
-    ]
-    smooth = fm.without_kinks and fm.without_kinks._replace(plates=tuple(plates))
-    return fm._replace(plates=tuple(plates), without_kinks=smooth)
+    return fm
 
 
-def _warn_masked(found: Structure) -> None:
+def _warn(found: Structure) -> None:
     for name, everywhere in found.masked.items():
         warnings.warn(
             f"the prior of the latent site '{name}' is flat (its mask is False everywhere), and so "
@@ -111,9 +91,6 @@ def _warn_masked(found: Structure) -> None:
             category=ModelWarning,
             stacklevel=3,
         )
-
-
-def _warn_fields(found: Structure) -> None:
     for name in found.fields:
         warnings.warn(
             f"the prior of '{name}' ties all of its entries together, so that it is fitted as one "
@@ -125,15 +102,13 @@ def _warn_fields(found: Structure) -> None:
         )
 
 
-def _check_observed(found: Structure, silo: SiloData) -> None:
-    """Refuse a text that observes nothing: its posterior would be its prior."""
-    if any(s.kind in ("observed", "factor") and s.plate for s in found.sites):
-        return
+def _nothing_observed(found: Structure, silo: SiloData) -> ModelError:
+    """Return the error of a text that observes nothing: its posterior would be its prior."""
     latents = [s for s in found.sites if s.kind == "latent" and s.plate]
     alike = [s for s in latents if s.name in silo.leaves] or latents
     named = " or ".join(f"'{s.name}' (silo_plate '{s.plate}')" for s in alike)
     missing = [name for name, value in silo.static if value is None]
-    raise ModelError(
+    return ModelError(
         "no site in a silo_plate is observed, so that the posterior would be the prior: "
         + (f"was obs= forgotten at {named}? " if named else "there is no site in a silo_plate. ")
         + (f"A silo holds None for {missing}. " if missing else "")
@@ -143,11 +118,9 @@ def _check_observed(found: Structure, silo: SiloData) -> None:
 
 
 def _dependence(trace: Trace) -> dict[str, set[str | None]]:
-    """Return what each site's density, or a deterministic site's value, depends on.
-
-    That is a set with the names of the silo plates whose latents it reads, None if it reads data,
-    and ``KEY`` if it reads randomness other than of sample sites.
-    """
+    """Return what each site's density, or a deterministic site's value, depends on."""
+    # Names of the silo plates whose latents it reads, None if it reads data, and KEY if it reads
+    # randomness other than of sample sites.
     plates = {s.name: s.plate for s in trace.structure.sites if s.kind == "latent" and s.plate}
     fixed = {(VALUE, s.name) for s in trace.structure.sites if s.kind == "deterministic"}
     dependence: dict[str, set[str | None]] = {}
@@ -171,10 +144,7 @@ def _check_missing(
     missing: tuple[str, ...],
     silos: Sequence[SiloData],
 ) -> None:
-    """Refuse NaN in arguments that are read for something else than an outcome.
-
-    And numbers that are not whole beside missing ones, where the outcome is a whole number.
-    """
+    """Refuse NaN in arguments that are read for something else than an outcome."""
     blind = Traces(leaving_out_missing(text, missing, blind=True))
 
     def readers(name: str, trace: Trace) -> set[str]:
@@ -213,9 +183,6 @@ def _check_missing(
                 )
 
 
-KEY = "numpyro.prng_key()"
-
-
 def _check_dependence(fm: FederatedModel, dependence: dict[str, set[str | None]]) -> None:
     """Refuse global sites that depend on data or local latents, and stray randomness."""
     for site in fm.sites:
@@ -248,60 +215,48 @@ def _check_dependence(fm: FederatedModel, dependence: dict[str, set[str | None]]
 
 
 def _check_globals(fm: FederatedModel, silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> None:
-    """Refuse global sites that depend on what differs between silos, such as numbers of rows.
+    """Refuse global sites that depend on what differs between silos, such as numbers of rows."""
+    distinct: dict[tuple[Hashable, ...], int] = {}
+    for j, silo in enumerate(silos):
+        distinct.setdefault(signature(silo), j)
+    others = [(f"silo {j}", silos[j]) for j in list(distinct.values())[1:]]
+    # If all silos have the same shapes, silo 0 with one more row is compared with itself.
+    rows = {} if others else padded_keys(silos, sizes)
+    for plate in sizes[0] if rows else ():
+        keys = [k for k, p in rows.items() if p == plate]
+        if not (keys and sizes[0][plate]):
+            continue
+        arrays = silos[0].arrays
+        more = {k: np.concatenate([arrays[k], arrays[k][:1]]) for k in keys}
+        longer = replace(silos[0], arrays={**arrays, **more})
+        try:
+            fm.traces.at(longer)
+        except Exception:
+            # The array must be as long as something else too, so that no other silo can have
+            # another number of rows: there is nothing to compare.
+            continue
+        others.append(("a silo with a row more", longer))
+    first, z_G = fm.traces.at(silos[0]), np.random.default_rng(0).normal(size=fm.dim)
+    wanted = [*first.densities(local=False), *first.values(local=False)]
 
-    If all silos have the same shapes, silo 0 with one more row is compared with itself.
-    """
-    first = fm.traces.at(silos[0])
-    expected = _global_program(first)
+    def at_one_point(trace: Trace) -> dict[str, Array]:
+        theta = fm.init_theta(jax.random.key(0))
+        terms, values = trace.globals_at(theta, jnp.asarray(z_G))
+        density = {f"log density:{name}": value for name, value in terms.items()}
+        return density | {f"value:{name}": value for name, value in values.items()}
 
-    def compare(silo: SiloData, who: str) -> None:
+    for who, silo in others:
         trace = fm.traces.at(silo)
         # Equal programs are equal at every point, and nothing has to be compiled. Programs that
         # differ may still compute the same, so that values decide.
-        if trace is first or _global_program(trace).same(expected):
-            return
-        mine, theirs = (jax.jit(partial(_global_sites, t, fm))() for t in (trace, first))
+        if trace is first or same_program(trace.part(wanted)[0], first.part(wanted)[0]):
+            continue
+        mine, theirs = (jax.jit(partial(at_one_point, t))() for t in (trace, first))
         for name, value in mine.items():
             if np.shape(value) != np.shape(theirs[name]) or not np.allclose(
                 value, theirs[name], rtol=1e-5, atol=1e-5, equal_nan=True
             ):
                 raise ModelError(_differs(name, value, theirs[name], who, silo, silos[0]))
-
-    distinct: dict[tuple[Hashable, ...], int] = {}
-    for j, silo in enumerate(silos):
-        distinct.setdefault(signature(silo), j)
-    for j in list(distinct.values())[1:]:
-        compare(silos[j], f"silo {j}")
-    if len(distinct) == 1:
-        silo, rows = silos[0], padded_keys(silos, sizes)
-        for plate, number in sizes[0].items():
-            keys = [k for k, p in rows.items() if p == plate]
-            if not (keys and number):
-                continue
-            more = {k: np.concatenate([silo.arrays[k], silo.arrays[k][:1]]) for k in keys}
-            longer = replace(silo, arrays={**silo.arrays, **more})
-            try:
-                fm.traces.at(longer)
-            except Exception:
-                # The array must be as long as something else too, so that no other silo can have
-                # another number of rows: there is nothing to compare.
-                continue
-            compare(longer, "a silo with a row more")
-
-
-def _global_program(trace: Trace) -> Identity:
-    """Return the identity of the program of the global sites at one silo."""
-    wanted = [*trace.densities(local=False), *trace.values(local=False)]
-    return Identity.of(trace.part(wanted)[0])
-
-
-def _global_sites(trace: Trace, fm: FederatedModel) -> dict[str, Array]:
-    """Return the densities and values of the global sites at one point."""
-    z_G = jnp.asarray(np.random.default_rng(0).normal(size=fm.dim))
-    terms, values = trace.globals_at(fm.init_theta(jax.random.key(0)), z_G)
-    density = {f"log density:{name}": value for name, value in terms.items()}
-    return density | {f"value:{name}": value for name, value in values.items()}
 
 
 def _differs(

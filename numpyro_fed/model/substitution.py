@@ -39,18 +39,12 @@ ONE_BLOCK = "Each silo holds the rows of one block, and reads no other entry of 
 
 
 class Blocks(NamedTuple):
-    """The division of a site's entries into blocks, one block for each silo.
+    """The division of a site's entries into blocks, one block for each silo."""
 
-    Attributes
-    ----------
-    table : int array (blocks, largest)
-        The indices of each block's entries, padded by ``size``.
-    block_of : int array (size,)
-        The block of each entry. It includes entries that all silos share, which the table leaves
-        out.
-    """
-
+    # int array (blocks, largest): the indices of each block's entries, padded by size
     table: np.ndarray
+    # int array (size,): the block of each entry. It includes entries that all silos share,
+    # which the table leaves out
     block_of: np.ndarray
 
     @classmethod
@@ -209,14 +203,7 @@ class Substituted:
             return self.model(*args, **kwargs)
 
     def of_silos(self, silos: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Return the silos' data with the number of the block that each silo reads.
-
-        Raises
-        ------
-        DataError
-            For a silo that reads entries of several blocks, or of none, and for two that read
-            entries of one block.
-        """
+        """Return the silos' data with the number of the block that each silo reads."""
         for prior in self.priors.values():
             prior.suits(self.model, silos)
         names = {block_name(site): site for site in self.priors}
@@ -238,13 +225,7 @@ class Substituted:
     def of_new_rows(
         self, new: Mapping[str, Any], j: int, numbers: Mapping[str, ArrayLike]
     ) -> dict[str, Any]:
-        """Return new data of silo ``j`` with the numbers of its blocks, by argument.
-
-        Raises
-        ------
-        DataError
-            For rows that read entries of another block.
-        """
+        """Return new data of silo ``j`` with the numbers of its blocks, by argument."""
         names = {block_name(site): site for site in self.priors}
         given = {k: v for k, v in new.items() if k not in names}
         for name, site in names.items():
@@ -284,47 +265,27 @@ class Substituted:
         arrays = {i: a for i, a in enumerate(leaves) if hasattr(a, "dtype")}
         static = {i: a for i, a in enumerate(leaves) if i not in arrays}
 
-        def kwargs_of(arrays: dict[int, Any]) -> dict[str, Any]:
+        @jax.jit
+        def moves(arrays: Mapping[int, Array]) -> Array:
             values = {**arrays, **static}
-            return jax.tree.unflatten(tree, [values[i] for i in range(len(values))])
+            kwargs = jax.tree.unflatten(tree, [values[i] for i in range(len(values))])
+            first = trace_text(self.model, 0, kwargs)
+            latents = {n: s["value"] for n, s in first.items() if s["type"] == "sample"}
+
+            def density(value: Array) -> Array:
+                text = handlers.seed(self.model, 0)
+                text = handlers.substitute(text, {**latents, site: value})
+                with TRACING:
+                    terms, _ = compute_log_probs(text, (), kwargs, {})
+                # Other sites with substituted priors do not count: they are no rows of the silo.
+                return sum(p.sum() for n, p in terms.items() if n not in self.priors)
+
+            slopes = [jax.grad(density)(scale * latents[site]) for scale in DRAW_SCALES]
+            # NaN shows that the entry is read, too.
+            return jnp.stack([(slope != 0) | jnp.isnan(slope) for slope in slopes]).any(0)
 
         program = (site, tree, tuple(map(repr, static.items())))
-        if program not in self._slopes:
-            others = [name for name in self.priors if name != site]
-            self._slopes[program] = entries_read(self.model, site, others, kwargs_of)
-        return np.asarray(self._slopes[program](arrays))
-
-
-def entries_read(
-    model: Callable[..., Any],
-    site: str,
-    others: Sequence[str],
-    kwargs_of: Callable[[Any], dict[str, Any]],
-) -> Callable[[Any], Array]:
-    """Return a compiled function of a silo's arrays that finds the entries of a site it reads.
-
-    Its result is bool (size,): whether the gradient of the other sites' log densities is not zero
-    there, at a draw of the site or at one of its smaller multiples.
-    """
-
-    @jax.jit
-    def moves(arrays: Mapping[int, Array]) -> Array:
-        kwargs = kwargs_of(arrays)
-        first = trace_text(model, 0, kwargs)
-        latents = {n: s["value"] for n, s in first.items() if s["type"] == "sample"}
-
-        def density(value: Array) -> Array:
-            text = handlers.substitute(handlers.seed(model, 0), {**latents, site: value})
-            with TRACING:
-                terms, _ = compute_log_probs(text, (), kwargs, {})
-            # Other sites with substituted priors do not count: they are no rows of the silo.
-            return sum(p.sum() for n, p in terms.items() if n != site and n not in others)
-
-        slopes = [jax.grad(density)(scale * latents[site]) for scale in DRAW_SCALES]
-        # NaN shows that the entry is read, too.
-        return jnp.stack([(slope != 0) | jnp.isnan(slope) for slope in slopes]).any(0)
-
-    return moves
+        return np.asarray(self._slopes.setdefault(program, moves)(arrays))
 
 
 def substituted_in(text: object) -> Substituted | None:
@@ -357,13 +318,7 @@ def trace_text(
 
 
 def site_of(model: Callable[..., Any], site: str, kwargs: Mapping[str, Any]) -> Distribution:
-    """Return the distribution of a site, which must be a vector of real numbers.
-
-    Raises
-    ------
-    ModelError
-        If there is no such site, or one of another kind.
-    """
+    """Return the distribution of a site, which must be a vector of real numbers."""
     try:
         trace = trace_text(model, 0, kwargs)
     except TypeError as error:

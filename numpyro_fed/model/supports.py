@@ -29,40 +29,22 @@ BOUNDED = {
 
 
 class ObservedValues(NamedTuple):
-    """The observed values of a site, and whether its support has them.
+    """The observed values of a site, and whether its support has them."""
 
-    Attributes
-    ----------
-    value : array (batch shape, event shape)
-    inside : bool array (batch shape)
-        Whether the value is in the support or on its edge, or masked.
-    edge : bool array (batch shape)
-        Whether the value is on the edge of the support.
-    """
-
-    value: AnyArray
+    value: AnyArray  # array (batch shape, event shape)
+    # bool array (batch shape): whether the value is in the support or on its edge, or masked
     inside: AnyArray
-    edge: AnyArray
+    edge: AnyArray  # bool array (batch shape): whether the value is on the edge of the support
 
 
 class PlainSupport(NamedTuple):
-    """The support of a site that observes an argument as it is: NumPy can tell who is inside.
-
-    Attributes
-    ----------
-    argument : str
-    support : Constraint or None
-        It has no bounds but plain numbers. None if it has all values.
-    event_dim : int
-        How many axes of a value belong to one event of the support.
-    rest : int
-        How many axes more belong to one event of the site.
-    """
+    """The support of a site that observes an argument as it is: NumPy can tell who is inside."""
 
     argument: str
+    # without bounds but plain numbers; None if it has all values
     support: constraints.Constraint | None
-    event_dim: int
-    rest: int
+    event_dim: int  # how many axes of a value belong to one event of the support
+    rest: int  # how many axes more belong to one event of the site
 
     @classmethod
     def of(cls, site: Mapping[str, Any], arguments: Mapping[str, Any]) -> PlainSupport | None:
@@ -88,28 +70,14 @@ class PlainSupport(NamedTuple):
 
 
 class SupportKind(NamedTuple):
-    """The description of a site's distribution for messages.
+    """The description of a site's distribution for messages."""
 
-    Attributes
-    ----------
-    name : str
-        The name of the distribution.
-    takes : str
-        The values of its support, in words.
-    remedy : str
-        A sentence about what to do; it may be empty.
-    plates : tuple of (str, int)
-        The silo plates that the site is in, and their dims in the batch.
-    whole : bool
-        Whether the support has whole numbers only.
-    plain : PlainSupport or None
-    """
-
-    name: str
-    takes: str
-    remedy: str
+    name: str  # the name of the distribution
+    takes: str  # the values of its support, in words
+    remedy: str  # A sentence about what to do; it may be empty
+    # the silo plates that the site is in, and their dims in the batch
     plates: tuple[tuple[str, int], ...]
-    whole: bool
+    whole: bool  # whether the support has whole numbers only
     plain: PlainSupport | None = None
 
 
@@ -124,10 +92,7 @@ def observed_at(site: dict[str, Any]) -> ObservedValues:
 
 
 def _in_support(fn: Distribution, value: Array) -> tuple[AnyArray, AnyArray]:
-    """Return whether a value is in the support, and whether on its edge, in the batch shape.
-
-    Masked values count as in the support and not on the edge.
-    """
+    """Return whether a value is in the support, and whether on its edge, in the batch shape."""
     if isinstance(fn, dist.MaskedDistribution):
         inside, edge = _in_support(fn.base_dist, value)
         return inside | ~jnp.asarray(fn._mask), edge & jnp.asarray(fn._mask)
@@ -143,10 +108,7 @@ def _in_support(fn: Distribution, value: Array) -> tuple[AnyArray, AnyArray]:
 def _closed(
     support: constraints.Constraint | None, value: AnyArray, event_dim: int, xp: Any
 ) -> tuple[AnyArray, AnyArray]:
-    """Return whether a value is in a support or on its edge, and whether on it.
-
-    ``xp`` is the module of the arrays, NumPy or JAX's.
-    """
+    """Return whether a value is in a support or on its edge, and whether on it."""
     nothing = xp.zeros(value.shape[: value.ndim - event_dim], bool)
     if support is None:
         return ~nothing, nothing

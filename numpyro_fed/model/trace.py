@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from numpyro_fed.model.binding import Rows, Theta, log_det_owners, sum_rows, unpack
+from numpyro_fed.model.binding import Rows, Theta, sum_rows, unpack
 from numpyro_fed.model.jaxprs import (
     NONE,
     Labels,
@@ -69,27 +69,14 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """A model at one signature of a silo's data, in one precision.
-
-    Attributes
-    ----------
-    structure : Structure
-    terms : dict of str to Term
-        All sample sites, the log-determinants of latents among them.
-    supports : dict of str to SupportKind
-        The observed sites.
-    program : Program
-    inputs : tuple of Input
-    outputs : tuple of Output
-        A key for each output of the program; values that are trees have several.
-    trees : dict of Output to PyTreeDef
-    """
+    """A model at one signature of a silo's data, in one precision."""
 
     structure: Structure
-    terms: dict[str, Term]
-    supports: dict[str, SupportKind]
+    terms: dict[str, Term]  # all sample sites, the log-determinants of latents among them
+    supports: dict[str, SupportKind]  # the observed sites
     program: Program
     inputs: tuple[Input, ...]
+    # A key for each output of the program; values that are trees have several
     outputs: tuple[Output, ...]
     trees: dict[Output, Any]
     _parts: dict[frozenset[Output], tuple[Program, tuple[Input, ...]]] = field(
@@ -182,7 +169,8 @@ class Trace:
     @cached_property
     def owners(self) -> dict[str, str]:
         """Return the site to which each density belongs: log-determinants belong to latents."""
-        owner = log_det_owners(self.structure.sites)
+        latents = (s.name for s in self.structure.sites if s.kind == "latent")
+        owner = {f"_{name}_log_det": name for name in latents}
         return {name: owner.get(name, name) for name in self.terms}
 
     def globals_at(self, theta: Theta, z_G: Array) -> tuple[dict[str, Array], dict[str, Array]]:

@@ -9,8 +9,9 @@ inputs of the shapes that the first run has found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,14 +24,14 @@ from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
 from numpyro.primitives import Messenger
 
-from numpyro_fed.model.binding import Rows, Theta, constrained, unpack
+from numpyro_fed.model.binding import Theta, constrained, unpack
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.densities import log_prob, no_more_than_finite
 from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.jaxprs import as_program, type_of, with_inputs_of
 from numpyro_fed.model.primitives import inside_control_flow, silo_plate_of
 from numpyro_fed.model.shapes import check_shapes
-from numpyro_fed.model.sites import NamesApart, Structure, model_errors, read_trace, shapes_of
+from numpyro_fed.model.sites import NamesApart, Structure, model_errors, read_trace
 from numpyro_fed.model.supports import SupportKind, observed_at, support_kind
 from numpyro_fed.model.trace import (
     ARRAY,
@@ -55,17 +56,10 @@ from numpyro_fed.tracing import TRACING
 
 @dataclass(frozen=True, eq=False)
 class Traces:
-    """The traces of one model, for all signatures of data and both precisions.
-
-    Attributes
-    ----------
-    model : callable
-    split : bool
-        Whether a model without a silo plate is refused.
-    """
+    """The traces of one model, for all signatures of data and both precisions."""
 
     model: Callable[..., Any]
-    split: bool = True
+    split: bool = True  # whether a model without a silo plate is refused
     _known: dict[tuple[Hashable, ...], Trace] = field(default_factory=dict, init=False, repr=False)
 
     def at(self, data: SiloData, owner: str = "silo 0") -> Trace:
@@ -81,28 +75,16 @@ class Traces:
                 self._known[seen] = _traced(self.model, silo, owner, split=self.split)
             return self._known[seen]
 
-    def of_silos(self, silos: Sequence[SiloData]) -> list[Trace]:
-        """Return the trace at each silo."""
-        return [self.at(data, f"silo {j}") for j, data in enumerate(silos)]
-
 
 class _Run:
-    """One run of a text, with unknowns in the place of its parameters and latents.
-
-    Attributes
-    ----------
-    given : (theta, latents) or None
-        The unknowns; if None, they are made as the text asks for them.
-    made : list of (kind, name, leaf)
-    initial : dict
-        The initial values of the parameters, unconstrained.
-    """
+    """One run of a text, with unknowns in the place of its parameters and latents."""
 
     def __init__(self, model: Callable[..., Any], silo: SiloData, *, split: bool):
         self.model, self.silo, self.split = model, silo, split
+        # (theta, latents); if None, they are made as the text asks for them.
         self.given: tuple[Theta, dict[str, Array]] | None = None
-        self.made: list[tuple[str, str, int]] = []
-        self.initial: Theta = {}
+        self.made: list[tuple[str, str, int]] = []  # (kind, name, leaf)
+        self.initial: Theta = {}  # the parameters' values, unconstrained
         self.structure = Structure((), {}, False, {}, {})
         self.terms: dict[str, Term] = {}
         self.supports: dict[str, SupportKind] = {}
@@ -120,8 +102,32 @@ class _Run:
         # Blocked, since handlers around whoever asks must not get these messages.
         with handlers.block(), feasible():
             trace = NamesApart(text).get_trace(**replace(self.silo, arrays=arrays).kwargs)
-        self._read(trace)
-        return self._answers(trace, arrays)
+        latents = given[1] if given else [name for kind, name, _ in self.made if kind == LATENT]
+        own = {f"_{name}_log_det" for name in latents}
+        without = {name: site for name, site in trace.items() if name not in own}
+        self.structure = read_trace(without, self.split)
+        check_shapes(without, self.silo.arrays)
+
+        found: dict[Output, Any] = {(INITIAL, n): value for n, value in self.initial.items()}
+        for name, site in trace.items():
+            if site["type"] != "sample":
+                continue
+            frames = {f.name: f.dim for f in site["cond_indep_stack"]}
+            plate = silo_plate_of(site)
+            dim = 0 if plate is None else frames[plate]
+            self.terms[name] = Term(plate, dim, site["fn"].batch_shape)
+            found[UNGUARDED, name] = log_prob(site, guarded=False)
+            found[DENSITY, name] = no_more_than_finite(found[UNGUARDED, name])
+        for s in self.structure.sites:
+            site = trace[s.name]
+            if s.kind in ("latent", "deterministic"):
+                found[VALUE, s.name] = site["value"]
+            if s.kind == "observed" and site["value"] is not None:
+                value, inside, edge = observed_at(site)
+                found[OBSERVED, s.name] = value
+                found[INSIDE, s.name], found[EDGE, s.name] = inside, edge
+                self.supports[s.name] = support_kind(site, arrays)
+        return found
 
     def _unknown(self, site: dict[str, Any]) -> Any:
         """Return the value of a parameter or a latent."""
@@ -156,36 +162,6 @@ class _Run:
         self.made.append((kind, name, leaf))
         place = len(self.made) - 1
         return _unknown.bind(place=place, shape=jnp.shape(like), dtype=jnp.result_type(like))
-
-    def _read(self, trace: dict[str, Any]) -> None:
-        own = {f"_{name}_log_det" for kind, name, _ in self.made if kind == LATENT}
-        if self.given:
-            own = {f"_{name}_log_det" for name in self.given[1]}
-        text = {name: site for name, site in trace.items() if name not in own}
-        self.structure = read_trace(text, self.split)
-        check_shapes(text, shapes_of(self.silo))
-
-    def _answers(self, trace: dict[str, Any], arrays: dict[str, Array]) -> dict[Output, Any]:
-        found: dict[Output, Any] = {(INITIAL, n): value for n, value in self.initial.items()}
-        for name, site in trace.items():
-            if site["type"] != "sample":
-                continue
-            frames = {f.name: f.dim for f in site["cond_indep_stack"]}
-            plate = silo_plate_of(site)
-            dim = 0 if plate is None else frames[plate]
-            self.terms[name] = Term(plate, dim, site["fn"].batch_shape)
-            found[UNGUARDED, name] = log_prob(site, guarded=False)
-            found[DENSITY, name] = no_more_than_finite(found[UNGUARDED, name])
-        for s in self.structure.sites:
-            site = trace[s.name]
-            if s.kind in ("latent", "deterministic"):
-                found[VALUE, s.name] = site["value"]
-            if s.kind == "observed" and site["value"] is not None:
-                value, inside, edge = observed_at(site)
-                found[OBSERVED, s.name] = value
-                found[INSIDE, s.name], found[EDGE, s.name] = inside, edge
-                self.supports[s.name] = support_kind(site, arrays)
-        return found
 
 
 class _Bodies(Messenger):
@@ -229,7 +205,18 @@ def _traced(model: Callable[..., Any], silo: SiloData, owner: str, *, split: boo
         asked = {name for kind, name, _ in run.made if kind == LATENT}
         latents = {s.name for s in structure.sites if s.kind == "latent"}
         if len(unknown) < len(run.made) or asked != latents:
-            given = _shapes_of_unknowns(structure, out)
+            # The shapes that the run has found, both unconstrained.
+            real, ends = jnp.result_type(float), dict[str | None, int]()
+            for s in structure.sites:
+                if s.kind == "latent":
+                    ends[s.plate] = max(s.stop, ends.get(s.plate, 0))
+            z_G = jax.ShapeDtypeStruct((ends.get(None, 0),), real)
+            z_L = {
+                p: jax.ShapeDtypeStruct((n, ends.get(p, 0)), real)
+                for p, n in structure.sizes.items()
+            }
+            theta = {name: value for (kind, name), value in out.items() if kind == INITIAL}
+            given = theta, jax.eval_shape(partial(unpack, structure.sites), z_G, z_L)
             closed, out = jax.make_jaxpr(run, return_shape=True)(silo.arrays, key, given)
             program = as_program(closed)
             paths = zip((PARAMETER, LATENT), given, strict=True)
@@ -248,21 +235,3 @@ def _spots(kind: str, tree: Mapping[str, Any]) -> list[tuple[str, str, int]]:
     """Return what the leaves of a dict are, in the order of JAX: their kind, name and number."""
     leaves = {name: len(jax.tree.leaves(tree[name])) for name in sorted(tree)}
     return [(kind, name, i) for name, n in leaves.items() for i in range(n)]
-
-
-def _shapes_of_unknowns(
-    structure: Structure, out: Mapping[Output, Any]
-) -> tuple[Theta, dict[str, Any]]:
-    """Return the shapes of parameters and latents that a run has found, both unconstrained."""
-    ends: dict[str | None, int] = {}
-    for s in structure.sites:
-        if s.kind == "latent":
-            ends[s.plate] = max(s.stop, ends.get(s.plate, 0))
-
-    def unpacked(z_G: Array, z_L: Rows) -> dict[str, Array]:
-        return unpack(structure.sites, z_G, z_L)
-
-    real = jnp.result_type(float)
-    z_L = {p: jax.ShapeDtypeStruct((n, ends.get(p, 0)), real) for p, n in structure.sizes.items()}
-    latents = jax.eval_shape(unpacked, jax.ShapeDtypeStruct((ends.get(None, 0),), real), z_L)
-    return {name: value for (kind, name), value in out.items() if kind == INITIAL}, latents

@@ -19,6 +19,7 @@ from numpyro_fed.model.binding import Theta, trace_at
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.sites import Site, Structure
+from numpyro_fed.model.traces import Traces
 from numpyro_fed.tracing import TRACING
 
 TOTAL = "the sum over clients"  # the argument of the server's text that holds the sum
@@ -33,15 +34,17 @@ class PartyModel(NamedTuple):
     dim: int  # length of the flat vector of its latents
     data: SiloData | None = None  # its data, where a guide chooses starting values by them
 
+    @classmethod
+    def of(cls, text: Callable[..., Any], data: SiloData, owner: str) -> PartyModel:
+        """Return the part of the party ``owner`` with this text, at the shapes of its data."""
+        structure = Traces(text, split=False).at(data, owner).structure
+        dim = max([s.stop for s in structure.sites if s.kind == "latent"], default=0)
+        return cls(text, structure, dim)
+
     @property
     def sites(self) -> tuple[Site, ...]:
         """Return the site table of this party."""
         return self.structure.sites
-
-    @property
-    def supports(self) -> dict[str, Any]:
-        """Return the support of each latent and the constraint of each parameter."""
-        return self.structure.supports
 
     @property
     def plates(self) -> tuple[()]:
@@ -73,7 +76,7 @@ class PartyModel(NamedTuple):
             return {}
         with TRACING, feasible():
             trace = handlers.trace(handlers.seed(self.text, key)).get_trace(**data.kwargs)
-        return {n: biject_to(self.supports[n]).inv(trace[n]["value"]) for n in names}
+        return {n: biject_to(self.structure.supports[n]).inv(trace[n]["value"]) for n in names}
 
     def draw_prior(self, key: Array, data: SiloData) -> Array:
         """Return a draw of the latents from their prior, unconstrained (dim,)."""
@@ -88,7 +91,7 @@ class PartyModel(NamedTuple):
 
     def constrain_theta(self, theta: Theta) -> Theta:
         """Return the parameters on their own supports."""
-        return {n: biject_to(self.supports[n])(value) for n, value in theta.items()}
+        return {n: biject_to(self.structure.supports[n])(value) for n, value in theta.items()}
 
     def init_global(self, key: Array, init_loc_fn: Callable[..., Any] | None) -> Array:
         """Return a starting point (dim,) by a NumPyro ``init_to_...`` function, zeros if None."""
@@ -100,36 +103,16 @@ class PartyModel(NamedTuple):
 
 
 class VerticalModel(NamedTuple):
-    """A vertical model, split into the server's part and the clients' parts.
+    """A vertical model, split into the server's part and the clients' parts."""
 
-    Attributes
-    ----------
-    name : str
-        The name of the ``client_sum``.
-    shape : tuple of int
-        The shape of the sum; its first axis runs over rows.
-    dtype : str
-        The dtype of the sum.
-    server : PartyModel
-        Takes the server's arrays by name, and the sum as ``TOTAL``.
-    clients : tuple of PartyModel
-        Clients with the same predictor and sites share one object.
-    by_row : frozenset of str
-        The server's observed sites that have a term for each row.
-    response : tuple of str
-        The server's arrays that are observed.
-    below : tuple of str
-        The server's latents whose distribution depends on the sum.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    server: PartyModel
-    clients: tuple[PartyModel, ...]
-    by_row: frozenset[str]
-    response: tuple[str, ...]
-    below: tuple[str, ...] = ()
+    name: str  # the name of the client_sum
+    shape: tuple[int, ...]  # the shape of the sum; its first axis runs over rows
+    dtype: str  # the dtype of the sum
+    server: PartyModel  # takes the server's arrays by name, and the sum as TOTAL
+    clients: tuple[PartyModel, ...]  # clients with the same predictor and sites share one object
+    by_row: frozenset[str]  # the server's observed sites that have a term for each row
+    response: tuple[str, ...]  # the server's arrays that are observed
+    below: tuple[str, ...] = ()  # the server's latents whose distribution depends on the sum
 
     @property
     def rows(self) -> int:

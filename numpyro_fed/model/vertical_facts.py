@@ -27,25 +27,15 @@ VERSION = 3
 
 @dataclass(frozen=True)
 class Shapes:
-    """The names, dtypes and shapes of a party's arrays, and its static values.
+    """The names, dtypes and shapes of a party's arrays, and its static values."""
 
-    Attributes
-    ----------
-    arrays : tuple of (name, dtype, shape)
-    static : tuple of (name, value)
-    tree : str
-        The structure of the data, as JSON.
-    ids : str
-        SHA-256 of the rows' ids in their order, by which parties compare their rows; empty without
-        ids.
-    software : str
-        The versions of JAX and NumPyro, on which the form depends in which texts are compared.
-    """
-
-    arrays: tuple[tuple[str, str, tuple[int, ...]], ...]
-    static: tuple[tuple[str, Any], ...]
-    tree: str
+    arrays: tuple[tuple[str, str, tuple[int, ...]], ...]  # tuple of (name, dtype, shape)
+    static: tuple[tuple[str, Any], ...]  # tuple of (name, value)
+    tree: str  # the structure of the data, as JSON
+    # SHA-256 of the rows' ids in their order, by which parties compare their rows; empty
+    # without ids
     ids: str = ""
+    # the versions of JAX and NumPyro, on which the form depends in which texts are compared
     software: str = SOFTWARE
 
     @classmethod
@@ -76,23 +66,13 @@ class Shapes:
 
 @dataclass(frozen=True)
 class VerticalPlan:
-    """The plan from which all parties of a vertical model build the same algorithm, as JSON.
+    """The plan from which all parties of a vertical model build the same algorithm, as JSON."""
 
-    Attributes
-    ----------
-    arguments : Shapes
-        The shapes of the model's arguments by name, the clients' columns among them.
-    clients : tuple of Shapes
-        The shapes of each client's data.
-    shared : str
-        The server's arrays if clients receive them (``share_response``); empty otherwise.
-    terms : tuple of tuple of Term
-        What each client's part adds to the density, site by site, by the server's text.
-    """
-
+    # the shapes of the model's arguments by name, the clients' columns among them
     arguments: Shapes
-    clients: tuple[Shapes, ...]
-    shared: str
+    clients: tuple[Shapes, ...]  # the shapes of each client's data
+    shared: str  # the server's arrays if clients receive them (share_response); empty otherwise
+    # what each client's part adds to the density, site by site, by the server's text
     terms: tuple[tuple[Term, ...], ...]
 
     @property

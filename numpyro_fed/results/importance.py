@@ -596,5 +596,5 @@ def integration_of(result: Result, inner_draws: InnerDraws) -> Integration:
     else:
         integration = Integration(_inner_draws(fit.guide, inner_draws))
     if checks is not None:
-        check_rows_apart(fit.model, checks, integration.draws, buckets)
+        check_rows_apart(checks, integration.draws, buckets)
     return integration

@@ -60,7 +60,8 @@ class PriorReference:
 
     def log_density(self, theta: Theta, parameters: tuple[()], z: Array) -> Array:
         """Return the log density () at ``z`` (dim,), factors and scaled sites left out."""
-        return self.model.global_prior.log_density_all(theta, z)
+        prior = self.model.global_prior
+        return prior.log_density(theta, z, prior.latents)
 
 
 @dataclass(frozen=True)
@@ -221,12 +222,14 @@ class Tempered:
         """Return the particles before the first exchange: draws of the reference."""
         theta, fm = fit.shared.theta, fit._fit.model
         if self.start == "prior":
-            if not fm.global_prior.drawable:
+            prior = fm.global_prior
+            if not prior.drawable:
                 raise ModelError(
                     "start='prior': some global cannot be drawn from its prior. Use start='fit'."
                 )
             keys = jax.random.split(key, self.num_particles)
-            drawn = jax.vmap(fm.global_prior.draw_all, (0, None))(keys, theta)
+            zeros = jnp.zeros(fm.dim)
+            drawn = jax.vmap(lambda key: prior.draw(key, theta, zeros, prior.latents))(keys)
             return Swarm.at(self.start, theta, (), np.asarray(drawn))
         own = mixture_of(fit, result)
         own = own._replace(log_shares=np.maximum(own.log_shares, LOST))  # of a finite slope

@@ -295,7 +295,7 @@ class Children:
         @jax.jit
         def draw(seed: Array, theta: Theta, z: Array) -> Array:
             keys = jax.random.split(jax.random.key(seed), len(z))
-            return jax.vmap(lambda key, z: prior.draw(key, theta, z, funnel))(keys, z)
+            return jax.vmap(lambda key, z: prior.draw(key, theta, z, funnel.children))(keys, z)
 
         return draw
 
@@ -307,7 +307,7 @@ class Children:
 
         @jax.jit
         def log_density(theta: Theta, z: Array) -> Array:
-            return jax.vmap(lambda z: prior.log_density(theta, z, funnel))(z)
+            return jax.vmap(lambda z: prior.log_density(theta, z, funnel.children))(z)
 
         return log_density
 

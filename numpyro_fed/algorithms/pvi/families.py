@@ -253,7 +253,7 @@ def _max_values(fm: FederatedModel) -> np.ndarray:
     """
     reach = np.full(fm.dim, np.inf)
     for site in fm.named("latent"):
-        bijection = _elementwise(biject_to(fm.supports[site.name]))
+        bijection = _elementwise(biject_to(fm.structure.supports[site.name]))
         if not isinstance(bijection, transforms.IdentityTransform):
             exact = isinstance(bijection, transforms.ExpTransform)
             reach[site.start : site.stop] = 30.0 if exact else 14.0
@@ -454,7 +454,7 @@ def _marginals(
         place = slice(site.start, site.stop)
         if kinds[site.name] != GAUSSIAN:
             return expfam.marginal(family, eta, place, site.shape, site.event_dim)
-        support = fm.supports[site.name]
+        support = fm.structure.supports[site.name]
         event_dim = biject_to(support).domain.event_dim
         z = expfam.marginal(family, eta, place, site.shape, event_dim)
         return _on_support(z, support)
