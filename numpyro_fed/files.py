@@ -22,6 +22,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -268,10 +269,6 @@ def append_privately(file: str | Path) -> IO[bytes]:
         raise
 
 
-def _open_privately(file: str, flags: int) -> int:
-    return os.open(file, flags, OWNER_ALONE)
-
-
 def write_atomically(file: str | Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write a file so that at any time its name stands for a whole file, the new or the old one.
 
@@ -297,35 +294,30 @@ def write_atomically(file: str | Path, write: Callable[[IO[bytes]], object]) -> 
     """
     file = Path(os.path.realpath(file))  # os.replace would put a file in the place of a link
     part = file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")
+    opener = partial(os.open, mode=OWNER_ALONE)
     try:
-        with open(part, "x+b", opener=_open_privately) as stream:
+        with open(part, "x+b", opener=opener) as stream:
             write(stream)
-            # On the disk before it takes the name: otherwise
-            # a loss of power may leave an empty file.
+            # On the disk before it takes the name: otherwise a loss of power may leave it empty.
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(part, file)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    _sweep(file)
+    # What killed processes have left behind, if it is old enough.
+    for left in file.parent.glob(f".{glob.escape(file.name)}.*.part"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > OLD:
+                left.unlink()
     if os.name == "posix":  # elsewhere a folder cannot be opened
         folder = os.open(file.parent, os.O_RDONLY)
         try:
-            # The new name must outlive a loss of power,
-            # too. Some network file systems cannot do it.
+            # The new name must outlive a loss of power, too. Some network file systems cannot.
             with suppress(OSError):
                 os.fsync(folder)
         finally:
             os.close(folder)
-
-
-def _sweep(file: Path) -> None:
-    """Remove temporary files that killed processes have left behind, if they are old enough."""
-    for part in file.parent.glob(f".{glob.escape(file.name)}.*.part"):
-        with suppress(OSError):
-            if time.time() - part.stat().st_mtime > OLD:
-                part.unlink()
 
 
 def write_npz(
@@ -353,9 +345,10 @@ def read_npz(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     SavedStateError
         If the file is missing, damaged, or not one of this package.
     """
-    file, beside = npz(path), _with(path, ".json")
+    file = npz(path)
+    beside = file.with_suffix(".json")
     if not file.exists():
-        raise _missing(file)
+        raise SavedStateError(f"there is no file {file}: give the path that save was given.")
     try:
         with np.load(file, allow_pickle=False) as members:
             arrays = dict(members)
@@ -363,7 +356,7 @@ def read_npz(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     except DAMAGE as error:
         raise _damaged(file, error) from error
     if text is None and not beside.exists():
-        raise _missing(beside)
+        raise SavedStateError(f"there is no file {beside}: give the path that save was given.")
     try:
         description = json.loads(beside.read_text() if text is None else bytes(text))
         return arrays, dict(description)
@@ -373,17 +366,9 @@ def read_npz(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 def npz(path: str | Path) -> Path:
     """Return the file name of a path that was given to a ``save``."""
-    return _with(path, ".npz")
-
-
-def _with(path: str | Path, suffix: str) -> Path:
     # with_suffix would cut a part of a name such as "fit.2026" off.
     path = Path(path)
-    return path.with_name(path.name + suffix)
-
-
-def _missing(file: Path) -> SavedStateError:
-    return SavedStateError(f"there is no file {file}: give the path that save was given.")
+    return path.with_name(f"{path.name}.npz")
 
 
 def _damaged(file: Path, error: Exception) -> SavedStateError:

@@ -42,18 +42,16 @@ class Frame(NamedTuple):
         """Return the frame that changes no coordinate, for ``dim`` globals."""
         return cls((), identity((dim,)))
 
-    @classmethod
-    def centred_at(cls, theta: Any, unit: Any, globals: Gaussian) -> Frame:
-        """Return the frame at shared parameters ``theta`` with standard deviations ``unit``."""
-        return cls(jax.tree.map(Gaussian.of_root, theta, unit), globals)
-
     def parameters(self, steps: Tree) -> Tree:
         """Return the shared parameters at coordinates ``steps``."""
         # Without a frame there is nothing to map over: ``()`` does not match the parameters' tree.
         if self.theta == ():
             return steps
         return jax.tree.map(
-            lambda frame, step: frame.draw(step), self.theta, steps, is_leaf=_is_gaussian
+            lambda frame, step: frame.draw(step),
+            self.theta,
+            steps,
+            is_leaf=lambda leaf: isinstance(leaf, Gaussian),
         )
 
 
@@ -80,7 +78,3 @@ class Coordinates(NamedTuple):
 def identity(shape: tuple[int, ...]) -> Gaussian:
     """Return the frame that changes nothing: independent standard normals of this shape."""
     return Gaussian(jnp.zeros(shape), jnp.zeros(shape))
-
-
-def _is_gaussian(value: object) -> bool:
-    return isinstance(value, Gaussian)

@@ -180,7 +180,8 @@ class Gaussian(NamedTuple):
 
     def kl(self, other: Gaussian) -> Array:
         """Return the divergence ``KL(self || other)`` (...); both are diagonal, or both full."""
-        _check_alike(self, other)
+        if (self.unit is None) != (other.unit is None):
+            raise TypeError("one Gaussian has a full covariance, and the other one has none.")
         log_ratio = self.log_scale - other.log_scale
         shift = (other.standardise(self.loc) ** 2).sum(-1)
         # expm1: for nearly equal scales the trace less the dimension would cancel.
@@ -312,11 +313,6 @@ def _is_diagonal(loc: Array, spread: Array) -> bool:
     if spread.shape != (*loc.shape, *loc.shape[-1:]):
         raise ValueError(f"a spread of shape {spread.shape} does not go with means {loc.shape}.")
     return False
-
-
-def _check_alike(p: Gaussian, q: Gaussian) -> None:
-    if (p.unit is None) != (q.unit is None):
-        raise TypeError("one Gaussian has a full covariance, and the other one has none.")
 
 
 def _times(matrix: Array, vector: Array) -> Array:

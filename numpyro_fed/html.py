@@ -28,9 +28,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     >>> table(["site", "sd ratio"], [["mu", "0.98"]])
     '<table><tr><th>site</th><th>sd ratio</th></tr><tr><td>mu</td><td>0.98</td></tr></table>'
     """
-    lines = [_line("th", head), *(_line("td", row) for row in rows)]
-    return f"<table>{''.join(lines)}</table>"
-
-
-def _line(tag: str, cells: Sequence[str]) -> str:
-    return "".join(["<tr>", *(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells), "</tr>"])
+    lines = [("th", head), *(("td", row) for row in rows)]
+    cells = ("".join(f"<{tag}>{escape(c)}</{tag}>" for c in line) for tag, line in lines)
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table>"

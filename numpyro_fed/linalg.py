@@ -206,13 +206,6 @@ def least_squares(A: Array, b: Array) -> Array:
 
 
 @_in_turn_on_cpu
-def _by_qr(M: Array) -> Array:
-    # R' is a root with diagonal entries of either sign; a Cholesky factor has positive ones.
-    R = jnp.linalg.qr(M.T, mode="r")
-    return R.T * jnp.where(jnp.diagonal(R) < 0, -1.0, 1.0)
-
-
-@_in_turn_on_cpu
 def _eigh(A: Array) -> tuple[Array, Array]:
     values, vectors = jnp.linalg.eigh(A)
     return values, vectors
@@ -276,11 +269,6 @@ def _each(f: Callable[..., Result], *stacks: Array) -> Result:
     return f(*stacks)
 
 
-def _in_turn(f: Callable[..., Result], *stacks: Array) -> Result:
-    """Return ``f`` of each matrix, one after the other."""
-    return jax.lax.map(lambda one: f(*one), stacks)
-
-
 @jax.custom_jvp
 def _cholesky(A: Array) -> Array:
     if not A.size:
@@ -302,8 +290,11 @@ def _changed(L: Array, change: Array) -> Array:
 
 
 @jax.custom_jvp
+@_in_turn_on_cpu
 def _root_of(M: Array) -> Array:
-    return _by_qr(M)
+    # R' is a root with diagonal entries of either sign; a Cholesky factor has positive ones.
+    R = jnp.linalg.qr(M.T, mode="r")
+    return R.T * jnp.where(jnp.diagonal(R) < 0, -1.0, 1.0)
 
 
 @_root_of.defjvp
@@ -320,7 +311,7 @@ def _factor(A: Array) -> Array:
 
 @_factor.def_vmap
 def _factors(size: int, batched: list[bool], A: Array) -> tuple[Array, bool]:
-    on_cpu = _factors_by_columns if A.shape[-1] <= SMALL else partial(_in_turn, _factor)
+    on_cpu = _factors_by_columns if A.shape[-1] <= SMALL else partial(jax.lax.map, _factor)
     all_at_once = partial(jnp.linalg.cholesky, symmetrize_input=False)
     return jax.lax.platform_dependent(A, cpu=on_cpu, default=all_at_once), True
 
@@ -361,9 +352,15 @@ def _forwards(size: int, batched: list[bool], L: Array, B: Array) -> tuple[Array
         return jnp.moveaxis(X.reshape(d, size, k), 1, 0), True
     if not batched[1]:
         B = jnp.broadcast_to(B, (size, *B.shape))
-    on_cpu = _solve_by_rows if L.shape[-1] <= SMALL else partial(_in_turn, _forward)
     all_at_once = partial(solve_triangular, lower=True)
-    return jax.lax.platform_dependent(L, B, cpu=on_cpu, default=all_at_once), True
+    if L.shape[-1] <= SMALL:
+        return jax.lax.platform_dependent(L, B, cpu=_solve_by_rows, default=all_at_once), True
+    found = jax.lax.platform_dependent(
+        *(L, B),
+        cpu=lambda L, B: jax.lax.map(lambda one: _forward(*one), (L, B)),
+        default=all_at_once,
+    )
+    return found, True
 
 
 def _solve_by_rows(L: Array, B: Array) -> Array:

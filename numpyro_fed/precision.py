@@ -47,7 +47,7 @@ def copies_by_precision() -> bool:
         """
         dtype = canonicalize_dtype(a.dtype)
         key = id(a), dtype
-        array_of, copy_of = copies.get(key, (_nothing, _nothing))
+        array_of, copy_of = copies.get(key, (lambda: None, lambda: None))
         if array_of() is a and (alive := copy_of()) is not None:
             return alive
         new_copy = TypedNdArray(np.asarray(a, dtype))
@@ -62,10 +62,6 @@ def copies_by_precision() -> bool:
 
     register_canonicalize_value_handler(np.ndarray, copy)
     return True
-
-
-def _nothing() -> None:
-    """Return None, as a dead weak reference does."""
 
 
 def is_double() -> bool:
