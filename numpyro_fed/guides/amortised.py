@@ -184,14 +184,10 @@ class OwnEncoder(Encoder):
 
     standardises: ClassVar[bool] = True
 
-    @property
-    def width(self) -> int:
-        """Return the number of a row's inputs."""
-        return sum(math.prod(shape) for shape, _ in self.row.values())
-
     def init(self, key: Array) -> dict[str, Array]:
-        fresh = _network(self.width + self.reads, self.dim, self.hidden, key)
-        units = {"shift": jnp.zeros(self.width), "scale": jnp.ones(self.width)}
+        width = sum(math.prod(shape) for shape, _ in self.row.values())
+        fresh = _network(width + self.reads, self.dim, self.hidden, key)
+        units = {"shift": jnp.zeros(width), "scale": jnp.ones(width)}
         return self.arrays_by_path(fresh) | units
 
     def features(self, data: SiloData) -> Array:
@@ -290,9 +286,6 @@ class AmortisedLocals(LocalGuide):
 
     def init(self, loc: Array, width: int) -> GuideParams:
         return {"loc": jnp.zeros((len(loc), 0))}
-
-    def recentre(self, eta: GuideParams, above: Array) -> GuideParams:
-        return eta
 
 
 def with_encoders(fm: FederatedModel, encoders: Mapping[str, Encoder]) -> FederatedModel:

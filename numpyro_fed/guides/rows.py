@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -76,20 +75,24 @@ class LocalGuide:
 
     def draw(self, eta: GuideParams, above: Array, noise: Array) -> Array:
         """Return one draw for every row; noise and draws are (rows, dim)."""
-        q = self._given(eta, above)
+        q = self._gaussian(self.recentre(eta, above))
         return q.draw(noise.reshape(q.loc.shape)).reshape(noise.shape)
 
     def log_q(self, eta: GuideParams, above: Array, z: Array) -> Array:
         """Return the log density (rows,) at ``z`` (rows, dim)."""
-        q = self._given(eta, above)
+        q = self._gaussian(self.recentre(eta, above))
         residual = q.standardise(z.reshape(q.loc.shape)).reshape(z.shape)
         log_scale = q.log_scale.reshape(z.shape)
         return (standard_normal(residual) - log_scale).sum(-1)
 
     def recentre(self, eta: GuideParams, above: Array) -> GuideParams:
         """Return the same guide, measured from other values ``above`` (width,)."""
-        loc, log_scale = self._mean_and_log_scale(eta, above)
-        return {**eta, "loc": loc, "log_scale": log_scale}
+        moved = dict(eta)
+        if self.couple_mean:
+            moved["loc"] = eta["loc"] + eta["mean_coupling"] @ above
+        if self.couple_scale:
+            moved["log_scale"] = eta["log_scale"] + eta["scale_coupling"] @ above
+        return moved
 
     def from_mode(self, mode: Array, precision: Array) -> GuideParams:
         """Return the normal distribution with this mode (rows, dim), without couplings.
@@ -124,24 +127,6 @@ class LocalGuide:
         if self.couple_scale:
             after["scale_coupling"] = eta["scale_coupling"]
         return after
-
-    def with_couplings(self, eta: GuideParams, f: Callable[[Array], Array]) -> GuideParams:
-        """Return the guide with ``f`` applied to its couplings (rows, dim, width)."""
-        couplings = {"mean_coupling": self.couple_mean, "scale_coupling": self.couple_scale}
-        return {**eta, **{name: f(eta[name]) for name, coupled in couplings.items() if coupled}}
-
-    def _mean_and_log_scale(self, eta: GuideParams, above: Array) -> tuple[Array, Array]:
-        loc, log_scale = eta["loc"], eta["log_scale"]
-        if self.couple_mean:
-            loc = loc + eta["mean_coupling"] @ above
-        if self.couple_scale:
-            log_scale = log_scale + eta["scale_coupling"] @ above
-        return loc, log_scale
-
-    def _given(self, eta: GuideParams, above: Array) -> Gaussian:
-        """Return the rows' distribution given the values ``above`` (width,)."""
-        loc, log_scale = self._mean_and_log_scale(eta, above)
-        return self._gaussian({**eta, "loc": loc, "log_scale": log_scale})
 
     def _gaussian(self, eta: GuideParams) -> Gaussian:
         """Return a stack of Gaussians (rows, dim), or one of (rows * dim,) for a joint guide."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from numpyro_fed.guides.rows import LocalGuide
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import Plate, Site
+from numpyro_fed.model.vertical import PartyModel
 
 # Sizes up to which "auto" takes the richer guide.
 # Globals: a skewed guide has three times the parameters of a full one, and a loop over coordinates
@@ -241,13 +242,16 @@ class Guide:
         if not eta:
             return eta
         width, (_, vjp) = len(at), jax.vjp(f, at)
-
-        def transformed(C: Array) -> Array:
-            rows = C[..., :width].reshape(-1, width)
-            params = jax.vmap(lambda row: vjp(row)[0])(rows).reshape(*C.shape[:-1], width)
-            return jnp.concatenate([params, C[..., width:]], -1)
-
-        return {p: self.locals[p].with_couplings(params, transformed) for p, params in eta.items()}
+        composed = {p: dict(params) for p, params in eta.items()}
+        for params in composed.values():
+            for name in ("mean_coupling", "scale_coupling"):
+                if name not in params:
+                    continue
+                C = params[name]
+                rows = jax.vmap(lambda row: vjp(row)[0])(C[..., :width].reshape(-1, width))
+                own = rows.reshape(*C.shape[:-1], width)
+                params[name] = jnp.concatenate([own, C[..., width:]], -1)
+        return composed
 
     def to_frame(
         self, eta: dict[str, GuideParams]
@@ -289,29 +293,6 @@ class PlateGuide(NamedTuple):
     couple_scale: bool
 
 
-class Latents(Protocol):
-    """The latents for which a guide's settings are resolved: a model's, or one party's."""
-
-    @property
-    def dim(self) -> int:
-        """Return the length of the flat vector of globals."""
-        ...
-
-    @property
-    def supports(self) -> dict[str, Any]:
-        """Return the support of each global site, by name."""
-        ...
-
-    @property
-    def plates(self) -> tuple[Plate, ...]:
-        """Return the silo plates."""
-        ...
-
-    def named(self, kind: str, plate: str | None = None) -> tuple[Site, ...]:
-        """Return the sites of one kind at one level."""
-        ...
-
-
 class GuideConfig(NamedTuple):
     """The complete settings of a guide, for a model and the sizes of its silo plates."""
 
@@ -327,6 +308,7 @@ class GuideConfig(NamedTuple):
 
 
 Spec: TypeAlias = Structured | Amortised | AutoGuide
+Latents: TypeAlias = FederatedModel | PartyModel  # for which a guide's settings are resolved
 
 
 def resolve(
@@ -357,22 +339,14 @@ def resolve(
     with_latents = [p for p in fm.plates if p.dim]
     # By the largest silo, padded: guides of all silos have one shape, and one program.
     width_outer = sum(p.dim * largest[p.name] for p in with_latents if p.outer)
-
-    def plate_guide(p: Plate) -> PlateGuide:
+    plates = []
+    for p in with_latents:
         width = fm.dim + (0 if p.outer else width_outer)
-        kind = _local_covariance(spec, fm, p.name, p.dim, largest[p.name] * p.dim)
-        if kind == AMORTISED:
-            return PlateGuide(p.name, kind, False, False)
+        kind = _local_covariance(spec, fm, p, largest[p.name] * p.dim)
         couple = 0 < total[p.name] * p.dim * width <= COUPLINGS_UP_TO
-        return PlateGuide(
-            p.name,
-            kind,
-            couple if spec.couple_mean is None else spec.couple_mean,
-            couple if spec.couple_scale is None else spec.couple_scale,
-        )
-
-    kind, rank = _global_kind(spec, fm, at_mode)
-    return GuideConfig(kind, rank, tuple(map(plate_guide, with_latents)))
+        couples = (couple if own is None else own for own in (spec.couple_mean, spec.couple_scale))
+        plates.append(PlateGuide(p.name, kind, *((False, False) if kind == AMORTISED else couples)))
+    return GuideConfig(*_global_kind(spec, fm, at_mode), tuple(plates))
 
 
 def build(spec: Spec | None, fm: FederatedModel, sizes: Sequence[Sizes]) -> Guide:
@@ -390,20 +364,34 @@ def build_resolved(
 ) -> Guide:
     """Return the guide of complete settings; ``row_of`` gives the arrays of a plate's row."""
     spec = _structured(spec)
-    dims, init_scale = {p.name: p.dim for p in fm.plates}, spec.init_scale
+    dims, dim, init_scale = {p.name: p.dim for p in fm.plates}, fm.dim, spec.init_scale
     locals_: dict[str, LocalGuide] = {}
     encoders: dict[str, Encoder] = {}
     for plate, covariance, mean, scale in resolved.locals:
-        dim = dims[plate]
+        width = dims[plate]
         if covariance != AMORTISED:
-            locals_[plate] = LocalGuide(dim, covariance, mean, scale, init_scale)
+            locals_[plate] = LocalGuide(width, covariance, mean, scale, init_scale)
             continue
-        locals_[plate] = AmortisedLocals(dim, "diagonal", False, False, init_scale)
+        locals_[plate] = AmortisedLocals(width, "diagonal", False, False, init_scale)
         # The server and the plan need the guide's shapes only, and know no rows.
         if row_of is not None:
             kind = _local_spec(spec, fm, plate)
-            encoders[plate] = encoder(kind, fm, plate, dim, row_of(plate), init_scale)
-    return Guide(fm, _globals_of(spec, resolved, fm), locals_, spec.init_loc_fn, encoders)
+            encoders[plate] = encoder(kind, fm, plate, width, row_of(plate), init_scale)
+    globals_: GlobalGuide[Array]
+    if isinstance(spec.globals, AutoGuide):
+        globals_ = from_autoguide(spec.globals, dim)
+    elif resolved.globals == "diagonal":
+        globals_ = Diagonal(dim, init_scale)
+    elif resolved.globals == "full":
+        globals_ = Full(dim, init_scale)
+    elif resolved.globals == "skewed":
+        # Bounded sites first: scales before their effects.
+        sites = sorted(fm.named("latent"), key=lambda site: _unbounded(fm, site))
+        order = tuple(i for s in sites for i in range(s.start, s.stop))
+        globals_ = Skewed(dim, init_scale, order)
+    else:
+        globals_ = LowRank(dim, init_scale, resolved.rank or 1)
+    return Guide(fm, globals_, locals_, spec.init_loc_fn, encoders)
 
 
 def init_loc_fn_of(spec: Spec | None) -> Callable[..., Any] | None:
@@ -466,26 +454,6 @@ def _global_kind(spec: Structured, fm: Latents, at_mode: bool) -> tuple[str, int
     return kind, rank if kind == "low_rank" else None
 
 
-def _globals_of(spec: Structured, resolved: GuideConfig, fm: FederatedModel) -> GlobalGuide[Array]:
-    """Return the guide of the globals, by its complete settings."""
-    dim, first = fm.dim, spec.init_scale
-    if isinstance(spec.globals, AutoGuide):
-        return from_autoguide(spec.globals, dim)
-    if resolved.globals == "diagonal":
-        return Diagonal(dim, first)
-    if resolved.globals == "full":
-        return Full(dim, first)
-    if resolved.globals == "skewed":
-        return Skewed(dim, first, _order(fm))
-    return LowRank(dim, first, resolved.rank or 1)
-
-
-def _order(fm: FederatedModel) -> tuple[int, ...]:
-    """Return the globals' coordinates with bounded sites first: scales before their effects."""
-    sites = sorted(fm.named("latent"), key=lambda site: _unbounded(fm, site))
-    return tuple(i for s in sites for i in range(s.start, s.stop))
-
-
 def _unbounded(fm: Latents, site: Site) -> bool:
     support = fm.supports[site.name]
     base = getattr(support, "base_constraint", support)
@@ -506,24 +474,23 @@ def _local_spec(spec: Structured, fm: Latents, plate: str) -> Any:
     return kind
 
 
-def _local_covariance(spec: Structured, fm: Latents, plate: str, dim: int, size: int) -> str:
-    kind = _local_spec(spec, fm, plate)
-    outer = next(p.outer for p in fm.plates if p.name == plate)
+def _local_covariance(spec: Structured, fm: Latents, p: Plate, size: int) -> str:
+    kind = _local_spec(spec, fm, p.name)
     if isinstance(kind, Amortised):
-        if outer:
+        if p.outer:
             raise GuideError(
-                f"guides.Amortised for silo_plate '{plate}': rows of another plate depend on its "
-                f"latents, and a network reads one row at a time. Say locals={{'{plate}': 'full', "
+                f"guides.Amortised for silo_plate '{p.name}': rows of another plate depend on its "
+                f"latents, and a network reads one row at a time. Say locals={{'{p.name}': 'full', "
                 "...}, and Amortised() for the plate below."
             )
         return AMORTISED
     if kind == "auto":
-        if outer and size <= JOINT_UP_TO:
+        if p.outer and size <= JOINT_UP_TO:
             return "joint"
-        return "full" if dim <= FULL_ROW_UP_TO else "diagonal"
+        return "full" if p.dim <= FULL_ROW_UP_TO else "diagonal"
     if kind not in ("diagonal", "full", "joint"):
         raise GuideError(
-            f"locals={kind!r} for silo_plate '{plate}': expected 'auto', 'diagonal', 'full', "
+            f"locals={kind!r} for silo_plate '{p.name}': expected 'auto', 'diagonal', 'full', "
             "'joint' or guides.Amortised(...)."
         )
     return kind
