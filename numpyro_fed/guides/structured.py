@@ -335,7 +335,7 @@ def resolve(
     GuideError
         For a guide that is none of ours, a word that is not known, a plate without a guide.
     """
-    spec = _structured(spec)
+    spec = structured(spec)
     with_latents = [p for p in fm.plates if p.dim]
     # By the largest silo, padded: guides of all silos have one shape, and one program.
     width_outer = sum(p.dim * largest[p.name] for p in with_latents if p.outer)
@@ -363,7 +363,7 @@ def build_resolved(
     row_of: Callable[[str], Row] | None = None,
 ) -> Guide:
     """Return the guide of complete settings; ``row_of`` gives the arrays of a plate's row."""
-    spec = _structured(spec)
+    spec = structured(spec)
     dims, dim, init_scale = {p.name: p.dim for p in fm.plates}, fm.dim, spec.init_scale
     locals_: dict[str, LocalGuide] = {}
     encoders: dict[str, Encoder] = {}
@@ -396,26 +396,20 @@ def build_resolved(
 
 def init_loc_fn_of(spec: Spec | None) -> Callable[..., Any] | None:
     """Return the function for the start of a guide, or None."""
-    return _structured(spec).init_loc_fn
+    return structured(spec).init_loc_fn
 
 
 def amortises(spec: Spec | None) -> bool:
     """Return whether any plate has an amortised guide."""
-    kinds = _structured(spec).locals
+    kinds = structured(spec).locals
     return any(
         isinstance(kind, Amortised)
         for kind in (kinds.values() if isinstance(kinds, Mapping) else [kinds])
     )
 
 
-def leaves_locals_open(spec: Spec | None) -> bool:
-    """Return whether the settings of a guide say nothing about the locals."""
-    chosen, default = _structured(spec), Structured()
-    names = "locals", "couple_mean", "couple_scale"
-    return all(getattr(chosen, name) == getattr(default, name) for name in names)
-
-
-def _structured(spec: Spec | None) -> Structured:
+def structured(spec: Spec | None) -> Structured:
+    """Return the settings that a guide of the user stands for; refuse what is no guide of ours."""
     if isinstance(spec, Amortised):
         spec = Structured(locals=spec)
     if isinstance(spec, AutoGuide):
