@@ -167,18 +167,16 @@ class Networks(eqx.Module):
         keys = jax.random.split(key, 5)
         inner = n.z_global + n.hyper
 
-        def local_encoder(key: Array) -> Encoder:
-            return Encoder(inner, n.z_local, n.width_local, key)
-
-        def local_decoder(key: Array) -> eqx.nn.Linear:
-            return eqx.nn.Linear(n.width + n.z_local + n.hyper, n.largest, key=key)
-
         self.sizes, self.encoder = n, None
         if n.encodes:
             self.encoder = Encoder(n.entries + n.hyper, n.z_global, n.width, keys[0])
         self.decoder = eqx.nn.MLP(inner, n.width, n.width, 1, key=keys[1])
-        self.local_encoders = eqx.filter_vmap(local_encoder)(jax.random.split(keys[2], n.blocks))
-        self.local_decoders = eqx.filter_vmap(local_decoder)(jax.random.split(keys[3], n.blocks))
+        encoders = eqx.filter_vmap(lambda key: Encoder(inner, n.z_local, n.width_local, key))
+        decoders = eqx.filter_vmap(
+            lambda key: eqx.nn.Linear(n.width + n.z_local + n.hyper, n.largest, key=key)
+        )
+        self.local_encoders = encoders(jax.random.split(keys[2], n.blocks))
+        self.local_decoders = decoders(jax.random.split(keys[3], n.blocks))
         self.components = Components(n, keys[4]) if n.components else None
 
     def initialised(

@@ -24,16 +24,7 @@ from numpyro_fed.errors import ModelError, positive_int
 from numpyro_fed.model.feasible import unwrapped
 from numpyro_fed.model.substitution import Blocks, block_name, site_of, trace_text
 from numpyro_fed.sigma.fields import Leroux
-from numpyro_fed.sigma.gaussian import (
-    Dense,
-    Field,
-    Spectrum,
-    add_jitter,
-    adjacency_of,
-    field_of,
-    precision_of,
-    same_areas,
-)
+from numpyro_fed.sigma.gaussian import Dense, Field, Spectrum, add_jitter, adjacency_of, field_of
 from numpyro_fed.trees import fresh
 
 Shared = TypeVar("Shared")
@@ -68,14 +59,16 @@ class ClosedForm(Generic[Shared]):
             return
         for silo in silos:
             given = {k: v for k, v in silo.items() if k != block_name(self.site)}
-            same_areas(site_of(model, self.site, given), self.site, self._areas)
+            areas = adjacency_of(site_of(model, self.site, given), self.site)
+            if not np.array_equal(np.asarray(areas), self._areas):
+                raise ModelError(
+                    f"the areas of '{self.site}' have other neighbours here than where its prior "
+                    "was fitted: fit one anew."
+                )
 
     @property
     def _areas(self) -> np.ndarray | None:
         return None if self.spectrum is None else self.spectrum.adjacency
-
-    def _field(self, fn: Distribution) -> Field:
-        return field_of(fn, self.site, self.spectrum)
 
     def _noise(self, name: str, which: Array) -> Array:
         """Sample standard normals for the entries of blocks (blocks, largest)."""
@@ -152,7 +145,7 @@ class BlockPrior(ClosedForm[Field]):
 
     def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> Field:
         """Return the field at its hyperparameters. Nothing is shared besides."""
-        return self._field(fn)
+        return field_of(fn, self.site, self.spectrum)
 
     def local(
         self, shared: Field, fn: Distribution, phi: Mapping[str, Array], which: Array
@@ -229,7 +222,7 @@ class LowRankPrior(ClosedForm[LowRank]):
 
     def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> LowRank:
         """Return the field, the loadings A (size, rank), and the mean of all entries given z_G."""
-        gaussian = self._field(fn)
+        gaussian = field_of(fn, self.site, self.spectrum)
         normal = dist.Normal(0, 1).expand([self.rank]).to_event(1)
         A = gaussian.loadings(self.basis)
         return gaussian, A, gaussian.loc + A @ numpyro.sample(f"{self.site}/z_G", normal)
@@ -354,17 +347,13 @@ class SeparatorPrior(ClosedForm[Areas]):
                 f"'{self.site}' is a {type(areas).__name__} here, and was a CAR or Leroux where "
                 "this was fitted."
             )
-        Q = precision_of(areas, fresh(self.adjacency))
+        W = fresh(self.adjacency)
+        alpha, degrees = areas.correlation, W.sum(1)
+        diagonal = 1 - alpha + alpha * degrees if isinstance(areas, Leroux) else degrees
+        Q = areas.conditional_precision * (jnp.diag(diagonal) - alpha * W)
         loc = jnp.broadcast_to(areas.loc, areas.event_shape)
         if not len(self.border):
             return Q, loc, jnp.zeros(0)
-        normal = dist.MultivariateNormal(
-            loc[fresh(self.border)], precision_matrix=self._marginal(Q)
-        )
-        return Q, loc, numpyro.sample(f"{self.site}/border", normal)
-
-    def _marginal(self, Q: Array) -> Array:
-        """Return the marginal precision P_B of the areas at borders, (border, border)."""
 
         def schur_term(block: Array) -> tuple[Array, Array]:
             near = fresh(self.near)[block]
@@ -372,12 +361,15 @@ class SeparatorPrior(ClosedForm[Areas]):
             half = linalg.solve(L, across)
             return near, half.T @ half
 
-        # Each interior reaches the few areas next to it alone: small terms are computed side by
-        # side and added in place. Padding lies beyond the matrix and is dropped.
+        # The marginal precision P_B. Each interior reaches the few areas next to it alone: small
+        # terms are computed side by side and added in place. Padding lies beyond the matrix and is
+        # dropped.
         near, terms = jax.vmap(schur_term)(jnp.arange(self.blocks.number))
         border = fresh(self.border)
         P = Q[border[:, None], border]
-        return P.at[near[:, :, None], near[:, None, :]].add(-terms, mode="drop")
+        P = P.at[near[:, :, None], near[:, None, :]].add(-terms, mode="drop")
+        normal = dist.MultivariateNormal(loc[border], precision_matrix=P)
+        return Q, loc, numpyro.sample(f"{self.site}/border", normal)
 
     def _parts(self, Q: Array, block: Array) -> tuple[Array, Array]:
         """Return the Cholesky factor of Q_II of a block's interior, and Q_IB to its neighbours."""
