@@ -117,8 +117,15 @@ def solve(L: Array, B: Array, *, transposed: bool = False) -> Array:
     L, B = (jnp.broadcast_to(a, (*stack, *a.shape[-2:])) for a in (L, B))
     if not B.size:
         return B
-    if L.shape[-1] <= TINY:
-        return _solve_tiny(L, B, transposed=transposed)
+    d = L.shape[-1]
+    if d <= TINY:
+        X: dict[int, Array] = {}
+        for i in reversed(range(d)) if transposed else range(d):
+            left = B[..., i, :]
+            for j, x in X.items():
+                left = left - (L[..., j, i] if transposed else L[..., i, j])[..., None] * x
+            X[i] = left / L[..., i, i][..., None]
+        return jnp.stack([X[i] for i in range(d)], -2)
     lower = jnp.tril(L)
     upper = jnp.swapaxes(lower, -1, -2)
 
@@ -172,7 +179,24 @@ def eigh(A: Array) -> tuple[Array, Array]:
     """
     if A.shape[-1] < 2:
         return A.sum(-1), jnp.ones_like(A)
-    return _eigh_of_two(A) if A.shape[-1] == 2 else _each(_eigh, A)
+    if A.shape[-1] > 2:
+        return _each(_eigh, A)
+    a, b, c = A[..., 0, 0], A[..., 1, 0], A[..., 1, 1]
+    half, r = 0.5 * (a - c), jnp.hypot(0.5 * (a - c), b)
+    # Of cosine and sine of the larger one's angle, the one that is not small is a root, and the
+    # other follows from their product, b / (2 r).
+    large = jnp.sqrt(jnp.where(r > 0, 0.5 * (1 + jnp.abs(half) / jnp.where(r > 0, r, 1.0)), 1.0))
+    small = jnp.where(r > 0, b / jnp.where(r > 0, 2 * r * large, 1.0), 0.0)
+    cosine, sine = (jnp.where(half >= 0, x, y) for x, y in ((large, small), (small, large)))
+    # The eigenvalue of less size follows from the determinant, as in LAPACK: a difference would
+    # lose its digits.
+    middle = 0.5 * (a + c)
+    far = jnp.where(middle < 0, middle - r, middle + r)
+    more, less = (jnp.where(jnp.abs(a) >= jnp.abs(c), x, y) for x, y in ((a, c), (c, a)))
+    safe = jnp.where(far == 0, 1.0, far)
+    near = jnp.where(far == 0, 0.0, (more / safe) * less - (b / safe) * b)
+    values = jnp.sort(jnp.stack([near, far], -1), -1)
+    return values, _matrix([[-sine, cosine], [cosine, sine]])
 
 
 @_jit
@@ -211,52 +235,6 @@ def _eigh(A: Array) -> tuple[Array, Array]:
     return values, vectors
 
 
-def _eigh_of_two(A: Array) -> tuple[Array, Array]:
-    """Return eigenvalues (..., 2), in ascending order, and eigenvectors of (..., 2, 2)."""
-    a, b, c = A[..., 0, 0], A[..., 1, 0], A[..., 1, 1]
-    half, r = 0.5 * (a - c), jnp.hypot(0.5 * (a - c), b)
-    # Of cosine and sine of the larger one's angle, the one that is not small is a root, and the
-    # other follows from their product, b / (2 r).
-    large = jnp.sqrt(jnp.where(r > 0, 0.5 * (1 + jnp.abs(half) / jnp.where(r > 0, r, 1.0)), 1.0))
-    small = jnp.where(r > 0, b / jnp.where(r > 0, 2 * r * large, 1.0), 0.0)
-    cosine, sine = (jnp.where(half >= 0, x, y) for x, y in ((large, small), (small, large)))
-    # The eigenvalue of less size follows from the determinant, as in LAPACK: a difference would
-    # lose its digits.
-    middle = 0.5 * (a + c)
-    far = jnp.where(middle < 0, middle - r, middle + r)
-    more, less = (jnp.where(jnp.abs(a) >= jnp.abs(c), x, y) for x, y in ((a, c), (c, a)))
-    safe = jnp.where(far == 0, 1.0, far)
-    near = jnp.where(far == 0, 0.0, (more / safe) * less - (b / safe) * b)
-    values = jnp.sort(jnp.stack([near, far], -1), -1)
-    return values, _matrix([[-sine, cosine], [cosine, sine]])
-
-
-def _factor_tiny(A: Array) -> Array:
-    """Return the Cholesky factors of matrices (..., d, d) of few dimensions."""
-    d = A.shape[-1]
-    zero = jnp.zeros_like(A[..., 0, 0])
-    L, positive = [[zero] * d for _ in range(d)], jnp.ones(zero.shape, bool)
-    for j in range(d):
-        pivot = A[..., j, j] - sum(L[j][k] ** 2 for k in range(j))
-        positive &= pivot > 0
-        L[j][j] = jnp.sqrt(jnp.where(pivot > 0, pivot, 1.0))
-        for i in range(j + 1, d):
-            L[i][j] = (A[..., i, j] - sum(L[i][k] * L[j][k] for k in range(j))) / L[j][j]
-    return jnp.tril(jnp.where(positive[..., None, None], _matrix(L), jnp.nan))
-
-
-def _solve_tiny(L: Array, B: Array, *, transposed: bool) -> Array:
-    """Return solutions (..., d, k) for lower triangular matrices (..., d, d) of few dimensions."""
-    d = L.shape[-1]
-    X: dict[int, Array] = {}
-    for i in reversed(range(d)) if transposed else range(d):
-        left = B[..., i, :]
-        for j, x in X.items():
-            left = left - (L[..., j, i] if transposed else L[..., i, j])[..., None] * x
-        X[i] = left / L[..., i, i][..., None]
-    return jnp.stack([X[i] for i in range(d)], -2)
-
-
 def _matrix(rows: list[list[Array]]) -> Array:
     """Return matrices (..., d, d) from their entries."""
     return jnp.stack([jnp.stack(row, -1) for row in rows], -2)
@@ -273,7 +251,18 @@ def _each(f: Callable[..., Result], *stacks: Array) -> Result:
 def _cholesky(A: Array) -> Array:
     if not A.size:
         return A
-    return _factor_tiny(A) if A.shape[-1] <= TINY else _each(_factor, A)
+    d = A.shape[-1]
+    if d > TINY:
+        return _each(_factor, A)
+    zero = jnp.zeros_like(A[..., 0, 0])
+    L, positive = [[zero] * d for _ in range(d)], jnp.ones(zero.shape, bool)
+    for j in range(d):
+        pivot = A[..., j, j] - sum(L[j][k] ** 2 for k in range(j))
+        positive &= pivot > 0
+        L[j][j] = jnp.sqrt(jnp.where(pivot > 0, pivot, 1.0))
+        for i in range(j + 1, d):
+            L[i][j] = (A[..., i, j] - sum(L[i][k] * L[j][k] for k in range(j))) / L[j][j]
+    return jnp.tril(jnp.where(positive[..., None, None], _matrix(L), jnp.nan))
 
 
 @_cholesky.defjvp

@@ -132,11 +132,13 @@ class Product(Family[Tree]):
         return {name: family.noise(key, n) for (name, (_, family)), key in each}
 
     def from_normals(self, normals: Array) -> Tree:
+        """Return standard normals (n, dim) as the noise of ``n`` draws, if :attr:`of_normals`."""
         stops = np.cumsum([family.dim for _, family in self.members.values()])
-        return {
-            name: family.from_normals(normals[:, stop - family.dim : stop])
-            for (name, (_, family)), stop in zip(self.members.items(), stops, strict=True)
-        }
+        noise = {}
+        for (name, (_, family)), stop in zip(self.members.items(), stops, strict=True):
+            own = normals[:, stop - family.dim : stop]
+            noise[name] = family.from_normals(own) if isinstance(family, Product) else own
+        return noise
 
     def draw(self, psi: Ordinary, noise: Tree) -> Array:
         return self._join(self._each("draw", psi, noise))

@@ -218,31 +218,6 @@ class GivenEncoder(Encoder):
         rows = {key: jnp.asarray(data.arrays[key]) for key in self.row}
         return jax.vmap(lambda row: self.apply(phi, row, values))(rows)
 
-    def check(self) -> None:
-        """Raise an error for outputs that are not means and log scales of a row's latents."""
-        row = {key: jax.ShapeDtypeStruct(shape, dtype) for key, (shape, dtype) in self.row.items()}
-        fm, phi = self.fm, self.init(jax.random.key(0))
-
-        def run(row: dict[str, Array]) -> Any:
-            theta = fm.init_theta(jax.random.key(0))
-            return self.apply(phi, row, fm.constrain_global(theta, jnp.zeros(fm.dim)))
-
-        try:
-            out = jax.eval_shape(run, row)
-            shapes = [tuple(a.shape) for a in out] if isinstance(out, tuple | list) else out.shape
-        except Exception as error:
-            raise GuideError(
-                f"the encoder of silo_plate '{self.plate}' raised {type(error).__name__} for a row "
-                f"of { {k: shape for k, (shape, _) in self.row.items()} } and the globals: {error}"
-            ) from error
-        if shapes != [(self.dim,), (self.dim,)]:
-            sites = ", ".join(f"'{s.name}'" for s in fm.named("latent", self.plate))
-            raise GuideError(
-                f"the encoder of silo_plate '{self.plate}' returns shapes {shapes}: expected a "
-                f"pair (loc, log_scale) of ({self.dim},) each, for one row's latents ({sites}), "
-                "unconstrained."
-            )
-
 
 def encoder(
     spec: Amortised, fm: FederatedModel, plate: str, dim: int, row: Row, init_scale: float
@@ -268,9 +243,30 @@ def encoder(
             "locals='full'."
         )
     if spec.encoder is not None:
-        user_encoder = GivenEncoder(plate, fm, dim, row, spec.encoder)
-        user_encoder.check()
-        return user_encoder
+        given = GivenEncoder(plate, fm, dim, row, spec.encoder)
+        one = {key: jax.ShapeDtypeStruct(shape, dtype) for key, (shape, dtype) in row.items()}
+        phi = given.init(jax.random.key(0))
+
+        def run(row: dict[str, Array]) -> Any:
+            theta = fm.init_theta(jax.random.key(0))
+            return given.apply(phi, row, fm.constrain_global(theta, jnp.zeros(fm.dim)))
+
+        try:
+            out = jax.eval_shape(run, one)
+            shapes = [tuple(a.shape) for a in out] if isinstance(out, tuple | list) else out.shape
+        except Exception as error:
+            raise GuideError(
+                f"the encoder of silo_plate '{plate}' raised {type(error).__name__} for a row of "
+                f"{ {k: shape for k, (shape, _) in row.items()} } and the globals: {error}"
+            ) from error
+        if shapes != [(dim,), (dim,)]:
+            sites = ", ".join(f"'{s.name}'" for s in fm.named("latent", plate))
+            raise GuideError(
+                f"the encoder of silo_plate '{plate}' returns shapes {shapes}: expected a pair "
+                f"(loc, log_scale) of ({dim},) each, for one row's latents ({sites}), "
+                "unconstrained."
+            )
+        return given
     hidden, reads = spec.hidden or HIDDEN, fm.dim if fm.dim <= READS_UP_TO else 0
     width = sum(math.prod(shape) for shape, _ in row.values())
     module = _network(width + reads, dim, hidden, jax.random.key(0))

@@ -21,7 +21,7 @@ from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.gaussian import Diagonal, Full, LowRank, Skewed
 from numpyro_fed.guides.numpyro_auto import from_autoguide
 from numpyro_fed.guides.rows import LocalGuide
-from numpyro_fed.model.data import SiloData, Sizes
+from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import Plate, Site
 from numpyro_fed.model.vertical import PartyModel
@@ -346,14 +346,24 @@ def resolve(
         couple = 0 < total[p.name] * p.dim * width <= COUPLINGS_UP_TO
         couples = (couple if own is None else own for own in (spec.couple_mean, spec.couple_scale))
         plates.append(PlateGuide(p.name, kind, *((False, False) if kind == AMORTISED else couples)))
-    return GuideConfig(*_global_kind(spec, fm, at_mode), tuple(plates))
-
-
-def build(spec: Spec | None, fm: FederatedModel, sizes: Sequence[Sizes]) -> Guide:
-    """Return the guide for a model and the rows of each silo plate at each silo."""
-    largest = {p.name: max(size[p.name] for size in sizes) for p in fm.plates}
-    total = {p.name: sum(size[p.name] for size in sizes) for p in fm.plates}
-    return build_resolved(spec, resolve(spec, fm, largest, total), fm)
+    kind, dim = spec.globals, fm.dim
+    if isinstance(kind, AutoGuide):
+        return GuideConfig(type(kind).__name__, None, tuple(plates))
+    if kind == "auto":
+        latents = fm.named("latent")
+        # A bounded site beside another one is most often a scale and its effects.
+        scales = len(latents) > 1 and not all(_unbounded(fm, site) for site in latents)
+        small, medium = dim <= FULL_UP_TO, dim <= LOW_RANK_UP_TO
+        kind = "full" if small else "low_rank" if medium else "diagonal"
+        kind = "skewed" if at_mode and scales and dim <= SKEWED_UP_TO else kind
+    if kind not in ("diagonal", "full", "skewed", "low_rank"):
+        raise GuideError(
+            f"globals={kind!r}: expected 'auto', 'diagonal', 'full', 'skewed', 'low_rank' or a "
+            "NumPyro autoguide."
+        )
+    # About the square root, as NumPyro's AutoLowRankMultivariateNormal has it, and at most 20.
+    rank = spec.rank or min(int(dim**0.5) + 1, 20)
+    return GuideConfig(kind, rank if kind == "low_rank" else None, tuple(plates))
 
 
 def build_resolved(
@@ -424,28 +434,6 @@ def structured(spec: Spec | None) -> Structured:
     if not spec.init_scale > 0:
         raise GuideError(f"init_scale must be positive, got {spec.init_scale}.")
     return spec
-
-
-def _global_kind(spec: Structured, fm: Latents, at_mode: bool) -> tuple[str, int | None]:
-    """Return the kind of the globals' covariance, and its rank if it is of low rank."""
-    kind, dim = spec.globals, fm.dim
-    if isinstance(kind, AutoGuide):
-        return type(kind).__name__, None
-    if kind == "auto":
-        latents = fm.named("latent")
-        # A bounded site beside another one is most often a scale and its effects.
-        scales = len(latents) > 1 and not all(_unbounded(fm, site) for site in latents)
-        small, medium = dim <= FULL_UP_TO, dim <= LOW_RANK_UP_TO
-        kind = "full" if small else "low_rank" if medium else "diagonal"
-        kind = "skewed" if at_mode and scales and dim <= SKEWED_UP_TO else kind
-    if kind not in ("diagonal", "full", "skewed", "low_rank"):
-        raise GuideError(
-            f"globals={kind!r}: expected 'auto', 'diagonal', 'full', 'skewed', 'low_rank' or a "
-            "NumPyro autoguide."
-        )
-    # About the square root, as NumPyro's AutoLowRankMultivariateNormal has it, and at most 20.
-    rank = spec.rank or min(int(dim**0.5) + 1, 20)
-    return kind, rank if kind == "low_rank" else None
 
 
 def _unbounded(fm: Latents, site: Site) -> bool:

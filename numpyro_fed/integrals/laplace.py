@@ -204,14 +204,11 @@ class Laplace:
         ``z`` are the modes at globals close by. The modes have one correct derivative.
         """
         z = self.near(theta, z_G, z, data).modes
-        return self._with_covariances(z, Factor.of(self._arrow(theta, z_G, z, data)))
+        return self.outer_at(z, self._arrow(theta, z_G, z, data))
 
-    def outer_near(self, near: SearchEnd) -> dict[str, tuple[Array, Array]]:
-        """Return :meth:`outer_given`, with the covariances before the step to the modes."""
-        return self._with_covariances(near.modes, Factor.of(near.arrow))
-
-    def _with_covariances(self, z: Rows, factor: Factor) -> dict[str, tuple[Array, Array]]:
-        """Return each outer plate's latents and their covariance."""
+    def outer_at(self, z: Rows, arrow: Arrow) -> dict[str, tuple[Array, Array]]:
+        """Return each outer plate's latents, and their covariance by these derivatives."""
+        factor = Factor.of(arrow)
         covariance = linalg.cholesky_solve(factor.corner, jnp.eye(len(factor.corner)))
         found, start = {}, 0
         for p in sorted(self.outer_plates):

@@ -226,7 +226,7 @@ class RowIntegrals:
         """
         laplace = Laplace(self.model)
         (plate,) = laplace.outer_plates
-        place, covariance = laplace.outer_near(near)[plate]
+        place, covariance = laplace.outer_at(near.modes, near.arrow)[plate]
         n, d = place.shape
         own = jnp.arange(n * d).reshape(n, d)
         # Each row of the outer plate has its own block; what ties these rows is in the terms.

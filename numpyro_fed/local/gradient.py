@@ -223,7 +223,23 @@ class Ascent(Generic[SiloPart]):
         finite = jnp.isfinite(state.value)
         if settings.patience is not None:
             finite &= jnp.isfinite(state.early.best)
-        return Solution(eta, silo_part, self.converged(state, psi, silo_part), finite)
+        if not settings.checks_convergence:
+            converged = jnp.array(True)
+        elif settings.batch_size is None:
+            converged = self.at_rest.holds(state.tally)
+        else:
+            # By all rows. It costs at most half as much as the steps did.
+            converged = maximised(
+                problem,
+                psi,
+                silo_part,
+                jax.random.fold_in(self.key, settings.steps),
+                settings.tolerance,
+                alpha=settings.alpha,
+                particles=2 if settings.alpha == 0 else settings.num_particles,
+                work=0.5 * settings.steps * settings.num_particles * settings.batch_size,
+            )
+        return Solution(eta, silo_part, converged, finite)
 
     def params_of(self, params: At[SiloPart]) -> tuple[Natural, Ordinary, SiloPart]:
         """Return natural and ordinary parameters, and the silo's part."""
@@ -263,7 +279,15 @@ class Ascent(Generic[SiloPart]):
             params = optax.apply_updates(state.params, updates)
             state = after._replace(i=state.i + 1, params=params, opt_state=opt_state, value=value)
             if may_end_early:
-                state = self.check_arrival(state)
+                # It ends if the last ``CHECK_EVERY`` gradients show convergence. The tally starts
+                # anew after each check, and at the end, where the final decision begins.
+                full = (state.i % CHECK_EVERY == 0) & (state.i < settings.steps)
+                arrived = full & self.at_rest.arrived(state.tally)
+                begun = self.at_rest.begin()
+                tally = where(full & ~arrived, begun, state.tally)
+                tally = where(state.i == settings.steps, begun, tally)
+                i = jnp.where(arrived, settings.steps, state.i)
+                state = state._replace(i=i, tally=tally)
             return state if settings.patience is None else self.stop_early(state, log_lik)
 
         def add_gradient(state: VisitState) -> VisitState:
@@ -272,18 +296,6 @@ class Ascent(Generic[SiloPart]):
         if not self.checks_by_own_gradients:
             return move(state)
         return jax.lax.cond(state.i < settings.steps, move, add_gradient, state)
-
-    def check_arrival(self, state: VisitState) -> VisitState:
-        """Return the state, ended if the last ``CHECK_EVERY`` gradients show convergence.
-
-        The tally starts anew after each check, and at the end, where the final decision begins.
-        """
-        full = (state.i % CHECK_EVERY == 0) & (state.i < self.settings.steps)
-        arrived = full & self.at_rest.arrived(state.tally)
-        begun = self.at_rest.begin()
-        tally = where(full & ~arrived, begun, state.tally)
-        tally = where(state.i == self.settings.steps, begun, tally)
-        return state._replace(i=jnp.where(arrived, self.settings.steps, state.i), tally=tally)
 
     def stop_early(self, state: VisitState, log_lik: Array) -> VisitState:
         """Return the state, ended at its best parameters if it has not improved for long.
@@ -321,25 +333,3 @@ class Ascent(Generic[SiloPart]):
         state = state._replace(estimate=estimate)
         done = (state.i + 1 - self.settings.steps) % count == 0
         return jax.lax.cond(done, full, lambda state: state, state)
-
-    def converged(self, state: VisitState, psi: Ordinary, silo_part: SiloPart) -> Array:
-        """Return whether the steps have reached an optimum.
-
-        With minibatches the check is by all rows, and costs at most half as much as the steps did.
-        """
-        settings = self.settings
-        if not settings.checks_convergence:
-            return jnp.array(True)
-        if settings.batch_size is None:
-            return self.at_rest.holds(state.tally)
-        fresh = jax.random.fold_in(self.key, settings.steps)
-        return maximised(
-            self.problem,
-            psi,
-            silo_part,
-            fresh,
-            settings.tolerance,
-            alpha=settings.alpha,
-            particles=2 if settings.alpha == 0 else settings.num_particles,
-            work=0.5 * settings.steps * settings.num_particles * settings.batch_size,
-        )

@@ -72,11 +72,8 @@ class KeyPair:
     @property
     def public(self) -> str:
         """Return the public key in hexadecimal digits."""
-        return self._key.public_key().public_bytes_raw().hex()
-
-    @property
-    def _key(self) -> X25519PrivateKey:
-        return X25519PrivateKey.from_private_bytes(self.private)
+        key = X25519PrivateKey.from_private_bytes(self.private)
+        return key.public_key().public_bytes_raw().hex()
 
     def agree(self, public: str) -> bytes:
         """Return the secret in common with the owner of a public key, 32 bytes.
@@ -86,8 +83,9 @@ class KeyPair:
         DataError
             For something that is no public key.
         """
+        key = X25519PrivateKey.from_private_bytes(self.private)
         try:
-            return self._key.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(public)))
+            return key.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(public)))
         # Other lengths, other digits, and points that give everybody the same secret.
         except ValueError as error:
             raise DataError(

@@ -81,12 +81,12 @@ def _read_site(
     site: str,
     blocks: Sequence[Any],
     model_kwargs: Mapping[str, Any] | None,
-) -> tuple[Distribution, Blocks, Spectrum | None]:
-    """Return a site's distribution, its blocks, and its spectrum if it is a map; all checked."""
+) -> tuple[Blocks, Spectrum | None]:
+    """Return a site's blocks, and its spectrum if it is a map; all checked."""
     fn = site_of(model, site, dict(model_kwargs or {}))
     spectrum = Spectrum.of(fn, site)
     field_of(fn, site, spectrum)  # refuses distributions without a closed form
-    return fn, Blocks.read(blocks, fn.event_shape[0], site), spectrum
+    return Blocks.read(blocks, fn.event_shape[0], site), spectrum
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class BlockPrior(ClosedForm[Field]):
         ModelError, DataError
             For a site or blocks that cannot be split so.
         """
-        _, divided, spectrum = _read_site(model, site, blocks, model_kwargs)
+        divided, spectrum = _read_site(model, site, blocks, model_kwargs)
         return cls(site, divided, spectrum)
 
     def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> Field:
@@ -211,13 +211,32 @@ class LowRankPrior(ClosedForm[LowRank]):
             The rank of the shared part. By default it explains 95 % of the variance, and is 150 at
             most.
         """
-        _, divided, spectrum = _read_site(model, site, blocks, model_kwargs)
+        divided, spectrum = _read_site(model, site, blocks, model_kwargs)
         if rank is not None:
             positive_int("rank", rank)
-        vectors, variances = _directions(model, site, dict(model_kwargs or {}), spectrum)
+        kwargs, size = dict(model_kwargs or {}), divided.size
+
+        # The average of covariances or of variances along a map's eigenvectors. Summed by a scan:
+        # all covariances at once would take 32 times the memory.
+        def add(total: Array, key: Array) -> tuple[Array, None]:
+            gaussian = field_of(trace_text(model, key, kwargs)[site]["fn"], site, spectrum)
+            one = gaussian.cov if isinstance(gaussian, Dense) else gaussian.variances
+            return total + one, None
+
+        keys = jax.random.split(jax.random.key(0), PRIOR_DRAWS)
+        zero = jnp.zeros((size, size) if spectrum is None else size)
+        total = np.asarray(jax.jit(lambda: jax.lax.scan(add, zero, keys)[0])(), float)
+        # Directions as columns, and the variance that each explains, the most first.
+        if spectrum is None:
+            values, vectors = np.linalg.eigh(total)
+            variances = np.maximum(values, 0)
+        else:
+            # Columns of D^{-1/2} U do not have length one.
+            vectors, variances = spectrum.vectors, total * (spectrum.vectors**2).sum(0)
+        vectors, variances = vectors[:, ::-1], variances[::-1]
         explained = np.cumsum(variances) / variances.sum()
         enough = int(np.searchsorted(explained, VARIANCE_SHARE)) + 1
-        columns = min(rank or min(enough, MAX_RANK), divided.size)
+        columns = min(rank or min(enough, MAX_RANK), size)
         return cls(site, divided, spectrum, vectors[:, :columns])
 
     def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> LowRank:
@@ -242,33 +261,6 @@ class LowRankPrior(ClosedForm[LowRank]):
             return mean[rows] + linalg.cholesky(add_jitter(cov - A_j @ A_j.T, cov)) @ eps
 
         return jax.vmap(entries)(which, noise)
-
-
-def _directions(
-    model: Callable[..., object], site: str, kwargs: dict[str, Any], spectrum: Spectrum | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the directions (n, n) of a site as columns, and the variance (n,) that each explains.
-
-    They are the principal components of the average covariance, or the eigenvectors of a map. The
-    direction of most variance comes first.
-    """
-
-    # Summed by a scan: all covariances at once would take 32 times the memory.
-    def add(total: Array, key: Array) -> tuple[Array, None]:
-        fn = trace_text(model, key, kwargs)[site]["fn"]
-        gaussian = field_of(fn, site, spectrum)
-        return total + (gaussian.cov if isinstance(gaussian, Dense) else gaussian.variances), None
-
-    keys = jax.random.split(jax.random.key(0), PRIOR_DRAWS)
-    size = site_of(model, site, kwargs).event_shape[0]
-    zero = jnp.zeros((size, size) if spectrum is None else size)
-    total = np.asarray(jax.jit(lambda: jax.lax.scan(add, zero, keys)[0])(), float)
-    if spectrum is not None:
-        # Columns of D^{-1/2} U do not have length one.
-        variances = total * (spectrum.vectors**2).sum(0)
-        return spectrum.vectors[:, ::-1], variances[::-1]
-    values, vectors = np.linalg.eigh(total)
-    return vectors[:, ::-1], np.maximum(values[::-1], 0)
 
 
 @dataclass(frozen=True)
