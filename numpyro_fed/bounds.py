@@ -68,15 +68,8 @@ class Given(NamedTuple):
 class QuadratureBound:
     """A silo's log likelihood by quadrature; the guide's means are where it looks for modes.
 
-    Its methods are those of :class:`SiloBound`.
-
-    Attributes
-    ----------
-    model : FederatedModel
-    guide : Guide
-        No parameter of its local parts changes the value.
-    nodes : int
-        In each dimension.
+    Its methods are those of :class:`SiloBound`. No parameter of the guide's local parts changes the
+    value. ``nodes`` are those in each dimension.
     """
 
     model: FederatedModel
@@ -115,15 +108,9 @@ class QuadratureBound:
 class SiloBound:
     """A silo's term of the bound, for a model, a guide and numbers of draws.
 
-    Attributes
-    ----------
-    model : FederatedModel
-    guide : Guide
-    draws : dict of str to int
-        ``K`` of each silo plate that has latents, by :func:`draws_by_plate`.
-    plain : bool
-        Whether the gradient is the derivative of the value, as line searches need it, and not the
-        objective's estimator of lower variance.
+    ``draws`` is ``K`` of each silo plate that has latents, by :func:`draws_by_plate`. With
+    ``plain`` the gradient is the derivative of the value, as line searches need it, and not the
+    objective's estimator of lower variance.
     """
 
     model: FederatedModel

@@ -25,13 +25,9 @@ Tree = TypeVar("Tree")
 class Frame(NamedTuple):
     """The frames of the shared parameters and of the globals.
 
-    Attributes
-    ----------
-    theta : tree of Gaussian, or ()
-        The frame of the shared parameters, unconstrained: independent normals for each array.
-        Without a frame it is empty, and coordinates are the parameters themselves.
-    globals : Gaussian
-        The frame of the globals, in the order of coordinates in which their guide works.
+    ``theta`` has independent normals for each array of the shared parameters, unconstrained; it is
+    ``()`` without a frame, where coordinates are the parameters themselves. ``globals`` is in the
+    order of coordinates in which the globals' guide works.
     """
 
     theta: Any
@@ -56,14 +52,9 @@ class Frame(NamedTuple):
 
 
 class Coordinates(NamedTuple):
-    """The globals in their frame, for local guides that depend on them.
+    """The globals ``u`` (..., dim) in their frame, for local guides that depend on them.
 
-    Attributes
-    ----------
-    u : (..., dim)
-        The globals in their frame.
-    centre : (dim,)
-        The centre of the globals' guide in the frame, from which local guides measure.
+    ``centre`` (dim,) is that of the globals' guide in the frame, from which local guides measure.
     """
 
     u: Array

@@ -65,51 +65,19 @@ def _in_turn_on_cpu(f: Function) -> Function:
 
 @_jit
 def cholesky(A: Array) -> Array:
-    r"""Return Cholesky factors ``L`` of symmetric matrices, :math:`A = L L'`.
+    """Return Cholesky factors (..., d, d) of symmetric matrices (..., d, d).
 
-    Parameters
-    ----------
-    A : (..., d, d)
-        Only the symmetric part counts.
-
-    Returns
-    -------
-    (..., d, d)
-        Lower triangular; NaN for a matrix that is not positive definite.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from numpyro_fed import linalg
-    >>> linalg.cholesky(jnp.array([[[4.0, 2.0], [2.0, 10.0]]]))
-    Array([[[2., 0.],
-            [1., 3.]]], dtype=float32)
+    Only the symmetric part of a matrix counts. The factor is NaN where it is not positive definite.
     """
     return _cholesky(0.5 * (A + jnp.swapaxes(A, -1, -2)))
 
 
 @partial(_jit, static_argnames="transposed")
 def solve(L: Array, B: Array, *, transposed: bool = False) -> Array:
-    r"""Return solutions of :math:`L X = B`, or of :math:`L' X = B`, for lower triangular ``L``.
+    """Return solutions of ``L X = B``, or of ``L' X = B``, for lower triangular matrices ``L``.
 
-    Parameters
-    ----------
-    L : (..., d, d)
-        Entries above the diagonal are not read.
-    B : (..., d, k) or (d,)
-        Columns for each matrix, or one vector.
-    transposed : bool
-
-    Returns
-    -------
-    As ``B``.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from numpyro_fed import linalg
-    >>> linalg.solve(jnp.array([[2.0, 0.0], [1.0, 3.0]]), jnp.array([2.0, 7.0]))
-    Array([1., 2.], dtype=float32)
+    ``L`` is (..., d, d), and entries above its diagonal are not read. ``B`` and ``X`` are (..., d,
+    k), columns for each matrix, or one vector (d,).
     """
     if B.ndim == 1:
         return solve(L, B[..., None], transposed=transposed)[..., 0]
@@ -169,13 +137,6 @@ def eigh(A: Array) -> tuple[Array, Array]:
     """Return eigenvalues (..., d) and eigenvectors (..., d, d) of symmetric matrices.
 
     Eigenvalues are in ascending order, and eigenvectors in columns. It has no derivatives.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from numpyro_fed import linalg
-    >>> linalg.eigh(jnp.array([[[2.0, 1.0], [1.0, 2.0]]]))[0]
-    Array([[1., 3.]], dtype=float32)
     """
     if A.shape[-1] < 2:
         return A.sum(-1), jnp.ones_like(A)

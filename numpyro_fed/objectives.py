@@ -162,16 +162,7 @@ Objective = ELBO | LocallyEnhanced | Quadrature
 
 
 def draws_by_plate(objective: Objective, guide: Guide) -> dict[str, int]:
-    """Return ``K`` for each silo plate that has latents, or its nodes in each dimension.
-
-    Raises
-    ------
-    TypeError
-        For an objective that is none of ours.
-    ValueError
-        For a plate that does not exist or has no latents, a ``K`` that is not positive, or latents
-        that quadrature is not for.
-    """
+    """Return ``K`` for each silo plate that has latents, or its nodes in each dimension."""
     if isinstance(objective, ELBO):
         return dict.fromkeys(guide.locals, 1)
     if isinstance(objective, Quadrature):

@@ -107,17 +107,8 @@ class Amortised:
 class Encoder(ABC):
     """The network of one silo plate, as functions of its parameters ``phi`` that silos share.
 
-    Attributes
-    ----------
-    plate : str
-    fm : FederatedModel
-        The model, for the globals that the network reads.
-    dim : int
-        Latents of a row.
-    row : dict
-        Shape of one row, and dtype, of each array that the network reads.
-    module : equinox.Module
-        The network. Its arrays of floats are learnt.
+    ``dim`` are latents of a row, and ``row`` has shape and dtype of each array of a row that the
+    network reads. Arrays of floats of ``module``, an equinox.Module, are learnt.
     """
 
     plate: str
@@ -222,15 +213,7 @@ class GivenEncoder(Encoder):
 def encoder(
     spec: Amortised, fm: FederatedModel, plate: str, dim: int, row: Row, init_scale: float
 ) -> Encoder:
-    """Return the network of a plate's rows, by its settings.
-
-    Raises
-    ------
-    GuideError
-        For a plate without arrays of its length, and for outputs that do not fit.
-    MissingExtraError
-        Without equinox.
-    """
+    """Return the network of a plate's rows, by its settings."""
     try:
         import equinox  # noqa: F401
         from numpyro.contrib.module import eqx_module  # noqa: F401

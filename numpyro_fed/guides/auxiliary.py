@@ -22,12 +22,8 @@ HIDDEN = 16  # units by default: the network reads one or two numbers of a row
 class RowInfo(NamedTuple):
     """The inputs of the guide besides the predictor.
 
-    Attributes
-    ----------
-    centre : (rows, ...) or ()
-        The predictor at the start of the run, from which means are measured.
-    response : (rows, k)
-        The response; k is 0 where clients do not know it.
+    ``centre`` (rows, ...) or () is the predictor at the start of the run, from which means are
+    measured, and ``response`` (rows, k) the response; k is 0 where clients do not know it.
     """
 
     centre: Array
@@ -38,14 +34,8 @@ class RowInfo(NamedTuple):
 class AuxiliaryGuide:
     """A guide of one client's auxiliary variables: a normal for each, in units of ``rho``.
 
-    Attributes
-    ----------
-    shape : tuple of int
-        The shape (rows, ...) of the variables.
-    rho : float
-        The standard deviation of the variables given the predictor.
-    centred : bool
-        Whether means are measured from a centre.
+    ``shape`` is theirs, (rows, ...), and ``rho`` their standard deviation given the predictor.
+    Where the guide is ``centred``, means are measured from a centre.
     """
 
     shape: tuple[int, ...]

@@ -33,21 +33,11 @@ from numpyro_fed.tracing import TRACING
 
 
 def from_autoguide(guide: AutoGuide, dim: int) -> GlobalGuide[Array]:
-    """Return a NumPyro autoguide as a guide of the flat vector ``z_G``.
+    """Return a NumPyro autoguide as a guide of the flat vector ``z_G`` (dim,), with its settings.
 
-    Parameters
-    ----------
-    guide : AutoGuide
-        ``AutoNormal``, or any ``AutoContinuous`` with a base distribution and a transform: the
-        diagonal, multivariate and low-rank normals, IAF and BNAF. Its settings are kept. The model
-        that it was built with is not used: it is set up for the globals alone.
-    dim : int
-        Number of unconstrained global latents.
-
-    Raises
-    ------
-    GuideError
-        For all other autoguides.
+    It is ``AutoNormal``, or any ``AutoContinuous`` with a base distribution and a transform: the
+    diagonal, multivariate and low-rank normals, IAF and BNAF. The model that it was built with is
+    not used: it is set up for the globals alone.
     """
     if isinstance(guide, AutoNormal):
         return Diagonal(dim, guide._init_scale)

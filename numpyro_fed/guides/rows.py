@@ -43,10 +43,7 @@ class LocalGuide:
 
     @property
     def joint(self) -> bool:
-        """Return whether all rows share one covariance.
-
-        The density of a row is then the one given the rows before it.
-        """
+        """Return whether rows share one covariance; a row's density is then given those before."""
         return self.covariance == "joint"
 
     @property

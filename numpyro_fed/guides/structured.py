@@ -129,16 +129,8 @@ def MeanField(
 class Guide:
     """A guide for a model with given sizes, as functions of its parameters.
 
-    Attributes
-    ----------
-    model : FederatedModel
-    globals : GlobalGuide
-    locals : dict of str to LocalGuide
-        The guide of each silo plate that has latents.
-    init_loc_fn : callable or None
-        The function for the start of the guide.
-    encoders : dict of str to Encoder
-        The networks of plates with an amortised guide.
+    ``locals`` has the guide of each silo plate that has latents, ``encoders`` the networks of those
+    with an amortised guide. ``init_loc_fn`` is the function for the start of the guide, or None.
     """
 
     model: FederatedModel
@@ -321,19 +313,9 @@ def resolve(
 ) -> GuideConfig:
     """Return complete settings of a guide, with a choice for each ``"auto"``.
 
-    Parameters
-    ----------
-    spec : Structured, Amortised, AutoGuide or None
-    fm : FederatedModel
-    largest, total : dict of str to int
-        Rows of each silo plate at the largest silo, and at all silos together; up to powers of two.
-    at_mode : bool
-        Whether a run starts at the mode, with steps in coordinates of the posterior.
-
-    Raises
-    ------
-    GuideError
-        For a guide that is none of ours, a word that is not known, a plate without a guide.
+    ``largest`` and ``total`` are rows of each silo plate at the largest silo, and at all silos
+    together, up to powers of two. ``at_mode`` says whether a run starts at the mode, with steps in
+    coordinates of the posterior.
     """
     spec = structured(spec)
     with_latents = [p for p in fm.plates if p.dim]

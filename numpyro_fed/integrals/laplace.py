@@ -40,16 +40,9 @@ FLAT = 1e-6  # least curvature of a direction, as a share of the largest of its 
 class Arrow(NamedTuple):
     """The gradient and the negative Hessian of a silo's log density in its locals.
 
-    Attributes
-    ----------
-    g : {plate: (n, d)}
-        The gradient, of rows and outer plates.
-    rows : {plate: (n, d, d)}
-        A block for each row.
-    border : {plate: (n, d, o)}
-        Second derivatives between a row and the ``o`` latents of all outer plates.
-    corner : (o, o)
-        Second derivatives among the latents of all outer plates.
+    ``g`` {plate: (n, d)} is the gradient, of rows and outer plates, and ``rows`` {plate: (n, d, d)}
+    a block for each row. ``border`` {plate: (n, d, o)} has second derivatives between a row and the
+    ``o`` latents of all outer plates, ``corner`` (o, o) those among the latter.
     """
 
     g: Rows
@@ -106,17 +99,9 @@ class Factor(NamedTuple):
 class SearchEnd(NamedTuple):
     """The locals at the end of a search for their modes, with the derivatives there.
 
-    Attributes
-    ----------
-    z : {plate: (n, d)}
-        The locals, close to their modes.
-    arrow : Arrow
-        The derivatives there.
-    step : {plate: (n, d)}
-        The step to the modes, of all latents that are not held fixed.
-    decrement : ()
-        The largest Newton decrement: twice the nats that the step promises. NaN where there is no
-        step.
+    ``z`` {plate: (n, d)} are close to their modes, and ``step`` leads to these for all latents that
+    are not held fixed. ``decrement`` () is the largest Newton decrement, twice the nats that the
+    step promises; NaN where there is no step.
     """
 
     z: Rows

@@ -110,21 +110,13 @@ def hermite(nodes: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class RowIntegrals:
-    """The integrals over the latents of a silo's rows.
+    """The integrals over the latents of a silo's rows, below one outer plate at most.
 
-    Attributes
-    ----------
-    model : FederatedModel
-        A split text whose rows stand alone, with at most one outer plate.
-    nodes : int
-        Nodes in each dimension.
-    search : dict
-        Settings of the search for conditional modes (:meth:`Laplace.search`), by default exact.
-        The modes only place the nodes, after one more step of Newton's method.
-    few_places : bool
-        Whether the integrals are evaluated at a few places, so that compiling counts: nodes of an
-        outer plate are then taken side by side. A loop over them has less in memory, and its second
-        derivatives take half as long again to compile.
+    There are ``nodes`` in each dimension. ``search`` has settings of the search for conditional
+    modes (:meth:`Laplace.search`), by default exact: the modes only place the nodes, after one more
+    step of Newton's method. With ``few_places`` the integrals are evaluated at a few places, so
+    that compiling counts: nodes of an outer plate are then taken side by side. A loop over them has
+    less in memory, and its second derivatives take half as long again to compile.
     """
 
     model: FederatedModel

@@ -33,15 +33,10 @@ JITTER = 10
 
 
 class Spectrum(NamedTuple):
-    """The eigendecomposition of a map of areas.
+    """The eigendecomposition of a map of areas with this adjacency (n, n).
 
-    Attributes
-    ----------
-    values : array (n,)
-        Eigenvalues, those of the smoothest directions last.
-    vectors : array (n, n)
-        Eigenvectors ``U``; ``D^{-1/2} U`` for a CAR.
-    adjacency : array (n, n)
+    ``values`` (n,) are eigenvalues, those of the smoothest directions last, and ``vectors`` (n, n)
+    eigenvectors ``U``; ``D^{-1/2} U`` for a CAR.
     """
 
     values: np.ndarray

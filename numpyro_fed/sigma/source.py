@@ -103,16 +103,10 @@ class Scales(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """Draws of hyperparameters and of the site.
+    """Draws of hyperparameters ``phi`` (n, hyper), unconstrained, and of the site ``theta``.
 
-    Attributes
-    ----------
-    phi : array (n, hyper)
-        Hyperparameters, unconstrained.
-    theta : array (n, each, size)
-        Draws of the site at each of them.
-    noise : array (n, each, size) or None
-        The standard normals that the draws of a Gaussian prior are made of.
+    ``theta`` (n, each, size) has draws at each of them, and ``noise`` of the same shape the
+    standard normals that the draws of a Gaussian prior are made of; None for others.
     """
 
     phi: Array
