@@ -267,7 +267,7 @@ def _factors(size: int, batched: list[bool], A: Array) -> tuple[Array, bool]:
 
 
 def _factors_by_columns(A: Array) -> Array:
-    """Return the factors of a stack (n, d, d) of small matrices."""
+    """Return the factors of a stack (n, d, d), column by column (right-looking)."""
     d = A.shape[-1]
     place = jnp.arange(d)
 

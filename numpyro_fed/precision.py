@@ -41,10 +41,8 @@ def copies_by_precision() -> bool:
     copies: dict[tuple[int, np.dtype], tuple[Any, Any]] = {}
 
     def copy(a: np.ndarray) -> TypedNdArray:
-        """Return the copy of this precision if it is still alive, or a new one.
-
-        Traces know a copy by its identity, so that it must be the same object.
-        """
+        """Return the copy of this precision if it is still alive, or a new one."""
+        # Traces know a copy by its identity, so that it must be the same object.
         dtype = canonicalize_dtype(a.dtype)
         key = id(a), dtype
         array_of, copy_of = copies.get(key, (lambda: None, lambda: None))

@@ -264,11 +264,8 @@ class _Simplex(_OverSupport):
     k: int
 
     def balance(self) -> Array:
-        """Return the shifts (k - 1,) with which ``z = 0`` is the uniform vector, as in NumPyro.
-
-        It is computed at each call: JAX keeps a NumPy constant in the precision in which it first
-        met it.
-        """
+        """Return the shifts (k - 1,) with which ``z = 0`` is the uniform vector, as in NumPyro."""
+        # At each call: JAX keeps a NumPy constant in the precision in which it first met it.
         return jnp.log(jnp.arange(self.k - 1, 0, -1, float))
 
     def from_logs(self, logs: Array) -> Array:

@@ -19,7 +19,6 @@ from numpyro import handlers
 
 from numpyro_fed.errors import GuideError, MissingExtraError, positive_int
 from numpyro_fed.guides.base import GuideParams
-from numpyro_fed.guides.rows import LocalGuide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.tracing import TRACING
@@ -254,17 +253,6 @@ def encoder(
     width = sum(math.prod(shape) for shape, _ in row.values())
     module = _network(width + reads, dim, hidden, jax.random.key(0))
     return OwnEncoder(plate, fm, dim, row, module, hidden, reads, init_scale)
-
-
-@dataclass(frozen=True)
-class AmortisedLocals(LocalGuide):
-    """Independent normals whose parameters a network returns; the silo itself keeps none.
-
-    Its ``loc`` is (rows, 0), from which other code reads the number of rows.
-    """
-
-    def init(self, loc: Array, width: int) -> GuideParams:
-        return {"loc": jnp.zeros((len(loc), 0))}
 
 
 def with_encoders(fm: FederatedModel, encoders: Mapping[str, Encoder]) -> FederatedModel:

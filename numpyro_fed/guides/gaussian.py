@@ -129,10 +129,8 @@ class Skewed(_GaussianGuide):
         return q._replace(log_scale=q.log_scale + self._coupling(eta) @ noise).draw(noise)
 
     def _inverted(self, eta: GuideParams, u: Array) -> tuple[Array, Array]:
-        """Return the noise (dim,) whose draw is ``u``, and the log-scales (dim,) given it.
-
-        A log-scale depends on the noise before it alone, so the noise is found from first to last.
-        """
+        """Return the noise (dim,) whose draw is ``u``, and the log-scales (dim,) given it."""
+        # A log-scale depends on the noise before it alone: the noise is found from first to last.
         q, D = Gaussian.from_params(eta), self._coupling(eta)
         residual = q._replace(log_scale=jnp.zeros(self.dim)).standardise(u)
 

@@ -11,6 +11,8 @@ from jax import Array
 from numpyro_fed.gaussian import Gaussian, standard_normal, unit_lower
 from numpyro_fed.guides.base import GuideParams
 
+AMORTISED = "amortised"
+
 
 @dataclass(frozen=True)
 class LocalGuide:
@@ -26,9 +28,10 @@ class LocalGuide:
     ----------
     dim : int
         Latents of one row.
-    covariance : {"diagonal", "full", "joint"}
+    covariance : {"diagonal", "full", "joint", "amortised"}
         Independent latents; a full covariance within each row; or one full covariance over all
-        rows of the plate at a silo, for plates of few rows.
+        rows of the plate at a silo, for plates of few rows. Amortised ones are independent, with
+        parameters that a network returns; the silo itself keeps none, and ``loc`` is (rows, 0).
     couple_mean, couple_scale : bool
         Whether the guide has ``C_i`` and ``D_i``.
     init_scale : float
@@ -49,11 +52,15 @@ class LocalGuide:
     @property
     def independent(self) -> bool:
         """Return whether all latents are independent given the latents above them."""
-        return self.covariance == "diagonal" or (self.covariance == "full" and self.dim < 2)
+        if self.covariance == "full":
+            return self.dim < 2
+        return not self.joint
 
     def init(self, loc: Array, width: int) -> GuideParams:
         """Return parameters for a start at ``loc`` (rows, dim), with ``width`` numbers above."""
         rows, dim = len(loc), self.dim
+        if self.covariance == AMORTISED:
+            return {"loc": jnp.zeros((rows, 0))}
         eta: GuideParams = {
             "loc": loc,
             "log_scale": jnp.full((rows, dim), jnp.log(self.init_scale)),
@@ -97,7 +104,7 @@ class LocalGuide:
         ``precision`` is a matrix for each row (rows, dim, dim), or one for all where the guide is
         joint.
         """
-        if self.covariance == "diagonal":
+        if self.covariance in ("diagonal", AMORTISED):
             return {"loc": mode, "log_scale": -0.5 * jnp.log(jnp.diagonal(precision, 0, -2, -1))}
         shape = (mode.size,) if self.joint else mode.shape
         return self._params(Gaussian.of_precision(mode.reshape(shape), precision), mode.shape)

@@ -16,11 +16,11 @@ from numpyro.infer.autoguide import AutoGuide
 from numpyro_fed.errors import GuideError
 from numpyro_fed.frame import identity
 from numpyro_fed.gaussian import Gaussian
-from numpyro_fed.guides.amortised import Amortised, AmortisedLocals, Encoder, Row, encoder
+from numpyro_fed.guides.amortised import Amortised, Encoder, Row, encoder
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.gaussian import Diagonal, Full, LowRank, Skewed
 from numpyro_fed.guides.numpyro_auto import from_autoguide
-from numpyro_fed.guides.rows import LocalGuide
+from numpyro_fed.guides.rows import AMORTISED, LocalGuide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import Plate, Site
@@ -39,7 +39,6 @@ JOINT_UP_TO = 32  # latents of an outer plate at one silo, which then share one 
 COUPLINGS_UP_TO = (
     10_000_000  # coefficients of all rows together: 40 MB in single precision, each way
 )
-AMORTISED = "amortised"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,12 +360,9 @@ def build_resolved(
     encoders: dict[str, Encoder] = {}
     for plate, covariance, mean, scale in resolved.locals:
         width = dims[plate]
-        if covariance != AMORTISED:
-            locals_[plate] = LocalGuide(width, covariance, mean, scale, init_scale)
-            continue
-        locals_[plate] = AmortisedLocals(width, "diagonal", False, False, init_scale)
+        locals_[plate] = LocalGuide(width, covariance, mean, scale, init_scale)
         # The server and the plan need the guide's shapes only, and know no rows.
-        if row_of is not None:
+        if covariance == AMORTISED and row_of is not None:
             kind = _local_spec(spec, fm, plate)
             encoders[plate] = encoder(kind, fm, plate, width, row_of(plate), init_scale)
     globals_: GlobalGuide[Array]

@@ -307,11 +307,9 @@ class Laplace:
         return data.masks.get(plate, jnp.ones(len(z[plate]), bool))
 
     def _arrow(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Arrow:
-        """Return first and second derivatives in the locals.
-
-        Padded rows have a gradient of zero and a curvature of one: their steps are zero, and their
-        log determinants add nothing.
-        """
+        """Return first and second derivatives in the locals."""
+        # Padded rows have a gradient of zero and a curvature of one: their steps are zero, and
+        # their log determinants add nothing.
         zeros, outer = jax.tree.map(jnp.zeros_like, z), sorted(self.outer_plates)
 
         gradient = jax.grad(lambda z: self._total(theta, z_G, z, data))
@@ -394,10 +392,7 @@ class _Series(NamedTuple):
 
 
 def _newton_decrement(arrow: Arrow, step: Rows) -> Array:
-    """Return the largest Newton decrement of any row, and of all outer latents together.
-
-    The decrement :math:`g' A^{-1} g` is twice the gain that a full step predicts.
-    """
+    """Return the largest decrement g' A^-1 g of any row, and of all outer latents together."""
     rows = [jnp.sum(arrow.g[p] * step[p], -1) for p in arrow.rows]
     outer = sorted(arrow.g.keys() - arrow.rows.keys())
     above = sum((jnp.vdot(arrow.g[p], step[p]) for p in outer), jnp.zeros(()))

@@ -240,10 +240,7 @@ class RowIntegrals:
     def _terms(
         self, theta: Theta, z_G: Array, z_outer: Rows, near: SearchEnd, data: SiloData
     ) -> Rows:
-        """Return the log likelihood of each row of each plate, given the outer plate's latents.
-
-        {plate: (rows,)}; of the outer plate itself the log density, its latents' included.
-        """
+        """Return the log likelihood of each row, and of the outer plate the log density."""
         latents = self._latents(z_outer, near, data)
         terms = self.model.log_silo(theta, z_G, latents, data)
         for plate, (mode, precision) in self._places(theta, z_G, z_outer, near, data).items():
@@ -332,10 +329,7 @@ class RowIntegrals:
 
 
 def _cells(dim: int) -> tuple[Array, float]:
-    """Return the middles (M, dim) of the cells of a draw, in standard deviations, and their width.
-
-    Two latents have fewer cells each: their number is squared.
-    """
+    """Return the middles (M, dim) of the cells of a draw, in sds, and their width."""
     number, reach = (CELLS, REACH) if dim == 1 else (CELLS_OF_PAIR, REACH_OF_PAIR)
     width = 2 * reach / number
     middles = -reach + width * (np.arange(number) + 0.5)

@@ -338,12 +338,7 @@ def signatures_differ(signature: np.ndarray, expected: np.ndarray) -> bool:
 
 @jax.jit
 def _scales(phi: Array, theta: Array) -> Scales:
-    """Return the scales, from hyperparameters (n, hyper) and draws there (n, each, entries).
-
-    The size is fitted by maximum likelihood as if entries were normal with variance
-    ``exp(2 features @ growth)``, by Fisher scoring. A regression of log squares would be biased by
-    an amount that depends on how entries correlate.
-    """
+    """Return the scales, from hyperparameters (n, hyper) and draws there (n, each, entries)."""
     width = phi.std(0)
     quantiles = jnp.quantile(phi, jnp.linspace(0, 1, LEVELS), axis=0)
     ones = jnp.ones(theta.shape[-1])
@@ -355,10 +350,12 @@ def _scales(phi: Array, theta: Array) -> Scales:
     spread = jnp.median(jnp.abs(theta - middle), (0, 1))
     deviations = (theta - middle) / jnp.where(spread > 0, spread, 1.0)
     squares = (deviations**2).mean((1, 2)) + jnp.finfo(theta.dtype).tiny
+    # The size is fitted by maximum likelihood as if entries were normal with variance
+    # exp(2 features @ growth). A regression of log squares would be biased by an amount that
+    # depends on how entries correlate.
     inverse = jnp.linalg.pinv(features)
 
     def scoring_step(i: Array, growth: Array) -> Array:
-        """Return the coefficients after one step of Fisher scoring."""
         expected = jnp.exp(2 * features @ growth)
         return growth + 0.5 * inverse @ jnp.minimum(squares / expected - 1, MAX_RESIDUAL)
 

@@ -195,10 +195,8 @@ class _Check:
         noise: Rows,
         others: Rows,
     ) -> tuple[Rows, dict[tuple[str, str], ChangedRow], dict[str, ChangedRow]]:
-        """Return a silo's terms, and the rows that changed with other rows' latents and data.
-
-        The former are {(plate of the row, plate of the latents): row}, the latter {plate: row}.
-        """
+        """Return a silo's terms, and the rows that changed with other rows' latents and data."""
+        # The former are {(plate of the row, plate of the latents): row}, the latter {plate: row}.
         fm = self.fm
         keys = {p.name: self.keys(p.name) for p in fm.plates}
         some = {p: row_groups(len(z)) for p, z in z_L.items()}
