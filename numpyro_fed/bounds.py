@@ -92,10 +92,13 @@ class QuadratureBound:
 
     def near(self, given: Given) -> SearchEnd:
         """Return where nodes stand: close to the conditional modes, held constant."""
+        return self.integrals.near(given.theta, given.z_G, given.data, self.start(given))
+
+    def start(self, given: Given) -> Rows:
+        """Return where the search for the modes begins, {plate: (rows, dim)}, held constant."""
         theta, eta, z_G, coordinates = stop_gradient(given[:4])
         guides = self.guide.at_globals(eta, theta, z_G, coordinates.offset, given.data)
-        start = {p: guides[p]["loc"] for p in self.guide.locals}
-        return self.integrals.near(given.theta, given.z_G, given.data, start)
+        return {p: guides[p]["loc"] for p in self.guide.locals}
 
     def sample(self, key: Array, given: Given) -> Rows:
         return self.integrals.sample(key, given.theta, given.z_G, self.near(given), given.data)

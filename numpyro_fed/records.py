@@ -30,7 +30,7 @@ def read_record(kind: type[Record], text: str | bytes) -> Record:
         return _typed(kind, json.loads(text))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"a text names {', '.join(_fields(kind))} of {kind.__name__}, but this one says "
+            f"a text names {', '.join(get_type_hints(kind))} of {kind.__name__}, but this one says "
             f"{text!r:.100}. All parties must run the same version."
         ) from error
 

@@ -114,6 +114,10 @@ class Family(ABC, Generic[Eps]):
     ) -> Distribution:
         """Return the distribution of ``z[index]``, which is one site: see :func:`marginal`."""
 
+    def from_normals(self, normals: Array) -> Eps:
+        """Return standard normals (n, dim) as the noise of ``n`` draws, if :attr:`of_normals`."""
+        raise TypeError(f"a draw of the {self.name} family takes more than {self.dim} normals.")
+
     def increment(self, z: Array, u: Array) -> Tree:
         """Return ``T(z + u) - T(z)``, computed without cancellation where ``T`` is a polynomial."""
         return jax.tree.map(jnp.subtract, self.statistics(z + u), self.statistics(z))

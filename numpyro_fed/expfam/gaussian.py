@@ -109,6 +109,9 @@ class GaussianFamily(Family[Array]):
     def noise(self, key: Array, n: int) -> Array:
         return jax.random.normal(key, (n, self.dim))
 
+    def from_normals(self, normals: Array) -> Array:
+        return normals
+
     def draw(self, psi: Ordinary, noise: Array) -> Array:
         return Gaussian.from_params(psi).draw(noise)
 

@@ -132,13 +132,11 @@ class Product(Family[Tree]):
         return {name: family.noise(key, n) for (name, (_, family)), key in each}
 
     def from_normals(self, normals: Array) -> Tree:
-        """Return standard normals (n, dim) as the noise of ``n`` draws, if :attr:`of_normals`."""
         stops = np.cumsum([family.dim for _, family in self.members.values()])
-        noise = {}
-        for (name, (_, family)), stop in zip(self.members.items(), stops, strict=True):
-            own = normals[:, stop - family.dim : stop]
-            noise[name] = family.from_normals(own) if isinstance(family, Product) else own
-        return noise
+        return {
+            name: family.from_normals(normals[:, stop - family.dim : stop])
+            for (name, (_, family)), stop in zip(self.members.items(), stops, strict=True)
+        }
 
     def draw(self, psi: Ordinary, noise: Tree) -> Array:
         return self._join(self._each("draw", psi, noise))
@@ -155,11 +153,14 @@ class Product(Family[Tree]):
         return jnp.stack(list(self._each("proper", eta).values())).all()
 
     def fit(self, f: Callable[[Array], Array]) -> Natural:
-        zero = jnp.zeros(self.dim)
-        return {
-            name: family.fit(lambda z, index=index: f(zero.at[index].set(z)))
-            for name, (index, family) in self.members.items()
-        }
+        zero, found = jnp.zeros(self.dim), {}
+        for name, (index, family) in self.members.items():
+
+            def on_coordinates(z: Array, index: Index = index) -> Array:
+                return f(zero.at[index].set(z))
+
+            found[name] = family.fit(on_coordinates)
+        return found
 
     def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
         # One gradient for all members. The dual gradient is linear in it, so each member computes
