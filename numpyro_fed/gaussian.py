@@ -144,12 +144,8 @@ class Gaussian(NamedTuple):
 
     def draw(self, noise: Array) -> Array:
         r"""Return :math:`m + L \varepsilon` for standard normal ``noise`` (..., dim)."""
-        return self.loc + self.scaled(noise)
-
-    def scaled(self, offset: Array) -> Array:
-        """Return ``L`` times vectors (..., dim)."""
-        scaled = self.scale * offset
-        return scaled if self.unit is None else _times(self.unit, scaled)
+        scaled = self.scale * noise
+        return self.loc + (scaled if self.unit is None else _times(self.unit, scaled))
 
     def times(self, columns: Array) -> Array:
         """Return ``L`` times matrices (..., dim, k)."""

@@ -297,7 +297,25 @@ class _Simplex(_OverSupport):
         return {"log": digamma(a) - digamma(a.sum(-1, keepdims=True))}
 
     def from_mean(self, mu: Tree) -> Natural:
-        return {"log": _concentration(mu["log"]) - 1}
+        # Solve digamma(a) - digamma(sum(a)) = g, by Newton steps for the sum s: it is the root of
+        # sum_i digamma^-1(g_i + digamma(s)) - s. That function is concave and the start is above
+        # its root, so that the steps decrease to it.
+        g = mu["log"]
+
+        def parts(s: Array) -> Array:
+            # The inverse of digamma: five Newton steps from Minka's start reach fourteen digits
+            # ("Estimating a Dirichlet distribution", 2000, appendix C).
+            y = g + digamma(s)
+            first = jnp.where(y >= -2.22, jnp.exp(y) + 0.5, -1 / (y + _EULER_GAMMA))
+            return lax.fori_loop(0, 5, lambda _, x: x - (digamma(x) - y) / polygamma(1, x), first)
+
+        def step(_: int, s: Array) -> Array:
+            a = parts(s)
+            slope = polygamma(1, s) * (1 / polygamma(1, a)).sum(-1, keepdims=True) - 1
+            return s - (a.sum(-1, keepdims=True) - s) / slope
+
+        start = 0.5 * self.k / -jnp.expm1(logsumexp(g, axis=-1, keepdims=True))
+        return {"log": parts(lax.fori_loop(0, 12, step, start)) - 1}
 
     def draw(self, psi: Ordinary, noise: Array) -> Array:
         return self.from_logs(_log_gamma(noise, psi["log_concentration"]))
@@ -432,28 +450,3 @@ def _excess(x: Array) -> Array:
     large = jnp.maximum(x, 16.0)
     series = (0.5 + (1 / 6 - (1 / 30 - 1 / (42 * large**2)) / large**2) / large) / large
     return jnp.where(x > 16.0, series, x * polygamma(1, x) - 1)
-
-
-def _concentration(mean_log: Array) -> Array:
-    r"""Solve ``digamma(alpha) - digamma(sum(alpha)) = mean_log`` (..., k).
-
-    It takes Newton steps for the sum ``s``, which is the root of
-    :math:`\sum_i \psi^{-1}(g_i + \psi(s)) - s`. That function is concave and the start is above its
-    root, so that the steps decrease to it.
-    """
-    k = mean_log.shape[-1]
-
-    def parts(s: Array) -> Array:
-        # The inverse of digamma: five Newton steps from Minka's start reach fourteen digits
-        # ("Estimating a Dirichlet distribution", 2000, appendix C).
-        y = mean_log + digamma(s)
-        first = jnp.where(y >= -2.22, jnp.exp(y) + 0.5, -1 / (y + _EULER_GAMMA))
-        return lax.fori_loop(0, 5, lambda _, x: x - (digamma(x) - y) / polygamma(1, x), first)
-
-    def step(_: int, s: Array) -> Array:
-        a = parts(s)
-        slope = polygamma(1, s) * (1 / polygamma(1, a)).sum(-1, keepdims=True) - 1
-        return s - (a.sum(-1, keepdims=True) - s) / slope
-
-    start = 0.5 * k / -jnp.expm1(logsumexp(mean_log, axis=-1, keepdims=True))
-    return parts(lax.fori_loop(0, 12, step, start))
