@@ -24,6 +24,7 @@ import numpyro.distributions as dist
 from sfvi_vs_pooled import machine
 
 import numpyro_fed as nf
+from numpyro_fed.sigma.gaussian import field_of
 
 NOISE = 0.5
 
@@ -51,7 +52,7 @@ def lattice(side: int) -> tuple[np.ndarray, np.ndarray]:
 
 def covariance(prior: Any, fn: dist.Distribution) -> np.ndarray:
     """That of all areas under a prior, from its blocks."""
-    field, blocks = prior._field(fn), prior.blocks
+    field, blocks = field_of(fn, prior.site, prior.spectrum), prior.blocks
     cov = np.zeros((blocks.size, blocks.size))
     if isinstance(prior, nf.LowRankPrior):
         A = np.asarray(field.loadings(prior.basis))

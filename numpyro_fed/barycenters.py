@@ -142,7 +142,22 @@ def _barycenter(
         raise DataError(f"expected at least one Gaussian of one dimension, got means {m.shape}.")
     full, concrete = S.ndim == 3, not any(isinstance(a, jax.core.Tracer) for a in (m, S, w))
     if concrete:
-        _check(np.asarray(m), np.asarray(S), np.asarray(w))
+        if not (np.isfinite(m).all() and np.isfinite(S).all()):
+            raise DataError("a mean or a covariance is NaN or infinite.")
+        if not ((np.asarray(w) > 0) & np.isfinite(w)).all():
+            raise DataError(f"weights must be positive, got {w}.")
+        for j, cov in enumerate(np.asarray(S)):
+            if not full and not (cov > 0).all():
+                raise DataError(
+                    f"covariance {j} has a variance of {cov.min()}: give positive ones."
+                )
+            if full and not np.allclose(cov, cov.T, rtol=1e-3, atol=1e-6 * abs(cov).max()):
+                raise DataError(f"covariance {j} is not symmetric.")
+            if full and (least := np.linalg.eigvalsh(cov)[0]) <= 0:
+                raise DataError(
+                    f"covariance {j} is not positive definite: its least eigenvalue is "
+                    f"{least:.3g}. Leave out a coordinate that others determine."
+                )
     # All barycenters work with roots: in single precision a covariance has half of their digits.
     roots = linalg.cholesky(S) if full else jnp.sqrt(S)
     if concrete and (bad := np.flatnonzero(~np.isfinite(roots).reshape(number, -1).all(1))).size:
@@ -152,23 +167,6 @@ def _barycenter(
         )
     loc, root = barycenter_of(m, roots, w / w.sum())
     return loc, root @ root.T if full else root**2
-
-
-def _check(locs: np.ndarray, covs: np.ndarray, weights: np.ndarray) -> None:
-    if not (np.isfinite(locs).all() and np.isfinite(covs).all()):
-        raise DataError("a mean or a covariance is NaN or infinite.")
-    if not ((weights > 0) & np.isfinite(weights)).all():
-        raise DataError(f"weights must be positive, got {weights}.")
-    for j, cov in enumerate(covs):
-        if cov.ndim == 1 and not (cov > 0).all():
-            raise DataError(f"covariance {j} has a variance of {cov.min()}: give positive ones.")
-        if cov.ndim == 2 and not np.allclose(cov, cov.T, rtol=1e-3, atol=1e-6 * abs(cov).max()):
-            raise DataError(f"covariance {j} is not symmetric.")
-        if cov.ndim == 2 and (least := np.linalg.eigvalsh(cov)[0]) <= 0:
-            raise DataError(
-                f"covariance {j} is not positive definite: its least eigenvalue is {least:.3g}. "
-                "Leave out a coordinate that others determine."
-            )
 
 
 def wasserstein_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Array]:

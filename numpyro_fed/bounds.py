@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -64,53 +64,12 @@ class Given(NamedTuple):
     z_outer: Mapping[str, Array] = {}
 
 
-class Bound(Protocol):
-    """A silo's term of an objective, for a model and a guide."""
-
-    @property
-    def guide(self) -> Guide:
-        """Return the guide whose locals the bound is for."""
-        ...
-
-    def shapes(self, sizes: Sizes, particles: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the noise of rows, by plate, with the particles second."""
-        ...
-
-    def noise(self, key: Array, sizes: Sizes, particles: int) -> Rows:
-        """Return the noise of one evaluation, by plate; it does not depend on padded rows."""
-        ...
-
-    def value(self, given: Given, noise: Rows) -> Array:
-        """Return the bound (), from the noise of one particle."""
-        ...
-
-    def sample(self, key: Array, given: Given) -> Rows:
-        """Return a draw of the locals, {plate: (rows, dim)}."""
-        ...
-
-    def with_plain_gradient(self) -> Bound:
-        """Return the bound whose gradient is the derivative of its value."""
-        ...
-
-
-def bound_of(fm: FederatedModel, guide: Guide, objective: Objective) -> Bound:
-    """Return a silo's term of an objective."""
-    if isinstance(objective, Quadrature):
-        return QuadratureBound(fm, guide, objective.nodes)
-    return SiloBound(fm, guide, draws_by_plate(objective, guide))
-
-
 @dataclass(frozen=True, eq=False)
 class QuadratureBound:
     """A silo's log likelihood by quadrature; the guide's means are where it looks for modes.
 
-    Attributes
-    ----------
-    model : FederatedModel
-    guide : Guide
-        No parameter of its local parts changes the value.
-    nodes : int
-        In each dimension.
+    Its methods are those of :class:`SiloBound`. No parameter of the guide's local parts changes the
+    value. ``nodes`` are those in each dimension.
     """
 
     model: FederatedModel
@@ -118,17 +77,13 @@ class QuadratureBound:
     nodes: int
 
     def shapes(self, sizes: Sizes, particles: int) -> dict[str, tuple[int, ...]]:
-        """Return no shapes, since the log likelihood has no noise."""
         return {}
 
     def noise(self, key: Array, sizes: Sizes, particles: int) -> Rows:
-        """Return no noise, since the log likelihood has none."""
         return {}
 
     def value(self, given: Given, noise: Rows) -> Array:
-        """Return the log likelihood ()."""
-        near = self.near(given)
-        return self.integrals.at(given.theta, given.z_G, near, given.data)
+        return self.integrals.at(given.theta, given.z_G, self.near(given), given.data)
 
     @property
     def integrals(self) -> RowIntegrals:
@@ -141,17 +96,14 @@ class QuadratureBound:
 
     def start(self, given: Given) -> Rows:
         """Return where the search for the modes begins, {plate: (rows, dim)}, held constant."""
-        fixed = stop_gradient(given[:4])
-        theta, eta, z_G, coordinates = fixed
+        theta, eta, z_G, coordinates = stop_gradient(given[:4])
         guides = self.guide.at_globals(eta, theta, z_G, coordinates.offset, given.data)
         return {p: guides[p]["loc"] for p in self.guide.locals}
 
     def sample(self, key: Array, given: Given) -> Rows:
-        """Return a draw of the locals (:meth:`RowIntegrals.sample`), {plate: (rows, dim)}."""
         return self.integrals.sample(key, given.theta, given.z_G, self.near(given), given.data)
 
     def with_plain_gradient(self) -> QuadratureBound:
-        """Return the bound itself: its gradient is the derivative of its value."""
         return self
 
 
@@ -159,15 +111,9 @@ class QuadratureBound:
 class SiloBound:
     """A silo's term of the bound, for a model, a guide and numbers of draws.
 
-    Attributes
-    ----------
-    model : FederatedModel
-    guide : Guide
-    draws : dict of str to int
-        ``K`` of each silo plate that has latents, by :func:`draws_by_plate`.
-    plain : bool
-        Whether the gradient is the derivative of the value, as line searches need it, and not the
-        objective's estimator of lower variance.
+    ``draws`` is ``K`` of each silo plate that has latents, by :func:`draws_by_plate`. With
+    ``plain`` the gradient is the derivative of the value, as line searches need it, and not the
+    objective's estimator of lower variance.
     """
 
     model: FederatedModel
@@ -214,27 +160,27 @@ class SiloBound:
 
     def sample(self, key: Array, given: Given) -> Rows:
         """Return a draw of the locals, {plate: (rows, dim)}, resampled by weight if ``K > 1``."""
-        guide = self.guide
+        guide, args = self.guide, given
         if not guide.locals:
             return {}
         key_noise, key_rows, key_outer = jax.random.split(key, 3)
         sizes = {p: len(given.eta[p]["loc"]) for p in guide.locals}
         eps = {p: e[:, 0] for p, e in self.noise(key_noise, sizes, 1).items()}
-        args = given
 
+        # The log weight of one outer draw, and its rows, resampled by theirs.
         def one_outer_draw(eps: Rows) -> tuple[Array, Rows]:
-            """Return the log weight of one outer draw, and its rows, resampled by theirs."""
             z_outer = {p: self._draw(p, args, eps[p][:, 0]) for p in guide.outer}
             args_outer = args._replace(z_outer=z_outer)
             z = self._draws(guide.rows, args_outer, self._tiled(eps))
             weights = jax.vmap(partial(self._log_ratio, args=args_outer), axis_size=self._k_rows)(z)
             q = _total({p: self._log_q(p, args, z_outer[p]) for p in guide.outer})
-            chosen = {
-                p: _choose(jax.random.fold_in(key_rows, i), weights[p][: self.draws[p]], z[p])
-                for i, p in enumerate(guide.rows)
-            }
-            total = _total(_log_mean_exp(weights, self._counts)) - q
-            return total, {**z_outer, **chosen}
+            chosen = dict(z_outer)
+            for i, p in enumerate(guide.rows):
+                # Rows first: padded rows, which come last, then change no other number.
+                log_weights = weights[p][: self.draws[p]].T
+                k = jax.random.categorical(jax.random.fold_in(key_rows, i), log_weights, axis=1)
+                chosen[p] = z[p][k, jnp.arange(z[p].shape[1])]
+            return _total(_log_mean_exp(weights, self._counts)) - q, chosen
 
         totals, z = jax.vmap(one_outer_draw, 1)(eps)
         k = jax.random.categorical(key_outer, totals)
@@ -255,15 +201,6 @@ class SiloBound:
         return tuple(
             (p.name, self.draws[p.name] if p.name in rows else 1) for p in self.model.plates
         )
-
-    @property
-    def _rows_stick(self) -> bool:
-        """Return whether the gradients of rows' terms are doubly reparametrised."""
-        # With several draws at an outer plate its weights multiply all terms below, and the
-        # identity holds for the outermost gradient only. It does not hold for rows that share a
-        # covariance either: a row's noise then moves other rows, which have other weights.
-        joint = any(self.guide.locals[p].joint for p in self.guide.rows)
-        return self._k_outer == 1 and not self.plain and not (self._k_rows > 1 and joint)
 
     def _stopped(self, args: Given) -> Given:
         """Return the same arguments with the guide's parameters stopped; draws are not stopped."""
@@ -316,20 +253,6 @@ class SiloBound:
         """Return rows' noise with equally many draws for all plates, repeated where needed."""
         return {p: eps[p][:, jnp.arange(self._k_rows) % self.draws[p]] for p in self.guide.rows}
 
-    def _row_terms(self, args: Given, eps: Rows) -> Rows:
-        """Return the term of each row, {plate: (rows,)}, at given outer latents."""
-        rows = self.guide.rows
-        if self._k_rows == 1:
-            z = {p: self._draw(p, args, eps[p][:, 0]) for p in rows}
-            return self._log_ratio(z, self._stopped(args) if self._rows_stick else args)
-        eps = self._tiled(eps)
-        if not self._rows_stick:
-            z = self._draws(rows, args, eps)
-            return _log_mean_exp(jax.vmap(partial(self._log_ratio, args=args))(z), self._counts)
-        moved_by_globals, moved_by_guide = self._two_paths(rows, args, eps)
-        other_args = moved_by_globals, self._stopped(args)
-        return _doubly_reparametrised(self._row_weights, self._counts, moved_by_guide, other_args)
-
     def _row_weights(self, moved_by_guide: Rows, other_args: tuple[Rows, Given]) -> Rows:
         moved_by_globals, args = other_args
         return jax.vmap(partial(self._log_ratio, args=args))(
@@ -338,7 +261,24 @@ class SiloBound:
 
     def _silo_term(self, args: Given, z_outer: Rows, eps: Rows) -> Array:
         """Return the silo's whole term () at one draw of the outer latents."""
-        terms = self._row_terms(args._replace(z_outer=z_outer), eps)
+        given, rows = args._replace(z_outer=z_outer), self.guide.rows
+        # Whether the gradients of rows' terms are doubly reparametrised. With several draws at an
+        # outer plate its weights multiply all terms below, and the identity holds for the outermost
+        # gradient only. It does not hold for rows that share a covariance either: a row's noise
+        # then moves other rows, which have other weights.
+        joint = any(self.guide.locals[p].joint for p in rows)
+        sticks = self._k_outer == 1 and not self.plain and not (self._k_rows > 1 and joint)
+        if self._k_rows == 1:
+            z = {p: self._draw(p, given, eps[p][:, 0]) for p in rows}
+            terms = self._log_ratio(z, self._stopped(given) if sticks else given)
+        elif not sticks:
+            z = self._draws(rows, given, self._tiled(eps))
+            weights = jax.vmap(partial(self._log_ratio, args=given))(z)
+            terms = _log_mean_exp(weights, self._counts)
+        else:
+            moved_by_globals, moved_by_guide = self._two_paths(rows, given, self._tiled(eps))
+            rest = moved_by_globals, self._stopped(given)
+            terms = _doubly_reparametrised(self._row_weights, self._counts, moved_by_guide, rest)
         stopped = args if self.plain else self._stopped(args)
         outer = {p: self._log_q(p, stopped, z_outer[p]) for p in self.guide.outer}
         return args.data.total(terms) - _total(outer)
@@ -358,6 +298,16 @@ class SiloBound:
         }
 
 
+Bound = QuadratureBound | SiloBound
+
+
+def bound_of(fm: FederatedModel, guide: Guide, objective: Objective) -> Bound:
+    """Return a silo's term of an objective."""
+    if isinstance(objective, Quadrature):
+        return QuadratureBound(fm, guide, objective.nodes)
+    return SiloBound(fm, guide, draws_by_plate(objective, guide))
+
+
 _OUTER = "outer plates"
 Rest = TypeVar("Rest")
 _Saved = tuple[Rows, Callable[[Rows], tuple[Rows, Rest]]]
@@ -365,13 +315,6 @@ _Saved = tuple[Rows, Callable[[Rows], tuple[Rows, Rest]]]
 
 def _total(rows: Rows) -> Array:
     return sum((v.sum() for v in rows.values()), jnp.zeros(()))
-
-
-def _choose(key: Array, log_weights: Array, z: Array) -> Array:
-    """Return one of the draws ``z`` of each row (rows, dim), by ``log_weights`` (K, rows)."""
-    # Rows first: padded rows, which come last, then change no other number.
-    k = jax.random.categorical(key, log_weights.T, axis=1)
-    return z[k, jnp.arange(z.shape[1])]
 
 
 def _log_mean_exp(log_weights: Rows, counts: tuple[tuple[str, int], ...]) -> Rows:

@@ -7,7 +7,6 @@ positive elsewhere; it is written ``D(q || p)``, with ``p`` the prior or cavity.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +16,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed import expfam
-from numpyro_fed.errors import GuideError, is_number
+from numpyro_fed.errors import GuideError, positive_number
 from numpyro_fed.expfam import Family
-from numpyro_fed.expfam.base import Natural, Ordinary
+from numpyro_fed.expfam.base import Natural
 
 __all__ = ["KL", "AlphaRenyi", "FisherRao", "ReverseKL", "WeightedKL"]
 
@@ -91,7 +90,8 @@ class WeightedKL(_ForEveryFamily):
     weight: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "weight", _positive("weight", self.weight))
+        positive_number("weight", self.weight)
+        object.__setattr__(self, "weight", float(self.weight))
 
     def __call__(self, family: Family[Any], eta_q: Natural, eta_p: Natural) -> Array:
         return self.weight * expfam.kl(family, eta_q, eta_p)
@@ -140,10 +140,10 @@ class AlphaRenyi(_ForEveryFamily):
     alpha: float
 
     def __post_init__(self) -> None:
-        alpha = _positive("alpha", self.alpha)
-        if alpha == 1:
+        positive_number("alpha", self.alpha)
+        if self.alpha == 1:
             raise ValueError("alpha must not be 1. The limit there is KL().")
-        object.__setattr__(self, "alpha", alpha)
+        object.__setattr__(self, "alpha", float(self.alpha))
 
     def __call__(self, family: Family[Any], eta_q: Natural, eta_p: Natural) -> Array:
         alpha = self.alpha
@@ -200,10 +200,8 @@ class FisherRao:
     def check(self, family: Family[Any]) -> None:
         """Raise an error for a family that is no diagonal Gaussian and no product of such."""
 
-        def psi() -> Ordinary:
-            return family.ordinary(family.fit(lambda z: -0.5 * jnp.sum(z**2)))
-
-        _diagonal_gaussians(jax.eval_shape(psi), family.name)
+        psi = jax.eval_shape(lambda: family.ordinary(family.fit(lambda z: -0.5 * jnp.sum(z**2))))
+        _diagonal_gaussians(psi, family.name)
 
     def __call__(self, family: Family[Any], eta_q: Natural, eta_p: Natural) -> Array:
         q, p = (_diagonal_gaussians(family.ordinary(e), family.name) for e in (eta_q, eta_p))
@@ -241,9 +239,3 @@ def _diagonal_gaussians(psi: Mapping[str, Any], name: str) -> list[Mapping[str, 
         f"FisherRao has a closed form for diagonal Gaussians, but the family '{name}' has {kind}. "
         "Choose the diagonal Gaussian family, or another divergence such as AlphaRenyi(0.5)."
     )
-
-
-def _positive(name: str, value: object) -> float:
-    if not (is_number(value) and 0 < value < math.inf):
-        raise ValueError(f"{name} must be a positive number, got {value!r}.")
-    return float(value)

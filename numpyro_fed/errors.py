@@ -6,16 +6,9 @@ Their messages say what was expected, what came, where (silo and site), and what
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
-
-
-class Savable(Protocol):
-    """A fit of any method, which can be written to a file."""
-
-    def save(self, path: str | Path) -> None: ...
 
 
 class FederatedWarning(UserWarning):
@@ -83,7 +76,7 @@ class NonFiniteError(FloatingPointError):
         the prior, or the guide of the globals.
     """
 
-    def __init__(self, message: str, *, result: Savable | None, round: int, silos: tuple[int, ...]):
+    def __init__(self, message: str, *, result: object, round: int, silos: tuple[int, ...]):
         super().__init__(message)
         self.result: Any = result
         self.round, self.silos = round, silos
@@ -103,7 +96,7 @@ class Interrupted(KeyboardInterrupt):
         ``run(..., init_state=error.result.state)``.
     """
 
-    def __init__(self, message: str, *, result: Savable | None):
+    def __init__(self, message: str, *, result: object):
         super().__init__(message)
         self.result: Any = result
 
@@ -207,6 +200,6 @@ def positive_int(name: str, value: object) -> None:
 class CallbackError(Exception):
     """The error for a callback that raised; ``result`` is the argument of the callback."""
 
-    def __init__(self, message: str, *, result: Savable | None):
+    def __init__(self, message: str, *, result: object):
         super().__init__(message)
         self.result: Any = result

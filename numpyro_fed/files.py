@@ -22,6 +22,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -59,18 +60,8 @@ DAMAGE = (
 def private_folder(path: str | Path) -> Path:
     """Return a folder that only its owner can open; it is made with its parents if it is missing.
 
-    Raises
-    ------
-    SavedStateError
-        For a folder that is there already and that others can open. It is left as it is, since it
-        may have been meant for more than what this package keeps.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> folder = private_folder(Path(tempfile.mkdtemp()) / "states" / "silo")
-    >>> oct(folder.stat().st_mode & 0o777), oct(folder.parent.stat().st_mode & 0o777)
-    ('0o700', '0o700')
+    A folder that is there already and that others can open is refused, and left as it is, since it
+    may have been meant for more than what this package keeps.
     """
     folder = Path(path)
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
@@ -88,21 +79,11 @@ def private_folder(path: str | Path) -> Path:
 
 
 class Use:
-    """The use of a folder by one object of one process, and by no other.
+    """The use of a folder by one object of one process, and by no other; it is made if missing.
 
     The operating system's lock ends with the process, however that ends. Where another object of
     the same process begins to use the folder, as in a notebook's cell that is run again, it takes
-    the folder over.
-
-    Parameters
-    ----------
-    folder : Path
-        It is made if it is missing (:func:`private_folder`).
-
-    Raises
-    ------
-    SavedStateError
-        If another process uses the folder.
+    the folder over. If another process uses it, that is a SavedStateError.
     """
 
     def __init__(self, folder: str | Path):
@@ -151,18 +132,8 @@ class Store:
 
     A name belongs to a room of the store, so that what has nothing to do with each other may have
     the same names. What was put is on the disk once :meth:`put` returns, all of it or nothing, and
-    what was dropped is overwritten.
-
-    Parameters
-    ----------
-    folder : Path or None
-        It is made if it is missing (:func:`private_folder`). With None all ends with the process.
-
-    Raises
-    ------
-    SavedStateError
-        For a folder that others can open, that an earlier version has written, or whose file is
-        damaged.
+    what was dropped is overwritten. The folder is made if it is missing (:func:`private_folder`);
+    without one all ends with the process.
 
     Examples
     --------
@@ -240,13 +211,9 @@ class _Database(sqlite3.Connection):
 def append_privately(file: str | Path) -> IO[bytes]:
     """Return a stream to the end of a file that only its owner can read, made if it is missing.
 
-    A file that is open to all users is closed to all but its owner. One that is open to a group
-    alone stays so: its owner has chosen that, for auditors.
-
-    Warns
-    -----
-    FederatedWarning
-        If it cannot be closed, as where it belongs to another user.
+    A file that is open to all users is closed to all but its owner, with a warning if it cannot be,
+    as where it belongs to another user. One that is open to a group alone stays so: its owner has
+    chosen that, for auditors.
     """
     made = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, OWNER_ALONE)
     try:
@@ -268,64 +235,39 @@ def append_privately(file: str | Path) -> IO[bytes]:
         raise
 
 
-def _open_privately(file: str, flags: int) -> int:
-    return os.open(file, flags, OWNER_ALONE)
-
-
 def write_atomically(file: str | Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write a file so that at any time its name stands for a whole file, the new or the old one.
 
-    Only its owner can read it.
-
-    ``write`` gets a temporary file in the same folder, which takes the name once it is on the disk.
-    A process that is killed in between leaves the temporary file ``.name.*.part`` behind; a save an
-    hour later removes it.
-
-    Parameters
-    ----------
-    file : str or Path
-    write : callable
-        A function that is called with a binary stream to write to.
-
-    Examples
-    --------
-    >>> import pathlib, tempfile
-    >>> file = pathlib.Path(tempfile.mkdtemp()) / "numbers"
-    >>> write_atomically(file, lambda stream: stream.write(b"1 2 3"))
-    >>> file.read_bytes()
-    b'1 2 3'
+    Only its owner can read it. ``write`` gets the stream of a temporary file in the same folder,
+    which takes the name once it is on the disk. A process that is killed in between leaves the
+    temporary file ``.name.*.part`` behind; a save an hour later removes it.
     """
     file = Path(os.path.realpath(file))  # os.replace would put a file in the place of a link
     part = file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")
+    opener = partial(os.open, mode=OWNER_ALONE)
     try:
-        with open(part, "x+b", opener=_open_privately) as stream:
+        with open(part, "x+b", opener=opener) as stream:
             write(stream)
-            # On the disk before it takes the name: otherwise
-            # a loss of power may leave an empty file.
+            # On the disk before it takes the name: otherwise a loss of power may leave it empty.
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(part, file)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    _sweep(file)
+    # What killed processes have left behind, if it is old enough.
+    for left in file.parent.glob(f".{glob.escape(file.name)}.*.part"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > OLD:
+                left.unlink()
     if os.name == "posix":  # elsewhere a folder cannot be opened
         folder = os.open(file.parent, os.O_RDONLY)
         try:
-            # The new name must outlive a loss of power,
-            # too. Some network file systems cannot do it.
+            # The new name must outlive a loss of power, too. Some network file systems cannot.
             with suppress(OSError):
                 os.fsync(folder)
         finally:
             os.close(folder)
-
-
-def _sweep(file: Path) -> None:
-    """Remove temporary files that killed processes have left behind, if they are old enough."""
-    for part in file.parent.glob(f".{glob.escape(file.name)}.*.part"):
-        with suppress(OSError):
-            if time.time() - part.stat().st_mtime > OLD:
-                part.unlink()
 
 
 def write_npz(
@@ -347,15 +289,11 @@ def read_npz(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Return the arrays and the description of a file of :func:`write_npz`, with their dtypes.
 
     A file of an early release has its description in a second file, ``path.json``.
-
-    Raises
-    ------
-    SavedStateError
-        If the file is missing, damaged, or not one of this package.
     """
-    file, beside = npz(path), _with(path, ".json")
+    file = npz(path)
+    beside = file.with_suffix(".json")
     if not file.exists():
-        raise _missing(file)
+        raise SavedStateError(f"there is no file {file}: give the path that save was given.")
     try:
         with np.load(file, allow_pickle=False) as members:
             arrays = dict(members)
@@ -363,7 +301,7 @@ def read_npz(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     except DAMAGE as error:
         raise _damaged(file, error) from error
     if text is None and not beside.exists():
-        raise _missing(beside)
+        raise SavedStateError(f"there is no file {beside}: give the path that save was given.")
     try:
         description = json.loads(beside.read_text() if text is None else bytes(text))
         return arrays, dict(description)
@@ -373,17 +311,9 @@ def read_npz(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 def npz(path: str | Path) -> Path:
     """Return the file name of a path that was given to a ``save``."""
-    return _with(path, ".npz")
-
-
-def _with(path: str | Path, suffix: str) -> Path:
     # with_suffix would cut a part of a name such as "fit.2026" off.
     path = Path(path)
-    return path.with_name(path.name + suffix)
-
-
-def _missing(file: Path) -> SavedStateError:
-    return SavedStateError(f"there is no file {file}: give the path that save was given.")
+    return path.with_name(f"{path.name}.npz")
 
 
 def _damaged(file: Path, error: Exception) -> SavedStateError:

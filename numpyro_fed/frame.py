@@ -25,13 +25,9 @@ Tree = TypeVar("Tree")
 class Frame(NamedTuple):
     """The frames of the shared parameters and of the globals.
 
-    Attributes
-    ----------
-    theta : tree of Gaussian, or ()
-        The frame of the shared parameters, unconstrained: independent normals for each array.
-        Without a frame it is empty, and coordinates are the parameters themselves.
-    globals : Gaussian
-        The frame of the globals, in the order of coordinates in which their guide works.
+    ``theta`` has independent normals for each array of the shared parameters, unconstrained; it is
+    ``()`` without a frame, where coordinates are the parameters themselves. ``globals`` is in the
+    order of coordinates in which the globals' guide works.
     """
 
     theta: Any
@@ -42,30 +38,23 @@ class Frame(NamedTuple):
         """Return the frame that changes no coordinate, for ``dim`` globals."""
         return cls((), identity((dim,)))
 
-    @classmethod
-    def centred_at(cls, theta: Any, unit: Any, globals: Gaussian) -> Frame:
-        """Return the frame at shared parameters ``theta`` with standard deviations ``unit``."""
-        return cls(jax.tree.map(Gaussian.of_root, theta, unit), globals)
-
     def parameters(self, steps: Tree) -> Tree:
         """Return the shared parameters at coordinates ``steps``."""
         # Without a frame there is nothing to map over: ``()`` does not match the parameters' tree.
         if self.theta == ():
             return steps
         return jax.tree.map(
-            lambda frame, step: frame.draw(step), self.theta, steps, is_leaf=_is_gaussian
+            lambda frame, step: frame.draw(step),
+            self.theta,
+            steps,
+            is_leaf=lambda leaf: isinstance(leaf, Gaussian),
         )
 
 
 class Coordinates(NamedTuple):
-    """The globals in their frame, for local guides that depend on them.
+    """The globals ``u`` (..., dim) in their frame, for local guides that depend on them.
 
-    Attributes
-    ----------
-    u : (..., dim)
-        The globals in their frame.
-    centre : (dim,)
-        The centre of the globals' guide in the frame, from which local guides measure.
+    ``centre`` (dim,) is that of the globals' guide in the frame, from which local guides measure.
     """
 
     u: Array
@@ -80,7 +69,3 @@ class Coordinates(NamedTuple):
 def identity(shape: tuple[int, ...]) -> Gaussian:
     """Return the frame that changes nothing: independent standard normals of this shape."""
     return Gaussian(jnp.zeros(shape), jnp.zeros(shape))
-
-
-def _is_gaussian(value: object) -> bool:
-    return isinstance(value, Gaussian)

@@ -144,12 +144,8 @@ class Gaussian(NamedTuple):
 
     def draw(self, noise: Array) -> Array:
         r"""Return :math:`m + L \varepsilon` for standard normal ``noise`` (..., dim)."""
-        return self.loc + self.scaled(noise)
-
-    def scaled(self, offset: Array) -> Array:
-        """Return ``L`` times vectors (..., dim)."""
-        scaled = self.scale * offset
-        return scaled if self.unit is None else _times(self.unit, scaled)
+        scaled = self.scale * noise
+        return self.loc + (scaled if self.unit is None else _times(self.unit, scaled))
 
     def times(self, columns: Array) -> Array:
         """Return ``L`` times matrices (..., dim, k)."""
@@ -180,7 +176,8 @@ class Gaussian(NamedTuple):
 
     def kl(self, other: Gaussian) -> Array:
         """Return the divergence ``KL(self || other)`` (...); both are diagonal, or both full."""
-        _check_alike(self, other)
+        if (self.unit is None) != (other.unit is None):
+            raise TypeError("one Gaussian has a full covariance, and the other one has none.")
         log_ratio = self.log_scale - other.log_scale
         shift = (other.standardise(self.loc) ** 2).sum(-1)
         # expm1: for nearly equal scales the trace less the dimension would cancel.
@@ -312,11 +309,6 @@ def _is_diagonal(loc: Array, spread: Array) -> bool:
     if spread.shape != (*loc.shape, *loc.shape[-1:]):
         raise ValueError(f"a spread of shape {spread.shape} does not go with means {loc.shape}.")
     return False
-
-
-def _check_alike(p: Gaussian, q: Gaussian) -> None:
-    if (p.unit is None) != (q.unit is None):
-        raise TypeError("one Gaussian has a full covariance, and the other one has none.")
 
 
 def _times(matrix: Array, vector: Array) -> Array:

@@ -65,51 +65,19 @@ def _in_turn_on_cpu(f: Function) -> Function:
 
 @_jit
 def cholesky(A: Array) -> Array:
-    r"""Return Cholesky factors ``L`` of symmetric matrices, :math:`A = L L'`.
+    """Return Cholesky factors (..., d, d) of symmetric matrices (..., d, d).
 
-    Parameters
-    ----------
-    A : (..., d, d)
-        Only the symmetric part counts.
-
-    Returns
-    -------
-    (..., d, d)
-        Lower triangular; NaN for a matrix that is not positive definite.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from numpyro_fed import linalg
-    >>> linalg.cholesky(jnp.array([[[4.0, 2.0], [2.0, 10.0]]]))
-    Array([[[2., 0.],
-            [1., 3.]]], dtype=float32)
+    Only the symmetric part of a matrix counts. The factor is NaN where it is not positive definite.
     """
     return _cholesky(0.5 * (A + jnp.swapaxes(A, -1, -2)))
 
 
 @partial(_jit, static_argnames="transposed")
 def solve(L: Array, B: Array, *, transposed: bool = False) -> Array:
-    r"""Return solutions of :math:`L X = B`, or of :math:`L' X = B`, for lower triangular ``L``.
+    """Return solutions of ``L X = B``, or of ``L' X = B``, for lower triangular matrices ``L``.
 
-    Parameters
-    ----------
-    L : (..., d, d)
-        Entries above the diagonal are not read.
-    B : (..., d, k) or (d,)
-        Columns for each matrix, or one vector.
-    transposed : bool
-
-    Returns
-    -------
-    As ``B``.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from numpyro_fed import linalg
-    >>> linalg.solve(jnp.array([[2.0, 0.0], [1.0, 3.0]]), jnp.array([2.0, 7.0]))
-    Array([1., 2.], dtype=float32)
+    ``L`` is (..., d, d), and entries above its diagonal are not read. ``B`` and ``X`` are (..., d,
+    k), columns for each matrix, or one vector (d,).
     """
     if B.ndim == 1:
         return solve(L, B[..., None], transposed=transposed)[..., 0]
@@ -117,8 +85,15 @@ def solve(L: Array, B: Array, *, transposed: bool = False) -> Array:
     L, B = (jnp.broadcast_to(a, (*stack, *a.shape[-2:])) for a in (L, B))
     if not B.size:
         return B
-    if L.shape[-1] <= TINY:
-        return _solve_tiny(L, B, transposed=transposed)
+    d = L.shape[-1]
+    if d <= TINY:
+        X: dict[int, Array] = {}
+        for i in reversed(range(d)) if transposed else range(d):
+            left = B[..., i, :]
+            for j, x in X.items():
+                left = left - (L[..., j, i] if transposed else L[..., i, j])[..., None] * x
+            X[i] = left / L[..., i, i][..., None]
+        return jnp.stack([X[i] for i in range(d)], -2)
     lower = jnp.tril(L)
     upper = jnp.swapaxes(lower, -1, -2)
 
@@ -162,17 +137,27 @@ def eigh(A: Array) -> tuple[Array, Array]:
     """Return eigenvalues (..., d) and eigenvectors (..., d, d) of symmetric matrices.
 
     Eigenvalues are in ascending order, and eigenvectors in columns. It has no derivatives.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from numpyro_fed import linalg
-    >>> linalg.eigh(jnp.array([[[2.0, 1.0], [1.0, 2.0]]]))[0]
-    Array([[1., 3.]], dtype=float32)
     """
     if A.shape[-1] < 2:
         return A.sum(-1), jnp.ones_like(A)
-    return _eigh_of_two(A) if A.shape[-1] == 2 else _each(_eigh, A)
+    if A.shape[-1] > 2:
+        return _each(_eigh, A)
+    a, b, c = A[..., 0, 0], A[..., 1, 0], A[..., 1, 1]
+    half, r = 0.5 * (a - c), jnp.hypot(0.5 * (a - c), b)
+    # Of cosine and sine of the larger one's angle, the one that is not small is a root, and the
+    # other follows from their product, b / (2 r).
+    large = jnp.sqrt(jnp.where(r > 0, 0.5 * (1 + jnp.abs(half) / jnp.where(r > 0, r, 1.0)), 1.0))
+    small = jnp.where(r > 0, b / jnp.where(r > 0, 2 * r * large, 1.0), 0.0)
+    cosine, sine = (jnp.where(half >= 0, x, y) for x, y in ((large, small), (small, large)))
+    # The eigenvalue of less size follows from the determinant, as in LAPACK: a difference would
+    # lose its digits.
+    middle = 0.5 * (a + c)
+    far = jnp.where(middle < 0, middle - r, middle + r)
+    more, less = (jnp.where(jnp.abs(a) >= jnp.abs(c), x, y) for x, y in ((a, c), (c, a)))
+    safe = jnp.where(far == 0, 1.0, far)
+    near = jnp.where(far == 0, 0.0, (more / safe) * less - (b / safe) * b)
+    values = jnp.sort(jnp.stack([near, far], -1), -1)
+    return values, _matrix([[-sine, cosine], [cosine, sine]])
 
 
 @_jit
@@ -206,62 +191,9 @@ def least_squares(A: Array, b: Array) -> Array:
 
 
 @_in_turn_on_cpu
-def _by_qr(M: Array) -> Array:
-    # R' is a root with diagonal entries of either sign; a Cholesky factor has positive ones.
-    R = jnp.linalg.qr(M.T, mode="r")
-    return R.T * jnp.where(jnp.diagonal(R) < 0, -1.0, 1.0)
-
-
-@_in_turn_on_cpu
 def _eigh(A: Array) -> tuple[Array, Array]:
     values, vectors = jnp.linalg.eigh(A)
     return values, vectors
-
-
-def _eigh_of_two(A: Array) -> tuple[Array, Array]:
-    """Return eigenvalues (..., 2), in ascending order, and eigenvectors of (..., 2, 2)."""
-    a, b, c = A[..., 0, 0], A[..., 1, 0], A[..., 1, 1]
-    half, r = 0.5 * (a - c), jnp.hypot(0.5 * (a - c), b)
-    # Of cosine and sine of the larger one's angle, the one that is not small is a root, and the
-    # other follows from their product, b / (2 r).
-    large = jnp.sqrt(jnp.where(r > 0, 0.5 * (1 + jnp.abs(half) / jnp.where(r > 0, r, 1.0)), 1.0))
-    small = jnp.where(r > 0, b / jnp.where(r > 0, 2 * r * large, 1.0), 0.0)
-    cosine, sine = (jnp.where(half >= 0, x, y) for x, y in ((large, small), (small, large)))
-    # The eigenvalue of less size follows from the determinant, as in LAPACK: a difference would
-    # lose its digits.
-    middle = 0.5 * (a + c)
-    far = jnp.where(middle < 0, middle - r, middle + r)
-    more, less = (jnp.where(jnp.abs(a) >= jnp.abs(c), x, y) for x, y in ((a, c), (c, a)))
-    safe = jnp.where(far == 0, 1.0, far)
-    near = jnp.where(far == 0, 0.0, (more / safe) * less - (b / safe) * b)
-    values = jnp.sort(jnp.stack([near, far], -1), -1)
-    return values, _matrix([[-sine, cosine], [cosine, sine]])
-
-
-def _factor_tiny(A: Array) -> Array:
-    """Return the Cholesky factors of matrices (..., d, d) of few dimensions."""
-    d = A.shape[-1]
-    zero = jnp.zeros_like(A[..., 0, 0])
-    L, positive = [[zero] * d for _ in range(d)], jnp.ones(zero.shape, bool)
-    for j in range(d):
-        pivot = A[..., j, j] - sum(L[j][k] ** 2 for k in range(j))
-        positive &= pivot > 0
-        L[j][j] = jnp.sqrt(jnp.where(pivot > 0, pivot, 1.0))
-        for i in range(j + 1, d):
-            L[i][j] = (A[..., i, j] - sum(L[i][k] * L[j][k] for k in range(j))) / L[j][j]
-    return jnp.tril(jnp.where(positive[..., None, None], _matrix(L), jnp.nan))
-
-
-def _solve_tiny(L: Array, B: Array, *, transposed: bool) -> Array:
-    """Return solutions (..., d, k) for lower triangular matrices (..., d, d) of few dimensions."""
-    d = L.shape[-1]
-    X: dict[int, Array] = {}
-    for i in reversed(range(d)) if transposed else range(d):
-        left = B[..., i, :]
-        for j, x in X.items():
-            left = left - (L[..., j, i] if transposed else L[..., i, j])[..., None] * x
-        X[i] = left / L[..., i, i][..., None]
-    return jnp.stack([X[i] for i in range(d)], -2)
 
 
 def _matrix(rows: list[list[Array]]) -> Array:
@@ -276,16 +208,22 @@ def _each(f: Callable[..., Result], *stacks: Array) -> Result:
     return f(*stacks)
 
 
-def _in_turn(f: Callable[..., Result], *stacks: Array) -> Result:
-    """Return ``f`` of each matrix, one after the other."""
-    return jax.lax.map(lambda one: f(*one), stacks)
-
-
 @jax.custom_jvp
 def _cholesky(A: Array) -> Array:
     if not A.size:
         return A
-    return _factor_tiny(A) if A.shape[-1] <= TINY else _each(_factor, A)
+    d = A.shape[-1]
+    if d > TINY:
+        return _each(_factor, A)
+    zero = jnp.zeros_like(A[..., 0, 0])
+    L, positive = [[zero] * d for _ in range(d)], jnp.ones(zero.shape, bool)
+    for j in range(d):
+        pivot = A[..., j, j] - sum(L[j][k] ** 2 for k in range(j))
+        positive &= pivot > 0
+        L[j][j] = jnp.sqrt(jnp.where(pivot > 0, pivot, 1.0))
+        for i in range(j + 1, d):
+            L[i][j] = (A[..., i, j] - sum(L[i][k] * L[j][k] for k in range(j))) / L[j][j]
+    return jnp.tril(jnp.where(positive[..., None, None], _matrix(L), jnp.nan))
 
 
 @_cholesky.defjvp
@@ -302,8 +240,11 @@ def _changed(L: Array, change: Array) -> Array:
 
 
 @jax.custom_jvp
+@_in_turn_on_cpu
 def _root_of(M: Array) -> Array:
-    return _by_qr(M)
+    # R' is a root with diagonal entries of either sign; a Cholesky factor has positive ones.
+    R = jnp.linalg.qr(M.T, mode="r")
+    return R.T * jnp.where(jnp.diagonal(R) < 0, -1.0, 1.0)
 
 
 @_root_of.defjvp
@@ -320,13 +261,13 @@ def _factor(A: Array) -> Array:
 
 @_factor.def_vmap
 def _factors(size: int, batched: list[bool], A: Array) -> tuple[Array, bool]:
-    on_cpu = _factors_by_columns if A.shape[-1] <= SMALL else partial(_in_turn, _factor)
+    on_cpu = _factors_by_columns if A.shape[-1] <= SMALL else partial(jax.lax.map, _factor)
     all_at_once = partial(jnp.linalg.cholesky, symmetrize_input=False)
     return jax.lax.platform_dependent(A, cpu=on_cpu, default=all_at_once), True
 
 
 def _factors_by_columns(A: Array) -> Array:
-    """Return the factors of a stack (n, d, d) of small matrices."""
+    """Return the factors of a stack (n, d, d), column by column (right-looking)."""
     d = A.shape[-1]
     place = jnp.arange(d)
 
@@ -361,9 +302,15 @@ def _forwards(size: int, batched: list[bool], L: Array, B: Array) -> tuple[Array
         return jnp.moveaxis(X.reshape(d, size, k), 1, 0), True
     if not batched[1]:
         B = jnp.broadcast_to(B, (size, *B.shape))
-    on_cpu = _solve_by_rows if L.shape[-1] <= SMALL else partial(_in_turn, _forward)
     all_at_once = partial(solve_triangular, lower=True)
-    return jax.lax.platform_dependent(L, B, cpu=on_cpu, default=all_at_once), True
+    if L.shape[-1] <= SMALL:
+        return jax.lax.platform_dependent(L, B, cpu=_solve_by_rows, default=all_at_once), True
+    found = jax.lax.platform_dependent(
+        *(L, B),
+        cpu=lambda L, B: jax.lax.map(lambda one: _forward(*one), (L, B)),
+        default=all_at_once,
+    )
+    return found, True
 
 
 def _solve_by_rows(L: Array, B: Array) -> Array:

@@ -11,9 +11,7 @@ coordinates, so that a single outlying coordinate discounts the whole event.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -211,9 +209,12 @@ class generalised_cross_entropy:
 
     def __call__(self, distribution: Distribution, value: ArrayLike) -> Array:
         if not getattr(distribution.support, "is_discrete", False):
+            inside = distribution
+            while hasattr(inside, "base_dist"):
+                inside = inside.base_dist
             raise ModelError(
                 f"generalised_cross_entropy is for discrete distributions, got "
-                f"{_name(distribution)}. Use beta_loss or gamma_loss."
+                f"{type(inside).__name__}. Use beta_loss or gamma_loss."
             )
         return (
             -jnp.expm1(self.delta * jnp.asarray(accurate(distribution).log_prob(value)))
@@ -259,41 +260,35 @@ def log_power_integral(distribution: Distribution, power: float) -> Array:
     >>> round(float(log_power_integral(dist.Bernoulli(0.5), 2.0)), 4)  # log(0.25 + 0.25)
     -0.6931
     """
-    integral = _LOG_POWER_INTEGRALS.get(type(distribution))
-    if integral is None:
+    # By the exact type: a subclass may have another density.
+    kind, d = type(distribution), distribution
+    if kind in (dist.ExpandedDistribution, dist.Independent, dist.MaskedDistribution):
+        inside = log_power_integral(d.base_dist, power)
+        if kind is dist.ExpandedDistribution:
+            return jnp.broadcast_to(inside, d.batch_shape)
+        if kind is dist.Independent:
+            return sum_rightmost(inside, d.reinterpreted_batch_ndims)
+        return jnp.where(d._mask, inside, 0.0)
+    if kind in (dist.BernoulliLogits, dist.BernoulliProbs):
+        logits = jnp.asarray(d.logits)
+        return jnp.logaddexp(-power * jax.nn.softplus(logits), -power * jax.nn.softplus(-logits))
+    if kind in (dist.CategoricalLogits, dist.CategoricalProbs):
+        return logsumexp(power * jax.nn.log_softmax(d.logits), axis=-1)
+    if kind is dist.Normal:
+        log_width = jnp.log(d.scale) + 0.5 * _LOG_2PI
+        return jnp.broadcast_to((1 - power) * log_width - 0.5 * math.log(power), d.batch_shape)
+    if kind not in (dist.Poisson, dist.BinomialLogits, dist.BinomialProbs):
         raise ModelError(
-            f"the integral of the density of {_name(distribution)} to a power is not built in, as "
-            "it is for Bernoulli, Categorical, Binomial, Poisson and Normal. Give a loss of your "
-            "own: a function loss(distribution, value) with one number for each element of the "
-            "batch."
+            f"the integral of the density of {kind.__name__} to a power is not built in, as it is "
+            "for Bernoulli, Categorical, Binomial, Poisson and Normal. Give a loss of your own: a "
+            "function loss(distribution, value) with one number for each element of the batch."
         )
-    if power > _SWITCH and integral in (_binomial, _poisson):
+    if power > _SWITCH:
         raise ModelError(
-            f"the power integral of {_name(distribution)} is accurate up to a power of {_SWITCH}, "
-            f"got {power}."
+            f"the power integral of {kind.__name__} is accurate up to a power of {_SWITCH}, got "
+            f"{power}."
         )
-    return integral(distribution, power)
-
-
-def _expanded(d: dist.ExpandedDistribution, power: float) -> Array:
-    return jnp.broadcast_to(log_power_integral(d.base_dist, power), d.batch_shape)
-
-
-def _independent(d: dist.Independent, power: float) -> Array:
-    return sum_rightmost(log_power_integral(d.base_dist, power), d.reinterpreted_batch_ndims)
-
-
-def _masked(d: dist.MaskedDistribution, power: float) -> Array:
-    return jnp.where(d._mask, log_power_integral(d.base_dist, power), 0.0)
-
-
-def _bernoulli(d: dist.BernoulliLogits | dist.BernoulliProbs, power: float) -> Array:
-    logits = jnp.asarray(d.logits)
-    return jnp.logaddexp(-power * jax.nn.softplus(logits), -power * jax.nn.softplus(-logits))
-
-
-def _categorical(d: dist.CategoricalLogits | dist.CategoricalProbs, power: float) -> Array:
-    return logsumexp(power * jax.nn.log_softmax(d.logits), axis=-1)
+    return _poisson(d, power) if kind is dist.Poisson else _binomial(d, power)
 
 
 def _binomial(d: dist.BinomialLogits | dist.BinomialProbs, power: float) -> Array:
@@ -337,31 +332,20 @@ def _binomial_rule(n: Array, p: Array, power: float) -> Array:
     return logsumexp(-power * (deviance + log_width + stirling), axis=-1) + log_step
 
 
-def _normal(d: dist.Normal, power: float) -> Array:
-    log_width = jnp.log(d.scale) + 0.5 * _LOG_2PI
-    return jnp.broadcast_to((1 - power) * log_width - 0.5 * math.log(power), d.batch_shape)
-
-
 def _poisson(d: dist.Poisson, power: float) -> Array:
     rate = jnp.asarray(d.rate, jnp.result_type(float))
     k = jnp.asarray(_TERMS, rate.dtype)
     few = jnp.clip(rate, jnp.finfo(rate.dtype).tiny, _SWITCH)[..., None]
     log_sum = logsumexp(power * (k * jnp.log(few) - gammaln(k + 1) - few), axis=-1)
-    log_rule = _poisson_rule(jnp.maximum(rate, _SWITCH), power)
-    return jnp.where(rate < _SWITCH, log_sum, log_rule)
-
-
-def _poisson_rule(rate: Array, power: float) -> Array:
-    """Return the log integral; at ``k = rate (1 + u)``, ``log p`` is ``-rate u^2 r(u)`` + series.
-
-    In this form nothing cancels for large rates, where ``k log(rate) - log k!`` would.
-    """
+    # The rule for many: at ``k = many (1 + u)``, ``log p`` is ``-many u^2 r(u)`` + series, in which
+    # nothing cancels for large rates, where ``k log(rate) - log k!`` would.
+    many = jnp.maximum(rate, _SWITCH)
     t = jnp.asarray(_POINTS, rate.dtype) / math.sqrt(power)
-    u = t / jnp.sqrt(rate)[..., None]
-    k = rate[..., None] * (1 + u)
+    u = t / jnp.sqrt(many)[..., None]
+    k = many[..., None] * (1 + u)
     log_p = -(t**2) * _deviance(u) - 0.5 * (_LOG_2PI + jnp.log(k)) - _stirling(k)
-    log_step = math.log(_STEP) + 0.5 * jnp.log(rate / power)
-    return logsumexp(power * log_p, axis=-1) + log_step
+    log_step = math.log(_STEP) + 0.5 * jnp.log(many / power)
+    return jnp.where(rate < _SWITCH, log_sum, logsumexp(power * log_p, axis=-1) + log_step)
 
 
 def _stirling(k: Array) -> Array:
@@ -380,29 +364,6 @@ def _deviance(u: Array) -> Array:
         series,
         ((1 + away_from_zero) * jnp.log1p(away_from_zero) - away_from_zero) / away_from_zero**2,
     )
-
-
-_LOG_POWER_INTEGRALS: dict[type, Callable[[Any, float], Array]] = {
-    dist.ExpandedDistribution: _expanded,
-    dist.Independent: _independent,
-    dist.MaskedDistribution: _masked,
-    dist.BernoulliLogits: _bernoulli,
-    dist.BernoulliProbs: _bernoulli,
-    dist.CategoricalLogits: _categorical,
-    dist.CategoricalProbs: _categorical,
-    dist.BinomialLogits: _binomial,
-    dist.BinomialProbs: _binomial,
-    dist.Normal: _normal,
-    dist.Poisson: _poisson,
-}
-
-
-def _name(distribution: Distribution) -> str:
-    while isinstance(
-        distribution, dist.ExpandedDistribution | dist.Independent | dist.MaskedDistribution
-    ):
-        distribution = distribution.base_dist
-    return type(distribution).__name__
 
 
 def _above_one(name: str, value: object) -> float:

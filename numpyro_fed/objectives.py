@@ -10,12 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from numpyro_fed.errors import ModelWarning, positive_int
-from numpyro_fed.guides.structured import Guide, Spec, leaves_locals_open
-from numpyro_fed.integrals.quadrature import (
-    NODES,
-    default_nodes,
-    quadrature_misfit,
-)
+from numpyro_fed.guides.structured import Guide, Spec, Structured, structured
+from numpyro_fed.integrals.quadrature import NODES, default_nodes, quadrature_misfit
 from numpyro_fed.model.log_density import FederatedModel
 
 
@@ -138,8 +134,10 @@ def objective_for(
     """
     if given is not None:
         return given
-    near = start in ("mode", "result") and leaves_locals_open(guide)
-    nodes = default_nodes(fm) if near else 0
+    chosen, default = structured(guide), Structured()
+    names = "locals", "couple_mean", "couple_scale"
+    is_open = all(getattr(chosen, name) == getattr(default, name) for name in names)
+    nodes = default_nodes(fm) if start in ("mode", "result") and is_open else 0
     return Quadrature(nodes) if nodes else ELBO()
 
 
@@ -164,16 +162,7 @@ Objective = ELBO | LocallyEnhanced | Quadrature
 
 
 def draws_by_plate(objective: Objective, guide: Guide) -> dict[str, int]:
-    """Return ``K`` for each silo plate that has latents, or its nodes in each dimension.
-
-    Raises
-    ------
-    TypeError
-        For an objective that is none of ours.
-    ValueError
-        For a plate that does not exist or has no latents, a ``K`` that is not positive, or latents
-        that quadrature is not for.
-    """
+    """Return ``K`` for each silo plate that has latents, or its nodes in each dimension."""
     if isinstance(objective, ELBO):
         return dict.fromkeys(guide.locals, 1)
     if isinstance(objective, Quadrature):

@@ -41,13 +41,11 @@ def copies_by_precision() -> bool:
     copies: dict[tuple[int, np.dtype], tuple[Any, Any]] = {}
 
     def copy(a: np.ndarray) -> TypedNdArray:
-        """Return the copy of this precision if it is still alive, or a new one.
-
-        Traces know a copy by its identity, so that it must be the same object.
-        """
+        """Return the copy of this precision if it is still alive, or a new one."""
+        # Traces know a copy by its identity, so that it must be the same object.
         dtype = canonicalize_dtype(a.dtype)
         key = id(a), dtype
-        array_of, copy_of = copies.get(key, (_nothing, _nothing))
+        array_of, copy_of = copies.get(key, (lambda: None, lambda: None))
         if array_of() is a and (alive := copy_of()) is not None:
             return alive
         new_copy = TypedNdArray(np.asarray(a, dtype))
@@ -62,10 +60,6 @@ def copies_by_precision() -> bool:
 
     register_canonicalize_value_handler(np.ndarray, copy)
     return True
-
-
-def _nothing() -> None:
-    """Return None, as a dead weak reference does."""
 
 
 def is_double() -> bool:

@@ -81,11 +81,10 @@ def while_loop(
     if not on_accelerator():
         return jax.lax.while_loop(goes_on, step, start)
 
-    def group(carry: Carry) -> Carry:
-        return jax.lax.fori_loop(
-            0, GROUP, lambda _, carry: where(goes_on(carry), step(carry), carry), carry
-        )
+    def unless_ended(_: int, carry: Carry) -> Carry:
+        return where(goes_on(carry), step(carry), carry)
 
+    group = partial(jax.lax.fori_loop, 0, GROUP, unless_ended)
     return jax.lax.while_loop(goes_on, group, start)
 
 
@@ -112,9 +111,9 @@ def jit_once(
     It is for functions that run once for a set of data.
     """
 
-    @cache
-    def compiled() -> Callable[Args, Result]:
-        return jax.jit(f, static_argnums=static_argnums, compiler_options=quick_options())
+    compiled = cache(
+        lambda: jax.jit(f, static_argnums=static_argnums, compiler_options=quick_options())
+    )
 
     @wraps(f)
     def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
@@ -137,10 +136,9 @@ def compiled_method(
     def decorate(method: Method) -> Method:
         # The program lives on its object. A jit of the function, with ``self`` as a static
         # argument, would keep every object alive in its cache.
-        def compile_for(instance: object) -> Callable[..., Any]:
-            return jit(wraps(method)(partial(method, instance)), static_argnums=static_argnums)
-
-        cached = cached_property(compile_for)
+        cached = cached_property(
+            lambda self: jit(wraps(method)(partial(method, self)), static_argnums=static_argnums)
+        )
         cached.__doc__ = method.__doc__
         return cast(Method, cached)
 

@@ -19,34 +19,16 @@ def canonical(value: object) -> str:
 
 
 def read_record(kind: type[Record], text: str | bytes) -> Record:
-    """Return the record in a text that :func:`canonical` has made.
+    """Return the record in a text that :func:`canonical` has made; refuse all other texts.
 
-    Parameters
-    ----------
-    kind : type
-        A dataclass or a NamedTuple, whose fields are numbers, texts, other records, tuples and
-        dicts of these, or one of these and None.
-    text : str or bytes
-
-    Raises
-    ------
-    DataError
-        For a text of anything else, with a field too few or too many, or of another type.
-
-    Examples
-    --------
-    >>> from typing import NamedTuple
-    >>> class Place(NamedTuple):
-    ...     name: str
-    ...     at: tuple[float, ...]
-    >>> read_record(Place, canonical(Place("here", (0.5, 2.0))))
-    Place(name='here', at=(0.5, 2.0))
+    ``kind`` is a dataclass or a NamedTuple, whose fields are numbers, texts, other records, tuples
+    and dicts of these, or one of these and None.
     """
     try:
         return _typed(kind, json.loads(text))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"a text names {', '.join(_fields(kind))} of {kind.__name__}, but this one says "
+            f"a text names {', '.join(get_type_hints(kind))} of {kind.__name__}, but this one says "
             f"{text!r:.100}. All parties must run the same version."
         ) from error
 

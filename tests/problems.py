@@ -15,12 +15,19 @@ import numpyro_fed as nf
 from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.algorithms.sfvi import StructuredVI
 from numpyro_fed.bounds import SiloBound
-from numpyro_fed.guides.structured import Guide, build
+from numpyro_fed.guides.structured import Guide, build_resolved, resolve
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.split import split
 from numpyro_fed.model.traces import Traces
 from numpyro_fed.objectives import draws_by_plate
+
+
+def build(spec, fm, sizes):
+    """The guide for a model and the rows of each silo plate at each silo."""
+    largest = {p.name: max(size[p.name] for size in sizes) for p in fm.plates}
+    total = {p.name: sum(size[p.name] for size in sizes) for p in fm.plates}
+    return build_resolved(spec, resolve(spec, fm, largest, total), fm)
 
 
 def glmm(x, y=None):

@@ -8,14 +8,13 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from problems import jitter
+from problems import build, jitter
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Replies
 from numpyro_fed.algorithms.sfvi import StructuredVI
 from numpyro_fed.bounds import SiloBound
 from numpyro_fed.frame import Coordinates
-from numpyro_fed.guides.structured import build
 from numpyro_fed.model.data import read
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.minibatch import Minibatches, MinibatchNoise, draw_minibatch, rows_at

@@ -90,7 +90,7 @@ def test_cars_are_drawn_by_their_eigenvectors():
         numpyro.sample("theta", dist.CAR(1.0, alpha, 2.0, W))
 
     source, n = Source.of(car, "theta", {}, {}), 5_000
-    draws = np.asarray(source.sample_at(KEY, {"alpha": 0.9}, n))
+    draws = np.asarray(source.draws_with_noise(KEY, {"alpha": 0.9}, n)[1])
     cov = np.linalg.inv(2 * (np.diag(W.sum(0)) - 0.9 * W))
     se = np.sqrt((cov**2 + np.outer(np.diag(cov), np.diag(cov))) / n)
     assert (abs(np.cov(draws.T) - cov) < 4.5 * se).all()

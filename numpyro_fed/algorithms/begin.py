@@ -75,7 +75,8 @@ class StartPoint(NamedTuple):
 
     def frame(self, guide: GlobalGuide[Any]) -> Frame:
         """Return the frame in which a guide of the globals works from this point."""
-        return Frame.centred_at(self.theta, self.unit, guide.frame(self.centre, self.root))
+        theta = jax.tree.map(Gaussian.of_root, self.theta, self.unit)
+        return Frame(theta, guide.frame(self.centre, self.root))
 
 
 class StartMessage(NamedTuple):

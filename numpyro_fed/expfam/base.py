@@ -154,12 +154,9 @@ class Family(ABC, Generic[Eps]):
         # As many equations as unknowns for Gamma and Beta: slope and second derivative of each
         # coordinate. For others the fit is a compromise.
         T, unravel = ravel_pytree(self.statistics(z))
-
-        def flat(z: Array) -> Array:
-            return ravel_pytree(self.statistics(z))[0]
-
-        slopes = jax.jacfwd(flat)(z)  # (statistics, dim)
-        bends = jnp.diagonal(jax.jacfwd(jax.jacfwd(flat))(z), axis1=1, axis2=2)
+        slope = jax.jacfwd(lambda z: ravel_pytree(self.statistics(z))[0])
+        slopes = slope(z)  # (statistics, dim)
+        bends = jnp.diagonal(jax.jacfwd(slope)(z), axis1=1, axis2=2)
         wanted = jnp.concatenate([gradient, -jnp.diagonal(curvature)])
         found = linalg.least_squares(jnp.concatenate([slopes, bends], 1).T, wanted)
         return unravel(found.astype(T.dtype))
@@ -183,11 +180,6 @@ class Family(ABC, Generic[Eps]):
     def out_of(self, psi: Ordinary, eta: Natural) -> Natural:
         """Return natural parameters in ``z`` from those in the coordinates of ``psi``."""
         return eta
-
-
-def usable(mean: Array, sd: Array) -> Array:
-    """Return whether means are finite, and standard deviations finite and positive."""
-    return (jnp.isfinite(mean) & jnp.isfinite(sd) & (sd > 0)).all()
 
 
 def location_and_log_scale(family: Family[Any], eta: Tree) -> tuple[Array, Array]:

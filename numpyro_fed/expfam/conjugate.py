@@ -212,7 +212,17 @@ class Gamma(_OverSupport):
         }
 
     def from_mean(self, mu: Tree) -> Natural:
-        alpha = _shape_of_gamma(jnp.log(mu["linear"]) - mu["log"])
+        # Newton steps for 1 / alpha, whose root is log(alpha) - digamma(alpha) = gap (Minka 2002,
+        # "Estimating a Gamma distribution"). His closed-form start is within 1.5 %; each step
+        # squares the error, so six are plenty.
+        gap = jnp.log(mu["linear"]) - mu["log"]
+
+        def step(_: int, alpha: Array) -> Array:
+            miss = jnp.log(alpha) - digamma(alpha) - gap
+            return 1 / (1 / alpha + miss / (alpha - alpha**2 * polygamma(1, alpha)))
+
+        start = (3 - gap + jnp.sqrt((gap - 3) ** 2 + 24 * gap)) / (12 * gap)
+        alpha = lax.fori_loop(0, 6, step, start)
         return {"log": alpha - 1, "linear": -alpha / mu["linear"]}
 
     def draw(self, psi: Ordinary, noise: Array) -> Array:
@@ -253,25 +263,10 @@ class _Simplex(_OverSupport):
     batch_shape: tuple[int, ...]
     k: int
 
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Return the shape of ``z`` before it is flattened."""
-        return (*self.batch_shape, self.k - 1)
-
     def balance(self) -> Array:
-        """Return the shifts (k - 1,) with which ``z = 0`` is the uniform vector, as in NumPyro.
-
-        It is computed at each call: JAX keeps a NumPy constant in the precision in which it first
-        met it.
-        """
+        """Return the shifts (k - 1,) with which ``z = 0`` is the uniform vector, as in NumPyro."""
+        # At each call: JAX keeps a NumPy constant in the precision in which it first met it.
         return jnp.log(jnp.arange(self.k - 1, 0, -1, float))
-
-    def log_x(self, z: Array) -> Array:
-        """Return the logarithms of the probabilities (*batch_shape, k)."""
-        z = z.reshape(self.rows) - self.balance()
-        rest = jnp.cumsum(log_sigmoid(-z), axis=-1)
-        first = log_sigmoid(z) + jnp.concatenate([jnp.zeros_like(z[..., :1]), rest[..., :-1]], -1)
-        return jnp.concatenate([first, rest[..., -1:]], -1)
 
     def from_logs(self, logs: Array) -> Array:
         """Return the flat ``z`` of the ``x`` whose logarithms are ``logs`` up to a constant."""
@@ -279,10 +274,13 @@ class _Simplex(_OverSupport):
         return (logs[..., :-1] - rest + self.balance()).reshape(self.dim)
 
     def statistics(self, z: Array) -> Tree:
-        return {"log": self.log_x(z)}
+        z = z.reshape(*self.batch_shape, self.k - 1) - self.balance()
+        rest = jnp.cumsum(log_sigmoid(-z), axis=-1)
+        first = log_sigmoid(z) + jnp.concatenate([jnp.zeros_like(z[..., :1]), rest[..., :-1]], -1)
+        return {"log": jnp.concatenate([first, rest[..., -1:]], -1)}
 
     def log_base(self, z: Array) -> Array:
-        return self.log_x(z).sum()
+        return self.statistics(z)["log"].sum()
 
     def log_partition(self, eta: Natural) -> Array:
         a = eta["log"] + 1
@@ -299,7 +297,25 @@ class _Simplex(_OverSupport):
         return {"log": digamma(a) - digamma(a.sum(-1, keepdims=True))}
 
     def from_mean(self, mu: Tree) -> Natural:
-        return {"log": _concentration(mu["log"]) - 1}
+        # Solve digamma(a) - digamma(sum(a)) = g, by Newton steps for the sum s: it is the root of
+        # sum_i digamma^-1(g_i + digamma(s)) - s. That function is concave and the start is above
+        # its root, so that the steps decrease to it.
+        g = mu["log"]
+
+        def parts(s: Array) -> Array:
+            # The inverse of digamma: five Newton steps from Minka's start reach fourteen digits
+            # ("Estimating a Dirichlet distribution", 2000, appendix C).
+            y = g + digamma(s)
+            first = jnp.where(y >= -2.22, jnp.exp(y) + 0.5, -1 / (y + _EULER_GAMMA))
+            return lax.fori_loop(0, 5, lambda _, x: x - (digamma(x) - y) / polygamma(1, x), first)
+
+        def step(_: int, s: Array) -> Array:
+            a = parts(s)
+            slope = polygamma(1, s) * (1 / polygamma(1, a)).sum(-1, keepdims=True) - 1
+            return s - (a.sum(-1, keepdims=True) - s) / slope
+
+        start = 0.5 * self.k / -jnp.expm1(logsumexp(g, axis=-1, keepdims=True))
+        return {"log": parts(lax.fori_loop(0, 12, step, start)) - 1}
 
     def draw(self, psi: Ordinary, noise: Array) -> Array:
         return self.from_logs(_log_gamma(noise, psi["log_concentration"]))
@@ -315,14 +331,21 @@ class _Simplex(_OverSupport):
         return mean.reshape(self.dim), sd.reshape(self.dim)
 
     def fit(self, f: Callable[[Array], Array]) -> Natural:
-        balance = self.balance()
-        low = jnp.broadcast_to(balance - _FAR, self.rows)
+        balance, k = self.balance(), self.k
+        low = jnp.broadcast_to(balance - _FAR, (*self.batch_shape, k - 1))
         last_high = low.at[..., -1].set(balance[-1] + _FAR)
         everywhere, last = (
-            jax.grad(f)(z.reshape(self.dim)).reshape(self.rows) for z in (low, last_high)
+            jax.grad(f)(z.reshape(self.dim)).reshape(low.shape) for z in (low, last_high)
         )
         slopes = jnp.concatenate([everywhere, last[..., -1:]], -1)
-        return {"log": jnp.matmul(slopes, _inverse_slopes(self.k).T, precision="highest")}
+        # With p and q = 1 - p the parts of the stick, d/dz_i of <a, log x> is
+        # p a_i - q (a_{i+1} + ... + a_k) where z_i is low, and with p and q exchanged where it is
+        # high, as the last one is in the last row.
+        p, q = (1 / (1 + math.exp(s * _FAR)) for s in (-1, 1))
+        by_log_x = p * np.eye(k) - q * np.triu(np.ones((k, k)), 1)
+        by_log_x[-1] = 0.0
+        by_log_x[-1, -2:] = q, -p
+        return {"log": jnp.matmul(slopes, np.linalg.inv(by_log_x).T, precision="highest")}
 
     def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
         # The Fisher matrix is diagonal plus rank one, and is inverted by Sherman and Morrison's
@@ -364,10 +387,7 @@ class Categorical(_OverSupport):
     name: ClassVar[str] = "categorical"
 
     def distribution(self, eta: Natural) -> dist.Distribution:
-        return dist.Categorical(self._probabilities(eta))
-
-    def _probabilities(self, psi: Ordinary) -> Array:
-        return jax.nn.softmax(psi["logits"])
+        return dist.Categorical(jax.nn.softmax(eta["logits"]))
 
     def statistics(self, z: Array) -> Tree:
         return {"logits": one_hot(z.astype(int).reshape(self.batch_shape), self.k)}
@@ -385,7 +405,7 @@ class Categorical(_OverSupport):
         return psi
 
     def moments(self, psi: Ordinary) -> Tree:
-        return {"logits": self._probabilities(psi)}
+        return {"logits": jax.nn.softmax(psi["logits"])}
 
     def from_mean(self, mu: Tree) -> Natural:
         return {"logits": jnp.log(mu["logits"])}
@@ -397,22 +417,19 @@ class Categorical(_OverSupport):
         return jnp.argmax(psi["logits"], axis=-1).reshape(self.dim)
 
     def spread(self, psi: Ordinary) -> tuple[Array, Array]:
-        p, z = self._probabilities(psi).reshape(self.dim, self.k), jnp.arange(self.k)
+        p = jax.nn.softmax(psi["logits"]).reshape(self.dim, self.k)
+        z = jnp.arange(self.k)
         mean = p @ z
         return mean, jnp.sqrt((p * (z - mean[:, None]) ** 2).sum(-1))
 
     def fit(self, f: Callable[[Array], Array]) -> Natural:
         first = jnp.zeros(self.dim, int)
-
-        def value_at(i: Array, value: Array) -> Array:
-            return f(first.at[i].set(value))
-
-        tabulate = jax.vmap(jax.vmap(value_at, (None, 0)), (0, None))
-        table = tabulate(jnp.arange(self.dim), jnp.arange(self.k))
+        of_values = jax.vmap(lambda i, value: f(first.at[i].set(value)), (None, 0))
+        table = jax.vmap(of_values, (0, None))(jnp.arange(self.dim), jnp.arange(self.k))
         return {"logits": (table - table[:, :1]).reshape(*self.batch_shape, self.k)}
 
     def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
-        return {"logits": jax.grad(f)(eta)["logits"] / self._probabilities(eta)}
+        return {"logits": jax.grad(f)(eta)["logits"] / jax.nn.softmax(eta["logits"])}
 
 
 def _log_gamma(key: Array, log_alpha: Array) -> Array:
@@ -428,65 +445,8 @@ def _log_gamma(key: Array, log_alpha: Array) -> Array:
     return jnp.where(log_alpha > _NORMAL, normal, exact)
 
 
-def _inverse_slopes(k: int) -> np.ndarray:
-    """Return the matrix (k, k) from slopes to the coefficients of ``log x``.
-
-    With ``p`` and ``q = 1 - p`` the parts of the stick, ``d/dz_i`` of ``<a, log x>`` is
-    ``p a_i - q (a_{i+1} + ... + a_k)`` where ``z_i`` is low, and with ``p`` and ``q`` exchanged
-    where it is high, as the last one is in the last row.
-    """
-    p, q = (1 / (1 + math.exp(s * _FAR)) for s in (-1, 1))
-    slopes = p * np.eye(k) - q * np.triu(np.ones((k, k)), 1)
-    slopes[-1] = 0.0
-    slopes[-1, -2:] = q, -p
-    return np.linalg.inv(slopes)
-
-
 def _excess(x: Array) -> Array:
     """Return ``x trigamma(x) - 1``, by its series above 16, where the difference would cancel."""
     large = jnp.maximum(x, 16.0)
     series = (0.5 + (1 / 6 - (1 / 30 - 1 / (42 * large**2)) / large**2) / large) / large
     return jnp.where(x > 16.0, series, x * polygamma(1, x) - 1)
-
-
-def _shape_of_gamma(gap: Array) -> Array:
-    """Solve ``log(alpha) - digamma(alpha) = gap``, by Newton steps for ``1 / alpha``.
-
-    Minka (2002), "Estimating a Gamma distribution".
-    """
-
-    def step(_: int, alpha: Array) -> Array:
-        miss = jnp.log(alpha) - digamma(alpha) - gap
-        return 1 / (1 / alpha + miss / (alpha - alpha**2 * polygamma(1, alpha)))
-
-    # Minka's closed-form start is within 1.5 %; each step squares the error, so six are plenty.
-    start = (3 - gap + jnp.sqrt((gap - 3) ** 2 + 24 * gap)) / (12 * gap)
-    return lax.fori_loop(0, 6, step, start)
-
-
-def _inverse_digamma(y: Array) -> Array:
-    """Return the inverse of digamma, by five Newton steps from Minka's start."""
-    # "Estimating a Dirichlet distribution", 2000, appendix C: five steps reach fourteen digits.
-    start = jnp.where(y >= -2.22, jnp.exp(y) + 0.5, -1 / (y + _EULER_GAMMA))
-    return lax.fori_loop(0, 5, lambda _, x: x - (digamma(x) - y) / polygamma(1, x), start)
-
-
-def _concentration(mean_log: Array) -> Array:
-    r"""Solve ``digamma(alpha) - digamma(sum(alpha)) = mean_log`` (..., k).
-
-    It takes Newton steps for the sum ``s``, which is the root of
-    :math:`\sum_i \psi^{-1}(g_i + \psi(s)) - s`. That function is concave and the start is above its
-    root, so that the steps decrease to it.
-    """
-    k = mean_log.shape[-1]
-
-    def parts(s: Array) -> Array:
-        return _inverse_digamma(mean_log + digamma(s))
-
-    def step(_: int, s: Array) -> Array:
-        a = parts(s)
-        slope = polygamma(1, s) * (1 / polygamma(1, a)).sum(-1, keepdims=True) - 1
-        return s - (a.sum(-1, keepdims=True) - s) / slope
-
-    start = 0.5 * k / -jnp.expm1(logsumexp(mean_log, axis=-1, keepdims=True))
-    return parts(lax.fori_loop(0, 12, step, start))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +15,7 @@ from jax import Array
 from numpyro.distributions.util import vec_to_tril_matrix
 
 from numpyro_fed import linalg
-from numpyro_fed.expfam.base import Family, Index, Natural, Ordinary, Tree, usable
+from numpyro_fed.expfam.base import Family, Index, Natural, Ordinary, Tree
 from numpyro_fed.gaussian import LOG_2PI, Gaussian, dot, symmetric
 from numpyro_fed.trees import all_finite
 
@@ -51,33 +50,45 @@ def gaussian(dim: int, covariance: str = "diagonal") -> Family[Array]:
     >>> family.ordinary(eta)["loc"]
     Array([3., 3.], dtype=float32)
     """
-    if covariance == "diagonal":
-        return DiagonalGaussian(dim)
-    if covariance == "full":
-        return FullGaussian(dim)
-    raise ValueError(f"covariance must be 'diagonal' or 'full', got {covariance!r}.")
+    if covariance not in ("diagonal", "full"):
+        raise ValueError(f"covariance must be 'diagonal' or 'full', got {covariance!r}.")
+    return GaussianFamily(dim, covariance == "full")
 
 
 @dataclass(frozen=True)
-class _GaussianFamily(Family[Array]):
-    """The base class of both Gaussian families: all that follows from the mean and the root."""
+class GaussianFamily(Family[Array]):
+    """Gaussians with independent coordinates, or (``full``) with any covariance."""
 
+    full: bool = False
     name: ClassVar[str] = "gaussian"
 
     @property
     def of_normals(self) -> bool:
         return True
 
-    @staticmethod
-    def from_natural(eta: Natural) -> Gaussian:
-        """Return the Gaussian with natural parameters ``eta``."""
-        return Gaussian.of_natural(eta["first"], eta["second"])
+    def statistics(self, z: Array) -> Tree:
+        return {"first": z, "second": jnp.outer(z, z) if self.full else z**2}
+
+    def increment(self, z: Array, u: Array) -> Tree:
+        if not self.full:
+            return {"first": u, "second": u * (2 * z + u)}
+        # z z' changes by u z' + z u' + u u': twice the symmetric part of u (z + u / 2)'.
+        across = jnp.outer(u, z + 0.5 * u)
+        return {"first": u, "second": across + across.T}
 
     def log_base(self, z: Array) -> Array:
         return jnp.zeros(())
 
+    def log_partition(self, eta: Natural) -> Array:
+        if not self.full:
+            precision = -2 * eta["second"]
+            return 0.5 * jnp.sum(eta["first"] ** 2 / precision - jnp.log(precision) + LOG_2PI)
+        q = Gaussian.of_natural(**eta)
+        w = dot(eta["first"], q.root)  # L^{-1} m
+        return 0.5 * (jnp.sum(w**2) + self.dim * LOG_2PI) + q.log_scale.sum()
+
     def ordinary(self, eta: Natural) -> Ordinary:
-        return self.from_natural(eta).params()
+        return Gaussian.of_natural(**eta).params()
 
     def natural(self, psi: Ordinary) -> Natural:
         first, second = Gaussian.from_params(psi).natural()
@@ -87,8 +98,13 @@ class _GaussianFamily(Family[Array]):
         q, outer = Gaussian.from_params(psi), self.statistics(psi["loc"])["second"]
         return {"first": q.loc, "second": q.covariance + outer}
 
-    def entropy(self, psi: Ordinary) -> Array:
-        return Gaussian.from_params(psi).entropy()
+    def from_mean(self, mu: Tree) -> Natural:
+        if not self.full:
+            precision = 1 / (mu["second"] - mu["first"] ** 2)
+            return {"first": precision * mu["first"], "second": -0.5 * precision}
+        covariance = symmetric(mu["second"]) - jnp.outer(mu["first"], mu["first"])
+        first, second = Gaussian.of_root(mu["first"], linalg.cholesky(covariance)).natural()
+        return {"first": first, "second": second}
 
     def noise(self, key: Array, n: int) -> Array:
         return jax.random.normal(key, (n, self.dim))
@@ -106,15 +122,69 @@ class _GaussianFamily(Family[Array]):
         q = Gaussian.from_params(psi)
         return q.loc, q.sd
 
+    def entropy(self, psi: Ordinary) -> Array:
+        return Gaussian.from_params(psi).entropy()
+
     def log_density(self, eta: Natural, z: Array) -> Array:
-        return self.from_natural(eta).log_density(z)
+        return Gaussian.of_natural(**eta).log_density(z)
 
     def kl(self, eta_q: Natural, eta_p: Natural) -> Array:
-        return self.from_natural(eta_q).kl(self.from_natural(eta_p))
+        return Gaussian.of_natural(**eta_q).kl(Gaussian.of_natural(**eta_p))
 
     def proper(self, eta: Natural) -> Array:
         psi = self.ordinary(eta)
-        return all_finite((eta, psi)) & usable(*self.spread(psi))
+        mean, sd = self.spread(psi)
+        fine = all_finite((eta, psi)) & (jnp.isfinite(mean) & jnp.isfinite(sd) & (sd > 0)).all()
+        if not self.full:
+            return fine
+        # The precision is factored from both ends. Near singular matrices in single precision one
+        # of the two factorisations may succeed by rounding.
+        return all_finite(linalg.cholesky(-2 * symmetric(eta["second"]))) & fine
+
+    def fit(self, f: Callable[[Array], Array]) -> Natural:
+        zero = jnp.zeros(self.dim)
+        if not self.full:
+            # A function of this family has a diagonal Hessian: times ones it is the diagonal.
+            first, curvature = jax.jvp(jax.grad(f), (zero,), (jnp.ones(self.dim),))
+            return {"first": first, "second": 0.5 * curvature}
+
+        def gradient(z: Array) -> tuple[Array, Array]:
+            return (g := jax.grad(f)(z)), g
+
+        # Value and Jacobian of the gradient in one program; at zero ``first`` is the gradient.
+        curvature, first = jax.jacfwd(gradient, has_aux=True)(zero)
+        return {"first": first, "second": 0.5 * symmetric(curvature)}
+
+    def around(self, z: Array, gradient: Array, curvature: Array) -> Natural:
+        if not self.full:
+            diagonal = jnp.diagonal(curvature)
+            return {"first": gradient + diagonal * z, "second": -0.5 * diagonal}
+        A = symmetric(curvature)
+        return {"first": gradient + dot(A, z), "second": -0.5 * A}
+
+    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
+        if not self.full:
+            psi = self.ordinary(eta)
+            g = jax.grad(f)(psi)
+            # In mean parameters: E[z] at fixed E[z^2] also changes the variance.
+            by_variance = 0.5 * g["log_scale"] * jnp.exp(-2 * psi["log_scale"])
+            return {"first": g["loc"] - 2 * by_variance * psi["loc"], "second": by_variance}
+        q = Gaussian.of_natural(**eta)
+        g = jax.grad(f)(q.params())
+        # The gradient in the covariance is L^-T (L' G L) L^-1: two solves, and no inverse.
+        half = linalg.solve(q.root, _by_covariance(q, g), transposed=True)
+        by_covariance = symmetric(linalg.solve(q.root, half.T, transposed=True))
+        return {"first": g["loc"] - 2 * dot(by_covariance, q.loc), "second": by_covariance}
+
+    def move(self, psi: Ordinary, gradient: Tree) -> Array:
+        if not self.full:
+            by_mean = gradient["loc"] * jnp.exp(psi["log_scale"])
+            return jnp.concatenate([by_mean, 0.5 * gradient["log_scale"]])
+        q = Gaussian.from_params(psi)
+        L, variance = q.root, jnp.sum(q.root**2, -1)
+        mean = dot(L, dot(gradient["loc"], L))
+        widened = jnp.sum(dot(L, _by_covariance(q, gradient)) * L, -1)
+        return jnp.concatenate([mean / jnp.sqrt(variance), widened / variance])
 
     def standard(self, psi: Ordinary) -> Ordinary:
         return jax.tree.map(jnp.zeros_like, psi)
@@ -122,134 +192,20 @@ class _GaussianFamily(Family[Array]):
     def moved(self, psi: Ordinary, step: Ordinary) -> Ordinary:
         return Gaussian.from_params(psi).compose(Gaussian.from_params(step)).params()
 
-    @abstractmethod
-    def into(self, psi: Ordinary, eta: Natural) -> Natural: ...
-
-    @abstractmethod
-    def out_of(self, psi: Ordinary, eta: Natural) -> Natural: ...
-
-
-@dataclass(frozen=True)
-class DiagonalGaussian(_GaussianFamily):
-    """The family of independent normals."""
-
-    def statistics(self, z: Array) -> Tree:
-        return {"first": z, "second": z**2}
-
-    def increment(self, z: Array, u: Array) -> Tree:
-        return {"first": u, "second": u * (2 * z + u)}
-
-    def log_partition(self, eta: Natural) -> Array:
-        precision = -2 * eta["second"]
-        return 0.5 * jnp.sum(eta["first"] ** 2 / precision - jnp.log(precision) + LOG_2PI)
-
-    def from_mean(self, mu: Tree) -> Natural:
-        precision = 1 / (mu["second"] - mu["first"] ** 2)
-        return {"first": precision * mu["first"], "second": -0.5 * precision}
-
-    def fit(self, f: Callable[[Array], Array]) -> Natural:
-        zero, one = jnp.zeros(self.dim), jnp.ones(self.dim)
-        # A function of this family has a diagonal Hessian: its product with ones is the diagonal.
-        gradient, curvature = jax.jvp(jax.grad(f), (zero,), (one,))
-        return {"first": gradient, "second": 0.5 * curvature}
-
-    def around(self, z: Array, gradient: Array, curvature: Array) -> Natural:
-        diagonal = jnp.diagonal(curvature)
-        return {"first": gradient + diagonal * z, "second": -0.5 * diagonal}
-
-    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
-        psi = self.ordinary(eta)
-        g = jax.grad(f)(psi)
-        # In mean parameters: E[z] at fixed E[z^2] also changes the variance.
-        by_variance = 0.5 * g["log_scale"] * jnp.exp(-2 * psi["log_scale"])
-        return {"first": g["loc"] - 2 * by_variance * psi["loc"], "second": by_variance}
-
-    def move(self, psi: Ordinary, gradient: Tree) -> Array:
-        by_mean = gradient["loc"] * jnp.exp(psi["log_scale"])
-        return jnp.concatenate([by_mean, 0.5 * gradient["log_scale"]])
-
     def into(self, psi: Ordinary, eta: Natural) -> Natural:
-        scale = jnp.exp(psi["log_scale"])
-        slope = eta["first"] + 2 * eta["second"] * psi["loc"]
-        return {"first": scale * slope, "second": scale**2 * eta["second"]}
-
-    def out_of(self, psi: Ordinary, eta: Natural) -> Natural:
-        scale = jnp.exp(psi["log_scale"])
-        second = eta["second"] / scale**2
-        return {"first": eta["first"] / scale - 2 * second * psi["loc"], "second": second}
-
-    def marginal(
-        self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int
-    ) -> dist.Distribution:
-        q = self.from_natural({name: leaf[index].reshape(shape) for name, leaf in eta.items()})
-        return dist.Normal(q.loc, q.scale).to_event(event_dim)
-
-
-@dataclass(frozen=True)
-class FullGaussian(_GaussianFamily):
-    """Gaussians with any covariance."""
-
-    def statistics(self, z: Array) -> Tree:
-        return {"first": z, "second": jnp.outer(z, z)}
-
-    def increment(self, z: Array, u: Array) -> Tree:
-        # z z' changes by u z' + z u' + u u': twice the symmetric part of u (z + u / 2)'.
-        across = jnp.outer(u, z + 0.5 * u)
-        return {"first": u, "second": across + across.T}
-
-    def log_partition(self, eta: Natural) -> Array:
-        q = self.from_natural(eta)
-        w = dot(eta["first"], q.root)  # L^{-1} m
-        return 0.5 * (jnp.sum(w**2) + self.dim * LOG_2PI) + q.log_scale.sum()
-
-    def proper(self, eta: Natural) -> Array:
-        """Return whether ``eta`` is normalisable.
-
-        The precision is factored from both ends. Near singular matrices in single precision one of
-        the two factorisations may succeed by rounding.
-        """
-        factor = linalg.cholesky(-2 * symmetric(eta["second"]))
-        return all_finite(factor) & super().proper(eta)
-
-    def from_mean(self, mu: Tree) -> Natural:
-        covariance = symmetric(mu["second"]) - jnp.outer(mu["first"], mu["first"])
-        q = Gaussian.of_root(mu["first"], linalg.cholesky(covariance))
-        first, second = q.natural()
-        return {"first": first, "second": second}
-
-    def fit(self, f: Callable[[Array], Array]) -> Natural:
-        def gradient(z: Array) -> tuple[Array, Array]:
-            return (g := jax.grad(f)(z)), g
-
-        # Value and Jacobian of the gradient in one program; at zero ``first`` is the gradient.
-        curvature, first = jax.jacfwd(gradient, has_aux=True)(jnp.zeros(self.dim))
-        return {"first": first, "second": 0.5 * symmetric(curvature)}
-
-    def around(self, z: Array, gradient: Array, curvature: Array) -> Natural:
-        A = symmetric(curvature)
-        return {"first": gradient + dot(A, z), "second": -0.5 * A}
-
-    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
-        q = self.from_natural(eta)
-        g, L = jax.grad(f)(q.params()), q.root
-        # The gradient in the covariance is L^-T (L' G L) L^-1: two solves, and no inverse.
-        half = linalg.solve(L, _by_covariance(L, _by_root(q, g)), transposed=True)
-        by_covariance = symmetric(linalg.solve(L, half.T, transposed=True))
-        return {"first": g["loc"] - 2 * dot(by_covariance, q.loc), "second": by_covariance}
-
-    def move(self, psi: Ordinary, gradient: Tree) -> Array:
-        q = Gaussian.from_params(psi)
-        L, variance = q.root, jnp.sum(q.root**2, -1)
-        mean = dot(L, dot(gradient["loc"], L))
-        widened = jnp.sum(dot(L, _by_covariance(L, _by_root(q, gradient))) * L, -1)
-        return jnp.concatenate([mean / jnp.sqrt(variance), widened / variance])
-
-    def into(self, psi: Ordinary, eta: Natural) -> Natural:
+        if not self.full:
+            scale = jnp.exp(psi["log_scale"])
+            slope = eta["first"] + 2 * eta["second"] * psi["loc"]
+            return {"first": scale * slope, "second": scale**2 * eta["second"]}
         L, second = Gaussian.from_params(psi).root, symmetric(eta["second"])
         slope = eta["first"] + 2 * dot(second, psi["loc"])
         return {"first": dot(slope, L), "second": symmetric(dot(L.T, dot(second, L)))}
 
     def out_of(self, psi: Ordinary, eta: Natural) -> Natural:
+        if not self.full:
+            scale = jnp.exp(psi["log_scale"])
+            second = eta["second"] / scale**2
+            return {"first": eta["first"] / scale - 2 * second * psi["loc"], "second": second}
         K = Gaussian.from_params(psi).inverse_root()
         second = symmetric(dot(K.T, dot(eta["second"], K)))
         return {"first": dot(eta["first"], K) - 2 * dot(second, psi["loc"]), "second": second}
@@ -257,13 +213,32 @@ class FullGaussian(_GaussianFamily):
     def marginal(
         self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int
     ) -> dist.Distribution:
-        q = self.from_natural(eta)
+        if not self.full:
+            parts = {name: leaf[index].reshape(shape) for name, leaf in eta.items()}
+            q = Gaussian.of_natural(**parts)
+            return dist.Normal(q.loc, q.scale).to_event(event_dim)
+        q = Gaussian.of_natural(**eta)
         loc, rows = q.loc[index].reshape(shape), q.root[index]
         if event_dim == 0:
             return dist.Normal(loc, jnp.linalg.norm(rows, axis=-1).reshape(shape))
         blocks = rows.reshape(*shape, self.dim)
         covariance = dot(blocks, jnp.swapaxes(blocks, -1, -2))
         return dist.MultivariateNormal(loc, covariance).to_event(event_dim - 1)
+
+
+def _by_covariance(q: Gaussian, gradient: Tree) -> Array:
+    """Return ``L' G L`` for the gradient ``G`` in the covariance, from that in the parameters."""
+    dim, L = q.loc.shape[-1], q.root
+    if dim < 2:
+        by_root = jnp.diag(gradient["log_scale"] / q.scale)
+    else:
+        below = vec_to_tril_matrix(gradient["below"], diagonal=-1) * math.sqrt(dim - 1) / q.scale
+        own = gradient["log_scale"] - jnp.sum(below * L, 0)
+        by_root = below + jnp.diag(own / q.scale)
+    # By Murray 2016, "Differentiation of the Cholesky decomposition", section 4. To factor the
+    # covariance again would lose as many digits as its condition number has.
+    P = jnp.tril(dot(L.T, by_root))
+    return 0.5 * (P + P.T - jnp.diag(jnp.diagonal(P)))
 
 
 def rounding(eta: Natural) -> float:
@@ -294,21 +269,3 @@ def rounding(eta: Natural) -> float:
             widened = 0.5 * ((covariance @ change) * covariance).sum(1) / variance
         worst = max(worst, np.abs(moved / np.sqrt(np.abs(variance))).max(), np.abs(widened).max())
     return float(worst)
-
-
-def _by_root(q: Gaussian, gradient: Tree) -> Array:
-    """Return the gradient in ``L`` (dim, dim) from that in the parameters."""
-    dim = q.loc.shape[-1]
-    if dim < 2:
-        return jnp.diag(gradient["log_scale"] / q.scale)
-    below = vec_to_tril_matrix(gradient["below"], diagonal=-1) * math.sqrt(dim - 1) / q.scale
-    own = gradient["log_scale"] - jnp.sum(below * q.root, 0)
-    return below + jnp.diag(own / q.scale)
-
-
-def _by_covariance(L: Array, by_root: Array) -> Array:
-    """Return ``L' G L`` for the gradient ``G`` in the covariance, from that in ``L``."""
-    # By Murray 2016, "Differentiation of the Cholesky decomposition", section 4. To factor the
-    # covariance again would lose as many digits as its condition number has.
-    P = jnp.tril(dot(L.T, by_root))
-    return 0.5 * (P + P.T - jnp.diag(jnp.diagonal(P)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial, partialmethod
 from typing import Any, ClassVar
 
 import jax
@@ -58,16 +58,12 @@ class Product(Family[Tree]):
     name: ClassVar[str] = "product"
 
     def __post_init__(self) -> None:
-        wrong = [name for name, f in self._families.items() if len(self._places[name]) != f.dim]
+        wrong = [n for n, (_, f) in self.members.items() if len(self._places[n]) != f.dim]
         if wrong or not np.array_equal(np.sort(self._order), np.arange(self.dim)):
             raise ValueError(
                 f"the indices of the members {wrong or list(self.members)} do not name each of "
                 f"their {self.dim} coordinates once."
             )
-
-    @cached_property
-    def _families(self) -> dict[str, Family[Any]]:
-        return {name: family for name, (_, family) in self.members.items()}
 
     @cached_property
     def _places(self) -> dict[str, np.ndarray]:
@@ -95,16 +91,28 @@ class Product(Family[Tree]):
         """Return the results of a method at every member, with that member's arguments."""
         return {
             name: getattr(family, method)(*(a[name] for a in args))
-            for name, family in self._families.items()
+            for name, (_, family) in self.members.items()
         }
 
     def _total(self, method: str, *args: Tree) -> Array:
         """Return the sum of a method's results over all members."""
         return sum(self._each(method, *args).values(), jnp.zeros(()))
 
+    ordinary = partialmethod(_each, "ordinary")
+    natural = partialmethod(_each, "natural")
+    moments = partialmethod(_each, "moments")
+    from_mean = partialmethod(_each, "from_mean")
+    standard = partialmethod(_each, "standard")
+    moved = partialmethod(_each, "moved")
+    into = partialmethod(_each, "into")
+    out_of = partialmethod(_each, "out_of")
+    log_partition = partialmethod(_total, "log_partition")
+    entropy = partialmethod(_total, "entropy")
+    kl = partialmethod(_total, "kl")
+
     @property
     def of_normals(self) -> bool:
-        return all(family.of_normals for family in self._families.values())
+        return all(family.of_normals for _, family in self.members.values())
 
     def statistics(self, z: Array) -> Tree:
         return self._each("statistics", self._cut(z))
@@ -115,38 +123,19 @@ class Product(Family[Tree]):
     def log_base(self, z: Array) -> Array:
         return self._total("log_base", self._cut(z))
 
-    def log_partition(self, eta: Natural) -> Array:
-        return self._total("log_partition", eta)
-
-    def ordinary(self, eta: Natural) -> Ordinary:
-        return self._each("ordinary", eta)
-
-    def natural(self, psi: Ordinary) -> Natural:
-        return self._each("natural", psi)
-
-    def moments(self, psi: Ordinary) -> Tree:
-        return self._each("moments", psi)
-
-    def from_mean(self, mu: Tree) -> Natural:
-        return self._each("from_mean", mu)
-
-    def entropy(self, psi: Ordinary) -> Array:
-        return self._total("entropy", psi)
-
     def noise(self, key: Array, n: int) -> Tree:
         if self.of_normals:
             # One draw for all members: each draw is a program to compile.
             return self.from_normals(jax.random.normal(key, (n, self.dim)))
-        keys = jax.random.split(key, len(self._families))
-        each = zip(self._families.items(), keys, strict=True)
-        return {name: family.noise(key, n) for (name, family), key in each}
+        keys = jax.random.split(key, len(self.members))
+        each = zip(self.members.items(), keys, strict=True)
+        return {name: family.noise(key, n) for (name, (_, family)), key in each}
 
     def from_normals(self, normals: Array) -> Tree:
-        families = self._families
-        stops = np.cumsum([family.dim for family in families.values()])
+        stops = np.cumsum([family.dim for _, family in self.members.values()])
         return {
             name: family.from_normals(normals[:, stop - family.dim : stop])
-            for (name, family), stop in zip(families.items(), stops, strict=True)
+            for (name, (_, family)), stop in zip(self.members.items(), stops, strict=True)
         }
 
     def draw(self, psi: Ordinary, noise: Tree) -> Array:
@@ -164,24 +153,22 @@ class Product(Family[Tree]):
         return jnp.stack(list(self._each("proper", eta).values())).all()
 
     def fit(self, f: Callable[[Array], Array]) -> Natural:
-        def on_coordinates(index: Index) -> Callable[[Array], Array]:
-            return lambda z: f(jnp.zeros(self.dim).at[index].set(z))
+        zero, found = jnp.zeros(self.dim), {}
+        for name, (index, family) in self.members.items():
 
-        return {
-            name: family.fit(on_coordinates(index))
-            for name, (index, family) in self.members.items()
-        }
+            def on_coordinates(z: Array, index: Index = index) -> Array:
+                return f(zero.at[index].set(z))
+
+            found[name] = family.fit(on_coordinates)
+        return found
 
     def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
         # One gradient for all members. The dual gradient is linear in it, so each member computes
         # its own from a linear function with that gradient.
         gradient = jax.grad(f)(self.ordinary(eta))
-
-        def linear(name: str) -> Callable[[Ordinary], Array]:
-            return lambda psi: inner(gradient[name], psi)
-
         return {
-            name: f.dual_gradient(linear(name), eta[name]) for name, f in self._families.items()
+            name: family.dual_gradient(partial(inner, gradient[name]), eta[name])
+            for name, (_, family) in self.members.items()
         }
 
     def move(self, psi: Ordinary, gradient: Tree) -> Array:
@@ -192,9 +179,6 @@ class Product(Family[Tree]):
 
     def log_density(self, eta: Natural, z: Array) -> Array:
         return self._total("log_density", eta, self._cut(z))
-
-    def kl(self, eta_q: Natural, eta_p: Natural) -> Array:
-        return self._total("kl", eta_q, eta_p)
 
     def around(self, z: Array, gradient: Array, curvature: Array) -> Natural:
         blocks = {name: curvature[np.ix_(at, at)] for name, at in self._places.items()}
@@ -208,17 +192,5 @@ class Product(Family[Tree]):
             if np.isin(wanted, places).all():
                 sorter = np.argsort(places)
                 positions = sorter[np.searchsorted(places, wanted, sorter=sorter)]
-                return self._families[name].marginal(eta[name], positions, shape, event_dim)
+                return self.members[name][1].marginal(eta[name], positions, shape, event_dim)
         raise ValueError(f"no single member of {list(self.members)} has the coordinates {index}.")
-
-    def standard(self, psi: Ordinary) -> Ordinary:
-        return self._each("standard", psi)
-
-    def moved(self, psi: Ordinary, step: Ordinary) -> Ordinary:
-        return self._each("moved", psi, step)
-
-    def into(self, psi: Ordinary, eta: Natural) -> Natural:
-        return self._each("into", psi, eta)
-
-    def out_of(self, psi: Ordinary, eta: Natural) -> Natural:
-        return self._each("out_of", psi, eta)

@@ -19,7 +19,6 @@ from numpyro import handlers
 
 from numpyro_fed.errors import GuideError, MissingExtraError, positive_int
 from numpyro_fed.guides.base import GuideParams
-from numpyro_fed.guides.rows import LocalGuide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.tracing import TRACING
@@ -107,17 +106,8 @@ class Amortised:
 class Encoder(ABC):
     """The network of one silo plate, as functions of its parameters ``phi`` that silos share.
 
-    Attributes
-    ----------
-    plate : str
-    fm : FederatedModel
-        The model, for the globals that the network reads.
-    dim : int
-        Latents of a row.
-    row : dict
-        Shape of one row, and dtype, of each array that the network reads.
-    module : equinox.Module
-        The network. Its arrays of floats are learnt.
+    ``dim`` are latents of a row, and ``row`` has shape and dtype of each array of a row that the
+    network reads. Arrays of floats of ``module``, an equinox.Module, are learnt.
     """
 
     plate: str
@@ -184,14 +174,10 @@ class OwnEncoder(Encoder):
 
     standardises: ClassVar[bool] = True
 
-    @property
-    def width(self) -> int:
-        """Return the number of a row's inputs."""
-        return sum(math.prod(shape) for shape, _ in self.row.values())
-
     def init(self, key: Array) -> dict[str, Array]:
-        fresh = _network(self.width + self.reads, self.dim, self.hidden, key)
-        units = {"shift": jnp.zeros(self.width), "scale": jnp.ones(self.width)}
+        width = sum(math.prod(shape) for shape, _ in self.row.values())
+        fresh = _network(width + self.reads, self.dim, self.hidden, key)
+        units = {"shift": jnp.zeros(width), "scale": jnp.ones(width)}
         return self.arrays_by_path(fresh) | units
 
     def features(self, data: SiloData) -> Array:
@@ -222,44 +208,11 @@ class GivenEncoder(Encoder):
         rows = {key: jnp.asarray(data.arrays[key]) for key in self.row}
         return jax.vmap(lambda row: self.apply(phi, row, values))(rows)
 
-    def check(self) -> None:
-        """Raise an error for outputs that are not means and log scales of a row's latents."""
-        row = {key: jax.ShapeDtypeStruct(shape, dtype) for key, (shape, dtype) in self.row.items()}
-        fm, phi = self.fm, self.init(jax.random.key(0))
-
-        def run(row: dict[str, Array]) -> Any:
-            theta = fm.init_theta(jax.random.key(0))
-            return self.apply(phi, row, fm.constrain_global(theta, jnp.zeros(fm.dim)))
-
-        try:
-            out = jax.eval_shape(run, row)
-            shapes = [tuple(a.shape) for a in out] if isinstance(out, tuple | list) else out.shape
-        except Exception as error:
-            raise GuideError(
-                f"the encoder of silo_plate '{self.plate}' raised {type(error).__name__} for a row "
-                f"of { {k: shape for k, (shape, _) in self.row.items()} } and the globals: {error}"
-            ) from error
-        if shapes != [(self.dim,), (self.dim,)]:
-            sites = ", ".join(f"'{s.name}'" for s in fm.named("latent", self.plate))
-            raise GuideError(
-                f"the encoder of silo_plate '{self.plate}' returns shapes {shapes}: expected a "
-                f"pair (loc, log_scale) of ({self.dim},) each, for one row's latents ({sites}), "
-                "unconstrained."
-            )
-
 
 def encoder(
     spec: Amortised, fm: FederatedModel, plate: str, dim: int, row: Row, init_scale: float
 ) -> Encoder:
-    """Return the network of a plate's rows, by its settings.
-
-    Raises
-    ------
-    GuideError
-        For a plate without arrays of its length, and for outputs that do not fit.
-    MissingExtraError
-        Without equinox.
-    """
+    """Return the network of a plate's rows, by its settings."""
     try:
         import equinox  # noqa: F401
         from numpyro.contrib.module import eqx_module  # noqa: F401
@@ -272,27 +225,34 @@ def encoder(
             "locals='full'."
         )
     if spec.encoder is not None:
-        user_encoder = GivenEncoder(plate, fm, dim, row, spec.encoder)
-        user_encoder.check()
-        return user_encoder
+        given = GivenEncoder(plate, fm, dim, row, spec.encoder)
+        one = {key: jax.ShapeDtypeStruct(shape, dtype) for key, (shape, dtype) in row.items()}
+        phi = given.init(jax.random.key(0))
+
+        def run(row: dict[str, Array]) -> Any:
+            theta = fm.init_theta(jax.random.key(0))
+            return given.apply(phi, row, fm.constrain_global(theta, jnp.zeros(fm.dim)))
+
+        try:
+            out = jax.eval_shape(run, one)
+            shapes = [tuple(a.shape) for a in out] if isinstance(out, tuple | list) else out.shape
+        except Exception as error:
+            raise GuideError(
+                f"the encoder of silo_plate '{plate}' raised {type(error).__name__} for a row of "
+                f"{ {k: shape for k, (shape, _) in row.items()} } and the globals: {error}"
+            ) from error
+        if shapes != [(dim,), (dim,)]:
+            sites = ", ".join(f"'{s.name}'" for s in fm.named("latent", plate))
+            raise GuideError(
+                f"the encoder of silo_plate '{plate}' returns shapes {shapes}: expected a pair "
+                f"(loc, log_scale) of ({dim},) each, for one row's latents ({sites}), "
+                "unconstrained."
+            )
+        return given
     hidden, reads = spec.hidden or HIDDEN, fm.dim if fm.dim <= READS_UP_TO else 0
     width = sum(math.prod(shape) for shape, _ in row.values())
     module = _network(width + reads, dim, hidden, jax.random.key(0))
     return OwnEncoder(plate, fm, dim, row, module, hidden, reads, init_scale)
-
-
-@dataclass(frozen=True)
-class AmortisedLocals(LocalGuide):
-    """Independent normals whose parameters a network returns; the silo itself keeps none.
-
-    Its ``loc`` is (rows, 0), from which other code reads the number of rows.
-    """
-
-    def init(self, loc: Array, width: int) -> GuideParams:
-        return {"loc": jnp.zeros((len(loc), 0))}
-
-    def recentre(self, eta: GuideParams, above: Array) -> GuideParams:
-        return eta
 
 
 def with_encoders(fm: FederatedModel, encoders: Mapping[str, Encoder]) -> FederatedModel:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -23,12 +22,8 @@ HIDDEN = 16  # units by default: the network reads one or two numbers of a row
 class RowInfo(NamedTuple):
     """The inputs of the guide besides the predictor.
 
-    Attributes
-    ----------
-    centre : (rows, ...) or ()
-        The predictor at the start of the run, from which means are measured.
-    response : (rows, k)
-        The response; k is 0 where clients do not know it.
+    ``centre`` (rows, ...) or () is the predictor at the start of the run, from which means are
+    measured, and ``response`` (rows, k) the response; k is 0 where clients do not know it.
     """
 
     centre: Array
@@ -36,34 +31,29 @@ class RowInfo(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AuxiliaryGuide(ABC):
-    """A guide of one client's auxiliary variables.
+class AuxiliaryGuide:
+    """A guide of one client's auxiliary variables: a normal for each, in units of ``rho``.
 
-    Attributes
-    ----------
-    shape : tuple of int
-        The shape (rows, ...) of the variables.
-    rho : float
-        The standard deviation of the variables given the predictor.
-    centred : bool
-        Whether means are measured from a centre.
+    ``shape`` is theirs, (rows, ...), and ``rho`` their standard deviation given the predictor.
+    Where the guide is ``centred``, means are measured from a centre.
     """
 
     shape: tuple[int, ...]
     rho: float
-    centred: ClassVar[bool]
+    centred: ClassVar[bool] = True
 
-    @abstractmethod
     def init(self, key: Array) -> GuideParams:
         """Return the first parameters."""
+        return {"loc": jnp.zeros(self.shape), "log_scale": jnp.zeros(self.shape)}
 
-    @abstractmethod
     def take_rows(self, psi: GuideParams, rows: Array) -> GuideParams:
         """Return the parameters of the rows with these indices."""
+        return jax.tree.map(lambda a: a[rows], psi)
 
-    @abstractmethod
     def distribution(self, psi: GuideParams, g: Array, row_info: RowInfo) -> dist.Normal:
         """Return the distribution (rows, ...) given the predictor ``g`` (rows, ...)."""
+        scale = self.rho * jnp.exp(psi["log_scale"])
+        return dist.Normal(row_info.centre + self.rho * psi["loc"], scale)
 
     def draw(
         self, psi: GuideParams, g: Array, row_info: RowInfo, noise: Array
@@ -79,23 +69,6 @@ class AuxiliaryGuide(ABC):
 
 
 @dataclass(frozen=True)
-class MeanFieldAuxiliary(AuxiliaryGuide):
-    """A normal for each auxiliary variable, with parameters in units of ``rho``."""
-
-    centred: ClassVar[bool] = True
-
-    def init(self, key: Array) -> GuideParams:
-        return {"loc": jnp.zeros(self.shape), "log_scale": jnp.zeros(self.shape)}
-
-    def take_rows(self, psi: GuideParams, rows: Array) -> GuideParams:
-        return jax.tree.map(lambda a: a[rows], psi)
-
-    def distribution(self, psi: GuideParams, g: Array, row_info: RowInfo) -> dist.Normal:
-        scale = self.rho * jnp.exp(psi["log_scale"])
-        return dist.Normal(row_info.centre + self.rho * psi["loc"], scale)
-
-
-@dataclass(frozen=True)
 class AmortisedAuxiliary(AuxiliaryGuide):
     """One network for all rows, with one hidden layer: see :class:`Amortised`."""
 
@@ -103,13 +76,9 @@ class AmortisedAuxiliary(AuxiliaryGuide):
     num_responses: int
     centred: ClassVar[bool] = False
 
-    @property
-    def width(self) -> int:
-        """Return the number of columns of a row's predictor."""
-        return math.prod(self.shape[1:])
-
     def init(self, key: Array) -> GuideParams:
-        inputs, outputs = self.width + self.num_responses, 2 * self.width
+        width = math.prod(self.shape[1:])
+        inputs, outputs = width + self.num_responses, 2 * width
         return {
             "first": jax.random.normal(key, (inputs, self.hidden)) * inputs**-0.5,
             "bias": jnp.zeros(self.hidden),
@@ -123,10 +92,10 @@ class AmortisedAuxiliary(AuxiliaryGuide):
         return psi
 
     def distribution(self, psi: GuideParams, g: Array, row_info: RowInfo) -> dist.Normal:
-        flat = g.reshape(len(g), self.width)
-        h = jnp.arcsinh(jnp.concatenate([flat, row_info.response], 1))
+        width = math.prod(self.shape[1:])
+        h = jnp.arcsinh(jnp.concatenate([g.reshape(len(g), width), row_info.response], 1))
         out = jnp.tanh(h @ psi["first"] + psi["bias"]) @ psi["second"] + psi["offset"]
-        shift, log_ratio = out[:, : self.width], out[:, self.width :]
+        shift, log_ratio = out[:, :width], out[:, width:]
         scale = self.rho * jnp.exp(log_ratio.reshape(g.shape))
         return dist.Normal(g + self.rho * shift.reshape(g.shape), scale)
 
@@ -136,7 +105,7 @@ def auxiliary_guide(
 ) -> AuxiliaryGuide:
     """Return the guide that ``spec`` asks for: a word, or an :class:`Amortised`."""
     if spec == "mean_field":
-        return MeanFieldAuxiliary(shape, rho)
+        return AuxiliaryGuide(shape, rho)
     if spec == "amortised":
         spec = Amortised()
     if not isinstance(spec, Amortised):

@@ -19,6 +19,7 @@ density of all latents needs two sums over parties, of ``rank`` numbers and of a
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -83,11 +84,8 @@ def from_frame_units(guide: GlobalGuide[Array], eta: GuideParams, V: Array) -> A
     covariance that it has with others.
     """
     centre = guide.draw(eta, jnp.zeros(len(V)))[0]
-
-    def transformed_column(v: Array) -> Array:
-        return jax.jvp(lambda u: guide.standard_noise(eta, u), (centre,), (v,))[1]
-
-    return jax.vmap(transformed_column, 1, 1)(V)
+    push = partial(jax.jvp, lambda u: guide.standard_noise(eta, u), (centre,))
+    return jax.vmap(lambda v: push((v,))[1], 1, 1)(V)
 
 
 def log_ratio(shared: GuideParams, b: Array, A: Array) -> Array:

@@ -61,7 +61,12 @@ class Diagonal(_GaussianGuide):
     """A guide of independent normals."""
 
     def frame(self, loc: Array, root: Array) -> Gaussian:
-        return Gaussian(loc, _conditional_log_scale(root))
+        # The best independent normals under KL have the standard deviations of each coordinate
+        # given all others, not the marginal ones. A root of one axis has these already.
+        if root.ndim == 1:
+            return Gaussian(loc, jnp.log(root))
+        inverse = linalg.solve(root, jnp.eye(len(root)))
+        return Gaussian(loc, -0.5 * jnp.log((inverse**2).sum(0)))
 
 
 @dataclass(frozen=True)
@@ -124,10 +129,8 @@ class Skewed(_GaussianGuide):
         return q._replace(log_scale=q.log_scale + self._coupling(eta) @ noise).draw(noise)
 
     def _inverted(self, eta: GuideParams, u: Array) -> tuple[Array, Array]:
-        """Return the noise (dim,) whose draw is ``u``, and the log-scales (dim,) given it.
-
-        A log-scale depends on the noise before it alone, so the noise is found from first to last.
-        """
+        """Return the noise (dim,) whose draw is ``u``, and the log-scales (dim,) given it."""
+        # A log-scale depends on the noise before it alone: the noise is found from first to last.
         q, D = Gaussian.from_params(eta), self._coupling(eta)
         residual = q._replace(log_scale=jnp.zeros(self.dim)).standardise(u)
 
@@ -161,7 +164,7 @@ class Skewed(_GaussianGuide):
 
 
 @dataclass(frozen=True)
-class LowRank(_GaussianGuide):
+class LowRank(Diagonal):
     """A Gaussian with covariance ``W W' + diag(exp(2 s))``, with ``W`` of ``rank`` columns."""
 
     rank: int
@@ -191,20 +194,5 @@ class LowRank(_GaussianGuide):
         log_det = eta["log_scale"].sum() + jnp.log(jnp.diagonal(L)).sum()
         return standard_normal(residual).sum() + 0.5 * (shared**2).sum() - log_det
 
-    def frame(self, loc: Array, root: Array) -> Gaussian:
-        return Gaussian(loc, _conditional_log_scale(root))
-
     def in_z(self, frame: Gaussian, eta: GuideParams) -> GuideParams:
         return {**super().in_z(frame, eta), "factor": frame.scale[:, None] * eta["factor"]}
-
-
-def _conditional_log_scale(root: Array) -> Array:
-    """Return log standard deviations (dim,) of each coordinate given all others.
-
-    ``root`` is a Cholesky factor of the covariance, or these standard deviations themselves. The
-    best independent normals under KL have these, not the marginal ones.
-    """
-    if root.ndim == 1:
-        return jnp.log(root)
-    inverse = linalg.solve(root, jnp.eye(len(root)))
-    return -0.5 * jnp.log((inverse**2).sum(0))

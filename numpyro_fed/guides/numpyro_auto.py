@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,38 +33,28 @@ from numpyro_fed.tracing import TRACING
 
 
 def from_autoguide(guide: AutoGuide, dim: int) -> GlobalGuide[Array]:
-    """Return a NumPyro autoguide as a guide of the flat vector ``z_G``.
+    """Return a NumPyro autoguide as a guide of the flat vector ``z_G`` (dim,), with its settings.
 
-    Parameters
-    ----------
-    guide : AutoGuide
-        ``AutoNormal``, or any ``AutoContinuous`` with a base distribution and a transform: the
-        diagonal, multivariate and low-rank normals, IAF and BNAF. Its settings are kept. The model
-        that it was built with is not used: it is set up for the globals alone.
-    dim : int
-        Number of unconstrained global latents.
-
-    Raises
-    ------
-    GuideError
-        For all other autoguides.
+    It is ``AutoNormal``, or any ``AutoContinuous`` with a base distribution and a transform: the
+    diagonal, multivariate and low-rank normals, IAF and BNAF. The model that it was built with is
+    not used: it is set up for the globals alone.
     """
-    kind = type(guide).__name__
     if isinstance(guide, AutoNormal):
         return Diagonal(dim, guide._init_scale)
     if isinstance(guide, AutoLowRankMultivariateNormal):
         # Its own transform starts at a zero factor, whose gradient is zero there for ever.
         return LowRank(dim, guide._init_scale, guide.rank or round(dim**0.5))
-    if not isinstance(guide, AutoContinuous) or isinstance(guide, AutoLaplaceApproximation):
-        raise _refused(kind)
-    flow = AutoFlow(dim, guide)
-    try:
-        base = flow.base
-    except NotImplementedError as error:
-        raise _refused(kind) from error
-    if base.event_shape != (dim,) or base.batch_shape:
-        raise _refused(kind)
-    return flow
+    if isinstance(guide, AutoContinuous) and not isinstance(guide, AutoLaplaceApproximation):
+        flow = AutoFlow(dim, guide)
+        with suppress(NotImplementedError):
+            if flow.base.event_shape == (dim,) and not flow.base.batch_shape:
+                return flow
+    raise GuideError(
+        f"{type(guide).__name__} cannot serve as the guide of the globals: it has no base "
+        "distribution and transform that work without data. Use AutoNormal, AutoDiagonalNormal, "
+        "AutoMultivariateNormal, AutoLowRankMultivariateNormal, AutoIAFNormal or AutoBNAFNormal, "
+        "or leave the guide out."
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,12 +117,3 @@ def _params_of(auto: AutoContinuous, key: Array | int) -> dict[str, Any]:
     with TRACING:
         trace = handlers.trace(handlers.seed(auto, key)).get_trace()
     return {name: site for name, site in trace.items() if site["type"] == "param"}
-
-
-def _refused(kind: str) -> GuideError:
-    return GuideError(
-        f"{kind} cannot serve as the guide of the globals: it has no base distribution and "
-        "transform that work without data. Use AutoNormal, AutoDiagonalNormal, "
-        "AutoMultivariateNormal, AutoLowRankMultivariateNormal, AutoIAFNormal or AutoBNAFNormal, "
-        "or leave the guide out."
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -11,6 +10,8 @@ from jax import Array
 
 from numpyro_fed.gaussian import Gaussian, standard_normal, unit_lower
 from numpyro_fed.guides.base import GuideParams
+
+AMORTISED = "amortised"
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,10 @@ class LocalGuide:
     ----------
     dim : int
         Latents of one row.
-    covariance : {"diagonal", "full", "joint"}
+    covariance : {"diagonal", "full", "joint", "amortised"}
         Independent latents; a full covariance within each row; or one full covariance over all
-        rows of the plate at a silo, for plates of few rows.
+        rows of the plate at a silo, for plates of few rows. Amortised ones are independent, with
+        parameters that a network returns; the silo itself keeps none, and ``loc`` is (rows, 0).
     couple_mean, couple_scale : bool
         Whether the guide has ``C_i`` and ``D_i``.
     init_scale : float
@@ -44,20 +46,21 @@ class LocalGuide:
 
     @property
     def joint(self) -> bool:
-        """Return whether all rows share one covariance.
-
-        The density of a row is then the one given the rows before it.
-        """
+        """Return whether rows share one covariance; a row's density is then given those before."""
         return self.covariance == "joint"
 
     @property
     def independent(self) -> bool:
         """Return whether all latents are independent given the latents above them."""
-        return self.covariance == "diagonal" or (self.covariance == "full" and self.dim < 2)
+        if self.covariance == "full":
+            return self.dim < 2
+        return not self.joint
 
     def init(self, loc: Array, width: int) -> GuideParams:
         """Return parameters for a start at ``loc`` (rows, dim), with ``width`` numbers above."""
         rows, dim = len(loc), self.dim
+        if self.covariance == AMORTISED:
+            return {"loc": jnp.zeros((rows, 0))}
         eta: GuideParams = {
             "loc": loc,
             "log_scale": jnp.full((rows, dim), jnp.log(self.init_scale)),
@@ -76,20 +79,24 @@ class LocalGuide:
 
     def draw(self, eta: GuideParams, above: Array, noise: Array) -> Array:
         """Return one draw for every row; noise and draws are (rows, dim)."""
-        q = self._given(eta, above)
+        q = self._gaussian(self.recentre(eta, above))
         return q.draw(noise.reshape(q.loc.shape)).reshape(noise.shape)
 
     def log_q(self, eta: GuideParams, above: Array, z: Array) -> Array:
         """Return the log density (rows,) at ``z`` (rows, dim)."""
-        q = self._given(eta, above)
+        q = self._gaussian(self.recentre(eta, above))
         residual = q.standardise(z.reshape(q.loc.shape)).reshape(z.shape)
         log_scale = q.log_scale.reshape(z.shape)
         return (standard_normal(residual) - log_scale).sum(-1)
 
     def recentre(self, eta: GuideParams, above: Array) -> GuideParams:
         """Return the same guide, measured from other values ``above`` (width,)."""
-        loc, log_scale = self._mean_and_log_scale(eta, above)
-        return {**eta, "loc": loc, "log_scale": log_scale}
+        moved = dict(eta)
+        if self.couple_mean:
+            moved["loc"] = eta["loc"] + eta["mean_coupling"] @ above
+        if self.couple_scale:
+            moved["log_scale"] = eta["log_scale"] + eta["scale_coupling"] @ above
+        return moved
 
     def from_mode(self, mode: Array, precision: Array) -> GuideParams:
         """Return the normal distribution with this mode (rows, dim), without couplings.
@@ -97,7 +104,7 @@ class LocalGuide:
         ``precision`` is a matrix for each row (rows, dim, dim), or one for all where the guide is
         joint.
         """
-        if self.covariance == "diagonal":
+        if self.covariance in ("diagonal", AMORTISED):
             return {"loc": mode, "log_scale": -0.5 * jnp.log(jnp.diagonal(precision, 0, -2, -1))}
         shape = (mode.size,) if self.joint else mode.shape
         return self._params(Gaussian.of_precision(mode.reshape(shape), precision), mode.shape)
@@ -124,24 +131,6 @@ class LocalGuide:
         if self.couple_scale:
             after["scale_coupling"] = eta["scale_coupling"]
         return after
-
-    def with_couplings(self, eta: GuideParams, f: Callable[[Array], Array]) -> GuideParams:
-        """Return the guide with ``f`` applied to its couplings (rows, dim, width)."""
-        couplings = {"mean_coupling": self.couple_mean, "scale_coupling": self.couple_scale}
-        return {**eta, **{name: f(eta[name]) for name, coupled in couplings.items() if coupled}}
-
-    def _mean_and_log_scale(self, eta: GuideParams, above: Array) -> tuple[Array, Array]:
-        loc, log_scale = eta["loc"], eta["log_scale"]
-        if self.couple_mean:
-            loc = loc + eta["mean_coupling"] @ above
-        if self.couple_scale:
-            log_scale = log_scale + eta["scale_coupling"] @ above
-        return loc, log_scale
-
-    def _given(self, eta: GuideParams, above: Array) -> Gaussian:
-        """Return the rows' distribution given the values ``above`` (width,)."""
-        loc, log_scale = self._mean_and_log_scale(eta, above)
-        return self._gaussian({**eta, "loc": loc, "log_scale": log_scale})
 
     def _gaussian(self, eta: GuideParams) -> Gaussian:
         """Return a stack of Gaussians (rows, dim), or one of (rows * dim,) for a joint guide."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,15 @@ from numpyro.infer.autoguide import AutoGuide
 from numpyro_fed.errors import GuideError
 from numpyro_fed.frame import identity
 from numpyro_fed.gaussian import Gaussian
-from numpyro_fed.guides.amortised import Amortised, AmortisedLocals, Encoder, Row, encoder
+from numpyro_fed.guides.amortised import Amortised, Encoder, Row, encoder
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.gaussian import Diagonal, Full, LowRank, Skewed
 from numpyro_fed.guides.numpyro_auto import from_autoguide
-from numpyro_fed.guides.rows import LocalGuide
-from numpyro_fed.model.data import SiloData, Sizes
+from numpyro_fed.guides.rows import AMORTISED, LocalGuide
+from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.sites import Plate, Site, Structure
+from numpyro_fed.model.sites import Plate, Site
+from numpyro_fed.model.vertical import PartyModel
 
 # Sizes up to which "auto" takes the richer guide.
 # Globals: a skewed guide has three times the parameters of a full one, and a loop over coordinates
@@ -38,7 +39,6 @@ JOINT_UP_TO = 32  # latents of an outer plate at one silo, which then share one 
 COUPLINGS_UP_TO = (
     10_000_000  # coefficients of all rows together: 40 MB in single precision, each way
 )
-AMORTISED = "amortised"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,16 +128,8 @@ def MeanField(
 class Guide:
     """A guide for a model with given sizes, as functions of its parameters.
 
-    Attributes
-    ----------
-    model : FederatedModel
-    globals : GlobalGuide
-    locals : dict of str to LocalGuide
-        The guide of each silo plate that has latents.
-    init_loc_fn : callable or None
-        The function for the start of the guide.
-    encoders : dict of str to Encoder
-        The networks of plates with an amortised guide.
+    ``locals`` has the guide of each silo plate that has latents, ``encoders`` the networks of those
+    with an amortised guide. ``init_loc_fn`` is the function for the start of the guide, or None.
     """
 
     model: FederatedModel
@@ -241,13 +233,16 @@ class Guide:
         if not eta:
             return eta
         width, (_, vjp) = len(at), jax.vjp(f, at)
-
-        def transformed(C: Array) -> Array:
-            rows = C[..., :width].reshape(-1, width)
-            params = jax.vmap(lambda row: vjp(row)[0])(rows).reshape(*C.shape[:-1], width)
-            return jnp.concatenate([params, C[..., width:]], -1)
-
-        return {p: self.locals[p].with_couplings(params, transformed) for p, params in eta.items()}
+        composed = {p: dict(params) for p, params in eta.items()}
+        for params in composed.values():
+            for name in ("mean_coupling", "scale_coupling"):
+                if name not in params:
+                    continue
+                C = params[name]
+                rows = jax.vmap(lambda row: vjp(row)[0])(C[..., :width].reshape(-1, width))
+                own = rows.reshape(*C.shape[:-1], width)
+                params[name] = jnp.concatenate([own, C[..., width:]], -1)
+        return composed
 
     def to_frame(
         self, eta: dict[str, GuideParams]
@@ -289,29 +284,6 @@ class PlateGuide(NamedTuple):
     couple_scale: bool
 
 
-class Latents(Protocol):
-    """The latents for which a guide's settings are resolved: a model's, or one party's."""
-
-    @property
-    def dim(self) -> int:
-        """Return the length of the flat vector of globals."""
-        ...
-
-    @property
-    def structure(self) -> Structure:
-        """Return the structure of the text, with the support of each global site."""
-        ...
-
-    @property
-    def plates(self) -> tuple[Plate, ...]:
-        """Return the silo plates."""
-        ...
-
-    def named(self, kind: str, plate: str | None = None) -> tuple[Site, ...]:
-        """Return the sites of one kind at one level."""
-        ...
-
-
 class GuideConfig(NamedTuple):
     """The complete settings of a guide, for a model and the sizes of its silo plates."""
 
@@ -327,6 +299,7 @@ class GuideConfig(NamedTuple):
 
 
 Spec: TypeAlias = Structured | Amortised | AutoGuide
+Latents: TypeAlias = FederatedModel | PartyModel  # for which a guide's settings are resolved
 
 
 def resolve(
@@ -339,116 +312,24 @@ def resolve(
 ) -> GuideConfig:
     """Return complete settings of a guide, with a choice for each ``"auto"``.
 
-    Parameters
-    ----------
-    spec : Structured, Amortised, AutoGuide or None
-    fm : FederatedModel
-    largest, total : dict of str to int
-        Rows of each silo plate at the largest silo, and at all silos together; up to powers of two.
-    at_mode : bool
-        Whether a run starts at the mode, with steps in coordinates of the posterior.
-
-    Raises
-    ------
-    GuideError
-        For a guide that is none of ours, a word that is not known, a plate without a guide.
+    ``largest`` and ``total`` are rows of each silo plate at the largest silo, and at all silos
+    together, up to powers of two. ``at_mode`` says whether a run starts at the mode, with steps in
+    coordinates of the posterior.
     """
-    spec = _structured(spec)
+    spec = structured(spec)
     with_latents = [p for p in fm.plates if p.dim]
     # By the largest silo, padded: guides of all silos have one shape, and one program.
     width_outer = sum(p.dim * largest[p.name] for p in with_latents if p.outer)
-
-    def plate_guide(p: Plate) -> PlateGuide:
+    plates = []
+    for p in with_latents:
         width = fm.dim + (0 if p.outer else width_outer)
-        kind = _local_covariance(spec, fm, p.name, p.dim, largest[p.name] * p.dim)
-        if kind == AMORTISED:
-            return PlateGuide(p.name, kind, False, False)
+        kind = _local_covariance(spec, fm, p, largest[p.name] * p.dim)
         couple = 0 < total[p.name] * p.dim * width <= COUPLINGS_UP_TO
-        return PlateGuide(
-            p.name,
-            kind,
-            couple if spec.couple_mean is None else spec.couple_mean,
-            couple if spec.couple_scale is None else spec.couple_scale,
-        )
-
-    kind, rank = _global_kind(spec, fm, at_mode)
-    return GuideConfig(kind, rank, tuple(map(plate_guide, with_latents)))
-
-
-def build(spec: Spec | None, fm: FederatedModel, sizes: Sequence[Sizes]) -> Guide:
-    """Return the guide for a model and the rows of each silo plate at each silo."""
-    largest = {p.name: max(size[p.name] for size in sizes) for p in fm.plates}
-    total = {p.name: sum(size[p.name] for size in sizes) for p in fm.plates}
-    return build_resolved(spec, resolve(spec, fm, largest, total), fm)
-
-
-def build_resolved(
-    spec: Spec | None,
-    resolved: GuideConfig,
-    fm: FederatedModel,
-    row_of: Callable[[str], Row] | None = None,
-) -> Guide:
-    """Return the guide of complete settings; ``row_of`` gives the arrays of a plate's row."""
-    spec = _structured(spec)
-    dims, init_scale = {p.name: p.dim for p in fm.plates}, spec.init_scale
-    locals_: dict[str, LocalGuide] = {}
-    encoders: dict[str, Encoder] = {}
-    for plate, covariance, mean, scale in resolved.locals:
-        dim = dims[plate]
-        if covariance != AMORTISED:
-            locals_[plate] = LocalGuide(dim, covariance, mean, scale, init_scale)
-            continue
-        locals_[plate] = AmortisedLocals(dim, "diagonal", False, False, init_scale)
-        # The server and the plan need the guide's shapes only, and know no rows.
-        if row_of is not None:
-            kind = _local_spec(spec, fm, plate)
-            encoders[plate] = encoder(kind, fm, plate, dim, row_of(plate), init_scale)
-    return Guide(fm, _globals_of(spec, resolved, fm), locals_, spec.init_loc_fn, encoders)
-
-
-def init_loc_fn_of(spec: Spec | None) -> Callable[..., Any] | None:
-    """Return the function for the start of a guide, or None."""
-    return _structured(spec).init_loc_fn
-
-
-def amortises(spec: Spec | None) -> bool:
-    """Return whether any plate has an amortised guide."""
-    kinds = _structured(spec).locals
-    return any(
-        isinstance(kind, Amortised)
-        for kind in (kinds.values() if isinstance(kinds, Mapping) else [kinds])
-    )
-
-
-def leaves_locals_open(spec: Spec | None) -> bool:
-    """Return whether the settings of a guide say nothing about the locals."""
-    chosen, default = _structured(spec), Structured()
-    names = "locals", "couple_mean", "couple_scale"
-    return all(getattr(chosen, name) == getattr(default, name) for name in names)
-
-
-def _structured(spec: Spec | None) -> Structured:
-    if isinstance(spec, Amortised):
-        spec = Structured(locals=spec)
-    if isinstance(spec, AutoGuide):
-        spec = Structured(globals=spec, init_loc_fn=spec.init_loc_fn)
-    spec = Structured() if spec is None else spec
-    if not isinstance(spec, Structured):
-        raise GuideError(
-            f"expected numpyro_fed.guides.Structured(...) or a NumPyro autoguide, got "
-            f"{type(spec).__name__}. A guide must be a function of explicit noise, so hand-written "
-            "guides cannot be used; leave guide out for a good default."
-        )
-    if not spec.init_scale > 0:
-        raise GuideError(f"init_scale must be positive, got {spec.init_scale}.")
-    return spec
-
-
-def _global_kind(spec: Structured, fm: Latents, at_mode: bool) -> tuple[str, int | None]:
-    """Return the kind of the globals' covariance, and its rank if it is of low rank."""
+        couples = (couple if own is None else own for own in (spec.couple_mean, spec.couple_scale))
+        plates.append(PlateGuide(p.name, kind, *((False, False) if kind == AMORTISED else couples)))
     kind, dim = spec.globals, fm.dim
     if isinstance(kind, AutoGuide):
-        return type(kind).__name__, None
+        return GuideConfig(type(kind).__name__, None, tuple(plates))
     if kind == "auto":
         latents = fm.named("latent")
         # A bounded site beside another one is most often a scale and its effects.
@@ -463,27 +344,74 @@ def _global_kind(spec: Structured, fm: Latents, at_mode: bool) -> tuple[str, int
         )
     # About the square root, as NumPyro's AutoLowRankMultivariateNormal has it, and at most 20.
     rank = spec.rank or min(int(dim**0.5) + 1, 20)
-    return kind, rank if kind == "low_rank" else None
+    return GuideConfig(kind, rank if kind == "low_rank" else None, tuple(plates))
 
 
-def _globals_of(spec: Structured, resolved: GuideConfig, fm: FederatedModel) -> GlobalGuide[Array]:
-    """Return the guide of the globals, by its complete settings."""
-    dim, first = fm.dim, spec.init_scale
+def build_resolved(
+    spec: Spec | None,
+    resolved: GuideConfig,
+    fm: FederatedModel,
+    row_of: Callable[[str], Row] | None = None,
+) -> Guide:
+    """Return the guide of complete settings; ``row_of`` gives the arrays of a plate's row."""
+    spec = structured(spec)
+    dims, dim, init_scale = {p.name: p.dim for p in fm.plates}, fm.dim, spec.init_scale
+    locals_: dict[str, LocalGuide] = {}
+    encoders: dict[str, Encoder] = {}
+    for plate, covariance, mean, scale in resolved.locals:
+        width = dims[plate]
+        locals_[plate] = LocalGuide(width, covariance, mean, scale, init_scale)
+        # The server and the plan need the guide's shapes only, and know no rows.
+        if covariance == AMORTISED and row_of is not None:
+            kind = _local_spec(spec, fm, plate)
+            encoders[plate] = encoder(kind, fm, plate, width, row_of(plate), init_scale)
+    globals_: GlobalGuide[Array]
     if isinstance(spec.globals, AutoGuide):
-        return from_autoguide(spec.globals, dim)
-    if resolved.globals == "diagonal":
-        return Diagonal(dim, first)
-    if resolved.globals == "full":
-        return Full(dim, first)
-    if resolved.globals == "skewed":
-        return Skewed(dim, first, _order(fm))
-    return LowRank(dim, first, resolved.rank or 1)
+        globals_ = from_autoguide(spec.globals, dim)
+    elif resolved.globals == "diagonal":
+        globals_ = Diagonal(dim, init_scale)
+    elif resolved.globals == "full":
+        globals_ = Full(dim, init_scale)
+    elif resolved.globals == "skewed":
+        # Bounded sites first: scales before their effects.
+        sites = sorted(fm.named("latent"), key=lambda site: _unbounded(fm, site))
+        order = tuple(i for s in sites for i in range(s.start, s.stop))
+        globals_ = Skewed(dim, init_scale, order)
+    else:
+        globals_ = LowRank(dim, init_scale, resolved.rank or 1)
+    return Guide(fm, globals_, locals_, spec.init_loc_fn, encoders)
 
 
-def _order(fm: FederatedModel) -> tuple[int, ...]:
-    """Return the globals' coordinates with bounded sites first: scales before their effects."""
-    sites = sorted(fm.named("latent"), key=lambda site: _unbounded(fm, site))
-    return tuple(i for s in sites for i in range(s.start, s.stop))
+def init_loc_fn_of(spec: Spec | None) -> Callable[..., Any] | None:
+    """Return the function for the start of a guide, or None."""
+    return structured(spec).init_loc_fn
+
+
+def amortises(spec: Spec | None) -> bool:
+    """Return whether any plate has an amortised guide."""
+    kinds = structured(spec).locals
+    return any(
+        isinstance(kind, Amortised)
+        for kind in (kinds.values() if isinstance(kinds, Mapping) else [kinds])
+    )
+
+
+def structured(spec: Spec | None) -> Structured:
+    """Return the settings that a guide of the user stands for; refuse what is no guide of ours."""
+    if isinstance(spec, Amortised):
+        spec = Structured(locals=spec)
+    if isinstance(spec, AutoGuide):
+        spec = Structured(globals=spec, init_loc_fn=spec.init_loc_fn)
+    spec = Structured() if spec is None else spec
+    if not isinstance(spec, Structured):
+        raise GuideError(
+            f"expected numpyro_fed.guides.Structured(...) or a NumPyro autoguide, got "
+            f"{type(spec).__name__}. A guide must be a function of explicit noise, so hand-written "
+            "guides cannot be used; leave guide out for a good default."
+        )
+    if not spec.init_scale > 0:
+        raise GuideError(f"init_scale must be positive, got {spec.init_scale}.")
+    return spec
 
 
 def _unbounded(fm: Latents, site: Site) -> bool:
@@ -506,24 +434,23 @@ def _local_spec(spec: Structured, fm: Latents, plate: str) -> Any:
     return kind
 
 
-def _local_covariance(spec: Structured, fm: Latents, plate: str, dim: int, size: int) -> str:
-    kind = _local_spec(spec, fm, plate)
-    outer = next(p.outer for p in fm.plates if p.name == plate)
+def _local_covariance(spec: Structured, fm: Latents, p: Plate, size: int) -> str:
+    kind = _local_spec(spec, fm, p.name)
     if isinstance(kind, Amortised):
-        if outer:
+        if p.outer:
             raise GuideError(
-                f"guides.Amortised for silo_plate '{plate}': rows of another plate depend on its "
-                f"latents, and a network reads one row at a time. Say locals={{'{plate}': 'full', "
+                f"guides.Amortised for silo_plate '{p.name}': rows of another plate depend on its "
+                f"latents, and a network reads one row at a time. Say locals={{'{p.name}': 'full', "
                 "...}, and Amortised() for the plate below."
             )
         return AMORTISED
     if kind == "auto":
-        if outer and size <= JOINT_UP_TO:
+        if p.outer and size <= JOINT_UP_TO:
             return "joint"
-        return "full" if dim <= FULL_ROW_UP_TO else "diagonal"
+        return "full" if p.dim <= FULL_ROW_UP_TO else "diagonal"
     if kind not in ("diagonal", "full", "joint"):
         raise GuideError(
-            f"locals={kind!r} for silo_plate '{plate}': expected 'auto', 'diagonal', 'full', "
+            f"locals={kind!r} for silo_plate '{p.name}': expected 'auto', 'diagonal', 'full', "
             "'joint' or guides.Amortised(...)."
         )
     return kind

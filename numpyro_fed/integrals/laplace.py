@@ -40,16 +40,9 @@ FLAT = 1e-6  # least curvature of a direction, as a share of the largest of its 
 class Arrow(NamedTuple):
     """The gradient and the negative Hessian of a silo's log density in its locals.
 
-    Attributes
-    ----------
-    g : {plate: (n, d)}
-        The gradient, of rows and outer plates.
-    rows : {plate: (n, d, d)}
-        A block for each row.
-    border : {plate: (n, d, o)}
-        Second derivatives between a row and the ``o`` latents of all outer plates.
-    corner : (o, o)
-        Second derivatives among the latents of all outer plates.
+    ``g`` {plate: (n, d)} is the gradient, of rows and outer plates, and ``rows`` {plate: (n, d, d)}
+    a block for each row. ``border`` {plate: (n, d, o)} has second derivatives between a row and the
+    ``o`` latents of all outer plates, ``corner`` (o, o) those among the latter.
     """
 
     g: Rows
@@ -88,39 +81,27 @@ class Factor(NamedTuple):
 
     def solve(self, g: Rows) -> Rows:
         """Return the inverse of the arrow times ``g``, by plate, for rows and outer plates."""
-        outer_plates = _above(g, self.rows)
+        # The outer plates, in the order in which their latents are packed.
+        outer_plates = sorted(g.keys() - self.rows.keys())
         row_solutions = {
             p: linalg.cholesky_solve(L, g[p][..., None])[..., 0] for p, L in self.rows.items()
         }
         if not outer_plates:
             return row_solutions
-        right = _packed(g, outer_plates)
+        right = jnp.concatenate([g[p].ravel() for p in outer_plates])
         for p, B in self.border.items():
             right = right - jnp.einsum("ndo,nd->o", B, row_solutions[p])
         above = linalg.cholesky_solve(self.corner, right[:, None])[:, 0]
         row_solutions = {p: a - self.inverse[p] @ above for p, a in row_solutions.items()}
         return {**row_solutions, **_unpacked(above, g, outer_plates)}
 
-    def log_det(self) -> Array:
-        """Return the log determinant of the arrow."""
-        blocks = (*self.rows.values(), self.corner)
-        return sum((_log_det_of(L) for L in blocks), jnp.zeros(()))
-
 
 class SearchEnd(NamedTuple):
     """The locals at the end of a search for their modes, with the derivatives there.
 
-    Attributes
-    ----------
-    z : {plate: (n, d)}
-        The locals, close to their modes.
-    arrow : Arrow
-        The derivatives there.
-    step : {plate: (n, d)}
-        The step to the modes, of all latents that are not held fixed.
-    decrement : ()
-        The largest Newton decrement: twice the nats that the step promises. NaN where there is no
-        step.
+    ``z`` {plate: (n, d)} are close to their modes, and ``step`` leads to these for all latents that
+    are not held fixed. ``decrement`` () is the largest Newton decrement, twice the nats that the
+    step promises; NaN where there is no step.
     """
 
     z: Rows
@@ -151,14 +132,6 @@ class SearchEnd(NamedTuple):
         return {p: jnp.broadcast_to(~stops, a.shape) for p, a in finite.items()}
 
 
-class _Move(NamedTuple):
-    """A direction of the search, the step sizes to try, and whether outer latents are fixed."""
-
-    direction: Rows
-    step_sizes: Array
-    fix_outer: bool
-
-
 @dataclass(frozen=True)
 class Laplace:
     """Laplace's method for the local latents of one model, as pure functions of a silo's data."""
@@ -171,25 +144,14 @@ class Laplace:
         shapes = {p.name: (sizes[p.name], p.dim) for p in self.model.plates if p.dim}
         return {name: jnp.full(shape, START) for name, shape in shapes.items()}
 
-    def log_likelihood(
-        self, theta: Theta, z_G: Array, data: SiloData, start: Rows
-    ) -> tuple[Array, Rows]:
-        """Return the log likelihood (), and the modes of the locals; not to be differentiated."""
-        if not start:
-            return self._total(theta, z_G, start, data), start
-        z = self.near(theta, z_G, self.search(theta, z_G, data, start).modes, data).modes
-        arrow = self._arrow(theta, z_G, z, data)
-        factor = Factor.of(arrow)
-        log_det = self._checked_log_det(arrow, factor, factor.log_det())
-        return self._laplace(self._total(theta, z_G, z, data), log_det, z, data), z
-
     def differentiable(
         self, theta: Theta, z_G: Array, data: SiloData, start: Rows
     ) -> tuple[Array, Rows]:
-        r"""Return the same, with derivatives up to the second in ``theta`` and ``z_G``.
+        r"""Return the log likelihood (), and the modes of the locals.
 
-        These together are ``x``. The modes and the factors of ``A`` are found once, and held fixed:
-        no derivative goes through the search. With the step
+        It has derivatives up to the second in ``theta`` and ``z_G``, together ``x``. The modes and
+        the factors of ``A`` are found once, and held fixed: no derivative goes through the search.
+        With the step
         :math:`z(x) = \hat z + A^{-1} \partial_z f(x, \hat z)` and
         :math:`w = A^{-1} \partial_z \log \det A`,
 
@@ -207,25 +169,17 @@ class Laplace:
         at_mode = self._arrow(*fixed, z, data)
         factor = Factor.of(at_mode)
         w = factor.solve(jax.grad(lambda z: _log_det(self._arrow(*fixed, z, data)))(z))
-        moving = jax.tree.map(jnp.add, z, factor.solve(self._gradient(theta, z_G, z, data)))
+        step = factor.solve(jax.grad(self._total, 2)(theta, z_G, z, data))
+        moving = jax.tree.map(jnp.add, z, step)
         arrow = self._arrow(theta, z_G, moving, data)
         correction = sum(jnp.vdot(w[p], g) for p, g in arrow.g.items())
-        log_det = self._checked_log_det(at_mode, factor, _log_det(arrow))
+        # Laplace's method off the mode is finite and wrong; NaN makes the caller's step a failed
+        # one.
+        at_rest = _newton_decrement(at_mode, factor.solve(at_mode.g)) < MAX_DECREMENT
+        log_det = jnp.where(at_rest, _log_det(arrow), jnp.nan)
         total = self._total(theta, z_G, moving, data) - 0.5 * correction
-        return self._laplace(total, log_det, z, data), z
-
-    def _checked_log_det(self, arrow: Arrow, factor: Factor, log_det: Array) -> Array:
-        """Return the log determinant, NaN where the search did not reach a mode.
-
-        Laplace's method off the mode is finite and wrong; NaN makes the caller's step a failed one.
-        """
-        return jnp.where(
-            _newton_decrement(arrow, factor.solve(arrow.g)) < MAX_DECREMENT, log_det, jnp.nan
-        )
-
-    def _laplace(self, total: Array, log_det: Array, z: Rows, data: SiloData) -> Array:
         number = sum(jnp.sum(self._real(p, z, data)) * z[p].shape[1] for p in z)
-        return total + 0.5 * (number * LOG_2PI - log_det)
+        return total + 0.5 * (number * LOG_2PI - log_det), z
 
     def outer_given(
         self, theta: Theta, z_G: Array, z: Rows, data: SiloData
@@ -235,14 +189,11 @@ class Laplace:
         ``z`` are the modes at globals close by. The modes have one correct derivative.
         """
         z = self.near(theta, z_G, z, data).modes
-        return self._with_covariances(z, Factor.of(self._arrow(theta, z_G, z, data)))
+        return self.outer_at(z, self._arrow(theta, z_G, z, data))
 
-    def outer_near(self, near: SearchEnd) -> dict[str, tuple[Array, Array]]:
-        """Return :meth:`outer_given`, with the covariances before the step to the modes."""
-        return self._with_covariances(near.modes, Factor.of(near.arrow))
-
-    def _with_covariances(self, z: Rows, factor: Factor) -> dict[str, tuple[Array, Array]]:
-        """Return each outer plate's latents and their covariance."""
+    def outer_at(self, z: Rows, arrow: Arrow) -> dict[str, tuple[Array, Array]]:
+        """Return each outer plate's latents, and their covariance by these derivatives."""
+        factor = Factor.of(arrow)
         covariance = linalg.cholesky_solve(factor.corner, jnp.eye(len(factor.corner)))
         found, start = {}, 0
         for p in sorted(self.outer_plates):
@@ -295,6 +246,27 @@ class Laplace:
         if apart and self.outer_plates:
             raise ValueError("rows below the latents of an outer plate have no modes of their own.")
 
+        # The locals after the best step size: for each row, or for all rows together. Rows choose
+        # each for itself only where nothing above them moves: their terms are then independent.
+        def best_of(z: Rows, direction: Rows) -> Rows:
+            # A size of zero is always among those tried: a row that no step improves stays.
+            sizes = jnp.array([*step_sizes, 0.0])
+
+            def terms_at(size: Array) -> Rows:
+                moved = jax.tree.map(lambda a, b: a + size * b, z, direction)
+                return self._terms(theta, z_G, moved, data)
+
+            terms = jax.lax.map(terms_at, sizes)
+            if self.outer_plates and not fix_outer:
+                total = sum(t.sum(1) for t in terms.values())
+                best = sizes[jnp.argmax(jnp.where(jnp.isnan(total), -jnp.inf, total))]
+                return jax.tree.map(lambda a, b: a + best * b, z, direction)
+            moved = dict(z)
+            for p in [p for p in z if p not in self.outer_plates]:
+                values = jnp.where(jnp.isnan(terms[p]), -jnp.inf, terms[p])
+                moved[p] = z[p] + sizes[jnp.argmax(values, 0)][:, None] * direction[p]
+            return jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(new), new, old), moved, z)
+
         def step(carry: tuple[Array, SearchEnd]) -> tuple[Array, SearchEnd]:
             i, near = carry
             uphill = near.arrow._replace(rows=jax.tree.map(_positive, near.arrow.rows))
@@ -302,9 +274,7 @@ class Laplace:
             # leads uphill all the same (Dauphin et al. 2014).
             direction = Factor.of(uphill, positive=True).solve(near.arrow.g)
             direction = {**jax.tree.map(jnp.zeros_like, near.z), **direction}
-            # A size of zero is always among those tried: a row that no step improves stays.
-            move = _Move(direction, jnp.array([*step_sizes, 0.0]), fix_outer)
-            z = self._line_search(theta, z_G, near.z, move, data)
+            z = best_of(near.z, direction)
             if apart:
                 on = near.rows_to_move(tolerance, apart=True)
                 z = {p: jnp.where(on[p][:, None], z[p], near.z[p]) for p in z}
@@ -320,29 +290,6 @@ class Laplace:
             return first
         return jax.lax.while_loop(goes_on, step, (jnp.zeros((), jnp.int32), first))[1]
 
-    def _line_search(self, theta: Theta, z_G: Array, z: Rows, move: _Move, data: SiloData) -> Rows:
-        """Return the locals after the best step size: for each row, or for all rows together.
-
-        Rows choose each for itself only where nothing above them moves: their terms are then
-        independent.
-        """
-        direction, step_sizes, fix_outer = move
-
-        def terms_at(size: Array) -> Rows:
-            moved = jax.tree.map(lambda a, b: a + size * b, z, direction)
-            return self._terms(theta, z_G, moved, data)
-
-        terms = jax.lax.map(terms_at, step_sizes)
-        if self.outer_plates and not fix_outer:
-            total = sum(t.sum(1) for t in terms.values())
-            best = step_sizes[jnp.argmax(jnp.where(jnp.isnan(total), -jnp.inf, total))]
-            return jax.tree.map(lambda a, b: a + best * b, z, direction)
-        moved = dict(z)
-        for p in [p for p in z if p not in self.outer_plates]:
-            values = jnp.where(jnp.isnan(terms[p]), -jnp.inf, terms[p])
-            moved[p] = z[p] + step_sizes[jnp.argmax(values, 0)][:, None] * direction[p]
-        return jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(new), new, old), moved, z)
-
     @property
     def outer_plates(self) -> tuple[str, ...]:
         return tuple(p.name for p in self.model.plates if p.dim and p.outer)
@@ -356,22 +303,16 @@ class Laplace:
         terms = self._terms(theta, z_G, z, data)
         return sum((rows.sum() for rows in terms.values()), jnp.zeros(()))
 
-    def _gradient(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Rows:
-        return jax.grad(lambda z: self._total(theta, z_G, z, data))(z)
-
     def _real(self, plate: str, z: Rows, data: SiloData) -> Array:
         return data.masks.get(plate, jnp.ones(len(z[plate]), bool))
 
     def _arrow(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Arrow:
-        """Return first and second derivatives in the locals.
-
-        Padded rows have a gradient of zero and a curvature of one: their steps are zero, and their
-        log determinants add nothing.
-        """
+        """Return first and second derivatives in the locals."""
+        # Padded rows have a gradient of zero and a curvature of one: their steps are zero, and
+        # their log determinants add nothing.
         zeros, outer = jax.tree.map(jnp.zeros_like, z), sorted(self.outer_plates)
 
-        def gradient(z: Rows) -> Rows:
-            return self._gradient(theta, z_G, z, data)
+        gradient = jax.grad(lambda z: self._total(theta, z_G, z, data))
 
         def times_hessian(direction: Rows) -> Rows:
             return jax.jvp(gradient, (z,), ({**zeros, **direction},))[1]
@@ -441,7 +382,8 @@ class _Series(NamedTuple):
     def log_det(self) -> Array:
         E = self.P @ self.delta
         first = jnp.trace(E, axis1=-2, axis2=-1).sum()
-        return _log_det_of(self.L) + first - 0.5 * (E * jnp.swapaxes(E, -1, -2)).sum()
+        fixed = 2 * jnp.log(jnp.diagonal(self.L, axis1=-2, axis2=-1)).sum()
+        return fixed + first - 0.5 * (E * jnp.swapaxes(E, -1, -2)).sum()
 
     def solve(self, B: Array) -> Array:
         first = self.P @ B
@@ -450,28 +392,11 @@ class _Series(NamedTuple):
 
 
 def _newton_decrement(arrow: Arrow, step: Rows) -> Array:
-    """Return the largest Newton decrement of any row, and of all outer latents together.
-
-    The decrement :math:`g' A^{-1} g` is twice the gain that a full step predicts.
-    """
+    """Return the largest decrement g' A^-1 g of any row, and of all outer latents together."""
     rows = [jnp.sum(arrow.g[p] * step[p], -1) for p in arrow.rows]
-    above = sum((jnp.vdot(arrow.g[p], step[p]) for p in _above(arrow.g, arrow.rows)), jnp.zeros(()))
+    outer = sorted(arrow.g.keys() - arrow.rows.keys())
+    above = sum((jnp.vdot(arrow.g[p], step[p]) for p in outer), jnp.zeros(()))
     return jnp.concatenate([*rows, above[None]]).max()
-
-
-def _above(g: Rows, rows: Rows) -> list[str]:
-    """Return the outer plates, in the order in which their latents are packed."""
-    return sorted(g.keys() - rows.keys())
-
-
-def _packed(z: Rows, plates: list[str]) -> Array:
-    """Return the latents of ``plates`` as one vector, plate after plate."""
-    return jnp.concatenate([z[p].ravel() for p in plates])
-
-
-def _log_det_of(L: Array) -> Array:
-    """Return the log determinant of ``L L'``, summed over all blocks."""
-    return 2 * jnp.log(jnp.diagonal(L, axis1=-2, axis2=-1)).sum()
 
 
 def _unpacked(vector: Array, z: Rows, plates: tuple[str, ...] | list[str]) -> Rows:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,16 +86,14 @@ def default_nodes(fm: FederatedModel) -> int:
     return NODES if dims[0] else NODES_OF_OUTER
 
 
-class SiloIntegral(Protocol):
-    """A silo's log likelihood with its own latents integrated out."""
+def silo_integral(
+    fm: FederatedModel,
+) -> Callable[[Theta, Array, SiloData, Rows], tuple[Array, Rows]]:
+    """Return the integral by quadrature where it is the default, and by Laplace's method else.
 
-    def __call__(self, theta: Theta, z_G: Array, data: SiloData, start: Rows) -> tuple[Array, Rows]:
-        """Return the log likelihood (), twice differentiable, and the modes near ``start``."""
-        ...
-
-
-def silo_integral(fm: FederatedModel) -> SiloIntegral:
-    """Return the integral by quadrature where it is the default, and by Laplace's method else."""
+    It is a function ``(theta, z_G, data, start)`` that returns the log likelihood (), twice
+    differentiable, and the modes near ``start``.
+    """
     nodes = default_nodes(fm)
     if not nodes:
         return Laplace(fm).differentiable
@@ -112,21 +110,13 @@ def hermite(nodes: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class RowIntegrals:
-    """The integrals over the latents of a silo's rows.
+    """The integrals over the latents of a silo's rows, below one outer plate at most.
 
-    Attributes
-    ----------
-    model : FederatedModel
-        A split text whose rows stand alone, with at most one outer plate.
-    nodes : int
-        Nodes in each dimension.
-    search : dict
-        Settings of the search for conditional modes (:meth:`Laplace.search`), by default exact.
-        The modes only place the nodes, after one more step of Newton's method.
-    few_places : bool
-        Whether the integrals are evaluated at a few places, so that compiling counts: nodes of an
-        outer plate are then taken side by side. A loop over them has less in memory, and its second
-        derivatives take half as long again to compile.
+    There are ``nodes`` in each dimension. ``search`` has settings of the search for conditional
+    modes (:meth:`Laplace.search`), by default exact: the modes only place the nodes, after one more
+    step of Newton's method. With ``few_places`` the integrals are evaluated at a few places, so
+    that compiling counts: nodes of an outer plate are then taken side by side. A loop over them has
+    less in memory, and its second derivatives take half as long again to compile.
     """
 
     model: FederatedModel
@@ -153,9 +143,22 @@ class RowIntegrals:
 
     def at(self, theta: Theta, z_G: Array, near: SearchEnd, data: SiloData) -> Array:
         """Return the log likelihood () by nodes that stand ``near`` the conditional modes."""
-        if not Laplace(self.model).outer_plates:
+        outer = Laplace(self.model).outer_plates
+        if not outer:
             return data.total(self._terms(theta, z_G, {}, near, data))
-        return self._over_outer(theta, z_G, near, data)
+        place, root, terms = self._outer_terms(theta, z_G, near, data)
+        d = place.shape[1]
+        t, log_w = (jnp.asarray(a, place.dtype) for a in hermite(self.nodes, d))
+
+        def at(node: Array) -> Array:
+            return terms(place + jnp.sqrt(2.0) * (root @ node))
+
+        rows = sum(self.model.sizes(data).values())
+        few = self.few_places and rows * len(t) <= SIDE_BY_SIDE
+        each = jax.vmap(at)(t) if few else jax.lax.map(at, t)
+        log_det = jnp.log(jnp.diagonal(root, axis1=-2, axis2=-1)).sum(-1)
+        value = jax.nn.logsumexp(each + log_w[:, None], 0) + 0.5 * d * jnp.log(2.0) + log_det
+        return data.masked(outer[0], value).sum()
 
     def sample(self, key: Array, theta: Theta, z_G: Array, near: SearchEnd, data: SiloData) -> Rows:
         """Return a draw of all latents given the globals, {plate: (rows, dim)}.
@@ -198,53 +201,28 @@ class RowIntegrals:
         outer = Laplace(self.model).outer_plates
         if not outer:
             return {}
-        place, root = self._outer_place(theta, z_G, near, data)
-        terms = self._outer_terms(theta, z_G, near, data)
+        place, root, terms = self._outer_terms(theta, z_G, near, data)
         cells, width = _cells(place.shape[1])
         log_p = jax.lax.map(lambda cell: terms(place + root @ cell), cells)
         cell = _drawn_cell(key, log_p, cells, width)
         return {outer[0]: place + (root @ cell[..., None])[..., 0]}
 
-    def _over_outer(self, theta: Theta, z_G: Array, near: SearchEnd, data: SiloData) -> Array:
-        """Return the log likelihood of a model with an outer plate."""
-        (plate,) = Laplace(self.model).outer_plates
-        place, root = self._outer_place(theta, z_G, near, data)
-        terms = self._outer_terms(theta, z_G, near, data)
-        d = place.shape[1]
-        t, log_w = (jnp.asarray(a, place.dtype) for a in hermite(self.nodes, d))
-
-        def at(node: Array) -> Array:
-            return terms(place + jnp.sqrt(2.0) * (root @ node))
-
-        rows = sum(self.model.sizes(data).values())
-        few = self.few_places and rows * len(t) <= SIDE_BY_SIDE
-        each = jax.vmap(at)(t) if few else jax.lax.map(at, t)
-        log_det = jnp.log(jnp.diagonal(root, axis1=-2, axis2=-1)).sum(-1)
-        value = jax.nn.logsumexp(each + log_w[:, None], 0) + 0.5 * d * jnp.log(2.0) + log_det
-        return data.masked(plate, value).sum()
-
-    def _outer_place(
+    def _outer_terms(
         self, theta: Theta, z_G: Array, near: SearchEnd, data: SiloData
-    ) -> tuple[Array, Array]:
-        """Return modes (n, d) of the outer plate's latents, and roots (n, d, d) of covariances."""
+    ) -> tuple[Array, Array, Callable[[Array], Array]]:
+        """Return modes (n, d) of the outer plate's latents, and roots (n, d, d) of covariances.
+
+        And the log density (n,) of each row of the outer plate with all that is below it, as a
+        function of the outer plate's latents (n, d). Where a row reads several rows of the outer
+        plate, these have no integrals of their own, and it is NaN.
+        """
         laplace = Laplace(self.model)
         (plate,) = laplace.outer_plates
-        place, covariance = laplace.outer_near(near)[plate]
+        place, covariance = laplace.outer_at(near.modes, near.arrow)[plate]
         n, d = place.shape
         own = jnp.arange(n * d).reshape(n, d)
         # Each row of the outer plate has its own block; what ties these rows is in the terms.
-        return place, linalg.cholesky(covariance[own[:, :, None], own[:, None, :]])
-
-    def _outer_terms(
-        self, theta: Theta, z_G: Array, near: SearchEnd, data: SiloData
-    ) -> Callable[[Array], Array]:
-        """Return the log density (n,) of each row of the outer plate with all that is below it.
-
-        It is a function of the outer plate's latents (n, d). Where a row reads several rows of the
-        outer plate, these have no integrals of their own, and it is NaN.
-        """
-        (plate,) = Laplace(self.model).outer_plates
-        n = len(near.z[plate])
+        root = linalg.cholesky(covariance[own[:, :, None], own[:, None, :]])
         member, apart = self._members(theta, z_G, near.z, data, plate)
 
         def terms(z: Array) -> Array:
@@ -257,19 +235,29 @@ class RowIntegrals:
             ]
             return jnp.where(apart, found[plate] + sum(below, jnp.zeros(n)), jnp.nan)
 
-        return terms
+        return place, root, terms
 
     def _terms(
         self, theta: Theta, z_G: Array, z_outer: Rows, near: SearchEnd, data: SiloData
     ) -> Rows:
-        """Return the log likelihood of each row of each plate, given the outer plate's latents.
-
-        {plate: (rows,)}; of the outer plate itself the log density, its latents' included.
-        """
+        """Return the log likelihood of each row, and of the outer plate the log density."""
         latents = self._latents(z_outer, near, data)
         terms = self.model.log_silo(theta, z_G, latents, data)
         for plate, (mode, precision) in self._places(theta, z_G, z_outer, near, data).items():
-            terms[plate] = self._integrals(plate, theta, z_G, latents, mode, precision, data)
+            d = mode.shape[1]
+            root = linalg.cholesky(precision)
+            t, log_w = (jnp.asarray(a, mode.dtype) for a in hermite(self.nodes, d))
+            nodes = jnp.broadcast_to(t.T, (*mode.shape, len(t)))
+            steps = jnp.sqrt(2.0) * linalg.solve(root, nodes, transposed=True)  # (rows, d, K)
+
+            def at(step: Array, plate: str = plate, mode: Array = mode) -> Array:
+                z = {**latents, plate: mode + step}
+                return self.model.log_silo(theta, z_G, z, data)[plate]
+
+            each = jax.vmap(at)(jnp.moveaxis(steps, -1, 0)) + log_w[:, None]
+            log_det = jnp.log(jnp.diagonal(root, axis1=-2, axis2=-1)).sum(-1)
+            value = jax.nn.logsumexp(each, 0) + 0.5 * d * jnp.log(2.0) - log_det
+            terms[plate] = data.masked(plate, value)
         return terms
 
     def _latents(self, z_outer: Rows, near: SearchEnd, data: SiloData) -> Rows:
@@ -288,32 +276,6 @@ class RowIntegrals:
             laplace = Laplace(self.model)
             near = laplace.search(*fixed, data, start, fix_outer=True, **self.search)
         return {p: (near.modes[p], precision) for p, precision in near.arrow.rows.items()}
-
-    def _integrals(
-        self,
-        plate: str,
-        theta: Theta,
-        z_G: Array,
-        latents: Rows,
-        mode: Array,
-        precision: Array,
-        data: SiloData,
-    ) -> Array:
-        """Return the log likelihood of each row of a plate (rows,), its latents integrated."""
-        d = mode.shape[1]
-        root = linalg.cholesky(precision)
-        t, log_w = (jnp.asarray(a, mode.dtype) for a in hermite(self.nodes, d))
-        nodes = jnp.broadcast_to(t.T, (*mode.shape, len(t)))
-        steps = jnp.sqrt(2.0) * linalg.solve(root, nodes, transposed=True)  # (rows, d, K)
-
-        def at(step: Array) -> Array:
-            z = {**latents, plate: mode + step}
-            return self.model.log_silo(theta, z_G, z, data)[plate]
-
-        each = jax.vmap(at)(jnp.moveaxis(steps, -1, 0)) + log_w[:, None]
-        log_det = jnp.log(jnp.diagonal(root, axis1=-2, axis2=-1)).sum(-1)
-        value = jax.nn.logsumexp(each, 0) + 0.5 * d * jnp.log(2.0) - log_det
-        return data.masked(plate, value)
 
     def _members(
         self, theta: Theta, z_G: Array, modes: Rows, data: SiloData, outer: str
@@ -367,10 +329,7 @@ class RowIntegrals:
 
 
 def _cells(dim: int) -> tuple[Array, float]:
-    """Return the middles (M, dim) of the cells of a draw, in standard deviations, and their width.
-
-    Two latents have fewer cells each: their number is squared.
-    """
+    """Return the middles (M, dim) of the cells of a draw, in sds, and their width."""
     number, reach = (CELLS, REACH) if dim == 1 else (CELLS_OF_PAIR, REACH_OF_PAIR)
     width = 2 * reach / number
     middles = -reach + width * (np.arange(number) + 0.5)

@@ -48,15 +48,9 @@ class Tally(NamedTuple):
 class AtRest:
     """A sequential test whether a full natural-gradient step from a point is zero.
 
-    Attributes
-    ----------
-    family : Family
-    tolerance : float
-        Bound on the move of each mean, in standard deviations, and of each log standard deviation.
-        Estimates are averaged until their error is a quarter of it; at the end it must be below a
-        half.
-    most : int
-        The largest number of estimates.
+    ``tolerance`` bounds the move of each mean, in standard deviations, and of each log standard
+    deviation. Estimates, ``most`` of them, are averaged until their error is a quarter of it; at
+    the end it must be below a half.
     """
 
     family: Family[Any]

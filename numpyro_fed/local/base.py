@@ -14,12 +14,11 @@ from jax.lax import stop_gradient
 from numpyro_fed import expfam
 from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural, Ordinary
-from numpyro_fed.trees import Tree, drop_weak_types
+from numpyro_fed.trees import Tree, drop_weak_types, where
 
 SiloPart = TypeVar("SiloPart")
-Search = tuple[
-    Array, Tree, optax.OptState, Array, Array, Array
-]  # the state of the loop over L-BFGS steps
+# The state of the loop over L-BFGS steps.
+Search = tuple[Array, Tree, optax.OptState, Array, Array, Array]
 
 
 class LocalNoise(NamedTuple):
@@ -77,11 +76,8 @@ class Problem(NamedTuple, Generic[SiloPart]):
         self,
     ) -> tuple[Problem[SiloPart], Callable[[Solution[SiloPart]], Solution[SiloPart]]]:
         """Return the problem in coordinates in which its start is standard, and the way back."""
-        family, frame, (inside_part, from_frame) = (
-            self.family,
-            self.start,
-            self.to_frame(self.silo_part),
-        )
+        family, frame = self.family, self.start
+        inside_part, from_frame = self.to_frame(self.silo_part)
 
         def log_lik(
             psi: Ordinary, silo_part: SiloPart, noise: LocalNoise, plain: bool
@@ -90,8 +86,8 @@ class Problem(NamedTuple, Generic[SiloPart]):
             return jax.vmap(family.draw, (None, 0))(psi, noise.globals), values
 
         def divergence(eta: Natural, cavity: Natural) -> Array:
-            back_solution = (family.out_of(frame, eta), family.out_of(frame, cavity))
-            return self.divergence(*back_solution) if self.divergence else jnp.zeros(())
+            both = (family.out_of(frame, eta), family.out_of(frame, cavity))
+            return self.divergence(*both) if self.divergence else jnp.zeros(())
 
         def back_solution(found: Solution[SiloPart]) -> Solution[SiloPart]:
             eta = family.out_of(frame, found.eta)
@@ -215,8 +211,7 @@ def proper_step(
     first = jnp.asarray(rate, jnp.result_type(float))
     carry = (jnp.zeros((), jnp.int32), first, jnp.array(False))
     _, r, is_proper = jax.lax.while_loop(cond_fn, body_fn, carry)
-    moved = jax.tree.map(lambda a, b: jnp.where(is_proper, a, b), candidate(r), eta)
-    return moved, jnp.where(is_proper, r, 0.0)
+    return where(is_proper, candidate(r), eta), jnp.where(is_proper, r, 0.0)
 
 
 def minimise(

@@ -17,7 +17,7 @@ from numpyro_fed.expfam.base import Natural, Ordinary
 from numpyro_fed.local.at_rest import PARTICLES, AtRest, Tally, maximised
 from numpyro_fed.local.base import AT_REST, LocalNoise, Problem, SiloPart, Solution, free_energy
 from numpyro_fed.programs import while_loop
-from numpyro_fed.trees import drop_weak_types
+from numpyro_fed.trees import drop_weak_types, where
 
 # Adam's step size: ``STEP (1 + count / SETTLE_STEPS)^-DECAY`` near the optimum. An exponent in
 # (1/2, 1] makes the noise of the steps average out (Robbins and Monro 1951). A start near the
@@ -115,7 +115,7 @@ class Optax:
 
     def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
         """Run the steps; see the class."""
-        return _Ascent(self, problem, key).solution()
+        return Ascent(self, problem, key).solution()
 
     @property
     def checks_convergence(self) -> bool:
@@ -123,9 +123,8 @@ class Optax:
         return self.steps > 1 and not math.isinf(self.tolerance)
 
 
-At = tuple[
-    Natural | Ordinary, SiloPart
-]  # parameters of q in the optimiser's space, the silo's part
+# Parameters of q in the optimiser's space, and the silo's part.
+At = tuple[Natural | Ordinary, SiloPart]
 
 
 class EarlyStopping(NamedTuple):
@@ -158,7 +157,7 @@ class VisitState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Ascent(Generic[SiloPart]):
+class Ascent(Generic[SiloPart]):
     """A visit by :class:`Optax`.
 
     One loop takes the steps and then checks convergence with gradients of the same kind, so that
@@ -168,10 +167,6 @@ class _Ascent(Generic[SiloPart]):
     settings: Optax
     problem: Problem[SiloPart]
     key: Array
-
-    @property
-    def natural(self) -> bool:
-        return self.settings.space == "natural"
 
     @cached_property
     def optim(self) -> optax.GradientTransformation:
@@ -186,18 +181,30 @@ class _Ascent(Generic[SiloPart]):
         """Return whether the loop's own gradients serve for the check: they must be of all rows."""
         return self.settings.checks_convergence and self.settings.batch_size is None
 
-    @property
-    def gradients_per_estimate(self) -> int:
-        """Return the number of gradients in an estimate, so that it has ``PARTICLES`` draws."""
-        return -(-PARTICLES // self.settings.num_particles)
-
     @cached_property
     def at_rest(self) -> AtRest:
         return AtRest(self.problem.family, self.settings.tolerance)
 
     def solution(self) -> Solution[SiloPart]:
-        start = self.start()
-        block = self.block()
+        problem, settings = self.problem, self.settings
+        natural = settings.space == "natural"
+        first = problem.family.natural(problem.start) if natural else problem.start
+        params = (first, problem.silo_part)
+        zero, none = jnp.zeros(()), jnp.zeros((), jnp.int32)
+        best = params if settings.patience is not None else ()
+        early = EarlyStopping(zero, jnp.array(-jnp.inf), none, best)
+        estimate = jax.tree.map(jnp.zeros_like, problem.start)
+        opt_state = self.optim.init(params)
+        start = VisitState(none, params, opt_state, zero, early, estimate, self.at_rest.begin())
+        # The number of gradients for which noise is drawn at once.
+        size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(self.noise, 0)))
+        block = max(1, min(BLOCK, settings.steps, NOISE_AT_ONCE // max(size, 1)))
+
+        def unfinished(state: VisitState) -> Array:
+            moving = state.i < settings.steps
+            if not self.checks_by_own_gradients:
+                return moving
+            return moving | self.at_rest.wants_more(state.tally)
 
         def run_block(state: VisitState) -> VisitState:
             first = state.i
@@ -207,35 +214,39 @@ class _Ascent(Generic[SiloPart]):
                 return self.step(state, jax.tree.map(lambda a: a[state.i - first], noise))
 
             return while_loop(
-                lambda state: self.unfinished(state) & (state.i - first < block), step, state
+                lambda state: unfinished(state) & (state.i - first < block), step, state
             )
 
-        state = jax.lax.while_loop(self.unfinished, run_block, start)
+        state = jax.lax.while_loop(unfinished, run_block, drop_weak_types(start))
         eta, psi, silo_part = self.params_of(state.params)
         # The last value is enough: parameters that are NaN once stay NaN.
         finite = jnp.isfinite(state.value)
-        if self.settings.patience is not None:
+        if settings.patience is not None:
             finite &= jnp.isfinite(state.early.best)
-        return Solution(eta, silo_part, self.converged(state, psi, silo_part), finite)
-
-    def start(self) -> VisitState:
-        problem = self.problem
-        first = problem.family.natural(problem.start) if self.natural else problem.start
-        params = (first, problem.silo_part)
-        best = params if self.settings.patience is not None else ()
-        zero, none = jnp.zeros(()), jnp.zeros((), jnp.int32)
-        early = EarlyStopping(zero, jnp.array(-jnp.inf), none, best)
-        estimate = jax.tree.map(jnp.zeros_like, problem.start)
-        opt_state = self.optim.init(params)
-        state = VisitState(none, params, opt_state, zero, early, estimate, self.at_rest.begin())
-        return drop_weak_types(state)
+        if not settings.checks_convergence:
+            converged = jnp.array(True)
+        elif settings.batch_size is None:
+            converged = self.at_rest.holds(state.tally)
+        else:
+            # By all rows. It costs at most half as much as the steps did.
+            converged = maximised(
+                problem,
+                psi,
+                silo_part,
+                jax.random.fold_in(self.key, settings.steps),
+                settings.tolerance,
+                alpha=settings.alpha,
+                particles=2 if settings.alpha == 0 else settings.num_particles,
+                work=0.5 * settings.steps * settings.num_particles * settings.batch_size,
+            )
+        return Solution(eta, silo_part, converged, finite)
 
     def params_of(self, params: At[SiloPart]) -> tuple[Natural, Ordinary, SiloPart]:
         """Return natural and ordinary parameters, and the silo's part."""
         (first, silo_part), family = params, self.problem.family
         return (
             (first, family.ordinary(first), silo_part)
-            if self.natural
+            if self.settings.space == "natural"
             else (family.natural(first), first, silo_part)
         )
 
@@ -243,26 +254,13 @@ class _Ascent(Generic[SiloPart]):
         settings, key = self.settings, jax.random.fold_in(self.key, i)
         return self.problem.noise(key, settings.num_particles, settings.batch_size)
 
-    def block(self) -> int:
-        """Return the number of gradients for which noise is drawn at once."""
-        size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(self.noise, 0)))
-        return max(1, min(BLOCK, self.settings.steps, NOISE_AT_ONCE // max(size, 1)))
-
-    def unfinished(self, state: VisitState) -> Array:
-        moving = state.i < self.settings.steps
-        return (
-            moving | self.at_rest.wants_more(state.tally)
-            if self.checks_by_own_gradients
-            else moving
-        )
-
     def step(self, state: VisitState, noise: LocalNoise) -> VisitState:
         settings = self.settings
 
         def loss(params: At[SiloPart]) -> tuple[Array, Array]:
             _, psi, silo_part = self.params_of(params)
             # With minibatches the likelihood's noise remains, and cancels nothing.
-            stick = settings.batch_size is None and not self.natural
+            stick = settings.batch_size is None and settings.space == "ordinary"
             value, log_lik = free_energy(
                 self.problem, psi, silo_part, noise, alpha=settings.alpha, stick=stick
             )
@@ -270,13 +268,26 @@ class _Ascent(Generic[SiloPart]):
 
         (value, log_lik), gradient = jax.value_and_grad(loss, has_aux=True)(state.params)
 
+        # Near its optimum a visit may end before its last step.
+        may_end_early = (
+            self.checks_by_own_gradients and self.problem.near and settings.patience is None
+        )
+
         def move(state: VisitState) -> VisitState:
-            after = self.add_gradient(state, gradient[0]) if self.may_end_early else state
+            after = self.add_gradient(state, gradient[0]) if may_end_early else state
             updates, opt_state = self.optim.update(gradient, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             state = after._replace(i=state.i + 1, params=params, opt_state=opt_state, value=value)
-            if self.may_end_early:
-                state = self.check_arrival(state)
+            if may_end_early:
+                # It ends if the last ``CHECK_EVERY`` gradients show convergence. The tally starts
+                # anew after each check, and at the end, where the final decision begins.
+                full = (state.i % CHECK_EVERY == 0) & (state.i < settings.steps)
+                arrived = full & self.at_rest.arrived(state.tally)
+                begun = self.at_rest.begin()
+                tally = where(full & ~arrived, begun, state.tally)
+                tally = where(state.i == settings.steps, begun, tally)
+                i = jnp.where(arrived, settings.steps, state.i)
+                state = state._replace(i=i, tally=tally)
             return state if settings.patience is None else self.stop_early(state, log_lik)
 
         def add_gradient(state: VisitState) -> VisitState:
@@ -286,57 +297,33 @@ class _Ascent(Generic[SiloPart]):
             return move(state)
         return jax.lax.cond(state.i < settings.steps, move, add_gradient, state)
 
-    @property
-    def may_end_early(self) -> bool:
-        """Return whether the visit may end before its last step."""
-        return self.checks_by_own_gradients and self.problem.near and self.settings.patience is None
-
-    def check_arrival(self, state: VisitState) -> VisitState:
-        """Return the state, ended if the last ``CHECK_EVERY`` gradients show convergence.
-
-        The tally starts anew after each check, and at the end, where the final decision begins.
-        """
-        full = (state.i % CHECK_EVERY == 0) & (state.i < self.settings.steps)
-        arrived = full & self.at_rest.arrived(state.tally)
-        tally = jax.tree.map(
-            lambda a, b: jnp.where(full & ~arrived, a, b), self.at_rest.begin(), state.tally
-        )
-        last = state.i == self.settings.steps
-        tally = jax.tree.map(lambda a, b: jnp.where(last, a, b), self.at_rest.begin(), tally)
-        return state._replace(i=jnp.where(arrived, self.settings.steps, state.i), tally=tally)
-
-    @property
-    def window(self) -> int:
-        """Return the number of steps in a window of early stopping."""
-        return -(-self.settings.steps // 20)
-
     def stop_early(self, state: VisitState, log_lik: Array) -> VisitState:
         """Return the state, ended at its best parameters if it has not improved for long.
 
         At the last step it goes back to the best parameters, too.
         """
-        before, window = state.early, self.window
+        before, window = state.early, -(-self.settings.steps // 20)  # steps in a window
         total, full = before.total + log_lik, state.i % window == 0
         better = full & (total / window > before.best)
         early = EarlyStopping(
             jnp.where(full, 0.0, total),
             jnp.where(better, total / window, before.best),
             jnp.where(full, jnp.where(better, 0, before.waited + 1), before.waited),
-            jax.tree.map(lambda a, b: jnp.where(better, a, b), state.params, before.params),
+            where(better, state.params, before.params),
         )
         patient = early.waited < (self.settings.patience or 0)
         i = jnp.where(patient, state.i, self.settings.steps)
-        ends = i == self.settings.steps
-        params = jax.tree.map(lambda a, b: jnp.where(ends, a, b), early.params, state.params)
+        params = where(i == self.settings.steps, early.params, state.params)
         return state._replace(i=i, early=early, params=params)
 
     def add_gradient(self, state: VisitState, gradient: Natural | Ordinary) -> VisitState:
         """Add one more gradient of the loss to the check of convergence."""
-        family, count = self.problem.family, self.gradients_per_estimate
-        estimate = jax.tree.map(
-            lambda a, b: a - b / count, state.estimate, self.gradient_in_psi(state, gradient)
-        )
+        # So many gradients in an estimate that it has ``PARTICLES`` draws.
+        family, count = self.problem.family, -(-PARTICLES // self.settings.num_particles)
         psi = self.params_of(state.params)[1]
+        if self.settings.space == "natural":
+            (gradient,) = jax.vjp(family.natural, psi)[1](gradient)
+        estimate = jax.tree.map(lambda a, b: a - b / count, state.estimate, gradient)
 
         def full(state: VisitState) -> VisitState:
             none = jax.tree.map(jnp.zeros_like, estimate)
@@ -346,33 +333,3 @@ class _Ascent(Generic[SiloPart]):
         state = state._replace(estimate=estimate)
         done = (state.i + 1 - self.settings.steps) % count == 0
         return jax.lax.cond(done, full, lambda state: state, state)
-
-    def gradient_in_psi(self, state: VisitState, gradient: Natural | Ordinary) -> Ordinary:
-        """Return a gradient in the optimiser's space as one for ordinary parameters."""
-        if not self.natural:
-            return gradient
-        _, psi, _ = self.params_of(state.params)
-        _, pull = jax.vjp(self.problem.family.natural, psi)
-        return pull(gradient)[0]
-
-    def converged(self, state: VisitState, psi: Ordinary, silo_part: SiloPart) -> Array:
-        """Return whether the steps have reached an optimum.
-
-        With minibatches the check is by all rows, and costs at most half as much as the steps did.
-        """
-        settings = self.settings
-        if not settings.checks_convergence:
-            return jnp.array(True)
-        if settings.batch_size is None:
-            return self.at_rest.holds(state.tally)
-        fresh = jax.random.fold_in(self.key, settings.steps)
-        return maximised(
-            self.problem,
-            psi,
-            silo_part,
-            fresh,
-            settings.tolerance,
-            alpha=settings.alpha,
-            particles=2 if settings.alpha == 0 else settings.num_particles,
-            work=0.5 * settings.steps * settings.num_particles * settings.batch_size,
-        )

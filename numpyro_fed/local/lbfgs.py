@@ -14,7 +14,6 @@ from numpyro_fed.expfam.base import Ordinary
 from numpyro_fed.local.at_rest import maximised
 from numpyro_fed.local.base import (
     AT_REST,
-    LocalNoise,
     Problem,
     SiloPart,
     Solution,
@@ -65,7 +64,8 @@ class LBFGS:
         """Run L-BFGS; see the class."""
         # Fresh draws for the check: at those of the fit the gradient vanishes whatever they are.
         key_fit, key_judge = jax.random.split(key)
-        noise = standardised(problem.noise(key_fit, self.num_particles, None))
+        noise = problem.noise(key_fit, self.num_particles, None)
+        noise = noise._replace(globals=jax.tree.map(standardised, noise.globals))
 
         def loss(params: tuple[Ordinary, SiloPart]) -> Array:
             return -free_energy(problem, *params, noise, plain=True)[0]
@@ -76,12 +76,7 @@ class LBFGS:
         return Solution(problem.family.natural(psi), silo_part, converged, jnp.isfinite(value))
 
 
-def standardised(noise: LocalNoise) -> LocalNoise:
-    """Return the noise with that of the globals standardised, where it is normal."""
-    return noise._replace(globals=jax.tree.map(_standardised, noise.globals))
-
-
-def _standardised(noise: Array) -> Array:
+def standardised(noise: Array) -> Array:
     """Return normal noise (n, dim) with sample mean zero and, for enough draws, covariance one.
 
     With more than two draws for each dimension, they come in pairs of opposite sign, and all odd

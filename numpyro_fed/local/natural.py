@@ -103,10 +103,8 @@ class NaturalGradient:
 
         def target_of(eta: Natural, silo_part: SiloPart, key: Array) -> tuple[Natural, SiloPart]:
             if self.expectation == "closed_form":
-                factor, g_silo_part = (
-                    problem.likelihood()[0],
-                    jax.tree.map(jnp.zeros_like, silo_part),
-                )
+                factor = problem.likelihood()[0]
+                g_silo_part = jax.tree.map(jnp.zeros_like, silo_part)
             else:
                 noise = problem.noise(key, self.num_particles, self.batch_size)
 
@@ -144,18 +142,15 @@ class FixedPoint:
         """Run the steps; see the class."""
         family = problem.family
         key_fit, key_judge = jax.random.split(key)
-        noise = standardised(problem.noise(key_fit, self.num_particles, None))
+        noise = problem.noise(key_fit, self.num_particles, None)
+        noise = noise._replace(globals=jax.tree.map(standardised, noise.globals))
+        silo_part = problem.silo_part
 
         def value(eta: Natural) -> Array:
-            return free_energy(problem, family.ordinary(eta), problem.silo_part, noise, plain=True)[
-                0
-            ]
+            return free_energy(problem, family.ordinary(eta), silo_part, noise, plain=True)[0]
 
-        def target(eta: Natural) -> Natural:
-            def expected(psi: Ordinary) -> Array:
-                return problem.log_lik(psi, problem.silo_part, noise, True)[1].mean()
-
-            return jax.tree.map(jnp.add, problem.cavity, family.dual_gradient(expected, eta))
+        def expected(psi: Ordinary) -> Array:
+            return problem.log_lik(psi, silo_part, noise, True)[1].mean()
 
         def move(carry: Fixed) -> Fixed:
             i, eta, before, last, rate = carry
@@ -164,7 +159,9 @@ class FixedPoint:
             def better(eta: Natural) -> Array:
                 return family.proper(eta) & (value(eta) >= min_value)
 
-            after, used = proper_step(better, eta, target(eta), rate)
+            factor = family.dual_gradient(expected, eta)
+            target = jax.tree.map(jnp.add, problem.cavity, factor)
+            after, used = proper_step(better, eta, target, rate)
             moved = jnp.where(used > 0, expfam.kl(family, after, eta), 0.0)
             return i + 1, after, value(after), moved, jnp.where(moved > 0.5 * last, 0.5, 1.0)
 
@@ -181,8 +178,8 @@ class FixedPoint:
             cond_fn, move, (none, start, first, infinity, jnp.ones_like(infinity))
         )
         psi = family.ordinary(carry[1])
-        converged = maximised(problem, psi, problem.silo_part, key_judge, AT_REST)
-        return Solution(carry[1], problem.silo_part, converged, jnp.isfinite(carry[2]))
+        converged = maximised(problem, psi, silo_part, key_judge, AT_REST)
+        return Solution(carry[1], silo_part, converged, jnp.isfinite(carry[2]))
 
 
 @dataclass(frozen=True)
@@ -339,14 +336,8 @@ def _damped(
         return moving | at_rest.wants_more(carry[5]) if checks else moving
 
     start, none = family.natural(problem.start), jnp.zeros((), jnp.int32)
-    carry = (
-        none,
-        start,
-        problem.silo_part,
-        optim.init(problem.silo_part),
-        jnp.array(True),
-        at_rest.begin(),
-    )
+    opt_state = optim.init(problem.silo_part)
+    carry = (none, start, problem.silo_part, opt_state, jnp.array(True), at_rest.begin())
     _, eta, silo_part, _, finite, tally = jax.lax.while_loop(cond_fn, step, drop_weak_types(carry))
     rests = at_rest.holds(tally) if checks else jnp.array(True)
     return Solution(eta, silo_part, rests, finite)

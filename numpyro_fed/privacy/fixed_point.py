@@ -23,21 +23,10 @@ ROUNDING = 2.0 ** -(FRACTION + 1)
 
 
 def encode(values: ArrayLike, parties: int) -> np.ndarray:
-    """Return numbers as words, of which ``parties`` can be added up.
+    """Return numbers as words (size, 2), of which those of so many ``parties`` can be added up.
 
-    A number is rounded to the nearest multiple of 2^-56, by 7e-18 at most. Above
-    ``LARGEST_SUM / parties`` it is sent as infinite, like a floating number that overflows.
-
-    Parameters
-    ----------
-    values : array of numbers
-        It is read in C order.
-    parties : int
-        How many arrays will be added up.
-
-    Returns
-    -------
-    (size, 2) uint64
+    A number is rounded to the nearest multiple of 2^-56, by 7e-18 at most. Above ``LARGEST_SUM /
+    parties`` it is sent as infinite, like a floating number that overflows.
 
     Examples
     --------
@@ -63,23 +52,10 @@ def encode(values: ArrayLike, parties: int) -> np.ndarray:
 
 
 def decode(words: np.ndarray, parties: int) -> np.ndarray:
-    """Return the numbers of a sum of words.
+    """Return the numbers (size,) of a sum, modulo 2^64, of so many parties' words (size, 2).
 
-    Parameters
-    ----------
-    words : (size, 2) uint64
-        The sum, modulo 2^64, of ``parties`` arrays of :func:`encode`.
-    parties : int
-
-    Returns
-    -------
-    (size,) float64
-
-    Raises
-    ------
-    DataError
-        For words that no such sum has: one of the parties has sent something else, or has used
-        other masks than the others.
+    Words that no such sum has are a DataError: one of the parties has sent something else, or has
+    used other masks than the others.
     """
     left, right = words[:, 0].view(np.int64), words[:, 1]
     bias = np.uint64(1 << (WHOLE - 1))

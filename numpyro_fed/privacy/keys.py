@@ -26,15 +26,7 @@ PURPOSE = b"numpyro_fed secure sums 1"
 
 
 class Greeting(NamedTuple):
-    """The public keys of a silo in a session, in hexadecimal digits.
-
-    Attributes
-    ----------
-    identity : str
-        The key that stays.
-    fresh : str
-        The key of this session alone.
-    """
+    """The public keys of a silo in a session, in hexadecimal digits: one stays, one is fresh."""
 
     identity: str
     fresh: str
@@ -47,20 +39,7 @@ class Greeting(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A private key, and the public one that belongs to it.
-
-    Attributes
-    ----------
-    private : bytes
-        32 bytes, which never leave the silo.
-
-    Examples
-    --------
-    >>> from numpyro_fed.privacy.keys import KeyPair
-    >>> here, there = KeyPair.generate(), KeyPair.generate()
-    >>> here.agree(there.public) == there.agree(here.public)
-    True
-    """
+    """A private key, 32 bytes that never leave the silo, and the public one that belongs to it."""
 
     private: bytes = field(repr=False)
 
@@ -72,22 +51,14 @@ class KeyPair:
     @property
     def public(self) -> str:
         """Return the public key in hexadecimal digits."""
-        return self._key.public_key().public_bytes_raw().hex()
-
-    @property
-    def _key(self) -> X25519PrivateKey:
-        return X25519PrivateKey.from_private_bytes(self.private)
+        key = X25519PrivateKey.from_private_bytes(self.private)
+        return key.public_key().public_bytes_raw().hex()
 
     def agree(self, public: str) -> bytes:
-        """Return the secret in common with the owner of a public key, 32 bytes.
-
-        Raises
-        ------
-        DataError
-            For something that is no public key.
-        """
+        """Return the secret in common with the owner of a public key, 32 bytes."""
+        key = X25519PrivateKey.from_private_bytes(self.private)
         try:
-            return self._key.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(public)))
+            return key.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(public)))
         # Other lengths, other digits, and points that give everybody the same secret.
         except ValueError as error:
             raise DataError(
@@ -96,13 +67,7 @@ class KeyPair:
 
 
 def fingerprint(public: str) -> str:
-    """Return the SHA-256 of a public key, in hexadecimal digits.
-
-    Raises
-    ------
-    DataError
-        For a text that has other than hexadecimal digits.
-    """
+    """Return the SHA-256 of a public key, both in hexadecimal digits."""
     try:
         return sha256(bytes.fromhex(public)).hexdigest()
     except ValueError as error:
@@ -114,26 +79,9 @@ def pair_keys(
 ) -> dict[int, bytes]:
     """Return the key that silo ``me`` has in common with each of the others, 32 bytes each.
 
-    It depends on the keys of all silos of the session, and on their order: silos to whom a server
-    has given different lists have different keys, and their masks do not cancel.
-
-    Parameters
-    ----------
-    identity, fresh : KeyPair
-        Those of silo ``me``.
-    session : str
-    greetings : sequence of Greeting
-        Of all silos, in their order.
-    me : int
-
-    Returns
-    -------
-    dict of int to bytes
-
-    Raises
-    ------
-    DataError
-        For something that is no public key.
+    It depends on the keys of all silos of the session, which ``greetings`` has in their order:
+    silos to whom a server has given different lists have different keys, and their masks do not
+    cancel.
 
     Examples
     --------

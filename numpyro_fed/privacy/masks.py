@@ -24,25 +24,10 @@ except ImportError as error:
 
 
 def stream(key: bytes, purpose: bytes, size: int) -> np.ndarray:
-    """Return words that look random to all who do not know the key.
+    """Return words (size,) that look random to all who do not know the key.
 
-    Parameters
-    ----------
-    key : bytes
-        32 bytes that two silos have in common.
-    purpose : bytes
-        What the words are for. With another purpose they are others.
-    size : int
-
-    Returns
-    -------
-    (size,) uint64
-
-    Examples
-    --------
-    >>> from numpyro_fed.privacy.masks import stream
-    >>> stream(bytes(32), b"the first sum", 3).shape
-    (3,)
+    ``key`` are 32 bytes that two silos have in common. For another ``purpose`` the words are
+    others.
     """
     # A key of its own for each purpose, so that the counter of the cipher can begin at zero.
     own = HKDFExpand(hashes.SHA256(), 32, purpose).derive(key)
@@ -55,19 +40,8 @@ def masked(words: np.ndarray, keys: Mapping[int, bytes], me: int, purpose: bytes
     """Return the words of silo ``me`` under the masks that it has in common with each of others.
 
     The sum over all of them, modulo 2^64, is the sum of their words. Any fewer of them look random.
-
-    Parameters
-    ----------
-    words : array of uint64
-    keys : dict of int to bytes
-        The key in common with each of the other silos of the sum.
-    me : int
-    purpose : bytes
-        The same at all silos of the sum, and never used with these keys for other words.
-
-    Returns
-    -------
-    array of uint64, of the shape of ``words``
+    ``keys`` are in common with each of the other silos of the sum; ``purpose`` is the same at all
+    of them, and never used with these keys for other words.
 
     Examples
     --------

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,7 +11,6 @@ from jax import Array
 
 from numpyro_fed import html
 from numpyro_fed.errors import ModelError
-from numpyro_fed.model.substitution import Blocks
 from numpyro_fed.sigma.gaussian import Dense, field_of
 from numpyro_fed.sigma.source import Source
 
@@ -22,21 +21,6 @@ QUANTILES = 0.1, 0.5, 0.9
 COMPARED = 300
 # Permutations for its p-value, which is at least 1 / 201 with so many.
 PERMUTATIONS = 200
-
-
-class Learnt(Protocol):
-    """A learnt prior that can be sampled."""
-
-    @property
-    def source(self) -> Source:
-        """Return the source of draws of the true prior."""
-
-    @property
-    def blocks(self) -> Blocks:
-        """Return the division of entries into blocks."""
-
-    def sample(self, key: Array, n: int, phi: Mapping[str, Any] | None = None) -> Array:
-        """Return draws (n, entries)."""
 
 
 class Row(NamedTuple):
@@ -103,10 +87,17 @@ class Check(NamedTuple):
 
 
 def compare_draws(
-    key: Array, prior: Learnt, at: Sequence[Mapping[str, Any]] | None, num_draws: int
+    key: Array,
+    source: Source,
+    sample: Callable[[Array, int, Mapping[str, Any]], Array],
+    block_of: np.ndarray,
+    at: Sequence[Mapping[str, Any]] | None,
+    num_draws: int,
 ) -> Check:
-    """Return the comparison of two priors by draws; see :meth:`numpyro_fed.SigmaPrior.check`."""
-    source, block_of = prior.source, prior.blocks.block_of
+    """Return the comparison of a learnt prior with the true one, see ``SigmaPrior.check``.
+
+    ``sample(key, n, phi)`` draws from the learnt one, ``source`` from the true one.
+    """
     if at is None:
         drawn = jax.vmap(source.hyper)(jax.random.split(key, 1_000))
         at = [
@@ -117,9 +108,19 @@ def compare_draws(
     apart = block_of[:, None] != block_of
     for i, phi in enumerate(at):
         for_learnt, for_true, for_test = jax.random.split(jax.random.fold_in(key, i), 3)
-        learnt = np.asarray(prior.sample(for_learnt, num_draws, phi))
-        true_draws = np.asarray(source.sample_at(for_true, phi, num_draws))
-        true, cov = _covariance(source, phi, true_draws), np.cov(learnt.T)
+        learnt = np.asarray(sample(for_learnt, num_draws, phi))
+        true_draws = np.asarray(source.draws_with_noise(for_true, phi, num_draws)[1])
+        cov = np.cov(learnt.T)
+        try:
+            known = field_of(source.distribution(phi), source.site, source.spectrum)
+        except ModelError:  # no Gaussian: by its draws
+            true = np.cov(true_draws.T)
+        else:
+            true = (
+                np.asarray(known.cov, float)
+                if isinstance(known, Dense)
+                else (known.vectors * np.asarray(known.variances)) @ known.vectors.T
+            )
         unit = np.diagonal(true).mean()
         error = abs(cov - true) / unit
         borders = np.flatnonzero(block_of[1:] != block_of[:-1])
@@ -147,17 +148,6 @@ def compare_draws(
         )
     rows, draws, true_covs, covs = zip(*compared, strict=True)
     return Check(rows, draws, true_covs, covs)
-
-
-def _covariance(source: Source, phi: Mapping[str, Any], draws: np.ndarray) -> np.ndarray:
-    """Return the true prior's covariance (entries, entries), or that of its draws if unknown."""
-    try:
-        field = field_of(source.distribution(phi), source.site, source.spectrum)
-    except ModelError:
-        return np.cov(draws.T)
-    if isinstance(field, Dense):
-        return np.asarray(field.cov, float)
-    return (field.vectors * np.asarray(field.variances)) @ field.vectors.T
 
 
 def energy_test(key: Array, a: np.ndarray, b: np.ndarray) -> tuple[float, float]:

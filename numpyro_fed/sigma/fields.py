@@ -57,7 +57,8 @@ def rbf(
     >>> [round(float(c), 3) for c in cov[0]]
     [1.0, 0.607]
     """
-    return _on_diagonal(variance * jnp.exp(-0.5 * _squares(x) / length_scale**2), variance, jitter)
+    cov = variance * jnp.exp(-0.5 * _squares(x) / length_scale**2)
+    return cov + jitter * variance * jnp.eye(len(cov))
 
 
 def matern(
@@ -103,17 +104,14 @@ def matern(
     shapes: dict[float, Scalar] = {0.5: 1.0, 1.5: 1 + r, 2.5: 1 + r + r**2 / 3}
     if nu not in shapes:
         raise ValueError(f"nu={nu!r}: expected 0.5, 1.5 or 2.5.")
-    return _on_diagonal(variance * shapes[nu] * jnp.exp(-r), variance, jitter)
+    cov = variance * shapes[nu] * jnp.exp(-r)
+    return cov + jitter * variance * jnp.eye(len(cov))
 
 
 def _squares(x: ArrayLike) -> Array:
     points = jnp.asarray(x)
     points = points[:, None] if points.ndim == 1 else points
     return ((points[:, None] - points) ** 2).sum(-1)
-
-
-def _on_diagonal(cov: Array, variance: Scalar, jitter: float) -> Array:
-    return cov + jitter * variance * jnp.eye(len(cov))
 
 
 class Leroux(Distribution):
@@ -199,16 +197,13 @@ class Leroux(Distribution):
         quadratic = ((1 - alpha + alpha * W.sum(1)) * deviation**2).sum(-1)
         quadratic -= alpha * (deviation * (deviation @ W)).sum(-1)
         # One eigendecomposition serves all alpha: D - W and the precision have one eigenbasis.
-        values = eigenvalues(self.adj_matrix)
+        # By NumPy if the map is known before a run: its program then holds the numbers, and does
+        # not decompose the matrix in each evaluation. The least eigenvalue is 0, and negative by
+        # rounding.
+        values: Array | np.ndarray
+        if isinstance(A := self.adj_matrix, np.ndarray):
+            values = np.linalg.eigvalsh(np.diag(A.sum(1)) - A).clip(0)
+        else:
+            values = linalg.eigh(jnp.diag(W.sum(1)) - W)[0].clip(0)
         log_det = jnp.log(tau * (1 - alpha + alpha * values)).sum()
         return 0.5 * (log_det - tau * quadratic - len(W) * jnp.log(2 * jnp.pi))
-
-
-def eigenvalues(adjacency: Array | np.ndarray) -> Array | np.ndarray:
-    """Return the eigenvalues (n,) of the Laplacian ``D - W``, in ascending order."""
-    # By NumPy if the map is known before a run: its program then holds the numbers, and does not
-    # decompose the matrix in each evaluation. The least eigenvalue is 0, and negative by rounding.
-    if isinstance(adjacency, np.ndarray):
-        return np.linalg.eigvalsh(np.diag(adjacency.sum(1)) - adjacency).clip(0)
-    W = jnp.asarray(adjacency)
-    return linalg.eigh(jnp.diag(W.sum(1)) - W)[0].clip(0)

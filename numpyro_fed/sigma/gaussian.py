@@ -33,15 +33,10 @@ JITTER = 10
 
 
 class Spectrum(NamedTuple):
-    """The eigendecomposition of a map of areas.
+    """The eigendecomposition of a map of areas with this adjacency (n, n).
 
-    Attributes
-    ----------
-    values : array (n,)
-        Eigenvalues, those of the smoothest directions last.
-    vectors : array (n, n)
-        Eigenvectors ``U``; ``D^{-1/2} U`` for a CAR.
-    adjacency : array (n, n)
+    ``values`` (n,) are eigenvalues, those of the smoothest directions last, and ``vectors`` (n, n)
+    eigenvectors ``U``; ``D^{-1/2} U`` for a CAR.
     """
 
     values: np.ndarray
@@ -134,13 +129,6 @@ def field_of(fn: Distribution, site: str, spectrum: Spectrum | None) -> Field:
     return Spectral(loc, 1 / (fn.conditional_precision * precisions), spectrum.vectors)
 
 
-def precision_of(fn: Distribution, W: Array) -> Array:
-    """Return the precision (n, n) of an autoregression of areas."""
-    alpha, degrees = fn.correlation, W.sum(1)
-    diagonal = 1 - alpha + alpha * degrees if isinstance(fn, Leroux) else degrees
-    return fn.conditional_precision * (jnp.diag(diagonal) - alpha * W)
-
-
 def adjacency_of(fn: Distribution, site: str) -> np.ndarray | None:
     """Return the adjacency of an autoregression of areas, checked; None for other distributions."""
     fn = unwrapped(fn)
@@ -154,21 +142,7 @@ def adjacency_of(fn: Distribution, site: str) -> np.ndarray | None:
             f"the adjacency of '{site}' is computed from latents, so that nothing of it can be "
             "known before a run. Give numbers."
         ) from error
-    return checked_adjacency(W.astype(float), site, islands=isinstance(fn, Leroux))
-
-
-def same_areas(fn: Distribution, site: str, adjacency: np.ndarray) -> None:
-    """Refuse areas whose neighbours are not those that a prior was fitted to."""
-    if np.array_equal(np.asarray(adjacency_of(fn, site)), adjacency):
-        return
-    raise ModelError(
-        f"the areas of '{site}' have other neighbours here than where its prior was fitted: fit "
-        "one anew."
-    )
-
-
-def checked_adjacency(W: np.ndarray, site: str, *, islands: bool) -> np.ndarray:
-    """Return an adjacency (n, n) that is symmetric, without loops, without islands if refused."""
+    W = W.astype(float)
     if W.ndim != 2 or W.shape[0] != W.shape[1]:
         raise ModelError(f"the adjacency of '{site}' has the shape {W.shape}: expected a square.")
     if (W != W.T).any():
@@ -182,7 +156,7 @@ def checked_adjacency(W: np.ndarray, site: str, *, islands: bool) -> np.ndarray:
             f"area {np.flatnonzero(np.diagonal(W))[0]} of '{site}' is its own neighbour: put zeros "
             "on the diagonal of the adjacency."
         )
-    if not islands and (W.sum(1) <= 0).any():
+    if not isinstance(fn, Leroux) and (W.sum(1) <= 0).any():
         raise ModelError(
             f"area {np.flatnonzero(W.sum(1) <= 0)[0]} of '{site}' has no neighbour (an island), "
             "and a CAR gives it no variance. Join it to the nearest area, or take it out of the "

@@ -122,12 +122,17 @@ class Components(eqx.Module):
         self.mix_in = Mixing(n.z_global, n.hyper, for_in)
         self.mix_out = Mixing(n.z_global, n.hyper, for_out)
 
-    def from_draws(self, theta: Array, table: Array, noise: float) -> Components:
+    def fitted(self, theta: Array, normals: Array | None, table: Array, noise: float) -> Components:
         """Return the paths at the probabilistic principal components of draws (draws, entries).
 
         They are those of Tipping and Bishop (1999), with the decoder's noise as the residual sd.
-        Components with less variance than the noise begin near zero.
+        Components with less variance than the noise begin near zero. With ``normals`` (draws,
+        entries) they are at the best linear map from these to the draws.
         """
+        if normals is not None:
+            loadings = linalg.least_squares(normals, theta).T
+            padded = jnp.append(loadings, jnp.zeros((1, len(self.inward))), 0)
+            return eqx.tree_at(lambda c: c.outward, self, padded[table])
         size = len(self.inward)
         _, singular, axes = linalg.svd(theta)
         missing = max(size - len(singular), 0)
@@ -138,16 +143,8 @@ class Components(eqx.Module):
         beyond = jnp.maximum(variances - noise**2, 0.01 * noise**2)
         inward = (jnp.sqrt(beyond) / (beyond + noise**2))[:, None] * axes
         log_variance = jnp.log(noise**2 / (beyond + noise**2))
-        return self._at(inward, log_variance, jnp.sqrt(beyond) * axes.T, table)
-
-    def from_normals(self, theta: Array, normals: Array, table: Array) -> Components:
-        """Return the paths at the best linear map from ``normals`` (draws, entries) to draws."""
-        loadings = linalg.least_squares(normals, theta).T
-        return self._at(self.inward, self.log_variance, loadings, table)
-
-    def _at(self, inward: Array, log_variance: Array, loadings: Array, table: Array) -> Components:
         # One row of zeros more, for the padding of blocks.
-        outward = jnp.append(loadings, jnp.zeros((1, len(inward))), 0)[table]
+        outward = jnp.append(jnp.sqrt(beyond) * axes.T, jnp.zeros((1, size)), 0)[table]
         return eqx.tree_at(
             lambda c: (c.inward, c.log_variance, c.outward), self, (inward, log_variance, outward)
         )
@@ -167,18 +164,16 @@ class Networks(eqx.Module):
         keys = jax.random.split(key, 5)
         inner = n.z_global + n.hyper
 
-        def local_encoder(key: Array) -> Encoder:
-            return Encoder(inner, n.z_local, n.width_local, key)
-
-        def local_decoder(key: Array) -> eqx.nn.Linear:
-            return eqx.nn.Linear(n.width + n.z_local + n.hyper, n.largest, key=key)
-
         self.sizes, self.encoder = n, None
         if n.encodes:
             self.encoder = Encoder(n.entries + n.hyper, n.z_global, n.width, keys[0])
         self.decoder = eqx.nn.MLP(inner, n.width, n.width, 1, key=keys[1])
-        self.local_encoders = eqx.filter_vmap(local_encoder)(jax.random.split(keys[2], n.blocks))
-        self.local_decoders = eqx.filter_vmap(local_decoder)(jax.random.split(keys[3], n.blocks))
+        encoders = eqx.filter_vmap(lambda key: Encoder(inner, n.z_local, n.width_local, key))
+        decoders = eqx.filter_vmap(
+            lambda key: eqx.nn.Linear(n.width + n.z_local + n.hyper, n.largest, key=key)
+        )
+        self.local_encoders = encoders(jax.random.split(keys[2], n.blocks))
+        self.local_decoders = decoders(jax.random.split(keys[3], n.blocks))
         self.components = Components(n, keys[4]) if n.components else None
 
     def initialised(
@@ -191,10 +186,8 @@ class Networks(eqx.Module):
         """
         if self.components is None:
             return self
-        if normals is not None and self.encoder is None:
-            components = self.components.from_normals(theta, normals, table)
-        else:
-            components = self.components.from_draws(theta, table, noise)
+        by_normals = normals if self.encoder is None else None
+        components = self.components.fitted(theta, by_normals, table, noise)
         parts = (_smaller(self.local_decoders), components)
         initialised = eqx.tree_at(lambda n: (n.local_decoders, n.components), self, parts)
         if self.encoder is None:

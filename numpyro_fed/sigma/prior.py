@@ -291,7 +291,7 @@ class SigmaPrior:
             phi = self.source.hyper(keys[0])
             draw_keys = jax.random.split(keys[2], TAU_DRAWS)
             learnt = jax.vmap(lambda key: self._draw(key, phi))(draw_keys)
-            draws = self.source.sample_at(keys[1], phi, TAU_DRAWS), learnt
+            draws = self.source.draws_with_noise(keys[1], phi, TAU_DRAWS)[1], learnt
             flat = self.source.flat(phi)
             return jax.tree.map(lambda theta: self.scales.standardised(theta, flat), draws)
 
@@ -405,7 +405,8 @@ class SigmaPrior:
             Prints as a table.
         """
         positive_int("num_draws", num_draws)
-        return compare_draws(key, self, at, num_draws)
+        block_of = self.blocks.block_of
+        return compare_draws(key, self.source, self.sample, block_of, at, num_draws)
 
     def save(self, path: str | Path) -> None:
         """Write weights, scales and sizes to ``path.npz``, without pickle.

@@ -24,16 +24,7 @@ from numpyro_fed.errors import ModelError, positive_int
 from numpyro_fed.model.feasible import unwrapped
 from numpyro_fed.model.substitution import Blocks, block_name, site_of, trace_text
 from numpyro_fed.sigma.fields import Leroux
-from numpyro_fed.sigma.gaussian import (
-    Dense,
-    Field,
-    Spectrum,
-    add_jitter,
-    adjacency_of,
-    field_of,
-    precision_of,
-    same_areas,
-)
+from numpyro_fed.sigma.gaussian import Dense, Field, Spectrum, add_jitter, adjacency_of, field_of
 from numpyro_fed.trees import fresh
 
 Shared = TypeVar("Shared")
@@ -68,14 +59,16 @@ class ClosedForm(Generic[Shared]):
             return
         for silo in silos:
             given = {k: v for k, v in silo.items() if k != block_name(self.site)}
-            same_areas(site_of(model, self.site, given), self.site, self._areas)
+            areas = adjacency_of(site_of(model, self.site, given), self.site)
+            if not np.array_equal(np.asarray(areas), self._areas):
+                raise ModelError(
+                    f"the areas of '{self.site}' have other neighbours here than where its prior "
+                    "was fitted: fit one anew."
+                )
 
     @property
     def _areas(self) -> np.ndarray | None:
         return None if self.spectrum is None else self.spectrum.adjacency
-
-    def _field(self, fn: Distribution) -> Field:
-        return field_of(fn, self.site, self.spectrum)
 
     def _noise(self, name: str, which: Array) -> Array:
         """Sample standard normals for the entries of blocks (blocks, largest)."""
@@ -88,12 +81,12 @@ def _read_site(
     site: str,
     blocks: Sequence[Any],
     model_kwargs: Mapping[str, Any] | None,
-) -> tuple[Distribution, Blocks, Spectrum | None]:
-    """Return a site's distribution, its blocks, and its spectrum if it is a map; all checked."""
+) -> tuple[Blocks, Spectrum | None]:
+    """Return a site's blocks, and its spectrum if it is a map; all checked."""
     fn = site_of(model, site, dict(model_kwargs or {}))
     spectrum = Spectrum.of(fn, site)
     field_of(fn, site, spectrum)  # refuses distributions without a closed form
-    return fn, Blocks.read(blocks, fn.event_shape[0], site), spectrum
+    return Blocks.read(blocks, fn.event_shape[0], site), spectrum
 
 
 @dataclass(frozen=True)
@@ -147,12 +140,12 @@ class BlockPrior(ClosedForm[Field]):
         ModelError, DataError
             For a site or blocks that cannot be split so.
         """
-        _, divided, spectrum = _read_site(model, site, blocks, model_kwargs)
+        divided, spectrum = _read_site(model, site, blocks, model_kwargs)
         return cls(site, divided, spectrum)
 
     def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> Field:
         """Return the field at its hyperparameters. Nothing is shared besides."""
-        return self._field(fn)
+        return field_of(fn, self.site, self.spectrum)
 
     def local(
         self, shared: Field, fn: Distribution, phi: Mapping[str, Array], which: Array
@@ -218,18 +211,37 @@ class LowRankPrior(ClosedForm[LowRank]):
             The rank of the shared part. By default it explains 95 % of the variance, and is 150 at
             most.
         """
-        _, divided, spectrum = _read_site(model, site, blocks, model_kwargs)
+        divided, spectrum = _read_site(model, site, blocks, model_kwargs)
         if rank is not None:
             positive_int("rank", rank)
-        vectors, variances = _directions(model, site, dict(model_kwargs or {}), spectrum)
+        kwargs, size = dict(model_kwargs or {}), divided.size
+
+        # The average of covariances or of variances along a map's eigenvectors. Summed by a scan:
+        # all covariances at once would take 32 times the memory.
+        def add(total: Array, key: Array) -> tuple[Array, None]:
+            gaussian = field_of(trace_text(model, key, kwargs)[site]["fn"], site, spectrum)
+            one = gaussian.cov if isinstance(gaussian, Dense) else gaussian.variances
+            return total + one, None
+
+        keys = jax.random.split(jax.random.key(0), PRIOR_DRAWS)
+        zero = jnp.zeros((size, size) if spectrum is None else size)
+        total = np.asarray(jax.jit(lambda: jax.lax.scan(add, zero, keys)[0])(), float)
+        # Directions as columns, and the variance that each explains, the most first.
+        if spectrum is None:
+            values, vectors = np.linalg.eigh(total)
+            variances = np.maximum(values, 0)
+        else:
+            # Columns of D^{-1/2} U do not have length one.
+            vectors, variances = spectrum.vectors, total * (spectrum.vectors**2).sum(0)
+        vectors, variances = vectors[:, ::-1], variances[::-1]
         explained = np.cumsum(variances) / variances.sum()
         enough = int(np.searchsorted(explained, VARIANCE_SHARE)) + 1
-        columns = min(rank or min(enough, MAX_RANK), divided.size)
+        columns = min(rank or min(enough, MAX_RANK), size)
         return cls(site, divided, spectrum, vectors[:, :columns])
 
     def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> LowRank:
         """Return the field, the loadings A (size, rank), and the mean of all entries given z_G."""
-        gaussian = self._field(fn)
+        gaussian = field_of(fn, self.site, self.spectrum)
         normal = dist.Normal(0, 1).expand([self.rank]).to_event(1)
         A = gaussian.loadings(self.basis)
         return gaussian, A, gaussian.loc + A @ numpyro.sample(f"{self.site}/z_G", normal)
@@ -249,33 +261,6 @@ class LowRankPrior(ClosedForm[LowRank]):
             return mean[rows] + linalg.cholesky(add_jitter(cov - A_j @ A_j.T, cov)) @ eps
 
         return jax.vmap(entries)(which, noise)
-
-
-def _directions(
-    model: Callable[..., object], site: str, kwargs: dict[str, Any], spectrum: Spectrum | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the directions (n, n) of a site as columns, and the variance (n,) that each explains.
-
-    They are the principal components of the average covariance, or the eigenvectors of a map. The
-    direction of most variance comes first.
-    """
-
-    # Summed by a scan: all covariances at once would take 32 times the memory.
-    def add(total: Array, key: Array) -> tuple[Array, None]:
-        fn = trace_text(model, key, kwargs)[site]["fn"]
-        gaussian = field_of(fn, site, spectrum)
-        return total + (gaussian.cov if isinstance(gaussian, Dense) else gaussian.variances), None
-
-    keys = jax.random.split(jax.random.key(0), PRIOR_DRAWS)
-    size = site_of(model, site, kwargs).event_shape[0]
-    zero = jnp.zeros((size, size) if spectrum is None else size)
-    total = np.asarray(jax.jit(lambda: jax.lax.scan(add, zero, keys)[0])(), float)
-    if spectrum is not None:
-        # Columns of D^{-1/2} U do not have length one.
-        variances = total * (spectrum.vectors**2).sum(0)
-        return spectrum.vectors[:, ::-1], variances[::-1]
-    values, vectors = np.linalg.eigh(total)
-    return vectors[:, ::-1], np.maximum(values[::-1], 0)
 
 
 @dataclass(frozen=True)
@@ -354,17 +339,13 @@ class SeparatorPrior(ClosedForm[Areas]):
                 f"'{self.site}' is a {type(areas).__name__} here, and was a CAR or Leroux where "
                 "this was fitted."
             )
-        Q = precision_of(areas, fresh(self.adjacency))
+        W = fresh(self.adjacency)
+        alpha, degrees = areas.correlation, W.sum(1)
+        diagonal = 1 - alpha + alpha * degrees if isinstance(areas, Leroux) else degrees
+        Q = areas.conditional_precision * (jnp.diag(diagonal) - alpha * W)
         loc = jnp.broadcast_to(areas.loc, areas.event_shape)
         if not len(self.border):
             return Q, loc, jnp.zeros(0)
-        normal = dist.MultivariateNormal(
-            loc[fresh(self.border)], precision_matrix=self._marginal(Q)
-        )
-        return Q, loc, numpyro.sample(f"{self.site}/border", normal)
-
-    def _marginal(self, Q: Array) -> Array:
-        """Return the marginal precision P_B of the areas at borders, (border, border)."""
 
         def schur_term(block: Array) -> tuple[Array, Array]:
             near = fresh(self.near)[block]
@@ -372,12 +353,15 @@ class SeparatorPrior(ClosedForm[Areas]):
             half = linalg.solve(L, across)
             return near, half.T @ half
 
-        # Each interior reaches the few areas next to it alone: small terms are computed side by
-        # side and added in place. Padding lies beyond the matrix and is dropped.
+        # The marginal precision P_B. Each interior reaches the few areas next to it alone: small
+        # terms are computed side by side and added in place. Padding lies beyond the matrix and is
+        # dropped.
         near, terms = jax.vmap(schur_term)(jnp.arange(self.blocks.number))
         border = fresh(self.border)
         P = Q[border[:, None], border]
-        return P.at[near[:, :, None], near[:, None, :]].add(-terms, mode="drop")
+        P = P.at[near[:, :, None], near[:, None, :]].add(-terms, mode="drop")
+        normal = dist.MultivariateNormal(loc[border], precision_matrix=P)
+        return Q, loc, numpyro.sample(f"{self.site}/border", normal)
 
     def _parts(self, Q: Array, block: Array) -> tuple[Array, Array]:
         """Return the Cholesky factor of Q_II of a block's interior, and Q_IB to its neighbours."""

@@ -103,16 +103,10 @@ class Scales(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """Draws of hyperparameters and of the site.
+    """Draws of hyperparameters ``phi`` (n, hyper), unconstrained, and of the site ``theta``.
 
-    Attributes
-    ----------
-    phi : array (n, hyper)
-        Hyperparameters, unconstrained.
-    theta : array (n, each, size)
-        Draws of the site at each of them.
-    noise : array (n, each, size) or None
-        The standard normals that the draws of a Gaussian prior are made of.
+    ``theta`` (n, each, size) has draws at each of them, and ``noise`` of the same shape the
+    standard normals that the draws of a Gaussian prior are made of; None for others.
     """
 
     phi: Array
@@ -232,10 +226,8 @@ class Source:
     def warn_beyond(self, key: Array, scales: Scales) -> None:
         """Warn if the model's prior of the hyperparameters goes beyond the training's range."""
 
-        def draw(key: Array) -> Array:
-            return self.flat(self.hyper(key, ranges=False))
-
-        flat = np.asarray(jax.jit(jax.vmap(draw))(jax.random.split(key, SCALE_HYPER)))
+        draw = jax.vmap(lambda key: self.flat(self.hyper(key, ranges=False)))
+        flat = np.asarray(jax.jit(draw)(jax.random.split(key, SCALE_HYPER)))
         low, high = np.asarray(scales.quantiles)[[0, -1]]
         share = float(((flat < low) | (flat > high)).any(1).mean())
         if share <= RARE:
@@ -253,10 +245,6 @@ class Source:
     def distribution(self, phi: Mapping[str, Array]) -> Distribution:
         """Return the site's distribution at given hyperparameters."""
         return self.trace(jax.random.key(0), phi)[self.site]["fn"]
-
-    def sample_at(self, key: Array, phi: Mapping[str, Array], n: int) -> Array:
-        """Return draws of the site (n, size) at given hyperparameters."""
-        return self.draws_with_noise(key, phi, n)[1]
 
     def draws_with_noise(
         self, key: Array, phi: Mapping[str, Array], n: int
@@ -294,16 +282,12 @@ class Source:
                 "of its covariance what the precision needs (1e-4 of a variance in single), give "
                 "narrower ranges, or use double precision."
             )
-        self.compare_with_prior(for_prior)
-        return _scales(phi, theta)
-
-    def compare_with_prior(self, key: Array) -> None:
-        """Warn for each hyperparameter whose prior goes beyond its range."""
+        scales = _scales(phi, theta)
         if not self.ranges:
-            return
-        keys = jax.random.split(key, SCALE_HYPER)
+            return scales
+        keys = jax.random.split(for_prior, SCALE_HYPER)
         drawn = jax.jit(jax.vmap(partial(self.hyper, ranges=False)))(keys)
-        sites = self.trace(key, {})
+        sites = self.trace(for_prior, {})
         for name, (low, high) in self.ranges.items():
             if is_flat(sites[name]["fn"]):
                 continue
@@ -316,8 +300,9 @@ class Source:
                     "trained: a posterior that goes there cannot be trusted. Widen the range, or "
                     "narrow the prior in the model.",
                     category=ModelWarning,
-                    stacklevel=4,
+                    stacklevel=3,
                 )
+        return scales
 
     def warn_outside(self, phi: Mapping[str, Any], scales: Scales) -> None:
         """Warn of given hyperparameters that are outside of the training's range."""
@@ -326,13 +311,12 @@ class Source:
             return
         given: dict[str, Any] = {name: np.asarray(phi[name]) for name in self.phi}
         ends = [self.constrained(scales.quantiles[i]) for i in (0, -1)]
-
-        def outside(name: str) -> bool:
+        outside = False
+        for name, value in given.items():
             low, high = (np.asarray(end[name]) for end in ends)
             slack = SLACK * (high - low)
-            return bool(((given[name] < low - slack) | (given[name] > high + slack)).any())
-
-        if any(map(outside, self.phi)):
+            outside |= bool(((value < low - slack) | (value > high + slack)).any())
+        if outside:
             words = ", ".join(f"{name}={value}" for name, value in given.items())
             ranges = ", ".join(f"{n}: {ends[0][n]:.3g} to {ends[1][n]:.3g}" for n in self.phi)
             warnings.warn(
@@ -354,12 +338,7 @@ def signatures_differ(signature: np.ndarray, expected: np.ndarray) -> bool:
 
 @jax.jit
 def _scales(phi: Array, theta: Array) -> Scales:
-    """Return the scales, from hyperparameters (n, hyper) and draws there (n, each, entries).
-
-    The size is fitted by maximum likelihood as if entries were normal with variance
-    ``exp(2 features @ growth)``, by Fisher scoring. A regression of log squares would be biased by
-    an amount that depends on how entries correlate.
-    """
+    """Return the scales, from hyperparameters (n, hyper) and draws there (n, each, entries)."""
     width = phi.std(0)
     quantiles = jnp.quantile(phi, jnp.linspace(0, 1, LEVELS), axis=0)
     ones = jnp.ones(theta.shape[-1])
@@ -371,10 +350,12 @@ def _scales(phi: Array, theta: Array) -> Scales:
     spread = jnp.median(jnp.abs(theta - middle), (0, 1))
     deviations = (theta - middle) / jnp.where(spread > 0, spread, 1.0)
     squares = (deviations**2).mean((1, 2)) + jnp.finfo(theta.dtype).tiny
+    # The size is fitted by maximum likelihood as if entries were normal with variance
+    # exp(2 features @ growth). A regression of log squares would be biased by an amount that
+    # depends on how entries correlate.
     inverse = jnp.linalg.pinv(features)
 
     def scoring_step(i: Array, growth: Array) -> Array:
-        """Return the coefficients after one step of Fisher scoring."""
         expected = jnp.exp(2 * features @ growth)
         return growth + 0.5 * inverse @ jnp.minimum(squares / expected - 1, MAX_RESIDUAL)
 
@@ -393,21 +374,19 @@ def hyperparameters(
 ) -> tuple[str, ...]:
     """Return the names of the latents that a site's distribution depends on."""
 
-    def run(latents: dict[str, Array]) -> dict[str, Any]:
-        return trace_text(model, 0, kwargs, latents)
-
-    first = run({})
+    first = trace_text(model, 0, kwargs, {})
     latents = {
         n: s["value"]
         for n, s in first.items()
         if s["type"] == "sample" and not s["is_observed"] and n != site
     }
 
-    def parameters(**latents: Array) -> list[Any]:
-        return jax.tree.leaves(run(latents)[site]["fn"])
-
     params = {n: s["value"] for n, s in first.items() if s["type"] == "param"}
-    by_leaf = provenance(parameters, **latents, **params)
+    by_leaf = provenance(
+        lambda **known: jax.tree.leaves(trace_text(model, 0, kwargs, known)[site]["fn"]),
+        **latents,
+        **params,
+    )
     labels = frozenset[str]().union(*jax.tree.leaves(by_leaf))
     for name in labels:
         if name in params:

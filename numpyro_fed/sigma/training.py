@@ -35,15 +35,8 @@ TIMED = 20
 class Settings(NamedTuple):
     """The settings of a training.
 
-    Attributes
-    ----------
-    num_steps : int
-    batch_size : int
-        Draws in each step.
-    draws_per_phi : int
-        How many of them share their hyperparameters.
-    noise : float
-        The decoder's standard deviation, in those of the prior.
+    In each step there are ``batch_size`` draws, of which so many (``draws_per_phi``) share their
+    hyperparameters. ``noise`` is the decoder's standard deviation, in those of the prior.
     """
 
     num_steps: int
@@ -55,16 +48,9 @@ class Settings(NamedTuple):
 class Step(NamedTuple):
     """One draw of the true prior, and the noise of its bound.
 
-    Attributes
-    ----------
-    theta : array (entries,)
-        The draw, standardised.
-    phi : array (hyper,)
-        Its hyperparameters, as the networks take them.
-    eps_G : array (z_global,)
-        Standard normals. Without an encoder, those that the draw is made of.
-    eps_L : array (blocks, z_local)
-        Standard normals.
+    ``theta`` (entries,) is the draw, standardised, and ``phi`` (hyper,) its hyperparameters, as the
+    networks take them. ``eps_G`` (z_global,) and ``eps_L`` (blocks, z_local) are standard normals;
+    the former, without an encoder, those that the draw is made of.
     """
 
     theta: Array

@@ -142,8 +142,17 @@ class _Check:
         self.private = [self.init_private(key, d) for d in data]
         model = leaving_out_missing(model, data[0].missing)
 
+        self.dtype = jnp.zeros(()).dtype
+        # The unconstrained shape of each latent, by its name in the joint model: in what the
+        # algorithms use, and in NumPyro's own.
+        shapes = {s.name: s.shape for s in fm.named("latent")}
+        for j, size in enumerate(self.sizes):
+            for p in fm.plates:
+                for s in fm.named("latent", p.name):
+                    whole = (*s.shape[: s.axis], size[p.name], *s.shape[s.axis :])
+                    shapes[local_name(j, s.name)] = whole
         self.shapes = _shapes(model, data)
-        for name, shape in self._latent_shapes().items():
+        for name, shape in shapes.items():
             if shape != self.shapes.get(name):
                 raise ModelError(
                     f"the unconstrained value of the site '{name}' has the shape "
@@ -186,10 +195,8 @@ class _Check:
         noise: Rows,
         others: Rows,
     ) -> tuple[Rows, dict[tuple[str, str], ChangedRow], dict[str, ChangedRow]]:
-        """Return a silo's terms, and the rows that changed with other rows' latents and data.
-
-        The former are {(plate of the row, plate of the latents): row}, the latter {plate: row}.
-        """
+        """Return a silo's terms, and the rows that changed with other rows' latents and data."""
+        # The former are {(plate of the row, plate of the latents): row}, the latter {plate: row}.
         fm = self.fm
         keys = {p.name: self.keys(p.name) for p in fm.plates}
         some = {p: row_groups(len(z)) for p, z in z_L.items()}
@@ -217,7 +224,7 @@ class _Check:
         """Return a random point: latents standard normal, parameters near their initial values."""
 
         def normal(*shape: int) -> np.ndarray:
-            return np.asarray(rng.normal(size=shape), _dtype())
+            return np.asarray(rng.normal(size=shape), self.dtype)
 
         def near(theta: Theta) -> Theta:
             return jax.tree.map(lambda a: np.asarray(a + 0.3 * normal(*np.shape(a))), theta)
@@ -233,26 +240,18 @@ class _Check:
             ],
         )
 
-    def _latent_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the unconstrained shape of each latent, by its name in the joint model."""
-        shapes = {s.name: s.shape for s in self.fm.named("latent")}
-        for j, size in enumerate(self.sizes):
-            for p in self.fm.plates:
-                for s in self.fm.named("latent", p.name):
-                    whole = (*s.shape[: s.axis], size[p.name], *s.shape[s.axis :])
-                    shapes[local_name(j, s.name)] = whole
-        return shapes
-
     def flat_globals(self, point: _Point) -> np.ndarray:
         """Return the globals of a point as ``z_G`` (dim,)."""
-        flat = np.zeros(self.fm.dim, _dtype())
+        flat = np.zeros(self.fm.dim, self.dtype)
         for s in self.fm.named("latent"):
             flat[s.start : s.stop] = point.z_G[s.name].ravel()
         return flat
 
     def flat_rows(self, point: _Point, j: int) -> dict[str, np.ndarray]:
         """Return silo ``j``'s latents of a point as ``z_L``, {plate: (rows, dim)}."""
-        flat = {p.name: np.zeros((self.sizes[j][p.name], p.dim), _dtype()) for p in self.fm.plates}
+        flat = {
+            p.name: np.zeros((self.sizes[j][p.name], p.dim), self.dtype) for p in self.fm.plates
+        }
         for plate, rows in flat.items():
             for s in self.fm.named("latent", plate):
                 value = np.moveaxis(point.z_L[j][s.name], s.axis or 0, 0)
@@ -263,7 +262,7 @@ class _Check:
         """Return the terms of silo ``j``, {plate: (rows,)}; refuse rows that read other rows."""
         z_L, sizes = self.flat_rows(point, j), self.sizes[j]
         # About 1: a step near zero would show nothing.
-        noise = {p: np.asarray(1 + rng.normal(size=z.shape), _dtype()) for p, z in z_L.items()}
+        noise = {p: np.asarray(1 + rng.normal(size=z.shape), self.dtype) for p, z in z_L.items()}
         source = {p: rng.integers(0, n, n) for p, n in sizes.items()}
         arguments = (point.theta, point.private[j], self.flat_globals(point), z_L, self.data[j])
         arguments = jax.tree.map(jnp.asarray, (*arguments, noise, source))
@@ -332,7 +331,7 @@ class _Check:
         def member(i: int, j: int) -> tuple[Theta, dict[str, np.ndarray]]:
             private = self.init_private(self.key, jax.tree.map(lambda a: a[i], b.data))
             # Latents of padded rows are ones: with zeros a term that wrongly counts might be zero.
-            rows = {p.name: np.ones((target[p.name], p.dim), _dtype()) for p in self.fm.plates}
+            rows = {p.name: np.ones((target[p.name], p.dim), self.dtype) for p in self.fm.plates}
             real = (point.private[j], self.flat_rows(point, j))
             return jax.tree.map(_embed, real, (private, rows))
 
@@ -368,10 +367,6 @@ def _shapes(model: Callable[..., object], data: Sequence[SiloData]) -> dict[str,
             return unconstrain_fn(text, (), {}, values)
 
     return {name: a.shape for name, a in jax.eval_shape(run, data).items()}
-
-
-def _dtype() -> np.dtype:
-    return jnp.zeros(()).dtype
 
 
 def _sums(rows: Iterable[ArrayLike]) -> tuple[float, float]:
