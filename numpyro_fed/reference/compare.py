@@ -89,18 +89,29 @@ def compare(
     if isinstance(result, Corrected):
         drawn, weights = result.draws, result.weights
     elif isinstance(result, NutsResult):
-        drawn = _joined(result)
+        drawn = result.sites_of(None)
     else:
         drawn = result.sample_posterior(key_draws, num_draws)
     draws = {k: np.asarray(v) for k, v in drawn.items()}
-    nuts = _joined(reference)
+    nuts = reference.sites_of(None)
     if draws.keys() != nuts.keys():
         raise ValueError(
             f"the fit has the global sites {sorted(draws)}, NUTS has {sorted(nuts)}. Compare runs "
             "of one model."
         )
-    varying = {k: ~_constant(v) for k, v in nuts.items()}
-    _warn_if_few({k: n[varying[k]] for k, n in reference.ess().items() if varying[k].any()})
+    least = np.inf, ""
+    for name, effective in reference.ess().items():
+        effective = effective[~_constant(nuts[name])]
+        if effective.size and (number := float(np.nanmin(effective))) < least[0]:
+            least = number, name
+    if least[0] < MIN_EFFECTIVE:
+        warnings.warn(
+            f"NUTS has only {least[0]:.0f} effective draws for '{least[1]}', so its own error of "
+            f"the mean there is about {least[0] ** -0.5:.2f} sd. Run it with more num_samples or "
+            "num_chains before judging by it.",
+            category=ConvergenceWarning,
+            stacklevel=2,
+        )
     pareto_k = _pareto_k(result, key_weights)
     sites = {name: _compare_site(draws[name], weights, nuts[name]) for name in nuts}
     if isinstance(result, Corrected):
@@ -150,7 +161,6 @@ class Comparison:
         return rows
 
     def _note(self) -> list[str]:
-        """Return the lines below the table."""
         notes = []
         if any(np.isnan(measures["sd_ratio"]).any() for measures in self.sites.values()):
             notes.append(f"{ABSENT}: no mean or no sd; compare quantiles")
@@ -227,10 +237,6 @@ def _constant(draws: np.ndarray) -> np.ndarray:
     return draws.std(0) <= ROUNDING * abs(draws.mean(0))
 
 
-def _joined(nuts: NutsResult) -> dict[str, np.ndarray]:
-    return {k: v.reshape(-1, *v.shape[2:]) for k, v in nuts.globals.items()}
-
-
 def _pareto_k(result: Result | Corrected | NutsResult, key: Array) -> float:
     if isinstance(result, NutsResult):
         return float("nan")
@@ -244,20 +250,6 @@ def _pareto_k(result: Result | Corrected | NutsResult, key: Array) -> float:
     except ValueError:
         # Under a divergence other than KL there are no weights.
         return float("nan")
-
-
-def _warn_if_few(ess: Mapping[str, np.ndarray]) -> None:
-    least, name = min(
-        ((float(np.nanmin(n)), name) for name, n in ess.items()), default=(np.inf, "")
-    )
-    if least < MIN_EFFECTIVE:
-        warnings.warn(
-            f"NUTS has only {least:.0f} effective draws for '{name}', so its own error of the mean "
-            f"there is about {least**-0.5:.2f} sd. Run it with more num_samples or num_chains "
-            "before judging by it.",
-            category=ConvergenceWarning,
-            stacklevel=3,
-        )
 
 
 def _label(name: str, index: tuple[int, ...]) -> str:

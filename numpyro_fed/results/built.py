@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,23 +21,16 @@ from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.objectives import ELBO, Objective
 from numpyro_fed.results.base import BuiltRun
+from numpyro_fed.results.mode import Mode
 from numpyro_fed.runtime.schedule import Schedule
 
 
 class Factors(NamedTuple):
     """The parts that PVI and its family have besides those of all methods.
 
-    Attributes
-    ----------
-    globals : Globals
-        The exponential family of the globals.
-    settings : Settings
-    conjugate : bool
-        Whether the likelihood is conjugate to the family.
-    loss, divergence : bool
-        Whether a loss stands in the place of the log density, and whether a divergence is not KL.
-    evaluation : Round
-        The round that evaluates the expected log likelihood at the posterior.
+    ``conjugate`` says whether the likelihood is conjugate to the family of the globals, ``loss``
+    whether a loss stands in the place of the log density, ``divergence`` whether one is not KL.
+    ``evaluation`` is the round that evaluates the expected log likelihood at the posterior.
     """
 
     globals: Globals
@@ -76,14 +69,6 @@ class StartRounds(NamedTuple):
     def checks(self) -> tuple[Round, ...]:
         """Return the exchange of the check, if there is one, as other parties know it."""
         return () if self.check is None else (Round((self.check.exchange,), asked_directly),)
-
-
-@runtime_checkable
-class Searched(Protocol):
-    """The mode at which a search ended."""
-
-    num_exchanges: int
-    converged: bool
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -156,7 +141,7 @@ class Built(BuiltRun):
         ``start`` is where the run began; it did not go on from the state of another run.
         """
         times = {round_.name: 1 for round_ in self.algorithm.opening}
-        if self.start is None or not isinstance(start, Searched):
+        if self.start is None or not isinstance(start, Mode):
             return {x.name: 0 for x in self.search_rounds} | times
         checked = bool(self.model.improper and self.start.checks and start.converged)
         opening = self.start.algorithm.opening

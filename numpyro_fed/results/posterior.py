@@ -8,6 +8,7 @@ with the steps that led there.
 
 from __future__ import annotations
 
+import json
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -21,15 +22,18 @@ from jax import Array
 from numpyro_fed import html
 from numpyro_fed.after.questions import Questions
 from numpyro_fed.after.run import WhichSilo, silo_number
-from numpyro_fed.errors import DataError
+from numpyro_fed.algorithms.sfvi import down_of
+from numpyro_fed.errors import DataError, positive_int
+from numpyro_fed.precision import precision
 from numpyro_fed.privacy.budget import Spent
 from numpyro_fed.results.arviz import Coords, Dims, Labels
-from numpyro_fed.results.at_silo import message_for_silo
+from numpyro_fed.results.at_silo import settings_of
 from numpyro_fed.results.groups import groups_to_arviz
 from numpyro_fed.results.mode import LocalMode, Mode, Near
 from numpyro_fed.results.sampler import Sampler
 from numpyro_fed.results.saving import SavedRun, SavedWords, save
 from numpyro_fed.runtime.federation import Federation
+from numpyro_fed.runtime.messages import DRAWS, Question, at_silo, pack, write
 from numpyro_fed.waiting import shows
 
 
@@ -111,14 +115,6 @@ class Posterior(Questions):
         That holds for quantiles, and for means and sds that exist; :attr:`verdict` names those that
         do not.
         """
-
-    @abstractmethod
-    def unconstrained(self, key: Array, n: int) -> Array:
-        """Return the unconstrained globals (n, dim) behind ``sample_posterior(key, n)``."""
-
-    @abstractmethod
-    def log_likelihoods(self, key: Array, n: int) -> list[dict[str, np.ndarray]]:
-        """Return log likelihoods {plate: (n, rows)} of silos at the draws of that key and ``n``."""
 
     @property
     def corrected(self) -> Any:
@@ -329,7 +325,20 @@ class Posterior(Questions):
         DataError
             For silos in this process, and for a silo that does not exist.
         """
-        return message_for_silo(self, key, n, silo)
+        run, mark = self.run_behind, self.run_behind.mark
+        positive_int("n", n)
+        if mark is None:
+            raise DataError(
+                "the silos are in this process: predict(key, new, silo=...) has their latents."
+            )
+        if isinstance(silo, bool) or not 0 <= int(silo) < run.num_silos:
+            raise DataError(f"there is no silo {silo}: they are 0 to {run.num_silos - 1}.")
+        with precision(double=run.double):
+            down = down_of(run._fit.guide, run.shared, self.unconstrained(key, n))
+            settings = json.dumps({"num_draws": n, **settings_of(self.sampler)})
+            used, method = int(mark.used[silo]), at_silo(run._fit.asked_as, silo)
+            question = Question(DRAWS, settings, mark.run_of(silo), 0, used, method)
+            return write(pack("down", down), question.head())
 
     def add(self, key: Array, silo: Mapping[str, Any] | Federation) -> Posterior:
         """Return a fit of these silos and one more, with a verdict of its own.
@@ -434,41 +443,36 @@ class Posterior(Questions):
             model nor the data: by default none, and 4,000 for a fit of :func:`numpyro_fed.fit`.
             Weighted draws are all in it.
         """
-        run, others = self.saved_runs()
-        saved = self._with_stages(self.saved_words(draws))
+        (run, others), saved = self.saved_runs(), self.saved_words(draws)
+        if self.stages:
+            words = {
+                **saved.words,
+                "verdict": self.verdict,
+                "report": saved.words.get("verdict", self.verdict),
+                "trusted": self.trusted,
+                "stages": [[stage.name, stage.words] for stage in self.stages],
+                "is_best": self.corrected is self,
+                "fields": {
+                    "num_exchanges": self.num_exchanges,
+                    "contradiction": self.contradiction,
+                    "interrupted": self.interrupted,
+                },
+            }
+            missed = {
+                f"missed/{i}/{name}": np.asarray(value)
+                for i, peak in enumerate(self.missed)
+                for name, value in peak._asdict().items()
+            }
+            saved = replace(saved, words=words, arrays={**saved.arrays, **missed})
         save(path, saved, run.saved_run(), run.provenance(), others)
 
     @abstractmethod
     def saved_words(self, draws: int | None) -> SavedWords:
         """Return the form in which a file keeps the posterior, beside the run behind it."""
 
-    @abstractmethod
     def saved_runs(self) -> tuple[Any, dict[str, SavedRun]]:
         """Return the run that a file rests on, and others by name."""
-
-    def _with_stages(self, saved: SavedWords) -> SavedWords:
-        """Return the form in which a file keeps it, with the steps that led here."""
-        if not self.stages:
-            return saved
-        words = {
-            **saved.words,
-            "verdict": self.verdict,
-            "report": saved.words.get("verdict", self.verdict),
-            "trusted": self.trusted,
-            "stages": [[stage.name, stage.words] for stage in self.stages],
-            "is_best": self.corrected is self,
-            "fields": {
-                "num_exchanges": self.num_exchanges,
-                "contradiction": self.contradiction,
-                "interrupted": self.interrupted,
-            },
-        }
-        missed = {
-            f"missed/{i}/{name}": np.asarray(value)
-            for i, peak in enumerate(self.missed)
-            for name, value in peak._asdict().items()
-        }
-        return replace(saved, words=words, arrays={**saved.arrays, **missed})
+        return self.run_behind, {}
 
     def __str__(self) -> str:
         return self.verdict
