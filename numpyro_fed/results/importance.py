@@ -444,7 +444,9 @@ def correct_from(
             return MixtureProposal(WideParts.of(of_text(fit), size, share))
 
         new = [] if own is None else [(own, wider)]
-        of_before = [] if earlier is None else earlier.sources
+        of_before = (
+            [] if earlier is None else list(zip(earlier.mixtures, earlier.wider, strict=True))
+        )
         before_numbers = () if earlier is None else earlier.numbers
         # Whole numbers with the sum ``size`` that are to each other as those before.
         ends = np.rint(np.cumsum(before_numbers) * (size / max(sum(before_numbers), 1)))
