@@ -114,7 +114,7 @@ class Provenance:
             found[owner] = {}
             for name, value in data.leaves.items():
                 is_array = isinstance(value, np.ndarray | np.generic)
-                raw = array_bytes(value) if is_array else repr(value).encode()
+                raw = array_bytes(np.asarray(value)) if is_array else repr(value).encode()
                 # Eight bytes: two arrays of one fit collide by chance once in 10^19, and a file
                 # stays small.
                 digest = hashlib.blake2b(raw, key=bytes.fromhex(salt), digest_size=8)

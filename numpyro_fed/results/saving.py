@@ -143,11 +143,12 @@ def load_state(
             f"its {name} are {found}, but here they are {value}. Pass the silos it was made with."
         )
         if isinstance(value, dict) and isinstance(found, dict):
-            one = next(k for k in [*value, *found] if value.get(k) != found.get(k))
-            words = (
-                f"its {name} have {one!r} as {found.get(one)}, but here it is {value.get(one)}. "
-                "Use the model and settings that it was made with."
-            )
+            differ = [k for k in [*value, *found] if value.get(k) != found.get(k)]
+            for one in differ[:1]:
+                words = (
+                    f"its {name} have {one!r} as {found.get(one)}, but here it is "
+                    f"{value.get(one)}. Use the model and settings that it was made with."
+                )
         raise SavedStateError(f"{file} belongs to another fit: {words}")
     leaves_of = {f"{part}state{name}": leaf for name, leaf in _named_leaves(like)}
     names = {name for name in arrays if name.startswith(f"{part}state")}
