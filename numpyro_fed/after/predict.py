@@ -264,14 +264,10 @@ def _read_new(
                 )
     arrays = {k: _like(k, a, kinds[k]) if k in kinds else a for k, a in data.arrays.items()}
     read = replace(data, arrays=arrays, missing=())
-    if fractions := [k for k, a in arrays.items() if k in kinds and _as_fractions(a, kinds[k])]:
+    whole = [k for k, argument in kinds.items() if np.dtype(argument.dtype).kind in "iu"]
+    if fractions := [k for k, a in arrays.items() if k in whole and a.dtype.kind == "f"]:
         _check_fractions(fm, read, fractions)
     return read
-
-
-def _as_fractions(array: np.ndarray, fitted: Argument) -> bool:
-    """Return whether new data are fractions where the fit had whole numbers."""
-    return array.dtype.kind == "f" and np.dtype(fitted.dtype).kind in "iu"
 
 
 def _check_fractions(fm: FederatedModel, data: SiloData, names: Sequence[str]) -> None:
@@ -315,7 +311,8 @@ def _like(name: str, array: np.ndarray, fitted: Argument) -> np.ndarray:
     )
     with np.errstate(invalid="ignore"):
         cast = array.astype(dtype)
-    if _as_fractions(array, fitted) and not np.array_equal(cast, array):
+    fractions = array.dtype.kind == "f" and np.dtype(fitted.dtype).kind in "iu"
+    if fractions and not np.array_equal(cast, array):
         return array
     if not np.array_equal(cast, array, equal_nan=array.dtype.kind == "f"):
         raise DataError(

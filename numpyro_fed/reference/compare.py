@@ -113,14 +113,28 @@ def compare(
             stacklevel=2,
         )
     pareto_k = _pareto_k(result, key_weights)
-    sites = {name: _compare_site(draws[name], weights, nuts[name]) for name in nuts}
+    absent: set[str] = set()
     if isinstance(result, Corrected):
         errors = result.errors
         absent = {n for n, no in zip(errors.names, errors.infinite[1], strict=True) if no}
-        for name, measures in sites.items():
-            shape = nuts[name].shape[1:]
-            no_sd = np.reshape([_label(name, i) in absent for i in np.ndindex(shape)], shape)
-            sites[name] = {m: np.where(no_sd, np.nan, v) for m, v in measures.items()}
+    sites = {}
+    for name, expected in nuts.items():
+        mean = np.average(draws[name], axis=0, weights=weights)
+        sd = np.sqrt(np.average((draws[name] - mean) ** 2, axis=0, weights=weights))
+        center, scale = expected.mean(0), expected.std(0)
+        distance, no_sd = np.zeros(scale.shape), np.zeros(scale.shape, bool)
+        for i in np.ndindex(scale.shape):
+            at = draws[name][:, *i], expected[:, *i]
+            distance[i] = wasserstein_distance(*at, u_weights=weights)
+            no_sd[i] = _label(name, i) in absent
+        # A constant has an sd of zero: errors are then absolute, and the ratio is one.
+        constant = _constant(expected) & (sd <= ROUNDING * abs(mean))
+        scale = np.where(constant, 1.0, scale)
+        measures = (abs(mean - center) / scale, np.where(constant, 1.0, sd / scale))
+        sites[name] = {
+            m: np.where(no_sd, np.nan, value)
+            for m, value in zip(_MEASURES, (*measures, distance / scale), strict=True)
+        }
     return Comparison(sites, pareto_k, draws, weights, nuts)
 
 
@@ -210,26 +224,6 @@ class Comparison:
 
 
 _MEASURES = ("mean_error_sd", "sd_ratio", "wasserstein_sd")
-
-
-def _compare_site(
-    draws: np.ndarray, weights: np.ndarray | None, nuts: np.ndarray
-) -> dict[str, np.ndarray]:
-    """Return the three measures for each element of a site, given draws (n, ...) of both."""
-    mean = np.average(draws, axis=0, weights=weights)
-    sd = np.sqrt(np.average((draws - mean) ** 2, axis=0, weights=weights))
-    reference, scale = nuts.mean(0), nuts.std(0)
-    distance = np.zeros(scale.shape)
-    for i in np.ndindex(scale.shape):
-        distance[i] = wasserstein_distance(draws[:, *i], nuts[:, *i], u_weights=weights)
-    # A constant has an sd of zero: errors are then absolute, and the ratio is one.
-    constant = _constant(nuts) & (sd <= ROUNDING * abs(mean))
-    scale = np.where(constant, 1.0, scale)
-    return {
-        "mean_error_sd": abs(mean - reference) / scale,
-        "sd_ratio": np.where(constant, 1.0, sd / scale),
-        "wasserstein_sd": distance / scale,
-    }
 
 
 def _constant(draws: np.ndarray) -> np.ndarray:

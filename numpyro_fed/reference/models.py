@@ -181,7 +181,22 @@ def compare_models(fits: Mapping[str, Posterior], by: str = ROWS) -> ModelCompar
     if len(set(sizes.values())) > 1:
         counted = ", ".join(f"'{name}' has {size}" for name, size in sizes.items())
         raise DataError(f"the fits are of other data: {counted} {by}. Fit them to the same silos.")
-    _check_outcomes(fits)
+    seen = {}
+    for name, fit in fits.items():
+        if (run := fit.run_behind)._silos.data:
+            outcomes = outcomes_of_silos(run, range(min(run.num_silos, MOST_COMPARED)))
+            seen[name] = [np.concatenate([np.ravel(v) for v in one.values()]) for one in outcomes]
+    first = next(iter(seen), "")
+    for name, values in seen.items():
+        same = len(values) == len(seen[first]) and all(
+            a.shape == b.shape and np.allclose(a, b, equal_nan=True)
+            for a, b in zip(values, seen[first], strict=True)
+        )
+        if not same:
+            raise DataError(
+                f"the fits are of other data: the outcomes of '{name}' are not those of '{first}'. "
+                "Fit both to the same silos, with outcomes on the same scale."
+            )
     elpds = {name: elpd_data(**part) for name, part in parts.items()}
     weights = arviz.compare(elpds, method="stacking")["weight"]
     order = sorted(fits, key=lambda name: -parts[name]["values"].sum())
@@ -201,23 +216,3 @@ def compare_models(fits: Mapping[str, Posterior], by: str = ROWS) -> ModelCompar
         num_unknown=np.array([(~(parts[name]["k"] <= 0.7)).sum() for name in order]),
         trusted=tuple(bool(getattr(fits[name], "trusted", False)) for name in order),
     )
-
-
-def _check_outcomes(fits: Mapping[str, Posterior]) -> None:
-    """Raise an error if fits whose data are here have other outcomes than the first one."""
-    seen = {}
-    for name, fit in fits.items():
-        if (run := fit.run_behind)._silos.data:
-            outcomes = outcomes_of_silos(run, range(min(run.num_silos, MOST_COMPARED)))
-            seen[name] = [np.concatenate([np.ravel(v) for v in one.values()]) for one in outcomes]
-    first = next(iter(seen), "")
-    for name, values in seen.items():
-        same = len(values) == len(seen[first]) and all(
-            a.shape == b.shape and np.allclose(a, b, equal_nan=True)
-            for a, b in zip(values, seen[first], strict=True)
-        )
-        if not same:
-            raise DataError(
-                f"the fits are of other data: the outcomes of '{name}' are not those of '{first}'. "
-                "Fit both to the same silos, with outcomes on the same scale."
-            )

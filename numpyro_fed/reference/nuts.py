@@ -128,16 +128,22 @@ def run_nuts(
     layout, buckets = lay_out(model, read)
     fm, sizes = layout.model, layout.sizes
     shared, private = _parameters(fm, read, params)
-    log_density = _joint_density(fm, sizes, buckets, shared, private)
     key_init, key_run = jax.random.split(key)
     totals = {p.name: sum(size[p.name] for size in sizes) for p in fm.plates}
     shapes: Shapes = {
         "z_G": (num_chains, fm.dim),
         "z_L": {p.name: (num_chains, totals[p.name], p.dim) for p in fm.plates},
     }
-    to_globals: Callable[[Array], Array] | None = None
     if start is not None:
-        to_globals, log_density = _whitened(start, fm.dim, log_density)
+        # The covariance has shared parameters first; the globals are its last coordinates. The
+        # log-determinant of L is constant and left out.
+        L = jnp.asarray(np.linalg.cholesky(start.covariance[-fm.dim :, -fm.dim :]))
+        centre = jnp.asarray(start.z_G)
+
+    def to_globals(z: Array) -> Array:
+        return z if start is None else centre + z @ L.T
+
+    log_density = _joint_density(fm, sizes, buckets, shared, private, to_globals)
 
     def draw(key: Array) -> Position:
         position = uniform(key, shapes)
@@ -165,8 +171,7 @@ def run_nuts(
     mcmc.run(key_run, init_params=init, extra_fields=("diverging",))
     divergences = mcmc.get_extra_fields()["diverging"].sum()
     draws = mcmc.get_samples(group_by_chain=True)
-    if to_globals is not None:
-        draws = {**draws, "z_G": to_globals(draws["z_G"])}
+    draws = {**draws, "z_G": to_globals(draws["z_G"])}
     constrain = jax.jit(jax.vmap(jax.vmap(fm.constrain_global, (None, 0)), (None, 0)))
     globals_ = {k: np.asarray(v) for k, v in constrain(shared, draws["z_G"]).items()}
 
@@ -274,24 +279,6 @@ def _finite(value: Array, gradient: Position) -> Array:
     return jnp.stack([jnp.isfinite(value), *leaves]).all(0)
 
 
-def _whitened(
-    start: Mode, dim: int, log_density: Callable[[Position], Array]
-) -> tuple[Callable[[Array], Array], Callable[[Position], Array]]:
-    """Return ``u -> z_G = m + L u``, and the log density of ``u`` and locals, up to a constant."""
-    # The covariance has shared parameters first; the globals are its last coordinates. The
-    # log-determinant of L is constant and left out.
-    L = jnp.asarray(np.linalg.cholesky(start.covariance[-dim:, -dim:]))
-    centre = jnp.asarray(start.z_G)
-
-    def to_globals(u: Array) -> Array:
-        return centre + u @ L.T
-
-    def log_density_of_u(position: Position) -> Array:
-        return log_density({**position, "z_G": to_globals(position["z_G"])})
-
-    return to_globals, log_density_of_u
-
-
 def _parameters(
     fm: FederatedModel, silos: Sequence[SiloData], result: Result | None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -310,6 +297,7 @@ def _joint_density(
     buckets: Sequence[Bucket],
     shared: dict[str, Any],
     private: Sequence[dict[str, Any]],
+    to_globals: Callable[[Array], Array] | None = None,
 ) -> Callable[[Position], Array]:
     """Return the log density of positions, which hold the real rows of all silos in their order."""
     offsets = _offsets(sizes)
@@ -344,6 +332,8 @@ def _joint_density(
 
     def log_density(position: Position) -> Array:
         z_G, z_L = position["z_G"], position["z_L"]
+        if to_globals is not None:
+            z_G = to_globals(z_G)
 
         def log_silo(theta: dict[str, Any], index: dict[str, Any], silo: SiloData) -> Array:
             rows = fm.log_silo(

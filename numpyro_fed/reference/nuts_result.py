@@ -370,7 +370,8 @@ class NutsResult(Posterior):
         exact = [np.asarray(v, np.float64) for v in self.globals.values()]
         still = [(v.std((0, 1)) <= ROUNDING * abs(v.mean((0, 1)))).all() for v in exact]
         no_number = any(np.isnan(v).any() for v in exact)
-        if (exact and (self._diverges or no_number or all(still))) or self._rounded:
+        all_diverge = self.divergences >= self._transitions > 0
+        if self._rounded or (exact and (all_diverge or no_number or all(still))):
             return float(np.inf)
         worst = 0.0
         for draws in self.globals.values():
@@ -389,11 +390,6 @@ class NutsResult(Posterior):
                 error = values.std((0, 1)) / np.sqrt(ess)
                 worst = max(worst, np.where(rhat <= MAX_RHAT, error, np.inf).max())
         return float(worst)
-
-    @property
-    def _diverges(self) -> bool:
-        """Return whether every transition diverged."""
-        return self.divergences >= self._transitions > 0
 
     @property
     def _transitions(self) -> int:
@@ -426,7 +422,7 @@ class NutsResult(Posterior):
     def report(self) -> str:
         """Say in words whether these draws can be trusted."""
         error = self.monte_carlo_error
-        if self._diverges:
+        if self.divergences >= self._transitions > 0:
             known = "that is every transition, so that the draws say nothing"
         elif self._rounded:
             known = self._rounded

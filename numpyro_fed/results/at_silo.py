@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +30,7 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Facts, Plan
 from numpyro_fed.results.base import FederatedRun
 from numpyro_fed.results.built import Built
-from numpyro_fed.results.sampler import Sampler, real_rows
+from numpyro_fed.results.sampler import Sampler
 from numpyro_fed.runtime.messages import unpack
 
 MESSAGE = "the draws of the latents that rows share are not finite at {}."
@@ -61,21 +61,12 @@ class Held(NamedTuple):
     data: SiloData
 
 
-@dataclass(frozen=True, eq=False)
-class LocalDraws:
-    """The function to draws of a silo's own latents at draws of the globals, made at the silo."""
-
-    built: Built
-    sampler: Sampler
-
-    def __call__(self, key: Array, down: Down, state: Any, data: SiloData) -> dict[str, Array]:
-        """Return local sites (n, ...) at draws of the globals, by the silo's own key."""
-        fm, private = self.built.model, self.built.algorithm.private(state)
-        theta = {**down.theta, **private.theta}
-        coordinates = private.recentred(coordinates_of(down))
-        args = theta, private.guide, down.z_G, coordinates, data
-        z_L = real_rows(self.sampler.draw_locals(key, *args), fm.sizes(data), len(down.z_G))
-        return self.sampler.constrain_locals(theta, down.z_G, z_L, data)
+def local_draws(
+    built: Built, sampler: Sampler, key: Array, down: Down, state: Any, data: SiloData
+) -> dict[str, Array]:
+    """Return local sites (n, ...) at the server's draws of the globals, made at the silo."""
+    private, coordinates = built.algorithm.private(state), coordinates_of(down)
+    return sampler.draw_silo(key, down.theta, private, down.z_G, coordinates, data)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,13 +90,12 @@ class AtSilo:
     @cached_property
     def _like(self) -> Down:
         """Return the shapes of the server's message."""
-        algorithm, guide, dim = self.built.algorithm, self.built.guide, self.built.model.dim
-
-        def down(key: Array) -> Down:
-            shared = algorithm.shared(algorithm.init_server(key))
-            return down_of(guide, shared, jnp.zeros((self.num_draws, dim)))
-
-        like: Down = jax.eval_shape(down, jax.random.key(0))
+        algorithm, guide = self.built.algorithm, self.built.guide
+        z_G = jnp.zeros((self.num_draws, self.built.model.dim))
+        like: Down = jax.eval_shape(
+            lambda key: down_of(guide, algorithm.shared(algorithm.init_server(key)), z_G),
+            jax.random.key(0),
+        )
         return like
 
     def sample_posterior(
@@ -115,8 +105,8 @@ class AtSilo:
         down = unpack("down", self._like, arrays)
         sites = self.sampler.constrain_globals(down.theta, down.z_G)
         key_silo = jax.random.fold_in(jax.random.fold_in(key, 1), silo.number)
-        draw = LocalDraws(self.built, self.sampler)
-        return sites | draw(key_silo, down, silo.state, silo.data)
+        args = self.sampler, key_silo, down, silo.state, silo.data
+        return sites | local_draws(self.built, *args)
 
     def predict(
         self,
@@ -158,7 +148,7 @@ def outer_round(built: Built, settings: Mapping[str, Any]) -> Round:
     return outer_latents(
         built.model,
         built.guide,
-        LocalDraws(built, sampler_by(built, settings)),
+        partial(local_draws, built, sampler_by(built, settings)),
         built.algorithm,
         settings["num_draws"],
         settings["num_silos"],

@@ -84,11 +84,8 @@ class Silos(NamedTuple):
 class BuiltRun(ABC):
     """All that a method builds from a model and a plan: pure functions, without data.
 
-    Attributes
-    ----------
-    algorithm : FederatedAlgorithm
-    without_start : () -> (plan, BuiltRun)
-        Builds the same for a run whose search has found no mode; None if there is no search.
+    ``without_start`` builds the same for a run whose search has found no mode; None without a
+    search.
     """
 
     algorithm: FederatedAlgorithm[Any, Any]

@@ -33,7 +33,7 @@ from numpyro_fed.results.element_errors import ElementErrors
 from numpyro_fed.results.groups import log_likelihood
 from numpyro_fed.results.influence import SiloTable, Whitened
 from numpyro_fed.results.leave_out import LeaveOut, table_of
-from numpyro_fed.results.loo import Loo, number_of_draws, rows_left_out
+from numpyro_fed.results.loo import Loo, rows_left_out
 from numpyro_fed.results.mixture import mixture_at
 from numpyro_fed.results.mode import OneCopy
 from numpyro_fed.results.moments import Moments
@@ -46,7 +46,6 @@ from numpyro_fed.results.weighted import (
     Weighted,
     systematic,
 )
-from numpyro_fed.runtime.noise import generator
 
 # Draws where the posterior without a silo may be, an exchange of them, and the share of those that
 # look beyond, as in nf.fit, which has compiled both.
@@ -209,10 +208,6 @@ class Corrected(Posterior, Weighted[Result]):
         """Return the table of :meth:`loo`, computed once."""
         key = random.fold_in(self._key, 4)
         z_G, log_weights = self._as_weighed
-        n = number_of_draws(self.result)
-        if n < len(log_weights):  # any of them: a resample would hide a heavy tail
-            some = generator(key).permutation(len(log_weights))[:n]
-            z_G, log_weights = z_G[some], log_weights[some]
         return rows_left_out(key, self.result, self.integration, z_G, log_weights)
 
     @cached_property
@@ -299,12 +294,8 @@ class Corrected(Posterior, Weighted[Result]):
         return on_supports(self.sampler, self.result, self.z_G)
 
     @property
-    def _worth(self) -> float:
-        return self.ess
-
-    @property
-    def _attributes(self) -> dict[str, float | str]:
-        return {**self.attributes, **super()._attributes}
+    def _for_arviz(self) -> tuple[float, dict[str, float | str]]:
+        return self.ess, {**self.attributes, **super()._for_arviz[1]}
 
     def log_likelihoods(self, key: Array, n: int) -> list[dict[str, np.ndarray]]:
         """Return log likelihoods {plate: (n, rows)} of silos at the draws of that key and ``n``."""

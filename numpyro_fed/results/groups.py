@@ -87,7 +87,22 @@ def groups_to_arviz(
         draws = posterior.sample_posterior(key, n, silo=silo)
         if silo is None:
             return dict(draws)
-        return {**draws, **latents_of_silos(posterior.run_behind, draws, silo)}
+        # The rows of latents are numbered over all silos, from 0 on: an effect of each hospital
+        # has the hospital's number. Axes have the names of plates.
+        run, found = posterior.run_behind, dict[str, Any](draws)
+        for s in run._fit.model.sites:
+            if s.kind != "latent" or s.plate is None or s.name not in draws:
+                continue
+            values, along = np.asarray(draws[s.name]), s.axis or 0
+            axis, numbers = axis_name(s.plate, ()), np.arange(values.shape[1 + along])
+            if silo != ALL:
+                chosen = chosen_silos(silo, run.num_silos)
+                sizes = [run._hosted(j).sizes_of(j)[s.plate] for j in range(max(chosen) + 1)]
+                ends = np.cumsum([0, *sizes])
+                numbers = np.concatenate([np.arange(ends[j], ends[j + 1]) for j in chosen])
+            axes = [*(f"{s.name}_dim_{i}" for i in range(along)), axis]
+            found[s.name] = Named(values, tuple(axes), {axis: numbers})
+        return found
 
     def more(key: Array, n: int) -> dict[str, Group]:
         found: dict[str, Group] = {}
@@ -113,27 +128,6 @@ def groups_to_arviz(
         more=more,
         labels=labels,
     )
-
-
-def latents_of_silos(run: Run, draws: Mapping[str, Array], silo: WhichSilo) -> Group:
-    """Return draws (n, ...) of silos' latents with the names of plates, and the numbers of rows.
-
-    Rows are numbered over all silos, from 0 on: an effect of each hospital has the hospital's.
-    """
-    found = {}
-    for s in run._fit.model.sites:
-        if s.kind != "latent" or s.plate is None or s.name not in draws:
-            continue
-        values, along = np.asarray(draws[s.name]), s.axis or 0
-        axis, numbers = axis_name(s.plate, ()), np.arange(values.shape[1 + along])
-        if silo != ALL:
-            chosen = chosen_silos(silo, run.num_silos)
-            sizes = [run._hosted(j).sizes_of(j)[s.plate] for j in range(max(chosen) + 1)]
-            ends = np.cumsum([0, *sizes])
-            numbers = np.concatenate([np.arange(ends[j], ends[j + 1]) for j in chosen])
-        axes = [*(f"{s.name}_dim_{i}" for i in range(along)), axis]
-        found[s.name] = Named(values, tuple(axes), {axis: numbers})
-    return found
 
 
 def _values(posterior: Questions, key: Array, n: int, group: str) -> Group:

@@ -199,54 +199,42 @@ def importance_correct(
     with precision(double=result.double), in_sight("correction"):
         check_weighable(result._fit)
         integration = integration_of(result, inner_draws)
-        return _corrected(key, result, num_draws, integration, wider, accuracy)
+        fit, size = result._fit, min(num_draws, AT_ONCE)
+        copy = result.start.copy if isinstance(result.start, Mode) else None
+        guide = fit.guide.globals
+        share = wider if guide.density_everywhere else 0.0
+        wide = WideParts.of(of_text(fit), size, share)
+        weighing = Weighing(result, size, wide.num_own, integration, copy, accuracy)
 
+        def exchange(i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            """Return draws (n, dim), and their log densities (n,) under the proposal and of all."""
+            # The first exchange has the key itself, so that
+            # 4,000 draws are the same with and without more.
+            key_exchange = random.fold_in(key, i) if i else key
+            z_G, log_q = map(np.asarray, result.draw_globals(key_exchange, wide.num_own))
+            if wide.numbers:
+                theta, place = result.shared.theta, Place(z_G.mean(0, float), root_of_draws(z_G))
+                far = wide.sample(generator(key_exchange), theta, place).astype(z_G.dtype)
+                of_far = fit.sampler.log_density(result.shared, jnp.asarray(far))
+                z_G, log_own = np.concatenate([z_G, far]), np.append(log_q, of_far)
+                log_q = np.asarray(wide.log_density(log_own, theta, place, z_G))
+            return z_G, log_q, weighing.exchange(key_exchange, z_G)
 
-def _corrected(
-    key: Array,
-    result: Result,
-    num_draws: int,
-    integration: Integration,
-    wider: float,
-    accuracy: float,
-) -> Corrected:
-    fit, size = result._fit, min(num_draws, AT_ONCE)
-    copy = result.start.copy if isinstance(result.start, Mode) else None
-    guide = fit.guide.globals
-    share = wider if guide.density_everywhere else 0.0
-    wide = WideParts.of(of_text(fit), size, share)
-    weighing = Weighing(result, size, wide.num_own, integration, copy, accuracy)
-
-    def exchange(i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return draws (n, dim), and their log densities (n,) under the proposal and of all."""
-        # The first exchange has the key itself, so that
-        # 4,000 draws are the same with and without more.
-        key_exchange = random.fold_in(key, i) if i else key
-        z_G, log_q = map(np.asarray, result.draw_globals(key_exchange, wide.num_own))
-        if wide.numbers:
-            theta, place = result.shared.theta, Place(z_G.mean(0, float), root_of_draws(z_G))
-            far = wide.sample(generator(key_exchange), theta, place).astype(z_G.dtype)
-            of_far = fit.sampler.log_density(result.shared, jnp.asarray(far))
-            z_G, log_own = np.concatenate([z_G, far]), np.append(log_q, of_far)
-            log_q = np.asarray(wide.log_density(log_own, theta, place, z_G))
-        return z_G, log_q, weighing.exchange(key_exchange, z_G)
-
-    parts, interrupted = until_interrupted(exchange, -(-num_draws // size))
-    z_G, log_q, log_joint = (np.concatenate(part) for part in zip(*parts, strict=True))
-    from_guide = np.tile(np.arange(size) < wide.num_own, len(parts))
-    log_weights = _log_ratio(log_joint, log_q)
-    correction = weighing.correction(key, z_G, log_weights, log_joint, from_guide)
-    return unless_interrupted(correction, interrupted, num_draws)
+        parts, interrupted = until_interrupted(exchange, -(-num_draws // size))
+        z_G, log_q, log_joint = (np.concatenate(part) for part in zip(*parts, strict=True))
+        from_guide = np.tile(np.arange(size) < wide.num_own, len(parts))
+        log_weights = _log_ratio(log_joint, log_q)
+        correction = weighing.correction(key, z_G, log_weights, log_joint, from_guide)
+        return unless_interrupted(correction, interrupted, num_draws)
 
 
 def of_text(fit: Fit) -> OfText:
     """Return what proposals take from the text of a fit, found once."""
     fm, start = fit.model, fit.built.start
-
-    def make() -> OfText:
-        return OfText.of(fm, prior_draws(fm) if start is None else start.search.prior_draws)
-
-    return fit.cached("of text", make)
+    return fit.cached(
+        "of text",
+        lambda: OfText.of(fm, prior_draws(fm) if start is None else start.search.prior_draws),
+    )
 
 
 def _log_ratio(log_joint: np.ndarray, log_q: np.ndarray) -> np.ndarray:
@@ -440,9 +428,6 @@ def correct_from(
         weighing = Weighing(result, size, 0, chosen, copy, accuracy)
         theta, dtype = result.shared.theta, jnp.result_type(float)
 
-        def proposal_with(share: float) -> MixtureProposal:
-            return MixtureProposal(WideParts.of(of_text(fit), size, share))
-
         new = [] if own is None else [(own, wider)]
         of_before = (
             [] if earlier is None else list(zip(earlier.mixtures, earlier.wider, strict=True))
@@ -452,11 +437,13 @@ def correct_from(
         ends = np.rint(np.cumsum(before_numbers) * (size / max(sum(before_numbers), 1)))
         numbers = [size] if new else np.diff(ends.astype(int), prepend=0).tolist()
         sources = new + of_before
+        text = of_text(fit)
+        proposals = [MixtureProposal(WideParts.of(text, size, share)) for _, share in sources]
 
         def exchange(i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             random_numbers, drawn, is_own = generator(key, i), [], []
-            for (mixture, share), n in zip(new or of_before, numbers, strict=True):
-                propose = proposal_with(share)
+            # Without new ones the draws are from all mixtures.
+            for (mixture, _), propose, n in zip(sources, proposals, numbers, strict=False):
                 some = np.sort(random_numbers.permutation(size)[:n])
                 drawn.append(propose.draw(random_numbers, theta, mixture)[some])
                 is_own.append((np.arange(size) < propose.wide.num_own)[some])
@@ -483,14 +470,12 @@ def correct_from(
             tuple(drawn.tolist()),
             copy,
         )
-        log_q = np.stack(
-            [
-                proposal_with(share).log_density(theta, mixture, pool.z_G)
-                for mixture, share in sources
-            ]
-        )
+        log_q = [
+            propose.log_density(theta, mixture, pool.z_G)
+            for (mixture, _), propose in zip(sources, proposals, strict=True)
+        ]
         log_shares = np.log(drawn / drawn.sum())
-        log_pooled = np.logaddexp.reduce(log_shares[:, None] + log_q, 0)
+        log_pooled = np.logaddexp.reduce(log_shares[:, None] + np.stack(log_q), 0)
         log_weights = _log_ratio(pool.log_joint, log_pooled)
         correction = weighing.correction(
             key, pool.z_G, log_weights, pool.log_joint, pool.from_own, pool

@@ -24,6 +24,7 @@ from numpyro_fed.programs import jit_once
 from numpyro_fed.results.arviz import elpd_data
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.rows import Result
+from numpyro_fed.runtime.noise import generator
 
 # Draws of the posterior that rows are left out of, at most and at least. Densities of 2,000 draws
 # are right to 0.02 nats as a rule.
@@ -120,19 +121,6 @@ def _scores(built: Built, settings: Mapping[str, Any]) -> Scores:
     return row_scores(built.model, likelihood, built.algorithm, settings["batch_size"])
 
 
-def _compiled_scores(built: Built, settings: Mapping[str, Any], *, little: bool) -> Scores:
-    return (jit_once if little else jax.jit)(_scores(built, settings))
-
-
-def number_of_draws(result: Result) -> int:
-    """Return how many draws rows are left out of, as many as a silo has room for."""
-    total = max((n for _, n in result.plan.total), default=1)
-    rows = total / max(result.num_silos, 1)
-    if result.sizes:
-        rows = max(max(size.values(), default=1) for size in result.sizes)
-    return int(np.clip(MOST_NUMBERS / max(rows, 1), LEAST_DRAWS, MOST_DRAWS))
-
-
 def rows_left_out(
     key: Array, result: Result, integration: Integration, z_G: np.ndarray, log_weights: np.ndarray
 ) -> Loo:
@@ -141,6 +129,15 @@ def rows_left_out(
     In one process nothing crosses; with silos in others it takes one exchange.
     """
     fit, n = result._fit, len(z_G)
+    # As many draws as a silo has room for, and any of them: a resample would hide a heavy tail.
+    total = max((n for _, n in result.plan.total), default=1)
+    rows = total / max(result.num_silos, 1)
+    if result.sizes:
+        rows = max(max(size.values(), default=1) for size in result.sizes)
+    room = int(np.clip(MOST_NUMBERS / max(rows, 1), LEAST_DRAWS, MOST_DRAWS))
+    if room < n:
+        some = generator(key).permutation(n)[:room]
+        n, z_G, log_weights = room, z_G[some], log_weights[some]
     refuse_parameters_of_rows(fit.model)
     if fit.checks is not None:
         refuse_coupled_rows(fit.checks, result._silos.buckets, "leaving rows out needs")
@@ -152,7 +149,12 @@ def rows_left_out(
         question = fit.question("loo", loo_exchange, integration, n)
         sums: RowSums = result.ask_once(question, down, key, MESSAGE)
         return Loo.of(sums, worth, 1)
-    scores = fit.question("loo", _compiled_scores, integration, n)
+    scores = fit.question(
+        "loo",
+        lambda built, settings, little: (jit_once if little else jax.jit)(_scores(built, settings)),
+        integration,
+        n,
+    )
     silos, total = [], RowSums(*np.zeros(len(RowSums._fields)))
     for j in range(result.num_silos):
         data = result._silos.at(j, [batch.data for batch in result._silos.batches])

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax import Array
@@ -29,29 +29,12 @@ from numpyro_fed.privacy.budget import Spent
 from numpyro_fed.results.arviz import Coords, Dims, Labels
 from numpyro_fed.results.at_silo import settings_of
 from numpyro_fed.results.groups import groups_to_arviz
-from numpyro_fed.results.mode import LocalMode, Mode, Near
+from numpyro_fed.results.mode import LocalMode, Mode
 from numpyro_fed.results.sampler import Sampler
 from numpyro_fed.results.saving import SavedRun, SavedWords, save
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import DRAWS, Question, at_silo, pack, write
 from numpyro_fed.waiting import shows
-
-
-class Call(Protocol):
-    """The call that made a fit, to be made again with other silos."""
-
-    @property
-    def progress_bar(self) -> bool:
-        """Return whether it shows that it goes on."""
-
-    def with_silo(self, silo: Any) -> Self:
-        """Return the call with one silo more."""
-
-    def without_silo(self, j: int) -> Self:
-        """Return the call without a silo."""
-
-    def run(self, key: Array, near: Near | None = None) -> Posterior:
-        """Return the fit, whose search begins near some places."""
 
 
 class Stage(NamedTuple):
@@ -94,7 +77,7 @@ class Posterior(Questions):
     contradiction: str = field(default="", repr=False, kw_only=True)
     interrupted: bool = field(default=False, repr=False, kw_only=True)
     privacy: Spent | None = field(default=None, repr=False, kw_only=True)
-    call: Call | None = field(default=None, repr=False, kw_only=True)
+    call: Any = field(default=None, repr=False, kw_only=True)
     _sent: int = field(default=0, repr=False, kw_only=True)
 
     @property
@@ -276,6 +259,7 @@ class Posterior(Questions):
         >>> data["log_likelihood"]["y"].dims
         ('chain', 'draw', 'row')
         """
+        worth, attributes = self._for_arviz
         return groups_to_arviz(
             self,
             key,
@@ -283,22 +267,17 @@ class Posterior(Questions):
             silo=silo,
             groups=groups,
             labels=Labels.of(coords, dims),
-            worth=self._worth,
-            attributes=self._attributes,
+            worth=worth,
+            attributes=attributes,
         )
 
     @property
-    def _worth(self) -> float:
-        """Return how many independent draws the posterior is worth, at most."""
-        return math.inf
-
-    @property
-    def _attributes(self) -> dict[str, float | str]:
-        """Return the attributes that go with the draws into ArviZ."""
+    def _for_arviz(self) -> tuple[float, dict[str, float | str]]:
+        """Return how many independent draws it is worth, at most, and attributes for ArviZ."""
         if not self.stages:
-            return {}
+            return math.inf, {}
         known = {} if isinstance(self.correction, str) else self.correction.attributes
-        return {**known, "verdict": self.verdict}
+        return math.inf, {**known, "verdict": self.verdict}
 
     def draws_for_silo(self, key: Array, n: int, *, silo: int) -> bytes:
         """Return draws of the globals for a silo in another process, as a message.
@@ -408,7 +387,7 @@ class Posterior(Questions):
             raise DataError("the only silo cannot be removed: nothing but the prior would be left.")
         return self._made_again(key, lambda call: call.without_silo(silo))
 
-    def _made_again(self, key: Array, other: Callable[[Call], Call]) -> Posterior:
+    def _made_again(self, key: Array, other: Callable[[Any], Any]) -> Posterior:
         """Return the fit of another call, from the modes of this one."""
         if self.privacy is not None:
             raise DataError(

@@ -1,13 +1,11 @@
-"""The fit of a model to silos that hold rows, and its result."""
+"""The result of a run over silos that hold rows."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Self, TypeVar, cast
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,196 +15,35 @@ import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_fed.after.run import ALL, WhichSilo, chosen_silos
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Private, Up
+from numpyro_fed.algorithms.base import Exchange, Private, Up
 from numpyro_fed.algorithms.begin import FLAT_OFF_MODE, flat_share
-from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.algorithms.influence import INFLUENCE, MOST_GLOBALS, Factors, Influence
 from numpyro_fed.errors import ModelError, NonFiniteError
 from numpyro_fed.gaussian import Curvature
-from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import Sizes
-from numpyro_fed.model.facts import Facts, Plan
-from numpyro_fed.model.fingerprint import fingerprint
+from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.indices import new_data_check
-from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.row_checks import RowChecks, refuse_coupled_rows
-from numpyro_fed.precision import in_precision_of_object, is_double, precision
-from numpyro_fed.results import built as built_fit
+from numpyro_fed.model.row_checks import refuse_coupled_rows
+from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.results.at_silo import told_by_silos
-from numpyro_fed.results.base import CompiledMethod, FederatedRun, Silos
-from numpyro_fed.results.built import Built
+from numpyro_fed.results.base import FederatedRun
+from numpyro_fed.results.built import Fit
 from numpyro_fed.results.communication import Communication, communication
 from numpyro_fed.results.groups import log_likelihood
 from numpyro_fed.results.influence import SiloTable, table_of
 from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.posterior import Posterior
-from numpyro_fed.results.recognise import Provenance
 from numpyro_fed.results.sampler import Sampler, real_rows
 from numpyro_fed.results.saving import SavedRun, SavedWords
 from numpyro_fed.runtime.channel import Mark
-from numpyro_fed.runtime.schedule import Schedule
-from numpyro_fed.runtime.stack import Runtime
 from numpyro_fed.waiting import shows
 
-# Numbers of a batch of draws, for each site of the rows: a few arrays of them fit into a core's own
-# memory (L2). The six cities took half the time that batches of a megabyte of numbers took.
-IN_BATCH = 2**15
-# Draws of a batch, at least, if it then has no more numbers than MOST_IN_BATCH. On a CPU, with
-# 200,000 logistic rows, a draw in batches of 4 or 8 took half the time that it took alone, and in
-# those of 32 more again.
-LEAST, MOST_IN_BATCH = 4, 2**23
-# Terms (draws x rows x evaluations) up to which a program is compiled with few optimisations:
-# running it takes less time than optimising it would. Half or twice of it only moves that point.
-FEW_TERMS = 2e7
+__all__ = ["Fit", "Result"]
+
 # Draws whose mean is the place at which silos are compared: within 2 % of an sd of the mean.
 MEAN_DRAWS = 4_000
 # Draws of the globals that show a fit's moments, and that a file of nf.fit keeps.
 MANY = 4_000
-
-Made = TypeVar("Made")
-
-
-class MethodSpec(NamedTuple):
-    """A record from which the method of a fit can be rebuilt, given the model.
-
-    ``method`` is the name of its class, ``settings`` what is not the default, as JSON, ``lost``
-    settings that JSON cannot hold (an optimiser, a function), ``source`` a hash of the model's
-    source.
-    """
-
-    method: str
-    settings: dict[str, Any]
-    lost: tuple[str, ...]
-    runtime: str
-    source: str
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Fit(CompiledMethod[Built]):
-    """A method that was built for silos that hold rows.
-
-    Attributes
-    ----------
-    plan : Plan
-    double : bool
-        Whether it computes in double precision.
-    sizes : tuple of dict
-        Rows of each silo plate at each silo; empty for silos in other processes.
-    checks : RowChecks or None
-        Checks on the values of the data; None for silos in other processes.
-    recipe : MethodSpec or None
-        How to rebuild the method from a file; None for silos in other processes.
-    reach : (algorithm, schedule, begin=) -> Runtime, or None
-        Makes runtimes for silos in other processes.
-    asked_as : str
-        The id by which these know the method.
-    """
-
-    plan: Plan
-    double: bool = field(default_factory=is_double)
-    sizes: tuple[Sizes, ...] = ()
-    checks: RowChecks | None = None
-    recipe: MethodSpec | None = None
-    reach: Callable[..., Runtime] | None = None
-    asked_as: str = ""
-
-    @cached_property
-    def sampler(self) -> Sampler:
-        """Return the compiled sampling functions of the fit."""
-        return Sampler(self.model, self.guide, self.built.bound)
-
-    def without_start(
-        self, runtime_of: Callable[[FederatedAlgorithm[Any, Any], Schedule[Any] | None], Runtime]
-    ) -> Fit | None:
-        """Return the fit of runs that found no mode to begin at; None if no mode is searched for.
-
-        It is built at its first use, with the runtime that ``runtime_of`` makes.
-        """
-        if (build := self.built.without_start) is None:
-            return None
-        if (found := self.compiled.get("without a start")) is None:
-            plan, built = build()
-            runtime = runtime_of(built.algorithm, built.schedule)
-            found = replace(self, plan=plan, built=built, runtime=runtime, compiled={})
-            self.compiled["without a start"] = found
-        return cast(Fit, found)
-
-    def batch_size(self, integration: Integration, num_draws: int) -> int:
-        """Return how many draws of the globals a silo evaluates its likelihood at side by side."""
-        rows = sum(n for _, n in self.plan.largest)  # silos are computed one after the other
-        numbers = max(rows * integration.terms_at_once(self.model), 1)
-        size = max(IN_BATCH // numbers, min(LEAST, MOST_IN_BATCH // numbers), 1)
-        return min(num_draws, 2 ** int(math.log2(size)))
-
-    def question(
-        self,
-        kind: str,
-        build: Callable[..., Made],
-        integration: Integration,
-        num_draws: int,
-        **more: int,
-    ) -> Made:
-        """Return a question about so many draws of the globals, made once for each settings.
-
-        ``build(built, settings, little=)`` makes it, also at silos elsewhere; with ``little`` work
-        optimising its program would take longer than running it.
-        """
-        settings = {
-            "inner_draws": dict(integration.draws),
-            "nodes": integration.nodes,
-            "num_draws": num_draws,
-            **more,
-            "batch_size": self.batch_size(integration, num_draws),
-        }
-        terms = num_draws * sum(n for _, n in self.plan.total)
-        little = terms * integration.work_of_row(self.model) <= FEW_TERMS
-        name = kind, json.dumps(settings)
-        return self.cached(name, lambda: build(self.built, settings, little=little))
-
-    @property
-    def facts(self) -> Facts:
-        """Return what all silos have in common."""
-        return self.plan.facts
-
-    @property
-    def model(self) -> FederatedModel:
-        """Return the model, split over server and silos."""
-        return self.built.model
-
-    @property
-    def guide(self) -> Guide:
-        """Return the guide of globals and locals."""
-        return self.built.guide
-
-    @property
-    def draws(self) -> dict[str, int]:
-        """Return ``K`` for each silo plate that has latents."""
-        return self.built.draws
-
-    @property
-    def factors(self) -> built_fit.Factors | None:
-        """Return the parts that PVI alone has: families, settings, an evaluation; else None."""
-        return self.built.factors
-
-    def description(self) -> dict[str, Any]:
-        """Return the settings, sites and sizes that a saved state must agree with."""
-        return {
-            "settings": {**self.plan.chosen, "draws": self.draws},
-            "sites": {
-                s.name: [s.kind, s.plate, list(s.shape), s.support] for s in self.model.sites
-            },
-            "sizes": list(self.sizes),
-        }
-
-    def provenance(self, hosted: Silos) -> Provenance:
-        """Return the fingerprints by which a file recognises model and data."""
-
-        def text() -> str:
-            with precision(double=self.double):
-                return self.cached("text", lambda: fingerprint(self.model, hosted.data))
-
-        source = "" if self.recipe is None else self.recipe.source
-        return Provenance(text, source, {f"silo {j}": data for j, data in enumerate(hosted.data)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -450,8 +287,11 @@ class Result(Posterior, FederatedRun[Fit]):
 
     @in_precision_of_object
     def private_parameters(self, silo: int) -> dict[str, Any]:
-        """Return a silo's private parameters, unconstrained."""
-        return self._unpadded_private(silo, self.private(silo).theta)
+        """Return a silo's private parameters, unconstrained, without entries of padded rows."""
+        data = self._hosted(silo).data_of(silo)
+        shapes = jax.eval_shape(self._fit.model.init_private, jax.random.key(0), data)
+        private: dict[str, Any] = self.private(silo).theta
+        return jax.tree.map(lambda a, s: a[tuple(map(slice, s.shape))], private, shapes)
 
     @in_precision_of_object
     def sample_posterior(
@@ -518,7 +358,7 @@ class Result(Posterior, FederatedRun[Fit]):
                 sampler.draw_locals(key, theta, private.guide, z_G, coords, padded)
             )
             z_L = real_rows(z_L, hosted.sizes_of(j), len(z_G))
-            theta = {**shared.theta, **self._unpadded_private(j, private.theta)}
+            theta = {**shared.theta, **self.private_parameters(j)}
             return sites | sampler.constrain_locals(theta, z_G, z_L, hosted.data[j])
         silos = chosen_silos(silo, self.num_silos)
         hosted = self._hosted(silos[0])
@@ -571,12 +411,6 @@ class Result(Posterior, FederatedRun[Fit]):
     def private(self, silo: int) -> Private:
         """Return the part of a silo's state that never leaves it, padded rows included."""
         return self._fit.algorithm.private(self._silo_state(silo))
-
-    def _unpadded_private(self, silo: int, private: dict[str, Any]) -> dict[str, Any]:
-        """Return private parameters without the entries of padded rows."""
-        key, data = jax.random.key(0), self._hosted(silo).data[silo]
-        shapes = jax.eval_shape(self._fit.model.init_private, key, data)
-        return jax.tree.map(lambda a, s: a[tuple(map(slice, s.shape))], private, shapes)
 
     @property
     def guide(self) -> Callable[..., None]:

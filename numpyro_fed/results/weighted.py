@@ -122,12 +122,12 @@ class Weighted(ABC, Generic[Corrects]):
         They are not where they rest on a few draws far out, which another sample might show more
         of.
         """
-        return self.errors.moments_known(self.max_error)
+        return not self.errors.unknown(self.max_error)[:, self.errors.latent].any()
 
     @property
     def quantiles_known(self) -> bool:
         """Whether every global's quantiles are known, on the user's scale."""
-        return self.errors.quantiles_known(self.max_error)
+        return bool((self.errors.error[2, self.errors.latent] <= self.max_error).all())
 
     @property
     def reservation(self) -> str:
@@ -155,7 +155,9 @@ class Weighted(ABC, Generic[Corrects]):
         exist do not count. Errors of quantiles are those of normal scores, which are sds where the
         posterior is normal.
         """
-        return self.errors.worst(self.max_error)
+        error, infinite = self.errors.error, self.errors.infinite
+        there = np.concatenate([np.where(infinite, 0.0, error[:2]), error[2:]])
+        return float(there[:, self.errors.latent].max(initial=0.0))
 
     @property
     def sound(self) -> bool:
