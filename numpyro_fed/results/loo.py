@@ -130,8 +130,7 @@ def rows_left_out(
     """
     fit, n = result._fit, len(z_G)
     # As many draws as a silo has room for, and any of them: a resample would hide a heavy tail.
-    total = max((n for _, n in result.plan.total), default=1)
-    rows = total / max(result.num_silos, 1)
+    rows = max((n for _, n in result.plan.total), default=1) / max(result.num_silos, 1)
     if result.sizes:
         rows = max(max(size.values(), default=1) for size in result.sizes)
     room = int(np.clip(MOST_NUMBERS / max(rows, 1), LEAST_DRAWS, MOST_DRAWS))
