@@ -6,6 +6,7 @@ Their messages say what was expected, what came, where (silo and site), and what
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -59,6 +60,14 @@ class MissingExtraError(ImportError):
             f"this needs the package '{package}', which is not installed. "
             f"Install the extra that carries it: pip install 'numpyro-fed[{extra}]'"
         )
+
+
+def optional(name: str, extra: str = "examples") -> Any:
+    """Return a module that an extra carries; raise an error that names it if it is not there."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise MissingExtraError(name.partition(".")[0], extra) from error
 
 
 class NonFiniteError(FloatingPointError):

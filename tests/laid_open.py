@@ -203,8 +203,8 @@ def private(module: Any, name: str) -> Any:
 PLACES = {
     "memory": "numpyro_fed.methods.rows._memory",
     "pareto_k": "numpyro_fed.reference.compare._pareto_k",
-    "batch_size": "numpyro_fed.results.importance.batch_size",
-    "question_of_a_correction": "numpyro_fed.results.importance._weigh",
+    "batch_size": "numpyro_fed.results.built.Fit.batch_size",
+    "question_of_a_correction": "numpyro_fed.results.built.Fit.question",
     "factor_for_the_prior": "numpyro_fed.methods.pvi.prior_optimiser",
     "rounds_of_a_log": "numpyro_fed.runtime.supervise._first",
     "all_finite": "numpyro_fed.runtime.supervise._all_finite",

@@ -475,7 +475,7 @@ def test_rows_of_the_fit_are_predicted_where_their_outcome_is_missing(fitted):
 def test_a_predictive_check_shows_what_was_observed_alone(fitted):
     figure = fitted.plot_check(0, n=3)
     shown = figure.axes[0].lines[-1]
-    y = fitted.data_of(0).arrays["y"]
+    y = fitted._silos.data_of(0).arrays["y"]
     assert np.isnan(y).sum() == 1
     np.testing.assert_allclose(shown.get_xdata()[1:], np.sort(y[~np.isnan(y)]), rtol=1e-6)
     assert [len(line.get_xdata()) for line in figure.axes[0].lines[:3]] == [6, 6, 6]

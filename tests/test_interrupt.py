@@ -203,7 +203,7 @@ def test_draws_of_a_correction_before_it_are_kept(monkeypatch):
 def test_a_correction_without_any_draws_is_a_plain_one(monkeypatch):
     result = SFVI.run(KEY, 20, SILOS, **QUIET)
     question = SimpleNamespace(of_server=ctrl_c)
-    put_in_place(monkeypatch, "question_of_a_correction", lambda *args: question)
+    put_in_place(monkeypatch, "question_of_a_correction", lambda *args, **more: question)
     with pytest.raises(KeyboardInterrupt) as caught:
         nf.importance_correct(KEY, result)
     assert not isinstance(caught.value, nf.Interrupted)

@@ -22,8 +22,8 @@ from numpyro_fed.model import padding
 from numpyro_fed.model.data import read
 from numpyro_fed.model.handlers import joint, local_name
 from numpyro_fed.model.layout import lay_out
+from numpyro_fed.reference.nuts import good_starts, some_from_prior, uniform
 from numpyro_fed.reference.nuts_result import NutsResult
-from numpyro_fed.reference.starts import good_starts, some_from_prior, uniform
 
 KEY = jax.random.key(0)
 positive = dist.constraints.positive

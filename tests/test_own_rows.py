@@ -8,6 +8,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.after import own_rows
+from numpyro_fed.after.predictions import outcomes_of_silos, programs_of
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}
@@ -59,16 +60,16 @@ def same(parts, others):
 
 
 def asked_of(run, n=20):
-    return run._at_own_rows(KEY, range(run.num_silos), n)
+    return run._own_rows(KEY, range(run.num_silos), n)
 
 
 def test_silos_of_many_sizes_share_a_program_and_keep_their_numbers(run, silos, monkeypatch):
-    before = run._predictor().many._cache_size()
+    before = programs_of(run).many._cache_size()
     together = run.predict(KEY, silo="own rows", n=20)
-    assert run._predictor().many._cache_size() == before + 1
+    assert programs_of(run).many._cache_size() == before + 1
     assert [part["y"].shape for part in together] == [(20, n, 2) for n in SIZES]
     same([run.predict(KEY, silo=j, n=20) for j in range(len(SIZES))], together)
-    from_prior, seen = run.prior_predict(KEY, n=20), run.outcomes_of_silos(range(len(SIZES)))
+    from_prior, seen = run.prior_predict(KEY, n=20), outcomes_of_silos(run, range(len(SIZES)))
     same(seen, [{"y": silo["y"]} for silo in silos])
     monkeypatch.setattr(own_rows, "FEW_SIZES", len(SIZES))
     same(run.predict(KEY, silo="own rows", n=20), together)
@@ -77,7 +78,7 @@ def test_silos_of_many_sizes_share_a_program_and_keep_their_numbers(run, silos, 
 
 def test_a_text_that_sums_up_rows_is_run_at_each_size(silos):
     run = nf.SFVI(averaged, start=None).run(KEY, 0, silos, **QUIET)
-    assert not own_rows.OwnRows(run, run._predictor(), asked_of(run))._paddings
+    assert not own_rows.paddings_of(run, programs_of(run), asked_of(run))
     for part, silo in zip(run.predict(KEY, silo="own rows", n=3), silos, strict=True):
         np.testing.assert_allclose(part["average"], silo["x"].mean(), rtol=1e-5)
 
@@ -85,9 +86,9 @@ def test_a_text_that_sums_up_rows_is_run_at_each_size(silos):
 def test_padded_rows_are_real_rows(run, silos):
     """Not zeros, where a likelihood may be infinite; latents come with their rows."""
     asked = asked_of(run)
-    paddings = own_rows.OwnRows(run, run._predictor(), asked)._paddings
+    paddings = own_rows.paddings_of(run, programs_of(run), asked)
     assert sorted(paddings) == [0, 1, 2, 3]
-    latents, data = paddings[0].of(asked[0], run.data_of(0))
+    latents, data = paddings[0].of(asked[0].latents, run._silos.data_of(0))
     b = np.asarray(asked[0].latents["b"])
     first = silos[0]["x"][:1].astype(np.float32)
     np.testing.assert_array_equal(data.arrays["x"][5:], np.repeat(first, 4, 0))

@@ -104,7 +104,7 @@ def test_a_check_has_the_outcomes_and_what_is_predicted(fitted):
     assert [a.get_title() for a in axes] == ["silo 0", "silo 1", "silo 2"]
     drawn = [line for line in axes[1].lines if len(line.get_xdata())]
     assert len(drawn) == 21
-    seen = np.sort(fitted.run_behind.data_of(1).kwargs["y"])
+    seen = np.sort(fitted.run_behind._silos.data_of(1).kwargs["y"])
     np.testing.assert_allclose(drawn[-1].get_xdata()[1:], seen)
     assert len([a for a in fitted.plot_check(2).axes if a.axison]) == 1
 

@@ -167,7 +167,7 @@ def test_silos_send_the_gradient_of_their_log_likelihood(squares):
         tempered = nf.Tempered(num_particles=8, start="prior")
         parts = tempered._parts(squares._fit, 0, False)
         z = np.linspace(-3.0, 3.0, 8)[:, None]
-        state, data = squares.state.silos[0], squares._batches[0].data
+        state, data = squares.state.silos[0], squares._silos.batches[0].data
         reply, after = parts.exchange.silo((), parts.message({}, z), state, data)
         y = SQUARES[0]["y"]
         expected = np.array([log_normal(y, m**2, 1).sum() for m in z[:, 0]])

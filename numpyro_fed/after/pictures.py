@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from numpyro_fed.errors import MissingExtraError
+from numpyro_fed.errors import optional
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -32,10 +32,7 @@ MIN_TOLD = 0.05
 
 def panels(number: int, size: tuple[float, float] | None = None) -> tuple[Figure, list[Axes]]:
     """Return a figure with so many panels of a size in inches, in rows of four."""
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise MissingExtraError("matplotlib", "examples") from error
+    pyplot = optional("matplotlib.pyplot")
     columns = min(max(number, 1), COLUMNS)
     rows = max(-(-number // columns), 1)
     width, height = size or ((4.5, 3.0) if number == 1 else (2.5, 2.1))
@@ -73,13 +70,7 @@ def legend(figure: Figure, handles: Sequence[Artist], shown: int = 0, there: int
 
 
 def labels_of(number: int, names: Sequence[str] | None) -> list[str]:
-    """Return a label for each silo: its name, or its number if silos have no names.
-
-    Raises
-    ------
-    ValueError
-        For another number of names than there are silos.
-    """
+    """Return a label for each silo: its name, or its number if silos have no names."""
     if names is None:
         return [f"silo {j}" for j in range(number)]
     given = [names] if isinstance(names, str) else [str(name) for name in names]
@@ -87,13 +78,6 @@ def labels_of(number: int, names: Sequence[str] | None) -> list[str]:
         words = f"names has {len(given)} entries, and there are {number} silos"
         raise ValueError(f"{words}: give a name for each silo, in their order.")
     return given
-
-
-def labels_of_rows(silos: Sequence[str], rows: Sequence[int]) -> list[str]:
-    """Return a label for each row of each silo; that of the silo where each has one row."""
-    if all(n == 1 for n in rows):
-        return list(silos)
-    return [f"{silo}, {i}" for silo, n in zip(silos, rows, strict=True) for i in range(n)]
 
 
 def marginals(names: Sequence[str], posterior: np.ndarray, prior: np.ndarray | None) -> Figure:
@@ -106,8 +90,22 @@ def marginals(names: Sequence[str], posterior: np.ndarray, prior: np.ndarray | N
         x, density = curve(posterior[:, i])
         ax.fill_between(x, density, color=POSTERIOR, alpha=0.4, lw=0)
         ax.plot(x, density, color=POSTERIOR, label="posterior")
-        if prior is not None:
-            _behind(ax, x, prior[:, i])
+        if prior is not None:  # around the grid of the posterior
+            before, wide = prior[:, i], x[-1] - x[0]
+            left = min(x[0], max(x[0] - wide / 2, before.min()))  # a scale's axis ends at zero
+            right = max(x[-1], min(x[-1] + wide / 2, before.max()))
+            ax.set_xlim(left, right)
+            inside = np.abs(before - x.mean()) < 2 * wide
+            if inside.sum() > 2:
+                at, height = curve(before[inside])
+                # A prior is much wider as a rule, and its curve is cut.
+                ax.plot(at, height * inside.mean(), color=PRIOR, ls="--", label="prior")
+            if not ((before > left) & (before < right)).any():
+                below = bool(np.median(before) < left)
+                words = "\u2190 prior" if below else "prior \u2192"
+                note = ax.text(not below, 0.98, words, color=PRIOR)
+                note.set(ha="left" if below else "right", va="top", fontsize="small")
+                note.set_transform(ax.transAxes)
         ax.set(xlabel=name, yticks=[], ylim=(0, None))
         ax.spines["left"].set_visible(False)
     for ax in axes[::COLUMNS]:
@@ -117,24 +115,6 @@ def marginals(names: Sequence[str], posterior: np.ndarray, prior: np.ndarray | N
         handles.append(Line2D([], [], color=PRIOR, ls="--", label="prior"))
     legend(figure, handles, len(shown), len(names))
     return figure
-
-
-def _behind(ax: Axes, x: np.ndarray, prior: np.ndarray) -> None:
-    """Draw the density of a prior's draws (n,) around the grid ``x`` of the posterior."""
-    wide = x[-1] - x[0]
-    left = min(x[0], max(x[0] - wide / 2, prior.min()))  # a scale's axis ends at zero
-    right = max(x[-1], min(x[-1] + wide / 2, prior.max()))
-    ax.set_xlim(left, right)
-    inside = np.abs(prior - x.mean()) < 2 * wide
-    if inside.sum() > 2:
-        at, height = curve(prior[inside])
-        # A prior is much wider as a rule, and its curve is cut.
-        ax.plot(at, height * inside.mean(), color=PRIOR, ls="--", label="prior")
-    if not ((prior > left) & (prior < right)).any():
-        below = bool(np.median(prior) < left)
-        note = ax.text(not below, 0.98, "\u2190 prior" if below else "prior \u2192", color=PRIOR)
-        note.set(ha="left" if below else "right", va="top", fontsize="small")
-        note.set_transform(ax.transAxes)
 
 
 def curve(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -149,17 +129,6 @@ def curve(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     x = np.linspace(max(low - margin, draws.min()), min(high + margin, draws.max()), GRID)
     inside = draws[(draws >= low - margin) & (draws <= high + margin)]
     return x, gaussian_kde(inside)(x)
-
-
-def alone(values: np.ndarray, prior: np.ndarray) -> np.ndarray:
-    """Return what silos say alone of effects, given draws (n, ...) of the posterior and the prior.
-
-    It is NaN where a silo says next to nothing.
-    """
-    with np.errstate(divide="ignore", invalid="ignore"):
-        told = 1 / values.var(0) - 1 / prior.var(0)
-        estimates = (values.mean(0) / values.var(0) - prior.mean(0) / prior.var(0)) / told
-    return np.where(told > MIN_TOLD / prior.var(0), estimates, np.nan)
 
 
 def caterpillar(site: str, draws: np.ndarray, prior: np.ndarray, labels: Sequence[str]) -> Figure:
@@ -177,7 +146,23 @@ def caterpillar(site: str, draws: np.ndarray, prior: np.ndarray, labels: Sequenc
     extra = 0.07 * max(map(len, labels)) if k <= MOST_LINES else 0.2
     figure.set_figwidth(figure.get_figwidth() + extra)
     for i, (index, ax) in enumerate(zip(shown, axes, strict=True)):
-        handles = _lines(ax, draws[:, order, *index], prior[:, order, *index])
+        values, before = draws[:, order, *index], prior[:, order, *index]
+        low, quarter, upper, high = np.quantile(values, [0.05, 0.25, 0.75, 0.95], axis=0)
+        at = np.arange(k)
+        wide = ax.hlines(at, low, high, color=POSTERIOR, lw=1, label="90 % interval")
+        thick = ax.hlines(at, quarter, upper, color=POSTERIOR, lw=4, label="50 % interval")
+        mean, label = values.mean(0), "mean, by all silos"
+        (dots,) = ax.plot(mean, at, "o", color=POSTERIOR, ms=6.5, label=label)
+        # What silos say alone; nothing is shown where that is next to nothing.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            told = 1 / values.var(0) - 1 / before.var(0)
+            alone = (mean / values.var(0) - before.mean(0) / before.var(0)) / told
+        alone = np.where(told > MIN_TOLD / before.var(0), alone, np.nan)
+        (circles,) = ax.plot(alone, at, "o", mec=ALONE, label="by this silo alone")
+        circles.set(mfc="none", mew=1.5, ms=6.5)
+        label, centre = "mean of the prior", float(before.mean())
+        dashes = ax.axvline(centre, color=PRIOR, ls="--", lw=1, zorder=0, label=label)
+        handles = [dots, thick, wide, circles, dashes]
         ax.set_xlabel(site + (f"[{', '.join(map(str, index))}]" if index else ""))
         ax.set_ylim(-0.7, k - 0.3)
         if k > MOST_LINES:
@@ -188,20 +173,6 @@ def caterpillar(site: str, draws: np.ndarray, prior: np.ndarray, labels: Sequenc
         axes[0].set_ylabel(f"{k} rows of silos, in order of their mean")
     legend(figure, handles, len(shown), len(indices))
     return figure
-
-
-def _lines(ax: Axes, draws: np.ndarray, prior: np.ndarray) -> list[Artist]:
-    """Draw means and intervals of draws (n, k) upwards, and return what a legend shows."""
-    low, quarter, upper, high = np.quantile(draws, [0.05, 0.25, 0.75, 0.95], axis=0)
-    at = np.arange(draws.shape[1])
-    wide = ax.hlines(at, low, high, color=POSTERIOR, lw=1, label="90 % interval")
-    thick = ax.hlines(at, quarter, upper, color=POSTERIOR, lw=4, label="50 % interval")
-    (dots,) = ax.plot(draws.mean(0), at, "o", color=POSTERIOR, ms=6.5, label="mean, by all silos")
-    (circles,) = ax.plot(alone(draws, prior), at, "o", mec=ALONE, label="by this silo alone")
-    circles.set(mfc="none", mew=1.5, ms=6.5)
-    centre = float(prior.mean())
-    dashes = ax.axvline(centre, color=PRIOR, ls="--", lw=1, zorder=0, label="mean of the prior")
-    return [dots, thick, wide, circles, dashes]
 
 
 def checks(
@@ -216,13 +187,16 @@ def checks(
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 
-    pairs = [
-        (label, name, *_there(seen[name], np.asarray(drawn[name])))
-        for label, seen, drawn in zip(labels, observed, predicted, strict=False)
-        for name in seen
-    ]
+    pairs: list[tuple[str, str, np.ndarray, np.ndarray]] = []
+    for label, outcomes, data_sets in zip(labels, observed, predicted, strict=False):
+        for name in outcomes:
+            seen, drawn = np.ravel(outcomes[name]), np.asarray(data_sets[name])
+            there = ~np.isnan(seen) if seen.dtype.kind == "f" else np.ones(len(seen), bool)
+            if not there.all():
+                seen, drawn = seen[there], drawn.reshape(len(drawn), -1)[:, there]
+            pairs.append((label, name, seen, drawn))
     sites = {name for _, name, _, _ in pairs}
-    there = max(len(pairs), len(labels) * len(sites))
+    number = max(len(pairs), len(labels) * len(sites))
     pairs = pairs[:MOST_PANELS]
     figure, axes = panels(len(pairs))
     for ax, (label, name, seen, drawn) in zip(axes, pairs, strict=True):
@@ -240,15 +214,8 @@ def checks(
         Line2D([], [], color=OBSERVED, label="observed"),
         Line2D([], [], color=POSTERIOR, label="predicted, a line for each data set"),
     ]
-    legend(figure, handles, len(pairs), there)
+    legend(figure, handles, len(pairs), number)
     return figure
-
-
-def _there(seen: np.ndarray, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return outcomes (k,) and predictive data sets (n, k) where the outcome is not missing."""
-    flat = np.ravel(seen)
-    there = ~np.isnan(flat) if flat.dtype.kind == "f" else np.ones(len(flat), bool)
-    return (flat, drawn) if there.all() else (flat[there], drawn.reshape(len(drawn), -1)[:, there])
 
 
 def conflicts(

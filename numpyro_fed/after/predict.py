@@ -25,13 +25,13 @@ from numpyro import handlers
 from numpyro.distributions import MaskedDistribution
 
 from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.model.data import SiloData, argument_names, check_columns, read_one
+from numpyro_fed.model.data import SiloData, Sizes, argument_names, check_columns, read_one
 from numpyro_fed.model.facts import Argument, Facts
 from numpyro_fed.model.feasible import feasible, unwrapped
 from numpyro_fed.model.frames import as_dict, column_names
+from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.outcomes import outcomes_at
 from numpyro_fed.model.substitution import block_name, substituted_in
 from numpyro_fed.programs import jit_once
 from numpyro_fed.tracing import TRACING
@@ -48,6 +48,7 @@ NO_MEAN = (
 SEEN = "rows with "  # before the name of an outcome
 Draws = Mapping[str, Array]
 Predict = Callable[[Array, Draws, Draws, SiloData], dict[str, Array]]
+At = Callable[[Array, Draws, SiloData], dict[str, Array]]
 
 
 class Programs(NamedTuple):
@@ -65,9 +66,6 @@ class Programs(NamedTuple):
 
     many: Predict
     one: Predict
-
-
-At = Callable[[Array, Draws, SiloData], dict[str, Array]]
 
 
 def predictor(
@@ -94,13 +92,7 @@ def predictor(
 
 
 def _mean_of(site: dict[str, Any]) -> Array:
-    """Return the mean of an outcome's distribution, in the shape of the outcome.
-
-    Raises
-    ------
-    ModelError
-        For a distribution whose mean NumPyro does not have.
-    """
+    """Return the mean of an outcome's distribution, in the shape of the outcome."""
     fn = unwrapped(site["fn"])
     while isinstance(fn, MaskedDistribution):
         fn = unwrapped(fn.base_dist)
@@ -118,10 +110,6 @@ def check_means(fm: FederatedModel, found: Draws | Sequence[Draws]) -> None:
     """Raise an error for an outcome that has no mean at any row and draw, as of a Cauchy.
 
     ``found`` are the means at some rows, or at those of several silos.
-
-    Raises
-    ------
-    ModelError
     """
     for name in (s.name for s in fm.sites if s.kind == "observed"):
         parts = [found] if isinstance(found, Mapping) else found
@@ -131,21 +119,6 @@ def check_means(fm: FederatedModel, found: Draws | Sequence[Draws]) -> None:
                 f"the distribution of the outcome '{name}' has no mean, as a Cauchy or categories "
                 f"have none. {NO_MEAN}"
             )
-
-
-def observer(fm: FederatedModel) -> Programs:
-    """Return the compiled functions to the outcomes in a silo's data, and which rows have one.
-
-    They are sites' values, with NaN for what is missing, and ``(rows,)`` with :data:`SEEN` before
-    the name. No latent is read.
-    """
-
-    def at(key: Array, values: Draws, data: SiloData) -> dict[str, Array]:
-        found = outcomes_at(fm, data)
-        seen = {SEEN + name: outcome.seen for name, outcome in found.items()}
-        return {name: outcome.value for name, outcome in found.items()} | seen
-
-    return compiled(at)
 
 
 def compiled(at: At) -> Programs:
@@ -174,13 +147,6 @@ def with_blocks(
     """Return new data with the numbers of the silo's blocks, where a prior was substituted.
 
     ``own`` are the data of the silo ``silo``; None for a new one.
-
-    Raises
-    ------
-    ModelError
-        For a new silo: each entry of such a site belongs to a silo of the fit.
-    DataError
-        For rows that read entries of another silo's block.
     """
     text = substituted_in(fm.text)
     if text is None or not isinstance(new, Mapping):
@@ -196,26 +162,68 @@ def with_blocks(
     return text.of_new_rows(new, silo, {name: own.arrays[name] for name in names})
 
 
-def read_new(
-    fm: FederatedModel, new: Mapping[str, Any], facts: Facts, silos: Sequence[SiloData] = ()
+def new_rows(
+    fm: FederatedModel,
+    new: Mapping[str, Any],
+    facts: Facts,
+    silos: Sequence[SiloData] = (),
+    silo: int | None = None,
+    sizes: Sizes | None = None,
 ) -> SiloData:
-    """Return new data, whose outcomes may be missing, read and checked.
+    """Return new data, of silo ``silo`` with rows ``sizes`` or of a new one, read and checked.
 
-    ``facts`` are those of the silos of the fit, and ``silos`` their data if they are here.
-
-    Raises
-    ------
-    DataError
-        For an argument that the model does not have, or lacks; for columns, dtypes or numbers of
-        axes other than those of the fit; and for missing values, but for outcomes.
+    Outcomes may be missing. ``facts`` are those of the silos of the fit, and ``silos`` their data
+    if they are here. An error names what does not suit the fit: an argument that is not there or
+    one too many, columns, dtypes, numbers of axes, missing values, and outer plates.
     """
+    data = _read_new(fm, new, facts, silos)
+    private = [s.name for s in fm.sites if s.kind == "param" and s.plate is not None]
+    if private:
+        raise ModelError(
+            f"'{private[0]}' is a parameter of a silo or a row, without a prior from which it "
+            "could be drawn for new rows. Make it a latent, or predict for the rows of the fit."
+        )
+    found: dict[str, int] = {}
+
+    def run(key: Array, data: SiloData) -> None:
+        # Outcomes are not there, so that their sites are drawn like latents.
+        with TRACING, handlers.block():
+            trace = handlers.trace(handlers.seed(fm.text, key)).get_trace(**data.kwargs)
+        plates = {name: site for name, site in trace.items() if site["type"] == "plate"}
+        found.update({name: site["args"][0] for name, site in plates.items()})
+
+    if sizes is not None:
+        try:
+            jax.eval_shape(run, jax.random.key(0), data)
+        except Exception as error:
+            raise DataError(f"new data: the model does not run on them: {error}") from error
+        for plate in fm.plates:
+            if plate.outer and plate.dim and found.get(plate.name) != sizes[plate.name]:
+                raise DataError(
+                    f"new data have {found[plate.name]} of '{plate.name}', and silo {silo} has "
+                    f"{sizes[plate.name]}: pass them with the same number, in the same order; or "
+                    "use silo='new' for others."
+                )
+    new_data_check(fm.text, silo)(**data.kwargs)
+    return data
+
+
+def _read_new(
+    fm: FederatedModel, new: Mapping[str, Any], facts: Facts, silos: Sequence[SiloData]
+) -> SiloData:
     signature = inspect.signature(fm.text)
     known, found = dict(facts.columns), column_names(new)
     new = as_dict("new data", new, argument_names(fm.text))
     if not isinstance(new, Mapping):
         raise DataError(f"new data must be a dict of keyword arguments, got {type(new).__name__}.")
     kinds = {a.name: a for a in facts.arguments}
-    new = _as_one_row(new, kinds)
+    # Where all arguments of a plate are one row, they get an axis of length one.
+    as_given = dict(new)
+    for plates in {kinds[name].plates for name in new if name in kinds if kinds[name].plates}:
+        own = {n: v for n, v in as_given.items() if n in kinds and kinds[n].plates == plates}
+        rows = {n: a for n, v in own.items() if (a := np.asarray(v)).dtype.kind in "fiub"}
+        if rows and all(a.ndim == len(kinds[n].shape) for n, a in rows.items()):
+            new = {**new, **{n: a[None] for n, a in rows.items()}}
     for name, columns in found.items():
         check_columns("new data", name, columns, known.get(name, columns), "the fit")
     try:
@@ -226,7 +234,14 @@ def read_new(
             f"new data do not fit the model, whose arguments are {names}: {error}."
         ) from error
     data = read_one("new data", new, may_miss=True)
-    _refuse_missing(fm, data)
+    for name in data.missing:
+        array = data.arrays[name]
+        if readers := _readers(fm, data, name):
+            raise DataError(
+                f"new data, '{name}': {int(np.isnan(array).sum())} of {array.size} values are "
+                f"missing (NaN), and '{readers[0]}' cannot be predicted without them. Leave out "
+                "these rows or fill in a number that you can defend; only outcomes may be missing."
+            )
     for name in silos[0].arrays if silos else ():
         lacking = name not in data.arrays
         if lacking and new.get(name) is not None and kinds[name].plates:
@@ -249,35 +264,14 @@ def read_new(
                 )
     arrays = {k: _like(k, a, kinds[k]) if k in kinds else a for k, a in data.arrays.items()}
     read = replace(data, arrays=arrays, missing=())
-    if fractions := [k for k, a in arrays.items() if k in kinds and _as_fractions(a, kinds[k])]:
+    whole = [k for k, argument in kinds.items() if np.dtype(argument.dtype).kind in "iu"]
+    if fractions := [k for k, a in arrays.items() if k in whole and a.dtype.kind == "f"]:
         _check_fractions(fm, read, fractions)
     return read
 
 
-def _as_one_row(new: Mapping[str, Any], kinds: Mapping[str, Argument]) -> Mapping[str, Any]:
-    """Return new data with an axis of length one where all arguments of a plate are one row."""
-    plates = {kinds[name].plates for name in new if name in kinds if kinds[name].plates}
-    found = dict(new)
-    for plate in plates:
-        rows = {n: np.asarray(v) for n, v in new.items() if n in kinds and kinds[n].plates == plate}
-        rows = {n: a for n, a in rows.items() if a.dtype.kind in "fiub"}
-        if rows and all(a.ndim == len(kinds[n].shape) for n, a in rows.items()):
-            found |= {n: a[None] for n, a in rows.items()}
-    return found
-
-
-def _as_fractions(array: np.ndarray, fitted: Argument) -> bool:
-    """Return whether new data are fractions where the fit had whole numbers."""
-    return array.dtype.kind == "f" and np.dtype(fitted.dtype).kind in "iu"
-
-
 def _check_fractions(fm: FederatedModel, data: SiloData, names: Sequence[str]) -> None:
-    """Raise an error if the text does not run on fractions where it had whole numbers.
-
-    Raises
-    ------
-    DataError
-    """
+    """Raise an error if the text does not run on fractions where it had whole numbers."""
 
     def at(own: dict[str, Array]) -> Array:
         kwargs = replace(data, arrays={**data.arrays, **own}).kwargs
@@ -302,10 +296,7 @@ def _check_fractions(fm: FederatedModel, data: SiloData, names: Sequence[str]) -
 
 
 def _like(name: str, array: np.ndarray, fitted: Argument) -> np.ndarray:
-    """Return an array of new data in the dtype that the argument had in the fit.
-
-    Fractions in the place of whole numbers stay what they are.
-    """
+    """Return an array in the dtype that the argument had in the fit; fractions stay fractions."""
     axes = len(fitted.shape) + bool(fitted.plates)
     if array.ndim != axes:
         raise DataError(
@@ -320,7 +311,8 @@ def _like(name: str, array: np.ndarray, fitted: Argument) -> np.ndarray:
     )
     with np.errstate(invalid="ignore"):
         cast = array.astype(dtype)
-    if _as_fractions(array, fitted) and not np.array_equal(cast, array):
+    fractions = array.dtype.kind == "f" and np.dtype(fitted.dtype).kind in "iu"
+    if fractions and not np.array_equal(cast, array):
         return array
     if not np.array_equal(cast, array, equal_nan=array.dtype.kind == "f"):
         raise DataError(
@@ -328,18 +320,6 @@ def _like(name: str, array: np.ndarray, fitted: Argument) -> np.ndarray:
             f"does not hold all of its values. Pass it as in the fit."
         )
     return cast
-
-
-def _refuse_missing(fm: FederatedModel, data: SiloData) -> None:
-    """Raise an error if values are missing that a prediction reads."""
-    for name in data.missing:
-        own = data.arrays[name]
-        if readers := _readers(fm, data, name):
-            raise DataError(
-                f"new data, '{name}': {int(np.isnan(own).sum())} of {own.size} values are missing "
-                f"(NaN), and '{readers[0]}' cannot be predicted without them. Leave out these rows "
-                "or fill in a number that you can defend; only outcomes may be missing."
-            )
 
 
 def _readers(fm: FederatedModel, data: SiloData, name: str) -> list[str]:
@@ -357,53 +337,9 @@ def _readers(fm: FederatedModel, data: SiloData, name: str) -> list[str]:
     return [s for s, ls in labels.items() if any("own" in x for x in jax.tree.leaves(ls))]
 
 
-def refuse_private_parameters(fm: FederatedModel) -> None:
-    """Raise an error if silos have parameters of their own, which new rows do not share.
-
-    Raises
-    ------
-    ModelError
-    """
-    private = [s.name for s in fm.sites if s.kind == "param" and s.plate is not None]
-    if private:
-        raise ModelError(
-            f"'{private[0]}' is a parameter of a silo or a row, without a prior from which it "
-            "could be drawn for new rows. Make it a latent, or predict for the rows of the fit."
-        )
-
-
-def check_plates(fm: FederatedModel, data: SiloData, silo: int, sizes: Mapping[str, int]) -> None:
-    """Raise an error if outer plates of new data are not those of the silo to predict for."""
-    found: dict[str, int] = {}
-
-    def run(key: Array, data: SiloData) -> None:
-        # Outcomes are not there, so that their sites are drawn like latents.
-        with TRACING, handlers.block():
-            trace = handlers.trace(handlers.seed(fm.text, key)).get_trace(**data.kwargs)
-        plates = {name: site for name, site in trace.items() if site["type"] == "plate"}
-        found.update({name: site["args"][0] for name, site in plates.items()})
-
-    try:
-        jax.eval_shape(run, jax.random.key(0), data)
-    except Exception as error:
-        raise DataError(f"new data: the model does not run on them: {error}") from error
-    for plate in fm.plates:
-        if plate.outer and plate.dim and found.get(plate.name) != sizes[plate.name]:
-            raise DataError(
-                f"new data have {found[plate.name]} of '{plate.name}', and silo {silo} has "
-                f"{sizes[plate.name]}: pass them with the same number, in the same order; or use "
-                "silo='new' for others."
-            )
-
-
 def outer_latents(fm: FederatedModel) -> list[str]:
     """Return the names of latents that rows of several plates share: of hospitals, not patients."""
     return [s.name for p in fm.plates if p.outer for s in fm.named("latent", p.name)]
-
-
-def all_latents(fm: FederatedModel) -> list[str]:
-    """Return the names of all latents."""
-    return [s.name for s in fm.sites if s.kind == "latent"]
 
 
 def global_latents(fm: FederatedModel) -> list[str]:

@@ -7,12 +7,29 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 from jax import Array
 
-from numpyro_fed.after import plots, predictions
-from numpyro_fed.after.run import NEW, OWN_ROWS, Correction, WhichSilo
-from numpyro_fed.after.sensitivity import PriorSensitivity
-from numpyro_fed.errors import ConvergenceWarning, ModelError
+from numpyro_fed.after import pictures
+from numpyro_fed.after.own_rows import Asked, values_at
+from numpyro_fed.after.predict import (
+    check_means,
+    global_latents,
+    new_rows,
+    outer_latents,
+    with_blocks,
+)
+from numpyro_fed.after.predictions import (
+    drawn_from_prior,
+    drawn_given_globals,
+    outcomes_of_silos,
+    parameters_of,
+    programs_of,
+)
+from numpyro_fed.after.run import ALL, NEW, OWN_ROWS, WhichSilo, check_name, silo_number
+from numpyro_fed.after.sensitivity import PriorSensitivity, elements
+from numpyro_fed.errors import ConvergenceWarning, ModelError, positive_int
 from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.waiting import shows
 
@@ -27,7 +44,7 @@ class Questions(ABC):
 
     @property
     @abstractmethod
-    def correction(self) -> Correction | str:
+    def correction(self) -> Any:
         """Return the weighted draws by which it is judged, or in words why there are none."""
 
     @property
@@ -41,10 +58,23 @@ class Questions(ABC):
     ) -> dict[str, Array]:
         """Draw from the posterior."""
 
+    @abstractmethod
+    def unconstrained(self, key: Array, n: int) -> Array:
+        """Return the unconstrained globals (n, dim) behind ``sample_posterior(key, n)``."""
+
+    @abstractmethod
+    def log_likelihoods(self, key: Array, n: int) -> list[dict[str, np.ndarray]]:
+        """Return log likelihoods {plate: (n, rows)} of silos at the draws of that key and ``n``."""
+
     @property
+    @abstractmethod
     def known_doubt(self) -> str:
         """Return why no answer is to be trusted; empty if nothing is known without an exchange."""
-        return ""
+
+    @property
+    @abstractmethod
+    def shows_progress(self) -> bool:
+        """Return whether a call of more than two seconds shows that it goes on."""
 
     def _warn_of_doubt(self) -> None:
         """Warn that an answer rests on a posterior that is known not to be trusted."""
@@ -53,10 +83,26 @@ class Questions(ABC):
             # Above are the decorator of the call and the call itself.
             warnings.warn(words, category=ConvergenceWarning, stacklevel=5)
 
-    @property
-    def shows_progress(self) -> bool:
-        """Return whether a call of more than two seconds shows that it goes on."""
-        return True
+    def _own_rows(self, key: Array, silos: Sequence[int], n: int) -> list[Asked]:
+        """Return silos with draws of all latents, those of ``sample_posterior`` with that key."""
+        run, key_new = self.run_behind, jax.random.fold_in(key, 2)
+        draws = self.sample_posterior(key, n, silo=list(silos))
+        fm = run._fit.model
+        shared = {s.name: draws[s.name] for s in fm.named("latent")}
+        own = [s for s in fm.sites if s.kind == "latent" and s.plate is not None]
+        # On the host: a slice on the device is a program for each size.
+        values = {s.name: np.asarray(draws[s.name]) for s in own}
+        places = dict.fromkeys(values, 0)
+        asked = []
+        for j in silos:
+            latents: dict[str, Any] = dict(shared)
+            for s in own:
+                first = places[s.name]
+                places[s.name] = last = first + run._hosted(j).sizes_of(j)[s.plate or ""]
+                latents[s.name] = values[s.name].take(range(first, last), 1 + (s.axis or 0))
+            key_silo = jax.random.fold_in(key_new, 1 + j)
+            asked.append(Asked(j, key_silo, parameters_of(run, j), latents))
+        return asked
 
     @property
     def double(self) -> bool:
@@ -133,7 +179,43 @@ class Questions(ABC):
         ((1000, 2), [3.0, 6.0])
         """
         self._warn_of_doubt()
-        return predictions.predict(self, key, new, silo, n, mean=mean)
+        positive_int("n", n)
+        run, model, number = self.run_behind, self.run_behind._fit.model, None
+        programs = programs_of(run, mean=mean)
+        if not isinstance(silo, str):
+            number = silo_number(silo)
+        found: Any
+        if new is None:
+            if silo == NEW:
+                raise ValueError("pass new data to predict for, or silo='own rows'.")
+            if number is None:
+                check_name(str(silo), OWN_ROWS)
+            silos = range(run.num_silos) if number is None else [number]
+            parts = values_at(run, programs, self._own_rows(key, silos, n))
+            found = parts if number is None else parts[0]
+        else:
+            if silo == OWN_ROWS:
+                raise ValueError(
+                    f'silo="{silo}" predicts for the rows of the fit: pass no new data.'
+                )
+            own, sizes, names = None, None, global_latents(model)
+            if number is None:
+                check_name(str(silo), NEW)
+            else:
+                hosted, names = run._hosted(number), [*names, *outer_latents(model)]
+                own, sizes = hosted.data_of(number), hosted.sizes_of(number)
+            new = with_blocks(model, new, number, own)
+            data = new_rows(model, new, run._fit.facts, run._silos.data, number, sizes)
+            # The latents are those that sample_posterior draws with the same key.
+            draws = self.sample_posterior(key, n, silo=number)
+            latents = {name: draws[name] for name in names if name in draws}
+            own_number = 0 if number is None else 1 + number
+            key_new = jax.random.fold_in(jax.random.fold_in(key, 2), own_number)
+            parameters = parameters_of(run, number)
+            found = jax.block_until_ready(programs.many(key_new, parameters, latents, data))
+        if mean:
+            check_means(model, found)
+        return found
 
     @shows("predict from the prior")
     @in_precision_of_object
@@ -159,7 +241,23 @@ class Questions(ABC):
         ModelError
             If the prior cannot be drawn from (it is flat, say).
         """
-        return predictions.prior_predict(self.run_behind, key, new, n)
+        positive_int("n", n)
+        run, model = self.run_behind, self.run_behind._fit.model
+        prior = drawn_from_prior(run, jax.random.fold_in(key, 0), n)
+        if prior is None:
+            raise ModelError("the prior of the globals cannot be drawn from.")
+        latents = {name: prior[name] for name in global_latents(model)}
+        programs = programs_of(run)
+        if new is not None:
+            new = with_blocks(model, new, None, None)
+            data = new_rows(model, new, run._fit.facts, run._silos.data)
+            key_new, parameters = jax.random.fold_in(key, 1), parameters_of(run, None)
+            return jax.block_until_ready(programs.many(key_new, parameters, latents, data))
+        asked = [
+            Asked(j, jax.random.fold_in(key, 1 + j), parameters_of(run, j), latents)
+            for j in range(run.num_silos)
+        ]
+        return values_at(run, programs, asked)
 
     @shows("leave silos out")
     def leave_out(self) -> Any:
@@ -352,7 +450,17 @@ class Questions(ABC):
         matplotlib.figure.Figure
         """
         self._warn_of_doubt()
-        return plots.marginals(self, sites, n)
+        run = self.run_behind
+        chosen = global_latents(run._fit.model) if sites is None else list(sites)
+        draws = self.sample_posterior(jax.random.key(0), n)
+        if unknown := [name for name in chosen if name not in draws]:
+            raise ModelError(f"'{unknown[0]}' is no global of the model, which has {list(draws)}.")
+        names, values = elements({name: draws[name] for name in chosen})
+        if not names:
+            raise ModelError("the model has no globals to plot.")
+        prior = drawn_from_prior(run, jax.random.key(1), n)
+        before = None if prior is None else elements({name: prior[name] for name in chosen})[1]
+        return pictures.marginals(names, values, before)
 
     @shows("draw")
     @in_precision_of_object
@@ -386,7 +494,24 @@ class Questions(ABC):
             For silos in other processes, whose latents are theirs.
         """
         self._warn_of_doubt()
-        return plots.silos_side_by_side(self, site, n, names)
+        run, fm = self.run_behind, self.run_behind._fit.model
+        known = [s.name for s in fm.sites if s.kind == "latent" and s.plate is not None]
+        site = next(iter([*outer_latents(fm), *known]), None) if site is None else site
+        if site is None or site not in known:
+            raise ModelError(f"{site!r} is no latent of silos: the model has {known}.")
+        labels = pictures.labels_of(run.num_silos, names)
+        hosted = run._hosted(0)  # before silos elsewhere are asked for what cannot be shown
+        draws = self.sample_posterior(jax.random.key(0), n, silo=ALL)
+        before = drawn_given_globals(run, jax.random.key(1), draws, site)
+        plate, axis = next((s.plate, 1 + (s.axis or 0)) for s in fm.sites if s.name == site)
+        values, prior = (
+            np.moveaxis(np.asarray(a, np.float64), axis, 1) for a in (draws[site], before)
+        )
+        rows = [hosted.sizes_of(j)[plate] for j in range(run.num_silos)]
+        if any(number != 1 for number in rows):
+            pairs = zip(labels, rows, strict=True)
+            labels = [f"{silo}, {i}" for silo, number in pairs for i in range(number)]
+        return pictures.caterpillar(site, values, prior, labels)
 
     @shows("predict")
     @in_precision_of_object
@@ -417,9 +542,20 @@ class Questions(ABC):
             For silos in other processes, whose rows are theirs.
         """
         self._warn_of_doubt()
-        return plots.predictive_check(self, silo, n, names)
+        run = self.run_behind
+        labels = pictures.labels_of(run.num_silos, names)
+        chosen = list(range(len(labels)))
+        if isinstance(silo, str):
+            check_name(silo, OWN_ROWS)
+        else:
+            chosen = [silo_number(silo)]
+        silos = chosen[: pictures.MOST_PANELS]
+        asked = self._own_rows(jax.random.key(0), silos, n)
+        seen = outcomes_of_silos(run, silos)
+        predicted = values_at(run, programs_of(run), asked)
+        return pictures.checks(seen, predicted, [labels[j] for j in chosen])
 
-    def _weighted_draws(self, what: str) -> Correction:
+    def _weighted_draws(self, what: str) -> Any:
         """Return the correction of the fit; raise an error that says ``what`` needs one."""
         correction = self.correction
         if isinstance(correction, str):

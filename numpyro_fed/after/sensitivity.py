@@ -22,7 +22,7 @@ from jax import Array
 from numpyro.distributions import biject_to
 
 from numpyro_fed.algorithms.expand import effects_of
-from numpyro_fed.errors import MissingExtraError
+from numpyro_fed.errors import optional
 from numpyro_fed.model.log_density import FederatedModel
 
 POWERS = (0.99, 1.01)
@@ -58,16 +58,12 @@ class PriorSensitivity:
 
     def to_frame(self) -> Any:
         """Return the table as a pandas DataFrame, a row for each element."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise MissingExtraError("pandas", "examples") from error
         columns = {
             "prior": self.prior,
             "likelihood": self.likelihood,
             "diagnosis": self.diagnosis,
         }
-        return pandas.DataFrame(columns, index=list(self.names))
+        return optional("pandas").DataFrame(columns, index=list(self.names))
 
     def __str__(self) -> str:
         width = max([6, *map(len, self.names)])
@@ -126,28 +122,21 @@ def slopes(values: np.ndarray, log_part: np.ndarray) -> np.ndarray:
 
 
 def _distance(x: np.ndarray, w: np.ndarray, v: np.ndarray) -> float:
-    """Return the cumulative Jensen-Shannon distance of draws (n,) with weights ``w`` and ``v``.
-
-    It is the larger one of those of ``x`` and of ``-x``, so that a sign does not matter.
-    """
-    return max(_one_sided(sign * x, w, v) for sign in (1, -1))
-
-
-def _one_sided(x: np.ndarray, w: np.ndarray, v: np.ndarray) -> float:
-    order = np.argsort(x)
-    width = np.diff(x[order])
-    P, Q = (np.cumsum(a[order])[:-1] for a in (w, v))
-    size = width @ (P + Q)
-    if not size > 0:
-        return 0.0
-    middle = (P + Q) / 2
-
-    def divergence(F: np.ndarray, G: np.ndarray) -> float:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            terms = np.where(F > 0, F * np.log2(F / middle), 0.0)
-        return float(width @ terms + width @ (G - F) / (2 * np.log(2)))
-
-    return float(np.sqrt(max(divergence(P, Q), 0.0) + max(divergence(Q, P), 0.0)) / np.sqrt(size))
+    """Return the cumulative Jensen-Shannon distance of draws (n,) with two weights (n,)."""
+    largest = 0.0
+    for signed in (x, -x):  # the larger one of both: a sign does not matter
+        order = np.argsort(signed)
+        width = np.diff(signed[order])
+        P, Q = (np.cumsum(a[order])[:-1] for a in (w, v))
+        size, total = width @ (P + Q), 0.0
+        if not size > 0:
+            continue
+        for F, G in ((P, Q), (Q, P)):
+            with np.errstate(divide="ignore", invalid="ignore"):
+                terms = np.where(F > 0, F * np.log2(F / ((P + Q) / 2)), 0.0)
+            total += max(float(width @ terms + width @ (G - F) / (2 * np.log(2))), 0.0)
+        largest = max(largest, float(np.sqrt(total) / np.sqrt(size)))
+    return largest
 
 
 def elements(draws: Mapping[str, Array | np.ndarray]) -> tuple[tuple[str, ...], np.ndarray]:

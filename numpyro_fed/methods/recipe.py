@@ -12,7 +12,7 @@ from numpyro_fed.errors import DataError
 from numpyro_fed.methods import schedules
 from numpyro_fed.model.fingerprint import source_hash
 from numpyro_fed.privacy import budget
-from numpyro_fed.results.rows import MethodSpec
+from numpyro_fed.results.built import MethodSpec
 
 
 def _is_public(kind: type, module: ModuleType) -> bool:

@@ -516,7 +516,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
                 recipe=recipe(self, runtime),
             )
         fit = self._fits[cache_key]
-        check_rows_apart(layout.checks, fit.draws, buckets)
+        check_rows_apart(layout.checks, fit.built.draws, buckets)
         # The host loop visits silos one by one, at their own sizes.
         if runtime == "host":
             buckets = one_by_one(read, layout.sizes)

@@ -89,27 +89,52 @@ def compare(
     if isinstance(result, Corrected):
         drawn, weights = result.draws, result.weights
     elif isinstance(result, NutsResult):
-        drawn = _joined(result)
+        drawn = result.sites_of(None)
     else:
         drawn = result.sample_posterior(key_draws, num_draws)
     draws = {k: np.asarray(v) for k, v in drawn.items()}
-    nuts = _joined(reference)
+    nuts = reference.sites_of(None)
     if draws.keys() != nuts.keys():
         raise ValueError(
             f"the fit has the global sites {sorted(draws)}, NUTS has {sorted(nuts)}. Compare runs "
             "of one model."
         )
-    varying = {k: ~_constant(v) for k, v in nuts.items()}
-    _warn_if_few({k: n[varying[k]] for k, n in reference.ess().items() if varying[k].any()})
+    least = np.inf, ""
+    for name, effective in reference.ess().items():
+        effective = effective[~_constant(nuts[name])]
+        if effective.size and (number := float(np.nanmin(effective))) < least[0]:
+            least = number, name
+    if least[0] < MIN_EFFECTIVE:
+        warnings.warn(
+            f"NUTS has only {least[0]:.0f} effective draws for '{least[1]}', so its own error of "
+            f"the mean there is about {least[0] ** -0.5:.2f} sd. Run it with more num_samples or "
+            "num_chains before judging by it.",
+            category=ConvergenceWarning,
+            stacklevel=2,
+        )
     pareto_k = _pareto_k(result, key_weights)
-    sites = {name: _compare_site(draws[name], weights, nuts[name]) for name in nuts}
+    absent: set[str] = set()
     if isinstance(result, Corrected):
         errors = result.errors
         absent = {n for n, no in zip(errors.names, errors.infinite[1], strict=True) if no}
-        for name, measures in sites.items():
-            shape = nuts[name].shape[1:]
-            no_sd = np.reshape([_label(name, i) in absent for i in np.ndindex(shape)], shape)
-            sites[name] = {m: np.where(no_sd, np.nan, v) for m, v in measures.items()}
+    sites = {}
+    for name, expected in nuts.items():
+        mean = np.average(draws[name], axis=0, weights=weights)
+        sd = np.sqrt(np.average((draws[name] - mean) ** 2, axis=0, weights=weights))
+        center, scale = expected.mean(0), expected.std(0)
+        distance, no_sd = np.zeros(scale.shape), np.zeros(scale.shape, bool)
+        for i in np.ndindex(scale.shape):
+            at = draws[name][:, *i], expected[:, *i]
+            distance[i] = wasserstein_distance(*at, u_weights=weights)
+            no_sd[i] = _label(name, i) in absent
+        # A constant has an sd of zero: errors are then absolute, and the ratio is one.
+        constant = _constant(expected) & (sd <= ROUNDING * abs(mean))
+        scale = np.where(constant, 1.0, scale)
+        measures = (abs(mean - center) / scale, np.where(constant, 1.0, sd / scale))
+        sites[name] = {
+            m: np.where(no_sd, np.nan, value)
+            for m, value in zip(_MEASURES, (*measures, distance / scale), strict=True)
+        }
     return Comparison(sites, pareto_k, draws, weights, nuts)
 
 
@@ -150,7 +175,6 @@ class Comparison:
         return rows
 
     def _note(self) -> list[str]:
-        """Return the lines below the table."""
         notes = []
         if any(np.isnan(measures["sd_ratio"]).any() for measures in self.sites.values()):
             notes.append(f"{ABSENT}: no mean or no sd; compare quantiles")
@@ -202,33 +226,9 @@ class Comparison:
 _MEASURES = ("mean_error_sd", "sd_ratio", "wasserstein_sd")
 
 
-def _compare_site(
-    draws: np.ndarray, weights: np.ndarray | None, nuts: np.ndarray
-) -> dict[str, np.ndarray]:
-    """Return the three measures for each element of a site, given draws (n, ...) of both."""
-    mean = np.average(draws, axis=0, weights=weights)
-    sd = np.sqrt(np.average((draws - mean) ** 2, axis=0, weights=weights))
-    reference, scale = nuts.mean(0), nuts.std(0)
-    distance = np.zeros(scale.shape)
-    for i in np.ndindex(scale.shape):
-        distance[i] = wasserstein_distance(draws[:, *i], nuts[:, *i], u_weights=weights)
-    # A constant has an sd of zero: errors are then absolute, and the ratio is one.
-    constant = _constant(nuts) & (sd <= ROUNDING * abs(mean))
-    scale = np.where(constant, 1.0, scale)
-    return {
-        "mean_error_sd": abs(mean - reference) / scale,
-        "sd_ratio": np.where(constant, 1.0, sd / scale),
-        "wasserstein_sd": distance / scale,
-    }
-
-
 def _constant(draws: np.ndarray) -> np.ndarray:
     """Return which elements do not vary, such as the first row of a Cholesky factor."""
     return draws.std(0) <= ROUNDING * abs(draws.mean(0))
-
-
-def _joined(nuts: NutsResult) -> dict[str, np.ndarray]:
-    return {k: v.reshape(-1, *v.shape[2:]) for k, v in nuts.globals.items()}
 
 
 def _pareto_k(result: Result | Corrected | NutsResult, key: Array) -> float:
@@ -244,20 +244,6 @@ def _pareto_k(result: Result | Corrected | NutsResult, key: Array) -> float:
     except ValueError:
         # Under a divergence other than KL there are no weights.
         return float("nan")
-
-
-def _warn_if_few(ess: Mapping[str, np.ndarray]) -> None:
-    least, name = min(
-        ((float(np.nanmin(n)), name) for name, n in ess.items()), default=(np.inf, "")
-    )
-    if least < MIN_EFFECTIVE:
-        warnings.warn(
-            f"NUTS has only {least:.0f} effective draws for '{name}', so its own error of the mean "
-            f"there is about {least**-0.5:.2f} sd. Run it with more num_samples or num_chains "
-            "before judging by it.",
-            category=ConvergenceWarning,
-            stacklevel=3,
-        )
 
 
 def _label(name: str, index: tuple[int, ...]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from numpyro_fed import html
 from numpyro_fed.after.predictions import outcomes_of_silos
-from numpyro_fed.errors import DataError, MissingExtraError
+from numpyro_fed.errors import DataError, optional
 from numpyro_fed.results.arviz import elpd_data
 from numpyro_fed.results.posterior import Posterior
 
@@ -76,13 +76,9 @@ class ModelComparison:
 
     def to_frame(self) -> Any:
         """Return the table as a pandas DataFrame, a row for each model."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise MissingExtraError("pandas", "examples") from error
         columns = "elpd", "se", "difference", "se_of_difference", "weight", "log_evidence"
         found = {name: getattr(self, name) for name in (*columns, "num_unknown", "trusted")}
-        return pandas.DataFrame(found, index=list(self.names))
+        return optional("pandas").DataFrame(found, index=list(self.names))
 
     def __str__(self) -> str:
         rows = [self.HEAD, *self._rows]
@@ -156,10 +152,7 @@ def compare_models(fits: Mapping[str, Posterior], by: str = ROWS) -> ModelCompar
     ----------
     Yao, Vehtari, Simpson and Gelman (2018), stacking.
     """
-    try:
-        import arviz
-    except ImportError as error:
-        raise MissingExtraError("arviz", "examples") from error
+    arviz = optional("arviz")
     if not isinstance(fits, Mapping):
         raise TypeError(
             "compare_models takes a dict, whose keys name the models in the table, got "
@@ -169,51 +162,30 @@ def compare_models(fits: Mapping[str, Posterior], by: str = ROWS) -> ModelCompar
         raise ValueError(f"expected two models or more, got {list(fits)}.")
     if by not in (ROWS, SILOS):
         raise ValueError(f"by={by!r}: expected '{ROWS}' or '{SILOS}'.")
-    parts = {name: _left_out(name, fit, by) for name, fit in fits.items()}
-    sizes = {name: len(part["elpd_i"]) for name, part in parts.items()}
+    parts: dict[str, dict[str, Any]] = {}
+    for name, fit in fits.items():
+        if by == SILOS:
+            table = fit.leave_out()
+            values, k, more = table.log_density, table.pareto_k, dict(p=np.nan, num_draws=0)
+        else:
+            loo = fit.loo()
+            if loo.silos is None:
+                raise DataError(
+                    f"'{name}' is a fit of silos in other processes, where rows' numbers stay: "
+                    "compare by='silos'."
+                )
+            values, k = (np.concatenate(a) for a in zip(*loo.silos, strict=True))
+            more = dict(p=loo.p_loo, num_draws=loo.num_draws)
+        parts[name] = dict(values=values, k=k, **more)
+    sizes = {name: len(part["values"]) for name, part in parts.items()}
     if len(set(sizes.values())) > 1:
         counted = ", ".join(f"'{name}' has {size}" for name, size in sizes.items())
         raise DataError(f"the fits are of other data: {counted} {by}. Fit them to the same silos.")
-    _check_outcomes(fits)
-    elpds = {
-        name: elpd_data(part["elpd_i"], part["k"], p=part["p"], num_draws=part["num_draws"])
-        for name, part in parts.items()
-    }
-    weights = arviz.compare(elpds, method="stacking")["weight"]
-    order = sorted(fits, key=lambda name: -parts[name]["elpd_i"].sum())
-    best = parts[order[0]]["elpd_i"]
-    below = [best - parts[name]["elpd_i"] for name in order]
-    evidence = [getattr(fits[name].correction, "log_evidence", None) for name in order]
-
-    def error_of(values: np.ndarray) -> float:
-        return float(np.sqrt(len(values)) * np.std(values))
-
-    return ModelComparison(
-        names=tuple(order),
-        by=by,
-        elpd=np.array([parts[name]["elpd_i"].sum() for name in order]),
-        se=np.array([error_of(parts[name]["elpd_i"]) for name in order]),
-        difference=np.array([d.sum() for d in below]),
-        se_of_difference=np.array([error_of(d) for d in below]),
-        weight=np.array([float(weights[name]) for name in order]),
-        log_evidence=np.array([np.nan if e is None else e for e in evidence]),
-        num_unknown=np.array([(~(parts[name]["k"] <= 0.7)).sum() for name in order]),
-        trusted=tuple(bool(getattr(fits[name], "trusted", False)) for name in order),
-    )
-
-
-def _check_outcomes(fits: Mapping[str, Posterior]) -> None:
-    """Raise an error if fits whose data are here have other outcomes than the first one."""
-    here = {name: fit for name, fit in fits.items() if fit.run_behind.data_here}
-    seen = {
-        name: [
-            np.concatenate([np.ravel(v) for v in outcomes.values()])
-            for outcomes in outcomes_of_silos(
-                fit.run_behind, range(min(fit.run_behind.num_silos, MOST_COMPARED))
-            )
-        ]
-        for name, fit in here.items()
-    }
+    seen = {}
+    for name, fit in fits.items():
+        if (run := fit.run_behind)._silos.data:
+            outcomes = outcomes_of_silos(run, range(min(run.num_silos, MOST_COMPARED)))
+            seen[name] = [np.concatenate([np.ravel(v) for v in one.values()]) for one in outcomes]
     first = next(iter(seen), "")
     for name, values in seen.items():
         same = len(values) == len(seen[first]) and all(
@@ -225,18 +197,22 @@ def _check_outcomes(fits: Mapping[str, Posterior]) -> None:
                 f"the fits are of other data: the outcomes of '{name}' are not those of '{first}'. "
                 "Fit both to the same silos, with outcomes on the same scale."
             )
+    elpds = {name: elpd_data(**part) for name, part in parts.items()}
+    weights = arviz.compare(elpds, method="stacking")["weight"]
+    order = sorted(fits, key=lambda name: -parts[name]["values"].sum())
+    best = parts[order[0]]["values"]
+    below = [best - parts[name]["values"] for name in order]
+    evidence = [getattr(fits[name].correction, "log_evidence", None) for name in order]
 
-
-def _left_out(name: str, fit: Posterior, by: str) -> dict[str, Any]:
-    """Return log predictive densities and k-hats of what is left out, by rows or by silos."""
-    if by == SILOS:
-        table = fit.leave_out()
-        return dict(elpd_i=table.log_density, k=table.pareto_k, p=np.nan, num_draws=0)
-    loo = fit.loo()
-    if loo.silos is None:
-        raise DataError(
-            f"'{name}' is a fit of silos in other processes, where rows' numbers stay: compare "
-            "by='silos'."
-        )
-    rows, k = (np.concatenate(a) for a in zip(*loo.silos, strict=True))
-    return dict(elpd_i=rows, k=k, p=loo.p_loo, num_draws=loo.num_draws)
+    return ModelComparison(
+        names=tuple(order),
+        by=by,
+        elpd=np.array([parts[name]["values"].sum() for name in order]),
+        se=np.array([np.sqrt(len(best)) * np.std(parts[name]["values"]) for name in order]),
+        difference=np.array([d.sum() for d in below]),
+        se_of_difference=np.array([np.sqrt(len(best)) * np.std(d) for d in below]),
+        weight=np.array([float(weights[name]) for name in order]),
+        log_evidence=np.array([np.nan if e is None else e for e in evidence]),
+        num_unknown=np.array([(~(parts[name]["k"] <= 0.7)).sum() for name in order]),
+        trusted=tuple(bool(getattr(fits[name], "trusted", False)) for name in order),
+    )

@@ -8,9 +8,9 @@ buckets' padded silos.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax import Array
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_fed.algorithms.base import Shared
-from numpyro_fed.errors import ConvergenceWarning, positive_int
+from numpyro_fed.errors import ConvergenceWarning, ModelError, positive_int
 from numpyro_fed.frame import identity
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData, SiloInput, Sizes, signature
@@ -29,27 +29,22 @@ from numpyro_fed.model.hosts import read_all
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket, grouped, stacked
-from numpyro_fed.model.sites import Site
 from numpyro_fed.precision import is_double
 from numpyro_fed.reference.nuts_result import NutsResult, PooledFit, PooledRun, join_chains
-from numpyro_fed.reference.starts import Position, Shapes, good_starts, some_from_prior, uniform
+from numpyro_fed.results.base import Silos
+from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.results.rows import Result
-from numpyro_fed.trees import Tree
 
 # Samples of each chain from which run_nuts warns by itself: shorter runs are trials, which would
 # always be warned of.
 MIN_SAMPLES = 500
 
 
-class StartingPoint(Protocol):
-    """A point with a covariance, at which globals can start: a :class:`numpyro_fed.Mode`."""
+TRIES = 100  # draws of a chain's start, as many as in NumPyro's find_valid_initial_params
 
-    z_G: np.ndarray
-
-    @property
-    def covariance(self) -> np.ndarray:
-        """Return the covariance of shared parameters and globals."""
+Position = dict[str, Any]  # {"z_G": (dim,), "z_L": {plate: (rows of all silos, dim)}}
+Shapes = Mapping[str, tuple[int, ...] | Mapping[str, tuple[int, ...]]]
 
 
 def run_nuts(
@@ -61,7 +56,7 @@ def run_nuts(
     num_samples: int = 1_000,
     num_chains: int = 1,
     params: Result | None = None,
-    start: StartingPoint | None = None,
+    start: Mode | None = None,
     target_accept_prob: float = 0.8,
     progress_bar: bool = True,
 ) -> NutsResult:
@@ -133,16 +128,22 @@ def run_nuts(
     layout, buckets = lay_out(model, read)
     fm, sizes = layout.model, layout.sizes
     shared, private = _parameters(fm, read, params)
-    log_density = _joint_density(fm, sizes, buckets, shared, private)
     key_init, key_run = jax.random.split(key)
     totals = {p.name: sum(size[p.name] for size in sizes) for p in fm.plates}
     shapes: Shapes = {
         "z_G": (num_chains, fm.dim),
         "z_L": {p.name: (num_chains, totals[p.name], p.dim) for p in fm.plates},
     }
-    to_globals: Callable[[Array], Array] | None = None
     if start is not None:
-        to_globals, log_density = _whitened(start, fm.dim, log_density)
+        # The covariance has shared parameters first; the globals are its last coordinates. The
+        # log-determinant of L is constant and left out.
+        L = jnp.asarray(np.linalg.cholesky(start.covariance[-fm.dim :, -fm.dim :]))
+        centre = jnp.asarray(start.z_G)
+
+    def to_globals(z: Array) -> Array:
+        return z if start is None else centre + z @ L.T
+
+    log_density = _joint_density(fm, sizes, buckets, shared, private, to_globals)
 
     def draw(key: Array) -> Position:
         position = uniform(key, shapes)
@@ -170,58 +171,112 @@ def run_nuts(
     mcmc.run(key_run, init_params=init, extra_fields=("diverging",))
     divergences = mcmc.get_extra_fields()["diverging"].sum()
     draws = mcmc.get_samples(group_by_chain=True)
-    if to_globals is not None:
-        draws = {**draws, "z_G": to_globals(draws["z_G"])}
+    draws = {**draws, "z_G": to_globals(draws["z_G"])}
     constrain = jax.jit(jax.vmap(jax.vmap(fm.constrain_global, (None, 0)), (None, 0)))
     globals_ = {k: np.asarray(v) for k, v in constrain(shared, draws["z_G"]).items()}
 
-    @cache
-    def local_sites() -> dict[str, np.ndarray]:
-        flat = jax.tree.map(join_chains, draws)
-        return _local_sites(fm, read, sizes, flat, [{**shared, **theta} for theta in private])
-
-    words = _rounded(join_chains(np.asarray(draws["z_G"])), fm.named("latent"))
-    shared_part = Shared(shared, {}, identity((fm.dim,)))
-    run = PooledRun(
-        PooledFit(fm, facts_of(fm, read[0], sizes[0]), is_double()),
-        read,
-        sizes,
-        buckets,
-        shared_part,
-        private,
-        join_chains(np.asarray(draws["z_G"])),
-    )
+    z_G, words = join_chains(np.asarray(draws["z_G"])), ""
+    if z_G.size:
+        exact = z_G.astype(np.float64)
+        rounding = Rounding(str(z_G.dtype), exact.mean(0), exact.std(0), 0.0)
+        if not rounding.fine:
+            words = f"{rounding.words(fm.named('latent'))} ({rounding.remedy})"
+    fit = PooledFit(fm, facts_of(fm, read[0], sizes[0]), is_double())
+    hosted = Silos(tuple(read), tuple(buckets), ())
+    run = PooledRun(fit, hosted, Shared(shared, {}, identity((fm.dim,))), private, z_G)
+    thetas = [{**shared, **theta} for theta in private]
+    local_sites = cache(partial(_local_sites, fm, read, sizes, draws, thetas))
     result = NutsResult(globals_, int(divergences), local_sites, words, run)
     if num_samples >= MIN_SAMPLES and not result.accurate:
         warnings.warn(f"NUTS: {result.report()}", category=ConvergenceWarning, stacklevel=2)
     return result
 
 
-def _rounded(z_G: np.ndarray, latents: Sequence[Site]) -> str:
-    """Return why draws (n, dim) are too coarse in their precision, in words; empty if not."""
-    if not z_G.size:
-        return ""
-    exact = z_G.astype(np.float64)
-    rounding = Rounding(str(z_G.dtype), exact.mean(0), exact.std(0), 0.0)
-    return "" if rounding.fine else f"{rounding.words(latents)} ({rounding.remedy})"
+def uniform(key: Array, shapes: Shapes) -> Position:
+    """Return starts with coordinates uniform in (-2, 2), as NumPyro's ``init_to_uniform``."""
+    # Not zeros: at effects of zero the density of their scale rises towards the funnel's neck.
+    leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    keys = jax.random.split(key, len(leaves))
+    draws = [
+        jax.random.uniform(k, s, minval=-2, maxval=2) for k, s in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(tree, draws)
 
 
-def _whitened(
-    start: StartingPoint, dim: int, log_density: Callable[[Position], Array]
-) -> tuple[Callable[[Array], Array], Callable[[Position], Array]]:
-    """Return ``u -> z_G = m + L u``, and the log density of ``u`` and locals, up to a constant."""
-    # The covariance has shared parameters first; the globals are its last coordinates. The
-    # log-determinant of L is constant and left out.
-    L = jnp.asarray(np.linalg.cholesky(start.covariance[-dim:, -dim:]))
-    centre = jnp.asarray(start.z_G)
+def good_starts(
+    key: Array,
+    draw: Callable[[Array], Position],
+    fm: FederatedModel,
+    log_density: Callable[[Position], Array],
+) -> Position:
+    """Return starts of all chains with finite log density and gradient, leaves (chains, ...).
 
-    def to_globals(u: Array) -> Array:
-        return centre + u @ L.T
+    A density can be finite at a point where its gradient is not: ``sqrt(exp(-x**2))`` underflows to
+    zero far out, where the derivative of the root is infinite. A chain that starts there never
+    moves.
 
-    def log_density_of_u(position: Position) -> Array:
-        return log_density({**position, "z_G": to_globals(position["z_G"])})
+    ``draw(key)`` returns starts of all chains, leaves (chains, ...). A chain whose start is not
+    finite takes its start from a later draw, of at most a hundred; without any the error names the
+    sites whose derivatives are not finite.
+    """
+    value_and_grad = jax.jit(jax.vmap(jax.value_and_grad(log_density)))
+    start = draw(key)
+    for i in range(1, TRIES):
+        if (finite := _finite(*value_and_grad(start))).all():
+            return start
+        start = jax.tree.map(
+            lambda old, new, finite=finite: jnp.where(
+                finite.reshape(-1, *[1] * (old.ndim - 1)), old, new
+            ),
+            start,
+            draw(jax.random.fold_in(key, i)),
+        )
+    value, gradient = value_and_grad(start)
+    if (finite := _finite(value, gradient)).all():
+        return start
+    chain, advice = int(np.argmin(finite)), "Look at the data and the supports of the sites"
+    if not np.isfinite(value[chain]):
+        raise ModelError(
+            "the joint log density is not finite at a random start in unconstrained space, nor at "
+            f"{TRIES - 1} others: it is {float(value[chain]):g} at the last. {advice}."
+        )
+    bad = {"": ~np.isfinite(gradient["z_G"][chain])}
+    bad |= {p: ~np.isfinite(g[chain]).all(0) for p, g in gradient["z_L"].items()}
+    names = [
+        f"'{site.name}'"
+        for site in fm.sites
+        if site.kind == "latent" and bad[site.plate or ""][site.start : site.stop].any()
+    ]
+    raise ModelError(
+        "the joint log density is finite at a random start in unconstrained space, but its "
+        f"gradient is not, for {', '.join(names)}, nor is it at {TRIES - 1} others: no chain could "
+        "move. The text may take a root or a logarithm of what underflows to zero; write it on the "
+        f"log scale, or add a small number before the root. {advice}."
+    )
 
-    return to_globals, log_density_of_u
+
+def some_from_prior(
+    key: Array, fm: FederatedModel, log_density: Callable[[Position], Array], start: Position
+) -> Position:
+    """Return the starts, with the globals of every other chain drawn from the prior.
+
+    Starts that are all near zero may be in one mode, and chains could not disagree. A start stays
+    as it is if the prior cannot be sampled, or if density or gradient at its draw are not finite.
+    """
+    chains = len(start["z_G"])
+    prior_draws = fm.draw_prior(jax.random.fold_in(key, 1), chains)
+    if prior_draws is None:
+        return start
+    value_and_grad = jax.jit(jax.vmap(jax.value_and_grad(log_density)))
+    finite = _finite(*value_and_grad({**start, "z_G": prior_draws}))
+    chosen = (jnp.arange(chains) % 2 == 1) & finite
+    return {**start, "z_G": jnp.where(chosen[:, None], prior_draws, start["z_G"])}
+
+
+def _finite(value: Array, gradient: Position) -> Array:
+    """Return for each chain whether its density and all derivatives are finite, bool (chains,)."""
+    leaves = [jnp.isfinite(a).reshape(len(value), -1).all(1) for a in jax.tree.leaves(gradient)]
+    return jnp.stack([jnp.isfinite(value), *leaves]).all(0)
 
 
 def _parameters(
@@ -242,12 +297,21 @@ def _joint_density(
     buckets: Sequence[Bucket],
     shared: dict[str, Any],
     private: Sequence[dict[str, Any]],
+    to_globals: Callable[[Array], Array] | None = None,
 ) -> Callable[[Position], Array]:
     """Return the log density of positions, which hold the real rows of all silos in their order."""
     offsets = _offsets(sizes)
     indices: list[dict[str, Any]] = []
     data, thetas = [], []
     init_private = jax.jit(jax.vmap(fm.init_private, (None, 0)))
+
+    def fill(room: Array, *parts: Array) -> Array:
+        """Return private parameters stacked, each in the leading part of a padded array."""
+        filled = np.array(room)
+        for i, part in enumerate(parts):
+            filled[i, ...][tuple(slice(n) for n in part.shape)] = part
+        return jnp.asarray(filled)
+
     for b in buckets:
         padded = fm.sizes(jax.tree.map(lambda a: a[0], b.data))
         # A padded row reads the latents of its silo's last real row; its terms are masked.
@@ -264,10 +328,12 @@ def _joint_density(
         )
         data.append(jax.tree.map(jnp.asarray, b.data))
         init = init_private(jax.random.key(0), data[-1])
-        thetas.append(_fill(init, [private[j] for j in b.silos]))
+        thetas.append(jax.tree.map(fill, init, *(private[j] for j in b.silos)))
 
     def log_density(position: Position) -> Array:
         z_G, z_L = position["z_G"], position["z_L"]
+        if to_globals is not None:
+            z_G = to_globals(z_G)
 
         def log_silo(theta: dict[str, Any], index: dict[str, Any], silo: SiloData) -> Array:
             rows = fm.log_silo(
@@ -283,18 +349,6 @@ def _joint_density(
     return log_density
 
 
-def _fill(padded: Tree, values: Sequence[Tree]) -> Tree:
-    """Return the silos' private parameters stacked, each in the leading part of a padded array."""
-
-    def fill(room: Array, *parts: Array) -> Array:
-        filled = np.array(room)
-        for i, part in enumerate(parts):
-            filled[i, ...][tuple(slice(n) for n in part.shape)] = part
-        return jnp.asarray(filled)
-
-    return jax.tree.map(fill, padded, *values)
-
-
 def _local_sites(
     fm: FederatedModel,
     silos: Sequence[SiloData],
@@ -304,7 +358,7 @@ def _local_sites(
 ) -> dict[str, np.ndarray]:
     """Return the local sites on their own supports, {``silo_{j}/site``: (draws, ...)}."""
     # Silos of one shape are computed side by side, unpadded: nothing has to be cut off.
-    offsets = _offsets(sizes)
+    offsets, draws = _offsets(sizes), jax.tree.map(join_chains, draws)
     constrain = jax.jit(jax.vmap(jax.vmap(fm.constrain_local, (None, 0, 0, None)), (0, None, 0, 0)))
     sites: dict[str, np.ndarray] = {}
     for group in grouped(range(len(silos)), lambda j: (signature(silos[j]), *sizes[j].items())):

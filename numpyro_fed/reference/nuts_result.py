@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -12,27 +13,45 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from numpyro import handlers
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 
+from numpyro_fed.after.own_rows import Asked, values_at
+from numpyro_fed.after.predict import SEEN, compiled
+from numpyro_fed.after.predict import Draws as Values
+from numpyro_fed.after.predictions import outcomes_and_rows, parameters_of
 from numpyro_fed.after.run import WhichSilo, chosen_silos
 from numpyro_fed.algorithms.base import Shared
-from numpyro_fed.errors import DataError, ModelError, positive_int
-from numpyro_fed.model.data import SiloData, Sizes
+from numpyro_fed.algorithms.importance.loo import MAX_K, RowSums, plates_of_rows
+from numpyro_fed.errors import DataError, ModelError, optional, positive_int
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.densities import log_prob
 from numpyro_fed.model.facts import Facts
 from numpyro_fed.model.handlers import local_name
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.padding import Bucket
+from numpyro_fed.model.row_checks import refuse_parameters_of_rows
 from numpyro_fed.precision import in_precision_of_object
-from numpyro_fed.reference.loo import log_likelihoods, rows_left_out
-from numpyro_fed.results.arviz import Coords, Dims, Labels
+from numpyro_fed.results.arviz import (
+    LOG_LIKELIHOOD,
+    POSTERIOR,
+    Coords,
+    Dims,
+    Labels,
+    Named,
+    chains_to_arviz,
+)
+from numpyro_fed.results.base import Silos
 from numpyro_fed.results.groups import groups_to_arviz
-from numpyro_fed.results.loo import Loo
+from numpyro_fed.results.loo import Loo, RowsOfSilo
 from numpyro_fed.results.posterior import Posterior
 from numpyro_fed.results.sampler import Sampler
-from numpyro_fed.results.saving import SavedRun, SavedWords
+from numpyro_fed.results.saving import SavedWords
+from numpyro_fed.tracing import TRACING
 
 Draws = TypeVar("Draws", np.ndarray, Array)
 Made = TypeVar("Made")
+
+ROWS = "rows"
 
 # Largest split R-hat of chains that agree. The usual bounds are 1.01 and 1.1 (Vehtari et al. 2021;
 # Gelman, Rubin 1992). The error below is the stricter test of chains that agree.
@@ -66,50 +85,30 @@ class PooledFit:
 
 @dataclass(frozen=True, eq=False)
 class PooledRun:
-    """The data and parameters of a pooled run, as questions after a fit ask for them."""
+    """The data and parameters of a pooled run, as questions after a fit ask for them.
+
+    ``z_G`` (n, dim) are the draws of the globals, unconstrained, chains joined.
+    """
 
     _fit: PooledFit
-    silos: Sequence[SiloData]
-    sizes: Sequence[Sizes]
-    buckets: Sequence[Bucket]
+    _silos: Silos
     shared: Shared
     private: Sequence[dict[str, Any]]
-    z_G: np.ndarray  # the draws of the globals, unconstrained, chains joined
+    z_G: np.ndarray
     mark: None = None  # no silo is in another process
 
     @property
     def num_silos(self) -> int:
         """Return the number of silos."""
-        return len(self.silos)
+        return len(self._silos.data)
 
-    def place(self, silo: int) -> int:
-        """Return a silo's number; raise an error if there is none."""
-        if not 0 <= silo < self.num_silos:
-            raise IndexError(
-                f"there is no silo {silo}: they are numbered 0 to {self.num_silos - 1}."
-            )
-        return silo
-
-    @property
-    def data_here(self) -> Sequence[SiloData]:
-        """Return the data of all silos."""
-        return self.silos
-
-    def data_of(self, silo: int) -> SiloData:
-        """Return a silo's data."""
-        return self.silos[self.place(silo)]
-
-    def sizes_of(self, silo: int) -> Sizes:
-        """Return the rows of each plate at a silo."""
-        return self.sizes[self.place(silo)]
-
-    def bucket_of(self, silo: int) -> Bucket:
-        """Return the silos that were padded to one shape with a silo."""
-        return next(b for b in self.buckets if self.place(silo) in b.silos)
+    def _hosted(self, silo: int) -> Silos:
+        return self._silos
 
     def silo_params(self, silo: int) -> dict[str, Any]:
         """Return a silo's private parameters on their supports."""
-        return self._fit.model.constrain_theta(self.private[self.place(silo)])
+        self._silos.place(silo)
+        return self._fit.model.constrain_theta(self.private[silo])
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,10 +156,6 @@ class NutsResult(Posterior):
         """Refuse to save, which ArviZ does."""
         raise DataError("draws of NUTS are kept by ArviZ: to_arviz().to_netcdf(path).")
 
-    def saved_runs(self) -> tuple[Any, dict[str, SavedRun]]:
-        """Refuse to save, which ArviZ does."""
-        raise DataError("draws of NUTS are kept by ArviZ: to_arviz().to_netcdf(path).")
-
     def loo(self) -> Loo:
         r"""Return how well all other rows predict each row, by ArviZ's PSIS-LOO of these draws.
 
@@ -202,9 +197,69 @@ class NutsResult(Posterior):
     @cached_property
     @in_precision_of_object
     def _rows_left_out(self) -> Loo:
+        arviz, run, chains = optional("arviz"), self.run_behind, self.globals
         effective = [float(np.nanmin(e)) for e in self.ess().values() if np.isfinite(e).any()]
+        refuse_parameters_of_rows(run._fit.model)
+        by_silo = self._log_likelihoods(self.samples)
+        values = [np.concatenate(list(by_plate.values()), 1) for by_plate in by_silo]
+        joined = np.concatenate(values, 1)
+        shape = next(iter(chains.values())).shape[:2] if chains else (1, len(joined))
+        posterior = {k: Named(v) for k, v in chains.items()} or {ROWS: Named(np.zeros(shape))}
+        density_of = {"y": Named(joined.reshape(*shape, joined.shape[1]), (ROWS,))}
+        data = chains_to_arviz({POSTERIOR: posterior, LOG_LIKELIHOOD: density_of})
+        with warnings.catch_warnings():
+            # Of k-hats above 0.7, which the table counts.
+            warnings.simplefilter("ignore", UserWarning)
+            found = arviz.loo(data, pointwise=True, reff=None if chains else 1.0)
+        early = arviz.__version__.startswith("0.")
+        density = np.asarray(found["loo_i"] if early else found["elpd_i"], np.float64)
+        k = np.asarray(found["pareto_k"], np.float64)
+        p_loo = float(found["p_loo"] if early else found["p"])
+        ends = np.cumsum([v.shape[1] for v in values])[:-1]
+        parts = (np.split(a, ends) for a in (density, k))
+        silos = tuple(RowsOfSilo(*part) for part in zip(*parts, strict=True))
+        total, bad = density.sum(), (~(k <= MAX_K)).sum()
+        sums = total, (density**2).sum(), total + p_loo, bad, len(k)
         worth = int(min([self.num_draws, *effective]))
-        return rows_left_out(self.run_behind, self.globals, self.samples, worth)
+        return Loo.of(RowSums(*map(jnp.asarray, sums)), worth, 0, silos)
+
+    def _log_likelihoods(self, samples: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+        """Return log likelihoods {plate: (n, rows)} of silos' rows with an outcome."""
+        run, fm = self.run_behind, self.run_behind._fit.model
+        plates = plates_of_rows(fm)
+        sites = [s for s in fm.sites if s.kind in ("observed", "factor") and s.plate in plates]
+
+        def at(key: Array, values: Values, data: SiloData) -> dict[str, Array]:
+            text = handlers.seed(handlers.substitute(fm.text, data=dict(values)), key)
+            with TRACING, handlers.block():
+                trace = handlers.trace(text).get_trace(**data.kwargs)
+            sizes = fm.sizes(data)
+            found = {plate: jnp.zeros(sizes[plate]) for plate in plates}
+            for s in sites:
+                frames = {f.name: f.dim for f in trace[s.name]["cond_indep_stack"]}
+                plate = str(s.plate)
+                rows = jnp.moveaxis(log_prob(trace[s.name]), frames[plate], 0)
+                found[plate] += rows.reshape(len(rows), -1).sum(1)
+            return found
+
+        programs = run._fit.cached(ROWS, lambda: compiled(at))
+        shared: dict[str, Any] = {s.name: samples[s.name] for s in fm.named("latent")}
+        local = [s.name for s in fm.sites if s.kind == "latent" and s.plate is not None]
+        asked = []
+        for j in range(run.num_silos):
+            latents = shared | {name: samples[local_name(j, name)] for name in local}
+            asked.append(Asked(j, jax.random.key(0), parameters_of(run, j), latents))
+        plate_of = {SEEN + s.name: s.plate for s in fm.sites if s.kind == "observed"}
+        values = []
+        parts, outcomes = values_at(run, programs, asked), outcomes_and_rows(run, range(len(asked)))
+        for rows, seen_at in zip(parts, outcomes, strict=True):
+            kept = {}
+            for plate in plates:
+                seen = [seen_at[name] for name, p in plate_of.items() if p == plate]
+                terms = np.asarray(rows[plate])
+                kept[plate] = terms[:, np.any(seen, 0)] if seen else terms
+            values.append(kept)
+        return values
 
     @property
     def silos(self) -> Any:
@@ -233,7 +288,9 @@ class NutsResult(Posterior):
         if silo is None:
             return joined
         run = self.run_behind
-        silos, samples = [run.place(j) for j in chosen_silos(silo, run.num_silos)], self.samples
+        silos, samples = chosen_silos(silo, run.num_silos), self.samples
+        for j in silos:
+            run._silos.place(j)
         for s in run._fit.model.sites:
             if s.kind == "latent" and s.plate is not None:
                 parts = [samples[local_name(j, s.name)] for j in silos]
@@ -293,7 +350,7 @@ class NutsResult(Posterior):
         They are those at all latents.
         """
         places = self._places(key, n)
-        return log_likelihoods(self.run_behind, {k: v[places] for k, v in self.samples.items()})
+        return self._log_likelihoods({k: v[places] for k, v in self.samples.items()})
 
     @cached_property
     def samples(self) -> dict[str, np.ndarray]:
@@ -310,7 +367,11 @@ class NutsResult(Posterior):
         (split R-hat above 1.05), and if draws are useless: if some are NaN, all are equal, every
         transition diverged, or an sd is a few gaps between floating-point numbers.
         """
-        if self._unusable or self._rounded:
+        exact = [np.asarray(v, np.float64) for v in self.globals.values()]
+        still = [(v.std((0, 1)) <= ROUNDING * abs(v.mean((0, 1)))).all() for v in exact]
+        no_number = any(np.isnan(v).any() for v in exact)
+        all_diverge = self.divergences >= self._transitions > 0
+        if self._rounded or (exact and (all_diverge or no_number or all(still))):
             return float(np.inf)
         worst = 0.0
         for draws in self.globals.values():
@@ -329,21 +390,6 @@ class NutsResult(Posterior):
                 error = values.std((0, 1)) / np.sqrt(ess)
                 worst = max(worst, np.where(rhat <= MAX_RHAT, error, np.inf).max())
         return float(worst)
-
-    @property
-    def _unusable(self) -> bool:
-        """Return whether draws of globals are NaN, or do not move."""
-        if not self.globals:
-            return False
-        draws = [np.asarray(v, np.float64) for v in self.globals.values()]
-        if self._diverges or any(np.isnan(v).any() for v in draws):
-            return True
-        return all((v.std((0, 1)) <= ROUNDING * abs(v.mean((0, 1)))).all() for v in draws)
-
-    @property
-    def _diverges(self) -> bool:
-        """Return whether every transition diverged."""
-        return self.divergences >= self._transitions > 0
 
     @property
     def _transitions(self) -> int:
@@ -376,7 +422,7 @@ class NutsResult(Posterior):
     def report(self) -> str:
         """Say in words whether these draws can be trusted."""
         error = self.monte_carlo_error
-        if self._diverges:
+        if self.divergences >= self._transitions > 0:
             known = "that is every transition, so that the draws say nothing"
         elif self._rounded:
             known = self._rounded

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from numpyro_fed.errors import MissingExtraError
+from numpyro_fed.errors import optional
 
 POSTERIOR, LOG_LIKELIHOOD, LOG_PRIOR = "posterior", "log_likelihood", "log_prior"
 ROW = "row"  # the name of the axis of rows
@@ -25,13 +25,7 @@ Dims = Mapping[str, Sequence[str]]
 class Named(NamedTuple):
     """Values of a variable of a group, with the names of their axes after that of draws.
 
-    Attributes
-    ----------
-    values : array
-    axes : tuple of str
-        ArviZ names those that are not there.
-    numbers : dict of str to array
-        The coordinates of an axis, where they are known.
+    ArviZ names axes that are not there. ``numbers`` are the coordinates of an axis, if known.
     """
 
     values: np.ndarray
@@ -40,26 +34,14 @@ class Named(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """The names that a user gives to axes and their elements, as ``arviz.from_numpyro`` has them.
-
-    Attributes
-    ----------
-    coords : dict of str to array
-    dims : dict of str to list of str
-    """
+    """The names that a user gives to axes and their elements, as for ``arviz.from_numpyro``."""
 
     coords: Coords
     dims: Dims
 
     @classmethod
     def of(cls, coords: Coords | None, dims: Dims | None) -> Labels:
-        """Return the labels that a user has passed; None stands for none.
-
-        Raises
-        ------
-        ValueError
-            For a word where names are listed.
-        """
+        """Return the labels that a user has passed; None stands for none."""
         coords, dims = coords or {}, dims or {}
         for argument, given in (("coords", coords), ("dims", dims)):
             for name, value in given.items():
@@ -95,28 +77,10 @@ def to_arviz(
     are at most as many draws as the weighted ones are worth, and ``arviz.ess`` and
     ``arviz.summary`` are about true.
 
-    Parameters
-    ----------
-    sample : callable
-        ``(key, n) -> {site: (n, *shape)}``; values are arrays, or :class:`Named`.
-    key : jax.Array or None
-        None for ``jax.random.key(0)``.
-    num_samples : int
-        The number of draws, at most.
-    worth : float
-        The effective number of weighted draws, where ``sample`` resamples these.
-    num_chains : int
-        The number of chains, which stand one after the other in the draws.
-    attributes : mapping, optional
-        Attributes of the group ``posterior``.
-    more : callable, optional
-        ``(key, n) -> {group: {name: values}}``: further groups.
-    labels : Labels, optional
-
-    Raises
-    ------
-    MissingExtraError
-        If ArviZ is not installed.
+    ``sample(key, n)`` returns {site: (n, *shape)}, arrays or :class:`Named`, whose weighted draws
+    are ``worth`` so many even ones, and whose chains stand one after the other; ``key`` None is
+    ``jax.random.key(0)``. ``attributes`` are those of the group ``posterior``. ``more(key, n)``
+    returns further groups, {group: {name: values}}.
     """
     n = max(1, int(min(num_samples, worth)))
     key = jax.random.key(0) if key is None else key
@@ -124,34 +88,21 @@ def to_arviz(
         name: value if isinstance(value, Named) else Named(np.asarray(value))
         for name, value in sample(key, n).items()
     }
+    groups: dict[str, Mapping[str, Named]]
     groups = {POSTERIOR: drawn, **({} if more is None else more(key, n))}
-
-    def in_chains(value: Named) -> Named:
-        return value._replace(values=value.values.reshape(num_chains, -1, *value.values.shape[1:]))
-
-    by_chain = {
-        group: values if group in OF_DATA else {k: in_chains(v) for k, v in values.items()}
-        for group, values in groups.items()
-    }
-    data = chains_to_arviz(by_chain, labels)
+    for group in groups.keys() - OF_DATA:
+        groups[group] = {
+            k: v._replace(values=v.values.reshape(num_chains, -1, *v.values.shape[1:]))
+            for k, v in groups[group].items()
+        }
+    data = chains_to_arviz(groups, labels)
     data[POSTERIOR].attrs.update(attributes or {})
     return data
 
 
 def chains_to_arviz(groups: Mapping[str, Mapping[str, Named]], labels: Labels | None = None) -> Any:
-    """Return groups of draws (chains, n, ...), of which ``"posterior"`` is one, for ArviZ.
-
-    Raises
-    ------
-    MissingExtraError
-        If ArviZ is not installed.
-    ValueError
-        For labels that do not fit the variables.
-    """
-    try:
-        import arviz
-    except ImportError as error:
-        raise MissingExtraError("arviz", "examples") from error
+    """Return groups of draws (chains, n, ...), of which ``"posterior"`` is one, for ArviZ."""
+    arviz = optional("arviz")
     early = arviz.__version__.startswith("0.")
     data: Any = None
     labels = labels or Labels.of(None, None)
@@ -178,14 +129,13 @@ def chains_to_arviz(groups: Mapping[str, Mapping[str, Named]], labels: Labels | 
 
 
 def axes_in(group: str, values: Mapping[str, Named], labels: Labels) -> dict[str, dict[str, Any]]:
-    """Return the names of axes, and their coordinates, in a group: ``dims`` and ``coords``.
+    """Return the names of axes, and their coordinates, in a group: ``dims`` and ``coords``."""
 
-    Raises
-    ------
-    ValueError
-        For more names than a variable has axes, for a name that would be that of a silo plate's
-        axis while another axis has none, and for coordinates of another number.
-    """
+    def in_words(names: Sequence[str], shape: Sequence[int]) -> str:
+        found = [f"'{name}' ({size})" for name, size in zip(names, shape, strict=True)]
+        words = f"{len(found)} axes, {' and '.join(found)},"
+        return words if found else "no axes but those of draws"
+
     dims: dict[str, list[str]] = {}
     coords: dict[str, np.ndarray] = {}
     for name, value in values.items():
@@ -201,7 +151,7 @@ def axes_in(group: str, values: Mapping[str, Named], labels: Labels) -> dict[str
             rest = [word for word in chosen if word not in OF_DRAWS][: len(own)]
             meant = [*own[: len(own) - len(rest)], *rest]
             raise ValueError(
-                f"dims={{{name!r}: {chosen}}}: '{name}' has {_in_words(own, shape)} in the group "
+                f"dims={{{name!r}: {chosen}}}: '{name}' has {in_words(own, shape)} in the group "
                 f"'{group}', and {len(chosen)} came. "
                 + (f"Pass dims={{{name!r}: {meant}}}." if own else f"Leave out '{name}'.")
             )
@@ -216,7 +166,7 @@ def axes_in(group: str, values: Mapping[str, Named], labels: Labels) -> dict[str
                 meant = [*own[:other], axis, *own[other + 1 :]]
                 raise ValueError(
                     f"coords={{{axis!r}: ...}}: expected {size} values, since '{name}' has "
-                    f"{_in_words(named, shape)} in the group '{group}', and got {number}. "
+                    f"{in_words(named, shape)} in the group '{group}', and got {number}. "
                     + ("Pass as many." if other == i else f"Pass dims={{{name!r}: {meant}}}.")
                 )
     # ArviZ takes no variable of an axis's name.
@@ -227,27 +177,12 @@ def axes_in(group: str, values: Mapping[str, Named], labels: Labels) -> dict[str
     }
 
 
-def _in_words(names: Sequence[str], shape: Sequence[int]) -> str:
-    """Return axes, after those of draws, with their lengths in words."""
-    found = " and ".join(f"'{name}' ({size})" for name, size in zip(names, shape, strict=True))
-    return f"{len(names)} axes, {found}," if names else "no axes but those of draws"
-
-
 def elpd_data(values: np.ndarray, k: np.ndarray, *, p: float, num_draws: int) -> Any:
     """Return log predictive densities (n,) of parts of the data as ArviZ's ``ELPDData``.
 
     ``k`` (n,) are the shapes of tails, and ``p`` is the effective number of parameters.
-
-    Raises
-    ------
-    MissingExtraError
-        If ArviZ is not installed.
     """
-    try:
-        import arviz
-        import xarray
-    except ImportError as error:
-        raise MissingExtraError("arviz", "examples") from error
+    arviz, xarray = optional("arviz"), optional("xarray")
     n, good_k = len(values), 0.7
     pointwise, tails = (
         xarray.DataArray(a, dims="row", coords={"row": np.arange(n)}, name=name)

@@ -1,8 +1,9 @@
 """The posterior at silos in processes of their own: what a silo draws, and what it tells.
 
 The server has draws of the globals, and a silo its own latents given each. They meet at the silo:
-the server's draws go there as a message (:func:`message_for_silo`), and the silo draws, and
-predicts, by :class:`AtSilo`. Or silos whose owners allow it tell the latents that their rows share.
+the server's draws go there as a message (:meth:`.Posterior.draws_for_silo`), and the silo draws,
+and predicts, by :class:`AtSilo`. Or silos whose owners allow it tell the latents that their rows
+share.
 """
 
 from __future__ import annotations
@@ -10,24 +11,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.after.predict import (
-    Predict,
-    all_latents,
-    check_means,
-    check_plates,
-    global_latents,
-    predictor,
-    read_new,
-    refuse_private_parameters,
-)
+from numpyro_fed.after.predict import Predict, check_means, global_latents, new_rows, predictor
 from numpyro_fed.after.predict import outer_latents as outer_names
 from numpyro_fed.algorithms.base import Round
 from numpyro_fed.algorithms.importance.integration import Integration
@@ -36,13 +28,10 @@ from numpyro_fed.algorithms.sfvi import Down, coordinates_of, down_of
 from numpyro_fed.errors import DataError, ReplyError, positive_int
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Facts, Plan
-from numpyro_fed.model.indices import new_data_check
-from numpyro_fed.precision import precision
 from numpyro_fed.results.base import FederatedRun
 from numpyro_fed.results.built import Built
-from numpyro_fed.results.sampler import Sampler, real_rows
-from numpyro_fed.runtime.messages import DRAWS as FOR_SILO
-from numpyro_fed.runtime.messages import Question, at_silo, pack, unpack, write
+from numpyro_fed.results.sampler import Sampler
+from numpyro_fed.runtime.messages import unpack
 
 MESSAGE = "the draws of the latents that rows share are not finite at {}."
 
@@ -72,21 +61,12 @@ class Held(NamedTuple):
     data: SiloData
 
 
-@dataclass(frozen=True, eq=False)
-class LocalDraws:
-    """The function to draws of a silo's own latents at draws of the globals, made at the silo."""
-
-    built: Built
-    sampler: Sampler
-
-    def __call__(self, key: Array, down: Down, state: Any, data: SiloData) -> dict[str, Array]:
-        """Return local sites (n, ...) at draws of the globals, by the silo's own key."""
-        fm, private = self.built.model, self.built.algorithm.private(state)
-        theta = {**down.theta, **private.theta}
-        coordinates = private.recentred(coordinates_of(down))
-        args = theta, private.guide, down.z_G, coordinates, data
-        z_L = real_rows(self.sampler.draw_locals(key, *args), fm.sizes(data), len(down.z_G))
-        return self.sampler.constrain_locals(theta, down.z_G, z_L, data)
+def local_draws(
+    built: Built, sampler: Sampler, key: Array, down: Down, state: Any, data: SiloData
+) -> dict[str, Array]:
+    """Return local sites (n, ...) at the server's draws of the globals, made at the silo."""
+    private, coordinates = built.algorithm.private(state), coordinates_of(down)
+    return sampler.draw_silo(key, down.theta, private, down.z_G, coordinates, data)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,36 +82,31 @@ class AtSilo:
     num_draws: int
 
     @cached_property
-    def _outcomes(self) -> Predict:
-        return predictor(self.built.model).many
-
-    @cached_property
-    def _means(self) -> Predict:
-        return predictor(self.built.model, mean=True).many
+    def _programs(self) -> dict[bool, Predict]:
+        """Return the programs to means of outcomes, and to outcomes themselves."""
+        fm = self.built.model
+        return {mean: predictor(fm, mean=mean).many for mean in (True, False)}
 
     @cached_property
     def _like(self) -> Down:
         """Return the shapes of the server's message."""
-        algorithm, guide, dim = self.built.algorithm, self.built.guide, self.built.model.dim
-
-        def down(key: Array) -> Down:
-            shared = algorithm.shared(algorithm.init_server(key))
-            return down_of(guide, shared, jnp.zeros((self.num_draws, dim)))
-
-        like: Down = jax.eval_shape(down, jax.random.key(0))
+        algorithm, guide = self.built.algorithm, self.built.guide
+        z_G = jnp.zeros((self.num_draws, self.built.model.dim))
+        like: Down = jax.eval_shape(
+            lambda key: down_of(guide, algorithm.shared(algorithm.init_server(key)), z_G),
+            jax.random.key(0),
+        )
         return like
 
     def sample_posterior(
         self, key: Array, arrays: Mapping[str, np.ndarray], silo: Held
     ) -> dict[str, Array]:
         """Return all sites at the server's draws (n, ...)."""
-        return self._sites(key, unpack("down", self._like, arrays), silo)
-
-    def _sites(self, key: Array, down: Down, silo: Held) -> dict[str, Array]:
+        down = unpack("down", self._like, arrays)
         sites = self.sampler.constrain_globals(down.theta, down.z_G)
         key_silo = jax.random.fold_in(jax.random.fold_in(key, 1), silo.number)
-        draw = LocalDraws(self.built, self.sampler)
-        return sites | draw(key_silo, down, silo.state, silo.data)
+        args = self.sampler, key_silo, down, silo.state, silo.data
+        return sites | local_draws(self.built, *args)
 
     def predict(
         self,
@@ -143,20 +118,19 @@ class AtSilo:
         mean: bool,
     ) -> dict[str, Array]:
         """Return predictive draws (n, ...), or means, for new data or for the silo's own rows."""
-        fm, data, names = self.built.model, silo.data, all_latents(self.built.model)
+        fm, data = self.built.model, silo.data
+        names = [s.name for s in fm.sites if s.kind == "latent"]
         if new is not None:
-            data = read_new(fm, new, self.facts, [silo.data])
-            refuse_private_parameters(fm)
-            check_plates(fm, data, silo.number, fm.sizes(silo.data))
-            new_data_check(fm.text, silo.number)(**data.kwargs)
+            sizes = fm.sizes(silo.data)
+            data = new_rows(fm, new, self.facts, [silo.data], silo.number, sizes)
             names = [*global_latents(fm), *outer_names(fm)]
-        down = unpack("down", self._like, arrays)
-        sites = self._sites(key, down, silo)
+        sites = self.sample_posterior(key, arrays, silo)
         latents = {name: sites[name] for name in names if name in sites}
+        shared = unpack("down", self._like, arrays).theta
         private = self.built.algorithm.private(silo.state).theta
-        parameters = fm.constrain_theta({**down.theta, **private})
+        parameters = fm.constrain_theta({**shared, **private})
         key_new = jax.random.fold_in(jax.random.fold_in(key, 2), 1 + silo.number)
-        found = (self._means if mean else self._outcomes)(key_new, parameters, latents, data)
+        found = self._programs[mean](key_new, parameters, latents, data)
         if mean:
             check_means(fm, found)
         return found
@@ -174,7 +148,7 @@ def outer_round(built: Built, settings: Mapping[str, Any]) -> Round:
     return outer_latents(
         built.model,
         built.guide,
-        LocalDraws(built, sampler_by(built, settings)),
+        partial(local_draws, built, sampler_by(built, settings)),
         built.algorithm,
         settings["num_draws"],
         settings["num_silos"],
@@ -189,13 +163,6 @@ def told_by_silos(
     """Return the latents of outer plates of all silos, side by side, at draws of the globals.
 
     Silos are in other processes, and it takes one exchange.
-
-    Raises
-    ------
-    DataError
-        For a model without such latents.
-    RefusedError
-        Naming a silo whose policy does not allow it.
     """
     fit, number = result._fit, result.num_parties
     sites, largest = outer_sites(fit.model), dict(fit.plan.largest)
@@ -228,42 +195,3 @@ def told_by_silos(
         ]
         joined[s.name] = jnp.concatenate(parts, axis)
     return joined
-
-
-class Sends(Protocol):
-    """A posterior over silos in processes of their own, whose draws can be sent to them."""
-
-    @property
-    def run_behind(self) -> Any:
-        """Return the run that it rests on."""
-
-    @property
-    def sampler(self) -> Sampler:
-        """Return the functions by which locals are drawn."""
-
-    def unconstrained(self, key: Array, n: int) -> Array:
-        """Return unconstrained draws (n, dim) of the globals."""
-
-
-def message_for_silo(posterior: Sends, key: Array, n: int, silo: int) -> bytes:
-    """Return draws of the globals for a silo in another process, as a message.
-
-    Raises
-    ------
-    DataError
-        For silos in this process, and for a silo that does not exist.
-    """
-    run, mark = posterior.run_behind, posterior.run_behind.mark
-    positive_int("n", n)
-    if mark is None:
-        raise DataError(
-            "the silos are in this process: predict(key, new, silo=...) has their latents."
-        )
-    if isinstance(silo, bool) or not 0 <= int(silo) < run.num_silos:
-        raise DataError(f"there is no silo {silo}: they are 0 to {run.num_silos - 1}.")
-    with precision(double=run.double):
-        down = down_of(run._fit.guide, run.shared, posterior.unconstrained(key, n))
-        settings = json.dumps({"num_draws": n, **settings_of(posterior.sampler)})
-        used, method = int(mark.used[silo]), at_silo(run._fit.asked_as, silo)
-        question = Question(FOR_SILO, settings, mark.run_of(silo), 0, used, method)
-        return write(pack("down", down), question.head())

@@ -25,7 +25,7 @@ from numpyro_fed.algorithms.base import (
     unknown_exchange,
 )
 from numpyro_fed.errors import DataError, NonFiniteError, SavedStateError
-from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.results.arviz import Coords, Dims, Labels, to_arviz
 from numpyro_fed.results.recognise import Provenance
@@ -69,16 +69,23 @@ class Silos(NamedTuple):
         b, i = self.place(silo)
         return jax.tree.map(lambda a: a[i], stacks[b])
 
+    def data_of(self, silo: int) -> SiloData:
+        """Return a silo's data, as they were read."""
+        self.place(silo)
+        return self.data[silo]
+
+    def sizes_of(self, silo: int) -> Sizes:
+        """Return the rows of each plate at a silo."""
+        b, i = self.place(silo)
+        return self.buckets[b].sizes[i]
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BuiltRun(ABC):
     """All that a method builds from a model and a plan: pure functions, without data.
 
-    Attributes
-    ----------
-    algorithm : FederatedAlgorithm
-    without_start : () -> (plan, BuiltRun)
-        Builds the same for a run whose search has found no mode; None if there is no search.
+    ``without_start`` builds the same for a run whose search has found no mode; None without a
+    search.
     """
 
     algorithm: FederatedAlgorithm[Any, Any]
@@ -130,13 +137,7 @@ class BuiltRun(ABC):
         return tables[0]._replace(rows=tuple(row for part in tables for row in part.rows))
 
     def round_of(self, name: str) -> tuple[Round, FederatedAlgorithm[Any, Any]]:
-        """Return the round that declares the exchange ``name``, and the algorithm of its states.
-
-        Raises
-        ------
-        ModelError
-            If no round does.
-        """
+        """Return the round that declares the exchange ``name``, and the algorithm of its states."""
         for round_ in (*self.opening, self.algorithm.round, *self.later_rounds):
             if name in {x.name for x in round_.exchanges}:
                 searches = round_.name in {x.name for x in self.search_rounds}
@@ -152,12 +153,7 @@ Cached = TypeVar("Cached")
 class CompiledMethod(ABC, Generic[Built]):
     """A method that was built for silos of certain shapes, ready to run.
 
-    Attributes
-    ----------
-    built : BuiltRun
-    runtime : Runtime
-    compiled : dict
-        Further compiled functions, by a name for what they do.
+    ``compiled`` has further compiled functions, by a name for what they do.
     """
 
     built: Built
@@ -269,22 +265,14 @@ class FederatedRun(ABC, Generic[Ready]):
         """Return a silo's state."""
         return self._hosted(silo).at(silo, self.state.silos)
 
-    @property
-    def _batches(self) -> Batches:
-        """Return the batches of silos."""
-        return self._silos.batches
-
     def _run_round_once(
         self, round_: Single, key: Array, message: str, server_data: ServerData = None
     ) -> tuple[Any, Stacks, Info]:
         """Run one more round, and return the states of server and silos and the report.
 
-        Raises
-        ------
-        NonFiniteError
-            With the text ``message``, in which ``{}`` stands for the party at fault.
+        An error has the text ``message``, in which ``{}`` stands for the party at fault.
         """
-        state, batches = self.state, self._batches
+        state, batches = self.state, self._silos.batches
         server, silos, info, good = jax.block_until_ready(
             round_(key, state.server, state.silos, batches, server_data)
         )
@@ -294,7 +282,7 @@ class FederatedRun(ABC, Generic[Ready]):
 
     def _asking(self, key: Array) -> Asked:
         """Return the function that asks all silos, whose states stay as they are."""
-        transport = self._fit.runtime.transport(self._batches)
+        transport = self._fit.runtime.transport(self._silos.batches)
         return Asked(transport, key, self.num_parties, self.state.silos)
 
     def unusable(self, message: str, silos: tuple[int, ...] = ()) -> NonFiniteError:
@@ -311,7 +299,17 @@ class FederatedRun(ABC, Generic[Ready]):
         three standard errors, from means of batches of rounds. Too few rounds to tell are not
         settled.
         """
-        return bound_settled(self.losses)
+        quarter = len(self.losses) // 4
+        # A batch has at least two rounds, so that 40 rounds are the fewest that can be judged.
+        if quarter < 2 * NUM_BATCHES:
+            return False
+        size = quarter // NUM_BATCHES
+        last = np.asarray(self.losses, np.float64)[-2 * NUM_BATCHES * size :]
+        previous, after = last.reshape(2, NUM_BATCHES, size).mean(2)
+        # At least 0.1 nat: a bound may be so quiet that
+        # three of its standard errors are next to nothing.
+        error = np.sqrt((previous.var(ddof=1) + after.var(ddof=1)) / NUM_BATCHES)
+        return bool(previous.mean() - after.mean() <= max(0.1, 3 * error))
 
     def _run_summary(self) -> str:
         if self.ended == "converged":
@@ -365,21 +363,3 @@ class FederatedRun(ABC, Generic[Ready]):
     def provenance(self) -> Provenance | None:
         """Return the fingerprints of model and data; None if silos are in other processes."""
         return None if self._silos.elsewhere else self._fit.provenance(self._silos)
-
-
-def bound_settled(losses: np.ndarray | Sequence[float]) -> bool:
-    """Return whether the losses (rounds,) of a run had stopped falling.
-
-    The last quarter is compared with the quarter before: :attr:`FederatedRun.settled`.
-    """
-    quarter = len(losses) // 4
-    # A batch has at least two rounds, so that 40 rounds are the fewest that can be judged.
-    if quarter < 2 * NUM_BATCHES:
-        return False
-    size = quarter // NUM_BATCHES
-    last = np.asarray(losses, np.float64)[-2 * NUM_BATCHES * size :]
-    previous, after = last.reshape(2, NUM_BATCHES, size).mean(2)
-    # At least 0.1 nat: a bound may be so quiet that
-    # three of its standard errors are next to nothing.
-    error = np.sqrt((previous.var(ddof=1) + after.var(ddof=1)) / NUM_BATCHES)
-    return bool(previous.mean() - after.mean() <= max(0.1, 3 * error))

@@ -1,16 +1,19 @@
-"""The pure functions that a method builds for silos with rows, and the rounds that begin a run."""
+"""What a method builds for silos with rows: pure functions, and these with a runtime, a *fit*."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, asked_directly
 from numpyro_fed.algorithms.curvature_check import CurvatureCheck
+from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.algorithms.mode import ModeSearch
 from numpyro_fed.algorithms.mode_wide import WideSearch
 from numpyro_fed.algorithms.pvi.evaluate import Evaluation
@@ -18,27 +21,40 @@ from numpyro_fed.algorithms.pvi.families import Globals
 from numpyro_fed.algorithms.pvi.states import Settings
 from numpyro_fed.bounds import Bound, bound_of
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.model.facts import Plan
+from numpyro_fed.model.data import Sizes
+from numpyro_fed.model.facts import Facts, Plan
+from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.model.row_checks import RowChecks
 from numpyro_fed.objectives import ELBO, Objective
-from numpyro_fed.results.base import BuiltRun
+from numpyro_fed.precision import is_double, precision
+from numpyro_fed.results.base import BuiltRun, CompiledMethod, Silos
+from numpyro_fed.results.mode import Mode
+from numpyro_fed.results.recognise import Provenance
+from numpyro_fed.results.sampler import Sampler
 from numpyro_fed.runtime.schedule import Schedule
+from numpyro_fed.runtime.stack import Runtime
+
+# Numbers of a batch of draws, for each site of the rows: a few arrays of them fit into a core's own
+# memory (L2). The six cities took half the time that batches of a megabyte of numbers took.
+IN_BATCH = 2**15
+# Draws of a batch, at least, if it then has no more numbers than MOST_IN_BATCH. On a CPU, with
+# 200,000 logistic rows, a draw in batches of 4 or 8 took half the time that it took alone, and in
+# those of 32 more again.
+LEAST, MOST_IN_BATCH = 4, 2**23
+# Terms (draws x rows x evaluations) up to which a program is compiled with few optimisations:
+# running it takes less time than optimising it would. Half or twice of it only moves that point.
+FEW_TERMS = 2e7
+
+Made = TypeVar("Made")
 
 
 class Factors(NamedTuple):
     """The parts that PVI and its family have besides those of all methods.
 
-    Attributes
-    ----------
-    globals : Globals
-        The exponential family of the globals.
-    settings : Settings
-    conjugate : bool
-        Whether the likelihood is conjugate to the family.
-    loss, divergence : bool
-        Whether a loss stands in the place of the log density, and whether a divergence is not KL.
-    evaluation : Evaluation
-        The question for the expected log likelihood at the posterior.
+    ``conjugate`` says whether the likelihood is conjugate to the family of the globals, ``loss``
+    whether a loss stands in the place of the log density, ``divergence`` whether one is not KL.
+    ``evaluation`` asks for the expected log likelihood at the posterior.
     """
 
     globals: Globals
@@ -52,19 +68,11 @@ class Factors(NamedTuple):
 class StartRounds(NamedTuple):
     """The rounds by which a run begins.
 
-    Attributes
-    ----------
-    search : ModeSearch or WideSearch
-        For the mode; the second where there are too many globals for Hessians.
-    algorithm : FederatedAlgorithm
-        Its first states and exchanges.
-    check : CurvatureCheck or None
-        Whether the density falls in all directions from the mode, which a run asks where a prior is
-        flat; None where there are too many globals for it.
-    begin : Round
-        Leads from the states of the search to the first states of the run.
-    effects : (c,) int array
-        Coordinates that the search integrates out.
+    ``search`` is that for the mode (wide where there are too many globals for Hessians), with the
+    first states and exchanges of ``algorithm``. ``check`` sees whether the density falls in all
+    directions from the mode, where a prior is flat; None with too many globals for it. ``begin``
+    leads from the states of the search to the first ones of the run. The search integrates out the
+    coordinates ``effects`` (c,).
     """
 
     search: ModeSearch | WideSearch
@@ -79,30 +87,14 @@ class StartRounds(NamedTuple):
         return () if self.check is None else (Round((self.check.exchange,), asked_directly),)
 
 
-@runtime_checkable
-class Searched(Protocol):
-    """The mode at which a search ended."""
-
-    num_exchanges: int
-    converged: bool
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Built(BuiltRun):
     """All that a method builds from a model whose silos hold rows.
 
-    Attributes
-    ----------
-    model, guide, objective, without_start
-    schedule : Schedule or None
-        None where all silos take part in every round.
-    draws : dict of str to int
-        ``K`` for each silo plate that has latents, or its nodes of quadrature.
-    factors : Factors or None
-    start : StartRounds or None
-        None where a run begins at ``algorithm``'s own first state.
-    protected : str
-        Why silos answer no exchange but those of the run; empty where they do.
+    ``schedule`` is None where all silos take part in every round. ``draws`` has ``K`` for each silo
+    plate that has latents, or its nodes of quadrature. ``start`` is None where a run begins at
+    ``algorithm``'s own first state. ``protected`` says why silos answer no exchange but those of
+    the run; empty where they do.
     """
 
     model: FederatedModel
@@ -159,7 +151,7 @@ class Built(BuiltRun):
         ``start`` is where the run began; it did not go on from the state of another run.
         """
         times = {round_.name: 1 for round_ in self.algorithm.opening}
-        if self.start is None or not isinstance(start, Searched):
+        if self.start is None or not isinstance(start, Mode):
             return {x.name: 0 for x in self.search_rounds} | times
         checked = bool(self.model.improper and self.start.checks and start.converged)
         opening = self.start.algorithm.opening
@@ -169,3 +161,130 @@ class Built(BuiltRun):
         # that begins the run.
         num_search = start.num_exchanges - len(opening) - 1 - int(checked)
         return times | {x.name: num_search for x in self.start.algorithm.round.exchanges}
+
+
+class MethodSpec(NamedTuple):
+    """A record from which the method of a fit can be rebuilt, given the model.
+
+    ``method`` is the name of its class, ``settings`` what is not the default, as JSON, ``lost``
+    settings that JSON cannot hold (an optimiser, a function), ``source`` a hash of the model's
+    source.
+    """
+
+    method: str
+    settings: dict[str, Any]
+    lost: tuple[str, ...]
+    runtime: str
+    source: str
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Fit(CompiledMethod[Built]):
+    """A method that was built for silos that hold rows.
+
+    ``sizes`` are the rows of each plate at each silo, ``checks`` those on the values of the data,
+    ``recipe`` how to rebuild the method from a file: none of these for silos elsewhere, for which
+    ``reach(algorithm, schedule, begin=)`` makes runtimes, and which know the method by the id
+    ``asked_as``.
+    """
+
+    plan: Plan
+    double: bool = field(default_factory=is_double)
+    sizes: tuple[Sizes, ...] = ()
+    checks: RowChecks | None = None
+    recipe: MethodSpec | None = None
+    reach: Callable[..., Runtime] | None = None
+    asked_as: str = ""
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """Return the compiled sampling functions of the fit."""
+        return Sampler(self.model, self.guide, self.built.bound)
+
+    def without_start(
+        self, runtime_of: Callable[[FederatedAlgorithm[Any, Any], Schedule[Any] | None], Runtime]
+    ) -> Fit | None:
+        """Return the fit of runs that found no mode to begin at; None if no mode is searched for.
+
+        It is built at its first use, with the runtime that ``runtime_of`` makes.
+        """
+        if (build := self.built.without_start) is None:
+            return None
+        if (found := self.compiled.get("without a start")) is None:
+            plan, built = build()
+            runtime = runtime_of(built.algorithm, built.schedule)
+            found = replace(self, plan=plan, built=built, runtime=runtime, compiled={})
+            self.compiled["without a start"] = found
+        return cast(Fit, found)
+
+    def batch_size(self, integration: Integration, num_draws: int) -> int:
+        """Return how many draws of the globals a silo evaluates its likelihood at side by side."""
+        rows = sum(n for _, n in self.plan.largest)  # silos are computed one after the other
+        numbers = max(rows * integration.terms_at_once(self.model), 1)
+        size = max(IN_BATCH // numbers, min(LEAST, MOST_IN_BATCH // numbers), 1)
+        return min(num_draws, 2 ** int(math.log2(size)))
+
+    def question(
+        self,
+        kind: str,
+        build: Callable[..., Made],
+        integration: Integration,
+        num_draws: int,
+        **more: int,
+    ) -> Made:
+        """Return a question about so many draws of the globals, made once for each settings.
+
+        ``build(built, settings, little=)`` makes it, also at silos elsewhere; with ``little`` work
+        optimising its program would take longer than running it.
+        """
+        settings = {
+            "inner_draws": dict(integration.draws),
+            "nodes": integration.nodes,
+            "num_draws": num_draws,
+            **more,
+            "batch_size": self.batch_size(integration, num_draws),
+        }
+        terms = num_draws * sum(n for _, n in self.plan.total)
+        little = terms * integration.work_of_row(self.model) <= FEW_TERMS
+        name = kind, json.dumps(settings)
+        return self.cached(name, lambda: build(self.built, settings, little=little))
+
+    @property
+    def facts(self) -> Facts:
+        """Return what all silos have in common."""
+        return self.plan.facts
+
+    @property
+    def model(self) -> FederatedModel:
+        """Return the model, split over server and silos."""
+        return self.built.model
+
+    @property
+    def guide(self) -> Guide:
+        """Return the guide of globals and locals."""
+        return self.built.guide
+
+    @property
+    def factors(self) -> Factors | None:
+        """Return the parts that PVI alone has: families, settings, an evaluation; else None."""
+        return self.built.factors
+
+    def description(self) -> dict[str, Any]:
+        """Return the settings, sites and sizes that a saved state must agree with."""
+        return {
+            "settings": {**self.plan.chosen, "draws": self.built.draws},
+            "sites": {
+                s.name: [s.kind, s.plate, list(s.shape), s.support] for s in self.model.sites
+            },
+            "sizes": list(self.sizes),
+        }
+
+    def provenance(self, hosted: Silos) -> Provenance:
+        """Return the fingerprints by which a file recognises model and data."""
+
+        def text() -> str:
+            with precision(double=self.double):
+                return self.cached("text", lambda: fingerprint(self.model, hosted.data))
+
+        source = "" if self.recipe is None else self.recipe.source
+        return Provenance(text, source, {f"silo {j}": data for j, data in enumerate(hosted.data)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -33,7 +33,7 @@ from numpyro_fed.results.element_errors import ElementErrors
 from numpyro_fed.results.groups import log_likelihood
 from numpyro_fed.results.influence import SiloTable, Whitened
 from numpyro_fed.results.leave_out import LeaveOut, table_of
-from numpyro_fed.results.loo import Loo, number_of_draws, rows_left_out
+from numpyro_fed.results.loo import Loo, rows_left_out
 from numpyro_fed.results.mixture import mixture_at
 from numpyro_fed.results.mode import OneCopy
 from numpyro_fed.results.moments import Moments
@@ -41,12 +41,11 @@ from numpyro_fed.results.posterior import Posterior
 from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.results.sampler import Sampler
-from numpyro_fed.results.saving import SavedRun, SavedWords
+from numpyro_fed.results.saving import SavedWords
 from numpyro_fed.results.weighted import (
     Weighted,
     systematic,
 )
-from numpyro_fed.runtime.noise import generator
 
 # Draws where the posterior without a silo may be, an exchange of them, and the share of those that
 # look beyond, as in nf.fit, which has compiled both.
@@ -61,18 +60,13 @@ class Pool(NamedTuple):
 
     Attributes
     ----------
-    z_G : (n, dim)
-        The draws as they were weighed. Those of a correction have others in the place of draws
-        without weight.
-    log_joint : (n,)
-        The log joint density of all silos at each draw, its locals integrated out.
+    z_G, log_joint : (n, dim), (n,)
+        The draws as they were weighed (those of a correction have others in the place of draws
+        without weight), and the log joint density of all silos there, locals integrated out.
     from_own : (n,) bool
         Whether a draw is from a mixture itself, and not from the wider parts around it.
-    mixtures : tuple of Mixture
-    wider : tuple of float
-        The share of wider parts around each.
-    numbers : tuple of int
-        The number of draws that come from each of these and its wider parts.
+    mixtures, wider, numbers : tuple
+        Each mixture, the share of wider parts around it, and the number of its draws.
     copy : OneCopy or None
         Where a density that repeats was weighed.
     """
@@ -84,11 +78,6 @@ class Pool(NamedTuple):
     wider: tuple[float, ...]
     numbers: tuple[int, ...]
     copy: OneCopy | None = None
-
-    @property
-    def sources(self) -> list[tuple[Mixture, float]]:
-        """Return each mixture with the share of its wider parts."""
-        return list(zip(self.mixtures, self.wider, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,12 +165,42 @@ class Corrected(Posterior, Weighted[Result]):
     @in_precision_of_object
     def left_out(self) -> LeaveOut:
         """Return the table of :meth:`leave_out`, computed once."""
-        table = self._left_out_by(self._number_left_out)
+        few = self._number_left_out
+        first = table = self._left_out_by(few)
+        if not table.unknown:
+            return table
+        from numpyro_fed.results.importance import correct_from
+
+        # Draws around the posteriors without the silos whose rows are not known. It takes an
+        # exchange in which silos tell gradient and Hessian of their log likelihoods, and two more
+        # for each NUM_PARTS silos.
         try:
-            return self._with_more_draws(table) if table.unknown else table
+            mean = self.weights @ self.z_G
+            whitened = Whitened.of(self.result.factors_at(mean))
+            table = replace(table, num_exchanges=table.num_exchanges + 1)
+            # With the new draws as many as before, for which the exchange is compiled.
+            before, key = self._some(few - MORE_DRAWS if few > MORE_DRAWS else few), self._key
+            for i in range(0, len(first.unknown), NUM_PARTS):
+                silos = first.unknown[i : i + NUM_PARTS]
+                moves, covariances = zip(*(whitened.without(j) for j in silos), strict=True)
+                own = mixture_at([mean + move for move in moves], list(covariances))
+                more = correct_from(
+                    random.fold_in(key, 3),
+                    self.result,
+                    MORE_DRAWS,
+                    None,
+                    own,
+                    wider=WIDER,
+                    before=before,
+                )
+                found = more._left_out_by(len(more.weights))
+                sent = more.num_exchanges - (self.num_exchanges if self.pool else 0)
+                found = replace(found, num_exchanges=found.num_exchanges + sent)
+                table = table.better_of(found, silos)
         # Silos need not tell their parabolas, or cannot: then some rows stay unknown.
         except (ModelError, NonFiniteError) as error:
-            return replace(table, reason=str(error))
+            return replace(first, reason=str(error))
+        return table
 
     @cached_property
     @in_precision_of_object
@@ -189,10 +208,6 @@ class Corrected(Posterior, Weighted[Result]):
         """Return the table of :meth:`loo`, computed once."""
         key = random.fold_in(self._key, 4)
         z_G, log_weights = self._as_weighed
-        n = number_of_draws(self.result)
-        if n < len(log_weights):  # any of them: a resample would hide a heavy tail
-            some = generator(key).permutation(len(log_weights))[:n]
-            z_G, log_weights = z_G[some], log_weights[some]
         return rows_left_out(key, self.result, self.integration, z_G, log_weights)
 
     @cached_property
@@ -213,27 +228,6 @@ class Corrected(Posterior, Weighted[Result]):
         log_likelihood = self.log_joint[chosen] - whole
         log_prior = log_prior_on_supports(fm, theta, z_G)
         return PriorSensitivity(names, slopes(values, log_prior), slopes(values, log_likelihood))
-
-    def _with_more_draws(self, table: LeaveOut) -> LeaveOut:
-        """Return the table with rows that were not known by draws around posteriors without them.
-
-        It takes an exchange in which silos tell gradient and Hessian of their log likelihoods, and
-        two more for each :data:`NUM_PARTS` silos.
-        """
-        mean = self.weights @ self.z_G
-        whitened = Whitened.of(self.result.factors_at(mean))
-        table = replace(table, num_exchanges=table.num_exchanges + 1)
-        unknown, few = table.unknown, self._number_left_out
-        # With the new draws as many as before, for which the exchange is compiled.
-        before = self._some(few - MORE_DRAWS if few > MORE_DRAWS else few)
-        for first in range(0, len(unknown), NUM_PARTS):
-            silos = unknown[first : first + NUM_PARTS]
-            more = before._with_draws_without(silos, mean, whitened)
-            found = more._left_out_by(len(more.weights))
-            sent = more.num_exchanges - (self.num_exchanges if self.pool else 0)
-            found = replace(found, num_exchanges=found.num_exchanges + sent)
-            table = table.better_of(found, silos)
-        return table
 
     @property
     def _number_left_out(self) -> int:
@@ -282,34 +276,16 @@ class Corrected(Posterior, Weighted[Result]):
 
     @property
     def _as_weighed(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the draws (n, dim) as they were weighed, and their log weights (n,).
-
-        Draws that weigh nothing in the posterior may weigh much without a silo or a row. Where they
-        are not known, these are the draws with weight.
-        """
+        """Return the draws (n, dim) as they were weighed, and their log weights (n,)."""
+        # Draws that weigh nothing in the posterior may weigh much without a silo or a row. Where
+        # they are not known, these are the draws with weight.
         if self.pool is not None:
             return self.pool.z_G, self.log_weights
         return self.z_G, np.where(self.weights > 0, self.log_weights, -np.inf)
 
-    def _with_draws_without(
-        self, silos: Sequence[int], mean: np.ndarray, whitened: Whitened
-    ) -> Corrected:
-        """Return the correction with more draws, from where the posterior without a silo may be."""
-        from numpyro_fed.results.importance import correct_from
-
-        moves, covariances = zip(*(whitened.without(j) for j in silos), strict=True)
-        own = mixture_at([mean + move for move in moves], list(covariances))
-        key = random.fold_in(self._key, 3)
-        return correct_from(key, self.result, MORE_DRAWS, None, own, wider=WIDER, before=self)
-
     @property
     def _sites(self) -> tuple[Site, ...]:
         return self.result._fit.model.named("latent")
-
-    @property
-    def double(self) -> bool:
-        """Whether the draws were computed in double precision."""
-        return self.result.double
 
     @cached_property
     @in_precision_of_object
@@ -318,20 +294,12 @@ class Corrected(Posterior, Weighted[Result]):
         return on_supports(self.sampler, self.result, self.z_G)
 
     @property
-    def _worth(self) -> float:
-        return self.ess
-
-    @property
-    def _attributes(self) -> dict[str, float | str]:
-        return {**self.attributes, **super()._attributes}
+    def _for_arviz(self) -> tuple[float, dict[str, float | str]]:
+        return self.ess, {**self.attributes, **super()._for_arviz[1]}
 
     def log_likelihoods(self, key: Array, n: int) -> list[dict[str, np.ndarray]]:
         """Return log likelihoods {plate: (n, rows)} of silos at the draws of that key and ``n``."""
         return log_likelihood(self.result, self.integration, key, self.unconstrained(key, n))
-
-    def saved_runs(self) -> tuple[Result, dict[str, SavedRun]]:
-        """Return the fit that was corrected, on which a file rests."""
-        return self.result, {}
 
     def saved_words(self, draws: int | None = None) -> SavedWords:
         """Return the form in which a file keeps the correction; ``from_file`` reads it."""
@@ -349,11 +317,7 @@ class Corrected(Posterior, Weighted[Result]):
             "num_exchanges": self.num_exchanges,
             "elements": names,
             "keys": str(random.key_impl(self._key)),
-            "rounding": {
-                "dtype": self._rounding.dtype,
-                "nats": self._rounding.nats,
-                "no_density": self._rounding.no_density,
-            },
+            "rounding": {k: getattr(self._rounding, k) for k in ("dtype", "nats", "no_density")},
         }
         return replace(saved, words={**saved.words, **more}, arrays=arrays)
 
@@ -366,6 +330,8 @@ class Corrected(Posterior, Weighted[Result]):
         integration = Integration(dict(words["inner_draws"]), words["nodes"])
         stored = {k.removeprefix(PREFIX): a for k, a in arrays.items() if k.startswith(PREFIX)}
         saved_moments = Moments(*(stored[name] for name in Moments._fields))
+        with np.errstate(divide="ignore"):
+            log_weights = np.log(stored["weights"])
         errors = (stored[name] for name in ElementErrors._fields[1:])
         return cls(
             log_evidence=words["log_evidence"],
@@ -382,7 +348,7 @@ class Corrected(Posterior, Weighted[Result]):
             _sampler=sampler_of(fit, integration),
             _sent=words["num_exchanges"],
             integration=integration,
-            log_weights=_log(stored["weights"]),
+            log_weights=log_weights,
             log_joint=stored.get("log_joint"),
         )
 
@@ -411,17 +377,15 @@ class Corrected(Posterior, Weighted[Result]):
         exact as their number grows.
         """
         if silo is None:
-            chosen = self._resampled(key, n)
+            chosen = systematic(random.fold_in(key, 0), self.weights, n)
             return {site: jax.device_put(np.asarray(a)[chosen]) for site, a in self.draws.items()}
         z_G = self.unconstrained(key, n)
         return self.result.sites_at(jax.random.fold_in(key, 1), z_G, silo, self.sampler)
 
     def unconstrained(self, key: Array, n: int) -> Array:
         """Return the unconstrained globals (n, dim) behind ``sample_posterior(key, n)``."""
-        return jax.device_put(self.z_G[self._resampled(key, n)])
-
-    def _resampled(self, key: Array, n: int) -> np.ndarray:
-        return systematic(random.fold_in(key, 0), self.weights, n)
+        chosen = systematic(random.fold_in(key, 0), self.weights, n)
+        return jax.device_put(self.z_G[chosen])
 
 
 def on_supports(sampler: Sampler, result: Result, z_G: np.ndarray) -> dict[str, Array]:
@@ -439,17 +403,11 @@ def on_supports(sampler: Sampler, result: Result, z_G: np.ndarray) -> dict[str, 
     return jax.device_put(together)
 
 
-def _log(weights: np.ndarray) -> np.ndarray:
-    with np.errstate(divide="ignore"):
-        return np.log(weights)
-
-
 def sampler_of(fit: Fit, integration: Integration) -> Sampler:
     """Return the sampling functions, with locals drawn by weight."""
-
-    def make() -> Sampler:
-        bound = integration.bound(fit.model, fit.guide)
-        return Sampler(fit.model, fit.guide, bound, integration)
-
     settings = json.dumps([dict(integration.draws), integration.nodes])
-    return fit.cached(("sampler", settings), make)
+    bound = integration.bound
+    return fit.cached(
+        ("sampler", settings),
+        lambda: Sampler(fit.model, fit.guide, bound(fit.model, fit.guide), integration),
+    )

@@ -124,19 +124,6 @@ class ElementErrors(NamedTuple):
         """Return whether each mean and sd (2, m) exists, as far as known, and is not known."""
         return ~(self.known(bound) | self.infinite)
 
-    def worst(self, bound: float) -> float:
-        """Return the largest error of a latent's quantiles, and of its moments that exist."""
-        there = np.where(self.infinite, 0.0, self.error[:2])
-        return float(np.concatenate([there, self.error[2:]])[:, self.latent].max(initial=0.0))
-
-    def quantiles_known(self, bound: float) -> bool:
-        """Return whether the quantiles of all latents are known."""
-        return bool((self.error[2, self.latent] <= bound).all())
-
-    def moments_known(self, bound: float) -> bool:
-        """Return whether all moments of latents that exist are known."""
-        return not self.unknown(bound)[:, self.latent].any()
-
     def words(self, bound: float) -> str:
         """Return in words which elements have no mean or sd, or an unknown one; empty if none."""
         no_number = np.isnan(self.tail_index)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,8 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.after.predict import SEEN
-from numpyro_fed.after.predictions import Drawn, drawn_from_prior, outcomes_and_rows
+from numpyro_fed.after.predictions import drawn_from_prior, outcomes_and_rows
+from numpyro_fed.after.questions import Questions
 from numpyro_fed.after.run import ALL, OWN_ROWS, Run, WhichSilo, chosen_silos
 from numpyro_fed.after.sensitivity import log_prior_on_supports
 from numpyro_fed.algorithms.importance.integration import Integration
@@ -37,7 +37,6 @@ from numpyro_fed.results.arviz import (
     axis_name,
     to_arviz,
 )
-from numpyro_fed.results.batches import batch_size
 
 GROUPS = (
     POSTERIOR,
@@ -52,54 +51,11 @@ GROUPS = (
 SILO = "silo"
 
 
-class Answers(Drawn, Protocol):
-    """A posterior of which groups are asked."""
-
-    @property
-    def double(self) -> bool:
-        """Return whether it was computed in double precision."""
-
-    def unconstrained(self, key: Array, n: int) -> Array:
-        """Return the unconstrained globals (n, dim) behind ``sample_posterior(key, n)``."""
-
-    def log_likelihoods(self, key: Array, n: int) -> list[dict[str, np.ndarray]]:
-        """Return the log likelihoods {plate: (n, rows)} of the rows of each silo at these."""
-
-    def predict(self, key: Array, *, silo: str, n: int) -> Any:
-        """Return predictive draws at these."""
-
-    def prior_predict(self, key: Array, *, n: int) -> Any:
-        """Return predictive draws from the prior."""
-
-
 Group = dict[str, Named]
 
 
-def chosen_groups(groups: Sequence[str] | str) -> list[str]:
-    """Return the names of groups that are asked for, but for the posterior.
-
-    Raises
-    ------
-    ValueError
-        For groups that are not known, and for another word than ``"all"``.
-    """
-    if groups == ALL:
-        return [name for name in GROUPS if name != POSTERIOR]
-    if isinstance(groups, str):
-        raise ValueError(
-            f"groups={groups!r}: expected '{ALL}' or a list of names from {list(GROUPS)}, got a "
-            f"word. Pass groups=[{groups!r}] for one group."
-        )
-    if unknown := [name for name in groups if name not in GROUPS]:
-        raise ValueError(
-            f"groups={list(groups)}: '{unknown[0]}' is none of {list(GROUPS)}. Pass some of these, "
-            f"or groups='{ALL}'."
-        )
-    return [name for name in groups if name != POSTERIOR]
-
-
 def groups_to_arviz(
-    posterior: Answers,
+    posterior: Questions,
     key: Array | None,
     num_samples: int,
     *,
@@ -114,13 +70,53 @@ def groups_to_arviz(
 
     The arguments are those of :func:`numpyro_fed.results.arviz.to_arviz`.
     """
-    names = chosen_groups(groups)
+    everything = groups == ALL
+    if isinstance(groups, str) and not everything:
+        raise ValueError(
+            f"groups={groups!r}: expected '{ALL}' or a list of names from {list(GROUPS)}, got a "
+            f"word. Pass groups=[{groups!r}] for one group."
+        )
+    asked = GROUPS if everything else groups
+    if unknown := [name for name in asked if name not in GROUPS]:
+        raise ValueError(
+            f"groups={list(asked)}: '{unknown[0]}' is none of {list(GROUPS)}. Pass some of these, "
+            f"or groups='{ALL}'."
+        )
 
     def sample(key: Array, n: int) -> dict[str, Any]:
         draws = posterior.sample_posterior(key, n, silo=silo)
         if silo is None:
             return dict(draws)
-        return {**draws, **latents_of_silos(posterior.run_behind, draws, silo)}
+        # The rows of latents are numbered over all silos, from 0 on: an effect of each hospital
+        # has the hospital's number. Axes have the names of plates.
+        run, found = posterior.run_behind, dict[str, Any](draws)
+        for s in run._fit.model.sites:
+            if s.kind != "latent" or s.plate is None or s.name not in draws:
+                continue
+            values, along = np.asarray(draws[s.name]), s.axis or 0
+            axis, numbers = axis_name(s.plate, ()), np.arange(values.shape[1 + along])
+            if silo != ALL:
+                chosen = chosen_silos(silo, run.num_silos)
+                sizes = [run._hosted(j).sizes_of(j)[s.plate] for j in range(max(chosen) + 1)]
+                ends = np.cumsum([0, *sizes])
+                numbers = np.concatenate([np.arange(ends[j], ends[j + 1]) for j in chosen])
+            axes = [*(f"{s.name}_dim_{i}" for i in range(along)), axis]
+            found[s.name] = Named(values, tuple(axes), {axis: numbers})
+        return found
+
+    def more(key: Array, n: int) -> dict[str, Group]:
+        found: dict[str, Group] = {}
+        with precision(double=posterior.double):
+            for group in (name for name in asked if name != POSTERIOR):
+                try:
+                    values = _values(posterior, key, n, group)
+                except (DataError, ModelError):
+                    if not everything:
+                        raise
+                    continue
+                if values or not everything:
+                    found[group] = values
+        return found
 
     return to_arviz(
         sample,
@@ -129,69 +125,13 @@ def groups_to_arviz(
         worth=worth,
         num_chains=num_chains,
         attributes=attributes,
-        more=partial(more_groups, posterior, groups=names, where_possible=groups == ALL),
+        more=more,
         labels=labels,
     )
 
 
-def latents_of_silos(run: Run, draws: Mapping[str, Array], silo: WhichSilo) -> Group:
-    """Return draws (n, ...) of silos' latents with the names of plates, and the numbers of rows.
-
-    Rows are numbered over all silos, from 0 on: an effect of each hospital has the hospital's.
-    """
-    fm = run._fit.model
-    found = {}
-    for s in fm.sites:
-        if s.kind != "latent" or s.plate is None or s.name not in draws:
-            continue
-        values, along = np.asarray(draws[s.name]), s.axis or 0
-        axis = axis_name(s.plate, ())
-        axes = [*(f"{s.name}_dim_{i}" for i in range(along)), axis]
-        numbers = _numbers(run, s.plate, silo, values.shape[1 + along])
-        found[s.name] = Named(values, tuple(axes), {axis: numbers})
-    return found
-
-
-def _numbers(run: Run, plate: str, silo: WhichSilo, rows: int) -> np.ndarray:
-    """Return the numbers of the rows of some silos, counted over all silos."""
-    if silo == ALL:
-        return np.arange(rows)
-    chosen = chosen_silos(silo, run.num_silos)
-    ends = np.cumsum([0, *(run.sizes_of(j)[plate] for j in range(max(chosen) + 1))])
-    return np.concatenate([np.arange(ends[j], ends[j + 1]) for j in chosen])
-
-
-def more_groups(
-    posterior: Answers,
-    key: Array,
-    n: int,
-    *,
-    groups: Sequence[str],
-    where_possible: bool = False,
-) -> dict[str, Group]:
-    """Return the groups beside the posterior, {group: {name: values}}, without an axis of chains.
-
-    ``key`` and ``n`` are those of the posterior's draws, to which predictions and densities belong.
-    With ``where_possible`` groups that are refused, or empty, are left out.
-    """
-    found: dict[str, Group] = {}
-    if not groups:
-        return found
-    with precision(double=posterior.double):
-        for group in groups:
-            try:
-                values = _values(posterior, key, n, group)
-            except (DataError, ModelError):
-                if not where_possible:
-                    raise
-                continue
-            if values or not where_possible:
-                found[group] = values
-    return found
-
-
-def _values(posterior: Answers, key: Array, n: int, group: str) -> Group:
-    """Return the values of one group."""
+def _values(posterior: Questions, key: Array, n: int, group: str) -> Group:
+    """Return the values of one group, without an axis of chains."""
     run = posterior.run_behind
     if group == "prior":
         prior = drawn_from_prior(run, jax.random.fold_in(key, 0), n)
@@ -202,31 +142,22 @@ def _values(posterior: Answers, key: Array, n: int, group: str) -> Group:
         return {"globals": Named(found)}
     rows = Rows.of(run)
     if group == "posterior_predictive":
-        return rows.predicted(posterior.predict(key, silo=OWN_ROWS, n=n))
+        return rows.joined(posterior.predict(key, silo=OWN_ROWS, n=n), 1)
     if group == "prior_predictive":
-        return rows.predicted(posterior.prior_predict(key, n=n))
+        return rows.joined(posterior.prior_predict(key, n=n), 1)
     if group == LOG_LIKELIHOOD:
         return rows.densities(posterior.log_likelihoods(key, n))
-    return rows.outcomes() if group == "observed_data" else rows.constants()
+    return rows.joined(rows.found, 0) if group == "observed_data" else rows.constants()
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
     """The rows of all silos that have an outcome, side by side, plate by plate.
 
-    Attributes
-    ----------
-    data : sequence of SiloData
-    sizes : sequence of dict
-        The rows of each plate at each silo.
-    plates : dict of str to str
-        The plate of each outcome.
-    axes : dict of str to tuple of str
-        The plate along each axis of an outcome; empty where there is none.
-    found : sequence of dict
-        The outcomes of each silo, and which rows have them.
-    taken : set of str
-        The names of sites and arguments, which no axis may have.
+    ``sizes`` are the rows of each plate at each silo, ``plates`` the plate of each outcome,
+    ``axes`` the plate along each axis of an outcome (empty where there is none), ``found`` the
+    outcomes of each silo and which rows have them, ``taken`` the names of sites and arguments,
+    which no axis may have.
     """
 
     data: Sequence[SiloData]
@@ -240,10 +171,10 @@ class Rows:
     def of(cls, run: Run) -> Rows:
         """Return the rows of a run, whose silos are in this process."""
         silos = range(run.num_silos)
-        fm, data = run._fit.model, [run.data_of(j) for j in silos]
+        fm, hosted = run._fit.model, run._hosted(0)
+        data, sizes = hosted.data, [hosted.sizes_of(j) for j in silos]
         plates = {s.name: str(s.plate) for s in fm.sites if s.kind == "observed" and s.plate}
         taken = {s.name for s in fm.sites} | set(data[0].arrays)
-        sizes = [run.sizes_of(j) for j in silos]
         found = outcomes_and_rows(run, silos)
         return cls(data, sizes, plates, axes_of(fm, data[0]), found, frozenset(taken))
 
@@ -263,29 +194,25 @@ class Rows:
         each = [self.found[silo][SEEN + name] for name, p in self.plates.items() if p == plate]
         return np.asarray(np.any(each, 0))
 
-    def outcomes(self) -> Group:
-        """Return the outcomes (rows, ...); NaN for what is missing."""
-        return {name: self._joined(name, self.found, 0) for name in self.plates}
+    def joined(self, parts: Sequence[Mapping[str, Any]], first: int) -> Group:
+        """Return outcomes, or their predictions, of all silos with rows along axis ``first``.
 
-    def predicted(self, parts: Sequence[Mapping[str, Any]]) -> Group:
-        """Return the predictions of all silos (n, rows, ...)."""
-        return {name: self._joined(name, parts, 1) for name in self.plates}
-
-    def _joined(self, name: str, parts: Sequence[Mapping[str, Any]], first: int) -> Named:
-        """Return values of all silos with rows along the axis ``first``."""
-        plate, axes = self.plates[name], self.axes[name]
-        axis = axes.index(plate)
-        kept = [
-            np.moveaxis(np.asarray(part[name]), first + axis, first).compress(
-                self.seen(j, plate), first
-            )
-            for j, part in enumerate(parts)
-        ]
-        others = [p for p in axes if p != plate]
-        names = [
-            self.axis_name(p) if p else f"{name}_dim_{i}" for i, p in enumerate([plate, *others])
-        ]
-        return Named(np.concatenate(kept, first), tuple(names))
+        Missing outcomes are NaN.
+        """
+        values = {}
+        for name, plate in self.plates.items():
+            axes = self.axes[name]
+            axis = first + axes.index(plate)
+            kept = [
+                np.moveaxis(np.asarray(part[name]), axis, first).compress(
+                    self.seen(j, plate), first
+                )
+                for j, part in enumerate(parts)
+            ]
+            ordered = [plate, *(p for p in axes if p != plate)]
+            names = [self.axis_name(p) if p else f"{name}_dim_{i}" for i, p in enumerate(ordered)]
+            values[name] = Named(np.concatenate(kept, first), tuple(names))
+        return values
 
     def densities(self, parts: Sequence[Mapping[str, np.ndarray]]) -> Group:
         """Return the log likelihoods (n, rows) of all silos, by outcome where a plate has one."""
@@ -333,7 +260,7 @@ def log_likelihood(
     if fit.checks is not None:
         refuse_coupled_rows(fit.checks, run._silos.buckets, "log likelihoods of rows need")
     likelihood = integration.likelihood(fit.model, fit.guide)
-    size = batch_size(fit, integration, n)
+    size = fit.batch_size(integration, n)
     values = fit.cached(
         ("rows", n, str(integration)),
         lambda: jit_once(log_likelihoods_of_rows(fit.model, likelihood, fit.algorithm, size)),

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import jax.numpy as jnp
@@ -46,7 +46,6 @@ from numpyro_fed.objectives import (
     draws_by_plate,
 )
 from numpyro_fed.precision import precision
-from numpyro_fed.results.batches import batch_size, little_work
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.corrected import Corrected, Pool, on_supports, sampler_of
 from numpyro_fed.results.mode import Mode, OneCopy
@@ -200,57 +199,42 @@ def importance_correct(
     with precision(double=result.double), in_sight("correction"):
         check_weighable(result._fit)
         integration = integration_of(result, inner_draws)
-        return _corrected(key, result, num_draws, integration, wider, accuracy)
+        fit, size = result._fit, min(num_draws, AT_ONCE)
+        copy = result.start.copy if isinstance(result.start, Mode) else None
+        guide = fit.guide.globals
+        share = wider if guide.density_everywhere else 0.0
+        wide = WideParts.of(of_text(fit), size, share)
+        weighing = Weighing(result, size, wide.num_own, integration, copy, accuracy)
 
+        def exchange(i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            """Return draws (n, dim), and their log densities (n,) under the proposal and of all."""
+            # The first exchange has the key itself, so that
+            # 4,000 draws are the same with and without more.
+            key_exchange = random.fold_in(key, i) if i else key
+            z_G, log_q = map(np.asarray, result.draw_globals(key_exchange, wide.num_own))
+            if wide.numbers:
+                theta, place = result.shared.theta, Place(z_G.mean(0, float), root_of_draws(z_G))
+                far = wide.sample(generator(key_exchange), theta, place).astype(z_G.dtype)
+                of_far = fit.sampler.log_density(result.shared, jnp.asarray(far))
+                z_G, log_own = np.concatenate([z_G, far]), np.append(log_q, of_far)
+                log_q = np.asarray(wide.log_density(log_own, theta, place, z_G))
+            return z_G, log_q, weighing.exchange(key_exchange, z_G)
 
-def _corrected(
-    key: Array,
-    result: Result,
-    num_draws: int,
-    integration: Integration,
-    wider: float,
-    accuracy: float,
-) -> Corrected:
-    """Return the correction of a fit, computed in the precision of the fit."""
-    fit, size = result._fit, min(num_draws, AT_ONCE)
-    copy = result.start.copy if isinstance(result.start, Mode) else None
-    guide = fit.guide.globals
-    share = wider if guide.density_everywhere else 0.0
-    wide = WideParts.of(of_text(fit), size, share)
-    weighing = Weighing(result, size, wide.num_own, integration, copy, accuracy)
-
-    def exchange(i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return draws (n, dim), and their log densities (n,) under the proposal and of all."""
-        # The first exchange has the key itself, so that
-        # 4,000 draws are the same with and without more.
-        key_exchange = random.fold_in(key, i) if i else key
-        z_G, log_q = map(np.asarray, result.draw_globals(key_exchange, wide.num_own))
-        if wide.numbers:
-            theta, place = result.shared.theta, Place(z_G.mean(0, float), root_of_draws(z_G))
-            far = wide.sample(generator(key_exchange), theta, place).astype(z_G.dtype)
-            of_far = result.log_density_of_globals(jnp.asarray(far))
-            z_G, log_own = np.concatenate([z_G, far]), np.append(log_q, of_far)
-            log_q = np.asarray(wide.log_density(log_own, theta, place, z_G))
-        return z_G, log_q, weighing.exchange(key_exchange, z_G)
-
-    parts, interrupted = until_interrupted(exchange, -(-num_draws // size))
-    z_G, log_q, log_joint = (np.concatenate(part) for part in zip(*parts, strict=True))
-    from_guide = np.tile(np.arange(size) < wide.num_own, len(parts))
-    log_weights = _log_ratio(log_joint, log_q)
-    correction = weighing.correction(key, z_G, log_weights, log_joint, from_guide)
-    return unless_interrupted(correction, interrupted, num_draws)
+        parts, interrupted = until_interrupted(exchange, -(-num_draws // size))
+        z_G, log_q, log_joint = (np.concatenate(part) for part in zip(*parts, strict=True))
+        from_guide = np.tile(np.arange(size) < wide.num_own, len(parts))
+        log_weights = _log_ratio(log_joint, log_q)
+        correction = weighing.correction(key, z_G, log_weights, log_joint, from_guide)
+        return unless_interrupted(correction, interrupted, num_draws)
 
 
 def of_text(fit: Fit) -> OfText:
     """Return what proposals take from the text of a fit, found once."""
-
-    def make() -> OfText:
-        start = fit.built.start
-        return OfText.of(
-            fit.model, prior_draws(fit.model) if start is None else start.search.prior_draws
-        )
-
-    return fit.cached("of text", make)
+    fm, start = fit.model, fit.built.start
+    return fit.cached(
+        "of text",
+        lambda: OfText.of(fm, prior_draws(fm) if start is None else start.search.prior_draws),
+    )
 
 
 def _log_ratio(log_joint: np.ndarray, log_q: np.ndarray) -> np.ndarray:
@@ -261,32 +245,22 @@ def _log_ratio(log_joint: np.ndarray, log_q: np.ndarray) -> np.ndarray:
     return np.where(ratio < np.inf, ratio, -np.inf)
 
 
+@dataclass(eq=False)
 class Weighing:
     """The exchanges of a correction, and what follows from them.
 
-    Attributes
-    ----------
-    integration : Integration
-        Finer than it was at the beginning if silos have found it too coarse.
-    sent : int
-        The number of exchanges so far.
-
-    The first ``num_own`` draws of an exchange are from the fit's guide. Draws outside of ``copy``
-    have no density: one that repeats is weighed once.
+    The first ``num_own`` of the ``size`` draws of an exchange are from the fit's guide. Draws
+    outside of ``copy`` have no density: one that repeats is weighed once. ``integration`` is finer
+    than at the beginning if silos have found it too coarse, and ``sent`` counts exchanges.
     """
 
-    def __init__(
-        self,
-        result: Result,
-        size: int,
-        num_own: int,
-        integration: Integration,
-        copy: OneCopy | None = None,
-        accuracy: float = TOLERANCE,
-    ):
-        self.result, self.size, self.num_own, self.accuracy = result, size, num_own, accuracy
-        self.copy = copy
-        self.integration, self.sent = integration, 0
+    result: Result
+    size: int
+    num_own: int
+    integration: Integration
+    copy: OneCopy | None = None
+    accuracy: float = TOLERANCE
+    sent: int = 0
 
     def exchange(self, key: Array, z_G: np.ndarray, *, near: bool = True) -> np.ndarray:
         """Return the log joint density (n,) of all silos at draws (n, dim).
@@ -296,7 +270,9 @@ class Weighing:
         """
         while True:
             num_own = self.num_own if near else 0
-            weigh = _weigh(self.result._fit, self.integration, self.size, num_own)
+            weigh: Weigh[Any, Any] = self.result._fit.question(
+                "importance", weighing, self.integration, self.size, num_own=num_own
+            )
             log_prior, down = weigh.of_server(self.result.shared, z_G)
             up: Estimates = self.result.ask_once(weigh.exchange, down, key, NO_WEIGHTS)
             self.sent += 1
@@ -340,9 +316,7 @@ class Weighing:
         no_density = self._no_density(z_G, log_joint, from_own)
         z_G = replace_weightless(z_G, tail_and_weights[1])
         log_evidence = float(np.logaddexp.reduce(log_weights) - np.log(len(z_G)))
-        of_fit = None
-        if pool is not None:
-            of_fit = self.result.many_draws_of_globals()
+        of_fit = None if pool is None else self.result.many_draws_of_globals()
         sampler = sampler_of(fit, self.integration)
         draws = on_supports(sampler, self.result, z_G)
         latents = {s.name for s in fit.model.named("latent")}
@@ -366,10 +340,7 @@ class Weighing:
         )
 
     def _no_density(self, z_G: np.ndarray, log_joint: np.ndarray, from_own: np.ndarray) -> str:
-        """Return in words which density is NaN or infinite at many of the fit's own draws, if any.
-
-        It is not known of silos elsewhere.
-        """
+        """Return in words which density is NaN or infinite at many draws of the fit, if any."""
         z, fm = np.asarray(z_G, np.float64), self.result._fit.model
         here = from_own if self.copy is None else from_own & self.copy.holds(z_G)
         here = here & np.isfinite(z).all(1)
@@ -394,13 +365,11 @@ class Weighing:
     def _rough_draws(
         self, key: Array, z_G: np.ndarray, log_weights: np.ndarray, from_own: np.ndarray
     ) -> np.ndarray:
-        """Return the indices of heavy draws whose weight comes from cancellation.
-
-        A log density that rises by the cancellation of large numbers, as far out where the gamma
-        functions of a Beta distribution are subtracted, jumps from one number to the next. So each
-        of these draws is weighed again together with its two neighbours on both sides, a tiny share
-        of an sd away: a second difference of several nats is no curvature there.
-        """
+        """Return the indices of heavy draws whose weight comes from cancellation."""
+        # A log density that rises by the cancellation of large numbers, as far out where the gamma
+        # functions of a Beta distribution are subtracted, jumps from one number to the next. So
+        # each of these draws is weighed again together with its two neighbours on both sides, a
+        # tiny share of an sd away: a second difference of several nats is no curvature there.
         z = np.asarray(z_G, np.float64)
         # A third of an exchange, since each heavy draw takes three places of it.
         heavy = np.argsort(-log_weights)[: self.size // 3]
@@ -459,19 +428,22 @@ def correct_from(
         weighing = Weighing(result, size, 0, chosen, copy, accuracy)
         theta, dtype = result.shared.theta, jnp.result_type(float)
 
-        def proposal_with(share: float) -> MixtureProposal:
-            return MixtureProposal(WideParts.of(of_text(fit), size, share))
-
         new = [] if own is None else [(own, wider)]
-        of_before = [] if earlier is None else earlier.sources
+        of_before = (
+            [] if earlier is None else list(zip(earlier.mixtures, earlier.wider, strict=True))
+        )
         before_numbers = () if earlier is None else earlier.numbers
-        numbers = [size] if new else _in_shares(before_numbers, size)
+        # Whole numbers with the sum ``size`` that are to each other as those before.
+        ends = np.rint(np.cumsum(before_numbers) * (size / max(sum(before_numbers), 1)))
+        numbers = [size] if new else np.diff(ends.astype(int), prepend=0).tolist()
         sources = new + of_before
+        text = of_text(fit)
+        proposals = [MixtureProposal(WideParts.of(text, size, share)) for _, share in sources]
 
         def exchange(i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             random_numbers, drawn, is_own = generator(key, i), [], []
-            for (mixture, share), n in zip(new or of_before, numbers, strict=True):
-                propose = proposal_with(share)
+            # Without new ones the draws are from all mixtures.
+            for (mixture, _), propose, n in zip(sources, proposals, numbers, strict=False):
                 some = np.sort(random_numbers.permutation(size)[:n])
                 drawn.append(propose.draw(random_numbers, theta, mixture)[some])
                 is_own.append((np.arange(size) < propose.wide.num_own)[some])
@@ -498,16 +470,13 @@ def correct_from(
             tuple(drawn.tolist()),
             copy,
         )
-        log_q = np.stack(
-            [
-                proposal_with(share).log_density(theta, mixture, pool.z_G)
-                for mixture, share in sources
-            ]
-        )
+        log_q = [
+            propose.log_density(theta, mixture, pool.z_G)
+            for (mixture, _), propose in zip(sources, proposals, strict=True)
+        ]
         log_shares = np.log(drawn / drawn.sum())
-        log_weights = _log_ratio(
-            pool.log_joint, np.logaddexp.reduce(log_shares[:, None] + log_q, 0)
-        )
+        log_pooled = np.logaddexp.reduce(log_shares[:, None] + np.stack(log_q), 0)
+        log_weights = _log_ratio(pool.log_joint, log_pooled)
         correction = weighing.correction(
             key, pool.z_G, log_weights, pool.log_joint, pool.from_own, pool
         )
@@ -517,12 +486,6 @@ def correct_from(
             k_of_new = weights_of(np.where(lost, -np.inf, log_weights)[: size * len(parts)])[0]
             correction = replace(correction, pareto_k=max(correction.pareto_k, k_of_new))
         return unless_interrupted(correction, interrupted, num_draws)
-
-
-def _in_shares(numbers: Sequence[int], total: int) -> list[int]:
-    """Return whole numbers with this sum that are as the given ones to each other."""
-    ends = np.rint(np.cumsum(numbers) * (total / sum(numbers))).astype(int)
-    return np.diff(ends, prepend=0).tolist()
 
 
 def check_weighable(fit: Fit) -> None:
@@ -553,23 +516,6 @@ def weighing(built: Built, settings: Mapping[str, Any], *, little: bool = False)
         settings["batch_size"],
         json.dumps(dict(settings)),
         little,
-    )
-
-
-def _weigh(fit: Fit, integration: Integration, num_draws: int, num_own: int) -> Weigh[Any, Any]:
-    """Return the question of a correction, made once for each fit."""
-    settings = dict(
-        inner_draws=dict(integration.draws),
-        nodes=integration.nodes,
-        num_draws=num_draws,
-        num_own=num_own,
-        batch_size=batch_size(fit, integration, num_draws),
-    )
-
-    little = little_work(fit, integration, num_draws)
-    return fit.cached(
-        ("importance", json.dumps(settings)),
-        lambda: weighing(fit.built, settings, little=little),
     )
 
 

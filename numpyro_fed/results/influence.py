@@ -33,7 +33,7 @@ from scipy.stats import chi2, f
 
 from numpyro_fed.after import pictures
 from numpyro_fed.algorithms.influence import Factors
-from numpyro_fed.errors import MissingExtraError
+from numpyro_fed.errors import optional
 
 # Precision of a silo along a direction, of that of all others, below which it knows nothing there:
 # rounding in single precision is 1e-7 of the whole.
@@ -100,13 +100,9 @@ class SiloTable:
 
     def to_frame(self) -> Any:
         """Return the table as a pandas DataFrame, a row for each silo."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise MissingExtraError("pandas", "examples") from error
         marks = [j in self.flagged for j in range(len(self.shift))]
         columns = {"shift": self.shift, "conflict": self.conflict, "flagged": marks}
-        return pandas.DataFrame(columns).rename_axis("silo")
+        return optional("pandas").DataFrame(columns).rename_axis("silo")
 
     def __str__(self) -> str:
         lines = [f"{'silo':>6} {'shift':>8} {'conflict':>9}"]
@@ -121,16 +117,9 @@ class SiloTable:
 class Whitened(NamedTuple):
     """Parabolas of prior and silos, from the highest point of their sum, in its standard units.
 
-    Attributes
-    ----------
-    root : (n, n)
-        Its columns are uncorrelated directions of one sd.
-    step : (n,)
-        From the place at which silos were asked to the highest point.
-    g, A : (num_silos, n), (num_silos, n, n)
-        Gradients and negative Hessians of the silos.
-    prior_g, prior_A : (n,), (n, n)
-        Those of the prior.
+    The columns of ``root`` (n, n) are uncorrelated directions of one sd, and ``step`` (n,) leads
+    from the place at which silos were asked to the highest point. The rest are gradients and
+    negative Hessians of the silos (num_silos, n), (num_silos, n, n), and of the prior.
     """
 
     root: np.ndarray
@@ -146,7 +135,11 @@ class Whitened(NamedTuple):
         g, A, _ = (np.asarray(a, np.float64) for a in factors.silos)
         prior_g = np.asarray(factors.prior_gradient, np.float64)
         prior_A = np.asarray(factors.prior_curvature, np.float64)
-        root = _whitening(A.sum(0) + prior_A)
+        # ``root' P root`` is the identity, for the precision P of globals in any units.
+        total = A.sum(0) + prior_A
+        unit = np.sqrt(np.maximum(np.abs(np.diag(total)), np.finfo(np.float64).tiny))
+        values, axes = np.linalg.eigh(total / np.outer(unit, unit))
+        root = axes / np.sqrt(np.maximum(values, UNKNOWN)) / unit[:, None]
         step = root @ (root.T @ (g.sum(0) + prior_g))
         g, prior_g = (g - A @ step) @ root, (prior_g - prior_A @ step) @ root
         return cls(root, step, g, root.T @ A @ root, prior_g, root.T @ prior_A @ root)
@@ -234,10 +227,3 @@ def table_of(
         tails = {j: compared(j, kept)[1] for j in kept}
     conflict = np.exp([tail for _, tail in all_others])
     return SiloTable(np.array(shift), conflict, tuple(flagged))
-
-
-def _whitening(precision_: np.ndarray) -> np.ndarray:
-    """Return ``W`` with ``W' P W`` the identity, for a precision of globals in any units."""
-    unit = np.sqrt(np.maximum(np.abs(np.diag(precision_)), np.finfo(np.float64).tiny))
-    values, axes = np.linalg.eigh(precision_ / np.outer(unit, unit))
-    return axes / np.sqrt(np.maximum(values, UNKNOWN)) / unit[:, None]

@@ -15,8 +15,7 @@ from numpyro_fed.algorithms.base import Exchange
 from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.algorithms.importance.leave_out import LeaveOutDown, LeftOut, leave_out
 from numpyro_fed.algorithms.sfvi import down_of
-from numpyro_fed.errors import MissingExtraError
-from numpyro_fed.results.batches import batch_size, little_work
+from numpyro_fed.errors import optional
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.rows import Result
 
@@ -65,29 +64,19 @@ class LeaveOut:
 
         The exchanges of both count.
         """
-        taken = [j for j in silos if not self.pareto_k[j] <= other.pareto_k[j]]
-
-        def merged(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-            a = a.copy()
-            a[taken] = b[taken]
-            return a
-
+        taken = np.isin(np.arange(len(self.pareto_k)), silos) & ~(self.pareto_k <= other.pareto_k)
         return LeaveOut(
-            merged(self.log_density, other.log_density),
-            merged(self.pareto_k, other.pareto_k),
-            merged(self.shift, other.shift),
+            np.where(taken, other.log_density, self.log_density),
+            np.where(taken, other.pareto_k, self.pareto_k),
+            np.where(taken, other.shift, self.shift),
             self.num_exchanges + other.num_exchanges,
         )
 
     def to_frame(self) -> Any:
         """Return the table as a pandas DataFrame, a row for each silo."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise MissingExtraError("pandas", "examples") from error
         columns = {name: getattr(self, name) for name in ("log_density", "pareto_k", "shift")}
         columns["known"] = self.pareto_k <= MAX_K
-        return pandas.DataFrame(columns).rename_axis("silo")
+        return optional("pandas").DataFrame(columns).rename_axis("silo")
 
     def __str__(self) -> str:
         lines = [f"{'silo':>6} {'log density':>12} {'k-hat':>7} {'shift':>7}"]
@@ -127,17 +116,7 @@ def table_of(
 ) -> LeaveOut:
     """Return the table by draws (n, dim) with log weights (n,), in one exchange."""
     fit, n = result._fit, len(log_weights)
-    settings = dict(
-        inner_draws=dict(integration.draws),
-        nodes=integration.nodes,
-        num_draws=n,
-        batch_size=batch_size(fit, integration, n),
-    )
-    little = little_work(fit, integration, n)
-    question = fit.cached(
-        ("leave out", json.dumps(settings)),
-        lambda: leaving_out(fit.built, settings, little=little),
-    )
+    question = fit.question("leave out", leaving_out, integration, n)
     draws = down_of(fit.guide, result.shared, jnp.asarray(z_G))
     found: LeftOut = result.ask_once(
         question, LeaveOutDown(draws, jnp.asarray(log_weights)), key, MESSAGE

@@ -22,9 +22,9 @@ from numpyro_fed.errors import DataError
 from numpyro_fed.model.row_checks import refuse_coupled_rows, refuse_parameters_of_rows
 from numpyro_fed.programs import jit_once
 from numpyro_fed.results.arviz import elpd_data
-from numpyro_fed.results.batches import batch_size, little_work
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.rows import Result
+from numpyro_fed.runtime.noise import generator
 
 # Draws of the posterior that rows are left out of, at most and at least. Densities of 2,000 draws
 # are right to 0.02 nats as a rule.
@@ -80,17 +80,9 @@ class Loo:
     ) -> Loo:
         """Return the table from sums over all rows."""
         total, squares, of_fit, bad, rows = (float(a) for a in sums)
-        variance = max(squares / rows - (total / rows) ** 2, 0.0)
-        return cls(
-            total,
-            math.sqrt(rows * variance),
-            of_fit - total,
-            round(rows),
-            round(bad),
-            num_draws,
-            num_exchanges,
-            silos,
-        )
+        se = math.sqrt(rows * max(squares / rows - (total / rows) ** 2, 0.0))
+        counts = round(rows), round(bad), num_draws, num_exchanges
+        return cls(total, se, of_fit - total, *counts, silos)
 
     def to_arviz(self) -> Any:
         """Return it as ArviZ's ``ELPDData``, row by row, for ``arviz.compare`` and plots of k-hat.
@@ -114,10 +106,12 @@ class Loo:
     __repr__ = __str__
 
 
-def loo_exchange(built: Built, settings: Mapping[str, Any]) -> Exchange[Any, Any, Any]:
+def loo_exchange(
+    built: Built, settings: Mapping[str, Any], *, little: bool = False
+) -> Exchange[Any, Any, Any]:
     """Return the exchange that leaves rows out, which silos elsewhere build from its settings."""
-    scores = _scores(built, settings)
     n = settings["num_draws"]
+    scores = _scores(built, settings)
     return loo(built.model, built.guide, scores, built.algorithm, n, json.dumps(dict(settings)))
 
 
@@ -127,48 +121,39 @@ def _scores(built: Built, settings: Mapping[str, Any]) -> Scores:
     return row_scores(built.model, likelihood, built.algorithm, settings["batch_size"])
 
 
-def number_of_draws(result: Result) -> int:
-    """Return how many draws rows are left out of, as many as a silo has room for."""
-    plan = result.plan
-    rows = max((n for _, n in plan.total), default=1) / max(result.num_silos, 1)
-    if result.sizes:
-        rows = max(max(size.values(), default=1) for size in result.sizes)
-    return int(np.clip(MOST_NUMBERS / max(rows, 1), LEAST_DRAWS, MOST_DRAWS))
-
-
 def rows_left_out(
     key: Array, result: Result, integration: Integration, z_G: np.ndarray, log_weights: np.ndarray
 ) -> Loo:
     """Return the table by draws (n, dim) of the posterior with log weights (n,).
 
     In one process nothing crosses; with silos in others it takes one exchange.
-
-    Raises
-    ------
-    ModelError
-        If rows read each other's latents, or have parameters of their own.
     """
     fit, n = result._fit, len(z_G)
+    # As many draws as a silo has room for, and any of them: a resample would hide a heavy tail.
+    rows = max((n for _, n in result.plan.total), default=1) / max(result.num_silos, 1)
+    if result.sizes:
+        rows = max(max(size.values(), default=1) for size in result.sizes)
+    room = int(np.clip(MOST_NUMBERS / max(rows, 1), LEAST_DRAWS, MOST_DRAWS))
+    if room < n:
+        some = generator(key).permutation(n)[:room]
+        n, z_G, log_weights = room, z_G[some], log_weights[some]
     refuse_parameters_of_rows(fit.model)
     if fit.checks is not None:
         refuse_coupled_rows(fit.checks, result._silos.buckets, "leaving rows out needs")
-    settings = dict(
-        inner_draws=dict(integration.draws),
-        nodes=integration.nodes,
-        num_draws=n,
-        batch_size=batch_size(fit, integration, n),
-    )
-    name = "loo", json.dumps(settings)
     w = np.exp(log_weights - log_weights.max())
     worth = int(w.sum() ** 2 / (w**2).sum())
     draws = down_of(fit.guide, result.shared, jnp.asarray(z_G))
     down = LeaveOutDown(draws, jnp.asarray(log_weights))
     if result._silos.elsewhere:
-        question = fit.cached(name, lambda: loo_exchange(fit.built, settings))
+        question = fit.question("loo", loo_exchange, integration, n)
         sums: RowSums = result.ask_once(question, down, key, MESSAGE)
         return Loo.of(sums, worth, 1)
-    compiled = jit_once if little_work(fit, integration, n) else jax.jit
-    scores = fit.cached(name, lambda: compiled(_scores(fit.built, settings)))
+    scores = fit.question(
+        "loo",
+        lambda built, settings, little: (jit_once if little else jax.jit)(_scores(built, settings)),
+        integration,
+        n,
+    )
     silos, total = [], RowSums(*np.zeros(len(RowSums._fields)))
     for j in range(result.num_silos):
         data = result._silos.at(j, [batch.data for batch in result._silos.batches])

@@ -124,17 +124,16 @@ def _bends_of(u: np.ndarray, weights: np.ndarray) -> Bends:
             at = np.searchsorted(mass, norm.cdf([one, far])).clip(max=len(x) - 1)
             s, reach = distance[order[at]]
             if s > 0 and reach > REACHES * far * s:
-                width[side, j], power[side, j] = s, _power(reach / s, far)
+                # The power that brings the distance in widths to that of a normal distribution.
+                log_reach = np.log1p(reach / s)
+
+                def excess(p: float, log_reach: float = log_reach) -> float:
+                    return float(np.expm1(p * log_reach) / np.expm1(p * np.log(2)) - far)
+
+                width[side, j], power[side, j] = s, LEAST_POWER
+                if excess(LEAST_POWER) <= 0:
+                    power[side, j] = brentq(excess, LEAST_POWER, 1.0)
     return Bends(width, power)
-
-
-def _power(reach: float, normal: float) -> float:
-    """Return the power that brings a distance in widths to that of a normal distribution."""
-
-    def excess(p: float) -> float:
-        return float(np.expm1(p * np.log1p(reach)) / np.expm1(p * np.log(2)) - normal)
-
-    return LEAST_POWER if excess(LEAST_POWER) > 0 else brentq(excess, LEAST_POWER, 1.0)
 
 
 def _em(
@@ -144,12 +143,20 @@ def _em(
     dim = u.shape[1]
     part = np.eye(dim) / number ** (2 / dim)  # the covariance of all, reduced to a part
     shares, covariances = np.full(number, 1 / number), np.stack([part] * number)
-    centres = _spread_out(u, weights, number)
+    # The first centres are draws far from each other, as in k-means++.
+    random = np.random.default_rng(0)
+    chosen = [u[random.choice(len(u), p=weights)]]
+    while len(chosen) < number:
+        away = np.min([((u - c) ** 2).sum(1) for c in chosen], axis=0)
+        mass = weights * np.maximum(away, SMALL)
+        chosen.append(u[random.choice(len(u), p=mass / mass.sum())])
+    centres = np.stack(chosen)
     for _ in range(ITERATIONS):
-        log_p = (
-            np.stack([_log_normal(u, m, C) for m, C in zip(centres, covariances, strict=True)])
-            + np.log(shares)[:, None]
-        )
+        log_p = np.empty((number, len(u)))
+        for k, (mean, L) in enumerate(zip(centres, np.linalg.cholesky(covariances), strict=True)):
+            standard = np.linalg.solve(L, (u - mean).T)
+            log_p[k] = -0.5 * (standard**2).sum(0) - np.log(np.diagonal(L)).sum()
+        log_p += np.log(shares)[:, None]
         r = weights * np.exp(log_p - np.logaddexp.reduce(log_p, 0))
         shares = np.maximum(r.sum(1), MIN_PART)
         centres = (r @ u) / shares[:, None]
@@ -159,24 +166,6 @@ def _em(
         covariances = (ess * scatter + prior * part) / (ess * shares + prior)[:, None, None]
         shares = shares / shares.sum()
     return shares, centres, covariances
-
-
-def _spread_out(u: np.ndarray, weights: np.ndarray, number: int) -> np.ndarray:
-    """Return first centres (number, dim): draws far from each other, as in k-means++."""
-    random = np.random.default_rng(0)
-    chosen = [u[random.choice(len(u), p=weights)]]
-    while len(chosen) < number:
-        away = np.min([((u - c) ** 2).sum(1) for c in chosen], axis=0)
-        mass = weights * np.maximum(away, SMALL)
-        chosen.append(u[random.choice(len(u), p=mass / mass.sum())])
-    return np.stack(chosen)
-
-
-def _log_normal(u: np.ndarray, mean: np.ndarray, covariance: np.ndarray) -> np.ndarray:
-    """Return the log density (n,) of a normal distribution, up to a constant."""
-    L = np.linalg.cholesky(covariance)
-    standard = np.linalg.solve(L, (u - mean).T)
-    return -0.5 * (standard**2).sum(0) - np.log(np.diagonal(L)).sum()
 
 
 def _mixture(

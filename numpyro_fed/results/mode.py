@@ -31,13 +31,8 @@ class OneCopy(NamedTuple):
     """The part of the space in which a density that repeats stands once, around a mode.
 
     Under a flat prior on an angle the posterior has no total mass, since it is the same after each
-    turn; what is known of the angle does not depend on how many turns there are.
-
-    Attributes
-    ----------
-    centre : (dim,)
-    periods : (dim,)
-        Infinite for a coordinate that does not repeat.
+    turn; what is known of the angle does not depend on how many turns there are. ``periods`` (dim,)
+    are infinite for coordinates that do not repeat.
     """
 
     centre: np.ndarray

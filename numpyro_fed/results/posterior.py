@@ -8,12 +8,13 @@ with the steps that led there.
 
 from __future__ import annotations
 
+import json
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax import Array
@@ -21,33 +22,19 @@ from jax import Array
 from numpyro_fed import html
 from numpyro_fed.after.questions import Questions
 from numpyro_fed.after.run import WhichSilo, silo_number
-from numpyro_fed.errors import DataError
+from numpyro_fed.algorithms.sfvi import down_of
+from numpyro_fed.errors import DataError, positive_int
+from numpyro_fed.precision import precision
 from numpyro_fed.privacy.budget import Spent
 from numpyro_fed.results.arviz import Coords, Dims, Labels
-from numpyro_fed.results.at_silo import message_for_silo
+from numpyro_fed.results.at_silo import settings_of
 from numpyro_fed.results.groups import groups_to_arviz
-from numpyro_fed.results.mode import LocalMode, Mode, Near
+from numpyro_fed.results.mode import LocalMode, Mode
 from numpyro_fed.results.sampler import Sampler
 from numpyro_fed.results.saving import SavedRun, SavedWords, save
 from numpyro_fed.runtime.federation import Federation
+from numpyro_fed.runtime.messages import DRAWS, Question, at_silo, pack, write
 from numpyro_fed.waiting import shows
-
-
-class Call(Protocol):
-    """The call that made a fit, to be made again with other silos."""
-
-    @property
-    def progress_bar(self) -> bool:
-        """Return whether it shows that it goes on."""
-
-    def with_silo(self, silo: Any) -> Self:
-        """Return the call with one silo more."""
-
-    def without_silo(self, j: int) -> Self:
-        """Return the call without a silo."""
-
-    def run(self, key: Array, near: Near | None = None) -> Posterior:
-        """Return the fit, whose search begins near some places."""
 
 
 class Stage(NamedTuple):
@@ -90,7 +77,7 @@ class Posterior(Questions):
     contradiction: str = field(default="", repr=False, kw_only=True)
     interrupted: bool = field(default=False, repr=False, kw_only=True)
     privacy: Spent | None = field(default=None, repr=False, kw_only=True)
-    call: Call | None = field(default=None, repr=False, kw_only=True)
+    call: Any = field(default=None, repr=False, kw_only=True)
     _sent: int = field(default=0, repr=False, kw_only=True)
 
     @property
@@ -111,14 +98,6 @@ class Posterior(Questions):
         That holds for quantiles, and for means and sds that exist; :attr:`verdict` names those that
         do not.
         """
-
-    @abstractmethod
-    def unconstrained(self, key: Array, n: int) -> Array:
-        """Return the unconstrained globals (n, dim) behind ``sample_posterior(key, n)``."""
-
-    @abstractmethod
-    def log_likelihoods(self, key: Array, n: int) -> list[dict[str, np.ndarray]]:
-        """Return log likelihoods {plate: (n, rows)} of silos at the draws of that key and ``n``."""
 
     @property
     def corrected(self) -> Any:
@@ -280,6 +259,7 @@ class Posterior(Questions):
         >>> data["log_likelihood"]["y"].dims
         ('chain', 'draw', 'row')
         """
+        worth, attributes = self._for_arviz
         return groups_to_arviz(
             self,
             key,
@@ -287,22 +267,17 @@ class Posterior(Questions):
             silo=silo,
             groups=groups,
             labels=Labels.of(coords, dims),
-            worth=self._worth,
-            attributes=self._attributes,
+            worth=worth,
+            attributes=attributes,
         )
 
     @property
-    def _worth(self) -> float:
-        """Return how many independent draws the posterior is worth, at most."""
-        return math.inf
-
-    @property
-    def _attributes(self) -> dict[str, float | str]:
-        """Return the attributes that go with the draws into ArviZ."""
+    def _for_arviz(self) -> tuple[float, dict[str, float | str]]:
+        """Return how many independent draws it is worth, at most, and attributes for ArviZ."""
         if not self.stages:
-            return {}
+            return math.inf, {}
         known = {} if isinstance(self.correction, str) else self.correction.attributes
-        return {**known, "verdict": self.verdict}
+        return math.inf, {**known, "verdict": self.verdict}
 
     def draws_for_silo(self, key: Array, n: int, *, silo: int) -> bytes:
         """Return draws of the globals for a silo in another process, as a message.
@@ -329,7 +304,20 @@ class Posterior(Questions):
         DataError
             For silos in this process, and for a silo that does not exist.
         """
-        return message_for_silo(self, key, n, silo)
+        run, mark = self.run_behind, self.run_behind.mark
+        positive_int("n", n)
+        if mark is None:
+            raise DataError(
+                "the silos are in this process: predict(key, new, silo=...) has their latents."
+            )
+        if isinstance(silo, bool) or not 0 <= int(silo) < run.num_silos:
+            raise DataError(f"there is no silo {silo}: they are 0 to {run.num_silos - 1}.")
+        with precision(double=run.double):
+            down = down_of(run._fit.guide, run.shared, self.unconstrained(key, n))
+            settings = json.dumps({"num_draws": n, **settings_of(self.sampler)})
+            used, method = int(mark.used[silo]), at_silo(run._fit.asked_as, silo)
+            question = Question(DRAWS, settings, mark.run_of(silo), 0, used, method)
+            return write(pack("down", down), question.head())
 
     def add(self, key: Array, silo: Mapping[str, Any] | Federation) -> Posterior:
         """Return a fit of these silos and one more, with a verdict of its own.
@@ -399,7 +387,7 @@ class Posterior(Questions):
             raise DataError("the only silo cannot be removed: nothing but the prior would be left.")
         return self._made_again(key, lambda call: call.without_silo(silo))
 
-    def _made_again(self, key: Array, other: Callable[[Call], Call]) -> Posterior:
+    def _made_again(self, key: Array, other: Callable[[Any], Any]) -> Posterior:
         """Return the fit of another call, from the modes of this one."""
         if self.privacy is not None:
             raise DataError(
@@ -434,41 +422,36 @@ class Posterior(Questions):
             model nor the data: by default none, and 4,000 for a fit of :func:`numpyro_fed.fit`.
             Weighted draws are all in it.
         """
-        run, others = self.saved_runs()
-        saved = self._with_stages(self.saved_words(draws))
+        (run, others), saved = self.saved_runs(), self.saved_words(draws)
+        if self.stages:
+            words = {
+                **saved.words,
+                "verdict": self.verdict,
+                "report": saved.words.get("verdict", self.verdict),
+                "trusted": self.trusted,
+                "stages": [[stage.name, stage.words] for stage in self.stages],
+                "is_best": self.corrected is self,
+                "fields": {
+                    "num_exchanges": self.num_exchanges,
+                    "contradiction": self.contradiction,
+                    "interrupted": self.interrupted,
+                },
+            }
+            missed = {
+                f"missed/{i}/{name}": np.asarray(value)
+                for i, peak in enumerate(self.missed)
+                for name, value in peak._asdict().items()
+            }
+            saved = replace(saved, words=words, arrays={**saved.arrays, **missed})
         save(path, saved, run.saved_run(), run.provenance(), others)
 
     @abstractmethod
     def saved_words(self, draws: int | None) -> SavedWords:
         """Return the form in which a file keeps the posterior, beside the run behind it."""
 
-    @abstractmethod
     def saved_runs(self) -> tuple[Any, dict[str, SavedRun]]:
         """Return the run that a file rests on, and others by name."""
-
-    def _with_stages(self, saved: SavedWords) -> SavedWords:
-        """Return the form in which a file keeps it, with the steps that led here."""
-        if not self.stages:
-            return saved
-        words = {
-            **saved.words,
-            "verdict": self.verdict,
-            "report": saved.words.get("verdict", self.verdict),
-            "trusted": self.trusted,
-            "stages": [[stage.name, stage.words] for stage in self.stages],
-            "is_best": self.corrected is self,
-            "fields": {
-                "num_exchanges": self.num_exchanges,
-                "contradiction": self.contradiction,
-                "interrupted": self.interrupted,
-            },
-        }
-        missed = {
-            f"missed/{i}/{name}": np.asarray(value)
-            for i, peak in enumerate(self.missed)
-            for name, value in peak._asdict().items()
-        }
-        return replace(saved, words=words, arrays={**saved.arrays, **missed})
+        return self.run_behind, {}
 
     def __str__(self) -> str:
         return self.verdict

@@ -26,15 +26,9 @@ PACKAGES = "jax", "numpyro"  # their versions decide what a model's programs loo
 class Provenance:
     """The text and the data that a fit is made from.
 
-    Attributes
-    ----------
-    text : callable
-        Returns a fingerprint of the model's programs. It is a function, since that takes half a
-        second.
-    source : str
-        A hash of the model's source; empty where the source is not known.
-    parties : dict of str to SiloData
-        The data of each party as read, by ``"silo 0"``, ``"silo 1"``, ...
+    ``text`` returns a fingerprint of the model's programs, which takes half a second. ``source`` is
+    a hash of the model's source; empty where that is not known. ``parties`` has the data of each
+    party as read, by ``"silo 0"``, ``"silo 1"``, ...
     """
 
     text: Callable[[], str]
@@ -47,18 +41,18 @@ class Provenance:
         Digests are keyed by random bytes of each file, so that those of two files cannot be
         compared. Who has the file and guesses a whole array can check the guess.
         """
-        salt = secrets.token_bytes(32)
+        salt = secrets.token_bytes(32).hex()
         return {
             "text": self.text(),
             "source": self.source,
             "versions": {name: version(name) for name in PACKAGES},
-            "salt": salt.hex(),
-            "digests": _digests(self.parties, salt),
+            "salt": salt,
+            "digests": self._digests(salt),
         }
 
     def check_order(self, record: Mapping[str, Any]) -> None:
         """Raise an error if the parties are those of the fit in another order."""
-        saved, present = record["digests"], self._digests(record)
+        saved, present = record["digests"], self._digests(record["salt"])
         if set(saved) != set(present) or saved == present:
             return
         sorted_digests = [sorted(map(_joined, digests.values())) for digests in (saved, present)]
@@ -82,7 +76,7 @@ class Provenance:
         With other versions of JAX or NumPyro a model is recognised by its source alone; if that
         differs, too, there is a warning.
         """
-        present = self._digests(record)
+        present = self._digests(record["salt"])
         for name, saved in record["digests"].items():
             digests = present.get(name, {})
             if differ := [k for k in sorted({*saved, *digests}) if saved.get(k) != digests.get(k)]:
@@ -101,35 +95,32 @@ class Provenance:
                 "same programs. Pass the model that the fit was made with."
             )
         if not self.source or record["source"] != self.source:
+            there, here = (
+                " and ".join(f"{name} {number}" for name, number in versions.items())
+                for versions in (record["versions"], now)
+            )
             warnings.warn(
-                f"the fit was made under {_words(record['versions'])}, and here are {_words(now)}: "
+                f"the fit was made under {there}, and here are {here}: "
                 "whether the model's text is the same cannot be told from its programs, and its "
                 "source is another one or not known. Make sure that it says the same.",
                 category=DataWarning,
                 stacklevel=5,
             )
 
-    def _digests(self, record: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-        return _digests(self.parties, bytes.fromhex(record["salt"]))
-
-
-def _digests(parties: Mapping[str, SiloData], salt: bytes) -> dict[str, dict[str, str]]:
-    """Return a digest of each array and plain value of each party."""
-    return {
-        owner: {name: _digest(value, salt) for name, value in data.leaves.items()}
-        for owner, data in parties.items()
-    }
-
-
-def _digest(value: np.ndarray | bool | int | str | None, salt: bytes) -> str:
-    raw = array_bytes(value) if isinstance(value, np.ndarray | np.generic) else repr(value).encode()
-    # Eight bytes: two arrays of one fit collide by chance once in 10^19, and a file stays small.
-    return hashlib.blake2b(raw, key=salt, digest_size=8).hexdigest()
+    def _digests(self, salt: str) -> dict[str, dict[str, str]]:
+        """Return a digest of each array and plain value of each party."""
+        found: dict[str, dict[str, str]] = {}
+        for owner, data in self.parties.items():
+            found[owner] = {}
+            for name, value in data.leaves.items():
+                is_array = isinstance(value, np.ndarray | np.generic)
+                raw = array_bytes(np.asarray(value)) if is_array else repr(value).encode()
+                # Eight bytes: two arrays of one fit collide by chance once in 10^19, and a file
+                # stays small.
+                digest = hashlib.blake2b(raw, key=bytes.fromhex(salt), digest_size=8)
+                found[owner][name] = digest.hexdigest()
+        return found
 
 
 def _joined(digests: Mapping[str, str]) -> str:
     return " ".join(f"{name}={digest}" for name, digest in sorted(digests.items()))
-
-
-def _words(versions: Mapping[str, str]) -> str:
-    return " and ".join(f"{name} {number}" for name, number in versions.items())

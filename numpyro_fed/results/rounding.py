@@ -23,17 +23,11 @@ NATS = 0.1
 class Rounding(NamedTuple):
     """The size of rounding errors in weighted draws.
 
-    Attributes
-    ----------
-    dtype : str
-        The precision in which the draws and their densities were computed.
-    mean, sd : (dim,) array
-        Moments of the draws, by coordinate; sds are infinite with too few effective draws.
-    nats : float
-        About how far rounding moves a log weight: the precision's machine epsilon times the
-        largest log density, in size, of a draw that counts.
-    no_density : str
-        Which density is NaN or infinite at many draws of the fit, in words; else empty.
+    ``dtype`` is the precision in which the draws and their densities were computed. ``mean`` and
+    ``sd`` (dim,) are moments of the draws, sds infinite with too few effective ones. Rounding moves
+    a log weight by about ``nats``: the precision's machine epsilon times the largest log density,
+    in size, of a draw that counts. ``no_density`` says in words which density is NaN or infinite at
+    many draws of the fit.
     """
 
     dtype: str

@@ -1,11 +1,11 @@
-"""The fit of a model to silos that hold rows, and its result."""
+"""The result of a run over silos that hold rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,165 +15,35 @@ import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_fed.after.run import ALL, WhichSilo, chosen_silos
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Private, Up
+from numpyro_fed.algorithms.base import Exchange, Private, Up
 from numpyro_fed.algorithms.begin import FLAT_OFF_MODE, flat_share
 from numpyro_fed.algorithms.influence import INFLUENCE, MOST_GLOBALS, Factors, Influence
 from numpyro_fed.errors import ModelError, NonFiniteError
 from numpyro_fed.gaussian import Curvature
-from numpyro_fed.guides.structured import Guide
-from numpyro_fed.model.data import SiloData, Sizes
-from numpyro_fed.model.facts import Facts, Plan
-from numpyro_fed.model.fingerprint import fingerprint
+from numpyro_fed.model.data import Sizes
+from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.indices import new_data_check
-from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.padding import Bucket
-from numpyro_fed.model.row_checks import RowChecks, refuse_coupled_rows
-from numpyro_fed.precision import in_precision_of_object, is_double, precision
-from numpyro_fed.results import built as built_fit
+from numpyro_fed.model.row_checks import refuse_coupled_rows
+from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.results.at_silo import told_by_silos
-from numpyro_fed.results.base import CompiledMethod, FederatedRun, Silos
-from numpyro_fed.results.built import Built
+from numpyro_fed.results.base import FederatedRun
+from numpyro_fed.results.built import Fit
 from numpyro_fed.results.communication import Communication, communication
 from numpyro_fed.results.groups import log_likelihood
 from numpyro_fed.results.influence import SiloTable, table_of
 from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.posterior import Posterior
-from numpyro_fed.results.recognise import Provenance
 from numpyro_fed.results.sampler import Sampler, real_rows
 from numpyro_fed.results.saving import SavedRun, SavedWords
 from numpyro_fed.runtime.channel import Mark
-from numpyro_fed.runtime.schedule import Schedule
-from numpyro_fed.runtime.stack import Runtime
 from numpyro_fed.waiting import shows
+
+__all__ = ["Fit", "Result"]
 
 # Draws whose mean is the place at which silos are compared: within 2 % of an sd of the mean.
 MEAN_DRAWS = 4_000
 # Draws of the globals that show a fit's moments, and that a file of nf.fit keeps.
 MANY = 4_000
-
-
-class MethodSpec(NamedTuple):
-    """A record from which the method of a fit can be rebuilt, given the model.
-
-    Attributes
-    ----------
-    method : str
-        The name of its class.
-    settings : dict
-        The settings that are not the default, as JSON.
-    lost : tuple of str
-        Settings that JSON cannot hold: an optimiser, a function.
-    runtime : str
-    source : str
-        A hash of the model's source.
-    """
-
-    method: str
-    settings: dict[str, Any]
-    lost: tuple[str, ...]
-    runtime: str
-    source: str
-
-    def description(self) -> dict[str, Any]:
-        """Return the record in the form in which a file keeps it."""
-        return {name: value for name, value in self._asdict().items() if name != "source"}
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Fit(CompiledMethod[Built]):
-    """A method that was built for silos that hold rows.
-
-    Attributes
-    ----------
-    plan : Plan
-    double : bool
-        Whether it computes in double precision.
-    sizes : tuple of dict
-        Rows of each silo plate at each silo; empty for silos in other processes.
-    checks : RowChecks or None
-        Checks on the values of the data; None for silos in other processes.
-    recipe : MethodSpec or None
-        How to rebuild the method from a file; None for silos in other processes.
-    reach : (algorithm, schedule, begin=) -> Runtime, or None
-        Makes runtimes for silos in other processes.
-    asked_as : str
-        The id by which these know the method.
-    """
-
-    plan: Plan
-    double: bool = field(default_factory=is_double)
-    sizes: tuple[Sizes, ...] = ()
-    checks: RowChecks | None = None
-    recipe: MethodSpec | None = None
-    reach: Callable[..., Runtime] | None = None
-    asked_as: str = ""
-
-    @cached_property
-    def sampler(self) -> Sampler:
-        """Return the compiled sampling functions of the fit."""
-        return Sampler(self.model, self.guide, self.built.bound)
-
-    def without_start(
-        self, runtime_of: Callable[[FederatedAlgorithm[Any, Any], Schedule[Any] | None], Runtime]
-    ) -> Fit | None:
-        """Return the fit of runs that found no mode to begin at; None if no mode is searched for.
-
-        It is built at its first use, with the runtime that ``runtime_of`` makes.
-        """
-        if (build := self.built.without_start) is None:
-            return None
-
-        def make() -> Fit:
-            plan, built = build()
-            runtime = runtime_of(built.algorithm, built.schedule)
-            return replace(self, plan=plan, built=built, runtime=runtime, compiled={})
-
-        return self.cached("without a start", make)
-
-    @property
-    def facts(self) -> Facts:
-        """Return what all silos have in common."""
-        return self.plan.facts
-
-    @property
-    def model(self) -> FederatedModel:
-        """Return the model, split over server and silos."""
-        return self.built.model
-
-    @property
-    def guide(self) -> Guide:
-        """Return the guide of globals and locals."""
-        return self.built.guide
-
-    @property
-    def draws(self) -> dict[str, int]:
-        """Return ``K`` for each silo plate that has latents."""
-        return self.built.draws
-
-    @property
-    def factors(self) -> built_fit.Factors | None:
-        """Return the parts that PVI alone has: families, settings, an evaluation; else None."""
-        return self.built.factors
-
-    def description(self) -> dict[str, Any]:
-        """Return the settings, sites and sizes that a saved state must agree with."""
-        return {
-            "settings": {**self.plan.chosen, "draws": self.draws},
-            "sites": {
-                s.name: [s.kind, s.plate, list(s.shape), s.support] for s in self.model.sites
-            },
-            "sizes": list(self.sizes),
-        }
-
-    def provenance(self, hosted: Silos) -> Provenance:
-        """Return the fingerprints by which a file recognises model and data."""
-
-        def text() -> str:
-            with precision(double=self.double):
-                return self.cached("text", lambda: fingerprint(self.model, hosted.data))
-
-        source = "" if self.recipe is None else self.recipe.source
-        return Provenance(text, source, {f"silo {j}": data for j, data in enumerate(hosted.data)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,11 +72,6 @@ class Result(Posterior, FederatedRun[Fit]):
         "silo {} holds its own latents and parameters, and the server knows nothing of them. Ask "
         "there (Silo.predict, by draws_for_silo of this result), or run all silos in one process."
     )
-
-    @property
-    def double(self) -> bool:
-        """Whether the fit was computed in double precision."""
-        return self._fit.double
 
     @property
     def num_silos(self) -> int:
@@ -263,27 +128,6 @@ class Result(Posterior, FederatedRun[Fit]):
     def sampler(self) -> Sampler:
         """Return the functions by which locals are drawn, from the fit's guide or bound."""
         return self._fit.sampler
-
-    @property
-    def data_here(self) -> Sequence[SiloData]:
-        """Return the data of all silos; nothing if they are in other processes."""
-        return () if self._silos.elsewhere else self._silos.data
-
-    def data_of(self, silo: int) -> SiloData:
-        """Return a silo's data, as they were read."""
-        hosted = self._hosted(silo)
-        hosted.place(silo)
-        return hosted.data[silo]
-
-    def sizes_of(self, silo: int) -> Sizes:
-        """Return the rows of each plate at a silo."""
-        self._hosted(silo).place(silo)
-        return self._fit.sizes[silo]
-
-    def bucket_of(self, silo: int) -> Bucket:
-        """Return the silos that were padded to one shape with a silo."""
-        hosted = self._hosted(silo)
-        return hosted.buckets[hosted.place(silo)[0]]
 
     @property
     def plan(self) -> Plan:
@@ -379,21 +223,15 @@ class Result(Posterior, FederatedRun[Fit]):
             refuse_coupled_rows(fit.checks, self._silos.buckets, "the influence of silos needs")
         make = partial(Influence.of, fit.model, fit.built.algorithm, self.num_silos)
         question = fit.cached(INFLUENCE, make)
-        ask = partial(
-            self.ask_once,
-            key=jax.random.key(0),
-            message="gradient or Hessian at the posterior's mean are not finite at {}.",
-        )
+        words = "gradient or Hessian at the posterior's mean are not finite at {}."
+        ask = partial(self.ask_once, key=jax.random.key(0), message=words)
         factors: Factors = question.ask(ask, self.shared, z_G)
         return factors
 
     def ask_once(self, exchange: Exchange[Any, Any, Up], down: Any, key: Array, message: str) -> Up:
         """Return the silos' replies to a question that leaves their states as they are.
 
-        Raises
-        ------
-        NonFiniteError
-            With the text ``message``, in which ``{}`` stands for the silos at fault.
+        An error has the text ``message``, in which ``{}`` stands for the silos at fault.
         """
         ask = self._asking(key)
         up = ask(exchange, down)
@@ -449,8 +287,11 @@ class Result(Posterior, FederatedRun[Fit]):
 
     @in_precision_of_object
     def private_parameters(self, silo: int) -> dict[str, Any]:
-        """Return a silo's private parameters, unconstrained."""
-        return self._unpadded_private(silo, self.private(silo).theta)
+        """Return a silo's private parameters, unconstrained, without entries of padded rows."""
+        data = self._hosted(silo).data_of(silo)
+        shapes = jax.eval_shape(self._fit.model.init_private, jax.random.key(0), data)
+        private: dict[str, Any] = self.private(silo).theta
+        return jax.tree.map(lambda a, s: a[tuple(map(slice, s.shape))], private, shapes)
 
     @in_precision_of_object
     def sample_posterior(
@@ -498,15 +339,56 @@ class Result(Posterior, FederatedRun[Fit]):
         self, key: Array, z_G: Array, silo: WhichSilo | None, sampler: Sampler
     ) -> dict[str, Array]:
         """Return all sites at draws of the globals (n, dim), silos' locals drawn given them."""
-        sites = sampler.constrain_globals(self.shared.theta, z_G)
+        shared, fit = self.shared, self._fit
+        sites = sampler.constrain_globals(shared.theta, z_G)
         if silo is None:
             return sites
         if silo == ALL and self._silos.elsewhere:
             return sites | told_by_silos(self, key, z_G, sampler)
         if isinstance(silo, int | np.integer) and not isinstance(silo, bool):
-            return sites | self._sample_locals(key, z_G, int(silo), sampler)
+            j = int(silo)
+            hosted, private = self._hosted(j), self.private(j)
+            padded = hosted.at(j, [batch.data for batch in hosted.batches])
+            theta = {**shared.theta, **private.theta}
+            coords = private.recentred(sampler.coordinates(shared, z_G))
+            # A key for each silo: its draws are independent
+            # of those of other silos at the same globals.
+            key = jax.random.fold_in(key, j)
+            z_L = jax.block_until_ready(
+                sampler.draw_locals(key, theta, private.guide, z_G, coords, padded)
+            )
+            z_L = real_rows(z_L, hosted.sizes_of(j), len(z_G))
+            theta = {**shared.theta, **self.private_parameters(j)}
+            return sites | sampler.constrain_locals(theta, z_G, z_L, hosted.data[j])
         silos = chosen_silos(silo, self.num_silos)
-        return sites | self._sample_side_by_side(key, z_G, silos, sampler)
+        hosted = self._hosted(silos[0])
+        places = {j: hosted.place(j) for j in silos}
+        coords = sampler.coordinates(shared, z_G)
+        found: dict[int, dict[str, Array]] = {}
+        for b, batch in enumerate(hosted.batches):
+            members = [j for j in silos if places[j][0] == b]
+            if not members:
+                continue
+            index = jnp.asarray([places[j][1] for j in members])
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.asarray(members))
+            states, data = jax.tree.map(
+                partial(jnp.take, indices=index, axis=0), (self.state.silos[b], batch.data)
+            )
+            privates = jax.vmap(fit.algorithm.private)(states)
+            drawn = jax.block_until_ready(
+                sampler.draw_silos(keys, shared.theta, privates, z_G, coords, data)
+            )
+            for i, j in enumerate(members):
+                found[j] = {name: value[i] for name, value in drawn.items()}
+        for s in fit.model.sites:
+            if s.kind == "latent" and s.plate is not None:
+                axis = 1 + (s.axis or 0)
+                parts = [
+                    jax.lax.slice_in_dim(found[j][s.name], 0, size, axis=axis)
+                    for j, size in ((j, hosted.sizes_of(j)[s.plate]) for j in silos)
+                ]
+                sites[s.name] = jnp.concatenate(parts, axis)
+        return sites
 
     @in_precision_of_object
     def draw_globals(self, key: Array, n: int) -> tuple[Array, Array]:
@@ -526,73 +408,9 @@ class Result(Posterior, FederatedRun[Fit]):
         normal = np.random.default_rng(0).standard_normal((MANY, len(A)))
         return (start.z_G + normal @ root.T).astype(start.z_G.dtype)
 
-    @in_precision_of_object
-    def log_density_of_globals(self, z_G: Array) -> Array:
-        """Return the guide's log density (n,) at any draws (n, dim), if it is known everywhere."""
-        return self._fit.sampler.log_density(self.shared, z_G)
-
-    def _sample_locals(
-        self, key: Array, z_G: Array, silo: int, sampler: Sampler
-    ) -> dict[str, Array]:
-        hosted = self._hosted(silo)
-        shared, private = self.shared, self.private(silo)
-        padded = hosted.at(silo, [batch.data for batch in hosted.batches])
-        theta = {**shared.theta, **private.theta}
-        coords = private.recentred(sampler.coordinates(shared, z_G))
-        # A key for each silo: its draws are independent
-        # of those of other silos at the same globals.
-        key = jax.random.fold_in(key, silo)
-        z_L = jax.block_until_ready(
-            sampler.draw_locals(key, theta, private.guide, z_G, coords, padded)
-        )
-        z_L = real_rows(z_L, self._fit.sizes[silo], len(z_G))
-        theta = {**shared.theta, **self._unpadded_private(silo, private.theta)}
-        data = hosted.data[silo]
-        return sampler.constrain_locals(theta, z_G, z_L, data)
-
-    def _sample_side_by_side(
-        self, key: Array, z_G: Array, silos: Sequence[int], sampler: Sampler
-    ) -> dict[str, Array]:
-        """Return the local latents of several silos, joined along their rows."""
-        hosted = self._hosted(silos[0])
-        places = {j: hosted.place(j) for j in silos}
-        coords, theta = sampler.coordinates(self.shared, z_G), self.shared.theta
-        private_of = jax.vmap(self._fit.algorithm.private)
-        latents = [s for s in self._fit.model.sites if s.kind == "latent" and s.plate is not None]
-        found: dict[int, dict[str, Array]] = {}
-        for b, batch in enumerate(hosted.batches):
-            members = [j for j in silos if places[j][0] == b]
-            if not members:
-                continue
-            index = jnp.asarray([places[j][1] for j in members])
-            keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.asarray(members))
-            states, data = jax.tree.map(
-                partial(jnp.take, indices=index, axis=0), (self.state.silos[b], batch.data)
-            )
-            drawn = jax.block_until_ready(
-                sampler.draw_silos(keys, theta, private_of(states), z_G, coords, data)
-            )
-            for i, j in enumerate(members):
-                found[j] = {name: value[i] for name, value in drawn.items()}
-        joined = {}
-        for s in latents:
-            axis, plate = 1 + (s.axis or 0), s.plate or ""
-            parts = [
-                jax.lax.slice_in_dim(found[j][s.name], 0, self._fit.sizes[j][plate], axis=axis)
-                for j in silos
-            ]
-            joined[s.name] = jnp.concatenate(parts, axis)
-        return joined
-
     def private(self, silo: int) -> Private:
         """Return the part of a silo's state that never leaves it, padded rows included."""
         return self._fit.algorithm.private(self._silo_state(silo))
-
-    def _unpadded_private(self, silo: int, private: dict[str, Any]) -> dict[str, Any]:
-        """Return private parameters without the entries of padded rows."""
-        key, data = jax.random.key(0), self._hosted(silo).data[silo]
-        shapes = jax.eval_shape(self._fit.model.init_private, key, data)
-        return jax.tree.map(lambda a, s: a[tuple(map(slice, s.shape))], private, shapes)
 
     @property
     def guide(self) -> Callable[..., None]:
@@ -601,21 +419,15 @@ class Result(Posterior, FederatedRun[Fit]):
         ``Predictive(model, guide=result.guide, params=result.params, num_samples=100)`` draws the
         globals from it, and whatever is local (to new rows, say) from the model.
         """
-        return self._as_guide(lambda key: self.sample_posterior(key, 1), None)
+        return self.guide_at(None)
 
-    def guide_at(self, silo: int) -> Callable[..., None]:
+    def guide_at(self, silo: int | None) -> Callable[..., None]:
         """Return the posterior of the globals and one silo's locals as a NumPyro guide."""
-        return self._as_guide(lambda key: self.sample_posterior(key, 1, silo=silo), silo)
-
-    def _as_guide(
-        self, draw: Callable[[Array], dict[str, Array]], silo: int | None
-    ) -> Callable[..., None]:
         latents = {
             s.name
             for s in self._fit.model.sites
             if s.kind == "latent" and (s.plate is None or silo is not None)
         }
-
         check = new_data_check(self._fit.model.text, silo)
 
         def guide(*args: object, **kwargs: object) -> None:
@@ -624,7 +436,7 @@ class Result(Posterior, FederatedRun[Fit]):
             # Deterministic sites are computed by running the
             # model, whose sites no outer handler may see.
             with numpyro.handlers.block():
-                drawn = draw(key)
+                drawn = self.sample_posterior(key, 1, silo=silo)
             for name, value in drawn.items():
                 if name in latents:
                     point = dist.Delta(value[0], event_dim=jnp.ndim(value[0]))
@@ -666,10 +478,10 @@ class Result(Posterior, FederatedRun[Fit]):
 
     def saved_run(self) -> SavedRun:
         """Return the run in the form in which a file keeps it."""
-        recipe = self._fit.recipe
+        recipe = {} if self._fit.recipe is None else self._fit.recipe._asdict()
         description = {
             **self._fit.description(),
             "before": dict(self._exchanged_before),
-            "recipe": None if recipe is None else recipe.description(),
+            "recipe": {k: v for k, v in recipe.items() if k != "source"} or None,
         }
         return SavedRun(description, self.losses, self.state)

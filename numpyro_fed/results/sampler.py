@@ -28,14 +28,8 @@ FEW_DRAWN = 1e6
 class Sampler:
     """The compiled sampling functions of a fit; draws run along the leading axis.
 
-    Attributes
-    ----------
-    model : FederatedModel
-    guide : Guide
-    bound : Bound
-        By which a silo's locals are drawn.
-    integration : Integration or None
-        How a correction integrates locals; None for a fit, which draws them by its own bound.
+    A silo's locals are drawn by ``bound``. ``integration`` is how a correction integrates them;
+    None for a fit, which draws them by its own bound.
     """
 
     model: FederatedModel
@@ -93,6 +87,21 @@ class Sampler:
         """Return a silo's local sites on their supports."""
         return jax.vmap(self.model.constrain_local, (None, 0, 0, None))(theta, z_G, z_L, data)
 
+    def draw_silo(
+        self,
+        key: Array,
+        theta: Theta,
+        private: Private,
+        z_G: Array,
+        coords: Coordinates,
+        data: SiloData,
+    ) -> dict[str, Array]:
+        """Return local sites (n, ...) of a silo at draws of the globals."""
+        own, sizes = {**theta, **private.theta}, self.model.sizes(data)
+        here = private.recentred(coords)
+        z_L = self.draw_locals(key, own, private.guide, z_G, here, data)
+        return self.constrain_locals(own, z_G, real_rows(z_L, sizes, len(z_G)), data)
+
     def draw_silos(
         self,
         keys: Array,
@@ -120,15 +129,10 @@ class Sampler:
         coords: Coordinates,
         data: SiloData,
     ) -> dict[str, Array]:
-        def draw_one(one: tuple[Array, Private, SiloData]) -> dict[str, Array]:
-            key, private, silo = one
-            own = {**theta, **private.theta}
-            here = private.recentred(coords)
-            z_L = self.draw_locals(key, own, private.guide, z_G, here, silo)
-            z_L = real_rows(z_L, self.model.sizes(silo), len(z_G))
-            return self.constrain_locals(own, z_G, z_L, silo)
-
-        return jax.lax.map(draw_one, (keys, privates, data))
+        return jax.lax.map(
+            lambda one: self.draw_silo(one[0], theta, one[1], z_G, coords, one[2]),
+            (keys, privates, data),
+        )
 
     _silos_quick = compiled_method(jit_once)(_silos)
     _silos_optimised = compiled_method()(_silos)

@@ -55,18 +55,9 @@ class SavedRun:
 class SavedWords:
     """The part of a file that can be read without the model and the data.
 
-    Attributes
-    ----------
-    kind : str
-        The class that was saved.
-    words : dict
-        Verdicts and numbers, JSON.
-    draws : dict of str to (n, ...) array
-        Draws of the latents that all parties may know, by site.
-    weights : (n,) array, optional
-        The weights of the draws; even by default.
-    arrays : dict of str to array
-        Further arrays that the class is rebuilt from.
+    ``kind`` is the class that was saved, ``words`` are verdicts and numbers, ``draws`` those of
+    latents that all parties may know {site: (n, ...)}, even where there are no ``weights`` (n,),
+    and ``arrays`` what the class is rebuilt from.
     """
 
     kind: str
@@ -85,15 +76,8 @@ def save(
 ) -> None:
     """Write a fit to ``path.npz``; a save that is cut short leaves the file before as it is.
 
-    Parameters
-    ----------
-    path : str or Path
-    summary : SavedWords
-    run : SavedRun
-    provenance : Provenance or None
-        Fingerprints of model and data; None where the data are in other processes.
-    others : dict of str to SavedRun, optional
-        Further runs by a name of their own.
+    ``provenance`` is None where the data are in other processes; ``others`` are further runs by a
+    name of their own.
     """
     arrays = {**summary.arrays, **run.arrays()}
     arrays |= {f"{DRAWS}{site}": np.asarray(values) for site, values in summary.draws.items()}
@@ -115,13 +99,7 @@ def save(
 
 
 def read(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Read the arrays and the description of a file of a version that is known.
-
-    Raises
-    ------
-    SavedStateError
-        If the file is missing, damaged, or of another version.
-    """
+    """Read the arrays and the description of a file of a version that is known."""
     arrays, saved = read_npz(path)
     version = saved.get("version")
     if version not in READABLE or "losses" not in arrays:
@@ -142,12 +120,6 @@ def load_state(
     """Return the losses of a saved run, its state, and its description.
 
     The state has the structure of ``like``. ``part`` is the name of a further run in the file.
-
-    Raises
-    ------
-    SavedStateError
-        If the file is missing, or belongs to another version, model, guide or layout of silos, to
-        other data, or holds numbers that are not finite.
     """
     arrays, saved = read(path)
     file, record = npz(path), saved.get("made")
@@ -165,18 +137,27 @@ def load_state(
     # Through JSON, which turns tuples into lists, as in the file.
     expected = json.loads(json.dumps(description))
     for name, value in expected.items():
-        if stored.get(name) != value:
-            raise SavedStateError(
-                f"{file} belongs to another fit: {_difference(name, stored, value)}"
-            )
+        if (found := stored.get(name)) == value:
+            continue
+        words = (
+            f"its {name} are {found}, but here they are {value}. Pass the silos it was made with."
+        )
+        if isinstance(value, dict) and isinstance(found, dict):
+            differ = [k for k in [*value, *found] if value.get(k) != found.get(k)]
+            for one in differ[:1]:
+                words = (
+                    f"its {name} have {one!r} as {found.get(one)}, but here it is "
+                    f"{value.get(one)}. Use the model and settings that it was made with."
+                )
+        raise SavedStateError(f"{file} belongs to another fit: {words}")
     leaves_of = {f"{part}state{name}": leaf for name, leaf in _named_leaves(like)}
     names = {name for name in arrays if name.startswith(f"{part}state")}
     leaves = []
     for name in [*leaves_of, *sorted(names - leaves_of.keys())]:
         leaf = leaves_of.get(name)
         expected_form, stored_form = (
-            _dtype_and_shape(None if leaf is None else _plain_numbers(leaf)),
-            _dtype_and_shape(arrays.get(name)),
+            "nothing" if array is None else f"{array.dtype}{array.shape}"
+            for array in (None if leaf is None else _plain_numbers(leaf), arrays.get(name))
         )
         if expected_form != stored_form:
             raise SavedStateError(
@@ -201,47 +182,20 @@ def _restored(leaf: Array, numbers: np.ndarray, name: str) -> Array:
     if _is_key(leaf):
         return jax.random.wrap_key_data(jnp.asarray(numbers), impl=jax.random.key_impl(leaf))
     numbers = numbers.view(leaf.dtype)
-    _check_finite(numbers, name)
+    if jnp.issubdtype(numbers.dtype, jnp.inexact):
+        # A schedule holds infinities for silos that have not been visited yet.
+        allowed = (numbers == np.inf) & ("state.schedule" in name)
+        if bad := int((~(np.isfinite(numbers) | allowed)).sum()):
+            raise SavedStateError(
+                f"{name}: {bad} of {numbers.size} numbers are NaN or infinite, which no run leaves "
+                "behind. The file was changed, or is damaged: copy it again from where it was "
+                "saved, or run the fit again."
+            )
     return jnp.asarray(numbers)
-
-
-def _check_finite(array: np.ndarray, name: str) -> None:
-    """Raise an error for NaN, and for an infinity outside of schedules.
-
-    A schedule holds infinities for silos that have not been visited yet.
-    """
-    if not jnp.issubdtype(array.dtype, jnp.inexact):
-        return
-    allowed = (array == np.inf) & ("state.schedule" in name)
-    bad = int((~(np.isfinite(array) | allowed)).sum())
-    if bad:
-        raise SavedStateError(
-            f"{name}: {bad} of {array.size} numbers are NaN or infinite, which no run leaves "
-            "behind. The file was changed, or is damaged: copy it again from where it was saved, "
-            "or run the fit again."
-        )
 
 
 def _is_key(leaf: Array) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _dtype_and_shape(array: np.ndarray | None) -> str:
-    return "nothing" if array is None else f"{array.dtype}{array.shape}"
-
-
-def _difference(part: str, saved: dict[str, Any], expected: object) -> str:
-    stored = saved.get(part)
-    if isinstance(expected, dict) and isinstance(stored, dict):
-        for name in [*expected, *stored]:
-            if expected.get(name) != stored.get(name):
-                return (
-                    f"its {part} have {name!r} as {stored.get(name)}, but here it is "
-                    f"{expected.get(name)}. Use the model and settings that it was made with."
-                )
-    return (
-        f"its {part} are {stored}, but here they are {expected}. Pass the silos it was made with."
-    )
 
 
 def _named_leaves(tree: object) -> list[tuple[str, Array]]:

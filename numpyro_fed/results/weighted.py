@@ -122,12 +122,12 @@ class Weighted(ABC, Generic[Corrects]):
         They are not where they rest on a few draws far out, which another sample might show more
         of.
         """
-        return self.errors.moments_known(self.max_error)
+        return not self.errors.unknown(self.max_error)[:, self.errors.latent].any()
 
     @property
     def quantiles_known(self) -> bool:
         """Whether every global's quantiles are known, on the user's scale."""
-        return self.errors.quantiles_known(self.max_error)
+        return bool((self.errors.error[2, self.errors.latent] <= self.max_error).all())
 
     @property
     def reservation(self) -> str:
@@ -155,7 +155,9 @@ class Weighted(ABC, Generic[Corrects]):
         exist do not count. Errors of quantiles are those of normal scores, which are sds where the
         posterior is normal.
         """
-        return self.errors.worst(self.max_error)
+        error, infinite = self.errors.error, self.errors.infinite
+        there = np.concatenate([np.where(infinite, 0.0, error[:2]), error[2:]])
+        return float(there[:, self.errors.latent].max(initial=0.0))
 
     @property
     def sound(self) -> bool:
@@ -234,7 +236,8 @@ class Weighted(ABC, Generic[Corrects]):
         if len(self.weights) < MIN_DRAWS:
             return "Too few draws to tell: k-hat needs 100 or more."
         if self.sound:
-            return f"The posterior of the globals can be trusted ({self.figures}){self._but}."
+            but = f", but {self.reservation}: {USE_QUANTILES}" if self.reservation else ""
+            return f"The posterior of the globals can be trusted ({self.figures}){but}."
         doubt = f"{self.doubt} ({self.figures})."
         if not self.precise:
             return f"Do not trust this posterior: {doubt} {self._rounding.remedy}"
@@ -255,11 +258,6 @@ class Weighted(ABC, Generic[Corrects]):
         if self.many_count:
             return "more num_draws"
         return "more rounds, a richer guide or LocallyEnhanced, or more inner_draws"
-
-    @property
-    def _but(self) -> str:
-        """Return what a verdict adds where some mean or sd does not exist or is not known."""
-        return f", but {self.reservation}: {USE_QUANTILES}" if self.reservation else ""
 
     def report(self) -> str:
         """Return in words whether to trust the corrected posterior, and the fit."""
@@ -360,9 +358,8 @@ def quality_fields(
         none, added = np.zeros(len(of_fit)), np.repeat([False, True], [len(z), len(of_fit)])
         computed = moments(np.concatenate([z, of_fit]), np.append(weights, none), added)
     rounding = Rounding.of(z, weights, log_weights, computed.mean, computed.sd)
-    ess = float(1 / (weights**2).sum())
     return dict(
-        ess=ess,
+        ess=float(1 / (weights**2).sum()),
         pareto_k=pareto_k,
         weights=weights,
         _moments=computed,
@@ -455,7 +452,9 @@ def weights_of(log_weights: np.ndarray) -> tuple[float, np.ndarray]:
         weights = np.where(log_w > NEGLIGIBLE, np.exp(log_w), 0.0)
         weights = weights / weights.sum()
         share = float(1 / (weights**2).sum() / len(weights))
-        pareto_k = _tail(k, share)
+        pareto_k = k
+        if math.isnan(k):  # 0 for even weights and infinity for a few
+            pareto_k = 0.0 if share > 0.99 else math.inf
         if pareto_k <= threshold(len(weights)):
             break
     return pareto_k, weights
@@ -464,16 +463,6 @@ def weights_of(log_weights: np.ndarray) -> tuple[float, np.ndarray]:
 def threshold(num_draws: int) -> float:
     """Return the largest k-hat for which so many draws are enough (Vehtari et al. 2024)."""
     return min(1 - 1 / math.log10(max(num_draws, 11)), 0.7)
-
-
-def _tail(pareto_k: float, share: float) -> float:
-    """Return ``pareto_k``, or where it is NaN 0 for even weights and infinity for a few.
-
-    ``share`` is the share of effective draws.
-    """
-    if not math.isnan(pareto_k):
-        return pareto_k
-    return 0.0 if share > 0.99 else math.inf
 
 
 def systematic(key: Array, weights: np.ndarray, n: int) -> np.ndarray:
