@@ -93,7 +93,8 @@ def parts(model, silos, *, guide=None, objective=None, optim=None, num_particles
     """Everything between a model and a runtime, for tests that call it directly."""
     data = read(silos)
     fm = split(model, data)
-    sizes = [t.structure.sizes for t in Traces(model).of_silos(data)]
+    traces = Traces(model)
+    sizes = [traces.at(silo).structure.sizes for silo in data]
     built = build(guide, fm, sizes)
     bound = SiloBound(fm, built, draws_by_plate(objective or nf.ELBO(), built))
     method = StructuredVI(fm, built, bound, optim or optax.sgd(1.0), num_particles, len(data))

@@ -31,7 +31,8 @@ RNG = np.random.default_rng(0)
 def both_sides(model, held):
     """NumPyro's joint log density, the prior and the rows, at one random point."""
     data = read(held)
-    fm, sizes = split(model, data), [t.structure.sizes for t in Traces(model).of_silos(data)]
+    fm, traces = split(model, data), Traces(model)
+    sizes = [traces.at(silo).structure.sizes for silo in data]
     rng = np.random.default_rng(0)
     z_G = rng.normal(size=fm.dim)
     z_L = [{p.name: rng.normal(size=(n[p.name], p.dim)) for p in fm.plates} for n in sizes]
