@@ -35,7 +35,7 @@ def corrected_of(weights, pareto_k=0.1, **sites):
     """A correction of made-up weighted draws."""
     result = SimpleNamespace(shared=SimpleNamespace(theta={}))
     posterior = SimpleNamespace(constrain_globals=lambda theta, z_G: sites)
-    result.double = False
+    result._fit = SimpleNamespace(double=False)
     return Corrected(
         log_evidence=0.0,
         ess=len(weights),
