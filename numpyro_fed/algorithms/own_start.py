@@ -157,11 +157,13 @@ class OwnModes:
     @property
     def exchange(self) -> Exchange[Any, Any, Any]:
         """Return the exchange in which silos tell their parabolas."""
-        return Exchange("own modes", self.reply, stacked=True, like=self._messages)
-
-    def _messages(self) -> tuple[Any, Parabola]:
         k, n = self.search.num_starts, flat_size(self.search.model)
-        return shape(k, n), Parabola(shape(k, n, n), shape(k, n), shape(k))
+        return Exchange(
+            "own modes",
+            self.reply,
+            stacked=True,
+            like=lambda: (shape(k, n), Parabola(shape(k, n, n), shape(k, n), shape(k))),
+        )
 
     @np.errstate(all="ignore")
     def reply(
@@ -197,14 +199,13 @@ class OwnModes:
             if total.arrived[i] > 0 and np.isfinite(x).all():
                 start.trial, start.metric = x, curvature.matrix()
             if total.arrived[i] < MIN_SHARE * total.arrived.max():
-                start.give_up()
+                start.done = start.left = True
 
 
 def _finite(place: Expansion[np.ndarray]) -> np.ndarray:
     """Return whether all numbers of expansions (silos, starts, ...) are finite."""
     flat = [np.isfinite(a).reshape(*place.value.shape, -1).all(-1) for a in place]
-    finite: np.ndarray = np.logical_and.reduce(flat)
-    return finite
+    return np.asarray(np.logical_and.reduce(flat))
 
 
 def _where(condition: np.ndarray, one: Any, other: Any) -> np.ndarray:
