@@ -29,7 +29,6 @@ from numpyro_fed.algorithms.begin import (
     StartMessage,
     StartPoint,
     local_guides_at_mode,
-    placeholder_start,
     start_at_mode,
 )
 from numpyro_fed.algorithms.expand import SiloState as ModeSiloState
@@ -143,8 +142,10 @@ class ByGradients(ABC, Generic[Server, Silo]):
         """Return the start of a run without a mode, or a placeholder for one with it."""
         key_theta, key_guide = jax.random.split(key)
         if self.from_mode:
-            point = placeholder_start(self.model, self.model.init_theta(key), wide=self.wide)
-            return self.start_at(key, point)
+            theta, dim = self.model.init_theta(key), self.model.dim
+            root = jnp.ones(dim) if self.wide else jnp.eye(dim)
+            unit = jax.tree.map(jnp.ones_like, theta)
+            return self.start_at(key, StartPoint(theta, unit, jnp.zeros(dim), root))
         theta = self.model.init_theta(key_theta)
         params = SharedParams(self.guide.init_global(key_guide), theta)
         return StartParams(params, Frame.identity(self.model.dim))
