@@ -28,7 +28,6 @@ from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.algorithms.importance.proposals import (
     SHARE,
     Mixture,
-    MixtureProposal,
     OfText,
     Place,
     WideParts,
@@ -459,9 +458,6 @@ def correct_from(
         weighing = Weighing(result, size, 0, chosen, copy, accuracy)
         theta, dtype = result.shared.theta, jnp.result_type(float)
 
-        def proposal_with(share: float) -> MixtureProposal:
-            return MixtureProposal(WideParts.of(of_text(fit), size, share))
-
         new = [] if own is None else [(own, wider)]
         of_before = [] if earlier is None else earlier.sources
         before_numbers = () if earlier is None else earlier.numbers
@@ -471,10 +467,10 @@ def correct_from(
         def exchange(i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             random_numbers, drawn, is_own = generator(key, i), [], []
             for (mixture, share), n in zip(new or of_before, numbers, strict=True):
-                propose = proposal_with(share)
+                wide = WideParts.of(of_text(fit), size, share)
                 some = np.sort(random_numbers.permutation(size)[:n])
-                drawn.append(propose.draw(random_numbers, theta, mixture)[some])
-                is_own.append((np.arange(size) < propose.wide.num_own)[some])
+                drawn.append(wide.draw_with(random_numbers, theta, mixture)[some])
+                is_own.append((np.arange(size) < wide.num_own)[some])
             z_G = np.concatenate(drawn).astype(dtype)
             log_joint = weighing.exchange(random.fold_in(key, i) if i else key, z_G)
             return z_G, log_joint, np.concatenate(is_own)
@@ -500,7 +496,7 @@ def correct_from(
         )
         log_q = np.stack(
             [
-                proposal_with(share).log_density(theta, mixture, pool.z_G)
+                WideParts.of(of_text(fit), size, share).log_density_with(theta, mixture, pool.z_G)
                 for mixture, share in sources
             ]
         )

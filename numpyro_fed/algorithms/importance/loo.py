@@ -102,7 +102,6 @@ class RowSums(NamedTuple):
 
 
 Scores = Callable[[Array, LeaveOutDown, Any, SiloData], RowScores]
-Values = Callable[[Array, Down, Any, SiloData], tuple[Array, Array]]
 
 
 def row_scores(
@@ -152,7 +151,7 @@ def log_likelihoods_of_rows(
     likelihood: LikelihoodEstimate,
     fitted: FederatedAlgorithm[Any, Any],
     batch_size: int,
-) -> Values:
+) -> Callable[[Array, Down, Any, SiloData], tuple[Array, Array]]:
     """Return the function to log likelihoods (draws, rows), and whether rows count (rows,).
 
     It takes ``(key, down, silo_state, data)``, and computes ``batch_size`` draws at a time.
@@ -189,18 +188,14 @@ def loo(
 ) -> Exchange[Any, Any, Any]:
     """Return the exchange in which silos tell the sums of their rows' scores (:class:`RowSums`)."""
 
-    def silo(noise: Array, down: LeaveOutDown, state: Any, data: SiloData) -> RowSums:
-        return RowSums.of(scores(noise, down, state, data))
-
-    def messages() -> tuple[LeaveOutDown, RowSums]:
-        draws = shape_of_draws(guide, fitted, (num_draws, fm.dim))
-        return LeaveOutDown(draws, shape(num_draws)), RowSums(*[shape()] * len(RowSums._fields))
-
     return Exchange(
         LOO,
-        stacked_reply(silo, little=True),
+        stacked_reply(lambda *of_silo: RowSums.of(scores(*of_silo)), little=True),
         silo_noise=key_as_noise,
         settings=settings,
         stacked=True,
-        like=messages,
+        like=lambda: (
+            LeaveOutDown(shape_of_draws(guide, fitted, (num_draws, fm.dim)), shape(num_draws)),
+            RowSums(*[shape()] * len(RowSums._fields)),
+        ),
     )
