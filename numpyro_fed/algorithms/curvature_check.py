@@ -155,30 +155,29 @@ class CurvatureCheck:
     @cached_property
     def exchange(self) -> Exchange[Any, Any, Any]:
         """Return the exchange in which silos tell their log likelihoods around the mode."""
-        return Exchange(
-            "around the mode",
-            stacked_reply(self._values, little=flat_size(self.model) <= FEW_COORDINATES),
-            lenient=True,
-            stacked=True,
-            like=self._messages,
-        )
-
-    def _messages(self) -> tuple[Any, Any]:
-        n, f = flat_size(self.model), len(_flat_coordinates(self.model))
+        fm = self.model
+        n, f = flat_size(fm), len(_flat_coordinates(fm))
         size = 4 * n * len(CHECK_DISTANCES) + (1 + 3 * f * (1 + self.num_starts) if f else 0)
         start: Any = jax.ShapeDtypeStruct((), np.int32)
-        return CheckPoints(shape(size, n), start), shape(size)
 
-    def _values(self, noise: object, down: CheckPoints, state: SiloState, data: SiloData) -> Array:
-        z_L = jax.tree.map(lambda a: a[down.start], state.z_L)
-        integral, unravel = silo_integral(self.model), unraveller(self.model)
+        def values(noise: object, down: CheckPoints, state: SiloState, data: SiloData) -> Array:
+            z_L = jax.tree.map(lambda a: a[down.start], state.z_L)
+            integral, unravel = silo_integral(fm), unraveller(fm)
 
-        def value(x: Array) -> Array:
-            theta, z_G = unravel(x)
-            return integral({**theta, **state.private}, z_G, data, z_L)[0]
+            def value(x: Array) -> Array:
+                theta, z_G = unravel(x)
+                return integral({**theta, **state.private}, z_G, data, z_L)[0]
 
-        size = min(columns_at_once(self.model), len(down.places))
-        return jax.lax.map(value, down.places, batch_size=size)
+            side_by_side = min(columns_at_once(fm), len(down.places))
+            return jax.lax.map(value, down.places, batch_size=side_by_side)
+
+        return Exchange(
+            "around the mode",
+            stacked_reply(values, little=n <= FEW_COORDINATES),
+            lenient=True,
+            stacked=True,
+            like=lambda: (CheckPoints(shape(size, n), start), shape(size)),
+        )
 
     @cached_property
     def _log_prior(self) -> Callable[[Numbers, Numbers], Array]:

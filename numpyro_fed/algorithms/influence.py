@@ -88,7 +88,7 @@ class Influence:
     @property
     def exchange(self) -> Exchange[Any, Any, Any]:
         """Return the exchange in which silos answer the question."""
-        n, theta = self.model.dim, jax.eval_shape(lambda: self.model.init_theta(jax.random.key(0)))
+        fm, n = self.model, self.model.dim
         return Exchange(
             INFLUENCE,
             self.reply,
@@ -96,7 +96,9 @@ class Influence:
             settings=json.dumps({"num_silos": self.num_silos}),
             stacked=True,
             like=lambda: (
-                PlaceToTell(theta, shape(n)),
+                PlaceToTell(
+                    jax.eval_shape(lambda: fm.init_theta(jax.random.key(0))), shape(n)
+                ),
                 SiloPull(shape(n), shape(n, n), shape()),
             ),
         )

@@ -108,7 +108,7 @@ NEAR = 2.0
 PATIENCE = 3
 
 
-class Place(NamedTuple):
+class NewtonQuestion(NamedTuple):
     """A question to silos: which step, the point ``z`` (d,), the frame ``L`` (d, d), and clips.
 
     Steps are numbered over all phases; sizes are asked for at the first step of a phase. Noise
@@ -123,7 +123,7 @@ class Place(NamedTuple):
     clip_curvature: np.ndarray
 
 
-class Asked(NamedTuple):
+class Answered(NamedTuple):
     """A silo's state: whether it has told units, its next phase for sizes, and step for sums."""
 
     units: Numbers
@@ -131,7 +131,7 @@ class Asked(NamedTuple):
     sums: Numbers
 
 
-class Sums(NamedTuple):
+class PrivateSums(NamedTuple):
     """A silo's sums: gradient (d,), and curvature as a vector (d * (d + 1) / 2,)."""
 
     gradient: np.ndarray
@@ -203,34 +203,35 @@ class PrivateNewton:
     rows_in_unit: float = 1.0
 
     @cached_property
-    def algorithm(self) -> FederatedAlgorithm[Server, Asked]:
+    def algorithm(self) -> FederatedAlgorithm[Server, Answered]:
         """Return first states and exchanges, as other parties know them."""
+
+        def init_server(key: Array) -> Server:
+            d, zero = self.units.model.dim, jnp.zeros((), jnp.int32)
+            z, eye = jnp.full(d, ASIDE), jnp.eye(d)
+            return Server(
+                phase=zero - 1,
+                z=z,
+                L=eye,
+                loc=z,
+                root=eye,
+                undetermined=zero,
+                coarse=jnp.array(True),
+                moved=jnp.array(-1.0),
+                fewest=zero + d,
+                waited=zero,
+                made=jnp.zeros(len(self.schedule.phases), bool),
+                multiplier=jnp.asarray(self.schedule.units, jnp.result_type(float)),
+            )
+
         return FederatedAlgorithm(
-            init_server=self._init_server,
-            init_silo=lambda key, data: Asked(*jnp.zeros((3,), jnp.int32)),
+            init_server=init_server,
+            init_silo=lambda key, data: Answered(*jnp.zeros((3,), jnp.int32)),
             round=Round(self.exchanges[1:], asked_directly),
             shared=lambda server: Shared(
                 {}, Gaussian.of_root(server.loc, server.root).params(), identity(server.loc.shape)
             ),
             opening=(Round(self.exchanges[:1], asked_directly),),
-        )
-
-    def _init_server(self, key: Array) -> Server:
-        d, zero = self.units.model.dim, jnp.zeros((), jnp.int32)
-        z, eye = jnp.full(d, ASIDE), jnp.eye(d)
-        return Server(
-            phase=zero - 1,
-            z=z,
-            L=eye,
-            loc=z,
-            root=eye,
-            undetermined=zero,
-            coarse=jnp.array(True),
-            moved=jnp.array(-1.0),
-            fewest=zero + d,
-            waited=zero,
-            made=jnp.zeros(len(self.schedule.phases), bool),
-            multiplier=jnp.asarray(self.schedule.units, jnp.result_type(float)),
         )
 
     # At silos.
@@ -239,7 +240,10 @@ class PrivateNewton:
     def exchanges(self) -> tuple[Exchange[Any, Any, Any], ...]:
         """Return those that tell units, and lengths and sums of each step of a phase."""
         d, bins, steps = self.units.model.dim, HIGHEST - LOWEST + 1, self.schedule.steps
-        num_steps, sums = steps * len(self.schedule.phases), Sums(shape(d), shape(d * (d + 1) // 2))
+        num_steps, sums = (
+            steps * len(self.schedule.phases),
+            PrivateSums(shape(d), shape(d * (d + 1) // 2)),
+        )
         return (
             self._exchange(UNITS, "units", num_steps, self._tell_units, shape(d, bins)),
             self._exchange(SIZES, "sizes", steps, self._tell_sizes, shape(2, bins)),
@@ -260,8 +264,8 @@ class PrivateNewton:
         down = jax.ShapeDtypeStruct((), jnp.int32), shape(d), shape(d, d), shape(), shape()
 
         def reply(
-            noise: object, down: Place, state: Asked, data: SiloData
-        ) -> tuple[Reply[Any], Asked]:
+            noise: object, down: NewtonQuestion, state: Answered, data: SiloData
+        ) -> tuple[Reply[Any], Answered]:
             number, k = int(down.step) // steps, int(down.step) // each
             before = np.asarray(getattr(state, counter))
             planned = (before <= number) & (k < len(phases))
@@ -276,46 +280,40 @@ class PrivateNewton:
             stack = jax.tree.map(lambda *parts: np.stack(parts), *ups)
             return Reply(stack, planned), state._replace(**{counter: after})
 
-        return Exchange(name, reply, stacked=True, like=lambda: (Place(*down), up))
+        return Exchange(name, reply, stacked=True, like=lambda: (NewtonQuestion(*down), up))
 
-    def _tell_units(self, down: Place, phase: Phase, g: np.ndarray, *C: np.ndarray) -> np.ndarray:
+    def _tell_units(
+        self, down: NewtonQuestion, phase: Phase, g: np.ndarray, *C: np.ndarray
+    ) -> np.ndarray:
         """Return how many units' roots of curvature are of each power of two, by coordinate."""
         sizes = np.sqrt(np.abs(np.diagonal(C[0], axis1=1, axis2=2))) if C else np.abs(g)
         counts = np.stack([histogram(column) for column in sizes.T])
         change = math.sqrt(self.units.model.dim)  # one count in each coordinate
         return self.units.added(counts, change, self.schedule.units)
 
-    def _tell_sizes(self, down: Place, phase: Phase, g: np.ndarray, *C: np.ndarray) -> np.ndarray:
+    def _tell_sizes(
+        self, down: NewtonQuestion, phase: Phase, g: np.ndarray, *C: np.ndarray
+    ) -> np.ndarray:
         """Return how many gradients, and curvatures, have a length of each power of two."""
         lengths = np.linalg.norm(g, axis=1)
         curved = np.linalg.norm(C[0], axis=(1, 2)) if C else lengths**2
         counts = np.stack([histogram(lengths), histogram(curved)])
         return self.units.added(counts, math.sqrt(2.0), phase.sizes)
 
-    def _tell_sums(self, down: Place, phase: Phase, g: np.ndarray, *C: np.ndarray) -> Sums:
+    def _tell_sums(
+        self, down: NewtonQuestion, phase: Phase, g: np.ndarray, *C: np.ndarray
+    ) -> PrivateSums:
         """Return the sums of the units' clipped gradients and curvatures."""
         clip, of_curvature = map(float, down[-2:])
         gradient = self.units.sum_of(g, clip, phase.gradient)
         if not C:
             clips = clip, of_curvature
-            return Sums(gradient, self.units.sum_of_products(g, *clips, phase.curvature))
-        return Sums(gradient, self.units.sum_of(as_vector(C[0]), of_curvature, phase.curvature))
+            return PrivateSums(gradient, self.units.sum_of_products(g, *clips, phase.curvature))
+        return PrivateSums(
+            gradient, self.units.sum_of(as_vector(C[0]), of_curvature, phase.curvature)
+        )
 
     # At the server.
-
-    def _begin(self, ask: AskSilos, server: Server) -> Server:
-        """Return the state with the first units of the frame."""
-        counts, d = ask(self.exchanges[0], _place(0, server.z, server.L)), self.units.model.dim
-        sd = math.sqrt(d) * self.schedule.units * self.units.spread
-        sizes = np.array([quantile(of_coordinate, sd, UNIT_QUANTILE) for of_coordinate in counts])
-        # No unit is longer than the prior's, which it is where no count stands out of the noise.
-        L = np.diag(np.minimum(1 / np.maximum(sizes, 1e-30), self._prior_sd))
-        if not np.isfinite(L).all():
-            raise ModelError(
-                "the curvature of the prior is not finite close to zero in unconstrained space. "
-                "Look at the scales of the priors there."
-            )
-        return server._replace(phase=0, L=L)
 
     def left(self, server: Server) -> int:
         """Return the number of phases that are planned and left."""
@@ -324,7 +322,19 @@ class PrivateNewton:
     @np.errstate(all="ignore")  # of steps to nowhere
     def phase(self, ask: AskSilos, server: Server) -> Server:
         """Return the state after the next phase: a histogram of lengths, and some steps."""
-        server = self._begin(ask, server) if server.phase < 0 else server
+        if server.phase < 0:  # the first units of the frame are not known yet
+            counts, d = ask(self.exchanges[0], _place(0, server.z, server.L)), len(server.z)
+            sd = math.sqrt(d) * self.schedule.units * self.units.spread
+            sizes = np.array([quantile(column, sd, UNIT_QUANTILE) for column in counts])
+            # No unit is longer than the prior's, which it is where no count stands out of the
+            # noise.
+            L = np.diag(np.minimum(1 / np.maximum(sizes, 1e-30), self._prior_sd))
+            if not np.isfinite(L).all():
+                raise ModelError(
+                    "the curvature of the prior is not finite close to zero in unconstrained "
+                    "space. Look at the scales of the priors there."
+                )
+            server = server._replace(phase=0, L=L)
         k = int(server.phase)
         # A phase that leads to where nothing is finite loses no more than its budget.
         lost = server._replace(
@@ -344,12 +354,21 @@ class PrivateNewton:
         _, lengths, *sums = self.exchanges
 
         counts, sd = ask(lengths, _place(k * steps, z, L)), math.sqrt(2) * noise.sizes * spread
-        clip, of_curvature = self._clips(counts, sd, noise.gradient * spread / math.sqrt(steps), k)
-
+        # The posterior must not be moved by what is clipped. A search takes its way in any case.
+        if self.clip is not None:
+            clip = self.clip
+        elif k < self.schedule.search:
+            clip = quantile(counts[0], sd, GRADIENT_QUANTILE)
+        else:  # by the noise in the mean of a phase's gradients, of clips of one
+            clip = best_clip(counts[0], sd, noise.gradient * spread / math.sqrt(steps), d)
+        q = CURVATURE_QUANTILE if self.units.has_products else GRADIENT_QUANTILE
+        # If no count stands out there are too few units; one whitened unit is some sqrt(d) long.
+        clip = clip or UNSEEN * math.sqrt(d)
+        of_curvature = quantile(counts[1], sd, q) or 1.0 * d
         at, moved, told = np.zeros(d), [], []
         for i, exchange in enumerate(sums):
             here = z + L @ at
-            up: Sums = ask(exchange, _place(k * steps + i, here, L, clip, of_curvature))
+            up: PrivateSums = ask(exchange, _place(k * steps + i, here, L, clip, of_curvature))
             told.append(
                 (up.gradient.astype(float), as_symmetric(up.curvature.astype(float), d), at)
             )
@@ -377,23 +396,6 @@ class PrivateNewton:
             fewest=min(found.undetermined, int(server.fewest)),
             waited=waited,
         )
-
-    def _clips(self, counts: np.ndarray, sd: float, noise: float, k: int) -> tuple[float, float]:
-        """Return the clipping lengths of gradients and curvatures, from histograms with noise.
-
-        ``noise`` is the sd of the noise in the mean of a phase's gradients, of clips of one.
-        """
-        d = self.units.model.dim
-        # The posterior must not be moved by what is clipped. A search takes its way in any case.
-        if self.clip is not None:
-            C = self.clip
-        elif k < self.schedule.search:
-            C = quantile(counts[0], sd, GRADIENT_QUANTILE)
-        else:
-            C = best_clip(counts[0], sd, noise, d)
-        q = CURVATURE_QUANTILE if self.units.has_products else GRADIENT_QUANTILE
-        # If no count stands out there are too few units; one whitened unit is some sqrt(d) long.
-        return C or UNSEEN * math.sqrt(d), quantile(counts[1], sd, q) or 1.0 * d
 
     def _estimate(
         self,
@@ -458,10 +460,10 @@ class PrivateNewton:
 
 def _place(
     step: int, z: Numbers, L: Numbers, clip: float = 0.0, clip_curvature: float = 0.0
-) -> Place:
+) -> NewtonQuestion:
     real = jnp.result_type(float)
     numbers = (np.asarray(a, real) for a in (z, L, clip, clip_curvature))
-    return Place(np.asarray(step, np.int32), *numbers)
+    return NewtonQuestion(np.asarray(step, np.int32), *numbers)
 
 
 def _in_precision(server: Server) -> Server:
