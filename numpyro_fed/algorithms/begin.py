@@ -52,15 +52,10 @@ Guides = dict[str, GuideParams]  # by plate
 class StartPoint(NamedTuple):
     """The point where a run starts, and the spread of the posterior that is expected there.
 
-    Attributes
-    ----------
-    theta, unit : dict
-        Shared parameters, unconstrained, and their standard deviations.
-    centre : (dim,)
-        The globals.
-    root : (dim, dim) or (dim,)
-        A Cholesky factor of the globals' covariance given ``theta``. Where they are many, standard
-        deviations of each coordinate given all others.
+    ``theta, unit``: Shared parameters, unconstrained, and their standard deviations.
+    ``centre`` (dim,): The globals.
+    ``root`` (dim, dim) or (dim,): A Cholesky factor of the globals' covariance given ``theta``.
+        Where they are many, standard deviations of each coordinate given all others.
     """
 
     theta: Theta

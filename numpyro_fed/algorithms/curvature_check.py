@@ -56,20 +56,16 @@ class CheckPoints(NamedTuple):
 class Shape(NamedTuple):
     """The parabola at the highest point, and the density around it.
 
-    Attributes
-    ----------
-    axes : (n, 2 n)
-        Directions in columns, in units of each coordinate's curvature: the eigenvectors of the
-        curvature, then the coordinates.
-    values : (2 n,)
-        The curvature along each. At ``threshold`` or below it is no more than rounding.
-    threshold : ()
-    densities : (12 n,)
-        Log densities on both sides of the mode along each direction, at 30 sds (at the mode itself
-        where the curvature is more than rounding), then 3, then 1.
-    periods : (n,)
-        The shift of a coordinate after which the density is what it was, as of an angle; infinite
-        where it does not repeat. It is looked for where a prior is flat: elsewhere copies differ.
+    ``axes`` (n, 2 n): Directions in columns, in units of each coordinate's curvature: the
+        eigenvectors of the curvature, then the coordinates.
+    ``values`` (2 n,): The curvature along each. At ``threshold`` or below it is no more than
+        rounding.
+    ``threshold`` ().
+    ``densities`` (12 n,): Log densities on both sides of the mode along each direction, at 30 sds
+        (at the mode itself where the curvature is more than rounding), then 3, then 1.
+    ``periods`` (n,): The shift of a coordinate after which the density is what it was, as of an
+        angle; infinite where it does not repeat. It is looked for where a prior is flat: elsewhere
+        copies differ.
     """
 
     axes: np.ndarray
@@ -82,14 +78,11 @@ class Shape(NamedTuple):
 class _Repeats(NamedTuple):
     """Shifts of flat coordinates after which the density may be the same.
 
-    Attributes
-    ----------
-    flat : (f,) int array
-        The coordinates.
-    shifts : (f, s)
-        A turn, in radians, and the distances from the mode to where other starts came to rest.
-    places : (1 + 3 f s, n)
-        A place near the mode, and the same after a shift, two shifts, and a part of one.
+    ``flat`` (f,) int array: The coordinates.
+    ``shifts`` (f, s): A turn, in radians, and the distances from the mode to where other starts
+        came to rest.
+    ``places`` (1 + 3 f s, n): A place near the mode, and the same after a shift, two shifts, and a
+        part of one.
     """
 
     flat: np.ndarray
@@ -139,13 +132,8 @@ class CurvatureCheck:
     regression, each step predicts a small gain, and the search ends as it does at a mode. Where
     priors are flat, the density may repeat: periods are looked for as well.
 
-    Attributes
-    ----------
-    model : FederatedModel
-    effects : (c,) int array
-        The coordinates that the search has integrated out.
-    num_starts : int
-        Searches side by side.
+    ``effects`` (c,) int array: The coordinates that the search has integrated out.
+    ``num_starts``: Searches side by side.
     """
 
     model: FederatedModel

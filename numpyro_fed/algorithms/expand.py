@@ -146,12 +146,9 @@ class Expand:
 class Prior:
     """The log prior with derivatives, effects integrated out (:func:`prior_of`).
 
-    Attributes
-    ----------
-    model : FederatedModel
-    effects : (c,) int array
-    at_once : int
-        The number of places, of which a multiple is computed: one program serves server and silos.
+    ``effects`` (c,) int array.
+    ``at_once``: The number of places, of which a multiple is computed: one program serves server
+        and silos.
     """
 
     model: FederatedModel

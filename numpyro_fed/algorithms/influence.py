@@ -43,13 +43,10 @@ class PlaceToTell(NamedTuple):
 class SiloPull(NamedTuple):
     """A silo's message about its log likelihood.
 
-    Attributes
-    ----------
-    gradient : (n,)
-    curvature : (n, n)
-        Minus the Hessian.
-    gain : ()
-        How much higher the log likelihood is at the silo's own mode; -1 where it came to none.
+    ``gradient`` (n,).
+    ``curvature`` (n, n): Minus the Hessian.
+    ``gain`` (): How much higher the log likelihood is at the silo's own mode; -1 where it came to
+        none.
     """
 
     gradient: np.ndarray
@@ -96,9 +93,7 @@ class Influence:
             settings=json.dumps({"num_silos": self.num_silos}),
             stacked=True,
             like=lambda: (
-                PlaceToTell(
-                    jax.eval_shape(lambda: fm.init_theta(jax.random.key(0))), shape(n)
-                ),
+                PlaceToTell(jax.eval_shape(lambda: fm.init_theta(jax.random.key(0))), shape(n)),
                 SiloPull(shape(n), shape(n, n), shape()),
             ),
         )

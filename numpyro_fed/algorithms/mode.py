@@ -100,16 +100,11 @@ AStart = TypeVar("AStart", bound="AnyStart")
 class Search(NamedTuple, Generic[AnyArray]):
     """The best points of searches from several starts.
 
-    Attributes
-    ----------
-    best : Expansion, leaves (starts, ...)
-        At the best point of each.
-    likelihood : (starts, c, c)
-        The silos' negative Hessian there, among the effects.
-    known : (starts,) bool
-        Whether some point had finite numbers; without one ``best`` is a placeholder.
-    rests : (starts,) bool
-        Whether each ended at a mode.
+    ``best`` Expansion, leaves (starts, ...): At the best point of each.
+    ``likelihood`` (starts, c, c): The silos' negative Hessian there, among the effects.
+    ``known`` (starts,) bool: Whether some point had finite numbers; without one ``best`` is a
+        placeholder.
+    ``rests`` (starts,) bool: Whether each ended at a mode.
     """
 
     best: Expansion[AnyArray]
@@ -122,23 +117,14 @@ class Search(NamedTuple, Generic[AnyArray]):
 class AnyStart:
     """The search from one place, between two exchanges, of either kind.
 
-    Attributes
-    ----------
-    trial : (n,)
-        The point to try next.
-    best : Expansion or None
-        At the best point so far, or None before some point had finite numbers.
-    likelihood : (c, c)
-        The silos' negative Hessian there, among the effects.
-    idle, tried : int
-        Accepted steps in a row that gained little, and points tried.
-    done : bool
-        Whether the search has ended. Unless it rests at its last trial, one more exchange follows,
-        at ``best``.
-    rests : bool
-        Whether it ended at a mode.
-    left : bool
-        Whether the last exchange was at ``best``: silos' own modes are then those there.
+    ``trial`` (n,): The point to try next.
+    ``best``: At the best point so far, or None before some point had finite numbers.
+    ``likelihood`` (c, c): The silos' negative Hessian there, among the effects.
+    ``idle, tried``: Accepted steps in a row that gained little, and points tried.
+    ``done``: Whether the search has ended. Unless it rests at its last trial, one more exchange
+        follows, at ``best``.
+    ``rests``: Whether it ended at a mode.
+    ``left``: Whether the last exchange was at ``best``: silos' own modes are then those there.
     """
 
     trial: np.ndarray
@@ -174,18 +160,11 @@ def rounding_of(value: np.ndarray) -> float:
 class Start(AnyStart):
     """The search from one place by Newton's method.
 
-    Attributes
-    ----------
-    promise : float
-        The gain, in nats, that is predicted for the trial.
-    scale : (n,)
-        The curvature by which each coordinate is scaled.
-    metric : (n, n) or None
-        The precision that silos' own modes tell of (:mod:`.own_start`), in which the first step is
-        bounded; None where nothing is known, and once a step has led up.
-    damping : float
-    min_gain : float
-        The predicted gain, in nats, below which a point is a mode.
+    ``promise``: The gain, in nats, that is predicted for the trial.
+    ``scale`` (n,): The curvature by which each coordinate is scaled.
+    ``metric`` (n, n) or None: The precision that silos' own modes tell of (:mod:`.own_start`), in
+        which the first step is bounded; None where nothing is known, and once a step has led up.
+    ``min_gain``: The predicted gain, in nats, below which a point is a mode.
     """
 
     promise: float = 1.0
@@ -283,19 +262,13 @@ def without_followers(starts: list[Start]) -> None:
 class AnySearch(ABC, Generic[AStart]):
     """The search of silos and server for the mode, of either kind.
 
-    Attributes
-    ----------
-    model : FederatedModel
-        Its parameters inside silo plates keep their first values.
-    num_silos : int
-    num_starts : int
-        Searches side by side. The first starts from ``init_loc_fn``, or zero in unconstrained
-        space; the others from draws of the prior, or standard normals where there are none.
-    init_loc_fn : callable or None
-    effects : (c,) int array
-        The coordinates that are integrated out, by :func:`effects_of`.
-    max_places : int or None
-        The largest number of points to try. One more exchange follows, at the best of them.
+    ``model``: Its parameters inside silo plates keep their first values.
+    ``num_starts``: Searches side by side. The first starts from ``init_loc_fn``, or zero in
+        unconstrained space; the others from draws of the prior, or standard normals where there are
+        none.
+    ``effects`` (c,) int array: The coordinates that are integrated out, by :func:`effects_of`.
+    ``max_places``: The largest number of points to try. One more exchange follows, at the best of
+        them.
     """
 
     model: FederatedModel

@@ -67,18 +67,11 @@ class PlacesToTry(NamedTuple):
 class WideStart(AnyStart):
     """The search from one place by L-BFGS; its best point has the latest diagonal of the Hessian.
 
-    Attributes
-    ----------
-    direction : (n,)
-        The next point is ``best.x + share * direction``.
-    slope : float
-        The derivative of the density with respect to ``share``.
-    memory : optax.ScaleByLBFGSState or None
-        The state of L-BFGS, in the coordinates that it scales.
-    with_diagonal : bool
-        Whether silos compute the diagonal at the next point.
-    steps : int
-        Steps that led up.
+    ``direction`` (n,): The next point is ``best.x + share * direction``.
+    ``slope``: The derivative of the density with respect to ``share``.
+    ``memory``: The state of L-BFGS, in the coordinates that it scales.
+    ``with_diagonal``: Whether silos compute the diagonal at the next point.
+    ``steps``: Steps that led up.
     """
 
     direction: np.ndarray = field(default_factory=lambda: np.zeros(0))

@@ -47,13 +47,10 @@ class LatentsQuestion(NamedTuple):
 class SharedLatents(NamedTuple):
     """The reply of a silo to the question for its shared latents.
 
-    Attributes
-    ----------
-    values : dict of str to array
-        The draws of each latent of an outer plate, (n, ...), on its support. Zeros follow those of
-        the silo, up to a number of rows that is the same for all silos.
-    rows : dict of str to int array ()
-        The number of rows of each outer plate at the silo.
+    ``values`` dict of str to array: The draws of each latent of an outer plate, (n, ...), on its
+        support. Zeros follow those of the silo, up to a number of rows that is the same for all
+        silos.
+    ``rows`` dict of str to int array (): The number of rows of each outer plate at the silo.
     """
 
     values: dict[str, Array]
@@ -79,12 +76,9 @@ def outer_latents(
 
     The server's data have the arrays :data:`DRAWS` and :data:`KEYS`.
 
-    Parameters
-    ----------
-    draw : (key, down, silo_state, data) -> {site: (n, ...)}
-        Draws of a silo's latents on their supports.
-    rows : dict of str to int
-        The length to which replies are filled up, for each outer plate.
+    ``draw``, ``(key, down, silo_state, data) -> {site: (n, ...)}``: Draws of a silo's latents on
+        their supports.
+    ``rows``: The length to which replies are filled up, for each outer plate.
     """
     sites = outer_sites(fm)
 

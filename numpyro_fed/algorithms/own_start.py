@@ -62,14 +62,9 @@ class Parabola(NamedTuple):
 class Top(NamedTuple):
     """The ends of the climbs of a stack of silos from each start, leaves (silos, starts, ...).
 
-    Attributes
-    ----------
-    place : Expansion
-        Of the silo's share of the posterior.
-    likelihood : (silos, starts)
-        The silo's log likelihood there.
-    z_L : {plate: (silos, starts, rows, dim)}
-        The modes of the latents of its rows there.
+    ``place``: Of the silo's share of the posterior.
+    ``likelihood`` (silos, starts): The silo's log likelihood there.
+    ``z_L`` {plate: (silos, starts, rows, dim)}: The modes of the latents of its rows there.
     """
 
     place: Expansion[np.ndarray]
@@ -89,15 +84,9 @@ class Top(NamedTuple):
 class Climbs:
     """The climbs of silos to modes of their own.
 
-    Attributes
-    ----------
-    expand : Expand
-    prior : Prior
-        Without effects.
-    share : float
-        The silo's share of the prior.
-    fixed : int
-        The number of first coordinates that stay as they are.
+    ``prior``: Without effects.
+    ``share``: The silo's share of the prior.
+    ``fixed``: The number of first coordinates that stay as they are.
     """
 
     expand: Expand

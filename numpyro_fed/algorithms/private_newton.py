@@ -141,27 +141,18 @@ class PrivateSums(NamedTuple):
 class Server(NamedTuple):
     """The state of the server between two phases.
 
-    Attributes
-    ----------
-    phase : () int
-        The next phase of the schedule; -1 before the first units of the frame are known.
-    z, L : (d,), (d, d)
-        Point and frame of the next step.
-    loc, root : (d,), (d, d)
-        Mean of the posterior, and root of its covariance.
-    undetermined : () int
-        Directions whose curvature could not be told from noise.
-    coarse : () bool
-        Whether many units' lengths are hidden by the noise of their histogram.
-    moved : ()
-        How long the last step wanted to be, in sds of the posterior without its excess, divided by
-        the root of ``d``; -1 where nothing finite came of it.
-    fewest, waited : () int
-        The fewest undetermined directions of a phase so far, and the phases since.
-    made : (phases,) bool
-        The phases of the schedule that were made.
-    multiplier : ()
-        The noise multiplier of the first release, by which a run knows its budget.
+    ``phase`` () int: The next phase of the schedule; -1 before the first units of the frame are
+        known.
+    ``z, L`` (d,), (d, d): Point and frame of the next step.
+    ``loc, root`` (d,), (d, d): Mean of the posterior, and root of its covariance.
+    ``undetermined`` () int: Directions whose curvature could not be told from noise.
+    ``coarse`` () bool: Whether many units' lengths are hidden by the noise of their histogram.
+    ``moved`` (): How long the last step wanted to be, in sds of the posterior without its excess,
+        divided by the root of ``d``; -1 where nothing finite came of it.
+    ``fewest, waited`` () int: The fewest undetermined directions of a phase so far, and the phases
+        since.
+    ``made`` (phases,) bool: The phases of the schedule that were made.
+    ``multiplier`` (): The noise multiplier of the first release, by which a run knows its budget.
     """
 
     phase: Numbers
@@ -182,18 +173,11 @@ class Server(NamedTuple):
 class PrivateNewton:
     """The parts of the method.
 
-    Parameters
-    ----------
-    units : PrivateUnits
-        What is protected, in a model whose units stand alone.
-    schedule : Schedule
-    num_units : int
-        The number of rows or silos, about: it scales the frame.
-    clip : float, optional
-        The clipping length of gradients, in the place of a quantile.
-    rows_in_unit : float
-        The mean number of rows in a unit. The frame of many rows is the narrower, and steps in it
-        may be the longer.
+    ``units``: What is protected, in a model whose units stand alone.
+    ``num_units``: The number of rows or silos, about: it scales the frame.
+    ``clip``: The clipping length of gradients, in the place of a quantile.
+    ``rows_in_unit``: The mean number of rows in a unit. The frame of many rows is the narrower, and
+        steps in it may be the longer.
     """
 
     units: PrivateUnits

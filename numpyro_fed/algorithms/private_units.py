@@ -48,21 +48,12 @@ Noisy = Callable[[np.ndarray, np.ndarray], np.ndarray]
 class PrivateUnits:
     """The units of a model at silos, and the noise that hides each of them.
 
-    Parameters
-    ----------
-    model : FederatedModel
-        A model whose units stand alone.
-    num_silos : int
-    per_silo : bool
-        Whether a unit is a whole silo.
-    noise : (total, sd) -> total with noise
-        In double precision.
-    noise_share : float
-        The part of the noise's sd that a silo adds.
-    changes : float
-        Units' lengths by which a sum may change between neighbouring data.
-    nodes : int
-        Nodes of quadrature for rows' latents; 0 without latents.
+    ``model``: A model whose units stand alone.
+    ``per_silo``: Whether a unit is a whole silo.
+    ``noise``, ``(total, sd) -> total with noise``: In double precision.
+    ``noise_share``: The part of the noise's sd that a silo adds.
+    ``changes``: Units' lengths by which a sum may change between neighbouring data.
+    ``nodes``: Nodes of quadrature for rows' latents; 0 without latents.
     """
 
     model: FederatedModel

@@ -113,13 +113,9 @@ class Up(NamedTuple):
 class StructuredVI(ByGradients[ServerState, SiloState]):
     """SFVI as pure functions; parameters as for :class:`ByGradients`, and one more.
 
-    Parameters
-    ----------
-    in_part : bool
-        Whether silos may be left out of a step. Replies of those that take part are then scaled
-        up, and a silo keeps the centre from which its local guide measures the globals.
-    steps : int
-        Steps in a round of the schedule: several in a sequential one.
+    ``in_part``: Whether silos may be left out of a step. Replies of those that take part are then
+        scaled up, and a silo keeps the centre from which its local guide measures the globals.
+    ``steps``: Steps in a round of the schedule: several in a sequential one.
     """
 
     in_part: bool = False

@@ -108,17 +108,11 @@ class Up(NamedTuple):
 class Aggregation:
     """A rule by which silos' Gaussian guides of the globals are averaged.
 
-    Attributes
-    ----------
-    name : str
-        ``"average"``: of the parameters as they are. ``"wasserstein"``: the barycenter; of
-        independent normals that is the average of means and standard deviations.
-        ``"forward_kl"``: the Gaussian with the moments of the mixture of all guides.
-        ``"reverse_kl"``: the weighted geometric mean. ``"product"``: the product of all guides,
-        each with its share of the prior.
-    diagonal : bool
-        Whether the guides are diagonal.
-    num_silos : int
+    ``name``: ``"average"``: of the parameters as they are. ``"wasserstein"``: the barycenter; of
+        independent normals that is the average of means and standard deviations. ``"forward_kl"``:
+        the Gaussian with the moments of the mixture of all guides. ``"reverse_kl"``: the weighted
+        geometric mean. ``"product"``: the product of all guides, each with its share of the prior.
+    ``diagonal``: Whether the guides are diagonal.
     """
 
     name: str
@@ -181,12 +175,7 @@ def _square(shift: Array, like: Array) -> Array:
 class Averaging(ByGradients[ServerState, SiloState]):
     """SFVI-Avg as pure functions; parameters as for :class:`ByGradients`, and three more.
 
-    Parameters
-    ----------
-    aggregation : Aggregation
-    local_steps : int
-    by_rows : bool
-        Whether a silo's weight is its number of rows, or one.
+    ``by_rows``: Whether a silo's weight is its number of rows, or one.
     """
 
     aggregation: Aggregation

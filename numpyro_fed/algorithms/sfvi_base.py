@@ -83,22 +83,11 @@ Silo = TypeVar("Silo", bound=_Silo)
 class ByGradients(ABC, Generic[Server, Silo]):
     """The parts of an algorithm that takes stochastic gradient steps at silos.
 
-    Parameters
-    ----------
-    model : FederatedModel
-    guide : Guide
-    bound : Bound
-    optim : optax.GradientTransformation
-        The optimiser of the server and of every silo; each has a state of its own.
-    num_particles : int
-        Draws of the globals in each step.
-    num_silos : int
-    minibatches : Minibatches, optional
-        Minibatches of the rows in a silo's step.
-    from_mode : bool
-        Whether a run starts at the mode, by :meth:`begin`, or at an earlier result.
-    wide : bool
-        Whether the mode is searched by the algorithm for many globals.
+    ``optim``: The optimiser of the server and of every silo; each has a state of its own.
+    ``num_particles``: Draws of the globals in each step.
+    ``minibatches``: Minibatches of the rows in a silo's step.
+    ``from_mode``: Whether a run starts at the mode, by :meth:`begin`, or at an earlier result.
+    ``wide``: Whether the mode is searched by the algorithm for many globals.
     """
 
     model: FederatedModel

@@ -100,12 +100,10 @@ class Slopes(NamedTuple):
 class Places(NamedTuple):
     """Particles with the log densities of the path's ends, and their gradients.
 
-    Attributes
-    ----------
-    z : (N, dim)
-    log_q, log_p : (N,)
-        Of the reference and of the joint density; :data:`LOST` where a number is not finite.
-    slope_q, slope_p : (N, dim)
+    ``z`` (N, dim).
+    ``log_q, log_p`` (N,): Of the reference and of the joint density; :data:`LOST` where a number is
+        not finite.
+    ``slope_q, slope_p`` (N, dim).
     """
 
     z: np.ndarray
@@ -136,29 +134,17 @@ class Places(NamedTuple):
 class Swarm:
     """Particles between two trajectories, and what was kept of them.
 
-    Attributes
-    ----------
-    start : str
-        Where they began: :class:`numpyro_fed.Tempered`.
-    theta : dict
-        Shared parameters, held fixed.
-    reference : pytree
-        Parameters of the distribution at ``b = 0``.
-    here : Places
-    exchanges : int
-    b : float
-        At zero the densities of ``here`` are not known yet.
-    log_step : float
-        The log of the common step size.
-    root : (dim, dim)
-        A root of the particles' covariance.
-    before, moves : (N, dim), int
-        The particles when they were last drawn again, or kept, and the trajectories since.
-    arrived : (N, dim)
-        The particles when they came to the posterior.
-    log_evidence : (NUM_ISLANDS,)
-    kept : list of Places
-        The particles each time that they were kept at the posterior.
+    ``start``: Where they began: :class:`numpyro_fed.Tempered`.
+    ``theta``: Shared parameters, held fixed.
+    ``reference``: Parameters of the distribution at ``b = 0``.
+    ``b``: At zero the densities of ``here`` are not known yet.
+    ``log_step``: The log of the common step size.
+    ``root`` (dim, dim): A root of the particles' covariance.
+    ``before, moves`` (N, dim), int: The particles when they were last drawn again, or kept, and the
+        trajectories since.
+    ``arrived`` (N, dim): The particles when they came to the posterior.
+    ``log_evidence`` (NUM_ISLANDS,).
+    ``kept``: The particles each time that they were kept at the posterior.
     """
 
     start: str
@@ -199,20 +185,12 @@ class Swarm:
 class Tempering:
     """The parts of the algorithm, for one model.
 
-    Attributes
-    ----------
-    model : FederatedModel
-    guide : Guide
-        Its local means are where searches for modes of rows begin.
-    reference : Reference
-    fitted : FederatedAlgorithm
-        The algorithm of the fit whose silo states are used, and stay as they are.
-    num_particles : int
-        A multiple of the number of islands.
-    nodes : int
-        Nodes of the quadrature over rows' latents, in each dimension; 0 where there are none.
-    little : bool
-        Whether a silo's program is compiled with few of XLA's optimisations.
+    ``guide``: Its local means are where searches for modes of rows begin.
+    ``fitted``: The algorithm of the fit whose silo states are used, and stay as they are.
+    ``num_particles``: A multiple of the number of islands.
+    ``nodes``: Nodes of the quadrature over rows' latents, in each dimension; 0 where there are
+        none.
+    ``little``: Whether a silo's program is compiled with few of XLA's optimisations.
     """
 
     model: FederatedModel

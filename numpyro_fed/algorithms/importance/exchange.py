@@ -70,22 +70,11 @@ class Estimates(NamedTuple):
 class Weigh(Generic[Server, Silo]):
     """The question to silos how likely their rows are at draws of the globals.
 
-    Attributes
-    ----------
-    model : FederatedModel
-    guide : Guide
-    likelihood : LikelihoodEstimate
-    fitted : FederatedAlgorithm
-        The algorithm whose states server and silos have.
-    num_draws : int
-    num_own : int
-        How many of them, the first ones, are from the fit's guide.
-    batch_size : int
-        The number of draws that are computed at a time.
-    settings : str
-        JSON, from which a silo in another process builds the same.
-    little : bool
-        Whether evaluating them takes less time than optimising their program would.
+    ``fitted``: The algorithm whose states server and silos have.
+    ``num_own``: How many of them, the first ones, are from the fit's guide.
+    ``batch_size``: The number of draws that are computed at a time.
+    ``settings``: JSON, from which a silo in another process builds the same.
+    ``little``: Whether evaluating them takes less time than optimising their program would.
     """
 
     model: FederatedModel

@@ -53,14 +53,10 @@ class LeaveOutDown(NamedTuple):
 class LeftOut(NamedTuple):
     """A silo's reply about its rows, given those of all others.
 
-    Attributes
-    ----------
-    log_density : ()
-        The log predictive density of its rows.
-    pareto_k : ()
-        The shape of the tail of the ratios.
-    shift : ()
-        How far the mean of a global moves without the silo, the farthest one, in posterior sds.
+    ``log_density`` (): The log predictive density of its rows.
+    ``pareto_k`` (): The shape of the tail of the ratios.
+    ``shift`` (): How far the mean of a global moves without the silo, the farthest one, in
+        posterior sds.
     """
 
     log_density: Array

@@ -50,15 +50,10 @@ CHECKED = 8  # draws of the fit's guide at which twice the nodes are tried
 class Draws(NamedTuple):
     """A batch of draws of the globals, as silos see it.
 
-    Attributes
-    ----------
-    keys : (b,) keys
-        For the locals of each.
-    z_G : (b, dim)
-    u : (b, dim)
-        The same in the frame of the globals.
-    centre : (dim,)
-        The centre from which the silo's local guides measure ``u``.
+    ``keys`` (b,) keys: For the locals of each.
+    ``z_G`` (b, dim).
+    ``u`` (b, dim): The same in the frame of the globals.
+    ``centre`` (dim,): The centre from which the silo's local guides measure ``u``.
     """
 
     keys: Array
@@ -73,13 +68,8 @@ class QuadratureLikelihood:
 
     Where it fails, draws take its place.
 
-    Attributes
-    ----------
-    model : FederatedModel
-    guide : Guide
-        Its means are where the search for the conditional modes begins.
-    nodes : int
-        Nodes in each dimension.
+    ``guide``: Its means are where the search for the conditional modes begins.
+    ``nodes``: Nodes in each dimension.
     """
 
     model: FederatedModel
@@ -146,14 +136,9 @@ class QuadratureLikelihood:
 class SiloLikelihood:
     """The estimator of a silo's likelihood, for one model and guide.
 
-    Attributes
-    ----------
-    model : FederatedModel
-    guide : Guide
-    draws : dict of str to int
-        Number of draws for each silo plate with latents. All outer plates use the largest number
-        among them, and so do all plates of rows. Rows are drawn again for each draw of the latents
-        above them.
+    ``draws``: Number of draws for each silo plate with latents. All outer plates use the largest
+        number among them, and so do all plates of rows. Rows are drawn again for each draw of the
+        latents above them.
     """
 
     model: FederatedModel

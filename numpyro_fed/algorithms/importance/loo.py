@@ -46,16 +46,10 @@ MAX_K = 0.7  # shape of a tail above which ratios are not known (Vehtari et al. 
 class RowScores(NamedTuple):
     """The rows of a silo, each given all others; all plates of rows after another.
 
-    Attributes
-    ----------
-    log_density : (rows,)
-        The log predictive density of a row.
-    pareto_k : (rows,)
-        The shape of the tail of its ratios.
-    of_fit : (rows,)
-        The log of its mean likelihood under the posterior, which has seen it.
-    counts : (rows,) bool
-        False in padded rows, and in rows whose outcome is missing.
+    ``log_density`` (rows,): The log predictive density of a row.
+    ``pareto_k`` (rows,): The shape of the tail of its ratios.
+    ``of_fit`` (rows,): The log of its mean likelihood under the posterior, which has seen it.
+    ``counts`` (rows,) bool: False in padded rows, and in rows whose outcome is missing.
     """
 
     log_density: Array
@@ -67,15 +61,10 @@ class RowScores(NamedTuple):
 class RowSums(NamedTuple):
     """A silo's reply: sums over its rows.
 
-    Attributes
-    ----------
-    log_density, squares : ()
-        Log predictive densities, and their squares.
-    of_fit : ()
-        Logs of mean likelihoods under the posterior.
-    num_bad : ()
-        The number of rows whose density is not known.
-    num_rows : ()
+    ``log_density, squares`` (): Log predictive densities, and their squares.
+    ``of_fit`` (): Logs of mean likelihoods under the posterior.
+    ``num_bad`` (): The number of rows whose density is not known.
+    ``num_rows`` ().
     """
 
     log_density: Array

@@ -114,10 +114,7 @@ class Bends(NamedTuple):
     to one. A tail that falls as an exponential, as that of the log of a scale towards zero, is
     normal after it with ``p`` near a half. With a power and a width of one nothing is bent.
 
-    Attributes
-    ----------
-    width, power : (2, dim)
-        Below zero, and above.
+    ``width, power`` (2, dim): Below zero, and above.
     """
 
     width: Numbers
@@ -147,16 +144,10 @@ class Bends(NamedTuple):
 class Mixture(NamedTuple):
     """A mixture of Student t distributions of bent coordinates, in the place of the guide.
 
-    Attributes
-    ----------
-    log_shares : (K,)
-        Minus infinity for a part without weight.
-    centres : (K, dim)
-    roots : (K, dim, dim)
-        Lower triangular roots of the scale matrices.
-    frame : Place
-        Coordinates are whitened by it before they are bent.
-    bends : Bends
+    ``log_shares`` (K,): Minus infinity for a part without weight.
+    ``centres`` (K, dim).
+    ``roots`` (K, dim, dim): Lower triangular roots of the scale matrices.
+    ``frame``: Coordinates are whitened by it before they are bent.
     """
 
     log_shares: Numbers
@@ -344,12 +335,7 @@ class OfText:
 
     They are the same for all parties and all fits.
 
-    Attributes
-    ----------
-    model : FederatedModel
-    spread : Place or None
-        The prior's median and spread.
-    funnels : tuple of Children
+    ``spread``: The prior's median and spread.
     """
 
     model: FederatedModel
@@ -367,13 +353,8 @@ class OfText:
 class WideParts:
     """The wider parts of a proposal: how many draws come from each, and their distributions.
 
-    Attributes
-    ----------
-    text : OfText
-    num_own : int
-        The number of draws that are left for what the parts are wider than.
-    numbers : tuple of int
-        The number of draws from each part.
+    ``num_own``: The number of draws that are left for what the parts are wider than.
+    ``numbers``: The number of draws from each part.
     """
 
     text: OfText

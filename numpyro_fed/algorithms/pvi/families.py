@@ -42,10 +42,8 @@ Members = Mapping[str, tuple[np.ndarray, Family[Any]]]
 class TestPoints(NamedTuple):
     """The points at which a function is tested: fixed ones, and some close to a density.
 
-    Attributes
-    ----------
-    points : array (n, dim)
-    near : (eta, n) -> (centre, points)
+    ``points`` array (n, dim).
+    ``near``, ``(eta, n) -> (centre, points)``.
     """
 
     points: np.ndarray
@@ -55,19 +53,13 @@ class TestPoints(NamedTuple):
 class Globals(NamedTuple):
     """The family of the globals, as pure functions.
 
-    Attributes
-    ----------
-    family : Family
-        A product: one joint Gaussian over all sites that take it, named ``"gaussian"``, and one
-        member by name for each other site.
-    prior : theta -> eta
-        Natural parameters of the prior.
-    marginals : eta -> {site: Distribution}
-        Each site's marginal on its own support.
-    places : TestPoints
-        The points at which a likelihood is tested for conjugacy.
-    prior_outside : (theta, z) -> () or None
-        The part of the log prior that is outside of the family; ``prior`` then leaves it out.
+    ``family``: A product: one joint Gaussian over all sites that take it, named ``"gaussian"``, and
+        one member by name for each other site.
+    ``prior``, ``theta -> eta``: Natural parameters of the prior.
+    ``marginals``, ``eta -> {site: Distribution}``: Each site's marginal on its own support.
+    ``places``: The points at which a likelihood is tested for conjugacy.
+    ``prior_outside``, ``(theta, z) -> () or None``: The part of the log prior that is outside of
+        the family; ``prior`` then leaves it out.
     """
 
     family: Family[Any]
