@@ -203,10 +203,8 @@ def outer_precision(
 def _with_couplings(
     f: Callable[[Array], Guides], point: Array, templates: Guides, wide: bool
 ) -> Guides:
-    """Return the guides ``f(at)`` with their couplings: the derivatives of ``f``.
-
-    ``templates`` say which guides have couplings. These stay zero where the globals are ``wide``.
-    """
+    """Return the guides ``f(at)`` with their couplings: the derivatives of ``f``."""
+    # ``templates`` say which guides have couplings. These stay zero where the globals are ``wide``.
     if not templates:
         return {}
     has_couplings = any(

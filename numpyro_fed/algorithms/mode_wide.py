@@ -54,6 +54,7 @@ MAX_IDLE = 10  # steps in a row that gain little, after which the search has arr
 MIN_GAIN = 1e-3  # nats: a step that gains less counts as one of these
 
 LBFGS = optax.scale_by_lbfgs(LBFGS_PAIRS)
+_lbfgs_update = jax.jit(LBFGS.update)
 
 
 class PlacesToTry(NamedTuple):
@@ -129,10 +130,8 @@ class WideStart(AnyStart):
         return False
 
     def _turn(self, best: Expansion[np.ndarray], *, forget: bool) -> None:
-        """Take the best point, and the next direction from there.
-
-        It is L-BFGS's, or where that leads down the scaled gradient, at most one unit long.
-        """
+        """Take the best point, and the next direction from there."""
+        # It is L-BFGS's, or where that leads down the scaled gradient, at most one unit long.
         x, _, g, diagonal = self.best = best
         unit = np.sqrt(nonzero(diagonal))
         memory = LBFGS.init(jax.device_put(x)) if forget else self.memory
@@ -142,14 +141,6 @@ class WideStart(AnyStart):
             direction = g / unit
             direction = direction / max(float(np.linalg.norm(direction)), 1.0) / unit
         self.direction, self.slope, self.share = direction, float(g @ direction), 1.0
-
-
-@jax.jit
-def _lbfgs_update(
-    downhill: Array, memory: optax.OptState, x: Array
-) -> tuple[Array, optax.OptState]:
-    direction, after = LBFGS.update(downhill, memory, x)
-    return direction, after
 
 
 @dataclass(frozen=True, eq=False)

@@ -122,10 +122,8 @@ class Climbs:
     def _at(
         self, places: np.ndarray, least: np.ndarray | float, state: SiloState, data: SiloData
     ) -> tuple[Expansion[np.ndarray], np.ndarray, Rows]:
-        """Return the silos' shares of the posterior, their log likelihoods, and the rows' modes.
-
-        Modes move where the share is ``least`` or above.
-        """
+        """Return the silos' shares of the posterior, their log likelihoods, and the rows' modes."""
+        # Modes move where the share is ``least`` or above.
         side, n = places.shape[:2], places.shape[-1]
         none = np.zeros((len(places) * side[1], 0, 0), places.dtype)
         prior = self.prior(none, places.reshape(-1, n))

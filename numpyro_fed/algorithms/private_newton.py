@@ -67,13 +67,14 @@ from numpyro_fed.algorithms.noisy_curvature import (
 )
 from numpyro_fed.algorithms.private_schedule import SIZES, UNITS, Phase, Schedule, sums_of
 from numpyro_fed.algorithms.private_units import (
+    COARSE,
+    COUNTS,
     HIGHEST,
     LOWEST,
     UNCLIPPED,
     PrivateUnits,
     best_clip,
     histogram,
-    is_coarse,
     quantile,
 )
 from numpyro_fed.errors import ModelError
@@ -240,10 +241,8 @@ class PrivateNewton:
     def _exchange(
         self, name: str, counter: str, steps: int, tell: Callable[..., Any], up: Any
     ) -> Exchange[Any, Any, Any]:
-        """Return the exchange in which a silo tells ``up`` once in so many steps.
-
-        ``counter`` is the field of the silo's state that counts its answers.
-        """
+        """Return the exchange in which a silo tells ``up`` once in so many steps."""
+        # ``counter`` is the field of the silo's state that counts its answers.
         d, each, phases = self.units.model.dim, self.schedule.steps, self.schedule.phases
         down = jax.ShapeDtypeStruct((), jnp.int32), shape(d), shape(d, d), shape(), shape()
 
@@ -376,7 +375,7 @@ class PrivateNewton:
             phase=max(k + 1, self.schedule.search) if ended else k + 1,
             z=z + L @ at,
             root=root_of(np.column_stack([found.root, excess])),
-            coarse=is_coarse(sd, self.num_units),
+            coarse=bool(COUNTS * sd > COARSE * self.num_units),
             fewest=min(found.undetermined, int(server.fewest)),
             waited=waited,
         )
@@ -390,11 +389,9 @@ class PrivateNewton:
         z: np.ndarray,
         server: Server,
     ) -> tuple[Server, np.ndarray]:
-        """Return the posterior and the next frame at the place ``z`` (d,), and the step from there.
-
-        ``g`` (d,) is the mean of the gradients, as of a place ``away`` (d,) from here in the frame,
-        and ``variance`` that of the noise in each of its numbers.
-        """
+        """Return the posterior and the next frame at a place ``z`` (d,), and the step from it."""
+        # ``g`` (d,) is the mean of the gradients, as of a place ``away`` (d,) from here in the
+        # frame, and ``variance`` that of the noise in each of its numbers.
         L, (V, curved, damped, undetermined) = np.asarray(server.L, float), spectrum
         slope, P = self._prior(z)
         slope, P = L.T @ slope, L.T @ P
@@ -422,10 +419,8 @@ class PrivateNewton:
         return cut if np.isfinite(cut).all() else np.zeros_like(step)
 
     def _prior(self, z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the gradient (d,) of the prior, and a root (d, d) of its negative Hessian.
-
-        Where the density curves upwards it counts as flat.
-        """
+        """Return the gradient (d,) of the prior, and a root (d, d) of its negative Hessian."""
+        # Where the density curves upwards it counts as flat.
         place = z[None].astype(jnp.result_type(float))
         _, _, g, curvature = self._log_prior(np.zeros((1, 0, 0), place.dtype), place)
         e, V = np.linalg.eigh(curvature[0].astype(float))

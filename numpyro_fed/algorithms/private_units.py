@@ -185,11 +185,6 @@ def best_clip(counts: np.ndarray, sd: float, noise: float, dim: int) -> float:
     return float(2.0 ** (np.argmin(np.where(share >= UNCLIPPED, cost, np.inf)) + LOWEST))
 
 
-def is_coarse(sd: float, num_units: int) -> bool:
-    """Return whether noise of this sd hides bins with many of so many units."""
-    return bool(COUNTS * sd > COARSE * num_units)
-
-
 def clipped(units: np.ndarray, most: np.ndarray | float) -> np.ndarray:
     """Return units (n, m) whose lengths are at most ``most``; 0 for what is not finite."""
     # In units of the largest number, since squares of tiny ones would be lost, and with them the

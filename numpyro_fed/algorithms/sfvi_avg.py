@@ -208,16 +208,16 @@ class Averaging(ByGradients[ServerState, SiloState]):
     def count(self) -> Round:
         """Return the round that adds up all silos' rows, once before the first one."""
 
-        def silo(
-            noise: object, down: object, state: SiloState, data: SiloData
-        ) -> tuple[Reply[tuple[()]], SiloState]:
-            return Reply((), jnp.array(True), self.weight(data)), state
-
         def run(state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:
             rows = ask(COUNT, ()).weight
             return state._replace(rows=rows), Info(jnp.zeros(()), jnp.array(True))
 
-        return Round((Exchange(COUNT, silo, weighted=True),), run)
+        exchange: Exchange[SiloState, Any, tuple[()]] = Exchange(
+            COUNT,
+            lambda noise, down, state, data: (Reply((), jnp.array(True), self.weight(data)), state),
+            weighted=True,
+        )
+        return Round((exchange,), run)
 
     def weight(self, data: SiloData) -> Array:
         """Return the weight of a silo: its number of rows, or one."""

@@ -121,10 +121,8 @@ class Weigh(Generic[Server, Silo]):
 
     @cached_property
     def _too_coarse(self) -> Callable[[Any, Down, Silo, SiloData], Array] | None:
-        """Return the function to whether quadratures of a stack of silos are too coarse (silos,).
-
-        Keys and values of the silos are its noise.
-        """
+        """Return the function to whether quadratures of silos (silos,) are too coarse."""
+        # Keys and values of the silos are its noise.
         quadrature = self.likelihood
         if not isinstance(quadrature, QuadratureLikelihood):
             return None
@@ -179,11 +177,10 @@ def shape_of_draws(
     guide: Guide, fitted: FederatedAlgorithm[Any, Any], size: tuple[int, int]
 ) -> Down:
     """Return the shapes of a message with so many draws of the globals (n, dim)."""
-
-    def message(key: Array) -> Down:
-        return down_of(guide, fitted.shared(fitted.init_server(key)), jnp.zeros(size))
-
-    found: Down = jax.eval_shape(message, jax.random.key(0))
+    found: Down = jax.eval_shape(
+        lambda key: down_of(guide, fitted.shared(fitted.init_server(key)), jnp.zeros(size)),
+        jax.random.key(0),
+    )
     return found
 
 

@@ -182,10 +182,7 @@ class SiloLikelihood:
     def _outer_terms(
         self, latents: _LatentsAt, key: Array, key_rows: Array
     ) -> tuple[Rows, Array, Array]:
-        """Return draws of the outer plates' latents, a key for the rows of each, and log weights.
-
-        The mean weight is the silo's likelihood.
-        """
+        """Return draws of outer plates' latents, a key for the rows of each, and log weights."""
         number = max(self.draws[p] for p in self.guide.outer)
         z, log_mixture = latents.mixture(self.guide.outer, number, {}, key)
         keys = jax.random.split(key_rows, number)

@@ -152,12 +152,10 @@ def _parse_spec(fm: FederatedModel, spec: str | Mapping[str, str]) -> tuple[dict
 def _choose(
     fm: FederatedModel, chosen: dict[str, str], covariance: str, prior: str
 ) -> tuple[dict[str, str], Family[Any], TestPoints, Natural, list[str]]:
-    """Return the families of the sites, and their product with the places where it is tested.
-
-    A site's family is the one that the user asks for. Else it is the Gaussian, if the whole prior
-    is Gaussian; and else the first candidate that contains the site's own prior. Natural parameters
-    of the prior's part in the family follow, and the sites whose prior is not in it.
-    """
+    """Return the families of the sites, and their product with the places where it is tested."""
+    # A site's family is the one that the user asks for. Else it is the Gaussian, if the whole prior
+    # is Gaussian; and else the first candidate that contains the site's own prior. Natural
+    # parameters of the prior's part in the family follow, and the sites whose prior is not in it.
     sites, theta = fm.named("latent"), generic_parameters(fm)
     reach, points = _reach_and_points(fm)
 
@@ -232,10 +230,7 @@ def _terms_of(
 
 
 def _reach_and_points(fm: FederatedModel) -> tuple[np.ndarray, np.ndarray]:
-    """Return the largest test value (dim,) of each global, and fixed test points (n, dim).
-
-    They are 0.01 to 1e6 away from zero, and draws from the prior.
-    """
+    """Return the largest test value (dim,) of each global, and fixed test points (n, dim)."""
     # Up to there a bijection is precise: exp(30) is an ordinary number, and at 14 a sigmoid is
     # 1 - 8e-7, whose difference from one still has half of the digits of double precision.
     reach = np.full(fm.dim, np.inf)
@@ -258,11 +253,9 @@ def _reach_and_points(fm: FederatedModel) -> tuple[np.ndarray, np.ndarray]:
 def _points_near(
     members: Members, reach: np.ndarray
 ) -> Callable[[Natural, int], tuple[Array, Array]]:
-    """Return a function for the centre of a density (dim,), and points (n, dim) some sds from it.
-
-    Where ``eta`` leaves a Gaussian flat, its points are as far away as the bijection is precise.
-    Points that are not finite, of an improper density, become zero.
-    """
+    """Return a function for a density's centre (dim,), and points (n, dim) some sds from it."""
+    # Where ``eta`` leaves a Gaussian flat, its points are as far away as the bijection is precise.
+    # Points that are not finite, of an improper density, become zero.
     furthest = np.minimum(reach, 1e6)
 
     def member_points(name: str, eta: Natural, n: int) -> tuple[Array, Array]:
@@ -309,10 +302,8 @@ class Density(NamedTuple):
 
 
 def _fit_densities(densities: Sequence[Density]) -> list[tuple[Natural, bool]]:
-    """Return natural parameters of each density, and whether they describe it exactly.
-
-    All densities are tested in one program: compiling one for each site takes much longer.
-    """
+    """Return natural parameters of each density, and whether they describe it exactly."""
+    # All densities are tested in one program: compiling one for each site takes much longer.
 
     def fit_one(density: Density, points: Array) -> tuple[Natural, Array]:
         terms, family, places = density

@@ -139,11 +139,9 @@ class Server(Role):
     def _renew_server_factor(
         self, state: ServerState, key: Array, theta: Theta, total: Natural
     ) -> tuple[Natural, Natural, Array]:
-        """Return the total with a new factor of the server, that factor, and if it converged.
-
-        The server treats the prior's part outside of the family as a silo treats its likelihood,
-        and visits it in each round.
-        """
+        """Return the total with a new factor of the server, that factor, and if it converged."""
+        # The server treats the prior's part outside of the family as a silo treats its likelihood,
+        # and visits it in each round.
         before = state.server_factor
         if (outside := self.parts.globals.prior_outside) is None:
             return total, before, state.progress.own
@@ -205,10 +203,7 @@ class Server(Role):
         start: Ordinary,
         before: Natural,
     ) -> tuple[Natural, Array]:
-        """Return the server's own factor, and whether it converged.
-
-        It stands for the part of the prior outside of the family.
-        """
+        """Return the server's own factor, and whether it converged."""
         family = self.family
 
         def noise(key: Array, particles: int, batch: int | None) -> LocalNoise:

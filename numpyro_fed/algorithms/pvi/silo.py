@@ -104,10 +104,8 @@ class Silo(Role):
         return Private(state.params.private, state.params.guide, state.centre)
 
     def _start(self, posterior: Natural, visits: Array) -> Ordinary:
-        """Return the start of a visit: the posterior, in the first visit no wider than asked for.
-
-        A tight start is the paper's remedy against pruning units of a network.
-        """
+        """Return the start of a visit: the posterior, at first no wider than asked for."""
+        # A tight start is the paper's remedy against pruning units of a network.
         psi = self.family.ordinary(posterior)
         scale = None if self.settings.from_mode else self.settings.start_scale
         if scale is None or GAUSSIAN not in psi:
@@ -117,10 +115,7 @@ class Silo(Role):
         return {**psi, GAUSSIAN: {**psi[GAUSSIAN], "log_scale": log_scale}}
 
     def _factor(self, eta: Natural, cavity: Natural) -> Natural:
-        """Return the factor that leads from the cavity to ``eta``: the divergence's gradient.
-
-        Under KL this is the difference of natural parameters.
-        """
+        """Return the factor that leads from the cavity to ``eta``: the divergence's gradient."""
         if self.parts.divergence is None:
             return jax.tree.map(jnp.subtract, eta, cavity)
         family, divergence = self.family, self.parts.divergence
@@ -143,16 +138,12 @@ class Silo(Role):
 
         def exact(theta: Theta) -> Array:
             rows = row_terms(parts.model, {**theta, **private}, data)
-
-            def f(z: Array) -> Array:
-                return rows(z).sum()
-
-            # E[f] = f(centre) + <eta, E[T] - T(centre)> for an affine f: exact, and without f's
-            # constant, which ``fit`` does not return.
-            eta, psi = family.fit(f), family.ordinary(posterior)
+            # E[f] = f(centre) + <eta, E[T] - T(centre)> for an affine f, the sum of the rows: exact,
+            # and without f's constant, which ``fit`` does not return.
+            eta, psi = family.fit(lambda z: rows(z).sum()), family.ordinary(posterior)
             z = family.centre(psi)
             moment_gap = jax.tree.map(jnp.subtract, family.moments(psi), family.statistics(z))
-            return f(z) + expfam.inner(eta, moment_gap)
+            return rows(z).sum() + expfam.inner(eta, moment_gap)
 
         def sampled(theta: Theta) -> Array:
             psi = family.ordinary(posterior)
