@@ -22,11 +22,10 @@ from numpyro_fed.algorithms.expand import (
     flat_size,
     prior_of,
     shape,
-    unraveller,
+    silo_log_likelihood,
 )
 from numpyro_fed.algorithms.mode import Search, best_start
 from numpyro_fed.gaussian import Curvature
-from numpyro_fed.integrals.quadrature import silo_integral
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.programs import jit_once
@@ -150,14 +149,9 @@ class CurvatureCheck:
 
         def values(noise: object, down: CheckPoints, state: SiloState, data: SiloData) -> Array:
             z_L = jax.tree.map(lambda a: a[down.start], state.z_L)
-            integral, unravel = silo_integral(fm), unraveller(fm)
-
-            def value(x: Array) -> Array:
-                theta, z_G = unravel(x)
-                return integral({**theta, **state.private}, z_G, data, z_L)[0]
-
+            of_silo = silo_log_likelihood(fm, state.private, data, z_L)
             side_by_side = min(columns_at_once(fm), len(down.places))
-            return jax.lax.map(value, down.places, batch_size=side_by_side)
+            return jax.lax.map(lambda x: of_silo(x)[0], down.places, batch_size=side_by_side)
 
         return Exchange(
             "around the mode",

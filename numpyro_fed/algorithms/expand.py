@@ -102,7 +102,6 @@ class Expand:
         starts) there, else they stay ``z_L``: those of a failed point are no start for a search.
         """
         fm = self.model
-        integral, unravel = silo_integral(fm), unraveller(fm)
         derive = partial(derivatives, columns_at_once=columns_at_once(fm))
 
         def at_silo(
@@ -110,16 +109,9 @@ class Expand:
         ) -> tuple[SiloExpansion[Array], Rows]:
             def at_start(args: tuple[Array, Array, Rows]) -> tuple[SiloExpansion[Array], Rows]:
                 x, least, before = args
-
-                def value(x: Array) -> tuple[Array, Rows]:
-                    theta, z_G = unravel(x)
-                    return integral({**theta, **private}, z_G, data, before)
-
-                place, modes = derive(value, x)
-                found = SiloExpansion(*place[1:])
-                finite = all_finite((found, modes))
-                up = jax.tree.map(lambda a: jnp.where(finite, a, jnp.nan), found)
-                return up, where(finite & (found.value >= least), modes, before)
+                of_silo = silo_log_likelihood(fm, private, data, before)
+                up, modes, finite = silo_expansion(derive, of_silo, x)
+                return up, where(finite & (up.value >= least), modes, before)
 
             return jax.lax.map(at_start, (places, least, z_L))  # not side by side: SIDE_BY_SIDE
 
@@ -220,6 +212,34 @@ def prior_draws(fm: FederatedModel) -> np.ndarray | None:
     """Return unconstrained draws (n, dim) of the globals from their prior; None if it has none."""
     drawn = fm.draw_prior(0, PRIOR_DRAWS) if fm.dim else None
     return None if drawn is None else np.asarray(drawn)
+
+
+def silo_log_likelihood(
+    fm: FederatedModel, private: Theta, data: SiloData, z_L: Rows
+) -> Callable[[Array], tuple[Array, Rows]]:
+    """Return the function of a point to a silo's log likelihood, and to modes near ``z_L``."""
+    integral, unravel = silo_integral(fm), unraveller(fm)
+
+    def value(x: Array) -> tuple[Array, Rows]:
+        theta, z_G = unravel(x)
+        return integral({**theta, **private}, z_G, data, z_L)
+
+    return value
+
+
+def silo_expansion(
+    derive: Callable[..., tuple[Expansion[Array], Rows]],
+    of_silo: Callable[[Array], tuple[Array, Rows]],
+    x: Array,
+) -> tuple[SiloExpansion[Array], Rows, Array]:
+    """Return a silo's message at ``x`` (n,), its modes there, and whether all of it is finite.
+
+    The message is NaN where it is not.
+    """
+    place, modes = derive(of_silo, x)
+    found = SiloExpansion(*place[1:])
+    finite = all_finite((found, modes))
+    return jax.tree.map(lambda a: jnp.where(finite, a, jnp.nan), found), modes, finite
 
 
 def columns_at_once(fm: FederatedModel) -> int:

@@ -215,8 +215,8 @@ class Start(AnyStart):
             better = gained = finite
         else:
             value, rounding = self.best.value, rounding_of(self.best.value)
-            better = finite and point.value >= value - rounding
-            gained = point.value > value + rounding
+            better = bool(finite and point.value >= value - rounding)
+            gained = bool(point.value > value + rounding)
             # The usual rule of trust regions: ratios of actual to predicted gain of 1/4 and 3/4.
             ratio = (point.value - value + rounding) / self.promise
             if not better:

@@ -32,13 +32,14 @@ from numpyro_fed.algorithms.expand import (
     SiloState,
     flat_size,
     shape,
+    silo_expansion,
+    silo_log_likelihood,
     unraveller,
 )
 from numpyro_fed.algorithms.mode import AnySearch, AnyStart, rounding_of
-from numpyro_fed.integrals.quadrature import silo_integral
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.trees import Numbers, all_finite, namespace, where
+from numpyro_fed.trees import Numbers, namespace, where
 
 # Pairs that L-BFGS keeps. An exchange with silos costs far more than the products with the pairs,
 # so more than the usual ten; each takes the memory of two vectors of globals at the server.
@@ -158,24 +159,16 @@ class WideSearch(AnySearch[WideStart]):
     @cached_property
     def _at_silos(self) -> Callable[..., tuple[SiloExpansion[Array], Any]]:
         """Return the silos' program: replies, and modes and last finite replies, for each start."""
-        integral, unravel = silo_integral(self.model), unraveller(self.model)
 
         def at_silo(noise: object, down: PlacesToTry, state: SiloState, data: SiloData) -> Any:
             derive = partial(with_slope, with_diagonal=jnp.asarray(down.with_diagonal))
 
             def at_start(args: tuple[Array, Rows, SiloExpansion[Array]]) -> Any:
                 x, z_L, before = args
-
-                def value(x: Array) -> tuple[Array, Rows]:
-                    theta, z_G = unravel(x)
-                    return integral({**theta, **state.private}, z_G, data, z_L)
-
-                place, modes = derive(value, x)
-                found = SiloExpansion(*place[1:])
-                finite = all_finite((found, modes))
-                up = jax.tree.map(lambda a: jnp.where(finite, a, jnp.nan), found)
+                of_silo = silo_log_likelihood(self.model, state.private, data, z_L)
+                up, modes, finite = silo_expansion(derive, of_silo, x)
                 # The modes of a failed point are no start for the next search.
-                return up, where(finite, (modes, found), (z_L, before))
+                return up, where(finite, (modes, up), (z_L, before))
 
             z_L: Rows = jax.tree.map(jnp.asarray, state.z_L)
             # Not side by side: SIDE_BY_SIDE.

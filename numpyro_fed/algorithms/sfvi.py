@@ -98,8 +98,9 @@ def down_of(guide: Guide, shared: Shared, z_G: Array) -> Down:
 
 def coordinates_of(down: Down) -> Coordinates:
     """Return the draws in their frame; placeholders, where no local guide depends on them."""
-    placed = isinstance(down.coordinates, Coordinates)
-    return down.coordinates if placed else Coordinates(down.z_G, down.z_G[0])
+    if isinstance(down.coordinates, Coordinates):
+        return down.coordinates
+    return Coordinates(down.z_G, down.z_G[0])
 
 
 class Up(NamedTuple):

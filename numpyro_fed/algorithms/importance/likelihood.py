@@ -310,8 +310,8 @@ class _LatentsAt:
         log_q, share = jax.vmap(log_guide)(z), from_prior / number
         densities = {p: (log_q[p], log_p[p]) for p in plates}
         if plates == guide.outer:  # drawn together
-            total = (sum(d[i].sum(1, keepdims=True) for d in densities.values()) for i in (0, 1))
-            densities = {"": tuple(map(jnp.asarray, total))}
+            q, p = (sum(d[i].sum(1, keepdims=True) for d in densities.values()) for i in (0, 1))
+            densities = {"": (jnp.asarray(q), jnp.asarray(p))}
         mixed = {
             p: jnp.logaddexp(jnp.log1p(-share) + q, jnp.log(share) + p_density)
             for p, (q, p_density) in densities.items()

@@ -138,8 +138,8 @@ class Silo(Role):
 
         def exact(theta: Theta) -> Array:
             rows = row_terms(parts.model, {**theta, **private}, data)
-            # E[f] = f(centre) + <eta, E[T] - T(centre)> for an affine f, the sum of the rows: exact,
-            # and without f's constant, which ``fit`` does not return.
+            # E[f] = f(centre) + <eta, E[T] - T(centre)> for an affine f, the sum of the rows: it is
+            # exact, and without f's constant, which ``fit`` does not return.
             eta, psi = family.fit(lambda z: rows(z).sum()), family.ordinary(posterior)
             z = family.centre(psi)
             moment_gap = jax.tree.map(jnp.subtract, family.moments(psi), family.statistics(z))
