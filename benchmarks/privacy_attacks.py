@@ -27,7 +27,7 @@ from private import one_silo, searched, wide_logistic
 from scipy.stats import beta
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.private_newton import Asked, Place, PrivateNewton
+from numpyro_fed.algorithms.private_newton import Answered, NewtonQuestion, PrivateNewton
 from numpyro_fed.algorithms.private_schedule import SIZES, SUMS, UNITS, Schedule
 from numpyro_fed.algorithms.private_units import PrivateUnits
 from numpyro_fed.model.data import read
@@ -59,7 +59,7 @@ class Eavesdropper:
         self.ask = one_silo(silo)
         self.quiet = {e.name: e for e in without_noise(parts).exchanges}
 
-    def __call__(self, exchange: Any, down: Place) -> Any:
+    def __call__(self, exchange: Any, down: NewtonQuestion) -> Any:
         """Return the silo's reply."""
         (asked,), name = self.ask.silos, exchange.name
         up = self.ask(exchange, down)
@@ -75,7 +75,7 @@ class Eavesdropper:
             self.ratio += float(((reply - other[0] - jump / 2) * jump).sum() / sd**2)
         return up
 
-    def deviations(self, name: str, down: Place) -> list[float]:
+    def deviations(self, name: str, down: NewtonQuestion) -> list[float]:
         """Return the sd of the noise in each part of a reply."""
         parts = self.parts
         if name == UNITS:
@@ -152,7 +152,7 @@ def rows(seed: int, epsilon: float, *, quiet: bool) -> int:
     silo = patients(seed)
     with precision(double=True):
         data = jax.tree.map(lambda a: np.asarray(a)[None], read([silo], wide_logistic)[0])
-        d, state = 6, Asked(*np.zeros((3, 1), np.int32))
+        d, state = 6, Answered(*np.zeros((3, 1), np.int32))
         direction = np.array([0.37, 1.0, 0.21, 5.3, 0.11])
         clip = np.linalg.norm(silo["x"], axis=1).max()
         # A large budget has more steps: without noise each of them tells something.
@@ -161,7 +161,7 @@ def rows(seed: int, epsilon: float, *, quiet: bool) -> int:
         def gradient(cut: float) -> np.ndarray:
             nonlocal state
             z = FAR * np.array([-cut, *direction])
-            place = Place(state.sums[0], z, np.eye(d), clip, np.ones(()))
+            place = NewtonQuestion(state.sums[0], z, np.eye(d), clip, np.ones(()))
             reply, state = answer((), place, state, data)
             if not reply.ok[0]:
                 raise StopIteration

@@ -203,7 +203,7 @@ def one_silo(silo: object) -> Asked:
     """Return the questions to a single silo, which adds nothing up."""
     stack: Any = jax.tree.map(lambda a: np.asarray(a)[None], silo)
     transport = transport_of_stacks((Batch(np.zeros(1, np.int32), stack),))
-    first = private_newton.Asked(*np.zeros((3, 1), np.int32))
+    first = private_newton.Answered(*np.zeros((3, 1), np.int32))
     return Asked(transport, jax.random.key(0), 1, (first,))
 
 

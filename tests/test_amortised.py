@@ -22,6 +22,7 @@ from numpyro_fed.model.facts import agree, facts_of
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.minibatch import Minibatches, MinibatchNoise, rows_at
 from numpyro_fed.objectives import draws_by_plate
+from numpyro_fed.runtime.step import replayed_part
 
 KEY, QUIET = jax.random.key(0), dict(progress_bar=False)
 WIDTH, NOISE = 0.8, 0.5
@@ -138,7 +139,8 @@ def test_gradients_of_minibatches_are_unbiased(double):
         StructuredVI(split.fm, *settings, minibatches=batches) for batches in (None, cut)
     )
     server = whole.init_server(KEY)
-    down, _ = whole.draw(server.params, server.frame, whole.server_noise(KEY))
+    round_ = whole.algorithm().round
+    down = replayed_part(round_, server, round_.noise(KEY), jnp.arange(1))
     states = jax.vmap(whole.init_silo, (None, 0))(KEY, split.data)
     noise = jax.vmap(whole.step_noise)(jax.random.split(KEY, 2), states)
 

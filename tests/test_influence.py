@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import chi2
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.influence import Factors, Up
+from numpyro_fed.algorithms.influence import Factors, SiloPull
 from numpyro_fed.errors import CoupledRowsError, ModelError
 from numpyro_fed.results.influence import SiloTable, table_of
 
@@ -78,14 +78,14 @@ def test_units_change_nothing(double):
 
 
 def test_two_that_contradict_each_other_are_both_flagged():
-    silos = Up(np.array([[20.0], [-20.0]]), np.full((2, 1, 1), 9.0), -np.ones(2))
+    silos = SiloPull(np.array([[20.0], [-20.0]]), np.full((2, 1, 1), 9.0), -np.ones(2))
     assert table_of(Factors(silos, np.zeros(1), np.eye(1))).flagged == (0, 1)
 
 
 def test_a_silo_that_knows_nothing_moves_nothing():
     curvature = np.stack([np.diag([4.0, 0.0]), np.diag([5.0, 3.0]), np.zeros((2, 2))])
     gradient = np.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0]])
-    factors = Factors(Up(gradient, curvature, np.zeros(3)), np.zeros(2), 0.01 * np.eye(2))
+    factors = Factors(SiloPull(gradient, curvature, np.zeros(3)), np.zeros(2), 0.01 * np.eye(2))
     table = table_of(factors)
     assert table.shift[2] == 0
     assert table.conflict[2] == 1
@@ -169,7 +169,7 @@ def regressions(r, rows, silos=3, columns=3):
             )
         )
     g, A, gains = (np.stack(a) for a in zip(*told, strict=True))
-    return Factors(Up(g, A, gains), -g.sum(0), np.zeros((columns + 1, columns + 1)))
+    return Factors(SiloPull(g, A, gains), -g.sum(0), np.zeros((columns + 1, columns + 1)))
 
 
 @pytest.mark.parametrize("rows", [5, 12, 40])
@@ -188,7 +188,7 @@ def test_where_the_others_are_no_peak_nobody_is_accused():
         [[4.71, -3.64], [-3.64, 1.42]],
     ]
     g = np.array([[-0.58, -0.88], [2.49, 0.3], [-1.91, -0.22]])
-    silos = Up(g, np.array(A), np.array([1.36, 1.99, 1.71]))
+    silos = SiloPull(g, np.array(A), np.array([1.36, 1.99, 1.71]))
     found = table_of(Factors(silos, -g.sum(0), np.diag([0.01, 0.4])), True)
     assert found.flagged == ()
     assert (found.conflict > 0.01).all()

@@ -98,8 +98,8 @@ class Split:
         """What is sent, and the states of all silos, none of them special."""
         server = self.whole.init_server(KEY)
         server = server._replace(params=jitter(server.params))
-        noise = self.whole.server_noise(KEY)
-        down, _ = self.whole.draw(server.params, server.frame, noise)
+        round_ = self.whole.algorithm().round
+        down = replayed_part(round_, server, round_.noise(KEY), jnp.arange(1))
         states = jax.vmap(self.whole.init_silo, (None, 0))(KEY, self.data)
         return down, states._replace(params=jitter(states.params))
 
@@ -290,7 +290,7 @@ def test_participants_count_for_all():
         server = parts.init_server(KEY)
         noise = jax.vmap(parts.step_noise)(jax.random.split(KEY, 3), states)
         states = states._replace(centre=jnp.tile(down.coordinates.centre, (3, 1)))
-        eps = parts.server_noise(KEY)
+        eps = parts.algorithm().round.noise(KEY)
 
         def step(who):
             down = replayed_part(parts.algorithm().round, server, eps, who)

@@ -19,7 +19,6 @@ from numpyro_fed.algorithms.importance.proposals import (
     OWN_FREEDOM,
     SCALES,
     STRETCHES,
-    MixtureProposal,
     OfText,
     StandardPoints,
     WideParts,
@@ -58,8 +57,7 @@ def test_the_density_of_a_proposal_is_that_of_its_parts(fm, double):
     """Each part, one coordinate stretched at a time among them, by scipy's distributions."""
     own = around_modes(draws(4_000), [(np.array([9.0, 9.0]), 4 * np.eye(2))], np.log([0.7, 0.3]))
     wide = WideParts.of(OfText.of(fm, prior_draws(fm)), 1_000, 0.3)
-    propose = MixtureProposal(wide)
-    z = np.array(propose.draw(np.random.default_rng(0), {}, own))
+    z = np.array(wide.draw_with(np.random.default_rng(0), {}, own))
     assert z.shape == (1_000, 2)
     centre, root = map(np.asarray, own.place)
     np.testing.assert_allclose(
@@ -78,10 +76,10 @@ def test_the_density_of_a_proposal_is_that_of_its_parts(fm, double):
     total = np.zeros(len(z))
     for number, part in zip([wide.num_own, *wide.numbers], [of_own, *parts], strict=True):
         total += number / 1_000 * sum(share * p.pdf(z) for p, share in part)
-    np.testing.assert_allclose(propose.log_density({}, own, z), np.log(total), rtol=1e-9)
+    np.testing.assert_allclose(wide.log_density_with({}, own, z), np.log(total), rtol=1e-9)
     # Where particles move along its gradient, JAX computes the same.
     as_jax, at = jax.tree.map(jnp.asarray, own), jnp.asarray(z)
-    in_jax = jax.jit(lambda own, z: propose.log_density({}, own, z))(as_jax, at)
+    in_jax = jax.jit(lambda own, z: wide.log_density_with({}, own, z))(as_jax, at)
     np.testing.assert_allclose(in_jax, np.log(total), rtol=1e-9)
 
 
@@ -95,9 +93,9 @@ def _covariance(mixture):
 def test_draws_come_from_the_density(fm, double):
     """The mean weight of a normal target with known mass is that mass."""
     own = around_modes(draws(4_000), [], np.zeros(1))
-    propose = MixtureProposal(WideParts.of(OfText.of(fm, prior_draws(fm)), 4_000, 0.5))
-    z = propose.draw(np.random.default_rng(0), {}, own)
-    log_q = np.asarray(propose.log_density({}, own, z))
+    propose = WideParts.of(OfText.of(fm, prior_draws(fm)), 4_000, 0.5)
+    z = propose.draw_with(np.random.default_rng(0), {}, own)
+    log_q = np.asarray(propose.log_density_with({}, own, z))
     for scale in (1.0, 3.0):
         target = stats.multivariate_normal(MEAN, scale**2 * ROOT @ ROOT.T)
         w = np.exp(target.logpdf(z) - log_q)

@@ -16,7 +16,7 @@ from problems import cut
 import numpyro_fed as nf
 from numpyro_fed.algorithms import noisy_curvature, private_newton, private_units
 from numpyro_fed.algorithms.base import ExchangeId
-from numpyro_fed.algorithms.private_newton import Asked, Place, PrivateNewton
+from numpyro_fed.algorithms.private_newton import Answered, NewtonQuestion, PrivateNewton
 from numpyro_fed.algorithms.private_schedule import Schedule
 from numpyro_fed.algorithms.private_units import PrivateUnits
 from numpyro_fed.files import Store
@@ -73,13 +73,13 @@ def newton(model, silo, *, per_silo=False, noise=lambda total, sd: total, num_un
     return PrivateNewton(units, schedule, num_units), data
 
 
-FIRST = Asked(*np.zeros((3, 1), np.int32))  # of one silo
+FIRST = Answered(*np.zeros((3, 1), np.int32))  # of one silo
 
 
 def place(step, z, L, clip=2.0, clip_curvature=3.0):
     """A question of the server."""
     numbers = (np.asarray(a, jnp.result_type(float)) for a in (z, L, clip, clip_curvature))
-    return Place(np.array(step, np.int32), *numbers)
+    return NewtonQuestion(np.array(step, np.int32), *numbers)
 
 
 def asked(exchange, down, data, state=FIRST):

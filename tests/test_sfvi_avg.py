@@ -16,7 +16,7 @@ from problems import cut, glmm, glmm_silos
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Replies
-from numpyro_fed.algorithms.sfvi_avg import AverageOfParameters
+from numpyro_fed.algorithms.sfvi_avg import Aggregation
 from numpyro_fed.errors import GuideError, ModelError
 from numpyro_fed.runtime.step import combine, replayed_part
 
@@ -83,11 +83,13 @@ def test_one_step_at_one_silo_is_sfvi(start):
         shared_opt_state=server.opt_state,
         frames=silo.frames,
         shared_frame=server.frame,
-        centre=parts.centre(server.params),
+        centre=parts.guide.globals.centre(server.params.guide),
     )
     for i in range(5):
         key = jax.random.key(100 + i)
-        noise = parts.noise(key, jnp.array(0), mine)
+        key_globals, key_rows = jax.random.split(jax.random.fold_in(key, 0))
+        eps = parts.guide.globals.noise(key_globals, parts.num_particles)
+        noise = eps, parts.step_noise(key_rows, mine)
         down = replayed_part(x, server, noise[0], one_silo)
         reply, silo = x.exchanges[0].silo(noise[1], down, silo, data)
         server, info = replayed_part(x, server, noise[0], one_silo, None, [Replies(*reply)])
@@ -198,7 +200,7 @@ def test_what_the_server_takes_is_the_average_by_its_name(aggregate, globals):
     each = [jax.tree.map(lambda a, j=j: a[j : j + 1], sent) for j in range(3)]
     replies = combine(x.exchanges[0].combine, each)
     after, _ = replayed_part(x, state, (), jnp.arange(3), None, [replies])
-    etas = replies_of(replace(parts, aggregation=AverageOfParameters())).up.guide
+    etas = replies_of(replace(parts, aggregation=Aggregation("average", True, 3))).up.guide
     eta, w = after.params.guide, sizes / sizes.sum()
     if aggregate == "average":
         jax.tree.map(

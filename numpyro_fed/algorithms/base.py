@@ -38,10 +38,6 @@ Down = TypeVar("Down")
 Up = TypeVar("Up")
 Params = TypeVar("Params")
 Found = TypeVar("Found")
-_Noise = TypeVar("_Noise", contravariant=True)
-_Down = TypeVar("_Down", contravariant=True)
-_State = TypeVar("_State", contravariant=True)
-_Sent = TypeVar("_Sent", contravariant=True)
 
 
 class Combine(Enum):
@@ -117,25 +113,8 @@ class Replies(NamedTuple, Generic[Up]):
     weight: Array
 
 
-class Visit(Protocol[_Noise, _Down, _State, Up]):
-    """A silo's part of an exchange: its reply, and a draft of its next state."""
-
-    def __call__(
-        self, noise: _Noise, down: _Down, state: _State, data: SiloData
-    ) -> tuple[Reply[Up], Any]:
-        """Return reply and draft. ``commit`` makes a state of the draft, once the reply is sent."""
-        ...
-
-
-class Commit(Protocol[_State, _Sent]):
-    """The function that returns a silo's next state, given the reply as it was really sent.
-
-    Transforms (clipping, rounding) and checks may have changed the reply on its way out.
-    """
-
-    def __call__(self, draft: _State, sent: _Sent) -> Any:
-        """Return the state; ``sent`` has the structure of ``Reply.up``."""
-        ...
+# A silo's part of an exchange: (noise, down, state, data) to its reply, and a draft of its state.
+Visit = Callable[[Any, Down, Silo, SiloData], tuple[Reply[Up], Any]]
 
 
 def no_noise(*args: object) -> tuple[()]:
@@ -195,7 +174,8 @@ class Exchange(NamedTuple, Generic[Silo, Down, Up]):
     silo : (noise, Down, silo_state, data) -> (Reply, draft)
         The silo's function. Only ``Reply`` leaves the silo.
     commit : (draft, sent) -> silo_state
-        The function that makes the next state of the draft.
+        The function that makes the next state of the draft, given ``Reply.up`` as it was really
+        sent: transforms (clipping, rounding) and checks may have changed it on its way out.
     silo_noise : (key, silo_state) -> noise
         The silo's noise. It may depend on the shapes of the state, not on its values.
     combine : Combine
@@ -223,9 +203,9 @@ class Exchange(NamedTuple, Generic[Silo, Down, Up]):
     """
 
     name: str
-    silo: Visit[Any, Down, Silo, Up]
+    silo: Visit[Down, Silo, Up]
     # Two functions and not one: between them a reply that cannot be used becomes zeros.
-    commit: Commit[Any, Up] = as_drafted
+    commit: Callable[[Any, Up], Any] = as_drafted
     silo_noise: Callable[[Array, Any], Any] = no_noise
     combine: Combine = Combine.SUM  # by default the one that secure aggregation can compute
     scatter: Any = False
@@ -293,14 +273,6 @@ class AskSilos(Protocol):
         ...
 
 
-class Run(Protocol[_State, _Noise]):
-    """The server's function of a round."""
-
-    def __call__(self, state: _State, noise: _Noise, ask: Ask) -> tuple[Any, Info]:
-        """Return the server's next state, and its report."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class Round:
     """One step of the server, and the exchanges that it makes with silos.
@@ -320,7 +292,7 @@ class Round:
     """
 
     exchanges: tuple[Exchange[Any, Any, Any], ...]
-    run: Run[Any, Any]
+    run: Callable[[Any, Any, Ask], tuple[Any, Info]]
     noise: Callable[[Array], Any] = no_noise
 
     def __post_init__(self) -> None:
@@ -377,7 +349,7 @@ def of_stack(
 
 def stacked_reply(
     f: Callable[[Any, Down, Silo, SiloData], Up], *, little: bool
-) -> Visit[Any, Down, Silo, Up]:
+) -> Visit[Down, Silo, Up]:
     """Return the part of a stack of silos in an exchange that leaves their states as they are.
 
     ``f`` is what one silo tells: ``(noise, down, state, data) -> up``.
@@ -393,7 +365,7 @@ def stacked_reply(
     return reply
 
 
-def stacked_visit(visit: Visit[Any, Down, Silo, Up], *, little: bool) -> Visit[Any, Down, Silo, Up]:
+def stacked_visit(visit: Visit[Down, Silo, Up], *, little: bool) -> Visit[Down, Silo, Up]:
     """Return a silo's part of an exchange for a stack of silos, compiled, as of NumPy arrays."""
     compiled = of_stack(visit, little=little)
 
@@ -491,11 +463,6 @@ class WarmStart(NamedTuple):
     silo: Callable[..., Any]
 
 
-def nothing_private(state: object) -> Private:
-    """Return empty parameters and guides, for an algorithm whose silos have none."""
-    return Private({}, {})
-
-
 class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     """An algorithm as pure functions; a runtime has the loop.
 
@@ -537,7 +504,7 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     round: Round
     # Results read states through these two functions only, so that states may differ by algorithm.
     shared: Callable[[Server], Shared]
-    private: Callable[[Silo], Private] = nothing_private
+    private: Callable[[Silo], Private] = lambda state: Private({}, {})
     watch: Callable[[Silo], Any] | None = None
     watch_reply: Callable[[Any], Any] | None = None
     done: Callable[[Server], Array] | None = None

@@ -24,11 +24,11 @@ from numpyro_fed.algorithms.expand import SiloState as ModeSiloState
 from numpyro_fed.algorithms.mode import Search, best_start
 from numpyro_fed.algorithms.mode_wide import nonzero
 from numpyro_fed.frame import Frame
-from numpyro_fed.gaussian import Curvature, Gaussian
+from numpyro_fed.gaussian import Curvature
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.integrals.laplace import Laplace
-from numpyro_fed.model.binding import Rows, Theta
+from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.trees import Numbers
@@ -52,15 +52,10 @@ Guides = dict[str, GuideParams]  # by plate
 class StartPoint(NamedTuple):
     """The point where a run starts, and the spread of the posterior that is expected there.
 
-    Attributes
-    ----------
-    theta, unit : dict
-        Shared parameters, unconstrained, and their standard deviations.
-    centre : (dim,)
-        The globals.
-    root : (dim, dim) or (dim,)
-        A Cholesky factor of the globals' covariance given ``theta``. Where they are many, standard
-        deviations of each coordinate given all others.
+    ``theta, unit``: Shared parameters, unconstrained, and their standard deviations.
+    ``centre`` (dim,): The globals.
+    ``root`` (dim, dim) or (dim,): A Cholesky factor of the globals' covariance given ``theta``.
+        Where they are many, standard deviations of each coordinate given all others.
     """
 
     theta: Theta
@@ -87,13 +82,6 @@ class StartMessage(NamedTuple):
 
     point: StartPoint
     start: Array
-
-
-def placeholder_start(fm: FederatedModel, theta: Theta, *, wide: bool) -> StartPoint:
-    """Return a start point at zero with unit spread: it has the shapes of a real one."""
-    unit = jax.tree.map(jnp.ones_like, theta)
-    root = jnp.ones(fm.dim) if wide else jnp.eye(fm.dim)
-    return StartPoint(theta, unit, jnp.zeros(fm.dim), root)
 
 
 def start_at_mode(fm: FederatedModel, search: Search[Any]) -> StartMessage:
@@ -131,61 +119,61 @@ def covariance_root(precision: Array, least: Array | float) -> Array:
     return Curvature.of(precision).positive(least).root_of_inverse()
 
 
-def local_guides(
-    fm: FederatedModel,
-    guide: Guide,
-    theta: Theta,
-    frame: Gaussian,
-    z_L: Rows,
-    data: SiloData,
-    *,
-    wide: bool = False,
-) -> dict[str, GuideParams]:
-    """Return a silo's local guides at the modes of its latents, by plate.
+def local_guides_at_mode(
+    fm: FederatedModel, guide: Guide, message: StartMessage, state: ModeSiloState, data: SiloData
+) -> Guides:
+    """Return a silo's local guides at the start of a run, by plate.
 
-    The modes are searched from ``z_L``. The guides measure the globals in their ``frame``. Where
-    that is ``wide``, the guides have no couplings: there are too many globals to differentiate by.
+    They are at the modes of its latents, which are searched from those of its own search. They
+    measure the globals in the frame of the start. Where that is wide, the guides have no couplings:
+    there are too many globals to differentiate by.
     """
     if not guide.locals:
         return {}
-    laplace = Laplace(fm)
-    origin = jnp.zeros(fm.dim)
-    z = laplace.search(theta, guide.globals.place(frame, origin), data, z_L).modes
+    point, laplace, origin = message.point, Laplace(fm), jnp.zeros(fm.dim)
+    theta = {**point.theta, **state.private}
+    frame = point.frame(guide.globals).globals
+    before = jax.tree.map(lambda a: a[message.start], state.z_L)
+    z = laplace.search(theta, guide.globals.place(frame, origin), data, before).modes
     outer = jnp.concatenate([jnp.zeros(0), *(z[p].ravel() for p in guide.outer)])
 
     # Latents of outer plates depend on the globals alone, rows also on the latents above them. So
     # the two kinds of guides are functions of different vectors, and differentiated apart.
-    def outer_guides(u: Array) -> dict[str, GuideParams]:
+    def outer_guides(u: Array) -> Guides:
         z_G = guide.globals.place(frame, u)
         found = laplace.outer_given(theta, z_G, z, data)
         return {
             p: guide.locals[p].from_mode(*outer_precision(guide, p, *found[p])) for p in guide.outer
         }
 
-    def row_guides(above: Array) -> dict[str, GuideParams]:
+    def row_guides(above: Array) -> Guides:
         z_G = guide.globals.place(frame, above[: fm.dim])
         found = laplace.rows_given(theta, z_G, outer + above[fm.dim :], z, data)
-        return {
-            p: guide.locals[p].from_mode(*row_precision(guide, p, *found[p])) for p in guide.rows
-        }
+        guides = {}
+        for p in guide.rows:
+            mode, precision = found[p]
+            if guide.locals[p].joint:  # (n, d, d) to block diagonal (n d, n d)
+                n, d = mode.shape
+                whole = jnp.einsum("nij,nm->nimj", precision, jnp.eye(n))
+                precision = whole.reshape(n * d, n * d)
+            guides[p] = guide.locals[p].from_mode(mode, precision)
+        return guides
 
     zeros = jnp.zeros(fm.dim + len(outer))
-    templates = _zero_guides(guide, z, fm.dim, len(outer))
-    guides = {
-        **_with_couplings(outer_guides, origin, {p: templates[p] for p in guide.outer}, wide),
-        **_with_couplings(row_guides, zeros, {p: templates[p] for p in guide.rows}, wide),
+    # Centred at zero, with couplings of zero.
+    templates = {
+        p: local.init(jnp.zeros_like(z[p]), fm.dim if p in guide.outer else len(zeros))
+        for p, local in guide.locals.items()
     }
-    return {p: _with_fallback(guides[p], templates[p]) for p in guide.locals}
-
-
-def local_guides_at_mode(
-    fm: FederatedModel, guide: Guide, message: StartMessage, state: ModeSiloState, data: SiloData
-) -> dict[str, GuideParams]:
-    """Return a silo's local guides at the start of a run, from the modes of its own search."""
-    z_L = jax.tree.map(lambda a: a[message.start], state.z_L)
-    theta = {**message.point.theta, **state.private}
-    frame = message.point.frame(guide.globals).globals
-    return local_guides(fm, guide, theta, frame, z_L, data, wide=message.point.wide)
+    guides = {
+        **_with_couplings(outer_guides, origin, {p: templates[p] for p in guide.outer}, point.wide),
+        **_with_couplings(row_guides, zeros, {p: templates[p] for p in guide.rows}, point.wide),
+    }
+    for p, template in templates.items():
+        # At zero and without couplings for rows whose mode was not found.
+        log_scale = jnp.full_like(template["log_scale"], jnp.log(FALLBACK_SD))
+        guides[p] = where_finite(guides[p], {**template, "log_scale": log_scale})
+    return {p: guides[p] for p in guide.locals}
 
 
 def local_guides_of_result(
@@ -195,14 +183,6 @@ def local_guides_of_result(
     frame, centre = point.frame(guide.globals).globals, jnp.zeros_like(point.centre)
     eta = guide.recentre(carried.guide, point.centre - carried.centre, data)
     return guide.composed_with(lambda u: guide.globals.place(frame, u), eta, centre)
-
-
-def _zero_guides(guide: Guide, z: Rows, dim: int, outer: int) -> dict[str, GuideParams]:
-    """Return guides centred at zero, with couplings of zero."""
-    return {
-        p: local.init(jnp.zeros_like(z[p]), dim if p in guide.outer else dim + outer)
-        for p, local in guide.locals.items()
-    }
 
 
 def outer_precision(
@@ -221,25 +201,11 @@ def outer_precision(
     return mode, linalg.inverse(covariance.reshape(n, d, n, d)[rows, :, rows])
 
 
-def row_precision(guide: Guide, plate: str, mode: Array, precision: Array) -> tuple[Array, Array]:
-    """Return modes (n, d), and the precision that the guide of a plate of rows takes.
-
-    It is (n, d, d), or block diagonal (n d, n d) for a joint guide.
-    """
-    if not guide.locals[plate].joint:
-        return mode, precision
-    n, d = mode.shape
-    whole = jnp.einsum("nij,nm->nimj", precision, jnp.eye(n))
-    return mode, whole.reshape(n * d, n * d)
-
-
 def _with_couplings(
     f: Callable[[Array], Guides], point: Array, templates: Guides, wide: bool
 ) -> Guides:
-    """Return the guides ``f(at)`` with their couplings: the derivatives of ``f``.
-
-    ``templates`` say which guides have couplings. These stay zero where the globals are ``wide``.
-    """
+    """Return the guides ``f(at)`` with their couplings: the derivatives of ``f``."""
+    # ``templates`` say which guides have couplings. These stay zero where the globals are ``wide``.
     if not templates:
         return {}
     has_couplings = any(
@@ -262,12 +228,6 @@ def _with_couplings(
             if name in templates[p]:
                 guides[p] = {**guides[p], name: jnp.moveaxis(part, 0, -1)}
     return guides
-
-
-def _with_fallback(eta: GuideParams, template: GuideParams) -> GuideParams:
-    """Return the guide, at zero and without couplings for rows whose mode was not found."""
-    log_scale = jnp.full_like(template["log_scale"], jnp.log(FALLBACK_SD))
-    return where_finite(eta, {**template, "log_scale": log_scale})
 
 
 def where_finite(eta: GuideParams, fallback: GuideParams) -> GuideParams:

@@ -97,25 +97,23 @@ def update(
         loss=mean,
         squares=jnp.where(first, 0.0, stats.squares) + deviation * (loss - mean),
     )
-    at_stride = after.rounds % STRIDE == 0
-    return jax.lax.cond(
-        at_stride, lambda c: _update_params(c, params, whitened), lambda c: c, after
-    )
 
+    def read(stats: ConvergenceStats[Tree]) -> ConvergenceStats[Tree]:
+        """Return the statistics after a reading, with a window closed that is full."""
+        first = (stats.rounds - STRIDE) % WINDOW == 0
+        share = STRIDE / WINDOW
+        mean = jax.tree.map(lambda a, b: jnp.where(first, 0.0, a) + share * b, stats.params, params)
+        path = jax.tree.map(
+            lambda a, b, c: jnp.where(first, 0.0, a) + jnp.abs(b - c),
+            stats.path,
+            params,
+            stats.last,
+        )
+        after = stats._replace(params=mean, path=path, last=params)
+        ends = after.rounds % WINDOW == 0
+        return jax.lax.cond(ends, lambda c: _close_window(c, whitened), lambda c: c, after)
 
-def _update_params(
-    stats: ConvergenceStats[Tree], params: Tree, whitened: bool
-) -> ConvergenceStats[Tree]:
-    """Return the statistics after a reading of the parameters, and close a window that is full."""
-    first = (stats.rounds - STRIDE) % WINDOW == 0
-    share = STRIDE / WINDOW
-    mean = jax.tree.map(lambda a, b: jnp.where(first, 0.0, a) + share * b, stats.params, params)
-    path = jax.tree.map(
-        lambda a, b, c: jnp.where(first, 0.0, a) + jnp.abs(b - c), stats.path, params, stats.last
-    )
-    after = stats._replace(params=mean, path=path, last=params)
-    ends = after.rounds % WINDOW == 0
-    return jax.lax.cond(ends, lambda c: _close_window(c, whitened), lambda c: c, after)
+    return jax.lax.cond(after.rounds % STRIDE == 0, read, lambda c: c, after)
 
 
 def _close_window(stats: ConvergenceStats[Tree], whitened: bool) -> ConvergenceStats[Tree]:
@@ -124,7 +122,12 @@ def _close_window(stats: ConvergenceStats[Tree], whitened: bool) -> ConvergenceS
     gain = stats.mean_before - stats.loss
     noise = 2 * jnp.hypot(error, stats.error_before)
     moves = jax.tree.map(jnp.subtract, stats.params, stats.params_before)
-    travel = jax.tree.map(_average_travel, stats.travel, moves, stats.path)
+
+    def average_travel(travel: Array, change: Array, path: Array) -> Array:
+        share = change / jnp.where(path > 0, path, 1.0)
+        return TRAVEL_DECAY * travel + (1 - TRAVEL_DECAY) * jnp.where(path > 0, share, 0.0)
+
+    travel = jax.tree.map(average_travel, stats.travel, moves, stats.path)
     windows = stats.rounds // WINDOW - 1  # that have a window before them
     # The average starts at zero; this divides by the sum of its weights, as Adam does.
     share = jnp.abs(_flat(travel)) / (1 - TRAVEL_DECAY**windows)
@@ -139,12 +142,6 @@ def _close_window(stats: ConvergenceStats[Tree], whitened: bool) -> ConvergenceS
         params_before=stats.params,
         calm=jnp.where(quiet, stats.calm + 1, 0),
     )
-
-
-def _average_travel(travel: Array, change: Array, path: Array) -> Array:
-    """Return the average travel with that of one more window."""
-    share = change / jnp.where(path > 0, path, 1.0)
-    return TRAVEL_DECAY * travel + (1 - TRAVEL_DECAY) * jnp.where(path > 0, share, 0.0)
 
 
 def _flat(tree: object) -> Array:

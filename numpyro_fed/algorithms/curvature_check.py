@@ -22,11 +22,10 @@ from numpyro_fed.algorithms.expand import (
     flat_size,
     prior_of,
     shape,
-    unraveller,
+    silo_log_likelihood,
 )
 from numpyro_fed.algorithms.mode import Search, best_start
 from numpyro_fed.gaussian import Curvature
-from numpyro_fed.integrals.quadrature import silo_integral
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.programs import jit_once
@@ -56,20 +55,16 @@ class CheckPoints(NamedTuple):
 class Shape(NamedTuple):
     """The parabola at the highest point, and the density around it.
 
-    Attributes
-    ----------
-    axes : (n, 2 n)
-        Directions in columns, in units of each coordinate's curvature: the eigenvectors of the
-        curvature, then the coordinates.
-    values : (2 n,)
-        The curvature along each. At ``threshold`` or below it is no more than rounding.
-    threshold : ()
-    densities : (12 n,)
-        Log densities on both sides of the mode along each direction, at 30 sds (at the mode itself
-        where the curvature is more than rounding), then 3, then 1.
-    periods : (n,)
-        The shift of a coordinate after which the density is what it was, as of an angle; infinite
-        where it does not repeat. It is looked for where a prior is flat: elsewhere copies differ.
+    ``axes`` (n, 2 n): Directions in columns, in units of each coordinate's curvature: the
+        eigenvectors of the curvature, then the coordinates.
+    ``values`` (2 n,): The curvature along each. At ``threshold`` or below it is no more than
+        rounding.
+    ``threshold`` ().
+    ``densities`` (12 n,): Log densities on both sides of the mode along each direction, at 30 sds
+        (at the mode itself where the curvature is more than rounding), then 3, then 1.
+    ``periods`` (n,): The shift of a coordinate after which the density is what it was, as of an
+        angle; infinite where it does not repeat. It is looked for where a prior is flat: elsewhere
+        copies differ.
     """
 
     axes: np.ndarray
@@ -82,14 +77,11 @@ class Shape(NamedTuple):
 class _Repeats(NamedTuple):
     """Shifts of flat coordinates after which the density may be the same.
 
-    Attributes
-    ----------
-    flat : (f,) int array
-        The coordinates.
-    shifts : (f, s)
-        A turn, in radians, and the distances from the mode to where other starts came to rest.
-    places : (1 + 3 f s, n)
-        A place near the mode, and the same after a shift, two shifts, and a part of one.
+    ``flat`` (f,) int array: The coordinates.
+    ``shifts`` (f, s): A turn, in radians, and the distances from the mode to where other starts
+        came to rest.
+    ``places`` (1 + 3 f s, n): A place near the mode, and the same after a shift, two shifts, and a
+        part of one.
     """
 
     flat: np.ndarray
@@ -139,13 +131,8 @@ class CurvatureCheck:
     regression, each step predicts a small gain, and the search ends as it does at a mode. Where
     priors are flat, the density may repeat: periods are looked for as well.
 
-    Attributes
-    ----------
-    model : FederatedModel
-    effects : (c,) int array
-        The coordinates that the search has integrated out.
-    num_starts : int
-        Searches side by side.
+    ``effects`` (c,) int array: The coordinates that the search has integrated out.
+    ``num_starts``: Searches side by side.
     """
 
     model: FederatedModel
@@ -155,30 +142,24 @@ class CurvatureCheck:
     @cached_property
     def exchange(self) -> Exchange[Any, Any, Any]:
         """Return the exchange in which silos tell their log likelihoods around the mode."""
-        return Exchange(
-            "around the mode",
-            stacked_reply(self._values, little=flat_size(self.model) <= FEW_COORDINATES),
-            lenient=True,
-            stacked=True,
-            like=self._messages,
-        )
-
-    def _messages(self) -> tuple[Any, Any]:
-        n, f = flat_size(self.model), len(_flat_coordinates(self.model))
+        fm = self.model
+        n, f = flat_size(fm), len(_flat_coordinates(fm))
         size = 4 * n * len(CHECK_DISTANCES) + (1 + 3 * f * (1 + self.num_starts) if f else 0)
         start: Any = jax.ShapeDtypeStruct((), np.int32)
-        return CheckPoints(shape(size, n), start), shape(size)
 
-    def _values(self, noise: object, down: CheckPoints, state: SiloState, data: SiloData) -> Array:
-        z_L = jax.tree.map(lambda a: a[down.start], state.z_L)
-        integral, unravel = silo_integral(self.model), unraveller(self.model)
+        def values(noise: object, down: CheckPoints, state: SiloState, data: SiloData) -> Array:
+            z_L = jax.tree.map(lambda a: a[down.start], state.z_L)
+            of_silo = silo_log_likelihood(fm, state.private, data, z_L)
+            side_by_side = min(columns_at_once(fm), len(down.places))
+            return jax.lax.map(lambda x: of_silo(x)[0], down.places, batch_size=side_by_side)
 
-        def value(x: Array) -> Array:
-            theta, z_G = unravel(x)
-            return integral({**theta, **state.private}, z_G, data, z_L)[0]
-
-        size = min(columns_at_once(self.model), len(down.places))
-        return jax.lax.map(value, down.places, batch_size=size)
+        return Exchange(
+            "around the mode",
+            stacked_reply(values, little=n <= FEW_COORDINATES),
+            lenient=True,
+            stacked=True,
+            like=lambda: (CheckPoints(shape(size, n), start), shape(size)),
+        )
 
     @cached_property
     def _log_prior(self) -> Callable[[Numbers, Numbers], Array]:

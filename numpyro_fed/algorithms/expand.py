@@ -19,7 +19,6 @@ from jax import Array
 
 from numpyro_fed import linalg
 from numpyro_fed.gaussian import LOG_2PI
-from numpyro_fed.integrals.laplace import Laplace
 from numpyro_fed.integrals.quadrature import silo_integral
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
@@ -38,17 +37,18 @@ ROUNDING_UNITS = 8  # eps of a sum, relative: within it two log densities count 
 # repeats the loop over rows for each of them.
 BATCH = 16
 # The largest dimension of rows' latents for which that is quicker: beyond it the batched products
-# of small matrices run as plain loops on a CPU (see :func:`sequential_map`).
+# of small matrices run as plain loops on a CPU (as of :data:`SIDE_BY_SIDE`).
 BATCH_UP_TO_DIM = 4
 # Numbers in the data up to which a silo's program is compiled with few optimisations, since its
 # steps take less time than they would. Those of rows with latents count as so many more.
 LITTLE, TIMES_FOR_LATENTS = 20_000, 20
 # Coordinates up to which the prior's program is, and how many of its places are computed together.
+# Starts are taken one after the other: side by side, stacks of matrices become stacks of stacks,
+# which XLA:CPU multiplies by plain loops. Four searches with a hundred effects took more than four
+# minutes an exchange (docs/results/raw_data.md).
 FEW_COORDINATES, SIDE_BY_SIDE = 50, 64
 PRIOR_DRAWS = 512  # for starts, and for quantiles of the prior, which need not be exact
 
-In = TypeVar("In")
-Out = TypeVar("Out")
 Aux = TypeVar("Aux")
 
 
@@ -64,7 +64,7 @@ class Expansion(NamedTuple, Generic[AnyArray]):
     curvature: AnyArray
 
 
-class Up(NamedTuple, Generic[AnyArray]):
+class SiloExpansion(NamedTuple, Generic[AnyArray]):
     """A silo's message: log likelihood, gradient and negative Hessian, for each start."""
 
     value: AnyArray
@@ -81,7 +81,7 @@ class SiloState(NamedTuple):
     """
 
     z_L: Mapping[str, Numbers]
-    place: Up[Any]
+    place: SiloExpansion[Any]
     private: dict[str, Any]
     top: Numbers
 
@@ -94,7 +94,7 @@ class Expand:
 
     def at_silos(
         self, places: Array, least: Array, z_L: Rows, private: Theta, data: SiloData
-    ) -> tuple[Up[Array], Rows]:
+    ) -> tuple[SiloExpansion[Array], Rows]:
         """Return the replies and the modes of rows of a stack of silos.
 
         ``places`` is (silos, starts, n). Replies are NaN at a point too far for a silo. The modes
@@ -102,44 +102,33 @@ class Expand:
         starts) there, else they stay ``z_L``: those of a failed point are no start for a search.
         """
         fm = self.model
-        integral, unravel = silo_integral(fm), unraveller(fm)
         derive = partial(derivatives, columns_at_once=columns_at_once(fm))
 
         def at_silo(
             places: Array, least: Array, z_L: Rows, private: Theta, data: SiloData
-        ) -> tuple[Up[Array], Rows]:
-            def at_start(args: tuple[Array, Array, Rows]) -> tuple[Up[Array], Rows]:
+        ) -> tuple[SiloExpansion[Array], Rows]:
+            def at_start(args: tuple[Array, Array, Rows]) -> tuple[SiloExpansion[Array], Rows]:
                 x, least, before = args
+                of_silo = silo_log_likelihood(fm, private, data, before)
+                up, modes, finite = silo_expansion(derive, of_silo, x)
+                return up, where(finite & (up.value >= least), modes, before)
 
-                def value(x: Array) -> tuple[Array, Rows]:
-                    theta, z_G = unravel(x)
-                    return integral({**theta, **private}, z_G, data, before)
-
-                place, modes = derive(value, x)
-                found = Up(*place[1:])
-                finite = all_finite((found, modes))
-                up = jax.tree.map(lambda a: jnp.where(finite, a, jnp.nan), found)
-                return up, where(finite & (found.value >= least), modes, before)
-
-            return sequential_map(at_start, (places, least, z_L))
+            return jax.lax.map(at_start, (places, least, z_L))  # not side by side: SIDE_BY_SIDE
 
         return readable(jax.vmap(at_silo)(places, least, z_L, private, data))
 
     @cached_property
-    def _quick(self) -> Callable[..., tuple[Up[Array], Rows]]:
-        return jit_once(self.at_silos)
-
-    @cached_property
-    def _optimised(self) -> Callable[..., tuple[Up[Array], Rows]]:
-        return jax.jit(self.at_silos)
+    def _programs(self) -> tuple[Callable[..., tuple[SiloExpansion[Array], Rows]], ...]:
+        """Return the program compiled quickly, and well."""
+        return jit_once(self.at_silos), jax.jit(self.at_silos)
 
     def __call__(
         self, places: np.ndarray, least: np.ndarray, state: SiloState, data: SiloData
-    ) -> tuple[Up[np.ndarray], Rows]:
+    ) -> tuple[SiloExpansion[np.ndarray], Rows]:
         """Return the replies as NumPy arrays, and the modes, as :meth:`at_silos` does."""
         values = sum(a.size for a in jax.tree.leaves(data))
         times = TIMES_FOR_LATENTS if any(p.dim for p in self.model.plates) else 1
-        program = self._quick if values * times <= LITTLE else self._optimised
+        program = self._programs[values * times > LITTLE]
         found = program(places, least, state.z_L, state.private, data)
         up, modes = jax.block_until_ready(found)  # which Ctrl-C can end
         return jax.tree.map(np.asarray, up), modes
@@ -149,12 +138,9 @@ class Expand:
 class Prior:
     """The log prior with derivatives, effects integrated out (:func:`prior_of`).
 
-    Attributes
-    ----------
-    model : FederatedModel
-    effects : (c,) int array
-    at_once : int
-        The number of places, of which a multiple is computed: one program serves server and silos.
+    ``effects`` (c,) int array.
+    ``at_once``: The number of places, of which a multiple is computed: one program serves server
+        and silos.
     """
 
     model: FederatedModel
@@ -174,7 +160,7 @@ class Prior:
             if few and not len(self.effects):  # those of many silos side by side
                 size = min(len(places), SIDE_BY_SIDE)
                 return jax.lax.map(at, (of_effects, places), batch_size=size)
-            return sequential_map(at, (of_effects, places))
+            return jax.lax.map(at, (of_effects, places))
 
         return jit_once(program) if few else jax.jit(program)
 
@@ -228,24 +214,32 @@ def prior_draws(fm: FederatedModel) -> np.ndarray | None:
     return None if drawn is None else np.asarray(drawn)
 
 
-def first_silo_state(
-    fm: FederatedModel, key: Array, data: SiloData, no_reply: Up[Array]
-) -> SiloState:
-    """Return a silo's state before the first point; ``no_reply`` has the shapes of its replies."""
-    starts = jnp.arange(len(no_reply.value))
-    z_L = jax.vmap(lambda _: Laplace(fm).start(data))(starts)
-    unknown = jnp.full_like(no_reply.value, jnp.finfo(no_reply.value.dtype).min)
-    return SiloState(z_L, no_reply, fm.init_private(key, data), unknown)
+def silo_log_likelihood(
+    fm: FederatedModel, private: Theta, data: SiloData, z_L: Rows
+) -> Callable[[Array], tuple[Array, Rows]]:
+    """Return the function of a point to a silo's log likelihood, and to modes near ``z_L``."""
+    integral, unravel = silo_integral(fm), unraveller(fm)
+
+    def value(x: Array) -> tuple[Array, Rows]:
+        theta, z_G = unravel(x)
+        return integral({**theta, **private}, z_G, data, z_L)
+
+    return value
 
 
-def sequential_map(f: Callable[[In], Out], args: In) -> Out:
-    """Return ``f`` of each start, one after the other.
+def silo_expansion(
+    derive: Callable[..., tuple[Expansion[Array], Rows]],
+    of_silo: Callable[[Array], tuple[Array, Rows]],
+    x: Array,
+) -> tuple[SiloExpansion[Array], Rows, Array]:
+    """Return a silo's message at ``x`` (n,), its modes there, and whether all of it is finite.
 
-    Under ``vmap``, stacks of matrices become stacks of stacks. XLA:CPU multiplies these by plain
-    loops, which takes hundreds of times as long: four searches with a hundred effects took more
-    than four minutes an exchange (docs/results/raw_data.md).
+    The message is NaN where it is not.
     """
-    return jax.lax.map(f, args)
+    place, modes = derive(of_silo, x)
+    found = SiloExpansion(*place[1:])
+    finite = all_finite((found, modes))
+    return jax.tree.map(lambda a: jnp.where(finite, a, jnp.nan), found), modes, finite
 
 
 def columns_at_once(fm: FederatedModel) -> int:

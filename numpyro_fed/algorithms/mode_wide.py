@@ -11,7 +11,6 @@ Silos compute the diagonal at the first point, after 8, 16, 32, ... steps, and a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -23,27 +22,24 @@ import numpy as np
 import optax
 from jax import Array
 
-from numpyro_fed.algorithms.base import AskSilos, Exchange, FederatedAlgorithm, Reply, of_stack
+from numpyro_fed.algorithms.base import AskSilos, Reply, of_stack
 from numpyro_fed.algorithms.expand import (
     BATCH,
     NUDGE,
-    ROUNDING_UNITS,
     Aux,
     Expansion,
+    SiloExpansion,
     SiloState,
-    Up,
     flat_size,
-    prior_draws,
-    sequential_map,
     shape,
+    silo_expansion,
+    silo_log_likelihood,
     unraveller,
 )
-from numpyro_fed.algorithms.mode import MAX_HALVINGS, Search, first_places, search_algorithm
-from numpyro_fed.integrals.quadrature import silo_integral
+from numpyro_fed.algorithms.mode import AnySearch, AnyStart, rounding_of
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.trees import Numbers, all_finite, namespace, where
+from numpyro_fed.trees import Numbers, namespace, where
 
 # Pairs that L-BFGS keeps. An exchange with silos costs far more than the products with the pairs,
 # so more than the usual ten; each takes the memory of two vectors of globals at the server.
@@ -59,9 +55,10 @@ MAX_IDLE = 10  # steps in a row that gain little, after which the search has arr
 MIN_GAIN = 1e-3  # nats: a step that gains less counts as one of these
 
 LBFGS = optax.scale_by_lbfgs(LBFGS_PAIRS)
+_lbfgs_update = jax.jit(LBFGS.update)
 
 
-class Down(NamedTuple):
+class PlacesToTry(NamedTuple):
     """A message of the server: a point (n,) for each start, and whether to send the diagonal."""
 
     place: Numbers
@@ -69,48 +66,22 @@ class Down(NamedTuple):
 
 
 @dataclass
-class WideStart:
-    """The search from one place, between two exchanges.
+class WideStart(AnyStart):
+    """The search from one place by L-BFGS; its best point has the latest diagonal of the Hessian.
 
-    Attributes
-    ----------
-    trial : (n,)
-        The point to try next.
-    best : Expansion or None
-        At the best point so far, with the latest diagonal of the Hessian; None before some point
-        had finite numbers.
-    direction : (n,)
-        The next point is ``best.x + share * direction``.
-    slope : float
-        The derivative of the density with respect to ``share``.
-    memory : optax.ScaleByLBFGSState or None
-        The state of L-BFGS, in the coordinates that it scales.
-    with_diagonal : bool
-        Whether silos compute the diagonal at the next point.
-    steps, idle, tried : int
-        Steps that led up, those in a row that gained little, and points tried.
-    done, rests, left : bool
-        As of :class:`numpyro_fed.algorithms.mode.Start`.
+    ``direction`` (n,): The next point is ``best.x + share * direction``.
+    ``slope``: The derivative of the density with respect to ``share``.
+    ``memory``: The state of L-BFGS, in the coordinates that it scales.
+    ``with_diagonal``: Whether silos compute the diagonal at the next point.
+    ``steps``: Steps that led up.
     """
 
-    trial: np.ndarray
-    best: Expansion[np.ndarray] | None = None
     direction: np.ndarray = field(default_factory=lambda: np.zeros(0))
     slope: float = 0.0
     share: float = 1.0
     memory: optax.OptState = None
     with_diagonal: bool = True
     steps: int = 0
-    idle: int = 0
-    tried: int = 0
-    done: bool = False
-    rests: bool = False
-    left: bool = False
-
-    @property
-    def height(self) -> float:
-        """Return the log density at the best point, minus infinity where there is none."""
-        return -math.inf if self.best is None else float(self.best.value)
 
     def take(self, point: Expansion[np.ndarray], max_places: int | None) -> None:
         """Keep the trial if it is better than the best point, and choose the next one."""
@@ -125,9 +96,7 @@ class WideStart:
         self.tried += 1
         ended = max_places is not None and self.tried >= max_places
         if self.best is None and not finite:
-            # From a start at which something is not finite, halfway back to zero.
-            self.done = ended or self.tried > MAX_HALVINGS or not self.trial.any()
-            self.trial = self.trial if self.done else 0.5 * self.trial
+            self.halve(ended)
             return
         stuck = self._step(point if self.best is None else self.best, point, finite)
         self.rests = self.idle >= MAX_IDLE
@@ -140,10 +109,12 @@ class WideStart:
         self, best: Expansion[np.ndarray], point: Expansion[np.ndarray], finite: bool
     ) -> bool:
         """Accept or reject the trial; return whether no direction leads up any more."""
-        refresh = False
+        refresh, rounding = False, rounding_of(best.value)
+        # Armijo's rule: a share of what the slope predicts.
+        least = best.value + ARMIJO * self.share * self.slope - rounding
         if self.with_diagonal and finite:  # the trial was the best point itself
             self._turn(point, forget=True)
-        elif self.with_diagonal or not (finite and self._rises(point, best)):
+        elif self.with_diagonal or not (finite and point.value >= least):
             if self.share > MIN_SHARE or self.with_diagonal:
                 self.share *= BACKTRACK
             elif self.memory.count <= 1:  # the direction was the gradient itself
@@ -151,7 +122,7 @@ class WideStart:
             else:
                 self._turn(best, forget=True)
         else:
-            little = point.value - best.value <= max(MIN_GAIN, _rounding(best))
+            little = point.value - best.value <= max(MIN_GAIN, rounding)
             self.idle = self.idle + 1 if little else 0
             self.steps += 1
             refresh = self.steps >= FIRST_REFRESH and self.steps.bit_count() == 1
@@ -159,16 +130,9 @@ class WideStart:
         self.with_diagonal = refresh
         return False
 
-    def _rises(self, point: Expansion[np.ndarray], best: Expansion[np.ndarray]) -> bool:
-        """Return whether the density rises by a share of what the slope predicts."""
-        least = best.value + ARMIJO * self.share * self.slope - _rounding(best)
-        return bool(point.value >= least)
-
     def _turn(self, best: Expansion[np.ndarray], *, forget: bool) -> None:
-        """Take the best point, and the next direction from there.
-
-        It is L-BFGS's, or where that leads down the scaled gradient, at most one unit long.
-        """
+        """Take the best point, and the next direction from there."""
+        # It is L-BFGS's, or where that leads down the scaled gradient, at most one unit long.
         x, _, g, diagonal = self.best = best
         unit = np.sqrt(nonzero(diagonal))
         memory = LBFGS.init(jax.device_put(x)) if forget else self.memory
@@ -180,98 +144,44 @@ class WideStart:
         self.direction, self.slope, self.share = direction, float(g @ direction), 1.0
 
 
-@jax.jit
-def _lbfgs_update(
-    downhill: Array, memory: optax.OptState, x: Array
-) -> tuple[Array, optax.OptState]:
-    direction, after = LBFGS.update(downhill, memory, x)
-    return direction, after
-
-
-def _rounding(best: Expansion[np.ndarray]) -> float:
-    """Return the nats within which two log densities count as equal."""
-    return float(ROUNDING_UNITS * np.finfo(best.value.dtype).eps * abs(best.value))
-
-
 @dataclass(frozen=True, eq=False)
-class WideSearch:
-    """The search of silos and server; attributes as of :class:`~.mode.ModeSearch`."""
+class WideSearch(AnySearch[WideStart]):
+    """The search by L-BFGS; it integrates no effects out."""
 
-    model: FederatedModel
-    num_silos: int
-    num_starts: int
-    init_loc_fn: Callable[..., Any] | None
-    max_places: int | None
+    aside = NUDGE
+    start = WideStart
 
-    @cached_property
-    def algorithm(self) -> FederatedAlgorithm[Any, SiloState]:
-        """Return first states and exchanges, as other parties know them."""
-        return search_algorithm(self.model, self.exchange, self._messages()[1], 0)
-
-    @cached_property
-    def exchange(self) -> Exchange[Any, Any, Any]:
-        """Return the exchange in which silos tell their log likelihoods at the starts' points."""
-        return Exchange("mode", self.reply, lenient=True, stacked=True, like=self._messages)
-
-    def _messages(self) -> tuple[Any, Up[Any]]:
+    def messages(self) -> tuple[Any, SiloExpansion[Any]]:
         k, n = self.num_starts, flat_size(self.model)
         yes: Any = jax.ShapeDtypeStruct((), bool)
-        return Down(shape(k, n), yes), Up(shape(k), shape(k, n), shape(k, n))
+        return PlacesToTry(shape(k, n), yes), SiloExpansion(shape(k), shape(k, n), shape(k, n))
 
     @cached_property
-    def prior_draws(self) -> np.ndarray | None:
-        """Return draws (n, dim) of the prior, if it can be drawn from."""
-        return prior_draws(self.model)
+    def _at_silos(self) -> Callable[..., tuple[SiloExpansion[Array], Any]]:
+        """Return the silos' program: replies, and modes and last finite replies, for each start."""
 
-    def starts(self, key: Array, random: np.random.Generator) -> list[WideStart]:
-        """Return the searches at their first places. The first one is close to the model's own."""
-        draws = self.prior_draws if self.num_starts > 1 else None
-        places = first_places(
-            self.model, key, random, self.num_starts, self.init_loc_fn, NUDGE, draws
-        )
-        return [WideStart(place) for place in places]
+        def at_silo(noise: object, down: PlacesToTry, state: SiloState, data: SiloData) -> Any:
+            derive = partial(with_slope, with_diagonal=jnp.asarray(down.with_diagonal))
 
-    @cached_property
-    def _at_silos(self) -> Callable[..., tuple[Up[Array], tuple[Rows, Up[Array]]]]:
-        return of_stack(self._at_silo, little=False)
+            def at_start(args: tuple[Array, Rows, SiloExpansion[Array]]) -> Any:
+                x, z_L, before = args
+                of_silo = silo_log_likelihood(self.model, state.private, data, z_L)
+                up, modes, finite = silo_expansion(derive, of_silo, x)
+                # The modes of a failed point are no start for the next search.
+                return up, where(finite, (modes, up), (z_L, before))
 
-    def _at_silo(
-        self, noise: object, down: Down, state: SiloState, data: SiloData
-    ) -> tuple[Up[Array], tuple[Rows, Up[Array]]]:
-        """Return a silo's reply, and its modes and last finite reply, for each start."""
-        integral, unravel = silo_integral(self.model), unraveller(self.model)
-        derive = partial(with_slope, with_diagonal=jnp.asarray(down.with_diagonal))
+            z_L: Rows = jax.tree.map(jnp.asarray, state.z_L)
+            # Not side by side: SIDE_BY_SIDE.
+            return jax.lax.map(at_start, (jnp.asarray(down.place), z_L, state.place))
 
-        def at_start(
-            args: tuple[Array, Rows, Up[Array]],
-        ) -> tuple[Up[Array], tuple[Rows, Up[Array]]]:
-            x, z_L, before = args
-
-            def value(x: Array) -> tuple[Array, Rows]:
-                theta, z_G = unravel(x)
-                return integral({**theta, **state.private}, z_G, data, z_L)
-
-            place, modes = derive(value, x)
-            found = Up(*place[1:])
-            finite = all_finite((found, modes))
-            up = jax.tree.map(lambda a: jnp.where(finite, a, jnp.nan), found)
-            # The modes of a failed point are no start for the next search.
-            return up, where(finite, (modes, found), (z_L, before))
-
-        z_L: Rows = jax.tree.map(jnp.asarray, state.z_L)
-        return sequential_map(at_start, (jnp.asarray(down.place), z_L, state.place))
+        return of_stack(at_silo, little=False)
 
     def reply(
-        self, noise: object, down: Down, state: SiloState, data: SiloData
-    ) -> tuple[Reply[Up[np.ndarray]], SiloState]:
-        """Return the replies and states of a stack of silos.
-
-        At a point too far for a silo the reply is NaN, and still ``ok``: the step fails, not the
-        exchange.
-        """
+        self, noise: object, down: PlacesToTry, state: SiloState, data: SiloData
+    ) -> tuple[Reply[SiloExpansion[np.ndarray]], SiloState]:
         found = jax.block_until_ready(self._at_silos((), down, state, data))
         up, (modes, place) = found
-        told: Up[np.ndarray] = jax.tree.map(np.asarray, up)
+        told: SiloExpansion[np.ndarray] = jax.tree.map(np.asarray, up)
         return Reply(told, np.ones(len(told.value), bool)), state._replace(z_L=modes, place=place)
 
     @cached_property
@@ -284,41 +194,17 @@ class WideSearch:
 
         def program(places: Numbers, with_diagonal: Numbers) -> Expansion[Array]:
             diagonal = jnp.asarray(with_diagonal)
-            return sequential_map(
-                lambda x: with_slope(log_prior, x, diagonal)[0], jnp.asarray(places)
-            )
+            return jax.lax.map(lambda x: with_slope(log_prior, x, diagonal)[0], jnp.asarray(places))
 
         return jax.jit(program)
 
-    @np.errstate(all="ignore")  # of points that are too far
-    def run(
-        self,
-        ask: AskSilos,
-        starts: list[WideStart],
-        max_exchanges: int,
-        shown: Callable[[float], None] = lambda value: None,
-    ) -> Search[Any]:
-        """Return where searches from some starts end, after so many exchanges at most."""
-        for _ in range(max_exchanges):
-            if all(start.left for start in starts):
-                break
-            places = np.stack([s.trial for s in starts]).astype(jnp.result_type(float))
-            diagonal = np.asarray(any(start.with_diagonal for start in starts))
-            up = ask(self.exchange, Down(places, diagonal))
-            prior = jax.block_until_ready(self._prior(places, diagonal))
-            for i, start in enumerate(starts):
-                total = (np.asarray(a)[i] + b[i] for a, b in zip(prior[1:], up, strict=True))
-                start.take(Expansion(places[i], *total), self.max_places)
-            shown(max(start.height for start in starts))
-        n, k = flat_size(self.model), len(starts)
-        none = Expansion(np.zeros(n), np.zeros(()), np.zeros(n), np.ones(n))
-        best = [s.best or none._replace(x=s.trial) for s in starts]
-        return Search(
-            Expansion(*map(np.stack, zip(*best, strict=True))),
-            np.zeros((k, 0, 0)),
-            np.array([s.best is not None for s in starts]),
-            np.array([s.rests for s in starts]),
-        )
+    def move(self, ask: AskSilos, starts: list[WideStart], places: np.ndarray) -> None:
+        diagonal = np.asarray(any(start.with_diagonal for start in starts))
+        up = ask(self.exchange, PlacesToTry(places, diagonal))
+        prior = jax.block_until_ready(self._prior(places, diagonal))
+        for i, start in enumerate(starts):
+            total = (np.asarray(a)[i] + b[i] for a, b in zip(prior[1:], up, strict=True))
+            start.take(Expansion(places[i], *total), self.max_places)
 
 
 def with_slope(

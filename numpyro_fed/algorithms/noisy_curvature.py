@@ -20,15 +20,10 @@ from numpyro_fed.gaussian import root_of
 class Spectrum(NamedTuple):
     """The eigenvectors ``V`` (d, d) of a curvature with noise, and its eigenvalues without.
 
-    Attributes
-    ----------
-    V : (d, d)
-    curved : (d,)
-        Eigenvalues as of the matrix without noise.
-    damped : (d,)
-        The same for a step: positive, and not below what noise may hide.
-    undetermined : int
-        The number of directions whose curvature could not be told from noise.
+    ``V`` (d, d).
+    ``curved`` (d,): Eigenvalues as of the matrix without noise.
+    ``damped`` (d,): The same for a step: positive, and not below what noise may hide.
+    ``undetermined``: The number of directions whose curvature could not be told from noise.
     """
 
     V: np.ndarray

@@ -30,13 +30,11 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import Site
 
-Draw = Callable[[Array, Down, Any, SiloData], dict[str, Array]]
 # The arrays of the server's data: draws of the globals (n, dim), and the words of a key a silo.
 DRAWS, KEYS = "draws", "keys"
-SCATTERED: Any = (False, True)  # each silo gets its own key
 
 
-class Asked(NamedTuple):
+class LatentsQuestion(NamedTuple):
     """A message of the server: draws of the globals, and the words of the silo's key.
 
     It is the key with which a run in one process draws the silo's latents.
@@ -46,16 +44,13 @@ class Asked(NamedTuple):
     keys: Array
 
 
-class Told(NamedTuple):
+class SharedLatents(NamedTuple):
     """The reply of a silo to the question for its shared latents.
 
-    Attributes
-    ----------
-    values : dict of str to array
-        The draws of each latent of an outer plate, (n, ...), on its support. Zeros follow those of
-        the silo, up to a number of rows that is the same for all silos.
-    rows : dict of str to int array ()
-        The number of rows of each outer plate at the silo.
+    ``values`` dict of str to array: The draws of each latent of an outer plate, (n, ...), on its
+        support. Zeros follow those of the silo, up to a number of rows that is the same for all
+        silos.
+    ``rows`` dict of str to int array (): The number of rows of each outer plate at the silo.
     """
 
     values: dict[str, Array]
@@ -70,59 +65,57 @@ def outer_sites(fm: FederatedModel) -> list[Site]:
 def outer_latents(
     fm: FederatedModel,
     guide: Guide,
-    draw: Draw,
+    draw: Callable[[Array, Down, Any, SiloData], dict[str, Array]],
     fitted: FederatedAlgorithm[Any, Any],
     num_draws: int,
     num_silos: int,
     rows: Mapping[str, int],
     settings: str,
 ) -> Round:
-    """Return the round that leads from a run's state to what all silos have :class:`Told`.
+    """Return the round that leads from a run's state to what all silos have :class:`SharedLatents`.
 
     The server's data have the arrays :data:`DRAWS` and :data:`KEYS`.
 
-    Parameters
-    ----------
-    draw : (key, down, silo_state, data) -> {site: (n, ...)}
-        Draws of a silo's latents on their supports.
-    rows : dict of str to int
-        The length to which replies are filled up, for each outer plate.
+    ``draw``, ``(key, down, silo_state, data) -> {site: (n, ...)}``: Draws of a silo's latents on
+        their supports.
+    ``rows``: The length to which replies are filled up, for each outer plate.
     """
     sites = outer_sites(fm)
 
-    def silo(noise: object, down: Asked, state: Any, data: SiloData) -> tuple[Reply[Told], Any]:
+    def silo(
+        noise: object, down: LatentsQuestion, state: Any, data: SiloData
+    ) -> tuple[Reply[SharedLatents], Any]:
         found = draw(jax.random.wrap_key_data(down.keys), down.draws, state, data)
         sizes = fm.sizes(data)
-        values = {s.name: _filled_up(s, found[s.name], rows[str(s.plate)]) for s in sites}
+        values: dict[str, Array] = {}
+        for s in sites:
+            draws, axis = found[s.name], 1 + (s.axis or 0)
+            more = rows[str(s.plate)] - draws.shape[axis]
+            if more < 0:
+                raise ModelError(
+                    f"'{s.name}' has {draws.shape[axis]} rows here, and the server expects at most "
+                    f"{rows[str(s.plate)]}. Server and silos must have agreed on the same plan."
+                )
+            pads = [(0, more if i == axis else 0) for i in range(draws.ndim)]
+            values[s.name] = jnp.pad(draws, pads)
         plates = {str(s.plate): jnp.asarray(sizes[str(s.plate)]) for s in sites}
-        return Reply(Told(values, plates), jnp.array(True)), state
+        return Reply(SharedLatents(values, plates), jnp.array(True)), state
 
-    def run(state: Any, noise: object, ask: Ask) -> tuple[Told, Info]:
+    def run(state: Any, noise: object, ask: Ask) -> tuple[SharedLatents, Info]:
         words = jax.random.key_data(jax.random.key(0)).shape
         z_G, keys = jnp.zeros((num_draws, fm.dim)), jnp.zeros((num_silos, *words), jnp.uint32)
         if ask.server_data is not None:
             z_G, keys = (ask.server_data.arrays[name] for name in (DRAWS, KEYS))
-        down = Asked(down_of(guide, fitted.shared(state), z_G), keys)
-        told: Told = ask(OUTER_LATENTS, down).up
+        down = LatentsQuestion(down_of(guide, fitted.shared(state), z_G), keys)
+        told: SharedLatents = ask(OUTER_LATENTS, down).up
         return told, Info(jnp.zeros(()), jnp.array(True))
 
+    prefix: Any = (False, True)  # each silo gets its own key
     exchange = Exchange(
         OUTER_LATENTS,
         silo,
         combine=Combine.GATHER,
-        scatter=Asked(*SCATTERED),
+        scatter=LatentsQuestion(*prefix),
         settings=settings,
     )
     return Round((exchange,), run)
-
-
-def _filled_up(site: Site, values: Array, rows: int) -> Array:
-    """Return draws (n, ...) with zeros after the silo's own rows."""
-    axis = 1 + (site.axis or 0)
-    more = rows - values.shape[axis]
-    if more < 0:
-        raise ModelError(
-            f"'{site.name}' has {values.shape[axis]} rows here, and the server expects at most "
-            f"{rows}. Server and silos must have agreed on the same plan."
-        )
-    return jnp.pad(values, [(0, more if i == axis else 0) for i in range(values.ndim)])

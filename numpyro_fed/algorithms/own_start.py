@@ -62,14 +62,9 @@ class Parabola(NamedTuple):
 class Top(NamedTuple):
     """The ends of the climbs of a stack of silos from each start, leaves (silos, starts, ...).
 
-    Attributes
-    ----------
-    place : Expansion
-        Of the silo's share of the posterior.
-    likelihood : (silos, starts)
-        The silo's log likelihood there.
-    z_L : {plate: (silos, starts, rows, dim)}
-        The modes of the latents of its rows there.
+    ``place``: Of the silo's share of the posterior.
+    ``likelihood`` (silos, starts): The silo's log likelihood there.
+    ``z_L`` {plate: (silos, starts, rows, dim)}: The modes of the latents of its rows there.
     """
 
     place: Expansion[np.ndarray]
@@ -89,15 +84,9 @@ class Top(NamedTuple):
 class Climbs:
     """The climbs of silos to modes of their own.
 
-    Attributes
-    ----------
-    expand : Expand
-    prior : Prior
-        Without effects.
-    share : float
-        The silo's share of the prior.
-    fixed : int
-        The number of first coordinates that stay as they are.
+    ``prior``: Without effects.
+    ``share``: The silo's share of the prior.
+    ``fixed``: The number of first coordinates that stay as they are.
     """
 
     expand: Expand
@@ -133,10 +122,8 @@ class Climbs:
     def _at(
         self, places: np.ndarray, least: np.ndarray | float, state: SiloState, data: SiloData
     ) -> tuple[Expansion[np.ndarray], np.ndarray, Rows]:
-        """Return the silos' shares of the posterior, their log likelihoods, and the rows' modes.
-
-        Modes move where the share is ``least`` or above.
-        """
+        """Return the silos' shares of the posterior, their log likelihoods, and the rows' modes."""
+        # Modes move where the share is ``least`` or above.
         side, n = places.shape[:2], places.shape[-1]
         none = np.zeros((len(places) * side[1], 0, 0), places.dtype)
         prior = self.prior(none, places.reshape(-1, n))
@@ -157,11 +144,13 @@ class OwnModes:
     @property
     def exchange(self) -> Exchange[Any, Any, Any]:
         """Return the exchange in which silos tell their parabolas."""
-        return Exchange("own modes", self.reply, stacked=True, like=self._messages)
-
-    def _messages(self) -> tuple[Any, Parabola]:
         k, n = self.search.num_starts, flat_size(self.search.model)
-        return shape(k, n), Parabola(shape(k, n, n), shape(k, n), shape(k))
+        return Exchange(
+            "own modes",
+            self.reply,
+            stacked=True,
+            like=lambda: (shape(k, n), Parabola(shape(k, n, n), shape(k, n), shape(k))),
+        )
 
     @np.errstate(all="ignore")
     def reply(
@@ -197,14 +186,13 @@ class OwnModes:
             if total.arrived[i] > 0 and np.isfinite(x).all():
                 start.trial, start.metric = x, curvature.matrix()
             if total.arrived[i] < MIN_SHARE * total.arrived.max():
-                start.give_up()
+                start.done = start.left = True
 
 
 def _finite(place: Expansion[np.ndarray]) -> np.ndarray:
     """Return whether all numbers of expansions (silos, starts, ...) are finite."""
     flat = [np.isfinite(a).reshape(*place.value.shape, -1).all(-1) for a in place]
-    finite: np.ndarray = np.logical_and.reduce(flat)
-    return finite
+    return np.asarray(np.logical_and.reduce(flat))
 
 
 def _where(condition: np.ndarray, one: Any, other: Any) -> np.ndarray:

@@ -67,13 +67,14 @@ from numpyro_fed.algorithms.noisy_curvature import (
 )
 from numpyro_fed.algorithms.private_schedule import SIZES, UNITS, Phase, Schedule, sums_of
 from numpyro_fed.algorithms.private_units import (
+    COARSE,
+    COUNTS,
     HIGHEST,
     LOWEST,
     UNCLIPPED,
     PrivateUnits,
     best_clip,
     histogram,
-    is_coarse,
     quantile,
 )
 from numpyro_fed.errors import ModelError
@@ -108,7 +109,7 @@ NEAR = 2.0
 PATIENCE = 3
 
 
-class Place(NamedTuple):
+class NewtonQuestion(NamedTuple):
     """A question to silos: which step, the point ``z`` (d,), the frame ``L`` (d, d), and clips.
 
     Steps are numbered over all phases; sizes are asked for at the first step of a phase. Noise
@@ -123,7 +124,7 @@ class Place(NamedTuple):
     clip_curvature: np.ndarray
 
 
-class Asked(NamedTuple):
+class Answered(NamedTuple):
     """A silo's state: whether it has told units, its next phase for sizes, and step for sums."""
 
     units: Numbers
@@ -131,7 +132,7 @@ class Asked(NamedTuple):
     sums: Numbers
 
 
-class Sums(NamedTuple):
+class PrivateSums(NamedTuple):
     """A silo's sums: gradient (d,), and curvature as a vector (d * (d + 1) / 2,)."""
 
     gradient: np.ndarray
@@ -141,27 +142,18 @@ class Sums(NamedTuple):
 class Server(NamedTuple):
     """The state of the server between two phases.
 
-    Attributes
-    ----------
-    phase : () int
-        The next phase of the schedule; -1 before the first units of the frame are known.
-    z, L : (d,), (d, d)
-        Point and frame of the next step.
-    loc, root : (d,), (d, d)
-        Mean of the posterior, and root of its covariance.
-    undetermined : () int
-        Directions whose curvature could not be told from noise.
-    coarse : () bool
-        Whether many units' lengths are hidden by the noise of their histogram.
-    moved : ()
-        How long the last step wanted to be, in sds of the posterior without its excess, divided by
-        the root of ``d``; -1 where nothing finite came of it.
-    fewest, waited : () int
-        The fewest undetermined directions of a phase so far, and the phases since.
-    made : (phases,) bool
-        The phases of the schedule that were made.
-    multiplier : ()
-        The noise multiplier of the first release, by which a run knows its budget.
+    ``phase`` () int: The next phase of the schedule; -1 before the first units of the frame are
+        known.
+    ``z, L`` (d,), (d, d): Point and frame of the next step.
+    ``loc, root`` (d,), (d, d): Mean of the posterior, and root of its covariance.
+    ``undetermined`` () int: Directions whose curvature could not be told from noise.
+    ``coarse`` () bool: Whether many units' lengths are hidden by the noise of their histogram.
+    ``moved`` (): How long the last step wanted to be, in sds of the posterior without its excess,
+        divided by the root of ``d``; -1 where nothing finite came of it.
+    ``fewest, waited`` () int: The fewest undetermined directions of a phase so far, and the phases
+        since.
+    ``made`` (phases,) bool: The phases of the schedule that were made.
+    ``multiplier`` (): The noise multiplier of the first release, by which a run knows its budget.
     """
 
     phase: Numbers | float
@@ -182,18 +174,11 @@ class Server(NamedTuple):
 class PrivateNewton:
     """The parts of the method.
 
-    Parameters
-    ----------
-    units : PrivateUnits
-        What is protected, in a model whose units stand alone.
-    schedule : Schedule
-    num_units : int
-        The number of rows or silos, about: it scales the frame.
-    clip : float, optional
-        The clipping length of gradients, in the place of a quantile.
-    rows_in_unit : float
-        The mean number of rows in a unit. The frame of many rows is the narrower, and steps in it
-        may be the longer.
+    ``units``: What is protected, in a model whose units stand alone.
+    ``num_units``: The number of rows or silos, about: it scales the frame.
+    ``clip``: The clipping length of gradients, in the place of a quantile.
+    ``rows_in_unit``: The mean number of rows in a unit. The frame of many rows is the narrower, and
+        steps in it may be the longer.
     """
 
     units: PrivateUnits
@@ -203,32 +188,33 @@ class PrivateNewton:
     rows_in_unit: float = 1.0
 
     @cached_property
-    def algorithm(self) -> FederatedAlgorithm[Server, Asked]:
+    def algorithm(self) -> FederatedAlgorithm[Server, Answered]:
         """Return first states and exchanges, as other parties know them."""
+
+        def init_server(key: Array) -> Server:
+            d, zero = self.units.model.dim, jnp.zeros((), jnp.int32)
+            z, eye = jnp.full(d, ASIDE), jnp.eye(d)
+            return Server(
+                phase=zero - 1,
+                z=z,
+                L=eye,
+                loc=z,
+                root=eye,
+                undetermined=zero,
+                coarse=jnp.array(True),
+                moved=jnp.array(-1.0),
+                fewest=zero + d,
+                waited=zero,
+                made=jnp.zeros(len(self.schedule.phases), bool),
+                multiplier=jnp.asarray(self.schedule.units, jnp.result_type(float)),
+            )
+
         return FederatedAlgorithm(
-            init_server=self._init_server,
-            init_silo=lambda key, data: Asked(*jnp.zeros((3,), jnp.int32)),
+            init_server=init_server,
+            init_silo=lambda key, data: Answered(*jnp.zeros((3,), jnp.int32)),
             round=Round(self.exchanges[1:], asked_directly),
             shared=_shared,
             opening=(Round(self.exchanges[:1], asked_directly),),
-        )
-
-    def _init_server(self, key: Array) -> Server:
-        d, zero = self.units.model.dim, jnp.zeros((), jnp.int32)
-        z, eye = jnp.full(d, ASIDE), jnp.eye(d)
-        return Server(
-            phase=zero - 1,
-            z=z,
-            L=eye,
-            loc=z,
-            root=eye,
-            undetermined=zero,
-            coarse=jnp.array(True),
-            moved=jnp.array(-1.0),
-            fewest=zero + d,
-            waited=zero,
-            made=jnp.zeros(len(self.schedule.phases), bool),
-            multiplier=jnp.asarray(self.schedule.units, jnp.result_type(float)),
         )
 
     # At silos.
@@ -237,7 +223,10 @@ class PrivateNewton:
     def exchanges(self) -> tuple[Exchange[Any, Any, Any], ...]:
         """Return those that tell units, and lengths and sums of each step of a phase."""
         d, bins, steps = self.units.model.dim, HIGHEST - LOWEST + 1, self.schedule.steps
-        num_steps, sums = steps * len(self.schedule.phases), Sums(shape(d), shape(d * (d + 1) // 2))
+        num_steps, sums = (
+            steps * len(self.schedule.phases),
+            PrivateSums(shape(d), shape(d * (d + 1) // 2)),
+        )
         return (
             self._exchange(UNITS, "units", num_steps, self._tell_units, shape(d, bins)),
             self._exchange(SIZES, "sizes", steps, self._tell_sizes, shape(2, bins)),
@@ -250,17 +239,15 @@ class PrivateNewton:
     def _exchange(
         self, name: str, counter: str, steps: int, tell: Callable[..., Any], up: Any
     ) -> Exchange[Any, Any, Any]:
-        """Return the exchange in which a silo tells ``up`` once in so many steps.
-
-        ``counter`` is the field of the silo's state that counts its answers.
-        """
+        """Return the exchange in which a silo tells ``up`` once in so many steps."""
+        # ``counter`` is the field of the silo's state that counts its answers.
         d, each, phases = self.units.model.dim, self.schedule.steps, self.schedule.phases
         step: Any = jax.ShapeDtypeStruct((), jnp.int32)
-        asked = Place(step, shape(d), shape(d, d), shape(), shape())
+        asked = NewtonQuestion(step, shape(d), shape(d, d), shape(), shape())
 
         def reply(
-            noise: object, down: Place, state: Asked, data: SiloData
-        ) -> tuple[Reply[Any], Asked]:
+            noise: object, down: NewtonQuestion, state: Answered, data: SiloData
+        ) -> tuple[Reply[Any], Answered]:
             number, k = int(down.step) // steps, int(down.step) // each
             before = np.asarray(getattr(state, counter))
             planned = (before <= number) & (k < len(phases))
@@ -277,44 +264,38 @@ class PrivateNewton:
 
         return Exchange(name, reply, stacked=True, like=lambda: (asked, up))
 
-    def _tell_units(self, down: Place, phase: Phase, g: np.ndarray, *C: np.ndarray) -> np.ndarray:
+    def _tell_units(
+        self, down: NewtonQuestion, phase: Phase, g: np.ndarray, *C: np.ndarray
+    ) -> np.ndarray:
         """Return how many units' roots of curvature are of each power of two, by coordinate."""
         sizes = np.sqrt(np.abs(np.diagonal(C[0], axis1=1, axis2=2))) if C else np.abs(g)
         counts = np.stack([histogram(column) for column in sizes.T])
         change = math.sqrt(self.units.model.dim)  # one count in each coordinate
         return self.units.added(counts, change, self.schedule.units)
 
-    def _tell_sizes(self, down: Place, phase: Phase, g: np.ndarray, *C: np.ndarray) -> np.ndarray:
+    def _tell_sizes(
+        self, down: NewtonQuestion, phase: Phase, g: np.ndarray, *C: np.ndarray
+    ) -> np.ndarray:
         """Return how many gradients, and curvatures, have a length of each power of two."""
         lengths = np.linalg.norm(g, axis=1)
         curved = np.linalg.norm(C[0], axis=(1, 2)) if C else lengths**2
         counts = np.stack([histogram(lengths), histogram(curved)])
         return self.units.added(counts, math.sqrt(2.0), phase.sizes)
 
-    def _tell_sums(self, down: Place, phase: Phase, g: np.ndarray, *C: np.ndarray) -> Sums:
+    def _tell_sums(
+        self, down: NewtonQuestion, phase: Phase, g: np.ndarray, *C: np.ndarray
+    ) -> PrivateSums:
         """Return the sums of the units' clipped gradients and curvatures."""
         clip, of_curvature = map(float, down[-2:])
         gradient = self.units.sum_of(g, clip, phase.gradient)
         if not C:
             clips = clip, of_curvature
-            return Sums(gradient, self.units.sum_of_products(g, *clips, phase.curvature))
-        return Sums(gradient, self.units.sum_of(as_vector(C[0]), of_curvature, phase.curvature))
+            return PrivateSums(gradient, self.units.sum_of_products(g, *clips, phase.curvature))
+        return PrivateSums(
+            gradient, self.units.sum_of(as_vector(C[0]), of_curvature, phase.curvature)
+        )
 
     # At the server.
-
-    def _begin(self, ask: AskSilos, server: Server) -> Server:
-        """Return the state with the first units of the frame."""
-        counts, d = ask(self.exchanges[0], _place(0, server.z, server.L)), self.units.model.dim
-        sd = math.sqrt(d) * self.schedule.units * self.units.spread
-        sizes = np.array([quantile(of_coordinate, sd, UNIT_QUANTILE) for of_coordinate in counts])
-        # No unit is longer than the prior's, which it is where no count stands out of the noise.
-        L = np.diag(np.minimum(1 / np.maximum(sizes, 1e-30), self._prior_sd))
-        if not np.isfinite(L).all():
-            raise ModelError(
-                "the curvature of the prior is not finite close to zero in unconstrained space. "
-                "Look at the scales of the priors there."
-            )
-        return server._replace(phase=0, L=L)
 
     def left(self, server: Server) -> int:
         """Return the number of phases that are planned and left."""
@@ -323,7 +304,19 @@ class PrivateNewton:
     @np.errstate(all="ignore")  # of steps to nowhere
     def phase(self, ask: AskSilos, server: Server) -> Server:
         """Return the state after the next phase: a histogram of lengths, and some steps."""
-        server = self._begin(ask, server) if server.phase < 0 else server
+        if server.phase < 0:  # the first units of the frame are not known yet
+            counts, d = ask(self.exchanges[0], _place(0, server.z, server.L)), len(server.z)
+            sd = math.sqrt(d) * self.schedule.units * self.units.spread
+            sizes = np.array([quantile(column, sd, UNIT_QUANTILE) for column in counts])
+            # No unit is longer than the prior's, which it is where no count stands out of the
+            # noise.
+            L = np.diag(np.minimum(1 / np.maximum(sizes, 1e-30), self._prior_sd))
+            if not np.isfinite(L).all():
+                raise ModelError(
+                    "the curvature of the prior is not finite close to zero in unconstrained "
+                    "space. Look at the scales of the priors there."
+                )
+            server = server._replace(phase=0, L=L)
         k = int(server.phase)
         # A phase that leads to where nothing is finite loses no more than its budget.
         lost = server._replace(
@@ -343,12 +336,21 @@ class PrivateNewton:
         _, lengths, *sums = self.exchanges
 
         counts, sd = ask(lengths, _place(k * steps, z, L)), math.sqrt(2) * noise.sizes * spread
-        clip, of_curvature = self._clips(counts, sd, noise.gradient * spread / math.sqrt(steps), k)
-
+        # The posterior must not be moved by what is clipped. A search takes its way in any case.
+        if self.clip is not None:
+            clip = self.clip
+        elif k < self.schedule.search:
+            clip = quantile(counts[0], sd, GRADIENT_QUANTILE)
+        else:  # by the noise in the mean of a phase's gradients, of clips of one
+            clip = best_clip(counts[0], sd, noise.gradient * spread / math.sqrt(steps), d)
+        q = CURVATURE_QUANTILE if self.units.has_products else GRADIENT_QUANTILE
+        # If no count stands out there are too few units; one whitened unit is some sqrt(d) long.
+        clip = clip or UNSEEN * math.sqrt(d)
+        of_curvature = quantile(counts[1], sd, q) or 1.0 * d
         at, moved, told = np.zeros(d), [], []
         for i, exchange in enumerate(sums):
             here = z + L @ at
-            up: Sums = ask(exchange, _place(k * steps + i, here, L, clip, of_curvature))
+            up: PrivateSums = ask(exchange, _place(k * steps + i, here, L, clip, of_curvature))
             told.append(
                 (up.gradient.astype(float), as_symmetric(up.curvature.astype(float), d), at)
             )
@@ -372,27 +374,10 @@ class PrivateNewton:
             phase=max(k + 1, self.schedule.search) if ended else k + 1,
             z=z + L @ at,
             root=root_of(np.column_stack([found.root, excess])),
-            coarse=is_coarse(sd, self.num_units),
+            coarse=bool(COUNTS * sd > COARSE * self.num_units),
             fewest=min(int(found.undetermined), int(server.fewest)),
             waited=waited,
         )
-
-    def _clips(self, counts: np.ndarray, sd: float, noise: float, k: int) -> tuple[float, float]:
-        """Return the clipping lengths of gradients and curvatures, from histograms with noise.
-
-        ``noise`` is the sd of the noise in the mean of a phase's gradients, of clips of one.
-        """
-        d = self.units.model.dim
-        # The posterior must not be moved by what is clipped. A search takes its way in any case.
-        if self.clip is not None:
-            C = self.clip
-        elif k < self.schedule.search:
-            C = quantile(counts[0], sd, GRADIENT_QUANTILE)
-        else:
-            C = best_clip(counts[0], sd, noise, d)
-        q = CURVATURE_QUANTILE if self.units.has_products else GRADIENT_QUANTILE
-        # If no count stands out there are too few units; one whitened unit is some sqrt(d) long.
-        return C or UNSEEN * math.sqrt(d), quantile(counts[1], sd, q) or 1.0 * d
 
     def _estimate(
         self,
@@ -403,11 +388,9 @@ class PrivateNewton:
         z: np.ndarray,
         server: Server,
     ) -> tuple[Server, np.ndarray]:
-        """Return the posterior and the next frame at the place ``z`` (d,), and the step from there.
-
-        ``g`` (d,) is the mean of the gradients, as of a place ``away`` (d,) from here in the frame,
-        and ``variance`` that of the noise in each of its numbers.
-        """
+        """Return the posterior and the next frame at a place ``z`` (d,), and the step from it."""
+        # ``g`` (d,) is the mean of the gradients, as of a place ``away`` (d,) from here in the
+        # frame, and ``variance`` that of the noise in each of its numbers.
         L, (V, curved, damped, undetermined) = np.asarray(server.L, float), spectrum
         slope, P = self._prior(z)
         slope, P = L.T @ slope, L.T @ P
@@ -435,10 +418,8 @@ class PrivateNewton:
         return cut if np.isfinite(cut).all() else np.zeros_like(step)
 
     def _prior(self, z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the gradient (d,) of the prior, and a root (d, d) of its negative Hessian.
-
-        Where the density curves upwards it counts as flat.
-        """
+        """Return the gradient (d,) of the prior, and a root (d, d) of its negative Hessian."""
+        # Where the density curves upwards it counts as flat.
         place = z[None].astype(jnp.result_type(float))
         _, _, g, curvature = self._log_prior(np.zeros((1, 0, 0), place.dtype), place)
         e, V = np.linalg.eigh(curvature[0].astype(float))
@@ -462,10 +443,10 @@ def _shared(server: Server) -> Shared:
 
 def _place(
     step: int, z: Numbers, L: Numbers, clip: float = 0.0, clip_curvature: float = 0.0
-) -> Place:
+) -> NewtonQuestion:
     real = jnp.result_type(float)
     numbers = (np.asarray(a, real) for a in (z, L, clip, clip_curvature))
-    return Place(np.asarray(step, np.int32), *numbers)
+    return NewtonQuestion(np.asarray(step, np.int32), *numbers)
 
 
 def _in_precision(server: Server) -> Server:

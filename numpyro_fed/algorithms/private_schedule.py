@@ -47,16 +47,10 @@ class Phase(NamedTuple):
 class Schedule:
     """The noise multipliers of all that a private search sends, in order.
 
-    Attributes
-    ----------
-    units : float
-        That of the first units of the frame.
-    phases : tuple of Phase
-    steps : int
-        The number of steps in each phase.
-    search : int
-        The number of phases, at the beginning, that search for the mode. Those that are left when
-        it is found are not made.
+    ``units``: That of the first units of the frame.
+    ``steps``: The number of steps in each phase.
+    ``search``: The number of phases, at the beginning, that search for the mode. Those that are
+        left when it is found are not made.
     """
 
     units: float

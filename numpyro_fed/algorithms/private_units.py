@@ -48,21 +48,12 @@ Noisy = Callable[[np.ndarray, np.ndarray], np.ndarray]
 class PrivateUnits:
     """The units of a model at silos, and the noise that hides each of them.
 
-    Parameters
-    ----------
-    model : FederatedModel
-        A model whose units stand alone.
-    num_silos : int
-    per_silo : bool
-        Whether a unit is a whole silo.
-    noise : (total, sd) -> total with noise
-        In double precision.
-    noise_share : float
-        The part of the noise's sd that a silo adds.
-    changes : float
-        Units' lengths by which a sum may change between neighbouring data.
-    nodes : int
-        Nodes of quadrature for rows' latents; 0 without latents.
+    ``model``: A model whose units stand alone.
+    ``per_silo``: Whether a unit is a whole silo.
+    ``noise``, ``(total, sd) -> total with noise``: In double precision.
+    ``noise_share``: The part of the noise's sd that a silo adds.
+    ``changes``: Units' lengths by which a sum may change between neighbouring data.
+    ``nodes``: Nodes of quadrature for rows' latents; 0 without latents.
     """
 
     model: FederatedModel
@@ -192,11 +183,6 @@ def best_clip(counts: np.ndarray, sd: float, noise: float, dim: int) -> float:
     excess = np.maximum(WITHIN_BIN * sizes - sizes[:, None], 0.0)
     cost = (excess * clear).sum(1) ** 2 / dim + dim * (noise * sizes) ** 2
     return float(2.0 ** (np.argmin(np.where(share >= UNCLIPPED, cost, np.inf)) + LOWEST))
-
-
-def is_coarse(sd: float, num_units: int) -> bool:
-    """Return whether noise of this sd hides bins with many of so many units."""
-    return bool(COUNTS * sd > COARSE * num_units)
 
 
 def clipped(units: np.ndarray, most: np.ndarray | float) -> np.ndarray:

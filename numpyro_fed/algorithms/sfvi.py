@@ -98,11 +98,9 @@ def down_of(guide: Guide, shared: Shared, z_G: Array) -> Down:
 
 def coordinates_of(down: Down) -> Coordinates:
     """Return the draws in their frame; placeholders, where no local guide depends on them."""
-    return (
-        down.coordinates
-        if isinstance(down.coordinates, Coordinates)
-        else Coordinates(down.z_G, down.z_G[0])
-    )
+    if isinstance(down.coordinates, Coordinates):
+        return down.coordinates
+    return Coordinates(down.z_G, down.z_G[0])
 
 
 class Up(NamedTuple):
@@ -116,13 +114,9 @@ class Up(NamedTuple):
 class StructuredVI(ByGradients[ServerState, SiloState]):
     """SFVI as pure functions; parameters as for :class:`ByGradients`, and one more.
 
-    Parameters
-    ----------
-    in_part : bool
-        Whether silos may be left out of a step. Replies of those that take part are then scaled
-        up, and a silo keeps the centre from which its local guide measures the globals.
-    steps : int
-        Steps in a round of the schedule: several in a sequential one.
+    ``in_part``: Whether silos may be left out of a step. Replies of those that take part are then
+        scaled up, and a silo keeps the centre from which its local guide measures the globals.
+    ``steps``: Steps in a round of the schedule: several in a sequential one.
     """
 
     in_part: bool = False
@@ -132,12 +126,18 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
         return FederatedAlgorithm(
             self.init_server,
             self.init_silo,
-            Round((self.exchange,), self.round, self.server_noise),
+            Round(
+                (self.exchange,),
+                self.round,
+                lambda key: self.guide.globals.noise(key, self.num_particles),
+            ),
             self.shared,
             self.private,
             done=lambda state: convergence.settled(state.course),
             opening=standardising(self.guide),
-            carry=WarmStart(self.server_from, self.carried_silo),
+            carry=WarmStart(
+                lambda key, point: self.server_at(self.start_at(key, point)), self.carried_silo
+            ),
             without="scaled",
         )
 
@@ -146,14 +146,10 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
         """Return the exchange of a step."""
         return Exchange("sfvi", self.silo, silo_noise=self.step_noise)
 
-    def server_from(self, key: Array, point: StartPoint) -> ServerState:
-        """Return the server's state at the posterior of another run."""
-        return self.server_at(self.start_at(key, point))
-
     def carried_silo(
         self, key: Array, carried: CarriedSilo, point: StartPoint, data: SiloData
     ) -> SiloState:
-        """Return a silo's state there, with the local guides of that run."""
+        """Return a silo's state at the posterior of another run, with its local guides."""
         eta = local_guides_of_result(self.guide, carried, point, data)
         return self.silo_from(carried.theta, eta, self.start_at(key, point))
 
@@ -167,22 +163,19 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
         centre = jnp.zeros(self.model.dim) if self.in_part and self.guide.uses_globals else None
         return SiloState(params, self.optim.init(params), frames, centre)
 
-    def server_noise(self, key: Array) -> Array:
-        return self.guide.globals.noise(key, self.num_particles)
-
-    def draw(self, params: SharedParams, frame: Frame, eps: Array) -> tuple[Down, Array]:
-        """Return the server's message, and its own term of the bound."""
-        theta = frame.parameters(params.theta)
-        coordinates, z_G, log_q = self.guide.globals.draws(frame.globals, params.guide, eps)
-        log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
-        down = Down(theta, z_G, coordinates if self.guide.uses_globals else ())
-        return down, jnp.mean(log_prior - log_q)
-
     def round(self, state: ServerState, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
         """Draw the globals, ask every silo for gradients there, and take a step."""
-        (down, value), vjp = jax.vjp(
-            lambda params: self.draw(params, state.frame, noise), state.params
-        )
+        frame, guide = state.frame, self.guide
+
+        def draw(params: SharedParams) -> tuple[Down, Array]:
+            """Return the server's message, and its own term of the bound."""
+            theta = frame.parameters(params.theta)
+            coordinates, z_G, log_q = guide.globals.draws(frame.globals, params.guide, noise)
+            log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
+            down = Down(theta, z_G, coordinates if guide.uses_globals else ())
+            return down, jnp.mean(log_prior - log_q)
+
+        (down, value), vjp = jax.vjp(draw, state.params)
         replies = ask(self.exchange.name, down)
         # The sum over the silos of this round, scaled up, is an unbiased estimate of that over all.
         times = self.num_silos / len(ask.who)

@@ -17,10 +17,9 @@ a single silo with one local step is SFVI; and weights may be the silos' numbers
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,9 +53,6 @@ from numpyro_fed.model.minibatch import MinibatchNoise, draw_minibatch, rows_at
 from numpyro_fed.trees import Tree, all_finite
 
 COUNT = "rows"  # the name of the exchange that adds them up
-
-Message = TypeVar("Message")
-Pair = tuple[Array, Array]
 
 
 class ServerState(NamedTuple):
@@ -109,125 +105,65 @@ class Up(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Aggregation(ABC, Generic[Message]):
+class Aggregation:
     """A rule by which silos' Gaussian guides of the globals are averaged.
 
-    Attributes
-    ----------
-    combine : Combine
-    scaled : bool
-        Whether a silo's term is scaled up as if its data were all. If not, each silo counts a share
-        of the prior instead, and the guides are multiplied.
+    ``name``: ``"average"``: of the parameters as they are. ``"wasserstein"``: the barycenter; of
+        independent normals that is the average of means and standard deviations. ``"forward_kl"``:
+        the Gaussian with the moments of the mixture of all guides. ``"reverse_kl"``: the weighted
+        geometric mean. ``"product"``: the product of all guides, each with its share of the prior.
+    ``diagonal``: Whether the guides are diagonal.
     """
 
-    combine: ClassVar[Combine] = Combine.SUM
-    scaled: ClassVar[bool] = True
+    name: str
+    diagonal: bool
+    num_silos: int
 
-    @abstractmethod
-    def message(self, eta: GuideParams, sent: GuideParams) -> Message:
-        """Return a silo's message on its guide ``eta``, given the one that it was sent."""
+    @property
+    def combine(self) -> Combine:
+        """Return how messages come: the barycenter of full guides is no function of a sum."""
+        gathers = self.name == "wasserstein" and not self.diagonal
+        return Combine.GATHER if gathers else Combine.SUM
 
-    @abstractmethod
-    def average(self, message: Message, weights: Array, sent: GuideParams) -> GuideParams:
+    def message(self, eta: GuideParams, sent: GuideParams) -> Any:
+        """Return a silo's message on its guide ``eta``, given the one that it was sent.
+
+        Moments are measured from the mean that was sent: second moments about zero would cancel
+        where it is large.
+        """
+        if self.name == "average" or self.combine is Combine.GATHER:
+            return eta
+        q = Gaussian.from_params(eta)
+        if self.name == "wasserstein":
+            return q.loc, q.scale
+        shift = q.loc - sent["loc"]
+        if self.name == "forward_kl":
+            return shift, q.covariance + _square(shift, q.covariance)
+        return q._replace(loc=shift).natural()
+
+    def average(self, message: Any, weights: Array, sent: GuideParams) -> GuideParams:
         """Return the average guide.
 
         ``message`` is the weighted mean of all messages. Under ``GATHER`` it has all of them along
         a leading axis, with ``weights`` (J,) that sum to one.
         """
-
-
-class AverageOfParameters(Aggregation[GuideParams]):
-    """The rule that averages the guides' parameters as they are."""
-
-    def message(self, eta: GuideParams, sent: GuideParams) -> GuideParams:
-        return eta
-
-    def average(self, message: GuideParams, weights: Array, sent: GuideParams) -> GuideParams:
-        return message
-
-
-class DiagonalWasserstein(Aggregation[Pair]):
-    """The Wasserstein barycenter of independent normals: average means and standard deviations."""
-
-    def message(self, eta: GuideParams, sent: GuideParams) -> Pair:
-        q = Gaussian.from_params(eta)
-        return q.loc, q.scale
-
-    def average(self, message: Pair, weights: Array, sent: GuideParams) -> GuideParams:
-        return Gaussian.of_root(*message).params()
-
-
-class Wasserstein(Aggregation[GuideParams]):
-    """The Wasserstein barycenter of full Gaussians.
-
-    It is not a function of a sum over silos, so the server receives each silo's guide.
-    """
-
-    combine = Combine.GATHER
-
-    def message(self, eta: GuideParams, sent: GuideParams) -> GuideParams:
-        return eta
-
-    def average(self, message: GuideParams, weights: Array, sent: GuideParams) -> GuideParams:
-        q = Gaussian.from_params(message)
-        return Gaussian.of_root(*barycenters.wasserstein_of(q.loc, q.root, weights)).params()
-
-
-class ForwardKL(Aggregation[Pair]):
-    """The Gaussian with the moments of the mixture of all guides.
-
-    Moments are measured from the guide that was sent: second moments about zero would cancel where
-    the mean is large.
-    """
-
-    def message(self, eta: GuideParams, sent: GuideParams) -> Pair:
-        q = Gaussian.from_params(eta)
-        shift = q.loc - sent["loc"]
-        return shift, q.covariance + _square(shift, q.covariance)
-
-    def average(self, message: Pair, weights: Array, sent: GuideParams) -> GuideParams:
-        shift, second = message
-        covariance = second - _square(shift, second)
-        root = jnp.sqrt(covariance) if covariance.ndim == 1 else linalg.cholesky(covariance)
-        return Gaussian.of_root(sent["loc"] + shift, root).params()
-
-
-class ReverseKL(Aggregation[Pair]):
-    """The weighted geometric mean of the guides, measured from the mean of the guide sent down."""
-
-    def message(self, eta: GuideParams, sent: GuideParams) -> Pair:
-        q = Gaussian.from_params(eta)
-        return q._replace(loc=q.loc - sent["loc"]).natural()
-
-    def average(self, message: Pair, weights: Array, sent: GuideParams) -> GuideParams:
-        q = Gaussian.of_natural(*message)
+        if self.name == "average":
+            found: GuideParams = message
+            return found
+        if self.combine is Combine.GATHER:
+            q = Gaussian.from_params(message)
+            return Gaussian.of_root(*barycenters.wasserstein_of(q.loc, q.root, weights)).params()
+        first, second = message
+        if self.name == "wasserstein":
+            return Gaussian.of_root(first, second).params()
+        if self.name == "forward_kl":
+            covariance = second - _square(first, second)
+            root = jnp.sqrt(covariance) if covariance.ndim == 1 else linalg.cholesky(covariance)
+            return Gaussian.of_root(sent["loc"] + first, root).params()
+        if self.name == "product":
+            first, second = self.num_silos * first, self.num_silos * second
+        q = Gaussian.of_natural(first, second)
         return q._replace(loc=sent["loc"] + q.loc).params()
-
-
-@dataclass(frozen=True)
-class ProductOfGuides(ReverseKL):
-    """The product of the guides of ``num_silos`` silos, each with its share of the prior."""
-
-    num_silos: int
-    scaled = False
-
-    def average(self, message: Pair, weights: Array, sent: GuideParams) -> GuideParams:
-        first, second = (self.num_silos * part for part in message)
-        return super().average((first, second), weights, sent)
-
-
-def aggregation(name: str, kind: str, num_silos: int) -> Aggregation[Any]:
-    """Return the aggregation of this name, for a diagonal or a full guide."""
-    if name == "wasserstein":
-        return DiagonalWasserstein() if kind == "diagonal" else Wasserstein()
-    if name == "product":
-        return ProductOfGuides(num_silos)
-    others: dict[str, Aggregation[Any]] = {
-        "average": AverageOfParameters(),
-        "forward_kl": ForwardKL(),
-        "reverse_kl": ReverseKL(),
-    }
-    return others[name]
 
 
 def _square(shift: Array, like: Array) -> Array:
@@ -239,15 +175,10 @@ def _square(shift: Array, like: Array) -> Array:
 class Averaging(ByGradients[ServerState, SiloState]):
     """SFVI-Avg as pure functions; parameters as for :class:`ByGradients`, and three more.
 
-    Parameters
-    ----------
-    aggregation : Aggregation
-    local_steps : int
-    by_rows : bool
-        Whether a silo's weight is its number of rows, or one.
+    ``by_rows``: Whether a silo's weight is its number of rows, or one.
     """
 
-    aggregation: Aggregation[Any]
+    aggregation: Aggregation
     local_steps: int
     by_rows: bool
 
@@ -265,25 +196,28 @@ class Averaging(ByGradients[ServerState, SiloState]):
     @cached_property
     def exchange(self) -> Exchange[SiloState, Down, Up]:
         """Return the exchange of a round."""
-        combine = self.aggregation.combine
         return Exchange(
-            "sfvi_avg", self.silo, silo_noise=key_as_noise, combine=combine, weighted=self.by_rows
+            "sfvi_avg",
+            self.silo,
+            silo_noise=key_as_noise,
+            combine=self.aggregation.combine,
+            weighted=self.by_rows,
         )
 
     @cached_property
     def count(self) -> Round:
         """Return the round that adds up all silos' rows, once before the first one."""
 
-        def silo(
-            noise: object, down: object, state: SiloState, data: SiloData
-        ) -> tuple[Reply[tuple[()]], SiloState]:
-            return Reply((), jnp.array(True), self.weight(data)), state
-
         def run(state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:
             rows = ask(COUNT, ()).weight
             return state._replace(rows=rows), Info(jnp.zeros(()), jnp.array(True))
 
-        return Round((Exchange(COUNT, silo, weighted=True),), run)
+        exchange: Exchange[SiloState, Any, tuple[()]] = Exchange(
+            COUNT,
+            lambda noise, down, state, data: (Reply((), jnp.array(True), self.weight(data)), state),
+            weighted=True,
+        )
+        return Round((exchange,), run)
 
     def weight(self, data: SiloData) -> Array:
         """Return the weight of a silo: its number of rows, or one."""
@@ -298,12 +232,9 @@ class Averaging(ByGradients[ServerState, SiloState]):
 
     def server_at(self, start: StartParams) -> ServerState:
         params, frame = start
-        return ServerState(params, convergence.init(params), self.total, frame)
-
-    @property
-    def total(self) -> Array:
-        """Return the total weight of all silos; 0 until the opening round has counted rows."""
-        return jnp.array(0.0 if self.by_rows else float(self.num_silos))
+        # No rows until the opening round has counted them.
+        total = jnp.array(0.0 if self.by_rows else float(self.num_silos))
+        return ServerState(params, convergence.init(params), total, frame)
 
     def silo_at(
         self, params: SiloParams, frames: dict[str, Gaussian], start: StartParams
@@ -332,60 +263,49 @@ class Averaging(ByGradients[ServerState, SiloState]):
         after = state._replace(params=params, course=course)
         return after, Info(loss, all_finite((loss, params)))
 
-    def noise(self, key: Array, i: Array, state: SiloState) -> tuple[Array, MinibatchNoise]:
-        """Return the noise of a local step, for the globals and the rows."""
-        key_global, key_rows = jax.random.split(jax.random.fold_in(key, i))
-        eps = self.guide.globals.noise(key_global, self.num_particles)
-        return eps, self.step_noise(key_rows, state)
-
-    def terms(
-        self,
-        shared: SharedParams,
-        silo_params: SiloParams,
-        noise: tuple[Array, MinibatchNoise],
-        state: SiloState,
-        data: SiloData,
-    ) -> tuple[Array, Array, Array]:
-        """Return means over particles of the log prior, ``log q`` and the silo's own bound."""
-        frame = state.shared_frame
-        theta = frame.parameters(shared.theta)
-        coordinates, z_G, log_q = self.guide.globals.draws(frame.globals, shared.guide, noise[0])
-        log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
-        batch, indices = draw_minibatch(self.minibatches, noise[1].which, data)
-        local = self.guide.from_frame(
-            rows_at(state.frames, indices), rows_at(silo_params.guide, indices)
-        )
-        all_theta = {**theta, **silo_params.private}
-
-        def at_draw(z: Array, u: Array, eps: Rows) -> Array:
-            given = Given(all_theta, local, z, coordinates._replace(u=u), batch)
-            return self.bound.value(given, eps)
-
-        bound = jax.vmap(at_draw, (0, 0, 1))(z_G, coordinates.u, noise[1].rows)
-        return log_prior.mean(), log_q.mean(), bound.mean()
-
     def silo(
         self, noise: Array, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
-        weight = self.weight(data)
+        weight, centre_of = self.weight(data), self.guide.globals.centre
         scale = down.rows / weight  # N / N_j of the module's docstring
         # The average has another centre than the silo's own guide after its steps. Local guides
         # measured from the wrong one would start the round as guides of other globals.
-        start = self.recentred(state, self.centre(down.params) - state.centre, data)
+        start = self.recentred(state, centre_of(down.params.guide) - state.centre, data)
 
         def objective(
             shared: SharedParams, silo_params: SiloParams, eps: tuple[Array, MinibatchNoise]
         ) -> tuple[Array, Array]:
-            log_prior, log_q, bound = self.terms(shared, silo_params, eps, state, data)
+            theta = state.shared_frame.parameters(shared.theta)
+            coordinates, draws, log_q = self.guide.globals.draws(
+                state.shared_frame.globals, shared.guide, eps[0]
+            )
+            log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, draws)
+            batch, indices = draw_minibatch(self.minibatches, eps[1].which, data)
+            local = self.guide.from_frame(
+                rows_at(state.frames, indices), rows_at(silo_params.guide, indices)
+            )
+            all_theta = {**theta, **silo_params.private}
+
+            def at_draw(z: Array, u: Array, rows: Rows) -> Array:
+                given = Given(all_theta, local, z, coordinates._replace(u=u), batch)
+                return self.bound.value(given, rows)
+
+            bound = jax.vmap(at_draw, (0, 0, 1))(draws, coordinates.u, eps[1].rows).mean()
+            log_prior, log_q = log_prior.mean(), log_q.mean()
             value = log_prior - log_q + scale * bound
-            if self.aggregation.scaled:
+            if self.aggregation.name != "product":
                 return value, value
-            # The bound is reported on the same scale for every rule, whatever is maximised.
+            # Guides are multiplied: each silo counts a share of the prior. The bound is reported
+            # on the same scale for every rule, whatever is maximised.
             return log_prior / self.num_silos - log_q + bound, value
 
         def step(carry: tuple[Any, ...], i: Array) -> tuple[tuple[Any, ...], Array]:
             shared, shared_opt, silo_params, silo_opt = carry
-            eps = self.noise(noise, i, state)
+            key_global, key_rows = jax.random.split(jax.random.fold_in(noise, i))
+            eps = (
+                self.guide.globals.noise(key_global, self.num_particles),
+                self.step_noise(key_rows, state),
+            )
             pair, value = jax.grad(objective, (0, 1), has_aux=True)(shared, silo_params, eps)
             shared, shared_opt = ascend(self.optim, pair[0], shared_opt, shared)
             silo_params, silo_opt = ascend(self.optim, pair[1], silo_opt, silo_params)
@@ -400,10 +320,6 @@ class Averaging(ByGradients[ServerState, SiloState]):
             params=silo_params,
             opt_state=silo_opt,
             shared_opt_state=shared_opt,
-            centre=self.centre(shared),
+            centre=centre_of(shared.guide),
         )
         return Reply(up, all_finite((up, silo_params)), weight), after
-
-    def centre(self, shared: SharedParams) -> Array:
-        """Return the centre of the globals' guide in its frame."""
-        return self.guide.globals.centre(shared.guide)

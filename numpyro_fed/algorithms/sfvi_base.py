@@ -29,7 +29,6 @@ from numpyro_fed.algorithms.begin import (
     StartMessage,
     StartPoint,
     local_guides_at_mode,
-    placeholder_start,
     start_at_mode,
 )
 from numpyro_fed.algorithms.expand import SiloState as ModeSiloState
@@ -84,22 +83,11 @@ Silo = TypeVar("Silo", bound=_Silo)
 class ByGradients(ABC, Generic[Server, Silo]):
     """The parts of an algorithm that takes stochastic gradient steps at silos.
 
-    Parameters
-    ----------
-    model : FederatedModel
-    guide : Guide
-    bound : Bound
-    optim : optax.GradientTransformation
-        The optimiser of the server and of every silo; each has a state of its own.
-    num_particles : int
-        Draws of the globals in each step.
-    num_silos : int
-    minibatches : Minibatches, optional
-        Minibatches of the rows in a silo's step.
-    from_mode : bool
-        Whether a run starts at the mode, by :meth:`begin`, or at an earlier result.
-    wide : bool
-        Whether the mode is searched by the algorithm for many globals.
+    ``optim``: The optimiser of the server and of every silo; each has a state of its own.
+    ``num_particles``: Draws of the globals in each step.
+    ``minibatches``: Minibatches of the rows in a silo's step.
+    ``from_mode``: Whether a run starts at the mode, by :meth:`begin`, or at an earlier result.
+    ``wide``: Whether the mode is searched by the algorithm for many globals.
     """
 
     model: FederatedModel
@@ -143,8 +131,10 @@ class ByGradients(ABC, Generic[Server, Silo]):
         """Return the start of a run without a mode, or a placeholder for one with it."""
         key_theta, key_guide = jax.random.split(key)
         if self.from_mode:
-            point = placeholder_start(self.model, self.model.init_theta(key), wide=self.wide)
-            return self.start_at(key, point)
+            theta, dim = self.model.init_theta(key), self.model.dim
+            root = jnp.ones(dim) if self.wide else jnp.eye(dim)
+            unit = jax.tree.map(jnp.ones_like, theta)
+            return self.start_at(key, StartPoint(theta, unit, jnp.zeros(dim), root))
         theta = self.model.init_theta(key_theta)
         params = SharedParams(self.guide.init_global(key_guide), theta)
         return StartParams(params, Frame.identity(self.model.dim))

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, SharedParams, Silo
+from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, Silo
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
 
-class Sums(NamedTuple):
+class InputSums(NamedTuple):
     """Sums over a silo's rows: their number (), and a sum (width,) for each input of a network."""
 
     number: Array
     total: Array
-
-
-class Learning(Protocol):
-    """A server's state that holds shared parameters."""
-
-    @property
-    def params(self) -> SharedParams: ...
-
-    def _replace(self, *, params: SharedParams) -> Self: ...
 
 
 def standardising(guide: Guide) -> tuple[Round, ...]:
@@ -46,16 +37,16 @@ def _round(guide: Guide, name: str, power: int) -> Round:
 
     def silo(
         noise: object, down: dict[str, Array], state: Silo, data: SiloData
-    ) -> tuple[Reply[dict[str, Sums]], Silo]:
-        sums: dict[str, Sums] = {}
+    ) -> tuple[Reply[dict[str, InputSums]], Silo]:
+        sums: dict[str, InputSums] = {}
         for plate, encoder in guide.encoders.items():
             if encoder.standardises:
                 x = encoder.features(data) - down[encoder.name]
                 number = data.masked(plate, jnp.ones(len(x))).sum()
-                sums[encoder.name] = Sums(number, data.masked(plate, x**power).sum(0))
+                sums[encoder.name] = InputSums(number, data.masked(plate, x**power).sum(0))
         return Reply(sums, all_finite(sums)), state
 
-    def run(state: Learning, noise: object, ask: Ask) -> tuple[Learning, Info]:
+    def run(state: Any, noise: object, ask: Ask) -> tuple[Any, Info]:
         theta = dict(state.params.theta)
         names = [e.name for e in guide.encoders.values() if e.standardises]
         replies = ask(name, {encoder: theta[encoder]["shift"] for encoder in names})

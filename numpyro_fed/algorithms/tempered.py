@@ -26,7 +26,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -100,12 +100,10 @@ class Slopes(NamedTuple):
 class Places(NamedTuple):
     """Particles with the log densities of the path's ends, and their gradients.
 
-    Attributes
-    ----------
-    z : (N, dim)
-    log_q, log_p : (N,)
-        Of the reference and of the joint density; :data:`LOST` where a number is not finite.
-    slope_q, slope_p : (N, dim)
+    ``z`` (N, dim).
+    ``log_q, log_p`` (N,): Of the reference and of the joint density; :data:`LOST` where a number is
+        not finite.
+    ``slope_q, slope_p`` (N, dim).
     """
 
     z: np.ndarray
@@ -136,29 +134,17 @@ class Places(NamedTuple):
 class Swarm:
     """Particles between two trajectories, and what was kept of them.
 
-    Attributes
-    ----------
-    start : str
-        Where they began: :class:`numpyro_fed.Tempered`.
-    theta : dict
-        Shared parameters, held fixed.
-    reference : pytree
-        Parameters of the distribution at ``b = 0``.
-    here : Places
-    exchanges : int
-    b : float
-        At zero the densities of ``here`` are not known yet.
-    log_step : float
-        The log of the common step size.
-    root : (dim, dim)
-        A root of the particles' covariance.
-    before, moves : (N, dim), int
-        The particles when they were last drawn again, or kept, and the trajectories since.
-    arrived : (N, dim)
-        The particles when they came to the posterior.
-    log_evidence : (NUM_ISLANDS,)
-    kept : list of Places
-        The particles each time that they were kept at the posterior.
+    ``start``: Where they began: :class:`numpyro_fed.Tempered`.
+    ``theta``: Shared parameters, held fixed.
+    ``reference``: Parameters of the distribution at ``b = 0``.
+    ``b``: At zero the densities of ``here`` are not known yet.
+    ``log_step``: The log of the common step size.
+    ``root`` (dim, dim): A root of the particles' covariance.
+    ``before, moves`` (N, dim), int: The particles when they were last drawn again, or kept, and the
+        trajectories since.
+    ``arrived`` (N, dim): The particles when they came to the posterior.
+    ``log_evidence`` (NUM_ISLANDS,).
+    ``kept``: The particles each time that they were kept at the posterior.
     """
 
     start: str
@@ -199,20 +185,12 @@ class Swarm:
 class Tempering:
     """The parts of the algorithm, for one model.
 
-    Attributes
-    ----------
-    model : FederatedModel
-    guide : Guide
-        Its local means are where searches for modes of rows begin.
-    reference : Reference
-    fitted : FederatedAlgorithm
-        The algorithm of the fit whose silo states are used, and stay as they are.
-    num_particles : int
-        A multiple of the number of islands.
-    nodes : int
-        Nodes of the quadrature over rows' latents, in each dimension; 0 where there are none.
-    little : bool
-        Whether a silo's program is compiled with few of XLA's optimisations.
+    ``guide``: Its local means are where searches for modes of rows begin.
+    ``fitted``: The algorithm of the fit whose silo states are used, and stay as they are.
+    ``num_particles``: A multiple of the number of islands.
+    ``nodes``: Nodes of the quadrature over rows' latents, in each dimension; 0 where there are
+        none.
+    ``little``: Whether a silo's program is compiled with few of XLA's optimisations.
     """
 
     model: FederatedModel
@@ -252,11 +230,12 @@ class Tempering:
             start = bound.start(Given(theta, private.guide, z_G, at, data))
             return integrals.log_likelihood(theta, z_G, data, start)[0]
 
-        def slopes(batch: tuple[Array, Array]) -> Slopes:
-            return Slopes(*jax.value_and_grad(log_likelihood)(*batch))
-
         size = BATCH if any(p.dim for p in self.model.plates) else 1
-        found = jax.lax.map(slopes, (down.z_G, u), batch_size=size)
+        found = Slopes(
+            *jax.lax.map(
+                lambda at: jax.value_and_grad(log_likelihood)(*at), (down.z_G, u), batch_size=size
+            )
+        )
         # A particle that is too far away for one silo is lost, and the others go on.
         finite = jnp.isfinite(found.log_likelihood)
         value = jnp.where(finite, found.log_likelihood, -jnp.inf)
@@ -284,10 +263,20 @@ class Tempering:
 
         def places(z: np.ndarray) -> Places:
             down = self.message(swarm.theta, z)
-            found = self._places(swarm, np.asarray(down.z_G), ask(self.exchange, down))
+            up: Slopes = ask(self.exchange, down)
+            ends = self._ends(swarm.theta, swarm.reference, down.z_G)
+            log_prior, slope_prior, log_q, slope_q = (np.asarray(a, float) for a in ends)
+            log_p, slope_p = log_prior + up.log_likelihood, slope_prior + up.gradient
+            finite = np.isfinite(log_p) & np.isfinite(log_q)
             swarm.exchanges += 1
             shown(float(log_mean(swarm.log_evidence)))
-            return found
+            return Places(
+                down.z_G,
+                np.where(finite, log_q, 0.0),
+                np.where(finite, log_p, LOST),
+                np.where(finite[:, None], or_zero(slope_q), 0.0),
+                np.where(finite[:, None], or_zero(slope_p), 0.0),
+            )
 
         last, goal = swarm.exchanges + most, len(swarm.kept) + KEPT
         if not swarm.b:
@@ -353,29 +342,13 @@ class Tempering:
         centre: Any = Coordinates(np.zeros_like(at), np.zeros_like(at[0]))
         return Down(theta, at, centre if self.guide.uses_globals else ())
 
-    def _places(self, swarm: Swarm, z: np.ndarray, up: Slopes) -> Places:
-        """Return particles with all densities, from the sum of the silos' replies."""
-        ends = self._ends(swarm.theta, swarm.reference, z)
-        log_prior, slope_prior, log_q, slope_q = (np.asarray(a, float) for a in ends)
-        log_p, slope_p = log_prior + up.log_likelihood, slope_prior + up.gradient
-        finite = np.isfinite(log_p) & np.isfinite(log_q)
-        return Places(
-            z,
-            np.where(finite, log_q, 0.0),
-            np.where(finite, log_p, LOST),
-            np.where(finite[:, None], or_zero(slope_q), 0.0),
-            np.where(finite[:, None], or_zero(slope_p), 0.0),
-        )
-
     @cached_property
     def _ends(self) -> Callable[[Theta, Any, Any], tuple[Array, ...]]:
         """Return the server's program: prior and reference, each with its gradient."""
 
         def ends(theta: Theta, reference: Any, z: Any) -> tuple[Array, ...]:
-            def log_q(z: Array) -> Array:
-                return self.reference.log_density(theta, reference, z)
-
-            of_prior = jax.vmap(jax.value_and_grad(lambda z: self.model.log_prior(theta, z)))(z)
+            log_q = partial(self.reference.log_density, theta, reference)
+            of_prior = jax.vmap(jax.value_and_grad(partial(self.model.log_prior, theta)))(z)
             return *of_prior, *jax.vmap(jax.value_and_grad(log_q))(z)
 
         return jit_once(ends)
@@ -386,18 +359,16 @@ def temper(swarm: Swarm, random: np.random.Generator) -> None:
     here, n = swarm.here, len(swarm.here.z)
     change = here.log_p - here.log_q
 
-    def weights_after(delta: float) -> np.ndarray:
-        return np.where(here.found, delta * change, -np.inf)
-
     def effective(delta: float) -> float:
-        log_w = weights_after(delta)
+        log_w = np.where(here.found, delta * change, -np.inf)
         # Of the particles that count at all, so that lost ones do not stop the path.
         ess = np.exp(2 * logsumexp(log_w) - logsumexp(2 * log_w))
         return float(ess / n - EFFECTIVE * here.found.mean())
 
     most = 1 - swarm.b
     b = 1.0 if effective(most) > 0 else swarm.b + float(brentq(effective, 0.0, most))
-    log_weights = weights_after(b - swarm.b).reshape(NUM_ISLANDS, -1)
+    log_weights = np.where(here.found, (b - swarm.b) * change, -np.inf)
+    log_weights = log_weights.reshape(NUM_ISLANDS, -1)
     size = log_weights.shape[1]
     weights = np.exp(log_weights - logsumexp(log_weights, axis=1, keepdims=True))
     chosen = []
@@ -425,8 +396,7 @@ def or_zero(slopes: Any) -> Any:
 
 def log_mean(log_values: np.ndarray) -> np.ndarray:
     """Return the log of the mean over the last axis of numbers whose logs are given."""
-    found: np.ndarray = logsumexp(log_values, axis=-1) - math.log(log_values.shape[-1])
-    return found
+    return np.asarray(logsumexp(log_values, axis=-1) - math.log(log_values.shape[-1]))
 
 
 def correlation(first: np.ndarray, second: np.ndarray) -> float:

@@ -123,7 +123,7 @@ def find_mode(
         raise ModelError(f"{coupled}. Put what rows share outside of the silo_plate.")
     by: ModeSearch | WideSearch = ModeSearch(fm, len(found), starts, None, effects_of(fm), None)
     if flat_size(fm) > SEARCHED_UP_TO:
-        by = WideSearch(fm, len(found), starts, None, None)
+        by = WideSearch(fm, len(found), starts, None, np.zeros(0, int), None)
     return search(key, fm, by, simulation(by.algorithm), batches)
 
 

@@ -30,7 +30,7 @@ from numpyro_fed.algorithms.expand import (
     effects_of,
     unraveller,
 )
-from numpyro_fed.algorithms.influence import Factors, Told
+from numpyro_fed.algorithms.influence import Factors, SiloPull
 from numpyro_fed.algorithms.mode import MIN_GAIN_NEAR, ModeSearch, Search, Start, best_start
 from numpyro_fed.algorithms.mode_wide import WideSearch
 from numpyro_fed.algorithms.own_start import OwnModes
@@ -250,7 +250,7 @@ def _factors_at_mode(
     total = (np.asarray(a[i], np.float64) for a in search.best[2:])
     prior_g, prior_A = (a - parts.sum(0) for a, parts in zip(total, (g, A), strict=True))
     gains = np.maximum(tops - value, 0.0)
-    told = Told(g[:, num_theta:], A[:, num_theta:, num_theta:], gains)
+    told = SiloPull(g[:, num_theta:], A[:, num_theta:, num_theta:], gains)
     return Factors(told, prior_g[num_theta:], prior_A[num_theta:, num_theta:])
 
 
@@ -526,7 +526,7 @@ def start_rounds(
     """Return the rounds of a start at the mode, with ``begin`` as the last one."""
     effects, most = effects_of(fm), MAX_PLACES[kind]
     if kind == "wide":
-        wide = WideSearch(fm, num_silos, starts, init_loc_fn, most)
+        wide = WideSearch(fm, num_silos, starts, init_loc_fn, np.zeros(0, int), most)
         return StartRounds(wide, wide.algorithm, None, begin, effects)
     search = ModeSearch(fm, num_silos, starts, init_loc_fn, effects, most)
     check = CurvatureCheck(fm, effects, starts)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 
-from numpyro_fed.algorithms.sfvi_avg import Averaging, aggregation
+from numpyro_fed.algorithms.sfvi_avg import Aggregation, Averaging
 from numpyro_fed.bounds import Bound
 from numpyro_fed.errors import GuideError, ModelError, positive_int
 from numpyro_fed.guides.amortised import Amortised
@@ -253,7 +253,7 @@ class SFVIAvg(GradientMethod):
             bound=bound,
             optim=self.optim or default_optimiser(self.local_steps, kind is not None),
             num_particles=self.num_particles,
-            aggregation=aggregation(self.aggregate, family, plan.num_silos),
+            aggregation=Aggregation(self.aggregate, family == "diagonal", plan.num_silos),
             local_steps=self.local_steps,
             num_silos=plan.num_silos,
             by_rows=chosen["by_rows"],

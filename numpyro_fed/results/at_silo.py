@@ -23,7 +23,13 @@ from numpyro_fed.after.predict import Predict, check_means, global_latents, new_
 from numpyro_fed.after.predict import outer_latents as outer_names
 from numpyro_fed.algorithms.base import Round
 from numpyro_fed.algorithms.importance.integration import Integration
-from numpyro_fed.algorithms.outer_latents import DRAWS, KEYS, Told, outer_latents, outer_sites
+from numpyro_fed.algorithms.outer_latents import (
+    DRAWS,
+    KEYS,
+    SharedLatents,
+    outer_latents,
+    outer_sites,
+)
 from numpyro_fed.algorithms.sfvi import Down, coordinates_of, down_of
 from numpyro_fed.errors import DataError, ReplyError, positive_int
 from numpyro_fed.model.data import SiloData
@@ -181,7 +187,7 @@ def told_by_silos(
     exchange = fit.cached(name, lambda: fit.runtime.quick(outer_round(fit.built, settings)))
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(number))
     given = SiloData({DRAWS: jnp.asarray(z_G), KEYS: jax.random.key_data(keys)})
-    told: Told = result._run_round_once(exchange, key, MESSAGE, given)[0]
+    told: SharedLatents = result._run_round_once(exchange, key, MESSAGE, given)[0]
     joined = {}
     for s in sites:
         axis, rows = 1 + (s.axis or 0), np.asarray(told.rows[str(s.plate)])

@@ -28,7 +28,6 @@ from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.algorithms.importance.proposals import (
     SHARE,
     Mixture,
-    MixtureProposal,
     OfText,
     Place,
     WideParts,
@@ -438,15 +437,15 @@ def correct_from(
         numbers = [size] if new else np.diff(ends.astype(int), prepend=0).tolist()
         sources = new + of_before
         text = of_text(fit)
-        proposals = [MixtureProposal(WideParts.of(text, size, share)) for _, share in sources]
+        proposals = [WideParts.of(text, size, share) for _, share in sources]
 
         def exchange(i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             random_numbers, drawn, is_own = generator(key, i), [], []
             # Without new ones the draws are from all mixtures.
-            for (mixture, _), propose, n in zip(sources, proposals, numbers, strict=False):
+            for (mixture, _), wide, n in zip(sources, proposals, numbers, strict=False):
                 some = np.sort(random_numbers.permutation(size)[:n])
-                drawn.append(propose.draw(random_numbers, theta, mixture)[some])
-                is_own.append((np.arange(size) < propose.wide.num_own)[some])
+                drawn.append(wide.draw_with(random_numbers, theta, mixture)[some])
+                is_own.append((np.arange(size) < wide.num_own)[some])
             z_G = np.concatenate(drawn).astype(dtype)
             log_joint = weighing.exchange(random.fold_in(key, i) if i else key, z_G)
             return z_G, log_joint, np.concatenate(is_own)
@@ -471,8 +470,8 @@ def correct_from(
             copy,
         )
         log_q = [
-            propose.log_density(theta, mixture, pool.z_G)
-            for (mixture, _), propose in zip(sources, proposals, strict=True)
+            wide.log_density_with(theta, mixture, pool.z_G)
+            for (mixture, _), wide in zip(sources, proposals, strict=True)
         ]
         log_shares = np.log(drawn / drawn.sum())
         log_pooled = np.logaddexp.reduce(log_shares[:, None] + np.stack(log_q), 0)

@@ -12,7 +12,6 @@ from jax import Array
 
 from numpyro_fed.algorithms.importance.proposals import (
     Mixture,
-    MixtureProposal,
     WideParts,
 )
 from numpyro_fed.algorithms.tempered import (
@@ -72,8 +71,7 @@ class MixtureReference:
 
     def log_density(self, theta: Theta, parameters: Mixture, z: Array) -> Array:
         """Return the log density () at ``z`` (dim,)."""
-        at = z[None]
-        return self.wide.log_density(parameters.log_prob(at), theta, parameters.place, at)[0]
+        return self.wide.log_density_with(theta, parameters, z[None])[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +232,7 @@ class Tempered:
         own = mixture_of(fit, result)
         own = own._replace(log_shares=np.maximum(own.log_shares, LOST))  # of a finite slope
         draws = generator(key)
-        chosen = MixtureProposal(self._wide(fit._fit)).draw(draws, theta, own)
+        chosen = self._wide(fit._fit).draw_with(draws, theta, own)
         # The first draws are of the mixture, the others of wider parts: islands must be alike.
         z: np.ndarray = draws.permutation(chosen).astype(jnp.result_type(float))
         own = jax.tree.map(lambda a: np.asarray(a, z.dtype), own)

@@ -39,7 +39,12 @@ from numpyro_fed.algorithms.base import (
     of_stack,
 )
 from numpyro_fed.algorithms.expand import shape
-from numpyro_fed.algorithms.importance.likelihood import CHECKED, Draws, LikelihoodEstimate
+from numpyro_fed.algorithms.importance.likelihood import (
+    CHECKED,
+    Draws,
+    LikelihoodEstimate,
+    QuadratureLikelihood,
+)
 from numpyro_fed.algorithms.sfvi import Down, coordinates_of, down_of
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.structured import Guide
@@ -65,22 +70,11 @@ class Estimates(NamedTuple):
 class Weigh(Generic[Server, Silo]):
     """The question to silos how likely their rows are at draws of the globals.
 
-    Attributes
-    ----------
-    model : FederatedModel
-    guide : Guide
-    likelihood : LikelihoodEstimate
-    fitted : FederatedAlgorithm
-        The algorithm whose states server and silos have.
-    num_draws : int
-    num_own : int
-        How many of them, the first ones, are from the fit's guide.
-    batch_size : int
-        The number of draws that are computed at a time.
-    settings : str
-        JSON, from which a silo in another process builds the same.
-    little : bool
-        Whether evaluating them takes less time than optimising their program would.
+    ``fitted``: The algorithm whose states server and silos have.
+    ``num_own``: How many of them, the first ones, are from the fit's guide.
+    ``batch_size``: The number of draws that are computed at a time.
+    ``settings``: JSON, from which a silo in another process builds the same.
+    ``little``: Whether evaluating them takes less time than optimising their program would.
     """
 
     model: FederatedModel
@@ -103,21 +97,21 @@ class Weigh(Generic[Server, Silo]):
             usable=some_count,
             settings=self.settings,
             stacked=True,
-            like=self._messages,
+            like=lambda: (
+                shape_of_draws(self.guide, self.fitted, (self.num_draws, self.model.dim)),
+                Estimates(shape(self.num_draws), shape()),
+            ),
         )
-
-    def _messages(self) -> tuple[Down, Estimates]:
-        down = shape_of_draws(self.guide, self.fitted, (self.num_draws, self.model.dim))
-        return down, Estimates(shape(self.num_draws), shape())
-
-    def _of_server(self, shared: Shared, z_G: Array) -> tuple[Array, Down]:
-        log_prior = jax.vmap(self.model.log_prior, (None, 0))(shared.theta, z_G)
-        return log_prior, down_of(self.guide, shared, z_G)
 
     @cached_property
     def of_server(self) -> Callable[[Shared, Any], tuple[Array, Down]]:
         """Return the function to the log prior (n,) at draws (n, dim), and to the message."""
-        return jit_once(self._of_server)
+
+        def of_server(shared: Shared, z_G: Array) -> tuple[Array, Down]:
+            log_prior = jax.vmap(self.model.log_prior, (None, 0))(shared.theta, z_G)
+            return log_prior, down_of(self.guide, shared, z_G)
+
+        return jit_once(of_server)
 
     @cached_property
     def _values(self) -> Callable[[Array, Down, Silo, SiloData], Array]:
@@ -126,23 +120,27 @@ class Weigh(Generic[Server, Silo]):
         return of_stack(evaluate, little=self.little)
 
     @cached_property
-    def _too_coarse(self) -> Callable[[Any, Down, Silo, SiloData], Array]:
-        """Return the function to whether integrals of a stack of silos are too coarse (silos,)."""
-        # By itself it is compiled with few optimisations: it looks at a few draws.
-        return of_stack(self._is_coarse, little=True)
+    def _too_coarse(self) -> Callable[[Any, Down, Silo, SiloData], Array] | None:
+        """Return the function to whether quadratures of silos (silos,) are too coarse."""
+        # Keys and values of the silos are its noise.
+        quadrature = self.likelihood
+        if not isinstance(quadrature, QuadratureLikelihood):
+            return None
 
-    def _is_coarse(
-        self, noise: tuple[Array, Array], down: Down, state: Silo, data: SiloData
-    ) -> Array:
-        """Return whether () a silo's integrals are too coarse; its key and values are the noise."""
-        key, values = noise
-        private = self.fitted.private(state)
-        u, centre = coordinates_of(down)
-        keys = jax.vmap(fold_in, (None, 0))(key, jnp.arange(len(values)))
-        coordinates = private.recentred(Coordinates(u[: len(values)], centre))
-        draws = Draws(keys, down.z_G[: len(values)], *coordinates)
-        theta = {**down.theta, **private.theta}
-        return self.likelihood.too_coarse(theta, private.guide, draws, data, values)
+        def too_coarse(
+            noise: tuple[Array, Array], down: Down, state: Silo, data: SiloData
+        ) -> Array:
+            key, values = noise
+            private = self.fitted.private(state)
+            u, centre = coordinates_of(down)
+            keys = jax.vmap(fold_in, (None, 0))(key, jnp.arange(len(values)))
+            coordinates = private.recentred(Coordinates(u[: len(values)], centre))
+            draws = Draws(keys, down.z_G[: len(values)], *coordinates)
+            theta = {**down.theta, **private.theta}
+            return quadrature.too_coarse(theta, private.guide, draws, data, values)
+
+        # By itself it is compiled with few optimisations: it looks at a few draws.
+        return of_stack(too_coarse, little=True)
 
     def reply(
         self, noise: Array, down: Down, state: Silo, data: SiloData
@@ -151,7 +149,7 @@ class Weigh(Generic[Server, Silo]):
         # Waited for in a way that Ctrl-C can end.
         values = np.asarray(jax.block_until_ready(self._values(noise, down, state, data)))
         coarse = np.zeros(len(values), bool)
-        if self.likelihood.gives_way:
+        if self._too_coarse is not None:
             few = min(CHECKED, self.num_draws)
             # Far out a quadrature may be no number, which costs a weight; among the first draws,
             # all close to the fit, that would be mass.
@@ -179,11 +177,10 @@ def shape_of_draws(
     guide: Guide, fitted: FederatedAlgorithm[Any, Any], size: tuple[int, int]
 ) -> Down:
     """Return the shapes of a message with so many draws of the globals (n, dim)."""
-
-    def message(key: Array) -> Down:
-        return down_of(guide, fitted.shared(fitted.init_server(key)), jnp.zeros(size))
-
-    found: Down = jax.eval_shape(message, jax.random.key(0))
+    found: Down = jax.eval_shape(
+        lambda key: down_of(guide, fitted.shared(fitted.init_server(key)), jnp.zeros(size)),
+        jax.random.key(0),
+    )
     return found
 
 

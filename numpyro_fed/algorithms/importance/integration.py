@@ -23,15 +23,10 @@ TO_MODE = 50  # evaluations of a row's density, about, that the search for its m
 class Integration:
     """How silos integrate their own latents.
 
-    Attributes
-    ----------
-    draws : dict of str to int
-        Number of draws of the locals for each silo plate that has latents. Under quadrature they
-        are those that would take its place.
-    nodes : int
-        Nodes of the quadrature in each dimension; 0 for integration by draws.
-    gave_way : bool
-        Whether draws took the place of a quadrature that was too coarse.
+    ``draws``: Number of draws of the locals for each silo plate that has latents. Under quadrature
+        they are those that would take its place.
+    ``nodes``: Nodes of the quadrature in each dimension; 0 for integration by draws.
+    ``gave_way``: Whether draws took the place of a quadrature that was too coarse.
     """
 
     draws: Mapping[str, int]

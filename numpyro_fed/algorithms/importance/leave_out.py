@@ -53,14 +53,10 @@ class LeaveOutDown(NamedTuple):
 class LeftOut(NamedTuple):
     """A silo's reply about its rows, given those of all others.
 
-    Attributes
-    ----------
-    log_density : ()
-        The log predictive density of its rows.
-    pareto_k : ()
-        The shape of the tail of the ratios.
-    shift : ()
-        How far the mean of a global moves without the silo, the farthest one, in posterior sds.
+    ``log_density`` (): The log predictive density of its rows.
+    ``pareto_k`` (): The shape of the tail of the ratios.
+    ``shift`` (): How far the mean of a global moves without the silo, the farthest one, in
+        posterior sds.
     """
 
     log_density: Array
@@ -83,12 +79,13 @@ def leave_out(
     evaluate = log_likelihoods(likelihood, fitted, num_draws, batch_size)
 
     def silo(noise: Array, down: LeaveOutDown, state: Any, data: SiloData) -> LeftOut:
-        values = evaluate(noise, down.draws, state, data)
-        return _left_out(down.draws.z_G, down.log_weights, values)
-
-    def messages() -> tuple[LeaveOutDown, LeftOut]:
-        draws = shape_of_draws(guide, fitted, (num_draws, fm.dim))
-        return LeaveOutDown(draws, shape(num_draws)), LeftOut(shape(), shape(), shape())
+        z_G, values = down.draws.z_G, evaluate(noise, down.draws, state, data)
+        log_v, density, k = without(down.log_weights, values)
+        w, v = jax.nn.softmax(down.log_weights), jnp.exp(log_v)
+        mean = w @ z_G
+        sd = jnp.sqrt(w @ jnp.square(z_G - mean))
+        shift = jnp.abs(v @ z_G - mean) / jnp.where(sd > 0, sd, 1.0)
+        return LeftOut(density, k, shift.max(initial=0.0))
 
     return Exchange(
         LEAVE_OUT,
@@ -97,7 +94,10 @@ def leave_out(
         silo_noise=key_as_noise,
         settings=settings,
         stacked=True,
-        like=messages,
+        like=lambda: (
+            LeaveOutDown(shape_of_draws(guide, fitted, (num_draws, fm.dim)), shape(num_draws)),
+            LeftOut(shape(), shape(), shape()),
+        ),
     )
 
 
@@ -126,13 +126,3 @@ def without(log_weights: Array, values: Array) -> tuple[Array, Array, Array]:
     log_v = jax.nn.log_softmax(jnp.where(known, smoothed, near)) + (ratios - near)
     density = jax.nn.logsumexp(jnp.where(counts, log_v + values, -jnp.inf))
     return log_v, density, jnp.where(known, k, NOT_KNOWN)
-
-
-def _left_out(z_G: Array, log_weights: Array, values: Array) -> LeftOut:
-    """Return a silo's reply, from its log likelihood at each draw (n,)."""
-    log_v, density, k = without(log_weights, values)
-    w, v = jax.nn.softmax(log_weights), jnp.exp(log_v)
-    mean = w @ z_G
-    sd = jnp.sqrt(w @ jnp.square(z_G - mean))
-    shift = jnp.abs(v @ z_G - mean) / jnp.where(sd > 0, sd, 1.0)
-    return LeftOut(density, k, shift.max(initial=0.0))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +35,10 @@ from numpyro_fed.integrals.quadrature import NEARBY, RowIntegrals
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.priors import LocalPrior
 
 # Share of the draws from the latents' prior. It bounds weights by 1 / SHARE times a likelihood. A
 # smaller one bounds them less; a larger one takes draws from the mode, where most of the mass is.
 SHARE = 0.25
-
-
 # Nats by which a silo's log likelihood may change with twice the nodes, more at some draws than at
 # others, by root mean square: weights that are off by this share move a mean by so many sds at
 # most, far below the errors of a few thousand draws. What it changes at all of them alike is in the
@@ -53,15 +50,10 @@ CHECKED = 8  # draws of the fit's guide at which twice the nodes are tried
 class Draws(NamedTuple):
     """A batch of draws of the globals, as silos see it.
 
-    Attributes
-    ----------
-    keys : (b,) keys
-        For the locals of each.
-    z_G : (b, dim)
-    u : (b, dim)
-        The same in the frame of the globals.
-    centre : (dim,)
-        The centre from which the silo's local guides measure ``u``.
+    ``keys`` (b,) keys: For the locals of each.
+    ``z_G`` (b, dim).
+    ``u`` (b, dim): The same in the frame of the globals.
+    ``centre`` (dim,): The centre from which the silo's local guides measure ``u``.
     """
 
     keys: Array
@@ -70,44 +62,14 @@ class Draws(NamedTuple):
     centre: Array
 
 
-class LikelihoodEstimate(Protocol):
-    """A silo's likelihood at draws of the globals, with its own latents integrated out."""
-
-    @property
-    def gives_way(self) -> bool:
-        """Whether another estimate is made where this one fails."""
-        ...
-
-    def log_estimates(self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData) -> Array:
-        """Return the log estimates (b,); ``eta`` are the parameters of the local guides."""
-        ...
-
-    def too_coarse(
-        self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData, values: Array
-    ) -> Array:
-        """Return whether () estimates with these ``values`` (b,) are off by more than noise."""
-        ...
-
-    def log_rows(self, key: Array, given: Given) -> Rows:
-        """Return each row's log likelihood , {plate: (rows,)}, its own latents integrated out.
-
-        Latents of outer plates are a draw from their posterior given the globals, and
-        these plates have no entry.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class QuadratureLikelihood:
     """A silo's likelihood by adaptive Gauss-Hermite quadrature over the latents of its rows.
 
-    Attributes
-    ----------
-    model : FederatedModel
-    guide : Guide
-        Its means are where the search for the conditional modes begins.
-    nodes : int
-        Nodes in each dimension.
+    Where it fails, draws take its place.
+
+    ``guide``: Its means are where the search for the conditional modes begins.
+    ``nodes``: Nodes in each dimension.
     """
 
     model: FederatedModel
@@ -115,16 +77,15 @@ class QuadratureLikelihood:
     nodes: int
 
     @property
-    def gives_way(self) -> bool:
-        """Return True: draws take the place of a quadrature that fails."""
-        return True
+    def bound(self) -> QuadratureBound:
+        """Return the bound whose value is the log likelihood."""
+        return QuadratureBound(self.model, self.guide, self.nodes)
 
     def log_estimates(self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData) -> Array:
         """Return log likelihoods (b,)."""
-        bound = QuadratureBound(self.model, self.guide, self.nodes)
 
         def value(z_G: Array, u: Array) -> Array:
-            return bound.value(Given(theta, eta, z_G, Coordinates(u, draws.centre), data), {})
+            return self.bound.value(Given(theta, eta, z_G, Coordinates(u, draws.centre), data), {})
 
         return jax.vmap(value)(draws.z_G, draws.u)
 
@@ -132,7 +93,7 @@ class QuadratureLikelihood:
         self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData, values: Array
     ) -> Array:
         """Return whether log likelihoods are others with twice the nodes."""
-        bound = QuadratureBound(self.model, self.guide, self.nodes)
+        bound = self.bound
         finer = RowIntegrals(self.model, 2 * self.nodes, few_places=True)
         prior = self.model.local_prior
 
@@ -146,9 +107,7 @@ class QuadratureLikelihood:
             return jax.tree.map(lambda *a: jnp.stack(a), *starts)
 
         def better(z_G: Array, starts: Rows) -> Array:
-            return jax.lax.map(
-                lambda start: finer.log_likelihood(theta, z_G, data, start)[0], starts
-            )
+            return jax.lax.map(lambda at: finer.log_likelihood(theta, z_G, data, at)[0], starts)
 
         starts = jax.vmap(starts_at)(draws.keys, draws.z_G, draws.u)
         found = jax.vmap(better, out_axes=1)(draws.z_G, starts)
@@ -169,8 +128,7 @@ class QuadratureLikelihood:
 
     def log_rows(self, key: Array, given: Given) -> Rows:
         """Return each row's log likelihood, at a draw of the outer plate's latents."""
-        bound = QuadratureBound(self.model, self.guide, self.nodes)
-        near = bound.near(given)
+        bound, near = self.bound, self.bound.near(given)
         return bound.integrals.log_rows(key, given.theta, given.z_G, near, given.data)
 
 
@@ -178,24 +136,14 @@ class QuadratureLikelihood:
 class SiloLikelihood:
     """The estimator of a silo's likelihood, for one model and guide.
 
-    Attributes
-    ----------
-    model : FederatedModel
-    guide : Guide
-    draws : dict of str to int
-        Number of draws for each silo plate with latents. All outer plates use the largest number
-        among them, and so do all plates of rows. Rows are drawn again for each draw of the latents
-        above them.
+    ``draws``: Number of draws for each silo plate with latents. All outer plates use the largest
+        number among them, and so do all plates of rows. Rows are drawn again for each draw of the
+        latents above them.
     """
 
     model: FederatedModel
     guide: Guide
     draws: Mapping[str, int]
-
-    @property
-    def gives_way(self) -> bool:
-        """Return False: there is no estimate to take its place."""
-        return False
 
     def log_estimates(self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData) -> Array:
         """Return the log estimates (b,), which are unbiased."""
@@ -205,12 +153,6 @@ class SiloLikelihood:
             return self.log_estimate(key, Given(theta, eta, z_G, coordinates, data))
 
         return jax.vmap(log_estimate)(draws.keys, draws.z_G, draws.u)
-
-    def too_coarse(
-        self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData, values: Array
-    ) -> Array:
-        """Return False, since estimates are never too coarse."""
-        return jnp.array(False)
 
     def log_estimate(self, key: Array, given: Given) -> Array:
         """Return the log of the estimate () at one draw of the globals."""
@@ -228,16 +170,19 @@ class SiloLikelihood:
         guides = self.guide.at_globals(eta, theta, z_G, coordinates.offset, data)
         start = {p: guides[p]["loc"] for p in self.guide.locals}
         at_globals = coordinates._replace(centre=coordinates.u)
-        latents = _LatentsAt(self, theta, guides, start, z_G, at_globals, data).refined_outer()
+        latents = _LatentsAt(self, theta, guides, start, z_G, at_globals, data)
+        if self.guide.outer:
+            laplace = Laplace(self.model)
+            z = laplace.search(theta, z_G, data, start, **NEARBY).modes
+            found = laplace.outer_given(theta, z_G, z, data)
+            precisions = {p: outer_precision(self.guide, p, *found[p]) for p in self.guide.outer}
+            latents = replace(latents.with_modes(precisions), start=z)
         return (latents, *jax.random.split(key))
 
     def _outer_terms(
         self, latents: _LatentsAt, key: Array, key_rows: Array
     ) -> tuple[Rows, Array, Array]:
-        """Return draws of the outer plates' latents, a key for the rows of each, and log weights.
-
-        The mean weight is the silo's likelihood.
-        """
+        """Return draws of outer plates' latents, a key for the rows of each, and log weights."""
         number = max(self.draws[p] for p in self.guide.outer)
         z, log_mixture = latents.mixture(self.guide.outer, number, {}, key)
         keys = jax.random.split(key_rows, number)
@@ -269,18 +214,6 @@ class _LatentsAt:
     coordinates: Coordinates
     data: SiloData
 
-    def refined_outer(self) -> _LatentsAt:
-        """Return a copy whose guides of outer plates are at the modes of their latents."""
-        guide, laplace = self.likelihood.guide, Laplace(self.likelihood.model)
-        if not guide.outer:
-            return self
-        z = laplace.search(self.theta, self.z_G, self.data, self.start, **NEARBY).modes
-        found = laplace.outer_given(self.theta, self.z_G, z, self.data)
-        better = {
-            p: guide.locals[p].from_mode(*outer_precision(guide, p, *found[p])) for p in guide.outer
-        }
-        return replace(self._with_guides(better), start=z)
-
     def refined_rows(self, z_outer: Rows) -> _LatentsAt:
         """Return a copy whose guides of rows are at the modes given the latents above them."""
         guide, laplace = self.likelihood.guide, Laplace(self.likelihood.model)
@@ -291,13 +224,16 @@ class _LatentsAt:
         start = {**self.start, **z_outer}
         z = laplace.search(self.theta, self.z_G, self.data, start, fix_outer=True, **NEARBY).modes
         found = laplace.rows_given(self.theta, self.z_G, outer, z, self.data)
-        return self._with_guides({p: guide.locals[p].from_mode(*found[p]) for p in plates})
+        return self.with_modes({p: found[p] for p in plates})
 
-    def _with_guides(self, better: dict[str, Any]) -> _LatentsAt:
-        """Return a copy with better guides, without couplings, for rows where they are finite."""
+    def with_modes(self, found: Mapping[str, tuple[Array, Array]]) -> _LatentsAt:
+        """Return a copy with guides at modes with precisions, for rows where these are finite.
+
+        They have no couplings.
+        """
         eta = dict(self.eta)
-        for p, params in better.items():
-            before = eta[p]
+        for p, mode in found.items():
+            params, before = self.likelihood.guide.locals[p].from_mode(*mode), eta[p]
             uncoupled = {k: jnp.zeros_like(a) for k, a in before.items() if k not in params}
             eta[p] = where_finite({**params, **uncoupled}, before)
         return replace(self, eta=eta)
@@ -337,70 +273,50 @@ class _LatentsAt:
 
         Outer plates are drawn together, and have one density, under an empty name (K, 1).
         """
-        guide, prior = self.likelihood.guide, self.likelihood.model.local_prior
+        guide, fm, data = self.likelihood.guide, self.likelihood.model, self.data
+        prior, locals_ = fm.local_prior, guide.locals
+        offset = self.coordinates.offset
+        above = {p: guide.above(p, self.eta, offset, z_outer, data) for p in plates}
         key_guide, key_prior = jax.random.split(key)
-        from_prior = int(SHARE * number) if self._separable(plates) else 0
-        z = jax.vmap(lambda key: self._draw_guide(plates, z_outer, key))(
-            jax.random.split(key_guide, number - from_prior)
-        )
+        # Rows of a joint guide share one density, so that they cannot be mixed row by row. Outer
+        # plates are mixed as a whole.
+        separable = plates == guide.outer or not any(locals_[p].joint for p in plates)
+        from_prior = int(SHARE * number) if separable else 0
+
+        def draw_guide(key: Array) -> Rows:
+            drawn = {}
+            for i, p in enumerate(plates):
+                noise = jax.random.normal(jax.random.fold_in(key, i), self.eta[p]["loc"].shape)
+                drawn[p] = locals_[p].draw(self.eta[p], above[p], noise)
+            return drawn
+
+        def log_guide(z: Rows) -> Rows:
+            rows = {p: locals_[p].log_q(self.eta[p], above[p], z[p]) for p in plates}
+            return {p: data.masked(p, v) for p, v in rows.items()}
+
+        z = jax.vmap(draw_guide)(jax.random.split(key_guide, number - from_prior))
+        if not from_prior or prior is None:
+            return z, jax.vmap(log_guide)(z)
         # The first draws are the guide's, the last ones the prior's: fixed numbers of each, which
         # has less variance than to choose at random (Hesterberg 1995).
-        log_q = jax.vmap(lambda z: self._log_q(plates, z_outer, z))
-        if not from_prior or prior is None:
-            return z, log_q(z)
-        drawn = jax.vmap(lambda key: self._draw_prior(prior, z_outer, key))(
+        drawn = jax.vmap(lambda key: prior.draw(key, self.theta, self.z_G, z_outer, data))(
             jax.random.split(key_prior, from_prior)
         )
         z = {p: jnp.concatenate([z[p], drawn[p]]) for p in plates}
-        log_p = jax.vmap(lambda z: self._log_prior(prior, plates, z_outer, z))(z)
-        share = from_prior / number
-        densities = {p: (log_q(z)[p], log_p[p]) for p in plates}
-        if plates == guide.outer:
-            densities = _sum_over_plates(densities)
+        others = {p.name: jnp.zeros((fm.sizes(data)[p.name], p.dim)) for p in fm.plates} | z_outer
+        log_p = jax.vmap(lambda z: prior.log_density(self.theta, self.z_G, {**others, **z}, data))(
+            z
+        )
+        log_q, share = jax.vmap(log_guide)(z), from_prior / number
+        densities = {p: (log_q[p], log_p[p]) for p in plates}
+        if plates == guide.outer:  # drawn together
+            q, p = (sum(d[i].sum(1, keepdims=True) for d in densities.values()) for i in (0, 1))
+            densities = {"": (jnp.asarray(q), jnp.asarray(p))}
         mixed = {
             p: jnp.logaddexp(jnp.log1p(-share) + q, jnp.log(share) + p_density)
             for p, (q, p_density) in densities.items()
         }
         return z, mixed
 
-    def _separable(self, plates: tuple[str, ...]) -> bool:
-        """Return whether draws of guide and prior can be mixed row by row.
 
-        Rows of a joint guide share one density, so they cannot. Outer plates are mixed as a whole.
-        """
-        guide = self.likelihood.guide
-        return plates == guide.outer or not any(guide.locals[p].joint for p in plates)
-
-    def _above(self, plate: str, z_outer: Rows) -> Array:
-        guide = self.likelihood.guide
-        return guide.above(plate, self.eta, self.coordinates.offset, z_outer, self.data)
-
-    def _draw_guide(self, plates: tuple[str, ...], z_outer: Rows, key: Array) -> Rows:
-        drawn = {}
-        for i, plate in enumerate(plates):
-            local, eta = self.likelihood.guide.locals[plate], self.eta[plate]
-            noise = jax.random.normal(jax.random.fold_in(key, i), eta["loc"].shape)
-            drawn[plate] = local.draw(eta, self._above(plate, z_outer), noise)
-        return drawn
-
-    def _log_q(self, plates: tuple[str, ...], z_outer: Rows, z: Rows) -> Rows:
-        locals_ = self.likelihood.guide.locals
-        rows = {p: locals_[p].log_q(self.eta[p], self._above(p, z_outer), z[p]) for p in plates}
-        return {p: self.data.masked(p, v) for p, v in rows.items()}
-
-    def _draw_prior(self, prior: LocalPrior, z_outer: Rows, key: Array) -> Rows:
-        return prior.draw(key, self.theta, self.z_G, z_outer, self.data)
-
-    def _log_prior(
-        self, prior: LocalPrior, plates: tuple[str, ...], z_outer: Rows, z: Rows
-    ) -> Rows:
-        sizes = self.likelihood.model.sizes(self.data)
-        others = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in self.likelihood.model.plates}
-        found = prior.log_density(self.theta, self.z_G, {**others, **z_outer, **z}, self.data)
-        return {p: found[p] for p in plates}
-
-
-def _sum_over_plates(both: Mapping[str, tuple[Array, Array]]) -> dict[str, tuple[Array, Array]]:
-    """Return the densities of plates that are drawn together: the sum (K, 1) over all of them."""
-    log_q, log_p = (sum(pair[i].sum(1, keepdims=True) for pair in both.values()) for i in (0, 1))
-    return {"": (jnp.asarray(log_q), jnp.asarray(log_p))}
+LikelihoodEstimate = QuadratureLikelihood | SiloLikelihood

@@ -46,16 +46,10 @@ MAX_K = 0.7  # shape of a tail above which ratios are not known (Vehtari et al. 
 class RowScores(NamedTuple):
     """The rows of a silo, each given all others; all plates of rows after another.
 
-    Attributes
-    ----------
-    log_density : (rows,)
-        The log predictive density of a row.
-    pareto_k : (rows,)
-        The shape of the tail of its ratios.
-    of_fit : (rows,)
-        The log of its mean likelihood under the posterior, which has seen it.
-    counts : (rows,) bool
-        False in padded rows, and in rows whose outcome is missing.
+    ``log_density`` (rows,): The log predictive density of a row.
+    ``pareto_k`` (rows,): The shape of the tail of its ratios.
+    ``of_fit`` (rows,): The log of its mean likelihood under the posterior, which has seen it.
+    ``counts`` (rows,) bool: False in padded rows, and in rows whose outcome is missing.
     """
 
     log_density: Array
@@ -67,15 +61,10 @@ class RowScores(NamedTuple):
 class RowSums(NamedTuple):
     """A silo's reply: sums over its rows.
 
-    Attributes
-    ----------
-    log_density, squares : ()
-        Log predictive densities, and their squares.
-    of_fit : ()
-        Logs of mean likelihoods under the posterior.
-    num_bad : ()
-        The number of rows whose density is not known.
-    num_rows : ()
+    ``log_density, squares`` (): Log predictive densities, and their squares.
+    ``of_fit`` (): Logs of mean likelihoods under the posterior.
+    ``num_bad`` (): The number of rows whose density is not known.
+    ``num_rows`` ().
     """
 
     log_density: Array
@@ -102,7 +91,6 @@ class RowSums(NamedTuple):
 
 
 Scores = Callable[[Array, LeaveOutDown, Any, SiloData], RowScores]
-Values = Callable[[Array, Down, Any, SiloData], tuple[Array, Array]]
 
 
 def row_scores(
@@ -152,7 +140,7 @@ def log_likelihoods_of_rows(
     likelihood: LikelihoodEstimate,
     fitted: FederatedAlgorithm[Any, Any],
     batch_size: int,
-) -> Values:
+) -> Callable[[Array, Down, Any, SiloData], tuple[Array, Array]]:
     """Return the function to log likelihoods (draws, rows), and whether rows count (rows,).
 
     It takes ``(key, down, silo_state, data)``, and computes ``batch_size`` draws at a time.
@@ -189,18 +177,14 @@ def loo(
 ) -> Exchange[Any, Any, Any]:
     """Return the exchange in which silos tell the sums of their rows' scores (:class:`RowSums`)."""
 
-    def silo(noise: Array, down: LeaveOutDown, state: Any, data: SiloData) -> RowSums:
-        return RowSums.of(scores(noise, down, state, data))
-
-    def messages() -> tuple[LeaveOutDown, RowSums]:
-        draws = shape_of_draws(guide, fitted, (num_draws, fm.dim))
-        return LeaveOutDown(draws, shape(num_draws)), RowSums(*[shape()] * len(RowSums._fields))
-
     return Exchange(
         LOO,
-        stacked_reply(silo, little=True),
+        stacked_reply(lambda *of_silo: RowSums.of(scores(*of_silo)), little=True),
         silo_noise=key_as_noise,
         settings=settings,
         stacked=True,
-        like=messages,
+        like=lambda: (
+            LeaveOutDown(shape_of_draws(guide, fitted, (num_draws, fm.dim)), shape(num_draws)),
+            RowSums(*[shape()] * len(RowSums._fields)),
+        ),
     )

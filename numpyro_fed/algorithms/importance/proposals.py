@@ -27,11 +27,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,6 @@ from numpyro_fed.gaussian import root_of
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.priors import Funnel
-from numpyro_fed.model.sites import Site
 from numpyro_fed.trees import AnyArray, Numbers, namespace
 
 # Share of the draws from wider distributions. A perfect guide loses at most a factor of two in
@@ -115,19 +114,11 @@ class Bends(NamedTuple):
     to one. A tail that falls as an exponential, as that of the log of a scale towards zero, is
     normal after it with ``p`` near a half. With a power and a width of one nothing is bent.
 
-    Attributes
-    ----------
-    width, power : (2, dim)
-        Below zero, and above.
+    ``width, power`` (2, dim): Below zero, and above.
     """
 
     width: Numbers
     power: Numbers
-
-    @classmethod
-    def none(cls, dim: int) -> Bends:
-        """Return powers that bend nothing."""
-        return cls(np.ones((2, dim)), np.ones((2, dim)))
 
     def straight(self, u: Numbers) -> tuple[Numbers, Numbers]:
         """Return bent coordinates (..., dim) of ``u``, and the log determinant (...)."""
@@ -153,16 +144,10 @@ class Bends(NamedTuple):
 class Mixture(NamedTuple):
     """A mixture of Student t distributions of bent coordinates, in the place of the guide.
 
-    Attributes
-    ----------
-    log_shares : (K,)
-        Minus infinity for a part without weight.
-    centres : (K, dim)
-    roots : (K, dim, dim)
-        Lower triangular roots of the scale matrices.
-    frame : Place
-        Coordinates are whitened by it before they are bent.
-    bends : Bends
+    ``log_shares`` (K,): Minus infinity for a part without weight.
+    ``centres`` (K, dim).
+    ``roots`` (K, dim, dim): Lower triangular roots of the scale matrices.
+    ``frame``: Coordinates are whitened by it before they are bent.
     """
 
     log_shares: Numbers
@@ -175,7 +160,8 @@ class Mixture(NamedTuple):
     def straight(cls, log_shares: Numbers, centres: Numbers, roots: Numbers) -> Mixture:
         """Return the mixture of the coordinates themselves."""
         dim = centres.shape[1]
-        return cls(log_shares, centres, roots, Place(np.zeros(dim), np.eye(dim)), Bends.none(dim))
+        ones, frame = np.ones((2, dim)), Place(np.zeros(dim), np.eye(dim))
+        return cls(log_shares, centres, roots, frame, Bends(ones, ones))
 
     @property
     def place(self) -> Place:
@@ -204,18 +190,6 @@ class Mixture(NamedTuple):
         parts = xp.stack([Student(Place(*one), OWN_FREEDOM).log_prob(bent) for one in places])
         log_det = log_det - xp.log(xp.diagonal(self.frame.root)).sum()
         return _log_sum_exp(self.log_shares[:, None] + parts) + log_det
-
-
-class Part(Protocol):
-    """A wider part of a proposal."""
-
-    def sample(self, random: np.random.Generator, n: int) -> np.ndarray:
-        """Return draws (n, dim)."""
-        ...
-
-    def log_prob(self, z: Numbers) -> Numbers:
-        """Return the log density (n,) at ``z`` (n, dim)."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,32 +298,32 @@ class Neck:
     place: Place
 
     @property
-    def _others(self) -> np.ndarray:
-        """Return the coordinates that are no children."""
-        dim = self.children.model.dim
-        return np.setdiff1d(np.arange(dim), _coordinates(self.children.funnel.children))
-
-    @property
-    def _parents(self) -> list[Student]:
-        others = self._others
-        xp = namespace(self.place.root)
-        is_setter = np.isin(others, _coordinates(self.children.funnel.setters))
-        root = root_of(self.place.root[others])
-        scales = [xp.where(is_setter, s, 1.0)[:, None] for s in NECK_SCALES]
-        return [Student(Place(self.place.centre[others], s * root), FREEDOM) for s in scales]
+    def _parents(self) -> tuple[np.ndarray, list[Student]]:
+        """Return the coordinates that are no children, and the distributions that they are from."""
+        funnel, dim = self.children.funnel, self.children.model.dim
+        below, setters = (
+            np.concatenate([np.arange(s.start, s.stop) for s in sites])
+            for sites in (funnel.children, funnel.setters)
+        )
+        others = np.setdiff1d(np.arange(dim), below)
+        xp, root = namespace(self.place.root), root_of(self.place.root[others])
+        scales = [xp.where(np.isin(others, setters), s, 1.0)[:, None] for s in NECK_SCALES]
+        centre = self.place.centre[others]
+        return others, [Student(Place(centre, s * root), FREEDOM) for s in scales]
 
     def sample(self, random: np.random.Generator, n: int) -> np.ndarray:
         """Return draws (n, dim)."""
-        drawn = np.stack([part.sample(random, n) for part in self._parents])
+        others, parents = self._parents
+        drawn = np.stack([part.sample(random, n) for part in parents])
         z = np.tile(np.asarray(self.place.centre), (n, 1))
-        z[:, self._others] = drawn[random.integers(len(drawn), size=n), np.arange(n)]
+        z[:, others] = drawn[random.integers(len(drawn), size=n), np.arange(n)]
         seed = random.integers(2**32, dtype=np.uint32)  # as an int it may be too large for JAX
         return np.asarray(self.children.draw(seed, self.theta, z), np.float64)
 
     def log_prob(self, z: Numbers) -> Numbers:
         """Return the log density (n,) at ``z`` (n, dim)."""
-        xp = namespace(z)
-        of_parents = xp.stack([part.log_prob(z[:, self._others]) for part in self._parents])
+        xp, (others, parents) = namespace(z), self._parents
+        of_parents = xp.stack([part.log_prob(z[:, others]) for part in parents])
         of_children = self.children.log_density(self.theta, z)
         log_parents = _log_sum_exp(of_parents) - math.log(len(of_parents))
         return log_parents + (np.asarray(of_children) if xp is np else of_children)
@@ -361,12 +335,7 @@ class OfText:
 
     They are the same for all parties and all fits.
 
-    Attributes
-    ----------
-    model : FederatedModel
-    spread : Place or None
-        The prior's median and spread.
-    funnels : tuple of Children
+    ``spread``: The prior's median and spread.
     """
 
     model: FederatedModel
@@ -384,13 +353,8 @@ class OfText:
 class WideParts:
     """The wider parts of a proposal: how many draws come from each, and their distributions.
 
-    Attributes
-    ----------
-    text : OfText
-    num_own : int
-        The number of draws that are left for what the parts are wider than.
-    numbers : tuple of int
-        The number of draws from each part.
+    ``num_own``: The number of draws that are left for what the parts are wider than.
+    ``numbers``: The number of draws from each part.
     """
 
     text: OfText
@@ -407,12 +371,14 @@ class WideParts:
         necks = [int(NECKS * share * num_draws / len(text.funnels)) for _ in text.funnels]
         return cls(text, num_draws - sum(wide + necks), (*wide, *necks))
 
-    def parts(self, theta: Theta, place: Place) -> list[Part]:
+    def parts(self, theta: Theta, place: Place) -> list[Student | Stretched | Neck]:
         """Return the parts around a place, in the order of :attr:`numbers`."""
         if not self.numbers:
             return []
         centre, root = place
-        parts: list[Part] = [Student(Place(centre, s * root), FREEDOM) for s in SCALES]
+        parts: list[Student | Stretched | Neck] = [
+            Student(Place(centre, s * root), FREEDOM) for s in SCALES
+        ]
         parts += [Stretched(place, s) for s in STRETCHES]
         if self.text.spread is not None:
             parts.append(Student(self.text.spread, FREEDOM))
@@ -437,21 +403,14 @@ class WideParts:
             log_shares = np.log(numbers / numbers.sum())
         return _log_sum_exp(log_shares[:, None] + densities)
 
+    def draw_with(self, random: np.random.Generator, theta: Theta, own: Mixture) -> np.ndarray:
+        """Return draws (n, dim) of the whole proposal around a mixture, the mixture's first."""
+        points = StandardPoints.of(random, self.num_own, self.text.model.dim)
+        return np.concatenate([own.at(points), self.sample(random, theta, own.place)])
 
-@dataclass(frozen=True, eq=False)
-class MixtureProposal:
-    """Draws from a mixture and from wider parts, and their density."""
-
-    wide: WideParts
-
-    def draw(self, random: np.random.Generator, theta: Theta, own: Mixture) -> np.ndarray:
-        """Return draws (n, dim), those from the mixture first."""
-        points = StandardPoints.of(random, self.wide.num_own, self.wide.text.model.dim)
-        return np.concatenate([own.at(points), self.wide.sample(random, theta, own.place)])
-
-    def log_density(self, theta: Theta, own: Mixture, z: Numbers) -> Numbers:
-        """Return the log density (m,) at ``z`` (m, dim)."""
-        return self.wide.log_density(own.log_prob(z), theta, own.place, z)
+    def log_density_with(self, theta: Theta, own: Mixture, z: Numbers) -> Numbers:
+        """Return the log density (m,) of the whole proposal around a mixture, at ``z`` (m, dim)."""
+        return self.log_density(own.log_prob(z), theta, own.place, z)
 
 
 def _log_sum_exp(a: Numbers) -> Numbers:
@@ -466,10 +425,6 @@ def _standard_student(random: np.random.Generator, n: int, part: Student) -> np.
     """Return draws (n, dim) of a standard Student t."""
     normal = random.standard_normal((n, len(part.place.centre)))
     return normal / np.sqrt(random.chisquare(part.freedom, (n, 1)) / part.freedom)
-
-
-def _coordinates(sites: Sequence[Site]) -> np.ndarray:
-    return np.concatenate([np.arange(s.start, s.stop) for s in sites])
 
 
 def root_of_draws(z: AnyArray) -> AnyArray:

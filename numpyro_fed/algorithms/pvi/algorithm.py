@@ -47,7 +47,7 @@ def pvi(server: Server, silo: Silo) -> FederatedAlgorithm[ServerState, SiloState
     exchange = Exchange(
         VISIT,
         silo.visit,
-        commit=silo.commit,
+        commit=lambda draft, sent: draft._replace(pending=sent.change),
         silo_noise=key_as_noise,
         scatter=Down(*SCATTERED),
         # Not the default, all_finite: an expected log likelihood of minus infinity is allowed.

@@ -12,8 +12,6 @@ parabolas. A flat prior has natural parameters of zero: only the sum has to be p
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -48,12 +46,6 @@ from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.local.base import proper_step
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
-
-
-class Up(NamedTuple):
-    """A silo's message: its factor."""
-
-    factor: Natural
 
 
 def _server_factor(parts: PVIParts, point: StartPoint, none: Natural) -> Natural:
@@ -128,7 +120,7 @@ def pvi_from_mode(server: Server, silo: Silo) -> Round:
 
     def silo_factor(
         noise: Array, down: StartMessage, state: ModeSiloState, data: SiloData
-    ) -> tuple[Reply[Up], SiloState]:
+    ) -> tuple[Reply[Natural], SiloState]:
         point, place = down.point, jax.tree.map(lambda a: a[down.start], state.place)
         num_theta = len(place.gradient) - fm.dim
         factor = family.around(
@@ -140,17 +132,14 @@ def pvi_from_mode(server: Server, silo: Silo) -> Round:
         params = SiloParams(eta, state.private)
         first, frame = silo.init(noise, data), frame_of(parts, point)
         draft = first._replace(params=params, pending=factor, frame=frame)
-        return Reply(Up(factor), all_finite(eta)), draft
-
-    def commit(draft: SiloState, sent: Up) -> SiloState:
-        return draft._replace(pending=sent.factor)
+        return Reply(factor, all_finite(eta)), draft
 
     def run(state: Search[Array], noise: Array, ask: Ask) -> tuple[ServerState, Info]:
         message = start_at_mode(fm, state)
         point, replies = message.point, ask(FROM_MODE, message)
         first, prior = server.init(noise), server.prior(point.theta)
         server_factor = _server_factor(parts, point, first.server_factor)
-        total = jax.tree.map(jnp.add, replies.up.factor, server_factor)
+        total = jax.tree.map(jnp.add, replies.up, server_factor)
 
         def proper(total: Natural) -> Array:
             return family.proper(parts.aggregate(prior, total))
@@ -160,10 +149,10 @@ def pvi_from_mode(server: Server, silo: Silo) -> Round:
             # density where the search is, since it has integrated the effects. Then the server's
             # factor makes the posterior that of the search, until a round renews it.
             posterior = _of_frame(parts, point)
-            needed = jax.tree.map(lambda q, p, t: q - p - t, posterior, prior, replies.up.factor)
+            needed = jax.tree.map(lambda q, p, t: q - p - t, posterior, prior, replies.up)
             peak = proper(total)
             server_factor = jax.tree.map(lambda a, b: jnp.where(peak, a, b), server_factor, needed)
-            total = jax.tree.map(jnp.add, replies.up.factor, server_factor)
+            total = jax.tree.map(jnp.add, replies.up, server_factor)
         none = jax.tree.map(jnp.zeros_like, total)
         # A silo's own parabola may be concave upwards, and so may the family's diagonal of the
         # sum. A smaller share of all factors is then proper under a proper prior.
@@ -179,5 +168,10 @@ def pvi_from_mode(server: Server, silo: Silo) -> Round:
         )
         return after, Info(jnp.zeros(()), all_finite(after) & proper(total))
 
-    exchange = Exchange(FROM_MODE, silo_factor, commit=commit, silo_noise=key_as_noise)
+    exchange = Exchange(
+        FROM_MODE,
+        silo_factor,
+        commit=lambda draft, sent: draft._replace(pending=sent),
+        silo_noise=key_as_noise,
+    )
     return Round((exchange,), run, key_as_noise)

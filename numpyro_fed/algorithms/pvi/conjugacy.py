@@ -69,12 +69,6 @@ def row_terms(fm: FederatedModel, theta: Theta, data: SiloData) -> Callable[[Arr
     return rows
 
 
-def log_likelihood(fm: FederatedModel, theta: Theta, data: SiloData) -> Callable[[Array], Array]:
-    """Return a silo's log likelihood () as a function of the globals, without locals."""
-    rows = row_terms(fm, theta, data)
-    return lambda z: rows(z).sum()
-
-
 def misfit(
     rows: Callable[[Array], Array],
     family: Family[Any],

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array
-from numpyro.distributions import biject_to, constraints, transforms
+from numpyro.distributions import biject_to, transforms
 
 from numpyro_fed import expfam
 from numpyro_fed.algorithms.pvi.affine import affine_at
@@ -42,10 +42,8 @@ Members = Mapping[str, tuple[np.ndarray, Family[Any]]]
 class TestPoints(NamedTuple):
     """The points at which a function is tested: fixed ones, and some close to a density.
 
-    Attributes
-    ----------
-    points : array (n, dim)
-    near : (eta, n) -> (centre, points)
+    ``points`` array (n, dim).
+    ``near``, ``(eta, n) -> (centre, points)``.
     """
 
     points: np.ndarray
@@ -55,19 +53,13 @@ class TestPoints(NamedTuple):
 class Globals(NamedTuple):
     """The family of the globals, as pure functions.
 
-    Attributes
-    ----------
-    family : Family
-        A product: one joint Gaussian over all sites that take it, named ``"gaussian"``, and one
-        member by name for each other site.
-    prior : theta -> eta
-        Natural parameters of the prior.
-    marginals : eta -> {site: Distribution}
-        Each site's marginal on its own support.
-    places : TestPoints
-        The points at which a likelihood is tested for conjugacy.
-    prior_outside : (theta, z) -> () or None
-        The part of the log prior that is outside of the family; ``prior`` then leaves it out.
+    ``family``: A product: one joint Gaussian over all sites that take it, named ``"gaussian"``, and
+        one member by name for each other site.
+    ``prior``, ``theta -> eta``: Natural parameters of the prior.
+    ``marginals``, ``eta -> {site: Distribution}``: Each site's marginal on its own support.
+    ``places``: The points at which a likelihood is tested for conjugacy.
+    ``prior_outside``, ``(theta, z) -> () or None``: The part of the log prior that is outside of
+        the family; ``prior`` then leaves it out.
     """
 
     family: Family[Any]
@@ -99,22 +91,34 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
     ModelError
         For a model without globals, and for a prior outside every family that its site can take.
     """
-    chosen, covariance = _parse_spec(fm, spec)
-    return _build(fm, _choose(fm, chosen, covariance, prior))
+    kinds, family, places, eta, outside = _choose(fm, *_parse_spec(fm, spec), prior)
+    learned = bool(fm.named("param")) and not outside
+    fixed = jax.tree.map(np.asarray, eta)
 
+    def prior_inside(theta: dict[str, Any]) -> Natural:
+        # With parameters the prior's natural parameters are a function of them, and are fitted in
+        # the program. Without, they are constants, fitted once in double precision.
+        if learned:
+            return family.fit(lambda z: fm.log_prior(theta, z) - family.log_base(z))
+        return jax.tree.map(lambda a: jnp.asarray(a.copy()), fixed)  # or JAX keeps a precision
 
-class _Choice(NamedTuple):
-    """The families of the sites, and their product.
+    def log_outside(theta: dict[str, Any], z: Array) -> Array:
+        known = expfam.inner(prior_inside(theta), family.statistics(z))
+        return fm.log_prior(theta, z) - family.log_base(z) - known
 
-    ``eta`` are the natural parameters of the prior's part in the family, and ``outside`` names the
-    sites whose prior is not in it.
-    """
+    def marginals(eta: Natural) -> dict[str, dist.Distribution]:
+        found = {}
+        for site in fm.named("latent"):
+            place, shape = slice(site.start, site.stop), site.shape
+            if kinds[site.name] != GAUSSIAN:
+                found[site.name] = expfam.marginal(family, eta, place, shape, site.event_dim)
+                continue
+            bijection = biject_to(fm.structure.supports[site.name])
+            z = expfam.marginal(family, eta, place, shape, bijection.domain.event_dim)
+            found[site.name] = _on_support(z, bijection)
+        return found
 
-    kinds: dict[str, str]
-    family: Family[Any]
-    places: TestPoints
-    eta: Natural
-    outside: list[str]
+    return Globals(family, prior_inside, marginals, places, log_outside if outside else None)
 
 
 def _parse_spec(fm: FederatedModel, spec: str | Mapping[str, str]) -> tuple[dict[str, str], str]:
@@ -134,19 +138,26 @@ def _parse_spec(fm: FederatedModel, spec: str | Mapping[str, str]) -> tuple[dict
             f"family names {sorted(unknown)}, but the global sites are "
             f"{sorted(s.name for s in sites)}."
         )
+    for s in sites:
+        if s.name in chosen and chosen[s.name] not in _candidates(s):
+            raise ValueError(
+                f"family of '{s.name}' is {chosen[s.name]!r}: on the support {s.support} expected "
+                f"one of {_candidates(s)}."
+            )
     if covariance == "auto":
         covariance = "full" if fm.dim <= FULL_UP_TO else "diagonal"
     return chosen, covariance
 
 
-def _choose(fm: FederatedModel, chosen: dict[str, str], covariance: str, prior: str) -> _Choice:
-    """Return a family for each site.
-
-    It is the one that the user asks for. Else it is the Gaussian, if the whole prior is Gaussian;
-    and else the first candidate that contains the site's own prior.
-    """
-    sites, theta, reach = fm.named("latent"), generic_parameters(fm), _max_values(fm)
-    points = _fixed_points(fm, reach)
+def _choose(
+    fm: FederatedModel, chosen: dict[str, str], covariance: str, prior: str
+) -> tuple[dict[str, str], Family[Any], TestPoints, Natural, list[str]]:
+    """Return the families of the sites, and their product with the places where it is tested."""
+    # A site's family is the one that the user asks for. Else it is the Gaussian, if the whole prior
+    # is Gaussian; and else the first candidate that contains the site's own prior. Natural
+    # parameters of the prior's part in the family follow, and the sites whose prior is not in it.
+    sites, theta = fm.named("latent"), generic_parameters(fm)
+    reach, points = _reach_and_points(fm)
 
     def product(kinds: Mapping[str, str]) -> tuple[Family[Any], TestPoints]:
         members = _members(sites, kinds, covariance)
@@ -157,7 +168,7 @@ def _choose(fm: FederatedModel, chosen: dict[str, str], covariance: str, prior: 
 
     # Single precision could not tell an affine function from one that is nearly so.
     with double_precision():
-        kinds = {s.name: _requested_kind(s, chosen.get(s.name)) or GAUSSIAN for s in sites}
+        kinds = {s.name: chosen.get(s.name, GAUSSIAN) for s in sites}
         family, places = product(kinds)
         whole = Density(all_terms, family, places)
         pairs = [
@@ -173,7 +184,7 @@ def _choose(fm: FederatedModel, chosen: dict[str, str], covariance: str, prior: 
         many = len({s.name for s, _ in pairs}) < len(pairs)
         (eta, affine), *fits = _fit_densities([whole, *(alone if many else [])])
         if affine:
-            return _Choice(kinds, family, places, eta, [])
+            return kinds, family, places, eta, []
         # Not all Gaussian: each site by itself, with all others at fixed values. Then all sites
         # together, since priors may be coupled in a way that no product of families holds.
         found: dict[str, str] = {}
@@ -185,12 +196,10 @@ def _choose(fm: FederatedModel, chosen: dict[str, str], covariance: str, prior: 
         kinds = {s.name: found.get(s.name, kinds[s.name]) for s in sites}
         family, places = product(kinds)
         by_site = {s.name: (s, _member(s, kinds[s.name], covariance)) for s in sites}
-
-        def density_of(names: Sequence[str]) -> Density:
-            return Density(_terms(fm, theta, by_site, family, names), family, places)
-
         names = list(jax.eval_shape(fm.prior_terms, theta, np.zeros(fm.dim)))
-        fits = _fit_densities([density_of([name]) for name in names])
+        fits = _fit_densities(
+            [Density(_terms_of(fm, theta, by_site, family, name), family, places) for name in names]
+        )
         outside = [name for name, (_, affine) in zip(names, fits, strict=True) if not affine]
         if outside and prior == "exact":
             raise _coupled_error(outside[0], covariance)
@@ -198,70 +207,38 @@ def _choose(fm: FederatedModel, chosen: dict[str, str], covariance: str, prior: 
         inside = [eta for name, (eta, _) in zip(names, fits, strict=True) if name not in outside]
         nothing = jax.tree.map(np.zeros_like, fits[0][0])
         eta = jax.tree.map(lambda *parts: sum(map(np.asarray, parts)), nothing, *inside)
-    return _Choice(kinds, family, places, eta, outside)
+    return kinds, family, places, eta, outside
 
 
-def _build(fm: FederatedModel, choice: _Choice) -> Globals:
-    """Return the chosen family as pure functions."""
-    kinds, family, places, eta, outside = choice
-    learned = bool(fm.named("param")) and not outside
-    fixed = jax.tree.map(np.asarray, eta)
-
-    def prior_inside(theta: dict[str, Any]) -> Natural:
-        # With parameters the prior's natural parameters are a function of them, and are fitted in
-        # the program. Without, they are constants, fitted once in double precision.
-        if learned:
-            return family.fit(lambda z: fm.log_prior(theta, z) - family.log_base(z))
-        return jax.tree.map(lambda a: jnp.asarray(a.copy()), fixed)  # or JAX keeps a precision
-
-    def log_outside(theta: dict[str, Any], z: Array) -> Array:
-        known = expfam.inner(prior_inside(theta), family.statistics(z))
-        return fm.log_prior(theta, z) - family.log_base(z) - known
-
-    def marginals(eta: Natural) -> dict[str, dist.Distribution]:
-        return _marginals(fm, fm.named("latent"), kinds, family, eta)
-
-    return Globals(family, prior_inside, marginals, places, log_outside if outside else None)
-
-
-def _terms(
+def _terms_of(
     fm: FederatedModel,
     theta: dict[str, Any],
     members: Mapping[str, tuple[Site, Family[Any]]],
     family: Family[Any],
-    names: Sequence[str],
+    name: str,
 ) -> Callable[[Array], Array]:
-    """Return a function for the terms of some sites' log prior, relative to the base measure."""
+    """Return a function for the terms of a site's log prior, relative to the base measure."""
 
     def f(z: Array) -> Array:
-        all_terms, terms = fm.prior_terms(theta, z), [family.log_base(z)]
-        for name in names:
-            terms.append(all_terms[name])
-            if name in members:
-                site, member = members[name]
-                terms.append(-member.log_base(z[site.start : site.stop]))
+        terms = [family.log_base(z), fm.prior_terms(theta, z)[name]]
+        if name in members:
+            site, member = members[name]
+            terms.append(-member.log_base(z[site.start : site.stop]))
         return jnp.stack(terms)
 
     return f
 
 
-def _max_values(fm: FederatedModel) -> np.ndarray:
-    """Return the largest test value (dim,) of each global, up to which its bijection is precise.
-
-    exp(30) is an ordinary number, and at 14 a sigmoid is 1 - 8e-7, whose difference from one still
-    has half of the digits of double precision.
-    """
+def _reach_and_points(fm: FederatedModel) -> tuple[np.ndarray, np.ndarray]:
+    """Return the largest test value (dim,) of each global, and fixed test points (n, dim)."""
+    # Up to there a bijection is precise: exp(30) is an ordinary number, and at 14 a sigmoid is
+    # 1 - 8e-7, whose difference from one still has half of the digits of double precision.
     reach = np.full(fm.dim, np.inf)
     for site in fm.named("latent"):
         bijection = _elementwise(biject_to(fm.structure.supports[site.name]))
         if not isinstance(bijection, transforms.IdentityTransform):
             exact = isinstance(bijection, transforms.ExpTransform)
             reach[site.start : site.stop] = 30.0 if exact else 14.0
-    return reach
-
-
-def _fixed_points(fm: FederatedModel, reach: np.ndarray) -> np.ndarray:
-    """Return fixed test points (n, dim): 0.01 to 1e6 away from zero, and draws from the prior."""
     # A fixed seed: all parties, and later runs, must come to the same decision.
     r = np.random.default_rng(1)
     levels = np.repeat(10.0 ** np.arange(-2, 7), 4)[:, None]
@@ -270,17 +247,15 @@ def _fixed_points(fm: FederatedModel, reach: np.ndarray) -> np.ndarray:
     drawn = fm.draw_prior(1, 16)
     from_prior = np.zeros((0, fm.dim)) if drawn is None else np.nan_to_num(drawn)
     points = r.permutation(np.concatenate([from_prior, around_zero]))
-    return np.clip(points, -reach, reach)[: max(16, POINTS // max(fm.dim, 1))]
+    return reach, np.clip(points, -reach, reach)[: max(16, POINTS // max(fm.dim, 1))]
 
 
 def _points_near(
     members: Members, reach: np.ndarray
 ) -> Callable[[Natural, int], tuple[Array, Array]]:
-    """Return a function for the centre of a density (dim,), and points (n, dim) some sds from it.
-
-    Where ``eta`` leaves a Gaussian flat, its points are as far away as the bijection is precise.
-    Points that are not finite, of an improper density, become zero.
-    """
+    """Return a function for a density's centre (dim,), and points (n, dim) some sds from it."""
+    # Where ``eta`` leaves a Gaussian flat, its points are as far away as the bijection is precise.
+    # Points that are not finite, of an improper density, become zero.
     furthest = np.minimum(reach, 1e6)
 
     def member_points(name: str, eta: Natural, n: int) -> tuple[Array, Array]:
@@ -327,17 +302,8 @@ class Density(NamedTuple):
 
 
 def _fit_densities(densities: Sequence[Density]) -> list[tuple[Natural, bool]]:
-    """Return natural parameters of each density, and whether they describe it exactly.
-
-    All densities are tested in one program: compiling one for each site takes much longer.
-    """
-
-    @jit_double
-    def fit_all(points: list[Array]) -> list[tuple[Natural, Array]]:
-        return [
-            fit_one(*density_and_points)
-            for density_and_points in zip(densities, points, strict=True)
-        ]
+    """Return natural parameters of each density, and whether they describe it exactly."""
+    # All densities are tested in one program: compiling one for each site takes much longer.
 
     def fit_one(density: Density, points: Array) -> tuple[Natural, Array]:
         terms, family, places = density
@@ -350,6 +316,10 @@ def _fit_densities(densities: Sequence[Density]) -> list[tuple[Natural, bool]]:
         return eta, affine_at(
             terms_over_base, family, eta, centre, jnp.concatenate([points, points_close])
         )
+
+    @jit_double
+    def fit_all(points: list[Array]) -> list[tuple[Natural, Array]]:
+        return [fit_one(d, at) for d, at in zip(densities, points, strict=True)]
 
     return [(eta, bool(affine)) for eta, affine in fit_all([d.places.points for d in densities])]
 
@@ -368,16 +338,6 @@ def _member(site: Site, kind: str, covariance: str) -> Family[Any]:
     if kind == "beta":
         return expfam.beta(site.shape)
     return expfam.dirichlet(site.shape[:-1], site.shape[-1] + 1)
-
-
-def _requested_kind(site: Site, requested: str | None) -> str | None:
-    """Return the family that the user asks for, or raise an error if the site cannot have it."""
-    if requested is not None and requested not in _candidates(site):
-        raise ValueError(
-            f"family of '{site.name}' is {requested!r}: on the support {site.support} expected one "
-            f"of {_candidates(site)}."
-        )
-    return requested
 
 
 def _alone(
@@ -428,43 +388,20 @@ def _coupled_error(name: str, covariance: str) -> ModelError:
 def _members(sites: Sequence[Site], kinds: Mapping[str, str], covariance: str) -> Members:
     """Return the members of the product: one joint Gaussian, and one for each other site."""
     members: dict[str, tuple[np.ndarray, Family[Any]]] = {}
-
-    def place(s: Site) -> np.ndarray:
-        """Return a site's coordinates in int32, which JAX reads alike in either precision."""
-        return np.arange(s.start, s.stop, dtype=np.int32)
-
-    joint = [place(s) for s in sites if kinds[s.name] == GAUSSIAN]
+    # In int32, which JAX reads alike in either precision.
+    places = {s.name: np.arange(s.start, s.stop, dtype=np.int32) for s in sites}
+    joint = [places[s.name] for s in sites if kinds[s.name] == GAUSSIAN]
     if joint:
-        places = np.concatenate(joint)
-        members[GAUSSIAN] = (places, expfam.gaussian(len(places), covariance))
+        together = np.concatenate(joint)
+        members[GAUSSIAN] = (together, expfam.gaussian(len(together), covariance))
     for s in sites:
         if kinds[s.name] != GAUSSIAN:
-            members[s.name] = (place(s), _member(s, kinds[s.name], covariance))
+            members[s.name] = (places[s.name], _member(s, kinds[s.name], covariance))
     return members
 
 
-def _marginals(
-    fm: FederatedModel,
-    sites: Sequence[Site],
-    kinds: Mapping[str, str],
-    family: Family[Any],
-    eta: Natural,
-) -> dict[str, dist.Distribution]:
-    def marginal_of(site: Site) -> dist.Distribution:
-        place = slice(site.start, site.stop)
-        if kinds[site.name] != GAUSSIAN:
-            return expfam.marginal(family, eta, place, site.shape, site.event_dim)
-        support = fm.structure.supports[site.name]
-        event_dim = biject_to(support).domain.event_dim
-        z = expfam.marginal(family, eta, place, site.shape, event_dim)
-        return _on_support(z, support)
-
-    return {site.name: marginal_of(site) for site in sites}
-
-
-def _on_support(z: dist.Distribution, support: constraints.Constraint) -> dist.Distribution:
+def _on_support(z: dist.Distribution, bijection: transforms.Transform) -> dist.Distribution:
     """Return the distribution on the site's support of a Gaussian in unconstrained space."""
-    bijection = biject_to(support)
     elementwise = _elementwise(bijection)
     if isinstance(elementwise, transforms.IdentityTransform):
         return z

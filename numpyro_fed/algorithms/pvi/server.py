@@ -69,16 +69,26 @@ class Server(Role):
             self.first_frame(),
         )
 
-    def message(self, state: ServerState, who: Array) -> Down:
-        """Return the message to silos: the total, and how much of its last proposal each took."""
-        return Down(state.params.theta, state.total, state.taken[who])
-
     def round(self, state: ServerState, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
         """Ask for changes, take as much as leaves the posterior proper, and step on theta."""
         settings, theta, before = self.settings, state.params.theta, state.params.guide
-        up: Up = ask(VISIT, self.message(state, ask.who)).up
-        kl_to_prior = self.kl_to_prior(noise, theta, before)
-        total, damping = self._damped_total(state, self.prior(theta), up.change)
+        up: Up = ask(VISIT, Down(theta, state.total, state.taken[ask.who])).up
+        kl_to_prior, prior = self.kl_to_prior(noise, theta, before), self.prior(theta)
+
+        def proper(total: Natural) -> Array:
+            return self.family.proper(self.parts.aggregate(prior, total))
+
+        if settings.adaptive:
+            target = jax.tree.map(jnp.add, state.total, up.change)
+            total, damping = proper_step(proper, state.total, target, state.damping)
+            # Down as far as a step had to be damped, and up again by two in each step.
+            lowered = jnp.where(damping > 0, damping, state.damping / 2)
+            next_damping = jnp.minimum(2 * lowered, settings.damping)
+        else:
+            moved = jax.tree.map(lambda a, b: a + state.damping * b, state.total, up.change)
+            fine, next_damping = proper(moved), state.damping
+            total = where(fine, moved, state.total)
+            damping = jnp.where(fine, state.damping, 0.0)
         total, server_factor, converged = self._renew_server_factor(state, noise, theta, total)
         theta, opt_state, guide = self._update_theta(state, noise, total, up.theta)
         after = ServerState(
@@ -86,7 +96,7 @@ class Server(Role):
             total,
             server_factor,
             opt_state,
-            self._next_damping(state.damping, damping),
+            next_damping,
             state.taken.at[ask.who].set(damping),
             self._progress(state.progress, before, guide, converged, up.statuses),
             state.frame,
@@ -126,37 +136,12 @@ class Server(Role):
 
         return jax.vmap(log_ratio_at)(noise).mean()
 
-    def _damped_total(
-        self, state: ServerState, prior: Natural, change: Natural
-    ) -> tuple[Natural, Array]:
-        """Return the sum of factors after the update, and the damping that was used."""
-        target = jax.tree.map(jnp.add, state.total, change)
-        aggregate = self.parts.aggregate
-
-        def proper(total: Natural) -> Array:
-            return self.family.proper(aggregate(prior, total))
-
-        if self.settings.adaptive:
-            return proper_step(proper, state.total, target, state.damping)
-        moved = jax.tree.map(lambda a, b: a + state.damping * b, state.total, change)
-        fine = proper(moved)
-        return where(fine, moved, state.total), jnp.where(fine, state.damping, 0.0)
-
-    def _next_damping(self, damping: Array, used: Array) -> Array:
-        if not self.settings.adaptive:
-            return damping
-        # Down as far as a step had to be damped, and up again by two in each step.
-        lowered = jnp.where(used > 0, used, damping / 2)
-        return jnp.minimum(2 * lowered, self.settings.damping)
-
     def _renew_server_factor(
         self, state: ServerState, key: Array, theta: Theta, total: Natural
     ) -> tuple[Natural, Natural, Array]:
-        """Return the total with a new factor of the server, that factor, and if it converged.
-
-        The server treats the prior's part outside of the family as a silo treats its likelihood,
-        and visits it in each round.
-        """
+        """Return the total with a new factor of the server, that factor, and if it converged."""
+        # The server treats the prior's part outside of the family as a silo treats its likelihood,
+        # and visits it in each round.
         before = state.server_factor
         if (outside := self.parts.globals.prior_outside) is None:
             return total, before, state.progress.own
@@ -218,10 +203,7 @@ class Server(Role):
         start: Ordinary,
         before: Natural,
     ) -> tuple[Natural, Array]:
-        """Return the server's own factor, and whether it converged.
-
-        It stands for the part of the prior outside of the family.
-        """
+        """Return the server's own factor, and whether it converged."""
         family = self.family
 
         def noise(key: Array, particles: int, batch: int | None) -> LocalNoise:

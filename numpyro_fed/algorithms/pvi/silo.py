@@ -13,12 +13,11 @@ from jax import Array
 
 from numpyro_fed import expfam
 from numpyro_fed.algorithms.base import Private, Reply, SiloParams
-from numpyro_fed.algorithms.pvi.conjugacy import log_likelihood, misfit, row_terms
+from numpyro_fed.algorithms.pvi.conjugacy import misfit, row_terms
 from numpyro_fed.algorithms.pvi.families import GAUSSIAN
 from numpyro_fed.algorithms.pvi.states import Down, Role, SiloState, Status, Up
 from numpyro_fed.bounds import Given, normals
 from numpyro_fed.expfam.base import Natural, Ordinary, Tree
-from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.local.base import LocalNoise, Problem, Solution
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, Sizes
@@ -53,22 +52,35 @@ class Silo(Role):
 
         A visit whose numbers cannot be used proposes no change.
         """
-        key_local, key_evidence = jax.random.split(
-            noise
-        )  # the report's draws, apart from the fit's
+        # The report's draws are apart from the fit's.
+        key_local, key_evidence = jax.random.split(noise)
+        parts, settings, prior = self.parts, self.settings, self.prior(down.theta)
         factor = state.effective_factor(down.taken)
-        posterior = self.parts.aggregate(self.prior(down.theta), down.total)
-        removed = self._removed(factor, down.total)
-        current = (self._cavity(down, removed), posterior)
-        cavity, start = self._working_cavity(current, down, state)
+        posterior = parts.aggregate(prior, down.total)
+        # What is taken out of the posterior to make the cavity.
+        removed = {
+            "own": factor,
+            "none": jax.tree.map(jnp.zeros_like, factor),
+            "average": jax.tree.map(lambda a: a / settings.num_silos, down.total),
+            "prior": down.total,
+        }[settings.deletion]
+        share = jax.tree.map(lambda a: settings.prior_share * a, prior)
+        own_cavity = parts.aggregate(share, jax.tree.map(jnp.subtract, down.total, removed))
+        current = cavity, at = own_cavity, posterior
+        if state.stale:
+            # An asynchronous silo works from those of its visit before: its computation takes so
+            # long.
+            from_prior = parts.globals.prior_outside is None and not settings.from_mode
+            at_first = (prior, prior) if from_prior else current
+            cavity, at = where(state.visits > 0, state.stale, at_first)
         # At the posterior that the server sent, and not at the solution: the loss is then that of
         # one posterior, the same for all silos of a step.
         log_lik, g_theta = self.expected_log_lik(key_evidence, down.theta, posterior, state, data)
-        problem = self._problem(down.theta, cavity, self._start(start, state.visits), state, data)
-        solution = self.solve(self.parts.local, problem, key_local)
+        problem = self._problem(down.theta, cavity, self._start(at, state.visits), state, data)
+        solution = self.solve(parts.local, problem, key_local)
         proposal = self._factor(solution.eta, cavity)
         change = jax.tree.map(
-            jnp.subtract, proposal, factor if self.settings.deletion == "prior" else removed
+            jnp.subtract, proposal, factor if settings.deletion == "prior" else removed
         )
         status = self._status(solution, change)
         usable = status < Status.NON_FINITE
@@ -82,52 +94,18 @@ class Silo(Role):
             change,
             state.visits + 1,
             status,
-            current if self.settings.delayed else (),
+            current if settings.delayed else (),
             state.frame,
         )
         return Reply(Up(change, log_lik, g_theta, statuses), jnp.array(True)), draft
-
-    def commit(self, draft: SiloState, sent: Up) -> SiloState:
-        """Return the state with the change as it was sent as pending."""
-        return draft._replace(pending=sent.change)
 
     def view(self, state: SiloState) -> Private:
         """Return private parameters, the local guide and its centre."""
         return Private(state.params.private, state.params.guide, state.centre)
 
-    def _removed(self, factor: Natural, total: Natural) -> Natural:
-        """Return the natural parameters that are taken out of the posterior to make the cavity."""
-        if self.settings.deletion == "own":
-            return factor
-        if self.settings.deletion == "none":
-            return jax.tree.map(jnp.zeros_like, factor)
-        if self.settings.deletion == "average":
-            return jax.tree.map(lambda a: a / self.settings.num_silos, total)
-        return total
-
-    def _cavity(self, down: Down, removed: Natural) -> Natural:
-        share = jax.tree.map(lambda a: self.settings.prior_share * a, self.prior(down.theta))
-        return self.parts.aggregate(share, jax.tree.map(jnp.subtract, down.total, removed))
-
-    def _working_cavity(
-        self, current: tuple[Natural, Natural], down: Down, state: SiloState
-    ) -> tuple[Natural, Natural]:
-        """Return the cavity and the posterior from which the silo works.
-
-        An asynchronous silo works from those of its visit before: its computation takes so long.
-        """
-        if not state.stale:
-            return current
-        prior = self.prior(down.theta)
-        from_prior = self.parts.globals.prior_outside is None and not self.settings.from_mode
-        at_first = (prior, prior) if from_prior else current
-        return where(state.visits > 0, state.stale, at_first)
-
     def _start(self, posterior: Natural, visits: Array) -> Ordinary:
-        """Return the start of a visit: the posterior, in the first visit no wider than asked for.
-
-        A tight start is the paper's remedy against pruning units of a network.
-        """
+        """Return the start of a visit: the posterior, at first no wider than asked for."""
+        # A tight start is the paper's remedy against pruning units of a network.
         psi = self.family.ordinary(posterior)
         scale = None if self.settings.from_mode else self.settings.start_scale
         if scale is None or GAUSSIAN not in psi:
@@ -137,10 +115,7 @@ class Silo(Role):
         return {**psi, GAUSSIAN: {**psi[GAUSSIAN], "log_scale": log_scale}}
 
     def _factor(self, eta: Natural, cavity: Natural) -> Natural:
-        """Return the factor that leads from the cavity to ``eta``: the divergence's gradient.
-
-        Under KL this is the difference of natural parameters.
-        """
+        """Return the factor that leads from the cavity to ``eta``: the divergence's gradient."""
         if self.parts.divergence is None:
             return jax.tree.map(jnp.subtract, eta, cavity)
         family, divergence = self.family, self.parts.divergence
@@ -162,13 +137,13 @@ class Silo(Role):
         parts, family, private = self.parts, self.family, state.params.private
 
         def exact(theta: Theta) -> Array:
-            f = log_likelihood(parts.model, {**theta, **private}, data)
-            # E[f] = f(centre) + <eta, E[T] - T(centre)> for an affine f: exact, and without f's
-            # constant, which ``fit`` does not return.
-            eta, psi = family.fit(f), family.ordinary(posterior)
+            rows = row_terms(parts.model, {**theta, **private}, data)
+            # E[f] = f(centre) + <eta, E[T] - T(centre)> for an affine f, the sum of the rows: it is
+            # exact, and without f's constant, which ``fit`` does not return.
+            eta, psi = family.fit(lambda z: rows(z).sum()), family.ordinary(posterior)
             z = family.centre(psi)
             moment_gap = jax.tree.map(jnp.subtract, family.moments(psi), family.statistics(z))
-            return f(z) + expfam.inner(eta, moment_gap)
+            return rows(z).sum() + expfam.inner(eta, moment_gap)
 
         def sampled(theta: Theta) -> Array:
             psi = family.ordinary(posterior)
@@ -230,6 +205,13 @@ class Silo(Role):
 
             return jax.vmap(at_draw, (0, 1))(noise.globals, noise.rows)
 
+        def to_frame(params: SiloParams) -> tuple[SiloParams, Callable[[SiloParams], SiloParams]]:
+            """Return the silo's parameters in the frames of its rows, and the way back."""
+            frames, inside = guide.to_frame(params.guide)
+            return params._replace(guide=inside), lambda params: params._replace(
+                guide=guide.from_frame(frames, params.guide)
+            )
+
         num_rows = sum(fm.sizes(data).values())
 
         def likelihood() -> tuple[Natural, Callable[[Ordinary], Array]]:
@@ -247,19 +229,8 @@ class Silo(Role):
             likelihood,
             num_rows,
             parts.divergence,
-            self._to_frame,
+            to_frame,
         )
-
-    def _to_frame(
-        self, params: SiloParams
-    ) -> tuple[SiloParams, Callable[[SiloParams], SiloParams]]:
-        """Return the silo's parameters in the frames of its rows, and the way back."""
-        frames, inside = self.parts.guide.to_frame(params.guide)
-        return params._replace(guide=inside), partial(self._from_frame, frames)
-
-    def _from_frame(self, frames: dict[str, Gaussian], params: SiloParams) -> SiloParams:
-        """Return the silo's parameters, from those in the frames of its rows."""
-        return params._replace(guide=self.parts.guide.from_frame(frames, params.guide))
 
     def _noise(self, key: Array, sizes: Sizes, draws: int) -> tuple[Tree, Rows]:
         """Return the noise of ``draws`` draws of the globals, and of the rows for each of them."""

@@ -152,36 +152,24 @@ class Report(NamedTuple):
 class Settings(NamedTuple):
     """The settings that distinguish PVI and its relatives.
 
-    Attributes
-    ----------
-    num_silos : int
-    steps : int
-        Server updates in a round.
-    participants : int
-        Silos that are visited in each of them.
-    damping : float
-    adaptive : bool
-        Whether to lower the damping where an update would be improper, instead of rejecting it.
-    deletion : {"own", "none", "average", "prior"}
-        The factor that is taken out of the posterior to make the cavity: the silo's own; none; an
-        average one, which is the sum over the number of silos; or all factors.
-    prior_share : float
-        The share of the prior that a silo's cavity holds.
-    asynchronous : bool
-        Whether silos' proposals are from earlier posteriors than the one that they change.
-    delayed : bool
-        Whether a silo works from the message of its visit before, as asynchronous silos of one
-        process do: its computation takes so long.
-    start_scale : float or None
-        The largest standard deviation, of Gaussian globals, at which a silo's first visit starts.
-    evidence_draws : int
-        Draws for the expected log likelihood.
-    share : float
-        The share of the way to its optimum that a visit goes; 0 where that is not known.
-    exact : bool
-        Whether a silo's proposal depends on nothing but its own data.
-    from_mode : bool
-        Whether a run begins at the mode, and a visit near its optimum.
+    ``steps``: Server updates in a round.
+    ``participants``: Silos that are visited in each of them.
+    ``adaptive``: Whether to lower the damping where an update would be improper, instead of
+        rejecting it.
+    ``deletion`` {"own", "none", "average", "prior"}: The factor that is taken out of the posterior
+        to make the cavity: the silo's own; none; an average one, which is the sum over the number
+        of silos; or all factors.
+    ``prior_share``: The share of the prior that a silo's cavity holds.
+    ``asynchronous``: Whether silos' proposals are from earlier posteriors than the one that they
+        change.
+    ``delayed``: Whether a silo works from the message of its visit before, as asynchronous silos of
+        one process do: its computation takes so long.
+    ``start_scale``: The largest standard deviation, of Gaussian globals, at which a silo's first
+        visit starts.
+    ``evidence_draws``: Draws for the expected log likelihood.
+    ``share``: The share of the way to its optimum that a visit goes; 0 where that is not known.
+    ``exact``: Whether a silo's proposal depends on nothing but its own data.
+    ``from_mode``: Whether a run begins at the mode, and a visit near its optimum.
     """
 
     num_silos: int
