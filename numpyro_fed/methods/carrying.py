@@ -73,7 +73,18 @@ def carry_over(fit: Fit, key: Array, hosted: Silos, result: Result) -> tuple[Sta
     carry = fit.algorithm.carry
     if carry is None:
         raise GuideError("this method cannot begin at another one's result. Use start='mode'.")
-    _check_same(fit, result)
+    facts, their_facts = fit.plan.facts, result.plan.facts
+    for name, ours, theirs in (
+        ("numbers of silos", fit.plan.num_silos, result.num_silos),
+        ("sites", facts.sites, their_facts.sites),
+        ("silo plates", facts.plates, their_facts.plates),
+        ("numbers of rows", list(fit.sizes), result.sizes),
+    ):
+        if ours != theirs:
+            raise DataError(
+                f"start= is the result of a run with other {name}: {theirs!s:.300} there, "
+                f"{ours!s:.300} here. Begin at a result of the same model on the same silos."
+            )
     start_point, what_is_known = _globals_as_normal(result)
     start_point = to_current_precision(start_point)
     key_server, key_silos = jax.random.split(key)
@@ -143,22 +154,6 @@ def _without_frame(guide: Guide) -> Callable[[Shared, Private], CarriedSilo]:
     return without
 
 
-def _check_same(fit: Fit, result: Result) -> None:
-    """Raise an error for a result of other silos, sites or plates."""
-    facts, their_facts = fit.plan.facts, result.plan.facts
-    for name, ours, theirs in (
-        ("numbers of silos", fit.plan.num_silos, result.num_silos),
-        ("sites", facts.sites, their_facts.sites),
-        ("silo plates", facts.plates, their_facts.plates),
-        ("numbers of rows", list(fit.sizes), result.sizes),
-    ):
-        if ours != theirs:
-            raise DataError(
-                f"start= is the result of a run with other {name}: {_abbreviated(theirs)} there, "
-                f"{_abbreviated(ours)} here. Begin at a result of the same model on the same silos."
-            )
-
-
 def _check_guides(fit: Fit, silo_guides: CarriedSilo, data: SiloData) -> None:
     """Raise an error for silos' guides with other parts or shapes than the method's."""
     like = jax.eval_shape(fit.guide.init_local, jax.random.key(0), data)
@@ -169,11 +164,6 @@ def _check_guides(fit: Fit, silo_guides: CarriedSilo, data: SiloData) -> None:
     if ours != theirs:
         raise GuideError(
             "the silos' guides of the result that is begun at are "
-            f"{_abbreviated(theirs)}, and here they are {_abbreviated(ours)}. "
+            f"{theirs!s:.300}, and here they are {ours!s:.300}. "
             "Give both methods the same guide=."
         )
-
-
-def _abbreviated(value: object) -> str:
-    words = str(value)
-    return words if len(words) <= 300 else f"{words[:300]}..."

@@ -105,7 +105,7 @@ class Saved:
             losses=arrays["losses"],
             settings=dict(saved["settings"]),
             report=words.get("report", words.get("verdict", NO_VERDICT)),
-            double=_is_double(arrays),
+            double=is_double(arrays),
         )
 
     @in_precision_of_object
@@ -215,7 +215,8 @@ def load(
         missing = "model" if model is None else "silos"
         raise TypeError(f"give model and silos, or neither of them: {missing}= is missing.")
     # In the precision of the fit: its state would not fit a program of another one.
-    with precision(double=_is_double(arrays)):
+    double = is_double(arrays)
+    with precision(double=double):
         runs = _Runs(path, saved, model, read_all(silos, model))
         run = runs.get("")
         words = saved.get("words", {})
@@ -226,7 +227,7 @@ def load(
         if "stages" not in words:
             return run if corrected is None else corrected
         others = {part: runs.get(part) for part in saved["others"]}
-        accuracy, double = words.get("accuracy", TOLERANCE), _is_double(arrays)
+        accuracy = words.get("accuracy", TOLERANCE)
         call = FitCall(model, silos, accuracy, MAX_EXCHANGES, double, False)
         return replace(_with_stages(arrays, words, run, corrected, others), call=call)
 
@@ -297,6 +298,6 @@ class _Runs:
         return self._methods[cache_key]
 
 
-def _is_double(arrays: Mapping[str, np.ndarray]) -> bool:
+def is_double(arrays: Mapping[str, np.ndarray]) -> bool:
     """Return whether a saved state is in double precision."""
     return any(a.dtype == np.float64 and name.startswith("state") for name, a in arrays.items())

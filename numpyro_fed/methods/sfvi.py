@@ -27,13 +27,11 @@ from numpyro_fed.guides.structured import (
     resolve,
 )
 from numpyro_fed.methods.minibatch_checks import (
-    check_batch_size,
-    check_guide,
     check_rows_alone,
     minibatches_of,
 )
-from numpyro_fed.methods.mode import start_rounds
-from numpyro_fed.methods.rows import SEARCHED, Method, check_start, is_wide, start_of
+from numpyro_fed.methods.mode import SEARCHED_UP_TO, start_rounds
+from numpyro_fed.methods.rows import SEARCHED, Method, check_start, start_of
 from numpyro_fed.methods.schedules import Spec, in_step
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
@@ -97,7 +95,8 @@ class GradientMethod(Method[Result, None]):
         positive_int("num_particles", self.num_particles)
         positive_int("starts", self.starts)
         check_optimiser(self.optim)
-        check_batch_size(self.batch_size)
+        if self.batch_size is not None:
+            positive_int("batch_size", self.batch_size)
         in_step(self.schedule)
 
     @abstractmethod
@@ -122,8 +121,7 @@ class GradientMethod(Method[Result, None]):
         objective = self._objective(fm, chosen["start"])
         draws = draws_of(self.objective, objective, guide)
         bound = bound_of(fm, guide, objective)
-        minibatches = minibatches_of(fm, plan.lengths, self.batch_size)
-        check_guide(guide, draws, minibatches)
+        minibatches = minibatches_of(fm, plan.lengths, self.batch_size, guide, draws)
         parts, start = self._parts(fm, plan, bound, minibatches), None
         if (kind := chosen["start"]) in SEARCHED:
             start = start_rounds(
@@ -159,7 +157,7 @@ class GradientMethod(Method[Result, None]):
                 "more of them (init_state=result.state goes on), or take larger steps. "
                 "result.report() says how far the fit can be trusted.",
                 category=ConvergenceWarning,
-                stacklevel=5,  # the line of the user that called run
+                stacklevel=4,  # the line of the user that called run
             )
         return result
 
@@ -247,10 +245,6 @@ class SFVI(GradientMethod):
         check_start(self.start)
         super().__post_init__()
 
-    @property
-    def begins_at(self) -> Result | None:
-        return self.start if isinstance(self.start, Result) else None
-
     def settings_for(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
         largest, total = dict(plan.largest), dict(plan.total)
         start = start_of(self.start, fm, wide=True)
@@ -287,5 +281,5 @@ class SFVI(GradientMethod):
             steps=1 if schedule is None else schedule.steps,
             minibatches=minibatches,
             from_mode=kind is not None,
-            wide=is_wide(kind, fm),
+            wide=kind == "wide" or (kind == "result" and fm.dim > SEARCHED_UP_TO),
         )

@@ -24,8 +24,14 @@ from numpyro_fed.algorithms.vertical.curvature import NoModeError
 from numpyro_fed.algorithms.vertical.sample import SAMPLE
 from numpyro_fed.algorithms.vertical.search import VerticalSearch
 from numpyro_fed.errors import DataError, ModelError, StartWarning
-from numpyro_fed.methods.base import RUNTIMES, SEARCHES, FederatedMethod, Outcome, RunOptions
-from numpyro_fed.methods.elsewhere import reached
+from numpyro_fed.methods.base import (
+    RUNTIMES,
+    SEARCHES,
+    FederatedMethod,
+    Outcome,
+    RunOptions,
+    reached,
+)
 from numpyro_fed.methods.mode import SEARCH
 from numpyro_fed.methods.recipe import for_silos
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
@@ -72,8 +78,8 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
     """
 
     kind: ClassVar[type[VerticalResult]] = VerticalResult
+    plan_type: ClassVar[type[VerticalPlan]] = VerticalPlan
 
-    model: Callable[..., Any]
     likelihood: str = field(default="augmented", kw_only=True)
     share_response: bool = field(default=False, kw_only=True)
     _fits: dict[Hashable, VerticalFit] = field(
@@ -102,7 +108,8 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         """Return the algorithm for a model that is split over clients."""
         if self.likelihood == "power" and roles.model.below:
             raise ModelError(LATENT_OF_SUM.format(roles.model.below[0]))
-        v, like = self.parties(roles), jax.tree.map(_shape, roles.server)
+        v = self.parties(roles)
+        like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), roles.server)
         return VerticalBuilt(
             vertical=v,
             algorithm=v.algorithm(like),
@@ -304,10 +311,6 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         rows = rows_of(silo) or np.shape(row_ids)[0]
         return replace(shapes, ids=digest(read_ids(row_ids, rows, "this client")))
 
-    def read_plan(self, text: str) -> VerticalPlan:
-        """Return a plan from JSON."""
-        return VerticalPlan.from_json(text)
-
     def read_silo(
         self, silo: object, plan: VerticalPlan | None = None, number: int = 0
     ) -> SiloData:
@@ -371,10 +374,6 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
     def _roles(self, plan: VerticalPlan) -> VerticalSplit:
         text = Text.of(self.model, (), plan.arguments.zeros())
         return split(text, share_response=self.share_response)
-
-
-def _shape(a: np.ndarray) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(a.shape, a.dtype)
 
 
 def _check_columns_unchanged(

@@ -122,7 +122,7 @@ class Node:
     def accept(self, plan: str, number: int) -> None:
         """Build the algorithm from the agreed plan, as silo ``number`` of all."""
         if (plan, number) != self._accepted:
-            agreed: Any = self._method.read_plan(plan)
+            agreed: Any = self._method.plan_type.from_json(plan)
             self._method.check_plan(agreed, self.facts, number)
             built: Any = self._method.build(agreed)
             data = self._method.read_silo(self._silo, agreed, number)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -117,25 +117,20 @@ class Question(NamedTuple):
         DataError
             For a head that lacks one of the texts, or has something else as a number.
         """
-        texts = [head.get(name) for name in cls._fields]
+        texts: list[Any] = [head.get(name) for name in cls._fields]
         exchange, settings, run, number, used, method = texts
-        if (
-            exchange is None
-            or settings is None
-            or run is None
-            or method is None
-            or not (_is_number(number) and _is_number(used))
-        ):
+        missing = exchange is None or settings is None or run is None or method is None
+        # Ten digits: enough for any run, and no text of a megabyte is made an int.
+        numeric = all(
+            text is not None and text.isascii() and text.isdigit() and len(text) <= 10
+            for text in (number, used)
+        )
+        if missing or not numeric:
             raise DataError(
                 f"a message to a silo names {', '.join(cls._fields)}, but this one has "
                 f"{sorted(head)}, or something else as a number. A Federation makes them."
             )
-        return cls(exchange, settings, run, int(str(number)), int(str(used)), method)
-
-
-def _is_number(text: str | None) -> bool:
-    # Ten digits: enough for any run, and no text of a megabyte is made an int.
-    return text is not None and text.isascii() and text.isdigit() and len(text) <= 10
+        return cls(exchange, settings, run, int(number), int(used), method)
 
 
 def write(arrays: Mapping[str, ArrayLike], head: Mapping[str, str] | None = None) -> bytes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,9 @@ from numpyro_fed.algorithms.base import (
     Up,
 )
 from numpyro_fed.errors import DataError, ModelError, SiloAwayError, SilosError, SumError
-from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.padding import stacked
+from numpyro_fed.model.vertical_facts import VerticalPlan
 from numpyro_fed.runtime.arrivals import Arrivals
 from numpyro_fed.runtime.channel import Channel, Expected, Mark
 from numpyro_fed.runtime.host import PlainLoop
@@ -61,22 +62,11 @@ from numpyro_fed.runtime.sums import LEAST, check_summed
 from numpyro_fed.trees import drop_weak_types
 
 
-class PlanLike(Protocol):
-    """The part of a plan that a runtime needs."""
-
-    @property
-    def num_silos(self) -> int:
-        """Return how many silos there are."""
-
-    def template(self) -> SiloData:
-        """Return zeros of the shapes of one silo's data."""
-
-
 def remote(
     algorithm: FederatedAlgorithm[Any, Any],
     schedule: Schedule[Carry] | None = None,
     *,
-    plan: PlanLike,
+    plan: Plan | VerticalPlan,
     channel: Channel,
     begin: str = BEGIN,
 ) -> Runtime:
@@ -129,7 +119,7 @@ class _Remote:
 
     algorithm: FederatedAlgorithm[Any, Any]
     schedule: Schedule[Any] | None
-    plan: PlanLike
+    plan: Plan | VerticalPlan
     channel: Channel
     begin: str
     rounds: dict[ExchangeId, Round] = field(default_factory=dict)
@@ -191,15 +181,6 @@ class _Remote:
                 self.expectations[exchange.id] = Expected(reply, jax.jit(exchange.checked))
         return self.expectations[asked]
 
-    def expected_of_stacked(self, exchange: Exchange[Any, Any, Any]) -> Expected:
-        """Return shapes and checks of the replies to an exchange that belongs to no round."""
-        if self.channel.federation.secure_sum:
-            check_summed(exchange)
-        if exchange.id not in self.expectations:
-            _, _, reply = declared(exchange)
-            self.expectations[exchange.id] = Expected(reply, jax.jit(exchange.checked))
-        return self.expectations[exchange.id]
-
     def transport(
         self, exchange: Exchange[Any, Down, Up], noise: Array, down: Down, who: Array, silos: Stacks
     ) -> Answers[Stacks]:
@@ -212,7 +193,13 @@ class _Remote:
             drop_weak_types(for_participants(exchange.scatter, down, i))
             for i in range(len(numbers))
         ]
-        expected = self.expected_of_stacked(exchange) if exchange.stacked else self.expected(asked)
+        # The replies to a stacked exchange belong to no round, which says their shapes itself.
+        if exchange.stacked and self.channel.federation.secure_sum:
+            check_summed(exchange)
+        if exchange.stacked and asked not in self.expectations:
+            reply = declared(exchange).reply
+            self.expectations[asked] = Expected(reply, jax.jit(exchange.checked))
+        expected = self.expected(asked)
         question = numbers, exchange, noise, downs, silos[0], expected
         try:
             if self.channel.federation.secure_sum:

@@ -114,18 +114,15 @@ def masked_reply(
     """
     _, arrays = read(reply)
     names = sorted(name for name in arrays if name.startswith("reply.up"))
-    parts = [arrays[name] for name in names]
+    # In double precision, in which a product is not rounded.
+    given = (arrays[name] for name in names)
+    parts = [a.astype(np.float64) if a.dtype.kind == "f" else a for a in given]
     if weighted:
         weight = arrays["reply.weight"].astype(np.float64)
-        parts = [a * weight if a.dtype.kind == "f" else a for a in map(_wide, parts)]
+        parts = [a * weight if a.dtype.kind == "f" else a for a in parts]
         parts.append(weight)
-    numbers = np.concatenate([np.zeros(0), *(np.asarray(_wide(a)).ravel() for a in parts)])
+    numbers = np.concatenate([np.zeros(0), *map(np.ravel, parts)])
     return write({MASKED: mask(encode(numbers, parties)), "ok": arrays["reply.ok"]})
-
-
-def _wide(a: np.ndarray) -> np.ndarray:
-    """Return an array of single precision in double, in which a product is not rounded."""
-    return a.astype(np.float64) if a.dtype.kind == "f" else a
 
 
 def check_group(who: Sequence[int], exchange: str) -> None:
@@ -204,21 +201,25 @@ def sum_of(
             silos=who,
             exchange=exchange.name,
         )
-    like = jax.eval_shape(_summed, shapes)
+    # A part of the sum has the shape and dtype that a sum of plain replies has.
+    stacks = jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype), shapes)
+    like = jax.eval_shape(lambda stack: combine(Combine.SUM, [stack]), stacks)
     given = pack("reply.up", like.up)
     parts = np.split(numbers[: sum(sizes)], np.cumsum(sizes)[:-1]) if sizes else []
-    found = {
-        name: _cast(part, given[name], who, exchange.name)
-        for name, part in zip(names, parts, strict=True)
-    }
+    found = {}
+    for name, part in zip(names, parts, strict=True):
+        to = given[name]
+        if not jnp.issubdtype(to.dtype, jnp.inexact) and (part != np.rint(part)).any():
+            raise SumError(
+                "has fractions or infinite numbers where whole ones are added up. A silo does not "
+                "keep to the protocol.",
+                silos=who,
+                exchange=exchange.name,
+            )
+        found[name] = jnp.asarray(part.reshape(to.shape).astype(to.dtype))
     up = jax.tree.unflatten(jax.tree.structure(like.up), [found[name] for name in given])
     flags = jnp.asarray(ok)
     return Replies(up, flags.all(), jnp.asarray(weight, like.weight.dtype)), flags
-
-
-def _summed(reply: Reply[Any]) -> Replies[Any]:
-    stack = jax.tree.map(lambda a: jnp.zeros((1, *a.shape), a.dtype), reply)
-    return combine(Combine.SUM, [stack])
 
 
 def _read_masked(answer: bytes, size: int, silo: int, exchange: str) -> tuple[np.ndarray, bool]:
@@ -237,15 +238,3 @@ def _read_masked(answer: bytes, size: int, silo: int, exchange: str) -> tuple[np
             exchange=exchange,
         )
     return arrays[MASKED], bool(arrays["ok"])
-
-
-def _cast(part: np.ndarray, like: Array, silos: tuple[int, ...], exchange: str) -> Array:
-    """Return a part of the sum in the shape and dtype that a sum of plain replies has."""
-    if not jnp.issubdtype(like.dtype, jnp.inexact) and (part != np.rint(part)).any():
-        raise SumError(
-            "has fractions or infinite numbers where whole ones are added up. A silo does not keep "
-            "to the protocol.",
-            silos=silos,
-            exchange=exchange,
-        )
-    return jnp.asarray(part.reshape(like.shape).astype(like.dtype))

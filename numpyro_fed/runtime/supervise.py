@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -158,7 +157,7 @@ def drive(
                 requested, n = n, int(after.round) - int(state.round)
                 # Of no rounds the empty log is kept: it has the structure of the reports.
                 if n or not logs:
-                    logs.append(jax.tree.map(partial(_first, n), log))
+                    logs.append(jax.tree.map(lambda a, n=n: np.asarray(a)[:n], log))
                 state, done = after, done + n
                 if n:
                     progress.step(n, -float(logs[-1].losses.mean()))
@@ -185,28 +184,21 @@ def drive(
     return run_so_far()
 
 
-def _first(n: int, a: ArrayLike) -> np.ndarray:
-    return np.asarray(a)[:n]
-
-
-class _Finite(NamedTuple):
-    """The verdicts whether the server's state is finite, and each silo's (n,) by bucket."""
-
-    server: Array
-    silos: tuple[Array, ...]
-
-
 # One program for all leaves of all states: the check runs after every chunk, and a program for each
 # leaf would cost more than the check.
 @jit_once
-def _finite(server: object, silos: Stacks, numbers: tuple[Array, ...]) -> _Finite:
+def _finite(
+    server: object, silos: Stacks, numbers: tuple[Array, ...]
+) -> tuple[Array, tuple[Array, ...]]:
+    """Return whether the server's state is finite, and each silo's (n,) by bucket."""
+
     def finite_by_silo(stack: object, numbers: Array) -> Array:
         size = len(numbers)
         leaves = [jnp.isfinite(a).reshape(size, -1).all(1) for a in jax.tree.leaves(stack)]
         return jnp.stack([jnp.ones(size, bool), *leaves]).all(0)
 
     stacks = tuple(finite_by_silo(stack, n) for stack, n in zip(silos, numbers, strict=True))
-    return _Finite(all_finite(server), stacks)
+    return all_finite(server), stacks
 
 
 def _all_finite(state: State, batches: Batches) -> bool:
@@ -220,6 +212,6 @@ def failed_silos(replies: ArrayLike, silos: Stacks, batches: Batches) -> tuple[i
     if not silos:
         return tuple(sorted(bad))
     numbers = tuple(b.silos for b in batches)
-    for silo, fine in zip(numbers, _finite((), silos, numbers).silos, strict=True):
+    for silo, fine in zip(numbers, _finite((), silos, numbers)[1], strict=True):
         bad.update(np.asarray(silo)[~np.asarray(fine)].tolist())
     return tuple(sorted(bad))
