@@ -175,7 +175,14 @@ def rehearse(args: argparse.Namespace) -> None:
         processes = [
             stack.enter_context(_silo_process(args, j, path)) for j, path in enumerate(sockets)
         ]
-        _wait_for(sockets, processes)
+        deadline = time.monotonic() + STARTING
+        while not all(path.exists() for path in sockets):
+            for j, process in enumerate(processes):
+                if process.poll() is not None:
+                    raise ModelError(f"the process of silo {j} has ended; its words are above.")
+            if time.monotonic() > deadline:
+                raise ModelError(f"the silos did not listen within {STARTING:g} s.")
+            time.sleep(0.05)
         options = dict(state=args.state, secure_sum=args.secure_sum)
         run(Federation(Sockets(sockets), names=names_of(study), **options))
 
@@ -187,28 +194,14 @@ def _silo_process(
     """Start the process of a silo, and end it with the rehearsal."""
     command = [sys.executable, "-m", "numpyro_fed.network.cli", "silo", str(args.study)]
     command += ["--data", args.data, "--socket", str(path)]
-    kept = (
-        ["--in-memory"] if args.state is None else ["--state", str(args.state / f"silo-{number}")]
-    )
-    command += kept
+    in_memory = args.state is None
+    command += ["--in-memory"] if in_memory else ["--state", str(args.state / f"silo-{number}")]
     process = subprocess.Popen(command, env={**os.environ, NUMBER: str(number)})
     try:
         yield process
     finally:
         process.terminate()
         process.wait()
-
-
-def _wait_for(sockets: Sequence[Path], processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait until all silos listen; raise an error if one has ended."""
-    deadline = time.monotonic() + STARTING
-    while not all(path.exists() for path in sockets):
-        for j, process in enumerate(processes):
-            if process.poll() is not None:
-                raise ModelError(f"the process of silo {j} has ended; its words are above.")
-        if time.monotonic() > deadline:
-            raise ModelError(f"the silos did not listen within {STARTING:g} s.")
-        time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,8 @@ from numpyro_fed.algorithms.base import (
     Up,
 )
 from numpyro_fed.errors import DataError, ModelError, SiloAwayError, SilosError, SumError
-from numpyro_fed.model.facts import Plan
+from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import stacked
-from numpyro_fed.model.vertical_facts import VerticalPlan
 from numpyro_fed.runtime.arrivals import Arrivals
 from numpyro_fed.runtime.channel import Channel, Expected, Mark
 from numpyro_fed.runtime.host import PlainLoop
@@ -62,11 +61,21 @@ from numpyro_fed.runtime.sums import LEAST, check_summed
 from numpyro_fed.trees import drop_weak_types
 
 
+class PlanLike(Protocol):
+    """The part of a plan that a runtime needs."""
+
+    @property
+    def num_silos(self) -> int: ...
+
+    def template(self) -> SiloData:
+        """Return zeros of the shapes of one silo's data."""
+
+
 def remote(
     algorithm: FederatedAlgorithm[Any, Any],
     schedule: Schedule[Carry] | None = None,
     *,
-    plan: Plan | VerticalPlan,
+    plan: PlanLike,
     channel: Channel,
     begin: str = BEGIN,
 ) -> Runtime:
@@ -119,7 +128,7 @@ class _Remote:
 
     algorithm: FederatedAlgorithm[Any, Any]
     schedule: Schedule[Any] | None
-    plan: Plan | VerticalPlan
+    plan: PlanLike
     channel: Channel
     begin: str
     rounds: dict[ExchangeId, Round] = field(default_factory=dict)
