@@ -102,7 +102,24 @@ def find_mode(
                 "starts= and max_exchanges= under privacy=: the budget decides how many exchanges "
                 "there are, of one search. Leave them out."
             )
-        return _private_mode(key, model, silos, privacy, progress_bar)
+        private = DPNewton(model, privacy=privacy).run(key, silos=silos, progress_bar=progress_bar)
+        fm, server = private._fit.model, private.state.server
+        inverse = np.linalg.inv(np.asarray(server.root, float))
+        if not private.settled:
+            warnings.warn(private.judgement, category=ConvergenceWarning, stacklevel=2)
+        return Mode(
+            sites=jax.tree.map(np.asarray, fm.constrain_global({}, jax.device_put(server.loc))),
+            theta={},
+            z_G=np.asarray(server.loc),
+            curvature=inverse.T @ inverse,
+            log_evidence=None,
+            num_exchanges=private.num_exchanges,
+            converged=private.settled,
+            values=np.zeros(0),
+            names=coordinate_names(fm),
+            flat=(),
+            privacy=private.privacy,
+        )
     search = partial(search_for, max_exchanges=max_exchanges, progress_bar=progress_bar)
     if isinstance(silos, Federation):
         # Silos know the search as the beginning of a method's run.
@@ -123,34 +140,6 @@ def find_mode(
     if flat_size(fm) > SEARCHED_UP_TO:
         by = WideSearch(fm, len(found), starts, None, None)
     return search(key, fm, by, simulation(by.algorithm), batches)
-
-
-def _private_mode(
-    key: Array,
-    model: Callable[..., Any],
-    silos: Sequence[SiloInput] | Federation,
-    privacy: Privacy,
-    progress_bar: bool,
-) -> Mode:
-    """Return the mode that a private search found, as far as noise lets it."""
-    found = DPNewton(model, privacy=privacy).run(key, silos=silos, progress_bar=progress_bar)
-    fm, server = found._fit.model, found.state.server
-    inverse = np.linalg.inv(np.asarray(server.root, float))
-    if not found.settled:
-        warnings.warn(found.judgement, category=ConvergenceWarning, stacklevel=3)
-    return Mode(
-        sites=jax.tree.map(np.asarray, fm.constrain_global({}, jax.device_put(server.loc))),
-        theta={},
-        z_G=np.asarray(server.loc),
-        curvature=inverse.T @ inverse,
-        log_evidence=None,
-        num_exchanges=found.num_exchanges,
-        converged=found.settled,
-        values=np.zeros(0),
-        names=coordinate_names(fm),
-        flat=(),
-        privacy=found.privacy,
-    )
 
 
 def _check(fm: FederatedModel) -> None:

@@ -29,7 +29,7 @@ from numpyro_fed.results.arviz import Coords, Dims, Labels, to_arviz
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.mode import LocalMode
 from numpyro_fed.results.particles import Particles
-from numpyro_fed.results.posterior import Posterior, Stage
+from numpyro_fed.results.posterior import Stage
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.saving import DRAWS, WEIGHTS, read
 from numpyro_fed.results.weighted import TOLERANCE, systematic
@@ -229,29 +229,18 @@ def load(
         others = {part: runs.get(part) for part in saved["others"]}
         accuracy = words.get("accuracy", TOLERANCE)
         call = FitCall(model, silos, accuracy, MAX_EXCHANGES, double, False)
-        return replace(_with_stages(arrays, words, run, corrected, others), call=call)
-
-
-def _with_stages(
-    arrays: Mapping[str, np.ndarray],
-    words: Mapping[str, Any],
-    run: Result,
-    corrected: Corrected | None,
-    others: Mapping[str, Result],
-) -> Posterior:
-    """Return the posterior of a call of ``nf.fit`` from the parts in a file."""
-    # Names are "missed/<number>/<field>", as Posterior.save writes them.
-    numbers = sorted({int(name.split("/")[1]) for name in arrays if name.startswith("missed/")})
-    peaks: list[Any] = [[arrays[f"missed/{i}/{k}"] for k in LocalMode._fields] for i in numbers]
-    missed = tuple(LocalMode(z_G, curvature, float(evidence)) for z_G, curvature, evidence in peaks)
-    stages = tuple(Stage(name, described, None) for name, described in words["stages"])
-    steps = dict(words["fields"], stages=stages, missed=missed)
-    steps["_sent"] = steps.pop("num_exchanges")
-    checked = None if corrected is None else replace(corrected, **steps)
-    if checked is not None and words["is_best"]:
-        return checked
-    why_not = "the fit could not be checked"
-    return replace(others.get("best", run), _checked=checked or why_not, **steps)
+        # Names are "missed/<number>/<field>", as Posterior.save writes them.
+        numbers = sorted({int(name.split("/")[1]) for name in arrays if name.startswith("missed/")})
+        peaks: list[Any] = [[arrays[f"missed/{i}/{k}"] for k in LocalMode._fields] for i in numbers]
+        missed = tuple(LocalMode(z_G, shape, float(evidence)) for z_G, shape, evidence in peaks)
+        stages = tuple(Stage(name, described, None) for name, described in words["stages"])
+        steps = dict(words["fields"], stages=stages, missed=missed, call=call)
+        steps["_sent"] = steps.pop("num_exchanges")
+        checked = None if corrected is None else replace(corrected, **steps)
+        if checked is not None and words["is_best"]:
+            return checked
+        why_not = "the fit could not be checked"
+        return replace(others.get("best", run), _checked=checked or why_not, **steps)
 
 
 class _Runs:

@@ -95,13 +95,7 @@ def search_for(
     max_exchanges: int,
     progress_bar: bool,
 ) -> Mode:
-    """Return the mode that a search finds, once its curvature has been checked.
-
-    Raises
-    ------
-    NonFiniteError
-        If no place was found at which density, gradient and Hessian are finite.
-    """
+    """Return the mode that a search finds, once its curvature has been checked."""
     found, ask = _search_end(key, search, runtime, batches, max_exchanges, progress_bar)
     if not found.known.any():
         raise _not_found_error(fm, batches, ask.number, len(found.known), ask.unusable)
@@ -177,14 +171,6 @@ def begin(
     ``runtime_of`` makes the runtime of the search. Without a start both are those of the
     algorithm's own first state: no mode is searched for. Half of the
     searches begin ``near`` some places, if they are given.
-
-    Raises
-    ------
-    NoStartError
-        If nothing is finite, if no curvature shows how far the posterior reaches, or if rows read
-        each other's latents.
-    ModelError
-        Naming the directions in which the posterior is improper, where a prior is flat.
     """
     fm, start = fit.model, fit.built.start
     if start is None:
@@ -330,13 +316,7 @@ def _at_silos(silos: tuple[int, ...]) -> str:
 
 
 def _reason_or_raise(fm: FederatedModel, batches: Batches) -> str:
-    """Return in words which density is not finite near zero, or what to try if none is known.
-
-    Raises
-    ------
-    ModelError
-        If derivatives are not finite where the density is: no method could begin.
-    """
+    """Return in words which density is not finite near zero, or what to try if none is known."""
     silos = [
         (int(j), jax.tree.map(lambda a, i=i: np.asarray(a[i]), batch.data))
         for batch in batches

@@ -62,13 +62,7 @@ def name_of(thing: object, names: Mapping[str, Any]) -> str:
 
 
 def for_silos(method: FederatedMethod[Any, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the description of a method from which silos build the same.
-
-    Raises
-    ------
-    DataError
-        For a setting that no message can hold, in a method without a name.
-    """
+    """Return the description of a method from which silos build the same."""
     model = method_model(method.model, names)
     if name := name_of(method, names):
         return {**model, "named": name}
@@ -89,14 +83,7 @@ def method_model(model: Callable[..., Any], names: Mapping[str, Any]) -> dict[st
 
 
 def encoded(value: object) -> Any:
-    """Return a setting as JSON.
-
-    Raises
-    ------
-    LostError
-        For what is neither a number, a text, a sequence or dict of these nor an object of
-        :data:`PARTS`.
-    """
+    """Return a setting as JSON."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):

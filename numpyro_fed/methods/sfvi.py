@@ -58,27 +58,6 @@ def default_optimiser() -> optax.GradientTransformation:
     return optax.adam(lambda count: STEP * (1 + count / SETTLES) ** -DECAY)
 
 
-def check_optimiser(optim: object) -> None:
-    """Raise an error unless ``optim`` is None or an Optax optimiser that needs gradients alone."""
-    if optim is None:
-        return
-    if not isinstance(optim, optax.GradientTransformation):
-        raise TypeError(
-            f"optim must be an Optax optimiser such as optax.adam(1e-2), got "
-            f"{type(optim).__module__}.{type(optim).__name__}. Of optax.MultiSteps "
-            "pass its .gradient_transformation()."
-        )
-    # A trial on shapes: optimisers that need the loss
-    # or a line search fail here, not in a long trace.
-    try:
-        jax.eval_shape(lambda x: optim.update(x, optim.init(x), x), jnp.zeros(2))
-    except Exception as error:
-        raise TypeError(
-            "optim must take a step from a gradient alone; optimisers that need the value of "
-            f"the loss or search along a line, as optax.lbfgs does, cannot be used ({error})."
-        ) from error
-
-
 @dataclass(frozen=True)
 class GradientMethod(Method[Result, None]):
     """A method by stochastic gradients; a run warns if its bound has not settled."""
@@ -94,7 +73,23 @@ class GradientMethod(Method[Result, None]):
     def __post_init__(self) -> None:
         positive_int("num_particles", self.num_particles)
         positive_int("starts", self.starts)
-        check_optimiser(self.optim)
+        optim: Any = self.optim
+        if not (optim is None or isinstance(optim, optax.GradientTransformation)):
+            raise TypeError(
+                f"optim must be an Optax optimiser such as optax.adam(1e-2), got "
+                f"{type(optim).__module__}.{type(optim).__name__}. Of optax.MultiSteps "
+                "pass its .gradient_transformation()."
+            )
+        # A trial on shapes: optimisers that need the loss
+        # or a line search fail here, not in a long trace.
+        try:
+            if optim is not None:
+                jax.eval_shape(lambda x: optim.update(x, optim.init(x), x), jnp.zeros(2))
+        except Exception as error:
+            raise TypeError(
+                "optim must take a step from a gradient alone; optimisers that need the value of "
+                f"the loss or search along a line, as optax.lbfgs does, cannot be used ({error})."
+            ) from error
         if self.batch_size is not None:
             positive_int("batch_size", self.batch_size)
         in_step(self.schedule)

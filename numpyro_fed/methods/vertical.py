@@ -280,11 +280,6 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         """Return the plan of clients with these facts, and the server's part in it.
 
         ``arguments(columns)`` returns the model's arguments by name; it is called with zeros.
-
-        Raises
-        ------
-        ModelError, DataError
-            For parties that do not fit together.
         """
         digests = {f"client {j}": client.ids for j, client in enumerate(clients)}
         # The plan goes to all clients, whom the digests of others do not concern.

@@ -94,13 +94,7 @@ class RunStates:
     reply: bytes = b""
 
     def answered(self, question: Question, digest: str) -> bytes | None:
-        """Return the reply to a message that has been answered before; None for a new one.
-
-        Raises
-        ------
-        ModelError
-            For a message that comes late, after a newer one was answered.
-        """
+        """Return the reply to a message that has been answered before; None for a new one."""
         if question.number == self.number and digest == self.digest:
             return self.reply
         if question.number < self.number:
@@ -112,13 +106,7 @@ class RunStates:
         return None
 
     def state_at(self, question: Question) -> Any:
-        """Return the state from which the server asks.
-
-        Raises
-        ------
-        ModelError
-            If the silo does not have it any more.
-        """
+        """Return the state from which the server asks."""
         if question.used not in self.states:
             raise ModelError(
                 f"the server asks from the state after message {question.used}, but this silo has "
@@ -313,28 +301,12 @@ class Node:
         return run is not None and run.digest == hashlib.sha256(message).hexdigest()
 
     def exchange_of(self, question: Question) -> tuple[Exchange[Any, Any, Any], Any]:
-        """Return the exchange of a question, as this silo has built it, and the question's shapes.
-
-        Raises
-        ------
-        ModelError
-            For a run of which the silo has no state, and for an exchange that it does not know.
-        """
+        """Return the exchange of a question, as this silo has built it, and its shapes."""
         programs = self._programs_of(self._run_of(question).beginning)
         return programs.exchange(question.id, self._number)
 
     def handle(self, message: bytes) -> bytes:
-        """Return the reply to a message of the server, as bytes.
-
-        Raises
-        ------
-        ModelError
-            At a message that comes late, at one from a state that the silo does not have any more,
-            and for an exchange that is not known, not allowed, or that the silo's rows do not
-            allow.
-        DataError
-            At a message of another kind than was agreed.
-        """
+        """Return the reply to a message of the server, as bytes."""
         head, arrays = read(message)
         question, digest = Question.of(head), hashlib.sha256(message).hexdigest()
         run = self._runs.get(question.run)

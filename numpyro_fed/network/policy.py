@@ -330,11 +330,6 @@ class Ledger:
         """Enter the answer to an exchange that costs so many places or draws.
 
         They are counted before anything is computed, and given back if the question is refused.
-
-        Raises
-        ------
-        ModelError
-            If that is more than is left, or the exchange is not allowed, or not any more.
         """
         self.policy.check_exchange(exchange, self.stage)
         for what, number in numbers.items():
@@ -349,13 +344,7 @@ class Ledger:
     def beginning(
         self, multiplier: float, delta: float, protects: str
     ) -> AbstractContextManager[None]:
-        """Enter the beginning of a run with a noise multiplier; 0 for one without a budget.
-
-        Raises
-        ------
-        ModelError
-            If all runs together would spend more than the policy's budget of privacy.
-        """
+        """Enter the beginning of a run with a noise multiplier; 0 for one without a budget."""
         if not multiplier:
             return self._counted({}, self.stage)
         policy = self.policy

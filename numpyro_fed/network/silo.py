@@ -413,13 +413,7 @@ class Silo:
             ) from error
 
     def _build(self, agreed: _Agreement, settings: str) -> None:
-        """Build the algorithm from the agreed plan, if the owner's rules allow it.
-
-        Raises
-        ------
-        ModelError
-            For a plan that is not one of this silo's facts.
-        """
+        """Build the algorithm from the agreed plan, if the owner's rules allow it."""
         found, node = _json(settings), agreed.node
         plan, number = found.get("plan"), found.get("number")
         if node is None or not isinstance(plan, str) or not isinstance(number, int):

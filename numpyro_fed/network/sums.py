@@ -122,16 +122,7 @@ class Sums:
         return canonical(Greeting(self.identity.public, session.fresh.public))
 
     def meet(self, settings: Mapping[str, Any]) -> None:
-        """Take the public keys of all silos of a session.
-
-        Raises
-        ------
-        ModelError
-            For keys that the owner's rules do not allow, for too few silos, and for other keys than
-            those that came before.
-        DataError
-            For something that is no list of keys.
-        """
+        """Take the public keys of all silos of a session."""
         from numpyro_fed.privacy.keys import Greeting
 
         name, me = _text(settings, "session"), settings.get("number")
@@ -212,11 +203,6 @@ class Sums:
             Whether the reply counts by its weight.
         asked : str
             A digest of what all silos of the sum are asked alike.
-
-        Raises
-        ------
-        ModelError
-            For masks that another reply has had, and for a reply that would be sent once too often.
         """
         from numpyro_fed.privacy.masks import masked
 

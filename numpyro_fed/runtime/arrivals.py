@@ -51,15 +51,7 @@ class Arrivals:
             self._ask_in_threads()
 
     def next(self) -> tuple[int, bytes]:
-        """Return the next silo whose reply to its last message has arrived, and the reply.
-
-        Raises
-        ------
-        SiloAwayError
-            If no silo at all has answered within the patience.
-        ModelError, DataError
-            With what a silo has refused.
-        """
+        """Return the next silo whose reply to its last message has arrived, and the reply."""
         journal = self._journal
         if journal is not None and (silo := journal.next_silo) is not None:
             if silo not in self._messages:

@@ -93,7 +93,7 @@ def host(
     def single(round_: Round) -> Single:
         return loop(round_, lambda state: ()).single
 
-    return Runtime(init, advance, single, transport_of_stacks, chunk_of(schedule))
+    return Runtime(init, advance, single, transport_of_stacks, chunk_of(schedule), single)
 
 
 @dataclass(eq=False)

@@ -110,13 +110,7 @@ class Question(NamedTuple):
 
     @classmethod
     def of(cls, head: Mapping[str, str]) -> Question:
-        """Return the question in the head of a message.
-
-        Raises
-        ------
-        DataError
-            For a head that lacks one of the texts, or has something else as a number.
-        """
+        """Return the question in the head of a message."""
         texts: list[Any] = [head.get(name) for name in cls._fields]
         exchange, settings, run, number, used, method = texts
         missing = exchange is None or settings is None or run is None or method is None
@@ -146,11 +140,6 @@ def read(message: bytes) -> Message:
     """Return the head and the named arrays of a message that :func:`write` made.
 
     The arrays are views of the bytes, which cannot be written to.
-
-    Raises
-    ------
-    DataError
-        For bytes that are no such message.
     """
     try:
         size = int.from_bytes(message[:8], "little")
@@ -216,13 +205,7 @@ def pack(prefix: str, tree: object) -> dict[str, Array]:
 
 
 def unpack(prefix: str, like: Tree, arrays: Mapping[str, np.ndarray]) -> Tree:
-    """Return the tree that was packed, of the structure, shapes and dtypes of ``like``.
-
-    Raises
-    ------
-    DataError
-        For an array that is missing, has another shape or dtype, or was not agreed.
-    """
+    """Return the tree that was packed, of the structure, shapes and dtypes of ``like``."""
     leaves, names = [], set()
     for path, expected in jax.tree.leaves_with_path(like):
         name = prefix + jax.tree_util.keystr(path)

@@ -82,11 +82,6 @@ def remote(
     """Return the runtime of a server whose silos are reached over a channel.
 
     Each run begins by the message ``begin``.
-
-    Raises
-    ------
-    SumError
-        If sums alone are to be told, and a round needs the replies of single silos.
     """
     silos = _Remote(algorithm, schedule, plan, channel, begin)
     if channel.federation.secure_sum:
@@ -102,6 +97,7 @@ def remote(
         silos.single,
         silos.transport_of,
         1,
+        silos.single,
         like=silos.like,
         go_on=silos.go_on,
     )
@@ -270,18 +266,20 @@ class ArrivalRounds(PlainLoop):
     def one_round(
         self, key: Array, state: State, batches: Batches, server_data: ServerData
     ) -> tuple[State, float, RunStatus, Any]:
-        """Run one round from a state, and return the state after it.
-
-        Raises
-        ------
-        EndedError
-            With the state after the last good step, if it ends before.
-        """
+        """Run one round from a state, and return the state after it."""
         channel, exchange = self.silos.channel, self.exchange
         size, expected = channel.num_silos, self.silos.expected(exchange.id)
         first, rows, loss = int(state.round) * size, list[Any](), 0.0
-        way, numbers = self._under_way_from(key, state)
-        watch = self.silos.watch_reply
+        before, watch = self.under_way, self.silos.watch_reply
+        if before and before.state is state and before.num_asked == channel.num_asked:
+            way, numbers = before.arrivals, before.numbers
+        else:  # nothing is under way from this state: all are asked
+            way, key_next = (
+                channel.federation.arrivals(exchange.name),
+                exchange_key(key, first, 0, 1),
+            )
+            mark = state.silos[0]
+            numbers = {j: self._send(way, j, key_next, state.server, mark) for j in range(size)}
         try:
             while len(rows) < size:
                 silo, answer = way.next()
@@ -313,16 +311,6 @@ class ArrivalRounds(PlainLoop):
         """Return the exchange of a step."""
         (exchange,) = self.silos.algorithm.round.exchanges
         return exchange
-
-    def _under_way_from(self, key: Array, state: State) -> tuple[Arrivals, dict[int, int]]:
-        """Return what is under way from this state; if nothing is, ask all silos."""
-        before, channel = self.under_way, self.silos.channel
-        if before and before.state is state and before.num_asked == channel.num_asked:
-            return before.arrivals, before.numbers
-        way, silos = channel.federation.arrivals(self.exchange.name), range(channel.num_silos)
-        key_next = exchange_key(key, int(state.round) * len(silos), 0, 1)
-        mark = state.silos[0]
-        return way, {j: self._send(way, j, key_next, state.server, mark) for j in silos}
 
     def _send(self, way: Arrivals, silo: int, key: Array, server: Any, mark: Mark) -> int:
         """Send a silo the server's message, and return its number."""

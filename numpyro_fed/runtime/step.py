@@ -33,7 +33,7 @@ from numpyro_fed.algorithms.base import (
 )
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.runtime.stack import ServerData
-from numpyro_fed.trees import AnyArray, Numbers, Tree, drop_weak_types, namespace
+from numpyro_fed.trees import Numbers, drop_weak_types, namespace
 
 Source = TypeVar("Source", contravariant=True)  # silos' noise, or keys that it is drawn from
 Drawn = TypeVar("Drawn")  # the same type, where a class keeps it
@@ -61,11 +61,7 @@ def combine(how: Combine, stacks: Sequence[Reply[Up]], order: Numbers | None = N
         return Replies(up, bad == 0, weight)
     index = slice(None) if order is None else order
     triples = [(reply.up, reply.ok, _weights(reply)) for reply in stacks]
-
-    def gathered(*leaves: AnyArray) -> AnyArray:
-        return namespace(leaves[0]).concatenate(leaves)[index]
-
-    return Replies(*jax.tree.map(gathered, *triples))
+    return Replies(*jax.tree.map(lambda *a: namespace(a[0]).concatenate(a)[index], *triples))
 
 
 def _weights(stack: Reply[Up]) -> Array:
@@ -92,11 +88,8 @@ def _weighted_sum(stack: Reply[Up]) -> tuple[Up, Array]:
 
 def for_participants(scatter: object, down: Down, index: Array | int) -> Down:
     """Return the message for participants ``index``: leaves marked in ``scatter`` are indexed."""
-
-    def part(scattered: bool, leaves: Tree) -> Tree:
-        return jax.tree.map(lambda a: a[index], leaves) if scattered else leaves
-
-    return jax.tree.map(part, scatter, down)
+    one = partial(jax.tree.map, lambda a: a[index])
+    return jax.tree.map(lambda scattered, all_: one(all_) if scattered else all_, scatter, down)
 
 
 class Answers(NamedTuple, Generic[Silos]):

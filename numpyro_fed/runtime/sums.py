@@ -166,13 +166,6 @@ def sum_of(
         The agreed shapes and dtypes of one reply.
     weights : (float, float)
         The range of the sum of the weights, where the exchange is weighted.
-
-    Raises
-    ------
-    ReplyError
-        For a reply of another shape or dtype.
-    SumError
-        For a sum that is out of the range of numbers, or of weights.
     """
     leaves = pack("reply.up", shapes.up)
     names = sorted(leaves)
