@@ -173,10 +173,8 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         if progress_bar:
             tqdm.write(str(fit.messages(hosted)))
         if init_state is None:
-            search = (
-                SEARCHES[runtime] if fit.reach is None else partial(fit.reach, begin=BEGIN_SEARCH)
-            )
-            state, start = begin(fit, key, hosted.batches, search)
+            elsewhere = None if fit.reach is None else partial(fit.reach, begin=BEGIN_SEARCH)
+            state, start = begin(fit, key, hosted.batches, elsewhere or SEARCHES[runtime])
         else:
             state, start = fit.runtime.go_on(fit.check_state(init_state, hosted)), None
         options = replace(options, server_data=fit.server_data)
@@ -285,7 +283,26 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         # The plan goes to all clients, whom the digests of others do not concern.
         clients = tuple(replace(client, ids="") for client in clients)
         zeros = [client.zeros()["columns"] for client in clients]
-        _check_columns_unchanged(self.model, arguments, zeros)
+        # Only the predictor is run at a client, on the columns as the client holds them: a model
+        # must not change them. Numbers that are all different show a permutation or a product.
+        numbered = jax.tree.map(
+            lambda a: (
+                np.arange(1, a.size + 1).reshape(a.shape).astype(a.dtype) if is_array(a) else a
+            ),
+            zeros,
+        )
+        text = Text.of(self.model, (), dict(arguments(numbered)))
+        received = text.columns(text.data.arrays, jax.random.key(0)).columns
+        for j, (sent, arrived) in enumerate(zip(numbered, received, strict=True)):
+            pairs = (list(filter(is_array, jax.tree.leaves(tree))) for tree in (sent, arrived))
+            forms: list[Any] = [jax.tree.structure(tree) for tree in (sent, arrived)]
+            if forms[0] != forms[1] or not all(map(np.array_equal, *pairs)):
+                raise ModelError(
+                    f"the model gives the predictor of client {j} something else than the columns "
+                    "that the client holds, and nothing of the model but the predictor is run "
+                    "there. Compute it in the predictor, or before the client describes its "
+                    "columns."
+                )
         given = dict(arguments(zeros))
         roles = split(Text.of(self.model, (), given), share_response=self.share_response)
         Supports.of_server(roles.model).check(as_bucket(roles.server))
@@ -294,8 +311,8 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
             digests["the server"] = digest(read_ids(row_ids, roles.model.rows, "the server"))
         check_same_digests(digests)
         plan = VerticalPlan(Shapes.of(read_one("the server", given)), clients, shared, ())
-        pairs = zip(roles.model.clients, roles.clients, strict=True)
-        terms = (client_terms(*pair, by_value=plan.by_value) for pair in pairs)
+        parts = zip(roles.model.clients, roles.clients, strict=True)
+        terms = (client_terms(*part, by_value=plan.by_value) for part in parts)
         return replace(plan, terms=tuple(terms)), roles
 
     def describe(self, silo: object, row_ids: ArrayLike | None = None) -> Shapes:
@@ -369,34 +386,6 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
     def _roles(self, plan: VerticalPlan) -> VerticalSplit:
         text = Text.of(self.model, (), plan.arguments.zeros())
         return split(text, share_response=self.share_response)
-
-
-def _check_columns_unchanged(
-    model: Callable[..., Any],
-    arguments: Callable[[list[Any]], Mapping[str, Any]],
-    columns: list[Any],
-) -> None:
-    """Raise an error for a model that changes columns before it hands them to a predictor.
-
-    Only the predictor is run at a client, on the columns as the client holds them.
-    """
-
-    def with_numbers(a: Any) -> Any:
-        return np.arange(1, a.size + 1).reshape(a.shape).astype(a.dtype) if is_array(a) else a
-
-    # Numbers that are all different: a permutation or a product would show.
-    numbered = jax.tree.map(with_numbers, columns)
-    text = Text.of(model, (), dict(arguments(numbered)))
-    received = text.columns(text.data.arrays, jax.random.key(0)).columns
-    for j, (sent, arrived) in enumerate(zip(numbered, received, strict=True)):
-        pairs = (list(filter(is_array, jax.tree.leaves(tree))) for tree in (sent, arrived))
-        forms: list[Any] = [jax.tree.structure(tree) for tree in (sent, arrived)]
-        if forms[0] != forms[1] or not all(map(np.array_equal, *pairs)):
-            raise ModelError(
-                f"the model gives the predictor of client {j} something else than the columns that "
-                "the client holds, and nothing of the model but the predictor is run there. "
-                "Compute it in the predictor, or before the client describes its columns."
-            )
 
 
 def begin(

@@ -115,11 +115,6 @@ class RunStates:
             )
         return self.states[question.used]
 
-    def step(self, question: Question, digest: str, reply: bytes, after: object) -> RunStates:
-        """Return the run with the state after a message, the one before it, and the reply."""
-        states = {question.used: self.states[question.used], question.number: after}
-        return RunStates(self.beginning, states, question.number, digest, reply)
-
     def to_bytes(self) -> bytes:
         """Return the run as bytes."""
         head = {
@@ -345,8 +340,9 @@ class Node:
         if isinstance(after, Sampled):
             self.sampled = after
         reply = write(pack("reply", sent))
-        stateful = question.exchange in programs.stateful
-        run = run.step(question, digest, reply, after if stateful else before)
+        after = after if question.exchange in programs.stateful else before
+        states = {question.used: before, question.number: after}
+        run = RunStates(run.beginning, states, question.number, digest, reply)
         self._runs.put(question.run, run)
         return reply
 
