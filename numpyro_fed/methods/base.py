@@ -30,7 +30,7 @@ from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.remote import remote
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import Runtime, ServerData, State
-from numpyro_fed.runtime.supervise import RunOutcome, Watcher, drive
+from numpyro_fed.runtime.supervise import RunOutcome, drive
 
 QUICK = partial(simulation, quick=True)
 RUNTIMES: dict[str, Callable[..., Runtime]] = {
@@ -142,7 +142,8 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
             options.progress_bar,
             options.server_data,
             stop=options.stop is not None,
-            watcher=None if callback is None else Watcher(call, options.every),
+            callback=None if callback is None else call,
+            every=options.every,
             keep=True,
         )
         found = self.result_of(run, fit, hosted, quiet=run.ended == "interrupted")

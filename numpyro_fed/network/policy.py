@@ -181,11 +181,6 @@ class Policy:
                 "policy."
             )
 
-    def check_method(self, name: str) -> None:
-        """Raise an error for a method that the owner does not allow."""
-        if self.methods and name not in self.methods:
-            raise ModelError(f"'{name}' is not among the methods of this silo's policy.")
-
     def check_sums(self, secure: bool) -> None:
         """Raise an error for a server that asks for plain replies, where masks are wanted."""
         if self.secure_sum and not secure:

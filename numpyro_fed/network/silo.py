@@ -453,7 +453,9 @@ class Silo:
                 )
             built: Any = method_of(described, self._names)
             if "named" in described or "method" in described:
-                self._policy.check_method(str(described.get("named", described.get("method"))))
+                name = str(described.get("named", described.get("method")))
+                if self._policy.methods and name not in self._policy.methods:
+                    raise ModelError(f"'{name}' is not among the methods of this silo's policy.")
                 self._policy.check_sums(secure)
             if not isinstance(built, Method | VerticalMethod):
                 return _Agreement(settings, double, describe(built, self._data).to_json(), None)

@@ -79,13 +79,7 @@ class Session:
 
 @dataclass
 class Sums:
-    """The keys of a silo, and the sums that it has taken part in.
-
-    Parameters
-    ----------
-    policy : Policy
-    store : Store
-    """
+    """The keys of a silo, and the sums that it has taken part in."""
 
     policy: Policy
     store: Store
@@ -193,16 +187,8 @@ class Sums:
     ) -> bytes:
         """Return a reply under the masks of a sum, once it is noted that they are used.
 
-        Parameters
-        ----------
-        terms : Terms
-        question : Question
-        message, reply : bytes
-            The question without the terms of the sum, and the reply to it.
-        weighted : bool
-            Whether the reply counts by its weight.
-        asked : str
-            A digest of what all silos of the sum are asked alike.
+        ``message`` is the question without the terms of the sum, and ``asked`` a digest of what all
+        silos of the sum are asked alike.
         """
         from numpyro_fed.privacy.masks import masked
 

@@ -100,15 +100,7 @@ def host(
 class PlainLoop:
     """A Python loop over rounds and their steps, with any transport to the silos.
 
-    Attributes
-    ----------
-    round_ : Round
-    schedule : Schedule or None
-    num_silos : batches -> int
-    transport_of : batches -> Transport
-    done : server -> () bool, optional
-    away : pytree
-        What is logged in the place of the watched numbers of a silo that did not answer.
+    ``away`` is logged in the place of the watched numbers of a silo that did not answer.
     """
 
     round_: Round

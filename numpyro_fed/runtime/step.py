@@ -192,16 +192,9 @@ def step(
 ) -> tuple[Any, Silos, Info, Array, Any]:
     """Run one step of an algorithm.
 
-    Returns
-    -------
-    server, silos
-        Their states after the step.
-    info : Info
-        The server's report; its ``ok`` is true only if all replies were good.
-    good : (k,) bool
-        Which participants' replies were good in all exchanges, in the runtime's order.
-    watched : pytree
-        The watched part of the silos' states after the last exchange.
+    Returns the states of server and silos after it, the server's report (its ``ok`` is true only if
+    all replies were good), which participants' replies were good in all exchanges (k,), in the
+    runtime's order, and the watched part of the silos' states.
     """
     good: Any = jnp.ones(jnp.shape(who), bool)
     watched: Any = ()
@@ -234,10 +227,7 @@ def replayed_part(
 ) -> Any:
     """Run a round on known replies, up to the first exchange that has none, or to the end.
 
-    Returns
-    -------
-    Down, or (server_state, Info)
-        The message of that exchange; or, if no reply is missing, what the round returns.
+    Returns the message of that exchange; or, if no reply is missing, what the round returns.
     """
     stopped = False
 

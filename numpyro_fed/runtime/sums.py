@@ -63,17 +63,8 @@ def asked_of_all(
 ) -> str:
     """Return a digest of all that the silos of a sum are asked alike.
 
-    Parameters
-    ----------
-    plan : str
-        The plan that a silo has accepted.
-    question : Question
-    message : bytes
-        The question with its arrays.
-    scatter : pytree of bools
-        Which arrays differ between silos (:class:`Exchange`).
-    down : pytree
-        Shapes of the arrays.
+    It is of the accepted plan, the question, and the arrays of ``message`` that do not differ
+    between silos (``scatter``); ``down`` are the shapes of all arrays.
     """
     differs = jax.tree.map(lambda own, part: jax.tree.map(lambda _: own, part), scatter, down)
     own = {name for name, is_own in pack("down", differs).items() if is_own}
@@ -101,16 +92,8 @@ def masked_reply(
 ) -> bytes:
     """Return a silo's reply in the form in which it leaves the silo: its numbers under masks.
 
-    Parameters
-    ----------
-    reply : bytes
-        The reply to the question without a sum.
-    parties : int
-        How many replies are added up.
-    weighted : bool
-        Whether real numbers are multiplied by the weight, which is then added up as well.
-    mask : words -> words
-        The function that adds the masks.
+    ``reply`` is the one to the question without a sum, of which ``parties`` are added up. Where
+    replies are ``weighted``, real numbers are multiplied by the weight, which is added up as well.
     """
     _, arrays = read(reply)
     names = sorted(name for name in arrays if name.startswith("reply.up"))
