@@ -16,7 +16,6 @@ from numpyro_fed.algorithms.begin import StartPoint
 from numpyro_fed.errors import DataError, GuideError
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.structured import FULL_UP_TO
-from numpyro_fed.model.data import SiloData
 from numpyro_fed.precision import to_current_precision
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.rows import Fit, Result
@@ -98,7 +97,18 @@ def carry_over(fit: Fit, key: Array, hosted: Silos, result: Result) -> tuple[Sta
     silos = []
     for bucket, batch in zip(hosted.buckets, hosted.batches, strict=True):
         silo_guides = jax.tree.map(lambda *a: jnp.stack(a), *(privates[j] for j in bucket.silos))
-        _check_guides(fit, silo_guides, jax.tree.map(lambda a: a[0], batch.data))
+        # Silos' guides must have the parts and shapes of the method's.
+        silo = jax.tree.map(lambda a: a[0], batch.data)
+        like = jax.eval_shape(fit.guide.init_local, jax.random.key(0), silo)
+        here, there = (
+            {p: {k: np.shape(a)[cut:] for k, a in eta.items()} for p, eta in guides.items()}
+            for guides, cut in ((like, 0), (silo_guides.guide, 1))
+        )
+        if here != there:
+            raise GuideError(
+                f"the silos' guides of the result that is begun at are {there!s:.300}, and here "
+                f"they are {here!s:.300}. Give both methods the same guide=."
+            )
         # By bucket, as a run keeps the states; ``privates`` are by number.
         silos.append(
             jax.jit(jax.vmap(carry.silo, (None, 0, None, 0)))(
@@ -138,18 +148,3 @@ def _globals_as_normal(result: Result) -> tuple[StartPoint, str]:
         root = jnp.diag(root)
     unit = jax.tree.map(jnp.ones_like, theta)
     return StartPoint(theta, unit, centre, root), f"the mean and {spread} of the globals"
-
-
-def _check_guides(fit: Fit, silo_guides: CarriedSilo, data: SiloData) -> None:
-    """Raise an error for silos' guides with other parts or shapes than the method's."""
-    like = jax.eval_shape(fit.guide.init_local, jax.random.key(0), data)
-    ours, theirs = (
-        {p: {k: np.shape(a)[cut:] for k, a in eta.items()} for p, eta in guides.items()}
-        for guides, cut in ((like, 0), (silo_guides.guide, 1))
-    )
-    if ours != theirs:
-        raise GuideError(
-            "the silos' guides of the result that is begun at are "
-            f"{theirs!s:.300}, and here they are {ours!s:.300}. "
-            "Give both methods the same guide=."
-        )

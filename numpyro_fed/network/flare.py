@@ -55,15 +55,6 @@ class _Job:
     key: str
     failing: dict[int, tuple[float, float]] = field(default_factory=dict)
 
-    def silence(self, silo: int, began: float) -> float:
-        """Return for how long a silo has not been reached, once more since ``began``."""
-        now = time.monotonic()
-        first, last = self.failing.get(silo, (began, began))
-        if began - last > APART:
-            first = began
-        self.failing[silo] = (first, now)
-        return now - first
-
 
 class Flare:
     """An engine that reaches the silos by the NVFLARE to which their sites belong.
@@ -197,7 +188,10 @@ class Flare:
 
     def _failed(self, job: _Job, silo: int, began: float) -> None:
         """Note that a silo is not reached by a job; give the job up if it has ended, or goes on."""
-        silence = job.silence(silo, began)
+        now = time.monotonic()
+        first, last = job.failing.get(silo, (began, began))
+        first = began if began - last > APART else first
+        job.failing[silo] = (first, now)
         with self._lock:
             if self._job is not job:
                 return
@@ -205,7 +199,7 @@ class Flare:
                 ended = self._status(job).startswith(("FINISHED", "FAILED"))
             except ConnectionError:
                 ended = False  # after a crash of the server a job is RUNNING for ever
-            if ended or silence > PATIENT:
+            if ended or now - first > PATIENT:
                 LOG.info("job %s does not reach %s: a new one follows", job.id, self.sites[silo])
                 self._job = None
                 if not ended:

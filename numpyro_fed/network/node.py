@@ -93,18 +93,6 @@ class RunStates:
     digest: str = ""
     reply: bytes = b""
 
-    def answered(self, question: Question, digest: str) -> bytes | None:
-        """Return the reply to a message that has been answered before; None for a new one."""
-        if question.number == self.number and digest == self.digest:
-            return self.reply
-        if question.number < self.number:
-            raise ModelError(
-                f"message {question.number} ('{question.exchange}') comes after message "
-                f"{self.number} of the same run was answered. It was sent twice or came late: "
-                "drop it."
-            )
-        return None
-
     def state_at(self, question: Question) -> Any:
         """Return the state from which the server asks."""
         if question.used not in self.states:
@@ -305,8 +293,14 @@ class Node:
         head, arrays = read(message)
         question, digest = Question.of(head), hashlib.sha256(message).hexdigest()
         run = self._runs.get(question.run)
-        if run is not None and (reply := run.answered(question, digest)) is not None:
-            return reply
+        if run is not None and question.number == run.number and digest == run.digest:
+            return run.reply
+        if run is not None and question.number < run.number:
+            raise ModelError(
+                f"message {question.number} ('{question.exchange}') comes after message "
+                f"{run.number} of the same run was answered. It was sent twice or came late: "
+                "drop it."
+            )
         if question.exchange in (*BEGINNINGS, GO_ON):
             if run is not None:
                 raise ModelError("this run has begun already, by another message. Begin again.")

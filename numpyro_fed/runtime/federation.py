@@ -242,9 +242,8 @@ class Federation:
         known = {} if self._journal is None else self._journal.known(pairs)
         deadline = time.monotonic() + self.patience
         asked = [(j, message, deadline) for j, message in pairs.items() if j not in known]
-        away: dict[int, str] = {}
         replies = {j: reply for j, reply in known.items() if reply}
-        away |= {j: "away then, too" for j, reply in known.items() if not reply}
+        away = {j: "away then, too" for j, reply in known.items() if not reply}
         # One after the other in this thread, whose settings of JAX a silo in it may need.
         run = map if self._pool is None else self._pool.map
         found = run(lambda one: self._one(exchange, *one), asked)

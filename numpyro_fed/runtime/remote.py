@@ -263,6 +263,12 @@ class ArrivalRounds(PlainLoop):
     silos: _Remote = field(kw_only=True)
     under_way: UnderWay | None = field(default=None, init=False)
 
+    def __post_init__(self) -> None:
+        round_ = self.silos.algorithm.round
+        (self.exchange,) = round_.exchanges
+        self._replayed: Callable[..., Any] = jax.jit(partial(replayed_part, round_))
+        self._noise: Callable[[Array], Any] = jax.jit(round_.noise)
+
     def one_round(
         self, key: Array, state: State, batches: Batches, server_data: ServerData
     ) -> tuple[State, float, RunStatus, Any]:
@@ -274,11 +280,8 @@ class ArrivalRounds(PlainLoop):
         if before and before.state is state and before.num_asked == channel.num_asked:
             way, numbers = before.arrivals, before.numbers
         else:  # nothing is under way from this state: all are asked
-            way, key_next = (
-                channel.federation.arrivals(exchange.name),
-                exchange_key(key, first, 0, 1),
-            )
-            mark = state.silos[0]
+            way, mark = channel.federation.arrivals(exchange.name), state.silos[0]
+            key_next = exchange_key(key, first, 0, 1)
             numbers = {j: self._send(way, j, key_next, state.server, mark) for j in range(size)}
         try:
             while len(rows) < size:
@@ -306,22 +309,8 @@ class ArrivalRounds(PlainLoop):
         self.under_way = UnderWay(state, way, numbers, channel.num_asked)
         return state, loss, RunStatus(True, np.ones(size, bool)), stacked(rows)
 
-    @property
-    def exchange(self) -> Exchange[Any, Any, Any]:
-        """Return the exchange of a step."""
-        (exchange,) = self.silos.algorithm.round.exchanges
-        return exchange
-
     def _send(self, way: Arrivals, silo: int, key: Array, server: Any, mark: Mark) -> int:
         """Send a silo the server's message, and return its number."""
         down = self._replayed(server, self._noise(server_key(key)), jnp.array([silo]), None, ())
         down = drop_weak_types(for_participants(self.exchange.scatter, down, 0))
         return self.silos.channel.send(way, silo, self.exchange, key, down, mark)
-
-    @cached_property
-    def _replayed(self) -> Callable[..., Any]:
-        return jax.jit(partial(replayed_part, self.silos.algorithm.round))
-
-    @cached_property
-    def _noise(self) -> Callable[[Array], Any]:
-        return jax.jit(self.silos.algorithm.round.noise)
