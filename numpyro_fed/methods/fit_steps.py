@@ -39,7 +39,7 @@ from numpyro_fed.methods.mode import SEARCHED_UP_TO
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.recipe import method_model
 from numpyro_fed.methods.sfvi import SFVI
-from numpyro_fed.model.data import ReadSilos, SiloInput
+from numpyro_fed.model.data import ReadSilos, SiloData, SiloInput
 from numpyro_fed.model.facts import Facts, agree, size_class
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.hosts import read_all
@@ -137,6 +137,7 @@ class FitSteps:
         near: Near | None = None,
     ):
         self.silos: ReadSilos | Federation
+        shown: Sequence[SiloData]
         if isinstance(silos, Federation):
             _, texts = silos.describe(method_model(model, silos.names))
             plan = agree([Facts.from_json(text) for text in texts])
@@ -146,15 +147,14 @@ class FitSteps:
             # The numbers in all arrays, and the rows of plates with latents of their own.
             self.num_values = rows * sum(math.prod(a.shape) for a in plan.facts.arguments)
         else:
-            self.silos = shown = read_all(silos, model)
-            fm = layout_of(model, shown).model
+            self.silos = shown = read = read_all(silos, model)
+            fm = layout_of(model, read).model
             # Each silo's number of rows is rounded up to a power of two: a silo elsewhere tells no
             # more of it, and a fit must be the same in both cases.
             sizes = [{p: size_class(n) for p, n in fm.sizes(silo).items()} for silo in shown]
             self.num_values = sum(a.size for s in shown for a in s.arrays.values())
         plates = [p.name for p in fm.plates if p.dim and not p.outer]
         self.num_rows = max((sum(s[p] for s in sizes) for p in plates), default=0)
-        # The fingerprint of the model's programs.
         self.text = fingerprint(fm, shown)
         self.key, self.fm, self.model, self.near = key, fm, model, near
         self.accuracy, self.exchanges_left, self.bar = accuracy, max_exchanges, bar
@@ -444,9 +444,8 @@ class FitSteps:
             only_few = best.reliable and best.moments_known and best.share > ENOUGH_COUNT
             if best.trusted or self.exchanges_left <= 0 or only_few:
                 break
-            own = None
-            if best.pool is not None and best.ess > MIN_DRAWS_PER_GLOBAL * self.fm.dim:
-                own = matched(np.asarray(best.z_G), best.weights)
+            few = best.pool is None or best.ess <= MIN_DRAWS_PER_GLOBAL * self.fm.dim
+            own = None if few else matched(np.asarray(best.z_G), best.weights)
             if own is None:
                 break
             name = "matched to the weighted draws"
