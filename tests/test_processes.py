@@ -16,7 +16,7 @@ from silo_process import METHODS, NAMES, VERTICAL, model, serve
 
 import numpyro_fed as nf
 from numpyro_fed.errors import DataError, ModelError, ReplyError
-from numpyro_fed.network.kept import MAX_RUNS
+from numpyro_fed.network.node import MAX_RUNS
 from numpyro_fed.runtime.messages import ACCEPT, read, write
 
 KEY = jax.random.key(0)

@@ -13,7 +13,6 @@ from apart import Apart
 from numpyro.contrib.control_flow import scan
 
 import numpyro_fed as nf
-from numpyro_fed.methods.elsewhere import fit_over
 from numpyro_fed.model.data import read
 from numpyro_fed.model.fingerprint import _term, check_terms, terms_of
 from numpyro_fed.model.split import split
@@ -154,10 +153,10 @@ def run(there, model=small):
 
 def test_a_silo_of_a_federation_with_another_constant_is_refused():
     method = nf.PVI(small, start=None)
-    fit_over(method, federation(small, elsewhere(small)))
+    method._over(federation(small, elsewhere(small)))
     words = r"silo 1 refuses .* another constant in 'y' where the server's has 3\."
     with pytest.raises(nf.RefusedError, match=words):
-        fit_over(method, federation(small, elsewhere(small, NOISE=2.0)))
+        method._over(federation(small, elsewhere(small, NOISE=2.0)))
 
 
 def test_parties_with_other_versions_of_jax_compare_values():

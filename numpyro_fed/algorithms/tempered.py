@@ -271,7 +271,7 @@ class Tempering:
             swarm.exchanges += 1
             shown(float(log_mean(swarm.log_evidence)))
             return Places(
-                down.z_G,
+                np.asarray(down.z_G),
                 np.where(finite, log_q, 0.0),
                 np.where(finite, log_p, LOST),
                 np.where(finite[:, None], or_zero(slope_q), 0.0),

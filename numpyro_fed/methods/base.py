@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,14 +18,19 @@ from numpyro_fed.errors import (
     NonFiniteError,
     positive_int,
 )
+from numpyro_fed.model.facts import Plan
+from numpyro_fed.model.vertical_facts import VerticalPlan
 from numpyro_fed.results.at_silo import AtSilo
 from numpyro_fed.results.base import FederatedRun, Ready, Silos
 from numpyro_fed.results.saving import load_state
+from numpyro_fed.runtime.channel import Channel, Weights
+from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.progress import Progress
+from numpyro_fed.runtime.remote import remote
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import Runtime, ServerData, State
-from numpyro_fed.runtime.supervise import Failure, RunOutcome, Watcher, drive
+from numpyro_fed.runtime.supervise import RunOutcome, drive
 
 QUICK = partial(simulation, quick=True)
 RUNTIMES: dict[str, Callable[..., Runtime]] = {
@@ -37,6 +42,7 @@ RUNTIMES: dict[str, Callable[..., Runtime]] = {
 # take less time than optimising their program would.
 SEARCHES: dict[str, Callable[..., Runtime]] = {**RUNTIMES, "simulation": QUICK}
 
+Made = TypeVar("Made")
 Outcome = TypeVar("Outcome", bound=FederatedRun[Any])
 
 
@@ -62,13 +68,16 @@ class RunOptions(Generic[Outcome]):
             raise ValueError(f"stop={self.stop!r}: expected 'converged' or None.")
 
 
+@dataclass(frozen=True)
 class FederatedMethod(ABC, Generic[Ready, Outcome]):
     """A federated method, whose silos may hold rows or columns."""
 
+    model: Callable[..., Any]
+
     @property
-    @abstractmethod
     def hides_by_noise(self) -> bool:
         """Whether silos hide what they send by noise, drawn with a key that only they know."""
+        return False
 
     @abstractmethod
     def result_of(
@@ -89,19 +98,6 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
     def sends_unhidden(self, name: str) -> bool:
         """Return whether an exchange sends, without noise, numbers that noise hides in a run."""
         return False
-
-    def finished(
-        self,
-        run: RunOutcome,
-        fit: Ready,
-        hosted: Silos,
-        start: object,
-        *,
-        quiet: bool = False,
-    ) -> Outcome:
-        """Return the result of a run that began at ``start``."""
-        result = self.result_of(run, fit, hosted, quiet=quiet)
-        return replace(result, start=start, ended=run.ended)
 
     def _load_run(
         self, path: str | Path, fit: Ready, hosted: Silos, part: str = ""
@@ -124,7 +120,18 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
         callback = options.callback
 
         def call(run: RunOutcome) -> bool:
-            return _callback_ends(callback, self.finished(run, fit, hosted, start, quiet=True))
+            shown = self.result_of(run, fit, hosted, quiet=True)
+            shown = replace(shown, start=start, ended=run.ended)
+            # Not BaseException: Ctrl-C in a callback ends the run like Ctrl-C elsewhere.
+            try:
+                return bool(callback and callback(shown))
+            except Exception as error:
+                raise CallbackError(
+                    f"the callback raised {type(error).__name__} after round "
+                    f"{int(run.state.round)}: {error}. What it was shown is in the error's "
+                    ".result; run(..., init_state=error.result.state) goes on.",
+                    result=shown,
+                ) from error
 
         run = drive(
             fit.runtime,
@@ -135,54 +142,56 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
             options.progress_bar,
             options.server_data,
             stop=options.stop is not None,
-            watcher=None if callback is None else Watcher(call, options.every),
+            callback=None if callback is None else call,
+            every=options.every,
             keep=True,
         )
-        quiet = run.ended == "interrupted"
-        return _result_or_error(self.finished(run, fit, hosted, start, quiet=quiet), run)
-
-
-def _result_or_error(result: Outcome, run: RunOutcome) -> Outcome:
-    """Return the result, or raise an error that carries it."""
-    if run.ended == "interrupted":
-        rounds = int(run.state.round)
-        raise Interrupted(
-            f"interrupted; the last finished round is {rounds}. What was computed is in the "
-            "error's .result: error.result.save(path) keeps it, and "
-            "run(..., init_state=error.result.state) goes on.",
+        found = self.result_of(run, fit, hosted, quiet=run.ended == "interrupted")
+        result = replace(found, start=start, ended=run.ended)
+        if run.ended == "interrupted":
+            raise Interrupted(
+                f"interrupted; the last finished round is {int(run.state.round)}. What was "
+                "computed is in the error's .result: error.result.save(path) keeps it, and "
+                "run(..., init_state=error.result.state) goes on.",
+                result=result,
+            )
+        failure = run.failure
+        if failure is None:
+            return result
+        # The error of a silo was raised where its reply arrived; it gets the result here.
+        if run.refused is not None:
+            run.refused.result = result
+            raise run.refused
+        silos = ", ".join(map(str, failure.silos))
+        raise NonFiniteError(
+            f"the bound turned NaN or infinite in round {failure.round}, at "
+            f"{f'silo {silos}' if silos else 'the server'}. The last good state is in the error's "
+            ".result. A smaller step, gradient clipping (optax.chain("
+            "optax.clip_by_global_norm(10.0), ...)), more particles or float64 usually help; "
+            "otherwise look at the data and the supports of the sites there.",
             result=result,
+            round=failure.round,
+            silos=failure.silos,
         )
-    if run.failure is None:
-        return result
-    # The error of a silo was raised where its reply arrived; it gets the result here.
-    if run.refused is not None:
-        run.refused.result = result
-        raise run.refused
-    raise _non_finite_error(result, run.failure)
 
 
-def _non_finite_error(result: FederatedRun[Any], failure: Failure) -> NonFiniteError:
-    where = f"at silo {', '.join(map(str, failure.silos))}" if failure.silos else "at the server"
-    return NonFiniteError(
-        f"the bound turned NaN or infinite in round {failure.round}, {where}. The last good state "
-        "is in the error's .result. A smaller step, gradient clipping (optax.chain("
-        "optax.clip_by_global_norm(10.0), ...)), more particles or float64 usually help; otherwise "
-        "look at the data and the supports of the sites there.",
-        result=result,
-        round=failure.round,
-        silos=failure.silos,
-    )
+def reached(
+    federation: Federation,
+    name: str,
+    plan: Plan | VerticalPlan,
+    make: Callable[[Callable[..., Runtime]], Made],
+    weights: Sequence[Weights] | None = None,
+) -> tuple[Made, Silos]:
+    """Return the fit of a plan that silos know by a name, made at its first use.
 
+    ``make`` is given the function that makes runtimes, ``weights`` how many rows silos have.
+    """
 
-def _callback_ends(callback: Callable[[Outcome], object] | None, result: Outcome) -> bool:
-    """Return whether a callback ends the run; raise ``CallbackError`` if it raised an error."""
-    # Not BaseException: Ctrl-C in a callback ends the run like Ctrl-C elsewhere.
-    try:
-        return bool(callback and callback(result))
-    except Exception as error:
-        rounds = int(result.state.round)
-        raise CallbackError(
-            f"the callback raised {type(error).__name__} after round {rounds}: {error}. What it "
-            "was shown is in the error's .result; run(..., init_state=error.result.state) goes on.",
-            result=result,
-        ) from error
+    def made() -> tuple[Made, Silos]:
+        channel = Channel(federation, plan.num_silos, weights, name)
+        fit = make(partial(remote, plan=plan, channel=channel))
+        # Once all is built: where that is refused, silos have built nothing.
+        federation.accept(name, plan.to_json())
+        return fit, Silos((), (), channel.batches)
+
+    return federation.cached(("fit", name, plan.to_json()), made)

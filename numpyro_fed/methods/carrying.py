@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,8 +15,7 @@ from numpyro_fed.algorithms.base import CarriedSilo, Private, Shared
 from numpyro_fed.algorithms.begin import StartPoint
 from numpyro_fed.errors import DataError, GuideError
 from numpyro_fed.gaussian import Gaussian
-from numpyro_fed.guides.structured import FULL_UP_TO, Guide
-from numpyro_fed.model.data import SiloData
+from numpyro_fed.guides.structured import FULL_UP_TO
 from numpyro_fed.precision import to_current_precision
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.rows import Fit, Result
@@ -61,29 +59,56 @@ class Carried:
 
 
 def carry_over(fit: Fit, key: Array, hosted: Silos, result: Result) -> tuple[State, Carried]:
-    """Return the first state of a run that begins at a result, and a record of what it took over.
-
-    Raises
-    ------
-    DataError
-        For a result of other silos, or of silos in other processes.
-    GuideError
-        For silos' guides that are not built as those here.
-    """
+    """Return the first state of a run that begins at a result, and what it took over."""
     carry = fit.algorithm.carry
     if carry is None:
         raise GuideError("this method cannot begin at another one's result. Use start='mode'.")
-    _check_same(fit, result)
+    facts, their_facts = fit.plan.facts, result.plan.facts
+    for name, ours, theirs in (
+        ("numbers of silos", fit.plan.num_silos, result.num_silos),
+        ("sites", facts.sites, their_facts.sites),
+        ("silo plates", facts.plates, their_facts.plates),
+        ("numbers of rows", list(fit.sizes), result.sizes),
+    ):
+        if ours != theirs:
+            raise DataError(
+                f"start= is the result of a run with other {name}: {theirs!s:.300} there, "
+                f"{ours!s:.300} here. Begin at a result of the same model on the same silos."
+            )
     start_point, what_is_known = _globals_as_normal(result)
     start_point = to_current_precision(start_point)
     key_server, key_silos = jax.random.split(key)
-    shared, without = to_current_precision(result.shared), _without_frame(result._fit.guide)
+    shared, their_guide = to_current_precision(result.shared), result._fit.guide
+
+    # The guides of a run measure the globals in its frame, and another run has another frame: here
+    # they are rewritten for globals in their own units.
+    @jax.jit
+    def without(shared: Shared, private: Private) -> CarriedSilo:
+        frame = shared.frame
+        coordinates = partial(their_guide.globals.coordinates, frame)
+        zero = jnp.zeros_like(frame.loc)
+        silo_guides = their_guide.composed_with(coordinates, private.guide, zero)
+        coords = their_guide.globals.centred_coordinates(frame, shared.guide, frame.loc[None])
+        centre = their_guide.globals.place(frame, private.recentred(coords).centre)
+        return CarriedSilo(private.theta, silo_guides, centre)
+
     silo_guides = (to_current_precision(result.private(j)) for j in range(result.num_silos))
     privates = [without(shared, private) for private in silo_guides]
     silos = []
     for bucket, batch in zip(hosted.buckets, hosted.batches, strict=True):
         silo_guides = jax.tree.map(lambda *a: jnp.stack(a), *(privates[j] for j in bucket.silos))
-        _check_guides(fit, silo_guides, jax.tree.map(lambda a: a[0], batch.data))
+        # Silos' guides must have the parts and shapes of the method's.
+        silo = jax.tree.map(lambda a: a[0], batch.data)
+        like = jax.eval_shape(fit.guide.init_local, jax.random.key(0), silo)
+        here, there = (
+            {p: {k: np.shape(a)[cut:] for k, a in eta.items()} for p, eta in guides.items()}
+            for guides, cut in ((like, 0), (silo_guides.guide, 1))
+        )
+        if here != there:
+            raise GuideError(
+                f"the silos' guides of the result that is begun at are {there!s:.300}, and here "
+                f"they are {here!s:.300}. Give both methods the same guide=."
+            )
         # By bucket, as a run keeps the states; ``privates`` are by number.
         silos.append(
             jax.jit(jax.vmap(carry.silo, (None, 0, None, 0)))(
@@ -123,57 +148,3 @@ def _globals_as_normal(result: Result) -> tuple[StartPoint, str]:
         root = jnp.diag(root)
     unit = jax.tree.map(jnp.ones_like, theta)
     return StartPoint(theta, unit, centre, root), f"the mean and {spread} of the globals"
-
-
-def _without_frame(guide: Guide) -> Callable[[Shared, Private], CarriedSilo]:
-    """Return a function that rewrites a silo's guides for globals in their own units.
-
-    The guides of a run measure the globals in its frame, and another run has another frame.
-    """
-
-    @jax.jit
-    def without(shared: Shared, private: Private) -> CarriedSilo:
-        frame = shared.frame
-        coordinates = partial(guide.globals.coordinates, frame)
-        silo_guides = guide.composed_with(coordinates, private.guide, jnp.zeros_like(frame.loc))
-        coords = guide.globals.centred_coordinates(frame, shared.guide, frame.loc[None])
-        centre = guide.globals.place(frame, private.recentred(coords).centre)
-        return CarriedSilo(private.theta, silo_guides, centre)
-
-    return without
-
-
-def _check_same(fit: Fit, result: Result) -> None:
-    """Raise an error for a result of other silos, sites or plates."""
-    facts, their_facts = fit.plan.facts, result.plan.facts
-    for name, ours, theirs in (
-        ("numbers of silos", fit.plan.num_silos, result.num_silos),
-        ("sites", facts.sites, their_facts.sites),
-        ("silo plates", facts.plates, their_facts.plates),
-        ("numbers of rows", list(fit.sizes), result.sizes),
-    ):
-        if ours != theirs:
-            raise DataError(
-                f"start= is the result of a run with other {name}: {_abbreviated(theirs)} there, "
-                f"{_abbreviated(ours)} here. Begin at a result of the same model on the same silos."
-            )
-
-
-def _check_guides(fit: Fit, silo_guides: CarriedSilo, data: SiloData) -> None:
-    """Raise an error for silos' guides with other parts or shapes than the method's."""
-    like = jax.eval_shape(fit.guide.init_local, jax.random.key(0), data)
-    ours, theirs = (
-        {p: {k: np.shape(a)[cut:] for k, a in eta.items()} for p, eta in guides.items()}
-        for guides, cut in ((like, 0), (silo_guides.guide, 1))
-    )
-    if ours != theirs:
-        raise GuideError(
-            "the silos' guides of the result that is begun at are "
-            f"{_abbreviated(theirs)}, and here they are {_abbreviated(ours)}. "
-            "Give both methods the same guide=."
-        )
-
-
-def _abbreviated(value: object) -> str:
-    words = str(value)
-    return words if len(words) <= 300 else f"{words[:300]}..."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,15 +89,14 @@ def cost_of(fit: Fit, hosted: Silos) -> Cost:
     messages = communication(built, hosted.data[0], len(hosted.data), 1, before)
     theta = jax.eval_shape(model.init_theta, jax.random.key(0))
     has_private = any(model.named("param", p.name) for p in model.plates)
-
-    def latents_and_parameters(data_of_silo: SiloData, size: Mapping[str, int]) -> int:
+    local = []
+    for data_of_silo, size in zip(hosted.data, fit.sizes, strict=True):
         latents = sum(size[p.name] * p.dim for p in model.plates)
         # Only private parameters need a trace of the model for each silo.
-        if not has_private:
-            return latents
-        return latents + _count(jax.eval_shape(model.init_private, jax.random.key(0), data_of_silo))
-
-    local = map(latents_and_parameters, hosted.data, fit.sizes)
+        if has_private:
+            private = jax.eval_shape(model.init_private, jax.random.key(0), data_of_silo)
+            latents += _count(private)
+        local.append(latents)
     return Cost(
         fit.sizes,
         model.dim,

@@ -15,11 +15,9 @@ from numpyro_fed.algorithms.expand import effects_of, flat_size
 from numpyro_fed.algorithms.mode import ModeSearch
 from numpyro_fed.algorithms.mode_wide import WideSearch
 from numpyro_fed.errors import ConvergenceWarning, ModelError, positive_int
-from numpyro_fed.methods.elsewhere import fit_over
 from numpyro_fed.methods.mode import (
     MANY_EFFECTS,
     SEARCHED_UP_TO,
-    check_searchable,
     coordinate_names,
     coupling_reason,
     search_for,
@@ -104,11 +102,28 @@ def find_mode(
                 "starts= and max_exchanges= under privacy=: the budget decides how many exchanges "
                 "there are, of one search. Leave them out."
             )
-        return _private_mode(key, model, silos, privacy, progress_bar)
+        private = DPNewton(model, privacy=privacy).run(key, silos=silos, progress_bar=progress_bar)
+        fm, server = private._fit.model, private.state.server
+        inverse = np.linalg.inv(np.asarray(server.root, float))
+        if not private.settled:
+            warnings.warn(private.judgement, category=ConvergenceWarning, stacklevel=2)
+        return Mode(
+            sites=jax.tree.map(np.asarray, fm.constrain_global({}, jax.device_put(server.loc))),
+            theta={},
+            z_G=np.asarray(server.loc),
+            curvature=inverse.T @ inverse,
+            log_evidence=None,
+            num_exchanges=private.num_exchanges,
+            converged=private.settled,
+            values=np.zeros(0),
+            names=coordinate_names(fm),
+            flat=(),
+            privacy=private.privacy,
+        )
     search = partial(search_for, max_exchanges=max_exchanges, progress_bar=progress_bar)
     if isinstance(silos, Federation):
         # Silos know the search as the beginning of a method's run.
-        fit, hosted = fit_over(SFVI(model, starts=starts), silos)
+        fit, hosted = SFVI(model, starts=starts)._compiled_for(silos, "simulation")
         _check(fit.model)
         if fit.built.start is None or fit.reach is None:
             raise ModelError("the model has too many globals to search over.")
@@ -127,37 +142,18 @@ def find_mode(
     return search(key, fm, by, simulation(by.algorithm), batches)
 
 
-def _private_mode(
-    key: Array,
-    model: Callable[..., Any],
-    silos: Sequence[SiloInput] | Federation,
-    privacy: Privacy,
-    progress_bar: bool,
-) -> Mode:
-    """Return the mode that a private search found, as far as noise lets it."""
-    found = DPNewton(model, privacy=privacy).run(key, silos=silos, progress_bar=progress_bar)
-    fm, server = found._fit.model, found.state.server
-    inverse = np.linalg.inv(np.asarray(server.root, float))
-    if not found.settled:
-        warnings.warn(found.judgement, category=ConvergenceWarning, stacklevel=3)
-    return Mode(
-        sites=jax.tree.map(np.asarray, fm.constrain_global({}, jax.device_put(server.loc))),
-        theta={},
-        z_G=np.asarray(server.loc),
-        curvature=inverse.T @ inverse,
-        log_evidence=None,
-        num_exchanges=found.num_exchanges,
-        converged=found.settled,
-        values=np.zeros(0),
-        names=coordinate_names(fm),
-        flat=(),
-        privacy=found.privacy,
-    )
-
-
 def _check(fm: FederatedModel) -> None:
     """Raise an error for a model without a mode that a search could find."""
-    check_searchable(fm)
+    if private := [s.name for s in fm.sites if s.kind == "param" and s.plate is not None]:
+        raise ModelError(
+            f"the parameter '{private[0]}' is inside a silo_plate: it has no mode that silos "
+            "share. Put it outside, or give it a prior by numpyro.sample."
+        )
+    if not fm.dim and not fm.named("param"):
+        raise ModelError(
+            "the model has neither global latents nor shared parameters, so that there is nothing "
+            "to search over. Move what silos share out of the silo_plate."
+        )
     if flat_size(fm) > SEARCHED_UP_TO and len(effects_of(fm)):
         raise ModelError(
             f"{MANY_EFFECTS}. Put the effects into a silo_plate, where they are local."

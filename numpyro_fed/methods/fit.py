@@ -10,16 +10,9 @@ from typing import Any
 from jax import Array
 
 from numpyro_fed.errors import DataError, Interrupted, SilosError, positive_int
-from numpyro_fed.methods.fit_steps import FitSteps, SilosToFit
+from numpyro_fed.methods.fit_steps import FitSteps
 from numpyro_fed.methods.private import DPNewton
-from numpyro_fed.methods.recipe import method_model
 from numpyro_fed.model.data import SiloInput
-from numpyro_fed.model.facts import Facts, agree
-from numpyro_fed.model.fingerprint import fingerprint
-from numpyro_fed.model.hosts import read_all
-from numpyro_fed.model.layout import layout_of
-from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.split import split
 from numpyro_fed.precision import precision as precision_as
 from numpyro_fed.privacy.budget import Privacy
 from numpyro_fed.results.mode import Near
@@ -132,26 +125,15 @@ def fit(
     positive_int("max_exchanges", max_exchanges)
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r}: expected one of {list(PRECISIONS)}.")
+    double = precision == "double"
     if privacy is not None:
-        return _private_fit(key, model, silos, privacy, precision == "double", progress_bar)
-    settings = accuracy, max_exchanges, precision == "double", progress_bar
-    return FitCall(model, silos, *settings).run(key)
-
-
-def _private_fit(
-    key: Array,
-    model: Callable[..., Any],
-    silos: Sequence[SiloInput] | Federation,
-    privacy: Privacy,
-    double: bool,
-    progress_bar: bool,
-) -> Posterior:
-    """Return the fit under differential privacy, which is one run."""
-    with precision_as(double=double), _LOCK, StageBar(progress_bar) as bar:
-        bar.stage("DP Newton")
-        result = DPNewton(model, privacy=privacy).run(typed_key(key), silos=silos, progress_bar=bar)
-        words = f"{len(result.losses)} rounds. {result.privacy}".rstrip(".")
-        return replace(result, stages=(Stage("DP Newton", words, result),))
+        with precision_as(double=double), _LOCK, StageBar(progress_bar) as bar:
+            bar.stage("DP Newton")
+            method = DPNewton(model, privacy=privacy)
+            result = method.run(typed_key(key), silos=silos, progress_bar=bar)
+            words = f"{len(result.losses)} rounds. {result.privacy}".rstrip(".")
+            return replace(result, stages=(Stage("DP Newton", words, result),))
+    return FitCall(model, silos, accuracy, max_exchanges, double, progress_bar).run(key)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,9 +171,8 @@ class FitCall:
         """Return the fit; its searches begin ``near`` some places, if they are given."""
         silent = in_sight("fit", shown=False)  # the bar of the stages is the only one
         with precision_as(double=self.double), _LOCK, StageBar(self.progress_bar) as bar, silent:
-            found, fm, text = _silos_to_fit(self.model, self.silos)
-            limits = self.accuracy, self.max_exchanges
-            fitting = FitSteps(typed_key(key), found, fm, self.model, text, *limits, bar, near)
+            asked = self.model, self.silos, self.accuracy, self.max_exchanges
+            fitting = FitSteps(typed_key(key), *asked, bar, near)
             try:
                 return replace(fitting.run(), call=self)
             except SilosError as error:
@@ -207,21 +188,3 @@ class FitCall:
                     ".state is an init_state to go on from.",
                     result=reached,
                 ) from error
-
-
-def _silos_to_fit(
-    model: Callable[..., Any], silos: Sequence[SiloInput] | Federation
-) -> tuple[SilosToFit, FederatedModel, str]:
-    """Return the silos, the model split for them, and the fingerprint of its programs."""
-    if isinstance(silos, Federation):
-        _, texts = silos.describe(method_model(model, silos.names))
-        plan = agree([Facts.from_json(text) for text in texts])
-        fm = split(model, [plan.template()])
-        return (
-            SilosToFit.elsewhere(silos, plan, fm),
-            fm,
-            fingerprint(fm, [plan.template()]),
-        )
-    read = read_all(silos, model)
-    fm = layout_of(model, read).model
-    return SilosToFit.here(read, fm), fm, fingerprint(fm, read)

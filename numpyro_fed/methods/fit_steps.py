@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,10 +37,14 @@ from numpyro_fed.errors import (
 )
 from numpyro_fed.methods.mode import SEARCHED_UP_TO
 from numpyro_fed.methods.pvi import PVI
+from numpyro_fed.methods.recipe import method_model
 from numpyro_fed.methods.sfvi import SFVI
-from numpyro_fed.model.data import ReadSilos
-from numpyro_fed.model.facts import Plan, size_class
-from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.model.data import ReadSilos, SiloData, SiloInput
+from numpyro_fed.model.facts import Facts, agree, size_class
+from numpyro_fed.model.fingerprint import fingerprint
+from numpyro_fed.model.hosts import read_all
+from numpyro_fed.model.layout import layout_of
+from numpyro_fed.model.split import split
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, default_quadrature
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import AT_ONCE, InnerDraws, correct_from, importance_correct
@@ -116,74 +120,55 @@ MAX_CACHED_METHODS = 8
 _method_cache: dict[Any, PVI | SFVI] = {}
 
 
-class SilosToFit(NamedTuple):
-    """The silos of a call of ``fit``, and how much data they have.
-
-    Attributes
-    ----------
-    silos : ReadSilos or Federation
-    num_rows : int
-        The rows of silo plates with latents of their own, each silo's number rounded up to a power
-        of two: a silo elsewhere tells no more of it, and a fit must be the same in both cases.
-    num_values : int
-        The numbers in all arrays.
-    """
-
-    silos: ReadSilos | Federation
-    num_rows: int
-    num_values: int
-
-    @classmethod
-    def here(cls, silos: ReadSilos, fm: FederatedModel) -> SilosToFit:
-        """Return the silos of this process."""
-        sizes = [fm.sizes(silo) for silo in silos]
-        rows = max((sum(size_class(s[p]) for s in sizes) for p in _with_latents(fm)), default=0)
-        return cls(silos, rows, sum(a.size for s in silos for a in s.arrays.values()))
-
-    @classmethod
-    def elsewhere(cls, federation: Federation, plan: Plan, fm: FederatedModel) -> SilosToFit:
-        """Return silos in other processes, as far as the plan knows them."""
-        rows, total = dict(plan.total), max((n for _, n in plan.total), default=1)
-        values = total * sum(math.prod(a.shape) for a in plan.facts.arguments)
-        return cls(federation, max((rows[p] for p in _with_latents(fm)), default=0), values)
-
-
-def _with_latents(fm: FederatedModel) -> list[str]:
-    """Return the plates of rows that have latents."""
-    return [p.name for p in fm.plates if p.dim and not p.outer]
-
-
 class FitSteps:
     """One call of ``fit``: its steps, and their results so far.
 
     Its searches begin ``near`` the modes of a fit of nearly the same silos, if there is one.
-    ``text`` is the fingerprint of the model's programs.
     """
 
     def __init__(
         self,
         key: Array,
-        to_fit: SilosToFit,
-        fm: FederatedModel,
         model: Callable[..., Any],
-        text: str,
+        silos: Sequence[SiloInput] | Federation,
         accuracy: float,
         max_exchanges: int,
         bar: StageBar,
         near: Near | None = None,
     ):
-        self.near = near
-        self.key, self.to_fit, self.fm, self.model, self.text = key, to_fit, fm, model, text
+        self.silos: ReadSilos | Federation
+        shown: Sequence[SiloData]
+        if isinstance(silos, Federation):
+            _, texts = silos.describe(method_model(model, silos.names))
+            plan = agree([Facts.from_json(text) for text in texts])
+            self.silos, shown = silos, [plan.template()]
+            fm, sizes = split(model, shown), [dict(plan.total)]
+            rows = max(sizes[0].values(), default=1)
+            # The numbers in all arrays, and the rows of plates with latents of their own.
+            self.num_values = rows * sum(math.prod(a.shape) for a in plan.facts.arguments)
+        else:
+            self.silos = shown = read = read_all(silos, model)
+            fm = layout_of(model, read).model
+            # Each silo's number of rows is rounded up to a power of two: a silo elsewhere tells no
+            # more of it, and a fit must be the same in both cases.
+            sizes = [{p: size_class(n) for p, n in fm.sizes(silo).items()} for silo in shown]
+            self.num_values = sum(a.size for s in shown for a in s.arrays.values())
+        plates = [p.name for p in fm.plates if p.dim and not p.outer]
+        self.num_rows = max((sum(s[p] for s in sizes) for p in plates), default=0)
+        self.text = fingerprint(fm, shown)
+        self.key, self.fm, self.model, self.near = key, fm, model, near
         self.accuracy, self.exchanges_left, self.bar = accuracy, max_exchanges, bar
         self.coupled = self.has_more_inner = False
         quadrature = default_quadrature(fm)
-        self.inner_draws: InnerDraws = quadrature or self.num_inner_draws()
+        # The number of draws of each row's latents in a correction.
+        self.num_inner = int(
+            min(max(self.num_rows / ROWS_PER_DRAW, INNER_RANGE[0]), INNER_RANGE[1])
+        )
+        self.inner_draws: InnerDraws = quadrature or self.num_inner
         # The number of data of all silos, times the draws of each row's latents.
-        data_size = to_fit.num_values * (ROW_DRAWS if any(p.dim for p in fm.plates) else 1)
+        data_size = self.num_values * (ROW_DRAWS if any(p.dim for p in fm.plates) else 1)
         self.runtime = "quick" if data_size <= SMALL_DATA else "simulation"
-        self.stages: list[Stage] = []
-        self.warned: list[str] = []
-        self.known_warnings: set[str] = set()
+        self.stages, self.warned, self.known_warnings = list[Stage](), list[str](), set[str]()
         self.spent = self.sent_by_particles = self.num_keys = 0
         self.stage_name = ""
 
@@ -211,12 +196,8 @@ class FitSteps:
             result = self.run_sfvi()
             best = self.settle(self.correct(result))
         elif self.may_go_on(best) and self.exchanges_left > MIN_FOR_SFVI:
-            try:
-                second = self.run_sfvi()
-            except (NonFiniteError, RefusedError) as error:
-                self.spend(_sent_before(error))
-                self.record("SFVI", f"not possible ({error})", None)
-            else:
+            second = self.run_sfvi(NonFiniteError, RefusedError)
+            if second is not None:
                 new = self.settle(self.correct(second))
                 best = self.better(best, new)
                 result = second if new is not None and best is new else result
@@ -224,7 +205,13 @@ class FitSteps:
         missed = tuple[LocalMode, ...]()
         if best is not None and self.start is not None:
             missed = self.start.missed(best.z_G, best.weights)
-        return self.posterior(result, best, missed=missed, contradiction=self.contradiction())
+        # Which silo contradicts the others at the mode, if that was seen there.
+        contradiction = ""
+        if self.start is not None and self.start.factors is not None:
+            rows = [max(size.values()) for size in self.results()[0].sizes]
+            words = table_of(self.start.factors, any(p.dim for p in self.fm.plates), rows).words
+            contradiction = words and f"{words} disagreement() says more."
+        return self.posterior(result, best, missed=missed, contradiction=contradiction)
 
     def posterior(self, fit: Result, best: Corrected | None, **more: Any) -> Posterior:
         """Return the best that was reached, with all steps.
@@ -245,30 +232,19 @@ class FitSteps:
             self.record(self.stage_name, "interrupted", partial)
         if not self.results():
             return None
-        best: Corrected | None = None
-        for stage in self.stages:
-            if isinstance(stage.result, Corrected):
-                best = self.better(best, stage.result)
+        corrections = (s.result for s in self.stages if isinstance(s.result, Corrected))
+        best = self.better(*corrections)
         return self.posterior(self.results()[-1], best, interrupted=True)
 
     def method(self, kind: type[PVI] | type[SFVI]) -> Any:
-        """Return a method, with the locally enhanced bound if silos have latents."""
+        """Return a method, with the locally enhanced bound if silos have latents.
+
+        It is that of an earlier call with all that was compiled for it, if there is one.
+        """
         plates = [p for p in self.fm.plates if p.dim and not self.coupled]
         below = any(not p.outer for p in plates)
         outer = OUTER_DRAWS if below else ROW_DRAWS
-        found = self.kept_method(
-            kind, tuple((p.name, outer if p.outer else ROW_DRAWS) for p in plates)
-        )
-        silos = self.to_fit.silos
-        if isinstance(found, PVI) and isinstance(silos, Federation) and silos.secure_sum:
-            # One silo after the other there would be no sum.
-            return replace(found, schedule="synchronous")
-        return found
-
-    def kept_method(
-        self, kind: type[PVI] | type[SFVI], draws: tuple[tuple[str, int], ...]
-    ) -> PVI | SFVI:
-        """Return the method of an earlier call with all that was compiled for it, or a new one."""
+        draws = tuple((p.name, outer if p.outer else ROW_DRAWS) for p in plates)
         model: Any = self.model
         try:
             hash(model)
@@ -286,42 +262,57 @@ class FitSteps:
             objective = LocallyEnhanced(draws=dict(draws)) if draws else ELBO()
             method = kind(self.model, objective=objective, starts=NUM_STARTS)
         _method_cache[key] = method  # put back at the end: the least recently used is dropped first
+        silos = self.silos
+        if isinstance(method, PVI) and isinstance(silos, Federation) and silos.secure_sum:
+            # One silo after the other there would be no sum.
+            return replace(method, schedule="synchronous")
         return method
 
     def run_method(
-        self, kind: type[PVI] | type[SFVI], name: str, rounds: int, begin: State | Near | None
-    ) -> Result:
+        self,
+        kind: type[PVI] | type[SFVI],
+        name: str,
+        rounds: int,
+        begin: State | Near | None,
+        caught: tuple[type[Exception], ...],
+    ) -> Any:
         """Return the result of a run that begins at a state, or near a place.
 
-        It has the plain bound if rows read latents of other rows.
-
-        A silo may refuse further rounds, by its policy: then the run ends with those before.
+        It is None after one of the errors ``caught``, which a stage records. The run has the plain
+        bound if rows read latents of other rows. A silo may refuse further rounds, by its policy:
+        then the run ends with those before.
         """
         rounds = min(rounds, max(self.exchanges_left, 0 if not rounds else 1))
         settings = dict(
             stop="converged", progress_bar=self.bar, runtime=self.runtime, init_state=begin
         )
         key = self.new_key()
-        with self.stage(name):
-            try:
-                return self.method(kind).run(key, rounds, self.to_fit.silos, **settings)
-            except CoupledRowsError:
-                self.coupled, self.inner_draws = True, 1
-                return self.method(kind).run(key, rounds, self.to_fit.silos, **settings)
-            except RefusedError as error:
-                if error.result is None or not len(error.result.losses):
-                    raise
-                return error.result
+        try:
+            with self.stage(name):
+                try:
+                    result = self.method(kind).run(key, rounds, self.silos, **settings)
+                except CoupledRowsError:
+                    self.coupled, self.inner_draws = True, 1
+                    result = self.method(kind).run(key, rounds, self.silos, **settings)
+                except RefusedError as error:
+                    if error.result is None or not len(error.result.losses):
+                        raise
+                    result = error.result
+        except caught as error:
+            # Each silo had sent so many messages.
+            if isinstance(error, NonFiniteError):
+                found = error.result
+                in_search = not isinstance(found, Result)
+                self.spend(error.round if in_search else len(found.losses) + 1 + _opening(found))
+            self.record(name, f"not possible ({error})", None)
+            return None
+        self.spend(len(result.losses) + _opening(result))
+        return result
 
     def new_key(self) -> Array:
         """Return a new key, for one step."""
         self.num_keys += 1
         return jax.random.fold_in(self.key, self.num_keys)
-
-    def num_inner_draws(self) -> int:
-        """Return the number of draws of each row's latents in a correction."""
-        wanted = self.to_fit.num_rows / ROWS_PER_DRAW
-        return int(min(max(wanted, INNER_RANGE[0]), INNER_RANGE[1]))
 
     def may_go_on(self, best: Corrected | None) -> bool:
         """Return whether another method may help, and exchanges are left.
@@ -336,14 +327,8 @@ class FitSteps:
 
     def find_mode(self) -> Result | None:
         """Return the normal approximation at the mode, where SFVI begins; None if it fails."""
-        try:
-            result = self.run_method(SFVI, "mode", 0, self.near)
-        except (GuideError, NonFiniteError) as error:
-            self.spend(_sent_before(error))
-            self.record("mode", f"not possible ({error})", None)
-            return None
-        self.spend(_opening(result))
-        if result.start is not None:
+        result = self.run_method(SFVI, "mode", 0, self.near, (GuideError, NonFiniteError))
+        if result is not None and result.start is not None:
             words = [f"found in {_opening(result)} exchanges", *result.start.repeats]
             self.record("mode", ", ".join(words), result)
         return result
@@ -355,25 +340,22 @@ class FitSteps:
         """
         near = self.near if self.start is None else Near(self.start.z_G[None])
         begin = near if before is None else before.state
-        try:
-            result = self.run_method(PVI, "PVI", MAX_PVI_ROUNDS, begin)
         # Where silos refuse all further rounds, what there is before them stays.
-        except (GuideError, NonFiniteError, ModelError) as error:
-            self.spend(_sent_before(error))
-            self.record("PVI", f"not possible ({error})", None)
+        caught = GuideError, NonFiniteError, ModelError
+        result = self.run_method(PVI, "PVI", MAX_PVI_ROUNDS, begin, caught)
+        if result is None:
             return None
-        self.spend(len(result.losses) + _opening(result))
-        at_rest = "come to rest" if result.settled else "not come to rest"
-        self.record("PVI", f"{_rounds_of(result)}, {at_rest}", result)
+        at_rest = ", come to rest" if result.settled else ", not come to rest"
+        self.record_rounds("PVI", result, at_rest)
         return result
 
-    def run_sfvi(self) -> Result:
-        """Return the result of SFVI, which suits every model."""
+    def run_sfvi(self, *caught: type[Exception]) -> Any:
+        """Return the result of SFVI, which suits every model; None after an error ``caught``."""
         at_mode = next((r for r in self.results() if r.start is not None), None)
         begin = self.near if at_mode is None else at_mode.state
-        result = self.run_method(SFVI, "SFVI", MAX_SFVI_ROUNDS, begin)
-        self.spend(len(result.losses) + _opening(result))
-        self.record("SFVI", _rounds_of(result), result)
+        result = self.run_method(SFVI, "SFVI", MAX_SFVI_ROUNDS, begin, caught)
+        if result is not None:
+            self.record_rounds("SFVI", result)
         return result
 
     def correct(
@@ -397,22 +379,14 @@ class FitSteps:
         try:
             with self.stage(name):
                 own = self.around(result) if own is None and not judge else own
-                key, inner = self.new_key(), self.inner_draws
+                args = self.new_key(), result, draws, self.inner_draws
+                accuracy, start = self.accuracy, self.start
                 if own is None and not judge:
-                    correction = importance_correct(
-                        key, result, draws, inner, accuracy=self.accuracy
-                    )
+                    correction = importance_correct(*args, accuracy=accuracy)
                 else:
+                    copy = None if start is None else start.copy
                     correction = correct_from(
-                        key,
-                        result,
-                        draws,
-                        inner,
-                        own,
-                        wider=wider,
-                        accuracy=self.accuracy,
-                        before=before,
-                        copy=None if self.start is None else self.start.copy,
+                        *args, own, wider=wider, accuracy=accuracy, before=before, copy=copy
                     )
         except (ValueError, NonFiniteError) as error:
             sent = isinstance(error, NonFiniteError)  # the others are found before anything is sent
@@ -457,8 +431,12 @@ class FitSteps:
             return best
         rows = best.integration.by_draws and not (self.coupled or self.has_more_inner)
         if not best.reliable and rows and self.exchanges_left > 0:
-            self.has_more_inner, self.inner_draws = True, 4 * self.num_inner_draws()
-            new = self.correct(best.result, "more draws of the rows' latents", own=_latest(best))
+            self.has_more_inner, self.inner_draws = True, 4 * self.num_inner
+            new = self.correct(
+                best.result,
+                "more draws of the rows' latents",
+                own=best.pool and best.pool.mixtures[0],
+            )
             best = self.better(best, new) or best
         # A matched proposal lies closer to the posterior. Its draws
         # are added to those before, and all give the next match.
@@ -466,9 +444,8 @@ class FitSteps:
             only_few = best.reliable and best.moments_known and best.share > ENOUGH_COUNT
             if best.trusted or self.exchanges_left <= 0 or only_few:
                 break
-            own = None
-            if best.pool is not None and best.ess > MIN_DRAWS_PER_GLOBAL * self.fm.dim:
-                own = matched(np.asarray(best.z_G), best.weights)
+            few = best.pool is None or best.ess <= MIN_DRAWS_PER_GLOBAL * self.fm.dim
+            own = None if few else matched(np.asarray(best.z_G), best.weights)
             if own is None:
                 break
             name = "matched to the weighted draws"
@@ -494,7 +471,8 @@ class FitSteps:
             if draws > 0:
                 before = best if best.pool is not None else None
                 wider = WIDER if best.reliable and best.moments_known else WIDER_FOR_TAILS
-                new = self.correct(best.result, "more draws", draws, _latest(best), before, wider)
+                own = best.pool and best.pool.mixtures[0]
+                new = self.correct(best.result, "more draws", draws, own, before, wider)
                 best = self.better(best, new) or best
         return best
 
@@ -517,7 +495,7 @@ class FitSteps:
         name = "particles"
         many = self.fm.dim > FEW_GLOBALS and start == "prior"
         tempered = Tempered(num_particles=MANY_PARTICLES if many else FEW_PARTICLES, start=start)
-        work = max(self.to_fit.num_values, 1) * before.integration.work_of_row(self.fm)
+        work = max(self.num_values, 1) * before.integration.work_of_row(self.fm)
         affordable = int(MAX_WORK / (work * tempered.num_particles))
         found: Particles | None = None
         self.sent_by_particles = 0
@@ -566,14 +544,6 @@ class FitSteps:
             return self.correct(best.result, JUDGED, len(best.weights)) or best
         return self.correct(best.result, JUDGED, before=best, judge=True) or best
 
-    def contradiction(self) -> str:
-        """Return in words which silo contradicts the others at the mode, if that was seen there."""
-        if self.start is None or self.start.factors is None:
-            return ""
-        rows = [max(size.values()) for size in self.results()[0].sizes]
-        words = table_of(self.start.factors, any(p.dim for p in self.fm.plates), rows).words
-        return words and f"{words} disagreement() says more."
-
     @property
     def start(self) -> Mode | None:
         """Return the mode that the first search has found, if it found one."""
@@ -583,11 +553,10 @@ class FitSteps:
         """Return the fits of all stages so far."""
         return [stage.result for stage in self.stages if isinstance(stage.result, Result)]
 
-    def better(self, first: Corrected | None, second: Corrected | None) -> Corrected | None:
-        """Return the correction that is more trustworthy, if there is one."""
-        candidates = [c for c in (first, second) if c is not None]
+    def better(self, *corrections: Corrected | None) -> Corrected | None:
+        """Return the correction that is the most trustworthy, if there is one."""
         return max(
-            candidates,
+            (c for c in corrections if c is not None),
             key=lambda c: (c.trusted, c.reliable, -c.monte_carlo_error),
             default=None,
         )
@@ -614,30 +583,16 @@ class FitSteps:
         self.stages.append(Stage(name, " ".join([words, *map("({})".format, self.warned)]), result))
         self.warned = []
 
+    def record_rounds(self, name: str, result: Result, more: str = "") -> None:
+        """Add a stage of rounds."""
+        refused = " until a silo refused" if result.ended == "failure" else ""
+        self.record(name, f"{len(result.losses)} rounds{refused}{more}", result)
+
     def spend(self, exchanges: int) -> None:
         """Subtract exchanges from those that are left, and show how many there were."""
         self.exchanges_left -= exchanges
         self.spent += exchanges
         self.bar.account(self.spent)
-
-
-def _latest(correction: Corrected) -> Mixture | None:
-    """Return the mixture from which the latest draws came, if they came from one."""
-    return None if correction.pool is None else correction.pool.mixtures[0]
-
-
-def _sent_before(error: Exception) -> int:
-    """Return the number of messages that each silo had sent when a run ended by an error."""
-    if not isinstance(error, NonFiniteError):
-        return 0
-    if not isinstance(error.result, Result):  # in the search: its exchanges
-        return error.round
-    return len(error.result.losses) + 1 + _opening(error.result)
-
-
-def _rounds_of(result: Result) -> str:
-    refused = " until a silo refused" if result.ended == "failure" else ""
-    return f"{len(result.losses)} rounds{refused}"
 
 
 def _opening(result: Result) -> int:

@@ -29,7 +29,7 @@ from numpyro_fed.results.arviz import Coords, Dims, Labels, to_arviz
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.mode import LocalMode
 from numpyro_fed.results.particles import Particles
-from numpyro_fed.results.posterior import Posterior, Stage
+from numpyro_fed.results.posterior import Stage
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.saving import DRAWS, WEIGHTS, read
 from numpyro_fed.results.weighted import TOLERANCE, systematic
@@ -105,7 +105,7 @@ class Saved:
             losses=arrays["losses"],
             settings=dict(saved["settings"]),
             report=words.get("report", words.get("verdict", NO_VERDICT)),
-            double=_is_double(arrays),
+            double=is_double(arrays),
         )
 
     @in_precision_of_object
@@ -215,7 +215,8 @@ def load(
         missing = "model" if model is None else "silos"
         raise TypeError(f"give model and silos, or neither of them: {missing}= is missing.")
     # In the precision of the fit: its state would not fit a program of another one.
-    with precision(double=_is_double(arrays)):
+    double = is_double(arrays)
+    with precision(double=double):
         runs = _Runs(path, saved, model, read_all(silos, model))
         run = runs.get("")
         words = saved.get("words", {})
@@ -226,31 +227,20 @@ def load(
         if "stages" not in words:
             return run if corrected is None else corrected
         others = {part: runs.get(part) for part in saved["others"]}
-        accuracy, double = words.get("accuracy", TOLERANCE), _is_double(arrays)
+        accuracy = words.get("accuracy", TOLERANCE)
         call = FitCall(model, silos, accuracy, MAX_EXCHANGES, double, False)
-        return replace(_with_stages(arrays, words, run, corrected, others), call=call)
-
-
-def _with_stages(
-    arrays: Mapping[str, np.ndarray],
-    words: Mapping[str, Any],
-    run: Result,
-    corrected: Corrected | None,
-    others: Mapping[str, Result],
-) -> Posterior:
-    """Return the posterior of a call of ``nf.fit`` from the parts in a file."""
-    # Names are "missed/<number>/<field>", as Posterior.save writes them.
-    numbers = sorted({int(name.split("/")[1]) for name in arrays if name.startswith("missed/")})
-    peaks: list[Any] = [[arrays[f"missed/{i}/{k}"] for k in LocalMode._fields] for i in numbers]
-    missed = tuple(LocalMode(z_G, curvature, float(evidence)) for z_G, curvature, evidence in peaks)
-    stages = tuple(Stage(name, described, None) for name, described in words["stages"])
-    steps = dict(words["fields"], stages=stages, missed=missed)
-    steps["_sent"] = steps.pop("num_exchanges")
-    checked = None if corrected is None else replace(corrected, **steps)
-    if checked is not None and words["is_best"]:
-        return checked
-    why_not = "the fit could not be checked"
-    return replace(others.get("best", run), _checked=checked or why_not, **steps)
+        # Names are "missed/<number>/<field>", as Posterior.save writes them.
+        numbers = sorted({int(name.split("/")[1]) for name in arrays if name.startswith("missed/")})
+        peaks: list[Any] = [[arrays[f"missed/{i}/{k}"] for k in LocalMode._fields] for i in numbers]
+        missed = tuple(LocalMode(z_G, shape, float(evidence)) for z_G, shape, evidence in peaks)
+        stages = tuple(Stage(name, described, None) for name, described in words["stages"])
+        steps = dict(words["fields"], stages=stages, missed=missed, call=call)
+        steps["_sent"] = steps.pop("num_exchanges")
+        checked = None if corrected is None else replace(corrected, **steps)
+        if checked is not None and words["is_best"]:
+            return checked
+        why_not = "the fit could not be checked"
+        return replace(others.get("best", run), _checked=checked or why_not, **steps)
 
 
 class _Runs:
@@ -297,6 +287,6 @@ class _Runs:
         return self._methods[cache_key]
 
 
-def _is_double(arrays: Mapping[str, np.ndarray]) -> bool:
+def is_double(arrays: Mapping[str, np.ndarray]) -> bool:
     """Return whether a saved state is in double precision."""
     return any(a.dtype == np.float64 and name.startswith("state") for name, a in arrays.items())

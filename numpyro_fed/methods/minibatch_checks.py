@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from numpyro_fed.errors import GuideError, positive_int
+from numpyro_fed.errors import GuideError
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.layout import Layout
@@ -12,29 +12,21 @@ from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.minibatch import WHOLE, Minibatches
 
 
-def check_batch_size(size: int | None) -> None:
-    """Raise an error unless ``size`` is a positive int or None."""
-    if size is not None:
-        positive_int("batch_size", size)
-
-
 def minibatches_of(
-    fm: FederatedModel, plates_of: Mapping[str, tuple[str, ...]], size: int | None
+    fm: FederatedModel,
+    plates_of: Mapping[str, tuple[str, ...]],
+    size: int | None,
+    guide: Guide,
+    draws: Mapping[str, int],
 ) -> Minibatches | None:
-    """Return the rule by which rows are drawn, or None without minibatches."""
-    return None if size is None else Minibatches.of(fm, plates_of, size)
+    """Return the rule by which rows are drawn, or None without minibatches.
 
-
-def check_guide(guide: Guide, draws: Mapping[str, int], minibatches: Minibatches | None) -> None:
-    """Raise an error for guides and bounds that cannot be cut into minibatches.
-
-    Raises
-    ------
-    GuideError
+    Guides and bounds that cannot be cut are refused.
     """
-    if minibatches is None:
-        return
-    words = f"batch_size={minibatches.size} cannot go with"
+    if size is None:
+        return None
+    minibatches = Minibatches.of(fm, plates_of, size)
+    words = f"batch_size={size} cannot go with"
     if joint := [p for p in minibatches.plates if p in guide.locals and guide.locals[p].joint]:
         raise GuideError(
             f"{words} locals='joint' for silo_plate '{joint[0]}': one covariance over all rows has "
@@ -46,17 +38,14 @@ def check_guide(guide: Guide, draws: Mapping[str, int], minibatches: Minibatches
             "others: a silo is weighed as a whole there, of which some rows say nothing without "
             f"bias. Use one draw there. {WHOLE}"
         )
+    return minibatches
 
 
 def check_rows_alone(layout: Layout, size: int | None, stacks: Sequence[SiloData]) -> None:
-    """Raise an error if a row's log density changes when other rows are left out.
-
-    Raises
-    ------
-    GuideError
-    """
-    minibatches = minibatches_of(layout.model, layout.lengths, size)
-    for rows in minibatches.cut if minibatches else ():
+    """Raise an error if a row's log density changes when other rows are left out."""
+    if size is None:
+        return
+    for rows in Minibatches.of(layout.model, layout.lengths, size).cut:
         try:
             alone = all(bool(layout.checks.minibatch(*rows, stack)) for stack in stacks)
         # A model may fail on fewer rows than it has lengths for, which is an answer, too.

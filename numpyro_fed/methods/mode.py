@@ -31,7 +31,7 @@ from numpyro_fed.algorithms.expand import (
     unraveller,
 )
 from numpyro_fed.algorithms.influence import Factors, SiloPull
-from numpyro_fed.algorithms.mode import MIN_GAIN_NEAR, ModeSearch, Search, Start, best_start
+from numpyro_fed.algorithms.mode import MIN_GAIN_NEAR, ModeSearch, Search, best_start
 from numpyro_fed.algorithms.mode_wide import WideSearch
 from numpyro_fed.algorithms.own_start import OwnModes
 from numpyro_fed.errors import (
@@ -84,11 +84,6 @@ MANY_EFFECTS = (
 class NoStartError(Exception):
     """The reason why a run cannot start at the mode."""
 
-    @property
-    def warning(self) -> str:
-        """Return the reason as a warning to the user."""
-        return f"{self}: the run starts at zero in unconstrained space, as start=None does."
-
 
 def search_for(
     key: Array,
@@ -100,13 +95,7 @@ def search_for(
     max_exchanges: int,
     progress_bar: bool,
 ) -> Mode:
-    """Return the mode that a search finds, once its curvature has been checked.
-
-    Raises
-    ------
-    NonFiniteError
-        If no place was found at which density, gradient and Hessian are finite.
-    """
+    """Return the mode that a search finds, once its curvature has been checked."""
     found, ask = _search_end(key, search, runtime, batches, max_exchanges, progress_bar)
     if not found.known.any():
         raise _not_found_error(fm, batches, ask.number, len(found.known), ask.unusable)
@@ -114,7 +103,24 @@ def search_for(
     if isinstance(search, ModeSearch):
         shape = CurvatureCheck(fm, effects, search.num_starts).ask(ask, found)
     mode = _mode_of_search(fm, found, shape, ask.number, effects)
-    _warn_if_doubtful(mode)
+    if mode.flat:
+        warnings.warn(
+            f"the log density does not fall along {' and '.join(mode.flat)} (unconstrained, each "
+            "in units of its own curvature): data and prior leave it open there, as where two "
+            "classes can be told apart without error, or single precision does. Give it a proper "
+            "prior, leave out a column that others add up to, or "
+            "run in double precision (jax.config.update('jax_enable_x64', True)).",
+            category=ModelWarning,
+            stacklevel=3,
+        )
+    elif not mode.converged:
+        warnings.warn(
+            f"the search had not come to a mode in {mode.num_exchanges} exchanges: run in double "
+            "precision (jax.config.update('jax_enable_x64', True)), in which smaller gains can be "
+            "told from rounding; try several starts; or allow more by max_exchanges.",
+            category=ConvergenceWarning,
+            stacklevel=3,
+        )
     return mode
 
 
@@ -142,20 +148,13 @@ def _search_end(
         if not len(search.effects):
             OwnModes(search).begin(ask, starts)
         if near is not None:
-            _begin_near(starts, near)
+            for start in starts:
+                start.min_gain = MIN_GAIN_NEAR
+            # The other half begins where it did: other data may have modes where there were none.
+            for start, place in zip(starts[: -(-len(starts) // 2)], near.places, strict=False):
+                start.trial, start.metric = np.asarray(place, start.trial.dtype), None
+                start.done = start.left = False
         return search.run(ask, starts, max_exchanges, shown), ask
-
-
-def _begin_near(starts: Sequence[Start], near: Near) -> None:
-    """Let half of the starts begin near some places.
-
-    The others begin where they did: other data may have modes where there were none before.
-    """
-    for start in starts:
-        start.min_gain = MIN_GAIN_NEAR
-    for start, place in zip(starts[: -(-len(starts) // 2)], near.places, strict=False):
-        start.trial, start.metric = np.asarray(place, start.trial.dtype), None
-        start.done = start.left = False
 
 
 def begin(
@@ -172,14 +171,6 @@ def begin(
     ``runtime_of`` makes the runtime of the search. Without a start both are those of the
     algorithm's own first state: no mode is searched for. Half of the
     searches begin ``near`` some places, if they are given.
-
-    Raises
-    ------
-    NoStartError
-        If nothing is finite, if no curvature shows how far the posterior reaches, or if rows read
-        each other's latents.
-    ModelError
-        Naming the directions in which the posterior is improper, where a prior is flat.
     """
     fm, start = fit.model, fit.built.start
     if start is None:
@@ -207,7 +198,14 @@ def begin(
             shape = start.check.ask(ask, search)
             found = _mode_of_search(fm, search, shape, exchanges + 1, start.effects)
             if found.flat:
-                raise _improper_error(fm, found.flat)
+                raise ModelError(
+                    "the posterior is improper: it does not fall along "
+                    f"{' and '.join(found.flat)} (unconstrained, each in units of its own "
+                    f"curvature), where the prior of '{fm.improper[0]}' is flat. Give it a proper "
+                    "prior, or leave out a column that others add up to. Where columns are merely "
+                    "alike, double precision (jax.config.update('jax_enable_x64', True)) tells "
+                    "them apart."
+                )
         if found.converged and not len(start.effects):
             found = replace(found, factors=_factors_at_mode(fm, search, ask.silos, batches))
         begin_run = fit.quick_round(start.begin, runtime)
@@ -312,29 +310,13 @@ def _curvature_usable(fm: FederatedModel, search: Search[Any]) -> bool:
     return bool(gain <= max(MAX_GAIN * len(x), 10 * eps * abs(value)))
 
 
-def _improper_error(fm: FederatedModel, directions: Sequence[str]) -> ModelError:
-    return ModelError(
-        f"the posterior is improper: it does not fall along {' and '.join(directions)} "
-        f"(unconstrained, each in units of its own curvature), where the prior of "
-        f"'{fm.improper[0]}' is flat. Give it a proper prior, or leave out a column that others "
-        "add up to. Where columns are merely alike, double precision "
-        "(jax.config.update('jax_enable_x64', True)) tells them apart."
-    )
-
-
 def _at_silos(silos: tuple[int, ...]) -> str:
     """Return in words which silos' numbers were not finite, if that is known."""
     return f" (those of silo {', '.join(map(str, silos))} were not)" if silos else ""
 
 
 def _reason_or_raise(fm: FederatedModel, batches: Batches) -> str:
-    """Return in words which density is not finite near zero, or what to try if none is known.
-
-    Raises
-    ------
-    ModelError
-        If derivatives are not finite where the density is: no method could begin.
-    """
+    """Return in words which density is not finite near zero, or what to try if none is known."""
     silos = [
         (int(j), jax.tree.map(lambda a, i=i: np.asarray(a[i]), batch.data))
         for batch in batches
@@ -362,20 +344,6 @@ def _not_found_error(
         round=exchanges,
         silos=silos,
     )
-
-
-def check_searchable(fm: FederatedModel) -> None:
-    """Raise an error for private parameters, and for a model with nothing to search over."""
-    if private := [s.name for s in fm.sites if s.kind == "param" and s.plate is not None]:
-        raise ModelError(
-            f"the parameter '{private[0]}' is inside a silo_plate: it has no mode that silos "
-            "share. Put it outside, or give it a prior by numpyro.sample."
-        )
-    if not fm.dim and not fm.named("param"):
-        raise ModelError(
-            "the model has neither global latents nor shared parameters, so that there is nothing "
-            "to search over. Move what silos share out of the silo_plate."
-        )
 
 
 def _flat_directions(
@@ -423,7 +391,14 @@ def _mode_of_search(
     i, names, copy = int(best_start(search)), coordinate_names(fm), None
     curvature = np.asarray(search.best.curvature[i], float)
     value, flat = float(search.best.value[i]), tuple[str, ...]()
-    x = _polished(search, i)
+    x, _, gradient, metric = (np.asarray(a[i]) for a in search.best)
+    if metric.ndim == 2 and search.rests[i]:
+        # A last step of Newton's method, at most a hundredth of an sd long, needs no exchange:
+        # gradient and curvature at the point are known.
+        unit = np.sqrt(np.maximum(np.diagonal(metric), np.finfo(float).tiny))
+        values, axes = np.linalg.eigh(metric / unit / unit[:, None])
+        if values.min() > ROUNDING_UNITS * len(x) * np.finfo(x.dtype).eps:
+            x = x + (axes @ (axes.T @ (gradient / unit) / values) / unit).astype(x.dtype)
     theta, z_G = unraveller(fm)(x)
     if shape is not None:
         # A fall within rounding of the density itself is no fall.
@@ -449,22 +424,6 @@ def _mode_of_search(
         others=_other_modes(fm, search, i, effects, copy),
         copy=copy,
     )
-
-
-def _polished(search: Search[Any], i: int) -> np.ndarray:
-    """Return the best point (n,) of a search, after a last step of Newton's method if it rests.
-
-    The step needs no exchange: gradient and curvature at the point are known. It is at most a
-    hundredth of a standard deviation long.
-    """
-    x, _, gradient, curvature = (np.asarray(a[i]) for a in search.best)
-    if curvature.ndim == 1 or not search.rests[i]:
-        return x
-    unit = np.sqrt(np.maximum(np.diagonal(curvature), np.finfo(float).tiny))
-    values, axes = np.linalg.eigh(curvature / unit / unit[:, None])
-    if not values.min() > ROUNDING_UNITS * len(x) * np.finfo(x.dtype).eps:
-        return x
-    return x + (axes @ (axes.T @ (gradient / unit) / values) / unit).astype(x.dtype)
 
 
 def _other_modes(
@@ -530,15 +489,11 @@ def start_rounds(
         return StartRounds(wide, wide.algorithm, None, begin, effects)
     search = ModeSearch(fm, num_silos, starts, init_loc_fn, effects, most)
     check = CurvatureCheck(fm, effects, starts)
-    return StartRounds(search, algorithm_of(search), check, begin, effects)
-
-
-def algorithm_of(search: ModeSearch) -> FederatedAlgorithm[Any, Any]:
-    """Return first states and exchanges of a search, as other parties know them."""
-    if len(search.effects):
-        return search.algorithm
-    own_modes = Round((OwnModes(search).exchange,), asked_directly)
-    return search.algorithm._replace(opening=(own_modes,))
+    algorithm = search.algorithm
+    if not len(effects):
+        own_modes = Round((OwnModes(search).exchange,), asked_directly)
+        algorithm = algorithm._replace(opening=(own_modes,))
+    return StartRounds(search, algorithm, check, begin, effects)
 
 
 def coupling_reason(
@@ -564,24 +519,3 @@ def coordinate_names(fm: FederatedModel) -> tuple[str, ...]:
     theta = jax.eval_shape(lambda: fm.init_theta(jax.random.key(0)))
     params = [n for name in sorted(theta) for n in names_of(name, theta[name].shape)]
     return (*params, *(n for site in fm.named("latent") for n in names_of(site.name, site.shape)))
-
-
-def _warn_if_doubtful(found: Mode) -> None:
-    if found.flat:
-        warnings.warn(
-            f"the log density does not fall along {' and '.join(found.flat)} (unconstrained, each "
-            "in units of its own curvature): data and prior leave it open there, as where two "
-            "classes can be told apart without error, or single precision does. Give it a proper "
-            "prior, leave out a column that others add up to, or "
-            "run in double precision (jax.config.update('jax_enable_x64', True)).",
-            category=ModelWarning,
-            stacklevel=3,
-        )
-    elif not found.converged:
-        warnings.warn(
-            f"the search had not come to a mode in {found.num_exchanges} exchanges: run in double "
-            "precision (jax.config.update('jax_enable_x64', True)), in which smaller gains can be "
-            "told from rounding; try several starts; or allow more by max_exchanges.",
-            category=ConvergenceWarning,
-            stacklevel=3,
-        )

@@ -214,25 +214,16 @@ def _read_moments(silo: int, reply: bytes, arguments: Sequence[str] | None) -> S
         columns = {str(k): tuple(map(str, v)) for k, v in json.loads(head[COLUMNS]).items()}
         # In the order of the question: that of a message is another one.
         names = sorted(mean) if arguments is None else list(arguments)
-        alike = all(set(found) == set(names) for found in kinds.values())
-        if not alike or not all(_are_moments(mean[n], sd[n], count[n]) for n in names):
+        if not all(set(found) == set(names) for found in kinds.values()):
             raise ValueError
+        for m, s, n in ((mean[name], sd[name], count[name]) for name in names):
+            shapes = m.ndim <= 1 and m.shape == s.shape == n.shape
+            dtypes = m.dtype == s.dtype == np.float64 and n.dtype.kind == "i"
+            finite = shapes and dtypes and np.isfinite(m).all() and np.isfinite(s).all()
+            if not (finite and (s >= 0).all() and (n >= 0).all()):
+                raise ValueError
     except (AttributeError, DataError, LookupError, TypeError, ValueError) as error:
         words = "has no means, sds and counts of the columns. Is it of another version?"
         raise ReplyError(words, silo=silo, exchange=MOMENTS) from error
     mean, sd, count = ({n: found[n] for n in names} for found in (mean, sd, count))
     return Scaling(mean, sd, count, columns)
-
-
-def _are_moments(mean: np.ndarray, sd: np.ndarray, count: np.ndarray) -> bool:
-    """Return whether arrays of a message are the mean, sd and count of columns."""
-    return bool(
-        mean.ndim <= 1
-        and mean.shape == sd.shape == count.shape
-        and mean.dtype == sd.dtype == np.float64
-        and count.dtype.kind == "i"
-        and np.isfinite(mean).all()
-        and np.isfinite(sd).all()
-        and (sd >= 0).all()
-        and (count >= 0).all()
-    )

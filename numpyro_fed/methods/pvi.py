@@ -46,7 +46,7 @@ from numpyro_fed.local import ClosedForm, Optax
 from numpyro_fed.local.base import Local
 from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.losses import log_loss
-from numpyro_fed.methods.minibatch_checks import check_guide, check_rows_alone, minibatches_of
+from numpyro_fed.methods.minibatch_checks import check_rows_alone, minibatches_of
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, start_rounds
 from numpyro_fed.methods.rows import Method, check_start, start_of
 from numpyro_fed.methods.schedules import Adaptive, Asynchronous, ByArrival, Spec, named
@@ -239,10 +239,6 @@ class PVI(Method[PVIResult, Conjugate]):
             )
 
     @property
-    def begins_at(self) -> Result | None:
-        return self.start if isinstance(self.start, Result) else None
-
-    @property
     def elsewhere(self) -> PVI:
         if not isinstance(named(self.schedule), Asynchronous):
             return self
@@ -341,14 +337,33 @@ class PVI(Method[PVIResult, Conjugate]):
         draws = draws_of(self.objective, objective, guide)
         local = self._local(plan)
         closed = plan.facts.verdict("conjugate")
-        minibatches = minibatches_of(fm, plan.lengths, local.batch_size)
-        check_guide(guide, draws, minibatches)
+        minibatches = minibatches_of(fm, plan.lengths, local.batch_size, guide, draws)
         num_silos = plan.num_silos
         schedule = named(self.schedule).build(num_silos)
-        settings = self._settings(plan, schedule, local, exact=self._exact(fm, chosen, local))
+        # A silo's factor depends on its own data alone: one visit is exact.
+        exact = (
+            chosen.prior_outside is None
+            and not fm.named("param")
+            and self.deletion == "own"
+            and isinstance(local, ClosedForm)
+            and isinstance(self.prior_divergence, KL)
+        )
+        settings = self._settings(plan, schedule, local, exact=exact)
         if fm.improper and not settings.from_mode:
-            raise flat_prior_error(fm)
+            raise ModelError(
+                f"the prior of the global site '{fm.improper[0]}' is flat (ImproperUniform, or "
+                "masked), and so improper: without a start at the mode there is no posterior "
+                "before the first visit. Use start='mode', which takes up to 300 globals and "
+                "deletion='own'; or give it a proper prior, however wide, such as "
+                "dist.Normal(0, 100)."
+            )
 
+        # None for KL, which has closed forms of its own.
+        to_cavity = None
+        if not isinstance(self.divergence, KL):
+            if hasattr(self.divergence, "check"):
+                self.divergence.check(chosen.family)
+            to_cavity = partial(self.divergence, chosen.family)
         bound = bound_of(fm, guide, objective)
         parts = PVIParts(
             model=fm,
@@ -364,7 +379,7 @@ class PVI(Method[PVIResult, Conjugate]):
             # more rounds.
             optim=self.theta_optim or optax.adam(0.02),
             minibatches=minibatches,
-            divergence=cavity_divergence(self.divergence, chosen),
+            divergence=to_cavity,
             aggregate=aggregate(chosen.family, self.prior_divergence),
         )
         server, silo = Server(parts, settings), Silo(parts, settings)
@@ -418,17 +433,6 @@ class PVI(Method[PVIResult, Conjugate]):
             from_mode=resolved["start"] is not None,
         )
 
-    def _exact(self, fm: FederatedModel, chosen: Globals, local: Local) -> bool:
-        """Return whether a silo's factor depends on its own data alone: one visit is exact."""
-        prior_in_family = (
-            chosen.prior_outside is None and not fm.named("param") and self.deletion == "own"
-        )
-        return (
-            prior_in_family
-            and isinstance(local, ClosedForm)
-            and isinstance(self.prior_divergence, KL)
-        )
-
     def result_of(
         self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False
     ) -> PVIResult:
@@ -463,18 +467,8 @@ class PVI(Method[PVIResult, Conjugate]):
                 silos=tuple(np.unique(visits[status >= Status.NON_FINITE]).tolist()),
             )
         if warning := result.warning():
-            warnings.warn(warning, category=ConvergenceWarning, stacklevel=5)
+            warnings.warn(warning, category=ConvergenceWarning, stacklevel=4)
         return result
-
-
-def flat_prior_error(fm: FederatedModel) -> ModelError:
-    """Return the error for a flat prior without a start at the mode."""
-    return ModelError(
-        f"the prior of the global site '{fm.improper[0]}' is flat (ImproperUniform, or masked), "
-        "and so improper: without a start at the mode there is no posterior before the first "
-        "visit. Use start='mode', which takes up to 300 globals and deletion='own'; or give it "
-        "a proper prior, however wide, such as dist.Normal(0, 100)."
-    )
 
 
 def prior_optimiser(family: Family[Any]) -> FixedPoint:
@@ -510,14 +504,3 @@ def checked_local(local: Local, closed: bool, divergence: Divergence) -> Local:
             "local.Optax() or local.LBFGS()."
         )
     return local
-
-
-def cavity_divergence(
-    divergence: Divergence, chosen: Globals
-) -> Callable[[Any, Any], Array] | None:
-    """Return the divergence to the cavity; None for KL, which has closed forms of its own."""
-    if isinstance(divergence, KL):
-        return None
-    if hasattr(divergence, "check"):
-        divergence.check(chosen.family)
-    return partial(divergence, chosen.family)

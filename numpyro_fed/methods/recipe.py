@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
-from types import ModuleType
-from typing import Any, ClassVar, Protocol
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 from numpyro_fed import divergences, guides, local, losses, objectives
 from numpyro_fed.errors import DataError
 from numpyro_fed.methods import schedules
+from numpyro_fed.methods.base import FederatedMethod
 from numpyro_fed.model.fingerprint import source_hash
 from numpyro_fed.privacy import budget
 from numpyro_fed.results.built import MethodSpec
-
-
-def _is_public(kind: type, module: ModuleType) -> bool:
-    return kind.__module__.startswith(module.__name__) and not kind.__name__.startswith("_")
-
 
 # The classes of settings that are objects. A file may name one of these; nothing else in a file is
 # ever called, so that a file from a stranger runs no code.
@@ -25,31 +20,26 @@ PARTS = {
     f"{module.__name__.rpartition('.')[2]}.{kind.__name__}": kind
     for module in (divergences, guides, local, losses, objectives, schedules, budget)
     for kind in vars(module).values()
-    if isinstance(kind, type) and is_dataclass(kind) and _is_public(kind, module)
+    if isinstance(kind, type)
+    and is_dataclass(kind)
+    and kind.__module__.startswith(module.__name__)
+    and not kind.__name__.startswith("_")
 }
 NAMES = {kind: name for name, kind in PARTS.items()}
 PLAIN = bool, int, float, str, type(None)
-
-
-class HasSettings(Protocol):
-    """A method: a dataclass of settings, one of which is the model."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-    @property
-    def model(self) -> Callable[..., Any]: ...
 
 
 class LostError(TypeError):
     """The error for a setting that JSON cannot hold."""
 
 
-def recipe(method: HasSettings, runtime: str) -> MethodSpec:
+def recipe(method: FederatedMethod[Any, Any], runtime: str) -> MethodSpec:
     """Return the record from which a method can be rebuilt, given its model."""
     settings, lost = {}, []
     for f in fields(method):
         value = getattr(method, f.name)
-        if not f.init or f.name == "model" or _is_default(f, value):
+        is_default = type(value) is type(f.default) and bool(value == f.default)
+        if not f.init or f.name == "model" or is_default:
             continue
         try:
             settings[f.name] = encoded(value)
@@ -71,14 +61,8 @@ def name_of(thing: object, names: Mapping[str, Any]) -> str:
     return next((name for name, known in names.items() if known is thing), "")
 
 
-def for_silos(method: HasSettings, names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the description of a method from which silos build the same.
-
-    Raises
-    ------
-    DataError
-        For a setting that no message can hold, in a method without a name.
-    """
+def for_silos(method: FederatedMethod[Any, Any], names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the description of a method from which silos build the same."""
     model = method_model(method.model, names)
     if name := name_of(method, names):
         return {**model, "named": name}
@@ -99,14 +83,7 @@ def method_model(model: Callable[..., Any], names: Mapping[str, Any]) -> dict[st
 
 
 def encoded(value: object) -> Any:
-    """Return a setting as JSON.
-
-    Raises
-    ------
-    LostError
-        For what is neither a number, a text, a sequence or dict of these nor an object of
-        :data:`PARTS`.
-    """
+    """Return a setting as JSON."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
@@ -129,9 +106,3 @@ def decoded(stored: object) -> Any:
         return (list if kind == "list" else tuple)(map(decoded, items))
     parts = {name: decoded(value) for name, value in items.items()}
     return parts if kind == "dict" else PARTS[kind](**parts)
-
-
-def _is_default(f: Field[Any], value: object) -> bool:
-    if f.default is MISSING:
-        return False
-    return type(value) is type(f.default) and bool(value == f.default)

@@ -14,9 +14,9 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,6 @@ from numpyro_fed.algorithms.base import (
     OUTER_LATENTS,
     Exchange,
     ExchangeId,
-    FederatedAlgorithm,
     Round,
     asked_directly,
 )
@@ -45,17 +44,16 @@ from numpyro_fed.errors import (
     SavedStateError,
     StartWarning,
 )
-from numpyro_fed.methods.base import RUNTIMES, SEARCHES, FederatedMethod, RunOptions
+from numpyro_fed.methods.base import RUNTIMES, SEARCHES, FederatedMethod, RunOptions, reached
 from numpyro_fed.methods.carrying import carry_over
 from numpyro_fed.methods.cost import COPIES, Cost, cost_of, state_sizes
-from numpyro_fed.methods.elsewhere import fit_over
 from numpyro_fed.methods.mode import (
     SEARCHED_UP_TO,
     NoStartError,
     begin,
     coupling_reason,
 )
-from numpyro_fed.methods.recipe import recipe
+from numpyro_fed.methods.recipe import for_silos, recipe
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData, SiloInput, SilosInput, signature
 from numpyro_fed.model.facts import (
@@ -82,6 +80,7 @@ from numpyro_fed.results.loo import loo_exchange
 from numpyro_fed.results.mode import Near
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.results.tempered import tempering_of
+from numpyro_fed.runtime.channel import Weights
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import SEARCH, WITHOUT_START
 from numpyro_fed.runtime.noise import typed_key
@@ -109,7 +108,8 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
     layout of silos.
     """
 
-    model: Callable[..., Any]
+    plan_type: ClassVar[type[Plan]] = Plan
+
     _layouts: dict[Hashable, tuple[Layout, Plan, Prepared]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -119,14 +119,10 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
     _fits: dict[Hashable, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
-    def hides_by_noise(self) -> bool:
-        """Return False, since silos' noise is that of their own latents and hides nothing."""
-        return False
-
-    @property
     def begins_at(self) -> Result | None:
         """Return the result at whose posterior a run begins; None if it does not begin at one."""
-        return None
+        start = getattr(self, "start", None)
+        return start if isinstance(start, Result) else None
 
     def run(
         self,
@@ -200,13 +196,13 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         key = typed_key(key)
         options = RunOptions(num_rounds, server_data, progress_bar, stop, callback, every)
         fit, hosted = self._compiled_for(silos, runtime)
+        search = SEARCHES[runtime] if fit.reach is None else partial(fit.reach, begin=SEARCH)
         try:
             start: object
             if init_state is None and self.begins_at is not None:
                 state, start = carry_over(fit, key, hosted, self.begins_at)
             elif init_state is None or isinstance(init_state, Near):
-                search, near = _search_runtime(fit, runtime), init_state
-                args = hosted.batches, search, hosted.buckets, progress_bar, near
+                args = hosted.batches, search, hosted.buckets, progress_bar, init_state
                 state, start = begin(fit, key, *args)
             else:
                 fit, state = _with_or_without_start(
@@ -215,18 +211,16 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
                 state, start = fit.runtime.go_on(state), None
         # No mode is no error: the run starts as with start=None, and says so.
         except NoStartError as error:
-            warnings.warn(error.warning, category=StartWarning, stacklevel=2)
+            warnings.warn(
+                f"{error}: the run starts at zero in unconstrained space, as start=None does.",
+                category=StartWarning,
+                stacklevel=2,
+            )
             fit = _without_start(fit, runtime) or fit
-            state, start = begin(fit, key, hosted.batches, _search_runtime(fit, runtime))
+            state, start = begin(fit, key, hosted.batches, search)
         self._check_rounds(fit, state, num_rounds)
 
         return self._run_rounds(fit, hosted, key, state, start, options)
-
-    @cached_property
-    def _without_mode(self) -> Method[Found, Prepared]:
-        """Return the same method with ``start=None``."""
-        settings: dict[str, Any] = {"start": None}
-        return replace(self, **settings)
 
     def cost(self, silos: Sequence[SiloInput]) -> Cost:
         """Return the cost of a run with these silos, without running it.
@@ -329,7 +323,8 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
 
         @cache
         def without_start() -> tuple[Plan, Built]:
-            other = self._without_mode
+            settings: dict[str, Any] = {"start": None}
+            other = replace(self, **settings)
             agreed = other._resolve_plan(fm, plan)
             return agreed, other.assemble(fm, agreed, prepared)
 
@@ -348,8 +343,8 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         (data,) = silo_data.read([silo], self.model)
         layout = layout_of(self._text(), [data])
         layout.arrange([data])
-        fm, sizes = layout.model, layout.sizes[0]
-        facts = facts_of(fm, data, sizes, with_globals=True)
+        fm = layout.model
+        facts = facts_of(fm, data, layout.sizes[0], with_globals=True)
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
         return replace(facts, verdicts=self.value_checks(layout, self.prepare(fm), [stack]))
 
@@ -361,17 +356,14 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         ModelError
             Naming the silo that does not fit together with the others.
         """
-        plan = self._agree_checked(facts)
+        plan = agree(facts)
+        self._check_facts(facts)
         is_new = self._split_key(plan) not in self._split_texts
         fm = self._split(plan)
         agreed = with_terms(self._resolve_plan(fm, plan), fm, facts)
         if is_new:  # for build; an older one may be of a text whose variables have changed since
             self._split_texts[self._split_key(agreed)] = fm
         return agreed
-
-    def read_plan(self, text: str) -> Plan:
-        """Return a plan from JSON."""
-        return Plan.from_json(text)
 
     def read_silo(
         self, silo: Mapping[str, Any], plan: Plan | None = None, number: int = 0
@@ -457,17 +449,10 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         check_rows_apart(checks, draws, bucket_of_one)
         if asked.name == INFLUENCE:
             refuse_coupled_rows(checks, bucket_of_one, "the influence of silos needs")
-        searches = asked.name in {x.name for r in built.search_rounds for x in r.exchanges}
-        if (
-            searches
-            and (coupled := coupling_reason(built.model, checks, bucket_of_one)) is not None
-        ):
-            raise ModelError(f"{coupled}. Use start=None.")
-
-    def _agree_checked(self, facts: Sequence[Facts]) -> Plan:
-        plan = agree(facts)
-        self._check_facts(facts)
-        return plan
+        if asked.name in {x.name for r in built.search_rounds for x in r.exchanges}:
+            coupled = coupling_reason(built.model, checks, bucket_of_one)
+            if coupled is not None:
+                raise ModelError(f"{coupled}. Use start=None.")
 
     def _check_facts(self, facts: Sequence[Facts]) -> None:
         """Raise an error for silos that agree with each other, but not with this method."""
@@ -483,7 +468,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         if runtime not in RUNTIMES:
             raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
         if isinstance(silos, Federation):
-            return fit_over(self, silos)
+            return self._over(silos)
         read = read_all(silos, self.model)
         shapes = (str(jnp.result_type(float)), tuple(signature(s) for s in read))
         cached_layout = self._layouts.get(shapes)
@@ -491,11 +476,11 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         # Refuses data that do not fit, before anything that takes long is compiled.
         buckets = layout.arrange(read)
         if cached_layout is None:
-            facts = [
-                facts_of(layout.model, data, size)
-                for data, size in zip(read, layout.sizes, strict=True)
-            ]
-            self._layouts[shapes] = layout, self._agree_checked(facts), self.prepare(layout.model)
+            pairs = zip(read, layout.sizes, strict=True)
+            facts = [facts_of(layout.model, *pair) for pair in pairs]
+            agreed = agree(facts)
+            self._check_facts(facts)
+            self._layouts[shapes] = layout, agreed, self.prepare(layout.model)
         layout, agreed, prepared = self._layouts[shapes]
         # Another verdict on new values makes another plan, and so another fit for the same shapes.
         verdicts = self.value_checks(layout, prepared, [b.data for b in buckets])
@@ -506,7 +491,15 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         if cache_key not in self._fits:
             plan = self._resolve_plan(layout.model, plan)
             built = self._build_checked(layout.model, plan, prepared)
-            check_memory(built.algorithm, buckets)
+            # The state, a copy of it and a gradient.
+            needed, available = COPIES * sum(state_sizes(built.algorithm, buckets)), _memory()
+            if needed > available:
+                raise GuideError(
+                    f"the guide and the optimiser's state need about {needed / 2**30:.1f} GiB, but "
+                    f"this machine has {available / 2**30:.1f} GiB. Use a smaller guide: "
+                    "guides.Structured(globals='diagonal', locals='diagonal'), with "
+                    "couple_mean=False and couple_scale=False, or guides.MeanField()."
+                )
             self._fits[cache_key] = Fit(
                 plan=plan,
                 built=built,
@@ -522,10 +515,30 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             buckets = one_by_one(read, layout.sizes)
         return fit, Silos(tuple(read), tuple(buckets), on_device(buckets))
 
+    def _over(self, federation: Federation) -> tuple[Fit, Silos]:
+        """Return the fit for the silos of a federation, once all have agreed on a plan."""
+        if self.begins_at is not None:
+            raise DataError(
+                "start= is a result of silos in this process, whose guides it takes over. Over a "
+                "Federation begin at the mode (start='mode'), or at none."
+            )
+        name, texts = federation.describe(for_silos(self, federation.names))
+        facts = [Facts.from_json(text) for text in texts]
+        # Each time: a variable that the text reads may have changed since the last run.
+        plan = self.agree(facts)
 
-def _search_runtime(fit: Fit, runtime: str) -> Callable[..., Runtime]:
-    """Return the function that makes the runtime of a search for the mode."""
-    return SEARCHES[runtime] if fit.reach is None else partial(fit.reach, begin=SEARCH)
+        def make(reach: Callable[..., Runtime]) -> Fit:
+            built = self.build(plan)
+            runtime = reach(built.algorithm, built.schedule)
+            return Fit(plan=plan, built=built, runtime=runtime, reach=reach, asked_as=name)
+
+        weights = []
+        for told in facts:
+            sizes = dict(told.sizes)
+            # Facts round a number of rows up to n, a power of two: it is above the half of n.
+            rounded = [sizes[plate.name] for plate in told.plates if not plate.outer]
+            weights.append(Weights(sum(n // 2 + 1 for n in rounded), sum(rounded)))
+        return reached(federation, name, plan, make, weights)
 
 
 def _without_start(fit: Fit, runtime: str) -> Fit | None:
@@ -559,11 +572,6 @@ def check_start(start: object) -> None:
         raise ValueError(f"start={start!r:.200}: expected 'mode', None or a result.")
 
 
-def is_wide(kind: str | None, fm: FederatedModel) -> bool:
-    """Return whether there are too many globals for a matrix of them."""
-    return kind == "wide" or (kind == "result" and fm.dim > SEARCHED_UP_TO)
-
-
 def start_of(start: str | Result | None, fm: FederatedModel, *, wide: bool = False) -> str | None:
     """Return the kind of a run's start: ``"mode"``, ``"wide"``, ``"result"`` or None.
 
@@ -578,19 +586,6 @@ def start_of(start: str | Result | None, fm: FederatedModel, *, wide: bool = Fal
     if num_coordinates <= SEARCHED_UP_TO:
         return start
     return "wide" if wide and num_coordinates <= WIDE_UP_TO else None
-
-
-def check_memory(algorithm: FederatedAlgorithm[Any, Any], buckets: Sequence[Bucket]) -> None:
-    """Raise an error if the state, a copy of it and a gradient exceed the machine's memory."""
-    needed = COPIES * sum(state_sizes(algorithm, buckets))
-    available = _memory()
-    if needed > available:
-        raise GuideError(
-            f"the guide and the optimiser's state need about {needed / 2**30:.1f} GiB, but "
-            f"this machine has {available / 2**30:.1f} GiB. Use a smaller guide: "
-            "guides.Structured(globals='diagonal', locals='diagonal'), with couple_mean=False and "
-            "couple_scale=False, or guides.MeanField()."
-        )
 
 
 def _memory() -> float:

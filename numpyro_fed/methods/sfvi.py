@@ -27,13 +27,11 @@ from numpyro_fed.guides.structured import (
     resolve,
 )
 from numpyro_fed.methods.minibatch_checks import (
-    check_batch_size,
-    check_guide,
     check_rows_alone,
     minibatches_of,
 )
-from numpyro_fed.methods.mode import start_rounds
-from numpyro_fed.methods.rows import SEARCHED, Method, check_start, is_wide, start_of
+from numpyro_fed.methods.mode import SEARCHED_UP_TO, start_rounds
+from numpyro_fed.methods.rows import SEARCHED, Method, check_start, start_of
 from numpyro_fed.methods.schedules import Spec, in_step
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
@@ -60,27 +58,6 @@ def default_optimiser() -> optax.GradientTransformation:
     return optax.adam(lambda count: STEP * (1 + count / SETTLES) ** -DECAY)
 
 
-def check_optimiser(optim: object) -> None:
-    """Raise an error unless ``optim`` is None or an Optax optimiser that needs gradients alone."""
-    if optim is None:
-        return
-    if not isinstance(optim, optax.GradientTransformation):
-        raise TypeError(
-            f"optim must be an Optax optimiser such as optax.adam(1e-2), got "
-            f"{type(optim).__module__}.{type(optim).__name__}. Of optax.MultiSteps "
-            "pass its .gradient_transformation()."
-        )
-    # A trial on shapes: optimisers that need the loss
-    # or a line search fail here, not in a long trace.
-    try:
-        jax.eval_shape(lambda x: optim.update(x, optim.init(x), x), jnp.zeros(2))
-    except Exception as error:
-        raise TypeError(
-            "optim must take a step from a gradient alone; optimisers that need the value of "
-            f"the loss or search along a line, as optax.lbfgs does, cannot be used ({error})."
-        ) from error
-
-
 @dataclass(frozen=True)
 class GradientMethod(Method[Result, None]):
     """A method by stochastic gradients; a run warns if its bound has not settled."""
@@ -96,8 +73,25 @@ class GradientMethod(Method[Result, None]):
     def __post_init__(self) -> None:
         positive_int("num_particles", self.num_particles)
         positive_int("starts", self.starts)
-        check_optimiser(self.optim)
-        check_batch_size(self.batch_size)
+        optim: Any = self.optim
+        if not (optim is None or isinstance(optim, optax.GradientTransformation)):
+            raise TypeError(
+                f"optim must be an Optax optimiser such as optax.adam(1e-2), got "
+                f"{type(optim).__module__}.{type(optim).__name__}. Of optax.MultiSteps "
+                "pass its .gradient_transformation()."
+            )
+        # A trial on shapes: optimisers that need the loss
+        # or a line search fail here, not in a long trace.
+        try:
+            if optim is not None:
+                jax.eval_shape(lambda x: optim.update(x, optim.init(x), x), jnp.zeros(2))
+        except Exception as error:
+            raise TypeError(
+                "optim must take a step from a gradient alone; optimisers that need the value of "
+                f"the loss or search along a line, as optax.lbfgs does, cannot be used ({error})."
+            ) from error
+        if self.batch_size is not None:
+            positive_int("batch_size", self.batch_size)
         in_step(self.schedule)
 
     @abstractmethod
@@ -122,8 +116,7 @@ class GradientMethod(Method[Result, None]):
         objective = self._objective(fm, chosen["start"])
         draws = draws_of(self.objective, objective, guide)
         bound = bound_of(fm, guide, objective)
-        minibatches = minibatches_of(fm, plan.lengths, self.batch_size)
-        check_guide(guide, draws, minibatches)
+        minibatches = minibatches_of(fm, plan.lengths, self.batch_size, guide, draws)
         parts, start = self._parts(fm, plan, bound, minibatches), None
         if (kind := chosen["start"]) in SEARCHED:
             start = start_rounds(
@@ -159,7 +152,7 @@ class GradientMethod(Method[Result, None]):
                 "more of them (init_state=result.state goes on), or take larger steps. "
                 "result.report() says how far the fit can be trusted.",
                 category=ConvergenceWarning,
-                stacklevel=5,  # the line of the user that called run
+                stacklevel=4,  # the line of the user that called run
             )
         return result
 
@@ -247,10 +240,6 @@ class SFVI(GradientMethod):
         check_start(self.start)
         super().__post_init__()
 
-    @property
-    def begins_at(self) -> Result | None:
-        return self.start if isinstance(self.start, Result) else None
-
     def settings_for(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
         largest, total = dict(plan.largest), dict(plan.total)
         start = start_of(self.start, fm, wide=True)
@@ -287,5 +276,5 @@ class SFVI(GradientMethod):
             steps=1 if schedule is None else schedule.steps,
             minibatches=minibatches,
             from_mode=kind is not None,
-            wide=is_wide(kind, fm),
+            wide=kind == "wide" or (kind == "result" and fm.dim > SEARCHED_UP_TO),
         )

@@ -186,13 +186,19 @@ class SFVIAvg(GradientMethod):
 
     def _check_facts(self, facts: Sequence[Facts]) -> None:
         first = dict(facts[0].static)
+
+        def may_count_rows(value: object, facts: Facts) -> bool:
+            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+                return False
+            return size_class(value) in dict(facts.sizes).values()
+
         # A static argument that differs is allowed only as a number of rows: anything else may
         # change the likelihood, and each silo's rows are weighed as if all N rows were like them.
         for j, other in enumerate(facts):
             for name, value in other.static:
                 if name not in first or value == first[name]:
                     continue
-                if not (_may_count_rows(value, other) and _may_count_rows(first[name], facts[0])):
+                if not (may_count_rows(value, other) and may_count_rows(first[name], facts[0])):
                     raise ModelError(
                         f"'{name}' is {value!r} at silo {j} and {first[name]!r} at silo 0, so that "
                         "their rows may have other likelihoods: SFVIAvg weighs each silo's rows as "
@@ -261,10 +267,3 @@ class SFVIAvg(GradientMethod):
             from_mode=kind is not None,
             wide=kind == "wide",
         )
-
-
-def _may_count_rows(value: object, facts: Facts) -> bool:
-    """Return whether a static argument may be a number of the silo's rows, by its facts."""
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        return False
-    return size_class(value) in dict(facts.sizes).values()

@@ -101,7 +101,6 @@ class SOUL(VerticalMethod[SOULResult]):
 
     @property
     def hides_by_noise(self) -> bool:
-        """Return True: clients draw noise with a key that only they know."""
         return True
 
     def parties(self, roles: VerticalSplit) -> Soul:

@@ -24,8 +24,14 @@ from numpyro_fed.algorithms.vertical.curvature import NoModeError
 from numpyro_fed.algorithms.vertical.sample import SAMPLE
 from numpyro_fed.algorithms.vertical.search import VerticalSearch
 from numpyro_fed.errors import DataError, ModelError, StartWarning
-from numpyro_fed.methods.base import RUNTIMES, SEARCHES, FederatedMethod, Outcome, RunOptions
-from numpyro_fed.methods.elsewhere import reached
+from numpyro_fed.methods.base import (
+    RUNTIMES,
+    SEARCHES,
+    FederatedMethod,
+    Outcome,
+    RunOptions,
+    reached,
+)
 from numpyro_fed.methods.mode import SEARCH
 from numpyro_fed.methods.recipe import for_silos
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
@@ -73,8 +79,8 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
     """
 
     kind: ClassVar[type[VerticalResult]] = VerticalResult
+    plan_type: ClassVar[type[VerticalPlan]] = VerticalPlan
 
-    model: Callable[..., Any]
     likelihood: str = field(default="augmented", kw_only=True)
     share_response: bool = field(default=False, kw_only=True)
     _fits: dict[Hashable, VerticalFit] = field(
@@ -103,7 +109,8 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         """Return the algorithm for a model that is split over clients."""
         if self.likelihood == "power" and roles.model.below:
             raise ModelError(LATENT_OF_SUM.format(roles.model.below[0]))
-        v, like = self.parties(roles), jax.tree.map(_shape, roles.server)
+        v = self.parties(roles)
+        like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), roles.server)
         return VerticalBuilt(
             vertical=v,
             algorithm=v.algorithm(like),
@@ -167,10 +174,8 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         if progress_bar:
             tqdm.write(str(fit.messages(hosted)))
         if init_state is None:
-            search = (
-                SEARCHES[runtime] if fit.reach is None else partial(fit.reach, begin=BEGIN_SEARCH)
-            )
-            state, start = begin(fit, key, hosted.batches, search)
+            elsewhere = None if fit.reach is None else partial(fit.reach, begin=BEGIN_SEARCH)
+            state, start = begin(fit, key, hosted.batches, elsewhere or SEARCHES[runtime])
         else:
             state, start = fit.runtime.go_on(fit.check_state(init_state, hosted)), None
         options = replace(options, server_data=fit.server_data)
@@ -273,17 +278,31 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         """Return the plan of clients with these facts, and the server's part in it.
 
         ``arguments(columns)`` returns the model's arguments by name; it is called with zeros.
-
-        Raises
-        ------
-        ModelError, DataError
-            For parties that do not fit together.
         """
         digests = {f"client {j}": client.ids for j, client in enumerate(clients)}
         # The plan goes to all clients, whom the digests of others do not concern.
         clients = tuple(replace(client, ids="") for client in clients)
         zeros = [client.zeros()["columns"] for client in clients]
-        _check_columns_unchanged(self.model, arguments, zeros)
+        # Only the predictor is run at a client, on the columns as the client holds them: a model
+        # must not change them. Numbers that are all different show a permutation or a product.
+        numbered = jax.tree.map(
+            lambda a: (
+                np.arange(1, a.size + 1).reshape(a.shape).astype(a.dtype) if is_array(a) else a
+            ),
+            zeros,
+        )
+        text = Text.of(self.model, (), dict(arguments(numbered)))
+        received = text.columns(text.data.arrays, jax.random.key(0)).columns
+        for j, (sent, arrived) in enumerate(zip(numbered, received, strict=True)):
+            pairs = (list(filter(is_array, jax.tree.leaves(tree))) for tree in (sent, arrived))
+            forms: list[Any] = [jax.tree.structure(tree) for tree in (sent, arrived)]
+            if forms[0] != forms[1] or not all(map(np.array_equal, *pairs)):
+                raise ModelError(
+                    f"the model gives the predictor of client {j} something else than the columns "
+                    "that the client holds, and nothing of the model but the predictor is run "
+                    "there. Compute it in the predictor, or before the client describes its "
+                    "columns."
+                )
         given = dict(arguments(zeros))
         roles = split(Text.of(self.model, (), given), share_response=self.share_response)
         Supports.of_server(roles.model).check(as_bucket(roles.server))
@@ -292,10 +311,9 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
             digests["the server"] = digest(read_ids(row_ids, roles.model.rows, "the server"))
         check_same_digests(digests)
         plan = VerticalPlan(Shapes.of(read_one("the server", given)), clients, shared, ())
-        pairs = zip(roles.model.clients, roles.clients, strict=True)
         terms = tuple(
             terms_of(Traces(party.text, split=False), data, by_value=plan.by_value)
-            for party, data in pairs
+            for party, data in zip(roles.model.clients, roles.clients, strict=True)
         )
         return replace(plan, terms=terms), roles
 
@@ -306,10 +324,6 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
             return shapes
         rows = rows_of(silo) or np.shape(row_ids)[0]
         return replace(shapes, ids=digest(read_ids(row_ids, rows, "this client")))
-
-    def read_plan(self, text: str) -> VerticalPlan:
-        """Return a plan from JSON."""
-        return VerticalPlan.from_json(text)
 
     def read_silo(
         self, silo: object, plan: VerticalPlan | None = None, number: int = 0
@@ -375,38 +389,6 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
     def _roles(self, plan: VerticalPlan) -> VerticalSplit:
         text = Text.of(self.model, (), plan.arguments.zeros())
         return split(text, share_response=self.share_response)
-
-
-def _shape(a: np.ndarray) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(a.shape, a.dtype)
-
-
-def _check_columns_unchanged(
-    model: Callable[..., Any],
-    arguments: Callable[[list[Any]], Mapping[str, Any]],
-    columns: list[Any],
-) -> None:
-    """Raise an error for a model that changes columns before it hands them to a predictor.
-
-    Only the predictor is run at a client, on the columns as the client holds them.
-    """
-
-    def with_numbers(a: Any) -> Any:
-        return np.arange(1, a.size + 1).reshape(a.shape).astype(a.dtype) if is_array(a) else a
-
-    # Numbers that are all different: a permutation or a product would show.
-    numbered = jax.tree.map(with_numbers, columns)
-    text = Text.of(model, (), dict(arguments(numbered)))
-    received = text.columns(text.data.arrays, jax.random.key(0)).columns
-    for j, (sent, arrived) in enumerate(zip(numbered, received, strict=True)):
-        pairs = (list(filter(is_array, jax.tree.leaves(tree))) for tree in (sent, arrived))
-        forms: list[Any] = [jax.tree.structure(tree) for tree in (sent, arrived)]
-        if forms[0] != forms[1] or not all(map(np.array_equal, *pairs)):
-            raise ModelError(
-                f"the model gives the predictor of client {j} something else than the columns that "
-                "the client holds, and nothing of the model but the predictor is run there. "
-                "Compute it in the predictor, or before the client describes its columns."
-            )
 
 
 def begin(

@@ -38,7 +38,6 @@ from numpyro_fed.model.roles import (
     check_batches,
     hyperparameter_mask,
 )
-from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.results.vertical import VerticalBuilt, VerticalResult
 from numpyro_fed.runtime.crossing import Crossings
 
@@ -242,7 +241,6 @@ class VFL(VerticalMethod[VerticalResult]):
 
     @property
     def hides_by_noise(self) -> bool:
-        """Whether clients add noise to what they send, with a key that only they know."""
         return self.rho is not None
 
     def parties(self, roles: VerticalSplit) -> Vertical:
@@ -345,9 +343,15 @@ class VFL(VerticalMethod[VerticalResult]):
         kind = self.start
         if kind == "auto":
             kind = "mode" if self.rho is None else "own"
-        if kind == "mode" and not _has_mode(roles):
+        model = roles.model
+        party_models = model.server, *model.clients
+        # A search for the mode is not possible with parameters without a prior.
+        if kind == "mode" and any(party.named("param") for party in party_models):
             kind = None if self.rho is None else "own"
-        start = kind if kind is None or _has_curvature(roles.model) else None
+        # Each party's curvature can be computed of some latents, and not of too many.
+        largest = max(party.dim for party in party_models)
+        few = 0 < largest <= SEARCHED_UP_TO and largest * math.prod(model.shape) <= MAX_JACOBIAN
+        start = kind if few else None
         if self.start in ("mode", "own") and start != self.start:
             warnings.warn(
                 f"start={self.start!r} is not possible for this model (see numpyro_fed.VFL): the "
@@ -362,15 +366,3 @@ class VFL(VerticalMethod[VerticalResult]):
             return self.auxiliary
         many_rows = self.batch_size is not None or rows > MEAN_FIELD_UP_TO
         return "amortised" if many_rows and self.local_steps == 1 else "mean_field"
-
-
-def _has_curvature(model: VerticalModel) -> bool:
-    """Return whether each party's curvature can be computed: some latents, and not too many."""
-    largest = max(party_model.dim for party_model in (model.server, *model.clients))
-    return 0 < largest <= SEARCHED_UP_TO and largest * math.prod(model.shape) <= MAX_JACOBIAN
-
-
-def _has_mode(roles: VerticalSplit) -> bool:
-    """Return whether a search for the mode is possible: no parameters without a prior."""
-    party_models = roles.model.server, *roles.model.clients
-    return not any(party_model.named("param") for party_model in party_models)

@@ -37,18 +37,6 @@ TOLD = ModelError, DataError, SavedStateError, ConnectionError, TimeoutError, Mi
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status."""
-    args = _parser().parse_args(arguments)
-    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
-    logging.getLogger("jax").setLevel(logging.WARNING)  # of backends that are not there
-    try:
-        args.command(args)
-    except TOLD as error:
-        print(f"numpyro-fed: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="numpyro-fed", description=__doc__)
     commands = parser.add_subparsers(required=True)
 
@@ -88,7 +76,16 @@ def _parser() -> argparse.ArgumentParser:
     kit.set_defaults(command=allowing)
     kit.add_argument("kit", type=Path, help="the startup kit of a site or of the server")
     kit.add_argument("--socket", type=Path, help="where the silo listens: for a site")
-    return parser
+
+    args = parser.parse_args(arguments)
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
+    logging.getLogger("jax").setLevel(logging.WARNING)  # of backends that are not there
+    try:
+        args.command(args)
+    except TOLD as error:
+        print(f"numpyro-fed: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -124,8 +121,29 @@ def analyse(args: argparse.Namespace) -> None:
     study = load_file(args.study)
     run = main_of(study)
     _keep_programs(args.state)
+    needed = {"sockets": "sockets", "nvflare": "kit"}[args.engine]
+    if getattr(args, needed) is None:
+        raise ModelError(f"--engine {args.engine} needs --{needed}.")
     with ExitStack() as stack:
-        engine = _engine(args, stack)
+        engine: Engine
+        if args.engine == "sockets":
+            engine = Sockets(args.sockets)
+        else:
+            # What NVFLARE says of its network is not for the analyst, who hears of it by the
+            # engine.
+            logging.getLogger("nvflare").setLevel(logging.CRITICAL)
+            kept = None if args.state is None else args.state / SITES
+            if args.sites is None and kept is not None and kept.exists():
+                args.sites = json.loads(kept.read_text())
+                words = (
+                    "the sites are those of %s, with which the study began; --sites names others"
+                )
+                logging.getLogger("numpyro_fed.run").info(words, kept)
+            engine = stack.enter_context(Flare(args.kit, args.sites, patience=args.patience))
+            if kept is not None:
+                private_folder(kept.parent)
+                sites = json.dumps(engine.sites).encode()
+                write_atomically(kept, lambda stream: stream.write(sites))
         options = dict(patience=args.patience, state=args.state, secure_sum=args.secure_sum)
         run(Federation(engine, names=names_of(study), **options))
 
@@ -134,28 +152,6 @@ def _keep_programs(state: Path | None) -> None:
     """Keep compiled programs in a folder of what is kept, where a new process finds them."""
     if state is not None:
         cache_programs(private_folder(state / PROGRAMS))
-
-
-def _engine(args: argparse.Namespace, stack: ExitStack) -> Engine:
-    """Return the engine that the arguments of ``numpyro-fed run`` name."""
-    needed = {"sockets": "sockets", "nvflare": "kit"}[args.engine]
-    if getattr(args, needed) is None:
-        raise ModelError(f"--engine {args.engine} needs --{needed}.")
-    if args.engine == "sockets":
-        return Sockets(args.sockets)
-    # What NVFLARE says of its network is not for the analyst, who hears of it by the engine.
-    logging.getLogger("nvflare").setLevel(logging.CRITICAL)
-    kept = None if args.state is None else args.state / SITES
-    if args.sites is None and kept is not None and kept.exists():
-        args.sites = json.loads(kept.read_text())
-        words = "the sites are those of %s, with which the study began; --sites names others"
-        logging.getLogger("numpyro_fed.run").info(words, kept)
-    engine = stack.enter_context(Flare(args.kit, args.sites, patience=args.patience))
-    if kept is not None:
-        private_folder(kept.parent)
-        sites = json.dumps(engine.sites).encode()
-        write_atomically(kept, lambda stream: stream.write(sites))
-    return engine
 
 
 def allowing(args: argparse.Namespace) -> None:
@@ -175,7 +171,14 @@ def rehearse(args: argparse.Namespace) -> None:
         processes = [
             stack.enter_context(_silo_process(args, j, path)) for j, path in enumerate(sockets)
         ]
-        _wait_for(sockets, processes)
+        deadline = time.monotonic() + STARTING
+        while not all(path.exists() for path in sockets):
+            for j, process in enumerate(processes):
+                if process.poll() is not None:
+                    raise ModelError(f"the process of silo {j} has ended; its words are above.")
+            if time.monotonic() > deadline:
+                raise ModelError(f"the silos did not listen within {STARTING:g} s.")
+            time.sleep(0.05)
         options = dict(state=args.state, secure_sum=args.secure_sum)
         run(Federation(Sockets(sockets), names=names_of(study), **options))
 
@@ -187,28 +190,14 @@ def _silo_process(
     """Start the process of a silo, and end it with the rehearsal."""
     command = [sys.executable, "-m", "numpyro_fed.network.cli", "silo", str(args.study)]
     command += ["--data", args.data, "--socket", str(path)]
-    kept = (
-        ["--in-memory"] if args.state is None else ["--state", str(args.state / f"silo-{number}")]
-    )
-    command += kept
+    in_memory = args.state is None
+    command += ["--in-memory"] if in_memory else ["--state", str(args.state / f"silo-{number}")]
     process = subprocess.Popen(command, env={**os.environ, NUMBER: str(number)})
     try:
         yield process
     finally:
         process.terminate()
         process.wait()
-
-
-def _wait_for(sockets: Sequence[Path], processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait until all silos listen; raise an error if one has ended."""
-    deadline = time.monotonic() + STARTING
-    while not all(path.exists() for path in sockets):
-        for j, process in enumerate(processes):
-            if process.poll() is not None:
-                raise ModelError(f"the process of silo {j} has ended; its words are above.")
-        if time.monotonic() > deadline:
-            raise ModelError(f"the silos did not listen within {STARTING:g} s.")
-        time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -30,11 +30,7 @@ class InMemory:
 
     def __init__(self, answers: Sequence[Callable[[bytes], bytes]]):
         self._answers = list(answers)
-
-    @property
-    def num_silos(self) -> int:
-        """Return the number of silos."""
-        return len(self._answers)
+        self.num_silos = len(self._answers)
 
     def send(self, silo: int, message: bytes, timeout: float) -> bytes:
         """Return a silo's reply to a message."""
@@ -52,11 +48,7 @@ class Sockets:
 
     def __init__(self, paths: Sequence[str | Path]):
         self._paths = [Path(path) for path in paths]
-
-    @property
-    def num_silos(self) -> int:
-        """Return the number of silos."""
-        return len(self._paths)
+        self.num_silos = len(self._paths)
 
     def send(self, silo: int, message: bytes, timeout: float) -> bytes:
         """Return a silo's reply to a message."""

@@ -55,15 +55,6 @@ class _Job:
     key: str
     failing: dict[int, tuple[float, float]] = field(default_factory=dict)
 
-    def silence(self, silo: int, began: float) -> float:
-        """Return for how long a silo has not been reached, once more since ``began``."""
-        now = time.monotonic()
-        first, last = self.failing.get(silo, (began, began))
-        if began - last > APART:
-            first = began
-        self.failing[silo] = (first, now)
-        return now - first
-
 
 class Flare:
     """An engine that reaches the silos by the NVFLARE to which their sites belong.
@@ -105,23 +96,25 @@ class Flare:
         # Of the session and the job; a message is sent without it.
         self._lock = threading.RLock()
         try:
-            self._sites = list(sites or self._connected_first(min(patience, FIRST_SITE)))
-            LOG.info("the silos are at %s", ", ".join(self._sites))
+            self.sites = list(sites or ())
+            until = time.monotonic() + min(patience, FIRST_SITE)
+            while not self.sites:
+                self.sites = sorted(self._connected())
+                if not self.sites and time.monotonic() > until:
+                    raise ConnectionError(
+                        "no site is connected to the NVFLARE server after "
+                        f"{min(patience, FIRST_SITE):g} s. Name those that are to come (sites=, "
+                        "--sites): the run waits for them."
+                    )
+                if not self.sites:  # a server may have just begun
+                    time.sleep(1.0)
+            self.num_silos = len(self.sites)
+            LOG.info("the silos are at %s", ", ".join(self.sites))
             # Here, so that what is wrong with NVFLARE is said at once, and not after a patience.
             self._running(time.monotonic() + patience)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def num_silos(self) -> int:
-        """Return the number of silos."""
-        return len(self._sites)
-
-    @property
-    def sites(self) -> list[str]:
-        """Return the names of the sites, in the order of the silos."""
-        return list(self._sites)
 
     def send(self, silo: int, message: bytes, timeout: float) -> bytes:
         """Return a silo's reply to a message."""
@@ -136,7 +129,7 @@ class Flare:
                 found = self._ask(job, {**asked, "timeout": left})
                 if "lost" in found:
                     began -= found.get("silent", 0.0)
-                    raise ConnectionError(f"{self._sites[silo]}: {found['lost']}")
+                    raise ConnectionError(f"{self.sites[silo]}: {found['lost']}")
             except OSError:
                 self._failed(job, silo, began)
                 raise
@@ -145,11 +138,11 @@ class Flare:
             if "reply" in found:
                 return found["reply"]
             if "away" in found:
-                raise ConnectionError(f"{self._sites[silo]}: {found['away']}")
+                raise ConnectionError(f"{self.sites[silo]}: {found['away']}")
             asked["message"] = b""  # the hub has it
             if time.monotonic() - self._touched > TOUCH:
                 self._command("get_job_meta", job.id)
-        raise TimeoutError(f"{self._sites[silo]} computes still")
+        raise TimeoutError(f"{self.sites[silo]} computes still")
 
     def close(self) -> None:
         """End the job, and leave NVFLARE."""
@@ -195,13 +188,19 @@ class Flare:
 
     def _failed(self, job: _Job, silo: int, began: float) -> None:
         """Note that a silo is not reached by a job; give the job up if it has ended, or goes on."""
-        silence = job.silence(silo, began)
+        now = time.monotonic()
+        first, last = job.failing.get(silo, (began, began))
+        first = began if began - last > APART else first
+        job.failing[silo] = (first, now)
         with self._lock:
             if self._job is not job:
                 return
-            ended = self._ended(job)
-            if ended or silence > PATIENT:
-                LOG.info("job %s does not reach %s: a new one follows", job.id, self._sites[silo])
+            try:
+                ended = self._status(job).startswith(("FINISHED", "FAILED"))
+            except ConnectionError:
+                ended = False  # after a crash of the server a job is RUNNING for ever
+            if ended or now - first > PATIENT:
+                LOG.info("job %s does not reach %s: a new one follows", job.id, self.sites[silo])
                 self._job = None
                 if not ended:
                     self._abort(job)
@@ -221,13 +220,13 @@ class Flare:
 
     def _start(self, deadline: float) -> _Job:
         """Submit a job once all sites are connected, and return it when its hub answers."""
-        while missing := set(self._sites) - self._connected():
+        while missing := set(self.sites) - self._connected():
             if time.monotonic() + LOOK > deadline:
                 raise TimeoutError(f"not connected to NVFLARE: {', '.join(sorted(missing))}")
             time.sleep(LOOK)
         key = secrets.token_hex(16)
         with tempfile.TemporaryDirectory() as folder:
-            write_job(Path(folder), self._sites, key)
+            write_job(Path(folder), self.sites, key)
             job = _Job(self._command("submit_job", folder), key)
         LOG.info("job %s is submitted", job.id)
         until = min(deadline, time.monotonic() + STARTING)
@@ -251,30 +250,11 @@ class Flare:
     def _status(self, job: _Job) -> str:
         return str(self._command("get_job_meta", job.id).get("status"))
 
-    def _ended(self, job: _Job) -> bool:
-        """Return whether a job is known to have ended; after a crash it is RUNNING for ever."""
-        try:
-            return self._status(job).startswith(("FINISHED", "FAILED"))
-        except ConnectionError:
-            return False
-
     def _abort(self, job: _Job) -> None:
         try:
             self._command("abort_job", job.id)
         except ConnectionError as error:
             LOG.info("job %s could not be ended: %s", job.id, error)
-
-    def _connected_first(self, patience: float) -> list[str]:
-        """Return the sites that are connected, once there are any; a server may have just begun."""
-        deadline = time.monotonic() + patience
-        while not (found := sorted(self._connected())):
-            if time.monotonic() > deadline:
-                raise ConnectionError(
-                    f"no site is connected to the NVFLARE server after {patience:g} s. Name those "
-                    "that are to come (sites=, --sites): the run waits for them."
-                )
-            time.sleep(1.0)
-        return found
 
     def _connected(self) -> set[str]:
         """Return the names of the sites that have spoken to the server lately."""
@@ -285,13 +265,16 @@ class Flare:
 
     def _command(self, name: str, *args: Any) -> Any:
         """Return what NVFLARE says to a command of its user, in a new session if there is none."""
-        new_session = _new_session()
+        try:
+            from nvflare.fuel.flare_api.flare_api import new_secure_session
+        except ImportError as error:
+            raise MissingExtraError("nvflare", "nvflare") from error
         with self._lock:
             try:
                 if self._session is None:
                     # It prints that it connects; what is printed is the study's.
                     with contextlib.redirect_stdout(sys.stderr):
-                        self._session = new_session(self._user, str(self._kit))
+                        self._session = new_secure_session(self._user, str(self._kit))
                 found = getattr(self._session, name)(*args)
             # NVFLARE has many kinds, and a session is of no use after most of them.
             except Exception as error:
@@ -307,12 +290,3 @@ class Flare:
                 session.close()
             except Exception as error:
                 LOG.info("the session was not closed: %s", error)
-
-
-def _new_session() -> Any:
-    """Return the function that opens a session with an NVFLARE server."""
-    try:
-        from nvflare.fuel.flare_api.flare_api import new_secure_session
-    except ImportError as error:
-        raise MissingExtraError("nvflare", "nvflare") from error
-    return new_secure_session

@@ -16,8 +16,8 @@ import copy
 import hashlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Self
 
@@ -39,7 +39,6 @@ from numpyro_fed.files import Store
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.network.kept import KeptRuns, RunStates
 from numpyro_fed.results.at_silo import AtSilo, Held
 from numpyro_fed.runtime.host import compile_visit
 from numpyro_fed.runtime.messages import (
@@ -55,7 +54,7 @@ from numpyro_fed.runtime.messages import (
     unpack,
     write,
 )
-from numpyro_fed.runtime.noise import silo_key, typed_key
+from numpyro_fed.runtime.noise import silo_key
 from numpyro_fed.runtime.party import PlanSize
 from numpyro_fed.runtime.step import MessageShapes, message_shapes
 from numpyro_fed.trees import drop_weak_types
@@ -64,6 +63,133 @@ AnyMethod = Method[Any, Any] | VerticalMethod[Any]
 # Compiled exchanges that a silo keeps. A run has at most ten; a server that asks for corrections of
 # ever other settings would otherwise fill the silo's memory.
 MAX_PROGRAMS = 32
+# Runs whose states a silo keeps. A call of ``nf.fit`` makes some six, of which it may correct any.
+# More take more of the silo's disk, two states each.
+MAX_RUNS = 16
+# Ids of runs that were forgotten, so that a message that comes late does not begin one again.
+MAX_FORGOTTEN = 10_000
+
+
+@dataclass(frozen=True)
+class RunStates:
+    """A silo's states of one run: those between which the server may still choose.
+
+    Attributes
+    ----------
+    beginning : str
+        The message by which the run began; it says which algorithm is run.
+    states : dict of int to pytree
+        The state after the message of each number: the one from which the last message was
+        answered, and the one after it. If the server never uses the last reply, it goes on from
+        the former.
+    number, digest, reply
+        The number of the last message, its SHA-256, and the reply to it, which a message that
+        comes again gets once more.
+    """
+
+    beginning: str
+    states: dict[int, Any]
+    number: int = 0
+    digest: str = ""
+    reply: bytes = b""
+
+    def state_at(self, question: Question) -> Any:
+        """Return the state from which the server asks."""
+        if question.used not in self.states:
+            raise ModelError(
+                f"the server asks from the state after message {question.used}, but this silo has "
+                f"those after {sorted(self.states)} of this run. Go on from the last result of a "
+                "run, or begin again."
+            )
+        return self.states[question.used]
+
+    def to_bytes(self) -> bytes:
+        """Return the run as bytes."""
+        head = {
+            "beginning": self.beginning,
+            "labels": ",".join(map(str, self.states)),
+            "number": str(self.number),
+            "digest": self.digest,
+        }
+        arrays: dict[str, ArrayLike] = {"reply": np.frombuffer(self.reply, np.uint8)}
+        # An exchange such as a correction leaves the state as it is.
+        distinct = {id(state): i for i, state in enumerate(self.states.values())}
+        head["places"] = ",".join(str(distinct[id(state)]) for state in self.states.values())
+        for i, state in enumerate(self.states.values()):
+            if distinct[id(state)] == i:
+                arrays |= pack(f"{i}", state)
+        return write(arrays, head)
+
+    @classmethod
+    def from_bytes(cls, content: bytes, shapes_of: Callable[[str], Sequence[Any]]) -> RunStates:
+        """Return the run that :meth:`to_bytes` wrote.
+
+        ``shapes_of(beginning)`` returns the structures that the states may have.
+        """
+        head, arrays = read(content)
+        beginning = head["beginning"]
+        if beginning not in BEGINNINGS:
+            raise DataError(f"a file of a silo's states begins by '{beginning}'.")
+        labels = list(map(int, head["labels"].split(",")))
+        places = list(map(int, head["places"].split(",")))
+        found = {}
+        for i in set(places):
+            # In the first of the structures that fits.
+            *others, last = shapes_of(beginning)
+            for like in others:
+                try:
+                    found[i] = unpack(f"{i}", like, arrays)
+                    break
+                except DataError:
+                    continue
+            else:
+                found[i] = unpack(f"{i}", last, arrays)
+        states = {label: found[i] for label, i in zip(labels, places, strict=True)}
+        reply = arrays["reply"].tobytes()
+        return cls(beginning, states, int(head["number"]), head["digest"], reply)
+
+
+@dataclass
+class KeptRuns:
+    """All runs of a silo; the one that was used least recently is forgotten first.
+
+    With a store that outlives the process a silo goes on where an earlier process has ended.
+    """
+
+    store: Store | None
+    shapes_of: Callable[[str], Sequence[Any]]
+    runs: OrderedDict[str, RunStates] = field(default_factory=OrderedDict)
+    forgotten: OrderedDict[str, None] = field(default_factory=OrderedDict)
+
+    def get(self, run: str) -> RunStates | None:
+        """Return the states of a run; None if the silo has none."""
+        if run not in self.runs and self.store is not None:
+            content = self.store.get(run)
+            if content is not None:
+                self.runs[run] = RunStates.from_bytes(content, self.shapes_of)
+        if run in self.runs:
+            self.runs.move_to_end(run)
+        return self.runs.get(run)
+
+    def put(self, run: str, states: RunStates) -> None:
+        """Keep the states of a run, on the disk before this returns."""
+        if run in self.forgotten:
+            raise ModelError(
+                "a message is of a run that this silo has forgotten: it keeps the states of the "
+                f"last {MAX_RUNS} runs. Begin again."
+            )
+        self.runs[run] = states
+        self.runs.move_to_end(run)
+        if self.store is not None:
+            self.store.put({run: states.to_bytes()})
+        for old in list(self.runs)[:-MAX_RUNS]:
+            del self.runs[old]
+            self.forgotten[old] = None
+        if self.store is not None:
+            # Those of an earlier process, too, which this one may never have read.
+            self.store.trim(MAX_RUNS)
+        while len(self.forgotten) > MAX_FORGOTTEN:
+            self.forgotten.popitem(last=False)
 
 
 class Node:
@@ -122,7 +248,7 @@ class Node:
     def accept(self, plan: str, number: int) -> None:
         """Build the algorithm from the agreed plan, as silo ``number`` of all."""
         if (plan, number) != self._accepted:
-            agreed: Any = self._method.read_plan(plan)
+            agreed: Any = self._method.plan_type.from_json(plan)
             self._method.check_plan(agreed, self.facts, number)
             built: Any = self._method.build(agreed)
             data = self._method.read_silo(self._silo, agreed, number)
@@ -158,33 +284,23 @@ class Node:
         return run is not None and run.digest == hashlib.sha256(message).hexdigest()
 
     def exchange_of(self, question: Question) -> tuple[Exchange[Any, Any, Any], Any]:
-        """Return the exchange of a question, as this silo has built it, and the question's shapes.
-
-        Raises
-        ------
-        ModelError
-            For a run of which the silo has no state, and for an exchange that it does not know.
-        """
+        """Return the exchange of a question, as this silo has built it, and its shapes."""
         programs = self._programs_of(self._run_of(question).beginning)
         return programs.exchange(question.id, self._number)
 
     def handle(self, message: bytes) -> bytes:
-        """Return the reply to a message of the server, as bytes.
-
-        Raises
-        ------
-        ModelError
-            At a message that comes late, at one from a state that the silo does not have any more,
-            and for an exchange that is not known, not allowed, or that the silo's rows do not
-            allow.
-        DataError
-            At a message of another kind than was agreed.
-        """
+        """Return the reply to a message of the server, as bytes."""
         head, arrays = read(message)
         question, digest = Question.of(head), hashlib.sha256(message).hexdigest()
         run = self._runs.get(question.run)
-        if run is not None and (reply := run.answered(question, digest)) is not None:
-            return reply
+        if run is not None and question.number == run.number and digest == run.digest:
+            return run.reply
+        if run is not None and question.number < run.number:
+            raise ModelError(
+                f"message {question.number} ('{question.exchange}') comes after message "
+                f"{run.number} of the same run was answered. It was sent twice or came late: "
+                "drop it."
+            )
         if question.exchange in (*BEGINNINGS, GO_ON):
             if run is not None:
                 raise ModelError("this run has begun already, by another message. Begin again.")
@@ -218,8 +334,9 @@ class Node:
         if isinstance(after, Sampled):
             self.sampled = after
         reply = write(pack("reply", sent))
-        stateful = question.exchange in programs.stateful
-        run = run.step(question, digest, reply, after if stateful else before)
+        after = after if question.exchange in programs.stateful else before
+        states = {question.used: before, question.number: after}
+        run = RunStates(run.beginning, states, question.number, digest, reply)
         self._runs.put(question.run, run)
         return reply
 
@@ -250,19 +367,7 @@ class Node:
         self._runs.put(question.run, run)
         return reply
 
-    def predict(
-        self, key: Array, draws: bytes, new: Mapping[str, Any] | None, *, mean: bool
-    ) -> dict[str, Array]:
-        """Return posterior predictive draws at this silo, by its own latents."""
-        posterior, arrays, held = self._at(draws)
-        return posterior.predict(typed_key(key), arrays, held, new, mean=mean)
-
-    def sample_posterior(self, key: Array, draws: bytes) -> dict[str, Array]:
-        """Return draws of the globals and of this silo's own latents."""
-        posterior, arrays, held = self._at(draws)
-        return posterior.sample_posterior(typed_key(key), arrays, held)
-
-    def _at(self, draws: bytes) -> tuple[AtSilo, Mapping[str, np.ndarray], Held]:
+    def at(self, draws: bytes) -> tuple[AtSilo, Mapping[str, np.ndarray], Held]:
         """Return the posterior at this silo for a message with draws, its arrays, and the state."""
         head, arrays = read(draws)
         question = Question.of(head)

@@ -181,11 +181,6 @@ class Policy:
                 "policy."
             )
 
-    def check_method(self, name: str) -> None:
-        """Raise an error for a method that the owner does not allow."""
-        if self.methods and name not in self.methods:
-            raise ModelError(f"'{name}' is not among the methods of this silo's policy.")
-
     def check_sums(self, secure: bool) -> None:
         """Raise an error for a server that asks for plain replies, where masks are wanted."""
         if self.secure_sum and not secure:
@@ -330,11 +325,6 @@ class Ledger:
         """Enter the answer to an exchange that costs so many places or draws.
 
         They are counted before anything is computed, and given back if the question is refused.
-
-        Raises
-        ------
-        ModelError
-            If that is more than is left, or the exchange is not allowed, or not any more.
         """
         self.policy.check_exchange(exchange, self.stage)
         for what, number in numbers.items():
@@ -349,13 +339,7 @@ class Ledger:
     def beginning(
         self, multiplier: float, delta: float, protects: str
     ) -> AbstractContextManager[None]:
-        """Enter the beginning of a run with a noise multiplier; 0 for one without a budget.
-
-        Raises
-        ------
-        ModelError
-            If all runs together would spend more than the policy's budget of privacy.
-        """
+        """Enter the beginning of a run with a noise multiplier; 0 for one without a budget."""
         if not multiplier:
             return self._counted({}, self.stage)
         policy = self.policy

@@ -197,7 +197,14 @@ class Silo:
                 reply = self._answer(message, entry)
             except Exception as error:
                 reply = _refusal(error)
-            return self._logged(entry, message, reply)
+            digests = {"message": sha256(message).hexdigest(), "reply": sha256(reply).hexdigest()}
+            head, arrays = read(reply)
+            sent = {name: list(a.shape) for name, a in arrays.items()}
+            try:
+                self._ledger.log({**entry, "sent": sent, "refused": "error" in head, **digests})
+            except DataError as error:  # what the audit log does not have is not told
+                return refusal(error)
+            return reply
 
     def predict(
         self, key: Array, draws: bytes, new: Mapping[str, Any] | None = None, *, mean: bool = False
@@ -252,7 +259,8 @@ class Silo:
         ((1000, 1), 30)
         """
         with self._lock, self._node_of(Question.of(read(draws).head).method) as node:
-            return node.predict(key, draws, new, mean=mean)
+            posterior, arrays, held = node.at(draws)
+            return posterior.predict(typed_key(key), arrays, held, new, mean=mean)
 
     def sample_posterior(self, key: Array, draws: bytes) -> dict[str, Array]:
         """Return draws of the globals and of this silo's own latents; nothing leaves it.
@@ -275,7 +283,8 @@ class Silo:
             As for :meth:`predict`.
         """
         with self._lock, self._node_of(Question.of(read(draws).head).method) as node:
-            return node.sample_posterior(key, draws)
+            posterior, arrays, held = node.at(draws)
+            return posterior.sample_posterior(typed_key(key), arrays, held)
 
     def draws(self) -> dict[str, Array]:
         """Return this client's latents at the last draws of all parties, ``{site: (n, ...)}``.
@@ -297,17 +306,6 @@ class Silo:
             )
         return sampled.values
 
-    def _logged(self, entry: dict[str, Any], message: bytes, reply: bytes) -> bytes:
-        """Return the reply once the audit log has it; if it cannot be written, a refusal."""
-        digests = {"message": sha256(message).hexdigest(), "reply": sha256(reply).hexdigest()}
-        head, arrays = read(reply)
-        sent = {name: list(a.shape) for name, a in arrays.items()}
-        try:
-            self._ledger.log({**entry, "sent": sent, "refused": "error" in head, **digests})
-        except DataError as error:
-            return refusal(error)
-        return reply
-
     def _answer(self, message: bytes, entry: dict[str, Any]) -> bytes:
         """Return the reply; ``entry`` gets what the audit log is to say of the message."""
         if len(message) > self._max_bytes:
@@ -320,9 +318,22 @@ class Silo:
         entry |= {"exchange": question.exchange[:100], "run": question.run[:32]}
         entry["number"] = question.number
         if question.exchange == DESCRIBE:
-            return self._describe(question)
+            known = self._known(question.method)
+            if known is not None and known.settings != question.settings:
+                raise ModelError("another method was described under this id before. Begin again.")
+            if known is None:
+                known = self._agreement(question.method, question.settings)
+                self._keep(question.method, known)
+            return write({}, {"facts": known.facts})
         if question.exchange == ACCEPT:
-            return self._accept(question)
+            agreed = self._get(question.method)
+            if agreed.plan not in ("", question.settings):
+                raise ModelError("another plan was accepted for this method. Begin again.")
+            self._build(agreed, question.settings)
+            self._keep(question.method, agreed)
+            if agreed.node is not None:
+                self._nodes[agreed.settings] = agreed.node
+            return write({})
         if question.exchange == KEYS:
             return write({}, {"keys": self._sums.greet(_json(question.settings))})
         if question.exchange == PEERS:
@@ -401,35 +412,8 @@ class Silo:
                 f"something else than {what}. The silo's log has the rest."
             ) from error
 
-    def _describe(self, question: Question) -> bytes:
-        """Return the facts of the silo's data for a method or a model."""
-        known = self._known(question.method)
-        if known is not None and known.settings != question.settings:
-            raise ModelError("another method was described under this id before. Begin again.")
-        if known is None:
-            known = self._agreement(question.method, question.settings)
-            self._keep(question.method, known)
-        return write({}, {"facts": known.facts})
-
-    def _accept(self, question: Question) -> bytes:
-        """Build a method from the plan that all have agreed on."""
-        agreed = self._get(question.method)
-        if agreed.plan not in ("", question.settings):
-            raise ModelError("another plan was accepted for this method. Begin again.")
-        self._build(agreed, question.settings)
-        self._keep(question.method, agreed)
-        if agreed.node is not None:
-            self._nodes[agreed.settings] = agreed.node
-        return write({})
-
     def _build(self, agreed: _Agreement, settings: str) -> None:
-        """Build the algorithm from the agreed plan, if the owner's rules allow it.
-
-        Raises
-        ------
-        ModelError
-            For a plan that is not one of this silo's facts.
-        """
+        """Build the algorithm from the agreed plan, if the owner's rules allow it."""
         found, node = _json(settings), agreed.node
         plan, number = found.get("plan"), found.get("number")
         if node is None or not isinstance(plan, str) or not isinstance(number, int):
@@ -469,7 +453,9 @@ class Silo:
                 )
             built: Any = method_of(described, self._names)
             if "named" in described or "method" in described:
-                self._policy.check_method(str(described.get("named", described.get("method"))))
+                name = str(described.get("named", described.get("method")))
+                if self._policy.methods and name not in self._policy.methods:
+                    raise ModelError(f"'{name}' is not among the methods of this silo's policy.")
                 self._policy.check_sums(secure)
             if not isinstance(built, Method | VerticalMethod):
                 return _Agreement(settings, double, describe(built, self._data).to_json(), None)

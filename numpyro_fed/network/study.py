@@ -80,13 +80,7 @@ def data_of(where: str) -> Any:
 
 
 def method_of(described: Mapping[str, Any], names: Mapping[str, Any]) -> Any:
-    """Return the method of a server's description, or the model where only facts are asked for.
-
-    Raises
-    ------
-    ModelError
-        For a name that the silo does not know, or another text under the same name.
-    """
+    """Return the method of a server's description, or the model where only facts are asked for."""
     model = _known(described.get("model"), names, "model")
     source = source_hash(model)
     if source and described.get("source") and described["source"] != source:

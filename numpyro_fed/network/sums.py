@@ -19,7 +19,7 @@ from numpyro_fed.runtime.messages import Question
 from numpyro_fed.runtime.sums import LEAST, Terms, masked_reply
 
 if TYPE_CHECKING:  # the extra ``privacy``, which is needed once there is a sum
-    from numpyro_fed.privacy.keys import Greeting, KeyPair
+    from numpyro_fed.privacy.keys import KeyPair
 
 # The names under which a silo keeps its key and what is used, and the room of sessions' keys.
 IDENTITY, USED, SESSIONS = "identity", "sums", "sessions"
@@ -79,13 +79,7 @@ class Session:
 
 @dataclass
 class Sums:
-    """The keys of a silo, and the sums that it has taken part in.
-
-    Parameters
-    ----------
-    policy : Policy
-    store : Store
-    """
+    """The keys of a silo, and the sums that it has taken part in."""
 
     policy: Policy
     store: Store
@@ -122,18 +116,14 @@ class Sums:
         return canonical(Greeting(self.identity.public, session.fresh.public))
 
     def meet(self, settings: Mapping[str, Any]) -> None:
-        """Take the public keys of all silos of a session.
+        """Take the public keys of all silos of a session."""
+        from numpyro_fed.privacy.keys import Greeting
 
-        Raises
-        ------
-        ModelError
-            For keys that the owner's rules do not allow, for too few silos, and for other keys than
-            those that came before.
-        DataError
-            For something that is no list of keys.
-        """
         name, me = _text(settings, "session"), settings.get("number")
-        told = _greetings(settings.get("keys"))
+        keys = settings.get("keys")
+        if not isinstance(keys, list):
+            raise DataError("a message holds something else than a list of silos' keys.")
+        told = tuple(read_record(Greeting, text) for text in keys)
         session = self._session(name)
         own = self.identity.public, session.fresh.public
         if type(me) is not int or not 0 <= me < len(told) or told[me] != own:
@@ -197,21 +187,8 @@ class Sums:
     ) -> bytes:
         """Return a reply under the masks of a sum, once it is noted that they are used.
 
-        Parameters
-        ----------
-        terms : Terms
-        question : Question
-        message, reply : bytes
-            The question without the terms of the sum, and the reply to it.
-        weighted : bool
-            Whether the reply counts by its weight.
-        asked : str
-            A digest of what all silos of the sum are asked alike.
-
-        Raises
-        ------
-        ModelError
-            For masks that another reply has had, and for a reply that would be sent once too often.
+        ``message`` is the question without the terms of the sum, and ``asked`` a digest of what all
+        silos of the sum are asked alike.
         """
         from numpyro_fed.privacy.masks import masked
 
@@ -244,7 +221,17 @@ class Sums:
         last, times = sent.get(run), 0
         if last is not None and last.question == asked:
             times = last.times + 1
-            self._check_again(last, terms)
+            if last.session != terms.session or not set(terms.group) < set(last.group):
+                raise ModelError(
+                    f"a reply that was sent for a sum over silos {list(last.group)} is asked for "
+                    f"in one over {list(terms.group)}: it is sent again for some of the same silos "
+                    "alone, in the same session. Begin again."
+                )
+            if last.times >= self.policy.sums_again:
+                raise ModelError(
+                    f"a reply was sent under {times} masks already, as often as this silo's "
+                    "policy allows (sums_again). Begin again, without the silos that drop out."
+                )
         numbers = {name: n for name, n in numbers.items() if self._known(name)}
         numbers[terms.session] = terms.number, all_of_it
         sent = OrderedDict(sent)
@@ -255,20 +242,6 @@ class Sums:
         # First the disk: a silo that cannot write sends nothing.
         self.store.put({USED: json.dumps([numbers, sent]).encode()})
         self._used = numbers, sent
-
-    def _check_again(self, last: Sent, terms: Terms) -> None:
-        """Raise an error for a reply that is to be sent under other masks, but must not be."""
-        if last.session != terms.session or not set(terms.group) < set(last.group):
-            raise ModelError(
-                f"a reply that was sent for a sum over silos {list(last.group)} is asked for in "
-                f"one over {list(terms.group)}: it is sent again for some of the same silos alone, "
-                "in the same session. Begin again."
-            )
-        if last.times >= self.policy.sums_again:
-            raise ModelError(
-                f"a reply was sent under {last.times + 1} masks already, as often as this silo's "
-                "policy allows (sums_again). Begin again, without the silos that drop out."
-            )
 
     def _keys_of(self, name: str, session: Session) -> dict[int, bytes]:
         """Return the keys in common with the other silos of a session."""
@@ -308,12 +281,3 @@ def _text(settings: Mapping[str, Any], name: str) -> str:
     if not isinstance(found, str) or len(found) > 100:
         raise DataError(f"a message holds {found!r:.100} as its {name}, where a text is expected.")
     return found
-
-
-def _greetings(found: object) -> tuple[Greeting, ...]:
-    """Return the public keys of silos, from a list of their greetings in JSON."""
-    from numpyro_fed.privacy.keys import Greeting
-
-    if not isinstance(found, list):
-        raise DataError("a message holds something else than a list of silos' keys.")
-    return tuple(read_record(Greeting, text) for text in found)

@@ -146,6 +146,9 @@ class Corrected(Posterior, Weighted[Result]):
         """Return why the correction is not to be trusted."""
         return "" if self.trusted else self.judgement
 
+    def __str__(self) -> str:
+        return self.verdict if self.stages else self.report()
+
     @property
     def _advice(self) -> str:
         if not self.stages:

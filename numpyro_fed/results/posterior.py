@@ -457,4 +457,4 @@ class Posterior(Questions):
         return self.verdict
 
     def _repr_html_(self) -> str:
-        return html.words(self.verdict)
+        return html.words(str(self))

@@ -12,31 +12,25 @@ from numpyro_fed.errors import ConvergenceWarning, SavedStateError, SiloAwayErro
 from numpyro_fed.runtime.journal import Journal
 from numpyro_fed.runtime.messages import raise_refusal
 
-# A function that waits for a silo's reply to a message until a deadline of the monotonic clock, and
-# returns the reply or the last error.
-AskOne = Callable[[int, bytes, float], bytes | OSError]
-
 
 class Arrivals:
     """The messages of an exchange that are under way, and the replies in the order of arrival.
 
     A silo that does not answer within the patience gets the same message again, and the others go
     on. With a journal the replies of an earlier process arrive first, as they did then.
-
-    Parameters
-    ----------
-    exchange : str
-    ask : AskOne
-    patience : float
-        Seconds to wait for a silo's reply.
-    journal : Journal, optional
-    at_once : int
-        The number of silos that are asked at the same time, each in a thread. With 1 there is no
-        thread: :meth:`next` asks the silo that has waited longest.
+    ``at_once`` silos are asked at the same time, each in a thread. With 1 there is no thread:
+    :meth:`next` asks the silo that has waited longest.
     """
 
     def __init__(
-        self, exchange: str, ask: AskOne, patience: float, journal: Journal | None, at_once: int
+        self,
+        exchange: str,
+        # Waits for a silo's reply until a deadline of the monotonic clock, and returns the reply or
+        # the last error.
+        ask: Callable[[int, bytes, float], bytes | OSError],
+        patience: float,  # seconds
+        journal: Journal | None,
+        at_once: int,
     ):
         self._exchange, self._ask, self._patience = exchange, ask, patience
         self._journal, self._at_once = journal, at_once
@@ -51,15 +45,7 @@ class Arrivals:
             self._ask_in_threads()
 
     def next(self) -> tuple[int, bytes]:
-        """Return the next silo whose reply to its last message has arrived, and the reply.
-
-        Raises
-        ------
-        SiloAwayError
-            If no silo at all has answered within the patience.
-        ModelError, DataError
-            With what a silo has refused.
-        """
+        """Return the next silo whose reply to its last message has arrived, and the reply."""
         journal = self._journal
         if journal is not None and (silo := journal.next_silo) is not None:
             if silo not in self._messages:

@@ -84,11 +84,8 @@ def checked(exchange: Exchange[Any, Any, Up], reply: Reply[Up]) -> Reply[Up]:
     Numbers are sent in the precision of this moment, whatever a silo has computed in.
     """
     real = jnp.result_type(float)
-
-    def as_agreed(a: np.ndarray) -> np.ndarray:
-        return a.astype(real) if a.dtype.kind == "f" else a
-
-    reply = reply._replace(up=jax.tree.map(as_agreed, reply.up))
+    as_agreed = jax.tree.map(lambda a: a.astype(real) if a.dtype.kind == "f" else a, reply.up)
+    reply = reply._replace(up=as_agreed)
     if exchange.usable is all_finite:
         leaves = [np.isfinite(a).reshape(len(a), -1).all(1) for a in jax.tree.leaves(reply.up)]
         usable = np.logical_and.reduce(leaves)
@@ -99,8 +96,7 @@ def checked(exchange: Exchange[Any, Any, Up], reply: Reply[Up]) -> Reply[Up]:
     ok: np.ndarray = np.asarray(reply.ok) & usable
     if exchange.lenient:
         return reply._replace(ok=ok)
-
-    def or_zeros(a: np.ndarray) -> np.ndarray:
-        return np.where(ok.reshape(-1, *[1] * (a.ndim - 1)), a, np.zeros_like(a))
-
-    return reply._replace(up=jax.tree.map(or_zeros, reply.up), ok=ok)
+    zeroed = jax.tree.map(
+        lambda a: np.where(ok.reshape(-1, *[1] * (a.ndim - 1)), a, np.zeros_like(a)), reply.up
+    )
+    return reply._replace(up=zeroed, ok=ok)

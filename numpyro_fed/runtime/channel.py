@@ -140,13 +140,7 @@ class Channel:
         mark: Mark,
         expected: Expected,
     ) -> tuple[list[Reply[Up]], Mark]:
-        """Return silos' replies to an exchange, checked for shapes and weight, and new marks.
-
-        Raises
-        ------
-        ReplyError
-            For a reply of other shapes or dtypes, or with a weight that is not allowed.
-        """
+        """Return silos' replies to an exchange, checked for shapes and weight, and new marks."""
         answers, mark = self._answers(who, exchange, key, downs, mark)
         return [self.read(j, exchange, answers[j], expected) for j in who], mark
 
@@ -163,13 +157,6 @@ class Channel:
 
         A sum that was not finished is completed, if the same silos are asked the same again. If
         there are fewer of them, they send the same replies under other masks.
-
-        Raises
-        ------
-        ReplyError
-            For a reply of another shape or dtype.
-        SumError
-            For a sum over too few silos, or out of the range of numbers or weights.
         """
         check_group(who, exchange.name)
         answers, mark = self._answers(who, exchange, key, downs, mark)

@@ -242,9 +242,8 @@ class Federation:
         known = {} if self._journal is None else self._journal.known(pairs)
         deadline = time.monotonic() + self.patience
         asked = [(j, message, deadline) for j, message in pairs.items() if j not in known]
-        away: dict[int, str] = {}
         replies = {j: reply for j, reply in known.items() if reply}
-        away |= {j: "away then, too" for j, reply in known.items() if not reply}
+        away = {j: "away then, too" for j, reply in known.items() if not reply}
         # One after the other in this thread, whose settings of JAX a silo in it may need.
         run = map if self._pool is None else self._pool.map
         found = run(lambda one: self._one(exchange, *one), asked)
@@ -293,9 +292,21 @@ class Federation:
         return Arrivals(exchange, ask, self.patience, self._journal, self._at_once)
 
     def _one(self, exchange: str, silo: int, message: bytes, deadline: float) -> bytes | OSError:
-        """Return a silo's reply, or the last error, once the log has it."""
-        began = time.monotonic()
-        reply = self._sent_until(deadline, silo, message)
+        """Send a message, and again until the deadline; return the reply or the last error.
+
+        The log has it before this returns.
+        """
+        reply: bytes | OSError | None
+        began, wait, reply = time.monotonic(), FIRST_WAIT, None
+        while reply is None:
+            try:
+                reply = self._engine.send(silo, message, max(deadline - time.monotonic(), 0.001))
+            except OSError as error:
+                if time.monotonic() + wait >= deadline:
+                    reply = error
+                else:
+                    time.sleep(wait)
+                    wait = min(2 * wait, LONGEST_WAIT)
         if self._log is not None:
             line = {
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -312,18 +323,6 @@ class Federation:
             with self._log_lock, append_privately(self._log) as file:
                 file.write(f"{json.dumps(line)}\n".encode())
         return reply
-
-    def _sent_until(self, deadline: float, silo: int, message: bytes) -> bytes | OSError:
-        """Send a message, and again until the deadline; return the reply or the last error."""
-        wait = FIRST_WAIT
-        while True:
-            try:
-                return self._engine.send(silo, message, max(deadline - time.monotonic(), 0.001))
-            except OSError as error:
-                if time.monotonic() + wait >= deadline:
-                    return error
-            time.sleep(wait)
-            wait = min(2 * wait, LONGEST_WAIT)
 
 
 def _text(name: str, answer: bytes, silo: int) -> str:

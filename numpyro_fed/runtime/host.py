@@ -84,29 +84,23 @@ def host(
 
     def loop(round_: Round, watch: Watch, schedule: Schedule[Carry] | None = None) -> PlainLoop:
         transport_of = partial(_host_transport, watch=watch)
-        return PlainLoop(compile_parts(round_), schedule, len, transport_of, algorithm.done)
+        exchanges = tuple(map(compile_visit, round_.exchanges))
+        compiled = replace(compiled_in_parts(round_), exchanges=exchanges)
+        return PlainLoop(compiled, schedule, len, transport_of, algorithm.done)
 
     advance = loop(algorithm.round, watch, schedule).advance
 
     def single(round_: Round) -> Single:
         return loop(round_, lambda state: ()).single
 
-    return Runtime(init, advance, single, transport_of_stacks, chunk_of(schedule))
+    return Runtime(init, advance, single, transport_of_stacks, chunk_of(schedule), single)
 
 
 @dataclass(eq=False)
 class PlainLoop:
     """A Python loop over rounds and their steps, with any transport to the silos.
 
-    Attributes
-    ----------
-    round_ : Round
-    schedule : Schedule or None
-    num_silos : batches -> int
-    transport_of : batches -> Transport
-    done : server -> () bool, optional
-    away : pytree
-        What is logged in the place of the watched numbers of a silo that did not answer.
+    ``away`` is logged in the place of the watched numbers of a silo that did not answer.
     """
 
     round_: Round
@@ -153,10 +147,16 @@ class PlainLoop:
         for s, who in enumerate(np.asarray(plan[0])):
             # Numbered as in the compiled loop, so that both draw the same noise.
             noise = _noise(self.round_, key, state.round * len(plan[0]) + s)
-            present, after = _with_those_who_answer(
-                partial(step, self.round_, transport, noise, server, silos), who, server_data
-            )
-            if after is None:
+            present, after = who, None
+            while len(present) and after is None:
+                taking = jnp.asarray(present, jnp.int32)
+                try:
+                    after = step(self.round_, transport, noise, server, silos, taking, server_data)
+                except FewerError as error:
+                    if len(error.present) == len(present):
+                        raise
+                    present = np.asarray(error.present, int)
+            if after is None:  # nobody answers
                 rows.append(None)
                 continue
             server, silos, info, good[present], watched = after
@@ -191,20 +191,6 @@ class PlainLoop:
         noise, who = _noise(self.round_, key, 0), jnp.arange(self.num_silos(batches))
         transport = self.transport_of(batches)
         return step(self.round_, transport, noise, server, silos, who, server_data)[:4]
-
-
-def _with_those_who_answer(
-    take_step: Callable[..., Any], who: np.ndarray, server_data: ServerData
-) -> tuple[np.ndarray, Any]:
-    """Return who has answered in a step, and the step's result; None if nobody has."""
-    while len(who):
-        try:
-            return who, take_step(jnp.asarray(who, jnp.int32), server_data)
-        except FewerError as error:
-            if len(error.present) == len(who):
-                raise
-            who = np.asarray(error.present, int)
-    return who, None
 
 
 def _filled(rows: list[Any], plan: ArrayLike, away: object) -> list[Any]:
@@ -270,12 +256,6 @@ def _host_transport(batches: Batches, watch: Watch) -> Transport[Array, Stacks]:
         return Answers(combine(exchange.combine, replies), ok, tuple(after), stacked(watched))
 
     return transport
-
-
-def compile_parts(round_: Round) -> Round:
-    """Return the same round with each of its parts compiled."""
-    exchanges = tuple(map(compile_visit, round_.exchanges))
-    return replace(compiled_in_parts(round_), exchanges=exchanges)
 
 
 def compile_visit(exchange: Exchange[Silo, Down, Up]) -> Exchange[Silo, Down, Up]:

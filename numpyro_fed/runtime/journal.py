@@ -54,13 +54,7 @@ class Journal:
         return min(waiting)[1] if waiting else None
 
     def known(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Return the replies to messages, by silo, that came in an earlier process.
-
-        Raises
-        ------
-        SavedStateError
-            If the script asks something else than it did then.
-        """
+        """Return the replies to messages, by silo, that came in an earlier process."""
         found: dict[int, bytes] = {}
         for silo, message in messages.items():
             if not self._waiting[silo]:

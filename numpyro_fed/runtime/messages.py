@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -110,32 +110,21 @@ class Question(NamedTuple):
 
     @classmethod
     def of(cls, head: Mapping[str, str]) -> Question:
-        """Return the question in the head of a message.
-
-        Raises
-        ------
-        DataError
-            For a head that lacks one of the texts, or has something else as a number.
-        """
-        texts = [head.get(name) for name in cls._fields]
+        """Return the question in the head of a message."""
+        texts: list[Any] = [head.get(name) for name in cls._fields]
         exchange, settings, run, number, used, method = texts
-        if (
-            exchange is None
-            or settings is None
-            or run is None
-            or method is None
-            or not (_is_number(number) and _is_number(used))
-        ):
+        missing = exchange is None or settings is None or run is None or method is None
+        # Ten digits: enough for any run, and no text of a megabyte is made an int.
+        numeric = all(
+            text is not None and text.isascii() and text.isdigit() and len(text) <= 10
+            for text in (number, used)
+        )
+        if missing or not numeric:
             raise DataError(
                 f"a message to a silo names {', '.join(cls._fields)}, but this one has "
                 f"{sorted(head)}, or something else as a number. A Federation makes them."
             )
-        return cls(exchange, settings, run, int(str(number)), int(str(used)), method)
-
-
-def _is_number(text: str | None) -> bool:
-    # Ten digits: enough for any run, and no text of a megabyte is made an int.
-    return text is not None and text.isascii() and text.isdigit() and len(text) <= 10
+        return cls(exchange, settings, run, int(number), int(used), method)
 
 
 def write(arrays: Mapping[str, ArrayLike], head: Mapping[str, str] | None = None) -> bytes:
@@ -151,11 +140,6 @@ def read(message: bytes) -> Message:
     """Return the head and the named arrays of a message that :func:`write` made.
 
     The arrays are views of the bytes, which cannot be written to.
-
-    Raises
-    ------
-    DataError
-        For bytes that are no such message.
     """
     try:
         size = int.from_bytes(message[:8], "little")
@@ -221,13 +205,7 @@ def pack(prefix: str, tree: object) -> dict[str, Array]:
 
 
 def unpack(prefix: str, like: Tree, arrays: Mapping[str, np.ndarray]) -> Tree:
-    """Return the tree that was packed, of the structure, shapes and dtypes of ``like``.
-
-    Raises
-    ------
-    DataError
-        For an array that is missing, has another shape or dtype, or was not agreed.
-    """
+    """Return the tree that was packed, of the structure, shapes and dtypes of ``like``."""
     leaves, names = [], set()
     for path, expected in jax.tree.leaves_with_path(like):
         name = prefix + jax.tree_util.keystr(path)

@@ -126,7 +126,8 @@ class StageBar(Progress):
     def account(self, exchanges: int) -> None:
         """Show how many messages each silo has sent in all stages that are over."""
         self._exchanges_before = exchanges
-        self._show_exchanges(exchanges)
+        self._bar.n = exchanges
+        self._bar.refresh()
 
     def begin(self, search: bool, max_number: int) -> None:
         self._exchanges_before += self._num_done
@@ -138,7 +139,8 @@ class StageBar(Progress):
     def step(self, number: int, bound: float) -> None:
         self._num_done += number
         self._show_activity()
-        self._show_exchanges(self._exchanges_before + self._num_done)
+        self._bar.n = self._exchanges_before + self._num_done
+        self._bar.refresh()
 
     def end(self) -> None:
         self._exchanges_before += self._num_done
@@ -150,10 +152,6 @@ class StageBar(Progress):
         if self._num_compiling > 0:
             doing += f"{',' if doing else ':'} {COMPILING}"
         self._bar.set_description_str(f"{self._stage}{doing}", refresh=False)
-
-    def _show_exchanges(self, exchanges: int) -> None:
-        self._bar.n = exchanges
-        self._bar.refresh()
 
     def _refresh_clock(self) -> None:
         while not self._stop.wait(TICK):

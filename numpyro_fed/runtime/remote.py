@@ -65,8 +65,7 @@ class PlanLike(Protocol):
     """The part of a plan that a runtime needs."""
 
     @property
-    def num_silos(self) -> int:
-        """Return how many silos there are."""
+    def num_silos(self) -> int: ...
 
     def template(self) -> SiloData:
         """Return zeros of the shapes of one silo's data."""
@@ -83,11 +82,6 @@ def remote(
     """Return the runtime of a server whose silos are reached over a channel.
 
     Each run begins by the message ``begin``.
-
-    Raises
-    ------
-    SumError
-        If sums alone are to be told, and a round needs the replies of single silos.
     """
     silos = _Remote(algorithm, schedule, plan, channel, begin)
     if channel.federation.secure_sum:
@@ -103,6 +97,7 @@ def remote(
         silos.single,
         silos.transport_of,
         1,
+        silos.single,
         like=silos.like,
         go_on=silos.go_on,
     )
@@ -191,15 +186,6 @@ class _Remote:
                 self.expectations[exchange.id] = Expected(reply, jax.jit(exchange.checked))
         return self.expectations[asked]
 
-    def expected_of_stacked(self, exchange: Exchange[Any, Any, Any]) -> Expected:
-        """Return shapes and checks of the replies to an exchange that belongs to no round."""
-        if self.channel.federation.secure_sum:
-            check_summed(exchange)
-        if exchange.id not in self.expectations:
-            _, _, reply = declared(exchange)
-            self.expectations[exchange.id] = Expected(reply, jax.jit(exchange.checked))
-        return self.expectations[exchange.id]
-
     def transport(
         self, exchange: Exchange[Any, Down, Up], noise: Array, down: Down, who: Array, silos: Stacks
     ) -> Answers[Stacks]:
@@ -212,7 +198,13 @@ class _Remote:
             drop_weak_types(for_participants(exchange.scatter, down, i))
             for i in range(len(numbers))
         ]
-        expected = self.expected_of_stacked(exchange) if exchange.stacked else self.expected(asked)
+        # The replies to a stacked exchange belong to no round, which says their shapes itself.
+        if exchange.stacked and self.channel.federation.secure_sum:
+            check_summed(exchange)
+        if exchange.stacked and asked not in self.expectations:
+            reply = declared(exchange).reply
+            self.expectations[asked] = Expected(reply, jax.jit(exchange.checked))
+        expected = self.expected(asked)
         question = numbers, exchange, noise, downs, silos[0], expected
         try:
             if self.channel.federation.secure_sum:
@@ -271,21 +263,26 @@ class ArrivalRounds(PlainLoop):
     silos: _Remote = field(kw_only=True)
     under_way: UnderWay | None = field(default=None, init=False)
 
+    def __post_init__(self) -> None:
+        round_ = self.silos.algorithm.round
+        (self.exchange,) = round_.exchanges
+        self._replayed: Callable[..., Any] = jax.jit(partial(replayed_part, round_))
+        self._noise: Callable[[Array], Any] = jax.jit(round_.noise)
+
     def one_round(
         self, key: Array, state: State, batches: Batches, server_data: ServerData
     ) -> tuple[State, float, RunStatus, Any]:
-        """Run one round from a state, and return the state after it.
-
-        Raises
-        ------
-        EndedError
-            With the state after the last good step, if it ends before.
-        """
+        """Run one round from a state, and return the state after it."""
         channel, exchange = self.silos.channel, self.exchange
         size, expected = channel.num_silos, self.silos.expected(exchange.id)
         first, rows, loss = int(state.round) * size, list[Any](), 0.0
-        way, numbers = self._under_way_from(key, state)
-        watch = self.silos.watch_reply
+        before, watch = self.under_way, self.silos.watch_reply
+        if before and before.state is state and before.num_asked == channel.num_asked:
+            way, numbers = before.arrivals, before.numbers
+        else:  # nothing is under way from this state: all are asked
+            way, mark = channel.federation.arrivals(exchange.name), state.silos[0]
+            key_next = exchange_key(key, first, 0, 1)
+            numbers = {j: self._send(way, j, key_next, state.server, mark) for j in range(size)}
         try:
             while len(rows) < size:
                 silo, answer = way.next()
@@ -312,32 +309,8 @@ class ArrivalRounds(PlainLoop):
         self.under_way = UnderWay(state, way, numbers, channel.num_asked)
         return state, loss, RunStatus(True, np.ones(size, bool)), stacked(rows)
 
-    @property
-    def exchange(self) -> Exchange[Any, Any, Any]:
-        """Return the exchange of a step."""
-        (exchange,) = self.silos.algorithm.round.exchanges
-        return exchange
-
-    def _under_way_from(self, key: Array, state: State) -> tuple[Arrivals, dict[int, int]]:
-        """Return what is under way from this state; if nothing is, ask all silos."""
-        before, channel = self.under_way, self.silos.channel
-        if before and before.state is state and before.num_asked == channel.num_asked:
-            return before.arrivals, before.numbers
-        way, silos = channel.federation.arrivals(self.exchange.name), range(channel.num_silos)
-        key_next = exchange_key(key, int(state.round) * len(silos), 0, 1)
-        mark = state.silos[0]
-        return way, {j: self._send(way, j, key_next, state.server, mark) for j in silos}
-
     def _send(self, way: Arrivals, silo: int, key: Array, server: Any, mark: Mark) -> int:
         """Send a silo the server's message, and return its number."""
         down = self._replayed(server, self._noise(server_key(key)), jnp.array([silo]), None, ())
         down = drop_weak_types(for_participants(self.exchange.scatter, down, 0))
         return self.silos.channel.send(way, silo, self.exchange, key, down, mark)
-
-    @cached_property
-    def _replayed(self) -> Callable[..., Any]:
-        return jax.jit(partial(replayed_part, self.silos.algorithm.round))
-
-    @cached_property
-    def _noise(self) -> Callable[[Array], Any]:
-        return jax.jit(self.silos.algorithm.round.noise)

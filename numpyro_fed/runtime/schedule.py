@@ -114,7 +114,21 @@ def at_random(num_silos: int, size: int) -> Schedule[tuple[()]]:
             f"size={size} silos cannot take part at a time: there are {num_silos}. Take between 1 "
             f"and {num_silos}."
         )
-    return _stateless(num_silos, 1, size, lambda key, change: _subset(key, num_silos, size))
+
+    def subset(key: Array, change: Array) -> Array:
+        """Return distinct silos in ascending order, by Floyd's algorithm.
+
+        Its work depends on ``size`` alone, where a permutation would cost as much as all silos.
+        """
+        last = num_silos - size + jnp.arange(size)
+        drawn = jax.random.randint(key, (size,), 0, last + 1)
+
+        def add(i: Array, chosen: Array) -> Array:
+            return chosen.at[i].set(jnp.where((chosen == drawn[i]).any(), last[i], drawn[i]))
+
+        return jnp.sort(jax.lax.fori_loop(0, size, add, jnp.full(size, -1)))
+
+    return _stateless(num_silos, 1, size, subset)
 
 
 def given(num_silos: int, who: ArrayLike | Sequence[Sequence[int]]) -> Schedule[tuple[()]]:
@@ -205,11 +219,15 @@ def asynchronous(
     4
     """
     positive_int("num_silos", num_silos)
-    draw = seconds if callable(seconds) else _exponential(num_silos, seconds)
     silos = jnp.arange(num_silos)
-    # A function of the user is tried on one key; a list was checked when its means were read.
-    if callable(seconds):
-        _check_durations(jax.vmap(draw, (None, 0))(jax.random.key(0), silos), num_silos)
+    # A function of the user is tried on one key.
+    drawn = jax.vmap(seconds, (None, 0))(jax.random.key(0), silos) if callable(seconds) else seconds
+    means = _checked_durations(drawn, num_silos)
+
+    def draw(key: Array, silo: Array) -> Array:
+        if callable(seconds):
+            return seconds(key, silo)
+        return jnp.asarray(means, float)[silo] * jax.random.exponential(key)
 
     def duration(key: Array, silo: Array, job: Array) -> Array:
         return draw(jax.random.fold_in(jax.random.fold_in(key, silo), job), silo)
@@ -262,20 +280,6 @@ def _stateless(
     return Schedule(steps, size, lambda key: (), visits, num_silos, ahead)
 
 
-def _subset(key: Array, num_silos: int, size: int) -> Array:
-    """Return ``size`` distinct silos in ascending order, by Floyd's algorithm.
-
-    Its work depends on ``size`` alone, where a permutation would cost as much as there are silos.
-    """
-    last = num_silos - size + jnp.arange(size)
-    drawn = jax.random.randint(key, (size,), 0, last + 1)
-
-    def add(i: Array, chosen: Array) -> Array:
-        return chosen.at[i].set(jnp.where((chosen == drawn[i]).any(), last[i], drawn[i]))
-
-    return jnp.sort(jax.lax.fori_loop(0, size, add, jnp.full(size, -1)))
-
-
 def _checked_order(num_silos: int, order: Sequence[int], name: str = "order") -> np.ndarray:
     """Return a fixed order as an array; refuse one with unknown numbers or without some silo."""
     numbers = np.asarray(order)
@@ -299,17 +303,7 @@ def _checked_order(num_silos: int, order: Sequence[int], name: str = "order") ->
     return numbers
 
 
-def _exponential(num_silos: int, seconds: Sequence[float]) -> Callable[[Array, Array], Array]:
-    means = np.asarray(seconds)
-    _check_durations(means, num_silos)
-
-    def draw(key: Array, silo: Array) -> Array:
-        return jnp.asarray(means, float)[silo] * jax.random.exponential(key)
-
-    return draw
-
-
-def _check_durations(drawn: ArrayLike, num_silos: int) -> None:
+def _checked_durations(drawn: ArrayLike | Sequence[float], num_silos: int) -> np.ndarray:
     durations = np.asarray(drawn)
     if durations.shape != (num_silos,) or durations.dtype.kind not in "fiu":
         raise ValueError(
@@ -323,6 +317,7 @@ def _check_durations(drawn: ArrayLike, num_silos: int) -> None:
             f"seconds must be positive and finite, got {durations[bad[0]]} at silo {bad[0]}. A "
             "silo that is never done should be left out of the list of silos."
         )
+    return durations
 
 
 def _listed(numbers: Sequence[int]) -> str:

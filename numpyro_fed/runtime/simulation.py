@@ -209,7 +209,14 @@ class _Loop:
         """Run up to ``n`` rounds, as :class:`Advance` says."""
         schedule, done, num_silos = self.schedule, self.algorithm.done, _num_silos(batches)
         ahead = schedule is None or (schedule.ahead and schedule.steps == 1)
-        order = in_order(batches) if schedule is None else _silo_positions(batches)
+        order: Any = in_order(batches)
+        if schedule is not None:
+            # Each silo's bucket (silos,), and its row in that bucket (silos,).
+            sizes, total = [len(b.silos) for b in batches], num_silos
+            numbers = jnp.arange(len(batches))
+            bucket = jnp.repeat(numbers, jnp.array(sizes), total_repeat_length=total)
+            place = jnp.concatenate([jnp.arange(n) for n in sizes])
+            order = bucket[order], place[order]
         # The inlined jit keeps its trace: eval_shape and the loop's body share one.
         one_step = jax.jit(self._step, inline=True)
         of_steps = partial(self._run_steps, one_step, key)
@@ -217,8 +224,11 @@ class _Loop:
         drawn = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), first)
         inputs = (drawn, state.server, state.silos, batches, order, server_data)
         _, _, info, good, watched = jax.eval_shape(one_step, *inputs)
-        steps = 1 if schedule is None else schedule.steps
-        log = _log(chunk_of(schedule), steps, info, drawn[0], watched)
+        # An empty log of as many rounds as one call can log, from the shapes of a report.
+        room = chunk_of(schedule), 1 if schedule is None else schedule.steps
+        reported = info.report, drawn[0], watched
+        empty = jax.tree.map(lambda a: jnp.zeros((*room, *a.shape), a.dtype), reported)
+        log = Log(jnp.zeros(room[0]), *empty)
 
         def continues(carry: RoundCarry) -> Array:
             i, state, _, status = carry
@@ -383,7 +393,13 @@ class _ParticipantTransport:
             return silos, (reply, watched)
 
         if size > 1 and len(self.batches) == 1:
-            replies, silos, watched = self.visit_mapped(exchange, noise, down, who, silos)
+            # In one map: gather their states, run, scatter them back.
+            (stack,), (batch,) = silos, self.batches
+            at = self.positions[1][who]
+            states, data = jax.tree.map(lambda a: a[at], (stack, batch.data))
+            visit = jax.vmap(partial(self.visit, exchange), (0, _axes(exchange), 0, 0))
+            replies, states, watched = visit(noise, down, states, data)
+            silos = (jax.tree.map(lambda a, new: a.at[at].set(new), stack, states),)
         elif size == 1:  # without the loop around a single visit
             silos, answer = body(silos, 0)
             replies, watched = jax.tree.map(lambda a: a[None], answer)
@@ -405,18 +421,6 @@ class _ParticipantTransport:
         reply, state = exchange.visit(noise, down, state, data)
         return drop_weak_types((reply, state, self.watch(state) if self.watch else ()))
 
-    def visit_mapped(
-        self, exchange: Exchange[Any, Down, Up], noise: Drawn, down: Down, who: Array, silos: Stacks
-    ) -> tuple[Reply[Up], Stacks, Any]:
-        """Visit all participants in one map: gather their states, run, scatter them back."""
-        (stack,), (batch,) = silos, self.batches
-        at = self.positions[1][who]
-        states, data = jax.tree.map(lambda a: a[at], (stack, batch.data))
-        visit = jax.vmap(partial(self.visit, exchange), (0, _axes(exchange), 0, 0))
-        replies, states, watched = visit(noise, down, states, data)
-        stack = jax.tree.map(lambda a, new: a.at[at].set(new), stack, states)
-        return replies, (stack,), watched
-
     def visit_one(
         self, exchange: Exchange[Any, Down, Up], noise: Drawn, down: Down, j: Array, silos: Stacks
     ) -> tuple[Reply[Up], Stacks, Any]:
@@ -430,58 +434,34 @@ class _ParticipantTransport:
         at = [jnp.clip(place_of[j], 0, len(b.silos) - 1) for b in batches]
         before = tuple(_take(stack, i) for stack, i in zip(silos, at, strict=True))
 
-        def in_bucket(b: int) -> Callable[[Drawn, Down, Stacks], tuple[Reply[Up], Stacks, Any]]:
-            def branch(noise: Drawn, down: Down, states: Stacks) -> tuple[Reply[Up], Stacks, Any]:
-                data = _take(batches[b].data, at[b])
-                reply, state, watched = self.visit(exchange, noise, down, states[b], data)
-                return reply, (*states[:b], state, *states[b + 1 :]), watched
+        def in_bucket(
+            b: int, noise: Drawn, down: Down, states: Stacks
+        ) -> tuple[Reply[Up], Stacks, Any]:
+            data = _take(batches[b].data, at[b])
+            reply, state, watched = self.visit(exchange, noise, down, states[b], data)
+            return reply, (*states[:b], state, *states[b + 1 :]), watched
 
-            return branch
-
-        branches = [in_bucket(b) for b in range(len(batches))]
+        branches = [partial(in_bucket, b) for b in range(len(batches))]
         reply, after, watched = jax.lax.switch(bucket_of[j], branches, noise, down, before)
-        silos = tuple(_put(*args) for args in zip(silos, after, at, strict=True))
+        put = jax.lax.dynamic_update_index_in_dim
+        silos = tuple(
+            jax.tree.map(partial(put, index=i, axis=0), stack, one)
+            for stack, one, i in zip(silos, after, at, strict=True)
+        )
         return reply, silos, watched
-
-
-def _log(chunk: int, steps: int, info: Info, who: object, watched: object) -> Log:
-    """Return an empty log for ``chunk`` rounds of ``steps`` steps, from shapes of a report."""
-
-    def room(a: jax.ShapeDtypeStruct) -> Array:
-        return jnp.zeros((chunk, steps, *a.shape), a.dtype)
-
-    return Log(jnp.zeros(chunk), *jax.tree.map(room, (info.report, who, watched)))
 
 
 def _write(
     log: Log, i: Array, step: Array | int, info: Info, who: Participants, watched: object
 ) -> Log:
     """Return the log with the report of step ``step`` of round ``i``; losses of steps add up."""
-
-    def put(room: Array, a: Array) -> Array:
-        return room.at[i, step].set(a)
-
-    losses = log.losses.at[i].add(info.loss)
-    return Log(losses, *jax.tree.map(put, tuple(log[1:]), (info.report, who, watched)))
-
-
-def _silo_positions(batches: Batches) -> Positions:
-    """Return each silo's bucket (silos,) and its row in that bucket (silos,)."""
-    sizes = [len(b.silos) for b in batches]
-    order = in_order(batches)
-    bucket = jnp.repeat(jnp.arange(len(batches)), jnp.array(sizes), total_repeat_length=sum(sizes))
-    place = jnp.concatenate([jnp.arange(n) for n in sizes])
-    return bucket[order], place[order]
+    losses, reported = log.losses.at[i].add(info.loss), (info.report, who, watched)
+    rooms = jax.tree.map(lambda room, a: room.at[i, step].set(a), tuple(log[1:]), reported)
+    return Log(losses, *rooms)
 
 
 def _take(stack: Tree, i: Array) -> Tree:
     return jax.tree.map(partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False), stack)
-
-
-def _put(stack: Tree, one: Tree, i: Array) -> Tree:
-    return jax.tree.map(
-        lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, i, 0), stack, one
-    )
 
 
 def _axes(exchange: Exchange[Silo, Down, Up]) -> Any:

@@ -70,23 +70,20 @@ class Batch(NamedTuple):
     silos: Array
     data: SiloData
 
-    @property
-    def size(self) -> int:
-        """Return the number of silos."""
-        return len(self.silos)
-
     def padded(self, tree: Tree) -> Tree:
         """Return a tree of all silos' arrays (n, ...) with as many rows as the data have."""
-        rows = len(jax.tree.leaves(self.data)[0]) if jax.tree.leaves(self.data) else self.size
-        if rows == self.size:
+        leaves, size = jax.tree.leaves(self.data), len(self.silos)
+        rows = len(leaves[0]) if leaves else size
+        if rows == size:
             return tree
-        return jax.tree.map(lambda a: a[jnp.arange(rows) % self.size], tree)
+        return jax.tree.map(lambda a: a[jnp.arange(rows) % size], tree)
 
     def real(self, tree: Tree) -> Tree:
         """Return the same without the rows beyond the silos."""
-        if all(len(a) == self.size for a in jax.tree.leaves(tree)):
+        size = len(self.silos)
+        if all(len(a) == size for a in jax.tree.leaves(tree)):
             return tree
-        return jax.tree.map(lambda a: a[: self.size], tree)
+        return jax.tree.map(lambda a: a[:size], tree)
 
 
 Batches = tuple[Batch, ...]
@@ -204,8 +201,8 @@ class Runtime(NamedTuple):
         The way of a plain program's questions to the silos (:mod:`.asking`).
     chunk : int
         Rounds that one call of ``advance`` can log, at most.
-    single_quick : round -> Single, optional
-        The same, compiled in less than half of the time and slower to run.
+    quick : round -> Single
+        The same as ``single`` for little work, compiled quickly where the runtime can do so.
     like : (key, batches) -> State, optional
         A function for the shapes of a state alone, where ``init`` has effects outside of this
         process.
@@ -218,14 +215,10 @@ class Runtime(NamedTuple):
     advance: Advance
     single: Callable[[Round], Single]
     transport: Callable[[Batches], Any]
-    chunk: int = CHUNK
-    single_quick: Callable[[Round], Single] | None = None
+    chunk: int
+    quick: Callable[[Round], Single]
     like: Callable[[Array, Batches], State] | None = None
     go_on: Callable[[State], State] = lambda state: state
-
-    def quick(self, round_: Round) -> Single:
-        """Return a single round for little work, compiled quickly where the runtime can do so."""
-        return (self.single_quick or self.single)(round_)
 
 
 def on_device(buckets: Sequence[Bucket]) -> Batches:

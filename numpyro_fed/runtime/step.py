@@ -33,7 +33,7 @@ from numpyro_fed.algorithms.base import (
 )
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.runtime.stack import ServerData
-from numpyro_fed.trees import AnyArray, Numbers, Tree, drop_weak_types, namespace
+from numpyro_fed.trees import Numbers, drop_weak_types, namespace
 
 Source = TypeVar("Source", contravariant=True)  # silos' noise, or keys that it is drawn from
 Drawn = TypeVar("Drawn")  # the same type, where a class keeps it
@@ -61,11 +61,7 @@ def combine(how: Combine, stacks: Sequence[Reply[Up]], order: Numbers | None = N
         return Replies(up, bad == 0, weight)
     index = slice(None) if order is None else order
     triples = [(reply.up, reply.ok, _weights(reply)) for reply in stacks]
-
-    def gathered(*leaves: AnyArray) -> AnyArray:
-        return namespace(leaves[0]).concatenate(leaves)[index]
-
-    return Replies(*jax.tree.map(gathered, *triples))
+    return Replies(*jax.tree.map(lambda *a: namespace(a[0]).concatenate(a)[index], *triples))
 
 
 def _weights(stack: Reply[Up]) -> Array:
@@ -92,11 +88,8 @@ def _weighted_sum(stack: Reply[Up]) -> tuple[Up, Array]:
 
 def for_participants(scatter: object, down: Down, index: Array | int) -> Down:
     """Return the message for participants ``index``: leaves marked in ``scatter`` are indexed."""
-
-    def part(scattered: bool, leaves: Tree) -> Tree:
-        return jax.tree.map(lambda a: a[index], leaves) if scattered else leaves
-
-    return jax.tree.map(part, scatter, down)
+    one = partial(jax.tree.map, lambda a: a[index])
+    return jax.tree.map(lambda scattered, all_: one(all_) if scattered else all_, scatter, down)
 
 
 class Answers(NamedTuple, Generic[Silos]):
@@ -199,16 +192,9 @@ def step(
 ) -> tuple[Any, Silos, Info, Array, Any]:
     """Run one step of an algorithm.
 
-    Returns
-    -------
-    server, silos
-        Their states after the step.
-    info : Info
-        The server's report; its ``ok`` is true only if all replies were good.
-    good : (k,) bool
-        Which participants' replies were good in all exchanges, in the runtime's order.
-    watched : pytree
-        The watched part of the silos' states after the last exchange.
+    Returns the states of server and silos after it, the server's report (its ``ok`` is true only if
+    all replies were good), which participants' replies were good in all exchanges (k,), in the
+    runtime's order, and the watched part of the silos' states.
     """
     good: Any = jnp.ones(jnp.shape(who), bool)
     watched: Any = ()
@@ -241,10 +227,7 @@ def replayed_part(
 ) -> Any:
     """Run a round on known replies, up to the first exchange that has none, or to the end.
 
-    Returns
-    -------
-    Down, or (server_state, Info)
-        The message of that exchange; or, if no reply is missing, what the round returns.
+    Returns the message of that exchange; or, if no reply is missing, what the round returns.
     """
     stopped = False
 

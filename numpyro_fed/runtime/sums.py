@@ -63,17 +63,8 @@ def asked_of_all(
 ) -> str:
     """Return a digest of all that the silos of a sum are asked alike.
 
-    Parameters
-    ----------
-    plan : str
-        The plan that a silo has accepted.
-    question : Question
-    message : bytes
-        The question with its arrays.
-    scatter : pytree of bools
-        Which arrays differ between silos (:class:`Exchange`).
-    down : pytree
-        Shapes of the arrays.
+    It is of the accepted plan, the question, and the arrays of ``message`` that do not differ
+    between silos (``scatter``); ``down`` are the shapes of all arrays.
     """
     differs = jax.tree.map(lambda own, part: jax.tree.map(lambda _: own, part), scatter, down)
     own = {name for name, is_own in pack("down", differs).items() if is_own}
@@ -101,31 +92,20 @@ def masked_reply(
 ) -> bytes:
     """Return a silo's reply in the form in which it leaves the silo: its numbers under masks.
 
-    Parameters
-    ----------
-    reply : bytes
-        The reply to the question without a sum.
-    parties : int
-        How many replies are added up.
-    weighted : bool
-        Whether real numbers are multiplied by the weight, which is then added up as well.
-    mask : words -> words
-        The function that adds the masks.
+    ``reply`` is the one to the question without a sum, of which ``parties`` are added up. Where
+    replies are ``weighted``, real numbers are multiplied by the weight, which is added up as well.
     """
     _, arrays = read(reply)
     names = sorted(name for name in arrays if name.startswith("reply.up"))
-    parts = [arrays[name] for name in names]
+    # In double precision, in which a product is not rounded.
+    given = (arrays[name] for name in names)
+    parts = [a.astype(np.float64) if a.dtype.kind == "f" else a for a in given]
     if weighted:
         weight = arrays["reply.weight"].astype(np.float64)
-        parts = [a * weight if a.dtype.kind == "f" else a for a in map(_wide, parts)]
+        parts = [a * weight if a.dtype.kind == "f" else a for a in parts]
         parts.append(weight)
-    numbers = np.concatenate([np.zeros(0), *(np.asarray(_wide(a)).ravel() for a in parts)])
+    numbers = np.concatenate([np.zeros(0), *map(np.ravel, parts)])
     return write({MASKED: mask(encode(numbers, parties)), "ok": arrays["reply.ok"]})
-
-
-def _wide(a: np.ndarray) -> np.ndarray:
-    """Return an array of single precision in double, in which a product is not rounded."""
-    return a.astype(np.float64) if a.dtype.kind == "f" else a
 
 
 def check_group(who: Sequence[int], exchange: str) -> None:
@@ -169,13 +149,6 @@ def sum_of(
         The agreed shapes and dtypes of one reply.
     weights : (float, float)
         The range of the sum of the weights, where the exchange is weighted.
-
-    Raises
-    ------
-    ReplyError
-        For a reply of another shape or dtype.
-    SumError
-        For a sum that is out of the range of numbers, or of weights.
     """
     leaves = pack("reply.up", shapes.up)
     names = sorted(leaves)
@@ -204,21 +177,25 @@ def sum_of(
             silos=who,
             exchange=exchange.name,
         )
-    like = jax.eval_shape(_summed, shapes)
+    # A part of the sum has the shape and dtype that a sum of plain replies has.
+    stacks = jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype), shapes)
+    like = jax.eval_shape(lambda stack: combine(Combine.SUM, [stack]), stacks)
     given = pack("reply.up", like.up)
     parts = np.split(numbers[: sum(sizes)], np.cumsum(sizes)[:-1]) if sizes else []
-    found = {
-        name: _cast(part, given[name], who, exchange.name)
-        for name, part in zip(names, parts, strict=True)
-    }
+    found = {}
+    for name, part in zip(names, parts, strict=True):
+        to = given[name]
+        if not jnp.issubdtype(to.dtype, jnp.inexact) and (part != np.rint(part)).any():
+            raise SumError(
+                "has fractions or infinite numbers where whole ones are added up. A silo does not "
+                "keep to the protocol.",
+                silos=who,
+                exchange=exchange.name,
+            )
+        found[name] = jnp.asarray(part.reshape(to.shape).astype(to.dtype))
     up = jax.tree.unflatten(jax.tree.structure(like.up), [found[name] for name in given])
     flags = jnp.asarray(ok)
     return Replies(up, flags.all(), jnp.asarray(weight, like.weight.dtype)), flags
-
-
-def _summed(reply: Reply[Any]) -> Replies[Any]:
-    stack = jax.tree.map(lambda a: jnp.zeros((1, *a.shape), a.dtype), reply)
-    return combine(Combine.SUM, [stack])
 
 
 def _read_masked(answer: bytes, size: int, silo: int, exchange: str) -> tuple[np.ndarray, bool]:
@@ -237,15 +214,3 @@ def _read_masked(answer: bytes, size: int, silo: int, exchange: str) -> tuple[np
             exchange=exchange,
         )
     return arrays[MASKED], bool(arrays["ok"])
-
-
-def _cast(part: np.ndarray, like: Array, silos: tuple[int, ...], exchange: str) -> Array:
-    """Return a part of the sum in the shape and dtype that a sum of plain replies has."""
-    if not jnp.issubdtype(like.dtype, jnp.inexact) and (part != np.rint(part)).any():
-        raise SumError(
-            "has fractions or infinite numbers where whole ones are added up. A silo does not keep "
-            "to the protocol.",
-            silos=silos,
-            exchange=exchange,
-        )
-    return jnp.asarray(part.reshape(like.shape).astype(like.dtype))

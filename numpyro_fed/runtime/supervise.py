@@ -71,13 +71,6 @@ class RunOutcome(NamedTuple):
     refused: SilosError | None = None
 
 
-class Watcher(NamedTuple):
-    """A callback that is called after each ``every`` rounds; True ends the run."""
-
-    call: Callable[[RunOutcome], bool | None]
-    every: int
-
-
 def drive(
     runtime: Runtime,
     key: Array,
@@ -88,23 +81,15 @@ def drive(
     server_data: ServerData = None,
     *,
     stop: bool = False,
-    watcher: Watcher | None = None,
+    callback: Callable[[RunOutcome], bool] | None = None,
+    every: int = 100,
     keep: bool = False,
 ) -> RunOutcome:
     """Run ``num_rounds`` rounds from ``state``, or fewer.
 
-    Parameters
-    ----------
-    runtime, key, state, batches, server_data
-        The algorithm, its first state, and the data.
-    num_rounds : int
-    progress_bar : bool or Progress
-    stop : bool
-        End where the algorithm is done.
-    watcher : Watcher, optional
-    keep : bool
-        Let a ``KeyboardInterrupt`` end the run at the last good state, with ``ended`` set to
-        ``"interrupted"``; a second one is raised.
+    With ``stop`` they end where the algorithm is done, and where ``callback``, which is called
+    after each ``every`` rounds, returns True. With ``keep`` a ``KeyboardInterrupt`` ends the run at
+    the last good state, with ``ended`` set to ``"interrupted"``; a second one is raised.
     """
     logs: list[Log] = []
     done, failure, ended, begin = 0, None, "rounds", state.round
@@ -127,8 +112,8 @@ def drive(
         with progress.under_way(False, num_rounds):
             while done < num_rounds and failure is None:
                 n = min(n, runtime.chunk, num_rounds - done)
-                if watcher is not None:
-                    n = min(n, watcher.every - done % watcher.every)
+                if callback is not None:
+                    n = min(n, every - done % every)
                 started = time.perf_counter()
                 try:
                     after, log, last = jax.block_until_ready(
@@ -165,8 +150,8 @@ def drive(
                 if n < requested:
                     ended = "converged"
                     break
-                looks = watcher is not None and n and done % watcher.every == 0
-                if watcher is not None and looks and watcher.call(run_so_far()):
+                looks = n and done % every == 0
+                if callback is not None and looks and callback(run_so_far()):
                     ended = "callback"
                     break
                 if n:
@@ -189,24 +174,21 @@ def _first(n: int, a: ArrayLike) -> np.ndarray:
     return np.asarray(a)[:n]
 
 
-class _Finite(NamedTuple):
-    """The verdicts whether the server's state is finite, and each silo's (n,) by bucket."""
-
-    server: Array
-    silos: tuple[Array, ...]
-
-
 # One program for all leaves of all states: the check runs after every chunk, and a program for each
 # leaf would cost more than the check.
 @jit_once
-def _finite(server: object, silos: Stacks, numbers: tuple[Array, ...]) -> _Finite:
+def _finite(
+    server: object, silos: Stacks, numbers: tuple[Array, ...]
+) -> tuple[Array, tuple[Array, ...]]:
+    """Return whether the server's state is finite, and each silo's (n,) by bucket."""
+
     def finite_by_silo(stack: object, numbers: Array) -> Array:
         size = len(numbers)
         leaves = [jnp.isfinite(a).reshape(size, -1).all(1) for a in jax.tree.leaves(stack)]
         return jnp.stack([jnp.ones(size, bool), *leaves]).all(0)
 
     stacks = tuple(finite_by_silo(stack, n) for stack, n in zip(silos, numbers, strict=True))
-    return _Finite(all_finite(server), stacks)
+    return all_finite(server), stacks
 
 
 def _all_finite(state: State, batches: Batches) -> bool:
@@ -220,6 +202,6 @@ def failed_silos(replies: ArrayLike, silos: Stacks, batches: Batches) -> tuple[i
     if not silos:
         return tuple(sorted(bad))
     numbers = tuple(b.silos for b in batches)
-    for silo, fine in zip(numbers, _finite((), silos, numbers).silos, strict=True):
+    for silo, fine in zip(numbers, _finite((), silos, numbers)[1], strict=True):
         bad.update(np.asarray(silo)[~np.asarray(fine)].tolist())
     return tuple(sorted(bad))
