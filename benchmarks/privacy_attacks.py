@@ -28,8 +28,7 @@ from scipy.stats import beta
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.private_newton import Answered, NewtonQuestion, PrivateNewton
-from numpyro_fed.algorithms.private_schedule import SIZES, SUMS, UNITS, Schedule
-from numpyro_fed.algorithms.private_units import PrivateUnits
+from numpyro_fed.algorithms.private_units import SIZES, SUMS, UNITS, PrivateUnits, Schedule
 from numpyro_fed.model.data import read
 from numpyro_fed.model.split import split
 from numpyro_fed.precision import precision

@@ -43,8 +43,7 @@ import numpyro_fed as nf
 from numpyro_fed.algorithms import private_newton
 from numpyro_fed.algorithms.base import AskSilos
 from numpyro_fed.algorithms.private_newton import NEAR, PrivateNewton, Server
-from numpyro_fed.algorithms.private_schedule import Schedule
-from numpyro_fed.algorithms.private_units import PrivateUnits
+from numpyro_fed.algorithms.private_units import PrivateUnits, Schedule
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.split import split
 from numpyro_fed.precision import precision

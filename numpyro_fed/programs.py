@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import cache, cached_property, partial, wraps
 from pathlib import Path
@@ -185,3 +186,10 @@ def known_options(options: dict[str, Any]) -> dict[str, Any]:
         single = (known_options({name: value}) for name, value in options.items())
         return {name: value for cached in single for name, value in cached.items()}
     return options
+
+
+# NumPyro keeps one stack of handlers for all threads, so that two models
+# that are traced side by side would see each other's handlers. The lock is
+# held while a model is traced, and never while a program runs, a callback is
+# called or a message is awaited: so no two threads can wait for each other.
+TRACING = threading.RLock()

@@ -16,7 +16,7 @@ from laid_open import put_in_place
 from problems import cut
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.importance.integration import Integration
+from numpyro_fed.algorithms.importance.likelihood import Integration
 from numpyro_fed.reference.compare import compare
 from numpyro_fed.reference.nuts_result import NutsResult
 from numpyro_fed.results.corrected import Corrected

@@ -30,7 +30,7 @@ from numpyro_fed.algorithms.importance.exchange import Weigh
 from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
 from numpyro_fed.bounds import Given
 from numpyro_fed.frame import Coordinates
-from numpyro_fed.results.moments import moments
+from numpyro_fed.results.element_errors import moments
 from numpyro_fed.results.weighted import systematic
 from numpyro_fed.runtime.host import compile_visit
 

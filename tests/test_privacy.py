@@ -17,8 +17,7 @@ import numpyro_fed as nf
 from numpyro_fed.algorithms import noisy_curvature, private_newton, private_units
 from numpyro_fed.algorithms.base import ExchangeId
 from numpyro_fed.algorithms.private_newton import Answered, NewtonQuestion, PrivateNewton
-from numpyro_fed.algorithms.private_schedule import Schedule
-from numpyro_fed.algorithms.private_units import PrivateUnits
+from numpyro_fed.algorithms.private_units import PrivateUnits, Schedule
 from numpyro_fed.files import Store
 from numpyro_fed.methods import private
 from numpyro_fed.model.data import read

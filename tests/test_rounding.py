@@ -12,8 +12,7 @@ from problems import cut
 
 import numpyro_fed as nf
 from numpyro_fed.model.data import read
-from numpyro_fed.results.moments import moments
-from numpyro_fed.results.rounding import Rounding
+from numpyro_fed.results.element_errors import Rounding, moments
 
 KEY, OTHER_KEY = jax.random.key(0), jax.random.key(7)
 QUIET = dict(progress_bar=False)

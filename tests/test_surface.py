@@ -13,9 +13,8 @@ from test_compare import corrected_of, nuts_of
 import numpyro_fed as nf
 from numpyro_fed.html import table, words
 from numpyro_fed.model.sites import Site
-from numpyro_fed.results.moments import Moments
+from numpyro_fed.results.element_errors import Moments, Rounding
 from numpyro_fed.results.posterior import Stage
-from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.sigma.check import Check, Row
 
 SUBMODULES = sorted(n for n in nf.__all__ if inspect.ismodule(getattr(nf, n)))

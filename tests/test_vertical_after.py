@@ -6,7 +6,7 @@ from vertical_problems import KEY, data, logistic
 
 import numpyro_fed as nf
 from numpyro_fed.errors import ModelError
-from numpyro_fed.results.vertical_after import ColumnsAfterFit
+from numpyro_fed.results.vertical import ColumnsAfterFit
 
 QUIET = {"progress_bar": False}
 WORDS = {

@@ -27,8 +27,7 @@ import numpy as np
 
 from numpyro_fed.algorithms.base import AskSilos, Exchange, Reply
 from numpyro_fed.algorithms.expand import Expand, Expansion, Prior, SiloState, flat_size, shape
-from numpyro_fed.algorithms.mode import ModeSearch, Start
-from numpyro_fed.algorithms.saddles import kicked
+from numpyro_fed.algorithms.mode import ModeSearch, Start, kicked
 from numpyro_fed.gaussian import Curvature
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData

@@ -65,17 +65,21 @@ from numpyro_fed.algorithms.noisy_curvature import (
     root_with_prior,
     times_inverse,
 )
-from numpyro_fed.algorithms.private_schedule import SIZES, UNITS, Phase, Schedule, sums_of
 from numpyro_fed.algorithms.private_units import (
     COARSE,
     COUNTS,
     HIGHEST,
     LOWEST,
+    SIZES,
     UNCLIPPED,
+    UNITS,
+    Phase,
     PrivateUnits,
+    Schedule,
     best_clip,
     histogram,
     quantile,
+    sums_of,
 )
 from numpyro_fed.errors import ModelError
 from numpyro_fed.frame import identity

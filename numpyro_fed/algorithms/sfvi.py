@@ -41,8 +41,7 @@ from numpyro_fed.algorithms.base import (
 )
 from numpyro_fed.algorithms.begin import StartPoint, local_guides_of_result
 from numpyro_fed.algorithms.convergence import ConvergenceStats
-from numpyro_fed.algorithms.sfvi_base import ByGradients, StartParams
-from numpyro_fed.algorithms.standardise import standardising
+from numpyro_fed.algorithms.sfvi_base import ByGradients, StartParams, standardising
 from numpyro_fed.bounds import Given
 from numpyro_fed.frame import Coordinates, Frame
 from numpyro_fed.gaussian import Gaussian

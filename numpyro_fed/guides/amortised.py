@@ -21,7 +21,7 @@ from numpyro_fed.errors import GuideError, MissingExtraError, positive_int
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.tracing import TRACING
+from numpyro_fed.programs import TRACING
 from numpyro_fed.trees import Tree
 
 HIDDEN = 64  # units in each hidden layer of a network for rows

@@ -29,7 +29,7 @@ from numpyro_fed.errors import GuideError
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.gaussian import Diagonal, LowRank
-from numpyro_fed.tracing import TRACING
+from numpyro_fed.programs import TRACING
 
 
 def from_autoguide(guide: AutoGuide, dim: int) -> GlobalGuide[Array]:

@@ -13,8 +13,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, ExchangeId, Round, Up
 from numpyro_fed.algorithms.private_newton import PrivateNewton
-from numpyro_fed.algorithms.private_schedule import SUMS, Schedule
-from numpyro_fed.algorithms.private_units import PrivateUnits
+from numpyro_fed.algorithms.private_units import SUMS, PrivateUnits, Schedule
 from numpyro_fed.errors import CoupledRowsError, GuideError, ModelError, SavedStateError
 from numpyro_fed.guides.structured import GuideConfig, Structured, build_resolved, resolve
 from numpyro_fed.integrals.quadrature import default_nodes, quadrature_misfit
@@ -34,8 +33,15 @@ from numpyro_fed.results.private import NOT_PROTECTED, PrivateResult
 from numpyro_fed.results.rows import Fit
 from numpyro_fed.runtime.asking import Asked
 from numpyro_fed.runtime.federation import Federation
-from numpyro_fed.runtime.party import AnyAlgorithm, PlanSize
-from numpyro_fed.runtime.stack import Batches, Log, RunStatus, ServerData, State
+from numpyro_fed.runtime.stack import (
+    AnyAlgorithm,
+    Batches,
+    Log,
+    PlanSize,
+    RunStatus,
+    ServerData,
+    State,
+)
 from numpyro_fed.runtime.supervise import RunOutcome
 
 # Numbers of a row's latents that quadrature takes, and globals of which a matrix is sent.

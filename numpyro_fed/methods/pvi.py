@@ -14,12 +14,10 @@ import numpy as np
 import optax
 from jax import Array
 
-from numpyro_fed.algorithms.pvi.algorithm import pvi
+from numpyro_fed.algorithms.pvi.algorithm import Evaluation, aggregate, pvi
 from numpyro_fed.algorithms.pvi.begin import pvi_carry, pvi_from_mode
 from numpyro_fed.algorithms.pvi.conjugacy import conjugacy
-from numpyro_fed.algorithms.pvi.evaluate import Evaluation
 from numpyro_fed.algorithms.pvi.families import Globals, globals_of
-from numpyro_fed.algorithms.pvi.posterior import aggregate
 from numpyro_fed.algorithms.pvi.server import Server
 from numpyro_fed.algorithms.pvi.silo import Silo
 from numpyro_fed.algorithms.pvi.states import PVIParts, Settings, Status
@@ -33,7 +31,7 @@ from numpyro_fed.errors import (
     positive_int,
 )
 from numpyro_fed.expfam import Family
-from numpyro_fed.guides.of_family import FamilyGuide
+from numpyro_fed.guides.base import FamilyGuide
 from numpyro_fed.guides.structured import (
     GuideConfig,
     Structured,

@@ -33,8 +33,7 @@ from numpyro_fed.algorithms.base import (
     asked_directly,
 )
 from numpyro_fed.algorithms.expand import flat_size
-from numpyro_fed.algorithms.importance.leave_out import LEAVE_OUT
-from numpyro_fed.algorithms.importance.loo import LOO, rows_that_count
+from numpyro_fed.algorithms.importance.loo import LEAVE_OUT, LOO, rows_that_count
 from numpyro_fed.algorithms.influence import INFLUENCE, Influence
 from numpyro_fed.algorithms.tempered import TEMPERED
 from numpyro_fed.errors import (
@@ -84,9 +83,8 @@ from numpyro_fed.runtime.channel import Weights
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import SEARCH, WITHOUT_START
 from numpyro_fed.runtime.noise import typed_key
-from numpyro_fed.runtime.party import AnyAlgorithm, PlanSize
 from numpyro_fed.runtime.progress import Progress
-from numpyro_fed.runtime.stack import Runtime, ServerData, State, on_device
+from numpyro_fed.runtime.stack import AnyAlgorithm, PlanSize, Runtime, ServerData, State, on_device
 
 # Globals and shared parameters, up to which a mode is searched for by L-BFGS. It trades hundreds of
 # exchanges of so many numbers against a start far from the posterior.

@@ -46,9 +46,16 @@ from numpyro_fed.model.roles import (
     split,
     with_server_data,
 )
-from numpyro_fed.model.row_ids import check_same_digests, check_same_ids, digest, read_ids
 from numpyro_fed.model.traces import Traces
-from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan, shared_text
+from numpyro_fed.model.vertical_facts import (
+    Shapes,
+    VerticalPlan,
+    check_same_digests,
+    check_same_ids,
+    digest,
+    read_ids,
+    shared_text,
+)
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalResult, VerticalStart
 from numpyro_fed.runtime.asking import Asked
@@ -56,8 +63,7 @@ from numpyro_fed.runtime.crossing import Crossings
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import SEARCH as BEGIN_SEARCH
 from numpyro_fed.runtime.noise import exchange_key, server_key, typed_key
-from numpyro_fed.runtime.party import PlanSize
-from numpyro_fed.runtime.stack import Batches, Runtime, State, on_device
+from numpyro_fed.runtime.stack import Batches, PlanSize, Runtime, State, on_device
 from numpyro_fed.runtime.supervise import RunOutcome
 from numpyro_fed.trees import drop_weak_types
 

@@ -21,8 +21,8 @@ from numpyro_fed.algorithms.base import (
 )
 from numpyro_fed.algorithms.vertical.augmented import Augmented
 from numpyro_fed.algorithms.vertical.base import Vertical
-from numpyro_fed.algorithms.vertical.party import PartyType
 from numpyro_fed.algorithms.vertical.power import Power
+from numpyro_fed.algorithms.vertical.sample import PartyType
 from numpyro_fed.algorithms.vertical.weigh import Weighing
 from numpyro_fed.errors import GuideError, StartWarning, positive_int
 from numpyro_fed.guides.amortised import Amortised

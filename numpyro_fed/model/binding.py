@@ -23,7 +23,7 @@ from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.densities import log_prob
 from numpyro_fed.model.sites import Site
-from numpyro_fed.tracing import TRACING
+from numpyro_fed.programs import TRACING
 
 Theta = dict[str, Any]
 Rows = dict[str, Array]

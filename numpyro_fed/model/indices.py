@@ -25,7 +25,6 @@ from numpyro import handlers
 
 from numpyro_fed.errors import DataError
 from numpyro_fed.model.data import SiloData, kind, read_one
-from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.jaxprs import (
     Labels,
     Program,
@@ -38,8 +37,8 @@ from numpyro_fed.model.jaxprs import (
     trace_program,
     type_of,
 )
-from numpyro_fed.programs import compiled_method, jit_once
-from numpyro_fed.tracing import TRACING
+from numpyro_fed.model.primitives import feasible
+from numpyro_fed.programs import TRACING, compiled_method, jit_once
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn, Var

@@ -27,8 +27,7 @@ from numpyro_fed.model.priors import GlobalPrior, LocalPrior
 from numpyro_fed.model.sites import Plate, Site, Structure
 from numpyro_fed.model.trace import Trace
 from numpyro_fed.model.traces import Traces
-from numpyro_fed.programs import compiled_method, jit_once
-from numpyro_fed.tracing import TRACING
+from numpyro_fed.programs import TRACING, compiled_method, jit_once
 
 PRIOR_DRAWS = 512  # at least, of which callers take as many as they ask for
 

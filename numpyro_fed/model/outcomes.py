@@ -13,7 +13,7 @@ from numpyro.distributions import MaskedDistribution
 from numpyro_fed.model.binding import trace_at
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.tracing import TRACING
+from numpyro_fed.programs import TRACING
 
 
 class Outcome(NamedTuple):

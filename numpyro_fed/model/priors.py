@@ -27,8 +27,7 @@ from numpyro_fed.model.jaxprs import Labels, provenance
 from numpyro_fed.model.sites import Site
 from numpyro_fed.model.trace import DENSITY, LATENT, PARAMETER
 from numpyro_fed.model.traces import Traces
-from numpyro_fed.programs import compiled_method
-from numpyro_fed.tracing import TRACING
+from numpyro_fed.programs import TRACING, compiled_method
 
 # Labels beside names of sites; the space keeps them apart from any of these.
 DATA, KEY = " data", " key"

@@ -26,11 +26,11 @@ from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.binding import Theta, bind, trace_at
 from numpyro_fed.model.clients import Clients, at_client_sum, check_predictions
 from numpyro_fed.model.data import SiloData, read_one, signature
-from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.jaxprs import provenance
+from numpyro_fed.model.primitives import feasible
 from numpyro_fed.model.sites import NEEDS_VALUES
 from numpyro_fed.model.vertical import PREDICTOR, TOTAL, PartyModel, VerticalModel
-from numpyro_fed.tracing import TRACING
+from numpyro_fed.programs import TRACING
 
 LATENTS = "the server's latents"  # a label, beside the names of arrays
 ROWS_READ_ROWS = (

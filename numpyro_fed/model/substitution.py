@@ -24,9 +24,8 @@ from numpyro.infer.util import compute_log_probs
 from numpyro.primitives import Messenger
 
 from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.model.feasible import feasible
-from numpyro_fed.model.primitives import silo_plate
-from numpyro_fed.tracing import TRACING
+from numpyro_fed.model.primitives import feasible, silo_plate
+from numpyro_fed.programs import TRACING
 from numpyro_fed.trees import fresh
 
 Shared = TypeVar("Shared")  # the part of a site that all silos share

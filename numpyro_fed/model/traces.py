@@ -27,11 +27,9 @@ from numpyro.primitives import Messenger
 from numpyro_fed.model.binding import Theta, constrained, unpack
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.densities import log_prob, no_more_than_finite
-from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.jaxprs import as_program, type_of, with_inputs_of
-from numpyro_fed.model.primitives import inside_control_flow, silo_plate_of
-from numpyro_fed.model.shapes import check_shapes
-from numpyro_fed.model.sites import NamesApart, Structure, model_errors, read_trace
+from numpyro_fed.model.primitives import feasible, inside_control_flow, silo_plate_of
+from numpyro_fed.model.sites import NamesApart, Structure, check_shapes, model_errors, read_trace
 from numpyro_fed.model.supports import SupportKind, observed_at, support_kind
 from numpyro_fed.model.trace import (
     ARRAY,
@@ -51,7 +49,7 @@ from numpyro_fed.model.trace import (
     Trace,
 )
 from numpyro_fed.precision import is_double
-from numpyro_fed.tracing import TRACING
+from numpyro_fed.programs import TRACING
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,10 +17,10 @@ from numpyro.distributions import biject_to
 
 from numpyro_fed.model.binding import Theta, trace_at
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.feasible import feasible
+from numpyro_fed.model.primitives import feasible
 from numpyro_fed.model.sites import Site, Structure
 from numpyro_fed.model.traces import Traces
-from numpyro_fed.tracing import TRACING
+from numpyro_fed.programs import TRACING
 
 TOTAL = "the sum over clients"  # the argument of the server's text that holds the sum
 PREDICTOR = "_predictor"  # the deterministic site of a client's text that holds its predictor

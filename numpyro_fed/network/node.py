@@ -55,7 +55,7 @@ from numpyro_fed.runtime.messages import (
     write,
 )
 from numpyro_fed.runtime.noise import silo_key
-from numpyro_fed.runtime.party import PlanSize
+from numpyro_fed.runtime.stack import PlanSize
 from numpyro_fed.runtime.step import MessageShapes, message_shapes
 from numpyro_fed.trees import drop_weak_types
 

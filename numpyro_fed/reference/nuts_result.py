@@ -31,6 +31,7 @@ from numpyro_fed.model.handlers import local_name
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.row_checks import refuse_parameters_of_rows
 from numpyro_fed.precision import in_precision_of_object
+from numpyro_fed.programs import TRACING
 from numpyro_fed.results.arviz import (
     LOG_LIKELIHOOD,
     POSTERIOR,
@@ -46,7 +47,6 @@ from numpyro_fed.results.loo import Loo, RowsOfSilo
 from numpyro_fed.results.posterior import Posterior
 from numpyro_fed.results.sampler import Sampler
 from numpyro_fed.results.saving import SavedWords
-from numpyro_fed.tracing import TRACING
 
 Draws = TypeVar("Draws", np.ndarray, Array)
 Made = TypeVar("Made")

@@ -28,8 +28,7 @@ from numpyro_fed.errors import DataError, NonFiniteError, SavedStateError
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.results.arviz import Coords, Dims, Labels, to_arviz
-from numpyro_fed.results.recognise import Provenance
-from numpyro_fed.results.saving import SavedRun, SavedWords, save
+from numpyro_fed.results.saving import Provenance, SavedRun, SavedWords, save
 from numpyro_fed.runtime.asking import Asked
 from numpyro_fed.runtime.crossing import Crossings, crossings
 from numpyro_fed.runtime.messages import BEGINNINGS, GO_ON

@@ -13,10 +13,10 @@ import numpy as np
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, asked_directly
 from numpyro_fed.algorithms.curvature_check import CurvatureCheck
-from numpyro_fed.algorithms.importance.integration import Integration
+from numpyro_fed.algorithms.importance.likelihood import Integration
 from numpyro_fed.algorithms.mode import ModeSearch
 from numpyro_fed.algorithms.mode_wide import WideSearch
-from numpyro_fed.algorithms.pvi.evaluate import Evaluation
+from numpyro_fed.algorithms.pvi.algorithm import Evaluation
 from numpyro_fed.algorithms.pvi.families import Globals
 from numpyro_fed.algorithms.pvi.states import Settings
 from numpyro_fed.bounds import Bound, bound_of
@@ -30,8 +30,8 @@ from numpyro_fed.objectives import ELBO, Objective
 from numpyro_fed.precision import is_double, precision
 from numpyro_fed.results.base import BuiltRun, CompiledMethod, Silos
 from numpyro_fed.results.mode import Mode
-from numpyro_fed.results.recognise import Provenance
 from numpyro_fed.results.sampler import Sampler
+from numpyro_fed.results.saving import Provenance
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import Runtime
 

@@ -21,7 +21,7 @@ from numpyro_fed.after.sensitivity import (
     log_prior_on_supports,
     slopes,
 )
-from numpyro_fed.algorithms.importance.integration import Integration
+from numpyro_fed.algorithms.importance.likelihood import Integration
 from numpyro_fed.algorithms.importance.proposals import (
     NUM_PARTS,
     Mixture,
@@ -29,16 +29,14 @@ from numpyro_fed.algorithms.importance.proposals import (
 from numpyro_fed.errors import ModelError, NonFiniteError
 from numpyro_fed.model.sites import Site
 from numpyro_fed.precision import in_precision_of_object
-from numpyro_fed.results.element_errors import ElementErrors
+from numpyro_fed.results.element_errors import ElementErrors, Moments, Rounding
 from numpyro_fed.results.groups import log_likelihood
 from numpyro_fed.results.influence import SiloTable, Whitened
 from numpyro_fed.results.leave_out import LeaveOut, table_of
 from numpyro_fed.results.loo import Loo, rows_left_out
 from numpyro_fed.results.mixture import mixture_at
 from numpyro_fed.results.mode import OneCopy
-from numpyro_fed.results.moments import Moments
 from numpyro_fed.results.posterior import Posterior
-from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.results.sampler import Sampler
 from numpyro_fed.results.saving import SavedWords

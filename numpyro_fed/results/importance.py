@@ -24,7 +24,7 @@ from jax import Array, random
 
 from numpyro_fed.algorithms.expand import prior_draws
 from numpyro_fed.algorithms.importance.exchange import Estimates, Weigh
-from numpyro_fed.algorithms.importance.integration import Integration
+from numpyro_fed.algorithms.importance.likelihood import Integration
 from numpyro_fed.algorithms.importance.proposals import (
     SHARE,
     Mixture,

@@ -12,8 +12,8 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange
-from numpyro_fed.algorithms.importance.integration import Integration
-from numpyro_fed.algorithms.importance.leave_out import LeaveOutDown, LeftOut, leave_out
+from numpyro_fed.algorithms.importance.likelihood import Integration
+from numpyro_fed.algorithms.importance.loo import LeaveOutDown, LeftOut, leave_out
 from numpyro_fed.algorithms.sfvi import down_of
 from numpyro_fed.errors import optional
 from numpyro_fed.results.built import Built

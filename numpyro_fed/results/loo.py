@@ -14,9 +14,16 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange
-from numpyro_fed.algorithms.importance.integration import Integration
-from numpyro_fed.algorithms.importance.leave_out import LeaveOutDown
-from numpyro_fed.algorithms.importance.loo import MAX_K, RowScores, RowSums, Scores, loo, row_scores
+from numpyro_fed.algorithms.importance.likelihood import Integration
+from numpyro_fed.algorithms.importance.loo import (
+    MAX_K,
+    LeaveOutDown,
+    RowScores,
+    RowSums,
+    Scores,
+    loo,
+    row_scores,
+)
 from numpyro_fed.algorithms.sfvi import down_of
 from numpyro_fed.errors import DataError
 from numpyro_fed.model.row_checks import refuse_coupled_rows, refuse_parameters_of_rows

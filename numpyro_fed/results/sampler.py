@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms.base import Private, Shared
-from numpyro_fed.algorithms.importance.integration import Integration
+from numpyro_fed.algorithms.importance.likelihood import Integration
 from numpyro_fed.bounds import Bound, Given
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.base import GuideParams

@@ -17,8 +17,7 @@ from numpyro_fed.algorithms.vertical.weigh import Weighing, WeightedDraws
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.arviz import Coords, Dims, Labels, to_arviz
 from numpyro_fed.results.saving import save
-from numpyro_fed.results.vertical import VerticalResult
-from numpyro_fed.results.vertical_after import ColumnsAfterFit
+from numpyro_fed.results.vertical import ColumnsAfterFit, VerticalResult
 from numpyro_fed.results.weighted import (
     NO_WEIGHTS,
     Weighted,

@@ -24,9 +24,14 @@ from numpyro_fed import html
 from numpyro_fed.errors import Interrupted
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.base import FederatedRun
-from numpyro_fed.results.element_errors import ORDERS, ElementErrors, pareto_fit
-from numpyro_fed.results.moments import Moments, moments
-from numpyro_fed.results.rounding import Rounding
+from numpyro_fed.results.element_errors import (
+    ORDERS,
+    ElementErrors,
+    Moments,
+    Rounding,
+    moments,
+    pareto_fit,
+)
 from numpyro_fed.results.saving import SavedWords
 from numpyro_fed.runtime.noise import generator
 

@@ -16,8 +16,7 @@ from typing import Any, Protocol, TypeVar
 from numpyro_fed.errors import DataError, ModelError, SiloAwayError, positive_int, positive_number
 from numpyro_fed.files import append_privately
 from numpyro_fed.precision import is_double
-from numpyro_fed.runtime.arrivals import Arrivals
-from numpyro_fed.runtime.journal import Journal
+from numpyro_fed.runtime.arrivals import Arrivals, Journal
 from numpyro_fed.runtime.messages import (
     ACCEPT,
     DESCRIBE,

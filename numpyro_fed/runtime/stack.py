@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from numpyro_fed.algorithms.base import Info, Round
+from numpyro_fed.algorithms.base import FederatedAlgorithm, Info, Round
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.programs import on_all_devices
@@ -292,3 +292,40 @@ def in_order(batches: Sequence[Batch]) -> Array:
     """Return the positions (silos,) of silos 0, 1, ... in the concatenation of all buckets."""
     numbers = jnp.concatenate([b.silos for b in batches])
     return jnp.zeros_like(numbers).at[numbers].set(jnp.arange(len(numbers), dtype=numbers.dtype))
+
+
+AnyAlgorithm = FederatedAlgorithm[Any, Any]
+
+
+class PlanSize(NamedTuple):
+    """The size of a plan, as a silo's owner sees it.
+
+    Attributes
+    ----------
+    num_silos : int
+    num_rows : int
+        The rows of this silo.
+    num_parameters : int
+        Globals and shared parameters, or a client's own latents.
+    epsilon : float
+        The budget of differential privacy that a run may spend; 0 for a method without one.
+    delta : float
+        The probability with which its bound may fail.
+    multiplier : float
+        The noise multiplier of a Gaussian release that tells as much as all exchanges of a run; 0
+        for a method without a budget.
+    protects : str
+        The unit that the budget is for, and which data are neighbours: ``"row add"``.
+    shares_noise : bool
+        Whether a silo's reply has a share of the noise alone, so that it must be seen in a sum over
+        all silos.
+    """
+
+    num_silos: int
+    num_rows: int
+    num_parameters: int
+    epsilon: float = 0.0
+    delta: float = 0.0
+    multiplier: float = 0.0
+    protects: str = ""
+    shares_noise: bool = False

@@ -22,7 +22,7 @@ from numpyro.distributions import Distribution
 
 from numpyro_fed import linalg
 from numpyro_fed.errors import ModelError
-from numpyro_fed.model.feasible import unwrapped
+from numpyro_fed.model.primitives import unwrapped
 from numpyro_fed.sigma.fields import Leroux
 from numpyro_fed.trees import fresh
 

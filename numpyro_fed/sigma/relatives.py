@@ -21,7 +21,7 @@ from numpyro.distributions import Distribution
 
 from numpyro_fed import linalg
 from numpyro_fed.errors import ModelError, positive_int
-from numpyro_fed.model.feasible import unwrapped
+from numpyro_fed.model.primitives import unwrapped
 from numpyro_fed.model.substitution import Blocks, block_name, site_of, trace_text
 from numpyro_fed.sigma.fields import Leroux
 from numpyro_fed.sigma.gaussian import Dense, Field, Spectrum, add_jitter, adjacency_of, field_of

@@ -19,8 +19,8 @@ from jax import Array
 from numpyro.distributions import Distribution, biject_to
 
 from numpyro_fed.errors import DataError, ModelError, ModelWarning
-from numpyro_fed.model.feasible import is_flat
 from numpyro_fed.model.jaxprs import provenance
+from numpyro_fed.model.primitives import is_flat
 from numpyro_fed.model.substitution import site_of, trace_text
 from numpyro_fed.sigma.gaussian import Spectrum, field_of
 

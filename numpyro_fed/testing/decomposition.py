@@ -36,7 +36,7 @@ from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.missing import leaving_out_missing
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.row_checks import CheckResult, summary_message
-from numpyro_fed.tracing import TRACING
+from numpyro_fed.programs import TRACING
 
 
 def check_decomposition(

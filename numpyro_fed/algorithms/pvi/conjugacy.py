@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.pvi.affine import affine_at, departure
-from numpyro_fed.algorithms.pvi.families import Globals, generic_parameters
+from numpyro_fed.algorithms.pvi.families import Globals, affine_at, departure, generic_parameters
 from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural, Ordinary
 from numpyro_fed.model.binding import Theta

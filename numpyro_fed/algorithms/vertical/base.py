@@ -22,8 +22,7 @@ from numpyro_fed.algorithms import convergence
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Private, Round, Shared, ascend
 from numpyro_fed.algorithms.convergence import ConvergenceStats
 from numpyro_fed.algorithms.expand import shape
-from numpyro_fed.algorithms.vertical.party import PartyType
-from numpyro_fed.algorithms.vertical.sample import OwnDraws
+from numpyro_fed.algorithms.vertical.sample import OwnDraws, PartyType
 from numpyro_fed.frame import identity
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides import coupling

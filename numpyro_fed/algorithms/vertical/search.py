@@ -86,7 +86,7 @@ from numpyro_fed.algorithms.vertical.curvature import (
     ritz_vectors,
     root_of,
 )
-from numpyro_fed.algorithms.vertical.party import PartyType, PinnedLatents
+from numpyro_fed.algorithms.vertical.sample import PartyType, PinnedLatents
 from numpyro_fed.frame import identity
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.programs import compiled_method, jit_once

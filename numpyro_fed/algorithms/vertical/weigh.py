@@ -41,7 +41,7 @@ from numpyro_fed.algorithms.vertical.base import (
     ServerState,
     Vertical,
 )
-from numpyro_fed.algorithms.vertical.party import PartyType
+from numpyro_fed.algorithms.vertical.sample import PartyType
 from numpyro_fed.guides import coupling
 from numpyro_fed.guides.coupling import CouplingStats
 from numpyro_fed.model.data import SiloData
