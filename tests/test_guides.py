@@ -304,7 +304,7 @@ def test_padding_an_outer_plate_leaves_real_rows_alone(x64, locals_):
     z_G = jnp.array([0.5])
     seen = Coordinates(z_G, jnp.array([0.2]))
     # Arguments: theta, eta, z_G, seen, noise, data.
-    grad = jax.jit(jax.value_and_grad(p.bound.value, (1, 2, 3)))
+    grad = jax.jit(jax.value_and_grad(p.value, (1, 2, 3)))
     value, (g_eta, *g_above) = grad({}, wide, z_G, seen, noise, padded)
     expected, (e_eta, *e_above) = grad({}, mine, z_G, seen, less, data)
     np.testing.assert_allclose(value, expected, rtol=1e-12)

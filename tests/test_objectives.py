@@ -74,7 +74,7 @@ def test_the_bound_of_a_row_is_a_log_mean_exp(x64, K):
     noise = p.bound.noise(KEY, p.sizes[0], 2)
     assert noise["row"].shape == (2, 2, 1, K, 1)
     noise = noise["row"][:, 0]
-    value = jax.jit(p.bound.value)(*at, {"row": noise}, p.silos[0])
+    value = jax.jit(p.value)(*at, {"row": noise}, p.silos[0])
     expected = jax.jit(counts_bound)(*at, noise[:, 0, :, 0], p.silos[0])
     np.testing.assert_allclose(value, expected, rtol=1e-12)
 
@@ -87,7 +87,7 @@ def test_the_gradient_of_a_row_is_unbiased_by_quadrature(x64):
 
     def each(noise):
         eps = {"row": noise.reshape(1, 1, 2, 1)}
-        return jax.grad(p.bound.value, (0, 1, 2, 3))(*at, eps, p.silos[0])
+        return jax.grad(p.value, (0, 1, 2, 3))(*at, eps, p.silos[0])
 
     def expected_bound(*at):
         bound = jax.vmap(lambda e: counts_bound(*at, e.reshape(1, 2), p.silos[0]))(grid)
@@ -134,7 +134,7 @@ def test_the_elbo_of_a_row_is_unbiased_by_quadrature(x64):
 
     def each(noise):
         eps = {"row": noise.reshape(1, 1, 1, 1)}
-        return jax.grad(p.bound.value, (0, 1, 2, 3))(*at, eps, p.silos[0])
+        return jax.grad(p.value, (0, 1, 2, 3))(*at, eps, p.silos[0])
 
     def expected_bound(*at):
         return weights @ jax.vmap(lambda e: counts_bound(*at, e.reshape(1, 1), p.silos[0]))(grid)
@@ -204,7 +204,7 @@ def test_the_bound_of_an_outer_plate_is_a_log_mean_exp_of_the_whole_silo(x64, dr
     noise = {k: e[:, 1] for k, e in p.bound.noise(KEY, p.sizes[0], 2).items()}
     assert noise["row"].shape == (3, draws.get("ward", 1), draws.get("row", 1), 1)
     assert noise["ward"].shape == (2, draws.get("ward", 1), 1, 1)
-    value = jax.jit(p.bound.value)(*at, noise, p.silos[0])
+    value = jax.jit(p.value)(*at, noise, p.silos[0])
     mine = {"ward": noise["ward"][:, :, 0, 0], "row": noise["row"][..., 0]}
     expected = jax.jit(wards_bound)(*at, mine, p.silos[0])
     np.testing.assert_allclose(value, expected, rtol=1e-12)
@@ -228,7 +228,7 @@ def test_gradients_under_an_outer_plate_are_unbiased_by_quadrature(
     def each(e):
         e = unpack(e)
         eps = {"ward": e["ward"][:, :, None, None], "row": e["row"][..., None]}
-        return jax.grad(p.bound.value, (0, 1, 2, 3))(*at, eps, p.silos[0])
+        return jax.grad(p.value, (0, 1, 2, 3))(*at, eps, p.silos[0])
 
     def full(e):
         return jax.grad(wards_bound, (0, 1, 2, 3))(*at, unpack(e), p.silos[0])
@@ -288,7 +288,7 @@ def test_each_plate_of_rows_has_its_own_number_of_draws(x64, draws):
             total += log_mean_exp(log_p - normal(z, mean, scale), 1).sum()
         return total
 
-    value = jax.jit(p.bound.value)({}, eta, z_G, Coordinates(z_G, centre), noise, p.silos[0])
+    value = jax.jit(p.value)({}, eta, z_G, Coordinates(z_G, centre), noise, p.silos[0])
     np.testing.assert_allclose(value, jax.jit(expected_bound)(eta), rtol=1e-12)
 
 
@@ -311,7 +311,7 @@ def test_one_draw_is_the_elbo_in_value_and_gradient(x64, guide):
     jax.tree.map(np.testing.assert_array_equal, *noise)
     noise = {k: e[:, 0] for k, e in noise[0].items()}
     a, b = (
-        jax.jit(jax.value_and_grad(p.bound.value, (0, 1, 2, 3)))(*at, noise, p.silos[0])
+        jax.jit(jax.value_and_grad(p.value, (0, 1, 2, 3)))(*at, noise, p.silos[0])
         for p in (elbo, one)
     )
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-13, atol=1e-13), a, b)
@@ -368,7 +368,7 @@ def test_exact_rows_give_the_marginal_likelihood_and_no_noise(x64, draws):
     z_G, centre = jnp.array([0.7]), jnp.array([0.2])
     eta = exact_rows(y, 0.2)
     width = np.hypot(SIGMA, TAU)
-    grad = jax.jit(jax.value_and_grad(p.bound.value, (1, 2, 3)))
+    grad = jax.jit(jax.value_and_grad(p.value, (1, 2, 3)))
     for seed in range(4):
         noise = {"row": p.bound.noise(jax.random.key(seed), p.sizes[0], 1)["row"][:, 0]}
         seen = Coordinates(z_G, centre)
