@@ -48,8 +48,8 @@ from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.split import split
 from numpyro_fed.precision import precision
 from numpyro_fed.privacy.noise import noisy
-from numpyro_fed.runtime.asking import Asked, transport_of_stacks
 from numpyro_fed.runtime.stack import Batch
+from numpyro_fed.runtime.step import Asked, transport_of_stacks
 
 # Clients, epsilon, whether clients differ in size by a factor of up to 20, delta.
 ADULT = (

@@ -28,8 +28,7 @@ from numpyro_fed.errors import (
 )
 from numpyro_fed.methods import schedules
 from numpyro_fed.methods.cost import Cost
-from numpyro_fed.methods.find_mode import find_mode
-from numpyro_fed.methods.fit import fit
+from numpyro_fed.methods.fit import find_mode, fit
 from numpyro_fed.methods.load import Saved, load
 from numpyro_fed.methods.of_data import levels, moments
 from numpyro_fed.methods.private import DPNewton
@@ -46,8 +45,7 @@ from numpyro_fed.methods.pvi_family import (
 )
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.methods.sfvi_avg import SFVIAvg
-from numpyro_fed.methods.soul import SOUL
-from numpyro_fed.methods.vfl import VFL
+from numpyro_fed.methods.vfl import SOUL, VFL
 from numpyro_fed.model import handlers
 from numpyro_fed.model.clients import client_sum
 from numpyro_fed.model.facts import Facts, Plan, describe
@@ -59,8 +57,7 @@ from numpyro_fed.network.silo import Silo
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, Quadrature
 from numpyro_fed.privacy.budget import Privacy, PrivacyWarning, Spent
 from numpyro_fed.programs import cache_programs
-from numpyro_fed.reference.compare import Comparison, compare
-from numpyro_fed.reference.models import ModelComparison, compare_models
+from numpyro_fed.reference.compare import Comparison, ModelComparison, compare, compare_models
 from numpyro_fed.reference.nuts import run_nuts
 from numpyro_fed.reference.nuts_result import NutsResult
 from numpyro_fed.results.communication import Communication

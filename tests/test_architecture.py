@@ -41,7 +41,6 @@ LAYERS = [
             "model.row_axes",
             "model.frames",
             "model.missing",
-            "model.kinks",
             "model.densities",
             "model.supports",
             "model.handlers",

@@ -17,7 +17,7 @@ from numpyro_fed.errors import GuideError
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.gaussian import unit_lower
 from numpyro_fed.guides import gaussian, rows
-from numpyro_fed.guides.numpyro_auto import from_autoguide
+from numpyro_fed.guides.gaussian import from_autoguide
 from numpyro_fed.model.padding import bucket
 
 KEY = jax.random.key(0)

@@ -16,7 +16,7 @@ import numpyro_fed as nf
 from numpyro_fed.methods import fit_steps
 from numpyro_fed.results import importance
 from numpyro_fed.runtime import supervise as drive_module
-from numpyro_fed.runtime.asking import Asked
+from numpyro_fed.runtime.step import Asked
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}

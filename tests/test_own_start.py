@@ -14,9 +14,9 @@ from numpyro_fed.algorithms.mode import LATE, ModeSearch, Start, without_followe
 from numpyro_fed.algorithms.own_start import OwnModes
 from numpyro_fed.model.data import read
 from numpyro_fed.model.layout import lay_out
-from numpyro_fed.runtime.asking import Asked, transport_of_stacks
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import on_device
+from numpyro_fed.runtime.step import Asked, transport_of_stacks
 
 KEY = jax.random.key(0)
 

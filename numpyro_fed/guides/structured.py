@@ -18,8 +18,7 @@ from numpyro_fed.frame import identity
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.amortised import Amortised, Encoder, Row, encoder
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
-from numpyro_fed.guides.gaussian import Diagonal, Full, LowRank, Skewed
-from numpyro_fed.guides.numpyro_auto import from_autoguide
+from numpyro_fed.guides.gaussian import Diagonal, Full, LowRank, Skewed, from_autoguide
 from numpyro_fed.guides.rows import AMORTISED, LocalGuide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel

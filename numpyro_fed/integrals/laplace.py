@@ -9,7 +9,7 @@ and :math:`A = -\nabla^2 f(\hat z_L)`,
 Rows are independent given the globals and the latents of outer plates (a hospital above its
 patients). So ``A`` is an arrow matrix: a block for each row, and a border for the latents above the
 rows. It is solved block by block, as TMB (Kristensen et al. 2016) and INLA (Rue, Martino and Chopin
-2009) do it for pooled data. Kinks of densities are rounded off (:mod:`numpyro_fed.model.kinks`).
+2009) do it for pooled data. Kinks of densities are rounded off (:mod:`numpyro_fed.model.sites`).
 """
 
 from __future__ import annotations

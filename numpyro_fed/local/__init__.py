@@ -11,8 +11,7 @@ silo has local latents, a bound by its local guide replaces the log likelihood.
 """
 
 from numpyro_fed.local.gradient import Optax
-from numpyro_fed.local.lbfgs import LBFGS
-from numpyro_fed.local.natural import ClosedForm, NaturalGradient, PowerEP
+from numpyro_fed.local.natural import LBFGS, ClosedForm, NaturalGradient, PowerEP
 
 __all__ = ["LBFGS", "ClosedForm", "NaturalGradient", "Optax", "PowerEP"]
 

@@ -14,8 +14,18 @@ from jax import Array
 
 from numpyro_fed.errors import positive_int
 from numpyro_fed.expfam.base import Natural, Ordinary
-from numpyro_fed.local.at_rest import PARTICLES, AtRest, Tally, maximised
-from numpyro_fed.local.base import AT_REST, LocalNoise, Problem, SiloPart, Solution, free_energy
+from numpyro_fed.local.base import (
+    AT_REST,
+    PARTICLES,
+    AtRest,
+    LocalNoise,
+    Problem,
+    SiloPart,
+    Solution,
+    Tally,
+    free_energy,
+    maximised,
+)
 from numpyro_fed.programs import while_loop
 from numpyro_fed.trees import drop_weak_types, where
 

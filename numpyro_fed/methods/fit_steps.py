@@ -42,8 +42,7 @@ from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.model.data import ReadSilos, SiloData, SiloInput
 from numpyro_fed.model.facts import Facts, agree, size_class
 from numpyro_fed.model.fingerprint import fingerprint
-from numpyro_fed.model.hosts import read_all
-from numpyro_fed.model.layout import layout_of
+from numpyro_fed.model.layout import layout_of, read_all
 from numpyro_fed.model.split import split
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, default_quadrature
 from numpyro_fed.results.corrected import Corrected

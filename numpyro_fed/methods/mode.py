@@ -48,10 +48,10 @@ from numpyro_fed.programs import jit_once
 from numpyro_fed.results.built import StartRounds
 from numpyro_fed.results.mode import MODES_APART, LocalMode, Mode, Near, OneCopy, distance
 from numpyro_fed.results.rows import Fit
-from numpyro_fed.runtime.asking import Asked
 from numpyro_fed.runtime.noise import generator
 from numpyro_fed.runtime.progress import Progress, progress_of
 from numpyro_fed.runtime.stack import Batches, Runtime, Single, Stacks, State, init_schedule
+from numpyro_fed.runtime.step import Asked
 from numpyro_fed.runtime.supervise import failed_silos
 from numpyro_fed.trees import drop_weak_types
 

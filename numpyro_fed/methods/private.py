@@ -31,7 +31,6 @@ from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.private import NOT_PROTECTED, PrivateResult
 from numpyro_fed.results.rows import Fit
-from numpyro_fed.runtime.asking import Asked
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.stack import (
     AnyAlgorithm,
@@ -42,6 +41,7 @@ from numpyro_fed.runtime.stack import (
     ServerData,
     State,
 )
+from numpyro_fed.runtime.step import Asked
 from numpyro_fed.runtime.supervise import RunOutcome
 
 # Numbers of a row's latents that quadrature takes, and globals of which a matrix is sent.

@@ -14,11 +14,10 @@ import numpy as np
 import optax
 from jax import Array
 
-from numpyro_fed.algorithms.pvi.algorithm import Evaluation, aggregate, pvi
 from numpyro_fed.algorithms.pvi.begin import pvi_carry, pvi_from_mode
 from numpyro_fed.algorithms.pvi.conjugacy import conjugacy
 from numpyro_fed.algorithms.pvi.families import Globals, globals_of
-from numpyro_fed.algorithms.pvi.server import Server
+from numpyro_fed.algorithms.pvi.server import Evaluation, Server, aggregate, pvi
 from numpyro_fed.algorithms.pvi.silo import Silo
 from numpyro_fed.algorithms.pvi.states import PVIParts, Settings, Status
 from numpyro_fed.bounds import bound_of

@@ -63,8 +63,7 @@ from numpyro_fed.model.facts import (
     facts_of,
     with_terms,
 )
-from numpyro_fed.model.hosts import read_all
-from numpyro_fed.model.layout import Layout, layout_of
+from numpyro_fed.model.layout import Layout, layout_of, read_all
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket, one_by_one
 from numpyro_fed.model.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
@@ -74,8 +73,7 @@ from numpyro_fed.results.at_silo import AtSilo, at_silo_of, outer_round
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.importance import weighing
-from numpyro_fed.results.leave_out import leaving_out
-from numpyro_fed.results.loo import loo_exchange
+from numpyro_fed.results.loo import leaving_out, loo_exchange
 from numpyro_fed.results.mode import Near
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.results.tempered import tempering_of

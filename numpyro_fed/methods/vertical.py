@@ -58,12 +58,12 @@ from numpyro_fed.model.vertical_facts import (
 )
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalResult, VerticalStart
-from numpyro_fed.runtime.asking import Asked
-from numpyro_fed.runtime.crossing import Crossings
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import SEARCH as BEGIN_SEARCH
+from numpyro_fed.runtime.messages import Crossings
 from numpyro_fed.runtime.noise import exchange_key, server_key, typed_key
 from numpyro_fed.runtime.stack import Batches, PlanSize, Runtime, State, on_device
+from numpyro_fed.runtime.step import Asked
 from numpyro_fed.runtime.supervise import RunOutcome
 from numpyro_fed.trees import drop_weak_types
 

@@ -129,7 +129,7 @@ def read(silos: SilosInput, model: Callable[..., Any] | None = None) -> ReadSilo
 
     DataFrames and their columns become arrays, and a silo that is a DataFrame the dict of its
     columns. NaN is read as a missing value: whether it is one of an outcome, which alone may be
-    missing, the model's text says (:mod:`numpyro_fed.model.missing`). Data that were read already
+    missing, the model's text says (:mod:`numpyro_fed.model.observed`). Data that were read already
     are returned as they are. A model with a method ``of_silos`` adds arrays of its own to each
     silo's data, such as the number of the silo's block of a site.
     """

@@ -16,8 +16,7 @@ from numpyro_fed.errors import ModelError
 from numpyro_fed.methods.base import FederatedMethod
 from numpyro_fed.methods.load import METHODS
 from numpyro_fed.methods.recipe import rebuilt
-from numpyro_fed.methods.soul import SOUL
-from numpyro_fed.methods.vfl import VFL
+from numpyro_fed.methods.vfl import SOUL, VFL
 from numpyro_fed.model.fingerprint import source_hash
 
 KINDS: dict[str, type[Any]] = {**METHODS, "VFL": VFL, "SOUL": SOUL}

@@ -25,8 +25,7 @@ from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData, SiloInput, Sizes, signature
 from numpyro_fed.model.facts import facts_of
 from numpyro_fed.model.handlers import local_name
-from numpyro_fed.model.hosts import read_all
-from numpyro_fed.model.layout import lay_out
+from numpyro_fed.model.layout import lay_out, read_all
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket, grouped, stacked
 from numpyro_fed.precision import is_double

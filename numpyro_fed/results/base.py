@@ -29,10 +29,9 @@ from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.results.arviz import Coords, Dims, Labels, to_arviz
 from numpyro_fed.results.saving import Provenance, SavedRun, SavedWords, save
-from numpyro_fed.runtime.asking import Asked
-from numpyro_fed.runtime.crossing import Crossings, crossings
-from numpyro_fed.runtime.messages import BEGINNINGS, GO_ON
+from numpyro_fed.runtime.messages import BEGINNINGS, GO_ON, Crossings, crossings
 from numpyro_fed.runtime.stack import Batches, Runtime, ServerData, Single, Stacks, State
+from numpyro_fed.runtime.step import Asked
 from numpyro_fed.runtime.supervise import failed_silos
 from numpyro_fed.trees import Tree
 

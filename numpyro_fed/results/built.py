@@ -16,8 +16,8 @@ from numpyro_fed.algorithms.curvature_check import CurvatureCheck
 from numpyro_fed.algorithms.importance.likelihood import Integration
 from numpyro_fed.algorithms.mode import ModeSearch
 from numpyro_fed.algorithms.mode_wide import WideSearch
-from numpyro_fed.algorithms.pvi.algorithm import Evaluation
 from numpyro_fed.algorithms.pvi.families import Globals
+from numpyro_fed.algorithms.pvi.server import Evaluation
 from numpyro_fed.algorithms.pvi.states import Settings
 from numpyro_fed.bounds import Bound, bound_of
 from numpyro_fed.guides.structured import Guide

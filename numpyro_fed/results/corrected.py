@@ -32,8 +32,7 @@ from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.results.element_errors import ElementErrors, Moments, Rounding
 from numpyro_fed.results.groups import log_likelihood
 from numpyro_fed.results.influence import SiloTable, Whitened
-from numpyro_fed.results.leave_out import LeaveOut, table_of
-from numpyro_fed.results.loo import Loo, rows_left_out
+from numpyro_fed.results.loo import LeaveOut, Loo, rows_left_out, table_of
 from numpyro_fed.results.mixture import mixture_at
 from numpyro_fed.results.mode import OneCopy
 from numpyro_fed.results.posterior import Posterior

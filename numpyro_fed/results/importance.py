@@ -49,8 +49,12 @@ from numpyro_fed.results.built import Built
 from numpyro_fed.results.corrected import Corrected, Pool, on_supports, sampler_of
 from numpyro_fed.results.mode import Mode, OneCopy
 from numpyro_fed.results.rows import Fit, Result
-from numpyro_fed.results.vertical import SOULResult, VerticalResult
-from numpyro_fed.results.vertical_importance import VerticalCorrected, vertical_correct
+from numpyro_fed.results.vertical import (
+    SOULResult,
+    VerticalCorrected,
+    VerticalResult,
+    vertical_correct,
+)
 from numpyro_fed.results.weighted import (
     NO_WEIGHTS,
     TOLERANCE,

@@ -31,7 +31,6 @@ from numpyro_fed.algorithms.base import (
 from numpyro_fed.errors import SiloAwayError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import stacked
-from numpyro_fed.runtime.asking import checked, transport_of_stacks
 from numpyro_fed.runtime.noise import exchange_key, init_keys, server_key, silo_key
 from numpyro_fed.runtime.schedule import Carry, Schedule
 from numpyro_fed.runtime.stack import (
@@ -53,10 +52,12 @@ from numpyro_fed.runtime.step import (
     Answers,
     RoundNoise,
     Transport,
+    checked,
     combine,
     compiled_in_parts,
     for_participants,
     step,
+    transport_of_stacks,
 )
 from numpyro_fed.trees import Tree, drop_weak_types
 

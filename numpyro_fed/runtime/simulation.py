@@ -31,7 +31,6 @@ from numpyro_fed.algorithms.base import (
 )
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.programs import jit_once, readable
-from numpyro_fed.runtime.asking import transport_of_stacks
 from numpyro_fed.runtime.noise import (
     exchange_key,
     init_keys,
@@ -57,7 +56,15 @@ from numpyro_fed.runtime.stack import (
     init_schedule,
     visits,
 )
-from numpyro_fed.runtime.step import Answers, RoundNoise, Transport, combine, for_participants, step
+from numpyro_fed.runtime.step import (
+    Answers,
+    RoundNoise,
+    Transport,
+    combine,
+    for_participants,
+    step,
+    transport_of_stacks,
+)
 from numpyro_fed.trees import Tree, drop_weak_types
 
 Positions = tuple[Array, Array]  # each silo's bucket and its row there, (silos,) each

@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.extend.core import get_opaque_trace_state
 
@@ -32,8 +33,9 @@ from numpyro_fed.algorithms.base import (
     Up,
 )
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.runtime.stack import ServerData
-from numpyro_fed.trees import Numbers, drop_weak_types, namespace
+from numpyro_fed.runtime.noise import exchange_key, silo_key
+from numpyro_fed.runtime.stack import Batches, ServerData, Stacks
+from numpyro_fed.trees import Numbers, all_finite, drop_weak_types, namespace
 
 Source = TypeVar("Source", contravariant=True)  # silos' noise, or keys that it is drawn from
 Drawn = TypeVar("Drawn")  # the same type, where a class keeps it
@@ -344,3 +346,88 @@ def declared(exchange: Exchange[Any, Any, Any]) -> MessageShapes:
     down, up = exchange.like()
     ok: Any = jax.ShapeDtypeStruct((), bool)
     return MessageShapes(exchange, down, Reply(up, ok))
+
+
+class Asked:
+    """The questions of a program to all silos so far: a callable that asks the next one.
+
+    Attributes
+    ----------
+    silos : tuple of pytree
+        The silos' states.
+    number : int
+        The number of exchanges.
+    unusable : tuple of int
+        The silos whose last reply could not be used.
+    """
+
+    def __init__(
+        self, transport: Transport[Array, Stacks], key: Array, num_silos: int, silos: Stacks
+    ):
+        self._transport, self._key = transport, key
+        self._who: Any = np.arange(num_silos)
+        self.silos, self.number, self.unusable = silos, 0, tuple[int, ...]()
+
+    def __call__(self, exchange: Exchange[Any, Down, Up], down: Down) -> Up:
+        """Return the replies' ``up`` as NumPy arrays, added up or gathered."""
+        key = exchange_key(self._key, self.number, 0, 1)
+        answers = self._transport(exchange, key, down, self._who, self.silos)
+        self.silos = answers.silos
+        self.number += 1
+        self.unusable = tuple(np.flatnonzero(~np.asarray(answers.ok)).tolist())
+        up: Up = jax.tree.map(np.asarray, answers.replies.up)
+        return up
+
+
+def transport_of_stacks(batches: Batches) -> Transport[Any, Stacks]:
+    """Return the transport to silos of this process, whose part of the exchange is stacked."""
+    numbers = np.concatenate([np.asarray(b.silos) for b in batches])
+
+    def transport(
+        exchange: Exchange[Any, Down, Up], noise: Array, down: Down, who: Any, silos: Stacks
+    ) -> Answers[Stacks]:
+        replies, after = [], []
+        for batch, states in zip(batches, silos, strict=True):
+            states = batch.padded(states)
+            keys = exchange.silo_noise(noise, states)
+            if not isinstance(keys, tuple):
+                keys = _keys_of(noise, batch.padded(np.asarray(batch.silos)))
+            answer = exchange.silo(keys, down, states, batch.data)
+            reply, states = batch.real(answer)
+            replies.append(checked(exchange, reply))
+            after.append(states)
+        order = np.argsort(numbers)
+        ok = np.concatenate([reply.ok for reply in replies])[order]
+        return Answers(combine(exchange.combine, replies, order), ok, tuple(after))
+
+    return transport
+
+
+@jax.jit
+def _keys_of(key: Array, silos: Array) -> Array:
+    """Return the keys (n,) of silos in an exchange."""
+    return jax.vmap(partial(silo_key, key))(silos)
+
+
+def checked(exchange: Exchange[Any, Any, Up], reply: Reply[Up]) -> Reply[Up]:
+    """Return the replies of a stack of silos, checked as by :meth:`Exchange.checked`.
+
+    Numbers are sent in the precision of this moment, whatever a silo has computed in.
+    """
+    real = jnp.result_type(float)
+    as_agreed = jax.tree.map(lambda a: a.astype(real) if a.dtype.kind == "f" else a, reply.up)
+    reply = reply._replace(up=as_agreed)
+    if exchange.usable is all_finite:
+        leaves = [np.isfinite(a).reshape(len(a), -1).all(1) for a in jax.tree.leaves(reply.up)]
+        usable = np.logical_and.reduce(leaves)
+    else:
+        silos = range(len(np.asarray(reply.ok)))
+        each = (jax.tree.map(lambda a, i=i: a[i], reply.up) for i in silos)
+        usable = np.array([bool(exchange.usable(up)) for up in each])
+    ok: np.ndarray = np.asarray(reply.ok) & usable
+    if exchange.lenient:
+        return reply._replace(ok=ok)
+    zeroed = jax.tree.map(
+        lambda a: np.where(ok.reshape(-1, *[1] * (a.ndim - 1)), a, np.zeros_like(a)), reply.up
+    )
+    return reply._replace(up=zeroed, ok=ok)
