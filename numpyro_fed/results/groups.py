@@ -106,8 +106,9 @@ def groups_to_arviz(
 
     def more(key: Array, n: int) -> dict[str, Group]:
         found: dict[str, Group] = {}
-        with precision(double=posterior.double):
-            for group in (name for name in asked if name != POSTERIOR):
+        others = [name for name in asked if name != POSTERIOR]
+        with precision(double=bool(others) and posterior.double):
+            for group in others:
                 try:
                     values = _values(posterior, key, n, group)
                 except (DataError, ModelError):
