@@ -39,7 +39,7 @@ def normals(key: Array, number: int, shapes: Mapping[str, tuple[int, ...]]) -> t
     return first_draw[:number], rows
 
 
-class Given(NamedTuple):
+class AtDraw(NamedTuple):
     """A draw of the globals and all else that a silo's term is evaluated at.
 
     Attributes
@@ -82,7 +82,7 @@ class QuadratureBound:
     def noise(self, key: Array, sizes: Sizes, particles: int) -> Rows:
         return {}
 
-    def value(self, given: Given, noise: Rows) -> Array:
+    def value(self, given: AtDraw, noise: Rows) -> Array:
         return self.integrals.at(given.theta, given.z_G, self.near(given), given.data)
 
     @property
@@ -90,17 +90,17 @@ class QuadratureBound:
         """Return the integrals over rows' latents, whose modes are near the guide's means."""
         return RowIntegrals(self.model, self.nodes, NEARBY)
 
-    def near(self, given: Given) -> SearchEnd:
+    def near(self, given: AtDraw) -> SearchEnd:
         """Return where nodes stand: close to the conditional modes, held constant."""
         return self.integrals.near(given.theta, given.z_G, given.data, self.start(given))
 
-    def start(self, given: Given) -> Rows:
+    def start(self, given: AtDraw) -> Rows:
         """Return where the search for the modes begins, {plate: (rows, dim)}, held constant."""
         theta, eta, z_G, coordinates = stop_gradient(given[:4])
         guides = self.guide.at_globals(eta, theta, z_G, coordinates.offset, given.data)
         return {p: guides[p]["loc"] for p in self.guide.locals}
 
-    def sample(self, key: Array, given: Given) -> Rows:
+    def sample(self, key: Array, given: AtDraw) -> Rows:
         return self.integrals.sample(key, given.theta, given.z_G, self.near(given), given.data)
 
     def with_plain_gradient(self) -> QuadratureBound:
@@ -137,7 +137,7 @@ class SiloBound:
         """Return the noise of one evaluation, by plate; it does not depend on padded rows."""
         return normals(key, 0, self.shapes(sizes, particles))[1]
 
-    def value(self, given: Given, noise: Rows) -> Array:
+    def value(self, given: AtDraw, noise: Rows) -> Array:
         """Return the bound (), from the noise of one particle {plate: (rows, K_outer, K, dim)}.
 
         The gradient is the objective's estimator.
@@ -158,7 +158,7 @@ class SiloBound:
             self._outer_weights, counts, moved_by_guide, (moved_by_globals, args, eps)
         )[_OUTER]
 
-    def sample(self, key: Array, given: Given) -> Rows:
+    def sample(self, key: Array, given: AtDraw) -> Rows:
         """Return a draw of the locals, {plate: (rows, dim)}, resampled by weight if ``K > 1``."""
         guide, args = self.guide, given
         if not guide.locals:
@@ -202,7 +202,7 @@ class SiloBound:
             (p.name, self.draws[p.name] if p.name in rows else 1) for p in self.model.plates
         )
 
-    def _stopped(self, args: Given) -> Given:
+    def _stopped(self, args: AtDraw) -> AtDraw:
         """Return the same arguments with the guide's parameters stopped; draws are not stopped."""
         # Parameters of amortised guides are among theta, with those of the model, which stay live.
         networks = {encoder.name for encoder in self.guide.encoders.values()}
@@ -210,21 +210,21 @@ class SiloBound:
         coordinates = args.coordinates._replace(centre=stop_gradient(args.coordinates.centre))
         return args._replace(theta=theta, eta=stop_gradient(args.eta), coordinates=coordinates)
 
-    def _given(self, plate: str, args: Given) -> tuple[Any, Array]:
+    def _given(self, plate: str, args: AtDraw) -> tuple[Any, Array]:
         """Return the parameters of a plate's guide, and the values its rows are coupled to."""
         eta = self.guide.of_rows(plate, args.theta, args.eta[plate], args.z_G, args.data)
         return eta, self.guide.above(
             plate, args.eta, args.coordinates.offset, args.z_outer, args.data
         )
 
-    def _draw(self, plate: str, args: Given, eps: Array) -> Array:
+    def _draw(self, plate: str, args: AtDraw, eps: Array) -> Array:
         return self.guide.locals[plate].draw(*self._given(plate, args), eps)
 
-    def _draws(self, plates: tuple[str, ...], args: Given, eps: Rows) -> Rows:
+    def _draws(self, plates: tuple[str, ...], args: AtDraw, eps: Rows) -> Rows:
         """Return all draws of ``plates``, {plate: (K, rows, dim)}."""
         return {p: jax.vmap(partial(self._draw, p, args), 1)(eps[p]) for p in plates}
 
-    def _two_paths(self, plates: tuple[str, ...], args: Given, eps: Rows) -> tuple[Rows, Rows]:
+    def _two_paths(self, plates: tuple[str, ...], args: AtDraw, eps: Rows) -> tuple[Rows, Rows]:
         """Return draws as two summands: one depends on ``z_G``, one on the guide's parameters.
 
         The second has the value zero and the derivatives of the draw. So the two paths may have
@@ -238,10 +238,10 @@ class SiloBound:
         )
         return self._draws(plates, self._stopped(args), eps), moved_by_guide
 
-    def _log_q(self, plate: str, args: Given, z: Array) -> Array:
+    def _log_q(self, plate: str, args: AtDraw, z: Array) -> Array:
         return args.data.masked(plate, self.guide.locals[plate].log_q(*self._given(plate, args), z))
 
-    def _log_ratio(self, z: Rows, args: Given) -> Rows:
+    def _log_ratio(self, z: Rows, args: AtDraw) -> Rows:
         """Return log p less log q of each row's own latents, {plate: (rows,)}."""
         without = [p.name for p in self.model.plates if not p.dim]
         sizes = self.model.sizes(args.data) if without else {}
@@ -253,13 +253,13 @@ class SiloBound:
         """Return rows' noise with equally many draws for all plates, repeated where needed."""
         return {p: eps[p][:, jnp.arange(self._k_rows) % self.draws[p]] for p in self.guide.rows}
 
-    def _row_weights(self, moved_by_guide: Rows, other_args: tuple[Rows, Given]) -> Rows:
+    def _row_weights(self, moved_by_guide: Rows, other_args: tuple[Rows, AtDraw]) -> Rows:
         moved_by_globals, args = other_args
         return jax.vmap(partial(self._log_ratio, args=args))(
             jax.tree.map(jnp.add, moved_by_globals, moved_by_guide)
         )
 
-    def _silo_term(self, args: Given, z_outer: Rows, eps: Rows) -> Array:
+    def _silo_term(self, args: AtDraw, z_outer: Rows, eps: Rows) -> Array:
         """Return the silo's whole term () at one draw of the outer latents."""
         given, rows = args._replace(z_outer=z_outer), self.guide.rows
         # Whether the gradients of rows' terms are doubly reparametrised. With several draws at an
@@ -283,12 +283,12 @@ class SiloBound:
         outer = {p: self._log_q(p, stopped, z_outer[p]) for p in self.guide.outer}
         return args.data.total(terms) - _total(outer)
 
-    def _each_outer(self, args: Given, z_outer: Rows, eps: Rows) -> Array:
+    def _each_outer(self, args: AtDraw, z_outer: Rows, eps: Rows) -> Array:
         """Return the silo's whole term at all draws of the outer latents (K_outer,)."""
         return jax.vmap(lambda z, e: self._silo_term(args, z, e), (0, 1))(z_outer, eps)
 
     def _outer_weights(
-        self, moved_by_guide: Rows, other_args: tuple[Rows, Given, Rows]
+        self, moved_by_guide: Rows, other_args: tuple[Rows, AtDraw, Rows]
     ) -> dict[str, Array]:
         moved_by_globals, args, eps = other_args
         return {

@@ -14,7 +14,7 @@ import optax
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.algorithms.sfvi import StructuredVI
-from numpyro_fed.bounds import Given, SiloBound
+from numpyro_fed.bounds import AtDraw, SiloBound
 from numpyro_fed.guides.structured import Guide, build_resolved, resolve
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.log_density import FederatedModel
@@ -90,7 +90,7 @@ class Parts(NamedTuple):
 
     def value(self, theta, eta, z_G, coordinates, noise, data):
         """The bound of one silo, as a function of arrays."""
-        return self.bound.value(Given(theta, eta, z_G, coordinates, data), noise)
+        return self.bound.value(AtDraw(theta, eta, z_G, coordinates, data), noise)
 
 
 def parts(model, silos, *, guide=None, objective=None, optim=None, num_particles=1) -> Parts:

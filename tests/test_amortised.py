@@ -13,7 +13,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.sfvi import StructuredVI
-from numpyro_fed.bounds import Given, SiloBound
+from numpyro_fed.bounds import AtDraw, SiloBound
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.amortised import with_encoders
 from numpyro_fed.guides.structured import GuideConfig, build_resolved, resolve
@@ -86,7 +86,7 @@ def test_an_exact_network_gives_the_marginal_likelihood_and_no_noise(double):
     @jax.jit
     def bound(theta, z_G, eps):
         seen = Coordinates(z_G, jnp.zeros(2))
-        return split.bound.value(Given(theta, eta, z_G, seen, data), eps)
+        return split.bound.value(AtDraw(theta, eta, z_G, seen, data), eps)
 
     def marginal(z_G):
         x, y = data.arrays["x"], data.arrays["y"]
@@ -117,7 +117,7 @@ def test_gradients_are_those_of_the_bound(double, objective):
         def one(eps):
             def value(theta, z_G):
                 seen = Coordinates(z_G, jnp.zeros(2))
-                return bound.value(Given(theta, eta, z_G, seen, data), {"row": eps})
+                return bound.value(AtDraw(theta, eta, z_G, seen, data), {"row": eps})
 
             return jax.grad(value, (0, 1))(theta, z_G)
 

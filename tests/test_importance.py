@@ -28,7 +28,7 @@ from scipy.special import logsumexp
 import numpyro_fed as nf
 from numpyro_fed.algorithms.importance.exchange import Weigh
 from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
-from numpyro_fed.bounds import Given
+from numpyro_fed.bounds import AtDraw
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.results.element_errors import moments
 from numpyro_fed.results.weighted import systematic
@@ -328,7 +328,7 @@ def test_locals_are_integrated_where_the_guide_does_not_reach():
     def estimate(key, z_G):
         eta = state.params.guide
         return likelihood.log_estimate(
-            key, Given({}, eta, z_G, Coordinates(z_G, jnp.zeros(1)), data)
+            key, AtDraw({}, eta, z_G, Coordinates(z_G, jnp.zeros(1)), data)
         )
 
     # Next to nothing depends on the guide's draws at the first; four standard errors elsewhere.

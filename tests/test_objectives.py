@@ -15,7 +15,7 @@ from problems import cut, gauss_hermite, glmm, glmm_silos, jitter, parts
 import numpyro_fed as nf
 from numpyro_fed.algorithms import convergence
 from numpyro_fed.algorithms.base import Combine
-from numpyro_fed.bounds import Given, SiloBound, normals
+from numpyro_fed.bounds import AtDraw, SiloBound, normals
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.model.minibatch import MinibatchNoise
 from numpyro_fed.model.padding import bucket
@@ -118,7 +118,7 @@ def test_the_gradient_of_rows_that_share_a_covariance_is_unbiased_by_quadrature(
     grid, weights = gauss_hermite(20, 4)
 
     def value(*at):
-        return weights @ jax.vmap(lambda e: p.bound.value(Given(*at, p.silos[0]), e))(noise)
+        return weights @ jax.vmap(lambda e: p.bound.value(AtDraw(*at, p.silos[0]), e))(noise)
 
     noise = {"row": grid.reshape(-1, 2, 1, 2, 1)}
     got = jax.jit(jax.grad(value, (0, 1, 2, 3)))(*at)
@@ -412,7 +412,7 @@ def test_the_bound_tends_to_the_marginal_likelihood(x64):
         @jax.jit
         @partial(jax.vmap, in_axes=1)
         def at(noise, p=p, eta=eta):
-            given = Given({}, eta, z_G, Coordinates(z_G, z_G), p.silos[0])
+            given = AtDraw({}, eta, z_G, Coordinates(z_G, z_G), p.silos[0])
             return p.bound.value(given, {"row": noise})
 
         values = at(noise)
@@ -432,7 +432,7 @@ def test_samples_of_rows_are_resampled_by_their_weights(x64):
 
     def draw(p, eta):
         def one(key):
-            given = Given({}, eta, z_G, Coordinates(z_G, z_G), p.silos[0])
+            given = AtDraw({}, eta, z_G, Coordinates(z_G, z_G), p.silos[0])
             return p.bound.sample(key, given)["row"][0, 0]
 
         return (jax.jit(jax.vmap(one))(keys) - mean) / sd
@@ -474,7 +474,7 @@ def test_samples_of_an_outer_plate_are_resampled_by_the_weight_of_the_silo(x64):
         "row": {"loc": jnp.zeros((2, 1)), "log_scale": jnp.full((2, 1), np.log(SIGMA))},
     }
     z_G, n = jnp.array([0.7]), 4_000
-    given = Given({}, eta, z_G, Coordinates(z_G, z_G), p.silos[0])
+    given = AtDraw({}, eta, z_G, Coordinates(z_G, z_G), p.silos[0])
     draw = jax.jit(jax.vmap(lambda k: p.bound.sample(k, given)))
     z = draw(jax.random.split(KEY, n))
     u = (z["ward"][:, 0, 0] - mean) / sd

@@ -42,7 +42,7 @@ from numpyro_fed.algorithms.base import (
 from numpyro_fed.algorithms.begin import StartPoint, local_guides_of_result
 from numpyro_fed.algorithms.convergence import ConvergenceStats
 from numpyro_fed.algorithms.sfvi_base import ByGradients, StartParams, standardising
-from numpyro_fed.bounds import Given
+from numpyro_fed.bounds import AtDraw
 from numpyro_fed.frame import Coordinates, Frame
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.structured import Guide
@@ -205,7 +205,7 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
             eta = self.guide.from_frame(frames, rows_at(params.guide, indices))
 
             def at_draw(z_G: Array, u: Array, eps: Rows) -> Array:
-                given = Given(theta, eta, z_G, Coordinates(u, centre), batch)
+                given = AtDraw(theta, eta, z_G, Coordinates(u, centre), batch)
                 return self.bound.value(given, eps)
 
             u, centre = coordinates_of(down)

@@ -42,7 +42,7 @@ from numpyro_fed.algorithms.base import (
 )
 from numpyro_fed.algorithms.convergence import ConvergenceStats
 from numpyro_fed.algorithms.sfvi_base import ByGradients, StartParams, standardising
-from numpyro_fed.bounds import Given
+from numpyro_fed.bounds import AtDraw
 from numpyro_fed.frame import Frame
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GuideParams
@@ -286,7 +286,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
             all_theta = {**theta, **silo_params.private}
 
             def at_draw(z: Array, u: Array, rows: Rows) -> Array:
-                given = Given(all_theta, local, z, coordinates._replace(u=u), batch)
+                given = AtDraw(all_theta, local, z, coordinates._replace(u=u), batch)
                 return self.bound.value(given, rows)
 
             bound = jax.vmap(at_draw, (0, 0, 1))(draws, coordinates.u, eps[1].rows).mean()

@@ -41,7 +41,7 @@ from numpyro_fed.algorithms.expand import shape
 from numpyro_fed.algorithms.importance.exchange import shape_of_draws
 from numpyro_fed.algorithms.importance.proposals import root_of_draws
 from numpyro_fed.algorithms.sfvi import Down, coordinates_of
-from numpyro_fed.bounds import Given, QuadratureBound
+from numpyro_fed.bounds import AtDraw, QuadratureBound
 from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.structured import Guide
@@ -227,7 +227,7 @@ class Tempering:
 
         def log_likelihood(z_G: Array, u: Array) -> Array:
             at = private.recentred(Coordinates(u, centre))
-            start = bound.start(Given(theta, private.guide, z_G, at, data))
+            start = bound.start(AtDraw(theta, private.guide, z_G, at, data))
             return integrals.log_likelihood(theta, z_G, data, start)[0]
 
         size = BATCH if any(p.dim for p in self.model.plates) else 1

@@ -54,7 +54,7 @@ from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.objectives import Objective, draws_of, objective_for
 from numpyro_fed.results.base import Silos
-from numpyro_fed.results.built import Built, Factors
+from numpyro_fed.results.built import Built, FactorParts
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.runtime.schedule import Schedule
@@ -380,7 +380,7 @@ class PVI(Method[PVIResult, Conjugate]):
             aggregate=aggregate(chosen.family, self.prior_divergence),
         )
         server, silo = Server(parts, settings), Silo(parts, settings)
-        factors = Factors(
+        factors = FactorParts(
             chosen,
             settings,
             closed,

@@ -49,7 +49,7 @@ FEW_TERMS = 2e7
 Made = TypeVar("Made")
 
 
-class Factors(NamedTuple):
+class FactorParts(NamedTuple):
     """The parts that PVI and its family have besides those of all methods.
 
     ``conjugate`` says whether the likelihood is conjugate to the family of the globals, ``loss``
@@ -103,7 +103,7 @@ class Built(BuiltRun):
     objective: Objective = field(default_factory=ELBO)
     schedule: Schedule[Any] | None = None
     draws: dict[str, int] = field(default_factory=dict)
-    factors: Factors | None = None
+    factors: FactorParts | None = None
     start: StartRounds | None = None
     protected: str = ""
 
@@ -265,7 +265,7 @@ class Fit(CompiledMethod[Built]):
         return self.built.guide
 
     @property
-    def factors(self) -> Factors | None:
+    def factors(self) -> FactorParts | None:
         """Return the parts that PVI alone has: families, settings, an evaluation; else None."""
         return self.built.factors
 

@@ -17,7 +17,7 @@ from numpyro_fed.algorithms.pvi.families import GAUSSIAN
 from numpyro_fed.algorithms.pvi.states import ServerState, Status
 from numpyro_fed.expfam.gaussian import rounding
 from numpyro_fed.precision import in_precision_of_object
-from numpyro_fed.results.built import Factors
+from numpyro_fed.results.built import FactorParts
 from numpyro_fed.results.rows import Result
 
 
@@ -48,8 +48,8 @@ class PVIResult(Result):
     own: np.ndarray = field(default_factory=lambda: np.ones((0, 1), bool), repr=False)
 
     @property
-    def _factors(self) -> Factors:
-        return cast(Factors, self._fit.factors)
+    def _factors(self) -> FactorParts:
+        return cast(FactorParts, self._fit.factors)
 
     @property
     def _server(self) -> ServerState:

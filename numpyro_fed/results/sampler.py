@@ -10,7 +10,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import Private, Shared
 from numpyro_fed.algorithms.importance.likelihood import Integration
-from numpyro_fed.bounds import Bound, Given
+from numpyro_fed.bounds import AtDraw, Bound
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
@@ -73,7 +73,7 @@ class Sampler:
 
         def draw_one(draw: tuple[Array, Array, Array]) -> Rows:
             i, z, u = draw
-            given = Given(theta, eta, z, coords._replace(u=u), data)
+            given = AtDraw(theta, eta, z, coords._replace(u=u), data)
             return self.bound.sample(jax.random.fold_in(key, i), given)
 
         # Batches of 64 draws bound the memory, whatever

@@ -26,7 +26,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.begin import outer_precision, where_finite
 from numpyro_fed.algorithms.expand import ROUNDING_UNITS
-from numpyro_fed.bounds import Bound, Given, QuadratureBound, SiloBound
+from numpyro_fed.bounds import AtDraw, Bound, QuadratureBound, SiloBound
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
@@ -85,7 +85,7 @@ class QuadratureLikelihood:
         """Return log likelihoods (b,)."""
 
         def value(z_G: Array, u: Array) -> Array:
-            return self.bound.value(Given(theta, eta, z_G, Coordinates(u, draws.centre), data), {})
+            return self.bound.value(AtDraw(theta, eta, z_G, Coordinates(u, draws.centre), data), {})
 
         return jax.vmap(value)(draws.z_G, draws.u)
 
@@ -98,7 +98,7 @@ class QuadratureLikelihood:
         prior = self.model.local_prior
 
         def starts_at(key: Array, z_G: Array, u: Array) -> Rows:
-            start = bound.start(Given(theta, eta, z_G, Coordinates(u, draws.centre), data))
+            start = bound.start(AtDraw(theta, eta, z_G, Coordinates(u, draws.centre), data))
             starts = [start]
             if prior is not None and not self.guide.outer:
                 # From draws of the latents' prior the search leads to other modes, if there are
@@ -126,7 +126,7 @@ class QuadratureLikelihood:
             coarse |= differ(others) & ~jnp.isnan(others).all()
         return coarse
 
-    def log_rows(self, key: Array, given: Given) -> Rows:
+    def log_rows(self, key: Array, given: AtDraw) -> Rows:
         """Return each row's log likelihood, at a draw of the outer plate's latents."""
         bound, near = self.bound, self.bound.near(given)
         return bound.integrals.log_rows(key, given.theta, given.z_G, near, given.data)
@@ -150,11 +150,11 @@ class SiloLikelihood:
 
         def log_estimate(key: Array, z_G: Array, u: Array) -> Array:
             coordinates = Coordinates(u, draws.centre)
-            return self.log_estimate(key, Given(theta, eta, z_G, coordinates, data))
+            return self.log_estimate(key, AtDraw(theta, eta, z_G, coordinates, data))
 
         return jax.vmap(log_estimate)(draws.keys, draws.z_G, draws.u)
 
-    def log_estimate(self, key: Array, given: Given) -> Array:
+    def log_estimate(self, key: Array, given: AtDraw) -> Array:
         """Return the log of the estimate () at one draw of the globals."""
         latents, key_outer, key_rows = self._latents_at(key, given)
         if not self.guide.outer:
@@ -162,7 +162,7 @@ class SiloLikelihood:
         *_, terms = self._outer_terms(latents, key_outer, key_rows)
         return jax.nn.logsumexp(terms) - jnp.log(len(terms))
 
-    def _latents_at(self, key: Array, given: Given) -> tuple[_LatentsAt, Array, Array]:
+    def _latents_at(self, key: Array, given: AtDraw) -> tuple[_LatentsAt, Array, Array]:
         """Return the latents at one draw of the globals, and keys for outer plates and for rows."""
         # At one ``z_G`` the couplings to the globals are constants, and go into the means. So the
         # guides below depend on the latents above the rows only.
@@ -189,7 +189,7 @@ class SiloLikelihood:
         log_q = sum(v.sum(1) for v in log_mixture.values())
         return z, keys, jax.vmap(latents.log_likelihood)(z, keys) - log_q
 
-    def log_rows(self, key: Array, given: Given) -> Rows:
+    def log_rows(self, key: Array, given: AtDraw) -> Rows:
         """Return each row's log likelihood, outer plates' latents drawn by their weights."""
         latents, key_outer, key_rows = self._latents_at(key, given)
         z_outer: Rows = {}

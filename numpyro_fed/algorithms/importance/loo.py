@@ -32,7 +32,7 @@ from numpyro_fed.algorithms.expand import shape
 from numpyro_fed.algorithms.importance.exchange import log_likelihoods, shape_of_draws
 from numpyro_fed.algorithms.importance.likelihood import LikelihoodEstimate
 from numpyro_fed.algorithms.sfvi import Down, coordinates_of
-from numpyro_fed.bounds import Given
+from numpyro_fed.bounds import AtDraw
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
@@ -248,7 +248,7 @@ def log_likelihoods_of_rows(
         def rows_at(draw: tuple[Array, Array, Array]) -> Array:
             s, z_G, u = draw
             coordinates = private.recentred(Coordinates(u, centre))
-            given = Given(theta, private.guide, z_G, coordinates, data)
+            given = AtDraw(theta, private.guide, z_G, coordinates, data)
             rows = likelihood.log_rows(jax.random.fold_in(key, s), given)
             return jnp.concatenate([jnp.zeros(0), *(rows[p] for p in plates)])
 

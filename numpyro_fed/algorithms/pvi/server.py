@@ -251,7 +251,7 @@ class Server(Role):
 EVALUATION = "evaluation"  # the name of the exchange
 
 
-class Posterior(NamedTuple):
+class PosteriorToEvaluate(NamedTuple):
     """The server's message: shared parameters, and the sum of all factors."""
 
     theta: Theta
@@ -269,15 +269,17 @@ class Evaluation:
     def exchange(self) -> Exchange[Any, Any, Any]:
         """Return the exchange."""
 
-        def expect(noise: Array, down: Posterior, state: SiloState, data: SiloData) -> Array:
+        def expect(
+            noise: Array, down: PosteriorToEvaluate, state: SiloState, data: SiloData
+        ) -> Array:
             # As in a visit; the silo's own state may be older.
             silo = self.silo
             posterior = silo.parts.aggregate(silo.prior(down.theta), down.total)
             return silo.expected_log_lik(noise, down.theta, posterior, state, data)[0]
 
-        def messages() -> tuple[Posterior, Any]:
+        def messages() -> tuple[PosteriorToEvaluate, Any]:
             first = jax.eval_shape(self.server.init, jax.random.key(0))
-            return Posterior(first.params.theta, first.total), shape()
+            return PosteriorToEvaluate(first.params.theta, first.total), shape()
 
         return Exchange(
             EVALUATION,
@@ -289,7 +291,7 @@ class Evaluation:
 
     def free_energy(self, ask: AskSilos, key: Array, state: ServerState) -> float:
         """Return the free energy of the posterior, in one exchange."""
-        log_lik = ask(self.exchange, Posterior(state.params.theta, state.total))
+        log_lik = ask(self.exchange, PosteriorToEvaluate(state.params.theta, state.total))
         kl = jit_once(self.server.kl_to_prior)(key, state.params.theta, state.params.guide)
         return float(log_lik) - float(kl)
 

@@ -16,7 +16,7 @@ from numpyro_fed.algorithms.base import Private, Reply, SiloParams
 from numpyro_fed.algorithms.pvi.conjugacy import misfit, row_terms
 from numpyro_fed.algorithms.pvi.families import GAUSSIAN
 from numpyro_fed.algorithms.pvi.states import Down, Role, SiloState, Status, Up
-from numpyro_fed.bounds import Given, normals
+from numpyro_fed.bounds import AtDraw, normals
 from numpyro_fed.expfam.base import Natural, Ordinary, Tree
 from numpyro_fed.local.base import LocalNoise, Problem, Solution
 from numpyro_fed.model.binding import Rows, Theta
@@ -154,7 +154,7 @@ class Silo(Role):
             def at_draw(noise: Tree, rows: Rows) -> Array:
                 z = family.draw(psi, noise)
                 coordinates = state.coordinates(z, centre)
-                given = Given({**theta, **private}, eta, z, coordinates, data)
+                given = AtDraw({**theta, **private}, eta, z, coordinates, data)
                 return parts.bound.value(given, rows)
 
             draws = self.settings.evidence_draws
@@ -200,7 +200,7 @@ class Silo(Role):
 
             def at_draw(noise_globals: Tree, noise_rows: Rows) -> tuple[Array, Array]:
                 z = family.draw(psi, noise_globals)
-                given = Given(shared, local, z, state.coordinates(z, centre), batch)
+                given = AtDraw(shared, local, z, state.coordinates(z, centre), batch)
                 return z, bound.value(given, noise_rows)
 
             return jax.vmap(at_draw, (0, 1))(noise.globals, noise.rows)
