@@ -238,7 +238,7 @@ def test_the_report_trusts_a_wrong_guide_that_was_repaired():
     assert known.trusted
     assert "The posterior of the globals can be trusted" in known.report()
     assert f"{fixed.ess:,.0f} effective draws" in fixed.report()
-    assert str(fixed) == fixed.report()
+    assert str(fixed) == fixed.verdict
 
 
 def test_the_report_does_not_trust_an_absurd_guide():
@@ -691,7 +691,7 @@ def test_spreads_that_hang_on_few_draws_far_out_are_not_known():
     unknown = with_errors(good, shape=heavy, error=np.full((3, 1), 0.021))
     assert not unknown.trusted
     assert not unknown.fit_trusted
-    assert "The mean of 'mu' rests on a few draws far out" in unknown.report()
+    assert "the mean of 'mu' rests on a few draws far out" in unknown.report()
     assert with_errors(unknown, error=good.errors.error, shape=good.errors.shape).trusted
 
 
