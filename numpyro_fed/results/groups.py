@@ -76,12 +76,13 @@ def groups_to_arviz(
             f"groups={groups!r}: expected '{ALL}' or a list of names from {list(GROUPS)}, got a "
             f"word. Pass groups=[{groups!r}] for one group."
         )
-    asked = GROUPS if everything else groups
+    asked = list(GROUPS if everything else groups)
     if unknown := [name for name in asked if name not in GROUPS]:
         raise ValueError(
-            f"groups={list(asked)}: '{unknown[0]}' is none of {list(GROUPS)}. Pass some of these, "
+            f"groups={asked}: '{unknown[0]}' is none of {list(GROUPS)}. Pass some of these, "
             f"or groups='{ALL}'."
         )
+    asked = [name for name in asked if name != POSTERIOR]
 
     def sample(key: Array, n: int) -> dict[str, Any]:
         draws = posterior.sample_posterior(key, n, silo=silo)
@@ -106,9 +107,8 @@ def groups_to_arviz(
 
     def more(key: Array, n: int) -> dict[str, Group]:
         found: dict[str, Group] = {}
-        others = [name for name in asked if name != POSTERIOR]
-        with precision(double=bool(others) and posterior.double):
-            for group in others:
+        with precision(double=posterior.double):
+            for group in asked:
                 try:
                     values = _values(posterior, key, n, group)
                 except (DataError, ModelError):
@@ -126,7 +126,7 @@ def groups_to_arviz(
         worth=worth,
         num_chains=num_chains,
         attributes=attributes,
-        more=more,
+        more=more if asked else None,
         labels=labels,
     )
 
