@@ -27,7 +27,7 @@ from numpyro_fed.model.roles import Text, split
 
 
 def unconstrained(half, values):
-    at = {s.name: half.supports[s.name] for s in half.named("latent")}
+    at = {s.name: half.structure.supports[s.name] for s in half.named("latent")}
     parts = [
         jnp.ravel(numpyro.distributions.biject_to(support).inv(values[name]))
         for name, support in at.items()
