@@ -61,7 +61,7 @@ def bound_of(model, v, xs, y, server_noise, client_noises):
         """Constrained values, and the log-determinant."""
         values = {}
         for s in half.named("latent"):
-            bijection = numpyro.distributions.biject_to(half.supports[s.name])
+            bijection = numpyro.distributions.biject_to(half.structure.supports[s.name])
             values[s.name] = bijection(z[s.start : s.stop].reshape(s.shape))
         return values, log_det(half, z)
 

@@ -60,7 +60,7 @@ def log_det(half, z):
     """Of the bijections, which the joint density of NumPyro's model does not have."""
     total = 0.0
     for s in half.named("latent"):
-        bijection = numpyro.distributions.biject_to(half.supports[s.name])
+        bijection = numpyro.distributions.biject_to(half.structure.supports[s.name])
         u = z[s.start : s.stop].reshape(s.shape)
         total += bijection.log_abs_det_jacobian(u, bijection(u)).sum()
     return total
