@@ -109,16 +109,16 @@ def test_a_call_that_ends_by_ctrl_c_shows_nothing_more(soon):
 
 
 QUESTIONS = [
-    name for name, f in inspect.getmembers(Questions, inspect.isfunction) if name[0] != "_"
+    name
+    for name, f in inspect.getmembers(Questions, inspect.isfunction)
+    if name[0] != "_" and not getattr(f, "__isabstractmethod__", False)  # of draws, not a question
 ]
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_all_questions_to_a_fit_show_themselves(name):
-    """But what only reads what is there."""
-    quick = {"sample_posterior"}
     source = inspect.getsource(getattr(Questions, name))
-    assert name in quick or source.lstrip().startswith("@shows("), name
+    assert source.lstrip().startswith("@shows("), name
 
 
 def correction(numbers, log_weights):
