@@ -162,19 +162,19 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
         centre = jnp.zeros(self.model.dim) if self.in_part and self.guide.uses_globals else None
         return SiloState(params, self.optim.init(params), frames, centre)
 
+    def draw(self, params: SharedParams, frame: Frame, eps: Array) -> tuple[Down, Array]:
+        """Return the server's message, and its own term of the bound."""
+        theta = frame.parameters(params.theta)
+        coordinates, z_G, log_q = self.guide.globals.draws(frame.globals, params.guide, eps)
+        log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
+        down = Down(theta, z_G, coordinates if self.guide.uses_globals else ())
+        return down, jnp.mean(log_prior - log_q)
+
     def round(self, state: ServerState, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
         """Draw the globals, ask every silo for gradients there, and take a step."""
-        frame, guide = state.frame, self.guide
-
-        def draw(params: SharedParams) -> tuple[Down, Array]:
-            """Return the server's message, and its own term of the bound."""
-            theta = frame.parameters(params.theta)
-            coordinates, z_G, log_q = guide.globals.draws(frame.globals, params.guide, noise)
-            log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
-            down = Down(theta, z_G, coordinates if guide.uses_globals else ())
-            return down, jnp.mean(log_prior - log_q)
-
-        (down, value), vjp = jax.vjp(draw, state.params)
+        (down, value), vjp = jax.vjp(
+            lambda params: self.draw(params, state.frame, noise), state.params
+        )
         replies = ask(self.exchange.name, down)
         # The sum over the silos of this round, scaled up, is an unbiased estimate of that over all.
         times = self.num_silos / len(ask.who)
