@@ -267,7 +267,7 @@ class Evaluation:
 
     @cached_property
     def exchange(self) -> Exchange[Any, Any, Any]:
-        """Return the exchange."""
+        """Return the exchange in which silos tell expected log likelihoods."""
 
         def expect(
             noise: Array, down: PosteriorToEvaluate, state: SiloState, data: SiloData

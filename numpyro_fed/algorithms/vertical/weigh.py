@@ -114,7 +114,7 @@ class Weighing:
 
     @cached_property
     def exchange(self) -> Exchange[Any, Any, Any]:
-        """Return the exchange."""
+        """Return the exchange in which clients tell their predictors at all draws."""
         v, n, parts = self.vertical, self.num_draws, len(self.parts[0])
         down, tie = Down(None, None), None
         if v.rank:
