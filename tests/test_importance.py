@@ -692,6 +692,7 @@ def test_spreads_that_hang_on_few_draws_far_out_are_not_known():
     assert not unknown.trusted
     assert not unknown.fit_trusted
     assert "the mean of 'mu' rests on a few draws far out" in unknown.report()
+    assert "cannot: " not in unknown.report()  # its own error is no reason
     assert with_errors(unknown, error=good.errors.error, shape=good.errors.shape).trusted
 
 

@@ -305,6 +305,8 @@ class Weighted(ABC, Generic[Corrects]):
         if self.fit_trusted:
             also = " as well" if self.trusted else ""
             return f"The globals of the fit can be trusted{also}: at worst {worst}."
+        if (shift + 2 * self._moments.shift_error <= self.accuracy).all():
+            return ""  # the fit is as close as can be told: what is unknown is not its fault
         return f"The globals of the fit itself cannot: {worst}. Use the correction."
 
     def __str__(self) -> str:

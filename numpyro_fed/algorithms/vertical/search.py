@@ -580,8 +580,7 @@ class VerticalSearch:
         return party, best
 
     def _at(self, party: Party, total: Either, data: SiloData) -> Point:
-        point: Point = jax.tree.map(np.asarray, self._expand(real(party), real(total), data))
-        return point
+        return jax.tree.map(np.asarray, self._expand(real(party), real(total), data))
 
     def _coupling_and_tau(self, spread: Spread) -> tuple[np.ndarray | None, np.ndarray]:
         """Return the combination (width, rank) of the basis, or None, and ``tau``."""
