@@ -166,6 +166,18 @@ def test_what_fit_returns_goes_on(fitted, tmp_path):
         assert equal(*one_two)
 
 
+def test_another_mode_that_the_draws_miss_is_a_doubt(fitted):
+    sure = replace(fitted, accuracy=0.9)
+    assert sure.trusted
+    assert not sure.known_doubt
+    missed = replace(sure, missed=(LocalMode(np.array([3.0]), np.array([[2.0]]), -4.5),))
+    assert not missed.trusted
+    assert missed.known_doubt.startswith("Do not trust this posterior: it is that around one of 2")
+    stopped = replace(sure, interrupted=True)
+    assert not stopped.trusted
+    assert "the fit was interrupted before its check was done" in stopped.verdict
+
+
 def test_a_fit_whose_best_is_another_run_than_the_corrected_one(fitted, tmp_path):
     other = PLAIN.run(jax.random.key(5), 20, silos(), **QUIET)
     one = judged_by(fitted, other)
