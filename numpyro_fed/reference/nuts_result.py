@@ -149,7 +149,7 @@ class NutsResult(Posterior):
 
     @property
     def sampler(self) -> Sampler:
-        """Refuse to draw locals given globals: NUTS has drawn both together."""
+        """Refuse to draw locals given globals, since NUTS has drawn both together."""
         raise DataError("NUTS has drawn all latents: sample_posterior(key, n, silo=...) has them.")
 
     def saved_words(self, draws: int | None) -> SavedWords:

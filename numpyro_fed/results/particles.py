@@ -141,7 +141,7 @@ class Particles(Corrected):
 
     @property
     def doubt(self) -> str:
-        """Return the reason why the particles are not :attr:`trusted`; empty where they are."""
+        """Return the reason why the particles are not ``trusted``; empty where they are."""
         if self.sound:
             return ""
         if not self.precise:

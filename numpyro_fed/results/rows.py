@@ -100,7 +100,7 @@ class Result(Posterior, FederatedRun[Fit]):
 
     @property
     def posterior(self) -> Self:
-        """Return the posterior of the run: the result itself, of which all can be asked."""
+        """Return the result itself, which is the posterior of the run and answers all questions."""
         return self
 
     @property
