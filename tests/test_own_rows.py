@@ -8,7 +8,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.after import own_rows
-from numpyro_fed.after.predictions import outcomes_of_silos, programs_of
+from numpyro_fed.after.own_rows import outcomes_of_silos, programs_of
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}

@@ -9,25 +9,79 @@ compiled for each size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.after.predict import Draws, Programs
-from numpyro_fed.after.run import Run
+from numpyro_fed.after.predict import SEEN, Draws, Programs, compiled, global_latents, predictor
 from numpyro_fed.model.audit import default_rtol
 from numpyro_fed.model.data import SiloData, Sizes
+from numpyro_fed.model.outcomes import outcomes_at
 from numpyro_fed.model.padding import padded_keys
+from numpyro_fed.results.base import Silos
 
+NEW, OWN_ROWS = "new", "own rows"
+ALL = "all"
+WhichSilo = int | str | Sequence[int]  # a silo, some of them, or "all"
 # Sizes up to which each has its own program: the comparison compiles two small ones.
 FEW_SIZES = 2
 # Ways to fill padded rows: the first row, the last one, and all in turn.
 WAYS = 3
+
+
+class Run(Protocol):
+    """The run that a posterior rests on: its model, its silos and their states."""
+
+    @property
+    def _fit(self) -> Any: ...
+
+    @property
+    def _silos(self) -> Silos: ...
+
+    @property
+    def num_silos(self) -> int: ...
+
+    @property
+    def shared(self) -> Any: ...
+
+    def _hosted(self, silo: int) -> Silos:
+        """Return the silos; raise an error if they are elsewhere."""
+
+    def silo_params(self, silo: int) -> dict[str, Any]:
+        """Return a silo's private parameters on their supports, and its guide as ``"guide"``."""
+
+
+def chosen_silos(silo: WhichSilo, number: int) -> list[int]:
+    """Return the numbers of the silos that are asked for."""
+    if isinstance(silo, str):
+        if silo != ALL:
+            raise ValueError(f"silo={silo!r}: expected a number, a list of numbers, or '{ALL}'.")
+        return list(range(number))
+    silos = [silo_number(j) for j in (silo if isinstance(silo, Sequence) else [silo])]
+    if not silos:
+        raise ValueError("silo=[]: expected at least one silo.")
+    return silos
+
+
+def silo_number(silo: Any) -> int:
+    """Return the number of a silo; raise an error for what is no whole number."""
+    if isinstance(silo, bool | np.bool_) or not isinstance(silo, int | np.integer):
+        raise ValueError(f"silo={silo!r}: expected a whole number, from 0 on.")
+    return int(silo)
+
+
+def check_name(silo: str, known: str) -> None:
+    """Raise an error for another name than the one that is known."""
+    if silo != known:
+        raise ValueError(
+            f"silo={silo!r}: expected the number of a silo, 'new' for new data, or 'own rows' "
+            "without any."
+        )
 
 
 class Asked(NamedTuple):
@@ -161,3 +215,65 @@ def _shapes(programs: Programs, asked: Asked, data: SiloData) -> dict[str, tuple
 
 def _cut(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return value[tuple(map(slice, shape))] if value.ndim == len(shape) else value
+
+
+def programs_of(run: Run, *, mean: bool = False) -> Programs:
+    """Return the programs that predict outcomes, or the means of their distributions."""
+    fit = run._fit
+    found: Programs = fit.cached(("predict", mean), lambda: predictor(fit.model, mean=mean))
+    return found
+
+
+def parameters_of(run: Run, silo: int | None) -> dict[str, Any]:
+    """Return the shared parameters on their supports, and a silo's private ones."""
+    shared = run._fit.model.constrain_theta(run.shared.theta)
+    private = {} if silo is None else run.silo_params(silo)
+    return {**shared, **{k: v for k, v in private.items() if k != "guide"}}
+
+
+def drawn_from_prior(run: Run, key: Array, n: int) -> dict[str, Array] | None:
+    """Return draws of the globals from their prior; None if they cannot be drawn."""
+    fm, theta = run._fit.model, run.shared.theta
+    z_G = None if fm.improper else fm.draw_prior(key, n)
+    if z_G is None:
+        return None
+    return jax.jit(jax.vmap(fm.constrain_global, (None, 0)))(theta, z_G)
+
+
+def drawn_given_globals(run: Run, key: Array, draws: Mapping[str, Array], site: str) -> np.ndarray:
+    """Return draws of a latent of all silos from its prior given draws of the globals."""
+    fm = run._fit.model
+    given = {name: draws[name] for name in global_latents(fm)}
+    programs = run._fit.cached("latents", lambda: predictor(fm, ("latent",)))
+    axis = next(1 + (s.axis or 0) for s in fm.sites if s.name == site)
+    asked = [
+        Asked(j, jax.random.fold_in(key, j), parameters_of(run, j), given)
+        for j in range(run.num_silos)
+    ]
+    parts = values_at(run, programs, asked)
+    return np.concatenate([np.asarray(found[site]) for found in parts], axis)
+
+
+def outcomes_and_rows(run: Run, silos: Sequence[int]) -> list[dict[str, np.ndarray]]:
+    """Return outcomes of silos in this process by site, and which rows have them, by ``SEEN``.
+
+    An outcome has NaN for what is missing. No latent is read.
+    """
+    fm = run._fit.model
+
+    def at(key: Array, values: Draws, data: SiloData) -> dict[str, Array]:
+        found = outcomes_at(fm, data)
+        seen = {SEEN + name: outcome.seen for name, outcome in found.items()}
+        return {name: outcome.value for name, outcome in found.items()} | seen
+
+    programs = run._fit.cached("outcomes", lambda: compiled(at))
+    found = values_at(run, programs, [Asked(j, jax.random.key(0), {}, {}) for j in silos])
+    return [{name: np.asarray(value)[0] for name, value in part.items()} for part in found]
+
+
+def outcomes_of_silos(run: Run, silos: Sequence[int]) -> list[dict[str, np.ndarray]]:
+    """Return the outcomes of the rows of some silos in this process, by site."""
+    return [
+        {name: value for name, value in part.items() if not name.startswith(SEEN)}
+        for part in outcomes_and_rows(run, silos)
+    ]

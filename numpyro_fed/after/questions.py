@@ -12,7 +12,21 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.after import pictures
-from numpyro_fed.after.own_rows import Asked, values_at
+from numpyro_fed.after.own_rows import (
+    ALL,
+    NEW,
+    OWN_ROWS,
+    Asked,
+    WhichSilo,
+    check_name,
+    drawn_from_prior,
+    drawn_given_globals,
+    outcomes_of_silos,
+    parameters_of,
+    programs_of,
+    silo_number,
+    values_at,
+)
 from numpyro_fed.after.predict import (
     check_means,
     global_latents,
@@ -20,14 +34,6 @@ from numpyro_fed.after.predict import (
     outer_latents,
     with_blocks,
 )
-from numpyro_fed.after.predictions import (
-    drawn_from_prior,
-    drawn_given_globals,
-    outcomes_of_silos,
-    parameters_of,
-    programs_of,
-)
-from numpyro_fed.after.run import ALL, NEW, OWN_ROWS, WhichSilo, check_name, silo_number
 from numpyro_fed.after.sensitivity import PriorSensitivity, elements
 from numpyro_fed.errors import ConvergenceWarning, ModelError, positive_int
 from numpyro_fed.precision import in_precision_of_object

@@ -14,7 +14,7 @@ from scipy.stats import gaussian_kde, wasserstein_distance
 
 from numpyro_fed import html
 from numpyro_fed.after import pictures
-from numpyro_fed.after.predictions import outcomes_of_silos
+from numpyro_fed.after.own_rows import outcomes_of_silos
 from numpyro_fed.errors import ConvergenceWarning, DataError, NonFiniteError, optional
 from numpyro_fed.reference.nuts_result import NutsResult
 from numpyro_fed.results.arviz import elpd_data

@@ -16,11 +16,16 @@ from jax import Array
 from numpyro import handlers
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 
-from numpyro_fed.after.own_rows import Asked, values_at
+from numpyro_fed.after.own_rows import (
+    Asked,
+    WhichSilo,
+    chosen_silos,
+    outcomes_and_rows,
+    parameters_of,
+    values_at,
+)
 from numpyro_fed.after.predict import SEEN, compiled
 from numpyro_fed.after.predict import Draws as Values
-from numpyro_fed.after.predictions import outcomes_and_rows, parameters_of
-from numpyro_fed.after.run import WhichSilo, chosen_silos
 from numpyro_fed.algorithms.base import Shared
 from numpyro_fed.algorithms.importance.loo import MAX_K, RowSums, plates_of_rows
 from numpyro_fed.errors import DataError, ModelError, optional, positive_int

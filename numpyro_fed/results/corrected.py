@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-from numpyro_fed.after.run import WhichSilo
+from numpyro_fed.after.own_rows import WhichSilo
 from numpyro_fed.after.sensitivity import (
     PriorSensitivity,
     elements,

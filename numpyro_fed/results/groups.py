@@ -12,10 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_fed.after.own_rows import (
+    ALL,
+    OWN_ROWS,
+    Run,
+    WhichSilo,
+    chosen_silos,
+    drawn_from_prior,
+    outcomes_and_rows,
+)
 from numpyro_fed.after.predict import SEEN
-from numpyro_fed.after.predictions import drawn_from_prior, outcomes_and_rows
 from numpyro_fed.after.questions import Questions
-from numpyro_fed.after.run import ALL, OWN_ROWS, Run, WhichSilo, chosen_silos
 from numpyro_fed.after.sensitivity import log_prior_on_supports
 from numpyro_fed.algorithms.importance.likelihood import Integration
 from numpyro_fed.algorithms.importance.loo import log_likelihoods_of_rows, plates_of_rows

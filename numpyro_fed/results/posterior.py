@@ -20,8 +20,8 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed import html
+from numpyro_fed.after.own_rows import WhichSilo, silo_number
 from numpyro_fed.after.questions import Questions
-from numpyro_fed.after.run import WhichSilo, silo_number
 from numpyro_fed.algorithms.sfvi import down_of
 from numpyro_fed.errors import DataError, positive_int
 from numpyro_fed.precision import precision

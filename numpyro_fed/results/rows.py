@@ -14,7 +14,7 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array
 
-from numpyro_fed.after.run import ALL, WhichSilo, chosen_silos
+from numpyro_fed.after.own_rows import ALL, WhichSilo, chosen_silos
 from numpyro_fed.algorithms.base import Exchange, Private, Up
 from numpyro_fed.algorithms.begin import FLAT_OFF_MODE, flat_share
 from numpyro_fed.algorithms.influence import INFLUENCE, MOST_GLOBALS, Factors, Influence
