@@ -30,7 +30,6 @@ from numpyro_fed.algorithms.expand import (
     effects_of,
     unraveller,
 )
-from numpyro_fed.algorithms.influence import Factors, SiloPull
 from numpyro_fed.algorithms.mode import MIN_GAIN_NEAR, ModeSearch, Search, best_start
 from numpyro_fed.algorithms.mode_wide import WideSearch
 from numpyro_fed.algorithms.own_start import OwnModes
@@ -46,6 +45,7 @@ from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.row_checks import RowChecks, coupled_rows
 from numpyro_fed.programs import jit_once
 from numpyro_fed.results.built import StartRounds
+from numpyro_fed.results.influence import Factors, SiloPull
 from numpyro_fed.results.mode import MODES_APART, LocalMode, Mode, Near, OneCopy, distance
 from numpyro_fed.results.rows import Fit
 from numpyro_fed.runtime.noise import generator

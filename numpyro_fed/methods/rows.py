@@ -34,7 +34,6 @@ from numpyro_fed.algorithms.base import (
 )
 from numpyro_fed.algorithms.expand import flat_size
 from numpyro_fed.algorithms.importance.loo import LEAVE_OUT, LOO, rows_that_count
-from numpyro_fed.algorithms.influence import INFLUENCE, Influence
 from numpyro_fed.algorithms.tempered import TEMPERED
 from numpyro_fed.errors import (
     DataError,
@@ -73,6 +72,7 @@ from numpyro_fed.results.at_silo import AtSilo, at_silo_of, outer_round
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.importance import weighing
+from numpyro_fed.results.influence import INFLUENCE, Influence
 from numpyro_fed.results.loo import leaving_out, loo_exchange
 from numpyro_fed.results.mode import Near
 from numpyro_fed.results.rows import Fit, Result
@@ -410,7 +410,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         questions: dict[str, Callable[..., Exchange[Any, Any, Any]]] = {
             IMPORTANCE: lambda built, settings: weighing(built, settings).exchange,
             INFLUENCE: lambda built, settings: (
-                Influence.of(built.model, built.algorithm, settings["num_silos"]).exchange
+                Influence(built.model, built.algorithm, settings["num_silos"]).exchange
             ),
             LEAVE_OUT: leaving_out,
             LOO: loo_exchange,

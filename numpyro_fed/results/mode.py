@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numpyro_fed.algorithms.influence import Factors
 from numpyro_fed.privacy.budget import Spent
+from numpyro_fed.results.influence import Factors
 
 # Standard deviations from which on two modes count
 # as two: their normal approximations hardly overlap.

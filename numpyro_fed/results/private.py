@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from numpyro_fed.algorithms.influence import Factors
 from numpyro_fed.algorithms.private_newton import NEAR
 from numpyro_fed.errors import ModelError
 from numpyro_fed.privacy.budget import Spent
+from numpyro_fed.results.influence import Factors
 from numpyro_fed.results.rows import Result
 
 NOT_PROTECTED = (

@@ -17,7 +17,6 @@ from jax import Array
 from numpyro_fed.after.own_rows import ALL, WhichSilo, chosen_silos
 from numpyro_fed.algorithms.base import Exchange, Private, Up
 from numpyro_fed.algorithms.begin import FLAT_OFF_MODE, flat_share
-from numpyro_fed.algorithms.influence import INFLUENCE, MOST_GLOBALS, Factors, Influence
 from numpyro_fed.errors import ModelError, NonFiniteError
 from numpyro_fed.gaussian import Curvature
 from numpyro_fed.model.data import Sizes
@@ -30,7 +29,14 @@ from numpyro_fed.results.base import FederatedRun
 from numpyro_fed.results.built import Fit
 from numpyro_fed.results.communication import Communication, communication
 from numpyro_fed.results.groups import log_likelihood
-from numpyro_fed.results.influence import SiloTable, table_of
+from numpyro_fed.results.influence import (
+    INFLUENCE,
+    MOST_GLOBALS,
+    Factors,
+    Influence,
+    SiloTable,
+    table_of,
+)
 from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.posterior import Posterior
 from numpyro_fed.results.sampler import Sampler, real_rows
@@ -221,7 +227,7 @@ class Result(Posterior, FederatedRun[Fit]):
             )
         if fit.checks is not None:
             refuse_coupled_rows(fit.checks, self._silos.buckets, "the influence of silos needs")
-        make = partial(Influence.of, fit.model, fit.built.algorithm, self.num_silos)
+        make = partial(Influence, fit.model, fit.built.algorithm, self.num_silos)
         question = fit.cached(INFLUENCE, make)
         words = "gradient or Hessian at the posterior's mean are not finite at {}."
         ask = partial(self.ask_once, key=jax.random.key(0), message=words)
