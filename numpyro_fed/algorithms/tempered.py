@@ -27,7 +27,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,14 +80,6 @@ NO_DENSITY = (
     "the log density is not finite at any particle of an island. Begin at a fit (start='fit'), or "
     "look at the data and the supports of the sites there."
 )
-
-
-class Reference(Protocol):
-    """The distribution at which the particles begin."""
-
-    def log_density(self, theta: Theta, parameters: Any, z: Array) -> Array:
-        """Return the log density () at ``z`` (dim,)."""
-        ...
 
 
 class Slopes(NamedTuple):
@@ -186,6 +178,8 @@ class Tempering:
     """The parts of the algorithm, for one model.
 
     ``guide``: Its local means are where searches for modes of rows begin.
+    ``log_q``: The log density () of the distribution at which particles begin, of ``theta``, its
+        parameters and a point (dim,).
     ``fitted``: The algorithm of the fit whose silo states are used, and stay as they are.
     ``num_particles``: A multiple of the number of islands.
     ``nodes``: Nodes of the quadrature over rows' latents, in each dimension; 0 where there are
@@ -195,7 +189,7 @@ class Tempering:
 
     model: FederatedModel
     guide: Guide
-    reference: Reference
+    log_q: Callable[[Theta, Any, Array], Array]
     fitted: FederatedAlgorithm[Any, Any]
     num_particles: int
     nodes: int
@@ -347,7 +341,7 @@ class Tempering:
         """Return the server's program: prior and reference, each with its gradient."""
 
         def ends(theta: Theta, reference: Any, z: Any) -> tuple[Array, ...]:
-            log_q = partial(self.reference.log_density, theta, reference)
+            log_q = partial(self.log_q, theta, reference)
             of_prior = jax.vmap(jax.value_and_grad(partial(self.model.log_prior, theta)))(z)
             return *of_prior, *jax.vmap(jax.value_and_grad(log_q))(z)
 

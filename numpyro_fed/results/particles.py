@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.results.corrected import Corrected, on_supports, sampler_of
 from numpyro_fed.results.element_errors import (
     ElementErrors,
-    Moments,
     Rounding,
     disagreement,
     moments,
@@ -48,14 +47,8 @@ MAX_MEMORY = 0.5
 # normal distribution, without the outer 2 % of them, is a tenth of this.
 GAP, MIN_SHARE = 1.0, 0.02
 MAX_MODES = 8
-SAVED = (
-    "near",
-    "reached",
-    "num_kept",
-    "memory",
-    "coarse",
-    "evidence_error",
-)  # fields of a file's words
+# Fields of a file's words.
+SAVED = "near", "reached", "num_kept", "memory", "coarse", "evidence_error"
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,11 +155,8 @@ class Particles(Corrected):
             return f"islands of particles differ: the log evidence is known to {error} nats"
         if not self.moments_known and self.quantiles_known:
             return self.reservation
-        return f"islands of particles differ: means and sds are known to {self._error_in_words} sd"
-
-    @property
-    def _error_in_words(self) -> str:
-        return f"{self.monte_carlo_error:.2g}"
+        error = f"{self.monte_carlo_error:.2g}"
+        return f"islands of particles differ: means and sds are known to {error} sd"
 
     @property
     def figures(self) -> str:
@@ -175,7 +165,7 @@ class Particles(Corrected):
             return f"particles that came to {self.reached:.2g} of the way to the posterior"
         return (
             f"{len(self.weights):,} particles, whose {NUM_ISLANDS} islands know means and sds to "
-            f"{self._error_in_words} sd"
+            f"{self.monte_carlo_error:.2g} sd"
         )
 
     def saved_words(self, draws: int | None = None) -> SavedWords:
@@ -224,13 +214,17 @@ def particles_of(
         integration, coarse, sent = checked(key_check, fit, integration, z, log_p)
         swarm.exchanges += sent
     even = np.full(len(z), 1 / len(z))
-    computed = compared_with_fit(fit, z, even)
+    of_fit = fit.many_draws_of_globals()
+    marks = np.repeat([False, True], [len(z), len(of_fit)])
+    without_weight = np.append(even, np.zeros(len(of_fit)))
+    computed = moments(np.concatenate([z, of_fit]), without_weight, marks)
     sampler = sampler_of(fit._fit, integration)
     draws = on_supports(sampler, fit, z)
     latents = {s.name for s in fit._fit.model.named("latent")}
     by_islands = np.arange(len(z)).reshape(len(kept), NUM_ISLANDS, -1).swapaxes(0, 1)
-    errors = ElementErrors.of(draws, latents, even, by_islands.reshape(NUM_ISLANDS, -1))
-    shift_error = disagreement(z[by_islands.reshape(NUM_ISLANDS, -1)], computed.sd)
+    by_islands = by_islands.reshape(NUM_ISLANDS, -1)
+    errors = ElementErrors.of(draws, latents, even, by_islands)
+    shift_error = disagreement(z[by_islands], computed.sd)
     counts = log_p > LOST / 2
     of_islands = swarm.log_evidence
     of_density = swarm.b >= 1 and not (fit._fit.factors and fit._fit.factors.loss)
@@ -259,14 +253,6 @@ def particles_of(
         evidence_error=float(of_islands.std(ddof=1)) / math.sqrt(NUM_ISLANDS),
         _swarm=swarm,
     )
-
-
-def compared_with_fit(fit: Result, z: np.ndarray, weights: np.ndarray) -> Moments:
-    """Return the moments of particles (n, dim), and how far those of the fit are off."""
-    of_fit = fit.many_draws_of_globals()
-    marks = np.repeat([False, True], [len(z), len(of_fit)])
-    together = np.concatenate([z, of_fit])
-    return moments(together, np.append(weights, np.zeros(len(of_fit))), marks)
 
 
 def checked(
@@ -314,25 +300,21 @@ def modes_apart(z: np.ndarray) -> np.ndarray:
     least = max(int(MIN_SHARE * len(z)), 2)
     for new in range(1, MAX_MODES):
         gaps = [_widest_gap(z, modes == mode, least) for mode in range(new)]
-        cut = max(gaps, key=lambda gap: gap.width)
-        if cut.width <= GAP:
+        width, coordinate, place, inside = max(gaps, key=lambda gap: gap[0])
+        if width <= GAP:
             break
-        modes[cut.inside & (z[:, cut.coordinate] > cut.place)] = new
+        modes[inside & (z[:, coordinate] > place)] = new
     return modes
 
 
-class _Gap(NamedTuple):
-    """A gap along a coordinate, its width a multiple of the spreads on both its sides."""
+def _widest_gap(
+    z: np.ndarray, inside: np.ndarray, least: int
+) -> tuple[float, int, float, np.ndarray]:
+    """Return the widest gap among the particles ``inside``, with ``least`` of them on each side.
 
-    width: float
-    coordinate: int
-    place: float
-    inside: np.ndarray
-
-
-def _widest_gap(z: np.ndarray, inside: np.ndarray, least: int) -> _Gap:
-    """Return the widest gap among the particles ``inside``, with ``least`` of them on each side."""
-    widest = _Gap(0.0, 0, 0.0, inside)
+    It has a width, a multiple of the spreads on both its sides, its coordinate and its place.
+    """
+    widest = 0.0, 0, 0.0, inside
     if inside.sum() < 2 * least:
         return widest
     ordered = np.sort(z[inside], axis=0)
@@ -343,6 +325,6 @@ def _widest_gap(z: np.ndarray, inside: np.ndarray, least: int) -> _Gap:
         i = places[np.argmax(x[places] - x[places - 1])] if len(places) else 0
         spread = x[:i].std() + x[i:].std()
         width = (x[i] - x[i - 1]) / spread if spread > 0 else 0.0
-        if width > widest.width:
-            widest = _Gap(float(width), coordinate, float(x[i - 1] + x[i]) / 2, inside)
+        if width > widest[0]:
+            widest = float(width), coordinate, float(x[i - 1] + x[i]) / 2, inside
     return widest

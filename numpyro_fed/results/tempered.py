@@ -11,7 +11,6 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.importance.proposals import (
-    Mixture,
     WideParts,
 )
 from numpyro_fed.algorithms.tempered import (
@@ -29,7 +28,6 @@ from numpyro_fed.errors import (
 )
 from numpyro_fed.integrals.quadrature import default_nodes, quadrature_misfit
 from numpyro_fed.model.binding import Theta
-from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.row_checks import refuse_coupled_rows
 from numpyro_fed.objectives import default_quadrature
 from numpyro_fed.precision import precision
@@ -49,29 +47,6 @@ STARTS = "fit", "prior"
 # 0.05 sd, and its length scale was 1.5 sd off. A horseshoe has three, a test of 30 items five.
 MIN_EFFECTIVE = 40
 WIDER = 0.5  # share of the first particles that come from distributions wider than the fit
-
-
-@dataclass(frozen=True)
-class PriorReference:
-    """The prior as the distribution at which the particles begin."""
-
-    model: FederatedModel
-
-    def log_density(self, theta: Theta, parameters: tuple[()], z: Array) -> Array:
-        """Return the log density () at ``z`` (dim,), factors and scaled sites left out."""
-        prior = self.model.global_prior
-        return prior.log_density(theta, z, prior.latents)
-
-
-@dataclass(frozen=True)
-class MixtureReference:
-    """A mixture with wider parts as the distribution at which the particles begin."""
-
-    wide: WideParts
-
-    def log_density(self, theta: Theta, parameters: Mixture, z: Array) -> Array:
-        """Return the log density () at ``z`` (dim,)."""
-        return self.wide.log_density_with(theta, parameters, z[None])[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,15 +150,16 @@ class Tempered:
         key = typed_key(key)
         with precision(double=fit.double):
             check_weighable(fit._fit)
-            check_temperable(fit)
             key_begin, key_run, key_draws = jax.random.split(key, 3)
-            tempering = self._parts(fit._fit, nodes_for(result), quick)
+            tempering = self._parts(fit._fit, nodes_for(fit, result), quick)
             before = result._swarm if isinstance(result, Particles) else None
             if before and (before.start, len(before.here.z)) == (self.start, self.num_particles):
                 swarm, near = before.copy(), bool(getattr(result, "near", False))
             else:
                 swarm = self._begin(key_begin, fit, result)
-                near = self.start == "prior" or _covers(result)
+                # Particles of another run are not known to cover the posterior.
+                weighed = isinstance(result, Corrected) and not isinstance(result, Particles)
+                near = self.start == "prior" or (weighed and result.ess >= MIN_EFFECTIVE)
             words = "log likelihoods at particles, or their gradients, are not finite at {}."
             ask = partial(fit.ask_once, key=key_run, message=words)
             interrupted, progress = False, progress_of(progress_bar)
@@ -212,7 +188,8 @@ class Tempered:
             tempering = replace(tempering_of(fit.built, number, nodes), little=quick)
             if self.start == "prior":
                 return tempering
-            return replace(tempering, reference=MixtureReference(self._wide(fit)))
+            density = WideParts.of(of_text(fit), number, WIDER).log_density_with
+            return replace(tempering, log_q=lambda theta, own, z: density(theta, own, z[None])[0])
 
         return fit.cached(("tempering", number, self.start, nodes, quick), make)
 
@@ -229,51 +206,48 @@ class Tempered:
             zeros = jnp.zeros(fm.dim)
             drawn = jax.vmap(lambda key: prior.draw(key, theta, zeros, prior.latents))(keys)
             return Swarm.at(self.start, theta, (), np.asarray(drawn))
-        own = mixture_of(fit, result)
+        if isinstance(result, Corrected) and result.pool is not None:
+            own = result.pool.mixtures[0]  # the latest one
+        else:
+            z_G = fit.many_draws_of_globals().astype(np.float64)
+            own = around_modes(z_G, (), np.zeros(1))
         own = own._replace(log_shares=np.maximum(own.log_shares, LOST))  # of a finite slope
-        draws = generator(key)
-        chosen = self._wide(fit._fit).draw_with(draws, theta, own)
+        draws, wide = generator(key), WideParts.of(of_text(fit._fit), self.num_particles, WIDER)
+        chosen = wide.draw_with(draws, theta, own)
         # The first draws are of the mixture, the others of wider parts: islands must be alike.
         z: np.ndarray = draws.permutation(chosen).astype(jnp.result_type(float))
         own = jax.tree.map(lambda a: np.asarray(a, z.dtype), own)
         return Swarm.at(self.start, theta, own, z)
 
-    def _wide(self, fit: Fit) -> WideParts:
-        """Return the wider parts around a mixture."""
-        return WideParts.of(of_text(fit), self.num_particles, WIDER)
-
 
 def tempering_of(built: Built, num_particles: int, nodes: int) -> Tempering:
     """Return the algorithm of particles from the prior; silos do the same for any reference."""
     fm = built.model
-    return Tempering(fm, built.guide, PriorReference(fm), built.algorithm, num_particles, nodes)
+
+    def log_prior(theta: Theta, parameters: object, z: Array) -> Array:
+        prior = fm.global_prior  # factors and scaled sites left out
+        return prior.log_density(theta, z, prior.latents)
+
+    return Tempering(fm, built.guide, log_prior, built.algorithm, num_particles, nodes)
 
 
-def _covers(result: Result | Corrected) -> bool:
-    """Return whether the mixture of a fit is known to cover the posterior."""
-    if isinstance(result, Particles) or not isinstance(result, Corrected):
-        return False
-    return result.ess >= MIN_EFFECTIVE
+def nodes_for(fit: Result, result: Result | Corrected) -> int:
+    """Return the nodes of the quadrature: more where a correction has found the default too few.
 
-
-def check_temperable(fit: Result) -> None:
-    """Raise an error for a model whose silos cannot reply with gradients of their likelihood."""
+    A model is refused whose silos cannot reply with gradients of their likelihood.
+    """
     fm = fit._fit.model
+    nodes = default_nodes(fm)
     if not fm.dim:
         raise ModelError("there are no global latents that particles could move.")
     if any(p.dim for p in fm.plates) and (why := quadrature_misfit(fm)) is not None:
         raise ModelError(f"particles need rows' latents integrated by quadrature, but {why}.")
-    if any(p.dim for p in fm.plates) and not default_nodes(fm):
+    if any(p.dim for p in fm.plates) and not nodes:
         raise ModelError("particles need rows of at most two latents, with those of outer plates.")
     if fit._fit.checks is not None:
         refuse_coupled_rows(fit._fit.checks, fit._silos.buckets, "particles need")
-
-
-def nodes_for(result: Result | Corrected) -> int:
-    """Return the nodes of the quadrature: more where a correction has found the default too few."""
-    fm = (result.result if isinstance(result, Corrected) else result)._fit.model
-    if not isinstance(result, Corrected) or not default_nodes(fm):
-        return default_nodes(fm)
+    if not isinstance(result, Corrected) or not nodes:
+        return nodes
     if result.integration.gave_way:
         raise ModelError(
             "particles need rows' latents integrated by quadrature, and a correction has found it "
@@ -281,12 +255,4 @@ def nodes_for(result: Result | Corrected) -> int:
         )
     usual = default_quadrature(fm)
     more = usual is not None and result.integration.nodes > usual.nodes
-    return result.integration.nodes if more else default_nodes(fm)
-
-
-def mixture_of(fit: Result, result: Result | Corrected) -> Mixture:
-    """Return the mixture around a fit, or the latest one of a correction."""
-    if isinstance(result, Corrected) and result.pool is not None:
-        return result.pool.mixtures[0]
-    z = fit.many_draws_of_globals().astype(np.float64)
-    return around_modes(z, (), np.zeros(1))
+    return result.integration.nodes if more else nodes
