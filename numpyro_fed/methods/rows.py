@@ -41,6 +41,7 @@ from numpyro_fed.errors import (
     ModelError,
     SavedStateError,
     StartWarning,
+    positive_int,
 )
 from numpyro_fed.methods.base import RUNTIMES, SEARCHES, FederatedMethod, RunOptions, reached
 from numpyro_fed.methods.carrying import carry_over
@@ -68,7 +69,7 @@ from numpyro_fed.model.padding import Bucket, one_by_one
 from numpyro_fed.model.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
 from numpyro_fed.model.split import split
 from numpyro_fed.programs import jit_once
-from numpyro_fed.results.at_silo import AtSilo, at_silo_of, outer_round
+from numpyro_fed.results.at_silo import AtSilo, outer_round, sampler_by
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.importance import weighing
@@ -425,7 +426,8 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
 
     def posterior_at(self, plan: Plan, built: Built, settings: Mapping[str, Any]) -> AtSilo:
         """Return the posterior at a silo, by the settings in a message with draws."""
-        return at_silo_of(plan, built, settings)
+        positive_int("num_draws", number := settings.get("num_draws"))
+        return AtSilo(built, plan.facts, sampler_by(built, settings), int(str(number)))
 
     def size_of(self, plan: Plan, built: Built, data: SiloData) -> PlanSize:
         """Return how large a plan is, as a silo's owner sees it."""

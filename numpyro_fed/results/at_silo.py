@@ -9,9 +9,9 @@ share.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -26,17 +26,16 @@ from numpyro_fed.algorithms.base import (
     Ask,
     Combine,
     Exchange,
-    FederatedAlgorithm,
     Info,
     Reply,
     Round,
 )
+from numpyro_fed.algorithms.importance.exchange import shape_of_draws
 from numpyro_fed.algorithms.importance.likelihood import Integration
 from numpyro_fed.algorithms.sfvi import Down, coordinates_of, down_of
-from numpyro_fed.errors import DataError, ModelError, ReplyError, positive_int
-from numpyro_fed.guides.structured import Guide
+from numpyro_fed.errors import DataError, ModelError, ReplyError
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.facts import Facts, Plan
+from numpyro_fed.model.facts import Facts
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.base import FederatedRun
@@ -74,65 +73,6 @@ class SharedLatents(NamedTuple):
 def outer_sites(fm: FederatedModel) -> list[Site]:
     """Return the latents that rows of several plates share: of hospitals, not patients."""
     return [s for p in fm.plates if p.outer for s in fm.named("latent", p.name)]
-
-
-def outer_latents(
-    fm: FederatedModel,
-    guide: Guide,
-    draw: Callable[[Array, Down, Any, SiloData], dict[str, Array]],
-    fitted: FederatedAlgorithm[Any, Any],
-    num_draws: int,
-    num_silos: int,
-    rows: Mapping[str, int],
-    settings: str,
-) -> Round:
-    """Return the round that leads from a run's state to what all silos have :class:`SharedLatents`.
-
-    The server's data have the arrays :data:`DRAWS` and :data:`KEYS`.
-
-    ``draw``, ``(key, down, silo_state, data) -> {site: (n, ...)}``: Draws of a silo's latents on
-        their supports.
-    ``rows``: The length to which replies are filled up, for each outer plate.
-    """
-    sites = outer_sites(fm)
-
-    def silo(
-        noise: object, down: LatentsQuestion, state: Any, data: SiloData
-    ) -> tuple[Reply[SharedLatents], Any]:
-        found = draw(jax.random.wrap_key_data(down.keys), down.draws, state, data)
-        sizes = fm.sizes(data)
-        values: dict[str, Array] = {}
-        for s in sites:
-            draws, axis = found[s.name], 1 + (s.axis or 0)
-            more = rows[str(s.plate)] - draws.shape[axis]
-            if more < 0:
-                raise ModelError(
-                    f"'{s.name}' has {draws.shape[axis]} rows here, and the server expects at most "
-                    f"{rows[str(s.plate)]}. Server and silos must have agreed on the same plan."
-                )
-            pads = [(0, more if i == axis else 0) for i in range(draws.ndim)]
-            values[s.name] = jnp.pad(draws, pads)
-        plates = {str(s.plate): jnp.asarray(sizes[str(s.plate)]) for s in sites}
-        return Reply(SharedLatents(values, plates), jnp.array(True)), state
-
-    def run(state: Any, noise: object, ask: Ask) -> tuple[SharedLatents, Info]:
-        words = jax.random.key_data(jax.random.key(0)).shape
-        z_G, keys = jnp.zeros((num_draws, fm.dim)), jnp.zeros((num_silos, *words), jnp.uint32)
-        if ask.server_data is not None:
-            z_G, keys = (ask.server_data.arrays[name] for name in (DRAWS, KEYS))
-        down = LatentsQuestion(down_of(guide, fitted.shared(state), z_G), keys)
-        told: SharedLatents = ask(OUTER_LATENTS, down).up
-        return told, Info(jnp.zeros(()), jnp.array(True))
-
-    prefix: Any = (False, True)  # each silo gets its own key
-    exchange = Exchange(
-        OUTER_LATENTS,
-        silo,
-        combine=Combine.GATHER,
-        scatter=LatentsQuestion(*prefix),
-        settings=settings,
-    )
-    return Round((exchange,), run)
 
 
 MESSAGE = "the draws of the latents that rows share are not finite at {}."
@@ -192,13 +132,8 @@ class AtSilo:
     @cached_property
     def _like(self) -> Down:
         """Return the shapes of the server's message."""
-        algorithm, guide = self.built.algorithm, self.built.guide
-        z_G = jnp.zeros((self.num_draws, self.built.model.dim))
-        like: Down = jax.eval_shape(
-            lambda key: down_of(guide, algorithm.shared(algorithm.init_server(key)), z_G),
-            jax.random.key(0),
-        )
-        return like
+        built = self.built
+        return shape_of_draws(built.guide, built.algorithm, (self.num_draws, built.model.dim))
 
     def sample_posterior(
         self, key: Array, arrays: Mapping[str, np.ndarray], silo: Held
@@ -238,25 +173,54 @@ class AtSilo:
         return found
 
 
-def at_silo_of(plan: Plan, built: Built, settings: Mapping[str, Any]) -> AtSilo:
-    """Return the posterior at a silo, from the settings in a message of the server."""
-    num_draws = settings.get("num_draws")
-    positive_int("num_draws", num_draws)
-    return AtSilo(built, plan.facts, sampler_by(built, settings), int(str(num_draws)))
-
-
 def outer_round(built: Built, settings: Mapping[str, Any]) -> Round:
-    """Return the round in which silos tell outer latents, which they build from these settings."""
-    return outer_latents(
-        built.model,
-        built.guide,
-        partial(local_draws, built, sampler_by(built, settings)),
-        built.algorithm,
-        settings["num_draws"],
-        settings["num_silos"],
-        settings["rows"],
-        json.dumps(dict(settings)),
+    """Return the round in which silos tell outer latents, which they build from these settings.
+
+    It leads from a run's state to what all silos have :class:`SharedLatents`. The server's data
+    have the arrays :data:`DRAWS` and :data:`KEYS`.
+    """
+    fm, fitted, rows = built.model, built.algorithm, settings["rows"]
+    sampler, sites = sampler_by(built, settings), outer_sites(fm)
+
+    def silo(
+        noise: object, down: LatentsQuestion, state: Any, data: SiloData
+    ) -> tuple[Reply[SharedLatents], Any]:
+        key = jax.random.wrap_key_data(down.keys)
+        found = local_draws(built, sampler, key, down.draws, state, data)
+        sizes = fm.sizes(data)
+        values: dict[str, Array] = {}
+        for s in sites:
+            draws, axis = found[s.name], 1 + (s.axis or 0)
+            more = rows[str(s.plate)] - draws.shape[axis]
+            if more < 0:
+                raise ModelError(
+                    f"'{s.name}' has {draws.shape[axis]} rows here, and the server expects at most "
+                    f"{rows[str(s.plate)]}. Server and silos must have agreed on the same plan."
+                )
+            pads = [(0, more if i == axis else 0) for i in range(draws.ndim)]
+            values[s.name] = jnp.pad(draws, pads)
+        plates = {str(s.plate): jnp.asarray(sizes[str(s.plate)]) for s in sites}
+        return Reply(SharedLatents(values, plates), jnp.array(True)), state
+
+    def run(state: Any, noise: object, ask: Ask) -> tuple[SharedLatents, Info]:
+        words = jax.random.key_data(jax.random.key(0)).shape
+        z_G = jnp.zeros((settings["num_draws"], fm.dim))
+        keys = jnp.zeros((settings["num_silos"], *words), jnp.uint32)
+        if ask.server_data is not None:
+            z_G, keys = (ask.server_data.arrays[name] for name in (DRAWS, KEYS))
+        down = LatentsQuestion(down_of(built.guide, fitted.shared(state), z_G), keys)
+        told: SharedLatents = ask(OUTER_LATENTS, down).up
+        return told, Info(jnp.zeros(()), jnp.array(True))
+
+    prefix: Any = (False, True)  # each silo gets its own key
+    exchange = Exchange(
+        OUTER_LATENTS,
+        silo,
+        combine=Combine.GATHER,
+        scatter=LatentsQuestion(*prefix),
+        settings=json.dumps(dict(settings)),
     )
+    return Round((exchange,), run)
 
 
 def told_by_silos(
