@@ -33,7 +33,7 @@ from numpyro_fed.algorithms.base import (
     asked_directly,
 )
 from numpyro_fed.algorithms.expand import flat_size
-from numpyro_fed.algorithms.importance.loo import LEAVE_OUT, LOO, rows_that_count
+from numpyro_fed.algorithms.importance.exchange import LEAVE_OUT, LOO, rows_that_count
 from numpyro_fed.algorithms.tempered import TEMPERED
 from numpyro_fed.errors import (
     DataError,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from numpyro_fed.algorithms.base import IMPORTANCE, OUTER_LATENTS
-from numpyro_fed.algorithms.importance.loo import LEAVE_OUT, LOO
+from numpyro_fed.algorithms.importance.exchange import LEAVE_OUT, LOO
 from numpyro_fed.algorithms.tempered import TEMPERED
 from numpyro_fed.errors import DataError, ModelError, is_number
 from numpyro_fed.files import Store, append_privately

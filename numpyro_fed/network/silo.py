@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.importance.loo import LOO
+from numpyro_fed.algorithms.importance.exchange import LOO
 from numpyro_fed.errors import (
     DataError,
     GuideError,

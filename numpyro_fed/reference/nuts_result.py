@@ -27,7 +27,7 @@ from numpyro_fed.after.own_rows import (
 from numpyro_fed.after.predict import SEEN, compiled
 from numpyro_fed.after.predict import Draws as Values
 from numpyro_fed.algorithms.base import Shared
-from numpyro_fed.algorithms.importance.loo import MAX_K, RowSums, plates_of_rows
+from numpyro_fed.algorithms.importance.exchange import plates_of_rows
 from numpyro_fed.errors import DataError, ModelError, optional, positive_int
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.densities import log_prob
@@ -48,7 +48,7 @@ from numpyro_fed.results.arviz import (
 )
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.groups import groups_to_arviz
-from numpyro_fed.results.loo import Loo, RowsOfSilo
+from numpyro_fed.results.loo import MAX_K, Loo, RowsOfSilo, RowSums
 from numpyro_fed.results.posterior import Posterior
 from numpyro_fed.results.sampler import Sampler
 from numpyro_fed.results.saving import SavedWords

@@ -24,8 +24,8 @@ from numpyro_fed.after.own_rows import (
 from numpyro_fed.after.predict import SEEN
 from numpyro_fed.after.questions import Questions
 from numpyro_fed.after.sensitivity import log_prior_on_supports
+from numpyro_fed.algorithms.importance.exchange import log_likelihoods_of_rows, plates_of_rows
 from numpyro_fed.algorithms.importance.likelihood import Integration
-from numpyro_fed.algorithms.importance.loo import log_likelihoods_of_rows, plates_of_rows
 from numpyro_fed.algorithms.sfvi import down_of
 from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.data import SiloData, Sizes

@@ -1,10 +1,22 @@
-"""PSIS-LOO by row: how well all other rows predict each one, smoothed where the rows are."""
+r"""How well others predict each silo, and each row: what is left out, by exchanges or at rows.
+
+The server has draws :math:`z_G^s` with the weights :math:`w_s` that make them draws of the
+posterior. A silo draws the latents :math:`u^s` of its outer plates (a hospital's effect) given
+each, and integrates out those of the rows themselves. Row ``i`` takes its own likelihood out of the
+draws (Vehtari, Gelman and Gabry 2017),
+
+.. math::
+    v_s \propto w_s \,/\, p(y_i \mid z_G^s, u^s), \qquad
+    p(y_i \mid y_{-i}) = \sum_s v_s \, p(y_i \mid z_G^s, u^s),
+
+and smooths the tail of the ratios. What a silo sends are sums over its rows.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,21 +25,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange
-from numpyro_fed.algorithms.importance.likelihood import Integration
-from numpyro_fed.algorithms.importance.loo import (
-    MAX_K,
-    LeaveOutDown,
-    LeftOut,
-    RowScores,
-    RowSums,
-    Scores,
-    leave_out,
-    loo,
-    row_scores,
+from numpyro_fed.algorithms.base import Combine, Exchange, key_as_noise, stacked_reply
+from numpyro_fed.algorithms.expand import shape
+from numpyro_fed.algorithms.importance.exchange import (
+    LEAVE_OUT,
+    LOO,
+    log_likelihoods,
+    log_likelihoods_of_rows,
+    shape_of_draws,
 )
-from numpyro_fed.algorithms.sfvi import down_of
+from numpyro_fed.algorithms.importance.likelihood import Integration
+from numpyro_fed.algorithms.sfvi import Down, down_of
 from numpyro_fed.errors import DataError, optional
+from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.row_checks import refuse_coupled_rows, refuse_parameters_of_rows
 from numpyro_fed.programs import jit_once
 from numpyro_fed.results.arviz import elpd_data
@@ -36,6 +46,59 @@ from numpyro_fed.results.rows import Result
 from numpyro_fed.runtime.noise import generator
 
 NOT_FINITE = "the log predictive density is not finite at {}."
+# Nats below the largest ratio at which another one counts as so small: the exponential of twice as
+# much is no zero in single precision.
+FAR = 40.0
+NOT_KNOWN = 1e3  # the shape of a tail that cannot be fitted: a few ratios, or equal ones
+MAX_K = 0.7  # shape of a tail above which ratios are not known (Vehtari et al. 2024)
+
+
+class LeaveOutDown(NamedTuple):
+    """The server's message: draws as in a correction, and their log weights (n,)."""
+
+    draws: Down
+    log_weights: Array
+
+
+class LeftOut(NamedTuple):
+    """A silo's reply about its rows, given those of all others.
+
+    ``log_density`` (): The log predictive density of its rows.
+    ``pareto_k`` (): The shape of the tail of the ratios.
+    ``shift`` (): How far the mean of a global moves without the silo, the farthest one, in
+        posterior sds.
+    """
+
+    log_density: Array
+    pareto_k: Array
+    shift: Array
+
+
+def without(log_weights: Array, values: Array) -> tuple[Array, Array, Array]:
+    """Return what remains of draws once a part of the likelihood is taken out of their weights.
+
+    ``log_weights`` (n,) are those of the draws, and ``values`` (n,) the log likelihood of the part.
+
+    Returns
+    -------
+    log_v : (n,)
+        The log weights without the part, their tail smoothed; they sum to one.
+    log_density : ()
+        The log predictive density of the part.
+    pareto_k : ()
+    """
+    from blackjax.diagnostics import psis_weights  # here: its import starts JAX's backend
+
+    counts = (log_weights > -jnp.inf) & (values > -jnp.inf)
+    ratios = jnp.where(counts, log_weights - values, -jnp.inf)
+    # The exponentials of a tail must be numbers. Ratios far below the largest hardly count, but
+    # they stand where the silo's own likelihood may be e^1000 times as large.
+    near = jnp.maximum(ratios, ratios.max() - FAR)
+    smoothed, k = psis_weights(near)
+    known = jnp.isfinite(k) & jnp.isfinite(smoothed).all()
+    log_v = jax.nn.log_softmax(jnp.where(known, smoothed, near)) + (ratios - near)
+    density = jax.nn.logsumexp(jnp.where(counts, log_v + values, -jnp.inf))
+    return log_v, density, jnp.where(known, k, NOT_KNOWN)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,18 +173,35 @@ class LeaveOut:
 def leaving_out(
     built: Built, settings: Mapping[str, Any], *, little: bool = False
 ) -> Exchange[Any, Any, Any]:
-    """Return the exchange that leaves silos out, which silos elsewhere build from its settings."""
+    """Return the exchange in which each silo tells what the others say of it (:class:`LeftOut`).
+
+    Silos elsewhere build it from its settings.
+    """
     integration = Integration(settings["inner_draws"], settings["nodes"])
-    fm, guide = built.model, built.guide
-    return leave_out(
-        fm,
-        guide,
-        integration.likelihood(fm, guide),
-        built.algorithm,
-        settings["num_draws"],
-        settings["batch_size"],
-        json.dumps(dict(settings)),
-        little=little,
+    fm, guide, n = built.model, built.guide, settings["num_draws"]
+    likelihood = integration.likelihood(fm, guide)
+    evaluate = log_likelihoods(likelihood, built.algorithm, n, settings["batch_size"])
+
+    def silo(noise: Array, down: LeaveOutDown, state: Any, data: SiloData) -> LeftOut:
+        z_G, values = down.draws.z_G, evaluate(noise, down.draws, state, data)
+        log_v, density, k = without(down.log_weights, values)
+        w, v = jax.nn.softmax(down.log_weights), jnp.exp(log_v)
+        mean = w @ z_G
+        sd = jnp.sqrt(w @ jnp.square(z_G - mean))
+        shift = jnp.abs(v @ z_G - mean) / jnp.where(sd > 0, sd, 1.0)
+        return LeftOut(density, k, shift.max(initial=0.0))
+
+    return Exchange(
+        LEAVE_OUT,
+        stacked_reply(silo, little=little),
+        combine=Combine.GATHER,
+        silo_noise=key_as_noise,
+        settings=json.dumps(dict(settings)),
+        stacked=True,
+        like=lambda: (
+            LeaveOutDown(shape_of_draws(guide, built.algorithm, (n, fm.dim)), shape(n)),
+            LeftOut(shape(), shape(), shape()),
+        ),
     )
 
 
@@ -219,19 +299,92 @@ class Loo:
     __repr__ = __str__
 
 
+class RowScores(NamedTuple):
+    """The rows of a silo, each given all others; all plates of rows after another.
+
+    ``log_density`` (rows,): The log predictive density of a row.
+    ``pareto_k`` (rows,): The shape of the tail of its ratios.
+    ``of_fit`` (rows,): The log of its mean likelihood under the posterior, which has seen it.
+    ``counts`` (rows,) bool: False in padded rows, and in rows whose outcome is missing.
+    """
+
+    log_density: Array
+    pareto_k: Array
+    of_fit: Array
+    counts: Array
+
+
+class RowSums(NamedTuple):
+    """A silo's reply: sums over its rows.
+
+    ``log_density, squares`` (): Log predictive densities, and their squares.
+    ``of_fit`` (): Logs of mean likelihoods under the posterior.
+    ``num_bad`` (): The number of rows whose density is not known.
+    ``num_rows`` ().
+    """
+
+    log_density: Array
+    squares: Array
+    of_fit: Array
+    num_bad: Array
+    num_rows: Array
+
+    @classmethod
+    def of(cls, scores: RowScores) -> RowSums:
+        """Return the sums over the rows of a silo."""
+
+        def total(values: Array) -> Array:
+            return jnp.where(scores.counts, values, 0.0).sum()
+
+        bad = ~(scores.pareto_k <= MAX_K)
+        return cls(
+            total(scores.log_density),
+            total(scores.log_density**2),
+            total(scores.of_fit),
+            total(bad.astype(scores.of_fit.dtype)),
+            total(jnp.ones_like(scores.of_fit)),
+        )
+
+
 def loo_exchange(
     built: Built, settings: Mapping[str, Any], *, little: bool = False
 ) -> Exchange[Any, Any, Any]:
-    """Return the exchange that leaves rows out, which silos elsewhere build from its settings."""
-    n = settings["num_draws"]
-    scores = _scores(built, settings)
-    return loo(built.model, built.guide, scores, built.algorithm, n, json.dumps(dict(settings)))
+    """Return the exchange in which silos tell the sums of their rows' scores (:class:`RowSums`).
+
+    Silos elsewhere build it from its settings.
+    """
+    n, fitted, scores = settings["num_draws"], built.algorithm, _scores(built, settings)
+    return Exchange(
+        LOO,
+        stacked_reply(lambda *of_silo: RowSums.of(scores(*of_silo)), little=True),
+        silo_noise=key_as_noise,
+        settings=json.dumps(dict(settings)),
+        stacked=True,
+        like=lambda: (
+            LeaveOutDown(shape_of_draws(built.guide, fitted, (n, built.model.dim)), shape(n)),
+            RowSums(*[shape()] * len(RowSums._fields)),
+        ),
+    )
 
 
-def _scores(built: Built, settings: Mapping[str, Any]) -> Scores:
+def _scores(
+    built: Built, settings: Mapping[str, Any]
+) -> Callable[[Array, LeaveOutDown, Any, SiloData], RowScores]:
+    """Return the function ``(key, down, silo_state, data)`` to the scores of a silo's rows."""
     integration = Integration(settings["inner_draws"], settings["nodes"])
     likelihood = integration.likelihood(built.model, built.guide)
-    return row_scores(built.model, likelihood, built.algorithm, settings["batch_size"])
+    row_values = log_likelihoods_of_rows(
+        built.model, likelihood, built.algorithm, settings["batch_size"]
+    )
+
+    def scores(key: Array, down: LeaveOutDown, state: Any, data: SiloData) -> RowScores:
+        values, counts = row_values(key, down.draws, state, data)
+        _, density, k = jax.vmap(without, (None, 1))(down.log_weights, values)
+        log_w = jax.nn.log_softmax(down.log_weights)
+        of_fit = jax.nn.logsumexp(values + log_w[:, None], 0)
+        return RowScores(density, k, of_fit, counts)
+
+    return scores
 
 
 def rows_left_out(

@@ -46,13 +46,16 @@ from numpyro_fed.algorithms.importance.likelihood import (
     QuadratureLikelihood,
 )
 from numpyro_fed.algorithms.sfvi import Down, coordinates_of, down_of
+from numpyro_fed.bounds import AtDraw
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.model.outcomes import outcomes_at
 from numpyro_fed.programs import jit_once
 from numpyro_fed.trees import Numbers
 
+LEAVE_OUT, LOO = "leave out", "loo"  # names of exchanges
 MAX_LOST = 0.01  # share of draws near the fit at which a quadrature may fail; as much mass is lost
 
 
@@ -224,3 +227,55 @@ def some_count(up: Estimates) -> Any:
     """Return whether no log likelihood is NaN or infinite, and some draw has a weight."""
     values = up.log_likelihood
     return (values < jnp.inf).all() & (values > -jnp.inf).any()
+
+
+def plates_of_rows(fm: FederatedModel) -> list[str]:
+    """Return the plates whose rows have a likelihood of their own, in the order of the scores.
+
+    Rows of a plate whose latents other rows share (of a hospital) are none.
+    """
+    with_terms = {s.plate for s in fm.sites if s.kind in ("observed", "factor")}
+    return [p.name for p in fm.plates if p.name in with_terms and not (p.outer and p.dim)]
+
+
+def rows_that_count(fm: FederatedModel, data: SiloData) -> Array:
+    """Return which rows have an outcome (rows,) bool, all plates of rows after another."""
+    sizes, found = fm.sizes(data), outcomes_at(fm, data).values()
+    counts = [jnp.zeros(0)]
+    for p in plates_of_rows(fm):
+        # Rows whose outcomes are all missing are no rows to predict.
+        seen = [outcome.seen for outcome in found if outcome.plate == p]
+        counts.append(data.masked(p, jnp.ones(sizes[p]) * (sum(seen) > 0 if seen else 1.0)))
+    return jnp.concatenate(counts) > 0
+
+
+def log_likelihoods_of_rows(
+    fm: FederatedModel,
+    likelihood: LikelihoodEstimate,
+    fitted: FederatedAlgorithm[Any, Any],
+    batch_size: int,
+) -> Callable[[Array, Down, Any, SiloData], tuple[Array, Array]]:
+    """Return the function to log likelihoods (draws, rows), and whether rows count (rows,).
+
+    It takes ``(key, down, silo_state, data)``, and computes ``batch_size`` draws at a time.
+    """
+    plates = plates_of_rows(fm)
+
+    def values_of(key: Array, down: Down, state: Any, data: SiloData) -> tuple[Array, Array]:
+        private = fitted.private(state)
+        theta = {**down.theta, **private.theta}
+        u, centre = coordinates_of(down)
+        counts = rows_that_count(fm, data)
+
+        def rows_at(draw: tuple[Array, Array, Array]) -> Array:
+            s, z_G, u = draw
+            coordinates = private.recentred(Coordinates(u, centre))
+            given = AtDraw(theta, private.guide, z_G, coordinates, data)
+            rows = likelihood.log_rows(fold_in(key, s), given)
+            return jnp.concatenate([jnp.zeros(0), *(rows[p] for p in plates)])
+
+        index = jnp.arange(len(down.z_G))
+        values = jax.lax.map(rows_at, (index, down.z_G, u), batch_size=batch_size)
+        return values, counts
+
+    return values_of
