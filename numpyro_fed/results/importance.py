@@ -28,10 +28,11 @@ from numpyro_fed.algorithms.importance.likelihood import Integration
 from numpyro_fed.algorithms.importance.proposals import (
     SHARE,
     Mixture,
-    OfText,
+    Part,
     Place,
     WideParts,
     root_of_draws,
+    wider_parts,
 )
 from numpyro_fed.errors import ModelError, positive_int
 from numpyro_fed.guides.structured import Guide
@@ -231,12 +232,12 @@ def importance_correct(
         return unless_interrupted(correction, interrupted, num_draws)
 
 
-def of_text(fit: Fit) -> OfText:
-    """Return what proposals take from the text of a fit, found once."""
+def of_text(fit: Fit) -> tuple[Part, ...]:
+    """Return the wider parts of proposals for the text of a fit, found once."""
     fm, start = fit.model, fit.built.start
     return fit.cached(
         "of text",
-        lambda: OfText.of(fm, prior_draws(fm) if start is None else start.search.prior_draws),
+        lambda: wider_parts(fm, prior_draws(fm) if start is None else start.search.prior_draws),
     )
 
 

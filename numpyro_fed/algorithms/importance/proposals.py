@@ -86,24 +86,18 @@ class Place(NamedTuple):
         return linalg.solve(jnp.asarray(self.root), jnp.asarray(away)).T
 
 
-class StandardPoints(NamedTuple):
-    """Points (n, dim) of a standard Student t, and uniform numbers (n,) that choose parts."""
+def standard_points(random: np.random.Generator, n: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return points (n, dim) of a standard Student t, and uniform numbers (n,) that choose parts.
 
-    eps: np.ndarray
-    part: np.ndarray
-
-    @classmethod
-    def of(cls, random: np.random.Generator, n: int, dim: int) -> StandardPoints:
-        """Return points that fill space more evenly than independent ones (Sobol, scrambled).
-
-        Averages over them have smaller errors, which are still zero on average (Owen 1997).
-        """
-        with warnings.catch_warnings():  # they need not be a power of two
-            warnings.simplefilter("ignore", UserWarning)
-            u = qmc.Sobol(dim + 2, seed=int(random.integers(2**32))).random(n)
-        u = np.clip(u, TINY, 1 - TINY)
-        shrunk = np.sqrt(stats.chi2.ppf(u[:, -2], OWN_FREEDOM) / OWN_FREEDOM)
-        return cls(stats.norm.ppf(u[:, :dim]) / shrunk[:, None], u[:, -1])
+    They fill space more evenly than independent ones (Sobol, scrambled). Averages over them have
+    smaller errors, which are still zero on average (Owen 1997).
+    """
+    with warnings.catch_warnings():  # they need not be a power of two
+        warnings.simplefilter("ignore", UserWarning)
+        u = qmc.Sobol(dim + 2, seed=int(random.integers(2**32))).random(n)
+    u = np.clip(u, TINY, 1 - TINY)
+    shrunk = np.sqrt(stats.chi2.ppf(u[:, -2], OWN_FREEDOM) / OWN_FREEDOM)
+    return stats.norm.ppf(u[:, :dim]) / shrunk[:, None], u[:, -1]
 
 
 class Bends(NamedTuple):
@@ -174,12 +168,13 @@ class Mixture(NamedTuple):
         root = root_of(xp.concatenate(list(columns), -1))
         return Place(self.frame.centre + self.frame.root @ mean, self.frame.root @ root)
 
-    def at(self, standard: StandardPoints) -> np.ndarray:
-        """Return draws (n, dim), from points of the standard Student t and of its parts."""
-        part = np.searchsorted(np.cumsum(np.exp(self.log_shares)), standard.part)
+    def sample(self, random: np.random.Generator, n: int) -> np.ndarray:
+        """Return draws (n, dim), from :func:`standard_points`."""
+        eps, uniform = standard_points(random, n, self.centres.shape[1])
+        part = np.searchsorted(np.cumsum(np.exp(self.log_shares)), uniform)
         part = np.minimum(part, len(self.log_shares) - 1)
         centres = np.asarray(self.centres)
-        bent = centres[part] + (np.asarray(self.roots)[part] @ standard.eps[..., None])[..., 0]
+        bent = centres[part] + (np.asarray(self.roots)[part] @ eps[..., None])[..., 0]
         return np.asarray(self.frame.centre + self.bends.back(bent) @ self.frame.root.T)
 
     def log_prob(self, z: Numbers) -> Numbers:
@@ -187,35 +182,39 @@ class Mixture(NamedTuple):
         xp = namespace(z)
         bent, log_det = self.bends.straight(self.frame.whitened(z))
         places = zip(self.centres, self.roots, strict=True)
-        parts = xp.stack([Student(Place(*one), OWN_FREEDOM).log_prob(bent) for one in places])
+        parts = xp.stack([log_student(bent, Place(*one), OWN_FREEDOM) for one in places])
         log_det = log_det - xp.log(xp.diagonal(self.frame.root)).sum()
         return _log_sum_exp(self.log_shares[:, None] + parts) + log_det
 
 
+def draw_student(random: np.random.Generator, n: int, place: Place, freedom: int) -> np.ndarray:
+    """Return draws (n, dim) of a Student t distribution of whole degrees of freedom."""
+    return place.centre + _standard_student(random, n, place, freedom) @ np.asarray(place.root).T
+
+
+def log_student(z: Numbers, place: Place, freedom: int) -> Numbers:
+    """Return its log density (n,) at ``z`` (n, dim)."""
+    xp, dim = namespace(z), z.shape[-1]
+    squared = (place.whitened(z) ** 2).sum(-1)
+    return _at_centre(place, freedom, xp) - (freedom + dim) / 2 * xp.log1p(squared / freedom)
+
+
 @dataclass(frozen=True, eq=False)
-class Student:
-    """A Student t distribution of whole degrees of freedom."""
+class Scaled:
+    """A Student t distribution, ``scale`` times as wide as the fit, or around an ``own`` place."""
 
-    place: Place
-    freedom: int
+    scale: float = 1.0
+    own: Place | None = None
 
-    def sample(self, random: np.random.Generator, n: int) -> np.ndarray:
-        """Return draws (n, dim)."""
-        u = _standard_student(random, n, self)
-        return self.place.centre + u @ np.asarray(self.place.root).T
+    def at(self, place: Place) -> Place:
+        """Return the place of the part."""
+        return Place(place.centre, self.scale * place.root) if self.own is None else self.own
 
-    def log_prob(self, z: Numbers) -> Numbers:
-        """Return the log density (n,) at ``z`` (n, dim)."""
-        xp, freedom, dim = namespace(z), self.freedom, z.shape[-1]
-        squared = (self.place.whitened(z) ** 2).sum(-1)
-        return self.log_at_centre(xp) - (freedom + dim) / 2 * xp.log1p(squared / freedom)
+    def sample(self, random: np.random.Generator, n: int, theta: Theta, place: Place) -> np.ndarray:
+        return draw_student(random, n, self.at(place), FREEDOM)
 
-    def log_at_centre(self, xp: ModuleType) -> Numbers:
-        """Return the log density () at the centre."""
-        freedom, dim = self.freedom, len(self.place.centre)
-        constant = math.lgamma((freedom + dim) / 2) - math.lgamma(freedom / 2)
-        constant -= dim / 2 * math.log(freedom * math.pi)
-        return constant - xp.log(xp.diagonal(self.place.root)).sum()
+    def log_prob(self, z: Numbers, theta: Theta, place: Place) -> Numbers:
+        return log_student(z, self.at(place), FREEDOM)
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,63 +226,22 @@ class Stretched:
     distribution that is wide in all of them has next to no density along any of them.
     """
 
-    place: Place
     stretch: float
 
-    @property
-    def _axes(self) -> Numbers:
-        root = self.place.root
-        return root / ((root**2).sum(1) ** 0.5)[:, None]
-
-    def sample(self, random: np.random.Generator, n: int) -> np.ndarray:
-        """Return draws (n, dim)."""
-        base = Student(self.place, OWN_FREEDOM)
-        u = _standard_student(random, n, base)
-        axis = np.asarray(self._axes)[np.arange(n) % len(self.place.centre)]
+    def sample(self, random: np.random.Generator, n: int, theta: Theta, place: Place) -> np.ndarray:
+        u = _standard_student(random, n, place, OWN_FREEDOM)
+        axis = np.asarray(_axes(place))[np.arange(n) % len(place.centre)]
         u = u + (self.stretch - 1) * (u * axis).sum(1, keepdims=True) * axis
-        return self.place.centre + u @ np.asarray(self.place.root).T
+        return place.centre + u @ np.asarray(place.root).T
 
-    def log_prob(self, z: Numbers) -> Numbers:
-        """Return the log density (n,) at ``z`` (n, dim)."""
+    def log_prob(self, z: Numbers, theta: Theta, place: Place) -> Numbers:
         xp, dim = namespace(z), z.shape[-1]
-        u = self.place.whitened(z)
-        along = u @ self._axes.T
+        u = place.whitened(z)
+        along = u @ _axes(place).T
         squared = (u**2).sum(-1, keepdims=True) - (1 - self.stretch**-2) * along**2
         log_p = -(OWN_FREEDOM + dim) / 2 * xp.log1p(squared / OWN_FREEDOM)
-        at_centre = Student(self.place, OWN_FREEDOM).log_at_centre(xp)
+        at_centre = _at_centre(place, OWN_FREEDOM, xp)
         return at_centre + _log_sum_exp(log_p.T) - math.log(dim * self.stretch)
-
-
-@dataclass(frozen=True, eq=False)
-class Children:
-    """The children of a funnel, drawn from their prior given the globals above them."""
-
-    model: FederatedModel
-    funnel: Funnel
-
-    @cached_property
-    def draw(self) -> Callable[[np.uint32, Theta, np.ndarray], Array]:
-        """Return the function ``(seed, theta, z)`` to ``z`` (n, dim) with other children."""
-        prior, funnel = self.model.global_prior, self.funnel
-
-        @jax.jit
-        def draw(seed: Array, theta: Theta, z: Array) -> Array:
-            keys = jax.random.split(jax.random.key(seed), len(z))
-            return jax.vmap(lambda key, z: prior.draw(key, theta, z, funnel.children))(keys, z)
-
-        return draw
-
-    @cached_property
-    def log_density(self) -> Callable[[Theta, Numbers], Array]:
-        """Return the function ``(theta, z)`` to the log density (n,) of the children."""
-
-        prior, funnel = self.model.global_prior, self.funnel
-
-        @jax.jit
-        def log_density(theta: Theta, z: Array) -> Array:
-            return jax.vmap(lambda z: prior.log_density(theta, z, funnel.children))(z)
-
-        return log_density
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,111 +251,104 @@ class Neck:
     Latents that are no setters are as wide as the fit.
     """
 
-    children: Children
-    theta: Theta
-    place: Place
+    model: FederatedModel
+    funnel: Funnel
 
-    @property
-    def _parents(self) -> tuple[np.ndarray, list[Student]]:
-        """Return the coordinates that are no children, and the distributions that they are from."""
-        funnel, dim = self.children.funnel, self.children.model.dim
+    @cached_property
+    def _programs(self) -> tuple[Callable[..., Array], Callable[..., Array]]:
+        """Return ``(seed, theta, z)`` to ``z`` (n, dim) with other children, and their density."""
+        prior, children = self.model.global_prior, self.funnel.children
+
+        def draw(seed: Array, theta: Theta, z: Array) -> Array:
+            keys = jax.random.split(jax.random.key(seed), len(z))
+            return jax.vmap(lambda key, z: prior.draw(key, theta, z, children))(keys, z)
+
+        def log_density(theta: Theta, z: Array) -> Array:
+            return jax.vmap(lambda z: prior.log_density(theta, z, children))(z)
+
+        return jax.jit(draw), jax.jit(log_density)
+
+    def _parents(self, place: Place) -> tuple[np.ndarray, list[Place]]:
+        """Return the coordinates that are no children, and the places around which they are."""
+        funnel, dim = self.funnel, self.model.dim
         below, setters = (
             np.concatenate([np.arange(s.start, s.stop) for s in sites])
             for sites in (funnel.children, funnel.setters)
         )
         others = np.setdiff1d(np.arange(dim), below)
-        xp, root = namespace(self.place.root), root_of(self.place.root[others])
+        xp, root = namespace(place.root), root_of(place.root[others])
         scales = [xp.where(np.isin(others, setters), s, 1.0)[:, None] for s in NECK_SCALES]
-        centre = self.place.centre[others]
-        return others, [Student(Place(centre, s * root), FREEDOM) for s in scales]
+        return others, [Place(place.centre[others], s * root) for s in scales]
 
-    def sample(self, random: np.random.Generator, n: int) -> np.ndarray:
-        """Return draws (n, dim)."""
-        others, parents = self._parents
-        drawn = np.stack([part.sample(random, n) for part in parents])
-        z = np.tile(np.asarray(self.place.centre), (n, 1))
+    def sample(self, random: np.random.Generator, n: int, theta: Theta, place: Place) -> np.ndarray:
+        others, parents = self._parents(place)
+        drawn = np.stack([draw_student(random, n, parent, FREEDOM) for parent in parents])
+        z = np.tile(np.asarray(place.centre), (n, 1))
         z[:, others] = drawn[random.integers(len(drawn), size=n), np.arange(n)]
         seed = random.integers(2**32, dtype=np.uint32)  # as an int it may be too large for JAX
-        return np.asarray(self.children.draw(seed, self.theta, z), np.float64)
+        return np.asarray(self._programs[0](seed, theta, z), np.float64)
 
-    def log_prob(self, z: Numbers) -> Numbers:
-        """Return the log density (n,) at ``z`` (n, dim)."""
-        xp, (others, parents) = namespace(z), self._parents
-        of_parents = xp.stack([part.log_prob(z[:, others]) for part in parents])
-        of_children = self.children.log_density(self.theta, z)
+    def log_prob(self, z: Numbers, theta: Theta, place: Place) -> Numbers:
+        xp, (others, parents) = namespace(z), self._parents(place)
+        of_parents = xp.stack([log_student(z[:, others], p, FREEDOM) for p in parents])
+        of_children = self._programs[1](theta, z)
         log_parents = _log_sum_exp(of_parents) - math.log(len(of_parents))
         return log_parents + (np.asarray(of_children) if xp is np else of_children)
 
 
-@dataclass(frozen=True, eq=False)
-class OfText:
-    """The prior's spread and the funnels of a text, which proposals are made of.
+Part = Scaled | Stretched | Neck  # each has draws and densities, given theta and the fit's place
+
+
+def wider_parts(fm: FederatedModel, draws: np.ndarray | None) -> tuple[Part, ...]:
+    """Return the parts of a text's proposals, with ``draws`` (n, dim) from the prior.
 
     They are the same for all parties and all fits.
-
-    ``spread``: The prior's median and spread.
     """
-
-    model: FederatedModel
-    spread: Place | None
-    funnels: tuple[Children, ...]
-
-    @classmethod
-    def of(cls, fm: FederatedModel, draws: np.ndarray | None) -> OfText:
-        """Return what a proposal takes from a text, with ``draws`` (n, dim) from the prior."""
-        funnels = fm.global_prior.funnels if fm.dim else ()
-        return cls(fm, spread_of(draws), tuple(Children(fm, funnel) for funnel in funnels))
+    if not fm.dim:
+        return ()
+    spread = spread_of(draws)
+    around = [Scaled(own=spread)] if spread is not None else []
+    necks = [Neck(fm, funnel) for funnel in fm.global_prior.funnels]
+    return (*map(Scaled, SCALES), *map(Stretched, STRETCHES), *around, *necks)
 
 
 @dataclass(frozen=True, eq=False)
 class WideParts:
-    """The wider parts of a proposal: how many draws come from each, and their distributions.
+    """The wider parts of a proposal, and how many draws come from each.
 
     ``num_own``: The number of draws that are left for what the parts are wider than.
-    ``numbers``: The number of draws from each part.
     """
 
-    text: OfText
+    parts: tuple[Part, ...]
     num_own: int
     numbers: tuple[int, ...]
 
     @classmethod
-    def of(cls, text: OfText, num_draws: int, share: float) -> WideParts:
+    def of(cls, parts: tuple[Part, ...], num_draws: int, share: float) -> WideParts:
         """Return the parts of a proposal with so many draws, a ``share`` of them wider."""
-        if not share or not text.model.dim:
-            return cls(text, num_draws, ())
-        num_wide = len(SCALES) + len(STRETCHES) + (text.spread is not None)
-        wide = [int(share * num_draws / num_wide)] * num_wide
-        necks = [int(NECKS * share * num_draws / len(text.funnels)) for _ in text.funnels]
-        return cls(text, num_draws - sum(wide + necks), (*wide, *necks))
-
-    def parts(self, theta: Theta, place: Place) -> list[Student | Stretched | Neck]:
-        """Return the parts around a place, in the order of :attr:`numbers`."""
-        if not self.numbers:
-            return []
-        centre, root = place
-        parts: list[Student | Stretched | Neck] = [
-            Student(Place(centre, s * root), FREEDOM) for s in SCALES
-        ]
-        parts += [Stretched(place, s) for s in STRETCHES]
-        if self.text.spread is not None:
-            parts.append(Student(self.text.spread, FREEDOM))
-        return parts + [Neck(children, theta, place) for children in self.text.funnels]
+        if not share or not parts:
+            return cls((), num_draws, ())
+        num_necks = sum(isinstance(part, Neck) for part in parts)
+        num_wide = len(parts) - num_necks
+        numbers = [int(share * num_draws / num_wide)] * num_wide
+        numbers += [int(NECKS * share * num_draws / num_necks) for _ in range(num_necks)]
+        return cls(parts, num_draws - sum(numbers), tuple(numbers))
 
     def sample(self, random: np.random.Generator, theta: Theta, place: Place) -> np.ndarray:
         """Return draws of all parts (sum(numbers), dim), part after part."""
-        drawn = zip(self.parts(theta, place), self.numbers, strict=True)
-        empty = np.zeros((0, self.text.model.dim))
-        return np.concatenate([empty, *(part.sample(random, n) for part, n in drawn if n)])
+        drawn = zip(self.parts, self.numbers, strict=True)
+        empty = np.zeros((0, len(place.centre)))
+        found = (part.sample(random, n, theta, place) for part, n in drawn if n)
+        return np.concatenate([empty, *found])
 
     def log_density(self, log_own: Numbers, theta: Theta, place: Place, z: Numbers) -> Numbers:
         """Return the log density (m,) of the whole proposal at ``z`` (m, dim).
 
         ``log_own`` (m,) is that of what the parts are wider than.
         """
-        parts = zip(self.parts(theta, place), self.numbers, strict=True)
-        used = [(part, n) for part, n in parts if n]
-        densities = namespace(z).stack([log_own, *(part.log_prob(z) for part, _ in used)])
+        used = [(part, n) for part, n in zip(self.parts, self.numbers, strict=True) if n]
+        wide = (part.log_prob(z, theta, place) for part, _ in used)
+        densities = namespace(z).stack([log_own, *wide])
         numbers = np.array([self.num_own, *(n for _, n in used)], float)
         with np.errstate(divide="ignore"):  # there may be no draws of its own
             log_shares = np.log(numbers / numbers.sum())
@@ -405,8 +356,8 @@ class WideParts:
 
     def draw_with(self, random: np.random.Generator, theta: Theta, own: Mixture) -> np.ndarray:
         """Return draws (n, dim) of the whole proposal around a mixture, the mixture's first."""
-        points = StandardPoints.of(random, self.num_own, self.text.model.dim)
-        return np.concatenate([own.at(points), self.sample(random, theta, own.place)])
+        drawn = own.sample(random, self.num_own)
+        return np.concatenate([drawn, self.sample(random, theta, own.place)])
 
     def log_density_with(self, theta: Theta, own: Mixture, z: Numbers) -> Numbers:
         """Return the log density (m,) of the whole proposal around a mixture, at ``z`` (m, dim)."""
@@ -421,10 +372,24 @@ def _log_sum_exp(a: Numbers) -> Numbers:
     return np.logaddexp.reduce(a, axis=0)
 
 
-def _standard_student(random: np.random.Generator, n: int, part: Student) -> np.ndarray:
+def _standard_student(
+    random: np.random.Generator, n: int, place: Place, freedom: int
+) -> np.ndarray:
     """Return draws (n, dim) of a standard Student t."""
-    normal = random.standard_normal((n, len(part.place.centre)))
-    return normal / np.sqrt(random.chisquare(part.freedom, (n, 1)) / part.freedom)
+    normal = random.standard_normal((n, len(place.centre)))
+    return normal / np.sqrt(random.chisquare(freedom, (n, 1)) / freedom)
+
+
+def _at_centre(place: Place, freedom: int, xp: ModuleType) -> Numbers:
+    """Return the log density () of a Student t at its centre."""
+    dim = len(place.centre)
+    constant = math.lgamma((freedom + dim) / 2) - math.lgamma(freedom / 2)
+    constant -= dim / 2 * math.log(freedom * math.pi)
+    return constant - xp.log(xp.diagonal(place.root)).sum()
+
+
+def _axes(place: Place) -> Numbers:
+    return place.root / ((place.root**2).sum(1) ** 0.5)[:, None]
 
 
 def root_of_draws(z: AnyArray) -> AnyArray:
