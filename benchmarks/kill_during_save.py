@@ -34,7 +34,7 @@ def written(number: int, size: int) -> tuple[SavedWords, SavedRun]:
     full = np.full(size, float(number))
     state = State(np.int64(number), {"loc": full}, ({"scale": full},))
     draws = {"mu": np.full(1_000, float(number))}
-    run = SavedRun({"settings": {"number": number}}, np.full(100, float(number)), state)
+    run = {"settings": {"number": number}}, np.full(100, float(number)), state
     return SavedWords("Result", {"verdict": str(number), "trusted": None}, draws), run
 
 

@@ -55,7 +55,7 @@ def test_a_silo_is_added_in_fewer_exchanges(fitted, of_three, silos):
     assert more.run_behind.num_silos == 4
     assert more.call.silos[3] is silos[3]
     compare(more, fitted)
-    counted = more.run_behind.saved_run().description["before"]
+    counted = more.run_behind.saved_run()[0]["before"]
     assert counted["mode"] == more.mode.num_exchanges - 2
     assert counted["own modes"] == 1
 

@@ -22,7 +22,6 @@ from numpyro_fed.methods.recipe import rebuilt
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.methods.sfvi_avg import SFVIAvg
-from numpyro_fed.model.data import ReadSilos
 from numpyro_fed.model.layout import read_all
 from numpyro_fed.precision import in_precision_of_object, precision
 from numpyro_fed.results.arviz import Coords, Dims, Labels, to_arviz
@@ -99,9 +98,7 @@ class Saved:
             log_evidence=words.get("log_evidence"),
             ess=words.get("ess"),
             pareto_k=words.get("pareto_k"),
-            stages=tuple(
-                Stage(name, described, None) for name, described in words.get("stages", ())
-            ),
+            stages=stages_of(words),
             losses=arrays["losses"],
             settings=dict(saved["settings"]),
             report=words.get("report", words.get("verdict", NO_VERDICT)),
@@ -217,24 +214,45 @@ def load(
     # In the precision of the fit: its state would not fit a program of another one.
     double = is_double(arrays)
     with precision(double=double):
-        runs = _Runs(path, saved, model, read_all(silos, model))
-        run = runs.get("")
-        words = saved.get("words", {})
+        read_silos, methods = read_all(silos, model), dict[str, Method[Any, Any]]()
+
+        def run_of(part: str) -> Result:
+            """Return a run of the file; those with equal settings share a method."""
+            described = saved["others"][part] if part else saved
+            recipe, name = described.get("recipe"), described["settings"]["method"]
+            if recipe is None or recipe["method"] not in METHODS:
+                raise SavedStateError(
+                    f"{npz(path)} holds a fit by {name} that nf.load reads without model and silos "
+                    "only: build the method as it was and use "
+                    f"{name}(model, ...).load(path, ...)."
+                )
+            if recipe["lost"]:
+                settings = " and ".join(f"{setting}=" for setting in recipe["lost"])
+                raise SavedStateError(
+                    f"{npz(path)} holds a fit by {name} with {settings} of its own, which no file "
+                    "can hold: build the method as it was and use "
+                    f"{name}(model, ...).load(path, silos)."
+                )
+            key = json.dumps(recipe, sort_keys=True)
+            if key not in methods:
+                methods[key] = rebuilt(METHODS[recipe["method"]], model, recipe["settings"])
+            return methods[key].load_part(path, read_silos, recipe["runtime"], part)
+
+        run, words = run_of(""), saved.get("words", {})
         corrected = None
         if "inner_draws" in words:
             kind = Particles if "reached" in words else Corrected
             corrected = kind.from_file(run, arrays, words)
         if "stages" not in words:
             return run if corrected is None else corrected
-        others = {part: runs.get(part) for part in saved["others"]}
+        others = {part: run_of(part) for part in saved["others"]}
         accuracy = words.get("accuracy", TOLERANCE)
         call = FitCall(model, silos, accuracy, MAX_EXCHANGES, double, False)
         # Names are "missed/<number>/<field>", as Posterior.save writes them.
         numbers = sorted({int(name.split("/")[1]) for name in arrays if name.startswith("missed/")})
         peaks: list[Any] = [[arrays[f"missed/{i}/{k}"] for k in LocalMode._fields] for i in numbers]
         missed = tuple(LocalMode(z_G, shape, float(evidence)) for z_G, shape, evidence in peaks)
-        stages = tuple(Stage(name, described, None) for name, described in words["stages"])
-        steps = dict(words["fields"], stages=stages, missed=missed, call=call)
+        steps = dict(words["fields"], stages=stages_of(words), missed=missed, call=call)
         steps["_sent"] = steps.pop("num_exchanges")
         checked = None if corrected is None else replace(corrected, **steps)
         if checked is not None and words["is_best"]:
@@ -243,48 +261,9 @@ def load(
         return replace(others.get("best", run), _checked=checked or why_not, **steps)
 
 
-class _Runs:
-    """The runs of a file, with the methods that made them."""
-
-    def __init__(
-        self,
-        path: str | Path,
-        saved: Mapping[str, Any],
-        model: Callable[..., Any],
-        silos: ReadSilos,
-    ):
-        self._path, self._saved, self._model, self._silos = path, saved, model, silos
-        self._methods: dict[str, Method[Any, Any]] = {}
-
-    def get(self, part: str) -> Result:
-        """Return a run by its name in the file."""
-        described = self._saved["others"][part] if part else self._saved
-        method = self._method(described)
-        return method.load_part(self._path, self._silos, described["recipe"]["runtime"], part)
-
-    def _method(self, described: Mapping[str, Any]) -> Method[Any, Any]:
-        """Return the method of a run; runs with equal settings share one, which compiles once."""
-        recipe, name, file = (
-            described.get("recipe"),
-            described["settings"]["method"],
-            npz(self._path),
-        )
-        if recipe is None or recipe["method"] not in METHODS:
-            raise SavedStateError(
-                f"{file} holds a fit by {name} that nf.load reads without model and silos only: "
-                f"build the method as it was and use {name}(model, ...).load(path, ...)."
-            )
-        if recipe["lost"]:
-            settings = " and ".join(f"{setting}=" for setting in recipe["lost"])
-            raise SavedStateError(
-                f"{file} holds a fit by {name} with {settings} of its own, which no file can "
-                f"hold: build the method as it was and use {name}(model, ...).load(path, silos)."
-            )
-        cache_key = json.dumps(recipe, sort_keys=True)
-        if cache_key not in self._methods:
-            kind = METHODS[recipe["method"]]
-            self._methods[cache_key] = rebuilt(kind, self._model, recipe["settings"])
-        return self._methods[cache_key]
+def stages_of(words: Mapping[str, Any]) -> tuple[Stage, ...]:
+    """Return the stages of a file, without their results."""
+    return tuple(Stage(name, described, None) for name, described in words.get("stages", ()))
 
 
 def is_double(arrays: Mapping[str, np.ndarray]) -> bool:

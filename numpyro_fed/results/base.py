@@ -356,7 +356,7 @@ class FederatedRun(ABC, Generic[Ready]):
 
     def saved_run(self) -> SavedRun:
         """Return the run in the form in which a file keeps it."""
-        return SavedRun(self._fit.description(), self.losses, self.state)
+        return self._fit.description(), self.losses, self.state
 
     def provenance(self) -> Provenance | None:
         """Return the fingerprints of model and data; None if silos are in other processes."""

@@ -490,4 +490,4 @@ class Result(Posterior, FederatedRun[Fit]):
             "before": dict(self._exchanged_before),
             "recipe": {k: v for k, v in recipe.items() if k != "source"} or None,
         }
-        return SavedRun(description, self.losses, self.state)
+        return description, self.losses, self.state

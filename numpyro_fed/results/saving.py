@@ -143,23 +143,9 @@ READABLE = 1, 2, 3, 4, 5, 6, 7
 DRAWS, WEIGHTS = "draws/", "weights"  # names of arrays that can be used without the model
 
 
-@dataclass(frozen=True)
-class SavedRun:
-    """One run in the form in which a file keeps it.
-
-    ``description`` is what a fit must agree with in order to load the run.
-    """
-
-    description: Mapping[str, Any]
-    losses: Any
-    state: Any
-
-    def arrays(self, part: str = "") -> dict[str, np.ndarray]:
-        """Return the arrays of the run by name; ``part`` is the name of a second run of a file."""
-        named = {
-            f"{part}state{name}": _plain_numbers(leaf) for name, leaf in _named_leaves(self.state)
-        }
-        return {**named, f"{part}losses": np.asarray(self.losses)}
+# One run in the form in which a file keeps it: what a fit must agree with in order to load it, its
+# losses and its state.
+SavedRun = tuple[Mapping[str, Any], Any, Any]
 
 
 @dataclass(frozen=True)
@@ -190,21 +176,22 @@ def save(
     ``provenance`` is None where the data are in other processes; ``others`` are further runs by a
     name of their own.
     """
-    arrays = {**summary.arrays, **run.arrays()}
+    arrays, others = dict(summary.arrays), others or {}
+    for part, (_, losses, state) in {"": run, **others}.items():
+        arrays |= {f"{part}state{k}": _plain_numbers(leaf) for k, leaf in _named_leaves(state)}
+        arrays[f"{part}losses"] = np.asarray(losses)
     arrays |= {f"{DRAWS}{site}": np.asarray(values) for site, values in summary.draws.items()}
     if summary.draws:
         number = len(next(iter(summary.draws.values())))
         even = np.full(number, 1 / number)
         arrays[WEIGHTS] = even if summary.weights is None else np.asarray(summary.weights)
-    for name, other in (others or {}).items():
-        arrays |= other.arrays(name)
     description = {
         "version": VERSION,
         "kind": summary.kind,
         "words": dict(summary.words),
         "made": None if provenance is None else provenance.record(),
-        "others": {name: dict(other.description) for name, other in (others or {}).items()},
-        **run.description,
+        "others": {name: dict(other[0]) for name, other in others.items()},
+        **run[0],
     }
     write_npz(path, arrays, description)
 
