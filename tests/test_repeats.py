@@ -10,7 +10,7 @@ from numpyro.infer.reparam import CircularReparam
 from scipy.special import i0e
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.curvature_check import _Repeats
+from numpyro_fed.algorithms.curvature_check import periods_of, shifted_places
 from numpyro_fed.algorithms.expand import Expansion
 from numpyro_fed.algorithms.mode import Search
 from numpyro_fed.algorithms.tempered import Places, Swarm
@@ -29,8 +29,8 @@ def periods(f, places, flat):
     best = Expansion(x, np.where(first, 0.0, -1e-9), np.zeros_like(x), unit)
     rest = dict.fromkeys(Search._fields[1:])
     search = Search(best, **{**rest, "known": np.ones(len(x), bool)})
-    found = _Repeats.near(search, np.asarray(flat))
-    return found.periods(np.asarray(jax.jit(jax.vmap(f))(found.places)), x.shape[1])
+    shifts, at = shifted_places(search, np.asarray(flat))
+    return periods_of(shifts, np.asarray(jax.jit(jax.vmap(f))(at)))
 
 
 def bell(x, sd):

@@ -74,53 +74,41 @@ class Shape(NamedTuple):
     periods: np.ndarray
 
 
-class _Repeats(NamedTuple):
-    """Shifts of flat coordinates after which the density may be the same.
-
-    ``flat`` (f,) int array: The coordinates.
-    ``shifts`` (f, s): A turn, in radians, and the distances from the mode to where other starts
-        came to rest.
-    ``places`` (1 + 3 f s, n): A place near the mode, and the same after a shift, two shifts, and a
-        part of one.
-    """
-
-    flat: np.ndarray
-    shifts: np.ndarray
-    places: np.ndarray
-
-    @classmethod
-    def near(cls, search: Search[np.ndarray], flat: np.ndarray) -> _Repeats:
-        """Return the shifts to try, around the best place of a search."""
-        i = best_start(search)
-        x, unit = search.best.x[i], Curvature.of(search.best.curvature[i]).unit
-        base = x + ASIDE / unit
-        turn = np.full((1, len(flat)), 2 * np.pi, x.dtype)
-        shifts = np.concatenate([turn, np.abs(search.best.x[:, flat] - x[flat])]).T
-        steps = shifts[:, :, None] * np.array([1.0, 2.0, PART], x.dtype)
-        shifted = base + steps[..., None] * np.eye(len(x), dtype=x.dtype)[flat][:, None, None]
-        return cls(flat, shifts, np.concatenate([base[None], shifted.reshape(-1, len(x))]))
-
-    def periods(self, densities: np.ndarray, n: int) -> np.ndarray:
-        """Return the period (n,) of each coordinate, from the densities at all places.
-
-        A turn counts before shorter periods: what users see of an angle repeats with it.
-        """
-        base, after = densities[0], densities[1:].reshape(*self.shifts.shape, 3)
-        allowed = SAME * np.finfo(base.dtype).eps * max(1.0, abs(base))
-        once, twice, part = np.moveaxis(np.abs(after - base), -1, 0)
-        found = (once <= allowed) & (twice <= allowed) & (part > TELLS * allowed)
-        periods = np.where(found, self.shifts, np.inf)
-        shortest = np.where(found[:, 0], self.shifts[:, 0], periods.min(1, initial=np.inf))
-        of_all = np.full(n, np.inf, base.dtype)
-        of_all[self.flat] = shortest
-        return of_all
-
-
 def _flat_coordinates(fm: FederatedModel) -> np.ndarray:
     """Return the coordinates whose prior is flat."""
     sites = [s for s in fm.named("latent") if s.name in fm.improper]
     ranges = [np.arange(s.start, s.stop) for s in sites]
     return flat_size(fm) - fm.dim + np.concatenate([np.zeros(0, int), *ranges])
+
+
+def shifted_places(search: Search[np.ndarray], flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return shifts (f, s) of ``flat`` coordinates (f,) after which the density may be the same.
+
+    They are a turn, in radians, and the distances from the mode to where other starts came to rest.
+    With them come places (1 + 3 f s, n): one near the mode, and the same after a shift, two shifts,
+    and a part of one.
+    """
+    i = best_start(search)
+    x, unit = search.best.x[i], Curvature.of(search.best.curvature[i]).unit
+    base = x + ASIDE / unit
+    turn = np.full((1, len(flat)), 2 * np.pi, x.dtype)
+    shifts = np.concatenate([turn, np.abs(search.best.x[:, flat] - x[flat])]).T
+    steps = shifts[:, :, None] * np.array([1.0, 2.0, PART], x.dtype)
+    shifted = base + steps[..., None] * np.eye(len(x), dtype=x.dtype)[flat][:, None, None]
+    return shifts, np.concatenate([base[None], shifted.reshape(-1, len(x))])
+
+
+def periods_of(shifts: np.ndarray, densities: np.ndarray) -> np.ndarray:
+    """Return the period (f,) of each flat coordinate, from the densities at all places.
+
+    A turn counts before shorter periods: what users see of an angle repeats with it.
+    """
+    base, after = densities[0], densities[1:].reshape(*shifts.shape, 3)
+    allowed = SAME * np.finfo(base.dtype).eps * max(1.0, abs(base))
+    once, twice, part = np.moveaxis(np.abs(after - base), -1, 0)
+    found = (once <= allowed) & (twice <= allowed) & (part > TELLS * allowed)
+    shortest = np.where(found, shifts, np.inf).min(1, initial=np.inf)
+    return np.where(found[:, 0], shifts[:, 0], shortest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,15 +181,14 @@ class CurvatureCheck:
             for side in (1, -1)
         ]
         places, around = x + np.concatenate(offsets), len(offsets) * len(sds)
-        flat = _flat_coordinates(self.model)
-        repeats = _Repeats.near(search, flat) if len(flat) else None
-        if repeats is not None:
-            places = np.concatenate([places, repeats.places])
+        if len(flat := _flat_coordinates(self.model)):
+            shifts, shifted = shifted_places(search, flat)
+            places = np.concatenate([places, shifted])
         places = places.astype(x.dtype)
         of_silos = ask(self.exchange, CheckPoints(places, np.asarray(i, np.int32)))
         of_prior = jax.block_until_ready(self._log_prior(search.likelihood[i], places))
-        densities = of_silos + np.asarray(of_prior)
-        periods = np.full(len(x), np.inf)
-        if repeats is not None:
-            periods = repeats.periods(densities[around:], len(x))
+        densities, periods = of_silos + np.asarray(of_prior), np.full(len(x), np.inf)
+        if len(flat):
+            periods = periods.astype(densities.dtype)
+            periods[flat] = periods_of(shifts, densities[around:])
         return Shape(axes, values, threshold, densities[:around], periods)

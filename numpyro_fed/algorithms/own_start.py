@@ -79,59 +79,54 @@ class Top(NamedTuple):
         return _finite(place) & (promise <= MAX_GAIN * place.x.shape[-1])
 
 
-@dataclass(frozen=True, eq=False)
-class Climbs:
-    """The climbs of silos to modes of their own.
+def climb(
+    expand: Expand,
+    prior: Prior,
+    share: float,
+    places: np.ndarray,
+    state: SiloState,
+    data: SiloData,
+    *,
+    fixed: int = 0,
+) -> Top:
+    """Return where damped Newton climbs of silos end, from places (silos, starts, n).
 
-    ``prior``: Without effects.
-    ``share``: The silo's share of the prior.
-    ``fixed``: The number of first coordinates that stay as they are.
+    ``share`` is a silo's of the ``prior``, which has no effects. The ``fixed`` first coordinates
+    stay as they are.
     """
+    side, n = places.shape[:2], places.shape[-1]
 
-    expand: Expand
-    prior: Prior
-    share: float
-    fixed: int = 0
-
-    def climb(self, places: np.ndarray, state: SiloState, data: SiloData) -> Top:
-        """Return where damped Newton climbs end, from places (silos, starts, n)."""
-        place, likelihood, z_L = self._at(places, -np.inf, state, data)
-        damping = np.full(places.shape[:2], DAMPING)
-        going = np.ones(places.shape[:2], bool)
-        for _ in range(MAX_STEPS):
-            curvature = Curvature.of(place.curvature)
-            pull = kicked(curvature, place.gradient)
-            u = pull / (np.abs(curvature.values) + damping[..., None])
-            moved = place.x + curvature.across(u) * going[..., None]
-            trial, of_rows, z_L = self._at(
-                moved.astype(places.dtype),
-                np.where(going, place.value, np.inf),
-                state._replace(z_L=z_L),
-                data,
-            )
-            better = going & _finite(trial) & (trial.value >= place.value)
-            place = Expansion(*(_where(better, a, b) for a, b in zip(trial, place, strict=True)))
-            likelihood = np.where(better, of_rows, likelihood)
-            damping = damping * np.where(better, 0.2, 10.0)
-            going = going & (damping < MAX_DAMPING) & ((pull * u).sum(-1) > MIN_GAIN)
-            if not going.any():
-                break
-        return Top(place, likelihood, z_L)
-
-    def _at(
-        self, places: np.ndarray, least: np.ndarray | float, state: SiloState, data: SiloData
+    def at(
+        places: np.ndarray, least: np.ndarray | float, state: SiloState
     ) -> tuple[Expansion[np.ndarray], np.ndarray, Rows]:
         """Return the silos' shares of the posterior, their log likelihoods, and the rows' modes."""
         # Modes move where the share is ``least`` or above.
-        side, n = places.shape[:2], places.shape[-1]
         none = np.zeros((len(places) * side[1], 0, 0), places.dtype)
-        prior = self.prior(none, places.reshape(-1, n))
-        of_prior = [self.share * a.reshape(*side, *a.shape[1:]) for a in prior[1:]]
+        all_of_prior = prior(none, places.reshape(-1, n))
+        of_prior = [share * a.reshape(*side, *a.shape[1:]) for a in all_of_prior[1:]]
         needed = (least - of_prior[0]).astype(places.dtype)
-        up, modes = self.expand(places, needed, state, data)
+        up, modes = expand(places, needed, state, data)
         value, g, A = (a + b for a, b in zip(up, of_prior, strict=True))
-        g[..., : self.fixed] = A[..., : self.fixed] = A[..., : self.fixed, :] = 0.0
+        g[..., :fixed] = A[..., :fixed] = A[..., :fixed, :] = 0.0
         return Expansion(places, value, g, A), up.value, modes
+
+    place, likelihood, z_L = at(places, -np.inf, state)
+    damping, going = np.full(side, DAMPING), np.ones(side, bool)
+    for _ in range(MAX_STEPS):
+        curvature = Curvature.of(place.curvature)
+        pull = kicked(curvature, place.gradient)
+        u = pull / (np.abs(curvature.values) + damping[..., None])
+        moved = place.x + curvature.across(u) * going[..., None]
+        least = np.where(going, place.value, np.inf)
+        trial, of_rows, z_L = at(moved.astype(places.dtype), least, state._replace(z_L=z_L))
+        better = going & _finite(trial) & (trial.value >= place.value)
+        place = Expansion(*(_where(better, a, b) for a, b in zip(trial, place, strict=True)))
+        likelihood = np.where(better, of_rows, likelihood)
+        damping = damping * np.where(better, 0.2, 10.0)
+        going = going & (damping < MAX_DAMPING) & ((pull * u).sum(-1) > MIN_GAIN)
+        if not going.any():
+            break
+    return Top(place, likelihood, z_L)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,8 +152,8 @@ class OwnModes:
     ) -> tuple[Reply[Parabola], SiloState]:
         """Return the replies and states of a stack of silos, from places (starts, n)."""
         size = len(state.top)
-        climbs = Climbs(self.search.expand, self.search.prior, 1 / self.search.num_silos)
-        top = climbs.climb(np.broadcast_to(down, (size, *down.shape)), state, data)
+        search, places = self.search, np.broadcast_to(down, (size, *down.shape))
+        top = climb(search.expand, search.prior, 1 / search.num_silos, places, state, data)
         place = top.place
         A = Curvature.of(place.curvature).positive(FLAT).matrix()
         b = (A @ place.x[..., None])[..., 0] + place.gradient

@@ -44,7 +44,7 @@ from numpyro_fed.algorithms.base import (
     Shared,
 )
 from numpyro_fed.algorithms.expand import Expand, Prior, SiloExpansion, SiloState, flat_size, shape
-from numpyro_fed.algorithms.own_start import Climbs
+from numpyro_fed.algorithms.own_start import climb
 from numpyro_fed.errors import optional
 from numpyro_fed.integrals.laplace import START, Laplace
 from numpyro_fed.model.binding import Theta
@@ -140,8 +140,8 @@ class Influence:
         here, modes = self.expand(places, never, at, data)
         # With its share of the prior, as in the first exchange of a search, so that there is a mode
         # in directions of which the silo knows nothing.
-        climbs = Climbs(self.expand, self.prior, 1 / self.num_silos, fixed=f)
-        top = climbs.climb(places, at._replace(z_L=modes), data)
+        at, share = at._replace(z_L=modes), 1 / self.num_silos
+        top = climb(self.expand, self.prior, share, places, at, data, fixed=f)
         gain = top.likelihood - here.value
         known = top.is_mode & np.isfinite(gain)
         told = SiloPull(
