@@ -32,6 +32,7 @@ from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.primitives import feasible, unwrapped
+from numpyro_fed.model.sites import Site
 from numpyro_fed.model.substitution import block_name, substituted_in
 from numpyro_fed.programs import TRACING, jit_once
 
@@ -336,9 +337,9 @@ def _readers(fm: FederatedModel, data: SiloData, name: str) -> list[str]:
     return [s for s, ls in labels.items() if any("own" in x for x in jax.tree.leaves(ls))]
 
 
-def outer_latents(fm: FederatedModel) -> list[str]:
-    """Return the names of latents that rows of several plates share: of hospitals, not patients."""
-    return [s.name for p in fm.plates if p.outer for s in fm.named("latent", p.name)]
+def outer_sites(fm: FederatedModel) -> list[Site]:
+    """Return the latents that rows of several plates share: of hospitals, not patients."""
+    return [s for p in fm.plates if p.outer for s in fm.named("latent", p.name)]
 
 
 def global_latents(fm: FederatedModel) -> list[str]:

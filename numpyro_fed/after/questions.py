@@ -31,7 +31,7 @@ from numpyro_fed.after.predict import (
     check_means,
     global_latents,
     new_rows,
-    outer_latents,
+    outer_sites,
     with_blocks,
 )
 from numpyro_fed.after.sensitivity import PriorSensitivity, elements
@@ -208,7 +208,7 @@ class Questions(ABC):
             if number is None:
                 check_name(str(silo), NEW)
             else:
-                hosted, names = run._hosted(number), [*names, *outer_latents(model)]
+                hosted, names = run._hosted(number), [*names, *(s.name for s in outer_sites(model))]
                 own, sizes = hosted.data_of(number), hosted.sizes_of(number)
             new = with_blocks(model, new, number, own)
             data = new_rows(model, new, run._fit.facts, run._silos.data, number, sizes)
@@ -502,7 +502,8 @@ class Questions(ABC):
         self._warn_of_doubt()
         run, fm = self.run_behind, self.run_behind._fit.model
         known = [s.name for s in fm.sites if s.kind == "latent" and s.plate is not None]
-        site = next(iter([*outer_latents(fm), *known]), None) if site is None else site
+        if site is None:
+            site = next(iter([*(s.name for s in outer_sites(fm)), *known]), None)
         if site is None or site not in known:
             raise ModelError(f"{site!r} is no latent of silos: the model has {known}.")
         labels = pictures.labels_of(run.num_silos, names)

@@ -39,7 +39,7 @@ from numpyro_fed.model.layout import lay_out, read_all
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.precision import precision as precision_as
 from numpyro_fed.privacy.budget import Privacy
-from numpyro_fed.results.mode import Mode, Near
+from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.posterior import Posterior, Stage
 from numpyro_fed.results.weighted import TOLERANCE, check_accuracy
 from numpyro_fed.runtime.federation import Federation
@@ -194,7 +194,7 @@ class FitCall:
             return replace(self, silos=self.silos.of(others))
         return replace(self, silos=[self.silos[i] for i in others])
 
-    def run(self, key: Array, near: Near | None = None) -> Posterior:
+    def run(self, key: Array, near: np.ndarray | None = None) -> Posterior:
         """Return the fit; its searches begin ``near`` some places, if they are given."""
         silent = in_sight("fit", shown=False)  # the bar of the stages is the only one
         with precision_as(double=self.double), _LOCK, StageBar(self.progress_bar) as bar, silent:

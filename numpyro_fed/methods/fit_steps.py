@@ -49,7 +49,7 @@ from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import AT_ONCE, InnerDraws, correct_from, importance_correct
 from numpyro_fed.results.influence import table_of
 from numpyro_fed.results.mixture import around_modes, matched
-from numpyro_fed.results.mode import LocalMode, Mode, Near
+from numpyro_fed.results.mode import LocalMode, Mode
 from numpyro_fed.results.particles import Particles
 from numpyro_fed.results.posterior import Posterior, Stage
 from numpyro_fed.results.rows import Result
@@ -133,7 +133,7 @@ class FitSteps:
         accuracy: float,
         max_exchanges: int,
         bar: StageBar,
-        near: Near | None = None,
+        near: np.ndarray | None = None,
     ):
         self.silos: ReadSilos | Federation
         shown: Sequence[SiloData]
@@ -272,7 +272,7 @@ class FitSteps:
         kind: type[PVI] | type[SFVI],
         name: str,
         rounds: int,
-        begin: State | Near | None,
+        begin: State | np.ndarray | None,
         caught: tuple[type[Exception], ...],
     ) -> Any:
         """Return the result of a run that begins at a state, or near a place.
@@ -337,7 +337,7 @@ class FitSteps:
 
         The first rounds begin near the mode, if there is one.
         """
-        near = self.near if self.start is None else Near(self.start.z_G[None])
+        near = self.near if self.start is None else self.start.z_G[None]
         begin = near if before is None else before.state
         # Where silos refuse all further rounds, what there is before them stays.
         caught = GuideError, NonFiniteError, ModelError

@@ -46,7 +46,7 @@ from numpyro_fed.model.row_checks import RowChecks, coupled_rows
 from numpyro_fed.programs import jit_once
 from numpyro_fed.results.built import StartRounds
 from numpyro_fed.results.influence import Factors, SiloPull
-from numpyro_fed.results.mode import MODES_APART, LocalMode, Mode, Near, OneCopy, distance
+from numpyro_fed.results.mode import MODES_APART, LocalMode, Mode, OneCopy, distance
 from numpyro_fed.results.rows import Fit
 from numpyro_fed.runtime.noise import generator
 from numpyro_fed.runtime.progress import Progress, progress_of
@@ -131,11 +131,11 @@ def _search_end(
     batches: Batches,
     max_exchanges: int,
     progress_bar: bool | Progress,
-    near: Near | None = None,
+    near: np.ndarray | None = None,
 ) -> tuple[Search[np.ndarray], Asked]:
     """Return where a search has ended, and the questions to silos so far, with their states.
 
-    Half of its starts begin ``near`` some places, if given.
+    Half of its starts begin ``near`` places (k, dim), if given.
     """
     ask = Asked(runtime.transport(batches), key, search.num_silos, runtime.init(key, batches).silos)
     random, progress = generator(key), progress_of(progress_bar)
@@ -151,7 +151,7 @@ def _search_end(
             for start in starts:
                 start.min_gain = MIN_GAIN_NEAR
             # The other half begins where it did: other data may have modes where there were none.
-            for start, place in zip(starts[: -(-len(starts) // 2)], near.places, strict=False):
+            for start, place in zip(starts[: -(-len(starts) // 2)], near, strict=False):
                 start.trial, start.metric = np.asarray(place, start.trial.dtype), None
                 start.done = start.left = False
         return search.run(ask, starts, max_exchanges, shown), ask
@@ -164,13 +164,13 @@ def begin(
     runtime_of: Callable[[FederatedAlgorithm[Any, Any]], Runtime],
     buckets: Sequence[Bucket] = (),
     progress_bar: bool | Progress = False,
-    near: Near | None = None,
+    near: np.ndarray | None = None,
 ) -> tuple[State, Mode | None]:
     """Return the first state of a run that starts at the mode, and the mode.
 
     ``runtime_of`` makes the runtime of the search. Without a start both are those of the
     algorithm's own first state: no mode is searched for. Half of the
-    searches begin ``near`` some places, if they are given.
+    searches begin ``near`` places (k, dim), if they are given.
     """
     fm, start = fit.model, fit.built.start
     if start is None:

@@ -75,7 +75,6 @@ from numpyro_fed.results.built import Built
 from numpyro_fed.results.importance import weighing
 from numpyro_fed.results.influence import INFLUENCE, Influence
 from numpyro_fed.results.loo import leaving_out, loo_exchange
-from numpyro_fed.results.mode import Near
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.results.tempered import tempering_of
 from numpyro_fed.runtime.channel import Weights
@@ -127,7 +126,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         num_rounds: int,
         silos: Sequence[SiloInput] | Federation,
         *,
-        init_state: State | Near | None = None,
+        init_state: State | np.ndarray | None = None,
         progress_bar: bool | Progress = True,
         runtime: str = "simulation",
         server_data: ServerData = None,
@@ -198,7 +197,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             start: object
             if init_state is None and self.begins_at is not None:
                 state, start = carry_over(fit, key, hosted, self.begins_at)
-            elif init_state is None or isinstance(init_state, Near):
+            elif init_state is None or isinstance(init_state, np.ndarray):
                 args = hosted.batches, search, hosted.buckets, progress_bar, init_state
                 state, start = begin(fit, key, *args)
             else:

@@ -29,7 +29,7 @@ from numpyro_fed.model.layout import lay_out, read_all
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket, grouped, stacked
 from numpyro_fed.precision import is_double
-from numpyro_fed.reference.nuts_result import NutsResult, PooledFit, PooledRun, join_chains
+from numpyro_fed.reference.nuts_result import NutsResult, PooledRun, join_chains
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.element_errors import Rounding
 from numpyro_fed.results.mode import Mode
@@ -180,9 +180,9 @@ def run_nuts(
         rounding = Rounding(str(z_G.dtype), exact.mean(0), exact.std(0), 0.0)
         if not rounding.fine:
             words = f"{rounding.words(fm.named('latent'))} ({rounding.remedy})"
-    fit = PooledFit(fm, facts_of(fm, read[0], sizes[0]), is_double())
-    hosted = Silos(tuple(read), tuple(buckets), ())
-    run = PooledRun(fit, hosted, Shared(shared, {}, identity((fm.dim,))), private, z_G)
+    facts, hosted = facts_of(fm, read[0], sizes[0]), Silos(tuple(read), tuple(buckets), ())
+    known = Shared(shared, {}, identity((fm.dim,)))
+    run = PooledRun(fm, facts, is_double(), hosted, known, private, z_G)
     thetas = [{**shared, **theta} for theta in private]
     local_sites = cache(partial(_local_sites, fm, read, sizes, draws, thetas))
     result = NutsResult(globals_, int(divergences), local_sites, words, run)

@@ -72,13 +72,25 @@ ROUNDING = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
-class PooledFit:
-    """The model of a pooled run, with what was compiled for it."""
+class PooledRun:
+    """A pooled run as questions after a fit ask for it: model, data, parameters, programs.
+
+    ``z_G`` (n, dim) are the draws of the globals, unconstrained, chains joined.
+    """
 
     model: FederatedModel
     facts: Facts
     double: bool
+    _silos: Silos
+    shared: Shared
+    private: Sequence[dict[str, Any]]
+    z_G: np.ndarray
     compiled: dict[Hashable, Any] = field(default_factory=dict)
+    mark: None = None  # no silo is in another process
+
+    @property
+    def _fit(self) -> PooledRun:
+        return self
 
     def cached(self, name: Hashable, make: Callable[[], Made]) -> Made:
         """Return the object of this name, made at its first use."""
@@ -86,21 +98,6 @@ class PooledFit:
             self.compiled[name] = make()
         made: Made = self.compiled[name]
         return made
-
-
-@dataclass(frozen=True, eq=False)
-class PooledRun:
-    """The data and parameters of a pooled run, as questions after a fit ask for them.
-
-    ``z_G`` (n, dim) are the draws of the globals, unconstrained, chains joined.
-    """
-
-    _fit: PooledFit
-    _silos: Silos
-    shared: Shared
-    private: Sequence[dict[str, Any]]
-    z_G: np.ndarray
-    mark: None = None  # no silo is in another process
 
     @property
     def num_silos(self) -> int:

@@ -19,8 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.after.predict import Predict, check_means, global_latents, new_rows, predictor
-from numpyro_fed.after.predict import outer_latents as outer_names
+from numpyro_fed.after.predict import (
+    Predict,
+    check_means,
+    global_latents,
+    new_rows,
+    outer_sites,
+    predictor,
+)
 from numpyro_fed.algorithms.base import (
     OUTER_LATENTS,
     Ask,
@@ -36,8 +42,6 @@ from numpyro_fed.algorithms.sfvi import Down, coordinates_of, down_of
 from numpyro_fed.errors import DataError, ModelError, ReplyError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Facts
-from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.sites import Site
 from numpyro_fed.results.base import FederatedRun
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.sampler import Sampler
@@ -70,29 +74,12 @@ class SharedLatents(NamedTuple):
     rows: dict[str, Array]
 
 
-def outer_sites(fm: FederatedModel) -> list[Site]:
-    """Return the latents that rows of several plates share: of hospitals, not patients."""
-    return [s for p in fm.plates if p.outer for s in fm.named("latent", p.name)]
-
-
 MESSAGE = "the draws of the latents that rows share are not finite at {}."
-
-
-def settings_of(sampler: Sampler) -> dict[str, Any]:
-    """Return the settings, as JSON, by which :func:`sampler_by` makes the same functions."""
-    integration = sampler.integration
-    if integration is None:
-        return {}
-    return {"inner_draws": dict(integration.draws), "nodes": integration.nodes}
 
 
 def sampler_by(built: Built, settings: Mapping[str, Any]) -> Sampler:
     """Return the sampling functions of a fit, or those of its correction, from settings."""
-    if "nodes" not in settings:
-        return Sampler(built.model, built.guide, built.bound)
-    integration = Integration(settings["inner_draws"], settings["nodes"])
-    bound = integration.bound(built.model, built.guide)
-    return Sampler(built.model, built.guide, bound, integration)
+    return built.sampler(Integration.of(settings) if "nodes" in settings else None)
 
 
 class Held(NamedTuple):
@@ -160,7 +147,7 @@ class AtSilo:
         if new is not None:
             sizes = fm.sizes(silo.data)
             data = new_rows(fm, new, self.facts, [silo.data], silo.number, sizes)
-            names = [*global_latents(fm), *outer_names(fm)]
+            names = [*global_latents(fm), *(s.name for s in outer_sites(fm))]
         sites = self.sample_posterior(key, arrays, silo)
         latents = {name: sites[name] for name in names if name in sites}
         shared = unpack("down", self._like, arrays).theta
@@ -241,7 +228,7 @@ def told_by_silos(
         "num_draws": len(z_G),
         "num_silos": number,
         "rows": {str(s.plate): largest[str(s.plate)] for s in sites},
-        **settings_of(sampler),
+        **sampler.settings,
     }
     name = "outer latents", json.dumps(settings)
     exchange = fit.cached(name, lambda: fit.runtime.quick(outer_round(fit.built, settings)))

@@ -112,6 +112,11 @@ class Built(BuiltRun):
         """Return a silo's term of the objective, from which its locals are drawn."""
         return bound_of(self.model, self.guide, self.objective)
 
+    def sampler(self, integration: Integration | None = None) -> Sampler:
+        """Return the sampling functions of a fit, or of a correction that integrates locals so."""
+        bound = self.bound if integration is None else integration.bound(self.model, self.guide)
+        return Sampler(self.model, self.guide, bound, integration)
+
     @property
     def first_algorithm(self) -> FederatedAlgorithm[Any, Any]:
         """Return the algorithm whose states a run begins with."""
@@ -199,7 +204,7 @@ class Fit(CompiledMethod[Built]):
     @cached_property
     def sampler(self) -> Sampler:
         """Return the compiled sampling functions of the fit."""
-        return Sampler(self.model, self.guide, self.built.bound)
+        return self.built.sampler()
 
     def without_start(
         self, runtime_of: Callable[[FederatedAlgorithm[Any, Any], Schedule[Any] | None], Runtime]
@@ -238,8 +243,7 @@ class Fit(CompiledMethod[Built]):
         optimising its program would take longer than running it.
         """
         settings = {
-            "inner_draws": dict(integration.draws),
-            "nodes": integration.nodes,
+            **integration.settings,
             "num_draws": num_draws,
             **more,
             "batch_size": self.batch_size(integration, num_draws),

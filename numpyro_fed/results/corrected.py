@@ -312,8 +312,7 @@ class Corrected(Posterior, Weighted[Result]):
             found["log_joint"] = self.log_joint
         arrays = {f"{PREFIX}{name}": np.asarray(value) for name, value in found.items()}
         more = {
-            "inner_draws": dict(self.integration.draws),
-            "nodes": self.integration.nodes,
+            **self.integration.settings,
             "num_exchanges": self.num_exchanges,
             "elements": names,
             "keys": str(random.key_impl(self._key)),
@@ -327,7 +326,7 @@ class Corrected(Posterior, Weighted[Result]):
     ) -> Self:
         """Return the correction of a fit from the arrays of :meth:`saved_words` in a file."""
         fit = result._fit
-        integration = Integration(dict(words["inner_draws"]), words["nodes"])
+        integration = Integration.of(words)
         stored = {k.removeprefix(PREFIX): a for k, a in arrays.items() if k.startswith(PREFIX)}
         saved_moments = Moments(*(stored[name] for name in Moments._fields))
         with np.errstate(divide="ignore"):
@@ -405,9 +404,5 @@ def on_supports(sampler: Sampler, result: Result, z_G: np.ndarray) -> dict[str, 
 
 def sampler_of(fit: Fit, integration: Integration) -> Sampler:
     """Return the sampling functions, with locals drawn by weight."""
-    settings = json.dumps([dict(integration.draws), integration.nodes])
-    bound = integration.bound
-    return fit.cached(
-        ("sampler", settings),
-        lambda: Sampler(fit.model, fit.guide, bound(fit.model, fit.guide), integration),
-    )
+    settings = json.dumps(integration.settings)
+    return fit.cached(("sampler", settings), lambda: fit.built.sampler(integration))

@@ -509,7 +509,7 @@ def weighing(built: Built, settings: Mapping[str, Any], *, little: bool = False)
 
     A silo in another process builds the same from these ``settings`` alone.
     """
-    integration = Integration(settings["inner_draws"], settings["nodes"])
+    integration = Integration.of(settings)
     return Weigh(
         built.model,
         built.guide,

@@ -177,7 +177,7 @@ def leaving_out(
 
     Silos elsewhere build it from its settings.
     """
-    integration = Integration(settings["inner_draws"], settings["nodes"])
+    integration = Integration.of(settings)
     fm, guide, n = built.model, built.guide, settings["num_draws"]
     likelihood = integration.likelihood(fm, guide)
     evaluate = log_likelihoods(likelihood, built.algorithm, n, settings["batch_size"])
@@ -371,7 +371,7 @@ def _scores(
     built: Built, settings: Mapping[str, Any]
 ) -> Callable[[Array, LeaveOutDown, Any, SiloData], RowScores]:
     """Return the function ``(key, down, silo_state, data)`` to the scores of a silo's rows."""
-    integration = Integration(settings["inner_draws"], settings["nodes"])
+    integration = Integration.of(settings)
     likelihood = integration.likelihood(built.model, built.guide)
     row_values = log_likelihoods_of_rows(
         built.model, likelihood, built.algorithm, settings["batch_size"]

@@ -49,12 +49,6 @@ class OneCopy(NamedTuple):
         return z_G - turns * period
 
 
-class Near(NamedTuple):
-    """Places (k, dim) near which modes are likely, such as those of nearly the same silos."""
-
-    places: np.ndarray
-
-
 @dataclass(frozen=True, eq=False)
 class Mode:
     r"""The highest point of the posterior density that was found, unconstrained.
@@ -148,9 +142,9 @@ class Mode:
         )
 
     @property
-    def places(self) -> Near:
-        """Return this mode and the others, where a search with other data can begin."""
-        return Near(np.stack([self.z_G, *(peak.z_G for peak in self.others)]))
+    def places(self) -> np.ndarray:
+        """Return this mode and the others (k, dim), where a search with other data can begin."""
+        return np.stack([self.z_G, *(peak.z_G for peak in self.others)])
 
     @cached_property
     def covariance(self) -> np.ndarray:

@@ -27,7 +27,6 @@ from numpyro_fed.errors import DataError, positive_int
 from numpyro_fed.precision import precision
 from numpyro_fed.privacy.budget import Spent
 from numpyro_fed.results.arviz import Coords, Dims, Labels
-from numpyro_fed.results.at_silo import settings_of
 from numpyro_fed.results.groups import groups_to_arviz
 from numpyro_fed.results.mode import LocalMode, Mode
 from numpyro_fed.results.sampler import Sampler
@@ -314,7 +313,7 @@ class Posterior(Questions):
             raise DataError(f"there is no silo {silo}: they are 0 to {run.num_silos - 1}.")
         with precision(double=run.double):
             down = down_of(run._fit.guide, run.shared, self.unconstrained(key, n))
-            settings = json.dumps({"num_draws": n, **settings_of(self.sampler)})
+            settings = json.dumps({"num_draws": n, **self.sampler.settings})
             used, method = int(mark.used[silo]), at_silo(run._fit.asked_as, silo)
             question = Question(DRAWS, settings, mark.run_of(silo), 0, used, method)
             return write(pack("down", down), question.head())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +39,11 @@ class Sampler:
     guide: Guide
     bound: Bound
     integration: Integration | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the settings, as JSON, from which a silo elsewhere makes the same functions."""
+        return {} if self.integration is None else self.integration.settings
 
     @compiled_method(jit_once, static_argnums=2)
     def draw_globals(self, key: Array, shared: Shared, n: int) -> tuple[Array, Array]:
@@ -117,25 +125,26 @@ class Sampler:
         """
         rows = sum(self.model.sizes(jax.tree.map(lambda a: a[0], data)).values())
         few = len(keys) * len(z_G) * rows <= FEW_DRAWN
-        program = self._silos_quick if few else self._silos_optimised
-        return program(keys, theta, privates, z_G, coords, data)
+        return self._of_silos[not few](keys, theta, privates, z_G, coords, data)
 
-    def _silos(
-        self,
-        keys: Array,
-        theta: Theta,
-        privates: Private,
-        z_G: Array,
-        coords: Coordinates,
-        data: SiloData,
-    ) -> dict[str, Array]:
-        return jax.lax.map(
-            lambda one: self.draw_silo(one[0], theta, one[1], z_G, coords, one[2]),
-            (keys, privates, data),
-        )
+    @cached_property
+    def _of_silos(self) -> tuple[Callable[..., dict[str, Array]], ...]:
+        """Return the program of :meth:`draw_silos` compiled quickly, and well."""
 
-    _silos_quick = compiled_method(jit_once)(_silos)
-    _silos_optimised = compiled_method()(_silos)
+        def silos(
+            keys: Array,
+            theta: Theta,
+            privates: Private,
+            z_G: Array,
+            coords: Coordinates,
+            data: SiloData,
+        ) -> dict[str, Array]:
+            return jax.lax.map(
+                lambda one: self.draw_silo(one[0], theta, one[1], z_G, coords, one[2]),
+                (keys, privates, data),
+            )
+
+        return jit_once(silos), jax.jit(silos)
 
 
 def real_rows(z_L: Rows, size: Sizes, n: int) -> Rows:

@@ -341,6 +341,16 @@ class Integration:
     nodes: int = 0
     gave_way: bool = False
 
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Integration:
+        """Return the integration of :attr:`settings`, such as those of a question."""
+        return cls(dict(settings["inner_draws"]), settings["nodes"])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the settings from which a silo elsewhere, or a file's reader, makes the same."""
+        return {"inner_draws": dict(self.draws), "nodes": self.nodes}
+
     @property
     def by_draws(self) -> bool:
         """Return whether integrals have the noise of draws."""
