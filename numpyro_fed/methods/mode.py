@@ -1,10 +1,10 @@
 """The search for the mode of the posterior over silos, and the start of runs at it.
 
 The search is that of :mod:`numpyro_fed.algorithms.mode`, or of ``mode_wide`` for many globals. Here
-its result is judged, and a run is begun from it:
+its result is judged, from which a run may start (:mod:`.start`):
 
 1. Search, from one or several places side by side.
-2. Check that the curvature at the best place is that of the posterior (:func:`_curvature_usable`).
+2. Check that the curvature at the best place is that of the posterior (:func:`curvature_usable`).
 3. ``find_mode``, and runs with flat priors, check by one exchange more that the density falls in
    all directions (:func:`_flat_directions`).
 4. A run takes its first states from the mode by one round (``StartRounds.begin``).
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,6 @@ import jax
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, asked_directly
 from numpyro_fed.algorithms.curvature_check import CHECK_DISTANCES, CurvatureCheck, Shape
 from numpyro_fed.algorithms.expand import (
     ROUNDING_UNITS,
@@ -44,26 +42,16 @@ from numpyro_fed.model.not_finite import first_not_finite
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.row_checks import RowChecks, coupled_rows
 from numpyro_fed.programs import jit_once
-from numpyro_fed.results.built import StartRounds
 from numpyro_fed.results.influence import Factors, SiloPull
 from numpyro_fed.results.mode import MODES_APART, LocalMode, Mode, OneCopy, distance
-from numpyro_fed.results.rows import Fit
 from numpyro_fed.runtime.noise import generator
 from numpyro_fed.runtime.progress import Progress, progress_of
-from numpyro_fed.runtime.stack import Batches, Runtime, Single, Stacks, State, init_schedule
+from numpyro_fed.runtime.stack import Batches, Runtime, Stacks
 from numpyro_fed.runtime.step import Asked
-from numpyro_fed.runtime.supervise import failed_silos
-from numpyro_fed.trees import drop_weak_types
 
-# Places that a start tries before a run begins without a mode. Newton's method took 9 to 17 on
-# fourteen posteriors (docs/results/raw_data.md), L-BFGS takes hundreds.
-MAX_PLACES = {"mode": 100, "wide": 300}
 # Shared parameters and globals, up to which silos send Hessians, of 300 x 300 numbers at most. The
 # same limit holds for full covariances of the globals.
 SEARCHED_UP_TO = 300
-SEARCH = "search"  # the name under which a fit keeps the runtime of its search
-# They take the place of a round's number in keys, where no run comes to.
-OPENING, SEARCHING = 2**31 - 2, 2**31 - 1
 # Share of the silos in a coordinate's curvature that counts as none. A likelihood with a kink
 # (Laplace) has none but by rounding; then the prior alone would say how far the posterior reaches.
 NO_SHARE = 1e-5
@@ -81,10 +69,6 @@ MANY_EFFECTS = (
 )
 
 
-class NoStartError(Exception):
-    """The reason why a run cannot start at the mode."""
-
-
 def search_for(
     key: Array,
     fm: FederatedModel,
@@ -96,13 +80,13 @@ def search_for(
     progress_bar: bool,
 ) -> Mode:
     """Return the mode that a search finds, once its curvature has been checked."""
-    found, ask = _search_end(key, search, runtime, batches, max_exchanges, progress_bar)
+    found, ask = search_end(key, search, runtime, batches, max_exchanges, progress_bar)
     if not found.known.any():
-        raise _not_found_error(fm, batches, ask.number, len(found.known), ask.unusable)
+        raise not_found_error(fm, batches, ask.number, len(found.known), ask.unusable)
     shape, effects = None, effects_of(fm)
     if isinstance(search, ModeSearch):
         shape = CurvatureCheck(fm, effects, search.num_starts).ask(ask, found)
-    mode = _mode_of_search(fm, found, shape, ask.number, effects)
+    mode = mode_of_search(fm, found, shape, ask.number, effects)
     if mode.flat:
         warnings.warn(
             f"the log density does not fall along {' and '.join(mode.flat)} (unconstrained, each "
@@ -124,7 +108,7 @@ def search_for(
     return mode
 
 
-def _search_end(
+def search_end(
     key: Array,
     search: ModeSearch | WideSearch,
     runtime: Runtime,
@@ -157,75 +141,7 @@ def _search_end(
         return search.run(ask, starts, max_exchanges, shown), ask
 
 
-def begin(
-    fit: Fit,
-    key: Array,
-    batches: Batches,
-    runtime_of: Callable[[FederatedAlgorithm[Any, Any]], Runtime],
-    buckets: Sequence[Bucket] = (),
-    progress_bar: bool | Progress = False,
-    near: np.ndarray | None = None,
-) -> tuple[State, Mode | None]:
-    """Return the first state of a run that starts at the mode, and the mode.
-
-    ``runtime_of`` makes the runtime of the search. Without a start both are those of the
-    algorithm's own first state: no mode is searched for. Half of the
-    searches begin ``near`` places (k, dim), if they are given.
-    """
-    fm, start = fit.model, fit.built.start
-    if start is None:
-        state = fit.runtime.init(key, batches)
-        return after_opening(fit.built.algorithm, fit.quick_round, key, state, batches), None
-    if (coupled := coupling_reason(fm, fit.checks, buckets)) is not None:
-        raise NoStartError(coupled)
-    if start.check is None and len(start.effects):
-        raise NoStartError(MANY_EFFECTS)
-    runtime = fit.cached(SEARCH, lambda: runtime_of(start.algorithm))
-    key_search = jax.random.fold_in(key, SEARCHING)
-    key_begin = jax.random.fold_in(key_search, 0)
-    # Above the places that a search tries, so that it ends by itself.
-    most = max(MAX_PLACES.values()) + 2
-    search, ask = _search_end(key_search, start.search, runtime, batches, most, progress_bar, near)
-    unusable, exchanges = ask.unusable, ask.number + 1  # the last one begins the run
-    if search.known.any() and not _curvature_usable(fm, search):
-        raise NoStartError(
-            "no mode to start from was found at which curvature tells how far the posterior "
-            "reaches, as where a likelihood has a kink (Laplace)"
-        )
-    if search.known.any():
-        found = _mode_of_search(fm, search, None, exchanges, start.effects)
-        if fm.improper and start.check is not None and found.converged:
-            shape = start.check.ask(ask, search)
-            found = _mode_of_search(fm, search, shape, exchanges + 1, start.effects)
-            if found.flat:
-                raise ModelError(
-                    "the posterior is improper: it does not fall along "
-                    f"{' and '.join(found.flat)} (unconstrained, each in units of its own "
-                    f"curvature), where the prior of '{fm.improper[0]}' is flat. Give it a proper "
-                    "prior, or leave out a column that others add up to. Where columns are merely "
-                    "alike, double precision (jax.config.update('jax_enable_x64', True)) tells "
-                    "them apart."
-                )
-        if found.converged and not len(start.effects):
-            found = replace(found, factors=_factors_at_mode(fm, search, ask.silos, batches))
-        begin_run = fit.quick_round(start.begin, runtime)
-        server, silos, info, good = begin_run(key_begin, search, ask.silos, batches)
-        unusable = failed_silos(good, (), ())
-        if info.ok:
-            carry = init_schedule(fit.built.schedule, key, fit.plan.num_silos)
-            zero = jax.device_put(np.zeros((), np.int32))
-            state = drop_weak_types(State(zero, server, silos, carry))
-            state = after_opening(fit.built.algorithm, fit.quick_round, key, state, batches)
-            return state, found
-    if fm.improper:
-        raise _not_found_error(fm, batches, exchanges, 1, unusable)
-    raise NoStartError(
-        "no mode to start from was found where log density, gradient and Hessian are finite"
-        f"{_at_silos(unusable)}. {_reason_or_raise(fm, batches)}"
-    )
-
-
-def _factors_at_mode(
+def factors_at_mode(
     fm: FederatedModel, search: Search[np.ndarray], stacks: Stacks, batches: Batches
 ) -> Factors | None:
     """Return what each silo in this process has said of its likelihood at the end of a search.
@@ -252,35 +168,7 @@ def _factors_at_mode(
     return Factors(told, prior_g[num_theta:], prior_A[num_theta:, num_theta:])
 
 
-def after_opening(
-    algorithm: FederatedAlgorithm[Any, Any],
-    compiled: Callable[[Round], Single],
-    key: Array,
-    state: State,
-    batches: Batches,
-) -> State:
-    """Return the state after the opening rounds of an algorithm."""
-    key = jax.random.fold_in(key, OPENING)
-    for i, round_ in enumerate(algorithm.opening):
-        if round_.run is asked_directly:  # by the method itself
-            continue
-        once = compiled(round_)
-        key_round = jax.random.fold_in(key, i)
-        server, silos, info, good = once(key_round, state.server, state.silos, batches)
-        if not bool(info.ok):
-            bad = failed_silos(good, (), ())
-            raise NonFiniteError(
-                f"what silos say before the first round (exchange '{round_.name}') is not finite"
-                f"{_at_silos(bad)}. Look at the data there.",
-                result=None,
-                round=0,
-                silos=bad,
-            )
-        state = drop_weak_types(state._replace(server=server, silos=silos))
-    return state
-
-
-def _curvature_usable(fm: FederatedModel, search: Search[Any]) -> bool:
+def curvature_usable(fm: FederatedModel, search: Search[Any]) -> bool:
     """Return whether the curvature at the best place is that of the posterior.
 
     If the search has not come to rest, silos must have a share in the curvature of each coordinate:
@@ -310,12 +198,12 @@ def _curvature_usable(fm: FederatedModel, search: Search[Any]) -> bool:
     return bool(gain <= max(MAX_GAIN * len(x), 10 * eps * abs(value)))
 
 
-def _at_silos(silos: tuple[int, ...]) -> str:
+def at_silos(silos: tuple[int, ...]) -> str:
     """Return in words which silos' numbers were not finite, if that is known."""
     return f" (those of silo {', '.join(map(str, silos))} were not)" if silos else ""
 
 
-def _reason_or_raise(fm: FederatedModel, batches: Batches) -> str:
+def reason_or_raise(fm: FederatedModel, batches: Batches) -> str:
     """Return in words which density is not finite near zero, or what to try if none is known."""
     silos = [
         (int(j), jax.tree.map(lambda a, i=i: np.asarray(a[i]), batch.data))
@@ -326,20 +214,18 @@ def _reason_or_raise(fm: FederatedModel, batches: Batches) -> str:
     found = first_not_finite(fm, silos)
     if found is not None and found.is_gradient:
         raise ModelError(f"{found}.")
-    return (
-        str(found)
-        if found
-        else ("Double precision (jax.config.update('jax_enable_x64', True)) may help")
-    )
+    advice = "Double precision (jax.config.update('jax_enable_x64', True)) may help"
+    return str(found) if found else advice
 
 
-def _not_found_error(
+def not_found_error(
     fm: FederatedModel, batches: Batches, exchanges: int, starts: int, silos: tuple[int, ...]
 ) -> NonFiniteError:
+    """Return the error for a search that has found no place, after so many exchanges."""
     return NonFiniteError(
         "no place was found at which the log density, its gradient and its Hessian are finite"
-        f"{_at_silos(silos)}, from {starts} starts in {exchanges} exchanges. More starts "
-        f"(starts=8) may find one. {_reason_or_raise(fm, batches)}.",
+        f"{at_silos(silos)}, from {starts} starts in {exchanges} exchanges. More starts "
+        f"(starts=8) may find one. {reason_or_raise(fm, batches)}.",
         result=None,
         round=exchanges,
         silos=silos,
@@ -377,7 +263,7 @@ def _flat_directions(
     return tuple(directions)
 
 
-def _mode_of_search(
+def mode_of_search(
     fm: FederatedModel,
     search: Search[Any],
     shape: Shape | None,
@@ -472,28 +358,6 @@ def _log_evidence(
     log_det = np.linalg.slogdet(curvature[num_theta:, num_theta:])[1]
     log_det -= np.linalg.slogdet(curvature[np.ix_(effects, effects)])[1]
     return float(value + 0.5 * (number * np.log(2 * np.pi) - log_det))
-
-
-def start_rounds(
-    kind: str,
-    fm: FederatedModel,
-    num_silos: int,
-    starts: int,
-    init_loc_fn: Callable[..., Any] | None,
-    begin: Round,
-) -> StartRounds:
-    """Return the rounds of a start at the mode, with ``begin`` as the last one."""
-    effects, most = effects_of(fm), MAX_PLACES[kind]
-    if kind == "wide":
-        wide = WideSearch(fm, num_silos, starts, init_loc_fn, np.zeros(0, int), most)
-        return StartRounds(wide, wide.algorithm, None, begin, effects)
-    search = ModeSearch(fm, num_silos, starts, init_loc_fn, effects, most)
-    check = CurvatureCheck(fm, effects, starts)
-    algorithm = search.algorithm
-    if not len(effects):
-        own_modes = Round((OwnModes(search).exchange,), asked_directly)
-        algorithm = algorithm._replace(opening=(own_modes,))
-    return StartRounds(search, algorithm, check, begin, effects)
 
 
 def coupling_reason(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,20 +38,14 @@ from numpyro_fed.errors import (
     DataError,
     GuideError,
     ModelError,
-    SavedStateError,
-    StartWarning,
     positive_int,
 )
-from numpyro_fed.methods.base import RUNTIMES, SEARCHES, FederatedMethod, RunOptions, reached
-from numpyro_fed.methods.carrying import carry_over
+from numpyro_fed.guides.structured import Guide
+from numpyro_fed.methods.base import RUNTIMES, FederatedMethod, RunOptions, reached
 from numpyro_fed.methods.cost import COPIES, Cost, cost_of, state_sizes
-from numpyro_fed.methods.mode import (
-    SEARCHED_UP_TO,
-    NoStartError,
-    begin,
-    coupling_reason,
-)
+from numpyro_fed.methods.mode import coupling_reason
 from numpyro_fed.methods.recipe import for_silos, recipe
+from numpyro_fed.methods.start import begin, with_or_without_start
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData, SiloInput, SilosInput, signature
 from numpyro_fed.model.facts import (
@@ -65,6 +58,7 @@ from numpyro_fed.model.facts import (
 )
 from numpyro_fed.model.layout import Layout, layout_of, read_all
 from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.model.minibatch import WHOLE, Minibatches
 from numpyro_fed.model.padding import Bucket, one_by_one
 from numpyro_fed.model.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
 from numpyro_fed.model.split import split
@@ -79,16 +73,9 @@ from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.results.tempered import tempering_of
 from numpyro_fed.runtime.channel import Weights
 from numpyro_fed.runtime.federation import Federation
-from numpyro_fed.runtime.messages import SEARCH, WITHOUT_START
 from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.stack import AnyAlgorithm, PlanSize, Runtime, ServerData, State, on_device
-
-# Globals and shared parameters, up to which a mode is searched for by L-BFGS. It trades hundreds of
-# exchanges of so many numbers against a start far from the posterior.
-WIDE_UP_TO = 10_000
-SEARCHED = "mode", "wide"  # the kinds of start that search for a mode
-
 
 Found = TypeVar("Found", bound=Result)
 Prepared = TypeVar("Prepared")
@@ -192,28 +179,8 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         key = typed_key(key)
         options = RunOptions(num_rounds, server_data, progress_bar, stop, callback, every)
         fit, hosted = self._compiled_for(silos, runtime)
-        search = SEARCHES[runtime] if fit.reach is None else partial(fit.reach, begin=SEARCH)
-        try:
-            start: object
-            if init_state is None and self.begins_at is not None:
-                state, start = carry_over(fit, key, hosted, self.begins_at)
-            elif init_state is None or isinstance(init_state, np.ndarray):
-                args = hosted.batches, search, hosted.buckets, progress_bar, init_state
-                state, start = begin(fit, key, *args)
-            else:
-                fit, state = _with_or_without_start(
-                    fit, runtime, lambda fit: (fit, fit.check_state(init_state, hosted))
-                )
-                state, start = fit.runtime.go_on(state), None
-        # No mode is no error: the run starts as with start=None, and says so.
-        except NoStartError as error:
-            warnings.warn(
-                f"{error}: the run starts at zero in unconstrained space, as start=None does.",
-                category=StartWarning,
-                stacklevel=2,
-            )
-            fit = _without_start(fit, runtime) or fit
-            state, start = begin(fit, key, hosted.batches, search)
+        args = runtime, init_state, self.begins_at, progress_bar
+        fit, state, start = begin(fit, key, hosted, *args)
         self._check_rounds(fit, state, num_rounds)
 
         return self._run_rounds(fit, hosted, key, state, start, options)
@@ -281,7 +248,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
     def load_part(self, path: str | Path, silos: SilosInput, runtime: str, part: str) -> Found:
         """Return the run ``part`` of a file; ``""`` is the main one."""
         fit, hosted = self._compiled_for(silos, runtime)
-        result, description = _with_or_without_start(
+        result, description = with_or_without_start(
             fit, runtime, lambda fit: self._load_run(path, fit, hosted, part)
         )
         return replace(result, _before=description.get("before"))
@@ -538,56 +505,57 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         return reached(federation, name, plan, make, weights)
 
 
-def _without_start(fit: Fit, runtime: str) -> Fit | None:
-    """Return the fit of runs that found no mode to begin at."""
-    if fit.reach is not None:
-        return fit.without_start(partial(fit.reach, begin=WITHOUT_START))
-    return fit.without_start(RUNTIMES[runtime])
-
-
-def _with_or_without_start(fit: Fit, runtime: str, use: Callable[[Fit], Used]) -> Used:
-    """Return ``use(fit)``, or if its state does not fit, ``use`` of the fit without a start.
-
-    A state or a file may come from a run whose search had found no mode.
-    """
-    try:
-        return use(fit)
-    except SavedStateError as error:
-        other = _without_start(fit, runtime)
-        if other is None:
-            raise
-        try:
-            return use(other)
-        # The first error is about the method with its settings, which the user knows.
-        except SavedStateError:
-            raise error from None
-
-
-def check_start(start: object) -> None:
-    """Raise an error unless ``start`` is ``"mode"``, None or a result."""
-    if start not in ("mode", None) and not isinstance(start, Result):
-        raise ValueError(f"start={start!r:.200}: expected 'mode', None or a result.")
-
-
-def start_of(start: str | Result | None, fm: FederatedModel, *, wide: bool = False) -> str | None:
-    """Return the kind of a run's start: ``"mode"``, ``"wide"``, ``"result"`` or None.
-
-    ``"mode"`` is a search by Newton's method, ``"wide"`` one by L-BFGS for methods that allow it,
-    and ``"result"`` begins at another result. It is None with too many coordinates to search over.
-    """
-    if isinstance(start, Result):
-        return "result"
-    num_coordinates = flat_size(fm)
-    if start is None or not num_coordinates:
-        return None
-    if num_coordinates <= SEARCHED_UP_TO:
-        return start
-    return "wide" if wide and num_coordinates <= WIDE_UP_TO else None
-
-
 def _memory() -> float:
     stats = jax.local_devices()[0].memory_stats()
     # An accelerator's own memory; a CPU reports no limit, and there the machine's memory counts.
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def minibatches_of(
+    fm: FederatedModel,
+    plates_of: Mapping[str, tuple[str, ...]],
+    size: int | None,
+    guide: Guide,
+    draws: Mapping[str, int],
+) -> Minibatches | None:
+    """Return the rule by which rows are drawn, or None without minibatches.
+
+    Guides and bounds that cannot be cut are refused.
+    """
+    if size is None:
+        return None
+    minibatches = Minibatches.of(fm, plates_of, size)
+    words = f"batch_size={size} cannot go with"
+    if joint := [p for p in minibatches.plates if p in guide.locals and guide.locals[p].joint]:
+        raise GuideError(
+            f"{words} locals='joint' for silo_plate '{joint[0]}': one covariance over all rows has "
+            f"no part for a minibatch. Use locals='full' or 'diagonal'. {WHOLE}"
+        )
+    if weighted := [p for p in guide.outer if draws[p] > 1]:
+        raise GuideError(
+            f"{words} {draws[weighted[0]]} draws at silo_plate '{weighted[0]}', above the rows of "
+            "others: a silo is weighed as a whole there, of which some rows say nothing without "
+            f"bias. Use one draw there. {WHOLE}"
+        )
+    return minibatches
+
+
+def check_rows_alone(layout: Layout, size: int | None, stacks: Sequence[SiloData]) -> None:
+    """Raise an error if a row's log density changes when other rows are left out."""
+    if size is None:
+        return
+    for rows in Minibatches.of(layout.model, layout.lengths, size).cut:
+        try:
+            alone = all(bool(layout.checks.minibatch(*rows, stack)) for stack in stacks)
+        # A model may fail on fewer rows than it has lengths for, which is an answer, too.
+        except (TypeError, ValueError, IndexError):
+            alone = False
+        if not alone:
+            raise GuideError(
+                f"batch_size={size}: the log density of a row of '{rows.plates[0]}' changes when "
+                f"other rows are left out of {list(rows.arrays)}, so that a minibatch is another "
+                "model. Compute what sums up rows (x.mean(0), say) before the run and pass it as "
+                f"data, or put plates that share rows into one. {WHOLE}"
+            )

@@ -26,13 +26,14 @@ from numpyro_fed.guides.structured import (
     init_loc_fn_of,
     resolve,
 )
-from numpyro_fed.methods.minibatch_checks import (
+from numpyro_fed.methods.mode import SEARCHED_UP_TO
+from numpyro_fed.methods.rows import (
+    Method,
     check_rows_alone,
     minibatches_of,
 )
-from numpyro_fed.methods.mode import SEARCHED_UP_TO, start_rounds
-from numpyro_fed.methods.rows import SEARCHED, Method, check_start, start_of
 from numpyro_fed.methods.schedules import Spec, in_step
+from numpyro_fed.methods.start import SEARCHED, check_start, start_of, start_rounds
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.layout import Layout

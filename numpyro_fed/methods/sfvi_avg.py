@@ -22,9 +22,9 @@ from numpyro_fed.guides.structured import (
     amortises,
     resolve,
 )
-from numpyro_fed.methods.rows import start_of
 from numpyro_fed.methods.schedules import Given, Random, Sequential, in_step
 from numpyro_fed.methods.sfvi import GradientMethod
+from numpyro_fed.methods.start import start_of
 from numpyro_fed.model.facts import Facts, Plan, size_class
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches

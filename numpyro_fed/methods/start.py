@@ -1,0 +1,400 @@
+"""Where a run starts: zero, the mode, near places, another result's posterior, or a saved state."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed import linalg
+from numpyro_fed.algorithms.base import (
+    CarriedSilo,
+    FederatedAlgorithm,
+    Private,
+    Round,
+    Shared,
+    asked_directly,
+)
+from numpyro_fed.algorithms.begin import StartPoint
+from numpyro_fed.algorithms.curvature_check import CurvatureCheck
+from numpyro_fed.algorithms.expand import effects_of, flat_size
+from numpyro_fed.algorithms.mode import ModeSearch
+from numpyro_fed.algorithms.mode_wide import WideSearch
+from numpyro_fed.algorithms.own_start import OwnModes
+from numpyro_fed.errors import (
+    DataError,
+    GuideError,
+    ModelError,
+    NonFiniteError,
+    SavedStateError,
+    StartWarning,
+)
+from numpyro_fed.gaussian import Gaussian
+from numpyro_fed.guides.structured import FULL_UP_TO
+from numpyro_fed.methods.base import RUNTIMES, SEARCHES
+from numpyro_fed.methods.mode import (
+    MANY_EFFECTS,
+    SEARCHED_UP_TO,
+    at_silos,
+    coupling_reason,
+    curvature_usable,
+    factors_at_mode,
+    mode_of_search,
+    not_found_error,
+    reason_or_raise,
+    search_end,
+)
+from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.model.padding import Bucket
+from numpyro_fed.precision import to_current_precision
+from numpyro_fed.results.base import Silos
+from numpyro_fed.results.built import StartRounds
+from numpyro_fed.results.mode import Mode
+from numpyro_fed.results.rows import Fit, Result
+from numpyro_fed.runtime.messages import SEARCH, WITHOUT_START
+from numpyro_fed.runtime.progress import Progress
+from numpyro_fed.runtime.stack import Batches, Runtime, State, init_schedule
+from numpyro_fed.runtime.supervise import failed_silos
+from numpyro_fed.trees import drop_weak_types
+
+# Globals and shared parameters, up to which a mode is searched for by L-BFGS. It trades hundreds of
+# exchanges of so many numbers against a start far from the posterior.
+WIDE_UP_TO = 10_000
+SEARCHED = "mode", "wide"  # the kinds of start that search for a mode
+# Places that a start tries before a run begins without a mode. Newton's method took 9 to 17 on
+# fourteen posteriors (docs/results/raw_data.md), L-BFGS takes hundreds.
+MAX_PLACES = {"mode": 100, "wide": 300}
+# They take the place of a round's number in keys, where no run comes to.
+OPENING, SEARCHING = 2**31 - 2, 2**31 - 1
+# Draws for the covariance of a guide that has no closed form: sds to half a percent. More cost
+# memory, draws x dimension.
+DRAWS = 20_000
+
+Used = TypeVar("Used")
+
+
+class NoStartError(Exception):
+    """The reason why a run cannot start at the mode."""
+
+
+def check_start(start: object) -> None:
+    """Raise an error unless ``start`` is ``"mode"``, None or a result."""
+    if start not in ("mode", None) and not isinstance(start, Result):
+        raise ValueError(f"start={start!r:.200}: expected 'mode', None or a result.")
+
+
+def start_of(start: str | Result | None, fm: FederatedModel, *, wide: bool = False) -> str | None:
+    """Return the kind of a run's start: ``"mode"``, ``"wide"``, ``"result"`` or None.
+
+    ``"mode"`` is a search by Newton's method, ``"wide"`` one by L-BFGS for methods that allow it,
+    and ``"result"`` begins at another result. It is None with too many coordinates to search over.
+    """
+    if isinstance(start, Result):
+        return "result"
+    num_coordinates = flat_size(fm)
+    if start is None or not num_coordinates:
+        return None
+    if num_coordinates <= SEARCHED_UP_TO:
+        return start
+    return "wide" if wide and num_coordinates <= WIDE_UP_TO else None
+
+
+def start_rounds(
+    kind: str,
+    fm: FederatedModel,
+    num_silos: int,
+    starts: int,
+    init_loc_fn: Callable[..., Any] | None,
+    begin: Round,
+) -> StartRounds:
+    """Return the rounds of a start at the mode, with ``begin`` as the last one."""
+    effects, most = effects_of(fm), MAX_PLACES[kind]
+    if kind == "wide":
+        wide = WideSearch(fm, num_silos, starts, init_loc_fn, np.zeros(0, int), most)
+        return StartRounds(wide, wide.algorithm, None, begin, effects)
+    search = ModeSearch(fm, num_silos, starts, init_loc_fn, effects, most)
+    check = CurvatureCheck(fm, effects, starts)
+    algorithm = search.algorithm
+    if not len(effects):
+        own_modes = Round((OwnModes(search).exchange,), asked_directly)
+        algorithm = algorithm._replace(opening=(own_modes,))
+    return StartRounds(search, algorithm, check, begin, effects)
+
+
+def begin(
+    fit: Fit,
+    key: Array,
+    hosted: Silos,
+    runtime: str,
+    init_state: State | np.ndarray | None,
+    result: Result | None,
+    progress_bar: bool | Progress,
+) -> tuple[Fit, State, Mode | Carried | None]:
+    """Return the fit that runs, its first state, and where the run starts.
+
+    It is at ``init_state``, near it where that is places (k, dim), at a ``result``, or where the
+    method begins.
+    """
+    search = SEARCHES[runtime] if fit.reach is None else partial(fit.reach, begin=SEARCH)
+    if init_state is None and result is not None:
+        return fit, *carry_over(fit, key, hosted, result)
+    if not (init_state is None or isinstance(init_state, np.ndarray)):
+        fit, state = with_or_without_start(
+            fit, runtime, lambda fit: (fit, fit.check_state(init_state, hosted))
+        )
+        return fit, fit.runtime.go_on(state), None
+    try:
+        args = hosted.batches, search, hosted.buckets, progress_bar, init_state
+        return fit, *at_mode(fit, key, *args)
+    # No mode is no error: the run starts as with start=None, and says so.
+    except NoStartError as error:
+        warnings.warn(
+            f"{error}: the run starts at zero in unconstrained space, as start=None does.",
+            category=StartWarning,
+            stacklevel=3,
+        )
+        fit = without_start(fit, runtime) or fit
+        return fit, *at_mode(fit, key, hosted.batches, search)
+
+
+def without_start(fit: Fit, runtime: str) -> Fit | None:
+    """Return the fit of runs that found no mode to begin at."""
+    if fit.reach is not None:
+        return fit.without_start(partial(fit.reach, begin=WITHOUT_START))
+    return fit.without_start(RUNTIMES[runtime])
+
+
+def with_or_without_start(fit: Fit, runtime: str, use: Callable[[Fit], Used]) -> Used:
+    """Return ``use(fit)``, or if its state does not fit, ``use`` of the fit without a start.
+
+    A state or a file may come from a run whose search had found no mode.
+    """
+    try:
+        return use(fit)
+    except SavedStateError as error:
+        other = without_start(fit, runtime)
+        if other is None:
+            raise
+        try:
+            return use(other)
+        # The first error is about the method with its settings, which the user knows.
+        except SavedStateError:
+            raise error from None
+
+
+def at_mode(
+    fit: Fit,
+    key: Array,
+    batches: Batches,
+    runtime_of: Callable[[FederatedAlgorithm[Any, Any]], Runtime],
+    buckets: Sequence[Bucket] = (),
+    progress_bar: bool | Progress = False,
+    near: np.ndarray | None = None,
+) -> tuple[State, Mode | None]:
+    """Return the first state of a run that starts at the mode, and the mode.
+
+    ``runtime_of`` makes the runtime of the search, half of whose searches begin ``near`` places
+    (k, dim), if they are given. A fit without a start begins at its algorithm's own first state.
+    """
+    fm, start = fit.model, fit.built.start
+    if start is None:
+        state = fit.runtime.init(key, batches)
+        return after_opening(fit, key, state, batches), None
+    if (coupled := coupling_reason(fm, fit.checks, buckets)) is not None:
+        raise NoStartError(coupled)
+    if start.check is None and len(start.effects):
+        raise NoStartError(MANY_EFFECTS)
+    runtime = fit.cached(SEARCH, lambda: runtime_of(start.algorithm))
+    key_search = jax.random.fold_in(key, SEARCHING)
+    key_begin = jax.random.fold_in(key_search, 0)
+    # Above the places that a search tries, so that it ends by itself.
+    most = max(MAX_PLACES.values()) + 2
+    search, ask = search_end(key_search, start.search, runtime, batches, most, progress_bar, near)
+    unusable, exchanges = ask.unusable, ask.number + 1  # the last one begins the run
+    if search.known.any() and not curvature_usable(fm, search):
+        raise NoStartError(
+            "no mode to start from was found at which curvature tells how far the posterior "
+            "reaches, as where a likelihood has a kink (Laplace)"
+        )
+    if search.known.any():
+        found = mode_of_search(fm, search, None, exchanges, start.effects)
+        if fm.improper and start.check is not None and found.converged:
+            shape = start.check.ask(ask, search)
+            found = mode_of_search(fm, search, shape, exchanges + 1, start.effects)
+            if found.flat:
+                raise ModelError(
+                    "the posterior is improper: it does not fall along "
+                    f"{' and '.join(found.flat)} (unconstrained, each in units of its own "
+                    f"curvature), where the prior of '{fm.improper[0]}' is flat. Give it a proper "
+                    "prior, or leave out a column that others add up to. Where columns are merely "
+                    "alike, double precision (jax.config.update('jax_enable_x64', True)) tells "
+                    "them apart."
+                )
+        if found.converged and not len(start.effects):
+            found = replace(found, factors=factors_at_mode(fm, search, ask.silos, batches))
+        begin_run = fit.quick_round(start.begin, runtime)
+        server, silos, info, good = begin_run(key_begin, search, ask.silos, batches)
+        unusable = failed_silos(good, (), ())
+        if info.ok:
+            carry = init_schedule(fit.built.schedule, key, fit.plan.num_silos)
+            zero = jax.device_put(np.zeros((), np.int32))
+            state = drop_weak_types(State(zero, server, silos, carry))
+            state = after_opening(fit, key, state, batches)
+            return state, found
+    if fm.improper:
+        raise not_found_error(fm, batches, exchanges, 1, unusable)
+    raise NoStartError(
+        "no mode to start from was found where log density, gradient and Hessian are finite"
+        f"{at_silos(unusable)}. {reason_or_raise(fm, batches)}"
+    )
+
+
+def after_opening(fit: Fit, key: Array, state: State, batches: Batches) -> State:
+    """Return the state after the opening rounds of an algorithm."""
+    key = jax.random.fold_in(key, OPENING)
+    for i, round_ in enumerate(fit.built.algorithm.opening):
+        if round_.run is asked_directly:  # by the method itself
+            continue
+        key_round, once = jax.random.fold_in(key, i), fit.quick_round(round_)
+        server, silos, info, good = once(key_round, state.server, state.silos, batches)
+        if not bool(info.ok):
+            bad = failed_silos(good, (), ())
+            raise NonFiniteError(
+                f"what silos say before the first round (exchange '{round_.name}') is not finite"
+                f"{at_silos(bad)}. Look at the data there.",
+                result=None,
+                round=0,
+                silos=bad,
+            )
+        state = drop_weak_types(state._replace(server=server, silos=silos))
+    return state
+
+
+@dataclass(frozen=True)
+class Carried:
+    """The parts that a run took over from an earlier result.
+
+    Attributes
+    ----------
+    method : str
+        The method of the earlier result.
+    parameters : tuple of str
+        The names of shared and private parameters.
+    globals : str
+        The moments of the globals: their mean, with a covariance or standard deviations.
+    guides : tuple of str
+        The silo plates whose guides each silo takes over.
+    """
+
+    method: str
+    parameters: tuple[str, ...]
+    globals: str
+    guides: tuple[str, ...]
+
+    def report(self) -> str:
+        """Return the record as a sentence."""
+        parts = [self.globals]
+        if self.parameters:
+            parts.append(f"the parameters {', '.join(self.parameters)}")
+        if self.guides:
+            parts.append(f"the silos' own guides of {', '.join(self.guides)}")
+        return f"From a result of {self.method}: {'; '.join(parts)}."
+
+
+def carry_over(fit: Fit, key: Array, hosted: Silos, result: Result) -> tuple[State, Carried]:
+    """Return the first state of a run that begins at a result, and what it took over."""
+    carry = fit.algorithm.carry
+    if carry is None:
+        raise GuideError("this method cannot begin at another one's result. Use start='mode'.")
+    facts, their_facts = fit.plan.facts, result.plan.facts
+    for name, ours, theirs in (
+        ("numbers of silos", fit.plan.num_silos, result.num_silos),
+        ("sites", facts.sites, their_facts.sites),
+        ("silo plates", facts.plates, their_facts.plates),
+        ("numbers of rows", list(fit.sizes), result.sizes),
+    ):
+        if ours != theirs:
+            raise DataError(
+                f"start= is the result of a run with other {name}: {theirs!s:.300} there, "
+                f"{ours!s:.300} here. Begin at a result of the same model on the same silos."
+            )
+    start_point, what_is_known = _globals_as_normal(result)
+    start_point = to_current_precision(start_point)
+    key_server, key_silos = jax.random.split(key)
+    shared, their_guide = to_current_precision(result.shared), result._fit.guide
+
+    # The guides of a run measure the globals in its frame, and another run has another frame: here
+    # they are rewritten for globals in their own units.
+    @jax.jit
+    def without(shared: Shared, private: Private) -> CarriedSilo:
+        frame = shared.frame
+        coordinates = partial(their_guide.globals.coordinates, frame)
+        zero = jnp.zeros_like(frame.loc)
+        silo_guides = their_guide.composed_with(coordinates, private.guide, zero)
+        coords = their_guide.globals.centred_coordinates(frame, shared.guide, frame.loc[None])
+        centre = their_guide.globals.place(frame, private.recentred(coords).centre)
+        return CarriedSilo(private.theta, silo_guides, centre)
+
+    silo_guides = (to_current_precision(result.private(j)) for j in range(result.num_silos))
+    privates = [without(shared, private) for private in silo_guides]
+    silos = []
+    for bucket, batch in zip(hosted.buckets, hosted.batches, strict=True):
+        silo_guides = jax.tree.map(lambda *a: jnp.stack(a), *(privates[j] for j in bucket.silos))
+        # Silos' guides must have the parts and shapes of the method's.
+        silo = jax.tree.map(lambda a: a[0], batch.data)
+        like = jax.eval_shape(fit.guide.init_local, jax.random.key(0), silo)
+        here, there = (
+            {p: {k: np.shape(a)[cut:] for k, a in eta.items()} for p, eta in guides.items()}
+            for guides, cut in ((like, 0), (silo_guides.guide, 1))
+        )
+        if here != there:
+            raise GuideError(
+                f"the silos' guides of the result that is begun at are {there!s:.300}, and here "
+                f"they are {here!s:.300}. Give both methods the same guide=."
+            )
+        # By bucket, as a run keeps the states; ``privates`` are by number.
+        silos.append(
+            jax.jit(jax.vmap(carry.silo, (None, 0, None, 0)))(
+                key_silos, silo_guides, start_point, batch.real(batch.data)
+            )
+        )
+    server, round_ = carry.server(key_server, start_point), jnp.zeros((), jnp.int32)
+    schedule = init_schedule(fit.built.schedule, key, fit.plan.num_silos)
+    state = State(round_, server, tuple(silos), schedule)
+    taken = Carried(
+        result.plan.chosen["method"],
+        tuple(sorted({*start_point.theta, *privates[0].theta})),
+        what_is_known,
+        tuple(privates[0].guide),
+    )
+    return drop_weak_types(state), taken
+
+
+def _globals_as_normal(result: Result) -> tuple[StartPoint, str]:
+    """Return the globals of a result as a normal distribution, and its moments in words."""
+    theta, eta, frame = result.shared
+    guide, dim = result._fit.guide.globals, result.num_globals
+    is_wide = dim > FULL_UP_TO
+    params = guide.in_z(frame, eta)
+    names = set(params) if isinstance(params, dict) else set()
+    # A diagonal or a full Gaussian has its moments in closed form; others are estimated by draws.
+    diagonal = names == {"loc", "log_scale"}
+    if diagonal or (names == {"loc", "log_scale", "below"} and not is_wide):
+        centre, root = params["loc"], Gaussian.from_params(params).root
+    else:
+        z, _ = result.draw_globals(jax.random.key(0), DRAWS if not is_wide else DRAWS // 10)
+        centre, root = z.mean(0), z.std(0)
+        if not is_wide:
+            root = linalg.cholesky(jnp.cov(z.T).reshape(dim, dim))
+    spread = "covariance" if root.ndim == 2 else "standard deviations"
+    if root.ndim == 1 and not is_wide:
+        root = jnp.diag(root)
+    unit = jax.tree.map(jnp.ones_like, theta)
+    return StartPoint(theta, unit, centre, root), f"the mean and {spread} of the globals"
