@@ -202,7 +202,11 @@ class Tempering:
         return Exchange(
             TEMPERED,
             stacked_reply(self.at_silo, little=self.little),
-            usable=no_nan,
+            # No log likelihood is NaN or infinite above, and all gradients are finite.
+            usable=lambda up: (
+                (up.log_likelihood < np.inf).all()
+                & namespace(up.gradient).isfinite(up.gradient).all()
+            ),
             settings=json.dumps({"num_particles": n, "nodes": self.nodes}),
             stacked=True,
             like=lambda: (
@@ -410,9 +414,3 @@ def with_squares(z: np.ndarray) -> np.ndarray:
     away = z - z.mean(0)
     squares = away**2
     return np.concatenate([away, squares - squares.mean(0)], 1)
-
-
-def no_nan(up: Slopes) -> Any:
-    """Return whether no log likelihood is NaN or infinite above, and all gradients are finite."""
-    finite = namespace(up.gradient).isfinite(up.gradient).all()
-    return (up.log_likelihood < np.inf).all() & finite

@@ -116,11 +116,6 @@ class Particles(Corrected):
         return super().monte_carlo_error if self.num_kept else math.inf
 
     @property
-    def attributes(self) -> dict[str, float | str]:
-        """Return what goes with the draws into ArviZ."""
-        return dict(ess=self.ess, verdict=self.report(), **self._nonexistent)
-
-    @property
     def sound(self) -> bool:
         """Whether quantiles, and means and sds that exist, are right to the ``accuracy=``.
 

@@ -63,24 +63,10 @@ Corrects = TypeVar("Corrects", bound=FederatedRun[Any])
 
 @dataclass(frozen=True, eq=False)
 class Weighted(ABC, Generic[Corrects]):
-    """Draws of latents that all parties share, with importance weights.
+    """Draws of latents that all parties share, with importance weights (:class:`.Corrected`).
 
-    Attributes
-    ----------
-    log_evidence : float or None
-        Estimate of ``log p(y)``; None under a loss, where there is none.
-    ess : float
-        Effective number of draws.
-    pareto_k : float
-        Shape of the weights' tail: the smaller the better (:attr:`reliable`).
-    weights : array (num_draws,)
-        Smoothed weights, which sum to one.
-    result : Result
-        The fit that was corrected.
-    errors : ElementErrors
-        What the draws know of each element of the globals, as users see them.
-    accuracy : float
-        The number of sds to which means are to be right, and the share to which sds are.
+    ``errors`` are those of each element of the globals, as users see them, and ``accuracy`` is the
+    number of sds to which means are to be right, and the share to which sds are.
     """
 
     log_evidence: float | None
@@ -277,15 +263,14 @@ class Weighted(ABC, Generic[Corrects]):
 
     @property
     def attributes(self) -> dict[str, float | str]:
-        """Return the attributes that go with the draws into ArviZ."""
-        return dict(
-            ess=self.ess, pareto_k=self.pareto_k, verdict=self.report(), **self._nonexistent
-        )
+        """Return the attributes that go with the draws into ArviZ.
 
-    @property
-    def _nonexistent(self) -> dict[str, str]:
-        """Return the names of elements without a mean or without an sd, for attributes of ArviZ."""
-        found = {}
+        Elements without a mean or without an sd are named.
+        """
+        found = dict[str, float | str](ess=self.ess)
+        if not math.isnan(self.pareto_k):  # particles have none
+            found["pareto_k"] = self.pareto_k
+        found["verdict"] = self.report()
         for order, infinite in zip(ORDERS, self.errors.infinite, strict=True):
             names = [n for n, no in zip(self.errors.names, infinite, strict=True) if no]
             if names:

@@ -97,7 +97,10 @@ class Weigh(Generic[Server, Silo]):
             IMPORTANCE,
             self.reply,
             silo_noise=key_as_noise if self.guide.locals else no_noise,
-            usable=some_count,
+            # No log likelihood is NaN or infinite, and some draw has a weight.
+            usable=lambda up: (
+                (up.log_likelihood < jnp.inf).all() & (up.log_likelihood > -jnp.inf).any()
+            ),
             settings=self.settings,
             stacked=True,
             like=lambda: (
@@ -221,12 +224,6 @@ def log_likelihoods(
         return jnp.zeros(num_draws, values.dtype).at[index].set(values.ravel())
 
     return evaluate
-
-
-def some_count(up: Estimates) -> Any:
-    """Return whether no log likelihood is NaN or infinite, and some draw has a weight."""
-    values = up.log_likelihood
-    return (values < jnp.inf).all() & (values > -jnp.inf).any()
 
 
 def plates_of_rows(fm: FederatedModel) -> list[str]:
