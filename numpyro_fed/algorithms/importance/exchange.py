@@ -41,9 +41,9 @@ from numpyro_fed.algorithms.base import (
 from numpyro_fed.algorithms.expand import shape
 from numpyro_fed.algorithms.importance.likelihood import (
     CHECKED,
-    Draws,
     LikelihoodEstimate,
     QuadratureLikelihood,
+    each_draw,
 )
 from numpyro_fed.algorithms.sfvi import Down, coordinates_of, down_of
 from numpyro_fed.bounds import AtDraw
@@ -141,9 +141,9 @@ class Weigh(Generic[Server, Silo]):
             u, centre = coordinates_of(down)
             keys = jax.vmap(fold_in, (None, 0))(key, jnp.arange(len(values)))
             coordinates = private.recentred(Coordinates(u[: len(values)], centre))
-            draws = Draws(keys, down.z_G[: len(values)], *coordinates)
-            theta = {**down.theta, **private.theta}
-            return quadrature.too_coarse(theta, private.guide, draws, data, values)
+            theta, z_G = {**down.theta, **private.theta}, down.z_G[: len(values)]
+            batch = AtDraw(theta, private.guide, z_G, coordinates, data)
+            return quadrature.too_coarse(keys, batch, values)
 
         # By itself it is compiled with few optimisations: it looks at a few draws.
         return of_stack(too_coarse, little=True)
@@ -208,8 +208,9 @@ def log_likelihoods(
             # Without latents nothing is drawn: any key will do.
             key = jax.random.key(0) if isinstance(noise, tuple) else noise
             keys = jax.vmap(fold_in, (None, 0))(key, s)
-            draws = Draws(keys, z_G, *private.recentred(Coordinates(u, centre)))
-            return likelihood.log_estimates(theta, private.guide, draws, data)
+            coordinates = private.recentred(Coordinates(u, centre))
+            draws = AtDraw(theta, private.guide, z_G, coordinates, data)
+            return each_draw(likelihood.log_estimate, keys, draws)
 
         # In batches: all draws at once would hold a silo's rows, times inner draws, thousands of
         # times in memory. The last batch is filled up by the first draws: a batch of another size

@@ -16,9 +16,9 @@ likelihood.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,6 @@ from numpyro_fed.algorithms.begin import outer_precision, where_finite
 from numpyro_fed.algorithms.expand import ROUNDING_UNITS
 from numpyro_fed.bounds import AtDraw, Bound, QuadratureBound, SiloBound
 from numpyro_fed.frame import Coordinates
-from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.integrals.laplace import Laplace
 from numpyro_fed.integrals.quadrature import NEARBY, RowIntegrals
@@ -46,20 +45,17 @@ SHARE = 0.25
 MAX_CHANGE, MAX_COMMON_CHANGE = 0.01, 0.02
 CHECKED = 8  # draws of the fit's guide at which twice the nodes are tried
 
+Result = TypeVar("Result")
 
-class Draws(NamedTuple):
-    """A batch of draws of the globals, as silos see it.
 
-    ``keys`` (b,) keys: For the locals of each.
-    ``z_G`` (b, dim).
-    ``u`` (b, dim): The same in the frame of the globals.
-    ``centre`` (dim,): The centre from which the silo's local guides measure ``u``.
-    """
+def each_draw(f: Callable[[Array, AtDraw], Result], keys: Array, batch: AtDraw) -> Result:
+    """Return ``f(key, given)`` at each draw of the globals in a batch (b, dim), with keys (b,)."""
 
-    keys: Array
-    z_G: Array
-    u: Array
-    centre: Array
+    def at(key: Array, z_G: Array, u: Array) -> Result:
+        coordinates = batch.coordinates._replace(u=u)
+        return f(key, batch._replace(z_G=z_G, coordinates=coordinates))
+
+    return jax.vmap(at)(keys, batch.z_G, batch.coordinates.u)
 
 
 @dataclass(frozen=True)
@@ -81,36 +77,28 @@ class QuadratureLikelihood:
         """Return the bound whose value is the log likelihood."""
         return QuadratureBound(self.model, self.guide, self.nodes)
 
-    def log_estimates(self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData) -> Array:
-        """Return log likelihoods (b,)."""
+    def log_estimate(self, key: Array, given: AtDraw) -> Array:
+        """Return the log likelihood () at one draw of the globals."""
+        return self.bound.value(given, {})
 
-        def value(z_G: Array, u: Array) -> Array:
-            return self.bound.value(AtDraw(theta, eta, z_G, Coordinates(u, draws.centre), data), {})
-
-        return jax.vmap(value)(draws.z_G, draws.u)
-
-    def too_coarse(
-        self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData, values: Array
-    ) -> Array:
+    def too_coarse(self, keys: Array, batch: AtDraw, values: Array) -> Array:
         """Return whether log likelihoods are others with twice the nodes."""
-        bound = self.bound
         finer = RowIntegrals(self.model, 2 * self.nodes, few_places=True)
-        prior = self.model.local_prior
+        theta, data, prior = batch.theta, batch.data, self.model.local_prior
 
-        def starts_at(key: Array, z_G: Array, u: Array) -> Rows:
-            start = bound.start(AtDraw(theta, eta, z_G, Coordinates(u, draws.centre), data))
-            starts = [start]
+        def starts_at(key: Array, given: AtDraw) -> Rows:
+            starts = [self.bound.start(given)]
             if prior is not None and not self.guide.outer:
                 # From draws of the latents' prior the search leads to other modes, if there are
                 # any.
-                starts.append(prior.draw(key, theta, z_G, {}, data))
+                starts.append(prior.draw(key, theta, given.z_G, {}, data))
             return jax.tree.map(lambda *a: jnp.stack(a), *starts)
 
         def better(z_G: Array, starts: Rows) -> Array:
             return jax.lax.map(lambda at: finer.log_likelihood(theta, z_G, data, at)[0], starts)
 
-        starts = jax.vmap(starts_at)(draws.keys, draws.z_G, draws.u)
-        found = jax.vmap(better, out_axes=1)(draws.z_G, starts)
+        starts = each_draw(starts_at, keys, batch)
+        found = jax.vmap(better, out_axes=1)(batch.z_G, starts)
         rounding = ROUNDING_UNITS * jnp.finfo(values.dtype).eps * jnp.abs(values)
 
         def differ(others: Array) -> Array:
@@ -145,17 +133,8 @@ class SiloLikelihood:
     guide: Guide
     draws: Mapping[str, int]
 
-    def log_estimates(self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData) -> Array:
-        """Return the log estimates (b,), which are unbiased."""
-
-        def log_estimate(key: Array, z_G: Array, u: Array) -> Array:
-            coordinates = Coordinates(u, draws.centre)
-            return self.log_estimate(key, AtDraw(theta, eta, z_G, coordinates, data))
-
-        return jax.vmap(log_estimate)(draws.keys, draws.z_G, draws.u)
-
     def log_estimate(self, key: Array, given: AtDraw) -> Array:
-        """Return the log of the estimate () at one draw of the globals."""
+        """Return the log of the estimate () at one draw of the globals; it is unbiased."""
         latents, key_outer, key_rows = self._latents_at(key, given)
         if not self.guide.outer:
             return latents.log_likelihood({}, key_rows)
