@@ -255,10 +255,7 @@ def drawn_given_globals(run: Run, key: Array, draws: Mapping[str, Array], site: 
 
 
 def outcomes_and_rows(run: Run, silos: Sequence[int]) -> list[dict[str, np.ndarray]]:
-    """Return outcomes of silos in this process by site, and which rows have them, by ``SEEN``.
-
-    An outcome has NaN for what is missing. No latent is read.
-    """
+    """Return outcomes of silos, NaN where missing, and which rows have them, by ``SEEN``."""
     fm = run._fit.model
 
     def at(key: Array, values: Draws, data: SiloData) -> dict[str, Array]:

@@ -225,10 +225,7 @@ def conflicts(
     level: float,
     labels: Sequence[str],
 ) -> Figure:
-    """Return a plot of how far each silo moves the posterior, and of its tail area.
-
-    Tail areas are compared with ``level``, divided by the number of silos.
-    """
+    """Return a plot of how far each silo moves the posterior, and of its tail area."""
     from matplotlib.patches import Patch
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 

@@ -71,10 +71,7 @@ class Programs(NamedTuple):
 def predictor(
     fm: FederatedModel, kinds: Collection[str] = OUTCOMES, *, mean: bool = False
 ) -> Programs:
-    """Return the compiled functions to predictive draws of sites, by default of outcomes.
-
-    With ``mean`` an outcome's value is the mean of its distribution at the draws of latents.
-    """
+    """Return the compiled functions to predictive draws of sites, by default of outcomes."""
     named = [s.name for s in fm.sites if s.kind in kinds]
     means = {s.name for s in fm.sites if s.kind == "observed"} if mean else set()
 
@@ -107,10 +104,7 @@ def _mean_of(site: dict[str, Any]) -> Array:
 
 
 def check_means(fm: FederatedModel, found: Draws | Sequence[Draws]) -> None:
-    """Raise an error for an outcome that has no mean at any row and draw, as of a Cauchy.
-
-    ``found`` are the means at some rows, or at those of several silos.
-    """
+    """Raise an error for an outcome that has no mean at any row and draw, as of a Cauchy."""
     for name in (s.name for s in fm.sites if s.kind == "observed"):
         parts = [found] if isinstance(found, Mapping) else found
         values = [np.asarray(part[name]) for part in parts if name in part]
@@ -144,10 +138,7 @@ def compiled(at: At) -> Programs:
 def with_blocks(
     fm: FederatedModel, new: Mapping[str, Any], silo: int | None, own: SiloData | None
 ) -> Mapping[str, Any]:
-    """Return new data with the numbers of the silo's blocks, where a prior was substituted.
-
-    ``own`` are the data of the silo ``silo``; None for a new one.
-    """
+    """Return new data with the numbers of the silo's blocks, where a prior was substituted."""
     text = substituted_in(fm.text)
     if text is None or not isinstance(new, Mapping):
         return new

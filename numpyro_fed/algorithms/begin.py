@@ -110,10 +110,7 @@ def flat_share(x: Numbers) -> float:
 
 
 def covariance_root(precision: Array, least: Array | float) -> Array:
-    """Return a Cholesky factor (dim, dim) of the inverse of a precision, made positive definite.
-
-    Eigenvalues below ``least`` of the largest are raised to it: :meth:`Curvature.positive`.
-    """
+    """Return a Cholesky factor (dim, dim) of the inverse of a precision, made positive definite."""
     if not len(precision):
         return precision
     return Curvature.of(precision).positive(least).root_of_inverse()
@@ -188,10 +185,7 @@ def local_guides_of_result(
 def outer_precision(
     guide: Guide, plate: str, mode: Array, covariance: Array
 ) -> tuple[Array, Array]:
-    """Return the mode (n, d) and the precision that the guide of an outer plate takes.
-
-    The precision is (n d, n d) for a joint guide, else (n, d, d).
-    """
+    """Return the mode (n, d) and the precision of an outer plate's guide, (n d, n d) if joint."""
     n, d = mode.shape
     if guide.locals[plate].joint:
         return mode, linalg.inverse(covariance)

@@ -232,10 +232,7 @@ def silo_expansion(
     of_silo: Callable[[Array], tuple[Array, Rows]],
     x: Array,
 ) -> tuple[SiloExpansion[Array], Rows, Array]:
-    """Return a silo's message at ``x`` (n,), its modes there, and whether all of it is finite.
-
-    The message is NaN where it is not.
-    """
+    """Return a silo's message at ``x`` (n,), its modes, and whether all is finite; else it is NaN."""
     place, modes = derive(of_silo, x)
     found = SiloExpansion(*place[1:])
     finite = all_finite((found, modes))

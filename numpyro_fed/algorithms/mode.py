@@ -262,10 +262,7 @@ class Start(AnyStart):
 
 
 def without_followers(starts: list[Start]) -> None:
-    """End the starts that come to where a better one rests, or lag behind it.
-
-    A start lags that is still lower :data:`LATE` exchanges after the best one has come to rest.
-    """
+    """End the starts that come to where a better one rests, or lag behind it."""
     first = max((s for s in starts if s.rests), key=lambda start: start.height, default=None)
     if first is None or first.best is None:
         return
@@ -361,10 +358,7 @@ class AnySearch(ABC, Generic[AStart]):
         max_exchanges: int,
         shown: Callable[[float], None] = lambda value: None,
     ) -> Search[Any]:
-        """Return where searches from some starts end, after so many exchanges at most.
-
-        ``shown`` is told the highest log density after each exchange.
-        """
+        """Return where searches from some starts end, after so many exchanges at most."""
         for _ in range(max_exchanges):
             if all(start.left for start in starts):
                 break

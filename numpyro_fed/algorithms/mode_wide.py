@@ -210,10 +210,7 @@ class WideSearch(AnySearch[WideStart]):
 def with_slope(
     f: Callable[[Array], tuple[Array, Aux]], x: Array, with_diagonal: Array
 ) -> tuple[Expansion[Array], Aux]:
-    """Return the expansion of ``f`` at ``x`` (n,), and ``aux``, for ``f(x) = (value, aux)``.
-
-    In place of the Hessian it has its negative diagonal, or zeros unless ``with_diagonal``.
-    """
+    """Return the expansion of ``f``, whose curvature is the diagonal or zeros, and ``aux``."""
     (value, aux), g = jax.value_and_grad(f, has_aux=True)(x)
 
     def diagonal() -> Array:

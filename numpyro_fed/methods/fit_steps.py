@@ -213,10 +213,7 @@ class FitSteps:
         return self.posterior(result, best, missed=missed, contradiction=contradiction)
 
     def posterior(self, fit: Result, best: Corrected | None, **more: Any) -> Posterior:
-        """Return the best that was reached, with all steps.
-
-        It is the correction, if its weights are reliable, else the fit.
-        """
+        """Return the correction, if its weights are reliable, else the fit, with all steps."""
         steps = dict(stages=tuple(self.stages), _sent=self.spent, **more)
         checked = None if best is None else replace(best, **steps)
         if checked is not None and checked.reliable:
@@ -333,10 +330,7 @@ class FitSteps:
         return result
 
     def run_pvi(self, before: Result | None) -> Result | None:
-        """Return the result of rounds of PVI, after those of ``before``; None if it fails.
-
-        The first rounds begin near the mode, if there is one.
-        """
+        """Return the result of rounds of PVI, after those of ``before``; None if it fails."""
         near = self.near if self.start is None else self.start.z_G[None]
         begin = near if before is None else before.state
         # Where silos refuse all further rounds, what there is before them stays.
@@ -413,10 +407,7 @@ class FitSteps:
         return around_modes(z, modes, np.asarray(evidence)) if np.isfinite(z).all() else None
 
     def settle(self, correction: Corrected | None) -> Corrected | None:
-        """Return the correction after what may improve it, judged by draws that chose nothing.
-
-        What its judges doubt is improved once more, by their draws as well.
-        """
+        """Return the correction after what may improve it, judged by draws that chose nothing."""
         best = self.improve(correction)
         judged = self.confirm(best)
         if judged is best or judged is None or judged.trusted:

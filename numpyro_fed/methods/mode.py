@@ -117,10 +117,7 @@ def search_end(
     progress_bar: bool | Progress,
     near: np.ndarray | None = None,
 ) -> tuple[Search[np.ndarray], Asked]:
-    """Return where a search has ended, and the questions to silos so far, with their states.
-
-    Half of its starts begin ``near`` places (k, dim), if given.
-    """
+    """Return where a search has ended, and the questions to silos so far, with their states."""
     ask = Asked(runtime.transport(batches), key, search.num_silos, runtime.init(key, batches).silos)
     random, progress = generator(key), progress_of(progress_bar)
     shown = partial(progress.step, 1)
@@ -270,10 +267,7 @@ def mode_of_search(
     num_exchanges: int,
     effects: np.ndarray,
 ) -> Mode:
-    """Return the mode at the end of a search.
-
-    ``shape`` is the result of the check of the curvature, or None if there was none.
-    """
+    """Return the mode at the end of a search."""
     i, names, copy = int(best_start(search)), coordinate_names(fm), None
     curvature = np.asarray(search.best.curvature[i], float)
     value, flat = float(search.best.value[i]), tuple[str, ...]()
@@ -319,10 +313,7 @@ def _other_modes(
     effects: np.ndarray,
     copy: OneCopy | None,
 ) -> tuple[LocalMode, ...]:
-    """Return the modes of other starts than the best one, each once, in order of their evidence.
-
-    Of a mode with copies it is the one in ``copy``.
-    """
+    """Return the modes of other starts than the best one, each once, in order of their evidence."""
     num_theta = search.best.x.shape[1] - fm.dim
 
     def mode_at(i: int) -> LocalMode | None:

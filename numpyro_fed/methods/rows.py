@@ -369,11 +369,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         return str(jnp.result_type(float)), plan.facts, plan.terms
 
     def round_of(self, built: Built, asked: ExchangeId) -> tuple[Round, AnyAlgorithm]:
-        """Return the round that declares an exchange, and the algorithm whose states it has.
-
-        It is one of a run, an evaluation, a correction, the silos' influence, silos or rows left
-        out, latents that rows share, or particles.
-        """
+        """Return the round that declares an exchange, and the algorithm whose states it has."""
         questions: dict[str, Callable[..., Exchange[Any, Any, Any]]] = {
             IMPORTANCE: lambda built, settings: weighing(built, settings).exchange,
             INFLUENCE: lambda built, settings: (
@@ -425,10 +421,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         return replace(plan, settings=json.dumps(self.settings_for(fm, plan), sort_keys=True))
 
     def _compiled_for(self, silos: SilosInput | Federation, runtime: str) -> tuple[Fit, Silos]:
-        """Return the compiled fit for these silos, that of an earlier run if there is one.
-
-        Parts that depend on shapes are kept; verdicts on values are taken on each run's own data.
-        """
+        """Return the compiled fit for these silos, that of an earlier run if there is one."""
         if runtime not in RUNTIMES:
             raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
         if isinstance(silos, Federation):
@@ -520,10 +513,7 @@ def minibatches_of(
     guide: Guide,
     draws: Mapping[str, int],
 ) -> Minibatches | None:
-    """Return the rule by which rows are drawn, or None without minibatches.
-
-    Guides and bounds that cannot be cut are refused.
-    """
+    """Return the rule by which rows are drawn, or None without minibatches."""
     if size is None:
         return None
     minibatches = Minibatches.of(fm, plates_of, size)

@@ -213,10 +213,7 @@ def outer_round(built: Built, settings: Mapping[str, Any]) -> Round:
 def told_by_silos(
     result: FederatedRun[Any], key: Array, z_G: Array, sampler: Sampler
 ) -> dict[str, Array]:
-    """Return the latents of outer plates of all silos, side by side, at draws of the globals.
-
-    Silos are in other processes, and it takes one exchange.
-    """
+    """Return the latents of outer plates of all silos, side by side, at draws of the globals."""
     fit, number = result._fit, result.num_parties
     sites, largest = outer_sites(fit.model), dict(fit.plan.largest)
     if not sites:

@@ -243,10 +243,7 @@ class Corrected(Posterior, Weighted[Result]):
         return table_of(key, self.result, self.integration, *self._some(number)._as_weighed)
 
     def _some(self, number: int) -> Corrected:
-        """Return the correction by some of its draws, any of each proposal's.
-
-        They keep their weights: a resample would hide a heavy tail.
-        """
+        """Return the correction by some of its draws, any of each proposal's."""
         whole = len(self.weights)
         if number >= whole:
             return self

@@ -73,10 +73,7 @@ def groups_to_arviz(
     num_chains: int = 1,
     attributes: Mapping[str, float | str] | None = None,
 ) -> Any:
-    """Return draws of a posterior, and further groups of the same draws, for ArviZ.
-
-    The arguments are those of :func:`numpyro_fed.results.arviz.to_arviz`.
-    """
+    """Return draws of a posterior, and further groups of the same draws, for ArviZ."""
     everything = groups == ALL
     if isinstance(groups, str) and not everything:
         raise ValueError(
@@ -203,10 +200,7 @@ class Rows:
         return np.asarray(np.any(each, 0))
 
     def joined(self, parts: Sequence[Mapping[str, Any]], first: int) -> Group:
-        """Return outcomes, or their predictions, of all silos with rows along axis ``first``.
-
-        Missing outcomes are NaN.
-        """
+        """Return outcomes, or their predictions, of all silos with rows along axis ``first``."""
         values = {}
         for name, plate in self.plates.items():
             axes = self.axes[name]
@@ -234,10 +228,7 @@ class Rows:
         return values
 
     def constants(self) -> Group:
-        """Return the number of each row's silo, and the arguments of the model with so many rows.
-
-        Arguments that hold outcomes are among them.
-        """
+        """Return the number of each row's silo, and arguments of the model with so many rows."""
         found: dict[str, Named] = {}
         of_key = padded_keys(self.data, self.sizes)
         for plate in dict.fromkeys(self.plates.values()):

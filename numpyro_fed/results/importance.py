@@ -505,10 +505,7 @@ def check_weighable(fit: Fit) -> None:
 
 
 def weighing(built: Built, settings: Mapping[str, Any], *, little: bool = False) -> Weigh[Any, Any]:
-    """Return the question of a correction.
-
-    A silo in another process builds the same from these ``settings`` alone.
-    """
+    """Return the question of a correction."""
     integration = Integration.of(settings)
     return Weigh(
         built.model,

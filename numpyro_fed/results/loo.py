@@ -137,10 +137,7 @@ class LeaveOut:
         return tuple(np.flatnonzero(~(self.pareto_k <= MAX_K)).tolist())
 
     def better_of(self, other: LeaveOut, silos: Sequence[int]) -> LeaveOut:
-        """Return the table with some silos' rows from another one, where its tails are lighter.
-
-        The exchanges of both count.
-        """
+        """Return the table with some silos' rows from another one, where its tails are lighter."""
         taken = np.isin(np.arange(len(self.pareto_k)), silos) & ~(self.pareto_k <= other.pareto_k)
         return LeaveOut(
             np.where(taken, other.log_density, self.log_density),
@@ -173,10 +170,7 @@ class LeaveOut:
 def leaving_out(
     built: Built, settings: Mapping[str, Any], *, little: bool = False
 ) -> Exchange[Any, Any, Any]:
-    """Return the exchange in which each silo tells what the others say of it (:class:`LeftOut`).
-
-    Silos elsewhere build it from its settings.
-    """
+    """Return the exchange in which each silo tells what the others say of it (:class:`LeftOut`)."""
     integration = Integration.of(settings)
     fm, guide, n = built.model, built.guide, settings["num_draws"]
     likelihood = integration.likelihood(fm, guide)
@@ -349,10 +343,7 @@ class RowSums(NamedTuple):
 def loo_exchange(
     built: Built, settings: Mapping[str, Any], *, little: bool = False
 ) -> Exchange[Any, Any, Any]:
-    """Return the exchange in which silos tell the sums of their rows' scores (:class:`RowSums`).
-
-    Silos elsewhere build it from its settings.
-    """
+    """Return the exchange in which silos tell the sums of their rows' scores (:class:`RowSums`)."""
     n, fitted, scores = settings["num_draws"], built.algorithm, _scores(built, settings)
     return Exchange(
         LOO,

@@ -80,10 +80,7 @@ def mixture_at(centres: Sequence[np.ndarray], covariances: Sequence[np.ndarray])
 
 
 def matched(z: np.ndarray, weights: np.ndarray) -> Mixture | None:
-    """Return the mixture fitted to draws ``z`` (n, dim) with weights (n,) that sum to one.
-
-    It is None where the weighted draws have no spread.
-    """
+    """Return the mixture fitted to draws ``z`` (n, dim) with weights (n,); None without spread."""
     counts = weights > 0
     z, weights = np.asarray(z, np.float64)[counts], weights[counts] / weights[counts].sum()
     mean = weights @ z

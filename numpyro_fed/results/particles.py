@@ -117,10 +117,7 @@ class Particles(Corrected):
 
     @property
     def sound(self) -> bool:
-        """Whether quantiles, and means and sds that exist, are right to the ``accuracy=``.
-
-        That is as far as the islands tell.
-        """
+        """Whether quantiles, and means and sds that exist, are right to the ``accuracy=``."""
         return self.evidence_error <= MAX_EVIDENCE_ERROR and super().sound
 
     @property
@@ -305,10 +302,7 @@ def modes_apart(z: np.ndarray) -> np.ndarray:
 def _widest_gap(
     z: np.ndarray, inside: np.ndarray, least: int
 ) -> tuple[float, int, float, np.ndarray]:
-    """Return the widest gap among the particles ``inside``, with ``least`` of them on each side.
-
-    It has a width, a multiple of the spreads on both its sides, its coordinate and its place.
-    """
+    """Return the widest gap with ``least`` particles on each side: width, coordinate, place, them."""
     widest = 0.0, 0, 0.0, inside
     if inside.sum() < 2 * least:
         return widest

@@ -215,10 +215,7 @@ def load_state(
     provenance: Provenance | None,
     part: str = "",
 ) -> tuple[np.ndarray, Tree, dict[str, Any]]:
-    """Return the losses of a saved run, its state, and its description.
-
-    The state has the structure of ``like``. ``part`` is the name of a further run in the file.
-    """
+    """Return the losses of a saved run, its state, and its description."""
     arrays, saved = read(path)
     file, record = npz(path), saved.get("made")
     if saved["version"] < VERSION:

@@ -263,10 +263,7 @@ class Weighted(ABC, Generic[Corrects]):
 
     @property
     def attributes(self) -> dict[str, float | str]:
-        """Return the attributes that go with the draws into ArviZ.
-
-        Elements without a mean or without an sd are named.
-        """
+        """Return the attributes that go with the draws into ArviZ."""
         found = dict[str, float | str](ess=self.ess)
         if not math.isnan(self.pareto_k):  # particles have none
             found["pareto_k"] = self.pareto_k
@@ -380,10 +377,7 @@ def replace_weightless(z: Draws, weights: np.ndarray) -> Draws:
 
 
 def until_interrupted(exchange: Callable[[int], Part], number: int) -> tuple[list[Part], bool]:
-    """Return the results of ``number`` exchanges, or of those before Ctrl-C, and whether it came.
-
-    A second Ctrl-C is raised.
-    """
+    """Return the results of ``number`` exchanges, or those before Ctrl-C, and whether it came."""
     results: list[Part] = []
     try:
         for i in range(number):

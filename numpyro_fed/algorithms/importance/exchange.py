@@ -253,10 +253,7 @@ def log_likelihoods_of_rows(
     fitted: FederatedAlgorithm[Any, Any],
     batch_size: int,
 ) -> Callable[[Array, Down, Any, SiloData], tuple[Array, Array]]:
-    """Return the function to log likelihoods (draws, rows), and whether rows count (rows,).
-
-    It takes ``(key, down, silo_state, data)``, and computes ``batch_size`` draws at a time.
-    """
+    """Return the function to log likelihoods (draws, rows), and whether rows count (rows,)."""
     plates = plates_of_rows(fm)
 
     def values_of(key: Array, down: Down, state: Any, data: SiloData) -> tuple[Array, Array]:

@@ -206,10 +206,7 @@ class _LatentsAt:
         return self.with_modes({p: found[p] for p in plates})
 
     def with_modes(self, found: Mapping[str, tuple[Array, Array]]) -> _LatentsAt:
-        """Return a copy with guides at modes with precisions, for rows where these are finite.
-
-        They have no couplings.
-        """
+        """Return a copy with uncoupled guides at modes with precisions, where these are finite."""
         eta = dict(self.eta)
         for p, mode in found.items():
             params, before = self.likelihood.guide.locals[p].from_mode(*mode), eta[p]

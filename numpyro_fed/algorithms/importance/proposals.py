@@ -300,10 +300,7 @@ Part = Scaled | Stretched | Neck  # each has draws and densities, given theta an
 
 
 def wider_parts(fm: FederatedModel, draws: np.ndarray | None) -> tuple[Part, ...]:
-    """Return the parts of a text's proposals, with ``draws`` (n, dim) from the prior.
-
-    They are the same for all parties and all fits.
-    """
+    """Return the parts of proposals for all fits of a text, with ``draws`` from the prior."""
     if not fm.dim:
         return ()
     spread = spread_of(draws)
