@@ -302,7 +302,7 @@ def modes_apart(z: np.ndarray) -> np.ndarray:
 def _widest_gap(
     z: np.ndarray, inside: np.ndarray, least: int
 ) -> tuple[float, int, float, np.ndarray]:
-    """Return the widest gap with ``least`` particles on each side: width, coordinate, place, them."""
+    """Return the widest gap, ``least`` particles on each side: width, coordinate, place, them."""
     widest = 0.0, 0, 0.0, inside
     if inside.sum() < 2 * least:
         return widest
