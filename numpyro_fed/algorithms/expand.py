@@ -232,7 +232,7 @@ def silo_expansion(
     of_silo: Callable[[Array], tuple[Array, Rows]],
     x: Array,
 ) -> tuple[SiloExpansion[Array], Rows, Array]:
-    """Return a silo's message at ``x`` (n,), NaN unless finite, its modes, and whether it is finite."""
+    """Return a silo's message at ``x`` (n,), NaN unless finite, its modes, and whether it is."""
     place, modes = derive(of_silo, x)
     found = SiloExpansion(*place[1:])
     finite = all_finite((found, modes))
