@@ -32,7 +32,6 @@ from numpyro_fed.methods.base import (
     RunOptions,
     reached,
 )
-from numpyro_fed.methods.mode import SEARCH
 from numpyro_fed.methods.recipe import for_silos
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
 from numpyro_fed.model.data import SiloData, read_one, signature
@@ -59,8 +58,8 @@ from numpyro_fed.model.vertical_facts import (
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalResult, VerticalStart
 from numpyro_fed.runtime.federation import Federation
+from numpyro_fed.runtime.messages import SEARCH, Crossings
 from numpyro_fed.runtime.messages import SEARCH as BEGIN_SEARCH
-from numpyro_fed.runtime.messages import Crossings
 from numpyro_fed.runtime.noise import exchange_key, server_key, typed_key
 from numpyro_fed.runtime.stack import Batches, PlanSize, Runtime, State, on_device
 from numpyro_fed.runtime.step import Asked
