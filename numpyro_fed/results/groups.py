@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -28,7 +27,6 @@ from numpyro_fed.algorithms.importance.exchange import log_likelihoods_of_rows, 
 from numpyro_fed.algorithms.importance.likelihood import Integration
 from numpyro_fed.algorithms.sfvi import down_of
 from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.outcomes import axes_of
 from numpyro_fed.model.padding import padded_keys
 from numpyro_fed.model.row_checks import refuse_coupled_rows
@@ -145,7 +143,7 @@ def _values(posterior: Questions, key: Array, n: int, group: str) -> Group:
         z_G = posterior.unconstrained(key, n)
         found = log_prior_on_supports(run._fit.model, run.shared.theta, z_G)
         return {"globals": Named(found)}
-    rows = Rows.of(run)
+    rows = Rows(run)
     if group == "posterior_predictive":
         return rows.joined(posterior.predict(key, silo=OWN_ROWS, n=n), 1)
     if group == "prior_predictive":
@@ -155,38 +153,23 @@ def _values(posterior: Questions, key: Array, n: int, group: str) -> Group:
     return rows.joined(rows.found, 0) if group == "observed_data" else rows.constants()
 
 
-@dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of all silos that have an outcome, side by side, plate by plate.
+    """The rows of all silos of this process that have an outcome, side by side, plate by plate.
 
     ``sizes`` are the rows of each plate at each silo, ``plates`` the plate of each outcome,
-    ``axes`` the plate along each axis of an outcome (empty where there is none), ``found`` the
-    outcomes of each silo and which rows have them, ``taken`` the names of sites and arguments,
-    which no axis may have.
+    ``single`` whether that is one for all, ``axes`` the plate along each axis of an outcome (empty
+    where there is none), ``found`` the outcomes of each silo and which rows have them, ``taken``
+    the names of sites and arguments, which no axis may have.
     """
 
-    data: Sequence[SiloData]
-    sizes: Sequence[Sizes]
-    plates: dict[str, str]
-    axes: dict[str, tuple[str, ...]]
-    found: Sequence[dict[str, np.ndarray]]
-    taken: frozenset[str]
-
-    @classmethod
-    def of(cls, run: Run) -> Rows:
-        """Return the rows of a run, whose silos are in this process."""
-        silos = range(run.num_silos)
-        fm, hosted = run._fit.model, run._hosted(0)
-        data, sizes = hosted.data, [hosted.sizes_of(j) for j in silos]
-        plates = {s.name: str(s.plate) for s in fm.sites if s.kind == "observed" and s.plate}
-        taken = {s.name for s in fm.sites} | set(data[0].arrays)
-        found = outcomes_and_rows(run, silos)
-        return cls(data, sizes, plates, axes_of(fm, data[0]), found, frozenset(taken))
-
-    @property
-    def single(self) -> bool:
-        """Return whether all outcomes are of rows of one plate."""
-        return len(set(self.plates.values())) <= 1
+    def __init__(self, run: Run) -> None:
+        fm, hosted, silos = run._fit.model, run._hosted(0), range(run.num_silos)
+        self.data, self.sizes = hosted.data, [hosted.sizes_of(j) for j in silos]
+        self.plates = {s.name: str(s.plate) for s in fm.sites if s.kind == "observed" and s.plate}
+        self.single = len(set(self.plates.values())) <= 1
+        self.axes = axes_of(fm, hosted.data[0])
+        self.found = outcomes_and_rows(run, silos)
+        self.taken = {s.name for s in fm.sites} | set(hosted.data[0].arrays)
 
     def axis_name(self, plate: str) -> str:
         """Return the name of the axis that runs along a plate."""
