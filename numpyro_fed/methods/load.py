@@ -220,18 +220,16 @@ def load(
             """Return a run of the file; those with equal settings share a method."""
             described = saved["others"][part] if part else saved
             recipe, name = described.get("recipe"), described["settings"]["method"]
+            why = ""
             if recipe is None or recipe["method"] not in METHODS:
-                raise SavedStateError(
-                    f"{npz(path)} holds a fit by {name} that nf.load reads without model and silos "
-                    "only: build the method as it was and use "
-                    f"{name}(model, ...).load(path, ...)."
-                )
-            if recipe["lost"]:
+                why = "that nf.load reads without model and silos only"
+            elif recipe["lost"]:
                 settings = " and ".join(f"{setting}=" for setting in recipe["lost"])
+                why = f"with {settings} of its own, which no file can hold"
+            if why:
                 raise SavedStateError(
-                    f"{npz(path)} holds a fit by {name} with {settings} of its own, which no file "
-                    "can hold: build the method as it was and use "
-                    f"{name}(model, ...).load(path, silos)."
+                    f"{npz(path)} holds a fit by {name} {why}: build the method as it was and use "
+                    f"{name}(model, ...).load(path, ...)."
                 )
             key = json.dumps(recipe, sort_keys=True)
             if key not in methods:
