@@ -27,7 +27,6 @@ from numpyro_fed.errors import (
     SumError,
 )
 from numpyro_fed.methods import schedules
-from numpyro_fed.methods.cost import Cost
 from numpyro_fed.methods.fit import find_mode, fit
 from numpyro_fed.methods.load import Saved, load
 from numpyro_fed.methods.of_data import levels, moments
@@ -60,7 +59,7 @@ from numpyro_fed.programs import cache_programs
 from numpyro_fed.reference.compare import Comparison, ModelComparison, compare, compare_models
 from numpyro_fed.reference.nuts import run_nuts
 from numpyro_fed.reference.nuts_result import NutsResult
-from numpyro_fed.results.communication import Communication
+from numpyro_fed.results.communication import Communication, Cost
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.results.mode import Mode

@@ -42,7 +42,6 @@ from numpyro_fed.errors import (
 )
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.methods.base import RUNTIMES, FederatedMethod, RunOptions, reached
-from numpyro_fed.methods.cost import COPIES, Cost, cost_of, state_sizes
 from numpyro_fed.methods.mode import coupling_reason
 from numpyro_fed.methods.recipe import for_silos, recipe
 from numpyro_fed.methods.start import begin, with_or_without_start
@@ -66,6 +65,7 @@ from numpyro_fed.programs import jit_once
 from numpyro_fed.results.at_silo import AtSilo, outer_round, sampler_by
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
+from numpyro_fed.results.communication import COPIES, Cost, cost_of, state_sizes
 from numpyro_fed.results.importance import weighing
 from numpyro_fed.results.influence import INFLUENCE, Influence
 from numpyro_fed.results.loo import leaving_out, loo_exchange
