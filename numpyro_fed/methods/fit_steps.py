@@ -187,15 +187,17 @@ class FitSteps:
                 break
             if before is not None and before.ended != "rounds":
                 break
-            before = self.run_pvi(before)
+            # Where silos refuse all further rounds, what there is before them stays.
+            caught = GuideError, NonFiniteError, ModelError
+            before = self.run_rounds(PVI, MAX_PVI_ROUNDS, *caught, before=before)
             if before is None:
                 break
             result, best = before, self.better(best, self.settle(self.correct(before)))
         if result is None:
-            result = self.run_sfvi()
+            result = self.run_rounds(SFVI, MAX_SFVI_ROUNDS)  # it suits every model
             best = self.settle(self.correct(result))
         elif self.may_go_on(best) and self.exchanges_left > MIN_FOR_SFVI:
-            second = self.run_sfvi(NonFiniteError, RefusedError)
+            second = self.run_rounds(SFVI, MAX_SFVI_ROUNDS, NonFiniteError, RefusedError)
             if second is not None:
                 new = self.settle(self.correct(second))
                 best = self.better(best, new)
@@ -329,26 +331,28 @@ class FitSteps:
             self.record("mode", ", ".join(words), result)
         return result
 
-    def run_pvi(self, before: Result | None) -> Result | None:
-        """Return the result of rounds of PVI, after those of ``before``; None if it fails."""
-        near = self.near if self.start is None else self.start.z_G[None]
-        begin = near if before is None else before.state
-        # Where silos refuse all further rounds, what there is before them stays.
-        caught = GuideError, NonFiniteError, ModelError
-        result = self.run_method(PVI, "PVI", MAX_PVI_ROUNDS, begin, caught)
-        if result is None:
-            return None
-        at_rest = ", come to rest" if result.settled else ", not come to rest"
-        self.record_rounds("PVI", result, at_rest)
-        return result
+    def run_rounds(
+        self,
+        kind: type[PVI] | type[SFVI],
+        most: int,
+        *caught: type[Exception],
+        before: Result | None = None,
+    ) -> Any:
+        """Return the result of rounds, after those of ``before``; None after an error ``caught``.
 
-    def run_sfvi(self, *caught: type[Exception]) -> Any:
-        """Return the result of SFVI, which suits every model; None after an error ``caught``."""
+        The first ones begin at the mode, if there is one.
+        """
         at_mode = next((r for r in self.results() if r.start is not None), None)
-        begin = self.near if at_mode is None else at_mode.state
-        result = self.run_method(SFVI, "SFVI", MAX_SFVI_ROUNDS, begin, caught)
+        begin = self.near if before is None else before.state
+        if before is None and at_mode is not None:
+            begin = at_mode.state if kind is SFVI else at_mode.start.z_G[None]
+        name = kind.__name__
+        result = self.run_method(kind, name, most, begin, caught)
         if result is not None:
-            self.record_rounds("SFVI", result)
+            refused = " until a silo refused" if result.ended == "failure" else ""
+            rest = ", come to rest" if result.settled else ", not come to rest"
+            words = f"{len(result.losses)} rounds{refused}{rest if kind is PVI else ''}"
+            self.record(name, words, result)
         return result
 
     def correct(
@@ -572,11 +576,6 @@ class FitSteps:
         """Add a stage with its outcome in words and its warnings."""
         self.stages.append(Stage(name, " ".join([words, *map("({})".format, self.warned)]), result))
         self.warned = []
-
-    def record_rounds(self, name: str, result: Result, more: str = "") -> None:
-        """Add a stage of rounds."""
-        refused = " until a silo refused" if result.ended == "failure" else ""
-        self.record(name, f"{len(result.losses)} rounds{refused}{more}", result)
 
     def spend(self, exchanges: int) -> None:
         """Subtract exchanges from those that are left, and show how many there were."""

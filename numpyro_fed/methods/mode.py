@@ -315,19 +315,14 @@ def _other_modes(
 ) -> tuple[LocalMode, ...]:
     """Return the modes of other starts than the best one, each once, in order of their evidence."""
     num_theta = search.best.x.shape[1] - fm.dim
-
-    def mode_at(i: int) -> LocalMode | None:
+    modes: list[LocalMode] = []
+    for i in (best, *np.flatnonzero(search.known & search.rests).tolist()):
         curvature = np.asarray(search.best.curvature[i], float)
-        value = float(search.best.value[i])
-        evidence = _log_evidence(fm, value, curvature, effects)
-        if evidence is None:
-            return None
-        place = np.asarray(search.best.x[i][num_theta:])
-        place = place if copy is None else copy.copy_of(place)
-        return LocalMode(place, curvature[num_theta:, num_theta:], evidence)
-
-    at_rest = np.flatnonzero(search.known & search.rests)
-    modes = [p for i in (best, *at_rest) if (p := mode_at(int(i))) is not None]
+        evidence = _log_evidence(fm, float(search.best.value[i]), curvature, effects)
+        if evidence is not None:
+            place = np.asarray(search.best.x[i][num_theta:])
+            place = place if copy is None else copy.copy_of(place)
+            modes.append(LocalMode(place, curvature[num_theta:, num_theta:], evidence))
     distinct = modes[:1]
     for p in sorted(modes[1:], key=lambda p: -p.log_evidence):
         if all(distance(q, p.z_G[None])[0] > MODES_APART for q in distinct):

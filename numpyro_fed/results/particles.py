@@ -173,14 +173,12 @@ class Particles(Corrected):
         made = super().from_file(result, arrays, words)
         return replace(made, **{name: words[name] for name in SAVED})
 
-    def _of_fit(self) -> str:
-        return ""
-
-    @property
-    def _of_evidence(self) -> str:
+    def report(self) -> str:
+        """Return in words whether to trust the posterior."""
         if self.log_evidence is None:
-            return ""
-        return f"Log evidence {self.log_evidence:.2f} (+- {self.evidence_error:.2f})."
+            return self.judged
+        error = f"(+- {self.evidence_error:.2f})"
+        return f"{self.judged} Log evidence {self.log_evidence:.2f} {error}."
 
 
 def particles_of(

@@ -253,13 +253,9 @@ class Weighted(ABC, Generic[Corrects]):
     def report(self) -> str:
         """Return in words whether to trust the corrected posterior, and the fit."""
         judged = self.reliable and self.precise and len(self.weights) >= MIN_DRAWS
-        of_fit = self._of_fit() if judged else ""
-        return " ".join(filter(None, (self.judged, self._of_evidence, of_fit)))
-
-    @property
-    def _of_evidence(self) -> str:
-        """Return the log evidence in words, if there is one."""
-        return "" if self.log_evidence is None else f"Log evidence {self.log_evidence:.2f}."
+        known = self.log_evidence is not None
+        evidence = f"Log evidence {self.log_evidence:.2f}." if known else ""
+        return " ".join(filter(None, (self.judged, evidence, self._of_fit() if judged else "")))
 
     @property
     def attributes(self) -> dict[str, float | str]:
