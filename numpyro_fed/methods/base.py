@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from jax import Array
 
+from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.errors import (
     CallbackError,
     Interrupted,
@@ -26,8 +27,10 @@ from numpyro_fed.results.saving import load_state
 from numpyro_fed.runtime.channel import Channel, Weights
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.host import host
+from numpyro_fed.runtime.messages import BEGIN, SEARCH
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.remote import remote
+from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import Runtime, ServerData, State
 from numpyro_fed.runtime.supervise import RunOutcome, drive
@@ -41,6 +44,18 @@ RUNTIMES: dict[str, Callable[..., Runtime]] = {
 # A search for the mode has some 15 rounds, which
 # take less time than optimising their program would.
 SEARCHES: dict[str, Callable[..., Runtime]] = {**RUNTIMES, "simulation": QUICK}
+
+
+def in_process(
+    name: str,
+    algorithm: FederatedAlgorithm[Any, Any],
+    schedule: Schedule[Any] | None = None,
+    *,
+    begin: str = BEGIN,
+) -> Runtime:
+    """Return a runtime of this process by its name, for what runs ``begin`` with."""
+    return (SEARCHES if begin == SEARCH else RUNTIMES)[name](algorithm, schedule)
+
 
 Made = TypeVar("Made")
 Outcome = TypeVar("Outcome", bound=FederatedRun[Any])

@@ -306,7 +306,7 @@ def find_mode(
         # Silos know the search as the beginning of a method's run.
         fit, hosted = SFVI(model, starts=starts)._compiled_for(silos, "simulation")
         _check(fit.model)
-        if fit.built.start is None or fit.reach is None:
+        if fit.built.start is None:
             raise ModelError("the model has too many globals to search over.")
         start = fit.built.start
         runtime = fit.reach(start.algorithm, begin=SEARCH)

@@ -41,7 +41,7 @@ from numpyro_fed.errors import (
     positive_int,
 )
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.methods.base import RUNTIMES, FederatedMethod, RunOptions, reached
+from numpyro_fed.methods.base import RUNTIMES, FederatedMethod, RunOptions, in_process, reached
 from numpyro_fed.methods.mode import coupling_reason
 from numpyro_fed.methods.recipe import for_silos, recipe
 from numpyro_fed.methods.start import begin, with_or_without_start
@@ -179,7 +179,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         key = typed_key(key)
         options = RunOptions(num_rounds, server_data, progress_bar, stop, callback, every)
         fit, hosted = self._compiled_for(silos, runtime)
-        args = runtime, init_state, self.begins_at, progress_bar
+        args = init_state, self.begins_at, progress_bar
         fit, state, start = begin(fit, key, hosted, *args)
         self._check_rounds(fit, state, num_rounds)
 
@@ -249,7 +249,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         """Return the run ``part`` of a file; ``""`` is the main one."""
         fit, hosted = self._compiled_for(silos, runtime)
         result, description = with_or_without_start(
-            fit, runtime, lambda fit: self._load_run(path, fit, hosted, part)
+            fit, lambda fit: self._load_run(path, fit, hosted, part)
         )
         return replace(result, _before=description.get("before"))
 
@@ -457,10 +457,12 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
                     "guides.Structured(globals='diagonal', locals='diagonal'), with "
                     "couple_mean=False and couple_scale=False, or guides.MeanField()."
                 )
+            reach = partial(in_process, runtime)
             self._fits[cache_key] = Fit(
                 plan=plan,
                 built=built,
-                runtime=RUNTIMES[runtime](built.algorithm, built.schedule),
+                runtime=reach(built.algorithm, built.schedule),
+                reach=reach,
                 sizes=layout.sizes,
                 checks=layout.checks,
                 recipe=recipe(self, runtime),

@@ -16,7 +16,6 @@ from jax import Array
 from numpyro_fed import linalg
 from numpyro_fed.algorithms.base import (
     CarriedSilo,
-    FederatedAlgorithm,
     Private,
     Round,
     Shared,
@@ -38,7 +37,6 @@ from numpyro_fed.errors import (
 )
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.structured import FULL_UP_TO
-from numpyro_fed.methods.base import RUNTIMES, SEARCHES
 from numpyro_fed.methods.mode import (
     MANY_EFFECTS,
     SEARCHED_UP_TO,
@@ -58,9 +56,9 @@ from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import StartRounds
 from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.rows import Fit, Result
-from numpyro_fed.runtime.messages import SEARCH, WITHOUT_START
+from numpyro_fed.runtime.messages import SEARCH
 from numpyro_fed.runtime.progress import Progress
-from numpyro_fed.runtime.stack import Batches, Runtime, State, init_schedule
+from numpyro_fed.runtime.stack import Batches, State, init_schedule
 from numpyro_fed.runtime.supervise import failed_silos
 from numpyro_fed.trees import drop_weak_types
 
@@ -132,7 +130,6 @@ def begin(
     fit: Fit,
     key: Array,
     hosted: Silos,
-    runtime: str,
     init_state: State | np.ndarray | None,
     result: Result | None,
     progress_bar: bool | Progress,
@@ -142,16 +139,15 @@ def begin(
     It is at ``init_state``, near it where that is places (k, dim), at a ``result``, or where the
     method begins.
     """
-    search = SEARCHES[runtime] if fit.reach is None else partial(fit.reach, begin=SEARCH)
     if init_state is None and result is not None:
         return fit, *carry_over(fit, key, hosted, result)
     if not (init_state is None or isinstance(init_state, np.ndarray)):
         fit, state = with_or_without_start(
-            fit, runtime, lambda fit: (fit, fit.check_state(init_state, hosted))
+            fit, lambda fit: (fit, fit.check_state(init_state, hosted))
         )
         return fit, fit.runtime.go_on(state), None
     try:
-        args = hosted.batches, search, hosted.buckets, progress_bar, init_state
+        args = hosted.batches, hosted.buckets, progress_bar, init_state
         return fit, *at_mode(fit, key, *args)
     # No mode is no error: the run starts as with start=None, and says so.
     except NoStartError as error:
@@ -160,18 +156,11 @@ def begin(
             category=StartWarning,
             stacklevel=3,
         )
-        fit = without_start(fit, runtime) or fit
-        return fit, *at_mode(fit, key, hosted.batches, search)
+        fit = fit.without_start or fit
+        return fit, *at_mode(fit, key, hosted.batches)
 
 
-def without_start(fit: Fit, runtime: str) -> Fit | None:
-    """Return the fit of runs that found no mode to begin at."""
-    if fit.reach is not None:
-        return fit.without_start(partial(fit.reach, begin=WITHOUT_START))
-    return fit.without_start(RUNTIMES[runtime])
-
-
-def with_or_without_start(fit: Fit, runtime: str, use: Callable[[Fit], Used]) -> Used:
+def with_or_without_start(fit: Fit, use: Callable[[Fit], Used]) -> Used:
     """Return ``use(fit)``, or if its state does not fit, ``use`` of the fit without a start.
 
     A state or a file may come from a run whose search had found no mode.
@@ -179,11 +168,10 @@ def with_or_without_start(fit: Fit, runtime: str, use: Callable[[Fit], Used]) ->
     try:
         return use(fit)
     except SavedStateError as error:
-        other = without_start(fit, runtime)
-        if other is None:
+        if fit.without_start is None:
             raise
         try:
-            return use(other)
+            return use(fit.without_start)
         # The first error is about the method with its settings, which the user knows.
         except SavedStateError:
             raise error from None
@@ -193,15 +181,14 @@ def at_mode(
     fit: Fit,
     key: Array,
     batches: Batches,
-    runtime_of: Callable[[FederatedAlgorithm[Any, Any]], Runtime],
     buckets: Sequence[Bucket] = (),
     progress_bar: bool | Progress = False,
     near: np.ndarray | None = None,
 ) -> tuple[State, Mode | None]:
     """Return the first state of a run that starts at the mode, and the mode.
 
-    ``runtime_of`` makes the runtime of the search, half of whose searches begin ``near`` places
-    (k, dim), if they are given. A fit without a start begins at its algorithm's own first state.
+    Half of the searches begin ``near`` places (k, dim), if they are given. A fit without a start
+    begins at its algorithm's own first state.
     """
     fm, start = fit.model, fit.built.start
     if start is None:
@@ -211,7 +198,7 @@ def at_mode(
         raise NoStartError(coupled)
     if start.check is None and len(start.effects):
         raise NoStartError(MANY_EFFECTS)
-    runtime = fit.cached(SEARCH, lambda: runtime_of(start.algorithm))
+    runtime = fit.cached(SEARCH, lambda: fit.reach(start.algorithm, begin=SEARCH))
     key_search = jax.random.fold_in(key, SEARCHING)
     key_begin = jax.random.fold_in(key_search, 0)
     # Above the places that a search tries, so that it ends by itself.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from numpyro_fed.results.base import BuiltRun, CompiledMethod, Silos
 from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.sampler import Sampler
 from numpyro_fed.results.saving import Provenance
+from numpyro_fed.runtime.messages import WITHOUT_START
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import Runtime
 
@@ -187,18 +188,17 @@ class MethodSpec(NamedTuple):
 class Fit(CompiledMethod[Built]):
     """A method that was built for silos that hold rows.
 
-    ``sizes`` are the rows of each plate at each silo, ``checks`` those on the values of the data,
-    ``recipe`` how to rebuild the method from a file: none of these for silos elsewhere, for which
-    ``reach(algorithm, schedule, begin=)`` makes runtimes, and which know the method by the id
-    ``asked_as``.
+    ``reach(algorithm, schedule, begin=)`` makes runtimes. ``sizes`` are the rows of each plate at
+    each silo, ``checks`` those on the values of the data, ``recipe`` how to rebuild the method from
+    a file: none of these for silos elsewhere, which know the method by the id ``asked_as``.
     """
 
     plan: Plan
+    reach: Callable[..., Runtime]
     double: bool = field(default_factory=is_double)
     sizes: tuple[Sizes, ...] = ()
     checks: RowChecks | None = None
     recipe: MethodSpec | None = None
-    reach: Callable[..., Runtime] | None = None
     asked_as: str = ""
 
     @cached_property
@@ -206,21 +206,14 @@ class Fit(CompiledMethod[Built]):
         """Return the compiled sampling functions of the fit."""
         return self.built.sampler()
 
-    def without_start(
-        self, runtime_of: Callable[[FederatedAlgorithm[Any, Any], Schedule[Any] | None], Runtime]
-    ) -> Fit | None:
-        """Return the fit of runs that found no mode to begin at; None if no mode is searched for.
-
-        It is built at its first use, with the runtime that ``runtime_of`` makes.
-        """
+    @cached_property
+    def without_start(self) -> Fit | None:
+        """Return the fit of runs that found no mode to begin at; None where none is searched for."""
         if (build := self.built.without_start) is None:
             return None
-        if (found := self.compiled.get("without a start")) is None:
-            plan, built = build()
-            runtime = runtime_of(built.algorithm, built.schedule)
-            found = replace(self, plan=plan, built=built, runtime=runtime, compiled={})
-            self.compiled["without a start"] = found
-        return cast(Fit, found)
+        plan, built = build()
+        runtime = self.reach(built.algorithm, built.schedule, begin=WITHOUT_START)
+        return replace(self, plan=plan, built=built, runtime=runtime, compiled={})
 
     def batch_size(self, integration: Integration, num_draws: int) -> int:
         """Return how many draws of the globals a silo evaluates its likelihood at side by side."""
