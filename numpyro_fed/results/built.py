@@ -208,7 +208,7 @@ class Fit(CompiledMethod[Built]):
 
     @cached_property
     def without_start(self) -> Fit | None:
-        """Return the fit of runs that found no mode to begin at; None where none is searched for."""
+        """Return the fit of runs that found no mode to begin at, if a mode is searched for."""
         if (build := self.built.without_start) is None:
             return None
         plan, built = build()
