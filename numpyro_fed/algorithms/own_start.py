@@ -58,27 +58,6 @@ class Parabola(NamedTuple):
     arrived: np.ndarray
 
 
-class Top(NamedTuple):
-    """The ends of the climbs of a stack of silos from each start, leaves (silos, starts, ...).
-
-    ``place``: Of the silo's share of the posterior.
-    ``likelihood`` (silos, starts): The silo's log likelihood there.
-    ``z_L`` {plate: (silos, starts, rows, dim)}: The modes of the latents of its rows there.
-    """
-
-    place: Expansion[np.ndarray]
-    likelihood: np.ndarray
-    z_L: Rows
-
-    @property
-    def is_mode(self) -> np.ndarray:
-        """Return whether climbs ended at a mode, where another step promises little."""
-        place = self.place
-        A = Curvature.of(place.curvature).positive(FLAT).matrix()
-        promise = 0.5 * (place.gradient * Curvature.of(A).solve(place.gradient)).sum(-1)
-        return _finite(place) & (promise <= MAX_GAIN * place.x.shape[-1])
-
-
 def climb(
     expand: Expand,
     prior: Prior,
@@ -88,9 +67,11 @@ def climb(
     data: SiloData,
     *,
     fixed: int = 0,
-) -> Top:
+) -> tuple[Expansion[np.ndarray], np.ndarray, Rows, np.ndarray]:
     """Return where damped Newton climbs of silos end, from places (silos, starts, n).
 
+    It is the silo's share of the posterior there, its log likelihood (silos, starts), the modes of
+    its rows, and whether the end is a mode, where another step promises little.
     ``share`` is a silo's of the ``prior``, which has no effects. The ``fixed`` first coordinates
     stay as they are.
     """
@@ -126,7 +107,9 @@ def climb(
         going = going & (damping < MAX_DAMPING) & ((pull * u).sum(-1) > MIN_GAIN)
         if not going.any():
             break
-    return Top(place, likelihood, z_L)
+    A = Curvature.of(place.curvature).positive(FLAT).matrix()
+    promise = 0.5 * (place.gradient * Curvature.of(A).solve(place.gradient)).sum(-1)
+    return place, likelihood, z_L, _finite(place) & (promise <= MAX_GAIN * n)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,17 +136,17 @@ class OwnModes:
         """Return the replies and states of a stack of silos, from places (starts, n)."""
         size = len(state.top)
         search, places = self.search, np.broadcast_to(down, (size, *down.shape))
-        top = climb(search.expand, search.prior, 1 / search.num_silos, places, state, data)
-        place = top.place
+        place, likelihood, modes, arrived = climb(
+            search.expand, search.prior, 1 / search.num_silos, places, state, data
+        )
         A = Curvature.of(place.curvature).positive(FLAT).matrix()
         b = (A @ place.x[..., None])[..., 0] + place.gradient
         # A silo that came to no mode says nothing, and the others decide: where nothing is finite,
         # or a likelihood has kinks and so no curvature but the prior's.
-        arrived = _finite(place) & top.is_mode
-        known = arrived & np.isfinite(top.likelihood)
+        known = arrived & np.isfinite(likelihood)
         up = Parabola(_where(arrived, A, 0.0), _where(arrived, b, 0.0), arrived.astype(A.dtype))
-        z_L = {p: _where(arrived, new, state.z_L[p]) for p, new in top.z_L.items()}
-        tops = np.where(known, top.likelihood, state.top).astype(down.dtype)
+        z_L = {p: _where(arrived, new, state.z_L[p]) for p, new in modes.items()}
+        tops = np.where(known, likelihood, state.top).astype(down.dtype)
         return Reply(up, np.ones(size, bool)), state._replace(z_L=z_L, top=tops)
 
     @np.errstate(all="ignore")

@@ -141,9 +141,9 @@ class Influence:
         # With its share of the prior, as in the first exchange of a search, so that there is a mode
         # in directions of which the silo knows nothing.
         at, share = at._replace(z_L=modes), 1 / self.num_silos
-        top = climb(self.expand, self.prior, share, places, at, data, fixed=f)
-        gain = top.likelihood - here.value
-        known = top.is_mode & np.isfinite(gain)
+        _, highest, _, is_mode = climb(self.expand, self.prior, share, places, at, data, fixed=f)
+        gain = highest - here.value
+        known = is_mode & np.isfinite(gain)
         told = SiloPull(
             here.gradient[:, 0, f:],
             here.curvature[:, 0, f:, f:],

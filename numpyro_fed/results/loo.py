@@ -293,21 +293,6 @@ class Loo:
     __repr__ = __str__
 
 
-class RowScores(NamedTuple):
-    """The rows of a silo, each given all others; all plates of rows after another.
-
-    ``log_density`` (rows,): The log predictive density of a row.
-    ``pareto_k`` (rows,): The shape of the tail of its ratios.
-    ``of_fit`` (rows,): The log of its mean likelihood under the posterior, which has seen it.
-    ``counts`` (rows,) bool: False in padded rows, and in rows whose outcome is missing.
-    """
-
-    log_density: Array
-    pareto_k: Array
-    of_fit: Array
-    counts: Array
-
-
 class RowSums(NamedTuple):
     """A silo's reply: sums over its rows.
 
@@ -324,20 +309,11 @@ class RowSums(NamedTuple):
     num_rows: Array
 
     @classmethod
-    def of(cls, scores: RowScores) -> RowSums:
-        """Return the sums over the rows of a silo."""
-
-        def total(values: Array) -> Array:
-            return jnp.where(scores.counts, values, 0.0).sum()
-
-        bad = ~(scores.pareto_k <= MAX_K)
-        return cls(
-            total(scores.log_density),
-            total(scores.log_density**2),
-            total(scores.of_fit),
-            total(bad.astype(scores.of_fit.dtype)),
-            total(jnp.ones_like(scores.of_fit)),
-        )
+    def of(cls, density: Array, k: Array, of_fit: Array, counts: Array) -> RowSums:
+        """Return the sums over the rows of a silo, from their scores (:func:`_scores`)."""
+        bad = (~(k <= MAX_K)).astype(of_fit.dtype)
+        parts = density, density**2, of_fit, bad, jnp.ones_like(of_fit)
+        return cls(*(jnp.where(counts, part, 0.0).sum() for part in parts))
 
 
 def loo_exchange(
@@ -347,7 +323,7 @@ def loo_exchange(
     n, fitted, scores = settings["num_draws"], built.algorithm, _scores(built, settings)
     return Exchange(
         LOO,
-        stacked_reply(lambda *of_silo: RowSums.of(scores(*of_silo)), little=True),
+        stacked_reply(lambda *of_silo: RowSums.of(*scores(*of_silo)), little=True),
         silo_noise=key_as_noise,
         settings=json.dumps(dict(settings)),
         stacked=True,
@@ -360,20 +336,27 @@ def loo_exchange(
 
 def _scores(
     built: Built, settings: Mapping[str, Any]
-) -> Callable[[Array, LeaveOutDown, Any, SiloData], RowScores]:
-    """Return the function ``(key, down, silo_state, data)`` to the scores of a silo's rows."""
+) -> Callable[[Array, LeaveOutDown, Any, SiloData], tuple[Array, Array, Array, Array]]:
+    """Return the function ``(key, down, silo_state, data)`` to the scores of a silo's rows.
+
+    They are log predictive densities, shapes of tails, and logs of mean likelihoods under the
+    posterior, which has seen the rows, all (rows,); and which rows count, as padded ones and those
+    whose outcome is missing do not.
+    """
     integration = Integration.of(settings)
     likelihood = integration.likelihood(built.model, built.guide)
     row_values = log_likelihoods_of_rows(
         built.model, likelihood, built.algorithm, settings["batch_size"]
     )
 
-    def scores(key: Array, down: LeaveOutDown, state: Any, data: SiloData) -> RowScores:
+    def scores(
+        key: Array, down: LeaveOutDown, state: Any, data: SiloData
+    ) -> tuple[Array, Array, Array, Array]:
         values, counts = row_values(key, down.draws, state, data)
         _, density, k = jax.vmap(without, (None, 1))(down.log_weights, values)
         log_w = jax.nn.log_softmax(down.log_weights)
         of_fit = jax.nn.logsumexp(values + log_w[:, None], 0)
-        return RowScores(density, k, of_fit, counts)
+        return density, k, of_fit, counts
 
     return scores
 
@@ -415,10 +398,8 @@ def rows_left_out(
     for j in range(result.num_silos):
         data = result._silos.at(j, [batch.data for batch in result._silos.batches])
         state = result._silo_state(j)
-        found: RowScores = jax.block_until_ready(
-            scores(jax.random.fold_in(key, j), down, state, data)
-        )
-        counts = np.asarray(found.counts)
+        found = jax.block_until_ready(scores(jax.random.fold_in(key, j), down, state, data))
+        counts = np.asarray(found[3])
         silos.append(RowsOfSilo(*(np.asarray(a, float)[counts] for a in found[:2])))
-        total = jax.tree.map(np.add, total, RowSums.of(found))
+        total = jax.tree.map(np.add, total, RowSums.of(*found))
     return Loo.of(total, worth, 0, tuple(silos))
