@@ -315,7 +315,7 @@ def find_mode(
     layout, buckets = lay_out(model, found)
     fm, batches = layout.model, on_device(buckets)
     _check(fm)
-    if (coupled := coupling_reason(fm, layout.checks, buckets)) is not None:
+    if (coupled := coupling_reason(layout.checks, buckets)) is not None:
         raise ModelError(f"{coupled}. Put what rows share outside of the silo_plate.")
     by: ModeSearch | WideSearch = ModeSearch(fm, len(found), starts, None, effects_of(fm), None)
     if flat_size(fm) > SEARCHED_UP_TO:

@@ -410,7 +410,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         if asked.name == INFLUENCE:
             refuse_coupled_rows(checks, bucket_of_one, "the influence of silos needs")
         if asked.name in {x.name for r in built.search_rounds for x in r.exchanges}:
-            coupled = coupling_reason(built.model, checks, bucket_of_one)
+            coupled = coupling_reason(checks, bucket_of_one)
             if coupled is not None:
                 raise ModelError(f"{coupled}. Use start=None.")
 
@@ -488,8 +488,14 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
 
         def make(reach: Callable[..., Runtime]) -> Fit:
             built = self.build(plan)
-            runtime = reach(built.algorithm, built.schedule)
-            return Fit(plan=plan, built=built, runtime=runtime, reach=reach, asked_as=name)
+            return Fit(
+                plan=plan,
+                built=built,
+                runtime=reach(built.algorithm, built.schedule),
+                reach=reach,
+                checks=RowChecks(built.model),
+                asked_as=name,
+            )
 
         weights = []
         for told in facts:

@@ -194,7 +194,7 @@ def at_mode(
     if start is None:
         state = fit.runtime.init(key, batches)
         return after_opening(fit, key, state, batches), None
-    if (coupled := coupling_reason(fm, fit.checks, buckets)) is not None:
+    if (coupled := coupling_reason(fit.checks, buckets)) is not None:
         raise NoStartError(coupled)
     if start.check is None and len(start.effects):
         raise NoStartError(MANY_EFFECTS)

@@ -188,16 +188,17 @@ class MethodSpec(NamedTuple):
 class Fit(CompiledMethod[Built]):
     """A method that was built for silos that hold rows.
 
-    ``reach(algorithm, schedule, begin=)`` makes runtimes. ``sizes`` are the rows of each plate at
-    each silo, ``checks`` those on the values of the data, ``recipe`` how to rebuild the method from
-    a file: none of these for silos elsewhere, which know the method by the id ``asked_as``.
+    ``reach(algorithm, schedule, begin=)`` makes runtimes, and ``checks`` are those on the values of
+    the data. ``sizes`` are the rows of each plate at each silo, ``recipe`` how to rebuild the
+    method from a file: none of these for silos elsewhere, which know the method by the id
+    ``asked_as``.
     """
 
     plan: Plan
     reach: Callable[..., Runtime]
+    checks: RowChecks
     double: bool = field(default_factory=is_double)
     sizes: tuple[Sizes, ...] = ()
-    checks: RowChecks | None = None
     recipe: MethodSpec | None = None
     asked_as: str = ""
 

@@ -244,8 +244,7 @@ def nodes_for(fit: Result, result: Result | Corrected) -> int:
         raise ModelError(f"particles need rows' latents integrated by quadrature, but {why}.")
     if any(p.dim for p in fm.plates) and not nodes:
         raise ModelError("particles need rows of at most two latents, with those of outer plates.")
-    if fit._fit.checks is not None:
-        refuse_coupled_rows(fit._fit.checks, fit._silos.buckets, "particles need")
+    refuse_coupled_rows(fit._fit.checks, fit._silos.buckets, "particles need")
     if not isinstance(result, Corrected) or not nodes:
         return nodes
     if result.integration.gave_way:
