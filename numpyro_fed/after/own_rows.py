@@ -100,14 +100,8 @@ class Asked(NamedTuple):
 class Padding:
     """The rows that a silo's data and latents are padded with.
 
-    Attributes
-    ----------
-    sizes, target : dict of str to int
-        The rows of each padded plate, before and after.
-    rows : dict of str to str
-        The plate of each array that holds rows.
-    axes : dict of str to (plate, axis)
-        The same of latents, with the axis of rows in a draw's value.
+    ``sizes, target`` are the rows of each padded plate, before and after, ``rows`` the plate of
+    each array that holds rows, and ``axes`` that of latents, with the axis of rows in a draw.
     """
 
     sizes: Sizes

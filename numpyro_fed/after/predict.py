@@ -55,13 +55,8 @@ class Programs(NamedTuple):
     """The compiled functions to values of a text's sites, at draws of its latents.
 
     Both take a key, the parameters on their supports, draws of latents (n, ...) and the data.
-    Latents without draws come from their prior given the others.
-
-    Attributes
-    ----------
-    many : (key, theta, latents, data) -> {site: (n, ...)}
-    one : (key, theta, latents, data) -> {site: value}
-        The values at the first draw, compiled quickly.
+    Latents without draws come from their prior given the others. ``many`` returns {site: (n, ...)},
+    and ``one`` the values at the first draw, compiled quickly.
     """
 
     many: Predict

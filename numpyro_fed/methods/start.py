@@ -266,18 +266,10 @@ def after_opening(fit: Fit, key: Array, state: State, batches: Batches) -> State
 
 @dataclass(frozen=True)
 class Carried:
-    """The parts that a run took over from an earlier result.
+    """The parts that a run took over from an earlier result of a ``method``.
 
-    Attributes
-    ----------
-    method : str
-        The method of the earlier result.
-    parameters : tuple of str
-        The names of shared and private parameters.
-    globals : str
-        The moments of the globals: their mean, with a covariance or standard deviations.
-    guides : tuple of str
-        The silo plates whose guides each silo takes over.
+    They are ``parameters``, the moments of the ``globals`` in words, and silos' own ``guides``, by
+    the names of parameters and plates.
     """
 
     method: str

@@ -55,17 +55,12 @@ PREFIX = "correction/"  # of the names of its arrays in a file
 class Pool(NamedTuple):
     """Draws from mixtures as they were weighed, to which further draws can be added.
 
-    Attributes
-    ----------
-    z_G, log_joint : (n, dim), (n,)
-        The draws as they were weighed (those of a correction have others in the place of draws
-        without weight), and the log joint density of all silos there, locals integrated out.
-    from_own : (n,) bool
-        Whether a draw is from a mixture itself, and not from the wider parts around it.
-    mixtures, wider, numbers : tuple
-        Each mixture, the share of wider parts around it, and the number of its draws.
-    copy : OneCopy or None
-        Where a density that repeats was weighed.
+    ``z_G`` (n, dim): As they were weighed; a correction has others in the place of draws without
+        weight.
+    ``log_joint`` (n,): The log joint density of all silos there, locals integrated out.
+    ``from_own`` (n,) bool: Whether a draw is from a mixture, and not from the parts around it.
+    ``mixtures, wider, numbers``: Each mixture, the share of wider parts, the number of its draws.
+    ``copy``: Where a density that repeats was weighed.
     """
 
     z_G: np.ndarray

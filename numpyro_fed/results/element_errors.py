@@ -34,13 +34,8 @@ class Moments(NamedTuple):
     its distance are those of self-normalised weights with :math:`w_i - u_i` in the place of
     :math:`w_i` (:mod:`.element_errors`): it is known much better than either.
 
-    Attributes
-    ----------
-    mean, sd : (dim,)
-    shift : (2, dim)
-        Mean and sd of the fit less these, in sds.
-    shift_error : (2, dim)
-        Its standard errors; infinite where all draws that count coincide.
+    ``shift`` (2, dim): Mean and sd of the fit less these, in sds.
+    ``shift_error`` (2, dim): Its standard errors; infinite where all draws that count coincide.
     """
 
     mean: np.ndarray
@@ -96,23 +91,15 @@ ORDERS = ("mean", "sd")
 class ElementErrors(NamedTuple):
     """The errors of the globals' means, sds and quantiles, element by element.
 
-    Attributes
-    ----------
-    names : tuple of str
-        Such as ``"beta[1]"``. Elements that are constant, as the diagonal of a correlation, have no
-        entry, nor have elements of deterministic sites after the first hundred.
-    latent : (m,) bool
-        Whether an element is of a latent, and not of a deterministic site.
-    error : (3, m)
-        Standard errors: of the mean and the sd in sds, and the larger one of mean and sd of the
-        normal scores. Infinite where they cannot be told.
-    shape : (2, m)
-        The tails' shapes of the terms of the mean and of the variance.
-    tail_index : (m,)
-        The index of the posterior's heavier tail, infinite for an element that has none. NaN for an
-        element that is no number at some draw.
-    is_power : (m,)
-        Whether that tail was seen far out to fall as a power.
+    ``names``: Such as ``"beta[1]"``. Elements that are constant, as the diagonal of a correlation,
+        have no entry, nor have elements of deterministic sites after the first hundred.
+    ``latent`` (m,) bool: Whether an element is of a latent, and not of a deterministic site.
+    ``error`` (3, m): Standard errors: of the mean and the sd in sds, and the larger one of mean and
+        sd of the normal scores. Infinite where they cannot be told.
+    ``shape`` (2, m): The tails' shapes of the terms of the mean and of the variance.
+    ``tail_index`` (m,): The index of the posterior's heavier tail, infinite for an element that has
+        none. NaN for an element that is no number at some draw.
+    ``is_power`` (m,): Whether that tail was seen far out to fall as a power.
     """
 
     names: tuple[str, ...]
