@@ -22,21 +22,11 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.curvature_check import CHECK_DISTANCES, CurvatureCheck, Shape
-from numpyro_fed.algorithms.expand import (
-    ROUNDING_UNITS,
-    SiloState,
-    effects_of,
-    unraveller,
-)
+from numpyro_fed.algorithms.expand import ROUNDING_UNITS, SiloState, effects_of, unraveller
 from numpyro_fed.algorithms.mode import MIN_GAIN_NEAR, ModeSearch, Search, best_start
 from numpyro_fed.algorithms.mode_wide import WideSearch
 from numpyro_fed.algorithms.own_start import OwnModes
-from numpyro_fed.errors import (
-    ConvergenceWarning,
-    ModelError,
-    ModelWarning,
-    NonFiniteError,
-)
+from numpyro_fed.errors import ConvergenceWarning, ModelError, ModelWarning, NonFiniteError
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.not_finite import first_not_finite
 from numpyro_fed.model.padding import Bucket

@@ -34,12 +34,7 @@ from numpyro_fed.algorithms.base import (
 from numpyro_fed.algorithms.expand import flat_size
 from numpyro_fed.algorithms.importance.exchange import LEAVE_OUT, LOO, rows_that_count
 from numpyro_fed.algorithms.tempered import TEMPERED
-from numpyro_fed.errors import (
-    DataError,
-    GuideError,
-    ModelError,
-    positive_int,
-)
+from numpyro_fed.errors import DataError, GuideError, ModelError, positive_int
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.methods.base import RUNTIMES, FederatedMethod, RunOptions, in_process, reached
 from numpyro_fed.methods.mode import coupling_reason
@@ -47,14 +42,7 @@ from numpyro_fed.methods.recipe import for_silos, recipe
 from numpyro_fed.methods.start import begin, with_or_without_start
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData, SiloInput, SilosInput, signature
-from numpyro_fed.model.facts import (
-    Facts,
-    Plan,
-    agree,
-    check_plan,
-    facts_of,
-    with_terms,
-)
+from numpyro_fed.model.facts import Facts, Plan, agree, check_plan, facts_of, with_terms
 from numpyro_fed.model.layout import Layout, layout_of, read_all
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.minibatch import WHOLE, Minibatches

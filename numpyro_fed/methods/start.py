@@ -14,13 +14,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed import linalg
-from numpyro_fed.algorithms.base import (
-    CarriedSilo,
-    Private,
-    Round,
-    Shared,
-    asked_directly,
-)
+from numpyro_fed.algorithms.base import CarriedSilo, Private, Round, Shared, asked_directly
 from numpyro_fed.algorithms.begin import StartPoint
 from numpyro_fed.algorithms.curvature_check import CurvatureCheck
 from numpyro_fed.algorithms.expand import effects_of, flat_size

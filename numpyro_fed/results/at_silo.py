@@ -27,15 +27,7 @@ from numpyro_fed.after.predict import (
     outer_sites,
     predictor,
 )
-from numpyro_fed.algorithms.base import (
-    OUTER_LATENTS,
-    Ask,
-    Combine,
-    Exchange,
-    Info,
-    Reply,
-    Round,
-)
+from numpyro_fed.algorithms.base import OUTER_LATENTS, Ask, Combine, Exchange, Info, Reply, Round
 from numpyro_fed.algorithms.importance.exchange import shape_of_draws
 from numpyro_fed.algorithms.importance.likelihood import Integration
 from numpyro_fed.algorithms.sfvi import Down, coordinates_of, down_of

@@ -15,17 +15,9 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_fed.after.own_rows import WhichSilo
-from numpyro_fed.after.sensitivity import (
-    PriorSensitivity,
-    elements,
-    log_prior_on_supports,
-    slopes,
-)
+from numpyro_fed.after.sensitivity import PriorSensitivity, elements, log_prior_on_supports, slopes
 from numpyro_fed.algorithms.importance.likelihood import Integration
-from numpyro_fed.algorithms.importance.proposals import (
-    NUM_PARTS,
-    Mixture,
-)
+from numpyro_fed.algorithms.importance.proposals import NUM_PARTS, Mixture
 from numpyro_fed.errors import ModelError, NonFiniteError
 from numpyro_fed.model.sites import Site
 from numpyro_fed.precision import in_precision_of_object
@@ -39,10 +31,7 @@ from numpyro_fed.results.posterior import Posterior
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.results.sampler import Sampler
 from numpyro_fed.results.saving import SavedWords
-from numpyro_fed.results.weighted import (
-    Weighted,
-    systematic,
-)
+from numpyro_fed.results.weighted import Weighted, systematic
 
 # Draws where the posterior without a silo may be, an exchange of them, and the share of those that
 # look beyond, as in nf.fit, which has compiled both.

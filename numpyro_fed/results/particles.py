@@ -16,12 +16,7 @@ from numpyro_fed.algorithms.importance.likelihood import Integration
 from numpyro_fed.algorithms.tempered import LOST, NUM_ISLANDS, Swarm, log_mean, with_squares
 from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.results.corrected import Corrected, on_supports, sampler_of
-from numpyro_fed.results.element_errors import (
-    ElementErrors,
-    Rounding,
-    disagreement,
-    moments,
-)
+from numpyro_fed.results.element_errors import ElementErrors, Rounding, disagreement, moments
 from numpyro_fed.results.importance import AT_ONCE, Weighing, integration_of
 from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.rows import Result

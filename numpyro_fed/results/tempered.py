@@ -10,22 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.importance.proposals import (
-    WideParts,
-)
-from numpyro_fed.algorithms.tempered import (
-    LOST,
-    NUM_ISLANDS,
-    Swarm,
-    Tempering,
-)
-from numpyro_fed.errors import (
-    Interrupted,
-    ModelError,
-    NonFiniteError,
-    SilosError,
-    positive_int,
-)
+from numpyro_fed.algorithms.importance.proposals import WideParts
+from numpyro_fed.algorithms.tempered import LOST, NUM_ISLANDS, Swarm, Tempering
+from numpyro_fed.errors import Interrupted, ModelError, NonFiniteError, SilosError, positive_int
 from numpyro_fed.integrals.quadrature import default_nodes, quadrature_misfit
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.row_checks import refuse_coupled_rows
