@@ -58,11 +58,7 @@ class PriorSensitivity:
 
     def to_frame(self) -> Any:
         """Return the table as a pandas DataFrame, a row for each element."""
-        columns = {
-            "prior": self.prior,
-            "likelihood": self.likelihood,
-            "diagnosis": self.diagnosis,
-        }
+        columns = {"prior": self.prior, "likelihood": self.likelihood, "diagnosis": self.diagnosis}
         return optional("pandas").DataFrame(columns, index=list(self.names))
 
     def __str__(self) -> str:

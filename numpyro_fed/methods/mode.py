@@ -297,11 +297,7 @@ def mode_of_search(
 
 
 def _other_modes(
-    fm: FederatedModel,
-    search: Search[Any],
-    best: int,
-    effects: np.ndarray,
-    copy: OneCopy | None,
+    fm: FederatedModel, search: Search[Any], best: int, effects: np.ndarray, copy: OneCopy | None
 ) -> tuple[LocalMode, ...]:
     """Return the modes of other starts than the best one, each once, in order of their evidence."""
     num_theta = search.best.x.shape[1] - fm.dim

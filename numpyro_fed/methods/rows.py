@@ -205,11 +205,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         return cost_of(*self._compiled_for(silos, "simulation"))
 
     def load(
-        self,
-        path: str | Path,
-        silos: Sequence[SiloInput],
-        *,
-        runtime: str = "simulation",
+        self, path: str | Path, silos: Sequence[SiloInput], *, runtime: str = "simulation"
     ) -> Found:
         """Return a fit from a file that :meth:`Result.save` wrote.
 
