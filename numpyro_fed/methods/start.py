@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -44,7 +44,6 @@ from numpyro_fed.methods.mode import (
     search_end,
 )
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.padding import Bucket
 from numpyro_fed.precision import to_current_precision
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import StartRounds
@@ -141,8 +140,7 @@ def begin(
         )
         return fit, fit.runtime.go_on(state), None
     try:
-        args = hosted.batches, hosted.buckets, progress_bar, init_state
-        return fit, *at_mode(fit, key, *args)
+        return fit, *at_mode(fit, key, hosted, progress_bar, init_state)
     # No mode is no error: the run starts as with start=None, and says so.
     except NoStartError as error:
         warnings.warn(
@@ -151,7 +149,7 @@ def begin(
             stacklevel=3,
         )
         fit = fit.without_start or fit
-        return fit, *at_mode(fit, key, hosted.batches)
+        return fit, *at_mode(fit, key, hosted)
 
 
 def with_or_without_start(fit: Fit, use: Callable[[Fit], Used]) -> Used:
@@ -174,8 +172,7 @@ def with_or_without_start(fit: Fit, use: Callable[[Fit], Used]) -> Used:
 def at_mode(
     fit: Fit,
     key: Array,
-    batches: Batches,
-    buckets: Sequence[Bucket] = (),
+    hosted: Silos,
     progress_bar: bool | Progress = False,
     near: np.ndarray | None = None,
 ) -> tuple[State, Mode | None]:
@@ -184,11 +181,11 @@ def at_mode(
     Half of the searches begin ``near`` places (k, dim), if they are given. A fit without a start
     begins at its algorithm's own first state.
     """
-    fm, start = fit.model, fit.built.start
+    fm, start, batches = fit.model, fit.built.start, hosted.batches
     if start is None:
         state = fit.runtime.init(key, batches)
         return after_opening(fit, key, state, batches), None
-    if (coupled := coupling_reason(fit.checks, buckets)) is not None:
+    if (coupled := coupling_reason(fit.checks, hosted.buckets)) is not None:
         raise NoStartError(coupled)
     if start.check is None and len(start.effects):
         raise NoStartError(MANY_EFFECTS)
