@@ -210,13 +210,9 @@ def good_starts(
 ) -> Position:
     """Return starts of all chains with finite log density and gradient, leaves (chains, ...).
 
-    A density can be finite at a point where its gradient is not: ``sqrt(exp(-x**2))`` underflows to
-    zero far out, where the derivative of the root is infinite. A chain that starts there never
-    moves.
-
-    ``draw(key)`` returns starts of all chains, leaves (chains, ...). A chain whose start is not
-    finite takes its start from a later draw, of at most a hundred; without any the error names the
-    sites whose derivatives are not finite.
+    ``draw(key)`` returns starts of all chains. A density can be finite where its gradient is not:
+    ``sqrt(exp(-x**2))`` underflows to zero far out, where the derivative of the root is infinite,
+    and a chain that starts there never moves.
     """
     value_and_grad = jax.jit(jax.vmap(jax.value_and_grad(log_density)))
     start = draw(key)

@@ -72,10 +72,8 @@ def to_arviz(
 ) -> Any:
     """Return draws as ArviZ's ``DataTree``, or its ``InferenceData`` before ArviZ 1.
 
-    Draws that are resampled by weights repeat, and ArviZ counts a repeated draw as several: for a
-    thousand draws that are worth sixty it would report an effective size of a thousand. So there
-    are at most as many draws as the weighted ones are worth, and ``arviz.ess`` and
-    ``arviz.summary`` are about true.
+    Draws that are resampled by weights repeat, and ArviZ counts a repeated draw as several. So
+    there are at most as many draws as the weighted ones are worth.
 
     ``sample(key, n)`` returns {site: (n, *shape)}, arrays or :class:`Named`, whose weighted draws
     are ``worth`` so many even ones, and whose chains stand one after the other; ``key`` None is
@@ -190,32 +188,22 @@ def elpd_data(values: np.ndarray, k: np.ndarray, *, p: float, num_draws: int) ->
     )
     elpd, se = float(values.sum()), float(np.sqrt(n * np.var(values)))
     heavy = bool((k > good_k).any())
-    if arviz.__version__.startswith("0."):
-        # Its printing goes by the order.
-        fields = dict(
-            elpd_loo=elpd,
-            se=se,
-            p_loo=p,
-            n_samples=num_draws,
-            n_data_points=n,
-            warning=heavy,
-            loo_i=pointwise,
-            pareto_k=tails,
-            scale="log",
-            good_k=good_k,
-        )
+    early = arviz.__version__.startswith("0.")
+    names = ("elpd_loo", "p_loo", "loo_i") if early else ("elpd", "p", "elpd_i")
+    fields = {  # the printing of early versions goes by the order
+        names[0]: elpd,
+        "se": se,
+        names[1]: p,
+        "n_samples": num_draws,
+        "n_data_points": n,
+        "warning": heavy,
+        names[2]: pointwise,
+        "pareto_k": tails,
+        "scale": "log",
+        "good_k": good_k,
+    }
+    if early:
         return arviz.ELPDData(data=list(fields.values()), index=list(fields))
     from arviz_stats.utils import ELPDDataLOO
 
-    return ELPDDataLOO(
-        elpd=elpd,
-        se=se,
-        p=p,
-        n_samples=num_draws,
-        n_data_points=n,
-        scale="log",
-        warning=heavy,
-        good_k=good_k,
-        elpd_i=pointwise,
-        pareto_k=tails,
-    )
+    return ELPDDataLOO(**fields)
