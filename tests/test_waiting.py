@@ -124,7 +124,7 @@ def test_all_questions_to_a_fit_show_themselves(name):
 def correction(numbers, log_weights):
     """A correction by draws 0, 1, ... of several proposals."""
     n = len(log_weights)
-    none = Mixture.straight(jnp.zeros(1), jnp.zeros((1, 1)), jnp.ones((1, 1, 1)))
+    none = Mixture.of(np.zeros(1), np.zeros((1, 1)), np.ones((1, 1, 1)))
     z = np.arange(n)[:, None].astype(float)
     own = np.arange(n) % 5 > 0
     pool = Pool(z, -z[:, 0], own, (none,) * len(numbers), (0.1,) * len(numbers), numbers)

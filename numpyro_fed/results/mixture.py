@@ -22,7 +22,6 @@ logistic regression with correlated effects of six hospitals and ten globals, a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -67,7 +66,7 @@ def around_modes(
             covariance = (axes / values) @ axes.T
             roots.append(np.linalg.cholesky(covariance) / unit[:, None])
             kept.append(1 + i)
-    return _mixture(log_shares[kept], centres, roots)
+    return Mixture.of(log_shares[kept], centres, roots)
 
 
 def mixture_at(centres: Sequence[np.ndarray], covariances: Sequence[np.ndarray]) -> Mixture:
@@ -76,7 +75,7 @@ def mixture_at(centres: Sequence[np.ndarray], covariances: Sequence[np.ndarray])
     for covariance in covariances:
         unit = np.sqrt(np.diagonal(covariance))
         roots.append(unit[:, None] * np.linalg.cholesky(covariance / np.outer(unit, unit)))
-    return _mixture(np.zeros(len(centres)), centres, roots)
+    return Mixture.of(np.zeros(len(centres)), centres, roots)
 
 
 def matched(z: np.ndarray, weights: np.ndarray) -> Mixture | None:
@@ -98,14 +97,14 @@ def matched(z: np.ndarray, weights: np.ndarray) -> Mixture | None:
     bends = _bends_of(u, weights)
     if (bends.power == 1).all():
         shares, centres, covariances = _em(u, weights, number, ess)
-        return _mixture(
+        return Mixture.of(
             np.log(shares),
             [mean + root @ centre for centre in centres],
             [root @ np.linalg.cholesky(C) for C in covariances],
         )
     bent = np.asarray(bends.straight(u)[0])
     shares, centres, covariances = _em(bent, weights, number, ess)
-    found = _mixture(np.log(shares), list(centres), list(np.linalg.cholesky(covariances)))
+    found = Mixture.of(np.log(shares), list(centres), list(np.linalg.cholesky(covariances)))
     return found._replace(frame=Place(mean, root), bends=bends)
 
 
@@ -163,16 +162,3 @@ def _em(
         covariances = (ess * scatter + prior * part) / (ess * shares + prior)[:, None, None]
         shares = shares / shares.sum()
     return shares, centres, covariances
-
-
-def _mixture(
-    log_shares: np.ndarray, centres: Sequence[np.ndarray], roots: Sequence[np.ndarray]
-) -> Mixture:
-    """Return the mixture of these parts, filled up to :data:`NUM_PARTS` by parts without weight."""
-    empty = NUM_PARTS - len(centres)
-    log_shares = np.concatenate([log_shares, np.full(empty, -math.inf)])
-    return Mixture.straight(
-        log_shares - np.logaddexp.reduce(log_shares),
-        np.stack([*centres, *[centres[0]] * empty]),
-        np.stack([*roots, *[roots[0]] * empty]),
-    )

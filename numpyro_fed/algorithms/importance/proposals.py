@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
@@ -151,11 +151,20 @@ class Mixture(NamedTuple):
     bends: Bends
 
     @classmethod
-    def straight(cls, log_shares: Numbers, centres: Numbers, roots: Numbers) -> Mixture:
-        """Return the mixture of the coordinates themselves."""
-        dim = centres.shape[1]
-        ones, frame = np.ones((2, dim)), Place(np.zeros(dim), np.eye(dim))
-        return cls(log_shares, centres, roots, frame, Bends(ones, ones))
+    def of(
+        cls, log_shares: np.ndarray, centres: Sequence[np.ndarray], roots: Sequence[np.ndarray]
+    ) -> Mixture:
+        """Return the mixture of unbent parts, filled up to :data:`NUM_PARTS` without weight."""
+        empty, dim = NUM_PARTS - len(centres), len(centres[0])
+        log_shares = np.concatenate([log_shares, np.full(empty, -math.inf)])
+        ones = np.ones((2, dim))
+        return cls(
+            log_shares - np.logaddexp.reduce(log_shares),
+            np.stack([*centres, *[centres[0]] * empty]),
+            np.stack([*roots, *[roots[0]] * empty]),
+            Place(np.zeros(dim), np.eye(dim)),
+            Bends(ones, ones),
+        )
 
     @property
     def place(self) -> Place:
