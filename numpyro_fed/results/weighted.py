@@ -13,7 +13,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import jax.numpy as jnp
@@ -297,10 +296,6 @@ class Weighted(ABC, Generic[Corrects]):
     @abstractmethod
     def draws(self) -> dict[str, Array]:
         """Draws on their supports, to be weighted by ``weights``."""
-
-    @abstractmethod
-    def save(self, path: str | Path) -> None:
-        """Write draws, weights, the verdict and the fit that was corrected to ``path.npz``."""
 
     def saved_words(self, draws: int | None = None) -> SavedWords:
         """Return the correction in the form in which a file keeps it, with all of its draws."""
