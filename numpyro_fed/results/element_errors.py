@@ -44,8 +44,16 @@ class Moments(NamedTuple):
     shift_error: np.ndarray
 
 
-def moments(z: np.ndarray, weights: np.ndarray, from_guide: np.ndarray) -> Moments:
-    """Return weighted moments of draws (n, dim); ``from_guide`` (n,) marks the guide's."""
+def moments(
+    z: np.ndarray, weights: np.ndarray, from_guide: np.ndarray, of_fit: np.ndarray | None = None
+) -> Moments:
+    """Return weighted moments of draws (n, dim); ``from_guide`` (n,) marks the guide's.
+
+    Or these are further draws ``of_fit`` (m, dim), which have no weight.
+    """
+    if of_fit is not None:
+        from_guide = np.repeat([False, True], [len(z), len(of_fit)])
+        z, weights = np.concatenate([z, of_fit]), np.append(weights, np.zeros(len(of_fit)))
     z = np.asarray(z, np.float64)
     # Moments are taken about the guide's mean: about zero, means of 10^8 would cancel.
     centre = z[from_guide].mean(0)

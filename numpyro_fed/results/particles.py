@@ -199,10 +199,7 @@ def particles_of(
         integration, coarse, sent = checked(key_check, fit, integration, z, log_p)
         swarm.exchanges += sent
     even = np.full(len(z), 1 / len(z))
-    of_fit = fit.many_draws_of_globals()
-    marks = np.repeat([False, True], [len(z), len(of_fit)])
-    without_weight = np.append(even, np.zeros(len(of_fit)))
-    computed = moments(np.concatenate([z, of_fit]), without_weight, marks)
+    computed = moments(z, even, np.zeros(len(z), bool), fit.many_draws_of_globals())
     sampler = sampler_of(fit._fit, integration)
     draws = on_supports(sampler, fit, z)
     latents = {s.name for s in fit._fit.model.named("latent")}

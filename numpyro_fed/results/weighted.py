@@ -332,11 +332,7 @@ def quality_fields(
     of those that are marked, where another proposal than the guide was weighed.
     """
     pareto_k, weights = known
-    if of_fit is None:
-        computed = moments(z, weights, from_guide)
-    else:
-        none, added = np.zeros(len(of_fit)), np.repeat([False, True], [len(z), len(of_fit)])
-        computed = moments(np.concatenate([z, of_fit]), np.append(weights, none), added)
+    computed = moments(z, weights, from_guide, of_fit)
     rounding = Rounding.of(z, weights, log_weights, computed.mean, computed.sd)
     return dict(
         ess=float(1 / (weights**2).sum()),
