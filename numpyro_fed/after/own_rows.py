@@ -84,7 +84,7 @@ def check_name(silo: str, known: str) -> None:
         )
 
 
-class Asked(NamedTuple):
+class OwnRows(NamedTuple):
     """A silo whose rows are predicted, with its noise, parameters and draws of latents.
 
     ``theta`` has shared and private parameters on their supports, and ``latents`` draws (n, ...).
@@ -126,7 +126,7 @@ class Padding:
         return found, replace(data, arrays=arrays)
 
 
-def values_at(run: Run, programs: Programs, asked: Sequence[Asked]) -> list[dict[str, Array]]:
+def values_at(run: Run, programs: Programs, asked: Sequence[OwnRows]) -> list[dict[str, Array]]:
     """Return the values of sites (n, ...) that a text has at the rows of some silos of a run."""
     paddings, found = paddings_of(run, programs, asked), []
     for one in asked:
@@ -144,7 +144,7 @@ def values_at(run: Run, programs: Programs, asked: Sequence[Asked]) -> list[dict
     return found
 
 
-def paddings_of(run: Run, programs: Programs, asked: Sequence[Asked]) -> dict[int, Padding]:
+def paddings_of(run: Run, programs: Programs, asked: Sequence[OwnRows]) -> dict[int, Padding]:
     """Return how silos are padded, by number; silos that must not be are left out."""
     fm, hosted = run._fit.model, run._silos
     private = any(s.kind == "param" and s.plate is not None for s in fm.sites)
@@ -152,7 +152,7 @@ def paddings_of(run: Run, programs: Programs, asked: Sequence[Asked]) -> dict[in
         return {}
     sizes = [run._hosted(j).sizes_of(j) for j in range(run.num_silos)]
     rows = padded_keys(hosted.data, sizes)
-    groups: dict[int, list[Asked]] = {}
+    groups: dict[int, list[OwnRows]] = {}
     for one in asked:
         groups.setdefault(hosted.place(one.silo)[0], []).append(one)
     found: dict[int, Padding] = {}
@@ -178,7 +178,7 @@ def paddings_of(run: Run, programs: Programs, asked: Sequence[Asked]) -> dict[in
 
 
 def _harmless(
-    programs: Programs, asked: Asked, data: SiloData, padding: Padding, *, whole: bool
+    programs: Programs, asked: OwnRows, data: SiloData, padding: Padding, *, whole: bool
 ) -> bool:
     """Return whether nothing that is predicted for a silo's own rows depends on padded ones."""
     first = {name: value[:1] for name, value in asked.latents.items()}
@@ -200,7 +200,7 @@ def _harmless(
     )
 
 
-def _shapes(programs: Programs, asked: Asked, data: SiloData) -> dict[str, tuple[int, ...]]:
+def _shapes(programs: Programs, asked: OwnRows, data: SiloData) -> dict[str, tuple[int, ...]]:
     """Return the shape of each site's value at a silo as it is."""
     first = {name: value[:1] for name, value in asked.latents.items()}
     found = jax.eval_shape(programs.one, asked.key, asked.theta, first, data)
@@ -241,7 +241,7 @@ def drawn_given_globals(run: Run, key: Array, draws: Mapping[str, Array], site: 
     programs = run._fit.cached("latents", lambda: predictor(fm, ("latent",)))
     axis = next(1 + (s.axis or 0) for s in fm.sites if s.name == site)
     asked = [
-        Asked(j, jax.random.fold_in(key, j), parameters_of(run, j), given)
+        OwnRows(j, jax.random.fold_in(key, j), parameters_of(run, j), given)
         for j in range(run.num_silos)
     ]
     parts = values_at(run, programs, asked)
@@ -258,7 +258,7 @@ def outcomes_and_rows(run: Run, silos: Sequence[int]) -> list[dict[str, np.ndarr
         return {name: outcome.value for name, outcome in found.items()} | seen
 
     programs = run._fit.cached("outcomes", lambda: compiled(at))
-    found = values_at(run, programs, [Asked(j, jax.random.key(0), {}, {}) for j in silos])
+    found = values_at(run, programs, [OwnRows(j, jax.random.key(0), {}, {}) for j in silos])
     return [{name: np.asarray(value)[0] for name, value in part.items()} for part in found]
 
 

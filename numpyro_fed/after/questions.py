@@ -16,7 +16,7 @@ from numpyro_fed.after.own_rows import (
     ALL,
     NEW,
     OWN_ROWS,
-    Asked,
+    OwnRows,
     WhichSilo,
     check_name,
     drawn_from_prior,
@@ -89,7 +89,7 @@ class Questions(ABC):
             # Above are the decorator of the call and the call itself.
             warnings.warn(words, category=ConvergenceWarning, stacklevel=5)
 
-    def _own_rows(self, key: Array, silos: Sequence[int], n: int) -> list[Asked]:
+    def _own_rows(self, key: Array, silos: Sequence[int], n: int) -> list[OwnRows]:
         """Return silos with draws of all latents, those of ``sample_posterior`` with that key."""
         run, key_new = self.run_behind, jax.random.fold_in(key, 2)
         draws = self.sample_posterior(key, n, silo=list(silos))
@@ -107,7 +107,7 @@ class Questions(ABC):
                 places[s.name] = last = first + run._hosted(j).sizes_of(j)[s.plate or ""]
                 latents[s.name] = values[s.name].take(range(first, last), 1 + (s.axis or 0))
             key_silo = jax.random.fold_in(key_new, 1 + j)
-            asked.append(Asked(j, key_silo, parameters_of(run, j), latents))
+            asked.append(OwnRows(j, key_silo, parameters_of(run, j), latents))
         return asked
 
     @property
@@ -260,7 +260,7 @@ class Questions(ABC):
             key_new, parameters = jax.random.fold_in(key, 1), parameters_of(run, None)
             return jax.block_until_ready(programs.many(key_new, parameters, latents, data))
         asked = [
-            Asked(j, jax.random.fold_in(key, 1 + j), parameters_of(run, j), latents)
+            OwnRows(j, jax.random.fold_in(key, 1 + j), parameters_of(run, j), latents)
             for j in range(run.num_silos)
         ]
         return values_at(run, programs, asked)

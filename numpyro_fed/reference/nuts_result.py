@@ -17,7 +17,7 @@ from numpyro import handlers
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 
 from numpyro_fed.after.own_rows import (
-    Asked,
+    OwnRows,
     WhichSilo,
     chosen_silos,
     outcomes_and_rows,
@@ -250,7 +250,7 @@ class NutsResult(Posterior):
         asked = []
         for j in range(run.num_silos):
             latents = shared | {name: samples[local_name(j, name)] for name in local}
-            asked.append(Asked(j, jax.random.key(0), parameters_of(run, j), latents))
+            asked.append(OwnRows(j, jax.random.key(0), parameters_of(run, j), latents))
         plate_of = {SEEN + s.name: s.plate for s in fm.sites if s.kind == "observed"}
         values = []
         parts, outcomes = values_at(run, programs, asked), outcomes_and_rows(run, range(len(asked)))
