@@ -219,9 +219,9 @@ def load(
         def run_of(part: str) -> Result:
             """Return a run of the file; those with equal settings share a method."""
             described = saved["others"][part] if part else saved
-            recipe, name = described.get("recipe"), described["settings"]["method"]
+            recipe, name = described.get("recipe") or {}, described["settings"]["method"]
             why = ""
-            if recipe is None or recipe["method"] not in METHODS:
+            if recipe.get("method") not in METHODS:
                 why = "that nf.load reads without model and silos only"
             elif recipe["lost"]:
                 settings = " and ".join(f"{setting}=" for setting in recipe["lost"])

@@ -203,8 +203,8 @@ def particles_of(
     sampler = sampler_of(fit._fit, integration)
     draws = on_supports(sampler, fit, z)
     latents = {s.name for s in fit._fit.model.named("latent")}
-    by_islands = np.arange(len(z)).reshape(len(kept), NUM_ISLANDS, -1).swapaxes(0, 1)
-    by_islands = by_islands.reshape(NUM_ISLANDS, -1)
+    index = np.arange(len(z)).reshape(len(kept), NUM_ISLANDS, -1)
+    by_islands = index.swapaxes(0, 1).reshape(NUM_ISLANDS, -1)
     errors = ElementErrors.of(draws, latents, even, by_islands)
     shift_error = disagreement(z[by_islands], computed.sd)
     counts = log_p > LOST / 2

@@ -144,9 +144,10 @@ class Tempered:
                 swarm, near = before.copy(), bool(getattr(result, "near", False))
             else:
                 swarm = self._begin(key_begin, fit, result)
+                near = self.start == "prior"
                 # Particles of another run are not known to cover the posterior.
-                weighed = isinstance(result, Corrected) and not isinstance(result, Particles)
-                near = self.start == "prior" or (weighed and result.ess >= MIN_EFFECTIVE)
+                if isinstance(result, Corrected) and not isinstance(result, Particles):
+                    near = near or result.ess >= MIN_EFFECTIVE
             words = "log likelihoods at particles, or their gradients, are not finite at {}."
             ask = partial(fit.ask_once, key=key_run, message=words)
             interrupted, progress = False, progress_of(progress_bar)
