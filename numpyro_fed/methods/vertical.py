@@ -39,7 +39,7 @@ from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.fingerprint import check_terms, source_hash, terms_of
 from numpyro_fed.model.observed import Supports, as_bucket
 from numpyro_fed.model.padding import bucket, one_by_one
-from numpyro_fed.model.roles import (
+from numpyro_fed.model.vertical import (
     Text,
     VerticalSplit,
     is_array,

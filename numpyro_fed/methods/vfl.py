@@ -34,7 +34,7 @@ from numpyro_fed.methods.sfvi import default_optimiser
 from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.model.clients import positive_rho
 from numpyro_fed.model.data import signature
-from numpyro_fed.model.roles import (
+from numpyro_fed.model.vertical import (
     VerticalSplit,
     check_batches,
     hyperparameter_mask,

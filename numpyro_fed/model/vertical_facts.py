@@ -22,7 +22,7 @@ from numpyro_fed.errors import DataError, DataWarning, ModelError
 from numpyro_fed.model.data import SiloData, read_one
 from numpyro_fed.model.facts import skeleton, unflatten_skeleton
 from numpyro_fed.model.fingerprint import SOFTWARE, Term
-from numpyro_fed.model.roles import with_server_data
+from numpyro_fed.model.vertical import with_server_data
 from numpyro_fed.records import canonical, read_record
 
 ORDER = (

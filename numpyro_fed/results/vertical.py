@@ -20,11 +20,12 @@ from numpyro_fed.algorithms.vertical.search import VerticalSearch
 from numpyro_fed.algorithms.vertical.weigh import Weighing, WeightedDraws
 from numpyro_fed.errors import ModelError, positive_int
 from numpyro_fed.model.binding import Theta
-from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.fingerprint import vertical_fingerprint
+from numpyro_fed.model.data import SiloData, signature
+from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.observed import Supports
 from numpyro_fed.model.sites import Site
-from numpyro_fed.model.vertical import VerticalModel
+from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.model.vertical import VerticalModel, latents_of
 from numpyro_fed.model.vertical_facts import VerticalPlan
 from numpyro_fed.results.arviz import Coords, Dims, Labels, to_arviz
 from numpyro_fed.results.base import BuiltRun, CompiledMethod, FederatedRun, Silos
@@ -215,10 +216,16 @@ class VerticalFit(CompiledMethod[VerticalBuilt]):
         """Return the fingerprints by which a file recognises model and data."""
 
         def text() -> str:
-            def make() -> str:
-                return vertical_fingerprint(self.built.model, self.server_data, hosted.data)
+            model = self.built.model
+            total = np.zeros(model.shape, model.dtype)
+            parts = [(model.server, model.with_total(self.server_data, total))]
+            parts += zip(model.clients, hosted.data, strict=True)
+            by_shape = {(party, signature(data)): (party, data) for party, data in parts}
 
-            # Half a second of tracing, needed once for a fit whose arguments keep their shapes.
+            def make() -> str:
+                return " ".join(fingerprint(party, [data]) for party, data in by_shape.values())
+
+            # Needed once for a fit whose arguments keep their shapes.
             return self.cached("text", make)
 
         clients = {f"client {j}": data for j, data in enumerate(hosted.data)}
@@ -366,9 +373,9 @@ class VerticalResult(ColumnsAfterFit, FederatedRun[VerticalFit]):
         # Latents at given draws do not read the sum of the predictors: zeros stand in for it.
         total = jnp.zeros(model.shape, model.dtype)
         server = model.with_total(self._fit.server_data, total)
-        sites = dict(_values(model.server.values, theta, z, server))
+        sites = dict(_values(model.server, theta, z, server))
         for j, data in enumerate(self._data if own else ()):
-            values = _values(model.clients[j].values, self.private(j).theta, own[j], data)
+            values = _values(model.clients[j], self.private(j).theta, own[j], data)
             sites |= model.scoped(j, values)
         return sites
 
@@ -382,13 +389,8 @@ class SOULResult(VerticalResult):
 
 
 @partial(jax.jit, static_argnums=0)
-def _values(
-    values: Callable[[Theta, Array, SiloData], dict[str, Array]],
-    theta: Theta,
-    z: Array,
-    data: SiloData,
-) -> dict[str, Array]:
-    return jax.lax.map(lambda z: values(theta, z, data), z, batch_size=64)
+def _values(party: FederatedModel, theta: Theta, z: Array, data: SiloData) -> dict[str, Array]:
+    return jax.lax.map(lambda z: latents_of(party, theta, z, data), z, batch_size=64)
 
 
 # Draws in an exchange, as for silos with rows: more make replies larger, fewer more exchanges.

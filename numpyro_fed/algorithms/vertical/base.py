@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,7 +31,7 @@ from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.coupling import shared_guide
 from numpyro_fed.guides.structured import Guide, build_resolved
 from numpyro_fed.model.data import SiloData, signature
-from numpyro_fed.model.vertical import VerticalModel
+from numpyro_fed.model.vertical import VerticalModel, init_theta
 
 # Standard deviation of the first random shares in the shared noise, where a run does not start at
 # the mode: small against one, so that parties start almost independent.
@@ -308,14 +308,14 @@ class Vertical(Parties):
     def guide(self, kind: PartyType, data: SiloData | None = None) -> Guide:
         """Return the guide of a party's latents; its start may depend on the party's data."""
         spec = self.server_spec if kind is self.server else self.spec
-        party_model: Any = kind.model._replace(data=data)
+        party_model = kind.model if data is None else replace(kind.model, silo=data)
         return build_resolved(spec, kind.resolved, party_model)
 
     def init_server(self, key: Array, data: SiloData) -> ServerState:
         """Return the server's first state; ``data`` has the shapes of its data."""
         key_theta, key_guide, key_coupling, key_sharing = jax.random.split(key, 4)
         given = self.zeros_at_server(data)
-        theta = self.server.model.init_theta(key_theta, given)
+        theta = init_theta(self.server.model, key_theta, given)
         if self.from_start:
             return self.server_at(key_guide, theta)
         eta = self.guide(self.server, given).init_global(key_guide)
@@ -362,7 +362,7 @@ class Vertical(Parties):
         """Return a client's first state."""
         key_theta, key_guide, key_coupling, key_state = jax.random.split(key, 4)
         kind = self.kind(data)
-        theta = kind.model.init_theta(key_theta, data)
+        theta = init_theta(kind.model, key_theta, data)
         if self.from_start:
             centre = jnp.zeros(self.model.shape)
             return self.client_at(key_guide, data, theta, None, centre)

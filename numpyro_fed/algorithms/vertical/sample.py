@@ -21,7 +21,8 @@ from numpyro_fed.algorithms.base import (
 )
 from numpyro_fed.guides.structured import GuideConfig
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.vertical import PartyModel
+from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.model.vertical import latents_of, prior_draw
 from numpyro_fed.programs import compiled_method
 from numpyro_fed.trees import all_finite
 
@@ -49,7 +50,7 @@ class PartyType(NamedTuple):
     which coordinates are hyperparameters: the prior of other latents depends on them.
     """
 
-    model: PartyModel
+    model: FederatedModel
     resolved: GuideConfig
     above: tuple[bool, ...]
 
@@ -60,7 +61,7 @@ class PartyType(NamedTuple):
             return unpinned
         keys = jax.random.split(key, PRIOR_DRAWS)
         try:
-            draws = jax.vmap(lambda key: self.model.draw_prior(key, data))(keys)
+            draws = jax.vmap(lambda key: prior_draw(self.model, key, data))(keys)
         except NotImplementedError:  # flat priors
             return unpinned
         low, place, high = jnp.quantile(draws, jnp.array([0.16, 0.5, 0.84]), axis=0)
@@ -91,7 +92,7 @@ AT_ONCE = 64  # draws whose values are computed side by side; more of them use m
 class OwnDraws(NamedTuple):
     """A client's part of the model, its parameters, and unconstrained draws (n, dim)."""
 
-    model: PartyModel
+    model: FederatedModel
     theta: dict[str, Any]
     z: Array
 
@@ -132,7 +133,7 @@ class Sampling:
         self, noise: Array, down: Any, state: Any, data: SiloData
     ) -> tuple[Reply[tuple[()]], Sampled]:
         model, theta, z = self.parties.client_draws(noise, down, state, data, self.num_draws)
-        values = jax.lax.map(lambda z: model.values(theta, z, data), z, batch_size=AT_ONCE)
+        values = jax.lax.map(lambda z: latents_of(model, theta, z, data), z, batch_size=AT_ONCE)
         return Reply((), all_finite(values)), Sampled(values)
 
     @compiled_method()

@@ -89,6 +89,7 @@ from numpyro_fed.algorithms.vertical.curvature import (
 from numpyro_fed.algorithms.vertical.sample import PartyType, PinnedLatents
 from numpyro_fed.frame import identity
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.vertical import init_theta
 from numpyro_fed.programs import compiled_method, jit_once
 from numpyro_fed.trees import AnyArray, all_finite, namespace, where
 
@@ -304,7 +305,7 @@ class VerticalSearch:
     def _init(self, kind: PartyType, key: Array, data: SiloData) -> Party:
         v, dim = self.vertical, kind.model.dim
         key_pin, key_theta, key_basis = jax.random.split(key, 3)
-        theta, pinned = kind.model.init_theta(key_theta, data), kind.pin(key_pin, data)
+        theta, pinned = init_theta(kind.model, key_theta, data), kind.pin(key_pin, data)
         zeros, basis = jnp.zeros(dim), jax.random.normal(key_basis, (dim, v.width))
         anchor = basis[:, : v.rank]
         return Party(

@@ -58,7 +58,8 @@ from numpyro_fed.algorithms.vertical.power import Up as Slopes
 from numpyro_fed.algorithms.vertical.sample import OwnDraws
 from numpyro_fed.frame import identity
 from numpyro_fed.model.data import SiloData, signature
-from numpyro_fed.model.vertical import PartyModel
+from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.model.vertical import init_theta
 from numpyro_fed.trees import all_finite
 
 SHOW = "show"  # the name of the exchange in which clients send auxiliary variables
@@ -99,7 +100,7 @@ class Soul(Parties):
         Draws that a client keeps.
     """
 
-    kinds: Mapping[Any, PartyModel]
+    kinds: Mapping[Any, FederatedModel]
     rho: float
     num_steps: int
     step_size: float
@@ -113,14 +114,14 @@ class Soul(Parties):
     def init_server(self, key: Array, data: SiloData) -> ServerState:
         """Return the server's first state; ``data`` has the shapes of its data."""
         party_model = self.model.server
-        theta = party_model.init_theta(key, self.zeros_at_server(data))
+        theta = init_theta(party_model, key, self.zeros_at_server(data))
         own = PartyParams(None, {"z": jnp.zeros(party_model.dim)}, theta)
         return self.first_server(ServerParams(own, {}), identity((party_model.dim,)))
 
     def init_client(self, key: Array, data: SiloData) -> ClientState:
         """Return a client's first state: at zero, in units of its curvature there."""
         party_model = self.kinds[signature(data)]
-        theta, origin = party_model.init_theta(key, data), jnp.zeros(party_model.dim)
+        theta, origin = init_theta(party_model, key, data), jnp.zeros(party_model.dim)
 
         def predict(z: Array) -> Array:
             return self.model.predict(party_model, theta, z, data)[0]
@@ -154,7 +155,7 @@ class Soul(Parties):
             return jnp.zeros_like(centre)
         server = self.model.server
         at_server = SiloData(dict(data.kwargs["shared"]))
-        theta = server.init_theta(jax.random.key(0), self.model.with_total(at_server, centre))
+        theta = init_theta(server, jax.random.key(0), self.model.with_total(at_server, centre))
 
         def log_p(predictor: Array) -> Array:
             z = jnp.zeros(server.dim)
