@@ -19,7 +19,6 @@ from numpyro_fed.errors import (
     positive_int,
 )
 from numpyro_fed.model.facts import Plan
-from numpyro_fed.model.vertical_facts import VerticalPlan
 from numpyro_fed.results.at_silo import AtSilo
 from numpyro_fed.results.base import FederatedRun, Ready, Silos
 from numpyro_fed.results.saving import load_state
@@ -178,7 +177,7 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
 def reached(
     federation: Federation,
     name: str,
-    plan: Plan | VerticalPlan,
+    plan: Plan,
     make: Callable[[Callable[..., Runtime]], Made],
     weights: Sequence[Weights] | None = None,
 ) -> tuple[Made, Silos]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -103,8 +103,6 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
     :meth:`assemble`). ``Prepared`` is the type of what :meth:`prepare` returns, kept with each
     layout of silos.
     """
-
-    plan_type: ClassVar[type[Plan]] = Plan
 
     _layouts: dict[Hashable, tuple[Layout, Plan, Prepared]] = field(
         default_factory=dict, init=False, repr=False, compare=False

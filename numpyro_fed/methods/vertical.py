@@ -36,7 +36,18 @@ from numpyro_fed.methods.mode import SEARCH
 from numpyro_fed.methods.recipe import for_silos
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
 from numpyro_fed.model.data import SiloData, read_one, signature
-from numpyro_fed.model.fingerprint import check_terms, source_hash, terms_of
+from numpyro_fed.model.facts import (
+    VERSION,
+    Facts,
+    Plan,
+    check_same_digests,
+    check_same_ids,
+    digest,
+    facts_of_columns,
+    read_ids,
+    shared_text,
+)
+from numpyro_fed.model.fingerprint import SOFTWARE, check_terms, source_hash, terms_of
 from numpyro_fed.model.observed import Supports, as_bucket
 from numpyro_fed.model.padding import bucket, one_by_one
 from numpyro_fed.model.vertical import (
@@ -44,17 +55,6 @@ from numpyro_fed.model.vertical import (
     VerticalSplit,
     is_array,
     split,
-    with_server_data,
-)
-from numpyro_fed.model.traces import Traces
-from numpyro_fed.model.vertical_facts import (
-    Shapes,
-    VerticalPlan,
-    check_same_digests,
-    check_same_ids,
-    digest,
-    read_ids,
-    shared_text,
 )
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalResult, VerticalStart
@@ -85,7 +85,6 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
     """
 
     kind: ClassVar[type[VerticalResult]] = VerticalResult
-    plan_type: ClassVar[type[VerticalPlan]] = VerticalPlan
 
     likelihood: str = field(default="augmented", kw_only=True)
     share_response: bool = field(default=False, kw_only=True)
@@ -261,7 +260,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
             return {k: columns if a is federation else a for k, a in bound.items()}
 
         name, facts = federation.describe(for_silos(self, federation.names))
-        plan, roles = self.agree(tuple(map(Shapes.from_json, facts)), arguments, row_ids)
+        plan, roles = self.agree(tuple(map(Facts.from_json, facts)), arguments, row_ids)
 
         def make(reach: Callable[..., Runtime]) -> VerticalFit:
             built = self.assemble(roles)
@@ -277,14 +276,18 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
 
     def agree(
         self,
-        clients: tuple[Shapes, ...],
+        clients: tuple[Facts, ...],
         arguments: Callable[[list[Any]], Mapping[str, Any]],
         row_ids: ArrayLike | None = None,
-    ) -> tuple[VerticalPlan, VerticalSplit]:
+    ) -> tuple[Plan, VerticalSplit]:
         """Return the plan of clients with these facts, and the server's part in it.
 
         ``arguments(columns)`` returns the model's arguments by name; it is called with zeros.
         """
+        if any(client.version != VERSION for client in clients):
+            raise ModelError(
+                "a client's facts were written by another version. All parties must run the same."
+            )
         digests = {f"client {j}": client.ids for j, client in enumerate(clients)}
         # The plan goes to all clients, whom the digests of others do not concern.
         clients = tuple(replace(client, ids="") for client in clients)
@@ -316,31 +319,28 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         if row_ids is not None:
             digests["the server"] = digest(read_ids(row_ids, roles.model.rows, "the server"))
         check_same_digests(digests)
-        plan = VerticalPlan(Shapes.of(read_one("the server", given)), clients, shared, ())
-        terms = tuple(
-            terms_of(Traces(party.text, split=False), data, by_value=plan.by_value)
-            for party, data in zip(roles.model.clients, roles.clients, strict=True)
-        )
-        return replace(plan, terms=terms), roles
+        facts = facts_of_columns(read_one("the server", given))
+        software = SOFTWARE if all(c.software == SOFTWARE for c in clients) else ""
+        pairs = zip(roles.model.clients, roles.clients, strict=True)
+        terms = tuple(terms_of(p.traces, data, by_value=not software) for p, data in pairs)
+        plan = Plan(facts, len(clients), (), (), "{}", terms, software, clients, shared)
+        return plan, roles
 
-    def describe(self, silo: object, row_ids: ArrayLike | None = None) -> Shapes:
+    def describe(self, silo: object, row_ids: ArrayLike | None = None) -> Facts:
         """Return the facts of a client's columns: shapes, dtypes, plain values, digest of ids."""
-        shapes = Shapes.of(self.read_silo(silo))
+        facts = facts_of_columns(self.read_silo(silo))
         if row_ids is None:
-            return shapes
+            return facts
         rows = rows_of(silo) or np.shape(row_ids)[0]
-        return replace(shapes, ids=digest(read_ids(row_ids, rows, "this client")))
+        return replace(facts, ids=digest(read_ids(row_ids, rows, "this client")))
 
-    def read_silo(
-        self, silo: object, plan: VerticalPlan | None = None, number: int = 0
-    ) -> SiloData:
+    def read_silo(self, silo: object, plan: Plan | None = None, number: int = 0) -> SiloData:
         """Return a client's columns, checked; with the plan, as the algorithm takes them."""
         if plan is None:
             return read_one("a client", {"columns": silo})
         expected = self._roles(plan).clients[number]
-        predictor = expected.kwargs["predictor"]
-        data = read_one(f"client {number}", {"columns": silo, "predictor": predictor})
-        data = with_server_data(data, plan.shared_text) if self.share_response else data
+        own = {"columns": silo, "predictor": expected.kwargs["predictor"]}
+        data = plan.client_data(own, f"client {number}")
         if signature(data) != signature(expected):
             raise DataError(
                 f"client {number} holds columns of another shape or kind than the plan says. The "
@@ -348,20 +348,20 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
             )
         return data
 
-    def check_plan(self, plan: VerticalPlan, facts: str, number: int) -> None:
+    def check_plan(self, plan: Plan, facts: str, number: int) -> None:
         """Raise an error for a plan that does not come from these facts of client ``number``."""
-        own = replace(Shapes.from_json(facts), ids="")
+        own = replace(Facts.from_json(facts), ids="")
         if not 0 <= number < plan.num_silos or plan.clients[number] != own:
             raise DataError(
                 f"client {number} holds columns of another shape or kind than the plan says. The "
                 "plan must be made from the facts of this client, as the client of this number."
             )
-        roles, by_value = self._roles(plan), plan.by_value
-        traces = Traces(roles.model.clients[number].text, split=False)
+        roles, by_value = self._roles(plan), not plan.software
+        traces = roles.model.clients[number].traces
         mine = terms_of(traces, roles.clients[number], by_value=by_value)
         check_terms(plan.terms[number], mine, f"client {number}", by_value=by_value)
 
-    def build(self, plan: VerticalPlan) -> VerticalBuilt:
+    def build(self, plan: Plan) -> VerticalBuilt:
         """Return the algorithm from model and plan, the same at every party."""
         return self.assemble(self._roles(plan))
 
@@ -377,7 +377,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
             return Round((question,), asked_directly), built.algorithm
         return built.round_of(asked.name)
 
-    def size_of(self, plan: VerticalPlan, built: VerticalBuilt, data: SiloData) -> PlanSize:
+    def size_of(self, plan: Plan, built: VerticalBuilt, data: SiloData) -> PlanSize:
         """Return how large a plan is, as a client's owner sees it."""
         largest = max(party.dim for party in built.model.clients)
         return PlanSize(plan.num_silos, built.model.rows, largest)
@@ -392,8 +392,8 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         """Do nothing: any exchange suits any client."""
         return
 
-    def _roles(self, plan: VerticalPlan) -> VerticalSplit:
-        text = Text.of(self.model, (), plan.arguments.zeros())
+    def _roles(self, plan: Plan) -> VerticalSplit:
+        text = Text.of(self.model, (), plan.facts.zeros())
         return split(text, share_response=self.share_response)
 
 

@@ -21,12 +21,12 @@ from numpyro_fed.algorithms.vertical.weigh import Weighing, WeightedDraws
 from numpyro_fed.errors import ModelError, positive_int
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData, signature
+from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.fingerprint import fingerprint
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.observed import Supports
 from numpyro_fed.model.sites import Site
-from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.vertical import VerticalModel, latents_of
-from numpyro_fed.model.vertical_facts import VerticalPlan
 from numpyro_fed.results.arviz import Coords, Dims, Labels, to_arviz
 from numpyro_fed.results.base import BuiltRun, CompiledMethod, FederatedRun, Silos
 from numpyro_fed.results.saving import Provenance, save
@@ -186,7 +186,7 @@ class VerticalFit(CompiledMethod[VerticalBuilt]):
 
     server_data: SiloData
     source: str = ""
-    plan: VerticalPlan | None = None
+    plan: Plan | None = None
     reach: Callable[..., Runtime] | None = None
 
     @property
