@@ -70,8 +70,7 @@ from numpyro_fed.model.row_checks import RowChecks, check_rows_apart, refuse_cou
 from numpyro_fed.model.split import split
 from numpyro_fed.programs import jit_once
 from numpyro_fed.results.at_silo import AtSilo, at_silo_of, outer_round
-from numpyro_fed.results.base import Silos
-from numpyro_fed.results.built import Built
+from numpyro_fed.results.base import Built, Silos
 from numpyro_fed.results.importance import weighing
 from numpyro_fed.results.loo import leaving_out, loo_exchange
 from numpyro_fed.results.mode import Near
@@ -96,7 +95,7 @@ Used = TypeVar("Used")
 
 
 @dataclass(frozen=True)
-class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
+class Method(FederatedMethod[Found], Generic[Found, Prepared]):
     """A federated method for silos that hold rows, with its settings in a frozen dataclass.
 
     A subclass has further settings and builds the algorithm (:meth:`settings_for`,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,12 @@ from jax.typing import ArrayLike
 from tqdm.auto import tqdm
 
 from numpyro_fed.algorithms.base import ExchangeId, FederatedAlgorithm, Round, asked_directly
-from numpyro_fed.algorithms.vertical.base import Parties, Vertical
+from numpyro_fed.algorithms.vertical.augmented import Vertical
+from numpyro_fed.algorithms.vertical.base import SAMPLE, Parties
 from numpyro_fed.algorithms.vertical.curvature import NoModeError
-from numpyro_fed.algorithms.vertical.sample import SAMPLE
 from numpyro_fed.algorithms.vertical.search import VerticalSearch
 from numpyro_fed.errors import DataError, ModelError, StartWarning
+from numpyro_fed.guides.structured import build_resolved, resolve
 from numpyro_fed.methods.base import (
     RUNTIMES,
     SEARCHES,
@@ -33,7 +34,7 @@ from numpyro_fed.methods.base import (
     reached,
 )
 from numpyro_fed.methods.mode import SEARCH
-from numpyro_fed.methods.recipe import for_silos
+from numpyro_fed.methods.recipe import for_silos, recipe
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
 from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.facts import (
@@ -47,7 +48,7 @@ from numpyro_fed.model.facts import (
     read_ids,
     shared_text,
 )
-from numpyro_fed.model.fingerprint import SOFTWARE, check_terms, source_hash, terms_of
+from numpyro_fed.model.fingerprint import SOFTWARE, check_terms, terms_of
 from numpyro_fed.model.observed import Supports, as_bucket
 from numpyro_fed.model.padding import bucket, one_by_one
 from numpyro_fed.model.vertical import (
@@ -56,8 +57,8 @@ from numpyro_fed.model.vertical import (
     is_array,
     split,
 )
-from numpyro_fed.results.base import Silos
-from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalResult, VerticalStart
+from numpyro_fed.results.base import Built, Fit, Silos
+from numpyro_fed.results.vertical import VerticalResult, VerticalStart
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import SEARCH as BEGIN_SEARCH
 from numpyro_fed.runtime.messages import Crossings
@@ -72,7 +73,7 @@ OPENING = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
+class VerticalMethod(FederatedMethod[Outcome]):
     """A method for models whose clients hold some columns of every row.
 
     Parameters
@@ -88,9 +89,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
 
     likelihood: str = field(default="augmented", kw_only=True)
     share_response: bool = field(default=False, kw_only=True)
-    _fits: dict[Hashable, VerticalFit] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _fits: dict[Hashable, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.likelihood not in ("augmented", "power"):
@@ -110,23 +109,23 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
     def settings_of(self, v: Any) -> dict[str, Any]:
         """Return the settings that a saved state must agree with."""
 
-    def assemble(self, roles: VerticalSplit) -> VerticalBuilt:
+    def assemble(self, roles: VerticalSplit) -> Built:
         """Return the algorithm for a model that is split over clients."""
         if self.likelihood == "power" and roles.model.below:
             raise ModelError(LATENT_OF_SUM.format(roles.model.below[0]))
         v = self.parties(roles)
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), roles.server)
-        return VerticalBuilt(
-            vertical=v,
+        server = roles.model.server
+        return Built(
+            model=server,
+            guide=build_resolved(None, resolve(None, server, {}, {}), server),
             algorithm=v.algorithm(like),
+            parties=v,
             settings={"method": type(self).__name__, **self.settings_of(v)},
-            static=roles.arguments[:1],
             search=VerticalSearch(v, like) if isinstance(v, Vertical) and v.from_start else None,
         )
 
-    def result_of(
-        self, run: RunOutcome, fit: VerticalFit, hosted: Silos, *, quiet: bool = False
-    ) -> Any:
+    def result_of(self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False) -> Any:
         return self.kind(run.losses, run.state, fit, hosted)
 
     def run(
@@ -177,7 +176,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         options = RunOptions(num_rounds, None, progress_bar, stop, callback, every)
         fit, hosted = self._compiled_for(args, kwargs, runtime, row_ids)
         if progress_bar:
-            tqdm.write(str(fit.messages(hosted)))
+            tqdm.write(str(_crossings(fit, hosted)))
         if init_state is None:
             elsewhere = None if fit.reach is None else partial(fit.reach, begin=BEGIN_SEARCH)
             state, start = begin(fit, key, hosted.batches, elsewhere or SEARCHES[runtime])
@@ -193,7 +192,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         round.
         """
         fit, hosted = self._compiled_for(args, kwargs, "simulation")
-        return fit.messages(hosted)
+        return _crossings(fit, hosted)
 
     def load(
         self, path: str | Path, *args: object, runtime: str = "simulation", **kwargs: object
@@ -214,7 +213,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         kwargs: dict[str, Any],
         runtime: str,
         row_ids: Sequence[ArrayLike] | None = None,
-    ) -> tuple[VerticalFit, Silos]:
+    ) -> tuple[Fit, Silos]:
         if runtime not in RUNTIMES:
             raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
         inputs = (*args, *kwargs.values())
@@ -222,22 +221,24 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         if clients is not None:
             own = None if row_ids is None else row_ids[-1]
             return self._over(clients, args, kwargs, own)
-        roles = split(Text.of(self.model, args, kwargs), share_response=self.share_response)
+        whole = Text.of(self.model, args, kwargs)
+        roles = split(whole, share_response=self.share_response)
         if row_ids is not None:
             check_same_ids(row_ids, roles.model.rows, len(roles.clients))
         precision = str(jnp.result_type(float))
         cache_key = (runtime, precision, roles.arguments, *map(signature, roles.clients))
         if cache_key not in self._fits:
-            built, source = self.assemble(roles), source_hash(self.model)
-            self._fits[cache_key] = VerticalFit(
+            built = self.assemble(roles)
+            self._fits[cache_key] = Fit(
                 built=built,
                 runtime=RUNTIMES[runtime](built.algorithm, None),
-                server_data=roles.server,
-                source=source,
+                plan=Plan(facts_of_columns(whole.data), len(roles.clients), (), ()),
+                recipe=recipe(self, runtime),
             )
         fit = replace(self._fits[cache_key], server_data=roles.server)
         # At every run, since the response's values may be other ones than at the first.
-        fit.built.supports.check(as_bucket(roles.server))
+        checks = fit.cached("supports", lambda: Supports.of_server(roles.model))
+        checks.check(as_bucket(roles.server))
         sizes: list[dict[str, int]] = [{} for _ in roles.clients]
         buckets = (
             one_by_one(roles.clients, sizes)
@@ -252,7 +253,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         row_ids: ArrayLike | None,
-    ) -> tuple[VerticalFit, Silos]:
+    ) -> tuple[Fit, Silos]:
         """Return the fit for clients that a federation stands for among the model's arguments."""
         bound = inspect.signature(self.model).bind(*args, **kwargs).arguments
 
@@ -262,10 +263,10 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         name, facts = federation.describe(for_silos(self, federation.names))
         plan, roles = self.agree(tuple(map(Facts.from_json, facts)), arguments, row_ids)
 
-        def make(reach: Callable[..., Runtime]) -> VerticalFit:
+        def make(reach: Callable[..., Runtime]) -> Fit:
             built = self.assemble(roles)
             runtime = reach(built.algorithm)
-            return VerticalFit(
+            return Fit(
                 built=built, runtime=runtime, server_data=roles.server, plan=plan, reach=reach
             )
 
@@ -361,34 +362,33 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         mine = terms_of(traces, roles.clients[number], by_value=by_value)
         check_terms(plan.terms[number], mine, f"client {number}", by_value=by_value)
 
-    def build(self, plan: Plan) -> VerticalBuilt:
+    def build(self, plan: Plan) -> Built:
         """Return the algorithm from model and plan, the same at every party."""
         return self.assemble(self._roles(plan))
 
     def round_of(
-        self, built: VerticalBuilt, asked: ExchangeId
+        self, built: Built, asked: ExchangeId
     ) -> tuple[Round, FederatedAlgorithm[Any, Any]]:
         """Return the round that declares an exchange, and the algorithm whose states it has.
 
         It is one of a run, or the one in which all draw.
         """
         if asked.name == SAMPLE:
-            question = built.sampling(asked.read_settings()["num_draws"]).exchange
+            number = asked.read_settings()["num_draws"]
+            question, _ = cast(Parties, built.parties).sampling(number)
             return Round((question,), asked_directly), built.algorithm
         return built.round_of(asked.name)
 
-    def size_of(self, plan: Plan, built: VerticalBuilt, data: SiloData) -> PlanSize:
+    def size_of(self, plan: Plan, built: Built, data: SiloData) -> PlanSize:
         """Return how large a plan is, as a client's owner sees it."""
-        largest = max(party.dim for party in built.model.clients)
-        return PlanSize(plan.num_silos, built.model.rows, largest)
+        model = cast(Parties, built.parties).model
+        return PlanSize(plan.num_silos, model.rows, max(party.dim for party in model.clients))
 
-    def rows_that_count(self, built: VerticalBuilt, data: SiloData) -> int:
+    def rows_that_count(self, built: Built, data: SiloData) -> int:
         """Return the number of rows, whose outcomes a client does not know."""
-        return built.model.rows
+        return cast(Parties, built.parties).model.rows
 
-    def check_exchange(
-        self, built: VerticalBuilt, asked: ExchangeId, number: int, data: SiloData
-    ) -> None:
+    def check_exchange(self, built: Built, asked: ExchangeId, number: int, data: SiloData) -> None:
         """Do nothing: any exchange suits any client."""
         return
 
@@ -397,8 +397,14 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         return split(text, share_response=self.share_response)
 
 
+def _crossings(fit: Fit, hosted: Silos) -> Crossings:
+    """Return all arrays that cross between the server and the first client."""
+    data = fit.plan.template() if hosted.elsewhere else hosted.data[0]
+    return fit.built.messages(data, fit.server_data, silo="client")
+
+
 def begin(
-    fit: VerticalFit,
+    fit: Fit,
     key: Array,
     batches: Batches,
     runtime_of: Callable[[FederatedAlgorithm[Any, Any]], Runtime],
@@ -410,8 +416,7 @@ def begin(
     runtime = fit.cached(SEARCH, lambda: runtime_of(search.algorithm))
     key_search = jax.random.fold_in(key, OPENING)
     first = runtime.init(key_search, batches)
-    num_clients = len(fit.built.model.clients)
-    ask = Asked(runtime.transport(batches), key_search, num_clients, first.silos)
+    ask = Asked(runtime.transport(batches), key_search, fit.plan.num_silos, first.silos)
     key_server = server_key(exchange_key(key_search, 0, 0, 1))
     try:
         server, log_density = search.run(ask, key_server, first.server, fit.server_data)

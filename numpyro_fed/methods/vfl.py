@@ -19,10 +19,9 @@ from numpyro_fed.algorithms.base import (
     Round,
     asked_directly,
 )
-from numpyro_fed.algorithms.vertical.augmented import Augmented
-from numpyro_fed.algorithms.vertical.base import Vertical
+from numpyro_fed.algorithms.vertical.augmented import Vertical
+from numpyro_fed.algorithms.vertical.base import PartyType
 from numpyro_fed.algorithms.vertical.power import Power
-from numpyro_fed.algorithms.vertical.sample import PartyType
 from numpyro_fed.algorithms.vertical.soul import Soul
 from numpyro_fed.algorithms.vertical.weigh import Weighing
 from numpyro_fed.errors import GuideError, StartWarning, positive_int
@@ -39,7 +38,8 @@ from numpyro_fed.model.vertical import (
     check_batches,
     hyperparameter_mask,
 )
-from numpyro_fed.results.vertical import SOULResult, VerticalBuilt, VerticalResult
+from numpyro_fed.results.base import Built
+from numpyro_fed.results.vertical import SOULResult, VerticalResult
 from numpyro_fed.runtime.messages import Crossings
 
 # Rows up to which each auxiliary variable has a normal of its own by default. Above, an amortised
@@ -269,7 +269,7 @@ class VFL(VerticalMethod[VerticalResult]):
         start = self._start(roles)
         at_zero = model.with_total(roles.server, jnp.zeros(model.shape, model.dtype))
         hyperparameters = hyperparameter_mask(model.server, at_zero)
-        kind: type[Vertical] = Power if self.likelihood == "power" else Augmented
+        kind = Power if self.likelihood == "power" else Vertical
         vertical = kind(
             model=model,
             server=PartyType(
@@ -308,11 +308,11 @@ class VFL(VerticalMethod[VerticalResult]):
         }
 
     def round_of(
-        self, built: VerticalBuilt, asked: ExchangeId
+        self, built: Built, asked: ExchangeId
     ) -> tuple[Round, FederatedAlgorithm[Any, Any]]:
         """Return the round that declares an exchange, and the algorithm whose states it has."""
         if asked.name == IMPORTANCE:
-            question = Weighing(built.vertical, **asked.read_settings()).exchange
+            question = Weighing(built.parties, **asked.read_settings()).exchange
             return Round((question,), asked_directly), built.algorithm
         return super().round_of(built, asked)
 

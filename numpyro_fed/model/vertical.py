@@ -29,7 +29,7 @@ from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.primitives import feasible
-from numpyro_fed.model.sites import NEEDS_VALUES
+from numpyro_fed.model.sites import NEEDS_VALUES, Site
 from numpyro_fed.model.trace import ARRAY, DENSITY, LATENT, OBSERVED
 from numpyro_fed.model.traces import Traces
 from numpyro_fed.programs import TRACING
@@ -109,6 +109,20 @@ class VerticalModel(NamedTuple):
     def rows(self) -> int:
         """Return the number of rows."""
         return self.shape[0]
+
+    @property
+    def sites(self) -> dict[str, Site]:
+        """Return the sites of all parties by their names in the model.
+
+        Their slices are those of the coordinates of all parties, the server's first.
+        """
+        found, start = dict[str, Site](), 0
+        for j, party in enumerate([self.server, *self.clients]):
+            for s in party.sites:
+                name = next(iter(self.scoped(j - 1, {s.name: s}))) if j else s.name
+                found[name] = s._replace(name=name, start=start + s.start, stop=start + s.stop)
+            start += party.dim
+        return found
 
     def scoped(self, j: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of client ``j`` under their names in the whole model."""

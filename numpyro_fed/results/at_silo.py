@@ -39,8 +39,7 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Facts, Plan
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import Site
-from numpyro_fed.results.base import FederatedRun
-from numpyro_fed.results.built import Built
+from numpyro_fed.results.base import Built, FederatedRun
 from numpyro_fed.results.sampler import Sampler
 from numpyro_fed.runtime.messages import unpack
 
@@ -260,13 +259,13 @@ def outer_round(built: Built, settings: Mapping[str, Any]) -> Round:
 
 
 def told_by_silos(
-    result: FederatedRun[Any], key: Array, z_G: Array, sampler: Sampler
+    result: FederatedRun, key: Array, z_G: Array, sampler: Sampler
 ) -> dict[str, Array]:
     """Return the latents of outer plates of all silos, side by side, at draws of the globals.
 
     Silos are in other processes, and it takes one exchange.
     """
-    fit, number = result._fit, result.num_parties
+    fit, number = result._fit, result.num_silos
     sites, largest = outer_sites(fit.model), dict(fit.plan.largest)
     if not sites:
         raise DataError(

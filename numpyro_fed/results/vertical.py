@@ -13,23 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import IMPORTANCE, FederatedAlgorithm, Round
-from numpyro_fed.algorithms.vertical.base import PartyState
-from numpyro_fed.algorithms.vertical.sample import SAMPLE, Sampling
-from numpyro_fed.algorithms.vertical.search import VerticalSearch
+from numpyro_fed.algorithms.base import IMPORTANCE
+from numpyro_fed.algorithms.vertical.base import SAMPLE, PartyState
 from numpyro_fed.algorithms.vertical.weigh import Weighing, WeightedDraws
 from numpyro_fed.errors import ModelError, positive_int
 from numpyro_fed.model.binding import Theta
-from numpyro_fed.model.data import SiloData, signature
-from numpyro_fed.model.facts import Plan
-from numpyro_fed.model.fingerprint import fingerprint
+from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.observed import Supports
 from numpyro_fed.model.sites import Site
-from numpyro_fed.model.vertical import VerticalModel, latents_of
+from numpyro_fed.model.vertical import latents_of
 from numpyro_fed.results.arviz import Coords, Dims, Labels, to_arviz
-from numpyro_fed.results.base import BuiltRun, CompiledMethod, FederatedRun, Silos
-from numpyro_fed.results.saving import Provenance, save
+from numpyro_fed.results.base import FederatedRun
+from numpyro_fed.results.saving import save
 from numpyro_fed.results.weighted import (
     NO_WEIGHTS,
     Weighted,
@@ -40,9 +35,7 @@ from numpyro_fed.results.weighted import (
     until_interrupted,
     weights_of,
 )
-from numpyro_fed.runtime.messages import Crossings
 from numpyro_fed.runtime.noise import exchange_key, server_key
-from numpyro_fed.runtime.stack import Runtime
 
 TOGETHER = (
     "A row's predictor is the sum of what all clients compute on their columns: bring the draws of "
@@ -116,51 +109,6 @@ class ColumnsAfterFit:
     )
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class VerticalBuilt(BuiltRun):
-    """All that a method builds from a model whose clients hold columns.
-
-    Attributes
-    ----------
-    vertical : Vertical or Soul
-        The model and the guides that approximate it.
-    settings : dict
-        The settings that a saved state must agree with.
-    static : tuple
-        Plain values among the arguments of the model.
-    search : VerticalSearch or None
-    """
-
-    vertical: Any
-    settings: dict[str, Any]
-    static: tuple[Any, ...] = ()
-    search: VerticalSearch | None = None
-
-    def sampling(self, n: int) -> Sampling:
-        """Return the question by which all parties draw ``n`` times and keep their own draws."""
-        return Sampling(self.vertical, n)
-
-    @property
-    def model(self) -> VerticalModel:
-        """Return the model, split over server and clients."""
-        return self.vertical.model
-
-    @cached_property
-    def supports(self) -> Supports:
-        """Return the check of the server's response."""
-        return Supports.of_server(self.model)
-
-    @property
-    def first_algorithm(self) -> FederatedAlgorithm[Any, Any]:
-        """Return the algorithm whose states a run begins with."""
-        return self.algorithm if self.search is None else self.search.algorithm
-
-    @property
-    def search_rounds(self) -> tuple[Round, ...]:
-        """Return the rounds of the search for a start."""
-        return () if self.search is None else (self.search.algorithm.round,)
-
-
 class VerticalStart(NamedTuple):
     """The mode at which a run began.
 
@@ -176,64 +124,8 @@ class VerticalStart(NamedTuple):
     num_exchanges: int
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class VerticalFit(CompiledMethod[VerticalBuilt]):
-    """A vertical method that was built for a model's arguments of certain shapes.
-
-    ``source`` is a hash of the model's source. For clients in other processes ``plan`` is what all
-    have agreed on, and ``reach`` makes runtimes.
-    """
-
-    server_data: SiloData
-    source: str = ""
-    plan: Plan | None = None
-    reach: Callable[..., Runtime] | None = None
-
-    @property
-    def vertical(self) -> Any:
-        """Return the model and the guides that approximate it."""
-        return self.built.vertical
-
-    def messages(self, hosted: Silos) -> Crossings:
-        """Return all arrays that cross between the server and the first client."""
-        data = hosted.data[0] if self.plan is None else self.plan.template()
-        return self.built.messages(data, self.server_data, silo="client")
-
-    def description(self) -> dict[str, Any]:
-        """Return the settings and sites that a saved state must agree with."""
-        model = self.built.model
-        sites = {s.name: s for s in model.server.sites}
-        for j, client in enumerate(model.clients):
-            sites |= model.scoped(j, {s.name: s for s in client.sites})
-        return {
-            "settings": self.built.settings,
-            "sites": {name: [s.kind, list(s.shape), s.support] for name, s in sites.items()},
-            "rows": model.rows,
-            "static": [repr(value) for value in self.built.static],
-        }
-
-    def provenance(self, hosted: Silos) -> Provenance:
-        """Return the fingerprints by which a file recognises model and data."""
-
-        def text() -> str:
-            model = self.built.model
-            total = np.zeros(model.shape, model.dtype)
-            parts = [(model.server, model.with_total(self.server_data, total))]
-            parts += zip(model.clients, hosted.data, strict=True)
-            by_shape = {(party, signature(data)): (party, data) for party, data in parts}
-
-            def make() -> str:
-                return " ".join(fingerprint(party, [data]) for party, data in by_shape.values())
-
-            # Needed once for a fit whose arguments keep their shapes.
-            return self.cached("text", make)
-
-        clients = {f"client {j}": data for j, data in enumerate(hosted.data)}
-        return Provenance(text, self.source, {**clients, "the server": self.server_data})
-
-
 @dataclass(frozen=True, eq=False)
-class VerticalResult(ColumnsAfterFit, FederatedRun[VerticalFit]):
+class VerticalResult(ColumnsAfterFit, FederatedRun):
     """A vertical fit by variational inference.
 
     Attributes
@@ -259,17 +151,12 @@ class VerticalResult(ColumnsAfterFit, FederatedRun[VerticalFit]):
     @property
     def num_clients(self) -> int:
         """Return the number of clients."""
-        return len(self._fit.vertical.model.clients)
+        return self.num_silos
 
     @property
-    def num_parties(self) -> int:
-        """Return the number of clients."""
-        return self.num_clients
-
-    @property
-    def _data(self) -> tuple[SiloData, ...]:
-        """Return the data of clients in this process; empty if they are in other processes."""
-        return self._silos.data
+    def _parties(self) -> Any:
+        """Return the model and the guides of all parties, or their chains."""
+        return self._fit.built.parties
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -277,32 +164,27 @@ class VerticalResult(ColumnsAfterFit, FederatedRun[VerticalFit]):
 
         The coordinates are those of all parties: the server's first, then each client's.
         """
-        model, sites, start = self._fit.vertical.model, list[Site](), 0
-        clients = () if self._silos.elsewhere else model.clients
-        for j, party_model in enumerate([model.server, *clients]):
-            for s in party_model.named("latent"):
-                (name,) = model.scoped(j - 1, {s.name: None}) if j else (s.name,)
-                sites.append(s._replace(name=name, start=start + s.start, stop=start + s.stop))
-            start += party_model.dim
-        return tuple(sites)
+        model = self._parties.model
+        known = model.server.sites if self._silos.elsewhere else model.sites.values()
+        return tuple(s for s in known if s.kind == "latent")
 
     @property
     def params(self) -> dict[str, Any]:
         """Return the server's parameters on their supports; its guides as ``"guide"``."""
-        shared, v = self.shared, self._fit.vertical
+        shared, v = self.shared, self._parties
         guide = v.in_z(shared, None)
         return {**v.model.server.constrain_theta(shared.theta), "guide": guide}
 
     def client_params(self, client: int) -> dict[str, Any]:
         """Return a client's parameters on their supports, and its guides as ``"guide"``."""
-        private, v = self.private(client), self._fit.vertical
+        private, v = self.private(client), self._parties
         guide = v.in_z(private, self._hosted(client).data[client])
         return {**v.model.clients[client].constrain_theta(private.theta), "guide": guide}
 
     def private(self, client: int) -> PartyState:
         """Return a client's parameters, unconstrained, and its guides."""
         data = self._hosted(client).data[client]
-        return self._fit.vertical.private(self._silo_state(client), data)
+        return self._parties.private(self._silo_state(client), data)
 
     def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
         """Draw from the fitted posterior.
@@ -357,24 +239,25 @@ class VerticalResult(ColumnsAfterFit, FederatedRun[VerticalFit]):
         """Return all draws in this process, and clients at fault; the server may draw alone."""
         fit, state, ask = self._fit, self.state.server, self._asking(key)
         positive_int("n", n)
-        sampling: Sampling = fit.cached((SAMPLE, n), lambda: fit.built.sampling(n))
-        key_server = server_key(exchange_key(key, 0, 0, 1))
+        exchange, draw = fit.cached((SAMPLE, n), lambda: self._parties.sampling(n))
+        sent, z = draw(server_key(exchange_key(key, 0, 0, 1)), state)
+        sites = self.sites_at(z, ())
         if alone:
-            return self.sites_at(sampling.of_server(key_server, state)[1], ()), ()
-        sites = self.sites_at(sampling.run(ask, key_server, state, fit.server_data), ())
-        for j in range(len(self._data)):
+            return sites, ()
+        ask(exchange, sent)
+        for j in range(len(self._silos.data)):
             values = self._hosted(j).at(j, [stack.values for stack in ask.silos])
-            sites |= fit.vertical.model.scoped(j, values)
+            sites |= self._parties.model.scoped(j, values)
         return sites, ask.unusable
 
     def sites_at(self, z: Array, own: tuple[Array, ...]) -> dict[str, Array]:
         """Return latents on their supports at unconstrained draws ``z``, ``own`` (n, dim)."""
-        model, theta = self._fit.vertical.model, self.shared.theta
+        model, theta = self._parties.model, self.shared.theta
         # Latents at given draws do not read the sum of the predictors: zeros stand in for it.
         total = jnp.zeros(model.shape, model.dtype)
         server = model.with_total(self._fit.server_data, total)
         sites = dict(_values(model.server, theta, z, server))
-        for j, data in enumerate(self._data if own else ()):
+        for j, data in enumerate(self._silos.data if own else ()):
             values = _values(model.clients[j], self.private(j).theta, own[j], data)
             sites |= model.scoped(j, values)
         return sites
@@ -476,7 +359,7 @@ def vertical_correct(
     See :func:`numpyro_fed.importance_correct`.
     """
     fit, hosted = result._fit, result._silos
-    v = fit.vertical
+    v = result._parties
     row_numbers = int(np.prod(v.model.shape))
     size = max(1, min(num_draws, AT_ONCE, NUMBERS // row_numbers))
     at_once = max(1, min(size, SIDE_BY_SIDE // row_numbers))

@@ -27,8 +27,8 @@ from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round
 from numpyro_fed.algorithms.vertical.augmented import (
     DRAW,
     STEP,
-    Augmented,
     Stepped,
+    Vertical,
 )
 from numpyro_fed.algorithms.vertical.augmented import Down as Rows
 from numpyro_fed.algorithms.vertical.augmented import Up as Drawn
@@ -68,7 +68,7 @@ class Up(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Power(Augmented):
+class Power(Vertical):
     """Algorithm 2 as pure functions; clients hold the server's arrays as ``shared``."""
 
     power: bool = True

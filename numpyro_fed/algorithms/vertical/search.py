@@ -65,11 +65,13 @@ from numpyro_fed.algorithms.base import (
     stacked_visit,
 )
 from numpyro_fed.algorithms.expand import shape
+from numpyro_fed.algorithms.vertical.augmented import Vertical
 from numpyro_fed.algorithms.vertical.base import (
     ClientState,
     PartyStart,
+    PartyType,
+    PinnedLatents,
     ServerState,
-    Vertical,
 )
 from numpyro_fed.algorithms.vertical.curvature import (
     Function,
@@ -86,7 +88,6 @@ from numpyro_fed.algorithms.vertical.curvature import (
     ritz_vectors,
     root_of,
 )
-from numpyro_fed.algorithms.vertical.sample import PartyType, PinnedLatents
 from numpyro_fed.frame import identity
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.vertical import init_theta

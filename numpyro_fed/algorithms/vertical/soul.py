@@ -55,7 +55,6 @@ from numpyro_fed.algorithms.vertical.base import (
 from numpyro_fed.algorithms.vertical.curvature import Local, diagonal_curvature
 from numpyro_fed.algorithms.vertical.power import Down
 from numpyro_fed.algorithms.vertical.power import Up as Slopes
-from numpyro_fed.algorithms.vertical.sample import OwnDraws
 from numpyro_fed.frame import identity
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.log_density import FederatedModel
@@ -224,22 +223,18 @@ class Soul(Parties):
         """Return a party's draws or latents, which it has in place of a guide."""
         return party.guide
 
-    def sent_like(self, n: int) -> Any:
-        """Return nothing: the server sends no noise where clients choose draws."""
-        return ()
-
-    def server_draws(self, key: Array, state: ServerState, n: int) -> tuple[tuple[()], Array]:
-        """Return draws (n, dim) of the server's latents: all are their mode."""
+    def server_draws(self, key: Array, state: ServerState, n: int) -> tuple[None, Array]:
+        """Return nothing to send, and draws (n, dim) of the server's latents: their mode."""
         z = state.params.own.guide["z"]
-        return (), jnp.broadcast_to(z, (n, *z.shape))
+        return None, jnp.broadcast_to(z, (n, *z.shape))
 
     def client_draws(
         self, key: Array, sent: object, state: ClientState, data: SiloData, n: int
-    ) -> OwnDraws:
+    ) -> tuple[FederatedModel, dict[str, Any], Array]:
         """Return ``n`` of a client's kept draws, those of the last half of all rounds."""
         chosen_ = chosen(jax.random.uniform(key, (n,)), state.chain.number, self.num_kept)
         z = state.chain.kept[chosen_]
-        return OwnDraws(self.kinds[signature(data)], state.params.own.theta, z)
+        return self.kinds[signature(data)], state.params.own.theta, z
 
     def _server_step(self, state: ServerState, gradient: PartyParams, loss: Array) -> ServerState:
         after = self.ascend(state, "own", gradient)
