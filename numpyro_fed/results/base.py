@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import jax
@@ -22,7 +20,6 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import (
     FederatedAlgorithm,
-    Info,
     Round,
     Shared,
     asked_directly,
@@ -48,15 +45,13 @@ from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.row_checks import RowChecks
 from numpyro_fed.objectives import ELBO, Objective
 from numpyro_fed.precision import is_double, precision
-from numpyro_fed.results.arviz import Coords, Dims, Labels, to_arviz
 from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.sampler import Sampler
-from numpyro_fed.results.saving import Provenance, SavedRun, SavedWords, save
+from numpyro_fed.results.saving import Provenance, SavedRun
 from numpyro_fed.runtime.messages import BEGINNINGS, GO_ON, Crossings, crossings
 from numpyro_fed.runtime.schedule import Schedule
-from numpyro_fed.runtime.stack import Batches, Runtime, ServerData, Single, Stacks, State
+from numpyro_fed.runtime.stack import Batches, Runtime, ServerData, Single, State
 from numpyro_fed.runtime.step import Asked
-from numpyro_fed.runtime.supervise import failed_silos
 from numpyro_fed.trees import Tree
 
 # Batches of rounds in each quarter of a run, whose means show how noisy the bound is. Rounds are
@@ -459,20 +454,8 @@ class Fit:
 
 
 @dataclass(frozen=True, eq=False)
-class FederatedRun(ABC):
-    """The result of a run: losses, the last state, and what can be asked of them.
-
-    Attributes
-    ----------
-    losses : array (rounds,)
-        Minus the bound, one number for each round of this run.
-    state : State
-        Everything that a run needs to go on: ``run(..., init_state=result.state)``.
-    ended : {"rounds", "converged", "callback", "failure", "interrupted"}
-        Why there are no more rounds.
-    start : optional
-        The start of the run, if that was a mode or another result.
-    """
+class FederatedRun:
+    """The result of a run: losses, the last state, and what can be asked of them."""
 
     losses: np.ndarray = field(repr=False)
     state: State = field(repr=False)
@@ -488,10 +471,6 @@ class FederatedRun(ABC):
     def num_silos(self) -> int:
         """Return the number of silos, or of clients that hold columns."""
         return self._fit.plan.num_silos
-
-    @abstractmethod
-    def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
-        """Draw from the fitted posterior."""
 
     @property
     def shared(self) -> Shared:
@@ -510,21 +489,6 @@ class FederatedRun(ABC):
     def _silo_state(self, silo: int) -> Any:
         """Return a silo's state."""
         return self._hosted(silo).at(silo, self.state.silos)
-
-    def _run_round_once(
-        self, round_: Single, key: Array, message: str, server_data: ServerData = None
-    ) -> tuple[Any, Stacks, Info]:
-        """Run one more round, and return the states of server and silos and the report.
-
-        An error has the text ``message``, in which ``{}`` stands for the party at fault.
-        """
-        state, batches = self.state, self._silos.batches
-        server, silos, info, good = jax.block_until_ready(
-            round_(key, state.server, state.silos, batches, server_data)
-        )
-        if not bool(info.ok):
-            raise self.unusable(message, failed_silos(good, silos, batches))
-        return server, silos, info
 
     def _asking(self, key: Array) -> Asked:
         """Return the function that asks all silos, whose states stay as they are."""
@@ -562,45 +526,6 @@ class FederatedRun(ABC):
             return f"{len(self.losses)} rounds; the run had come to rest."
         end = "had settled" if self.settled else "was still rising, or they are too few to tell"
         return f"{len(self.losses)} rounds; the bound {end}."
-
-    def to_arviz(
-        self,
-        key: Array | None = None,
-        num_samples: int = 1_000,
-        *,
-        coords: Coords | None = None,
-        dims: Dims | None = None,
-    ) -> Any:
-        """Return posterior draws as an ArviZ object.
-
-        It is a ``DataTree``, or an ``InferenceData`` before ArviZ 1. ``dims`` and ``coords`` name
-        axes and their elements, as for ``arviz.from_numpyro``. Needs the extra ``examples``.
-        """
-        labels = Labels.of(coords, dims)
-        return to_arviz(self.sample_posterior, key, num_samples, labels=labels)
-
-    def save(self, path: str | Path, *, draws: int = 0) -> None:
-        """Write the fit to ``path.npz``: its state and a description, no data and no pickle.
-
-        The file is whole or not there: a save that is cut short leaves the one before as it is.
-        Read it back with :meth:`numpyro_fed.SFVI.load` or :func:`numpyro_fed.load`, which refuse
-        another model and other data; for that the file has a digest of each silo's arrays, keyed
-        by random bytes of its own. It also holds what silos keep to themselves, of a run in one
-        process: give it to nobody who may not see that.
-
-        Parameters
-        ----------
-        path : str or Path
-            The name of the file without ``.npz``.
-        draws : int
-            The number of draws of the globals that go into the file, for readers who have neither
-            the model nor the data.
-        """
-        words = {"ended": self.ended, "verdict": self._run_summary(), "trusted": None}
-        drawn = self.sample_posterior(jax.random.key(0), draws) if draws else {}
-        save(
-            path, SavedWords(type(self).__name__, words, drawn), self.saved_run(), self.provenance()
-        )
 
     def saved_run(self) -> SavedRun:
         """Return the run in the form in which a file keeps it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -24,7 +25,7 @@ from numpyro_fed.model.sites import Site
 from numpyro_fed.model.vertical import latents_of
 from numpyro_fed.results.arviz import Coords, Dims, Labels, to_arviz
 from numpyro_fed.results.base import FederatedRun
-from numpyro_fed.results.saving import save
+from numpyro_fed.results.saving import SavedWords, save
 from numpyro_fed.results.weighted import (
     NO_WEIGHTS,
     Weighted,
@@ -54,13 +55,57 @@ def _refusal(what: str, instead: str) -> Callable[..., NoReturn]:
 
 
 class ColumnsAfterFit:
-    """The questions of fits of rows, which fits of columns refuse with what to do instead.
+    """What fits of columns answer alike, and the questions of rows that they refuse.
 
     Raises
     ------
     ModelError
-        By each method, whatever its arguments are.
+        By each question of rows, whatever its arguments are, with what to do instead.
     """
+
+    def to_arviz(
+        self: Any,
+        key: Array | None = None,
+        num_samples: int = 1_000,
+        *,
+        coords: Coords | None = None,
+        dims: Dims | None = None,
+    ) -> Any:
+        """Return posterior draws as an ArviZ object.
+
+        It is a ``DataTree``, or an ``InferenceData`` before ArviZ 1. ``dims`` and ``coords`` name
+        axes and their elements, as for ``arviz.from_numpyro``. Corrected draws are at most as many
+        as they are worth. Needs the extra ``examples``.
+        """
+        worth, attributes = self._for_arviz
+        return to_arviz(
+            self.sample_posterior,
+            key,
+            num_samples,
+            worth=worth,
+            attributes=attributes,
+            labels=Labels.of(coords, dims),
+        )
+
+    def save(self: Any, path: str | Path, *, draws: int = 0) -> None:
+        """Write the fit to ``path.npz``: its state and a description, no data and no pickle.
+
+        The file is whole or not there: a save that is cut short leaves the one before as it is.
+        Read it back with :meth:`numpyro_fed.SFVI.load` or :func:`numpyro_fed.load`, which refuse
+        another model and other data; for that the file has a digest of each silo's arrays, keyed
+        by random bytes of its own. It also holds what silos keep to themselves, of a run in one
+        process: give it to nobody who may not see that.
+
+        Parameters
+        ----------
+        path : str or Path
+            The name of the file without ``.npz``.
+        draws : int
+            The number of draws that go into the file, for readers who have neither the model nor
+            the data. Weighted draws are all in it.
+        """
+        run = self.run_behind
+        save(path, self.saved_words(draws), run.saved_run(), run.provenance())
 
     predict = _refusal(
         "outcomes are not predicted",
@@ -147,6 +192,13 @@ class VerticalResult(ColumnsAfterFit, FederatedRun):
         "there, or run all parties in one process."
     )
     PARTY = "client"
+
+    _for_arviz = math.inf, None  # what its draws are worth, and attributes of theirs
+
+    @property
+    def run_behind(self) -> VerticalResult:
+        """Return the run itself."""
+        return self
 
     @property
     def num_clients(self) -> int:
@@ -235,6 +287,12 @@ class VerticalResult(ColumnsAfterFit, FederatedRun):
             raise self.unusable(words, unusable)
         return sites
 
+    def saved_words(self, draws: int) -> SavedWords:
+        """Return the form in which a file keeps the verdict, and so many draws."""
+        words = {"ended": self.ended, "verdict": self._run_summary(), "trusted": None}
+        drawn = self.sample_posterior(jax.random.key(0), draws) if draws else {}
+        return SavedWords(type(self).__name__, words, drawn)
+
     def _drawn(self, key: Array, n: int, alone: bool) -> tuple[dict[str, Array], tuple[int, ...]]:
         """Return all draws in this process, and clients at fault; the server may draw alone."""
         fit, state, ask = self._fit, self.state.server, self._asking(key)
@@ -320,35 +378,14 @@ class VerticalCorrected(ColumnsAfterFit, Weighted[VerticalResult]):
         chosen = systematic(key, self.weights, n)
         return self.result.sites_at(self._z[chosen], tuple(z[chosen] for z in self._own))
 
-    def save(self, path: str | Path) -> None:
-        """Write draws, weights, the verdict and the fit that was corrected to ``path.npz``.
+    @property
+    def run_behind(self) -> VerticalResult:
+        """Return the fit that was corrected."""
+        return self.result
 
-        No data and no pickle; the file is whole or not there. :func:`numpyro_fed.load` reads it.
-
-        Parameters
-        ----------
-        path : str or Path
-            The name of the file without ``.npz``.
-        """
-        save(path, self.saved_words(), self.result.saved_run(), self.result.provenance())
-
-    def to_arviz(
-        self,
-        key: Array | None = None,
-        num_samples: int = 1_000,
-        *,
-        coords: Coords | None = None,
-        dims: Dims | None = None,
-    ) -> Any:
-        """Return corrected draws as an ArviZ object; see :meth:`numpyro_fed.Corrected.to_arviz`."""
-        return to_arviz(
-            self.sample_posterior,
-            key,
-            num_samples,
-            worth=self.ess,
-            attributes=self.attributes,
-            labels=Labels.of(coords, dims),
-        )
+    @property
+    def _for_arviz(self) -> tuple[float, dict[str, float | str]]:
+        return self.ess, self.attributes
 
 
 def vertical_correct(
