@@ -16,7 +16,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import IMPORTANCE
 from numpyro_fed.algorithms.vertical.base import SAMPLE, PartyState
-from numpyro_fed.algorithms.vertical.weigh import Weighing, WeightedDraws
+from numpyro_fed.algorithms.vertical.weigh import Weighing
 from numpyro_fed.errors import ModelError, positive_int
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
@@ -402,34 +402,28 @@ def vertical_correct(
     at_once = max(1, min(size, SIDE_BY_SIDE // row_numbers))
     weighing: Weighing = fit.cached((IMPORTANCE, size), lambda: Weighing(v, size, at_once))
 
-    def exchange(i: int) -> tuple[WeightedDraws, list[Any], float]:
+    def exchange(i: int) -> tuple[tuple[Array, Array], list[Any], float]:
         """Return the server's draws with weights, the clients' draws, and the log evidence."""
         key_exchange = jax.random.fold_in(key, i)
-        ask, key_server = (
-            result._asking(key_exchange),
-            server_key(exchange_key(key_exchange, 0, 0, 1)),
-        )
+        ask = result._asking(key_exchange)
+        key_server = server_key(exchange_key(key_exchange, 0, 0, 1))
         weighed = weighing.run(ask, key_server, result.state.server, fit.server_data)
-        log_weights = np.asarray(weighed.log_weights, np.float64)
-        evidence = float(np.logaddexp.reduce(log_weights) - np.log(size))
+        evidence = float(np.logaddexp.reduce(np.asarray(weighed[1], np.float64)) - np.log(size))
         if ask.unusable or not np.isfinite(evidence):
             raise result.unusable(NO_WEIGHTS, ask.unusable)
-        own = (
-            [] if hosted.elsewhere else [hosted.at(j, ask.silos) for j in range(result.num_clients)]
-        )
-        return weighed, own, evidence
+        return weighed, [hosted.at(j, ask.silos) for j in range(len(hosted.data))], evidence
 
     weighed, interrupted = until_interrupted(exchange, -(-num_draws // size))
     server, own, evidence = zip(*weighed, strict=True)
     z, log_w = (jnp.concatenate(part) for part in zip(*server, strict=True))
     log_weights = np.asarray(log_w, np.float64)
-    draws = tuple(jnp.concatenate(part) for part in zip(*own, strict=True))
     tail_and_weights = weights_of(log_weights)
-    z, *client_draws = (replace_weightless(a, tail_and_weights[1]) for a in (z, *draws))
-    own_draws = tuple(client_draws)
-    on_supports, latents = result.sites_at(z, own_draws), {s.name for s in result.sites}
+    parts = z, *(jnp.concatenate(part) for part in zip(*own, strict=True))
+    z, *own_draws = (replace_weightless(a, tail_and_weights[1]) for a in parts)
+    on_supports = result.sites_at(z, tuple(own_draws))
     from_guide = np.tile(weighing.parts[1] == 0, len(server))
-    all_draws = np.concatenate([np.asarray(a) for a in (z, *client_draws)], 1)
+    all_draws = np.concatenate([np.asarray(a) for a in (z, *own_draws)], 1)
+    latents = {s.name for s in result.sites}
     corrected = VerticalCorrected(
         log_evidence=float(np.logaddexp.reduce(evidence) - np.log(len(evidence))),
         result=result,
@@ -439,6 +433,6 @@ def vertical_correct(
             all_draws, from_guide, log_weights, tail_and_weights, on_supports, latents
         ),
         _z=z,
-        _own=own_draws,
+        _own=tuple(own_draws),
     )
     return unless_interrupted(corrected, interrupted, num_draws)
