@@ -116,13 +116,17 @@ class VerticalMethod(FederatedMethod[Outcome]):
         v = self.parties(roles)
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), roles.server)
         server = roles.model.server
+        search: VerticalSearch | None = None
+        guide = build_resolved(None, resolve(None, server, {}, {}), server)
+        if isinstance(v, Vertical):
+            guide, search = v.guide(v.server), VerticalSearch(v, like) if v.from_start else None
         return Built(
             model=server,
-            guide=build_resolved(None, resolve(None, server, {}, {}), server),
+            guide=guide,
             algorithm=v.algorithm(like),
             parties=v,
             settings={"method": type(self).__name__, **self.settings_of(v)},
-            search=VerticalSearch(v, like) if isinstance(v, Vertical) and v.from_start else None,
+            search=search,
         )
 
     def result_of(self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False) -> Any:
@@ -190,9 +194,50 @@ class VerticalMethod(FederatedMethod[Outcome]):
 
         They cross before the first round, as often as ``VerticalResult.start`` says, and in each
         round.
+
+        A client's ``part`` has a number for each row. In the exact split it is the predictor, and
+        many draws of it reveal the client's columns up to what the predictor does with them: a
+        linear predictor of ``p`` columns spans their column space in about ``p`` rounds
+        (``benchmarks/vertical_reveals.py``). A sum over clients reveals as much about the sum of
+        predictors alone, but with two clients each can subtract its own part.
+
+        With ``rho`` every number is sent with noise of that standard deviation, drawn anew in each
+        round. The mean over ``T`` rounds is then known up to ``rho / sqrt(T)`` and the spread of
+        the posterior: noise hides single draws, and not what many rounds have in common. Amortised
+        auxiliary variables follow the predictor from draw to draw, so that after one or two
+        thousand rounds they reveal the columns as the exact split does, up to a linear map.
+        Mean-field ones reveal little but the mean predictor: choose them if columns are to be
+        hidden. Noise hides nothing from a server that knows its key, which is why a
+        :class:`Silo` draws it with a key that only the client knows.
+
+        The server sends the gradient of the log likelihood for each row. It is not the response,
+        but for many likelihoods reveals it: the sign of the gradient is a Bernoulli response.
+
+        Examples
+        --------
+        >>> import numpy as np, numpyro, numpyro.distributions as dist
+        >>> import numpyro_fed as nf
+        >>> def predictor(x):
+        ...     return x * numpyro.sample("slope", dist.Normal(0, 1))
+        >>> def model(xs, y=None):
+        ...     eta = nf.client_sum("client", predictor, xs)
+        ...     with numpyro.plate("row", eta.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+        >>> print(nf.VFL(model, rho=1.0).messages([np.ones(3), np.ones(3)], np.zeros(3)))
+        when   exchange       from    to      array              shape   dtype
+        start  begin at zero  server  client  at_best.better     ()      bool
+        start  begin at zero  server  client  at_best.slope      (3,)    float32
+        start  begin at zero  server  client  at_best.curvature  (3,)    float32
+        start  begin at zero  server  client  tau                ()      float32
+        start  begin at zero  client  server  ok                 ()      bool     summed
+        round  draw           client  server  part               (1, 3)  float32  summed
+        round  draw           client  server  own                ()      float32  summed
+        round  draw           client  server  ok                 ()      bool     summed
+        round  step           server  client  part               (1, 3)  float32
+        round  step           client  server  resting            ()      float32  summed
+        round  step           client  server  ok                 ()      bool     summed
         """
-        fit, hosted = self._compiled_for(args, kwargs, "simulation")
-        return _crossings(fit, hosted)
+        return _crossings(*self._compiled_for(args, kwargs, "simulation"))
 
     def load(
         self, path: str | Path, *args: object, runtime: str = "simulation", **kwargs: object
