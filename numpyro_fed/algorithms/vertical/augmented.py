@@ -167,7 +167,20 @@ class Vertical(Parties):
         data = self.take_rows(ask.server_data, noise.rows)
 
         def bound(params: PartyParams, xi: Array | None, sent: SumMessage) -> Array:
-            return self.bound(params, noise.eps, xi, sent, up.tie, state, data)
+            """Return the server's term of the bound, given the sum of the clients' parts."""
+            guide = self.guide(self.server).globals
+            eta, V = params.guide, self.coupling_of(self.server, params)
+
+            def one_particle(eps: Array, xi: Array | None, sent: SumMessage) -> Array:
+                z, log_q, b = coupling.draw_in(state.frame, guide, eta, V, eps, xi)
+                prior, likelihood = self.model.log_server(params.theta, z, sent.part, data)
+                value = prior - log_q + self.share * likelihood
+                if V is None or b is None:
+                    return value
+                A = jax.lax.stop_gradient(V.T @ V) + up.tie.A
+                return value - coupling.log_ratio(state.params.shared, sent.b + b, A)
+
+            return jax.vmap(one_particle)(noise.eps, xi, sent).mean()
 
         sums = SumMessage(up.part, up.tie.b if self.rank else None)
         value, (gradient, by_xi, slope) = jax.value_and_grad(bound, (0, 1, 2))(
@@ -182,48 +195,14 @@ class Vertical(Parties):
             after = self.ascend(after, "shared", pull(by_xi + stepped.by_xi)[0])
         return after, Info(-total, all_finite((total, gradient, by_xi, slope)))
 
-    def bound(
-        self,
-        params: PartyParams,
-        eps: Array,
-        xi: Array | None,
-        sent: SumMessage,
-        tie: CouplingStats | None,
-        state: ServerState,
-        data: SiloData,
-    ) -> Array:
-        """Return the server's term of the bound, given the sum of the clients' parts.
-
-        ``tie`` has the sums over clients of their coupling statistics.
-        """
-        guide = self.guide(self.server).globals
-        eta, V = params.guide, self.coupling_of(self.server, params)
-
-        def one_particle(eps: Array, xi: Array | None, sent: SumMessage) -> Array:
-            z, log_q, b = coupling.draw_in(state.frame, guide, eta, V, eps, xi)
-            prior, likelihood = self.model.log_server(params.theta, z, sent.part, data)
-            value = prior - log_q + self.share * likelihood
-            if V is None or b is None or tie is None:
-                return value
-            A = jax.lax.stop_gradient(V.T @ V) + tie.A
-            return value - coupling.log_ratio(state.params.shared, sent.b + b, A)
-
-        return jax.vmap(one_particle)(eps, xi, sent).mean()
-
     def step(
         self, noise: Array | None, down: SumMessage, state: ClientState, data: SiloData
     ) -> tuple[Reply[Stepped], ClientState]:
-        return self.client_steps(noise, state, data, jnp.zeros_like(down.part), down)
-
-    def client_steps(
-        self,
-        noise: Array | None,
-        state: ClientState,
-        data: SiloData,
-        slope_g: Array,
-        down: SumMessage,
-    ) -> tuple[Reply[Stepped], ClientState]:
         """Take a client's steps, given the gradients in its predictor and its part of the sum."""
+        slope_g, slope_part = jnp.zeros_like(down.part), down.part
+        if self.power:
+            # Its likelihood depends on its own predictor, not on its own auxiliary variables.
+            slope_g, slope_part = state.slope, down.part - state.slope
 
         def draw(params: ClientParams, xi: Array | None) -> ClientDraw:
             return self.draw(params, xi, state, data)
@@ -231,17 +210,27 @@ class Vertical(Parties):
         # The derivatives of the first draw cannot be kept from one exchange to the next, so the
         # draw is repeated from the noise in the state.
         client_draw, pull = jax.vjp(draw, state.params, state.xi)
-        slopes = ClientDraw(slope_g, down.part, jnp.ones_like(client_draw.own), down.b)
+        slopes = ClientDraw(slope_g, slope_part, jnp.ones_like(client_draw.own), down.b)
         gradient, by_xi = pull(slopes)
         after = self.ascend(state, "own", gradient.own)
         if self.auxiliary is not None:
             after = self.ascend(after, "auxiliary", gradient.auxiliary)
 
+        kind, batch = self.kind(data), self.take_rows(data, state.rows)
+        guide = self.guide(kind).globals
+
+        def at_fixed_part(own: PartyParams, eps: Array) -> Array:
+            """Return the client's term of the bound, its auxiliary variables as they are."""
+
+            def one_particle(eps: Array, part: Array) -> Array:
+                z, log_q, _ = coupling.draw_in(state.frame, guide, own.guide, None, eps, None)
+                g, prior = self.model.predict(kind.model, own.theta, z, batch)
+                return prior - log_q + self.share * self.log_noise(part, g)
+
+            return jax.vmap(one_particle)(eps, client_draw.part).mean()
+
         def local_step(state: ClientState, eps: Array) -> tuple[ClientState, None]:
-            gradient = jax.grad(self.bound_at_fixed_part)(
-                state.params.own, eps, client_draw.part, state, data
-            )
-            return self.ascend(state, "own", gradient), None
+            return self.ascend(state, "own", jax.grad(at_fixed_part)(state.params.own, eps)), None
 
         if noise is not None:
             after, _ = jax.lax.scan(local_step, after, noise)
@@ -485,37 +474,22 @@ class Vertical(Parties):
         drawn = jax.vmap(one_particle)(eps, tau, xi)
         return drawn._replace(own=drawn.own.mean())
 
-    def bound_at_fixed_part(
-        self, party_params: PartyParams, eps: Array, part: Array, state: ClientState, data: SiloData
-    ) -> Array:
-        """Return a client's term of the bound, with its auxiliary variables fixed at ``part``."""
-        kind, data_here = self.kind(data), self.take_rows(data, state.rows)
-        guide = self.guide(kind).globals
-
-        def one_particle(eps: Array, part: Array) -> Array:
-            z, log_q, _ = coupling.draw_in(state.frame, guide, party_params.guide, None, eps, None)
-            g, prior = self.model.predict(kind.model, party_params.theta, z, data_here)
-            return prior - log_q + self.share * self.log_noise(part, g)
-
-        return jax.vmap(one_particle)(eps, part).mean()
-
     def log_noise(self, part: Array, g: Array) -> Array:
         """Return the log density of auxiliary variables given the predictor."""
         return dist.Normal(g, self.rho).log_prob(part).sum()
 
     def row_info(self, state: ClientState, data: SiloData) -> RowInfo:
-        """Return the inputs of the auxiliary variables' guide for the round's rows."""
+        """Return the inputs of the auxiliary variables' guide for the round's rows.
+
+        The response's columns (rows, k) are those that clients have; k may be 0.
+        """
         centre = state.centre
         if state.rows is not None and centre.ndim:
             centre = centre[state.rows]
-        return RowInfo(centre, self.response(data))
-
-    def response(self, data: SiloData) -> Array:
-        """Return the columns (rows, k) of the response that clients have; k may be 0."""
         shared = data.kwargs.get("shared") or {}
         columns_known = [shared[n] for n in self.model.response if n in shared]
         columns = [y.reshape(len(y), -1) for y in columns_known if jnp.shape(y)[:1] == (self.rows,)]
-        return jnp.concatenate([jnp.zeros((self.rows, 0)), *columns], 1)
+        return RowInfo(centre, jnp.concatenate([jnp.zeros((self.rows, 0)), *columns], 1))
 
     def shared(self, state: ServerState) -> Shared:
         """Return the server's parameters and guide."""

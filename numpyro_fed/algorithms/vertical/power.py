@@ -125,10 +125,3 @@ class Power(Vertical):
         stepped: Stepped = ask(STEP, SumMessage(up.slope, None)).up
         after = after._replace(course=course, resting=stepped.resting)
         return after, Info(loss, all_finite((loss, gradient, up.slope)))
-
-    def step(
-        self, noise: Array | None, down: SumMessage, state: ClientState, data: SiloData
-    ) -> tuple[Reply[Stepped], ClientState]:
-        # A client's likelihood depends on its own predictor, not on its own auxiliary variables.
-        others = down._replace(part=down.part - state.slope)
-        return self.client_steps(noise, state, data, state.slope, others)
