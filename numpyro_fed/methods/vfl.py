@@ -32,7 +32,8 @@ from numpyro_fed.methods.mode import SEARCHED_UP_TO
 from numpyro_fed.methods.sfvi import default_optimiser
 from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.model.clients import positive_rho
-from numpyro_fed.model.data import signature
+from numpyro_fed.model.data import SiloData, signature
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.vertical import (
     VerticalSplit,
     check_batches,
@@ -195,21 +196,14 @@ class VFL(VerticalMethod[VerticalResult]):
 
     def parties(self, roles: VerticalSplit) -> Vertical:
         """Return a model that is split over clients, with its guides."""
-        model, clients = roles.model, roles.clients
+        model = roles.model
         if self.batch_size is not None:
             check_batches(roles, self.batch_size)
-        pairs = zip(model.clients, clients, strict=True)
-        # Clients of equal shapes share one program, and one guide up to its parameters.
-        distinct = {signature(data): (party_model, data) for party_model, data in pairs}
-        kinds = {
-            known: PartyType(
-                party_model,
-                resolve(self.guide, party_model, {}, {}),
-                hyperparameter_mask(party_model, data),
-            )
-            for known, (party_model, data) in distinct.items()
-        }
-        spec = self._auxiliary(model.rows)
+
+        def party_type(spec: Any, party: FederatedModel, data: SiloData) -> PartyType:
+            return PartyType(party, resolve(spec, party, {}, {}), hyperparameter_mask(party, data))
+
+        pairs = zip(model.clients, roles.clients, strict=True)
         # The response's numbers for each row, which clients give to their guides if they know it.
         known = sum(
             int(roles.server.arrays[n].size / model.rows) if self.share_response else 0
@@ -217,20 +211,20 @@ class VFL(VerticalMethod[VerticalResult]):
         )
         start = self._start(roles)
         at_zero = model.with_total(roles.server, jnp.zeros(model.shape, model.dtype))
-        hyperparameters = hyperparameter_mask(model.server, at_zero)
+        auxiliary = None
+        if self.rho is not None:
+            spec = self._auxiliary(model.rows)
+            auxiliary = auxiliary_guide(spec, model.shape, self.rho, known)
         kind = Power if self.likelihood == "power" else Vertical
         vertical = kind(
             model=model,
-            server=PartyType(
-                model.server, resolve(self.server_guide, model.server, {}, {}), hyperparameters
-            ),
-            kinds=kinds,
+            server=party_type(self.server_guide, model.server, at_zero),
+            # Clients of equal shapes share one program, and one guide up to its parameters.
+            kinds={signature(data): party_type(self.guide, party, data) for party, data in pairs},
             spec=self.guide,
             server_spec=self.server_guide,
             rho=self.rho,
-            auxiliary=None
-            if self.rho is None
-            else auxiliary_guide(spec, model.shape, self.rho, known),
+            auxiliary=auxiliary,
             optim=self.optim or default_optimiser(),
             num_particles=self.num_particles,
             batch_size=self.batch_size,
@@ -273,14 +267,12 @@ class VFL(VerticalMethod[VerticalResult]):
         """Return the resolved rank of the noise that all parties share."""
         guides = [v.guide(kind).globals for kind in (v.server, *v.kinds.values())]
         # With latents at one party alone there is nothing to share.
-        party_models = (v.model.server, *v.model.clients)
-        has_several = sum(party_model.dim > 0 for party_model in party_models) > 1
+        has_several = sum(party.dim > 0 for party in v.model.parties) > 1
+        can_share = all(guide.has_standard_noise for guide in guides)
         if self.rank == "auto":
-            can_share = has_several and all(guide.has_standard_noise for guide in guides)
-            return (
-                min(v.dim - 1, MAX_RANK) if can_share and start == "mode" and v.rho is None else 0
-            )
-        if self.rank and not all(guide.has_standard_noise for guide in guides):
+            shares = can_share and has_several and start == "mode" and v.rho is None
+            return min(v.dim - 1, MAX_RANK) if shares else 0
+        if self.rank and not can_share:
             raise GuideError(
                 f"rank={self.rank}: noise can be shared by guides that draw each latent from one "
                 "standard normal, the structured guide's diagonal, full and skewed covariances. "
@@ -294,12 +286,11 @@ class VFL(VerticalMethod[VerticalResult]):
         if kind == "auto":
             kind = "mode" if self.rho is None else "own"
         model = roles.model
-        party_models = model.server, *model.clients
         # A search for the mode is not possible with parameters without a prior.
-        if kind == "mode" and any(party.named("param") for party in party_models):
+        if kind == "mode" and any(party.named("param") for party in model.parties):
             kind = None if self.rho is None else "own"
         # Each party's curvature can be computed of some latents, and not of too many.
-        largest = max(party.dim for party in party_models)
+        largest = max(party.dim for party in model.parties)
         few = 0 < largest <= SEARCHED_UP_TO and largest * math.prod(model.shape) <= MAX_JACOBIAN
         start = kind if few else None
         if self.start in ("mode", "own") and start != self.start:

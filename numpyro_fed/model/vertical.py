@@ -106,6 +106,11 @@ class VerticalModel(NamedTuple):
     below: tuple[str, ...] = ()  # the server's latents whose distribution depends on the sum
 
     @property
+    def parties(self) -> tuple[FederatedModel, ...]:
+        """Return the parts of all parties, the server's first."""
+        return self.server, *self.clients
+
+    @property
     def rows(self) -> int:
         """Return the number of rows."""
         return self.shape[0]
@@ -117,7 +122,7 @@ class VerticalModel(NamedTuple):
         Their slices are those of the coordinates of all parties, the server's first.
         """
         found, start = dict[str, Site](), 0
-        for j, party in enumerate([self.server, *self.clients]):
+        for j, party in enumerate(self.parties):
             for s in party.sites:
                 name = next(iter(self.scoped(j - 1, {s.name: s}))) if j else s.name
                 found[name] = s._replace(name=name, start=start + s.start, stop=start + s.stop)

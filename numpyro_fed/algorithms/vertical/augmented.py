@@ -248,7 +248,7 @@ class Vertical(Parties):
     @property
     def dim(self) -> int:
         """Return the number of all parties' latents, without auxiliary variables."""
-        return sum(party_model.dim for party_model in (self.model.server, *self.model.clients))
+        return sum(party.dim for party in self.model.parties)
 
     @property
     def complete(self) -> bool:
