@@ -67,60 +67,34 @@ class Down(NamedTuple):
 
 
 class Up(NamedTuple):
-    """A client's message: its part of the sum, its term of the bound, and its coupling statistics.
-
-    ``tie`` is the client's :class:`CouplingStats`, None where parties are independent.
-    """
+    """A client's message: its part of the sum, and its term of the bound."""
 
     part: Array
     own: Array
-    tie: Any
+    tie: Any  # its :class:`CouplingStats`, None where parties are independent
 
 
 class Stepped(NamedTuple):
-    """A client's message after its step.
+    """A client's message after its step."""
 
-    It has the gradient with respect to the shared noise, and whether the client's guide has
-    converged (0 or 1): the sum over clients counts them.
-    """
-
-    by_xi: Array | None
-    resting: Array
+    by_xi: Array | None  # the gradient with respect to the shared noise
+    resting: Array  # whether its guide has converged (0 or 1): the sum over clients counts them
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Vertical(Parties):
-    """Algorithm 1 as pure functions of all parties; without ``rho`` it is the exact split.
-
-    Attributes
-    ----------
-    server : PartyType
-    kinds : dict
-        Types of clients, by the signature of their data.
-    spec : Structured or AutoGuide or None
-        The user's guide for clients; ``server_spec`` is the one for the server's latents.
-    auxiliary : AuxiliaryGuide or None
-    num_particles : int
-    batch_size : int or None
-        Rows in a round.
-    from_start : bool
-        Whether a run starts at a point that is searched first, in a frame at that point.
-    width : int
-        The width of the basis in which the dependence between parties is found.
-    local_steps : int
-        Steps of a client in a round. After the first, its auxiliary variables stay fixed (section
-        5.3).
-    """
+    """Algorithm 1 as pure functions of all parties; without ``rho`` it is the exact split."""
 
     server: PartyType
-    kinds: Mapping[Any, PartyType]
-    spec: Any
+    kinds: Mapping[Any, PartyType]  # types of clients, by the signature of their data
+    spec: Any  # the user's guide for clients; ``server_spec`` is that for the server's latents
     server_spec: Any
     auxiliary: AuxiliaryGuide | None
     num_particles: int = 1
-    batch_size: int | None = None
-    from_start: bool = False
-    width: int = 0
+    batch_size: int | None = None  # rows in a round
+    from_start: bool = False  # whether a run starts at a point that is searched first
+    width: int = 0  # of the basis in which the dependence between parties is found
+    # Steps of a client in a round; after the first, auxiliary variables stay fixed (section 5.3).
     local_steps: int = 1
 
     @property
@@ -146,11 +120,7 @@ class Vertical(Parties):
 
     @property
     def stepping(self) -> Exchange[ClientState, SumMessage, Stepped]:
-        """Return the exchange in which clients take their steps.
-
-        Replies say whether clients have converged, and have the gradient with respect to the shared
-        noise, by which the server updates that noise's guide.
-        """
+        """Return the exchange in which clients take their steps."""
 
         def silo_noise(key: Array, state: ClientState) -> Array | None:
             keys = jax.random.split(key, self.local_steps - 1)
@@ -300,10 +270,10 @@ class Vertical(Parties):
     ) -> tuple[PartyParams, Gaussian]:
         """Return a party's first parameters, a standard normal in a frame, and the frame."""
         guide, dim = self.guide(kind).globals, kind.model.dim
-        coupling = jnp.zeros((dim, self.rank)) if self.rank else None
-        start = start or PartyStart(jnp.zeros(dim), jnp.eye(dim), coupling)
+        nothing = jnp.zeros((dim, self.rank)) if self.rank else None
+        z, root, share = start or (jnp.zeros(dim), jnp.eye(dim), nothing)
         eta = guide.init(key, jnp.zeros(dim), 1.0)
-        return PartyParams(start.coupling, eta, theta), guide.frame(start.z, start.root)
+        return PartyParams(share, eta, theta), guide.frame(z, root)
 
     def _server_state(self, key: Array, party_params: PartyParams, frame: Gaussian) -> ServerState:
         zeros = jnp.zeros(self.rank)

@@ -49,26 +49,18 @@ MIN_SPREAD = 1e-6
 
 
 class PinnedLatents(NamedTuple):
-    """Fixed values (dim,) of hyperparameters, unconstrained, during the search for a mode.
+    """Fixed values (dim,) of hyperparameters, unconstrained, during the search for a mode."""
 
-    ``place`` is the median of their prior. ``spread`` is the spread of the prior, at most one, with
-    which their guide starts. All other latents have zero and one.
-    """
-
-    place: Array
-    spread: Array
+    place: Array  # the median of their prior; zero for other latents
+    spread: Array  # of the prior, at most one, with which their guide starts; one for others
 
 
 class PartyType(NamedTuple):
-    """The clients of one shape.
-
-    ``model`` is their part of the model, ``resolved`` their guide's configuration. ``above`` says
-    which coordinates are hyperparameters: the prior of other latents depends on them.
-    """
+    """The clients of one shape."""
 
     model: FederatedModel
-    resolved: GuideConfig
-    above: tuple[bool, ...]
+    resolved: GuideConfig  # of their guide
+    above: tuple[bool, ...]  # which coordinates are hyperparameters, as priors of others read them
 
     def pin(self, key: Array, data: SiloData) -> PinnedLatents:
         """Return the fixed values of hyperparameters; zeros if the prior has no draws."""
@@ -102,15 +94,11 @@ class PartyType(NamedTuple):
 
 
 class PartyParams(NamedTuple):
-    """A party's own parameters.
+    """A party's own parameters."""
 
-    ``coupling`` (dim, rank) is its share in the shared noise, if there is any. ``guide`` are the
-    parameters of its latents' guide, in a frame. ``theta`` are its parameters, unconstrained.
-    """
-
-    coupling: Array | None
-    guide: GuideParams
-    theta: dict[str, Any]
+    coupling: Array | None  # (dim, rank) its share in the shared noise, if there is any
+    guide: GuideParams  # of its latents' guide, in a frame
+    theta: dict[str, Any]  # unconstrained
 
 
 class ServerParams(NamedTuple):
@@ -128,62 +116,46 @@ class ClientParams(NamedTuple):
 
 
 class ServerState(NamedTuple):
-    """The state that the server keeps from round to round.
-
-    ``opt_state`` has an entry for each field of ``params``. ``frame`` is the frame of its latents.
-    ``resting`` is the number of clients whose guides have converged.
-    """
+    """The state that the server keeps from round to round."""
 
     params: ServerParams
-    opt_state: dict[str, optax.OptState]
+    opt_state: dict[str, optax.OptState]  # for each field of ``params``
     course: ConvergenceStats[ServerParams]
-    resting: Array
-    frame: Gaussian
+    resting: Array  # the number of clients whose guides have converged
+    frame: Gaussian  # of its latents
 
 
 class ClientState(NamedTuple):
-    """A client's parameters, and the values that it keeps between the exchanges of a round.
-
-    ``opt_state`` has an entry for each field of ``params``. ``frame`` is the frame of its latents.
-    ``centre`` is the predictor at the frame's centre, from which auxiliary variables are measured.
-    ``noise``, ``rows`` and the shared noise ``xi`` belong to the round's draw, and ``slope`` is the
-    gradient of the client's own likelihood there. ``chain`` is its Langevin chain, of SOUL.
-    """
+    """A client's parameters, and the values that it keeps between the exchanges of a round."""
 
     params: ClientParams
-    opt_state: dict[str, optax.OptState]
+    opt_state: dict[str, optax.OptState]  # for each field of ``params``
     course: ConvergenceStats[Any]
-    noise: Any
+    noise: Any  # of the round's draw, as are ``rows`` and ``xi``
     rows: Array | None
-    frame: Gaussian
-    centre: Array
-    xi: Array | None = None
-    slope: Any = None
-    chain: Any = None
+    frame: Gaussian  # of its latents
+    centre: (
+        Array  # the predictor at the frame's centre, from which auxiliary variables are measured
+    )
+    xi: Array | None = None  # the shared noise
+    slope: Any = None  # the gradient of the client's own likelihood at the round's draw
+    chain: Any = None  # its Langevin chain, of SOUL
 
 
 State = TypeVar("State", ServerState, ClientState)
 
 
 class ClientDraw(NamedTuple):
-    """The draws of one client in a round.
+    """The draws of one client in a round."""
 
-    ``g`` is its predictor and ``part`` its part of the sum, both (particles, rows, ...). ``own`` is
-    its term of the bound, ``b`` (particles, rank) its coupling statistic.
-    """
-
-    g: Array
-    part: Array
-    own: Array
-    b: Any = None
+    g: Array  # (particles, rows, ...) its predictor
+    part: Array  # (particles, rows, ...) its part of the sum
+    own: Array  # its term of the bound
+    b: Any = None  # (particles, rank) its coupling statistic
 
 
-class PartyStart(NamedTuple):
-    """A party's start: a point, a root of the covariance there, its share in the shared noise."""
-
-    z: Array
-    root: Array
-    coupling: Array | None = None
+# A party's start: a point, a root of the covariance there, its share in the shared noise.
+PartyStart = tuple[Array, Array, Array | None]
 
 
 class PartyState(NamedTuple):
@@ -195,13 +167,10 @@ class PartyState(NamedTuple):
 
 
 class SumMessage(NamedTuple):
-    """The sum of all parts and the coupling statistic, or the gradients with respect to both.
+    """The sum of all parts and the coupling statistic, or the gradients with respect to both."""
 
-    ``part`` is (particles, rows, ...), ``b`` is (particles, rank) or None.
-    """
-
-    part: Array
-    b: Any
+    part: Array  # (particles, rows, ...)
+    b: Any  # (particles, rank), or None
 
 
 class ServerNoise(NamedTuple):
@@ -214,25 +183,13 @@ class ServerNoise(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Parties(ABC):
-    """A vertical model with an algorithm, as pure functions for all parties.
-
-    Attributes
-    ----------
-    model : VerticalModel
-    rho : float or None
-        Standard deviation of the auxiliary variables; None for none.
-    optim : optax.GradientTransformation
-    power : bool
-        Whether clients evaluate likelihoods of their own.
-    rank : int
-        The dimension of the shared noise: 0 for parties that are independent.
-    """
+    """A vertical model with an algorithm, as pure functions for all parties."""
 
     model: VerticalModel
-    rho: float | None
+    rho: float | None  # standard deviation of the auxiliary variables; None for none
     optim: optax.GradientTransformation
-    power: bool = False
-    rank: int = 0
+    power: bool = False  # whether clients evaluate likelihoods of their own
+    rank: int = 0  # the dimension of the shared noise: 0 for parties that are independent
 
     @property
     def num_clients(self) -> int:

@@ -55,15 +55,11 @@ class Down(NamedTuple):
 
 
 class Up(NamedTuple):
-    """A client's message: its likelihood term, and gradients of it.
-
-    ``slope`` is the gradient with respect to the likelihood's argument; ``theta`` and ``z`` are
-    those with respect to the server's parameters and draws.
-    """
+    """A client's message: its likelihood term, and gradients of it."""
 
     term: Array
-    slope: Array
-    theta: dict[str, Any]
+    slope: Array  # with respect to the likelihood's argument
+    theta: dict[str, Any]  # with respect to the server's parameters, and to its draws
     z: Array
 
 

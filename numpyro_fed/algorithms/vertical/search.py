@@ -164,18 +164,13 @@ class Slopes(NamedTuple):
 
 
 class Along(NamedTuple):
-    """A client's message on some directions: the two of its plane, or those of its basis.
+    """A client's message on some directions: the two of its plane, or those of its basis."""
 
-    ``predictor`` (k, rows, ...) is the change of its predictor along each. ``slope`` (k,) and
-    ``curvature`` (k, k) are those of its own log density. Of a basis ``gram`` (k, k) are the
-    products of its rows, and ``anchor`` (k, rank) those with its rows of the anchor.
-    """
-
-    predictor: Either
-    slope: Either
-    curvature: Either
-    gram: Any = ()
-    anchor: Any = ()
+    predictor: Either  # (k, rows, ...) the change of its predictor along each
+    slope: Either  # (k,) of its own log density
+    curvature: Either  # (k, k)
+    gram: Any = ()  # (k, k) products of its rows of a basis
+    anchor: Any = ()  # (k, rank) those with its rows of the anchor
 
 
 class RitzValues(NamedTuple):
@@ -220,18 +215,10 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class VerticalSearch:
-    """The search, and the first states of a run, as a plain program of questions to clients.
+    """The search, and the first states of a run, as a plain program of questions to clients."""
 
-    Attributes
-    ----------
-    vertical : Vertical
-        Without a basis (a ``width`` of zero) nothing is searched for.
-    server_like : SiloData
-        Shapes of the server's data.
-    """
-
-    vertical: Vertical
-    server_like: SiloData
+    vertical: Vertical  # without a basis (a ``width`` of zero) nothing is searched for
+    server_like: SiloData  # shapes of the server's data
 
     @cached_property
     def exchanges(self) -> tuple[Exchange[Any, Any, Any], ...]:
@@ -372,9 +359,9 @@ class VerticalSearch:
         """Return the start of a party's guide."""
         v, z = self.vertical, jnp.asarray(party.z)
         if not v.rank:
-            return PartyStart(z, root)
+            return z, root, None
         coupling = v.random_coupling(key, len(z)) if combine is None else party.basis @ combine
-        return PartyStart(z, jnp.sqrt(tau) * root, coupling)
+        return z, jnp.sqrt(tau) * root, coupling
 
     def _log_p(self, party: Party, data: SiloData) -> Callable[[Array, Array], Array]:
         """Return the server's log density, as a function of its latents and the sum."""
@@ -435,12 +422,7 @@ class VerticalSearch:
     ) -> tuple[ServerState, float]:
         """Return the server's first state of a run, and the log density where it begins.
 
-        Clients have their first states then.
-
-        Raises
-        ------
-        NoModeError
-            If numbers are not finite.
+        Clients have their first states then. Numbers that are not finite are a NoModeError.
         """
         v, sum_ = self.vertical, np.zeros(self.vertical.model.shape, jnp.result_type(float))
         party = jax.tree.map(np.asarray, party)

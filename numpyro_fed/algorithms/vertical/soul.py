@@ -67,18 +67,13 @@ Context = TypeVar("Context")  # arguments of a likelihood besides a client's own
 
 
 class Chain(NamedTuple):
-    """A client's Langevin chain.
+    """A client's Langevin chain."""
 
-    ``position`` (dim,) is the last draw, in units of ``root``. ``kept`` (kept, dim) has the last
-    draws of past rounds, and ``number`` counts rounds. ``gradient`` is the part of the gradient in
-    the client's parameters that it computes by itself, before the server's message.
-    """
-
-    position: Array
+    position: Array  # (dim,) the last draw, in units of ``root``
     root: Array
-    kept: Array
-    number: Array
-    gradient: ClientParams
+    kept: Array  # (kept, dim) the last draws of past rounds
+    number: Array  # of rounds
+    gradient: ClientParams  # the part that a client computes before the server's message
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -86,24 +81,13 @@ class Soul(Parties):
     """SOUL for a vertical model, as pure functions for all parties.
 
     A client's auxiliary variables are parameters: offsets from ``centre``, in units of ``rho``.
-
-    Attributes
-    ----------
-    kinds : dict
-        Clients' halves of the model, by the signature of their data.
-    num_steps : int
-        Langevin steps in a round.
-    step_size : float
-        The size of a Langevin step, in coordinates in which the curvature is one.
-    num_kept : int
-        Draws that a client keeps.
     """
 
-    kinds: Mapping[Any, FederatedModel]
+    kinds: Mapping[Any, FederatedModel]  # clients' parts, by the signature of their data
     rho: float
-    num_steps: int
-    step_size: float
-    num_kept: int
+    num_steps: int  # Langevin steps in a round
+    step_size: float  # in coordinates in which the curvature is one
+    num_kept: int  # draws that a client keeps
 
     @property
     def rounds(self) -> Round:

@@ -55,17 +55,12 @@ SHARES = (0.8, 0.1, 0.1)
 
 
 class Up(NamedTuple):
-    """A client's message on each draw.
+    """A client's message on each draw."""
 
-    ``predictor`` is (draws, rows, ...) and ``own`` (draws,) its own log density. ``log_q`` (draws,
-    parts) is the log density of its draw under each part of the mixture. ``tie`` has its coupling
-    statistics, with ``b`` (draws, parts, rank).
-    """
-
-    predictor: Array
-    own: Array
-    log_q: Array
-    tie: Any = None
+    predictor: Array  # (draws, rows, ...)
+    own: Array  # (draws,) its own log density
+    log_q: Array  # (draws, parts) the log density of its draw under each part of the mixture
+    tie: Any = None  # its coupling statistics, with ``b`` (draws, parts, rank)
 
 
 class Down(NamedTuple):
@@ -85,18 +80,11 @@ class Weighing:
     """The question to clients for their predictors at draws of all parties' latents.
 
     Each client keeps its draws (num_draws, dim).
-
-    Attributes
-    ----------
-    vertical : Vertical
-    num_draws : int
-    at_once : int
-        Draws that run at a time.
     """
 
     vertical: Vertical
     num_draws: int
-    at_once: int
+    at_once: int  # draws that run at a time
 
     @cached_property
     def exchange(self) -> Exchange[Any, Any, Any]:
