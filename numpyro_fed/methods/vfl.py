@@ -19,10 +19,9 @@ from numpyro_fed.algorithms.base import (
     Round,
     asked_directly,
 )
-from numpyro_fed.algorithms.vertical.augmented import Vertical
 from numpyro_fed.algorithms.vertical.base import PartyType
-from numpyro_fed.algorithms.vertical.power import Power
 from numpyro_fed.algorithms.vertical.soul import Soul
+from numpyro_fed.algorithms.vertical.vfl import Vertical
 from numpyro_fed.algorithms.vertical.weigh import Weighing
 from numpyro_fed.errors import GuideError, StartWarning, positive_int
 from numpyro_fed.guides.amortised import Amortised
@@ -215,9 +214,9 @@ class VFL(VerticalMethod[VerticalResult]):
         if self.rho is not None:
             spec = self._auxiliary(model.rows)
             auxiliary = auxiliary_guide(spec, model.shape, self.rho, known)
-        kind = Power if self.likelihood == "power" else Vertical
-        vertical = kind(
+        vertical = Vertical(
             model=model,
+            power=self.likelihood == "power",
             server=party_type(self.server_guide, model.server, at_zero),
             # Clients of equal shapes share one program, and one guide up to its parameters.
             kinds={signature(data): party_type(self.guide, party, data) for party, data in pairs},

@@ -208,7 +208,7 @@ class Parties(ABC):
             self.init_client,
             self.rounds,
             self.shared,
-            self.private_params,
+            lambda state: Private(state.params.own.theta, {}),
             done=self.done,
             server_like=server_like,
         )
@@ -224,10 +224,6 @@ class Parties(ABC):
     @abstractmethod
     def shared(self, state: ServerState) -> Shared:
         """Return the server's parameters and guide."""
-
-    @abstractmethod
-    def private_params(self, state: ClientState) -> Private:
-        """Return a client's parameters, and what it has in place of a guide."""
 
     @abstractmethod
     def private(self, state: ClientState, data: SiloData) -> PartyState:

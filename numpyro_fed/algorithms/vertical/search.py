@@ -65,7 +65,6 @@ from numpyro_fed.algorithms.base import (
     stacked_visit,
 )
 from numpyro_fed.algorithms.expand import shape
-from numpyro_fed.algorithms.vertical.augmented import Vertical
 from numpyro_fed.algorithms.vertical.base import (
     ClientState,
     PartyStart,
@@ -88,6 +87,7 @@ from numpyro_fed.algorithms.vertical.curvature import (
     ritz_vectors,
     root_of,
 )
+from numpyro_fed.algorithms.vertical.vfl import Vertical
 from numpyro_fed.frame import identity
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.vertical import init_theta

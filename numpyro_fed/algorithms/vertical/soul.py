@@ -35,14 +35,11 @@ from numpyro_fed.algorithms.base import (
     Ask,
     Exchange,
     Info,
-    Private,
     Reply,
     Round,
     Shared,
     key_as_noise,
 )
-from numpyro_fed.algorithms.vertical.augmented import DRAW, STEP, Stepped
-from numpyro_fed.algorithms.vertical.augmented import Up as Drawn
 from numpyro_fed.algorithms.vertical.base import (
     ClientParams,
     ClientState,
@@ -53,8 +50,8 @@ from numpyro_fed.algorithms.vertical.base import (
     ServerState,
 )
 from numpyro_fed.algorithms.vertical.curvature import Local, diagonal_curvature
-from numpyro_fed.algorithms.vertical.power import Down
-from numpyro_fed.algorithms.vertical.power import Up as Slopes
+from numpyro_fed.algorithms.vertical.vfl import DRAW, STEP, AtServer, Slopes, Stepped
+from numpyro_fed.algorithms.vertical.vfl import Up as Drawn
 from numpyro_fed.frame import identity
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.log_density import FederatedModel
@@ -204,10 +201,6 @@ class Soul(Parties):
         own = state.params.own
         return Shared(own.theta, own.guide, state.frame)
 
-    def private_params(self, state: ClientState) -> Private:
-        """Return a client's parameters, and the draws that it has kept."""
-        return Private(state.params.own.theta, {"draws": state.chain.kept})
-
     def private(self, state: ClientState, data: SiloData) -> PartyState:
         """Return a client's parameters and draws, without a frame."""
         return PartyState(state.params.own.theta, {"draws": state.chain.kept}, identity(()))
@@ -262,7 +255,7 @@ class Soul(Parties):
             return terms[0] if self.power else sum(terms, jnp.zeros(()))
 
         if self.power:
-            up: Any = ask(DRAW, Down(ask(SHOW, ()).up, own.theta, own.guide["z"])).up
+            up: Any = ask(DRAW, AtServer(ask(SHOW, ()).up, own.theta, own.guide["z"])).up
             value, gradient = jax.value_and_grad(log_p)(own, jnp.zeros(self.model.shape))
             gradient = jax.tree.map(jnp.add, gradient, PartyParams(None, {"z": up.z}, up.theta))
             loss, slope = -(value + up.term), up.slope

@@ -35,13 +35,13 @@ from numpyro_fed.algorithms.base import (
     stacked_visit,
 )
 from numpyro_fed.algorithms.expand import shape
-from numpyro_fed.algorithms.vertical.augmented import Vertical
 from numpyro_fed.algorithms.vertical.base import (
     ClientState,
     PartyState,
     PartyType,
     ServerState,
 )
+from numpyro_fed.algorithms.vertical.vfl import Vertical
 from numpyro_fed.guides import coupling
 from numpyro_fed.guides.coupling import CouplingStats
 from numpyro_fed.model.data import SiloData

@@ -1,6 +1,8 @@
-r"""Algorithm 1 of Hassan, Sutton, Mira and Mengersen 2024 (arXiv 2405.04043), and the exact split.
+r"""Algorithms 1 and 2 of Hassan, Sutton, Mira and Mengersen 2024, and the exact split.
 
-In each round
+*Scalable Vertical Federated Learning via Data Augmentation and Amortized Inference*, arXiv
+2405.04043.
+In each round of Algorithm 1
 
 1. every client draws its latents and its part of the sum, and sends the part: its auxiliary
    variables :math:`z_j` or, in the exact split, its predictor :math:`g_j` itself;
@@ -9,7 +11,18 @@ In each round
 3. every client takes its step. The gradient with respect to the sum is also the one with respect
    to each part (equations 11 to 13).
 
-The paper's server receives each :math:`z_j`. A sum is enough, and secure aggregation may form it.
+In Algorithm 2 the likelihood at client ``j`` has the argument :math:`g_j + \sum_{k \ne j} z_k`,
+and the power :math:`1/J`. In each round
+
+1. clients send their :math:`z_j`;
+2. the server sends the sum of these, and draws of its own latents;
+3. clients reply with their term and its gradient :math:`v_j` with respect to the argument;
+4. the server sends the sum of these. Client ``j`` subtracts its own and has
+   :math:`\sum_{k \ne j} v_k`, the gradient with respect to its :math:`z_j` (equations 14 to 17).
+
+The paper sends all :math:`z_j`, and a gradient for each of them. A likelihood depends on the
+others' auxiliary variables by their sum alone, so sums are enough, and secure aggregation may form
+them.
 """
 
 from __future__ import annotations
@@ -25,7 +38,7 @@ import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_fed.algorithms import convergence
-from numpyro_fed.algorithms.base import Ask, Exchange, Info, Private, Reply, Round, Shared
+from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, Shared
 from numpyro_fed.algorithms.vertical.base import (
     ClientDraw,
     ClientParams,
@@ -56,7 +69,7 @@ from numpyro_fed.trees import all_finite
 # Standard deviation of the first random shares in the shared noise, where a run does not start at
 # the mode: small against one, so that parties start almost independent.
 COUPLING_SD = 0.1
-DRAW, STEP = "draw", "step"  # the names of the exchanges
+DRAW, LIKELIHOOD, STEP = "draw", "likelihood", "step"  # the names of the exchanges
 
 
 class Down(NamedTuple):
@@ -81,9 +94,29 @@ class Stepped(NamedTuple):
     resting: Array  # whether its guide has converged (0 or 1): the sum over clients counts them
 
 
+class AtServer(NamedTuple):
+    """A message of the server: the sum of auxiliary variables, its parameters and latents."""
+
+    total: Array
+    theta: dict[str, Any]
+    z: Array
+
+
+class Slopes(NamedTuple):
+    """A client's message: its likelihood term, and gradients of it."""
+
+    term: Array
+    slope: Array  # with respect to the likelihood's argument
+    theta: dict[str, Any]  # with respect to the server's parameters, and to its draws
+    z: Array
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Vertical(Parties):
-    """Algorithm 1 as pure functions of all parties; without ``rho`` it is the exact split."""
+    """Algorithm 1, or 2 with ``power``, as pure functions; without ``rho`` it is the exact split.
+
+    Under the power likelihood clients hold the server's arrays as ``shared``.
+    """
 
     server: PartyType
     kinds: Mapping[Any, PartyType]  # types of clients, by the signature of their data
@@ -100,13 +133,8 @@ class Vertical(Parties):
     @property
     def rounds(self) -> Round:
         """Return the round of a run."""
-        return Round((self.drawing, self.stepping), self.round, self.server_noise)
 
-    @property
-    def drawing(self) -> Exchange[ClientState, Down, Up]:
-        """Return the exchange in which clients draw their latents and parts of the sum."""
-
-        def silo(
+        def draw(
             noise: tuple[Array, Array | None], down: Down, state: ClientState, data: SiloData
         ) -> tuple[Reply[Up], ClientState]:
             state = state._replace(noise=noise, rows=down.rows, xi=down.xi)
@@ -116,17 +144,16 @@ class Vertical(Parties):
             up = Up(client_draw.part, client_draw.own, tie)
             return Reply(up, all_finite(up)), state
 
-        return Exchange(DRAW, silo, silo_noise=self.noise_of)
-
-    @property
-    def stepping(self) -> Exchange[ClientState, SumMessage, Stepped]:
-        """Return the exchange in which clients take their steps."""
-
-        def silo_noise(key: Array, state: ClientState) -> Array | None:
+        def noise_of_steps(key: Array, state: ClientState) -> Array | None:
             keys = jax.random.split(key, self.local_steps - 1)
             return jax.vmap(lambda key: self.noise_of(key, state)[0])(keys) if len(keys) else None
 
-        return Exchange(STEP, self.step, silo_noise=silo_noise)
+        drawing = Exchange(DRAW, draw, silo_noise=self.noise_of)
+        stepping = Exchange(STEP, self.step, silo_noise=noise_of_steps)
+        if not self.power:
+            return Round((drawing, stepping), self.round, self.server_noise)
+        likelihood = Exchange(LIKELIHOOD, self.likelihood)
+        return Round((drawing, likelihood, stepping), self.power_round, self.server_noise)
 
     def round(self, state: ServerState, noise: ServerNoise, ask: Ask) -> tuple[ServerState, Info]:
         """Ask clients for their parts of the sum, take a step, and send the gradient in the sum."""
@@ -164,6 +191,49 @@ class Vertical(Parties):
         if self.rank:
             after = self.ascend(after, "shared", pull(by_xi + stepped.by_xi)[0])
         return after, Info(-total, all_finite((total, gradient, by_xi, slope)))
+
+    def likelihood(
+        self, noise: object, down: AtServer, state: ClientState, data: SiloData
+    ) -> tuple[Reply[Slopes], ClientState]:
+        drawn = self.draw(state.params, None, state, data)
+        batch = self.take_rows(data, state.rows)
+        at_server = SiloData(dict(batch.kwargs["shared"]))
+        argument = drawn.g + down.total - drawn.part
+
+        def term(theta: dict[str, Any], z: Array, argument: Array) -> Array:
+            def one_particle(z: Array, argument: Array) -> Array:
+                return self.model.log_server(theta, z, argument, at_server)[1]
+
+            return self.share * jax.vmap(one_particle)(z, argument).mean() / self.num_clients
+
+        value, (theta, z, slope) = jax.value_and_grad(term, (0, 1, 2))(down.theta, down.z, argument)
+        up = Slopes(value, slope, theta, z)
+        return Reply(up, all_finite(up)), state._replace(slope=slope)
+
+    def power_round(
+        self, state: ServerState, noise: ServerNoise, ask: Ask
+    ) -> tuple[ServerState, Info]:
+        """Ask clients for their auxiliary variables, then for their likelihoods, and step."""
+        clients: Up = ask(DRAW, Down(None, noise.rows)).up
+        data = self.take_rows(ask.server_data, noise.rows)
+
+        def drawn(own: PartyParams) -> tuple[Array, Array]:
+            """Return draws of the server's latents, and its own term of the bound."""
+            _, z, log_q = self.guide(self.server).globals.draws(state.frame, own.guide, noise.eps)
+            total = jnp.zeros(self.shape[1:])
+            log_p = jax.vmap(lambda z: self.model.log_server(own.theta, z, total, data)[0])(z)
+            return z, (log_p - log_q).mean()
+
+        (z, value), pull = jax.vjp(drawn, state.params.own)
+        up: Slopes = ask(LIKELIHOOD, AtServer(clients.part, self.shared(state).theta, z)).up
+        (gradient,) = pull((up.z, jnp.ones_like(value)))
+        theta = jax.tree.map(jnp.add, gradient.theta, up.theta)
+        after = self.ascend(state, "own", gradient._replace(theta=theta))
+        loss = -(value + up.term + clients.own)
+        course = convergence.update(state.course, loss, after.params, whitened=self.from_start)
+        stepped: Stepped = ask(STEP, SumMessage(up.slope, None)).up
+        after = after._replace(course=course, resting=stepped.resting)
+        return after, Info(loss, all_finite((loss, gradient, up.slope)))
 
     def step(
         self, noise: Array | None, down: SumMessage, state: ClientState, data: SiloData
@@ -410,10 +480,6 @@ class Vertical(Parties):
         eps, tau = state.noise
         new = jax.random.normal(key_draw, eps.shape)
         return new, None if tau is None else jax.random.normal(key_z, tau.shape)
-
-    def private_params(self, state: ClientState) -> Private:
-        """Return a client's parameters, without its guides, which only its data would give."""
-        return Private(state.params.own.theta, {})
 
     def take_rows(self, data: SiloData, rows: Array | None) -> SiloData:
         """Return the data of the round's rows."""
