@@ -53,8 +53,7 @@ from numpyro_fed.model.handlers import generalised
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.objectives import Objective, draws_of, objective_for
-from numpyro_fed.results.base import Silos
-from numpyro_fed.results.built import Built, FactorParts
+from numpyro_fed.results.base import Built, FactorParts, Silos
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.runtime.schedule import Schedule

@@ -33,7 +33,7 @@ from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.row_checks import refuse_coupled_rows
 from numpyro_fed.objectives import default_quadrature
 from numpyro_fed.precision import precision
-from numpyro_fed.results.built import Built
+from numpyro_fed.results.base import Built
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import check_weighable, of_text
 from numpyro_fed.results.mixture import around_modes
