@@ -32,8 +32,7 @@ from numpyro_fed.results.base import BuiltRun, CompiledMethod, Silos
 from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.sampler import Sampler
 from numpyro_fed.results.saving import Provenance
-from numpyro_fed.runtime.schedule import Schedule
-from numpyro_fed.runtime.stack import Runtime
+from numpyro_fed.runtime.stack import Runtime, Schedule
 
 # Numbers of a batch of draws, for each site of the rows: a few arrays of them fit into a core's own
 # memory (L2). The six cities took half the time that batches of a megabyte of numbers took.
@@ -101,7 +100,7 @@ class Built(BuiltRun):
     without_start: Callable[[], tuple[Plan, Built]] | None = None
     guide: Guide
     objective: Objective = field(default_factory=ELBO)
-    schedule: Schedule[Any] | None = None
+    schedule: Schedule | None = None
     draws: dict[str, int] = field(default_factory=dict)
     factors: FactorParts | None = None
     start: StartRounds | None = None
@@ -202,7 +201,7 @@ class Fit(CompiledMethod[Built]):
         return Sampler(self.model, self.guide, self.built.bound)
 
     def without_start(
-        self, runtime_of: Callable[[FederatedAlgorithm[Any, Any], Schedule[Any] | None], Runtime]
+        self, runtime_of: Callable[[FederatedAlgorithm[Any, Any], Schedule | None], Runtime]
     ) -> Fit | None:
         """Return the fit of runs that found no mode to begin at; None if no mode is searched for.
 

@@ -32,13 +32,13 @@ from numpyro_fed.errors import SiloAwayError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import stacked
 from numpyro_fed.runtime.noise import exchange_key, init_keys, server_key, silo_key
-from numpyro_fed.runtime.schedule import Carry, Schedule
 from numpyro_fed.runtime.stack import (
     Batches,
     FewerError,
     Log,
     RunStatus,
     Runtime,
+    Schedule,
     ServerData,
     Single,
     Stacks,
@@ -62,9 +62,7 @@ from numpyro_fed.runtime.step import (
 from numpyro_fed.trees import Tree, drop_weak_types
 
 
-def host(
-    algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule[Carry] | None = None
-) -> Runtime:
+def host(algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule | None = None) -> Runtime:
     """Return the runtime that visits silos one after the other from Python, without padding.
 
     Every function is compiled on its own; under ``jax.disable_jit()`` all of it is ordinary
@@ -83,7 +81,7 @@ def host(
         )
         return State(jnp.zeros((), jnp.int32), server, states, carry)
 
-    def loop(round_: Round, watch: Watch, schedule: Schedule[Carry] | None = None) -> PlainLoop:
+    def loop(round_: Round, watch: Watch, schedule: Schedule | None = None) -> PlainLoop:
         transport_of = partial(_host_transport, watch=watch)
         exchanges = tuple(map(compile_visit, round_.exchanges))
         compiled = replace(compiled_in_parts(round_), exchanges=exchanges)
@@ -105,7 +103,7 @@ class PlainLoop:
     """
 
     round_: Round
-    schedule: Schedule[Any] | None
+    schedule: Schedule | None
     num_silos: Callable[[Batches], int]
     transport_of: Callable[[Batches], Transport[Array, Stacks]]
     done: Callable[[Any], Array] | None = None
@@ -178,7 +176,7 @@ class PlainLoop:
 
     @cached_property
     def _who_when(self) -> Callable[..., Any]:
-        return jax.jit(partial(visits, cast(Schedule[Any], self.schedule)))
+        return jax.jit(partial(visits, cast(Schedule, self.schedule)))
 
     def single(
         self,

@@ -34,13 +34,13 @@ from numpyro_fed.runtime.channel import Channel, Expected, Mark
 from numpyro_fed.runtime.host import PlainLoop
 from numpyro_fed.runtime.messages import BEGIN
 from numpyro_fed.runtime.noise import exchange_key, init_keys, server_key
-from numpyro_fed.runtime.schedule import Carry, Schedule
 from numpyro_fed.runtime.stack import (
     Batches,
     EndedError,
     FewerError,
     RunStatus,
     Runtime,
+    Schedule,
     ServerData,
     Single,
     Stacks,
@@ -73,7 +73,7 @@ class PlanLike(Protocol):
 
 def remote(
     algorithm: FederatedAlgorithm[Any, Any],
-    schedule: Schedule[Carry] | None = None,
+    schedule: Schedule | None = None,
     *,
     plan: PlanLike,
     channel: Channel,
@@ -103,7 +103,7 @@ def remote(
     )
 
 
-def check_sums(algorithm: FederatedAlgorithm[Any, Any], schedule: Schedule[Carry] | None) -> None:
+def check_sums(algorithm: FederatedAlgorithm[Any, Any], schedule: Schedule | None) -> None:
     """Raise an error for an algorithm or a schedule in which replies are not added up."""
     for round_ in (*algorithm.opening, algorithm.round):
         for exchange in round_.exchanges:
@@ -123,7 +123,7 @@ class _Remote:
     """The parts of the runtime; it finds the expected shapes of replies when needed."""
 
     algorithm: FederatedAlgorithm[Any, Any]
-    schedule: Schedule[Any] | None
+    schedule: Schedule | None
     plan: PlanLike
     channel: Channel
     begin: str

@@ -38,7 +38,6 @@ from numpyro_fed.runtime.noise import (
     server_key,
     silo_key,
 )
-from numpyro_fed.runtime.schedule import Carry, Schedule
 from numpyro_fed.runtime.stack import (
     BLOCK,
     NOISE,
@@ -46,6 +45,7 @@ from numpyro_fed.runtime.stack import (
     Log,
     RunStatus,
     Runtime,
+    Schedule,
     ServerData,
     Single,
     Stacks,
@@ -78,7 +78,7 @@ RoundCarry = tuple[Array, State, Log, RunStatus]  # of the loop over rounds
 
 def simulation(
     algorithm: FederatedAlgorithm[Server, Silo],
-    schedule: Schedule[Carry] | None = None,
+    schedule: Schedule | None = None,
     *,
     quick: bool = False,
 ) -> Runtime:
@@ -202,7 +202,7 @@ class _Loop:
     """The loop over rounds and their steps; without a schedule all silos take part in a round."""
 
     algorithm: FederatedAlgorithm[Any, Any]
-    schedule: Schedule[Any] | None
+    schedule: Schedule | None
 
     def advance(
         self,
@@ -320,7 +320,7 @@ class _Loop:
         server_data: ServerData,
     ) -> RoundCarry:
         """Run a round of several steps, or one whose participants the last round has decided."""
-        (i, state, log, _), schedule = carry, cast(Schedule[Any], self.schedule)
+        (i, state, log, _), schedule = carry, cast(Schedule, self.schedule)
         who, plan = visits(schedule, key, state.round, state.schedule)
 
         def continues(carry: StepCarry) -> Array:

@@ -17,7 +17,6 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.programs import on_all_devices
 from numpyro_fed.runtime.noise import schedule_key
-from numpyro_fed.runtime.schedule import Carry, Schedule
 from numpyro_fed.trees import Tree, drop_weak_types
 
 # The compiled loop writes its log into an array of fixed length, the most rounds of one call. A
@@ -33,8 +32,45 @@ BLOCK = 64
 NOISE = 2**20
 
 
+class Schedule(NamedTuple):
+    """The rule by which silos take part in steps, as pure functions.
+
+    A run in which all silos take part in every round has no schedule. Under a schedule every silo
+    must take part some time, or its data count for nothing.
+
+    Attributes
+    ----------
+    steps : int
+        Updates of the server in a round.
+    size : int
+        Participants of each update.
+    init : key -> carry
+        The first carry: arrays that are handed on from round to round in the run's state.
+    visits : (key, round, carry, change) -> (who, carry)
+        The silos that take part in each step of a round, (steps, size) int, distinct within a
+        step. ``change`` (num_silos,) is the last ``Info.change`` of a step in which a silo took
+        part alone, infinite before the first. The key is the same in all rounds.
+    num_silos : int
+        The number of silos.
+    ahead : bool
+        Whether ``visits`` reads neither the carry nor ``change``, so that the participants of
+        many rounds can be drawn ahead.
+    by_arrival : bool
+        Whether replies are used one by one in the order in which they come, by the real clock. Then
+        nobody calls ``visits``, and silos must be in processes of their own.
+    """
+
+    steps: int
+    size: int
+    init: Callable[[Array], Any]
+    visits: Callable[[Array, Array, Any, Array], tuple[Array, Any]]
+    num_silos: int
+    ahead: bool = False
+    by_arrival: bool = False
+
+
 Stacks = tuple[Any, ...]  # silos' states, stacked in each bucket
-Planned = tuple[Carry, Array]  # the carry of a schedule, and each silo's last ``change``
+Planned = tuple[Any, Array]  # the carry of a schedule, and each silo's last ``change``
 Watch = Callable[[Any], Any]  # a silo's new state -> the part of it that is logged
 ServerData = SiloData | Array | None  # a vertical model's response, or draws that a round weighs
 
@@ -254,16 +290,14 @@ def _placed(tree: object, sharding: NamedSharding) -> Any:
     )
 
 
-def chunk_of(schedule: Schedule[Any] | None) -> int:
+def chunk_of(schedule: Schedule | None) -> int:
     """Return how many rounds one call of ``advance`` can log."""
     if schedule is None:
         return CHUNK
     return max(1, min(CHUNK, VISITS // (schedule.steps * schedule.size)))
 
 
-def init_schedule(
-    schedule: Schedule[Carry] | None, key: Array, num_silos: int
-) -> tuple[()] | Planned[Carry]:
+def init_schedule(schedule: Schedule | None, key: Array, num_silos: int) -> tuple[()] | Planned:
     """Return the first ``State.schedule`` of a run."""
     if schedule is None:
         return ()
@@ -275,9 +309,7 @@ def init_schedule(
     return schedule.init(schedule_key(key)), jnp.full(num_silos, jnp.inf)
 
 
-def visits(
-    schedule: Schedule[Carry], key: Array, round: Array, state: Planned[Carry]
-) -> tuple[Array, Carry]:
+def visits(schedule: Schedule, key: Array, round: Array, state: Planned) -> tuple[Array, Any]:
     """Return who takes part in each step (steps, size), and the schedule's next carry."""
     who, carry = schedule.visits(schedule_key(key), round, *state)
     if jnp.shape(who) != (schedule.steps, schedule.size):
