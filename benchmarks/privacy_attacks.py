@@ -32,7 +32,7 @@ from numpyro_fed.algorithms.private_units import SIZES, SUMS, UNITS, PrivateUnit
 from numpyro_fed.model.data import read
 from numpyro_fed.model.split import split
 from numpyro_fed.precision import precision
-from numpyro_fed.privacy.noise import noisy
+from numpyro_fed.privacy.budget import noisy
 
 ROWS, FAR = 200, 1e6
 

@@ -47,7 +47,7 @@ from numpyro_fed.algorithms.private_units import PrivateUnits, Schedule
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.split import split
 from numpyro_fed.precision import precision
-from numpyro_fed.privacy.noise import noisy
+from numpyro_fed.privacy.budget import noisy
 from numpyro_fed.runtime.stack import Batch
 from numpyro_fed.runtime.step import Asked, transport_of_stacks
 

@@ -25,8 +25,7 @@ from numpyro_fed.model.split import split
 from numpyro_fed.network.engines import InMemory
 from numpyro_fed.network.policy import LEDGER, Ledger
 from numpyro_fed.precision import precision
-from numpyro_fed.privacy.budget import Spent, spent
-from numpyro_fed.privacy.noise import noisy
+from numpyro_fed.privacy.budget import Spent, noisy, spent
 from numpyro_fed.runtime import messages
 
 KEY = jax.random.key(0)

@@ -23,11 +23,10 @@ from numpyro_fed.model.vertical_facts import VerticalPlan
 from numpyro_fed.results.at_silo import AtSilo
 from numpyro_fed.results.base import FederatedRun, Ready, Silos
 from numpyro_fed.results.saving import load_state
-from numpyro_fed.runtime.channel import Channel, Weights
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.progress import Progress
-from numpyro_fed.runtime.remote import remote
+from numpyro_fed.runtime.remote import Channel, Weights, remote
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import Runtime, ServerData, State
 from numpyro_fed.runtime.supervise import RunOutcome, drive
@@ -189,7 +188,7 @@ def reached(
 
     def made() -> tuple[Made, Silos]:
         channel = Channel(federation, plan.num_silos, weights, name)
-        fit = make(partial(remote, plan=plan, channel=channel))
+        fit = make(partial(remote, template=plan.template, channel=channel))
         # Once all is built: where that is refused, silos have built nothing.
         federation.accept(name, plan.to_json())
         return fit, Silos((), (), channel.batches)

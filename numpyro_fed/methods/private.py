@@ -25,8 +25,7 @@ from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.objectives import ELBO, default_quadrature
-from numpyro_fed.privacy.budget import Privacy, Spent
-from numpyro_fed.privacy.noise import noisy
+from numpyro_fed.privacy.budget import Privacy, Spent, noisy
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.private import NOT_PROTECTED, PrivateResult

@@ -450,7 +450,7 @@ class _Programs:
             round_, sender = self.method.round_of(self.built, asked)
             if round_.id not in self._shapes:
                 self._shapes[round_.id] = message_shapes(sender, (round_,), self.data)
-            known = {crossed.exchange.id: crossed for crossed in self._shapes[round_.id]}
+            known = {crossed[0].id: crossed for crossed in self._shapes[round_.id]}
             if asked not in known:
                 raise unknown_exchange(asked.name)
             exchange, down, _ = known[asked]

@@ -35,9 +35,10 @@ from numpyro_fed.model.scaling import numbers_of
 from numpyro_fed.network.node import Node
 from numpyro_fed.network.policy import Ledger, Policy, evaluations
 from numpyro_fed.network.study import method_of
-from numpyro_fed.network.sums import Sums
+from numpyro_fed.network.sums import Sums, asked_of_all
 from numpyro_fed.precision import is_double, precision
 from numpyro_fed.privacy.budget import PrivacyWarning
+from numpyro_fed.privacy.masks import fingerprint
 from numpyro_fed.records import read_record
 from numpyro_fed.runtime.messages import (
     ACCEPT,
@@ -52,16 +53,7 @@ from numpyro_fed.runtime.messages import (
     write,
 )
 from numpyro_fed.runtime.noise import typed_key
-from numpyro_fed.runtime.sums import (
-    KEYS,
-    PEERS,
-    SECURE,
-    SUM,
-    Terms,
-    asked_of_all,
-    check_summed,
-    without_terms,
-)
+from numpyro_fed.runtime.sums import KEYS, PEERS, SECURE, SUM, Terms, check_summed
 
 # Methods that a silo keeps, the one that was used least recently is forgotten first. Each call of
 # nf.fit describes three.
@@ -167,8 +159,6 @@ class Silo:
         MissingExtraError
             Without the extra ``privacy``.
         """
-        from numpyro_fed.privacy.keys import fingerprint
-
         return fingerprint(self._sums.identity.public)
 
     def hold(self) -> None:
@@ -374,11 +364,11 @@ class Silo:
             )
         exchange, down = node.exchange_of(question)
         check_summed(exchange)
-        message = without_terms(head, arrays)
+        message = write(arrays, {name: text for name, text in head.items() if name != SUM})
         reply = self._plain(node, question, message)
         plan = str(_json(agreed.plan)["plan"])
         asked = asked_of_all(plan, question, message, exchange.scatter, down)
-        return self._sums.masked(terms, question, message, reply, exchange.weighted, asked)
+        return self._sums.masked(terms, question, message, reply, exchange, asked)
 
     def _plain(self, node: Node, question: Question, message: bytes) -> bytes:
         """Return the reply to a question, at the cost of its places and draws if it is new."""

@@ -54,6 +54,7 @@ from numpyro_fed.runtime.stack import (
     chunk_of,
     in_order,
     init_schedule,
+    num_silos,
     visits,
 )
 from numpyro_fed.runtime.step import (
@@ -68,7 +69,6 @@ from numpyro_fed.runtime.step import (
 from numpyro_fed.trees import Tree, drop_weak_types
 
 Positions = tuple[Array, Array]  # each silo's bucket and its row there, (silos,) each
-BucketNoise = RoundNoise[list[Any]]  # for each exchange a list with the noise of each bucket
 Index = TypeVar("Index")
 Drawn = TypeVar("Drawn")
 Participants = Array | tuple[()]  # who takes part; empty where everyone does
@@ -99,7 +99,7 @@ def simulation(
             return algorithm.init_silo(jax.random.fold_in(key_silos, silo), data)
 
         silos = tuple(b.real(jax.vmap(init_one)(b.padded(b.silos), b.data)) for b in batches)
-        carry = init_schedule(schedule, key, _num_silos(batches))
+        carry = init_schedule(schedule, key, num_silos(batches))
         server = algorithm.init_server(key_server)
         return readable(drop_weak_types(State(jnp.zeros((), jnp.int32), server, silos, carry)))
 
@@ -130,7 +130,7 @@ def single(round_: Round, jit: Callable[..., Callable[..., Any]] = jax.jit) -> S
     ) -> tuple[Any, Stacks, Info, Array]:
         noise = _noise_of_all(round_, key, jnp.zeros(1, jnp.int32), silos, batches)
         noise = jax.tree.map(lambda a: a[0], noise)
-        who, order = jnp.arange(_num_silos(batches)), in_order(batches)
+        who, order = jnp.arange(num_silos(batches)), in_order(batches)
         transport = _transport_to_all(batches, order, None)
         server, silos, info, good, _ = step(
             round_, transport, noise, server, silos, who, server_data
@@ -142,7 +142,7 @@ def single(round_: Round, jit: Callable[..., Callable[..., Any]] = jax.jit) -> S
 
 def _noise_of_all(
     round_: Round, key: Array, numbers: Array, silos: Stacks, batches: Batches
-) -> BucketNoise:
+) -> RoundNoise:
     """Return the noise of all silos and of the server for several steps (steps, ...).
 
     ``numbers`` (steps,) are the numbers of the steps. For each exchange there is a list with the
@@ -165,7 +165,7 @@ def _noise_of_all(
         parts = zip(jnp.split(silo, ends, axis=1), silos, strict=True)
         silo_noises.append([bucket(exchange, keys, states) for keys, states in parts])
         server_noise = jax.vmap(round_.noise)(server) if e == 0 else server_noise
-    return RoundNoise(server_noise, silo_noises)
+    return server_noise, silo_noises
 
 
 def _transport_to_all(
@@ -214,14 +214,14 @@ class _Loop:
         stop: bool,
     ) -> tuple[State, Log, RunStatus]:
         """Run up to ``n`` rounds, as :class:`Advance` says."""
-        schedule, done, num_silos = self.schedule, self.algorithm.done, _num_silos(batches)
+        schedule, done, size = self.schedule, self.algorithm.done, num_silos(batches)
         ahead = schedule is None or (schedule.ahead and schedule.steps == 1)
         order: Any = in_order(batches)
         if schedule is not None:
             # Each silo's bucket (silos,), and its row in that bucket (silos,).
-            sizes, total = [len(b.silos) for b in batches], num_silos
+            sizes = [len(b.silos) for b in batches]
             numbers = jnp.arange(len(batches))
-            bucket = jnp.repeat(numbers, jnp.array(sizes), total_repeat_length=total)
+            bucket = jnp.repeat(numbers, jnp.array(sizes), total_repeat_length=size)
             place = jnp.concatenate([jnp.arange(n) for n in sizes])
             order = bucket[order], place[order]
         # The inlined jit keeps its trace: eval_shape and the loop's body share one.
@@ -263,9 +263,9 @@ class _Loop:
             )
 
         # Few rounds a block where a round's noise is large: the block stands in memory at once.
-        size = sum(a.size for a in jax.tree.leaves(drawn))
-        block = max(1, min(BLOCK, NOISE // max(size, 1)))
-        all_good = jnp.ones(good.shape if ahead else num_silos, bool)
+        drawn_at_once = sum(a.size for a in jax.tree.leaves(drawn))
+        block = max(1, min(BLOCK, NOISE // max(drawn_at_once, 1)))
+        all_good = jnp.ones(good.shape if ahead else size, bool)
         start = (jnp.zeros((), jnp.int32), state, log, RunStatus(jnp.array(True), all_good))
         if not ahead:
             one_round = partial(of_steps, batches=batches, order=order, server_data=server_data)
@@ -275,18 +275,18 @@ class _Loop:
             return state, log, status._replace(replies=status.replies[order])
         # Participants of the last round; of row 0, whose replies count as good, if none was run.
         last = log.visits[jnp.maximum(i - 1, 0), 0]
-        replies = jnp.ones(num_silos, bool).at[last].set(status.replies)
+        replies = jnp.ones(size, bool).at[last].set(status.replies)
         return state, log, status._replace(replies=replies)
 
     def _draw(
         self, key: Array, numbers: Array, state: State, batches: Batches
-    ) -> tuple[Participants, RoundNoise[Any]]:
+    ) -> tuple[Participants, RoundNoise]:
         """Return participants and noise of the first steps of rounds, leaves (rounds, ...)."""
         round_, schedule = self.algorithm.round, self.schedule
         if schedule is None:
             return (), _noise_of_all(round_, key, numbers, state.silos, batches)
 
-        def one_round(number: Array) -> tuple[Array, RoundNoise[Any]]:
+        def one_round(number: Array) -> tuple[Array, RoundNoise]:
             who = visits(schedule, key, number, state.schedule)[0][0]
             return who, _noise_of_participants(round_, key, number, who, state.silos)
 
@@ -294,7 +294,7 @@ class _Loop:
 
     def _step(
         self,
-        drawn: tuple[Participants, RoundNoise[Any]],
+        drawn: tuple[Participants, RoundNoise],
         server: object,
         silos: Stacks,
         batches: Batches,
@@ -305,7 +305,7 @@ class _Loop:
         (who, noise), watch = drawn, self.algorithm.watch
         transport: Transport[Any, Stacks] = _ParticipantTransport(batches, order, watch)
         if isinstance(who, tuple):
-            who = jnp.arange(_num_silos(batches))
+            who = jnp.arange(num_silos(batches))
             transport = _transport_to_all(batches, order, watch)
         return step(self.algorithm.round, transport, noise, server, silos, who, server_data)
 
@@ -337,7 +337,7 @@ class _Loop:
             status = RunStatus(info.ok, status.replies.at[who[s]].set(good))
             return s + 1, server, silos, _planned(planned, who[s], info), log, status
 
-        status = RunStatus(jnp.array(True), jnp.ones(_num_silos(batches), bool))
+        status = RunStatus(jnp.array(True), jnp.ones(num_silos(batches), bool))
         zero = jnp.zeros((), jnp.int32)
         first = (zero, state.server, state.silos, (plan, state.schedule[1]), log, status)
         _, server, silos, planned, log, status = jax.lax.while_loop(continues, body, first)
@@ -355,7 +355,7 @@ def _planned(planned: Any, who: Participants, info: Info) -> Any:
 
 def _noise_of_participants(
     round_: Round, key: Array, number: Array, who: Array, silos: Stacks
-) -> RoundNoise[Any]:
+) -> RoundNoise:
     """Return the noise of one step for the server and for its participants ``who`` (k,).
 
     With several buckets the silos' part is their keys instead: noise of silos in different buckets
@@ -372,7 +372,7 @@ def _noise_of_participants(
         return jax.vmap(exchange.silo_noise, (0, None))(keys, state)
 
     silo_noises = [noise_of(x, key) for x, key in zip(round_.exchanges, exchange_keys, strict=True)]
-    return RoundNoise(round_.noise(server_key(exchange_keys[0])), silo_noises)
+    return round_.noise(server_key(exchange_keys[0])), silo_noises
 
 
 @dataclass(frozen=True, eq=False)
@@ -473,7 +473,3 @@ def _take(stack: Tree, i: Array) -> Tree:
 
 def _axes(exchange: Exchange[Silo, Down, Up]) -> Any:
     return jax.tree.map(lambda scattered: 0 if scattered else None, exchange.scatter)
-
-
-def _num_silos(batches: Batches) -> int:
-    return sum(len(b.silos) for b in batches)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -161,37 +161,6 @@ class RunStatus(NamedTuple):
     replies: Any
 
 
-class Advance(Protocol):
-    """A function that runs up to ``n`` rounds.
-
-    It stops after the first round that is not ok, and with ``stop`` where the algorithm is done.
-    """
-
-    def __call__(
-        self,
-        key: Array,
-        state: State,
-        batches: Batches,
-        n: int,
-        server_data: ServerData = None,
-        stop: bool = False,
-    ) -> tuple[State, Log, RunStatus]:
-        """Return the last state, the log of the rounds, and the outcome of the last one."""
-
-
-class FewerError(Exception):
-    """The signal that a step must be run again with fewer silos, since the others do not answer.
-
-    Attributes
-    ----------
-    present : tuple of int
-    """
-
-    def __init__(self, present: tuple[int, ...]):
-        super().__init__(f"only silos {present} answer")
-        self.present = present
-
-
 class EndedError(Exception):
     """The signal that a run ends within a round, after some of its steps.
 
@@ -210,18 +179,12 @@ class EndedError(Exception):
         self.state, self.silos = state, silos
 
 
-class Single(Protocol):
-    """A function that runs one round with all silos, from any states."""
-
-    def __call__(
-        self,
-        key: Array,
-        server: object,
-        silos: Stacks,
-        batches: Batches,
-        server_data: ServerData = None,
-    ) -> tuple[Any, Stacks, Info, Array]:
-        """Return both new states, the server's report, and which replies were good (silos,)."""
+# (key, state, batches, n, server_data, stop) -> the last state, the log of the rounds, the outcome
+# of the last one.
+Advance = Callable[..., tuple[State, Log, RunStatus]]
+# (key, server, silos, batches, server_data) -> both new states, the server's report, and which
+# replies were good (silos,).
+Single = Callable[..., tuple[Any, Stacks, Info, Array]]
 
 
 class Runtime(NamedTuple):
@@ -231,8 +194,10 @@ class Runtime(NamedTuple):
     ----------
     init : (key, batches) -> State
     advance : Advance
+        It runs up to ``n`` rounds, and stops after the first one that is not ok, and with ``stop``
+        where the algorithm is done.
     single : round -> Single
-        Any single round, compiled.
+        Any single round with all silos, from any states, compiled.
     transport : batches -> Transport
         The way of a plain program's questions to the silos (:mod:`.asking`).
     chunk : int
@@ -318,6 +283,11 @@ def visits(schedule: Schedule, key: Array, round: Array, state: Planned) -> tupl
             f"{(schedule.steps, schedule.size)}."
         )
     return jnp.asarray(who, jnp.int32), drop_weak_types(carry)
+
+
+def num_silos(batches: Batches) -> int:
+    """Return the number of silos in all buckets."""
+    return sum(len(b.silos) for b in batches)
 
 
 def in_order(batches: Sequence[Batch]) -> Array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +37,7 @@ from numpyro_fed.runtime.noise import exchange_key, silo_key
 from numpyro_fed.runtime.stack import Batches, ServerData, Stacks
 from numpyro_fed.trees import Numbers, all_finite, drop_weak_types, namespace
 
-Source = TypeVar("Source", contravariant=True)  # silos' noise, or keys that it is drawn from
-Drawn = TypeVar("Drawn")  # the same type, where a class keeps it
+Source = TypeVar("Source")  # silos' noise, or keys that it is drawn from
 Silos = TypeVar("Silos")  # all silos' states, in the form in which a runtime keeps them
 Exchanges = Sequence[Exchange[Any, Any, Any]]
 # Returns a token of the transformation that is being traced; equal tokens, the same one.
@@ -115,25 +114,12 @@ class Answers(NamedTuple, Generic[Silos]):
     watched: Any = ()
 
 
-class Transport(Protocol[Source, Silos]):
-    """A way to send a message to silos and get replies: the only part in which runtimes differ."""
-
-    def __call__(
-        self,
-        exchange: Exchange[Any, Down, Up],
-        noise: Source,
-        down: Down,
-        who: Array,
-        silos: Silos,
-    ) -> Answers[Silos]:
-        """Send ``down`` to the silos ``who`` (k,); ``noise`` is theirs, or keys to draw it from."""
-
-
-class RoundNoise(NamedTuple, Generic[Drawn]):
-    """The server's noise in a round, and for each exchange the silos' noise or the keys of it."""
-
-    server: Any
-    silos: Sequence[Drawn]
+# A way to send a message to silos and get replies: the only part in which runtimes differ. It is
+# given the exchange, silos' noise or keys to draw it from, the message, participants (k,), and all
+# silos' states.
+Transport = Callable[[Exchange[Any, Any, Any], Source, Any, Array, Silos], Answers[Silos]]
+# The server's noise in a round, and for each exchange the silos' noise or the keys of it.
+RoundNoise = tuple[Any, Sequence[Any]]
 
 
 class _Asker:
@@ -185,8 +171,8 @@ class _Asker:
 
 def step(
     round_: Round,
-    transport: Transport[Drawn, Silos],
-    noise: RoundNoise[Drawn],
+    transport: Transport[Any, Silos],
+    noise: RoundNoise,
     server: object,
     silos: Silos,
     who: Array,
@@ -203,12 +189,12 @@ def step(
 
     def answer(number: int, exchange: Exchange[Any, Down, Up], down: Down) -> Replies[Any]:
         nonlocal silos, good, watched
-        answers = transport(exchange, noise.silos[number], down, who, silos)
+        answers = transport(exchange, noise[1][number], down, who, silos)
         silos, watched, good = answers.silos, answers.watched, good & answers.ok
         return answers.replies
 
     ask = _Asker(round_.exchanges, who, server_data, answer)
-    server, info = round_.run(server, noise.server, ask)
+    server, info = round_.run(server, noise[0], ask)
     return server, silos, ask.finish(info), good, watched
 
 
@@ -283,12 +269,8 @@ def compiled_in_parts(round_: Round) -> Round:
     return replace(round_, run=run, noise=jax.jit(round_.noise))
 
 
-class MessageShapes(NamedTuple):
-    """The shapes of what one exchange sends down to a silo, and of the silo's reply."""
-
-    exchange: Exchange[Any, Any, Any]
-    down: Any
-    reply: Reply[Any]
+# An exchange with the shapes of what it sends down to a silo, and of the silo's reply.
+MessageShapes = tuple[Exchange[Any, Any, Any], Any, Reply[Any]]
 
 
 def message_shapes(
@@ -324,17 +306,14 @@ def message_shapes(
         for round_ in rounds:
             if any(x.stacked for x in round_.exchanges):
                 continue  # they leave states of the same shapes
-            noise = RoundNoise(round_.noise(key), [key] * len(round_.exchanges))
+            noise = round_.noise(key), [key] * len(round_.exchanges)
             server, silo, *_ = step(
                 round_, transport, noise, server, silo, jnp.arange(1), server_data
             )
         return crossed
 
     shapes = jax.eval_shape(trace, jax.random.key(0), data, server_data)
-    traced = {
-        x.name: MessageShapes(x, *down_and_reply)
-        for x, down_and_reply in zip(exchanges, shapes, strict=True)
-    }
+    traced = {x.name: (x, *both) for x, both in zip(exchanges, shapes, strict=True)}
     asked = [x for round_ in rounds for x in round_.exchanges]
     return [declared(x) if x.stacked else traced[x.name] for x in asked]
 
@@ -345,7 +324,7 @@ def declared(exchange: Exchange[Any, Any, Any]) -> MessageShapes:
         raise TypeError(f"the exchange {exchange.name!r} is stacked and does not say its shapes.")
     down, up = exchange.like()
     ok: Any = jax.ShapeDtypeStruct((), bool)
-    return MessageShapes(exchange, down, Reply(up, ok))
+    return exchange, down, Reply(up, ok)
 
 
 class Asked:
