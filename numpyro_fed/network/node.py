@@ -17,7 +17,7 @@ import hashlib
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Self
 
@@ -72,25 +72,14 @@ MAX_FORGOTTEN = 10_000
 
 @dataclass(frozen=True)
 class RunStates:
-    """A silo's states of one run: those between which the server may still choose.
+    """A silo's states of one run: those between which the server may still choose."""
 
-    Attributes
-    ----------
-    beginning : str
-        The message by which the run began; it says which algorithm is run.
-    states : dict of int to pytree
-        The state after the message of each number: the one from which the last message was
-        answered, and the one after it. If the server never uses the last reply, it goes on from
-        the former.
-    number, digest, reply
-        The number of the last message, its SHA-256, and the reply to it, which a message that
-        comes again gets once more.
-    """
-
-    beginning: str
+    beginning: str  # the message by which the run began; it says which algorithm is run
+    # The state after the message of each number: the one from which the last message was answered,
+    # and the one after it. If the server never uses the last reply, it goes on from the former.
     states: dict[int, Any]
-    number: int = 0
-    digest: str = ""
+    number: int = 0  # that of the last message, with its SHA-256 and the reply to it, which a
+    digest: str = ""  # message that comes again gets once more
     reply: bytes = b""
 
     def state_at(self, question: Question) -> Any:
@@ -149,49 +138,6 @@ class RunStates:
         return cls(beginning, states, int(head["number"]), head["digest"], reply)
 
 
-@dataclass
-class KeptRuns:
-    """All runs of a silo; the one that was used least recently is forgotten first.
-
-    With a store that outlives the process a silo goes on where an earlier process has ended.
-    """
-
-    store: Store | None
-    shapes_of: Callable[[str], Sequence[Any]]
-    runs: OrderedDict[str, RunStates] = field(default_factory=OrderedDict)
-    forgotten: OrderedDict[str, None] = field(default_factory=OrderedDict)
-
-    def get(self, run: str) -> RunStates | None:
-        """Return the states of a run; None if the silo has none."""
-        if run not in self.runs and self.store is not None:
-            content = self.store.get(run)
-            if content is not None:
-                self.runs[run] = RunStates.from_bytes(content, self.shapes_of)
-        if run in self.runs:
-            self.runs.move_to_end(run)
-        return self.runs.get(run)
-
-    def put(self, run: str, states: RunStates) -> None:
-        """Keep the states of a run, on the disk before this returns."""
-        if run in self.forgotten:
-            raise ModelError(
-                "a message is of a run that this silo has forgotten: it keeps the states of the "
-                f"last {MAX_RUNS} runs. Begin again."
-            )
-        self.runs[run] = states
-        self.runs.move_to_end(run)
-        if self.store is not None:
-            self.store.put({run: states.to_bytes()})
-        for old in list(self.runs)[:-MAX_RUNS]:
-            del self.runs[old]
-            self.forgotten[old] = None
-        if self.store is not None:
-            # Those of an earlier process, too, which this one may never have read.
-            self.store.trim(MAX_RUNS)
-        while len(self.forgotten) > MAX_FORGOTTEN:
-            self.forgotten.popitem(last=False)
-
-
 class Node:
     """A silo's part in one method of a server: it answers the messages of its runs.
 
@@ -240,7 +186,7 @@ class Node:
         """
         other = copy.copy(self)
         other._store, other.sampled = store, None
-        other._runs = other._no_runs()
+        other._forget_runs()
         if self._fresh_noise:
             other._secret = _unknown_key()
         return other
@@ -256,16 +202,48 @@ class Node:
             self._number, self._data, self.size = number, data, size
             self._programs = {False: _Programs(self._method, agreed, built, data)}
             self._accepted = plan, number
-        self._runs = self._no_runs()
+        self._forget_runs()
 
     def rows_that_count(self) -> int:
         """Return the number of the silo's rows that have an outcome, once a plan is accepted."""
         programs = self._programs[False]
         return self._method.rows_that_count(programs.built, self._data)
 
-    def _no_runs(self) -> KeptRuns:
-        """Return the runs that are in the store, of which none was read yet."""
-        return KeptRuns(self._store, lambda name: self._programs_of(name).state_shapes)
+    def _forget_runs(self) -> None:
+        """Begin without runs but those in the store, of which none was read yet."""
+        # The one that was used least recently stands first.
+        self._runs, self._forgotten = OrderedDict[str, RunStates](), OrderedDict[str, None]()
+
+    def _known_run(self, run: str) -> RunStates | None:
+        """Return the states of a run, in an earlier process too; None if the silo has none."""
+        if run not in self._runs and self._store is not None:
+            content = self._store.get(run)
+            if content is not None:
+                self._runs[run] = RunStates.from_bytes(
+                    content, lambda name: self._programs_of(name).state_shapes
+                )
+        if run in self._runs:
+            self._runs.move_to_end(run)
+        return self._runs.get(run)
+
+    def _keep(self, run: str, states: RunStates) -> None:
+        """Keep the states of a run, on the disk before this returns; forget the oldest."""
+        if run in self._forgotten:
+            raise ModelError(
+                "a message is of a run that this silo has forgotten: it keeps the states of the "
+                f"last {MAX_RUNS} runs. Begin again."
+            )
+        self._runs[run] = states
+        self._runs.move_to_end(run)
+        for old in list(self._runs)[:-MAX_RUNS]:
+            del self._runs[old]
+            self._forgotten[old] = None
+        if self._store is not None:
+            self._store.put({run: states.to_bytes()})
+            # Those of an earlier process, too, which this one may never have read.
+            self._store.trim(MAX_RUNS)
+        while len(self._forgotten) > MAX_FORGOTTEN:
+            self._forgotten.popitem(last=False)
 
     def _programs_of(self, beginning: str) -> _Programs:
         """Return the programs for runs that began by the message ``beginning``."""
@@ -280,7 +258,7 @@ class Node:
 
     def has_answered(self, message: bytes, question: Question) -> bool:
         """Return whether a message is the last one of its run, which has been answered."""
-        run = self._runs.get(question.run)
+        run = self._known_run(question.run)
         return run is not None and run.digest == hashlib.sha256(message).hexdigest()
 
     def exchange_of(self, question: Question) -> tuple[Exchange[Any, Any, Any], Any]:
@@ -292,7 +270,7 @@ class Node:
         """Return the reply to a message of the server, as bytes."""
         head, arrays = read(message)
         question, digest = Question.of(head), hashlib.sha256(message).hexdigest()
-        run = self._runs.get(question.run)
+        run = self._known_run(question.run)
         if run is not None and question.number == run.number and digest == run.digest:
             return run.reply
         if run is not None and question.number < run.number:
@@ -337,7 +315,7 @@ class Node:
         after = after if question.exchange in programs.stateful else before
         states = {question.used: before, question.number: after}
         run = RunStates(run.beginning, states, question.number, digest, reply)
-        self._runs.put(question.run, run)
+        self._keep(question.run, run)
         return reply
 
     def _begin(self, question: Question, digest: str, arrays: Mapping[str, np.ndarray]) -> bytes:
@@ -350,7 +328,7 @@ class Node:
                     "a run under differential privacy is not gone on with by another run: from one "
                     "state there could be several, each of which would spend. Begin again."
                 )
-            before = self._runs.get(question.settings)
+            before = self._known_run(question.settings)
             if before is None:
                 raise ModelError(
                     f"silo {self._number} is to go on from a run of which it has no state. Begin "
@@ -364,7 +342,7 @@ class Node:
             init = self._programs_of(beginning).init[beginning]
             state = drop_weak_types(init(key_silo, self._data))
         run = RunStates(beginning, {question.number: state}, question.number, digest, reply)
-        self._runs.put(question.run, run)
+        self._keep(question.run, run)
         return reply
 
     def at(self, draws: bytes) -> tuple[AtSilo, Mapping[str, np.ndarray], Held]:
@@ -382,7 +360,7 @@ class Node:
 
     def _run_of(self, question: Question) -> RunStates:
         """Return the states of the run of a message."""
-        run = self._runs.get(question.run)
+        run = self._known_run(question.run)
         if run is None:
             raise ModelError(
                 f"silo {self._number} has no state of this run: it keeps those of the last runs "

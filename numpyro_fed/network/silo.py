@@ -26,15 +26,19 @@ from numpyro_fed.errors import (
     SavedStateError,
 )
 from numpyro_fed.files import Store, Use
+from numpyro_fed.methods.base import FederatedMethod
+from numpyro_fed.methods.load import METHODS
 from numpyro_fed.methods.of_data import COLUMNS, moments_reply, names_reply
+from numpyro_fed.methods.recipe import rebuilt
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.vertical import VerticalMethod
+from numpyro_fed.methods.vfl import SOUL, VFL
 from numpyro_fed.model.facts import describe
+from numpyro_fed.model.fingerprint import source_hash
 from numpyro_fed.model.levels import OTHER, level_counts
 from numpyro_fed.model.scaling import numbers_of
 from numpyro_fed.network.node import Node
 from numpyro_fed.network.policy import Ledger, Policy, evaluations
-from numpyro_fed.network.study import method_of
 from numpyro_fed.network.sums import Sums, asked_of_all
 from numpyro_fed.precision import is_double, precision
 from numpyro_fed.privacy.budget import PrivacyWarning
@@ -62,10 +66,7 @@ MAX_METHODS = 32
 AGREED, RUNS = "methods", "runs of "
 # Bytes of a message at most, unless the owner says otherwise: larger ones are refused unread.
 MAX_BYTES = 512 << 20
-FOLDER_UNUSABLE = (
-    "this silo cannot use its folder, as where another process or object uses it. Its log has the "
-    "rest."
-)
+KINDS: dict[str, type[Any]] = {**METHODS, "VFL": VFL, "SOUL": SOUL}
 LOG = logging.getLogger("numpyro_fed.silo")
 
 
@@ -125,11 +126,9 @@ class Silo:
         self._data, self._names, self._max_bytes = data, dict(names), max_bytes
         self._policy = policy or Policy()
         self._options: dict[str, Any] = dict(
-            secret=secret,
-            row_ids=row_ids,
-            allow_unhidden=allow_unhidden,
-            tell_latents=self._policy.tell_latents,
+            secret=secret, row_ids=row_ids, allow_unhidden=allow_unhidden
         )
+        self._options["tell_latents"] = self._policy.tell_latents
         self._state = None if state is None else Path(state)
         self._store = Store(self._state)
         self._agreed: OrderedDict[str, _Agreement] = OrderedDict()
@@ -470,8 +469,7 @@ class Silo:
 
     def _get(self, method: str) -> _Agreement:
         """Return what was agreed on for a method."""
-        known = self._known(method)
-        if known is None:
+        if (known := self._known(method)) is None:
             raise ModelError(
                 "this silo has not described its data for this method, or has forgotten it. "
                 "Begin again."
@@ -507,27 +505,14 @@ class Silo:
 
 @dataclass
 class _Agreement:
-    """A silo's part in one method of a server: its facts, and the node once there is a plan.
+    """A silo's part in one method of a server: its facts, and the node once there is a plan."""
 
-    Attributes
-    ----------
-    settings, plan : str
-        The messages of the server, as they came.
-    double : bool
-        Whether the method computes in double precision.
-    facts : str
-    node : Node or None
-        None where only facts were asked for.
-    secure_sum : bool
-        Whether replies leave the silo under masks alone.
-    """
-
-    settings: str
-    double: bool
+    settings: str  # the message of the server, as it came
+    double: bool  # whether the method computes in double precision
     facts: str
-    node: Node | None
-    plan: str = ""
-    secure_sum: bool = False
+    node: Node | None  # None where only facts were asked for
+    plan: str = ""  # the message with the plan, as it came
+    secure_sum: bool = False  # whether replies leave the silo under masks alone
 
 
 def _refusal(error: Exception) -> bytes:
@@ -542,7 +527,10 @@ def _refusal(error: Exception) -> bytes:
     # What other errors say may hold data, or a path and in it a user's name: it stays here.
     LOG.error("a message could not be answered", exc_info=error)
     if isinstance(error, SavedStateError):
-        return refusal(ModelError(FOLDER_UNUSABLE))
+        words = (
+            "this silo cannot use its folder, as where another process or object uses it. Its log"
+        )
+        return refusal(ModelError(f"{words} has the rest."))
     words = f"{type(cause or error).__name__} at the silo, whose log has the rest."
     return refusal(ModelError(words))
 
@@ -565,3 +553,38 @@ def _json(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DataError("a message has something else than an object in its settings.")
     return found
+
+
+def method_of(described: Mapping[str, Any], names: Mapping[str, Any]) -> Any:
+    """Return the method of a server's description, or the model where only facts are asked for."""
+
+    def known(name: object, what: str) -> Any:
+        if not isinstance(name, str) or name not in names:
+            raise ModelError(
+                f"this silo knows no {what} {name!r:.100}: it knows {sorted(names)}. The study's "
+                "file must have it as a variable, or Silo(names={...})."
+            )
+        return names[name]
+
+    model = known(described.get("model"), "model")
+    source = source_hash(model)
+    if source and described.get("source") and described["source"] != source:
+        raise ModelError(
+            f"the text of '{described['model']}' differs between server and silo: all parties must "
+            "have the same file."
+        )
+    if "named" in described:
+        named = known(described["named"], "method")
+        if not isinstance(named, FederatedMethod):
+            raise ModelError(f"'{described['named']}' is no method at this silo.")
+        return named
+    if "method" not in described:
+        return model
+    kind = KINDS.get(str(described["method"]))
+    if kind is None:
+        raise ModelError(f"there is no method '{described['method']}': known are {sorted(KINDS)}.")
+    try:
+        return rebuilt(kind, model, dict(described["settings"]))
+    except Exception as error:
+        words = f"the settings of {described['method']} cannot be used: {error}"
+        raise ModelError(words) from error
