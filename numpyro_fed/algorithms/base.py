@@ -132,17 +132,11 @@ OUTER_LATENTS = "outer latents"  # of the one in which silos tell the latents th
 
 
 class ExchangeId(NamedTuple):
-    """The record by which a party in another process knows an exchange, and can build it.
-
-    Attributes
-    ----------
-    name : str
-    settings : str
-        JSON, such as the number of draws of a correction. It is empty for an exchange of a run,
-        whose settings are those of the method.
-    """
+    """The record by which a party in another process knows an exchange, and can build it."""
 
     name: str
+    # JSON, such as the number of draws of a correction. It is empty for an exchange of a run, whose
+    # settings are those of the method.
     settings: str = ""
 
     def read_settings(self) -> dict[str, Any]:
@@ -393,38 +387,20 @@ class SiloParams(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The part of a server's state that all parties may know.
+    """The part of a server's state that all parties may know."""
 
-    Attributes
-    ----------
-    theta : dict
-        Shared parameters, unconstrained.
-    guide : dict
-        Parameters of the globals' guide, in its frame.
-    frame : Gaussian
-    """
-
-    theta: dict[str, Any]
-    guide: Any
+    theta: dict[str, Any]  # shared parameters, unconstrained
+    guide: Any  # parameters of the globals' guide, in its frame
     frame: Gaussian
 
 
 class Private(NamedTuple):
-    """The part of a silo's state that never leaves it.
+    """The part of a silo's state that never leaves it."""
 
-    Attributes
-    ----------
-    theta : dict
-        The silo's private parameters, unconstrained.
-    guide : dict
-        Parameters of its local guides.
-    centre : (dim,), optional
-        The point of the globals' frame from which the local guides measure. By default it is the
-        centre of the globals' guide. A silo that missed rounds still has an earlier centre.
-    """
-
-    theta: dict[str, Any]
-    guide: dict[str, Any]
+    theta: dict[str, Any]  # the silo's private parameters, unconstrained
+    guide: dict[str, Any]  # parameters of its local guides
+    # (dim,): the point of the globals' frame from which the local guides measure. By default it is
+    # the centre of the globals' guide. A silo that missed rounds still has an earlier centre.
     centre: Array | None = None
 
     def recentred(self, coordinates: Coordinates) -> Coordinates:
@@ -451,16 +427,10 @@ class Sampled(NamedTuple):
 
 
 class WarmStart(NamedTuple):
-    """The functions by which an algorithm starts where an earlier run has ended.
+    """The functions by which an algorithm starts where an earlier run has ended."""
 
-    Attributes
-    ----------
-    server : (key, StartPoint) -> server_state
-    silo : (key, CarriedSilo, StartPoint, data) -> silo_state
-    """
-
-    server: Callable[..., Any]
-    silo: Callable[..., Any]
+    server: Callable[..., Any]  # (key, StartPoint) -> server_state
+    silo: Callable[..., Any]  # (key, CarriedSilo, StartPoint, data) -> silo_state
 
 
 class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):

@@ -56,16 +56,11 @@ SHARED = "/tmp/nvflare"
 
 @dataclass
 class _Job:
-    """A job of NVFLARE.
-
-    Attributes
-    ----------
-    failing : dict
-        Of each silo that is not reached: since when, and when that was last found.
-    """
+    """A job of NVFLARE."""
 
     id: str
     key: str
+    # Of each silo that is not reached: since when, and when that was last found.
     failing: dict[int, tuple[float, float]] = field(default_factory=dict)
 
 

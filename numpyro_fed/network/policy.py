@@ -268,24 +268,15 @@ class Policy:
 
 @dataclass
 class Ledger:
-    """The count of places and draws at which a silo has evaluated its likelihood for others.
-
-    Attributes
-    ----------
-    spent : dict
-        ``places`` and ``draws`` so far.
-    noise : dict
-        The sum of inverse squared noise multipliers, by which Gaussian releases compose, of the
-        runs that protect the same: ``{"row add": 0.02}``.
-    stage : str
-        The exchange farthest down the policy's list that was answered.
-    """
+    """The count of places and draws at which a silo has evaluated its likelihood for others."""
 
     policy: Policy
     store: Store
-    spent: dict[str, float] = field(default_factory=dict)
+    spent: dict[str, float] = field(default_factory=dict)  # ``places`` and ``draws`` so far
+    # The sum of inverse squared noise multipliers, by which Gaussian releases compose, of the runs
+    # that protect the same: ``{"row add": 0.02}``.
     noise: dict[str, float] = field(default_factory=dict)
-    stage: str = ""
+    stage: str = ""  # the exchange farthest down the policy's list that was answered
 
     def __post_init__(self) -> None:
         content = self.store.get(LEDGER)

@@ -65,42 +65,26 @@ BEGINNINGS = BEGIN, SEARCH, WITHOUT_START
 
 
 class Message(NamedTuple):
-    """A message that was read.
-
-    Attributes
-    ----------
-    head : dict of str to str
-    arrays : dict of str to array
-    """
+    """A message that was read."""
 
     head: dict[str, str]
     arrays: dict[str, np.ndarray]
 
 
 class Question(NamedTuple):
-    """The head of a message to a silo.
+    """The head of a message to a silo."""
 
-    Attributes
-    ----------
-    exchange, settings : str
-        The :class:`~numpyro_fed.algorithms.base.ExchangeId`, or a message by which a run begins.
-    run : str
-        The id of the run.
-    number : int
-        The number of this message. Within a run numbers grow; a message that is sent again has the
-        same number.
-    used : int
-        The number of the silo's last message whose reply was used: the silo answers from the state
-        that it had after that one.
-    method : str
-        The id of the method whose exchange it is, at a silo that has agreed on several.
-    """
-
+    # The ExchangeId, or a message by which a run begins.
     exchange: str
     settings: str
-    run: str = ""
+    run: str = ""  # the id of the run
+    # The number of this message. Within a run numbers grow; a message that is sent again has the
+    # same number.
     number: int = 0
+    # The number of the silo's last message whose reply was used: the silo answers from the state
+    # that it had after that one.
     used: int = 0
+    # The id of the method whose exchange it is, at a silo that has agreed on several.
     method: str = ""
 
     @property
@@ -229,29 +213,15 @@ def unpack(prefix: str, like: Tree, arrays: Mapping[str, np.ndarray]) -> Tree:
 
 
 class Crossing(NamedTuple):
-    """One array of a message between server and silo.
+    """One array of a message between server and silo."""
 
-    Attributes
-    ----------
-    when : {"start", "round"}
-        ``"start"``: before the first round, as often as the start takes. ``"round"``: in each
-        round.
-    exchange, array : str
-    up : bool
-        From a silo to the server, or down to all silos.
-    shape : tuple of int
-    dtype : str
-    summed : bool
-        Whether the server needs the sum over silos alone, which secure aggregation may form.
-    nbytes : int
-    """
-
-    when: str
+    when: str  # "start": before the first round, as often as it takes; "round": in each round
     exchange: str
     array: str
-    up: bool
+    up: bool  # from a silo to the server, or down to all silos
     shape: tuple[int, ...]
     dtype: str
+    # Whether the server needs the sum over silos alone, which secure aggregation may form.
     summed: bool
     nbytes: int
 

@@ -76,23 +76,13 @@ ServerData = SiloData | Array | None  # a vertical model's response, or draws th
 
 
 class State(NamedTuple):
-    """The state of a run: everything that it needs to go on.
+    """The state of a run: everything that it needs to go on."""
 
-    Attributes
-    ----------
-    round : () int
-        Rounds done so far.
-    server : pytree
-    silos : tuple of pytree
-        One stack of silo states for each bucket.
-    schedule : tuple
-        The carry of the schedule, and each silo's last ``Info.change``; empty where all silos
-        take part in every round.
-    """
-
-    round: Array
+    round: Array  # () int: rounds done so far
     server: Any
-    silos: Stacks
+    silos: Stacks  # one stack of silo states for each bucket
+    # The carry of the schedule, and each silo's last ``Info.change``; empty where all silos take
+    # part in every round.
     schedule: Any = ()
 
 
@@ -126,39 +116,19 @@ Batches = tuple[Batch, ...]
 
 
 class Log(NamedTuple):
-    """The reports of rounds; a round has one step, or as many as its schedule says.
+    """The reports of rounds; a round has one step, or as many as its schedule says."""
 
-    Attributes
-    ----------
-    losses : (rounds,)
-        The sum of ``Info.loss`` over the steps of a round.
-    reports : pytree, leaves (rounds, steps, ...)
-        ``Info.report``.
-    visits : (rounds, steps, size) int, or ()
-        Who took part; empty where all silos do.
-    watched : pytree, leaves (rounds, steps, size)
-        ``FederatedAlgorithm.watch`` of each participant's new state.
-    """
-
-    losses: Any
-    reports: Any = ()
-    visits: Any = ()
-    watched: Any = ()
+    losses: Any  # (rounds,): the sum of ``Info.loss`` over the steps of a round
+    reports: Any = ()  # pytree, leaves (rounds, steps, ...): ``Info.report``
+    visits: Any = ()  # (rounds, steps, size) int, or (): who took part; empty where all silos do
+    watched: Any = ()  # (rounds, steps, size): what is watched of each participant's new state
 
 
 class RunStatus(NamedTuple):
-    """The outcome of the last round that was run.
+    """The outcome of the last round that was run."""
 
-    Attributes
-    ----------
-    ok : () bool
-        Whether it may be kept.
-    replies : (silos,) bool
-        Which replies were good, by silos' numbers; true for a silo that did not take part.
-    """
-
-    ok: Any
-    replies: Any
+    ok: Any  # () bool: whether it may be kept
+    replies: Any  # (silos,) bool: which replies were good; true for a silo that took no part
 
 
 class EndedError(Exception):
@@ -188,37 +158,23 @@ Single = Callable[..., tuple[Any, Stacks, Info, Array]]
 
 
 class Runtime(NamedTuple):
-    """An algorithm with a way to run it.
-
-    Attributes
-    ----------
-    init : (key, batches) -> State
-    advance : Advance
-        It runs up to ``n`` rounds, and stops after the first one that is not ok, and with ``stop``
-        where the algorithm is done.
-    single : round -> Single
-        Any single round with all silos, from any states, compiled.
-    transport : batches -> Transport
-        The way of a plain program's questions to the silos (:mod:`.asking`).
-    chunk : int
-        Rounds that one call of ``advance`` can log, at most.
-    quick : round -> Single
-        The same as ``single`` for little work, compiled quickly where the runtime can do so.
-    like : (key, batches) -> State, optional
-        A function for the shapes of a state alone, where ``init`` has effects outside of this
-        process.
-    go_on : State -> State, optional
-        The state from which a new run goes on where another one has ended. By default it is the
-        same; silos in other processes begin a new run there.
-    """
+    """An algorithm with a way to run it."""
 
     init: Callable[[Array, Batches], State]
+    # It runs up to ``n`` rounds, and stops after the first one that is not ok, and with ``stop``
+    # where the algorithm is done.
     advance: Advance
+    # Any single round with all silos, from any states, compiled.
     single: Callable[[Round], Single]
+    # Batches -> Transport: the way of a plain program's questions to the silos.
     transport: Callable[[Batches], Any]
-    chunk: int
+    chunk: int  # rounds that one call of ``advance`` can log, at most
+    # The same as ``single`` for little work, compiled quickly where the runtime can do so.
     quick: Callable[[Round], Single]
+    # For the shapes of a state alone, where ``init`` has effects outside of this process.
     like: Callable[[Array, Batches], State] | None = None
+    # The state from which a new run goes on where another one has ended. By default
+    # it is the same; silos in other processes begin a new run there.
     go_on: Callable[[State], State] = lambda state: state
 
 
@@ -300,34 +256,19 @@ AnyAlgorithm = FederatedAlgorithm[Any, Any]
 
 
 class PlanSize(NamedTuple):
-    """The size of a plan, as a silo's owner sees it.
-
-    Attributes
-    ----------
-    num_silos : int
-    num_rows : int
-        The rows of this silo.
-    num_parameters : int
-        Globals and shared parameters, or a client's own latents.
-    epsilon : float
-        The budget of differential privacy that a run may spend; 0 for a method without one.
-    delta : float
-        The probability with which its bound may fail.
-    multiplier : float
-        The noise multiplier of a Gaussian release that tells as much as all exchanges of a run; 0
-        for a method without a budget.
-    protects : str
-        The unit that the budget is for, and which data are neighbours: ``"row add"``.
-    shares_noise : bool
-        Whether a silo's reply has a share of the noise alone, so that it must be seen in a sum over
-        all silos.
-    """
+    """The size of a plan, as a silo's owner sees it."""
 
     num_silos: int
-    num_rows: int
-    num_parameters: int
+    num_rows: int  # the rows of this silo
+    num_parameters: int  # globals and shared parameters, or a client's own latents
+    # The budget of differential privacy that a run may spend; 0 for a method without one.
     epsilon: float = 0.0
-    delta: float = 0.0
+    delta: float = 0.0  # the probability with which its bound may fail
+    # The noise multiplier of a Gaussian release that tells as much as all exchanges of a run; 0 for
+    # a method without a budget.
     multiplier: float = 0.0
+    # The unit that the budget is for, and which data are neighbours: ``"row add"``.
     protects: str = ""
+    # Whether a silo's reply has a share of the noise alone, so that it must be seen in a sum over
+    # all silos.
     shares_noise: bool = False

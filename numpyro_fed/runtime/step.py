@@ -94,24 +94,12 @@ def for_participants(scatter: object, down: Down, index: Array | int) -> Down:
 
 
 class Answers(NamedTuple, Generic[Silos]):
-    """The replies of one exchange, and the silos' states after it.
+    """The replies of one exchange, and the silos' states after it."""
 
-    Attributes
-    ----------
-    replies : Replies
-        Added up or stacked, as the exchange declares.
-    ok : (k,) bool
-        Whether each participant's reply was good, in the order in which the runtime keeps silos.
-    silos : Silos
-        The silos' states afterwards, in whatever form the runtime keeps them.
-    watched : pytree, leaves (k, ...)
-        ``FederatedAlgorithm.watch`` of the participants' new states.
-    """
-
-    replies: Replies[Any]
-    ok: Numbers
-    silos: Silos
-    watched: Any = ()
+    replies: Replies[Any]  # added up or stacked, as the exchange declares
+    ok: Numbers  # (k,) bool, in the order in which the runtime keeps silos
+    silos: Silos  # the silos' states afterwards, in whatever form the runtime keeps them
+    watched: Any = ()  # (k, ...): ``FederatedAlgorithm.watch`` of the participants' new states
 
 
 # A way to send a message to silos and get replies: the only part in which runtimes differ. It is

@@ -42,32 +42,17 @@ class Failure(NamedTuple):
 
 
 class RunOutcome(NamedTuple):
-    """The outcome of a number of rounds.
+    """The outcome of a number of rounds."""
 
-    Attributes
-    ----------
-    state : State
-        The last good state.
-    losses : (rounds,) array
-        Minus the bound in each of the rounds that led there.
-    failure : Failure or None
-        The round that stopped the run, if one was not ok.
-    log : Log or None
-        The reports of these rounds, as NumPy arrays; None where they were not kept.
-    ended : {"rounds", "converged", "callback", "failure", "interrupted"}
-        Why there are no more rounds.
-    unusable : tuple of int
-        Silos whose reply in the last round could not be used, which stops no search for a mode.
-    refused : SilosError or None
-        The error of a silo that refused, did not answer, or whose reply was not as agreed.
-    """
-
-    state: State
-    losses: np.ndarray
-    failure: Failure | None
-    log: Log | None
+    state: State  # the last good state
+    losses: np.ndarray  # (rounds,) array: minus the bound in each of the rounds that led there
+    failure: Failure | None  # the round that stopped the run, if one was not ok
+    log: Log | None  # the reports of these rounds, as NumPy arrays; None where they were not kept
+    # {"rounds", "converged", "callback", "failure", "interrupted"}: why there are no more rounds.
     ended: str = "rounds"
+    # Silos whose reply in the last round could not be used, which stops no search for a mode.
     unusable: tuple[int, ...] = ()
+    # The error of a silo that refused, did not answer, or whose reply was not as agreed.
     refused: SilosError | None = None
 
 
