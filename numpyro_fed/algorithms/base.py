@@ -259,12 +259,9 @@ class Ask(Protocol):
         ...
 
 
-class AskSilos(Protocol):
-    """The function by which a plain program at the server asks all silos."""
-
-    def __call__(self, exchange: Exchange[Any, Any, Up], down: object) -> Up:
-        """Return the sum of the silos' replies, or all of them, as NumPy arrays."""
-        ...
+# The function by which a plain program at the server asks all silos: an exchange and the message,
+# to the sum of the silos' replies, or all of them, as NumPy arrays.
+AskSilos = Callable[[Exchange[Any, Any, Any], Any], Any]
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -66,11 +66,9 @@ from numpyro_fed.runtime.step import (
     step,
     transport_of_stacks,
 )
-from numpyro_fed.trees import Tree, drop_weak_types
+from numpyro_fed.trees import drop_weak_types
 
 Positions = tuple[Array, Array]  # each silo's bucket and its row there, (silos,) each
-Index = TypeVar("Index")
-Drawn = TypeVar("Drawn")
 Participants = Array | tuple[()]  # who takes part; empty where everyone does
 StepCarry = tuple[Array, Any, Stacks, Any, Log, RunStatus]  # of the loop over steps
 RoundCarry = tuple[Array, State, Log, RunStatus]  # of the loop over rounds
@@ -303,10 +301,12 @@ class _Loop:
     ) -> tuple[Any, Stacks, Info, Array, Any]:
         """Run a step with its participants and its noise."""
         (who, noise), watch = drawn, self.algorithm.watch
-        transport: Transport[Any, Stacks] = _ParticipantTransport(batches, order, watch)
+        transport: Transport[Any, Stacks]
         if isinstance(who, tuple):
             who = jnp.arange(num_silos(batches))
             transport = _transport_to_all(batches, order, watch)
+        else:
+            transport = _transport_to_some(batches, order, watch)
         return step(self.algorithm.round, transport, noise, server, silos, who, server_data)
 
     def _run_steps(
@@ -375,87 +375,76 @@ def _noise_of_participants(
     return round_.noise(server_key(exchange_keys[0])), silo_noises
 
 
-@dataclass(frozen=True, eq=False)
-class _ParticipantTransport:
-    """The transport to some silos: mapped where there is one bucket, else one after the other.
+def _transport_to_some(
+    batches: Batches, positions: Positions, watch: Watch | None
+) -> Transport[Any, Stacks]:
+    """Return the transport to some silos: mapped where there is one bucket, else one by one.
 
     Noise (k, ...) is as :func:`_noise_of_participants` makes it.
     """
-
-    batches: Batches
-    positions: Positions
-    watch: Watch | None
-
-    def __call__(
-        self, exchange: Exchange[Any, Down, Up], noise: Drawn, down: Down, who: Array, silos: Stacks
-    ) -> Answers[Stacks]:
-        size = len(who)
-
-        def body(silos: Stacks, i: Array | int) -> tuple[Stacks, tuple[Reply[Up], Any]]:
-            sent, eps = (
-                for_participants(exchange.scatter, down, i),
-                jax.tree.map(lambda a: a[i], noise),
-            )
-            reply, silos, watched = self.visit_one(exchange, eps, sent, who[i], silos)
-            return silos, (reply, watched)
-
-        if size > 1 and len(self.batches) == 1:
-            # In one map: gather their states, run, scatter them back.
-            (stack,), (batch,) = silos, self.batches
-            at = self.positions[1][who]
-            states, data = jax.tree.map(lambda a: a[at], (stack, batch.data))
-            visit = jax.vmap(partial(self.visit, exchange), (0, _axes(exchange), 0, 0))
-            replies, states, watched = visit(noise, down, states, data)
-            silos = (jax.tree.map(lambda a, new: a.at[at].set(new), stack, states),)
-        elif size == 1:  # without the loop around a single visit
-            silos, answer = body(silos, 0)
-            replies, watched = jax.tree.map(lambda a: a[None], answer)
-        else:
-            silos, (replies, watched) = jax.lax.scan(body, silos, jnp.arange(size))
-        return Answers(combine(exchange.combine, [replies]), replies.ok, silos, watched)
+    bucket_of, place_of = positions
+    take = partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+    put = partial(jax.lax.dynamic_update_index_in_dim, axis=0)
 
     def visit(
-        self,
-        exchange: Exchange[Silo, Down, Up],
-        noise: Any,
-        down: Down,
-        state: Silo,
-        data: SiloData,
+        exchange: Exchange[Silo, Down, Up], noise: Any, down: Down, state: Silo, data: SiloData
     ) -> tuple[Reply[Up], Silo, Any]:
         """Return a silo's reply, its next state, and what is watched of that state."""
-        if len(self.batches) > 1:
+        if len(batches) > 1:
             noise = exchange.silo_noise(noise, state)
         reply, state = exchange.visit(noise, down, state, data)
-        return drop_weak_types((reply, state, self.watch(state) if self.watch else ()))
+        return drop_weak_types((reply, state, watch(state) if watch else ()))
 
     def visit_one(
-        self, exchange: Exchange[Any, Down, Up], noise: Drawn, down: Down, j: Array, silos: Stacks
-    ) -> tuple[Reply[Up], Stacks, Any]:
-        """Visit participant ``j``, from whichever bucket.
-
-        From each other bucket one silo's state is taken out and put back unchanged.
-        """
-        # XLA copies what passes through a conditional. With one state of each bucket as the
-        # operand, instead of the stacks, a visit costs the same for ten silos as for ten thousand.
-        batches, (bucket_of, place_of) = self.batches, self.positions
+        exchange: Exchange[Any, Down, Up], noise: Any, down: Down, j: Array, silos: Stacks
+    ) -> tuple[Stacks, tuple[Reply[Up], Any]]:
+        """Visit participant ``j``, from whichever bucket."""
+        # From each other bucket one silo's state is taken out and put back unchanged. XLA copies
+        # what passes through a conditional. With one state of each bucket as the operand, instead
+        # of the stacks, a visit costs the same for ten silos as for ten thousand.
         at = [jnp.clip(place_of[j], 0, len(b.silos) - 1) for b in batches]
-        before = tuple(_take(stack, i) for stack, i in zip(silos, at, strict=True))
+        before = tuple(
+            jax.tree.map(partial(take, index=i), a) for a, i in zip(silos, at, strict=True)
+        )
 
         def in_bucket(
-            b: int, noise: Drawn, down: Down, states: Stacks
+            b: int, noise: Any, down: Down, states: Stacks
         ) -> tuple[Reply[Up], Stacks, Any]:
-            data = _take(batches[b].data, at[b])
-            reply, state, watched = self.visit(exchange, noise, down, states[b], data)
+            data = jax.tree.map(partial(take, index=at[b]), batches[b].data)
+            reply, state, watched = visit(exchange, noise, down, states[b], data)
             return reply, (*states[:b], state, *states[b + 1 :]), watched
 
         branches = [partial(in_bucket, b) for b in range(len(batches))]
         reply, after, watched = jax.lax.switch(bucket_of[j], branches, noise, down, before)
-        put = jax.lax.dynamic_update_index_in_dim
         silos = tuple(
-            jax.tree.map(partial(put, index=i, axis=0), stack, one)
+            jax.tree.map(partial(put, index=i), stack, one)
             for stack, one, i in zip(silos, after, at, strict=True)
         )
-        return reply, silos, watched
+        return silos, (reply, watched)
+
+    def transport(
+        exchange: Exchange[Any, Down, Up], noise: Any, down: Down, who: Array, silos: Stacks
+    ) -> Answers[Stacks]:
+        def body(silos: Stacks, i: Array | int) -> tuple[Stacks, tuple[Reply[Up], Any]]:
+            sent = for_participants(exchange.scatter, down, i)
+            return visit_one(exchange, jax.tree.map(lambda a: a[i], noise), sent, who[i], silos)
+
+        if len(who) > 1 and len(batches) == 1:
+            # In one map: gather their states, run, scatter them back.
+            (stack,), (batch,) = silos, batches
+            at = place_of[who]
+            states, data = jax.tree.map(lambda a: a[at], (stack, batch.data))
+            visits = jax.vmap(partial(visit, exchange), (0, _axes(exchange), 0, 0))
+            replies, states, watched = visits(noise, down, states, data)
+            silos = (jax.tree.map(lambda a, new: a.at[at].set(new), stack, states),)
+        elif len(who) == 1:  # without the loop around a single visit
+            silos, answer = body(silos, 0)
+            replies, watched = jax.tree.map(lambda a: a[None], answer)
+        else:
+            silos, (replies, watched) = jax.lax.scan(body, silos, jnp.arange(len(who)))
+        return Answers(combine(exchange.combine, [replies]), replies.ok, silos, watched)
+
+    return transport
 
 
 def _write(
@@ -465,10 +454,6 @@ def _write(
     losses, reported = log.losses.at[i].add(info.loss), (info.report, who, watched)
     rooms = jax.tree.map(lambda room, a: room.at[i, step].set(a), tuple(log[1:]), reported)
     return Log(losses, *rooms)
-
-
-def _take(stack: Tree, i: Array) -> Tree:
-    return jax.tree.map(partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False), stack)
 
 
 def _axes(exchange: Exchange[Silo, Down, Up]) -> Any:

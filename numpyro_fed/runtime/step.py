@@ -50,41 +50,36 @@ def combine(how: Combine, stacks: Sequence[Reply[Up]], order: Numbers | None = N
     Leaves of ``stacks`` are (n, ...) for a bucket of n participants; ``order`` (k,) lists positions
     in their concatenation. Of NumPy's arrays it is computed by NumPy.
     """
-    if how is Combine.SUM:
-        parts = [_weighted_sum(reply) for reply in stacks]
-        up = jax.tree.map(lambda *sums: sum(sums[1:], sums[0]), *(total for total, _ in parts))
-        weight = sum((w for _, w in parts[1:]), parts[0][1])
-        # A number as the others, so that over several devices one sum carries all of them.
-        bad = sum(
-            (namespace(reply.ok).sum(~reply.ok, dtype=weight.dtype) for reply in stacks),
-            0 * weight,
-        )
-        return Replies(up, bad == 0, weight)
-    index = slice(None) if order is None else order
-    triples = [(reply.up, reply.ok, _weights(reply)) for reply in stacks]
-    return Replies(*jax.tree.map(lambda *a: namespace(a[0]).concatenate(a)[index], *triples))
+    # A reply without a weight counts as 1.
+    weights: list[Any] = [
+        namespace(reply.ok).ones(jnp.shape(reply.ok))
+        if isinstance(reply.weight, tuple)
+        else jnp.asarray(reply.weight)
+        for reply in stacks
+    ]
+    if how is Combine.GATHER:
+        index = slice(None) if order is None else order
+        triples = [(reply.up, reply.ok, w) for reply, w in zip(stacks, weights, strict=True)]
+        return Replies(*jax.tree.map(lambda *a: namespace(a[0]).concatenate(a)[index], *triples))
 
+    def total(reply: Reply[Up], weight: Array) -> Up:
+        def weighted(a: Array) -> Array:
+            # Integers count something, silos or rows, and add up without weights.
+            if isinstance(reply.weight, tuple) or not jnp.issubdtype(a.dtype, jnp.inexact):
+                return a.sum(0)
+            return (a * jnp.expand_dims(weight.astype(a.dtype), range(1, a.ndim))).sum(0)
 
-def _weights(stack: Reply[Up]) -> Array:
-    """Return the weight of each reply of a stack (n,); 1 where the exchange has no weights."""
-    if isinstance(stack.weight, tuple):
-        return namespace(stack.ok).ones(jnp.shape(stack.ok))
-    return jnp.asarray(stack.weight)
+        return jax.tree.map(weighted, reply.up)
 
-
-def _weighted_sum(stack: Reply[Up]) -> tuple[Up, Array]:
-    """Return the weighted sum of a stack of replies, and the sum of the weights ()."""
-    weight = _weights(stack)
-    if isinstance(stack.weight, tuple):
-        return jax.tree.map(lambda a: a.sum(0), stack.up), weight.sum()
-
-    def total(a: Array) -> Array:
-        # Integers count something, silos or rows, and add up without weights.
-        if not jnp.issubdtype(a.dtype, jnp.inexact):
-            return a.sum(0)
-        return (a * jnp.expand_dims(weight.astype(a.dtype), range(1, a.ndim))).sum(0)
-
-    return jax.tree.map(total, stack.up), weight.sum()
+    totals = [total(*pair) for pair in zip(stacks, weights, strict=True)]
+    sums = [weight.sum() for weight in weights]
+    up = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *totals)
+    weight = sum(sums[1:], sums[0])
+    # A number as the others, so that over several devices one sum carries all of them.
+    bad = sum(
+        (namespace(reply.ok).sum(~reply.ok, dtype=weight.dtype) for reply in stacks), 0 * weight
+    )
+    return Replies(up, bad == 0, weight)
 
 
 def for_participants(scatter: object, down: Down, index: Array | int) -> Down:
@@ -318,14 +313,7 @@ def declared(exchange: Exchange[Any, Any, Any]) -> MessageShapes:
 class Asked:
     """The questions of a program to all silos so far: a callable that asks the next one.
 
-    Attributes
-    ----------
-    silos : tuple of pytree
-        The silos' states.
-    number : int
-        The number of exchanges.
-    unusable : tuple of int
-        The silos whose last reply could not be used.
+    It knows the silos' states, the number of exchanges, and whose last reply was unusable.
     """
 
     def __init__(
