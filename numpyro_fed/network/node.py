@@ -17,8 +17,9 @@ import hashlib
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Self
 
 import jax
@@ -121,16 +122,14 @@ class RunStates:
             raise DataError(f"a file of a silo's states begins by '{beginning}'.")
         labels = list(map(int, head["labels"].split(",")))
         places = list(map(int, head["places"].split(",")))
+        *others, last = shapes_of(beginning)
         found = {}
         for i in set(places):
             # In the first of the structures that fits.
-            *others, last = shapes_of(beginning)
             for like in others:
-                try:
+                with suppress(DataError):
                     found[i] = unpack(f"{i}", like, arrays)
                     break
-                except DataError:
-                    continue
             else:
                 found[i] = unpack(f"{i}", last, arrays)
         states = {label: found[i] for label, i in zip(labels, places, strict=True)}
@@ -356,7 +355,7 @@ class Node:
             )
         run = self._run_of(question)
         held = Held(self._number, run.state_at(question), self._data)
-        return self._programs_of(run.beginning).posterior(question.id), arrays, held
+        return self._programs_of(run.beginning).posterior(question.settings), arrays, held
 
     def _run_of(self, question: Question) -> RunStates:
         """Return the states of the run of a message."""
@@ -370,12 +369,10 @@ class Node:
 
     def _key(self, arrays: Mapping[str, np.ndarray]) -> Array:
         """Return the key of a message, mixed with the secret if the silo has one."""
-        bits = arrays.get("key")
-        if bits is None or (bits.shape, bits.dtype) != (_key_shape(), np.dtype(np.uint32)):
-            raise DataError(
-                f"a message holds {'nothing' if bits is None else f'{bits.dtype}{bits.shape}'} as "
-                f"its key, where uint32{_key_shape()} is expected."
-            )
+        bits, shape = arrays.get("key"), _key_shape()
+        if bits is None or (bits.shape, bits.dtype) != (shape, np.dtype(np.uint32)):
+            came = "nothing" if bits is None else f"{bits.dtype}{bits.shape}"
+            raise DataError(f"a message holds {came} as its key, where uint32{shape} is expected.")
         if self._secret is None:
             return jax.random.wrap_key_data(jnp.asarray(bits))
         key = self._secret
@@ -398,7 +395,6 @@ class _Programs:
 
     def __post_init__(self) -> None:
         built, data = self.built, self.data
-        self._posteriors = OrderedDict[str, AtSilo]()
         inits = {BEGIN: built.algorithm.init_silo, SEARCH: built.first_algorithm.init_silo}
         inits[WITHOUT_START] = inits[BEGIN]
         self.init = {name: jax.jit(init) for name, init in inits.items()}
@@ -408,36 +404,27 @@ class _Programs:
         run_rounds = (*built.opening, built.algorithm.round)
         # All other exchanges (an evaluation, a correction) leave the silo's state as it is.
         self.stateful = {exchange.name for round_ in run_rounds for exchange in round_.exchanges}
-        self._exchanges: OrderedDict[ExchangeId, tuple[Exchange[Any, Any, Any], Any]]
-        self._exchanges = OrderedDict()
-        self._shapes: OrderedDict[ExchangeId, list[MessageShapes]] = OrderedDict()
+        self._shapes: dict[ExchangeId, list[MessageShapes]] = {}
+        # The posterior at the silo, by the settings of a message with draws; an exchange, compiled,
+        # with the shapes of the server's message in it, by its id and the silo's number.
+        self.posterior = lru_cache(MAX_PROGRAMS)(self._posterior)
+        self.exchange = lru_cache(MAX_PROGRAMS)(self._exchange)
 
-    def posterior(self, asked: ExchangeId) -> AtSilo:
-        """Return the posterior at the silo, by the settings of a message with draws."""
-        if asked.settings not in self._posteriors:
-            made = self.method.posterior_at(self.plan, self.built, asked.read_settings())
-            self._posteriors[asked.settings] = made
-            while len(self._posteriors) > MAX_PROGRAMS:
-                self._posteriors.popitem(last=False)
-        return self._posteriors[asked.settings]
+    def _posterior(self, settings: str) -> AtSilo:
+        asked = ExchangeId(DRAWS, settings).read_settings()
+        return self.method.posterior_at(self.plan, self.built, asked)
 
-    def exchange(self, asked: ExchangeId, number: int) -> tuple[Exchange[Any, Any, Any], Any]:
-        """Return an exchange, compiled, and the shapes of the server's message in it."""
-        if asked not in self._exchanges:
-            self.method.check_exchange(self.built, asked, number, self.data)
-            round_, sender = self.method.round_of(self.built, asked)
-            if round_.id not in self._shapes:
-                self._shapes[round_.id] = message_shapes(sender, (round_,), self.data)
-            known = {crossed[0].id: crossed for crossed in self._shapes[round_.id]}
-            if asked not in known:
-                raise unknown_exchange(asked.name)
-            exchange, down, _ = known[asked]
-            self._exchanges[asked] = compile_visit(exchange), down
-            for kept in (self._exchanges, self._shapes):
-                while len(kept) > MAX_PROGRAMS:
-                    kept.popitem(last=False)
-        self._exchanges.move_to_end(asked)
-        return self._exchanges[asked]
+    def _exchange(self, asked: ExchangeId, number: int) -> tuple[Exchange[Any, Any, Any], Any]:
+        self.method.check_exchange(self.built, asked, number, self.data)
+        round_, sender = self.method.round_of(self.built, asked)
+        if round_.id not in self._shapes:
+            if len(self._shapes) == MAX_PROGRAMS:
+                self._shapes.clear()
+            self._shapes[round_.id] = message_shapes(sender, (round_,), self.data)
+        for exchange, down, _ in self._shapes[round_.id]:
+            if exchange.id == asked:
+                return compile_visit(exchange), down
+        raise unknown_exchange(asked.name)
 
 
 @cache
