@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from safetensors.numpy import save
 
 from numpyro_fed import html
-from numpyro_fed.algorithms.base import Combine, Exchange, ExchangeId, FederatedAlgorithm, Round
+from numpyro_fed.algorithms.base import Combine, ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.errors import CoupledRowsError, DataError, GuideError, RefusedError, ReplyError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.runtime.stack import ServerData
@@ -238,21 +238,13 @@ class Crossings(NamedTuple):
 
     def _cells(self) -> tuple[tuple[str, ...], ...]:
         """Return the names of the columns, then a row for each array."""
-        server, silo = self.parties
         head = ("when", "exchange", "from", "to", "array", "shape", "dtype", "")
-        lines = (
-            (
-                row.when,
-                row.exchange,
-                silo if row.up else server,
-                server if row.up else silo,
-                row.array,
-                str(row.shape),
-                row.dtype,
-                "summed" if row.up and row.summed else "",
-            )
-            for row in self.rows
-        )
+        lines = []
+        for row in self.rows:
+            way = reversed(self.parties) if row.up else self.parties
+            summed = "summed" if row.up and row.summed else ""
+            what = row.array, str(row.shape), row.dtype, summed
+            lines.append((row.when, row.exchange, *way, *what))
         return head, *lines
 
     def __str__(self) -> str:
@@ -285,23 +277,18 @@ def crossings(
     for exchange, down, reply in message_shapes(algorithm, rounds, data, server_data):
         # Shown by their names in ``Reply``: they leave the silo, too, beside ``up``.
         sent = {"ok": reply.ok, "weight": reply.weight}
-        rows.extend(_rows(when, exchange, down, False))
-        rows.extend(_rows(when, exchange, reply.up, True) + _rows(when, exchange, sent, True))
+        for up, tree in ((False, down), (True, reply.up), (True, sent)):
+            rows += [
+                Crossing(
+                    when,
+                    exchange.name,
+                    jax.tree_util.keystr(path, simple=True, separator=".") or "message",
+                    up,
+                    tuple(leaf.shape),
+                    str(leaf.dtype),
+                    exchange.combine is Combine.SUM,
+                    leaf.size * leaf.dtype.itemsize,
+                )
+                for path, leaf in jax.tree.leaves_with_path(tree)
+            ]
     return Crossings(tuple(rows), ("server", silo))
-
-
-def _rows(when: str, exchange: Exchange[Any, Any, Any], tree: object, up: bool) -> list[Crossing]:
-    summed = exchange.combine is Combine.SUM
-    return [
-        Crossing(
-            when,
-            exchange.name,
-            jax.tree_util.keystr(path, simple=True, separator=".") or "message",
-            up,
-            tuple(leaf.shape),
-            str(leaf.dtype),
-            summed,
-            leaf.size * leaf.dtype.itemsize,
-        )
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    ]
