@@ -121,25 +121,20 @@ class Policy:
     audit: str | None = None
 
     def __post_init__(self) -> None:
-        limits = "max_places", "max_draws", "max_epsilon", "max_delta", "sums_again"
-        numbers = ("min_silos", "min_rows", "min_count", *limits)
-        for name in (*numbers, "parameters_per_row"):
-            value = getattr(self, name)
-            unset = name == "max_epsilon" and value is None
-            if not unset and (not is_number(value) or value < 0):
+        for f in fields(self):
+            name, value = f.name, getattr(self, f.name)
+            if isinstance(f.default, bool):
+                if not isinstance(value, bool):
+                    raise ValueError(f"{name} must be true or false, got {value!r}.")
+            elif isinstance(f.default, tuple):
+                if isinstance(value, str) or not all(isinstance(v, str) for v in value):
+                    raise ValueError(f"{name} must be a sequence of names, got {value!r}.")
+            elif name != "audit" and value is not None and not (is_number(value) and value >= 0):
                 raise ValueError(f"{name} must be a number of at least 0, got {value!r}.")
-        for name in ("tell_latents", "secure_sum", "in_order"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} must be true or false, got {value!r}.")
         if not self.max_delta < 1:
             raise ValueError(f"max_delta must be below 1, got {self.max_delta!r}.")
         if self.in_order and not self.exchanges:
             raise ValueError("in_order needs exchanges=, a list of names in their order.")
-        for name in ("methods", "exchanges", "peers"):
-            value = getattr(self, name)
-            if isinstance(value, str) or not all(isinstance(v, str) for v in value):
-                raise ValueError(f"{name} must be a sequence of names, got {value!r}.")
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Policy:
@@ -160,9 +155,10 @@ class Policy:
     @property
     def limits(self) -> list[str]:
         """Return the names of limits of a silo's whole life that the owner has set."""
-        names = ("max_places", "max_draws", "max_epsilon", "in_order")
+        of_life = "max_places", "max_draws", "max_epsilon", "in_order"
+        defaults = {f.name: f.default for f in fields(self)}
         return [
-            f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default
+            name for name in defaults if name in of_life and getattr(self, name) != defaults[name]
         ]
 
     @property
