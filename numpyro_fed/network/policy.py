@@ -129,7 +129,9 @@ class Policy:
             elif isinstance(f.default, tuple):
                 if isinstance(value, str) or not all(isinstance(v, str) for v in value):
                     raise ValueError(f"{name} must be a sequence of names, got {value!r}.")
-            elif name != "audit" and value is not None and not (is_number(value) and value >= 0):
+            elif (value is None and f.default is None) or name == "audit":
+                continue
+            elif not is_number(value) or value < 0:
                 raise ValueError(f"{name} must be a number of at least 0, got {value!r}.")
         if not self.max_delta < 1:
             raise ValueError(f"max_delta must be below 1, got {self.max_delta!r}.")
@@ -156,10 +158,8 @@ class Policy:
     def limits(self) -> list[str]:
         """Return the names of limits of a silo's whole life that the owner has set."""
         of_life = "max_places", "max_draws", "max_epsilon", "in_order"
-        defaults = {f.name: f.default for f in fields(self)}
-        return [
-            name for name in defaults if name in of_life and getattr(self, name) != defaults[name]
-        ]
+        ours = [f for f in fields(self) if f.name in of_life]
+        return [f.name for f in ours if getattr(self, f.name) != f.default]
 
     @property
     def epsilon(self) -> float:
