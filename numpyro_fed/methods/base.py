@@ -154,23 +154,23 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
                 "run(..., init_state=error.result.state) goes on.",
                 result=result,
             )
-        failure = run.failure
-        if failure is None:
+        if run.failure is None:
             return result
         # The error of a silo was raised where its reply arrived; it gets the result here.
         if run.refused is not None:
             run.refused.result = result
             raise run.refused
-        silos = ", ".join(map(str, failure.silos))
+        round_, at = run.failure
+        silos = ", ".join(map(str, at))
         raise NonFiniteError(
-            f"the bound turned NaN or infinite in round {failure.round}, at "
+            f"the bound turned NaN or infinite in round {round_}, at "
             f"{f'silo {silos}' if silos else 'the server'}. The last good state is in the error's "
             ".result. A smaller step, gradient clipping (optax.chain("
             "optax.clip_by_global_norm(10.0), ...)), more particles or float64 usually help; "
             "otherwise look at the data and the supports of the sites there.",
             result=result,
-            round=failure.round,
-            silos=failure.silos,
+            round=round_,
+            silos=at,
         )
 
 
