@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from numpyro_fed.errors import MissingExtraError, ModelError
+from numpyro_fed.errors import ModelError, optional
 
 # Seconds between two looks at NVFLARE, which does nothing faster than that.
 LOOK = 0.5
@@ -97,7 +97,10 @@ class Flare:
     def __init__(
         self, kit: str | Path, sites: Sequence[str] | None = None, *, patience: float = 600.0
     ):
-        self._kit, self._user = Path(kit), user_of(Path(kit))
+        self._kit, admin = Path(kit), Path(kit) / "startup" / "fed_admin.json"
+        if not admin.exists():
+            raise ModelError(f"{kit} is no startup kit of a user of NVFLARE: it lacks {admin}.")
+        self._user = json.loads(admin.read_text())["admin"]["username"]
         self._session: Any = None
         self._touched = 0.0
         self._job: _Job | None = None
@@ -273,16 +276,13 @@ class Flare:
 
     def _command(self, name: str, *args: Any) -> Any:
         """Return what NVFLARE says to a command of its user, in a new session if there is none."""
-        try:
-            from nvflare.fuel.flare_api.flare_api import new_secure_session
-        except ImportError as error:
-            raise MissingExtraError("nvflare", "nvflare") from error
+        api = optional("nvflare.fuel.flare_api.flare_api", "nvflare")
         with self._lock:
             try:
                 if self._session is None:
                     # It prints that it connects; what is printed is the study's.
                     with contextlib.redirect_stdout(sys.stderr):
-                        self._session = new_secure_session(self._user, str(self._kit))
+                        self._session = api.new_secure_session(self._user, str(self._kit))
                 found = getattr(self._session, name)(*args)
             # NVFLARE has many kinds, and a session is of no use after most of them.
             except Exception as error:
@@ -298,14 +298,6 @@ class Flare:
                 session.close()
             except Exception as error:
                 LOG.info("the session was not closed: %s", error)
-
-
-def user_of(kit: Path) -> str:
-    """Return the name of the user to whom a startup kit belongs."""
-    file = kit / "startup" / "fed_admin.json"
-    if not file.exists():
-        raise ModelError(f"{kit} is no startup kit of a user of NVFLARE: it lacks {file}.")
-    return json.loads(file.read_text())["admin"]["username"]
 
 
 def write_job(folder: Path, sites: Sequence[str], key: str, idle: float = IDLE) -> None:
@@ -347,8 +339,7 @@ def allow(kit: Path, socket: Path | None) -> list[Path]:
     socket : Path, optional
         Where the silo's process listens: for a site.
     """
-    local = kit / "local"
-    server = (kit / "startup" / "fed_server.json").exists()
+    local, server = kit / "local", (kit / "startup" / "fed_server.json").exists()
     if not server and not (kit / "startup" / "fed_client.json").exists():
         raise ModelError(f"{kit} is no startup kit of a server or a site of NVFLARE.")
     if server == (socket is not None):
