@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -113,7 +114,7 @@ def drive(
                 requested, n = n, int(after.round) - int(state.round)
                 # Of no rounds the empty log is kept: it has the structure of the reports.
                 if n or not logs:
-                    logs.append(jax.tree.map(lambda a, n=n: np.asarray(a)[:n], log))
+                    logs.append(jax.tree.map(partial(_first, n), log))
                 state, done = after, done + n
                 if n:
                     progress.step(n, -float(logs[-1].losses.mean()))
@@ -138,6 +139,10 @@ def drive(
             raise
         failure, ended = None, "interrupted"
     return run_so_far()
+
+
+def _first(n: int, a: ArrayLike) -> np.ndarray:
+    return np.asarray(a)[:n]
 
 
 # One program for all leaves of all states: the check runs after every chunk, and a program for each
