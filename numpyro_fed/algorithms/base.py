@@ -406,11 +406,7 @@ class Private(NamedTuple):
 
 
 class CarriedSilo(NamedTuple):
-    """A silo's part of an earlier result: its parameters, unconstrained, and its local guides.
-
-    The guides measure the globals ``z_G`` themselves, without a frame, from ``centre`` (dim,): the
-    frame of the earlier run means nothing in the next one.
-    """
+    """A silo's part of an earlier result; its guides measure ``z_G`` from ``centre`` (dim,)."""
 
     theta: Theta
     guide: dict[str, GuideParams]

@@ -95,10 +95,7 @@ class PrivateUnits:
         return of_stack(at_silo, little=False)
 
     def derivatives(self, z: np.ndarray, L: np.ndarray, data: SiloData) -> tuple[np.ndarray, ...]:
-        """Return units' gradients (silos, units, d) at ``z``, in the frame ``L`` (d, d).
-
-        Up to :data:`HESSIANS_UP_TO` globals their negative Hessians (silos, units, d, d) follow.
-        """
+        """Return units' gradients (silos, units, d) in the frame ``L``; Hessians if ``d`` is small."""
         found = jax.block_until_ready(self._program((), (z, L), (), data))
         return tuple(np.asarray(a, float) for a in found)
 
@@ -113,10 +110,7 @@ class PrivateUnits:
     def sum_of_products(
         self, g: np.ndarray, clip: float, clip_product: float, multiplier: float
     ) -> np.ndarray:
-        """Return the sum of products ``g g'`` of clipped units (n, d) as a vector, with noise.
-
-        None of them is longer than ``clip_product``.
-        """
+        """Return the sum of clipped products of clipped units (n, d) as a vector, with noise."""
         g = clipped(g, abs(clip))
         length = np.maximum((g**2).sum(1), 1e-300)  # of g g'
         product = (g * np.minimum(1.0, abs(clip_product) / length)[:, None]).T @ g
@@ -133,10 +127,7 @@ class PrivateUnits:
 
 
 def histogram(sizes: np.ndarray) -> np.ndarray:
-    """Return how many sizes (n,) lie below each power of two and above the one before it.
-
-    What is zero or not finite is not counted.
-    """
+    """Return how many sizes (n,) lie below each power of two and above the one before it."""
     power = np.ceil(np.log2(sizes[np.isfinite(sizes) & (sizes > 0)]))
     place = np.clip(power, LOWEST, HIGHEST).astype(int) - LOWEST
     return np.bincount(place, minlength=HIGHEST - LOWEST + 1).astype(float)
@@ -261,10 +252,7 @@ class Releases:
         return cls(units, phases, steps, search)
 
     def releases(self, made: Iterable[bool] | None = None) -> tuple[tuple[str, float], ...]:
-        """Return what is sent, by kind of exchange, and the noise multiplier of each release.
-
-        ``made`` says of each phase whether it was; by default all are.
-        """
+        """Return what is sent by kind of exchange, with its noise multiplier, in phases made."""
         releases = [(UNITS, self.units)]
         was_made = [True] * len(self.phases) if made is None else made
         for phase in itertools.compress(self.phases, was_made):

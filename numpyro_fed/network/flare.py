@@ -332,12 +332,7 @@ def write_job(folder: Path, sites: Sequence[str], key: str, idle: float = IDLE) 
 def allow(kit: Path, socket: Path | None) -> list[Path]:
     """Let the NVFLARE of a kit run the relay of this package and nothing else; return the files.
 
-    Parameters
-    ----------
-    kit : Path
-        The startup kit of a site or of the server.
-    socket : Path, optional
-        Where the silo's process listens: for a site.
+    The kit is that of the server or of a site, whose silo listens at ``socket``.
     """
     local, server = kit / "local", (kit / "startup" / "fed_server.json").exists()
     if not server and not (kit / "startup" / "fed_client.json").exists():
@@ -363,10 +358,7 @@ def allow(kit: Path, socket: Path | None) -> list[Path]:
 
 
 def denied(permissions: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the permissions of roles without those that nobody is to have.
-
-    A role with one word for all its rights is written out.
-    """
+    """Return the permissions of roles, written out, without those that nobody is to have."""
     known = {
         right for rights in permissions.values() if isinstance(rights, dict) for right in rights
     }

@@ -112,10 +112,7 @@ class RunStates:
 
     @classmethod
     def from_bytes(cls, content: bytes, shapes_of: Callable[[str], Sequence[Any]]) -> RunStates:
-        """Return the run that :meth:`to_bytes` wrote.
-
-        ``shapes_of(beginning)`` returns the structures that the states may have.
-        """
+        """Return the run that was written, with states of one of the shapes for its beginning."""
         head, arrays = read(content)
         beginning = head["beginning"]
         if beginning not in BEGINNINGS:
@@ -140,15 +137,8 @@ class RunStates:
 class Node:
     """A silo's part in one method of a server: it answers the messages of its runs.
 
-    ``secret``, ``row_ids`` and ``allow_unhidden`` are those of :class:`numpyro_fed.Silo`, and
-    ``tell_latents`` is that of its policy.
-
-    Attributes
-    ----------
-    facts : str
-        The silo's facts, as JSON.
-    size : PlanSize
-        How large the accepted plan is.
+    ``secret``, ``row_ids`` and ``allow_unhidden`` are those of :class:`numpyro_fed.Silo`,
+    ``tell_latents`` is that of its policy. ``facts`` are JSON; ``size`` is the accepted plan's.
     """
 
     def __init__(
@@ -179,10 +169,7 @@ class Node:
         self.size = PlanSize(0, 0, 0)
 
     def for_other_runs(self, store: Store | None) -> Self:
-        """Return a node for the runs of another server, which has nothing of the runs of this one.
-
-        Where it accepts the same plan, it compiles nothing again.
-        """
+        """Return a node for another server's runs; it compiles nothing again for the same plan."""
         other = copy.copy(self)
         other._store, other.sampled = store, None
         other._forget_runs()

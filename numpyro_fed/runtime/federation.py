@@ -51,35 +51,20 @@ Cached = TypeVar("Cached")
 
 
 class Engine(Protocol):
-    """A carrier of bytes between the server and silos; it knows nothing of what they say.
-
-    Attributes
-    ----------
-    num_silos : int
-    """
+    """A carrier of bytes between the server and silos; it knows nothing of what they say."""
 
     @property
     def num_silos(self) -> int: ...
 
     def send(self, silo: int, message: bytes, timeout: float) -> bytes:
-        """Return a silo's reply to a message.
+        """Return a silo's reply; raise an OSError if there is none within ``timeout`` seconds.
 
-        Raises
-        ------
-        OSError
-            If there is none within ``timeout`` seconds, or the silo cannot be reached. Then the
-            same message is sent again.
+        Then the same message is sent again.
         """
 
 
 class Journal:
-    """All replies so far, in the order in which they came.
-
-    Attributes
-    ----------
-    session : bytes
-        Twelve random bytes, of which the ids of runs are made, the same when a script goes on.
-    """
+    """All replies so far, in the order in which they came."""
 
     def __init__(self, folder: Path, num_silos: int):
         self._folder, self._use, store = folder, Use(folder), Store(folder)

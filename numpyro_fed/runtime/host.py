@@ -225,10 +225,7 @@ def _noise(round_: Round, key: Array, number: Array | int) -> tuple[Any, list[Ar
 
 
 def _host_transport(batches: Batches, watch: Watch) -> Transport[Array, Stacks]:
-    """Return the transport that visits one participant after the other.
-
-    Its ``noise`` is the key of the exchange.
-    """
+    """Return the transport that visits participants one by one; its noise is the exchange's key."""
     bucket_of = {int(b.silos[0]): i for i, b in enumerate(batches)}
 
     def transport(

@@ -125,10 +125,7 @@ def write(arrays: Mapping[str, ArrayLike], head: Mapping[str, str] | None = None
 
 
 def read(message: bytes) -> Message:
-    """Return the head and the named arrays of a message that :func:`write` made.
-
-    The arrays are views of the bytes, which cannot be written to.
-    """
+    """Return the head and the named arrays of a message of :func:`write`, as read-only views."""
     try:
         size = int.from_bytes(message[:8], "little")
         if size > min(MAX_HEADER, len(message) - 8):
@@ -163,11 +160,7 @@ def is_refusal(reply: bytes) -> bool:
 
 
 def at_silo(method: str, silo: int) -> str:
-    """Return the name of a method at one silo.
-
-    So a message that comes to another silo is of a method of its own there, and moves nothing of
-    the silo's.
-    """
+    """Return the name of a method at one silo, so that a message that goes astray moves nothing."""
     return f"{method}.{silo}" if method else ""
 
 

@@ -77,14 +77,9 @@ def progress_of(shown: bool | Progress) -> Progress:
 class StageBar(Progress):
     """One line for a call of several stages, whose number is not known beforehand.
 
-    It shows the stage, the round or exchange, the time and how many messages each silo has sent:
-    ``PVI: search for the mode, exchange 12 [00:07, 12 exchanges]``. There is no percentage, since
-    the total is not known. The clock goes on while a program is compiled, and the line says so.
-
-    Parameters
-    ----------
-    shown : bool
-        Whether to show anything.
+    ``PVI: search for the mode, exchange 12 [00:07, 12 exchanges]``: stage, round or exchange, time,
+    and how many messages each silo has sent. There is no percentage, since the total is not known.
+    The clock goes on while a program is compiled, and the line says so.
     """
 
     def __init__(self, shown: bool):

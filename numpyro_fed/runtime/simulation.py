@@ -378,10 +378,7 @@ def _noise_of_participants(
 def _transport_to_some(
     batches: Batches, positions: Positions, watch: Watch | None
 ) -> Transport[Any, Stacks]:
-    """Return the transport to some silos: mapped where there is one bucket, else one by one.
-
-    Noise (k, ...) is as :func:`_noise_of_participants` makes it.
-    """
+    """Return the transport to some silos: mapped where there is one bucket, else one by one."""
     bucket_of, place_of = positions
     take = partial(jax.lax.dynamic_index_in_dim, keepdims=False)
     put = partial(jax.lax.dynamic_update_index_in_dim, axis=0)

@@ -132,16 +132,10 @@ class RunStatus(NamedTuple):
 
 
 class EndedError(Exception):
-    """The signal that a run ends within a round, after some of its steps.
+    """The signal that a run ends within a round: its last good state, and the silos at fault.
 
-    Its cause is the error that ended it; there is none for a reply that cannot be used.
-
-    Attributes
-    ----------
-    state : State
-        The state after the last good step. Silos have no earlier one any more.
-    silos : tuple of int
-        Those at fault.
+    Its cause is the error that ended it; there is none for a reply that cannot be used. Silos have
+    no earlier state any more.
     """
 
     def __init__(self, state: State, silos: tuple[int, ...]):

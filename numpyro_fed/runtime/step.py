@@ -161,11 +161,10 @@ def step(
     who: Array,
     server_data: ServerData = None,
 ) -> tuple[Any, Silos, Info, Array, Any]:
-    """Run one step of an algorithm.
+    """Run one step, and return both new states, the server's report, good replies, what is watched.
 
-    Returns the states of server and silos after it, the server's report (its ``ok`` is true only if
-    all replies were good), which participants' replies were good in all exchanges (k,), in the
-    runtime's order, and the watched part of the silos' states.
+    The report's ``ok`` is true only if all replies were good; which participants' were in all
+    exchanges (k,) is in the runtime's order.
     """
     good: Any = jnp.ones(jnp.shape(who), bool)
     watched: Any = ()
@@ -182,10 +181,7 @@ def step(
 
 
 class _MessageReady(BaseException):
-    """The exception that carries a message out of a round.
-
-    It is no ``Exception``, so that an ``except Exception`` in ``run`` does not catch it.
-    """
+    """The carrier of a message out of a round; no ``Exception``, which a round may catch."""
 
 
 def replayed_part(
@@ -311,10 +307,7 @@ def declared(exchange: Exchange[Any, Any, Any]) -> MessageShapes:
 
 
 class Asked:
-    """The questions of a program to all silos so far: a callable that asks the next one.
-
-    It knows the silos' states, the number of exchanges, and whose last reply was unusable.
-    """
+    """The function that asks all silos; it knows their states, and whose last reply was unusable."""
 
     def __init__(
         self, transport: Transport[Array, Stacks], key: Array, num_silos: int, silos: Stacks
