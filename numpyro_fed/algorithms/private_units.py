@@ -95,7 +95,7 @@ class PrivateUnits:
         return of_stack(at_silo, little=False)
 
     def derivatives(self, z: np.ndarray, L: np.ndarray, data: SiloData) -> tuple[np.ndarray, ...]:
-        """Return units' gradients (silos, units, d) in the frame ``L``; Hessians if ``d`` is small."""
+        """Return units' gradients (silos, units, d) in the frame, and Hessians for few globals."""
         found = jax.block_until_ready(self._program((), (z, L), (), data))
         return tuple(np.asarray(a, float) for a in found)
 

@@ -307,7 +307,7 @@ def declared(exchange: Exchange[Any, Any, Any]) -> MessageShapes:
 
 
 class Asked:
-    """The function that asks all silos; it knows their states, and whose last reply was unusable."""
+    """The function that asks all silos; it knows their states, and who was unusable last."""
 
     def __init__(
         self, transport: Transport[Array, Stacks], key: Array, num_silos: int, silos: Stacks
