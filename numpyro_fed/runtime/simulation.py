@@ -101,22 +101,10 @@ def simulation(
         server = algorithm.init_server(key_server)
         return readable(drop_weak_types(State(jnp.zeros((), jnp.int32), server, silos, carry)))
 
-    loop = _Loop(algorithm, schedule)
-
-    @jit
-    def advanced(
-        key: Array,
-        state: State,
-        batches: Batches,
-        n: int,
-        server_data: ServerData = None,
-        stop: bool = False,
-    ) -> tuple[State, Log, RunStatus]:
-        return readable(loop.advance(key, state, batches, n, server_data, stop))
-
+    advance = jit(_Loop(algorithm, schedule).advance)
     quick_single = partial(single, jit=jit_once)
     chunk = chunk_of(schedule)
-    return Runtime(init, advanced, single, transport_of_stacks, chunk, quick_single)
+    return Runtime(init, advance, single, transport_of_stacks, chunk, quick_single)
 
 
 def single(round_: Round, jit: Callable[..., Callable[..., Any]] = jax.jit) -> Single:
@@ -208,10 +196,10 @@ class _Loop:
         state: State,
         batches: Batches,
         n: int,
-        server_data: ServerData,
-        stop: bool,
+        server_data: ServerData = None,
+        stop: bool = False,
     ) -> tuple[State, Log, RunStatus]:
-        """Run up to ``n`` rounds, as :class:`Advance` says."""
+        """Run up to ``n`` rounds, as :class:`Runtime` says."""
         schedule, done, size = self.schedule, self.algorithm.done, num_silos(batches)
         ahead = schedule is None or (schedule.ahead and schedule.steps == 1)
         order: Any = in_order(batches)
@@ -267,14 +255,14 @@ class _Loop:
         start = (jnp.zeros((), jnp.int32), state, log, RunStatus(jnp.array(True), all_good))
         if not ahead:
             one_round = partial(of_steps, batches=batches, order=order, server_data=server_data)
-            return jax.lax.while_loop(continues, one_round, start)[1:]
+            return readable(jax.lax.while_loop(continues, one_round, start)[1:])
         i, state, log, status = jax.lax.while_loop(continues, one_block, start)
         if schedule is None:
-            return state, log, status._replace(replies=status.replies[order])
+            return readable((state, log, status._replace(replies=status.replies[order])))
         # Participants of the last round; of row 0, whose replies count as good, if none was run.
         last = log.visits[jnp.maximum(i - 1, 0), 0]
         replies = jnp.ones(size, bool).at[last].set(status.replies)
-        return state, log, status._replace(replies=replies)
+        return readable((state, log, status._replace(replies=replies)))
 
     def _draw(
         self, key: Array, numbers: Array, state: State, batches: Batches
