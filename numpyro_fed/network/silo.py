@@ -132,8 +132,6 @@ class Silo:
         self._state = None if state is None else Path(state)
         self._store = Store(self._state)
         self._agreed: OrderedDict[str, _Agreement] = OrderedDict()
-        # The last node of each method, by its settings: it has the programs that were compiled.
-        self._nodes: OrderedDict[str, Node] = OrderedDict()
         self._ledger = Ledger(self._policy, self._store)
         self._use: Use | None = None
         if state is None and (limits := self._policy.limits):
@@ -320,8 +318,6 @@ class Silo:
                 raise ModelError("another plan was accepted for this method. Begin again.")
             self._build(agreed, question.settings)
             self._keep(question.method, agreed)
-            if agreed.node is not None:
-                self._nodes[agreed.settings] = agreed.node
             return write({})
         if question.exchange == KEYS:
             return write({}, {"keys": self._sums.greet(_json(question.settings))})
@@ -448,14 +444,11 @@ class Silo:
                 self._policy.check_sums(secure)
             if not isinstance(built, Method | VerticalMethod):
                 return _Agreement(settings, double, describe(built, self._data).to_json(), None)
-            if settings in self._nodes:
-                node = self._nodes[settings].for_other_runs(store)
-            else:
-                node = Node(built, self._data, store=store, **self._options)
-            self._nodes[settings] = node
-            self._nodes.move_to_end(settings)
-            while len(self._nodes) > MAX_METHODS:
-                self._nodes.popitem(last=False)
+            # The last one of the same settings has the programs that were compiled.
+            same = (a.node for a in reversed(self._agreed.values()) if a.settings == settings)
+            known = next(same, None)
+            node = known and known.for_other_runs(store)
+            node = node or Node(built, self._data, store=store, **self._options)
             return _Agreement(settings, double, node.facts, node, secure_sum=secure)
 
     @contextmanager
