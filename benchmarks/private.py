@@ -209,7 +209,7 @@ def one_silo(silo: object) -> Asked:
 def searched(parts: PrivateNewton, ask: AskSilos) -> NewtonServer:
     """Return the end of a private search."""
     server = parts.algorithm.init_server(jax.random.key(0))
-    while parts.left(server):
+    while server.phase < len(parts.schedule.phases):
         server = parts.phase(ask, server)
     return server
 

@@ -284,10 +284,6 @@ class PrivateNewton:
 
     # At the server.
 
-    def left(self, server: NewtonServer) -> int:
-        """Return the number of phases that are planned and left."""
-        return len(self.schedule.phases) - int(server.phase)
-
     @np.errstate(all="ignore")  # of steps to nowhere
     def phase(self, ask: AskSilos, server: NewtonServer) -> NewtonServer:
         """Return the state after the next phase: a histogram of lengths, and some steps."""

@@ -242,7 +242,7 @@ class DPNewton(Method[PrivateResult, None]):
             stop: bool = False,
         ) -> tuple[State, Log, RunStatus]:
             good, server = np.ones(number, bool), state.server
-            if not n or not newton.left(server):
+            if not n or server.phase == len(newton.schedule.phases):
                 return state, Log(np.zeros(0)), RunStatus(True, good)
             silos = Asked(transport, jax.random.fold_in(key, state.round), number, state.silos)
 

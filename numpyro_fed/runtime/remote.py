@@ -158,10 +158,10 @@ class Channel:
                 exchange=exchange.name,
             )
         self.num_asked += 1
-        number, last = self._next_number(who, mark), self._unfinished
+        number, last = self.next_number(who, mark), self._unfinished
         asked = dict(zip(who, downs, strict=True))
         contents = {
-            j: sha256(self._message(j, exchange, key, down, mark, 0)).hexdigest()
+            j: sha256(self.message(j, exchange, key, down, mark, 0)).hexdigest()
             for j, down in asked.items()
         }
         same = {j for j in who if j in last and contents[j] == last[j][0]}
@@ -174,7 +174,7 @@ class Channel:
         messages = {}
         for j in who:
             if j not in answers:
-                messages[j] = self._message(j, exchange, key, asked[j], mark, numbers[j])
+                messages[j] = self.message(j, exchange, key, asked[j], mark, numbers[j])
                 if (sum_ := terms[j]) is not None:
                     head, arrays = read(messages[j])
                     messages[j] = write(arrays, {**head, SUM: canonical(sum_)})
@@ -188,21 +188,7 @@ class Channel:
         answers |= dict(zip(messages, found, strict=True))
         return {j: answers[j] for j in who}, mark.after(numbers)
 
-    def send(
-        self,
-        way: Arrivals,
-        silo: int,
-        exchange: Exchange[Any, Down, Up],
-        key: Array,
-        down: Down,
-        mark: Mark,
-    ) -> int:
-        """Send a silo a message whose reply is used when it arrives, and return its number."""
-        number = self._next_number([silo], mark)
-        way.send(silo, self._message(silo, exchange, key, down, mark, number))
-        return number
-
-    def _next_number(self, who: Sequence[int], mark: Mark) -> int:
+    def next_number(self, who: Sequence[int], mark: Mark) -> int:
         """Return the number of the next message to silos, above all earlier ones of their runs."""
         runs = {mark.run_of(j) for j in who}
         number = 1 + max(*(self._numbers[run] for run in runs), *(int(mark.used[j]) for j in who))
@@ -210,7 +196,7 @@ class Channel:
             self._numbers[run] = number
         return number
 
-    def _message(
+    def message(
         self,
         silo: int,
         exchange: Exchange[Any, Down, Up],
@@ -265,7 +251,16 @@ def remote(
     """
     silos = _Remote(algorithm, schedule, template, channel, begin)
     if channel.federation.secure_sum:
-        check_sums(algorithm, schedule)
+        for exchange in (x for r in (*algorithm.opening, algorithm.round) for x in r.exchanges):
+            check_summed(exchange)
+        if schedule is not None and (schedule.by_arrival or schedule.size < LEAST):
+            raise SumError(
+                "would be over one silo at a time, which is its reply: with secure_sum=True the "
+                "schedule must let two or more take part in each step. Nothing was sent. Take "
+                "schedule='synchronous', which all take part in.",
+                silos=(),
+                exchange=algorithm.round.name,
+            )
     without, missing = algorithm.without, channel.federation.missing
     goes_on = without == "exact" or (without == "scaled" and missing == "reweight")
     parts = silos.prepared(algorithm.round), schedule, silos.transport_of, algorithm.done
@@ -283,21 +278,6 @@ def remote(
         like=silos.like,
         go_on=silos.go_on,
     )
-
-
-def check_sums(algorithm: FederatedAlgorithm[Any, Any], schedule: Schedule | None) -> None:
-    """Raise an error for an algorithm or a schedule in which replies are not added up."""
-    for round_ in (*algorithm.opening, algorithm.round):
-        for exchange in round_.exchanges:
-            check_summed(exchange)
-    if schedule is not None and (schedule.by_arrival or schedule.size < LEAST):
-        raise SumError(
-            "would be over one silo at a time, which is its reply: with secure_sum=True the "
-            "schedule must let two or more take part in each step. Nothing was sent. Take "
-            "schedule='synchronous', which all take part in.",
-            silos=(),
-            exchange=algorithm.round.name,
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -463,6 +443,9 @@ class ArrivalRounds(PlainLoop):
 
     def _send(self, way: Arrivals, silo: int, key: Array, server: Any, mark: Mark) -> int:
         """Send a silo the server's message, and return its number."""
+        exchange, channel = self.exchange, self.silos.channel
         down = self._replayed(server, self._noise(server_key(key)), jnp.array([silo]), None, ())
-        down = drop_weak_types(for_participants(self.exchange.scatter, down, 0))
-        return self.silos.channel.send(way, silo, self.exchange, key, down, mark)
+        down = drop_weak_types(for_participants(exchange.scatter, down, 0))
+        number = channel.next_number([silo], mark)
+        way.send(silo, channel.message(silo, exchange, key, down, mark, number))
+        return number
