@@ -143,7 +143,6 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
             stop=options.stop is not None,
             callback=None if callback is None else call,
             every=options.every,
-            keep=True,
         )
         found = self.result_of(run, fit, hosted, quiet=run.ended == "interrupted")
         result = replace(found, start=start, ended=run.ended)

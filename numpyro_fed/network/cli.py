@@ -10,8 +10,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -173,9 +173,17 @@ def rehearse(args: argparse.Namespace) -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(short_folder()))
         sockets = [folder / f"{j}.sock" for j in range(args.silos)]
-        processes = [
-            stack.enter_context(_silo_process(args, j, path)) for j, path in enumerate(sockets)
-        ]
+        processes = []
+        for j, path in enumerate(sockets):
+            command = [sys.executable, "-m", "numpyro_fed.network.cli", "silo", str(args.study)]
+            command += ["--data", args.data, "--socket", str(path)]
+            kept = ["--in-memory"] if args.state is None else ["--state", args.state / f"silo-{j}"]
+            processes.append(
+                subprocess.Popen([*command, *map(str, kept)], env={**os.environ, NUMBER: str(j)})
+            )
+            # The last one first: a process is ended, and then waited for.
+            stack.callback(processes[j].wait)
+            stack.callback(processes[j].terminate)
         deadline = time.monotonic() + STARTING
         while not all(path.exists() for path in sockets):
             for j, process in enumerate(processes):
@@ -186,23 +194,6 @@ def rehearse(args: argparse.Namespace) -> None:
             time.sleep(0.05)
         options = dict(state=args.state, secure_sum=args.secure_sum)
         run(Federation(Sockets(sockets), names=names_of(study), **options))
-
-
-@contextmanager
-def _silo_process(
-    args: argparse.Namespace, number: int, path: Path
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the process of a silo, and end it with the rehearsal."""
-    command = [sys.executable, "-m", "numpyro_fed.network.cli", "silo", str(args.study)]
-    command += ["--data", args.data, "--socket", str(path)]
-    in_memory = args.state is None
-    command += ["--in-memory"] if in_memory else ["--state", str(args.state / f"silo-{number}")]
-    process = subprocess.Popen(command, env={**os.environ, NUMBER: str(number)})
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def load_file(path: str | Path) -> ModuleType:

@@ -60,13 +60,12 @@ def drive(
     stop: bool = False,
     callback: Callable[[RunOutcome], bool] | None = None,
     every: int = 100,
-    keep: bool = False,
 ) -> RunOutcome:
     """Run ``num_rounds`` rounds from ``state``, or fewer.
 
     With ``stop`` they end where the algorithm is done, and where ``callback``, which is called
-    after each ``every`` rounds, returns True. With ``keep`` a ``KeyboardInterrupt`` ends the run at
-    the last good state, with ``ended`` set to ``"interrupted"``; a second one is raised.
+    after each ``every`` rounds, returns True. A ``KeyboardInterrupt`` ends the run at the last good
+    state, with ``ended`` set to ``"interrupted"``; a second one is raised.
     """
     logs: list[Log] = []
     done, failure, ended, begin = 0, None, "rounds", state.round
@@ -135,8 +134,6 @@ def drive(
                         else max(1, int(n * seconds_each / seconds))
                     )
     except KeyboardInterrupt:
-        if not keep:
-            raise
         failure, ended = None, "interrupted"
     return run_so_far()
 
