@@ -221,11 +221,12 @@ class Node:
             )
         self._runs[run] = states
         self._runs.move_to_end(run)
+        if self._store is not None:
+            self._store.put({run: states.to_bytes()})
         for old in list(self._runs)[:-MAX_RUNS]:
             del self._runs[old]
             self._forgotten[old] = None
         if self._store is not None:
-            self._store.put({run: states.to_bytes()})
             # Those of an earlier process, too, which this one may never have read.
             self._store.trim(MAX_RUNS)
         while len(self._forgotten) > MAX_FORGOTTEN:
