@@ -29,7 +29,6 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from numpyro_fed.algorithms.base import (
-    OUTER_LATENTS,
     Exchange,
     ExchangeId,
     Sampled,
@@ -137,8 +136,8 @@ class RunStates:
 class Node:
     """A silo's part in one method of a server: it answers the messages of its runs.
 
-    ``secret``, ``row_ids`` and ``allow_unhidden`` are those of :class:`numpyro_fed.Silo`,
-    ``tell_latents`` is that of its policy. ``facts`` are JSON; ``size`` is the accepted plan's.
+    ``secret`` and ``row_ids`` are those of :class:`numpyro_fed.Silo`. ``facts`` are JSON; ``size``
+    is that of the accepted plan.
     """
 
     def __init__(
@@ -148,8 +147,6 @@ class Node:
         *,
         secret: Array | str | None = "auto",
         row_ids: ArrayLike | None = None,
-        allow_unhidden: bool = False,
-        tell_latents: bool = False,
         store: Store | None = None,
     ):
         self._asked = 0
@@ -160,9 +157,8 @@ class Node:
             secret = _unknown_key() if self._fresh_noise else None
         self._data = method.read_silo(silo)
         self.facts = method.describe(silo, row_ids).to_json()
-        self._method, self._silo, self._secret = method, silo, secret
-        self._allow_unhidden, self._store = allow_unhidden, store
-        self._tell_latents = tell_latents
+        self.method, self._silo, self._secret = method, silo, secret
+        self._store = store
         self._programs: dict[bool, _Programs] = {}
         self._accepted: tuple[str, int] | None = None
         self.sampled: Sampled | None = None
@@ -180,20 +176,20 @@ class Node:
     def accept(self, plan: str, number: int) -> None:
         """Build the algorithm from the agreed plan, as silo ``number`` of all."""
         if (plan, number) != self._accepted:
-            agreed: Any = self._method.plan_type.from_json(plan)
-            self._method.check_plan(agreed, self.facts, number)
-            built: Any = self._method.build(agreed)
-            data = self._method.read_silo(self._silo, agreed, number)
-            size = self._method.size_of(agreed, built, data)
+            agreed: Any = self.method.plan_type.from_json(plan)
+            self.method.check_plan(agreed, self.facts, number)
+            built: Any = self.method.build(agreed)
+            data = self.method.read_silo(self._silo, agreed, number)
+            size = self.method.size_of(agreed, built, data)
             self._number, self._data, self.size = number, data, size
-            self._programs = {False: _Programs(self._method, agreed, built, data)}
+            self._programs = {False: _Programs(self.method, agreed, built, data)}
             self._accepted = plan, number
         self._forget_runs()
 
     def rows_that_count(self) -> int:
         """Return the number of the silo's rows that have an outcome, once a plan is accepted."""
         programs = self._programs[False]
-        return self._method.rows_that_count(programs.built, self._data)
+        return self.method.rows_that_count(programs.built, self._data)
 
     def _forget_runs(self) -> None:
         """Begin without runs but those in the store, of which none was read yet."""
@@ -240,7 +236,7 @@ class Node:
             if build is None:
                 return self._programs[False]
             plan, built = build()
-            self._programs[True] = _Programs(self._method, plan, built, self._data)
+            self._programs[True] = _Programs(self.method, plan, built, self._data)
         return self._programs[without]
 
     def has_answered(self, message: bytes, question: Question) -> bool:
@@ -279,17 +275,6 @@ class Node:
                 "budget. Begin again, with a budget of its own."
             )
         before, programs = run.state_at(question), self._programs_of(run.beginning)
-        if self._method.sends_unhidden(question.exchange) and not self._allow_unhidden:
-            raise ModelError(
-                f"silo {self._number} is asked for predictors without the noise that hides "
-                "them in a run, and does not give them: its owner may say so by "
-                "Silo(..., allow_unhidden=True)."
-            )
-        if question.exchange == OUTER_LATENTS and not self._tell_latents:
-            raise ModelError(
-                f"silo {self._number} does not tell the latents that its rows share. Its owner may "
-                "allow it: tell_latents = true in the policy."
-            )
         exchange, expected = programs.exchange(question.id, self._number)
         key = self._key(arrays)
         noise = exchange.silo_noise(silo_key(key, self._number), before)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from jax import Array
 
+from numpyro_fed.algorithms.base import OUTER_LATENTS
 from numpyro_fed.algorithms.importance.loo import LOO
 from numpyro_fed.errors import (
     DataError,
@@ -125,10 +126,8 @@ class Silo:
             typed_key(secret)
         self._data, self._names, self._max_bytes = data, dict(names), max_bytes
         self._policy = policy or Policy()
-        self._options: dict[str, Any] = dict(
-            secret=secret, row_ids=row_ids, allow_unhidden=allow_unhidden
-        )
-        self._options["tell_latents"] = self._policy.tell_latents
+        self._options: dict[str, Any] = dict(secret=secret, row_ids=row_ids)
+        self._allow_unhidden = allow_unhidden
         self._state = None if state is None else Path(state)
         self._store = Store(self._state)
         self._agreed: OrderedDict[str, _Agreement] = OrderedDict()
@@ -340,6 +339,16 @@ class Silo:
                 return node.handle(message)
             with self._ledger.beginning(size.multiplier, size.delta, size.protects):
                 return node.handle(message)
+        if question.exchange == OUTER_LATENTS and not self._policy.tell_latents:
+            raise ModelError(
+                "this silo does not tell the latents that its rows share. Its owner may allow it: "
+                "tell_latents = true in the policy."
+            )
+        if node.method.sends_unhidden(question.exchange) and not self._allow_unhidden:
+            raise ModelError(
+                "this silo is asked for predictors without the noise that hides them in a run, and "
+                "does not give them: its owner may say so by Silo(..., allow_unhidden=True)."
+            )
         if question.exchange == LOO:
             self._policy.check_rows(node.rows_that_count())
         if SUM not in head:
