@@ -50,15 +50,20 @@ from numpyro_fed.runtime.messages import (
     BEGINNINGS,
     DESCRIBE,
     GO_ON,
+    KEYS,
     LEVELS,
     OF_DATA,
+    PEERS,
+    SECURE,
+    SUM,
     Question,
+    Terms,
+    check_summed,
     read,
     refusal,
     write,
 )
 from numpyro_fed.runtime.noise import typed_key
-from numpyro_fed.runtime.sums import KEYS, PEERS, SECURE, SUM, Terms, check_summed
 
 # Methods that a silo keeps, the one that was used least recently is forgotten first. Each call of
 # nf.fit describes three.

@@ -31,14 +31,17 @@ from numpyro_fed.precision import is_double
 from numpyro_fed.runtime.messages import (
     ACCEPT,
     DESCRIBE,
+    KEYS,
+    PEERS,
+    SECURE,
     Question,
+    Terms,
     at_silo,
     is_refusal,
     raise_refusal,
     read,
     write,
 )
-from numpyro_fed.runtime.sums import KEYS, PEERS, SECURE, Terms
 
 # Seconds between two tries to reach a silo: the first is short, since most failures are, and a silo
 # that restarts is found within the last.

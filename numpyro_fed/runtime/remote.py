@@ -21,10 +21,12 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from numpyro_fed.algorithms.base import (
+    Combine,
     Down,
     Exchange,
     ExchangeId,
     FederatedAlgorithm,
+    Replies,
     Reply,
     Round,
     Up,
@@ -39,11 +41,25 @@ from numpyro_fed.errors import (
 )
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import stacked
-from numpyro_fed.privacy.masks import MAX_PARTIES
+from numpyro_fed.privacy.masks import MAX_PARTIES, decode
 from numpyro_fed.records import canonical
 from numpyro_fed.runtime.federation import Arrivals, Federation
 from numpyro_fed.runtime.host import PlainLoop
-from numpyro_fed.runtime.messages import BEGIN, GO_ON, Question, at_silo, pack, read, unpack, write
+from numpyro_fed.runtime.messages import (
+    BEGIN,
+    GO_ON,
+    LEAST,
+    MASKED,
+    SUM,
+    Question,
+    Terms,
+    at_silo,
+    check_summed,
+    pack,
+    read,
+    unpack,
+    write,
+)
 from numpyro_fed.runtime.noise import exchange_key, init_keys, server_key
 from numpyro_fed.runtime.stack import (
     Batch,
@@ -67,7 +83,6 @@ from numpyro_fed.runtime.step import (
     message_shapes,
     replayed_part,
 )
-from numpyro_fed.runtime.sums import LEAST, SUM, Terms, check_summed, sum_of
 from numpyro_fed.trees import drop_weak_types
 
 Weights = tuple[float, float]  # the range of weights that a silo's replies may have
@@ -449,3 +464,70 @@ class ArrivalRounds(PlainLoop):
         number = channel.next_number([silo], mark)
         way.send(silo, channel.message(silo, exchange, key, down, mark, number))
         return number
+
+
+def sum_of(
+    answers: Mapping[int, bytes],
+    exchange: Exchange[Any, Any, Any],
+    shapes: Reply[Any],
+    weights: tuple[float, float],
+) -> tuple[Replies[Any], Array]:
+    """Return the sum of masked replies by silo, of agreed ``shapes``, and each silo's ``ok``.
+
+    The sum of the weights, where the exchange is weighted, must lie in the range ``weights``.
+    """
+    leaves, who = pack("reply.up", shapes.up), tuple(answers)
+    names = sorted(leaves)
+    sizes = [int(np.prod(leaves[name].shape)) for name in names]
+    size = sum(sizes) + exchange.weighted
+    total, ok = np.zeros((size, 2), np.uint64), []
+    wanted = {MASKED: ((size, 2), np.dtype(np.uint64)), "ok": ((), np.dtype(bool))}
+    for silo, answer in answers.items():
+        try:
+            arrays = read(answer).arrays
+        except DataError as error:
+            raise ReplyError(f"is refused: {error}", silo=silo, exchange=exchange.name) from error
+        came = {name: (a.shape, a.dtype) for name, a in arrays.items()}
+        if came != wanted:
+            raise ReplyError(
+                f"holds {came}, where {wanted} was agreed for a sum. Both sides must have built "
+                "from the same plan, with the same version.",
+                silo=silo,
+                exchange=exchange.name,
+            )
+        total += arrays[MASKED]
+        ok.append(bool(arrays["ok"]))
+
+    def refused(words: str) -> SumError:
+        return SumError(words, silos=who, exchange=exchange.name)
+
+    try:
+        numbers = decode(total, len(who))
+    except DataError as error:
+        raise refused(
+            f"is refused: {error}. A reply was changed on its way, a silo does not keep to the "
+            "protocol, or silos were given different lists of keys, or asked different things."
+        ) from error
+    weight = float(numbers[-1]) if exchange.weighted else float(len(who))
+    if exchange.weighted and not weights[0] <= weight <= weights[1]:
+        raise refused(
+            f"has weight {weight:g}, where {weights[0]:g} to {weights[1]:g} is allowed by what the "
+            "silos have said of their numbers of rows. Their facts must be of the data that they "
+            "hold; or use weights='even'."
+        )
+    # A part of the sum has the shape and dtype that a sum of plain replies has.
+    stacks = jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype), shapes)
+    like = jax.eval_shape(lambda stack: combine(Combine.SUM, [stack]), stacks)
+    given, found = pack("reply.up", like.up), {}
+    parts = np.split(numbers[: sum(sizes)], np.cumsum(sizes)[:-1]) if sizes else []
+    for name, part in zip(names, parts, strict=True):
+        to = given[name]
+        if not jnp.issubdtype(to.dtype, jnp.inexact) and (part != np.rint(part)).any():
+            raise refused(
+                "has fractions or infinite numbers where whole ones are added up. A silo does not "
+                "keep to the protocol."
+            )
+        found[name] = jnp.asarray(part.reshape(to.shape).astype(to.dtype))
+    up = jax.tree.unflatten(jax.tree.structure(like.up), [found[name] for name in given])
+    flags = jnp.asarray(ok)
+    return Replies(up, flags.all(), jnp.asarray(weight, like.weight.dtype)), flags
