@@ -18,8 +18,7 @@ from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.observed import Supports, as_bucket
 from numpyro_fed.model.split import split
-from numpyro_fed.model.trace import DENSITY, EDGE, INITIAL, INSIDE, LATENT
-from numpyro_fed.model.traces import Traces
+from numpyro_fed.model.traces import DENSITY, EDGE, INITIAL, INSIDE, LATENT, Traces
 from numpyro_fed.precision import double_precision
 
 RNG = np.random.default_rng(0)

@@ -29,8 +29,7 @@ from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import SiloData, array_bytes, signature
 from numpyro_fed.model.jaxprs import Program, Written, trace_program
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.trace import DENSITY, INITIAL, THE_KEY, VALUE
-from numpyro_fed.model.traces import Traces
+from numpyro_fed.model.traces import DENSITY, INITIAL, THE_KEY, VALUE, Traces
 from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.programs import jit_once
 

@@ -21,7 +21,7 @@ from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import padded_keys
-from numpyro_fed.model.trace import DENSITY, UNGUARDED
+from numpyro_fed.model.traces import DENSITY, UNGUARDED
 from numpyro_fed.trees import all_finite
 
 # Points at which all must fail: at one, a number may not be finite by chance. They are near zero,

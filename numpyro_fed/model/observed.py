@@ -19,8 +19,16 @@ from numpyro_fed.errors import DataError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.supports import ObservedValues, SupportKind
-from numpyro_fed.model.trace import ARRAY, DENSITY, EDGE, INSIDE, LATENT, OBSERVED, PARAMETER
-from numpyro_fed.model.traces import Traces
+from numpyro_fed.model.traces import (
+    ARRAY,
+    DENSITY,
+    EDGE,
+    INSIDE,
+    LATENT,
+    OBSERVED,
+    PARAMETER,
+    Traces,
+)
 from numpyro_fed.model.vertical import TOTAL, VerticalModel
 from numpyro_fed.programs import compiled_method, jit_once
 

@@ -10,10 +10,9 @@ from jax import Array
 from numpyro import handlers
 from numpyro.distributions import MaskedDistribution
 
-from numpyro_fed.model.binding import trace_at
+from numpyro_fed.model.binding import run_text, unpack
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.programs import TRACING
 
 
 class Outcome(NamedTuple):
@@ -33,8 +32,9 @@ def outcomes_at(fm: FederatedModel, data: SiloData) -> dict[str, Outcome]:
     theta = {**fm.init_theta(key), **fm.init_private(key, data)}
     # What is observed depends on no latent: a prior that cannot be drawn from is none the worse.
     z_L = fm.init_local(key, data)
-    with TRACING, handlers.block():
-        _, trace = trace_at(fm.text, fm.sites, theta, jnp.zeros(fm.dim), z_L, data)
+    with handlers.block():
+        values = unpack(fm.sites, jnp.zeros(fm.dim), z_L)
+        trace = run_text(fm.text, values, theta, data)
     found = {}
     for s in fm.sites:
         if s.kind != "observed" or s.plate is None or s.name not in trace:

@@ -39,7 +39,7 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.row_axes import same_but_for_sizes
-from numpyro_fed.model.trace import Trace
+from numpyro_fed.model.traces import DENSITY, Trace
 from numpyro_fed.programs import compiled_method, jit_once
 
 # Ways of filling padded rows whose terms must agree: the first row, the last, all in turn, and
@@ -134,7 +134,7 @@ class RowChecks:
         ):
             return False
         unpadded = self.model.traces.at(original)
-        first, second = (t.part(t.densities(local=True))[0] for t in (unpadded, trace))
+        first, second = (t.part(t.outputs_of(DENSITY, local=True))[0] for t in (unpadded, trace))
         return same_but_for_sizes(first, second, {sizes[p]: n for p, n in padded.items()})
 
     def latents(self, data: SiloData) -> Rows:

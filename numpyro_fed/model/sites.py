@@ -154,6 +154,11 @@ class Site(NamedTuple):
     support: str = ""  # the support, for people and for fingerprints
     event_dim: int = 0  # how many axes of a latent's value make one event of its distribution
 
+    def whole(self, sizes: Sizes) -> tuple[int, ...]:
+        """Return the unconstrained shape of all of a latent, at these sizes of silo plates."""
+        rows = () if self.plate is None else (sizes[self.plate],)
+        return (*self.shape[: self.axis or 0], *rows, *self.shape[self.axis or 0 :])
+
 
 class Plate(NamedTuple):
     """A silo plate: its name, the latent dimension of one row, and its level.

@@ -27,8 +27,7 @@ from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.missing import leaving_out_missing
 from numpyro_fed.model.padding import padded_keys
 from numpyro_fed.model.sites import Structure, check_same_sites, described, rounded
-from numpyro_fed.model.trace import ARRAY, DENSITY, INITIAL, LATENT, THE_KEY, VALUE, Trace
-from numpyro_fed.model.traces import Traces
+from numpyro_fed.model.traces import ARRAY, DENSITY, INITIAL, LATENT, THE_KEY, VALUE, Trace, Traces
 
 KEY = "numpyro.prng_key()"
 
@@ -236,7 +235,7 @@ def _check_globals(fm: FederatedModel, silos: Sequence[SiloData], sizes: Sequenc
             continue
         others.append(("a silo with a row more", longer))
     first, z_G = fm.traces.at(silos[0]), np.random.default_rng(0).normal(size=fm.dim)
-    wanted = [*first.densities(local=False), *first.values(local=False)]
+    wanted = [o for kind in (DENSITY, VALUE) for o in first.outputs_of(kind, local=False)]
 
     def at_one_point(trace: Trace) -> dict[str, Array]:
         theta = fm.init_theta(jax.random.key(0))

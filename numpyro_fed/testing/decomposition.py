@@ -149,8 +149,7 @@ class _Check:
         for j, size in enumerate(self.sizes):
             for p in fm.plates:
                 for s in fm.named("latent", p.name):
-                    whole = (*s.shape[: s.axis], size[p.name], *s.shape[s.axis :])
-                    shapes[local_name(j, s.name)] = whole
+                    shapes[local_name(j, s.name)] = s.whole(size)
         self.shapes = _shapes(model, data)
         for name, shape in shapes.items():
             if shape != self.shapes.get(name):
