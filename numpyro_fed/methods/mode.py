@@ -500,8 +500,7 @@ def coupling_reason(
     fm: FederatedModel, checks: RowChecks | None, buckets: Sequence[Bucket]
 ) -> str | None:
     """Return in words why Laplace's method cannot be used row by row; None if it can."""
-    rows = None if checks is None else coupled_rows(checks, buckets)
-    if rows is None:
+    if (rows := coupled_rows(checks, buckets)) is None:
         return None
     return (
         f"{rows.words()} reads latents of other rows, so that the silo's latents cannot be "

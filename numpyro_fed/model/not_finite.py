@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.model.audit import hashed_normals
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import padded_keys
+from numpyro_fed.model.row_checks import hashed_normals
 from numpyro_fed.model.traces import DENSITY, UNGUARDED
 from numpyro_fed.trees import all_finite
 

@@ -258,8 +258,7 @@ def log_likelihood(
     each draw of the globals.
     """
     fit, n = run._fit, len(z_G)
-    if fit.checks is not None:
-        refuse_coupled_rows(fit.checks, run._silos.buckets, "log likelihoods of rows need")
+    refuse_coupled_rows(fit.checks, run._silos.buckets, "log likelihoods of rows need")
     likelihood = integration.likelihood(fit.model, fit.guide)
     size = fit.batch_size(integration, n)
     values = fit.cached(

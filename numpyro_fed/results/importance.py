@@ -537,13 +537,12 @@ def integration_of(result: Result, inner_draws: InnerDraws) -> Integration:
     fit, silos = result._fit, result._silos
     buckets, checks = silos.buckets, fit.checks
     if inner_draws is None:
-        coupled = checks is not None and coupled_rows(checks, buckets) is not None
+        coupled = coupled_rows(checks, buckets) is not None
         inner_draws = (None if coupled else default_quadrature(fit.model)) or DRAWS
     if isinstance(inner_draws, Quadrature):
         check_quadrature(fit.model)
         integration = Integration(_inner_draws(fit.guide, DRAWS), inner_draws.nodes)
     else:
         integration = Integration(_inner_draws(fit.guide, inner_draws))
-    if checks is not None:
-        check_rows_apart(checks, integration.draws, buckets)
+    check_rows_apart(checks, integration.draws, buckets)
     return integration

@@ -219,8 +219,7 @@ class Result(Posterior, FederatedRun[Fit]):
                 f"the model has {fit.model.dim} globals, and the influence of silos is known for 1 "
                 f"to {MOST_GLOBALS} of them."
             )
-        if fit.checks is not None:
-            refuse_coupled_rows(fit.checks, self._silos.buckets, "the influence of silos needs")
+        refuse_coupled_rows(fit.checks, self._silos.buckets, "the influence of silos needs")
         make = partial(Influence.of, fit.model, fit.built.algorithm, self.num_silos)
         question = fit.cached(INFLUENCE, make)
         words = "gradient or Hessian at the posterior's mean are not finite at {}."

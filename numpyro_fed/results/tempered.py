@@ -265,8 +265,7 @@ def check_temperable(fit: Result) -> None:
         raise ModelError(f"particles need rows' latents integrated by quadrature, but {why}.")
     if any(p.dim for p in fm.plates) and not default_nodes(fm):
         raise ModelError("particles need rows of at most two latents, with those of outer plates.")
-    if fit._fit.checks is not None:
-        refuse_coupled_rows(fit._fit.checks, fit._silos.buckets, "particles need")
+    refuse_coupled_rows(fit._fit.checks, fit._silos.buckets, "particles need")
 
 
 def nodes_for(result: Result | Corrected) -> int:

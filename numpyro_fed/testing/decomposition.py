@@ -2,7 +2,7 @@
 
 The reference is NumPyro's own log density of the joint model of all silos. It is compared with the
 split model silo by silo and with silos padded and stacked. Perturbations then test whether a row's
-term reads other rows (:mod:`numpyro_fed.model.audit`).
+term reads other rows (:mod:`numpyro_fed.model.row_checks`).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from numpyro import handlers
 from numpyro.infer.util import potential_energy, unconstrain_fn
 
 from numpyro_fed.errors import ModelError
-from numpyro_fed.model.audit import (
-    ROWS_AT_ONCE,
-    ChangedRow,
-    Perturbation,
-    default_rtol,
-    first_changed_rows,
-    plate_follows_arrays,
-    row_groups,
-)
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.handlers import joint, local_name
-from numpyro_fed.model.layout import lay_out
+from numpyro_fed.model.layout import lay_out, plate_follows_arrays
 from numpyro_fed.model.missing import leaving_out_missing
 from numpyro_fed.model.padding import Bucket
-from numpyro_fed.model.row_checks import CheckResult, summary_message
+from numpyro_fed.model.row_checks import (
+    ROWS_AT_ONCE,
+    ChangedRow,
+    CheckResult,
+    Perturbation,
+    default_rtol,
+    first_changed_rows,
+    row_groups,
+    summary_message,
+)
 from numpyro_fed.programs import TRACING
 
 
@@ -268,7 +268,7 @@ class _Check:
         terms, by_latents, by_data = self.log_perturbed(*arguments)
         for (plate, mover), found in by_latents.items():
             if found.changed:
-                changed = CheckResult(True, plate, j, found).words()
+                changed = CheckResult(plate, j, found).words()
                 raise ModelError(
                     f"{changed} when only latents of other rows, of "
                     f"silo_plate '{mover}', moved. Rows must be independent given the globals: put "
@@ -277,9 +277,7 @@ class _Check:
                 )
         for plate, found in by_data.items():
             if found.changed:
-                raise ModelError(
-                    summary_message(CheckResult(True, plate, j, found), self.keys(plate))
-                )
+                raise ModelError(summary_message(CheckResult(plate, j, found), self.keys(plate)))
         return {plate: np.asarray(rows) for plate, rows in terms.items()}
 
     def keys(self, plate: str) -> list[str]:
