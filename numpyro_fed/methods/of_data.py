@@ -7,15 +7,14 @@ columns alone.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from numpyro_fed.errors import DataError, DataWarning, ReplyError, positive_int
-from numpyro_fed.model.levels import MIN_COUNT, OTHER, Levels, level_names, levels_of_list
-from numpyro_fed.model.scaling import Numbers, Scaling, columns_apart, moments_of, whole_of
+from numpyro_fed.errors import DataError, ReplyError, positive_int
+from numpyro_fed.model.levels import MIN_COUNT, OTHER, Levels, level_names, listed
+from numpyro_fed.model.scaling import Numbers, Scaling, moments_of, united
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import LEVELS, MOMENTS, read, write
 
@@ -79,15 +78,17 @@ def levels(
     >>> nf.levels(nf.Federation(nf.network.InMemory(answers)), ["city"]) == levels
     True
     """
-    if not isinstance(silos, Federation):
-        return levels_of_list(_listed(silos), columns, min_count=min_count, other=other)
     positive_int("min_count", min_count)
-    if isinstance(columns, str):
-        raise DataError(f"columns must be a list of names, got the string '{columns}'.")
-    last = OTHER if other is None else other
-    settings = json.dumps({COLUMNS: list(columns), "min_count": min_count, REST: last})
-    replies = silos.ask_of_data(LEVELS, settings)
-    parts = [_read_names(j, reply, columns, last) for j, reply in enumerate(replies)]
+    columns, last, parts = list(listed("columns", columns)), OTHER if other is None else other, []
+    if isinstance(silos, Federation):
+        settings = json.dumps({COLUMNS: columns, "min_count": min_count, REST: last})
+        replies = silos.ask_of_data(LEVELS, settings)
+        parts = [_read_names(j, reply, columns, last) for j, reply in enumerate(replies)]
+    for j, silo in enumerate(() if isinstance(silos, Federation) else _listed(silos)):
+        try:
+            parts.append(level_names(silo, columns, min_count, last))
+        except DataError as error:
+            raise DataError(f"silo {j}: {error}") from error
     return Levels.union(*parts, min_count=min_count, other=other)
 
 
@@ -139,18 +140,18 @@ def moments(silos: Sequence[Any] | Federation, arguments: Sequence[str] | None =
     >>> scaling.sd["x"].round(6).tolist()
     [1.632993, 0.08165]
     """
+    names = None if arguments is None else list(listed("arguments", arguments))
     if isinstance(silos, Federation):
-        if isinstance(arguments, str):
-            raise DataError(f"arguments must be a list of names, got the string '{arguments}'.")
-        settings = json.dumps({"arguments": None if arguments is None else list(arguments)})
+        settings = json.dumps({"arguments": names})
         replies = silos.ask_of_data(MOMENTS, settings)
         parts = [_read_moments(j, reply, arguments) for j, reply in enumerate(replies)]
     else:
         held = enumerate(_listed(silos))
         parts = [moments_of(f"silo {j}", silo, arguments) for j, silo in held]
-    whole = whole_of(parts)
-    for words in columns_apart("silo", parts):
-        warnings.warn(words, category=DataWarning, stacklevel=2)
+    whole = united("silo", parts)
+    for name, count in whole.count.items():
+        if not np.all(count):
+            raise DataError(f"'{name}': a column of which no silo has a number. Leave it out.")
     return whole
 
 

@@ -124,14 +124,19 @@ SiloInput: TypeAlias = Mapping[str, Any] | Frame
 SilosInput: TypeAlias = Sequence[SiloInput] | ReadSilos
 
 
-def read(silos: SilosInput, model: Callable[..., Any] | None = None) -> ReadSilos:
+def read(
+    silos: SilosInput,
+    model: Callable[..., Any] | None = None,
+    columns: Sequence[Mapping[str, tuple[str, ...]]] | None = None,
+) -> ReadSilos:
     """Read and check the user's list of dicts, each into a :class:`SiloData` of NumPy arrays.
 
     DataFrames and their columns become arrays, and a silo that is a DataFrame the dict of its
-    columns. NaN is read as a missing value: whether it is one of an outcome, which alone may be
-    missing, the model's text says (:mod:`numpyro_fed.model.observed`). Data that were read already
-    are returned as they are. A model with a method ``of_silos`` adds arrays of its own to each
-    silo's data, such as the number of the silo's block of a site.
+    columns; ``columns`` are their names at each silo, where they became arrays elsewhere. NaN is
+    read as a missing value: whether it is one of an outcome, which alone may be missing, the
+    model's text says (:mod:`numpyro_fed.model.observed`). Data that were read already are returned
+    as they are. A model with a method ``of_silos`` adds arrays of its own to each silo's data, such
+    as the number of the silo's block of a site.
     """
     if isinstance(silos, ReadSilos):
         return silos
@@ -167,8 +172,13 @@ def read(silos: SilosInput, model: Callable[..., Any] | None = None) -> ReadSilo
             if np.array_equal(floats, arrays[name]):
                 arrays[name] = floats
     _check_alike(found)
-    columns = common_columns([column_names(silo) for silo in silos])
-    return ReadSilos(replace(silo, missing=missing, columns=columns) for silo in found)
+    common: dict[str, tuple[int, tuple[str, ...]]] = {}
+    for j, named in enumerate(columns or map(column_names, silos)):
+        for name, own in named.items():
+            i, expected = common.setdefault(name, (j, own))
+            check_columns(f"silo {j}", name, own, expected, f"silo {i}")
+    agreed = tuple(sorted((name, own) for name, (_, own) in common.items()))
+    return ReadSilos(replace(silo, missing=missing, columns=agreed) for silo in found)
 
 
 def argument_names(model: Callable[..., Any]) -> list[str] | None:
@@ -180,18 +190,6 @@ def argument_names(model: Callable[..., Any]) -> list[str] | None:
     return (
         None if any(p.kind is p.VAR_KEYWORD for p in parameters) else [p.name for p in parameters]
     )
-
-
-def common_columns(
-    columns: Sequence[Mapping[str, tuple[str, ...]]],
-) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return the columns of each argument that is a DataFrame, the same at all silos."""
-    common: dict[str, tuple[int, tuple[str, ...]]] = {}
-    for j, of_silo in enumerate(columns):
-        for name, found in of_silo.items():
-            i, expected = common.setdefault(name, (j, found))
-            check_columns(f"silo {j}", name, found, expected, f"silo {i}")
-    return tuple(sorted((name, found) for name, (_, found) in common.items()))
 
 
 def check_columns(
@@ -265,10 +263,7 @@ def read_one(owner: str, data: Mapping[str, Any], *, may_miss: bool = False) -> 
 
 
 def is_leaf(value: object) -> bool:
-    """Return whether a value is a leaf: None, or a list of numbers, nested to any depth.
-
-    A list that holds arrays is a tree.
-    """
+    """Return whether a value is a leaf: None, or a list of numbers; one of arrays is a tree."""
     if not isinstance(value, list | tuple) or type(value) not in (list, tuple):
         return value is None
     return all(
@@ -396,14 +391,6 @@ def signature(data: SiloData) -> tuple[Hashable, ...]:
         tuple((k, a.shape, str(a.dtype)) for k, a in data.arrays.items()),
         tuple((k, m.shape) for k, m in data.masks.items()),
     )
-
-
-def kind(data: SiloData) -> tuple[Hashable, ...]:
-    """Return static values, dtypes and numbers of axes of data, whatever their sizes.
-
-    Data of one kind are read by a text in the same way.
-    """
-    return data.static, tuple((k, a.dtype, np.ndim(a)) for k, a in data.arrays.items())
 
 
 def array_bytes(value: ArrayLike) -> bytes:

@@ -24,7 +24,7 @@ from jax.typing import ArrayLike
 from numpyro import handlers
 
 from numpyro_fed.errors import DataError
-from numpyro_fed.model.data import SiloData, kind, read_one
+from numpyro_fed.model.data import SiloData, read_one
 from numpyro_fed.model.jaxprs import (
     Labels,
     Program,
@@ -61,14 +61,16 @@ class IndexCheck:
 
     def __call__(self, j: int, data: SiloData) -> None:
         """Raise the error of an index that is out of range."""
-        if (data_kind := kind(data)) not in self._checkable:
+        # Data of one kind are read by a text in the same way, whatever their sizes.
+        kind = data.static, tuple((k, a.dtype, np.ndim(a)) for k, a in data.arrays.items())
+        if kind not in self._checkable:
             try:
                 shapes = jax.tree.leaves(jax.eval_shape(self.errors, data))
             except Exception:
                 # checkify refuses some primitives. A model must not fail for a check of its data.
                 shapes = []
-            self._checkable[data_kind] = bool(shapes)
-        if not self._checkable[data_kind] or not (error := self.errors(data).get()):
+            self._checkable[kind] = bool(shapes)
+        if not self._checkable[kind] or not (error := self.errors(data).get()):
             return
         # An array is to blame if the check passes once it is zero.
         blamed = ""

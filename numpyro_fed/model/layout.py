@@ -21,7 +21,6 @@ from numpyro_fed.model.data import (
     SiloInput,
     SilosInput,
     Sizes,
-    common_columns,
     read,
     read_one,
 )
@@ -62,8 +61,7 @@ def read_all(silos: SilosInput, model: Callable[..., Any] | None = None) -> Read
                 arrays = {name: file[f"{j}/{i}"] for i, name in enumerate(names)}
                 everyones.append(unflatten_skeleton(silo["tree"], {**arrays, **silo["static"]}))
                 columns.append({name: tuple(of) for name, of in silo["columns"].items()})
-    common = common_columns(columns)
-    return ReadSilos(replace(silo, columns=common) for silo in read(everyones, model))
+    return read(everyones, model, columns)
 
 
 def _packed(silos: Sequence[SiloInput]) -> bytes:

@@ -216,22 +216,14 @@ def level_names(
 
 def level_counts(silo: Any, columns: Sequence[str]) -> dict[str, Counter[str]]:
     """Return how many rows of a silo have each level of each column; this is for the silo alone."""
-    if isinstance(columns, str):
-        raise DataError(f"columns must be a list of names, got the string '{columns}'.")
-    return {column: Counter(_strings(silo, column)) for column in columns}
+    return {column: Counter(_strings(silo, column)) for column in listed("columns", columns)}
 
 
-def levels_of_list(
-    silos: Sequence[Any], columns: Sequence[str], *, min_count: int, other: str | None
-) -> Levels:
-    """Return the levels of silos whose data are in this process (:func:`numpyro_fed.levels`)."""
-    parts = []
-    for j, silo in enumerate(silos):
-        try:
-            parts.append(level_names(silo, columns, min_count, OTHER if other is None else other))
-        except DataError as error:
-            raise DataError(f"silo {j}: {error}") from error
-    return Levels.union(*parts, min_count=min_count, other=other)
+def listed(what: str, names: Sequence[str]) -> Sequence[str]:
+    """Return names of columns, once they are a list."""
+    if isinstance(names, str):
+        raise DataError(f"{what} must be a list of names, got the string '{names}'.")
+    return names
 
 
 def _strings(silo: Any, column: str) -> list[str]:

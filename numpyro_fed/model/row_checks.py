@@ -282,7 +282,7 @@ class RowChecks:
         other's latents as well: they are then one process of the silo (a time series). ``rows`` has
         the plate of each array of rows, and ``apart`` the arrays of plates that can be tried.
         """
-        harmless, found = True, None
+        harmless, found = True, ByPlate()
         # The silo with the fewest rows has the most padding.
         most = min(range(len(b.silos)), key=lambda i: sum(b.sizes[i].values()))
         original = silos[b.silos[most]]
@@ -295,8 +295,8 @@ class RowChecks:
                 harmless = bool(same)
         except ValueError:  # the text does not run at padded shapes
             harmless, pairs = False, tuple(apart.items())
-        if pairs:
-            found = self.summaries(pairs, b.data) if found is None else found
+        if pairs and not found:
+            found = self.summaries(pairs, b.data)
         for plate, names in pairs:
             result = CheckResult.of(plate, b.silos, found[plate])
             if result is not None and self.reads_others(b, plate) is None:
