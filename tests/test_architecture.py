@@ -40,7 +40,6 @@ LAYERS = [
             "model.jaxprs",
             "model.row_axes",
             "model.frames",
-            "model.missing",
             "model.densities",
             "model.supports",
             "model.handlers",

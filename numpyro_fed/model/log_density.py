@@ -7,7 +7,7 @@ placeholders.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -237,34 +237,28 @@ class FederatedModel:
 
     @compiled_method(static_argnums=1)
     def _init_global(self, key: Array, init_loc_fn: Callable[..., Any], data: SiloData) -> Array:
-        values = [jnp.ravel(v) for _, v in self._start(key, data, init_loc_fn, None)]
-        return jnp.concatenate([jnp.zeros(0), *values])
+        found = self._start(key, data, init_loc_fn, self.named("latent"))
+        return found.get(None, jnp.zeros(0))
 
     def init_local(
         self, key: Array, data: SiloData, init_loc_fn: Callable[..., Any] | None = None
     ) -> Rows:
         """Return a start of the local latents, in the same way."""
-        size = self.sizes(data)
-        rows = {p.name: jnp.zeros((size[p.name], p.dim)) for p in self.plates}
+        sizes = self.sizes(data)
+        rows = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in self.plates}
         if init_loc_fn is None:
             return rows
-        for p in self.plates:
-            for s, value in self._start(key, data, init_loc_fn, p.name):
-                value = jnp.moveaxis(value, s.axis or 0, 0).reshape(size[p.name], -1)
-                rows[p.name] = rows[p.name].at[:, s.start : s.stop].set(value)
-        return rows
+        local = [s for s in self.sites if s.plate is not None]
+        found = self._start(key, data, init_loc_fn, local)
+        return rows | {str(plate): z for plate, z in found.items()}
 
     def _start(
-        self, key: Array, data: SiloData, init_loc_fn: Callable[..., Any], plate: str | None
-    ) -> list[tuple[Site, Array]]:
-        """Return the unconstrained starting values of one level's latents by ``init_loc_fn``."""
+        self, key: Array, data: SiloData, init_loc_fn: Callable[..., Any], sites: Iterable[Site]
+    ) -> dict[str | None, Array]:
+        """Return the starting values of some latents by ``init_loc_fn``, as :func:`packed`."""
         text = handlers.substitute(handlers.seed(self.text, key), substitute_fn=init_loc_fn)
         with TRACING:
-            trace = handlers.trace(text).get_trace(**data.kwargs)
-        sites = self.named("latent", plate)
-        fns, values = ([trace[s.name][k] for s in sites] for k in ("fn", "value"))
-        inverse = [biject_to(f.support).inv(v) for f, v in zip(fns, values, strict=True)]
-        return list(zip(sites, inverse, strict=True))
+            return packed(sites, handlers.trace(text).get_trace(**data.kwargs))
 
     def draw_prior(self, key: Array | int, n: int) -> ArrayLike | None:
         """Return draws (n, dim) of the globals from their prior; None if one cannot be sampled.
@@ -296,12 +290,8 @@ class LocalPrior:
         """Draw the latents of the silo plates that are not in ``z_L``; those in ``z_L`` stay."""
         given = [s for s in self.model.sites if s.plate is None or s.plate in z_L]
         trace = run_text(self.model.text, unpack(given, z_G, z_L), theta, data, key)
-        by_plate: dict[str, list[Array]] = {}
-        for s in self.model.sites:
-            if s.kind == "latent" and s.plate not in (None, *z_L):
-                value = biject_to(trace[s.name]["fn"].support).inv(trace[s.name]["value"])
-                by_plate.setdefault(str(s.plate), []).append(_rows_first(s, value))
-        return {**z_L, **{plate: jnp.concatenate(parts, 1) for plate, parts in by_plate.items()}}
+        drawn = packed([s for s in self.model.sites if s.plate not in (None, *z_L)], trace)
+        return {**z_L, **{str(plate): z for plate, z in drawn.items()}}
 
     def log_density(self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
         """Return the log density of these draws, {plate: (rows,)}.
@@ -348,9 +338,7 @@ class GlobalPrior:
             del values[s.name]
         trace = run_text(self.model.text, values, theta, data, key)
         for s in children:
-            site = trace[s.name]
-            unconstrained = biject_to(site["fn"].support).inv(site["value"])
-            z_G = z_G.at[s.start : s.stop].set(unconstrained.ravel())
+            z_G = z_G.at[s.start : s.stop].set(packed([s], trace)[None])
         return z_G
 
     def log_density(self, theta: Theta, z_G: Array, children: tuple[Site, ...]) -> Array:
@@ -431,6 +419,17 @@ class GlobalPrior:
 
         sources = provenance(sampled, **{DATA: data.arrays, KEY: jax.random.key(0)})
         return {name for name in names if KEY in sources[name]}
+
+
+def packed(sites: Iterable[Site], trace: Mapping[str, Any]) -> dict[str | None, Array]:
+    """Return latents of a trace, unconstrained: globals (dim,) under None, rows by silo plate."""
+    found: dict[str | None, list[Array]] = {}
+    for s in sites:
+        if s.kind == "latent":
+            value = biject_to(trace[s.name]["fn"].support).inv(trace[s.name]["value"])
+            part = jnp.ravel(value) if s.plate is None else _rows_first(s, value)
+            found.setdefault(s.plate, []).append(part)
+    return {plate: jnp.concatenate(parts, -1) for plate, parts in found.items()}
 
 
 def _rows_first(s: Site, value: Array) -> Array:

@@ -21,10 +21,9 @@ from jax import Array
 
 from numpyro_fed.errors import DataError, ModelError, ModelWarning
 from numpyro_fed.model.data import SiloData, Sizes, signature
-from numpyro_fed.model.handlers import localised
+from numpyro_fed.model.handlers import leaving_out_missing, localised
 from numpyro_fed.model.jaxprs import same_program
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.missing import leaving_out_missing
 from numpyro_fed.model.padding import padded_keys
 from numpyro_fed.model.sites import Structure, check_same_sites, described, rounded
 from numpyro_fed.model.traces import ARRAY, DENSITY, INITIAL, LATENT, THE_KEY, VALUE, Trace, Traces

@@ -22,9 +22,8 @@ from numpyro.infer.util import potential_energy, unconstrain_fn
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, read
-from numpyro_fed.model.handlers import joint, local_name
+from numpyro_fed.model.handlers import joint, leaving_out_missing, local_name
 from numpyro_fed.model.layout import lay_out, plate_follows_arrays
-from numpyro_fed.model.missing import leaving_out_missing
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.row_checks import (
     ROWS_AT_ONCE,
