@@ -23,8 +23,6 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.typing import ArrayLike
 
-from numpyro_fed.model.data import array_bytes
-
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn, Var
 
@@ -231,16 +229,6 @@ def branches(eqn: JaxprEqn) -> list[Program] | None:
     The first operand chooses the branch.
     """
     return inner_programs(eqn) if eqn.primitive.name == "cond" else None
-
-
-def same_program(one: Program, other: Program) -> bool:
-    """Return whether two programs compute the same in the same way."""
-    first, second = Written(one), Written(other)
-    if first.words != second.words or len(first.numbers) != len(second.numbers):
-        return False
-    # Compared as bytes: NaN equals itself then, and dtypes count.
-    pairs = zip(first.numbers, second.numbers, strict=True)
-    return all(a is b or array_bytes(a) == array_bytes(b) for a, b in pairs)
 
 
 def pruned(program: Program, outputs: Sequence[bool]) -> tuple[Program, list[bool]]:

@@ -22,9 +22,9 @@ from jax import Array
 from numpyro_fed.errors import DataError, ModelError, ModelWarning
 from numpyro_fed.model.data import SiloData, Sizes, signature
 from numpyro_fed.model.handlers import leaving_out_missing, localised
-from numpyro_fed.model.jaxprs import same_program
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import padded_keys
+from numpyro_fed.model.row_axes import same_but_for_sizes
 from numpyro_fed.model.sites import Structure, check_same_sites, described, rounded
 from numpyro_fed.model.traces import ARRAY, DENSITY, INITIAL, LATENT, THE_KEY, VALUE, Trace, Traces
 
@@ -246,7 +246,8 @@ def _check_globals(fm: FederatedModel, silos: Sequence[SiloData], sizes: Sequenc
         trace = fm.traces.at(silo)
         # Equal programs are equal at every point, and nothing has to be compiled. Programs that
         # differ may still compute the same, so that values decide.
-        if trace is first or same_program(trace.part(wanted)[0], first.part(wanted)[0]):
+        parts = (one.part(wanted)[0] for one in (trace, first))
+        if trace is first or same_but_for_sizes(*parts, {}):
             continue
         mine, theirs = (jax.jit(partial(at_one_point, t))() for t in (trace, first))
         for name, value in mine.items():

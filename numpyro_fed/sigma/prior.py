@@ -27,9 +27,8 @@ from numpyro_fed.errors import MissingExtraError, ModelError, SavedStateError, p
 from numpyro_fed.files import npz, read_npz, write_npz
 from numpyro_fed.model.substitution import Blocks, block_name
 from numpyro_fed.programs import TRACING
-from numpyro_fed.sigma.check import Check, compare_draws
 from numpyro_fed.sigma.source import Scales, Source, hyperparameters, signatures_differ
-from numpyro_fed.sigma.training import Settings, train, training_draws
+from numpyro_fed.sigma.training import Check, Settings, compare_draws, train, training_draws
 from numpyro_fed.trees import fresh
 
 if TYPE_CHECKING:
