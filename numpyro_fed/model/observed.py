@@ -18,7 +18,7 @@ from jax import Array
 from numpyro_fed.errors import DataError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
-from numpyro_fed.model.supports import ObservedValues, SupportKind
+from numpyro_fed.model.supports import Observed, SupportKind
 from numpyro_fed.model.traces import (
     ARRAY,
     DENSITY,
@@ -48,12 +48,12 @@ class Supports:
     total: jax.ShapeDtypeStruct | None = None
 
     @compiled_method(jit_once)
-    def observed_values(self, stack: SiloData) -> dict[str, ObservedValues]:
+    def observed_values(self, stack: SiloData) -> dict[str, Observed]:
         """Return the observed values of a stack of parties, by site, where they are not plain."""
-        names = [name for name, site in self._checked_sites(stack).items() if not site.plain]
+        names = [name for name, site in self._checked_sites(stack).items() if not site.argument]
         kinds = OBSERVED, INSIDE, EDGE
-        found = jax.vmap(lambda data: self._at(data, 0.0, names, kinds))(stack)
-        return {name: ObservedValues(*(found[kind, name] for kind in kinds)) for name in names}
+        at = jax.vmap(lambda data: self._at(data, 0.0, names, kinds))(stack)
+        return {n: (at[OBSERVED, n], at[INSIDE, n], at[EDGE, n]) for n in names}
 
     @compiled_method(jit_once)
     def densities_at_edges(self, stack: SiloData) -> dict[str, Array]:
@@ -92,22 +92,23 @@ class Supports:
 
     def check(self, b: Bucket) -> None:
         """Refuse an observed value that its distribution cannot have; the error says where."""
-        sites, observed = self._checked_sites(b.data), dict[str, ObservedValues]()
-        for name, kind in sites.items():
-            if plain := kind.plain:
-                observed[name] = plain.observed(np.asarray(b.data.arrays[plain.argument]))
+        sites = self._checked_sites(b.data)
+        observed = {
+            name: kind.observed(np.asarray(b.data.arrays[kind.argument]))
+            for name, kind in sites.items()
+            if kind.argument
+        }
         if len(observed) < len(sites):
             observed |= jax.tree.map(np.asarray, self.observed_values(b.data))
-        for name, site in observed.items():
-            if not site.inside.all():
-                self._refuse(b, name, np.asarray(site.value), ~np.asarray(site.inside), "")
+        for name, (value, inside, _) in observed.items():
+            if not inside.all():
+                self._refuse(b, name, value, ~inside, "")
         # Densities are compiled only if they are needed.
-        if any(site.edge.any() for site in observed.values()):
+        if any(edge.any() for _, _, edge in observed.values()):
             for name, possible in self.densities_at_edges(b.data).items():
-                bad = np.asarray(observed[name].edge) & ~np.asarray(possible)
-                if bad.any():
-                    why = " and has no density at the edge"
-                    self._refuse(b, name, np.asarray(observed[name].value), bad, why)
+                value, _, edge = observed[name]
+                if (bad := edge & ~np.asarray(possible)).any():
+                    self._refuse(b, name, value, bad, " and has no density at the edge")
 
     def _checked_sites(self, stack: SiloData) -> dict[str, SupportKind]:
         """Return the observed sites whose supports and masks depend on data alone."""

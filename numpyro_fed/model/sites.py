@@ -283,31 +283,18 @@ def read_trace(trace: dict[str, Any], split: bool) -> Structure:
     sites: list[Site] = []
     ends: dict[str | None, int] = {}  # so far, of z_G and of a row of each plate's z_L
     supports: dict[str, Any] = {}
-    masked: dict[str, bool] = {}
-    fields: list[str] = []
-    improper: list[str] = []
-    foreign: list[str] = []
-    nested, kinked = False, False
+    latents: dict[str, Distribution] = {}
     for site in trace.values():
         plate = silo_plate_of(site)
-        nested |= sum(f.name in sizes for f in site.get("cond_indep_stack", ())) > 1
         if site["type"] == "sample":
             entry = _read_sample(site, plate, sizes)
-            kinked |= without_kink(site["fn"]) is not site["fn"]
-            width = math.prod(entry.shape)
             if entry.kind == "latent":
                 start = ends.get(plate, 0)
-                ends[plate] = start + width
-                entry = entry._replace(start=start, stop=start + width)
+                ends[plate] = start + math.prod(entry.shape)
+                entry = entry._replace(start=start, stop=ends[plate])
+                latents[entry.name] = site["fn"]
                 if plate is None:
                     supports[entry.name] = site["fn"].support
-                masked |= _masked(entry.name, site["fn"])
-                if is_foreign(site["fn"]):
-                    foreign.append(entry.name)
-                if is_flat(site["fn"]):
-                    improper.append(entry.name)
-                if entry.plate is None and _is_field(entry.name, site["fn"]):
-                    fields.append(entry.name)
             sites.append(entry)
         elif site["type"] == "param":
             support = site["kwargs"].get("constraint", constraints.real)
@@ -325,8 +312,21 @@ def read_trace(trace: dict[str, Any], split: bool) -> Structure:
                 f"site '{site['name']}' is mutable state (numpyro_mutable, batch norm), which has "
                 "no meaning in a log density. Use numpyro.param for what is learned."
             )
-    rest = tuple(improper), tuple(fields), tuple(foreign), kinked
-    return Structure(tuple(sites), sizes, nested, supports, masked, *rest)
+    of_plates = (
+        sum(f.name in sizes for f in m.get("cond_indep_stack", ())) for m in trace.values()
+    )
+    sampled = [site["fn"] for site in trace.values() if site["type"] == "sample"]
+    return Structure(
+        tuple(sites),
+        sizes,
+        nested=any(sum(f.name in sizes for f in frames) > 1 for frames in stacks),
+        supports=supports,
+        masked={name: off for name, fn in latents.items() if (off := _masked(fn)) is not None},
+        improper=tuple(name for name, fn in latents.items() if is_flat(fn)),
+        fields=tuple(n for n, fn in latents.items() if n in supports and _is_field(n, fn)),
+        foreign=tuple(name for name, fn in latents.items() if is_foreign(fn)),
+        kinked=any(without_kink(fn) is not fn for fn in sampled),
+    )
 
 
 def _sizes(trace: dict[str, Any]) -> Sizes:
@@ -416,14 +416,13 @@ def _is_field(name: str, fn: Distribution) -> bool:
     return many or hasattr(fn, "adj_matrix")
 
 
-def _masked(name: str, fn: Distribution) -> dict[str, bool]:
-    """Return {name: whether it is masked everywhere} for a masked latent, {} for others."""
+def _masked(fn: Distribution) -> bool | None:
+    """Return whether a latent is masked everywhere; None if it is not masked."""
     fn = unwrapped(fn)
     if not isinstance(fn, dist.MaskedDistribution) or fn._mask is True:
-        return {}
+        return None
     # A mask that is data is a tracer here; it counts as one that leaves some elements.
-    known = not isinstance(fn._mask, jax.core.Tracer)
-    return {name: known and not np.any(fn._mask)}
+    return not isinstance(fn._mask, jax.core.Tracer) and not np.any(fn._mask)
 
 
 def _support_name(support: constraints.Constraint) -> str:
