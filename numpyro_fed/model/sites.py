@@ -312,9 +312,7 @@ def read_trace(trace: dict[str, Any], split: bool) -> Structure:
                 f"site '{site['name']}' is mutable state (numpyro_mutable, batch norm), which has "
                 "no meaning in a log density. Use numpyro.param for what is learned."
             )
-    of_plates = (
-        sum(f.name in sizes for f in m.get("cond_indep_stack", ())) for m in trace.values()
-    )
+    stacks = (site.get("cond_indep_stack", ()) for site in trace.values())
     sampled = [site["fn"] for site in trace.values() if site["type"] == "sample"]
     return Structure(
         tuple(sites),
