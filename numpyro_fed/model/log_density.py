@@ -149,7 +149,10 @@ class FederatedModel:
     # operations takes longer than to repeat what JAX has put together.
     @compiled_method(partial(jax.jit, inline=True))
     def log_silo(self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
-        """Return one number for each row of each silo plate, {plate: (rows,)}; 0 where padded."""
+        """Return one number for each row of each silo plate, {plate: (rows,)}; 0 where padded.
+
+        ``z_L`` needs no entry for plates without latents.
+        """
         total: Rows = {}
         trace = self.traces.at(data)
         wanted, latents = trace.outputs_of(DENSITY, local=True), trace.unpacked(z_G, z_L)
