@@ -30,10 +30,7 @@ Rows = dict[str, Array]
 
 
 def bind(model: Callable[..., Any], values: dict[str, Array], theta: Theta) -> Callable[..., Any]:
-    """Return the model with latents and parameters substituted, both given unconstrained.
-
-    ``values`` has latents by site. Log-determinants of their bijections become factors.
-    """
+    """Return the model at unconstrained latents, whose log-determinants become factors."""
 
     def substitute(site: dict[str, Any]) -> Any:
         name = site["name"]
@@ -84,10 +81,7 @@ def sum_rows(value: Array) -> Array:
 
 
 def unpack(sites: Sequence[Site], z_G: Array, z_L: Rows) -> dict[str, Array]:
-    """Return each latent's unconstrained value, given ``z_G`` (dim,) and ``z_L``.
-
-    ``z_L`` is {plate: (rows, dim)}.
-    """
+    """Return each latent's value from ``z_G`` (dim,) and ``z_L`` {plate: (rows, dim)}."""
     values = {}
     for s in sites:
         if s.kind == "latent" and s.plate is None:

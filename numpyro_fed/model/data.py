@@ -91,10 +91,7 @@ class SiloData:
 
 
 class ReadSilos(Sequence[SiloData]):
-    """The data of all silos, read and checked, with a cache of what was built for each text.
-
-    It is accepted wherever a list of dicts is, and is not read again. For JAX it is a pytree.
-    """
+    """The data of all silos, read once, with a cache of what was built for each text: a pytree."""
 
     def __init__(self, silos: Iterable[SiloData]):
         self._silos = tuple(silos)
@@ -224,10 +221,7 @@ def with_model_data(
 
 
 def read_one(owner: str, data: Mapping[str, Any], *, may_miss: bool = False) -> SiloData:
-    """Read and check the data of one party; ``owner`` is its name in errors.
-
-    NaN is refused unless numbers ``may_miss``.
-    """
+    """Read and check one party's data, of ``owner`` in errors; NaN only if numbers ``may_miss``."""
     columns = tuple(sorted(column_names(data).items()))
     data = as_dict(owner, data)
     if not isinstance(data, Mapping):

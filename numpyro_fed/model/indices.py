@@ -48,9 +48,7 @@ if TYPE_CHECKING:
 class IndexCheck:
     """The index check ``(j, data) -> None`` of a text, for unpadded data of silo ``j``.
 
-    It raises a DataError that names the silo. It is compiled once for each shape of silos, and not
-    at all if the text indexes nothing by data. An operation for which the text itself defines what
-    an index out of range reads (``mode="clip"``, a ``fill_value``) is not checked.
+    It is compiled once for each shape of silos, and not at all if the text indexes nothing by data.
     """
 
     rows: Callable[[SiloData], Any]  # what the text computes of data
@@ -100,11 +98,7 @@ class IndexCheck:
 
 
 def new_data_check(model: Callable[..., Any], silo: int | None) -> Callable[..., None]:
-    """Return the index check of new data to predict for. It takes the arguments of the text.
-
-    Latents are drawn from their priors, so that outcomes may be missing. Arguments that cannot be
-    read as a silo's data are not checked.
-    """
+    """Return the index check of new data, outcomes of which may be missing, for ``model(...)``."""
 
     def values(data: SiloData) -> dict[str, Any]:
         with TRACING, handlers.block(), feasible():

@@ -41,10 +41,7 @@ HEAD = "head"  # the name of the array with all that is no array, as JSON
 
 
 def read_all(silos: SilosInput, model: Callable[..., Any] | None = None) -> ReadSilos:
-    """Return the data of the silos of all processes, read and checked.
-
-    In a program of one process these are the silos that are passed.
-    """
+    """Return the data of the silos of all processes of a program, read and checked."""
     if isinstance(silos, ReadSilos) or jax.process_count() == 1:
         return read(silos, model)
     own = _packed(silos)
@@ -210,13 +207,11 @@ def separable(
 def plate_follows_arrays(
     fm: FederatedModel, silo: SiloData, keys: Sequence[str], plate: str
 ) -> bool:
-    """Return whether the plate is one row shorter when these arrays are, and the text runs.
-
-    If the plate's size is an integer among the arguments, that integer is one less, too.
-    """
+    """Return whether the plate is one row shorter when these arrays are, and the text runs."""
     size = fm.sizes(silo)[plate]
     cut = replace(silo, arrays={k: a[:-1] if k in keys else a for k, a in silo.arrays.items()})
     less = tuple((k, v - 1 if type(v) is int and v == size else v) for k, v in silo.static)
+    # The plate's size may be an integer among the arguments, which is one less, too.
     for shorter in (cut, replace(cut, static=less)) if keys else ():
         try:
             sizes = fm.sizes(shorter)

@@ -264,10 +264,7 @@ class FederatedModel:
             return packed(sites, handlers.trace(text).get_trace(**data.kwargs))
 
     def draw_prior(self, key: Array | int, n: int) -> ArrayLike | None:
-        """Return draws (n, dim) of the globals from their prior; None if one cannot be sampled.
-
-        ``key`` may be a seed: to make a key of it would take a program of its own.
-        """
+        """Return draws (n, dim) of the globals from their prior; None if one cannot be sampled."""
         try:
             if isinstance(key, jax.core.Tracer):
                 return self._draw_prior(key, n)
@@ -297,11 +294,7 @@ class LocalPrior:
         return {**z_L, **{str(plate): z for plate, z in drawn.items()}}
 
     def log_density(self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
-        """Return the log density of these draws, {plate: (rows,)}.
-
-        A ``scale`` handler and factors do not count: they change the model's density, but not what
-        the text draws.
-        """
+        """Return the log density of these draws {plate: (rows,)}, scales and factors aside."""
         values, total = unpack(self.model.sites, z_G, z_L), dict[str, Array]()
         trace = run_text(self.model.text, values, theta, data)
         for s in self.model.sites:
@@ -320,10 +313,7 @@ class Funnel(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GlobalPrior:
-    """The conditional priors of global latents given other globals, by runs of the text itself.
-
-    Funnels among the globals are effects under a common scale, say.
-    """
+    """The conditional priors of global latents given other globals, by runs of the text itself."""
 
     model: FederatedModel
 
@@ -345,10 +335,7 @@ class GlobalPrior:
         return z_G
 
     def log_density(self, theta: Theta, z_G: Array, children: tuple[Site, ...]) -> Array:
-        """Return the log density () of some latents, as :meth:`draw` draws them.
-
-        A ``scale`` handler and factors in the text do not count.
-        """
+        """Return the log density () of these draws, scales and factors aside."""
         return self._density(theta, z_G, self.model.template, children)
 
     @compiled_method(static_argnums=3)

@@ -254,10 +254,7 @@ class RowChecks:
         return self.model.traces.at(one, f"silo {b.silos[0]}")
 
     def reads_others(self, b: Bucket, plate: str) -> CheckResult | None:
-        """Return where rows of a plate read latents of others, by the trace or by values.
-
-        Values are tried once for a bucket.
-        """
+        """Return where rows of a plate read latents of others, by the trace or by values."""
         if self.trace(b).rows_apart(plate, ()):
             return None
         cache_key = id(b.data), plate
@@ -358,11 +355,7 @@ class RowChecks:
         return jax.lax.cond(enough, lambda: general, smaller) if dim else general
 
     def terms(self, z_G: Array, z_L: Rows, data: SiloData, like: SiloData | None = None) -> Rows:
-        """Return the terms of all rows at globals (dim,), {plate: (rows,)}.
-
-        Private parameters have their initial values at ``like``, by default at ``data``: these may
-        depend on data, which a check replaces.
-        """
+        """Return the terms of all rows, with the initial parameters at ``like`` or ``data``."""
         fm, key = self.model, jax.random.key(0)
         private = fm.init_private(key, data if like is None else like)
         return fm.log_silo({**fm.init_theta(key), **private}, z_G, z_L, data)
@@ -527,8 +520,7 @@ def coupled_rows(
 ) -> CheckResult | None:
     """Return where rows read each other's latents; None if nowhere, or where silos are elsewhere.
 
-    Outer plates are not checked: their silos are weighted as a whole. With ``draws`` those of which
-    one draw is taken are not checked, either.
+    Outer plates, weighted as a whole, are not checked, nor plates of which one draw is taken.
     """
     for p in checks.model.plates if checks is not None else ():
         if not p.outer and (p.dim if draws is None else draws.get(p.name, 1) > 1):
@@ -541,10 +533,7 @@ def coupled_rows(
 def refuse_coupled_rows(
     checks: RowChecks | None, buckets: Sequence[Bucket], who_needs: str
 ) -> None:
-    """Raise an error for rows that read each other's latents.
-
-    ``who_needs`` ends the sentence on what needs rows that do not: ``"particles need"``.
-    """
+    """Raise an error for rows that read each other's latents; ``"particles need"`` others."""
     if (rows := coupled_rows(checks, buckets)) is not None:
         raise CoupledRowsError(
             f"{rows.words()} reads latents of other rows, so that they cannot be integrated row by "

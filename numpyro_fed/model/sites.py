@@ -74,10 +74,7 @@ def check_shapes(trace: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
     """Refuse observed sites whose shapes count a row more than once.
 
     NumPyro broadcasts observed values against their distribution: ``y`` of shape (n, 1) with a
-    mean of shape (n,) makes n x n terms of n observations. This refuses values and distributions
-    that cannot be broadcast, a broadcast shape larger than the plates that the site is in, and a
-    single value that is used for all rows. ``arrays`` are the party's, whose shapes are told,
-    for messages.
+    mean of shape (n,) makes n x n terms of n observations.
     """
     data_shapes = {name: a.shape for name, a in arrays.items()}
     for site in trace.values():

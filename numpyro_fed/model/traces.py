@@ -117,10 +117,7 @@ class Trace:
         arrays: Mapping[str, Array],
         key: Array | None = None,
     ) -> dict[Output, Any]:
-        """Return some outputs at parameters and latents, both unconstrained, and a silo's arrays.
-
-        What they do not depend on may be left out; parameters have their initial values then.
-        """
+        """Return some outputs; parameters that are left out have their initial values."""
         if any(i.kind == PARAMETER and i.name not in theta for i in self.part(wanted)[1]):
             names = {name for kind, name in self.outputs if kind == INITIAL}
             outputs = [(INITIAL, name) for name in names]
@@ -193,11 +190,7 @@ class Trace:
         return {name: owner.get(name, name) for name in self.terms}
 
     def globals_at(self, theta: Theta, z_G: Array) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Return the log density of each global site, {site: ()}, and the values of these sites.
-
-        Densities include log-determinants. Values are on the sites' own supports, those of
-        deterministic sites included.
-        """
+        """Return the log density of each global site, {site: ()}, and their values on supports."""
         wanted = [o for kind in (DENSITY, VALUE) for o in self.outputs_of(kind, local=False)]
         terms, values = dict[str, Array](), dict[str, Array]()
         for (kind, name), value in self.at(wanted, theta, self.unpacked(z_G), {}).items():

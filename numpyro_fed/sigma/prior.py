@@ -301,10 +301,7 @@ class SigmaPrior:
         return np.sqrt(np.clip(np.asarray(missing), *clip))
 
     def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> Shared:
-        """Sample the shared latents (z_global,), and return them with what the networks read.
-
-        That is the hyperparameters (hyper,) as the networks take them, and the size of entries ().
-        """
+        """Sample the shared latents; return them, hyperparameters by rank and the entries' size."""
         if missing := [name for name in self.source.phi if name not in phi]:
             raise ModelError(
                 f"'{self.site}' depends on '{missing[0]}', which is not sampled before it here. "

@@ -93,18 +93,15 @@ def _kl(mean: Array, log_variance: Array) -> Array:
 
 
 def training_draws(source: Source, scales: Scales, settings: Settings, key: Array) -> Draws:
-    """Return a step's hyperparameters (batch, hyper) and draws (batch, entries), standardised.
-
-    For a Gaussian prior the standard normals (batch, entries) that draws are made of come with
-    them.
-    """
+    """Return a step's hyperparameters (batch, hyper) and draws (batch, entries), standardised."""
     # Several draws share hyperparameters, since a covariance's Cholesky factor costs more than the
     # draws from it; it is computed once for each phi.
     n, each = settings.batch_size, settings.draws_per_phi
     phi, theta, noise = source.draw(key, -(-n // each), each)
     parts = jax.vmap(scales.standardised)(theta, phi), noise
     phi = jnp.repeat(jax.vmap(scales.uniform)(phi), each, 0)[:n]
-    return Draws(phi, *jax.tree.map(lambda a: a.reshape(-1, source.size)[:n], parts))
+    theta, noise = jax.tree.map(lambda a: a.reshape(-1, source.size)[:n], parts)
+    return phi, theta, noise
 
 
 def train(
@@ -281,10 +278,7 @@ def compare_draws(
     at: Sequence[Mapping[str, Any]] | None,
     num_draws: int,
 ) -> Check:
-    """Return the comparison of a learnt prior with the true one, see ``SigmaPrior.check``.
-
-    ``sample(key, n, phi)`` draws from the learnt one, ``source`` from the true one.
-    """
+    """Return the comparison of a learnt prior, ``sample(key, n, phi)``, with the true one."""
     if at is None:
         drawn = jax.vmap(source.hyper)(jax.random.split(key, 1_000))
         at = [
