@@ -179,7 +179,7 @@ class Networks(eqx.Module):
     def initialised(
         self, theta: Array, normals: Array | None, table: Array, noise: float
     ) -> Networks:
-        """Return the networks with linear paths fitted to draws (draws, entries), networks small."""
+        """Return small networks, with linear paths fitted to draws (draws, entries)."""
         if self.components is None:
             return self
         by_normals = normals if self.encoder is None else None

@@ -236,7 +236,7 @@ class Source:
     def draws_with_noise(
         self, key: Array, phi: Mapping[str, Array], n: int
     ) -> tuple[Array | None, Array]:
-        """Return the standard normals of draws, if they are made of some, and the draws (n, size)."""
+        """Return draws (n, size) behind the normals that they are made of; None where of none."""
         fn = self.distribution(phi)
         try:
             gaussian = field_of(fn, self.site, self.spectrum)
