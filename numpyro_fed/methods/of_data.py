@@ -7,13 +7,14 @@ columns alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from numpyro_fed.errors import DataError, ReplyError, positive_int
-from numpyro_fed.model.levels import MIN_COUNT, OTHER, Levels, level_names, listed
+from numpyro_fed.model.data import listed
+from numpyro_fed.model.levels import MIN_COUNT, OTHER, Levels, level_names, listed_names
 from numpyro_fed.model.scaling import Numbers, Scaling, moments_of, united
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import LEVELS, MOMENTS, read, write
@@ -79,12 +80,13 @@ def levels(
     True
     """
     positive_int("min_count", min_count)
-    columns, last, parts = list(listed("columns", columns)), OTHER if other is None else other, []
+    columns, parts = list(listed_names("columns", columns)), []
+    last = OTHER if other is None else other
     if isinstance(silos, Federation):
         settings = json.dumps({COLUMNS: columns, "min_count": min_count, REST: last})
         replies = silos.ask_of_data(LEVELS, settings)
         parts = [_read_names(j, reply, columns, last) for j, reply in enumerate(replies)]
-    for j, silo in enumerate(() if isinstance(silos, Federation) else _listed(silos)):
+    for j, silo in enumerate(() if isinstance(silos, Federation) else listed(silos)):
         try:
             parts.append(level_names(silo, columns, min_count, last))
         except DataError as error:
@@ -140,31 +142,19 @@ def moments(silos: Sequence[Any] | Federation, arguments: Sequence[str] | None =
     >>> scaling.sd["x"].round(6).tolist()
     [1.632993, 0.08165]
     """
-    names = None if arguments is None else list(listed("arguments", arguments))
+    names = None if arguments is None else list(listed_names("arguments", arguments))
     if isinstance(silos, Federation):
         settings = json.dumps({"arguments": names})
         replies = silos.ask_of_data(MOMENTS, settings)
         parts = [_read_moments(j, reply, arguments) for j, reply in enumerate(replies)]
     else:
-        held = enumerate(_listed(silos))
+        held = enumerate(listed(silos))
         parts = [moments_of(f"silo {j}", silo, arguments) for j, silo in held]
     whole = united("silo", parts)
     for name, count in whole.count.items():
         if not np.all(count):
             raise DataError(f"'{name}': a column of which no silo has a number. Leave it out.")
     return whole
-
-
-def _listed(silos: Sequence[Any]) -> Sequence[Any]:
-    """Return silos if they are a list of their data."""
-    if isinstance(silos, Mapping) or not isinstance(silos, Sequence):
-        raise DataError(
-            f"silos must be a list with the data of each silo, or a Federation, got "
-            f"{type(silos).__name__}."
-        )
-    if not silos:
-        raise DataError("the list of silos is empty: pass the data of each silo.")
-    return silos
 
 
 def names_reply(silo: Any, columns: Sequence[str], min_count: int, other: str) -> bytes:
@@ -190,8 +180,8 @@ def _read_names(
         found = json.loads(head[NAMES])
         names = {c: tuple(found[c]) for c in columns}
         texts = [name for column in found.values() for name in column]
-        listed = all(isinstance(column, list) for column in found.values())
-        if not listed or not all(isinstance(name, str) for name in texts):
+        lists = all(isinstance(column, list) for column in found.values())
+        if not lists or not all(isinstance(name, str) for name in texts):
             raise ValueError
         # A silo of an earlier version does not say that it leaves rarer levels unnamed.
         if set(found) != set(columns) or head[REST] != other:

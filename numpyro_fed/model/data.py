@@ -30,6 +30,7 @@ Sizes = dict[str, int]
 GAPS = 10.0
 
 Made = TypeVar("Made")
+Listed = TypeVar("Listed")
 
 
 @jax.tree_util.register_dataclass
@@ -137,15 +138,8 @@ def read(
     """
     if isinstance(silos, ReadSilos):
         return silos
-    if isinstance(silos, Mapping) or not isinstance(silos, Sequence):
-        raise DataError(
-            "silos must be a list with one dict of keyword arguments for each silo, "
-            f"got {type(silos).__name__}. For a single silo pass a list with one dict."
-        )
-    if not silos:
-        raise DataError("the list of silos is empty: pass one dict of arrays for each silo.")
     names = None if model is None else argument_names(model)
-    plain = [as_dict(f"silo {j}", silo, names) for j, silo in enumerate(silos)]
+    plain = [as_dict(f"silo {j}", silo, names) for j, silo in enumerate(listed(silos))]
     frames = {j: set(silo.columns) for j, silo in enumerate(silos) if is_frame(silo)}
     if frames and names and model is not None:
         parameters = inspect.signature(model).parameters
@@ -176,6 +170,18 @@ def read(
             check_columns(f"silo {j}", name, own, expected, f"silo {i}")
     agreed = tuple(sorted((name, own) for name, (_, own) in common.items()))
     return ReadSilos(replace(silo, missing=missing, columns=agreed) for silo in found)
+
+
+def listed(silos: Sequence[Listed]) -> Sequence[Listed]:
+    """Return silos, once they are a list of what each holds."""
+    if isinstance(silos, Mapping) or not isinstance(silos, Sequence):
+        raise DataError(
+            "silos must be a list with one dict of keyword arguments for each silo, "
+            f"got {type(silos).__name__}. For a single silo pass a list with one dict."
+        )
+    if not silos:
+        raise DataError("the list of silos is empty: pass one dict of arrays for each silo.")
+    return silos
 
 
 def argument_names(model: Callable[..., Any]) -> list[str] | None:

@@ -216,10 +216,10 @@ def level_names(
 
 def level_counts(silo: Any, columns: Sequence[str]) -> dict[str, Counter[str]]:
     """Return how many rows of a silo have each level of each column; this is for the silo alone."""
-    return {column: Counter(_strings(silo, column)) for column in listed("columns", columns)}
+    return {column: Counter(_strings(silo, column)) for column in listed_names("columns", columns)}
 
 
-def listed(what: str, names: Sequence[str]) -> Sequence[str]:
+def listed_names(what: str, names: Sequence[str]) -> Sequence[str]:
     """Return names of columns, once they are a list."""
     if isinstance(names, str):
         raise DataError(f"{what} must be a list of names, got the string '{names}'.")
