@@ -8,7 +8,7 @@ covariances and an energy distance.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -104,6 +104,17 @@ def training_draws(source: Source, scales: Scales, settings: Settings, key: Arra
     return phi, theta, noise
 
 
+def weights_of(networks: Networks) -> list[Array]:
+    """Return the arrays that are trained; other leaves, such as activations, are not."""
+    return [a for a in jax.tree.leaves(networks) if hasattr(a, "dtype")]
+
+
+def with_weights(networks: Networks, weights: Iterable[Array]) -> Networks:
+    """Return the networks with other arrays."""
+    rest = iter(weights)
+    return jax.tree.map(lambda a: next(rest) if hasattr(a, "dtype") else a, networks)
+
+
 def train(
     key: Array,
     networks: Networks,
@@ -115,23 +126,13 @@ def train(
     progress_bar: bool,
 ) -> tuple[Networks, np.ndarray, dict[str, float]]:
     """Return the trained networks, the losses (steps,), and the times that the training took."""
-    # Arrays are trained; other leaves of the networks, such as activations, are not.
-    is_array = [hasattr(a, "dtype") for a in jax.tree.leaves(networks)]
-    leaves, tree = jax.tree.flatten(networks)
-    weights = [a for a, array in zip(leaves, is_array, strict=True) if array]
     table = jnp.asarray(blocks.table)
     present = table < blocks.size
     sizes = networks.sizes
 
-    def with_weights(weights: list[Array]) -> Networks:
-        rest = iter(weights)
-        pairs = zip(leaves, is_array, strict=True)
-        return jax.tree.unflatten(tree, [next(rest) if array else a for a, array in pairs])
-
     def loss(weights: list[Array], batch: Step) -> Array:
-        bound = partial(
-            minus_bound, with_weights(weights), table=table, present=present, noise=settings.noise
-        )
+        at, noise = with_weights(networks, weights), settings.noise
+        bound = partial(minus_bound, at, table=table, present=present, noise=noise)
         return jax.vmap(bound)(batch).mean()
 
     def step(carry: Trained, key: Array) -> tuple[Trained, Array]:
@@ -151,6 +152,7 @@ def train(
         keys = jax.vmap(partial(jax.random.fold_in, key))(first + jnp.arange(number))
         return jax.lax.scan(step, carry, keys)
 
+    weights = weights_of(networks)
     carry: Trained = (weights, optim.init(weights))
     losses: list[np.ndarray] = []
     began = compiled = time.perf_counter()
@@ -181,7 +183,7 @@ def train(
         "step": step_time,
         "drawing": _drawing_share(key, source, scales, settings, step_time),
     }
-    return with_weights(carry[0]), np.concatenate(losses), times
+    return with_weights(networks, carry[0]), np.concatenate(losses), times
 
 
 def _drawing_share(
