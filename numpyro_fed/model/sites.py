@@ -264,7 +264,12 @@ def described(data: SiloData) -> dict[str, Any]:
 
 def read_trace(trace: dict[str, Any], split: bool) -> Structure:
     """Return the structure of a trace; one without a silo plate is refused if ``split``."""
-    sizes = _sizes(trace)
+    sizes: Sizes = {}
+    # A plate in the body of a scan has no message of its own in the trace, only frames.
+    for site in trace.values():
+        if site["type"] == "plate" and silo_plate_of(site) == site["name"]:
+            sizes.setdefault(site["name"], site["args"][0])
+        sizes |= {f.name: f.size for f in silo_frames(site) if f.name not in sizes}
     # A scope renames plates and frames, but not the plate's name that messages carry.
     lost = [s["name"] for s in trace.values() if silo_plate_of(s) not in (None, *sizes)]
     if lost:
@@ -322,18 +327,6 @@ def read_trace(trace: dict[str, Any], split: bool) -> Structure:
         foreign=tuple(name for name, fn in latents.items() if is_foreign(fn)),
         kinked=any(without_kink(fn) is not fn for fn in sampled),
     )
-
-
-def _sizes(trace: dict[str, Any]) -> Sizes:
-    """Return the size of each silo plate."""
-    # A plate in the body of a scan has no message of its own in the trace, only frames.
-    sizes: Sizes = {}
-    for site in trace.values():
-        if site["type"] == "plate" and silo_plate_of(site) == site["name"]:
-            sizes.setdefault(site["name"], site["args"][0])
-        for frame in silo_frames(site):
-            sizes.setdefault(frame.name, frame.size)
-    return sizes
 
 
 def _read_sample(site: dict[str, Any], plate: str | None, sizes: Sizes) -> Site:
