@@ -107,18 +107,17 @@ def as_series(column: object) -> Any:
 def column_array(owner: str, name: str, series: Any) -> np.ndarray:
     """Return a column of narwhals as a NumPy array; missing numbers are NaN."""
     dtype, missing = series.dtype, series.null_count()
-    if dtype.is_integer():
-        present = series.drop_nulls().to_numpy() if missing else series.to_numpy()
-        if missing and present.size and _largest(present) > LARGEST_WHOLE:
+    if missing == len(series) > 0:  # nothing is known of it, not even its dtype
+        return np.full(len(series), np.nan)
+    if dtype.is_integer() or dtype.is_float():
+        whole = missing and dtype.is_integer()
+        if whole and _largest(series.drop_nulls().to_numpy()) > LARGEST_WHOLE:
             raise DataError(
                 f"{owner}, '{name}': {missing} of {len(series)} values are missing in a column of "
                 f"dtype {dtype}, whose numbers are beyond 2**53: no float holds them beside NaN. "
                 "Make them smaller (an index from 0, say)."
             )
         return series.to_numpy()
-    if dtype.is_float() or missing == len(series) > 0:
-        # A column of which nothing is known has no dtype to speak of.
-        return np.full(len(series), np.nan) if missing == len(series) > 0 else series.to_numpy()
     if dtype == narwhals().Boolean:
         if not missing:
             return np.asarray(series.to_numpy(), bool)

@@ -441,7 +441,6 @@ class Outcome(NamedTuple):
 
     plate: str
     value: Array  # with NaN for what is missing
-    axis: int  # the axis of the value that runs over rows of the plate
     axes: tuple[str, ...]  # the plate along each axis; empty where there is none
     # (rows,) bool: whether any part of a row's outcome counts: neither missing nor masked
     seen: Array
@@ -470,10 +469,10 @@ def outcomes_at(fm: FederatedModel, data: SiloData) -> dict[str, Outcome]:
         if isinstance(fn, MaskedDistribution):
             mask = jnp.broadcast_to(jnp.asarray(fn._mask), value.shape[:batch])
             seen &= mask.reshape(mask.shape + (1,) * fn.event_dim)
-        axis, named = batch + frames[s.plate], {batch + dim: name for name, dim in frames.items()}
-        others = tuple(i for i in range(value.ndim) if i != axis)
+        named = {batch + dim: name for name, dim in frames.items()}
         axes = tuple(named.get(i, "") for i in range(value.ndim))
-        found[s.name] = Outcome(s.plate, value, axis, axes, seen.any(others))
+        others = tuple(i for i in range(value.ndim) if i != batch + frames[s.plate])
+        found[s.name] = Outcome(s.plate, value, axes, seen.any(others))
     return found
 
 
