@@ -39,7 +39,7 @@ LAYERS = [
             "model.substitution",
             "model.jaxprs",
             "model.row_axes",
-            "model.frames",
+            "model.tables",
             "model.densities",
             "model.supports",
             "model.handlers",

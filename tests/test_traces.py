@@ -16,9 +16,9 @@ import numpyro_fed as nf
 from numpyro_fed.model.data import read
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.layout import lay_out
-from numpyro_fed.model.observed import Supports, as_bucket
 from numpyro_fed.model.split import split
 from numpyro_fed.model.traces import DENSITY, EDGE, INITIAL, INSIDE, LATENT, Traces
+from numpyro_fed.model.values import Supports, as_bucket
 from numpyro_fed.precision import double_precision
 
 RNG = np.random.default_rng(0)

@@ -14,8 +14,8 @@ import numpy as np
 
 from numpyro_fed.errors import DataError, ReplyError, positive_int
 from numpyro_fed.model.data import listed
-from numpyro_fed.model.levels import MIN_COUNT, OTHER, Levels, level_names, listed_names
 from numpyro_fed.model.scaling import Numbers, Scaling, moments_of, united
+from numpyro_fed.model.tables import MIN_COUNT, OTHER, Levels, level_names, listed_names
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import LEVELS, MOMENTS, read, write
 

@@ -37,7 +37,6 @@ from numpyro_fed.methods.recipe import for_silos
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
 from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.fingerprint import check_terms, source_hash, terms_of
-from numpyro_fed.model.observed import Supports, as_bucket
 from numpyro_fed.model.padding import bucket, one_by_one
 from numpyro_fed.model.roles import (
     Text,
@@ -47,6 +46,7 @@ from numpyro_fed.model.roles import (
     with_server_data,
 )
 from numpyro_fed.model.traces import Traces
+from numpyro_fed.model.values import Supports, as_bucket
 from numpyro_fed.model.vertical_facts import (
     Shapes,
     VerticalPlan,

@@ -20,7 +20,7 @@ from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
 from jax.typing import ArrayLike
 
 from numpyro_fed.errors import DataError
-from numpyro_fed.model.frames import Frame, as_dict, column_names, is_frame
+from numpyro_fed.model.tables import Frame, as_dict, column_names, is_frame
 
 Sizes = dict[str, int]
 
@@ -132,7 +132,7 @@ def read(
     DataFrames and their columns become arrays, and a silo that is a DataFrame the dict of its
     columns; ``columns`` are their names at each silo, where they became arrays elsewhere. NaN is
     read as a missing value: whether it is one of an outcome, which alone may be missing, the
-    model's text says (:mod:`numpyro_fed.model.observed`). Data that were read already are returned
+    model's text says (:mod:`numpyro_fed.model.values`). Data that were read already are returned
     as they are. A model with a method ``of_silos`` adds arrays of its own to each silo's data, such
     as the number of the silo's block of a site.
     """

@@ -20,10 +20,10 @@ from numpyro_fed.errors import ModelError
 from numpyro_fed.model.clients import augment as augment
 from numpyro_fed.model.clients import power_likelihood as power_likelihood
 from numpyro_fed.model.data import is_leaf, with_model_data
-from numpyro_fed.model.frames import as_dict
 from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.primitives import feasible, inside_control_flow, silo_plate_of
 from numpyro_fed.model.substitution import substitute_prior as substitute_prior
+from numpyro_fed.model.tables import as_dict
 from numpyro_fed.programs import TRACING
 
 __all__ = ["at_silo", "augment", "generalised", "joint", "power_likelihood", "substitute_prior"]

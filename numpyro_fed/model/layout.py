@@ -25,14 +25,13 @@ from numpyro_fed.model.data import (
     read_one,
 )
 from numpyro_fed.model.facts import skeleton, unflatten_skeleton
-from numpyro_fed.model.frames import as_dict, column_names
-from numpyro_fed.model.indices import IndexCheck
 from numpyro_fed.model.jaxprs import NONE, Labels, labels_by_name, propagate_labels, trace_program
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.observed import Supports
 from numpyro_fed.model.padding import Bucket, bucket, padded_keys
 from numpyro_fed.model.row_checks import RowChecks
 from numpyro_fed.model.split import split
+from numpyro_fed.model.tables import as_dict, column_names
+from numpyro_fed.model.values import IndexCheck, Supports
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn

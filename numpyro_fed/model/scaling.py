@@ -24,7 +24,7 @@ import numpy as np
 
 from numpyro_fed.errors import DataError, DataWarning
 from numpyro_fed.model.data import check_columns, is_leaf
-from numpyro_fed.model.frames import (
+from numpyro_fed.model.tables import (
     as_dict,
     as_series,
     column_names,

@@ -30,8 +30,8 @@ from numpyro_fed.methods.of_data import COLUMNS, moments_reply, names_reply
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.model.facts import describe
-from numpyro_fed.model.levels import OTHER, level_counts
 from numpyro_fed.model.scaling import numbers_of
+from numpyro_fed.model.tables import OTHER, level_counts
 from numpyro_fed.network.node import Node
 from numpyro_fed.network.policy import Ledger, Policy, evaluations
 from numpyro_fed.network.study import method_of

@@ -22,8 +22,8 @@ from numpyro_fed.errors import ModelError, NonFiniteError
 from numpyro_fed.gaussian import Curvature
 from numpyro_fed.model.data import Sizes
 from numpyro_fed.model.facts import Plan
-from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.model.row_checks import refuse_coupled_rows
+from numpyro_fed.model.values import new_data_check
 from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.results.at_silo import told_by_silos
 from numpyro_fed.results.base import FederatedRun

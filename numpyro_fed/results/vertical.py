@@ -22,8 +22,8 @@ from numpyro_fed.errors import ModelError, positive_int
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.fingerprint import vertical_fingerprint
-from numpyro_fed.model.observed import Supports
 from numpyro_fed.model.sites import Site
+from numpyro_fed.model.values import Supports
 from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.model.vertical_facts import VerticalPlan
 from numpyro_fed.results.arviz import Coords, Dims, Labels, to_arviz
