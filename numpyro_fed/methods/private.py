@@ -27,8 +27,8 @@ from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.objectives import ELBO, default_quadrature
 from numpyro_fed.privacy.budget import Privacy, Spent, noisy
-from numpyro_fed.results.base import Built, Silos
-from numpyro_fed.results.rows import Fit, Result
+from numpyro_fed.results.base import Built, Fit, Silos
+from numpyro_fed.results.rows import Result
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.stack import (
     AnyAlgorithm,

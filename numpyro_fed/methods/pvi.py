@@ -53,9 +53,9 @@ from numpyro_fed.model.handlers import generalised
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.objectives import Objective, draws_of, objective_for
-from numpyro_fed.results.base import Built, FactorParts, Silos
+from numpyro_fed.results.base import Built, FactorParts, Fit, Silos
 from numpyro_fed.results.pvi import PVIResult
-from numpyro_fed.results.rows import Fit, Result
+from numpyro_fed.results.rows import Result
 from numpyro_fed.runtime.stack import Schedule, State
 from numpyro_fed.runtime.supervise import RunOutcome
 
