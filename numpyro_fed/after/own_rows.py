@@ -19,10 +19,10 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.after.predict import SEEN, Draws, Programs, compiled, global_latents, predictor
-from numpyro_fed.model.audit import default_rtol
 from numpyro_fed.model.data import SiloData, Sizes
-from numpyro_fed.model.outcomes import outcomes_at
+from numpyro_fed.model.log_density import outcomes_at
 from numpyro_fed.model.padding import padded_keys
+from numpyro_fed.model.row_checks import default_rtol
 from numpyro_fed.results.base import Silos
 
 NEW, OWN_ROWS = "new", "own rows"

@@ -45,10 +45,9 @@ from numpyro_fed.methods.mode import (
 )
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.precision import to_current_precision
-from numpyro_fed.results.base import Silos
-from numpyro_fed.results.built import StartRounds
+from numpyro_fed.results.base import Fit, Silos, StartRounds
 from numpyro_fed.results.mode import Mode
-from numpyro_fed.results.rows import Fit, Result
+from numpyro_fed.results.rows import Result
 from numpyro_fed.runtime.messages import SEARCH
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.stack import Batches, State, init_schedule

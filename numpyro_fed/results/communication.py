@@ -14,8 +14,7 @@ from numpyro_fed import html
 from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.padding import Bucket
-from numpyro_fed.results.base import Silos
-from numpyro_fed.results.built import Built, Fit
+from numpyro_fed.results.base import Built, Fit, Silos
 from numpyro_fed.runtime.messages import Crossings
 
 UNITS = ("B", "kB", "MB", "GB", "TB")

@@ -27,7 +27,7 @@ from numpyro_fed.algorithms.importance.exchange import log_likelihoods_of_rows, 
 from numpyro_fed.algorithms.importance.likelihood import Integration
 from numpyro_fed.algorithms.sfvi import down_of
 from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.model.outcomes import axes_of
+from numpyro_fed.model.log_density import axes_of
 from numpyro_fed.model.padding import padded_keys
 from numpyro_fed.model.row_checks import refuse_coupled_rows
 from numpyro_fed.precision import precision

@@ -50,8 +50,7 @@ from numpyro_fed.bounds import AtDraw
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.outcomes import outcomes_at
+from numpyro_fed.model.log_density import FederatedModel, outcomes_at
 from numpyro_fed.programs import jit_once
 from numpyro_fed.trees import Numbers
 
