@@ -205,7 +205,31 @@ class Start(AnyStart):
             return
         self.tried += 1
         ended = max_places is not None and self.tried >= max_places
-        better = self._accept(point, of_effects)
+        finite = all(np.isfinite(a).all() for a in point[1:])
+        if self.best is None:
+            better = gained = finite
+        else:
+            value, rounding = self.best.value, rounding_of(self.best.value)
+            better = bool(finite and point.value >= value - rounding)
+            gained = bool(point.value > value + rounding)
+            # The usual rule of trust regions: ratios of actual to predicted gain of 1/4 and 3/4.
+            ratio = (point.value - value + rounding) / self.promise
+            if not better:
+                self.damping *= 10
+            elif ratio > 0.75 and self.metric is not None:
+                # The bound on the first step has raised the damping; now it can go.
+                self.damping, self.metric = DAMPING, None
+            elif ratio > 0.75:
+                self.damping /= 10
+            elif ratio < 0.25:
+                self.damping *= 4
+        self.damping = max(self.damping, MIN_DAMPING)
+        if better:
+            self.idle = 0 if gained else self.idle + 1
+            diagonal = np.abs(np.diagonal(point.curvature))
+            shrunk = SCALE_DECAY * self.scale if self.best is not None else 0.0
+            self.best, self.likelihood = point, of_effects
+            self.scale = np.maximum(diagonal, shrunk)
         if self.best is None:
             self.halve(ended)
             return
@@ -230,35 +254,6 @@ class Start(AnyStart):
         stuck = self.damping > MAX_DAMPING or self.idle >= MAX_IDLE
         self.done = self.rests or stuck or ended
         self.trial = best.x if self.done else best.x + move
-
-    def _accept(self, point: Expansion[np.ndarray], of_effects: np.ndarray) -> bool:
-        """Return whether the trial is better than the best point; it is the best one then."""
-        finite = all(np.isfinite(a).all() for a in point[1:])
-        if self.best is None:
-            better = gained = finite
-        else:
-            value, rounding = self.best.value, rounding_of(self.best.value)
-            better = bool(finite and point.value >= value - rounding)
-            gained = bool(point.value > value + rounding)
-            # The usual rule of trust regions: ratios of actual to predicted gain of 1/4 and 3/4.
-            ratio = (point.value - value + rounding) / self.promise
-            if not better:
-                self.damping *= 10
-            elif ratio > 0.75 and self.metric is not None:
-                # The bound on the first step has raised the damping; now it can go.
-                self.damping, self.metric = DAMPING, None
-            elif ratio > 0.75:
-                self.damping /= 10
-            elif ratio < 0.25:
-                self.damping *= 4
-        self.damping = max(self.damping, MIN_DAMPING)
-        if better:
-            self.idle = 0 if gained else self.idle + 1
-            curvature = np.abs(np.diagonal(point.curvature))
-            shrunk = SCALE_DECAY * self.scale if self.best is not None else 0.0
-            self.best, self.likelihood = point, of_effects
-            self.scale = np.maximum(curvature, shrunk)
-        return better
 
 
 def without_followers(starts: list[Start]) -> None:
