@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from numpyro_fed.after.sensitivity import element_name
 from numpyro_fed.errors import optional
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def caterpillar(site: str, draws: np.ndarray, prior: np.ndarray, labels: Sequenc
         label, centre = "mean of the prior", float(before.mean())
         dashes = ax.axvline(centre, color=PRIOR, ls="--", lw=1, zorder=0, label=label)
         handles = [dots, thick, wide, circles, dashes]
-        ax.set_xlabel(site + (f"[{', '.join(map(str, index))}]" if index else ""))
+        ax.set_xlabel(element_name(site, index))
         ax.set_ylim(-0.7, k - 0.3)
         if k > MOST_LINES:
             ax.set_yticks([])

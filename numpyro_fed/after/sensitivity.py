@@ -135,6 +135,11 @@ def _distance(x: np.ndarray, w: np.ndarray, v: np.ndarray) -> float:
     return largest
 
 
+def element_name(site: str, index: tuple[int, ...]) -> str:
+    """Return the name of an element, such as ``"beta[1]"``."""
+    return f"{site}[{', '.join(map(str, index))}]" if index else site
+
+
 def elements(draws: Mapping[str, Array | np.ndarray]) -> tuple[tuple[str, ...], np.ndarray]:
     """Return the names of all elements, such as ``"beta[1]"``, and draws (n, k) of them."""
     names: list[str] = []
@@ -142,7 +147,7 @@ def elements(draws: Mapping[str, Array | np.ndarray]) -> tuple[tuple[str, ...], 
     for site, value in draws.items():
         array = np.asarray(value, np.float64)
         for index in np.ndindex(array.shape[1:]):
-            names.append(site + (f"[{', '.join(map(str, index))}]" if index else ""))
+            names.append(element_name(site, index))
             columns.append(array[(slice(None), *index)])
     n = len(next(iter(draws.values()))) if draws else 0
     return tuple(names), np.stack(columns, 1) if columns else np.zeros((n, 0))

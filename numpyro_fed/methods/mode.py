@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from numpyro_fed.after.sensitivity import element_name
 from numpyro_fed.algorithms.curvature_check import CHECK_DISTANCES, CurvatureCheck, Shape
 from numpyro_fed.algorithms.expand import ROUNDING_UNITS, SiloState, effects_of, unraveller
 from numpyro_fed.algorithms.mode import MIN_GAIN_NEAR, ModeSearch, Search, best_start
@@ -344,11 +345,7 @@ def coupling_reason(checks: RowChecks, buckets: Sequence[Bucket]) -> str | None:
 
 def coordinate_names(fm: FederatedModel) -> tuple[str, ...]:
     """Return the names of the search's coordinates: shared parameters, then globals."""
-
-    def names_of(name: str, shape: tuple[int, ...]) -> list[str]:
-        indices = np.ndindex(shape)
-        return [name + (f"[{', '.join(map(str, place))}]" if place else "") for place in indices]
-
     theta = jax.eval_shape(lambda: fm.init_theta(jax.random.key(0)))
-    params = [n for name in sorted(theta) for n in names_of(name, theta[name].shape)]
-    return (*params, *(n for site in fm.named("latent") for n in names_of(site.name, site.shape)))
+    sites = [(name, theta[name].shape) for name in sorted(theta)]
+    sites += [(site.name, site.shape) for site in fm.named("latent")]
+    return tuple(element_name(name, i) for name, shape in sites for i in np.ndindex(shape))

@@ -15,6 +15,7 @@ from scipy.stats import gaussian_kde, wasserstein_distance
 from numpyro_fed import html
 from numpyro_fed.after import pictures
 from numpyro_fed.after.own_rows import outcomes_of_silos
+from numpyro_fed.after.sensitivity import element_name
 from numpyro_fed.errors import ConvergenceWarning, DataError, NonFiniteError, optional
 from numpyro_fed.reference.nuts_result import NutsResult
 from numpyro_fed.results.arviz import elpd_data
@@ -129,7 +130,7 @@ def compare(
         for i in np.ndindex(scale.shape):
             at = draws[name][:, *i], expected[:, *i]
             distance[i] = wasserstein_distance(*at, u_weights=weights)
-            no_sd[i] = _label(name, i) in absent
+            no_sd[i] = element_name(name, i) in absent
         # A constant has an sd of zero: errors are then absolute, and the ratio is one.
         constant = _constant(expected) & (sd <= ROUNDING * abs(mean))
         scale = np.where(constant, 1.0, scale)
@@ -174,7 +175,7 @@ class Comparison:
                 if not constant[i]:
                     values = (measures[m][i] for m in _MEASURES)
                     cells = (ABSENT if np.isnan(v) else f"{v:.3f}" for v in values)
-                    rows.append((_label(name, i), *cells))
+                    rows.append((element_name(name, i), *cells))
         return rows
 
     def _note(self) -> list[str]:
@@ -217,7 +218,7 @@ class Comparison:
             filled = axis.fill_between(grid, below, color=pictures.REFERENCE, lw=0, label="NUTS")
             density = gaussian_kde(fit, weights=self._weights)(grid)
             (line,) = axis.plot(grid, density, color=pictures.POSTERIOR, label=label)
-            axis.set(xlabel=_label(name, i), yticks=[], ylim=(0, None))
+            axis.set(xlabel=element_name(name, i), yticks=[], ylim=(0, None))
             axis.spines["left"].set_visible(False)
             handles = [filled, line]
         for axis in axes[:: pictures.COLUMNS]:
@@ -247,10 +248,6 @@ def _pareto_k(result: Result | Corrected | NutsResult, key: Array) -> float:
     except ValueError:
         # Under a divergence other than KL there are no weights.
         return float("nan")
-
-
-def _label(name: str, index: tuple[int, ...]) -> str:
-    return f"{name}[{', '.join(map(str, index))}]" if index else name
 
 
 ROWS, SILOS = "rows", "silos"
