@@ -23,7 +23,6 @@ from numpyro_fed.model.sites import Site
 from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.results.base import Fit
 from numpyro_fed.results.element_errors import ElementErrors, Moments, Rounding
-from numpyro_fed.results.groups import log_likelihood
 from numpyro_fed.results.influence import SiloTable, Whitened
 from numpyro_fed.results.loo import LeaveOut, Loo, rows_left_out, table_of
 from numpyro_fed.results.mixture import mixture_at
@@ -278,10 +277,6 @@ class Corrected(Posterior, Weighted[Result]):
     @property
     def _for_arviz(self) -> tuple[float, dict[str, float | str]]:
         return self.ess, {**self.attributes, **super()._for_arviz[1]}
-
-    def log_likelihoods(self, key: Array, n: int) -> list[dict[str, np.ndarray]]:
-        """Return log likelihoods {plate: (n, rows)} of silos at the draws of that key and ``n``."""
-        return log_likelihood(self.result, self.integration, key, self.unconstrained(key, n))
 
     def saved_words(self, draws: int | None = None) -> SavedWords:
         """Return the form in which a file keeps the correction; ``from_file`` reads it."""

@@ -23,11 +23,11 @@ from numpyro_fed import html
 from numpyro_fed.after.own_rows import WhichSilo, silo_number
 from numpyro_fed.after.questions import Questions
 from numpyro_fed.algorithms.sfvi import down_of
-from numpyro_fed.errors import DataError, positive_int
+from numpyro_fed.errors import DataError, ModelError, positive_int
 from numpyro_fed.precision import precision
 from numpyro_fed.privacy.budget import Spent
 from numpyro_fed.results.arviz import Coords, Dims, Labels
-from numpyro_fed.results.groups import groups_to_arviz
+from numpyro_fed.results.groups import groups_to_arviz, log_likelihood
 from numpyro_fed.results.mode import LocalMode, Mode
 from numpyro_fed.results.sampler import Sampler
 from numpyro_fed.results.saving import SavedRun, SavedWords, save
@@ -277,6 +277,14 @@ class Posterior(Questions):
             return math.inf, {}
         known = {} if isinstance(self.correction, str) else self.correction.attributes
         return math.inf, {**known, "verdict": self.verdict}
+
+    def log_likelihoods(self, key: Array, n: int) -> list[dict[str, np.ndarray]]:
+        """Return log likelihoods {plate: (n, rows)} of silos at the draws of that key and ``n``."""
+        correction = self.correction
+        if isinstance(correction, str):
+            raise ModelError(f"log likelihoods of rows are not known: {correction}.")
+        z_G = self.unconstrained(key, n)
+        return log_likelihood(self.run_behind, correction.integration, key, z_G)
 
     def draws_for_silo(self, key: Array, n: int, *, silo: int) -> bytes:
         """Return draws of the globals for a silo in another process, as a message.

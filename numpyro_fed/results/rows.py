@@ -27,7 +27,6 @@ from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.results.at_silo import told_by_silos
 from numpyro_fed.results.base import FederatedRun, Fit
 from numpyro_fed.results.communication import Communication, communication
-from numpyro_fed.results.groups import log_likelihood
 from numpyro_fed.results.influence import (
     INFLUENCE,
     MOST_GLOBALS,
@@ -441,13 +440,6 @@ class Result(Posterior, FederatedRun):
     def unconstrained(self, key: Array, n: int) -> Array:
         """Return the unconstrained globals (n, dim) behind ``sample_posterior(key, n)``."""
         return self.draw_globals(key, n)[0]
-
-    def log_likelihoods(self, key: Array, n: int) -> list[dict[str, np.ndarray]]:
-        """Return log likelihoods {plate: (n, rows)} of silos at the draws of that key and ``n``."""
-        correction = self.certificate
-        if isinstance(correction, str):
-            raise ModelError(f"log likelihoods of rows are not known: {correction}.")
-        return log_likelihood(self, correction.integration, key, self.unconstrained(key, n))
 
     def saved_words(self, draws: int | None) -> SavedWords:
         """Return the form in which a file keeps the posterior, with so many draws of the globals.
