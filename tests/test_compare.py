@@ -182,6 +182,17 @@ def test_the_same_draws_have_no_joint_distance_and_others_that_of_correlations()
     assert other.joint["sinkhorn_divergence"] > 20 * other.joint["noise_floor"]
 
 
+def test_spreads_are_compared_by_their_logs():
+    """As they are, one draw of a thousand far out in the tail would decide."""
+    r = np.random.default_rng(0)
+    z = 2 * r.normal(size=(2, 1, 4_000)) + np.array([1, 0])[:, None, None]
+    one, other = (nuts_of(z=draws) for draws in z)
+    spreads = compare(*(nuts_of(z=np.exp(draws)) for draws in z)).joint
+    assert compare(one, other).joint == pytest.approx(spreads, rel=1e-9)
+    assert spreads["sinkhorn_divergence"] == pytest.approx(0.25, abs=0.06)
+    assert spreads["noise_floor"] < 0.02
+
+
 def test_one_program_does_for_all_models():
     for k, n in ((1, 500), (3, 500), (2, 700)):
         draws = np.random.default_rng(k).normal(size=(2, n, k))

@@ -51,7 +51,8 @@ def compare(
         \text{wasserstein\_sd} = \frac{W_1}{s_{\text{NUTS}}}
 
     Then all ``k`` elements together, by the Sinkhorn divergence ``S`` of :math:`u = \Sigma^{-1/2}
-    (z - m)`, with mean ``m`` and covariance :math:`\Sigma` of NUTS:
+    (z - m)`, with mean ``m`` and covariance :math:`\Sigma` of NUTS, and ``z`` the logs of elements
+    that are positive in all draws:
 
     .. math::
         S(P, Q) = T(P, Q) - \tfrac12 T(P, P) - \tfrac12 T(Q, Q), \qquad
@@ -194,9 +195,12 @@ class Comparison:
         if not any(k.any() for k in kept.values()):
             return {"sinkhorn_divergence": np.nan, "noise_floor": np.nan}
         fit, nuts = (
-            np.concatenate([of[name][:, k] for name, k in kept.items()], 1)
+            np.concatenate([of[name][:, k] for name, k in kept.items()], 1, dtype=float)
             for of in (self._draws, self._nuts)
         )
+        # A few draws far out in the tail of a spread would decide the mean of squared distances.
+        positive = (fit > 0).all(0) & (nuts > 0).all(0)
+        fit, nuts = (np.where(positive, np.log(np.where(positive, z, 1)), z) for z in (fit, nuts))
         half = len(nuts) // 2
         return {
             "sinkhorn_divergence": joint_divergence(fit, self._weights, nuts),
