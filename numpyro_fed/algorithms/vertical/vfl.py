@@ -2,6 +2,7 @@ r"""Algorithms 1 and 2 of Hassan, Sutton, Mira and Mengersen 2024, and the exact
 
 *Scalable Vertical Federated Learning via Data Augmentation and Amortized Inference*, arXiv
 2405.04043.
+
 In each round of Algorithm 1
 
 1. every client draws its latents and its part of the sum, and sends the part: its auxiliary
