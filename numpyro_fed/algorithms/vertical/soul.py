@@ -104,7 +104,6 @@ class Soul(Parties):
         return Round((*shown, drawing, Exchange(STEP, self.step)), self.round)
 
     def init_server(self, key: Array, data: SiloData) -> ServerState:
-        """Return the server's first state; ``data`` has the shapes of its data."""
         party_model = self.model.server
         theta = init_theta(party_model, key, self.zeros_at_server(data))
         own = PartyParams(None, {"z": jnp.zeros(party_model.dim)}, theta)
@@ -197,7 +196,6 @@ class Soul(Parties):
         return state._replace(chain=after), value, by_context
 
     def shared(self, state: ServerState) -> Shared:
-        """Return the server's parameters, and the current values of its latents."""
         own = state.params.own
         return Shared(own.theta, own.guide, state.frame)
 
@@ -210,7 +208,6 @@ class Soul(Parties):
         return party.guide
 
     def server_draws(self, key: Array, state: ServerState, n: int) -> tuple[None, Array]:
-        """Return nothing to send, and draws (n, dim) of the server's latents: their mode."""
         z = state.params.own.guide["z"]
         return None, jnp.broadcast_to(z, (n, *z.shape))
 

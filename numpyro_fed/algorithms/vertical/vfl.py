@@ -133,7 +133,6 @@ class Vertical(Parties):
 
     @property
     def rounds(self) -> Round:
-        """Return the round of a run."""
 
         def draw(
             noise: tuple[Array, Array | None], down: Down, state: ClientState, data: SiloData
@@ -317,7 +316,6 @@ class Vertical(Parties):
         return build_resolved(spec, kind.resolved, party_model)
 
     def init_server(self, key: Array, data: SiloData) -> ServerState:
-        """Return the server's first state; ``data`` has the shapes of its data."""
         key_theta, key_guide, key_coupling, key_sharing = jax.random.split(key, 4)
         given = self.zeros_at_server(data)
         theta = init_theta(self.server.model, key_theta, given)
@@ -364,7 +362,6 @@ class Vertical(Parties):
         return Full(self.rank, 1.0)
 
     def init_client(self, key: Array, data: SiloData) -> ClientState:
-        """Return a client's first state."""
         key_theta, key_guide, key_coupling, key_state = jax.random.split(key, 4)
         kind = self.kind(data)
         theta = init_theta(kind.model, key_theta, data)
@@ -455,7 +452,6 @@ class Vertical(Parties):
         return jax.random.normal(key, (n, *state.noise[0].shape[1:]))
 
     def server_draws(self, key: Array, state: ServerState, n: int) -> tuple[Array | None, Array]:
-        """Return the shared noise, and ``n`` draws of the server's latents (n, dim)."""
         eps, shared = self.server_noise_of(key, n)
         xi = self.xi(state.params.shared, shared)
         return xi, self._draws(self.server, self.shared(state), eps, xi)
@@ -463,7 +459,6 @@ class Vertical(Parties):
     def client_draws(
         self, key: Array, sent: Array | None, state: ClientState, data: SiloData, n: int
     ) -> tuple[FederatedModel, dict[str, Any], Array]:
-        """Return ``n`` draws of a client's latents."""
         kind, private = self.kind(data), self.private(state, data)
         z = self._draws(kind, private, self.client_noise_of(key, state, n), sent)
         return kind.model, private.theta, z
@@ -529,7 +524,6 @@ class Vertical(Parties):
         return RowInfo(centre, jnp.concatenate([jnp.zeros((self.rows, 0)), *columns], 1))
 
     def shared(self, state: ServerState) -> Shared:
-        """Return the server's parameters and guide."""
         party_params, shared = state.params
         coupled = (
             {"coupling": self.coupling_of(self.server, party_params), "shared": shared}
