@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax.numpy as jnp
 import optax
@@ -251,7 +251,7 @@ class VFL(VerticalMethod[VerticalResult]):
         self, built: Built, asked: ExchangeId
     ) -> tuple[Round, FederatedAlgorithm[Any, Any]]:
         if asked.name == IMPORTANCE:
-            question = Weighing(built.parties, **asked.read_settings()).exchange
+            question = Weighing(cast(Vertical, built.parties), **asked.read_settings()).exchange
             return Round((question,), asked_directly), built.algorithm
         return super().round_of(built, asked)
 

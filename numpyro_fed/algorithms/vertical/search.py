@@ -426,7 +426,8 @@ class VerticalSearch:
         """
         v, sum_ = self.vertical, np.zeros(self.vertical.model.shape, jnp.result_type(float))
         party = jax.tree.map(np.asarray, party)
-        combine, tau = None, np.ones(())
+        combine: np.ndarray | None = None
+        tau = np.ones(())
         if v.width:
             party, best, spread = self.mode(ask, party, data)
             slopes = Slopes(np.array(True), best.slope, best.curvature)
