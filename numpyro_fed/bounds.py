@@ -243,10 +243,7 @@ class SiloBound:
 
     def _log_ratio(self, z: Rows, args: AtDraw) -> Rows:
         """Return log p less log q of each row's own latents, {plate: (rows,)}."""
-        without = [p.name for p in self.model.plates if not p.dim]
-        sizes = self.model.sizes(args.data) if without else {}
-        empty = {p: jnp.zeros((sizes[p], 0)) for p in without}
-        rows = self.model.log_silo(args.theta, args.z_G, {**empty, **args.z_outer, **z}, args.data)
+        rows = self.model.log_silo(args.theta, args.z_G, {**args.z_outer, **z}, args.data)
         return {p: v - self._log_q(p, args, z[p]) if p in z else v for p, v in rows.items()}
 
     def _tiled(self, eps: Rows) -> Rows:

@@ -22,11 +22,10 @@ from numpyro_fed.model.facts import Plan
 from numpyro_fed.results.at_silo import AtSilo
 from numpyro_fed.results.base import FederatedRun, Fit, Silos
 from numpyro_fed.results.saving import load_state
-from numpyro_fed.runtime.channel import Channel, Weights
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.progress import Progress
-from numpyro_fed.runtime.remote import remote
+from numpyro_fed.runtime.remote import Channel, Weights, remote
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import Runtime, ServerData, State
 from numpyro_fed.runtime.supervise import RunOutcome, drive
@@ -143,7 +142,6 @@ class FederatedMethod(ABC, Generic[Outcome]):
             stop=options.stop is not None,
             callback=None if callback is None else call,
             every=options.every,
-            keep=True,
         )
         found = self.result_of(run, fit, hosted, quiet=run.ended == "interrupted")
         result = replace(found, start=start, ended=run.ended)
@@ -154,23 +152,23 @@ class FederatedMethod(ABC, Generic[Outcome]):
                 "run(..., init_state=error.result.state) goes on.",
                 result=result,
             )
-        failure = run.failure
-        if failure is None:
+        if run.failure is None:
             return result
         # The error of a silo was raised where its reply arrived; it gets the result here.
         if run.refused is not None:
             run.refused.result = result
             raise run.refused
-        silos = ", ".join(map(str, failure.silos))
+        round_, at = run.failure
+        silos = ", ".join(map(str, at))
         raise NonFiniteError(
-            f"the bound turned NaN or infinite in round {failure.round}, at "
+            f"the bound turned NaN or infinite in round {round_}, at "
             f"{f'silo {silos}' if silos else 'the server'}. The last good state is in the error's "
             ".result. A smaller step, gradient clipping (optax.chain("
             "optax.clip_by_global_norm(10.0), ...)), more particles or float64 usually help; "
             "otherwise look at the data and the supports of the sites there.",
             result=result,
-            round=failure.round,
-            silos=failure.silos,
+            round=round_,
+            silos=at,
         )
 
 
@@ -188,7 +186,7 @@ def reached(
 
     def made() -> tuple[Made, Silos]:
         channel = Channel(federation, plan.num_silos, weights, name)
-        fit = make(partial(remote, plan=plan, channel=channel))
+        fit = make(partial(remote, template=plan.template, channel=channel))
         # Once all is built: where that is refused, silos have built nothing.
         federation.accept(name, plan.to_json())
         return fit, Silos((), (), channel.batches)

@@ -49,8 +49,8 @@ from numpyro_fed.model.facts import (
     shared_text,
 )
 from numpyro_fed.model.fingerprint import SOFTWARE, check_terms, terms_of
-from numpyro_fed.model.observed import Supports, as_bucket
 from numpyro_fed.model.padding import bucket, one_by_one
+from numpyro_fed.model.values import Supports, as_bucket
 from numpyro_fed.model.vertical import (
     Text,
     VerticalSplit,

@@ -28,8 +28,7 @@ from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import SiloData, array_bytes, signature
 from numpyro_fed.model.jaxprs import Program, Written
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.trace import DENSITY, INITIAL, THE_KEY, VALUE
-from numpyro_fed.model.traces import Traces
+from numpyro_fed.model.traces import DENSITY, INITIAL, THE_KEY, VALUE, Traces
 from numpyro_fed.programs import jit_once
 
 # What writes the programs of a text: parties with the same can compare them.

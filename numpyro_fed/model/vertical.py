@@ -30,8 +30,7 @@ from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.primitives import feasible
 from numpyro_fed.model.sites import NEEDS_VALUES, Site
-from numpyro_fed.model.trace import ARRAY, DENSITY, LATENT, OBSERVED
-from numpyro_fed.model.traces import Traces
+from numpyro_fed.model.traces import ARRAY, DENSITY, LATENT, OBSERVED, Traces
 from numpyro_fed.programs import TRACING
 
 TOTAL = "the sum over clients"  # the argument of the server's text that holds the sum

@@ -49,8 +49,7 @@ from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.sampler import Sampler
 from numpyro_fed.results.saving import Provenance, SavedRun
 from numpyro_fed.runtime.messages import BEGINNINGS, GO_ON, Crossings, crossings
-from numpyro_fed.runtime.schedule import Schedule
-from numpyro_fed.runtime.stack import Batches, Runtime, ServerData, Single, State
+from numpyro_fed.runtime.stack import Batches, Runtime, Schedule, ServerData, Single, State
 from numpyro_fed.runtime.step import Asked
 from numpyro_fed.trees import Tree
 
@@ -166,7 +165,7 @@ class Built:
     algorithm: FederatedAlgorithm[Any, Any]
     without_start: Callable[[], tuple[Plan, Built]] | None = None
     objective: Objective = field(default_factory=ELBO)
-    schedule: Schedule[Any] | None = None
+    schedule: Schedule | None = None
     draws: dict[str, int] = field(default_factory=dict)
     factors: FactorParts | None = None
     start: StartRounds | None = None
@@ -345,7 +344,7 @@ class Fit:
         return Sampler(self.model, self.guide, self.built.bound)
 
     def without_start(
-        self, runtime_of: Callable[[FederatedAlgorithm[Any, Any], Schedule[Any] | None], Runtime]
+        self, runtime_of: Callable[[FederatedAlgorithm[Any, Any], Schedule | None], Runtime]
     ) -> Fit | None:
         """Return the fit of runs that found no mode to begin at; None if no mode is searched for.
 

@@ -251,8 +251,7 @@ def rows_left_out(
         some = generator(key).permutation(n)[:room]
         n, z_G, log_weights = room, z_G[some], log_weights[some]
     refuse_parameters_of_rows(fit.model)
-    if fit.checks is not None:
-        refuse_coupled_rows(fit.checks, result._silos.buckets, "leaving rows out needs")
+    refuse_coupled_rows(fit.checks, result._silos.buckets, "leaving rows out needs")
     w = np.exp(log_weights - log_weights.max())
     worth = int(w.sum() ** 2 / (w**2).sum())
     draws = down_of(fit.guide, result.shared, jnp.asarray(z_G))

@@ -22,8 +22,8 @@ from numpyro_fed.errors import ModelError, NonFiniteError
 from numpyro_fed.gaussian import Curvature
 from numpyro_fed.model.data import Sizes
 from numpyro_fed.model.facts import Plan
-from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.model.row_checks import refuse_coupled_rows
+from numpyro_fed.model.values import new_data_check
 from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.results.at_silo import told_by_silos
 from numpyro_fed.results.base import FederatedRun, Fit
@@ -34,7 +34,7 @@ from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.posterior import Posterior
 from numpyro_fed.results.sampler import Sampler, real_rows
 from numpyro_fed.results.saving import SavedRun, SavedWords
-from numpyro_fed.runtime.channel import Mark
+from numpyro_fed.runtime.remote import Mark
 from numpyro_fed.waiting import shows
 
 __all__ = ["Fit", "Result"]
@@ -208,8 +208,7 @@ class Result(Posterior, FederatedRun):
                 f"the model has {fit.model.dim} globals, and the influence of silos is known for 1 "
                 f"to {MOST_GLOBALS} of them."
             )
-        if fit.checks is not None:
-            refuse_coupled_rows(fit.checks, self._silos.buckets, "the influence of silos needs")
+        refuse_coupled_rows(fit.checks, self._silos.buckets, "the influence of silos needs")
         make = partial(Influence.of, fit.model, fit.built.algorithm, self.num_silos)
         question = fit.cached(INFLUENCE, make)
         words = "gradient or Hessian at the posterior's mean are not finite at {}."

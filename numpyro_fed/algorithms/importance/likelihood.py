@@ -246,11 +246,9 @@ class _LatentsAt:
     def row_terms(self, z_outer: Rows, key: Array) -> Rows:
         """Return what each row adds to the log likelihood given the outer latents."""
         plates, fm = self.likelihood.guide.rows, self.likelihood.model
-        sizes = fm.sizes(self.data)
-        empty = {p.name: jnp.zeros((sizes[p.name], 0)) for p in fm.plates if not p.dim}
 
         def joint(z: Rows) -> Rows:
-            return fm.log_silo(self.theta, self.z_G, {**empty, **z_outer, **z}, self.data)
+            return fm.log_silo(self.theta, self.z_G, {**z_outer, **z}, self.data)
 
         if not plates:
             return joint({})
