@@ -19,10 +19,10 @@ from jax.typing import ArrayLike
 from tqdm.auto import tqdm
 
 from numpyro_fed.algorithms.base import ExchangeId, FederatedAlgorithm, Round, asked_directly
-from numpyro_fed.algorithms.vertical.base import SAMPLE, Parties
+from numpyro_fed.algorithms.vertical.augmented import Vertical
 from numpyro_fed.algorithms.vertical.curvature import NoModeError
+from numpyro_fed.algorithms.vertical.parties import SAMPLE, Parties
 from numpyro_fed.algorithms.vertical.search import VerticalSearch
-from numpyro_fed.algorithms.vertical.vfl import Vertical
 from numpyro_fed.errors import DataError, ModelError, StartWarning
 from numpyro_fed.guides.structured import build_resolved, resolve
 from numpyro_fed.methods.base import (

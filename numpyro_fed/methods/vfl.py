@@ -19,10 +19,10 @@ from numpyro_fed.algorithms.base import (
     Round,
     asked_directly,
 )
-from numpyro_fed.algorithms.vertical.base import PartyType
+from numpyro_fed.algorithms.vertical.augmented import Vertical
+from numpyro_fed.algorithms.vertical.parties import PartyType
 from numpyro_fed.algorithms.vertical.soul import Soul
-from numpyro_fed.algorithms.vertical.vfl import Vertical
-from numpyro_fed.algorithms.vertical.weigh import Weighing
+from numpyro_fed.algorithms.vertical.weigh import WeighParties
 from numpyro_fed.errors import GuideError, StartWarning, positive_int
 from numpyro_fed.guides.amortised import Amortised
 from numpyro_fed.guides.auxiliary import auxiliary_guide
@@ -251,7 +251,7 @@ class VFL(VerticalMethod[VerticalResult]):
         self, built: Built, asked: ExchangeId
     ) -> tuple[Round, FederatedAlgorithm[Any, Any]]:
         if asked.name == IMPORTANCE:
-            question = Weighing(cast(Vertical, built.parties), **asked.read_settings()).exchange
+            question = WeighParties(cast(Vertical, built.parties), **asked.read_settings()).exchange
             return Round((question,), asked_directly), built.algorithm
         return super().round_of(built, asked)
 

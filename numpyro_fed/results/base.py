@@ -32,7 +32,7 @@ from numpyro_fed.algorithms.mode_wide import WideSearch
 from numpyro_fed.algorithms.pvi.families import Globals
 from numpyro_fed.algorithms.pvi.server import Evaluation
 from numpyro_fed.algorithms.pvi.states import Settings
-from numpyro_fed.algorithms.vertical.base import Parties
+from numpyro_fed.algorithms.vertical.parties import Parties
 from numpyro_fed.algorithms.vertical.search import VerticalSearch
 from numpyro_fed.bounds import Bound, bound_of
 from numpyro_fed.errors import DataError, NonFiniteError, SavedStateError

@@ -15,8 +15,8 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import IMPORTANCE
-from numpyro_fed.algorithms.vertical.base import SAMPLE, PartyState
-from numpyro_fed.algorithms.vertical.weigh import Weighing
+from numpyro_fed.algorithms.vertical.parties import SAMPLE, PartyState
+from numpyro_fed.algorithms.vertical.weigh import WeighParties
 from numpyro_fed.errors import ModelError, positive_int
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
@@ -400,7 +400,7 @@ def vertical_correct(
     row_numbers = int(np.prod(v.model.shape))
     size = max(1, min(num_draws, AT_ONCE, NUMBERS // row_numbers))
     at_once = max(1, min(size, SIDE_BY_SIDE // row_numbers))
-    weighing: Weighing = fit.cached((IMPORTANCE, size), lambda: Weighing(v, size, at_once))
+    weighing: WeighParties = fit.cached((IMPORTANCE, size), lambda: WeighParties(v, size, at_once))
 
     def exchange(i: int) -> tuple[tuple[Array, Array], list[Any], float]:
         """Return the server's draws with weights, the clients' draws, and the log evidence."""

@@ -40,7 +40,10 @@ from numpyro_fed.algorithms.base import (
     Shared,
     key_as_noise,
 )
-from numpyro_fed.algorithms.vertical.base import (
+from numpyro_fed.algorithms.vertical.augmented import DRAW, STEP, AtServer, Gradients, Stepped
+from numpyro_fed.algorithms.vertical.augmented import Up as Drawn
+from numpyro_fed.algorithms.vertical.curvature import Expansion, diagonal_curvature
+from numpyro_fed.algorithms.vertical.parties import (
     ClientParams,
     ClientState,
     Parties,
@@ -49,9 +52,6 @@ from numpyro_fed.algorithms.vertical.base import (
     ServerParams,
     ServerState,
 )
-from numpyro_fed.algorithms.vertical.curvature import Local, diagonal_curvature
-from numpyro_fed.algorithms.vertical.vfl import DRAW, STEP, AtServer, Slopes, Stepped
-from numpyro_fed.algorithms.vertical.vfl import Up as Drawn
 from numpyro_fed.frame import identity
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.log_density import FederatedModel
@@ -136,7 +136,9 @@ class Soul(Parties):
                     return terms[1] / self.num_clients
 
                 curvature = self.rho**-2 + diagonal_curvature(log_p, centre)
-            root = Local.at(predict, own_log_p, origin, jnp.zeros_like(centre), curvature).root()
+            root = Expansion.at(
+                predict, own_log_p, origin, jnp.zeros_like(centre), curvature
+            ).root()
         params = ClientParams(jnp.zeros_like(centre), PartyParams(None, {}, theta))
         kept, number = jnp.zeros((self.num_kept, party_model.dim)), jnp.zeros((), jnp.int32)
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -239,7 +241,7 @@ class Soul(Parties):
         gradient = after.chain.gradient
         gradient = gradient._replace(auxiliary=gradient.auxiliary - self.rho * slope)
         after = after._replace(chain=after.chain._replace(gradient=gradient))
-        up = Slopes(own_log_p, slope, theta, z)
+        up = Gradients(own_log_p, slope, theta, z)
         return Reply(up, all_finite((up, after.chain))), after
 
     def round(self, state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:

@@ -40,7 +40,7 @@ from jax import Array
 
 from numpyro_fed.algorithms import convergence
 from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, Shared
-from numpyro_fed.algorithms.vertical.base import (
+from numpyro_fed.algorithms.vertical.parties import (
     ClientDraw,
     ClientParams,
     ClientState,
@@ -103,7 +103,7 @@ class AtServer(NamedTuple):
     z: Array
 
 
-class Slopes(NamedTuple):
+class Gradients(NamedTuple):
     """A client's message: its likelihood term, and gradients of it."""
 
     term: Array
@@ -194,7 +194,7 @@ class Vertical(Parties):
 
     def likelihood(
         self, noise: object, down: AtServer, state: ClientState, data: SiloData
-    ) -> tuple[Reply[Slopes], ClientState]:
+    ) -> tuple[Reply[Gradients], ClientState]:
         drawn = self.draw(state.params, None, state, data)
         batch = self.take_rows(data, state.rows)
         at_server = SiloData(dict(batch.kwargs["shared"]))
@@ -207,7 +207,7 @@ class Vertical(Parties):
             return self.share * jax.vmap(one_particle)(z, argument).mean() / self.num_clients
 
         value, (theta, z, slope) = jax.value_and_grad(term, (0, 1, 2))(down.theta, down.z, argument)
-        up = Slopes(value, slope, theta, z)
+        up = Gradients(value, slope, theta, z)
         return Reply(up, all_finite(up)), state._replace(slope=slope)
 
     def power_round(
@@ -225,7 +225,7 @@ class Vertical(Parties):
             return z, (log_p - log_q).mean()
 
         (z, value), pull = jax.vjp(drawn, state.params.own)
-        up: Slopes = ask(LIKELIHOOD, AtServer(clients.part, self.shared(state).theta, z)).up
+        up: Gradients = ask(LIKELIHOOD, AtServer(clients.part, self.shared(state).theta, z)).up
         (gradient,) = pull((up.z, jnp.ones_like(value)))
         theta = jax.tree.map(jnp.add, gradient.theta, up.theta)
         after = self.ascend(state, "own", gradient._replace(theta=theta))
