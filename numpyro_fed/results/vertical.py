@@ -55,7 +55,7 @@ def _refusal(what: str, instead: str) -> Callable[..., NoReturn]:
 
 
 class ColumnsAfterFit:
-    """What fits of columns answer alike, and the questions of rows that they refuse.
+    """All that fits of columns answer alike, and the questions of rows that they refuse.
 
     Raises
     ------
