@@ -154,7 +154,7 @@ class VerticalModel(NamedTuple):
         own, rows = (sum(part, jnp.zeros(())) for part in terms)
         return own, rows
 
-    def with_total(self, data: SiloData, total: Array) -> SiloData:
+    def with_total(self, data: SiloData, total: Array | np.ndarray) -> SiloData:
         """Return the server's data with the sum added as ``TOTAL``."""
         return replace(data, arrays={**data.arrays, TOTAL: total})
 

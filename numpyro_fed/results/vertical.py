@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import jax
 import jax.numpy as jnp
@@ -396,7 +396,7 @@ def vertical_correct(
     See :func:`numpyro_fed.importance_correct`.
     """
     fit, hosted = result._fit, result._silos
-    v = result._parties
+    v, server_data = result._parties, cast(SiloData, fit.server_data)
     row_numbers = int(np.prod(v.model.shape))
     size = max(1, min(num_draws, AT_ONCE, NUMBERS // row_numbers))
     at_once = max(1, min(size, SIDE_BY_SIDE // row_numbers))
@@ -407,7 +407,7 @@ def vertical_correct(
         key_exchange = jax.random.fold_in(key, i)
         ask = result._asking(key_exchange)
         key_server = server_key(exchange_key(key_exchange, 0, 0, 1))
-        weighed = weighing.run(ask, key_server, result.state.server, fit.server_data)
+        weighed = weighing.run(ask, key_server, result.state.server, server_data)
         evidence = float(np.logaddexp.reduce(np.asarray(weighed[1], np.float64)) - np.log(size))
         if ask.unusable or not np.isfinite(evidence):
             raise result.unusable(NO_WEIGHTS, ask.unusable)
