@@ -31,7 +31,7 @@ from numpyro_fed.methods.cost import Cost
 from numpyro_fed.methods.fit import find_mode, fit
 from numpyro_fed.methods.load import Saved, load
 from numpyro_fed.methods.of_data import levels, moments
-from numpyro_fed.methods.private import DPNewton
+from numpyro_fed.methods.private import DPNewton, PrivateResult
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.pvi_family import (
     BCM,
@@ -66,7 +66,6 @@ from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.particles import Particles
 from numpyro_fed.results.posterior import Posterior
-from numpyro_fed.results.private import PrivateResult
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.tempered import Tempered

@@ -23,7 +23,6 @@ from numpyro_fed.guides.rows import AMORTISED, LocalGuide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import Plate, Site
-from numpyro_fed.model.vertical import PartyModel
 
 # Sizes up to which "auto" takes the richer guide.
 # Globals: a skewed guide has three times the parameters of a full one, and a loop over coordinates
@@ -298,12 +297,11 @@ class GuideConfig(NamedTuple):
 
 
 Spec: TypeAlias = Structured | Amortised | AutoGuide
-Latents: TypeAlias = FederatedModel | PartyModel  # for which a guide's settings are resolved
 
 
 def resolve(
     spec: Spec | None,
-    fm: Latents,
+    fm: FederatedModel,
     largest: Mapping[str, int],
     total: Mapping[str, int],
     *,
@@ -413,13 +411,13 @@ def structured(spec: Spec | None) -> Structured:
     return spec
 
 
-def _unbounded(fm: Latents, site: Site) -> bool:
+def _unbounded(fm: FederatedModel, site: Site) -> bool:
     support = fm.structure.supports[site.name]
     base = getattr(support, "base_constraint", support)
     return base in (constraints.real, constraints.real_vector)
 
 
-def _local_spec(spec: Structured, fm: Latents, plate: str) -> Any:
+def _local_spec(spec: Structured, fm: FederatedModel, plate: str) -> Any:
     """Return the user's setting for a plate."""
     kind = spec.locals
     if isinstance(kind, Mapping):
@@ -433,7 +431,7 @@ def _local_spec(spec: Structured, fm: Latents, plate: str) -> Any:
     return kind
 
 
-def _local_covariance(spec: Structured, fm: Latents, p: Plate, size: int) -> str:
+def _local_covariance(spec: Structured, fm: FederatedModel, p: Plate, size: int) -> str:
     kind = _local_spec(spec, fm, p.name)
     if isinstance(kind, Amortised):
         if p.outer:

@@ -53,12 +53,10 @@ from numpyro_fed.model.handlers import generalised
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.objectives import Objective, draws_of, objective_for
-from numpyro_fed.results.base import Silos
-from numpyro_fed.results.built import Built, FactorParts
+from numpyro_fed.results.base import Built, FactorParts, Fit, Silos
 from numpyro_fed.results.pvi import PVIResult
-from numpyro_fed.results.rows import Fit, Result
-from numpyro_fed.runtime.schedule import Schedule
-from numpyro_fed.runtime.stack import State
+from numpyro_fed.results.rows import Result
+from numpyro_fed.runtime.stack import Schedule, State
 from numpyro_fed.runtime.supervise import RunOutcome
 
 # The family of the globals, and whether the likelihood of stacks of silos is conjugate to it.
@@ -408,7 +406,7 @@ class PVI(Method[PVIResult, Conjugate]):
         )
 
     def _settings(
-        self, plan: Plan, schedule: Schedule[Any] | None, local: Local, *, exact: bool
+        self, plan: Plan, schedule: Schedule | None, local: Local, *, exact: bool
     ) -> Settings:
         """Return the settings of server and silos."""
         resolved, spec, num_silos = plan.chosen, named(self.schedule), plan.num_silos

@@ -128,6 +128,8 @@ class FederatedModel:
         Local latents are zeros there. No placeholder reaches a result: ``split`` has refused texts
         in which global sites depend on data or local latents.
         """
+        if not self.traces.split:  # a party of a vertical model, whose sites may read its data
+            return self.silo
         # The functions take them as arguments of jit, so that they stay abstract and nothing of
         # the silo's part of the text is computed.
         return jax.tree.map(np.zeros_like, self.silo)

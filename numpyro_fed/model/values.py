@@ -99,7 +99,7 @@ class Supports:
     def of_server(cls, model: VerticalModel) -> Supports:
         """Return the check of the server of a vertical model, which holds the response."""
         total = jax.ShapeDtypeStruct(model.shape, model.dtype)
-        return cls(Traces(model.server.text, split=False), "the server", total)
+        return cls(model.server.traces, "the server", total)
 
     def _at(
         self, data: SiloData, point: Array | float, names: Iterable[str], kinds: Sequence[str]

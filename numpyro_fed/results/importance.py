@@ -45,10 +45,10 @@ from numpyro_fed.objectives import (
     draws_by_plate,
 )
 from numpyro_fed.precision import precision
-from numpyro_fed.results.built import Built
+from numpyro_fed.results.base import Built, Fit
 from numpyro_fed.results.corrected import Corrected, Pool, on_supports, sampler_of
 from numpyro_fed.results.mode import Mode, OneCopy
-from numpyro_fed.results.rows import Fit, Result
+from numpyro_fed.results.rows import Result
 from numpyro_fed.results.vertical import (
     SOULResult,
     VerticalCorrected,

@@ -31,7 +31,7 @@ from numpyro_fed.errors import DataError, optional
 from numpyro_fed.model.row_checks import refuse_coupled_rows, refuse_parameters_of_rows
 from numpyro_fed.programs import jit_once
 from numpyro_fed.results.arviz import elpd_data
-from numpyro_fed.results.built import Built
+from numpyro_fed.results.base import Built
 from numpyro_fed.results.rows import Result
 from numpyro_fed.runtime.noise import generator
 

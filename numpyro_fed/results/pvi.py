@@ -17,7 +17,7 @@ from numpyro_fed.algorithms.pvi.families import GAUSSIAN
 from numpyro_fed.algorithms.pvi.states import ServerState, Status
 from numpyro_fed.expfam.gaussian import rounding
 from numpyro_fed.precision import in_precision_of_object
-from numpyro_fed.results.built import FactorParts
+from numpyro_fed.results.base import FactorParts
 from numpyro_fed.results.rows import Result
 
 

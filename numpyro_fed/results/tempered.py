@@ -33,12 +33,12 @@ from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.row_checks import refuse_coupled_rows
 from numpyro_fed.objectives import default_quadrature
 from numpyro_fed.precision import precision
-from numpyro_fed.results.built import Built
+from numpyro_fed.results.base import Built, Fit
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import check_weighable, of_text
 from numpyro_fed.results.mixture import around_modes
 from numpyro_fed.results.particles import Particles, particles_of
-from numpyro_fed.results.rows import Fit, Result
+from numpyro_fed.results.rows import Result
 from numpyro_fed.results.weighted import TOLERANCE
 from numpyro_fed.runtime.noise import generator, typed_key
 from numpyro_fed.runtime.progress import Progress, progress_of
