@@ -13,7 +13,6 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.sfvi import StructuredVI
-from numpyro_fed.bounds import AtDraw, SiloBound
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.amortised import with_encoders
 from numpyro_fed.guides.structured import GuideConfig, build_resolved, resolve
@@ -21,7 +20,7 @@ from numpyro_fed.model.data import read
 from numpyro_fed.model.facts import agree, facts_of
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.minibatch import Minibatches, MinibatchNoise, rows_at
-from numpyro_fed.objectives import draws_by_plate
+from numpyro_fed.objectives import AtDraw, SiloBound, draws_by_plate
 from numpyro_fed.runtime.step import replayed_part
 
 KEY, QUIET = jax.random.key(0), dict(progress_bar=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +59,7 @@ class GaussianFamily(Family[Array]):
     """Gaussians with independent coordinates, or (``full``) with any covariance."""
 
     full: bool = False
-    name: ClassVar[str] = "gaussian"
+    name = "gaussian"
 
     @property
     def of_normals(self) -> bool:

@@ -381,18 +381,11 @@ def build_resolved(
     return Guide(fm, globals_, locals_, spec.init_loc_fn, encoders)
 
 
-def init_loc_fn_of(spec: Spec | None) -> Callable[..., Any] | None:
-    """Return the function for the start of a guide, or None."""
-    return structured(spec).init_loc_fn
-
-
 def amortises(spec: Spec | None) -> bool:
     """Return whether any plate has an amortised guide."""
     kinds = structured(spec).locals
-    return any(
-        isinstance(kind, Amortised)
-        for kind in (kinds.values() if isinstance(kinds, Mapping) else [kinds])
-    )
+    each = kinds.values() if isinstance(kinds, Mapping) else [kinds]
+    return any(isinstance(kind, Amortised) for kind in each)
 
 
 def structured(spec: Spec | None) -> Structured:

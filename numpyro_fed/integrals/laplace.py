@@ -254,7 +254,7 @@ class Laplace:
 
             def terms_at(size: Array) -> Rows:
                 moved = jax.tree.map(lambda a, b: a + size * b, z, direction)
-                return self._terms(theta, z_G, moved, data)
+                return self.model.smoothed.log_silo(theta, z_G, moved, data)
 
             terms = jax.lax.map(terms_at, sizes)
             if self.outer_plates and not fix_outer:
@@ -294,13 +294,8 @@ class Laplace:
     def outer_plates(self) -> tuple[str, ...]:
         return tuple(p.name for p in self.model.plates if p.dim and p.outer)
 
-    def _terms(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Rows:
-        sizes = self.model.sizes(data)
-        none = {p.name: jnp.zeros((sizes[p.name], 0)) for p in self.model.plates if not p.dim}
-        return self.model.smoothed.log_silo(theta, z_G, {**none, **z}, data)
-
     def _total(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Array:
-        terms = self._terms(theta, z_G, z, data)
+        terms = self.model.smoothed.log_silo(theta, z_G, z, data)
         return sum((rows.sum() for rows in terms.values()), jnp.zeros(()))
 
     def _real(self, plate: str, z: Rows, data: SiloData) -> Array:

@@ -168,7 +168,7 @@ class RowIntegrals:
         """
         key_outer, key_rows = jax.random.split(key)
         drawn = self._drawn_outer(key_outer, theta, z_G, near, data)
-        latents = self._latents(drawn, near, data)
+        latents = {**near.z, **drawn}
         for i, (plate, (mode, precision)) in enumerate(
             self._places(theta, z_G, dict(drawn), near, data).items()
         ):
@@ -241,7 +241,7 @@ class RowIntegrals:
         self, theta: Theta, z_G: Array, z_outer: Rows, near: SearchEnd, data: SiloData
     ) -> Rows:
         """Return the log likelihood of each row, and of the outer plate the log density."""
-        latents = self._latents(z_outer, near, data)
+        latents = {**near.z, **z_outer}
         terms = self.model.log_silo(theta, z_G, latents, data)
         for plate, (mode, precision) in self._places(theta, z_G, z_outer, near, data).items():
             d = mode.shape[1]
@@ -259,12 +259,6 @@ class RowIntegrals:
             value = jax.nn.logsumexp(each, 0) + 0.5 * d * jnp.log(2.0) - log_det
             terms[plate] = data.masked(plate, value)
         return terms
-
-    def _latents(self, z_outer: Rows, near: SearchEnd, data: SiloData) -> Rows:
-        """Return latents of all plates, those of rows where their search has ended."""
-        fm, sizes = self.model, self.model.sizes(data)
-        empty = {p.name: jnp.zeros((sizes[p.name], 0)) for p in fm.plates if not p.dim}
-        return {**empty, **near.z, **z_outer}
 
     def _places(
         self, theta: Theta, z_G: Array, z_outer: Rows, near: SearchEnd, data: SiloData
@@ -287,9 +281,7 @@ class RowIntegrals:
         ``i^2`` at the outer plate's row ``i``, its derivatives are in the ratio of ``1``, ``i`` and
         ``i^2``; those of a row that reads ``i`` and ``k`` are not.
         """
-        fm = self.model
-        sizes = fm.sizes(data)
-        empty = {p.name: jnp.zeros((sizes[p.name], 0)) for p in fm.plates if not p.dim}
+        fm, sizes = self.model, self.model.sizes(data)
         n, d = modes[outer].shape
         others = [p.name for p in fm.plates if p.name != outer]
         if n == 1:
@@ -303,7 +295,7 @@ class RowIntegrals:
         tangents = powers[:, None, :, None] * jnp.eye(d)[:, None, :]  # (3, d, n, d)
 
         def rows(z: Array) -> Rows:
-            terms = fm.log_silo(theta, z_G, {**empty, **point, outer: z}, data)
+            terms = fm.log_silo(theta, z_G, {**point, outer: z}, data)
             return {p: terms[p] for p in (*others, outer)}
 
         def along(tangent: Array) -> Rows:

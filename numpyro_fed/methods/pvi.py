@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import jax
@@ -14,19 +13,17 @@ import numpy as np
 import optax
 from jax import Array
 
-from numpyro_fed.algorithms.pvi.begin import pvi_carry, pvi_from_mode
-from numpyro_fed.algorithms.pvi.conjugacy import conjugacy
-from numpyro_fed.algorithms.pvi.families import Globals, globals_of
-from numpyro_fed.algorithms.pvi.server import Evaluation, Server, aggregate, pvi
-from numpyro_fed.algorithms.pvi.silo import Silo
-from numpyro_fed.algorithms.pvi.states import PVIParts, Settings, Status
-from numpyro_fed.bounds import bound_of
+from numpyro_fed.algorithms.pvi.families import Globals, conjugacy, globals_of
+from numpyro_fed.algorithms.pvi.server import PartitionedVI, aggregate
+from numpyro_fed.algorithms.pvi.states import Status
 from numpyro_fed.divergences import KL
 from numpyro_fed.errors import (
     ConvergenceWarning,
     GuideError,
     ModelError,
     NonFiniteError,
+    is_number,
+    one_of,
     positive_int,
 )
 from numpyro_fed.expfam import Family
@@ -36,8 +33,8 @@ from numpyro_fed.guides.structured import (
     Structured,
     amortises,
     build_resolved,
-    init_loc_fn_of,
     resolve,
+    structured,
 )
 from numpyro_fed.local import ClosedForm, Optax
 from numpyro_fed.local.base import Local
@@ -52,18 +49,16 @@ from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.handlers import generalised
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.objectives import Objective, draws_of, objective_for
+from numpyro_fed.objectives import Objective, bound_of, draws_of, objective_for
 from numpyro_fed.results.base import Silos
-from numpyro_fed.results.built import Built, FactorParts
+from numpyro_fed.results.built import Built
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rows import Fit, Result
-from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import State
 from numpyro_fed.runtime.supervise import RunOutcome
 
 # The family of the globals, and whether the likelihood of stacks of silos is conjugate to it.
 Conjugate = tuple[Globals, Callable[[Sequence[SiloData]], bool]]
-DELETIONS = ("own", "none", "average", "prior")
 # Settings that stand in the plan: silos and saved states must agree on them.
 SAVED = (
     "schedule",
@@ -210,17 +205,13 @@ class PVI(Method[PVIResult, Conjugate]):
     def __post_init__(self) -> None:
         named(self.schedule)
         damping = self._damping
-        number = isinstance(damping, Real) and not isinstance(damping, bool)
-        if damping != "auto" and not (number and 0 < float(damping) <= 1):
+        if damping != "auto" and not (is_number(damping) and 0 < damping <= 1):
             raise ValueError(f"damping must be 'auto' or a number in (0, 1], got {damping!r}.")
         if self.start_scale is not None and not self.start_scale > 0:
             raise ValueError(f"start_scale must be positive or None, got {self.start_scale}.")
-        if self.deletion not in DELETIONS:
-            raise ValueError(f"deletion={self.deletion!r}: expected one of {DELETIONS}.")
-        if self.prior_share not in ("whole", "split"):
-            raise ValueError(f"prior_share={self.prior_share!r}: expected 'whole' or 'split'.")
-        if self.prior not in ("auto", "exact", "factor"):
-            raise ValueError(f"prior={self.prior!r}: expected 'auto', 'exact' or 'factor'.")
+        one_of("deletion", self.deletion, "own", "none", "average", "prior")
+        one_of("prior_share", self.prior_share, "whole", "split")
+        one_of("prior", self.prior, "auto", "exact", "factor")
         check_start(self.start)
         if self.prior == "factor" and self.deletion not in ("own", "none"):
             raise ValueError(
@@ -258,15 +249,11 @@ class PVI(Method[PVIResult, Conjugate]):
 
     def prepare(self, fm: FederatedModel) -> Conjugate:
         """Return the family of the globals, and a check whether the likelihood is conjugate."""
-        chosen = globals_of(fm, self.family, self._prior)
+        prior = self.prior
+        if prior == "auto":  # a factor, unless ``deletion`` takes all factors out at once
+            prior = "factor" if self.deletion in ("own", "none") else "exact"
+        chosen = globals_of(fm, self.family, prior)
         return chosen, conjugacy(fm, chosen)
-
-    @property
-    def _prior(self) -> str:
-        """The resolved ``prior``: a factor, unless ``deletion`` takes all factors out at once."""
-        if self.prior != "auto":
-            return self.prior
-        return "factor" if self.deletion in ("own", "none") else "exact"
 
     def _start(self, fm: FederatedModel, plan: Plan) -> str | None:
         """Return the kind of start: the mode, if silos keep a factor and one visit is not exact."""
@@ -332,21 +319,8 @@ class PVI(Method[PVIResult, Conjugate]):
         guide = replace(guide, globals=FamilyGuide(fm.dim, chosen.family))
         objective = self._objective(fm, resolved["start"])
         draws = draws_of(self.objective, objective, guide)
-        local = self._local(plan)
-        closed = plan.facts.verdict("conjugate")
-        minibatches = minibatches_of(fm, plan.lengths, local.batch_size, guide, draws)
-        num_silos = plan.num_silos
-        schedule = named(self.schedule).build(num_silos)
-        # A silo's factor depends on its own data alone: one visit is exact.
-        exact = (
-            chosen.prior_outside is None
-            and not fm.named("param")
-            and self.deletion == "own"
-            and isinstance(local, ClosedForm)
-            and isinstance(self.prior_divergence, KL)
-        )
-        settings = self._settings(plan, schedule, local, exact=exact)
-        if fm.improper and not settings.from_mode:
+        local, closed = self._local(plan), plan.facts.verdict("conjugate")
+        if fm.improper and resolved["start"] is None:
             raise ModelError(
                 f"the prior of the global site '{fm.improper[0]}' is flat (ImproperUniform, or "
                 "masked), and so improper: without a start at the mode there is no posterior "
@@ -354,20 +328,19 @@ class PVI(Method[PVIResult, Conjugate]):
                 "deletion='own'; or give it a proper prior, however wide, such as "
                 "dist.Normal(0, 100)."
             )
-
         # None for KL, which has closed forms of its own.
         to_cavity = None
         if not isinstance(self.divergence, KL):
             if hasattr(self.divergence, "check"):
                 self.divergence.check(chosen.family)
             to_cavity = partial(self.divergence, chosen.family)
-        bound = bound_of(fm, guide, objective)
-        parts = PVIParts(
+        spec, num_silos = named(self.schedule), plan.num_silos
+        schedule = spec.build(num_silos)
+        pvi = PartitionedVI(
             model=fm,
             globals=chosen,
             guide=guide,
-            bound=bound,
-            plain_bound=bound.with_plain_gradient(),
+            bound=bound_of(fm, guide, objective),
             local=checked_local(local, closed, self.divergence),
             prior_local=prior_optimiser(chosen.family),
             conjugate=closed,
@@ -375,48 +348,12 @@ class PVI(Method[PVIResult, Conjugate]):
             # knows: larger steps overshoot where free energies are noisy, smaller ones need
             # more rounds.
             optim=self.theta_optim or optax.adam(0.02),
-            minibatches=minibatches,
+            minibatches=minibatches_of(fm, plan.lengths, local.batch_size, guide, draws),
             divergence=to_cavity,
             aggregate=aggregate(chosen.family, self.prior_divergence),
-        )
-        server, silo = Server(parts, settings), Silo(parts, settings)
-        factors = FactorParts(
-            chosen,
-            settings,
-            closed,
-            loss=self.loss not in (None, log_loss),
-            divergence=not all(isinstance(d, KL) for d in (self.divergence, self.prior_divergence)),
-            evaluation=Evaluation(server, silo),
-        )
-        algorithm, start = pvi(server, silo), None
-        if resolved["start"] == "result":
-            algorithm = algorithm._replace(carry=pvi_carry(server, silo))
-        if resolved["start"] == "mode":
-            begin = pvi_from_mode(server, silo)
-            start = start_rounds(
-                "mode", fm, plan.num_silos, self.starts, init_loc_fn_of(self.guide), begin
-            )
-        return Built(
-            model=fm,
-            guide=guide,
-            objective=objective,
-            algorithm=algorithm,
-            schedule=schedule,
-            draws=draws,
-            factors=factors,
-            start=start,
-        )
-
-    def _settings(
-        self, plan: Plan, schedule: Schedule[Any] | None, local: Local, *, exact: bool
-    ) -> Settings:
-        """Return the settings of server and silos."""
-        resolved, spec, num_silos = plan.chosen, named(self.schedule), plan.num_silos
-        updates, size = (1, num_silos) if schedule is None else (schedule.steps, schedule.size)
-        return Settings(
             num_silos=num_silos,
-            steps=updates,
-            participants=size,
+            steps=1 if schedule is None else schedule.steps,
+            participants=num_silos if schedule is None else schedule.size,
             damping=resolved["damping"],
             adaptive=resolved["adaptive"],
             deletion=self.deletion,
@@ -425,9 +362,33 @@ class PVI(Method[PVIResult, Conjugate]):
             delayed=isinstance(spec, Asynchronous),
             start_scale=self.start_scale,
             evidence_draws=self.evidence_draws,
-            share=local.share,
-            exact=exact,
+            # A silo's factor depends on its own data alone: one visit is exact.
+            exact=chosen.prior_outside is None
+            and not fm.named("param")
+            and self.deletion == "own"
+            and isinstance(local, ClosedForm)
+            and isinstance(self.prior_divergence, KL),
             from_mode=resolved["start"] is not None,
+            has_loss=self.loss not in (None, log_loss),
+            has_divergence=not all(
+                isinstance(d, KL) for d in (self.divergence, self.prior_divergence)
+            ),
+        )
+        algorithm, start = pvi.algorithm(), None
+        if resolved["start"] == "result":
+            algorithm = algorithm._replace(carry=pvi.carry())
+        if resolved["start"] == "mode":
+            init_loc_fn = structured(self.guide).init_loc_fn
+            start = start_rounds("mode", fm, num_silos, self.starts, init_loc_fn, pvi.begin())
+        return Built(
+            model=fm,
+            guide=guide,
+            objective=objective,
+            algorithm=algorithm,
+            schedule=schedule,
+            draws=draws,
+            factors=pvi,
+            start=start,
         )
 
     def result_of(
@@ -447,9 +408,9 @@ class PVI(Method[PVIResult, Conjugate]):
             fit,
             hosted,
             visits=visits,
-            damping=np.asarray(run.log.reports.damping),
+            damping=np.asarray(run.log.reports["damping"]),
             status=status,
-            own=np.asarray(run.log.reports.own),
+            own=np.asarray(run.log.reports["own"]),
         )
         if quiet:
             return result

@@ -13,9 +13,7 @@ import jax.numpy as jnp
 import optax
 from numpyro.infer.autoguide import AutoGuide
 
-from numpyro_fed.algorithms.sfvi import StructuredVI
-from numpyro_fed.algorithms.sfvi_base import ByGradients
-from numpyro_fed.bounds import Bound, bound_of
+from numpyro_fed.algorithms.sfvi import ByGradients, StructuredVI
 from numpyro_fed.errors import ConvergenceWarning, GuideError, positive_int
 from numpyro_fed.guides.amortised import Amortised, with_encoders
 from numpyro_fed.guides.structured import (
@@ -23,8 +21,8 @@ from numpyro_fed.guides.structured import (
     Structured,
     amortises,
     build_resolved,
-    init_loc_fn_of,
     resolve,
+    structured,
 )
 from numpyro_fed.methods.minibatch_checks import (
     check_rows_alone,
@@ -38,7 +36,7 @@ from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches
-from numpyro_fed.objectives import Objective, draws_of, objective_for
+from numpyro_fed.objectives import Bound, Objective, bound_of, draws_of, objective_for
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.rows import Fit, Result
@@ -97,7 +95,7 @@ class GradientMethod(Method[Result, None]):
     @abstractmethod
     def _parts(
         self, fm: FederatedModel, plan: Plan, bound: Bound, minibatches: Minibatches | None
-    ) -> ByGradients[Any, Any]:
+    ) -> ByGradients:
         """Return the parts of the method's algorithm, for a bound with a guide that is built."""
 
     def _spec(self, fm: FederatedModel) -> Structured | Amortised | AutoGuide | None:
@@ -120,7 +118,7 @@ class GradientMethod(Method[Result, None]):
         parts, start = self._parts(fm, plan, bound, minibatches), None
         if (kind := chosen["start"]) in SEARCHED:
             start = start_rounds(
-                kind, fm, plan.num_silos, self.starts, init_loc_fn_of(spec), parts.begin()
+                kind, fm, plan.num_silos, self.starts, structured(spec).init_loc_fn, parts.begin()
             )
         return Built(
             model=fm,

@@ -12,8 +12,7 @@ import numpy as np
 import optax
 
 from numpyro_fed.algorithms.sfvi_avg import Aggregation, Averaging
-from numpyro_fed.bounds import Bound
-from numpyro_fed.errors import GuideError, ModelError, positive_int
+from numpyro_fed.errors import GuideError, ModelError, one_of, positive_int
 from numpyro_fed.guides.amortised import Amortised
 from numpyro_fed.guides.structured import (
     FULL_UP_TO,
@@ -28,6 +27,7 @@ from numpyro_fed.methods.sfvi import GradientMethod
 from numpyro_fed.model.facts import Facts, Plan, size_class
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches
+from numpyro_fed.objectives import Bound
 
 # Adam's first steps in a round, for the centre of the globals, the rest of the guides, and other
 # parameters. A step of 0.02 for all left unlike silos 4 to 8 sds off, and one of 0.05 made sds half
@@ -162,10 +162,8 @@ class SFVIAvg(GradientMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         positive_int("local_steps", self.local_steps)
-        if self.aggregate not in AGGREGATES:
-            raise ValueError(f"aggregate={self.aggregate!r}: expected one of {AGGREGATES}.")
-        if self.weights not in ("rows", "even"):
-            raise ValueError(f"weights={self.weights!r}: expected 'rows' or 'even'.")
+        one_of("aggregate", self.aggregate, *AGGREGATES)
+        one_of("weights", self.weights, "rows", "even")
         if self.start not in ("mode", None):
             given = repr(self.start) if isinstance(self.start, str) else type(self.start).__name__
             raise ValueError(

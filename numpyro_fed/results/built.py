@@ -16,17 +16,14 @@ from numpyro_fed.algorithms.curvature_check import CurvatureCheck
 from numpyro_fed.algorithms.importance.likelihood import Integration
 from numpyro_fed.algorithms.mode import ModeSearch
 from numpyro_fed.algorithms.mode_wide import WideSearch
-from numpyro_fed.algorithms.pvi.families import Globals
-from numpyro_fed.algorithms.pvi.server import Evaluation
-from numpyro_fed.algorithms.pvi.states import Settings
-from numpyro_fed.bounds import Bound, bound_of
+from numpyro_fed.algorithms.pvi.server import PartitionedVI
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import Sizes
 from numpyro_fed.model.facts import Facts, Plan
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.row_checks import RowChecks
-from numpyro_fed.objectives import ELBO, Objective
+from numpyro_fed.objectives import ELBO, Bound, Objective, bound_of
 from numpyro_fed.precision import is_double, precision
 from numpyro_fed.results.base import BuiltRun, CompiledMethod, Silos
 from numpyro_fed.results.mode import Mode
@@ -47,22 +44,6 @@ LEAST, MOST_IN_BATCH = 4, 2**23
 FEW_TERMS = 2e7
 
 Made = TypeVar("Made")
-
-
-class FactorParts(NamedTuple):
-    """The parts that PVI and its family have besides those of all methods.
-
-    ``conjugate`` says whether the likelihood is conjugate to the family of the globals, ``loss``
-    whether a loss stands in the place of the log density, ``divergence`` whether one is not KL.
-    ``evaluation`` asks for the expected log likelihood at the posterior.
-    """
-
-    globals: Globals
-    settings: Settings
-    conjugate: bool
-    loss: bool
-    divergence: bool
-    evaluation: Evaluation
 
 
 class StartRounds(NamedTuple):
@@ -93,8 +74,8 @@ class Built(BuiltRun):
 
     ``schedule`` is None where all silos take part in every round. ``draws`` has ``K`` for each silo
     plate that has latents, or its nodes of quadrature. ``start`` is None where a run begins at
-    ``algorithm``'s own first state. ``protected`` says why silos answer no exchange but those of
-    the run; empty where they do.
+    ``algorithm``'s own first state. ``factors`` is PVI's algorithm. ``protected``
+    says why silos answer no exchange but those of the run; empty where they do.
     """
 
     model: FederatedModel
@@ -103,7 +84,7 @@ class Built(BuiltRun):
     objective: Objective = field(default_factory=ELBO)
     schedule: Schedule[Any] | None = None
     draws: dict[str, int] = field(default_factory=dict)
-    factors: FactorParts | None = None
+    factors: PartitionedVI | None = None
     start: StartRounds | None = None
     protected: str = ""
 
@@ -130,7 +111,7 @@ class Built(BuiltRun):
         """Return the evaluation of PVI, if silos answer it, or no round."""
         if self.factors is None or self.protected:
             return ()
-        return (Round((self.factors.evaluation.exchange,), asked_directly),)
+        return (Round((self.factors.evaluation,), asked_directly),)
 
     def visits(self, num_silos: int) -> int:
         """Return the number of visits in a round, over all silos."""
@@ -265,8 +246,8 @@ class Fit(CompiledMethod[Built]):
         return self.built.guide
 
     @property
-    def factors(self) -> FactorParts | None:
-        """Return the parts that PVI alone has: families, settings, an evaluation; else None."""
+    def factors(self) -> PartitionedVI | None:
+        """Return the algorithm of PVI, with its families and settings; None for others."""
         return self.built.factors
 
     def description(self) -> dict[str, Any]:

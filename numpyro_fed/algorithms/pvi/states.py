@@ -1,4 +1,4 @@
-"""The states and messages of PVI, and the settings that distinguish its relatives."""
+"""The states and messages of PVI, and its parts: model, guides, optimisers and settings."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import SharedParams, SiloParams
 from numpyro_fed.algorithms.pvi.families import Globals
-from numpyro_fed.bounds import Bound
 from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural
-from numpyro_fed.frame import Coordinates, identity
+from numpyro_fed.frame import identity
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.local.base import Local, Problem, SiloPart, Solution
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches
+from numpyro_fed.objectives import Bound
 
 
 # The order counts: code compares with ``NON_FINITE``, and messages hold one number for each.
@@ -91,14 +91,6 @@ class SiloState(NamedTuple):
     stale: tuple[Natural, Natural] | tuple[()]
     frame: Gaussian
 
-    def coordinates(self, z_G: Array, centre: Array) -> Coordinates:
-        """Return the globals in the frame, for a local guide that measures from ``centre``."""
-        return Coordinates(self.frame.standardise(z_G), self.frame.standardise(centre))
-
-    def offset(self, z_G: Array) -> Array:
-        """Return the offset (dim,) of the globals from the local guides' centre, in the frame."""
-        return self.frame.standardise(z_G) - self.centre
-
     def effective_factor(self, taken: Array) -> Natural:
         """Return the silo's factor, with the share of its pending change that was added.
 
@@ -108,19 +100,14 @@ class SiloState(NamedTuple):
 
 
 class Down(NamedTuple):
-    """A message of the server to a silo.
+    """A message of the server: shared parameters, and the sum of all factors.
 
-    It has the shared parameters, the sum of all factors, and the share of the silo's last proposal
-    that was added.
+    ``taken`` is the share of the silo's last proposal that was added; () in an evaluation.
     """
 
     theta: dict[str, Any]
     total: Natural
-    taken: Array
-
-
-VISIT = "pvi"  # the name of the exchange
-SCATTERED: Any = (False, False, True)  # each silo receives its own entry of ``taken`` only
+    taken: Array | tuple[()] = ()
 
 
 class Up(NamedTuple):
@@ -137,21 +124,14 @@ class Up(NamedTuple):
     statuses: Array
 
 
-class Report(NamedTuple):
-    """The server's report of a step.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PVIParts:
+    """The parts of the algorithm, and the settings that distinguish PVI and its relatives.
 
-    ``damping`` is the one used, 0 for a rejected update. ``statuses`` counts how visits ended.
-    ``own`` says whether the server's own factor converged.
-    """
-
-    damping: Array
-    statuses: Array
-    own: Array
-
-
-class Settings(NamedTuple):
-    """The settings that distinguish PVI and its relatives.
-
+    ``bound``: The silo's term of the bound.
+    ``conjugate``: Whether the likelihood is conjugate to the family of the globals.
+    ``divergence``: The one to the cavity; None for KL.
+    ``aggregate``: The function that makes a posterior of a prior and a sum of factors.
     ``steps``: Server updates in a round.
     ``participants``: Silos that are visited in each of them.
     ``adaptive``: Whether to lower the damping where an update would be improper, instead of
@@ -167,45 +147,16 @@ class Settings(NamedTuple):
     ``start_scale``: The largest standard deviation, of Gaussian globals, at which a silo's first
         visit starts.
     ``evidence_draws``: Draws for the expected log likelihood.
-    ``share``: The share of the way to its optimum that a visit goes; 0 where that is not known.
     ``exact``: Whether a silo's proposal depends on nothing but its own data.
     ``from_mode``: Whether a run begins at the mode, and a visit near its optimum.
-    """
-
-    num_silos: int
-    steps: int
-    participants: int
-    damping: float
-    adaptive: bool
-    deletion: str = "own"
-    prior_share: float = 1.0
-    asynchronous: bool = False
-    delayed: bool = False
-    start_scale: float | None = 0.1
-    evidence_draws: int = 32
-    share: float = 1.0  # known of optimisers that go to the optimum
-    exact: bool = False
-    from_mode: bool = False
-
-    @property
-    def visits(self) -> int:
-        """Return how many visits a round has."""
-        return self.steps * self.participants
-
-
-class PVIParts(NamedTuple):
-    """The model, guides and optimisers of the algorithm.
-
-    ``bound`` is the silo's term of the bound. The gradient of ``plain_bound`` is the derivative of
-    its value, as line searches need it. ``divergence`` is the one to the cavity. ``aggregate``
-    makes a posterior of a prior and a sum of factors.
+    ``has_loss, has_divergence``: Whether a loss stands in the place of the log density, and whether
+        any divergence is not KL.
     """
 
     model: FederatedModel
     globals: Globals
     guide: Guide
     bound: Bound
-    plain_bound: Bound
     local: Local
     prior_local: Local
     conjugate: bool
@@ -213,28 +164,31 @@ class PVIParts(NamedTuple):
     minibatches: Minibatches | None
     divergence: Callable[[Natural, Natural], Array] | None
     aggregate: Callable[[Natural, Natural], Natural]
+    num_silos: int
+    steps: int
+    participants: int
+    damping: float
+    adaptive: bool
+    deletion: str
+    prior_share: float
+    asynchronous: bool
+    delayed: bool
+    start_scale: float | None
+    evidence_draws: int
+    exact: bool
+    from_mode: bool
+    has_loss: bool
+    has_divergence: bool
 
-
-@dataclass(frozen=True)
-class Role:
-    """The base class of the server and of a silo."""
-
-    parts: PVIParts
-    settings: Settings
+    @property
+    def visits(self) -> int:
+        """Return how many visits a round has."""
+        return self.steps * self.participants
 
     @property
     def family(self) -> Family[Any]:
         """Return the family of the globals."""
-        return self.parts.globals.family
-
-    @property
-    def model(self) -> FederatedModel:
-        """Return the model, split by silo."""
-        return self.parts.model
-
-    def prior(self, theta: dict[str, Any]) -> Natural:
-        """Return natural parameters of the prior, or of its part that is in the family."""
-        return self.parts.globals.prior(theta)
+        return self.globals.family
 
     def solve(self, local: Local, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
         """Return a local optimiser's solution of the problem.
@@ -242,13 +196,13 @@ class Role:
         In a run from the mode, whose start is near the optimum, the optimiser works in coordinates
         in which the start is standard. Its step sizes then fit every model.
         """
-        if not (self.settings.from_mode and local.standardises):
+        if not (self.from_mode and local.standardises):
             return local.solve(problem, key)
         inside, back_solution = problem.standardised()
         return back_solution(local.solve(inside, key))
 
     def first_frame(self) -> Gaussian:
         """Return the frame before the start: the identity, or a placeholder of a full one."""
-        if not self.settings.from_mode:
+        if not self.from_mode:
             return identity((self.model.dim,))
         return Gaussian.of_root(jnp.zeros(self.model.dim), jnp.eye(self.model.dim))
