@@ -15,7 +15,7 @@ from jax import Array
 from jax.lax import stop_gradient
 
 from numpyro_fed.errors import ModelWarning, positive_int
-from numpyro_fed.frame import Coordinates
+from numpyro_fed.gaussian import Coordinates
 from numpyro_fed.guides.structured import Guide, Spec, Structured, structured
 from numpyro_fed.integrals.laplace import SearchEnd
 from numpyro_fed.integrals.quadrature import (
@@ -231,18 +231,9 @@ def normals(key: Array, number: int, shapes: Mapping[str, tuple[int, ...]]) -> t
 class AtDraw(NamedTuple):
     """A draw of the globals and all else that a silo's term is evaluated at.
 
-    Attributes
-    ----------
-    theta : dict
-        Shared and private parameters, unconstrained.
-    eta : dict
-        The parameters of the silo's guides.
-    z_G : (dim,)
-    coordinates : Coordinates
-        ``z_G`` in its frame.
-    data : SiloData
-    z_outer : dict of str to (rows, dim)
-        Latents of outer plates, where they are known.
+    ``theta`` has shared and private parameters, ``eta`` those of the silo's guides. ``coordinates``
+    are ``z_G`` (dim,) in its frame. ``z_outer`` {plate: (rows, dim)} are latents of outer plates,
+    where they are known.
     """
 
     theta: Theta

@@ -13,7 +13,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.sfvi import StructuredVI
-from numpyro_fed.frame import Coordinates
+from numpyro_fed.gaussian import Coordinates
 from numpyro_fed.guides.amortised import with_encoders
 from numpyro_fed.guides.structured import GuideConfig, build_resolved, resolve
 from numpyro_fed.model.data import read

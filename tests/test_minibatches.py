@@ -13,7 +13,7 @@ from problems import build, jitter
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Replies
 from numpyro_fed.algorithms.sfvi import StructuredVI
-from numpyro_fed.frame import Coordinates
+from numpyro_fed.gaussian import Coordinates
 from numpyro_fed.model.data import read
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.minibatch import Minibatches, MinibatchNoise, draw_minibatch, rows_at

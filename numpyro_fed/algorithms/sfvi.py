@@ -54,8 +54,7 @@ from numpyro_fed.algorithms.begin import (
 from numpyro_fed.algorithms.convergence import ConvergenceStats
 from numpyro_fed.algorithms.expand import SiloState as ModeSiloState
 from numpyro_fed.algorithms.mode import Search
-from numpyro_fed.frame import Coordinates, Frame
-from numpyro_fed.gaussian import Gaussian
+from numpyro_fed.gaussian import Coordinates, Frame, Gaussian
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.binding import Rows, Theta

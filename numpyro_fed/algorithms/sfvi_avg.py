@@ -47,8 +47,7 @@ from numpyro_fed.algorithms.sfvi import (
     Start,
     standardising,
 )
-from numpyro_fed.frame import Frame
-from numpyro_fed.gaussian import Gaussian
+from numpyro_fed.gaussian import Frame, Gaussian
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData

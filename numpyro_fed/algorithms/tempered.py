@@ -42,7 +42,7 @@ from numpyro_fed.algorithms.importance.exchange import shape_of_draws
 from numpyro_fed.algorithms.importance.proposals import root_of_draws
 from numpyro_fed.algorithms.sfvi import Down, coordinates_of
 from numpyro_fed.errors import NonFiniteError
-from numpyro_fed.frame import Coordinates
+from numpyro_fed.gaussian import Coordinates
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.integrals.quadrature import NEARBY, RowIntegrals
 from numpyro_fed.model.binding import Theta

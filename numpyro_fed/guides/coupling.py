@@ -29,8 +29,7 @@ from jax.lax import stop_gradient
 
 from numpyro_fed import linalg
 from numpyro_fed.gaussian import Gaussian
-from numpyro_fed.guides.base import GlobalGuide, GuideParams
-from numpyro_fed.guides.gaussian import Full
+from numpyro_fed.guides.base import Full, GlobalGuide, GuideParams
 
 
 class CouplingStats(NamedTuple):

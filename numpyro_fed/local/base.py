@@ -33,30 +33,21 @@ class LocalNoise(NamedTuple):
 class Problem(NamedTuple, Generic[SiloPart]):
     """A silo's local free energy, ready to be maximised.
 
-    Attributes
-    ----------
-    family : Family
-    cavity : eta
-        Natural parameters of the posterior without the silo's factor; it may be improper.
-    start : psi
-        The start of ``q``, in ordinary parameters.
-    silo_part : pytree
-        The silo's private parameters and its local guides, which are optimised as well.
-    noise : (key, particles, batch_size or None) -> LocalNoise
-    log_lik : (psi, silo_part, noise, plain) -> (z, values)
-        Draws (particles, dim) and the bound on the silo's log likelihood at each. The gradient of
-        a ``plain`` one is the derivative of its value.
-    likelihood : () -> (eta, misfit)
-        Natural parameters of the silo's likelihood if it is conjugate; and ``misfit(psi)``, its
-        departure from conjugacy in nats, beyond rounding, at draws from ``psi`` and ``start``.
-    rows : int
-        The number of the silo's rows.
-    divergence : (eta_q, eta_cavity) -> () or None
-        The divergence to the cavity, if it is not KL.
-    to_frame : silo_part -> (inside, from_frame)
-        The silo's part in coordinates in which it is about standard, and the way back.
-    near : bool
-        Whether ``start`` is near the optimum, and steps are in coordinates in which it is standard.
+    ``cavity``: The posterior without the silo's factor; it may be improper.
+    ``silo_part``: Private parameters and local guides, which are optimised as well.
+    ``noise``, ``(key, particles, batch_size or None) -> LocalNoise``.
+    ``log_lik``, ``(psi, silo_part, noise, plain) -> (z, values)``: Draws (particles, dim) and the
+        bound on the silo's log likelihood at each. The gradient of a ``plain`` one is the
+        derivative of its value.
+    ``likelihood``, ``() -> (eta, misfit)``: The silo's likelihood if it is conjugate; and
+        ``misfit(psi)``, its departure from conjugacy in nats, beyond rounding, at draws from
+        ``psi`` and ``start``.
+    ``rows``: The number of the silo's rows.
+    ``divergence``: The one to the cavity, ``(eta_q, eta_cavity) -> ()``, if it is not KL.
+    ``to_frame``, ``silo_part -> (inside, from_frame)``: The silo's part in coordinates in which it
+        is about standard, and the way back.
+    ``near``: Whether ``start`` is near the optimum, and steps are in coordinates in which it is
+        standard.
     """
 
     family: Family[Any]

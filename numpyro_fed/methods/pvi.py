@@ -15,7 +15,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.pvi.families import Globals, conjugacy, globals_of
 from numpyro_fed.algorithms.pvi.server import PartitionedVI, aggregate
-from numpyro_fed.algorithms.pvi.states import Status
+from numpyro_fed.algorithms.pvi.silo import Status
 from numpyro_fed.divergences import KL
 from numpyro_fed.errors import (
     ConvergenceWarning,

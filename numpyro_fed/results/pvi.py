@@ -15,7 +15,7 @@ import numpyro.distributions as dist
 
 from numpyro_fed.algorithms.pvi.families import GAUSSIAN
 from numpyro_fed.algorithms.pvi.server import PartitionedVI
-from numpyro_fed.algorithms.pvi.states import ServerState, Status
+from numpyro_fed.algorithms.pvi.silo import ServerState, Status
 from numpyro_fed.expfam.gaussian import rounding
 from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.results.rows import Result
@@ -37,7 +37,7 @@ class PVIResult(Result):
     damping : array (rounds, steps)
         The share of each proposed change that was taken; 0 where the update was rejected.
     status : array (rounds, steps, participants)
-        How each visit ended, as ``numpyro_fed.algorithms.pvi.states.Status``.
+        How each visit ended, as ``numpyro_fed.algorithms.pvi.silo.Status``.
     own : array (rounds, steps)
         Whether the server's own factor converged; true where it has none.
     """

@@ -10,7 +10,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import Private, Shared
 from numpyro_fed.algorithms.importance.likelihood import Integration
-from numpyro_fed.frame import Coordinates
+from numpyro_fed.gaussian import Coordinates
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.binding import Rows, Theta

@@ -41,7 +41,7 @@ from numpyro_fed.algorithms.base import (
 from numpyro_fed.algorithms.expand import shape
 from numpyro_fed.algorithms.importance.likelihood import CHECKED, LikelihoodEstimate, too_coarse
 from numpyro_fed.algorithms.sfvi import Down, coordinates_of, down_of
-from numpyro_fed.frame import Coordinates
+from numpyro_fed.gaussian import Coordinates
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel

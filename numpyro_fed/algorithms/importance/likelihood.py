@@ -26,7 +26,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.begin import outer_precision, where_finite
 from numpyro_fed.algorithms.expand import ROUNDING_UNITS
-from numpyro_fed.frame import Coordinates
+from numpyro_fed.gaussian import Coordinates
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.integrals.laplace import Laplace
 from numpyro_fed.integrals.quadrature import NEARBY, RowIntegrals

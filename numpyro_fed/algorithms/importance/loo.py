@@ -32,7 +32,7 @@ from numpyro_fed.algorithms.expand import shape
 from numpyro_fed.algorithms.importance.exchange import log_likelihoods, shape_of_draws
 from numpyro_fed.algorithms.importance.likelihood import LikelihoodEstimate
 from numpyro_fed.algorithms.sfvi import Down, coordinates_of
-from numpyro_fed.frame import Coordinates
+from numpyro_fed.gaussian import Coordinates
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel

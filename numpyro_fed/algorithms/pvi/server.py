@@ -44,8 +44,15 @@ from numpyro_fed.algorithms.begin import (
 from numpyro_fed.algorithms.expand import SiloState as ModeSiloState
 from numpyro_fed.algorithms.expand import shape
 from numpyro_fed.algorithms.mode import Search
-from numpyro_fed.algorithms.pvi.silo import AtSilo
-from numpyro_fed.algorithms.pvi.states import Down, Movement, ServerState, SiloState, Status, Up
+from numpyro_fed.algorithms.pvi.silo import (
+    Down,
+    Movement,
+    PVIAtSilo,
+    ServerState,
+    SiloState,
+    Status,
+    Up,
+)
 from numpyro_fed.divergences import KL, WeightedKL
 from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural, Ordinary, Tree, location_and_log_scale
@@ -64,7 +71,7 @@ SCATTERED: Any = (False, False, True)  # each silo receives its own entry of ``t
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PartitionedVI(AtSilo):
+class PartitionedVI(PVIAtSilo):
     """PVI, or one of its relatives, as pure functions."""
 
     def algorithm(self) -> FederatedAlgorithm[ServerState, SiloState]:

@@ -23,8 +23,7 @@ from numpyro_fed.algorithms.base import FederatedAlgorithm, Private, Round, Shar
 from numpyro_fed.algorithms.convergence import ConvergenceStats
 from numpyro_fed.algorithms.expand import shape
 from numpyro_fed.algorithms.vertical.sample import OwnDraws, PartyType
-from numpyro_fed.frame import identity
-from numpyro_fed.gaussian import Gaussian
+from numpyro_fed.gaussian import Gaussian, identity
 from numpyro_fed.guides import coupling
 from numpyro_fed.guides.auxiliary import AuxiliaryGuide, RowInfo
 from numpyro_fed.guides.base import GlobalGuide, GuideParams

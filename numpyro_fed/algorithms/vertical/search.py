@@ -87,7 +87,7 @@ from numpyro_fed.algorithms.vertical.curvature import (
     root_of,
 )
 from numpyro_fed.algorithms.vertical.sample import PartyType, PinnedLatents
-from numpyro_fed.frame import identity
+from numpyro_fed.gaussian import identity
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.programs import compiled_method, jit_once
 from numpyro_fed.trees import AnyArray, all_finite, namespace, where

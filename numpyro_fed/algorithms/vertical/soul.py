@@ -56,7 +56,7 @@ from numpyro_fed.algorithms.vertical.curvature import Local, diagonal_curvature
 from numpyro_fed.algorithms.vertical.power import Down
 from numpyro_fed.algorithms.vertical.power import Up as Slopes
 from numpyro_fed.algorithms.vertical.sample import OwnDraws
-from numpyro_fed.frame import identity
+from numpyro_fed.gaussian import identity
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.vertical import PartyModel
 from numpyro_fed.trees import all_finite
