@@ -191,10 +191,7 @@ class Gaussian(NamedTuple):
         return self.log_scale.sum(-1)
 
     def compose(self, step: Gaussian) -> Gaussian:
-        """Return the Gaussian that is ``step`` in the coordinates in which this one is standard.
-
-        Its mean is ``m + L m_step``, and its root is ``L L_step``.
-        """
+        """Return the Gaussian that is ``step`` in the coordinates in which this one is standard."""
         after = Gaussian(self.draw(step.loc), self.log_scale + step.log_scale, self.unit)
         if step.unit is None:
             return after
@@ -233,10 +230,7 @@ class Curvature(Generic[AnyArray]):
 
     @classmethod
     def of(cls, A: AnyArray, unit: AnyArray | None = None) -> Curvature[AnyArray]:
-        """Return the decomposition of ``A`` (..., dim, dim); ``unit`` replaces its own scales.
-
-        Of NumPy arrays it is computed by NumPy. It is NaN for a matrix that is not finite.
-        """
+        """Return the decomposition of ``A`` (..., dim, dim); NaN where it is not finite."""
         xp = namespace(A)
         if unit is None:
             diagonal = xp.abs(xp.diagonal(A, axis1=-2, axis2=-1))
@@ -308,10 +302,7 @@ def _times(matrix: Array, vector: Array) -> Array:
 
 
 def unit_lower(below: Array, dim: int) -> Array:
-    """Return unit lower triangular matrices (..., dim, dim) with entries ``below / sqrt(dim - 1)``.
-
-    ``below`` is (..., dim * (dim - 1) / 2).
-    """
+    """Return unit lower triangular matrices (..., dim, dim) with ``below / sqrt(dim - 1)``."""
     if dim < 2:
         return jnp.broadcast_to(jnp.eye(dim), (*below.shape[:-1], dim, dim))
     return vec_to_tril_matrix(below / math.sqrt(dim - 1), diagonal=-1) + jnp.eye(dim)

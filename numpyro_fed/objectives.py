@@ -322,10 +322,7 @@ class SiloBound:
         return normals(key, 0, self.shapes(sizes, particles))[1]
 
     def value(self, given: AtDraw, noise: Rows) -> Array:
-        """Return the bound (), from the noise of one particle {plate: (rows, K_outer, K, dim)}.
-
-        The gradient is the objective's estimator.
-        """
+        """Return the bound (), from the noise of one particle {plate: (rows, K_outer, K, dim)}."""
         guide, k_outer, args = self.guide, self._k_outer, given
         eps = {p: noise[p] for p in guide.rows}
         # A single draw above the rows needs no weights: the common case, and a smaller program.

@@ -114,10 +114,7 @@ def standardising(guide: Guide) -> tuple[Round, ...]:
 
 
 def _round(guide: Guide, name: str, power: int) -> Round:
-    """Return the round for means of a power of the inputs, measured from the shift so far.
-
-    A silo sends its number of rows (), and a sum (width,) for each input of a network.
-    """
+    """Return the round for means of a power of the inputs, measured from the shift so far."""
 
     def silo(
         noise: object, down: dict[str, Array], state: SiloState, data: SiloData
@@ -220,10 +217,7 @@ class ByGradients(ABC):
         return self.silo_at(SiloParams(inside, private), frames, start)
 
     def begin(self) -> Round:
-        """Return the round that leads from the states of a search for the mode to those of a run.
-
-        The server sends the start point; silos reply with nothing.
-        """
+        """Return the round from the states of a search for the mode to those of a run."""
 
         def silo(
             noise: Array, down: StartMessage, state: ModeSiloState, data: SiloData
@@ -275,10 +269,7 @@ class ByGradients(ABC):
 
 
 class Down(NamedTuple):
-    """A message of the server: shared parameters, and draws of the globals (particles, dim).
-
-    ``coordinates`` are the draws in their frame, if any local guide depends on them.
-    """
+    """A message: shared parameters, draws (particles, dim), and these in their frame if needed."""
 
     theta: dict[str, Any]
     z_G: Array

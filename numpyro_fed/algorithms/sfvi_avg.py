@@ -146,10 +146,7 @@ def _square(shift: Array, like: Array) -> Array:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Averaging(ByGradients):
-    """SFVI-Avg as pure functions; parameters as for :class:`ByGradients`, and three more.
-
-    ``by_rows``: Whether a silo's weight is its number of rows, or one.
-    """
+    """SFVI-Avg as pure functions; ``by_rows``, a silo's weight is its number of rows."""
 
     aggregation: Aggregation
     local_steps: int

@@ -318,12 +318,7 @@ def product(members: Mapping[str, tuple[Index, Family[Any]]]) -> Product:
     ----------
     members : dict
         ``{name: (indices, family)}``, with a slice or an array of ints for the coordinates of each
-        member. Together they are ``0, ..., dim - 1``.
-
-    Returns
-    -------
-    Family
-        All parameters are ``{name: those of the member}``.
+        member. Together they are ``0, ..., dim - 1``. Parameters are by these names, too.
 
     Raises
     ------

@@ -40,10 +40,6 @@ def gamma(shape: tuple[int, ...] = ()) -> Family[Array]:
         ``eta`` is ``{"log": shape, "linear": shape}``; ``psi`` is ``{"log_concentration",
         "log_rate"}`` of that shape.
 
-    Returns
-    -------
-    Family
-
     Examples
     --------
     >>> import jax.numpy as jnp
@@ -74,10 +70,6 @@ def beta(shape: tuple[int, ...] = ()) -> Family[Array]:
         ``eta`` is ``{"log": (*shape, 2)}``, first ``a - 1``, then ``b - 1``; ``psi`` is
         ``{"log_concentration": (*shape, 2)}``.
 
-    Returns
-    -------
-    Family
-
     Examples
     --------
     >>> import jax.numpy as jnp
@@ -103,10 +95,6 @@ def dirichlet(batch_shape: tuple[int, ...], k: int) -> Family[Array]:
     k : int
         ``eta`` is ``{"log": (*batch_shape, k)}``, ``psi`` is ``{"log_concentration":
         (*batch_shape, k)}``; ``z`` has ``k - 1`` numbers for each ``x``.
-
-    Returns
-    -------
-    Family
 
     Examples
     --------
@@ -134,10 +122,6 @@ def categorical(batch_shape: tuple[int, ...], k: int) -> Family[Array]:
     batch_shape : tuple of int
     k : int
         ``eta`` and ``psi`` are ``{"logits": (*batch_shape, k)}``; ``z`` is a flat vector of ints.
-
-    Returns
-    -------
-    Family
 
     Examples
     --------

@@ -34,10 +34,6 @@ def gaussian(dim: int, covariance: str = "diagonal") -> Family[Array]:
         "log_scale": (dim,)}`` and, where full, ``"below"``, the ``dim * (dim - 1) / 2`` numbers
         below the diagonal of ``T`` row by row, times ``sqrt(dim - 1)``.
 
-    Returns
-    -------
-    Family
-
     Examples
     --------
     >>> import jax.numpy as jnp

@@ -76,10 +76,7 @@ class GlobalGuide(ABC, Generic[Eps]):
         raise NotImplementedError(f"{type(self).__name__} cannot tell noise from a draw.")
 
     def frame(self, loc: Array, root: Array) -> Gaussian:
-        """Return the frame in which a normal distribution is standard, as the guide can have it.
-
-        ``root`` is a Cholesky factor of its covariance (dim, dim), or standard deviations (dim,).
-        """
+        """Return the frame in which a normal is standard; ``root`` is Cholesky factor or sds."""
         return Gaussian.of_root(loc, as_matrix(root))
 
     def place(self, frame: Gaussian, u: Array) -> Array:

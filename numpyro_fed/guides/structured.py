@@ -207,11 +207,7 @@ class LocalGuide:
         return moved
 
     def from_mode(self, mode: Array, precision: Array) -> GuideParams:
-        """Return the normal distribution with this mode (rows, dim), without couplings.
-
-        ``precision`` is a matrix for each row (rows, dim, dim), or one for all where the guide is
-        joint.
-        """
+        """Return the normal with a mode (rows, dim), and the precision of each row, or of all."""
         if self.covariance in ("diagonal", AMORTISED):
             return {"loc": mode, "log_scale": -0.5 * jnp.log(jnp.diagonal(precision, 0, -2, -1))}
         shape = (mode.size,) if self.joint else mode.shape
@@ -343,10 +339,7 @@ class Guide:
     def centres(
         self, eta: dict[str, GuideParams], offset: Array, data: SiloData
     ) -> dict[str, Array]:
-        """Return the values (width,) to which rows are coupled at an ``offset`` (dim,), by plate.
-
-        Outer latents are at the centres of their guides given these globals.
-        """
+        """Return the values (width,) that rows are coupled to at an ``offset`` (dim,)."""
         above: dict[str, Array] = {}
         z_outer: dict[str, Array] = {}
         for p in (*self.outer, *self.rows):

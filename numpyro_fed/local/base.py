@@ -301,10 +301,7 @@ class Tally(NamedTuple):
         return (self.number < MIN_ESTIMATES) | undecided
 
     def arrived(self, tolerance: float) -> Array:
-        """Return whether a visit may end before its last step.
-
-        It is stricter than :meth:`holds`, which decides once, since it is asked again and again.
-        """
+        """Return whether a visit may end early: stricter than ``holds``, as it is asked often."""
         close = jnp.abs(self.mean) + self.error <= tolerance / 2
         return (self.number >= MIN_ESTIMATES) & close.all()
 

@@ -80,11 +80,7 @@ class LBFGS(Local):
 
 
 def standardised(noise: Array) -> Array:
-    """Return normal noise (n, dim) with sample mean zero and, for enough draws, covariance one.
-
-    With more than two draws for each dimension, they come in pairs of opposite sign, and all odd
-    moments vanish.
-    """
+    """Return normal noise (n, dim) with sample mean zero and, for enough draws, covariance one."""
     # The noise of Gamma and other families is keys, which are no floats.
     if not jnp.issubdtype(noise.dtype, jnp.floating):
         return noise

@@ -92,24 +92,10 @@ class Globals(NamedTuple):
 def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "exact") -> Globals:
     """Choose a family for each global site: one in whose statistics its log prior is affine.
 
-    Parameters
-    ----------
-    fm : FederatedModel
-    spec : {"auto", "full", "diagonal"} or dict
-        Covariance of the joint Gaussian; ``"auto"`` is full up to 300 dimensions. A dict chooses
-        by site among ``"gaussian"``, ``"gamma"``, ``"beta"`` and ``"dirichlet"``, with the
-        covariance under ``"covariance"``.
-    prior : {"exact", "factor"}
-        Whether to refuse a prior outside of the family, or to leave it to the server's own factor.
-
-    Returns
-    -------
-    Globals
-
-    Raises
-    ------
-    ModelError
-        For a model without globals, and for a prior outside every family that its site can take.
+    ``spec`` is the covariance of the joint Gaussian, ``"auto"`` (full up to 300 dimensions),
+    ``"full"`` or ``"diagonal"``; or families by site, with the covariance under ``"covariance"``. A
+    prior outside every family that its site can take is refused as a ModelError, or, by
+    ``prior="factor"``, left to the server's own factor. A model without globals is refused, too.
     """
     reach, points = _reach_and_points(fm)
     kinds, family, eta, outside = _choose(fm, *_parse_spec(fm, spec), prior, points, reach)
@@ -432,11 +418,7 @@ def _elementwise(bijection: transforms.Transform) -> transforms.Transform:
 
 
 def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloData]], bool]:
-    """Return a function of silos' data that says whether all their likelihoods are conjugate.
-
-    Silos come in stacks of one shape. Programs are compiled once for each shape, and the answer is
-    computed from the values each time. Parameters without a prior have general values.
-    """
+    """Return a function that says of stacks of silos whether their likelihoods are conjugate."""
     # Latents of rows, and private parameters, would have to be integrated out or fitted first.
     if any(p.dim for p in fm.plates) or any(s.kind == "param" and s.plate for s in fm.sites):
         return lambda stacks: False
@@ -476,10 +458,7 @@ def misfit(
     num_rows: int,
     psi: Ordinary,
 ) -> Array:
-    """Return the largest departure of a likelihood from ``<eta, T>``, in nats, beyond rounding.
-
-    It is measured between the centre of ``psi`` and draws from ``psi`` and ``start``.
-    """
+    """Return the largest departure of a likelihood from ``<eta, T>``, in nats, beyond rounding."""
     centre = family.centre(psi)
     draws = jax.vmap(family.draw, (None, 0))
     z = draws(psi, family.noise(jax.random.key(0), 8))

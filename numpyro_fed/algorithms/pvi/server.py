@@ -435,10 +435,7 @@ ENOUGH = 1e-3
 def aggregate(
     family: Family[Any], divergence: Callable[..., Array]
 ) -> Callable[[Natural, Natural], Natural]:
-    """Return the function ``(prior, total) -> eta`` for a divergence ``(family, eta_q, eta_p)``.
-
-    Where no minimum is found, ``eta`` is NaN, which counts as improper.
-    """
+    """Return ``(prior, total) -> eta`` for a divergence; NaN where no minimum is found."""
     if isinstance(divergence, KL | WeightedKL):
         weight = divergence.weight if isinstance(divergence, WeightedKL) else 1.0
         return lambda prior, total: jax.tree.map(lambda a, b: a + b / weight, prior, total)
@@ -469,10 +466,6 @@ def worst(statuses: Array) -> Array:
 
 
 def usable(up: Up) -> Array:
-    """Return whether the server can use a proposal.
-
-    The expected log likelihood may be minus infinity: at a vague prior it is, and nothing is wrong.
-    Exactly one status must be set.
-    """
+    """Return whether a proposal can be used: at a vague prior ``log_lik`` is minus infinity."""
     counted = (up.statuses >= 0).all() & (up.statuses.sum() == 1)
     return all_finite((up.change, up.theta)) & (up.log_lik < jnp.inf) & counted

@@ -103,18 +103,12 @@ class SiloState(NamedTuple):
     frame: Gaussian
 
     def effective_factor(self, taken: Array) -> Natural:
-        """Return the silo's factor, with the share of its pending change that was added.
-
-        Over all silos these sum to the server's ``total``.
-        """
+        """Return the factor with the share of its pending change that was added."""
         return jax.tree.map(lambda a, b: a + taken * b, self.factor, self.pending)
 
 
 class Down(NamedTuple):
-    """A message of the server: shared parameters, and the sum of all factors.
-
-    ``taken`` is the share of the silo's last proposal that was added; () in an evaluation.
-    """
+    """A message: shared parameters, sum of factors, share of the last proposal that was added."""
 
     theta: dict[str, Any]
     total: Natural
@@ -136,8 +130,8 @@ class Up(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PVIParts:
-    """The parts of the algorithm, and the settings that distinguish PVI and its relatives.
+class PVIAtSilo:
+    """The algorithm at a silo, its parts, and the settings that distinguish PVI and its relatives.
 
     ``bound``: The silo's term of the bound.
     ``conjugate``: Whether the likelihood is conjugate to the family of the globals.
@@ -202,11 +196,7 @@ class PVIParts:
         return self.globals.family
 
     def solve(self, local: Local, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
-        """Return a local optimiser's solution of the problem.
-
-        In a run from the mode, whose start is near the optimum, the optimiser works in coordinates
-        in which the start is standard. Its step sizes then fit every model.
-        """
+        """Return a solution; from the mode, in coordinates in which the start is standard."""
         if not (self.from_mode and local.standardises):
             return local.solve(problem, key)
         inside, back_solution = problem.standardised()
@@ -217,11 +207,6 @@ class PVIParts:
         if not self.from_mode:
             return identity((self.model.dim,))
         return Gaussian.of_root(jnp.zeros(self.model.dim), jnp.eye(self.model.dim))
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PVIAtSilo(PVIParts):
-    """A silo's part of the algorithm."""
 
     def init_silo(self, key: Array, data: SiloData) -> SiloState:
         """Return the first state, without a factor."""
@@ -239,10 +224,7 @@ class PVIAtSilo(PVIParts):
     def visit(
         self, noise: Array, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
-        """Solve the silo's own problem, and reply with the change of its factor.
-
-        A visit whose numbers cannot be used proposes no change.
-        """
+        """Solve the silo's problem, and reply with the change of its factor; zero if unusable."""
         # The report's draws are apart from the fit's.
         key_local, key_evidence = jax.random.split(noise)
         family, prior = self.family, self.globals.prior(down.theta)
