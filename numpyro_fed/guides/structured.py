@@ -398,27 +398,15 @@ class Guide:
         return encoder.eta(theta[encoder.name], theta, z_G, data)
 
 
-class PlateGuide(NamedTuple):
-    """The complete settings of the guide of one silo plate."""
-
-    plate: str
-    covariance: str
-    couple_mean: bool
-    couple_scale: bool
-
-
 class GuideConfig(NamedTuple):
-    """The complete settings of a guide, for a model and the sizes of its silo plates."""
+    """The complete settings of a guide, for a model and the sizes of its silo plates.
+
+    ``locals`` has plate, covariance, and whether means and scales are coupled.
+    """
 
     globals: str
     rank: int | None
-    locals: tuple[PlateGuide, ...]
-
-    @classmethod
-    def of(cls, fields: Sequence[Any]) -> GuideConfig:
-        """Return the settings from the lists that JSON makes of them."""
-        kind, rank, plates = fields
-        return cls(kind, rank, tuple(PlateGuide(*p) for p in plates))
+    locals: tuple[tuple[str, str, bool, bool], ...]
 
 
 Spec: TypeAlias = Structured | Amortised | AutoGuide
@@ -448,8 +436,11 @@ def resolve(
         width = fm.dim + (0 if p.outer else width_outer)
         kind = _local_covariance(spec, fm, p, largest[p.name] * p.dim)
         couple = 0 < total[p.name] * p.dim * width <= COUPLINGS_UP_TO
-        couples = (couple if own is None else own for own in (spec.couple_mean, spec.couple_scale))
-        plates.append(PlateGuide(p.name, kind, *((False, False) if kind == AMORTISED else couples)))
+        mean, scale = spec.couple_mean, spec.couple_scale
+        if kind == AMORTISED:
+            mean = scale = False
+        mean, scale = (couple if own is None else own for own in (mean, scale))
+        plates.append((p.name, kind, mean, scale))
     kind, dim = spec.globals, fm.dim
     if isinstance(kind, AutoGuide):
         return GuideConfig(type(kind).__name__, None, tuple(plates))
@@ -472,16 +463,19 @@ def resolve(
 
 def build_resolved(
     spec: Spec | None,
-    resolved: GuideConfig,
+    resolved: GuideConfig | Sequence[Any],
     fm: FederatedModel,
     row_of: Callable[[str], Row] | None = None,
 ) -> Guide:
-    """Return the guide of complete settings; ``row_of`` gives the arrays of a plate's row."""
-    spec = structured(spec)
+    """Return the guide of complete settings; ``row_of`` gives the arrays of a plate's row.
+
+    Settings may be the lists that JSON makes of them.
+    """
+    spec, (chosen, rank, plates) = structured(spec), resolved
     dims, dim, init_scale = {p.name: p.dim for p in fm.plates}, fm.dim, spec.init_scale
     locals_: dict[str, LocalGuide] = {}
     encoders: dict[str, Encoder] = {}
-    for plate, covariance, mean, scale in resolved.locals:
+    for plate, covariance, mean, scale in plates:
         width = dims[plate]
         locals_[plate] = LocalGuide(width, covariance, mean, scale, init_scale)
         # The server and the plan need the guide's shapes only, and know no rows.
@@ -491,17 +485,17 @@ def build_resolved(
     globals_: GlobalGuide[Array]
     if isinstance(spec.globals, AutoGuide):
         globals_ = from_autoguide(spec.globals, dim)
-    elif resolved.globals == "diagonal":
+    elif chosen == "diagonal":
         globals_ = Diagonal(dim, init_scale)
-    elif resolved.globals == "full":
+    elif chosen == "full":
         globals_ = Full(dim, init_scale)
-    elif resolved.globals == "skewed":
+    elif chosen == "skewed":
         # Bounded sites first: scales before their effects.
         sites = sorted(fm.named("latent"), key=lambda site: _unbounded(fm, site))
         order = tuple(i for s in sites for i in range(s.start, s.stop))
         globals_ = Skewed(dim, init_scale, order)
     else:
-        globals_ = LowRank(dim, init_scale, resolved.rank or 1)
+        globals_ = LowRank(dim, init_scale, rank or 1)
     return Guide(fm, globals_, locals_, spec.init_loc_fn, encoders)
 
 

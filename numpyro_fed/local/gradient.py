@@ -43,33 +43,25 @@ NOISE_AT_ONCE = 2**20
 At = tuple[Natural | Ordinary, SiloPart]
 
 
-class EarlyStopping(NamedTuple):
-    """The state of early stopping.
-
-    ``total`` is the sum of the expected log likelihood in this window, ``best`` the best mean of a
-    window, ``waited`` the number of windows since, and ``params`` the parameters after it.
-    """
-
-    total: Array
-    best: Array
-    waited: Array
-    params: Any
-
-
 class VisitState(NamedTuple):
     """The state of a visit: gradients computed, parameters, optimiser state and the last value.
 
     After ``steps`` gradients the parameters stay. Further gradients are averaged in ``estimate``, a
-    few at a time, and estimates in ``tally``, for the check of convergence.
+    few at a time, and estimates in ``tally``, for the check of convergence. For early stopping,
+    ``total`` is the sum of the expected log likelihood in this window, ``best`` the best mean of a
+    window, ``waited`` the number of windows since, and ``best_params`` the parameters after it.
     """
 
     i: Array
     params: At[Any]
     opt_state: optax.OptState
     value: Array
-    early: EarlyStopping
     estimate: Ordinary
     tally: Tally
+    total: Array
+    best: Array
+    waited: Array
+    best_params: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,11 +166,9 @@ class Optax(Local):
             else optax.cosine_decay_schedule(STEP, self.steps, 0.01)
         )
         zero, none = jnp.zeros(()), jnp.zeros((), jnp.int32)
-        best = params if self.patience is not None else ()
-        early = EarlyStopping(zero, jnp.array(-jnp.inf), none, best)
-        estimate = jax.tree.map(jnp.zeros_like, problem.start)
-        tally = Tally.none(problem.family)
-        start = VisitState(none, params, optim.init(params), zero, early, estimate, tally)
+        estimate, tally = jax.tree.map(jnp.zeros_like, problem.start), Tally.none(problem.family)
+        first_best = zero, jnp.array(-jnp.inf), none, params if self.patience is not None else ()
+        start = VisitState(none, params, optim.init(params), zero, estimate, tally, *first_best)
 
         def noise_of(i: Array | int) -> LocalNoise:
             return problem.noise(jax.random.fold_in(key, i), self.num_particles, self.batch_size)
@@ -210,7 +200,7 @@ class Optax(Local):
         # The last value is enough: parameters that are NaN once stay NaN.
         finite = jnp.isfinite(state.value)
         if self.patience is not None:
-            finite &= jnp.isfinite(state.early.best)
+            finite &= jnp.isfinite(state.best)
         if not self.checks_convergence:
             converged = jnp.array(True)
         elif self.batch_size is None:
@@ -287,19 +277,20 @@ class Optax(Local):
 
         At the last step it goes back to the best parameters, too.
         """
-        before, window = state.early, -(-self.steps // 20)  # steps in a window
-        total, full = before.total + log_lik, state.i % window == 0
-        better = full & (total / window > before.best)
-        early = EarlyStopping(
-            jnp.where(full, 0.0, total),
-            jnp.where(better, total / window, before.best),
-            jnp.where(full, jnp.where(better, 0, before.waited + 1), before.waited),
-            where(better, state.params, before.params),
+        window = -(-self.steps // 20)  # steps in a window
+        total, full = state.total + log_lik, state.i % window == 0
+        better = full & (total / window > state.best)
+        waited = jnp.where(full, jnp.where(better, 0, state.waited + 1), state.waited)
+        best_params = where(better, state.params, state.best_params)
+        i = jnp.where(waited < (self.patience or 0), state.i, self.steps)
+        return state._replace(
+            i=i,
+            params=where(i == self.steps, best_params, state.params),
+            total=jnp.where(full, 0.0, total),
+            best=jnp.where(better, total / window, state.best),
+            waited=waited,
+            best_params=best_params,
         )
-        patient = early.waited < (self.patience or 0)
-        i = jnp.where(patient, state.i, self.steps)
-        params = where(i == self.steps, early.params, state.params)
-        return state._replace(i=i, early=early, params=params)
 
     def _add_gradient(
         self, problem: Problem[SiloPart], state: VisitState, gradient: Natural | Ordinary

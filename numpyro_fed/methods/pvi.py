@@ -29,7 +29,6 @@ from numpyro_fed.errors import (
 from numpyro_fed.expfam import Family
 from numpyro_fed.guides.base import FamilyGuide
 from numpyro_fed.guides.structured import (
-    GuideConfig,
     Structured,
     amortises,
     build_resolved,
@@ -314,7 +313,7 @@ class PVI(Method[PVIResult, Conjugate]):
 
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: Conjugate) -> Built:
         (chosen, _), resolved = prepared, plan.chosen
-        guide = build_resolved(self.guide, GuideConfig.of(resolved["guide"]), fm)
+        guide = build_resolved(self.guide, resolved["guide"], fm)
         # The factors' family takes the place of the guide's own part for the globals.
         guide = replace(guide, globals=FamilyGuide(fm.dim, chosen.family))
         objective = self._objective(fm, resolved["start"])

@@ -21,7 +21,6 @@ from numpyro_fed.errors import ConvergenceWarning, GuideError, ModelError, one_o
 from numpyro_fed.guides.amortised import Amortised, with_encoders
 from numpyro_fed.guides.structured import (
     FULL_UP_TO,
-    GuideConfig,
     Structured,
     amortises,
     build_resolved,
@@ -110,7 +109,7 @@ class GradientMethod(Method[Result, None]):
 
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: None) -> Built:
         chosen, spec = plan.chosen, self._spec(fm)
-        guide = build_resolved(spec, GuideConfig.of(chosen["guide"]), fm, plan.row_of)
+        guide = build_resolved(spec, chosen["guide"], fm, plan.row_of)
         fm = with_encoders(fm, guide.encoders)
         objective = self._objective(fm, chosen["start"])
         draws = draws_of(self.objective, objective, guide)
@@ -500,7 +499,7 @@ class SFVIAvg(GradientMethod):
         self, fm: FederatedModel, plan: Plan, bound: Bound, minibatches: Minibatches | None
     ) -> Averaging:
         chosen = plan.chosen
-        kind, family = chosen["start"], GuideConfig.of(chosen["guide"]).globals
+        kind, family = chosen["start"], chosen["guide"][0]
         return Averaging(
             model=fm,
             guide=bound.guide,

@@ -184,7 +184,7 @@ def _choose(
 
         member = _member(site, kind, covariance)
         family = expfam.product({kind: (np.arange(member.dim), member)})
-        return Density(term, family, points[:, place], reach[place])
+        return term, family, points[:, place], reach[place]
 
     def of_site(name: str, family: Product) -> Density:
         """Return the terms of a site's log prior, relative to the base measure."""
@@ -197,7 +197,7 @@ def _choose(
                 found.append(-member.log_base(z[site.start : site.stop]))
             return jnp.stack(found)
 
-        return Density(terms, family, points, reach)
+        return terms, family, points, reach
 
     # Single precision could not tell an affine function from one that is nearly so.
     with double_precision():
@@ -211,7 +211,7 @@ def _choose(
         each = [alone(*pair) for pair in pairs]
         # Where a site has other candidates the whole is hardly Gaussian: one program for both.
         many = len({s.name for s, _ in pairs}) < len(pairs)
-        whole = Density(all_terms, family, points, reach)
+        whole: Density = (all_terms, family, points, reach)
         (eta, affine), *fits = _fit_densities([whole, *(each if many else [])])
         if affine:
             return kinds, family, eta, []
@@ -295,13 +295,8 @@ def generic_parameters(fm: FederatedModel) -> dict[str, Any]:
     )
 
 
-class Density(NamedTuple):
-    """A density, whose logarithm is a sum of terms, and the family to test it against, where."""
-
-    terms: Callable[[Array], Array]
-    family: Product
-    points: np.ndarray
-    reach: np.ndarray
+# A density, whose logarithm is a sum of terms, the family to test it in, test points, and reach.
+Density = tuple[Callable[[Array], Array], Product, np.ndarray, np.ndarray]
 
 
 def _fit_densities(densities: Sequence[Density]) -> list[tuple[Natural, bool]]:
@@ -321,7 +316,7 @@ def _fit_densities(densities: Sequence[Density]) -> list[tuple[Natural, bool]]:
             found.append(_fitted(over_base, family, reach, at))
         return found
 
-    return [(eta, bool(affine)) for eta, affine in fit_all([d.points for d in densities])]
+    return [(eta, bool(affine)) for eta, affine in fit_all([points for *_, points, _ in densities])]
 
 
 def _fitted(
