@@ -77,7 +77,7 @@ class ServerState(NamedTuple):
     course: ConvergenceStats[SharedParams]
     frame: Frame
     opt_state: Any = ()
-    rows: Array | tuple[()] = ()
+    rows: Any = ()
 
 
 class SiloState(NamedTuple):
@@ -92,9 +92,9 @@ class SiloState(NamedTuple):
     params: SiloParams
     opt_state: Any
     frames: dict[str, Gaussian]
-    centre: Array | None = None
+    centre: Any = None
     shared_opt_state: Any = ()
-    shared_frame: Frame | tuple[()] = ()
+    shared_frame: Any = ()
 
 
 # The start of the steps: the server's first parameters, and their frame.

@@ -345,34 +345,34 @@ class Product(Family[Tree]):
     name = "product"
 
     def __post_init__(self) -> None:
-        wrong = [n for n, (_, f) in self.members.items() if len(self._places[n]) != f.dim]
-        if wrong or not np.array_equal(np.sort(self._order), np.arange(self.dim)):
+        wrong = [n for n, (_, f) in self.members.items() if len(self.places[n]) != f.dim]
+        if wrong or not np.array_equal(np.sort(self.order), np.arange(self.dim)):
             raise ValueError(
                 f"the indices of the members {wrong or list(self.members)} do not name each of "
                 f"their {self.dim} coordinates once."
             )
 
     @cached_property
-    def _places(self) -> dict[str, np.ndarray]:
+    def places(self) -> dict[str, np.ndarray]:
         """Return the coordinates of each member."""
         return {name: np.arange(self.dim)[index] for name, (index, _) in self.members.items()}
 
     @cached_property
-    def _order(self) -> np.ndarray:
+    def order(self) -> np.ndarray:
         """Return all coordinates, member by member."""
-        return np.concatenate([*self._places.values(), np.zeros(0, int)]).astype(int)
+        return np.concatenate([*self.places.values(), np.zeros(0, int)]).astype(int)
 
     def _cut(self, z: Array) -> Tree:
         """Return each member's coordinates, by name."""
         return {name: z[index] for name, (index, _) in self.members.items()}
 
-    def _join(self, parts: Tree) -> Array:
+    def join(self, parts: Tree) -> Array:
         """Return all coordinates (dim,) from those of each member."""
         z = jnp.concatenate([parts[name] for name in self.members])
-        if np.array_equal(self._order, np.arange(self.dim)):
+        if np.array_equal(self.order, np.arange(self.dim)):
             return z
         # JAX reads int32 the same way in both precisions; it would cast int64 in one of them.
-        return z[np.argsort(self._order).astype(np.int32)]
+        return z[np.argsort(self.order).astype(np.int32)]
 
     def _each(self, method: str, *args: Tree) -> Tree:
         """Return the results of a method at every member, with that member's arguments."""
@@ -426,15 +426,15 @@ class Product(Family[Tree]):
         }
 
     def draw(self, psi: Ordinary, noise: Tree) -> Array:
-        return self._join(self._each("draw", psi, noise))
+        return self.join(self._each("draw", psi, noise))
 
     def centre(self, psi: Ordinary) -> Array:
-        return self._join(self._each("centre", psi))
+        return self.join(self._each("centre", psi))
 
     def spread(self, psi: Ordinary) -> tuple[Array, Array]:
         parts = self._each("spread", psi)
         means, sds = ({name: part[i] for name, part in parts.items()} for i in (0, 1))
-        return self._join(means), self._join(sds)
+        return self.join(means), self.join(sds)
 
     def proper(self, eta: Natural) -> Array:
         return jnp.stack(list(self._each("proper", eta).values())).all()
@@ -462,20 +462,20 @@ class Product(Family[Tree]):
         parts = self._each("move", psi, gradient)
         halves = {name: jnp.split(part, 2) for name, part in parts.items()}
         means, scales = ({name: half[i] for name, half in halves.items()} for i in (0, 1))
-        return jnp.concatenate([self._join(means), self._join(scales)])
+        return jnp.concatenate([self.join(means), self.join(scales)])
 
     def log_density(self, eta: Natural, z: Array) -> Array:
         return self._total("log_density", eta, self._cut(z))
 
     def around(self, z: Array, gradient: Array, curvature: Array) -> Natural:
-        blocks = {name: curvature[np.ix_(at, at)] for name, at in self._places.items()}
+        blocks = {name: curvature[np.ix_(at, at)] for name, at in self.places.items()}
         return self._each("around", self._cut(z), self._cut(gradient), blocks)
 
     def marginal(
         self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int
     ) -> Distribution:
         wanted = np.arange(self.dim)[index]
-        for name, places in self._places.items():
+        for name, places in self.places.items():
             if np.isin(wanted, places).all():
                 sorter = np.argsort(places)
                 positions = sorter[np.searchsorted(places, wanted, sorter=sorter)]

@@ -68,10 +68,10 @@ class Structured:
     rank : int, optional
         Rank for ``"low_rank"``; by default the square root of the dimension, 20 at most.
     locals : {"auto", "diagonal", "full", "joint"}, Amortised or dict
-        Covariance of a row's latents; ``"full"`` within each row, ``"joint"`` over all rows of
-        the plate at a silo; or a network that reads a row (:class:`Amortised`); or a dict by
-        plate. ``"auto"`` is full up to 30 latents a row and
-        diagonal above; an outer plate is joint while a silo has at most 32 latents there.
+        Covariance of a row's latents, ``"full"`` within each row, ``"joint"`` over all rows of the
+        plate at a silo; a network that reads a row (:class:`Amortised`); or a dict by plate.
+        ``"auto"`` is full up to 30 latents a row and diagonal above; an outer plate is joint while
+        a silo has at most 32 latents there.
     couple_mean, couple_scale : bool, optional
         Whether the mean (``C_i``) and the log-scale (``D_i``) of a row's guide are affine in the
         globals and the latents above it. By default both are, if all rows together need at most

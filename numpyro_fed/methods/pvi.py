@@ -102,25 +102,23 @@ class PVI(Method[PVIResult, Conjugate]):
     Parameters
     ----------
     model : callable
-        A NumPyro model with :class:`~numpyro_fed.silo_plate`. Priors of global sites in the family
-        count as they are: Normal (also correlated, or linear in each other), LogNormal and whatever
-        else is Gaussian in unconstrained space, flat ones; Gamma, Beta, Dirichlet.
+        A NumPyro model with :class:`~numpyro_fed.silo_plate`. In the family are priors that are
+        Gaussian in unconstrained space (also correlated, or flat), Gamma, Beta and Dirichlet.
     schedule : str or one of numpyro_fed.schedules
         ``"sequential"``, ``"synchronous"``, ``"asynchronous"``, or ``schedules.Random(size)`` and
         the others with settings. A round visits every participant once.
     damping : "auto", float or schedules.Adaptive
         The share of each proposed change that the server takes, in (0, 1]. An update that would
-        make the posterior improper is rejected, and counted. ``Adaptive(d)`` halves the share for
-        such an update and doubles it again afterwards, and ``"auto"`` is that with what is safe
-        for the schedule: 1 when sequential, one over the number of silos at work at once.
+        make the posterior improper is rejected, and counted; ``Adaptive(d)`` halves the share for
+        it. ``"auto"`` is that from 1, or one over the number of silos at work at once.
     family : {"auto", "full", "diagonal"} or dict
         Covariance of the Gaussian over the global sites that take one; full up to 300 dimensions.
         Other sites get the family of their prior. A dict names families by site.
     prior : {"auto", "exact", "factor"}
         How to treat a prior outside of the family, such as a HalfNormal, or a site whose scale
-        is another site: ``"factor"`` approximates it by one more factor, which the server keeps and
-        renews at each of its updates as a silo does; ``"exact"`` refuses it by name. ``"auto"`` is
-        ``"factor"``, unless ``deletion`` takes all factors out at once.
+        is another site: ``"factor"`` approximates it by a factor of the server's own, renewed at
+        each of its updates; ``"exact"`` refuses it by name. ``"auto"`` is ``"factor"``, unless
+        ``deletion`` takes all factors out at once.
     local : one of numpyro_fed.local, optional
         The local optimiser. By default the closed form where the model is conjugate, and
         ``local.Optax()`` elsewhere.
@@ -132,16 +130,13 @@ class PVI(Method[PVIResult, Conjugate]):
         guide of the locals nor a ``batch_size`` nor a ``loss`` is chosen; else ``ELBO()``.
     theta_optim : optax.GradientTransformation, optional
         For parameters without a prior (``numpyro.param``), which take one step on the free energy
-        at each update of the server (Appendices A and C); by default Adam at 0.02. They need many
-        more rounds than latents do.
+        at each update of the server (Appendices A and C); by default Adam at 0.02.
     start : {"mode", None} or Result
         ``"mode"``: some 15 exchanges find the mode of the globals' posterior. A silo's factor
         begins as the parabola of its own likelihood there, so that the posterior begins as
-        Laplace's approximation, and flat priors are allowed. Visits work in coordinates in which
-        the posterior is standard. It needs at most 300 globals and ``deletion="own"``, and is not
-        used where one pass in closed form is exact; otherwise it is as None. None: at the prior. A
-        result of another method on the same silos: at its posterior; every silo's factor is an
-        equal share of it.
+        Laplace's approximation, and flat priors are allowed. It needs at most 300 globals and
+        ``deletion="own"``, and is not used where one pass in closed form is exact. None: at the
+        prior. A result on the same silos: at its posterior, of which all factors are equal shares.
     starts : int
         Searches for the mode, side by side in one program; the highest is where the run starts.
     start_scale : float or None
@@ -155,8 +150,8 @@ class PVI(Method[PVIResult, Conjugate]):
     divergence, prior_divergence : callable
         The divergences to the cavity and to the prior, as in :mod:`numpyro_fed.divergences`.
     deletion : {"own", "none", "average", "prior"}
-        The part of the posterior that a silo takes out for its cavity: its own factor; nothing (as
-        in streaming); an average factor (stochastic power EP); all factors (committee machine).
+        What a silo takes out of the posterior for its cavity: its own factor; nothing (streaming);
+        an average factor (stochastic power EP); all factors (committee machine).
     prior_share : {"whole", "split"}
         Whether a silo's cavity holds all of the prior, or its share of it.
     max_rounds : int, optional

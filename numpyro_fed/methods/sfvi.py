@@ -173,10 +173,9 @@ class SFVI(GradientMethod):
     model : callable
         A NumPyro model with :class:`~numpyro_fed.silo_plate`.
     optim : optax.GradientTransformation, optional
-        The optimiser of the server for the globals, and of each silo for its own parameters, each
-        with its own state. By default Adam, whose step decays from 0.03 after the first hundred
-        rounds or so. A run that starts at the mode takes steps in coordinates in which the
-        posterior is about standard: choose them for that, whatever the units of the data.
+        The optimiser of the server for the globals, and of each silo for its own parameters. By
+        default Adam, whose step decays from 0.03 after the first hundred rounds or so. A run that
+        starts at the mode takes steps in coordinates in which the posterior is about standard.
     guide : Structured, Amortised or AutoGuide, optional
         :class:`numpyro_fed.guides.Structured` chooses by the model's sizes when left out. A NumPyro
         autoguide is used for the globals. With networks for rows
@@ -190,19 +189,16 @@ class SFVI(GradientMethod):
         Draws of the globals in each round.
     start : {"mode", None} or Result
         ``"mode"``: some 15 exchanges find the mode of the globals' posterior and its curvature
-        (:func:`numpyro_fed.find_mode`), and the guides begin there, the silos' own at the modes of
-        their latents given the globals, with curvature and derivatives. Above 300 globals and
-        shared parameters it takes some hundred exchanges and uses the curvature's diagonal; above
-        10,000 it is as None. None: at zero in unconstrained space. A result of another method on
-        the same silos, such as :class:`SFVIAvg`: at its posterior; ``result.start.report()`` lists
-        what was taken over.
+        (:func:`numpyro_fed.find_mode`), and all guides begin at modes, with curvatures. Above 300
+        globals and shared parameters it takes some hundred exchanges and uses the curvature's
+        diagonal; above 10,000 it is as None. None: at zero in unconstrained space. A result on the
+        same silos: at its posterior; ``result.start.report()`` lists what was taken over.
     starts : int
         Searches for the mode, side by side in one program; the highest is where the run starts.
     schedule : {"synchronous", "sequential"} or one of numpyro_fed.schedules
         Who takes part in a step: by default all silos. Under ``schedules.Random(k)`` and
-        ``schedules.Given(who)`` the participants' replies count J / k times, for all silos, so that
-        steps are unbiased; a silo's own parameters and the count of its optimiser stay as they are
-        while it does not take part. A sequential round has a step for each silo.
+        ``schedules.Given(who)`` replies count J / k times, so that steps are unbiased, and a silo's
+        own parameters stay while it is left out. A sequential round has a step for each silo.
     batch_size : int, optional
         The number of rows that a silo draws for each step, with replacement, from each silo plate
         with nothing below it; they count n / B times. A silo with no more rows takes all of them.
@@ -352,9 +348,8 @@ class SFVIAvg(GradientMethod):
     weights : {"rows", "even"}
         The weights of silos in averages, with N / N_j or J as the factors of their bounds.
         ``"rows"`` takes one more exchange before the first round, in which numbers of rows are
-        added up. In the rounds a full Wasserstein barycenter needs each silo's number (its weight),
-        the other averages only sums: if that number must not leave a silo, use ``"even"`` or
-        another average.
+        added up. A full Wasserstein barycenter also needs each silo's own number in the rounds; if
+        that must not leave a silo, use ``"even"`` or another average.
     optim : optax.GradientTransformation, optional
         By default Adam, whose step falls to 1e-4 within each round: from 0.2 for the centre of the
         globals, 0.01 for the rest of all guides, 0.02 for other parameters, in coordinates in which

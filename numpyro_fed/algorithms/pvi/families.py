@@ -264,25 +264,24 @@ def _points_near(family: Product, reach: np.ndarray, eta: Natural) -> tuple[Arra
     # Points that are not finite, of an improper density, become zero.
     furthest = np.minimum(reach, 1e6)
     width = jnp.where(jnp.arange(NEAR) % 2, 1.0, 3.0)[:, None]
-    centres, points = [], []
-    for name, (places, member) in family.members.items():
+    centres, points = {}, {}
+    for name, (_, member) in family.members.items():
         noise = width * np.random.default_rng(2).normal(size=(NEAR, member.dim))
         if name == GAUSSIAN:
-            bowl = member.fit(lambda z, at=places: -0.5 * ((z / furthest[at]) ** 2).sum())
+            far = furthest[family.places[name]]
+            bowl = member.fit(lambda z, far=far: -0.5 * ((z / far) ** 2).sum())
             psi = member.ordinary(jax.tree.map(jnp.add, eta[name], bowl))
-            points.append(jax.vmap(member.draw, (None, 0))(psi, noise))
-            centres.append(member.centre(psi))
+            points[name] = jax.vmap(member.draw, (None, 0))(psi, noise)
+            centres[name] = member.centre(psi)
         else:
-            centres.append(member.centre(member.ordinary(eta[name])))
-            points.append(centres[-1] + 0.3 * noise)
-    order = np.concatenate([places for places, _ in family.members.values()])
-    inverse = np.argsort(order).astype(np.int32)
+            centres[name] = member.centre(member.ordinary(eta[name]))
+            points[name] = centres[name] + 0.3 * noise
 
-    def join(parts: Sequence[Array]) -> Array:
-        z = jnp.concatenate(parts, -1)[..., inverse]
+    def join(parts: dict[str, Array]) -> Array:
+        z = family.join(parts)
         return jnp.clip(jnp.where(jnp.isfinite(z), z, 0.0), -reach, reach)
 
-    return join(centres), join(points)
+    return join(centres), jax.vmap(join)(points)
 
 
 def generic_parameters(fm: FederatedModel) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class Down(NamedTuple):
 
     theta: dict[str, Any]
     total: Natural
-    taken: Array | tuple[()] = ()
+    taken: Any = ()
 
 
 class Up(NamedTuple):
