@@ -255,6 +255,26 @@ class ByGradients(ABC):
         rows = self.bound.noise(key, self.minibatches.sizes(sizes), self.num_particles)
         return MinibatchNoise(rows, self.minibatches.noise(key_which))
 
+    def mean_bound(
+        self,
+        theta: Theta,
+        params: SiloParams,
+        frames: dict[str, Gaussian],
+        z_G: Array,
+        coordinates: Coordinates,
+        noise: MinibatchNoise,
+        data: SiloData,
+    ) -> Array:
+        """Return a silo's term of the bound (), the mean over draws (n, dim) of the globals."""
+        batch, indices = draw_minibatch(self.minibatches, noise.which, data)
+        eta = self.guide.from_frame(rows_at(frames, indices), rows_at(params.guide, indices))
+
+        def at_draw(z: Array, u: Array, eps: Rows) -> Array:
+            at = coordinates._replace(u=u)
+            return self.bound.value(AtDraw({**theta, **params.private}, eta, z, at, batch), eps)
+
+        return jax.vmap(at_draw, (0, 0, 1))(z_G, coordinates.u, noise.rows).mean()
+
     def recentred(self, state: SiloState, offset: Array, data: SiloData) -> SiloParams:
         """Return a silo's parameters, with local guides measured from a moved centre.
 
@@ -382,19 +402,10 @@ class StructuredVI(ByGradients):
             # The silo may have missed rounds in which the globals' guide moved.
             params = self.recentred(state, centre_now - state.centre, data)
             state = state._replace(params=params, centre=centre_now)
-        batch, indices = draw_minibatch(self.minibatches, noise.which, data)
-        frames = rows_at(state.frames, indices)
 
         def term(down: Down, params: SiloParams) -> Array:
-            theta = {**down.theta, **params.private}
-            eta = self.guide.from_frame(frames, rows_at(params.guide, indices))
-
-            def at_draw(z_G: Array, u: Array, eps: Rows) -> Array:
-                given = AtDraw(theta, eta, z_G, Coordinates(u, centre), batch)
-                return self.bound.value(given, eps)
-
-            u, centre = coordinates_of(down)
-            return jax.vmap(at_draw, (0, 0, 1))(down.z_G, u, noise.rows).mean()
+            at = down.z_G, coordinates_of(down)
+            return self.mean_bound(down.theta, params, state.frames, *at, noise, data)
 
         # One backward pass for the message and for the silo's own parameters.
         value, (g_down, g_params) = jax.value_and_grad(term, (0, 1))(down, state.params)

@@ -49,10 +49,8 @@ from numpyro_fed.algorithms.sfvi import (
 )
 from numpyro_fed.gaussian import Frame, Gaussian
 from numpyro_fed.guides.base import GuideParams
-from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.minibatch import MinibatchNoise, draw_minibatch, rows_at
-from numpyro_fed.objectives import AtDraw
+from numpyro_fed.model.minibatch import MinibatchNoise
 from numpyro_fed.trees import Tree, all_finite
 
 COUNT = "rows"  # the name of the exchange that adds them up
@@ -246,17 +244,8 @@ class Averaging(ByGradients):
                 state.shared_frame.globals, shared.guide, eps[0]
             )
             log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, draws)
-            batch, indices = draw_minibatch(self.minibatches, eps[1].which, data)
-            local = self.guide.from_frame(
-                rows_at(state.frames, indices), rows_at(silo_params.guide, indices)
-            )
-            all_theta = {**theta, **silo_params.private}
-
-            def at_draw(z: Array, u: Array, rows: Rows) -> Array:
-                given = AtDraw(all_theta, local, z, coordinates._replace(u=u), batch)
-                return self.bound.value(given, rows)
-
-            bound = jax.vmap(at_draw, (0, 0, 1))(draws, coordinates.u, eps[1].rows).mean()
+            at = draws, coordinates
+            bound = self.mean_bound(theta, silo_params, state.frames, *at, eps[1], data)
             log_prior, log_q = log_prior.mean(), log_q.mean()
             value = log_prior - log_q + scale * bound
             if self.aggregation.name != "product":

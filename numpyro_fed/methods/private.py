@@ -18,8 +18,8 @@ from numpyro_fed.errors import CoupledRowsError, GuideError, ModelError, SavedSt
 from numpyro_fed.guides.structured import Structured, build_resolved, resolve
 from numpyro_fed.integrals.quadrature import default_nodes, quadrature_misfit
 from numpyro_fed.methods.base import RunOptions
-from numpyro_fed.methods.minibatch_checks import check_rows_alone
 from numpyro_fed.methods.rows import Method
+from numpyro_fed.methods.sfvi import check_rows_alone
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.layout import Layout

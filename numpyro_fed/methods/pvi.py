@@ -39,10 +39,10 @@ from numpyro_fed.local import ClosedForm, Optax
 from numpyro_fed.local.base import Local
 from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.losses import log_loss
-from numpyro_fed.methods.minibatch_checks import check_rows_alone, minibatches_of
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, start_rounds
 from numpyro_fed.methods.rows import Method, check_start, start_of
 from numpyro_fed.methods.schedules import Adaptive, Asynchronous, ByArrival, Spec, named
+from numpyro_fed.methods.sfvi import check_rows_alone, minibatches_of
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.handlers import generalised

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,13 +21,13 @@ from numpyro_fed.errors import ConvergenceWarning, GuideError, ModelError, one_o
 from numpyro_fed.guides.amortised import Amortised, with_encoders
 from numpyro_fed.guides.structured import (
     FULL_UP_TO,
+    Guide,
     Structured,
     amortises,
     build_resolved,
     resolve,
     structured,
 )
-from numpyro_fed.methods.minibatch_checks import check_rows_alone, minibatches_of
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, start_rounds
 from numpyro_fed.methods.rows import SEARCHED, Method, check_start, start_of
 from numpyro_fed.methods.schedules import Given, Random, Sequential, Spec, in_step
@@ -35,7 +35,7 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Facts, Plan, size_class
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.minibatch import Minibatches
+from numpyro_fed.model.minibatch import WHOLE, Minibatches
 from numpyro_fed.objectives import Bound, Objective, bound_of, draws_of, objective_for
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
@@ -54,6 +54,54 @@ MIN_ROUNDS = 200
 def default_optimiser() -> optax.GradientTransformation:
     """Return Adam with decaying steps, for coordinates in which the posterior is about standard."""
     return optax.adam(lambda count: STEP * (1 + count / SETTLES) ** -DECAY)
+
+
+def minibatches_of(
+    fm: FederatedModel,
+    plates_of: Mapping[str, tuple[str, ...]],
+    size: int | None,
+    guide: Guide,
+    draws: Mapping[str, int],
+) -> Minibatches | None:
+    """Return the rule by which rows are drawn, or None without minibatches.
+
+    Guides and bounds that cannot be cut are refused.
+    """
+    if size is None:
+        return None
+    minibatches = Minibatches.of(fm, plates_of, size)
+    words = f"batch_size={size} cannot go with"
+    if joint := [p for p in minibatches.plates if p in guide.locals and guide.locals[p].joint]:
+        raise GuideError(
+            f"{words} locals='joint' for silo_plate '{joint[0]}': one covariance over all rows has "
+            f"no part for a minibatch. Use locals='full' or 'diagonal'. {WHOLE}"
+        )
+    if weighted := [p for p in guide.outer if draws[p] > 1]:
+        raise GuideError(
+            f"{words} {draws[weighted[0]]} draws at silo_plate '{weighted[0]}', above the rows of "
+            "others: a silo is weighed as a whole there, of which some rows say nothing without "
+            f"bias. Use one draw there. {WHOLE}"
+        )
+    return minibatches
+
+
+def check_rows_alone(layout: Layout, size: int | None, stacks: Sequence[SiloData]) -> None:
+    """Raise an error if a row's log density changes when other rows are left out."""
+    if size is None:
+        return
+    for rows in Minibatches.of(layout.model, layout.lengths, size).cut:
+        try:
+            alone = all(bool(layout.checks.minibatch(*rows, stack)) for stack in stacks)
+        # A model may fail on fewer rows than it has lengths for, which is an answer, too.
+        except (TypeError, ValueError, IndexError):
+            alone = False
+        if not alone:
+            raise GuideError(
+                f"batch_size={size}: the log density of a row of '{rows.plates[0]}' changes when "
+                f"other rows are left out of {list(rows.arrays)}, so that a minibatch is another "
+                "model. Compute what sums up rows (x.mean(0), say) before the run and pass it as "
+                f"data, or put plates that share rows into one. {WHOLE}"
+            )
 
 
 @dataclass(frozen=True)
@@ -106,6 +154,16 @@ class GradientMethod(Method[Result, None]):
         """Return the objective of a run with this kind of start."""
         whole = start if self.batch_size is None else None
         return objective_for(self.objective, fm, self._spec(fm), whole)
+
+    def _settings(self, fm: FederatedModel, start: str | None) -> dict[str, Any]:
+        return {
+            "num_particles": self.num_particles,
+            "start": start,
+            "starts": self.starts,
+            "objective": repr(self._objective(fm, start)),
+            "schedule": repr(in_step(self.schedule)),
+            "batch_size": self.batch_size,
+        }
 
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: None) -> Built:
         chosen, spec = plan.chosen, self._spec(fm)
@@ -246,13 +304,8 @@ class SFVI(GradientMethod):
             start = None
         return {
             "method": "SFVI",
-            "num_particles": self.num_particles,
-            "start": start,
-            "starts": self.starts,
+            **self._settings(fm, start),
             "guide": resolve(self._spec(fm), fm, largest, total, at_mode=start == "mode"),
-            "objective": repr(self._objective(fm, start)),
-            "schedule": repr(in_step(self.schedule)),
-            "batch_size": self.batch_size,
         }
 
     def _parts(
@@ -462,13 +515,8 @@ class SFVIAvg(GradientMethod):
             "local_steps": self.local_steps,
             "aggregate": self.aggregate,
             "by_rows": self.weights == "rows" and self.aggregate != "product",
-            "num_particles": self.num_particles,
-            "start": start,
-            "starts": self.starts,
+            **self._settings(fm, start),
             "guide": guide,
-            "objective": repr(self._objective(fm, start)),
-            "schedule": repr(in_step(self.schedule)),
-            "batch_size": self.batch_size,
         }
 
     def _spec(self, fm: FederatedModel) -> Structured:
