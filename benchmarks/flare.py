@@ -28,8 +28,8 @@ from flare_place import SERVER, SITES, USER, Place, of_folder
 
 import numpyro_fed as nf
 from numpyro_fed.network import Flare
+from numpyro_fed.network.cli import load_file
 from numpyro_fed.network.engines import short_folder
-from numpyro_fed.network.study import load_file
 from numpyro_fed.runtime.federation import FIRST_WAIT, LONGEST_WAIT
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "six_cities.py"
@@ -139,7 +139,7 @@ def fits() -> dict[str, object]:
     six_cities = load_file(EXAMPLE)
     data = [
         "import os",
-        "from numpyro_fed.network.study import load_file",
+        "from numpyro_fed.network.cli import load_file",
         "def silo():",
         f"    silos = load_file({str(EXAMPLE)!r}).silos({SIX_CITIES})",
         "    return silos[int(os.environ['NUMPYRO_FED_SILO'])]",

@@ -28,11 +28,11 @@ from scipy.stats import beta
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.private_newton import Answered, NewtonQuestion, PrivateNewton
-from numpyro_fed.algorithms.private_units import SIZES, SUMS, UNITS, PrivateUnits, Schedule
+from numpyro_fed.algorithms.private_units import SIZES, SUMS, UNITS, PrivateUnits, Releases
 from numpyro_fed.model.data import read
 from numpyro_fed.model.split import split
 from numpyro_fed.precision import precision
-from numpyro_fed.privacy.noise import noisy
+from numpyro_fed.privacy.budget import noisy
 
 ROWS, FAR = 200, 1e6
 
@@ -41,7 +41,7 @@ def parts_for(x: np.ndarray, epsilon: float, noise: Any = noisy) -> PrivateNewto
     """Return a private search for a logistic regression on one silo."""
     (data,) = read([dict(x=x, y=np.zeros(len(x), int))], wide_logistic)
     fm = split(wide_logistic, [data])
-    schedule = Schedule.of(nf.Privacy(epsilon=epsilon, delta=1e-5), fm.dim, len(x), 1)
+    schedule = Releases.of(nf.Privacy(epsilon=epsilon, delta=1e-5), fm.dim, len(x), 1)
     return PrivateNewton(PrivateUnits(fm, 1, False, noise), schedule, len(x))
 
 

@@ -42,12 +42,12 @@ from jax import Array
 import numpyro_fed as nf
 from numpyro_fed.algorithms import private_newton
 from numpyro_fed.algorithms.base import AskSilos
-from numpyro_fed.algorithms.private_newton import NEAR, PrivateNewton, Server
-from numpyro_fed.algorithms.private_units import PrivateUnits, Schedule
+from numpyro_fed.algorithms.private_newton import NEAR, NewtonServer, PrivateNewton
+from numpyro_fed.algorithms.private_units import PrivateUnits, Releases
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.split import split
 from numpyro_fed.precision import precision
-from numpyro_fed.privacy.noise import noisy
+from numpyro_fed.privacy.budget import noisy
 from numpyro_fed.runtime.stack import Batch
 from numpyro_fed.runtime.step import Asked, transport_of_stacks
 
@@ -206,10 +206,10 @@ def one_silo(silo: object) -> Asked:
     return Asked(transport, jax.random.key(0), 1, (first,))
 
 
-def searched(parts: PrivateNewton, ask: AskSilos) -> Server:
+def searched(parts: PrivateNewton, ask: AskSilos) -> NewtonServer:
     """Return the end of a private search."""
     server = parts.algorithm.init_server(jax.random.key(0))
-    while parts.left(server):
+    while server.phase < len(parts.schedule.phases):
         server = parts.phase(ask, server)
     return server
 
@@ -255,7 +255,7 @@ def fits(
         (like,) = read([{k: np.asarray(v) for k, v in example.items()}], model)
         fm = split(model, [like])
         budget = nf.Privacy(epsilon=epsilon, delta=1e-6)
-        schedule = Schedule.of(budget, fm.dim, n // shard, 1)
+        schedule = Releases.of(budget, fm.dim, n // shard, 1)
         units = PrivateUnits(fm, 1, False, noisy)
         if shard > 1:
             units = Shards(fm, 1, False, noisy, changes=2.0, rows=shard)

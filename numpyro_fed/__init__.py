@@ -31,7 +31,7 @@ from numpyro_fed.methods.cost import Cost
 from numpyro_fed.methods.fit import find_mode, fit
 from numpyro_fed.methods.load import Saved, load
 from numpyro_fed.methods.of_data import levels, moments
-from numpyro_fed.methods.private import DPNewton
+from numpyro_fed.methods.private import DPNewton, PrivateResult
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.pvi_family import (
     BCM,
@@ -48,9 +48,9 @@ from numpyro_fed.methods.vfl import SOUL, VFL
 from numpyro_fed.model import handlers
 from numpyro_fed.model.clients import client_sum
 from numpyro_fed.model.facts import Facts, Plan, describe
-from numpyro_fed.model.levels import Levels, level_names
 from numpyro_fed.model.primitives import silo_plate
 from numpyro_fed.model.scaling import Scaling
+from numpyro_fed.model.tables import Levels, level_names
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.network.silo import Silo
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, Quadrature
@@ -65,7 +65,6 @@ from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.particles import Particles
 from numpyro_fed.results.posterior import Posterior
-from numpyro_fed.results.private import PrivateResult
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.tempered import Tempered

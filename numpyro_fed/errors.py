@@ -67,7 +67,7 @@ def optional(name: str, extra: str = "examples") -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise MissingExtraError(name.partition(".")[0], extra) from error
+        raise MissingExtraError(name.partition(".")[0].replace("_", "-"), extra) from error
 
 
 class NonFiniteError(FloatingPointError):

@@ -107,10 +107,7 @@ def readable(tree: Tree) -> Tree:
 def jit_once(
     f: Callable[Args, Result], static_argnums: StaticArgs = None
 ) -> Callable[Args, Result]:
-    """Return ``jax.jit(f)``, compiled in a third of the time and slower to run.
-
-    It is for functions that run once for a set of data.
-    """
+    """Return ``jax.jit(f)`` for what runs once: compiled in a third of the time, slower to run."""
 
     compiled = cache(
         lambda: jax.jit(f, static_argnums=static_argnums, compiler_options=quick_options())

@@ -33,11 +33,6 @@ def read_record(kind: type[Record], text: str | bytes) -> Record:
         ) from error
 
 
-def _fields(kind: Any) -> dict[str, Any]:
-    """Return the types of a record's fields by name."""
-    return get_type_hints(kind)
-
-
 def _typed(kind: Any, value: Any) -> Any:
     """Return a value of JSON as a type says."""
     origin, parts = get_origin(kind), get_args(kind)
@@ -53,7 +48,7 @@ def _typed(kind: Any, value: Any) -> Any:
     if kind is Any:
         return value
     if is_dataclass(kind) or issubclass(kind, tuple):
-        types = _fields(kind)
+        types = get_type_hints(kind)
         named = dict(zip(types, value, strict=True)) if isinstance(value, list) else value
         if named.keys() != types.keys():
             raise TypeError("other fields")

@@ -106,6 +106,6 @@ def compiled():
 @pytest.fixture
 def noise_of_a_seed(monkeypatch):
     """Draw the noise of privacy from a seed. Silos side by side may take it in another order."""
-    from numpyro_fed.privacy import noise
+    from numpyro_fed.privacy import budget
 
-    monkeypatch.setattr(noise, "normals", np.random.default_rng(0).standard_normal)
+    monkeypatch.setattr(budget, "normals", np.random.default_rng(0).standard_normal)

@@ -22,7 +22,7 @@ from numpyro_fed.errors import (
     SiloAwayError,
 )
 from numpyro_fed.network import InMemory
-from numpyro_fed.network.study import load_file, names_of
+from numpyro_fed.network.cli import load_file, names_of
 from numpyro_fed.runtime.messages import Question, read, write
 
 KEY = jax.random.key(0)

@@ -17,7 +17,7 @@ import numpyro_fed as nf
 from numpyro_fed.errors import ModelError
 from numpyro_fed.network import Flare, InMemory
 from numpyro_fed.network.engines import short_folder
-from numpyro_fed.network.flare_kit import DENIED, EXECUTOR, RELAY, allow, denied, write_job
+from numpyro_fed.network.flare import DENIED, EXECUTOR, RELAY, allow, denied, write_job
 from numpyro_fed_relay.pending import Pending
 
 KEY = jax.random.key(0)

@@ -4,9 +4,18 @@ import numpy as np
 import pytest
 
 from numpyro_fed.errors import DataError
-from numpyro_fed.privacy.fixed_point import LARGEST_SUM, ROUNDING, decode, encode
-from numpyro_fed.privacy.keys import Greeting, KeyPair, fingerprint, pair_keys
-from numpyro_fed.privacy.masks import masked, stream
+from numpyro_fed.privacy.masks import (
+    LARGEST_SUM,
+    ROUNDING,
+    Greeting,
+    KeyPair,
+    decode,
+    encode,
+    fingerprint,
+    masked,
+    pair_keys,
+    stream,
+)
 
 
 def words_of(rows):

@@ -3,7 +3,7 @@
 import numpy as np
 from scipy.stats import kstest
 
-from numpyro_fed.privacy.noise import GRID, noisy, normals
+from numpyro_fed.privacy.budget import GRID, noisy, normals
 
 
 def test_noise_is_standard_normal():

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from problems import cut
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms import noisy_curvature, private_newton, private_units
+from numpyro_fed.algorithms import private_newton, private_units
 from numpyro_fed.algorithms.base import ExchangeId
 from numpyro_fed.algorithms.private_newton import Answered, NewtonQuestion, PrivateNewton
-from numpyro_fed.algorithms.private_units import PrivateUnits, Schedule
+from numpyro_fed.algorithms.private_units import PrivateUnits, Releases
 from numpyro_fed.files import Store
 from numpyro_fed.methods import private
 from numpyro_fed.model.data import read
@@ -25,8 +25,7 @@ from numpyro_fed.model.split import split
 from numpyro_fed.network.engines import InMemory
 from numpyro_fed.network.policy import LEDGER, Ledger
 from numpyro_fed.precision import precision
-from numpyro_fed.privacy.budget import Spent, spent
-from numpyro_fed.privacy.noise import noisy
+from numpyro_fed.privacy.budget import Spent, noisy, spent
 from numpyro_fed.runtime import messages
 
 KEY = jax.random.key(0)
@@ -66,7 +65,7 @@ def newton(model, silo, *, per_silo=False, noise=lambda total, sd: total, num_un
     """The parts of the method, and a silo's data."""
     (data,) = read([silo], model)
     fm = split(model, [data])
-    schedule = Schedule.of(BUDGET, fm.dim, num_units, 1)
+    schedule = Releases.of(BUDGET, fm.dim, num_units, 1)
     nodes = 11 if any(p.dim for p in fm.plates) else 0
     units = PrivateUnits(fm, 1, per_silo, noise, nodes=nodes)
     return PrivateNewton(units, schedule, num_units), data
@@ -118,7 +117,7 @@ def test_shares_spend_the_budget_and_no_more(parts):
 @pytest.mark.parametrize("dim", [1, 20, 21, 100])
 @pytest.mark.parametrize("units", [10, 1_000, 10**6])
 def test_a_schedule_spends_the_budget(dim, units):
-    schedule = Schedule.of(BUDGET, dim, units, 3)
+    schedule = Releases.of(BUDGET, dim, units, 3)
     found = Spent.of(BUDGET, schedule.releases())
     assert 0.999 < found.epsilon <= 1.0
     assert all(epsilon < 1 for _, epsilon in found.exchanges)
@@ -204,9 +203,9 @@ def test_numbers_that_are_not_finite_count_for_nothing():
 def test_a_symmetric_matrix_keeps_its_length_as_a_vector(d):
     A = np.random.default_rng(d).normal(size=(d, d))
     A = A + A.T
-    vector = noisy_curvature.as_vector(A)
+    vector = private_units.as_vector(A)
     assert np.linalg.norm(vector) == pytest.approx(np.linalg.norm(A), rel=1e-5)
-    np.testing.assert_allclose(noisy_curvature.as_symmetric(vector, d), A, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(private_units.as_symmetric(vector, d), A, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -336,11 +335,11 @@ def test_a_posterior_has_a_root_whatever_its_precisions():
     V = np.linalg.qr(r.normal(size=(6, 6)))[0].astype(np.float32)
     curved = np.array([1e-4, 1e-2, 1, 10, 1e2, 1e3])
     P = (np.diag([1e-3, 1e-2, 1e-1, 1e3, 1e5, 1e5]) @ np.linalg.qr(r.normal(size=(6, 6)))[0]).T
-    root = noisy_curvature.root_with_prior(V, curved, P)
+    root = private_newton.root_with_prior(V, curved, P)
     exact = (V.astype(float) * curved) @ V.T.astype(float) + P @ P.T
     assert np.linalg.cond(exact) > 1e8
     g = r.normal(size=6)
-    found = noisy_curvature.times_inverse(root, g)
+    found = private_newton.times_inverse(root, g)
     np.testing.assert_allclose(found, np.linalg.solve(exact, g), rtol=1e-5)
 
 
@@ -363,7 +362,7 @@ def test_without_noise_the_posterior_is_the_exact_one_but_for_its_count(without_
         before = method.run(KEY, len(result.losses) - 1, silos, **QUIET).state.server
     server, unit = result.state.server, float(before.L.item())
     h, y = 5_000 / 25, np.concatenate([s["y"] for s in silos]).mean()
-    schedule = Schedule.of(budget, 1, 5_000, 3)
+    schedule = Releases.of(budget, 1, 5_000, 3)
     variance = (40 * schedule.phases[-1].gradient) ** 2 / schedule.steps / unit**2
     known = h / (h + variance)
     exact = known * h + 50.0**-2

@@ -329,4 +329,4 @@ def test_a_reply_that_is_spoilt_on_its_way_is_that_of_its_silo(schedule, runtime
     algorithm = sent_otherwise(opened.algorithm, broken)
     spoilt = RUNTIMES[runtime](algorithm, opened.built.schedule)
     run = drive(spoilt, KEY, spoilt.init(KEY, opened.batches), opened.batches, 5, False)
-    assert run.failure.silos == (BAD,)
+    assert run.failure[1] == (BAD,)

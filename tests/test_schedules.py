@@ -13,14 +13,14 @@ import pytest
 from laid_open import times_compiled
 
 from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Info, Reply, Round
+from numpyro_fed.methods.schedules import Asynchronous, Random, Sequential
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.runtime import stack as base
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.noise import exchange_key, server_key, silo_key
-from numpyro_fed.runtime.schedule import Schedule, asynchronous, at_random, in_turn
 from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.runtime.stack import on_device
+from numpyro_fed.runtime.stack import Schedule, on_device
 from numpyro_fed.runtime.supervise import drive
 
 KEY = jax.random.key(0)
@@ -28,13 +28,13 @@ SILOS = 5
 SECONDS = (1.0, 2.0, 0.5, 4.0, 1.0)
 OWN_ORDER = (4, 0, 1, 4, 2, 3)
 SCHEDULES = {
-    "fixed": in_turn(SILOS),
-    "random": in_turn(SILOS, "random"),
-    "largest change": in_turn(SILOS, "largest_change"),
-    "own order": in_turn(SILOS, OWN_ORDER),
-    "two": at_random(SILOS, 2),
-    "all five": at_random(SILOS, SILOS),
-    "asynchronous": asynchronous(SILOS, SECONDS),
+    "fixed": Sequential().build(SILOS),
+    "random": Sequential("random").build(SILOS),
+    "largest change": Sequential("largest_change").build(SILOS),
+    "own order": Sequential(OWN_ORDER).build(SILOS),
+    "two": Random(2).build(SILOS),
+    "all five": Random(SILOS).build(SILOS),
+    "asynchronous": Asynchronous(SECONDS).build(SILOS),
 }
 
 
@@ -54,7 +54,7 @@ def planned(schedule, rounds, change=None, key=KEY):
 
 @pytest.mark.parametrize("order", ["fixed", "random", "largest_change"])
 def test_each_silo_takes_part_once_a_round_in_turn(order):
-    who = planned(in_turn(SILOS, order), 6)
+    who = planned(Sequential(order).build(SILOS), 6)
     assert who.shape == (6, SILOS, 1)
     np.testing.assert_array_equal(np.sort(who[..., 0], 1), np.tile(np.arange(SILOS), (6, 1)))
     assert (len(np.unique(who, axis=0)) > 1) == (order == "random")
@@ -63,20 +63,20 @@ def test_each_silo_takes_part_once_a_round_in_turn(order):
 
 
 def test_those_that_changed_most_come_first_and_who_was_never_seen_before_them():
-    schedule = in_turn(SILOS, "largest_change")
+    schedule = Sequential("largest_change").build(SILOS)
     who = planned(schedule, 1, [0.5, np.inf, 3.0, 0.0, 1.0])
     np.testing.assert_array_equal(who[0, :, 0], [1, 2, 4, 0, 3])
 
 
 def test_an_order_of_ones_own_is_followed():
-    who = planned(in_turn(SILOS, OWN_ORDER), 2)
+    who = planned(Sequential(OWN_ORDER).build(SILOS), 2)
     np.testing.assert_array_equal(who[..., 0], [OWN_ORDER, OWN_ORDER])
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 5])
 def test_any_set_of_silos_is_as_likely_at_random(size):
     rounds = 3_000
-    who = planned(at_random(SILOS, size), rounds)
+    who = planned(Random(size).build(SILOS), rounds)
     assert who.shape == (rounds, 1, size)
     sets = who[:, 0]
     assert (np.diff(sets, axis=1) > 0).all()
@@ -119,7 +119,7 @@ def test_events_come_in_the_order_of_a_plain_simulation(seconds):
             s * jax.vmap(jax.random.exponential)(k) for s, k in zip(seconds, each, strict=True)
         ]
     drawn = np.asarray(drawn, np.float64)
-    who = planned(asynchronous(SILOS, seconds), rounds)
+    who = planned(Asynchronous(seconds).build(SILOS), rounds)
     assert who.shape == (rounds, SILOS, 1)
     order = heap_order(lambda j, job: drawn[j, job], rounds * SILOS)
     np.testing.assert_array_equal(who.ravel(), order)
@@ -128,31 +128,31 @@ def test_events_come_in_the_order_of_a_plain_simulation(seconds):
 
 def test_the_clock_keeps_its_digits():
     """After millions of seconds, silos whose jobs take one second still take turns."""
-    schedule = asynchronous(2, lambda key, silo: jnp.float32(1.0))
+    schedule = Asynchronous(lambda key, silo: jnp.float32(1.0)).build(2)
     clock = schedule.init(KEY)
-    late = clock._replace(finish=clock.finish + 2.0**25)
+    late = (clock[0] + 2.0**25, clock[1])
     who, clock = schedule.visits(KEY, 0, late, None)
     assert sorted(who[:, 0].tolist()) == [0, 1]
-    np.testing.assert_array_equal(clock.finish, [1.0, 1.0])
+    np.testing.assert_array_equal(clock[0], [1.0, 1.0])
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: in_turn(0), "num_silos .* 0"),
-        (lambda: in_turn(3, "sorted"), "order='sorted': .*'fixed', 'random'"),
-        (lambda: in_turn(4, [0, 2]), "silo 1, 3"),
-        (lambda: in_turn(20, []), r"silo 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, \.\.\. \(20 of them\)"),
-        (lambda: in_turn(2, [0, 1, 2]), "order holds 2, .* 0 to 1"),
-        (lambda: in_turn(2, [0.0, 1.0]), "order .*silo numbers"),
-        (lambda: at_random(3, 4), "size=4 .* 3. Take between 1 and 3"),
-        (lambda: at_random(3, 0), "size .* 0"),
-        (lambda: asynchronous(3, [1.0, 2.0]), r"for each of 3 silos, got shape \(2,\)"),
-        (lambda: asynchronous(2, ["a", "b"]), "one positive number"),
-        (lambda: asynchronous(3, [1.0, 0.0, 2.0]), "got 0.0 at silo 1"),
-        (lambda: asynchronous(2, [1.0, np.inf]), "got inf at silo 1"),
-        (lambda: asynchronous(2, lambda key, silo: silo / 1.0), "got 0.0 at silo 0"),
-        (lambda: asynchronous(2, lambda key, silo: jnp.ones(3)), r"got shape \(2, 3\)"),
+        (lambda: Sequential().build(0), "num_silos .* 0"),
+        (lambda: Sequential("sorted").build(3), "order='sorted': .*'fixed', 'random'"),
+        (lambda: Sequential([0, 2]).build(4), "silo 1, 3"),
+        (lambda: Sequential([]).build(20), r"silo 0, 1, 2, .*, 8, 9, \.\.\. \(20 of them\)"),
+        (lambda: Sequential([0, 1, 2]).build(2), "order holds 2, .* 0 to 1"),
+        (lambda: Sequential([0.0, 1.0]).build(2), "order .*silo numbers"),
+        (lambda: Random(4).build(3), "size=4 .* 3. Take between 1 and 3"),
+        (lambda: Random(0).build(3), "size .* 0"),
+        (lambda: Asynchronous([1.0, 2.0]).build(3), r"for each of 3 silos, got shape \(2,\)"),
+        (lambda: Asynchronous(["a", "b"]).build(2), "one positive number"),
+        (lambda: Asynchronous([1.0, 0.0, 2.0]).build(3), "got 0.0 at silo 1"),
+        (lambda: Asynchronous([1.0, np.inf]).build(2), "got inf at silo 1"),
+        (lambda: Asynchronous(lambda key, silo: silo / 1.0).build(2), "got 0.0 at silo 0"),
+        (lambda: Asynchronous(lambda key, silo: jnp.ones(3)).build(2), r"got shape \(2, 3\)"),
     ],
 )
 def test_what_cannot_work_is_refused(build, message):
@@ -486,7 +486,7 @@ def test_two_runs_are_one_and_chunks_do_not_matter(name, where):
 )
 def test_what_is_drawn_ahead_is_what_would_be_drawn_step_by_step(where, size, exchanges):
     """Over more rounds than one block has, in two calls, of which the first ends within one."""
-    schedule, found = at_random(SILOS, size), []
+    schedule, found = Random(size).build(SILOS), []
     assert schedule.ahead
     batches = batches_of(RUNTIMES[where][1])
     for ahead in (True, False):
@@ -499,9 +499,9 @@ def test_what_is_drawn_ahead_is_what_would_be_drawn_step_by_step(where, size, ex
 
 def test_a_call_logs_fewer_rounds_where_a_round_has_many_visits():
     assert simulation(toy()).chunk == base.CHUNK == 1024
-    assert simulation(toy(), in_turn(SILOS)).chunk == 1024
-    assert simulation(toy(), in_turn(10_000)).chunk == 104
-    assert host(toy(), at_random(2**21, 2**21)).chunk == 1
+    assert simulation(toy(), Sequential().build(SILOS)).chunk == 1024
+    assert simulation(toy(), Sequential().build(10_000)).chunk == 104
+    assert host(toy(), Random(2**21).build(2**21)).chunk == 1
 
 
 @pytest.mark.parametrize("where", RUNTIMES)
@@ -521,7 +521,7 @@ def test_a_run_stops_at_the_step_that_is_not_ok(where):
 def test_a_schedule_must_be_for_as_many_silos_as_there_are(make):
     batches = batches_of(RUNTIMES["host"][1])
     with pytest.raises(ValueError, match=r"4 silos, .* 5"):
-        make(toy(), in_turn(4)).init(KEY, batches)
+        make(toy(), Sequential().build(4)).init(KEY, batches)
     wrong = Schedule(2, 1, lambda key: (), lambda k, r, c, d: (jnp.zeros(2, int), c), SILOS)
     runtime = make(toy(), wrong)
     with pytest.raises(ValueError, match=r"shape \(2,\): expected .* \(2, 1\)"):
@@ -543,7 +543,7 @@ def test_stacks_stay_in_place_while_rounds_run(buckets, exchanges):
         ]
     )
     algorithm = toy(exchanges=exchanges)._replace(watch=None)
-    runtime = simulation(algorithm, at_random(60, 2))
+    runtime = simulation(algorithm, Random(2).build(60))
     state = runtime.init(KEY, batches)
     wide = tuple(s._replace(replies=jnp.zeros((size, width))) for s in state.silos)
     program = runtime.advance.lower(KEY, state._replace(silos=wide), batches, 3).compile()

@@ -19,8 +19,7 @@ import numpyro_fed as nf
 from numpyro_fed.errors import ModelError, RefusedError, ReplyError, SumError
 from numpyro_fed.network import InMemory
 from numpyro_fed.records import read_record
-from numpyro_fed.runtime.messages import Question, read, write
-from numpyro_fed.runtime.sums import MASKED, SUM, Terms
+from numpyro_fed.runtime.messages import MASKED, SUM, Question, Terms, read, write
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}

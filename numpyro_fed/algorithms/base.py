@@ -131,17 +131,11 @@ OUTER_LATENTS = "outer latents"  # of the one in which silos tell the latents th
 
 
 class ExchangeId(NamedTuple):
-    """The record by which a party in another process knows an exchange, and can build it.
-
-    Attributes
-    ----------
-    name : str
-    settings : str
-        JSON, such as the number of draws of a correction. It is empty for an exchange of a run,
-        whose settings are those of the method.
-    """
+    """The record by which a party in another process knows an exchange, and can build it."""
 
     name: str
+    # JSON, such as the number of draws of a correction. It is empty for an exchange of a run, whose
+    # settings are those of the method.
     settings: str = ""
 
     def read_settings(self) -> dict[str, Any]:
@@ -264,12 +258,9 @@ class Ask(Protocol):
         ...
 
 
-class AskSilos(Protocol):
-    """The function by which a plain program at the server asks all silos."""
-
-    def __call__(self, exchange: Exchange[Any, Any, Up], down: object) -> Up:
-        """Return the sum of the silos' replies, or all of them, as NumPy arrays."""
-        ...
+# The function by which a plain program at the server asks all silos: an exchange and the message,
+# to the sum of the silos' replies, or all of them, as NumPy arrays.
+AskSilos = Callable[[Exchange[Any, Any, Any], Any], Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -392,38 +383,20 @@ class SiloParams(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The part of a server's state that all parties may know.
+    """The part of a server's state that all parties may know."""
 
-    Attributes
-    ----------
-    theta : dict
-        Shared parameters, unconstrained.
-    guide : dict
-        Parameters of the globals' guide, in its frame.
-    frame : Gaussian
-    """
-
-    theta: dict[str, Any]
-    guide: Any
+    theta: dict[str, Any]  # shared parameters, unconstrained
+    guide: Any  # parameters of the globals' guide, in its frame
     frame: Gaussian
 
 
 class Private(NamedTuple):
-    """The part of a silo's state that never leaves it.
+    """The part of a silo's state that never leaves it."""
 
-    Attributes
-    ----------
-    theta : dict
-        The silo's private parameters, unconstrained.
-    guide : dict
-        Parameters of its local guides.
-    centre : (dim,), optional
-        The point of the globals' frame from which the local guides measure. By default it is the
-        centre of the globals' guide. A silo that missed rounds still has an earlier centre.
-    """
-
-    theta: dict[str, Any]
-    guide: dict[str, Any]
+    theta: dict[str, Any]  # the silo's private parameters, unconstrained
+    guide: dict[str, Any]  # parameters of its local guides
+    # (dim,): the point of the globals' frame from which the local guides measure. By default it is
+    # the centre of the globals' guide. A silo that missed rounds still has an earlier centre.
     centre: Array | None = None
 
     def recentred(self, coordinates: Coordinates) -> Coordinates:
@@ -432,11 +405,7 @@ class Private(NamedTuple):
 
 
 class CarriedSilo(NamedTuple):
-    """A silo's part of an earlier result: its parameters, unconstrained, and its local guides.
-
-    The guides measure the globals ``z_G`` themselves, without a frame, from ``centre`` (dim,): the
-    frame of the earlier run means nothing in the next one.
-    """
+    """A silo's part of an earlier result; its guides measure ``z_G`` from ``centre`` (dim,)."""
 
     theta: Theta
     guide: dict[str, GuideParams]
@@ -450,16 +419,10 @@ class Sampled(NamedTuple):
 
 
 class WarmStart(NamedTuple):
-    """The functions by which an algorithm starts where an earlier run has ended.
+    """The functions by which an algorithm starts where an earlier run has ended."""
 
-    Attributes
-    ----------
-    server : (key, StartPoint) -> server_state
-    silo : (key, CarriedSilo, StartPoint, data) -> silo_state
-    """
-
-    server: Callable[..., Any]
-    silo: Callable[..., Any]
+    server: Callable[..., Any]  # (key, StartPoint) -> server_state
+    silo: Callable[..., Any]  # (key, CarriedSilo, StartPoint, data) -> silo_state
 
 
 class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):

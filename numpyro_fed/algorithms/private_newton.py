@@ -10,7 +10,10 @@ At a point ``z`` of the globals, in a frame :math:`z + L u`, silos send the sums
 where :math:`A_i` is the negative Hessian of the unit's log likelihood, or for many globals
 :math:`\nabla \ell_i \nabla \ell_i'`. All that the server computes from them costs no privacy:
 
-1. Curvature that cannot be told from noise is replaced (``noisy_curvature.py``).
+1. Curvature that cannot be told from noise is replaced. The spectrum of a symmetric matrix of noise
+   with sd :math:`s` ends at :math:`s \sqrt{2d}`. Eigenvalues below this edge cannot be told from
+   noise; there columns count as uncorrelated. Above the edge they are shrunk as those of a matrix
+   with a few large ones (Benaych-Georges and Nadakuditi 2011).
 2. A phase is some steps of Newton's method in one frame, whose sums are used together: each gives
    :math:`b = G + A L^{-1}(z_k - z)`. With :math:`b \mid u \sim N(A u, A + S)`, where ``A`` is the
    variance of a gradient and ``S`` that of the noise, the posterior's precision is that of the
@@ -39,7 +42,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -58,28 +61,23 @@ from numpyro_fed.algorithms.base import (
     asked_directly,
 )
 from numpyro_fed.algorithms.expand import ASIDE, Prior, shape
-from numpyro_fed.algorithms.noisy_curvature import (
-    Spectrum,
-    as_symmetric,
-    as_vector,
-    root_with_prior,
-    times_inverse,
-)
 from numpyro_fed.algorithms.private_units import (
     COARSE,
     COUNTS,
     HIGHEST,
     LOWEST,
     SIZES,
+    SUMS,
     UNCLIPPED,
     UNITS,
     Phase,
     PrivateUnits,
-    Schedule,
+    Releases,
+    as_symmetric,
+    as_vector,
     best_clip,
     histogram,
     quantile,
-    sums_of,
 )
 from numpyro_fed.errors import ModelError
 from numpyro_fed.gaussian import Gaussian, identity, root_of
@@ -142,62 +140,47 @@ class PrivateSums(NamedTuple):
     curvature: np.ndarray
 
 
-class Server(NamedTuple):
+class NewtonServer(NamedTuple):
     """The state of the server between two phases.
 
-    ``phase`` () int: The next phase of the schedule; -1 before the first units of the frame are
-        known.
-    ``z, L`` (d,), (d, d): Point and frame of the next step.
-    ``loc, root`` (d,), (d, d): Mean of the posterior, and root of its covariance.
-    ``undetermined`` () int: Directions whose curvature could not be told from noise.
-    ``coarse`` () bool: Whether many units' lengths are hidden by the noise of their histogram.
-    ``moved`` (): How long the last step wanted to be, in sds of the posterior without its excess,
-        divided by the root of ``d``; -1 where nothing finite came of it.
-    ``fewest, waited`` () int: The fewest undetermined directions of a phase so far, and the phases
-        since.
-    ``made`` (phases,) bool: The phases of the schedule that were made.
-    ``multiplier`` (): The noise multiplier of the first release, by which a run knows its budget.
+    ``moved`` is how long the last step wanted to be, in sds of the posterior without its excess,
+    divided by the root of ``d``; -1 where nothing finite came of it.
     """
 
-    phase: Numbers | float
-    z: Numbers
-    L: Numbers
-    loc: Numbers
-    root: Numbers
-    undetermined: Numbers | float
-    coarse: Numbers | float
+    phase: Numbers | float  # the next one; -1 before the first units of the frame are known
+    z: Numbers  # (d,), the point of the next step
+    L: Numbers  # (d, d), its frame
+    loc: Numbers  # (d,), the mean of the posterior
+    root: Numbers  # (d, d), of its covariance
+    undetermined: Numbers | float  # directions whose curvature could not be told from noise
+    coarse: Numbers | float  # whether many units' lengths are hidden by their histogram's noise
     moved: Numbers | float
-    fewest: Numbers | float
-    waited: Numbers | float
-    made: Numbers
-    multiplier: Numbers | float
+    fewest: Numbers | float  # undetermined directions of a phase so far
+    waited: Numbers | float  # phases since
+    made: Numbers  # (phases,) bool
+    multiplier: Numbers | float  # of the first release, by which a run knows its budget
 
 
 @dataclass(frozen=True, eq=False)
 class PrivateNewton:
-    """The parts of the method.
+    """The parts of the method."""
 
-    ``units``: What is protected, in a model whose units stand alone.
-    ``num_units``: The number of rows or silos, about: it scales the frame.
-    ``clip``: The clipping length of gradients, in the place of a quantile.
-    ``rows_in_unit``: The mean number of rows in a unit. The frame of many rows is the narrower, and
-        steps in it may be the longer.
-    """
-
-    units: PrivateUnits
-    schedule: Schedule
-    num_units: int
-    clip: float | None = None
+    units: PrivateUnits  # what is protected, in a model whose units stand alone
+    schedule: Releases
+    num_units: int  # rows or silos, about: it scales the frame
+    clip: float | None = None  # of gradients, in the place of a quantile
+    # The mean number of rows in a unit. The frame of many rows is the narrower, and steps in it may
+    # be the longer.
     rows_in_unit: float = 1.0
 
     @cached_property
-    def algorithm(self) -> FederatedAlgorithm[Server, Answered]:
+    def algorithm(self) -> FederatedAlgorithm[NewtonServer, Answered]:
         """Return first states and exchanges, as other parties know them."""
 
-        def init_server(key: Array) -> Server:
+        def init_server(key: Array) -> NewtonServer:
             d, zero = self.units.model.dim, jnp.zeros((), jnp.int32)
             z, eye = jnp.full(d, ASIDE), jnp.eye(d)
-            return Server(
+            return NewtonServer(
                 phase=zero - 1,
                 z=z,
                 L=eye,
@@ -234,7 +217,7 @@ class PrivateNewton:
             self._exchange(UNITS, "units", num_steps, self._tell_units, shape(d, bins)),
             self._exchange(SIZES, "sizes", steps, self._tell_sizes, shape(2, bins)),
             *(
-                self._exchange(sums_of(i), "sums", 1, self._tell_sums, sums)
+                self._exchange(f"{SUMS} {i + 1}", "sums", 1, self._tell_sums, sums)
                 for i in range(self.schedule.steps)
             ),
         )
@@ -300,12 +283,8 @@ class PrivateNewton:
 
     # At the server.
 
-    def left(self, server: Server) -> int:
-        """Return the number of phases that are planned and left."""
-        return len(self.schedule.phases) - int(server.phase)
-
     @np.errstate(all="ignore")  # of steps to nowhere
-    def phase(self, ask: AskSilos, server: Server) -> Server:
+    def phase(self, ask: AskSilos, server: NewtonServer) -> NewtonServer:
         """Return the state after the next phase: a histogram of lengths, and some steps."""
         if server.phase < 0:  # the first units of the frame are not known yet
             counts, d = ask(self.exchanges[0], _place(0, server.z, server.L)), len(server.z)
@@ -333,7 +312,7 @@ class PrivateNewton:
             return _in_precision(lost)
         return after if all(np.isfinite(a).all() for a in after) else _in_precision(lost)
 
-    def _steps(self, ask: AskSilos, server: Server, k: int) -> Server:
+    def _steps(self, ask: AskSilos, server: NewtonServer, k: int) -> NewtonServer:
         d, steps, spread = self.units.model.dim, self.schedule.steps, self.units.spread
         noise, z, L = self.schedule.phases[k], *(np.asarray(a, float) for a in (server.z, server.L))
         _, lengths, *sums = self.exchanges
@@ -361,7 +340,7 @@ class PrivateNewton:
             edge = of_curvature * noise.curvature * spread * math.sqrt(2 * d / (i + 1))
             variance = (clip * noise.gradient * spread) ** 2 / (i + 1)
             found, step = self._estimate(
-                g, Spectrum.of(H, edge), variance, place - at, here, server
+                g, without_noise(H, edge), variance, place - at, here, server
             )
             at = at + step
             moved.append(found.moved)
@@ -385,12 +364,12 @@ class PrivateNewton:
     def _estimate(
         self,
         g: np.ndarray,
-        spectrum: Spectrum,
+        spectrum: tuple[np.ndarray, np.ndarray, np.ndarray, int],
         variance: float,
         away: np.ndarray,
         z: np.ndarray,
-        server: Server,
-    ) -> tuple[Server, np.ndarray]:
+        server: NewtonServer,
+    ) -> tuple[NewtonServer, np.ndarray]:
         """Return the posterior and the next frame at a place ``z`` (d,), and the step from it."""
         # ``g`` (d,) is the mean of the gradients, as of a place ``away`` (d,) from here in the
         # frame, and ``variance`` that of the noise in each of its numbers.
@@ -439,7 +418,39 @@ class PrivateNewton:
         return 1 / np.sqrt(np.maximum((P**2).sum(1), 1e-12))
 
 
-def _shared(server: Server) -> Shared:
+def without_noise(H: np.ndarray, edge: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """Return what can be told of a curvature ``H`` (d, d), where the noise's spectrum ends at edge.
+
+    That are its eigenvectors; eigenvalues (d,) as of the matrix without noise; the same for a step,
+    positive, and not below what noise may hide; and the number of directions whose curvature could
+    not be told from noise.
+    """
+    e, V = np.linalg.eigh(H)
+    above = np.where(e > edge, 0.5 * (e + np.sqrt(np.maximum(e**2 - edge**2, 0.0))), 0.0)
+    apart = (V**2 * np.maximum(np.diagonal(H), 0.0)[:, None]).sum(0)
+    curved = np.maximum(above, np.minimum(edge / 2, apart))
+    # Where the density curves upwards, a step as long as if it curved as much downwards.
+    damped = np.maximum(np.where(e < -edge, -e, above), edge / 2)
+    return V, curved, damped, int((e <= edge).sum())
+
+
+def root_with_prior(V: np.ndarray, curved: np.ndarray, P: np.ndarray) -> np.ndarray:
+    """Return the root (d, d) of the precision ``V diag(curved) V' + P P'``.
+
+    Directions may differ by more than a sum of matrices keeps apart, which then has no root: an
+    effect under a small scale beside one that neither data nor prior know.
+    """
+    return root_of(np.column_stack([V * np.sqrt(curved), P]))
+
+
+def times_inverse(root: np.ndarray, g: np.ndarray) -> np.ndarray:
+    """Return the inverse of ``root root'`` times a vector (d,), for lower triangular ``root``."""
+    solve = partial(solve_triangular, root, lower=True, check_finite=False)
+    found: np.ndarray = solve(solve(g), trans=1)
+    return found
+
+
+def _shared(server: NewtonServer) -> Shared:
     posterior = Gaussian.of_root(jnp.asarray(server.loc), jnp.asarray(server.root))
     return Shared({}, posterior.params(), identity(server.loc.shape))
 
@@ -452,8 +463,8 @@ def _place(
     return NewtonQuestion(np.asarray(step, np.int32), *numbers)
 
 
-def _in_precision(server: Server) -> Server:
+def _in_precision(server: NewtonServer) -> NewtonServer:
     """Return the state in the types of the first one, in which it is saved."""
     kinds: dict[str, Any] = {"f": jnp.result_type(float), "i": np.int32, "b": np.bool_}
     arrays = map(np.asarray, server)
-    return Server(*(a.astype(kinds[a.dtype.kind]) for a in arrays))
+    return NewtonServer(*(a.astype(kinds[a.dtype.kind]) for a in arrays))

@@ -10,6 +10,7 @@ far longer than a clip.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import of_stack
-from numpyro_fed.algorithms.noisy_curvature import as_vector
 from numpyro_fed.integrals.quadrature import RowIntegrals, silo_integral
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
@@ -48,23 +48,15 @@ Noisy = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class PrivateUnits:
-    """The units of a model at silos, and the noise that hides each of them.
+    """The units of a model at silos, and the noise that hides each of them."""
 
-    ``model``: A model whose units stand alone.
-    ``per_silo``: Whether a unit is a whole silo.
-    ``noise``, ``(total, sd) -> total with noise``: In double precision.
-    ``noise_share``: The part of the noise's sd that a silo adds.
-    ``changes``: Units' lengths by which a sum may change between neighbouring data.
-    ``nodes``: Nodes of quadrature for rows' latents; 0 without latents.
-    """
-
-    model: FederatedModel
+    model: FederatedModel  # whose units stand alone
     num_silos: int
-    per_silo: bool
-    noise: Noisy
-    noise_share: float = 1.0
-    changes: float = 1.0
-    nodes: int = 0
+    per_silo: bool  # whether a unit is a whole silo
+    noise: Noisy  # (total, sd) -> total with noise, in double precision
+    noise_share: float = 1.0  # the part of the noise's sd that a silo adds
+    changes: float = 1.0  # units' lengths by which a sum may change between neighbouring data
+    nodes: int = 0  # of quadrature for rows' latents; 0 without latents
 
     @property
     def has_products(self) -> bool:
@@ -103,10 +95,7 @@ class PrivateUnits:
         return of_stack(at_silo, little=False)
 
     def derivatives(self, z: np.ndarray, L: np.ndarray, data: SiloData) -> tuple[np.ndarray, ...]:
-        """Return units' gradients (silos, units, d) at ``z``, in the frame ``L`` (d, d).
-
-        Up to :data:`HESSIANS_UP_TO` globals their negative Hessians (silos, units, d, d) follow.
-        """
+        """Return units' gradients (silos, units, d) in the frame, and Hessians for few globals."""
         found = jax.block_until_ready(self._program((), (z, L), (), data))
         return tuple(np.asarray(a, float) for a in found)
 
@@ -121,10 +110,7 @@ class PrivateUnits:
     def sum_of_products(
         self, g: np.ndarray, clip: float, clip_product: float, multiplier: float
     ) -> np.ndarray:
-        """Return the sum of products ``g g'`` of clipped units (n, d) as a vector, with noise.
-
-        None of them is longer than ``clip_product``.
-        """
+        """Return the sum of clipped products of clipped units (n, d) as a vector, with noise."""
         g = clipped(g, abs(clip))
         length = np.maximum((g**2).sum(1), 1e-300)  # of g g'
         product = (g * np.minimum(1.0, abs(clip_product) / length)[:, None]).T @ g
@@ -141,10 +127,7 @@ class PrivateUnits:
 
 
 def histogram(sizes: np.ndarray) -> np.ndarray:
-    """Return how many sizes (n,) lie below each power of two and above the one before it.
-
-    What is zero or not finite is not counted.
-    """
+    """Return how many sizes (n,) lie below each power of two and above the one before it."""
     power = np.ceil(np.log2(sizes[np.isfinite(sizes) & (sizes > 0)]))
     place = np.clip(power, LOWEST, HIGHEST).astype(int) - LOWEST
     return np.bincount(place, minlength=HIGHEST - LOWEST + 1).astype(float)
@@ -199,6 +182,21 @@ def clipped(units: np.ndarray, most: np.ndarray | float) -> np.ndarray:
     return np.asarray(units * np.minimum(1.0, most / length)[:, None])
 
 
+def as_vector(matrices: np.ndarray) -> np.ndarray:
+    """Return symmetric matrices (..., d, d) as vectors of the same length (Frobenius)."""
+    rows, columns = np.triu_indices(matrices.shape[-1])
+    scaled: np.ndarray = matrices[..., rows, columns] * np.where(rows == columns, 1.0, 2**0.5)
+    return scaled
+
+
+def as_symmetric(vector: np.ndarray, d: int) -> np.ndarray:
+    """Return the matrix (d, d) of :func:`as_vector`."""
+    rows, columns = np.triu_indices(d)
+    half = np.zeros((d, d))
+    half[rows, columns] = vector / np.where(rows == columns, 2.0, 2**0.5)
+    return half + half.T
+
+
 UNITS, SIZES, SUMS = "private units", "private sizes", "private sums"
 # Shares of the budget: of the first units, of the search, and of the phases after it.
 UNITS_SHARE, SEARCH, LATER = 0.05, 0.2, (0.2, 0.55)
@@ -215,11 +213,6 @@ STEPS, STEPS_OF_MANY = 2, 3  # in each phase
 SHARES, SHARES_OF_MANY = (0.1, 0.63, 0.27), (0.02, 0.69, 0.29)
 
 
-def sums_of(step: int) -> str:
-    """Return the name of the exchange of a step in its phase."""
-    return f"{SUMS} {step + 1}"
-
-
 class Phase(NamedTuple):
     """The noise multipliers of a phase: of its histogram, and of both sums of each step."""
 
@@ -229,22 +222,17 @@ class Phase(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """The noise multipliers of all that a private search sends, in order.
+class Releases:
+    """The noise multipliers of all that a private search sends, in order."""
 
-    ``units``: That of the first units of the frame.
-    ``steps``: The number of steps in each phase.
-    ``search``: The number of phases, at the beginning, that search for the mode. Those that are
-        left when it is found are not made.
-    """
-
-    units: float
+    units: float  # that of the first units of the frame
     phases: tuple[Phase, ...]
-    steps: int
+    steps: int  # in each phase
+    # Phases, at the beginning, that search for the mode. Those left when it is found are not made.
     search: int = 0
 
     @classmethod
-    def of(cls, privacy: Privacy, dim: int, num_units: int, num_silos: int) -> Schedule:
+    def of(cls, privacy: Privacy, dim: int, num_units: int, num_silos: int) -> Releases:
         """Return the schedule that spends a budget on ``dim`` globals."""
         if dim > HESSIANS_UP_TO:
             kinds, steps, search = SHARES_OF_MANY, STEPS_OF_MANY, 0
@@ -264,13 +252,10 @@ class Schedule:
         return cls(units, phases, steps, search)
 
     def releases(self, made: Iterable[bool] | None = None) -> tuple[tuple[str, float], ...]:
-        """Return what is sent, by kind of exchange, and the noise multiplier of each release.
-
-        ``made`` says of each phase whether it was; by default all are.
-        """
+        """Return what is sent by kind of exchange, with its noise multiplier, in phases made."""
         releases = [(UNITS, self.units)]
         was_made = [True] * len(self.phases) if made is None else made
-        for phase in (p for p, was in zip(self.phases, was_made, strict=True) if was):
+        for phase in itertools.compress(self.phases, was_made):
             sums = (SUMS, phase.gradient), (SUMS, phase.curvature)
             releases += [(SIZES, phase.sizes), *sums * self.steps]
         return tuple(releases)

@@ -28,7 +28,6 @@ from numpyro_fed.guides.base import (
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import Plate, Site
-from numpyro_fed.model.vertical import PartyModel
 
 AMORTISED = "amortised"  # the covariance of latents whose guide is a network
 # Sizes up to which "auto" takes the richer guide.
@@ -410,12 +409,11 @@ class GuideConfig(NamedTuple):
 
 
 Spec: TypeAlias = Structured | Amortised | AutoGuide
-Latents: TypeAlias = FederatedModel | PartyModel  # for which a guide's settings are resolved
 
 
 def resolve(
     spec: Spec | None,
-    fm: Latents,
+    fm: FederatedModel,
     largest: Mapping[str, int],
     total: Mapping[str, int],
     *,
@@ -524,13 +522,13 @@ def structured(spec: Spec | None) -> Structured:
     return spec
 
 
-def _unbounded(fm: Latents, site: Site) -> bool:
+def _unbounded(fm: FederatedModel, site: Site) -> bool:
     support = fm.structure.supports[site.name]
     base = getattr(support, "base_constraint", support)
     return base in (constraints.real, constraints.real_vector)
 
 
-def _local_spec(spec: Structured, fm: Latents, plate: str) -> Any:
+def _local_spec(spec: Structured, fm: FederatedModel, plate: str) -> Any:
     """Return the user's setting for a plate."""
     kind = spec.locals
     if isinstance(kind, Mapping):
@@ -544,7 +542,7 @@ def _local_spec(spec: Structured, fm: Latents, plate: str) -> Any:
     return kind
 
 
-def _local_covariance(spec: Structured, fm: Latents, p: Plate, size: int) -> str:
+def _local_covariance(spec: Structured, fm: FederatedModel, p: Plate, size: int) -> str:
     kind = _local_spec(spec, fm, p.name)
     if isinstance(kind, Amortised):
         if p.outer:

@@ -19,15 +19,13 @@ from numpyro_fed.errors import (
     positive_int,
 )
 from numpyro_fed.model.facts import Plan
-from numpyro_fed.model.vertical_facts import VerticalPlan
 from numpyro_fed.results.at_silo import AtSilo
-from numpyro_fed.results.base import FederatedRun, Ready, Silos
+from numpyro_fed.results.base import FederatedRun, Fit, Silos
 from numpyro_fed.results.saving import load_state
-from numpyro_fed.runtime.channel import Channel, Weights
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.progress import Progress
-from numpyro_fed.runtime.remote import remote
+from numpyro_fed.runtime.remote import Channel, Weights, remote
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import Runtime, ServerData, State
 from numpyro_fed.runtime.supervise import RunOutcome, drive
@@ -43,7 +41,7 @@ RUNTIMES: dict[str, Callable[..., Runtime]] = {
 SEARCHES: dict[str, Callable[..., Runtime]] = {**RUNTIMES, "simulation": QUICK}
 
 Made = TypeVar("Made")
-Outcome = TypeVar("Outcome", bound=FederatedRun[Any])
+Outcome = TypeVar("Outcome", bound=FederatedRun)
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class RunOptions(Generic[Outcome]):
 
 
 @dataclass(frozen=True)
-class FederatedMethod(ABC, Generic[Ready, Outcome]):
+class FederatedMethod(ABC, Generic[Outcome]):
     """A federated method, whose silos may hold rows or columns."""
 
     model: Callable[..., Any]
@@ -81,7 +79,7 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
 
     @abstractmethod
     def result_of(
-        self, run: RunOutcome, fit: Ready, hosted: Silos, *, quiet: bool = False
+        self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False
     ) -> Outcome:
         """Return the result of a run; ``run.log`` is None for a loaded one.
 
@@ -100,7 +98,7 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
         return False
 
     def _load_run(
-        self, path: str | Path, fit: Ready, hosted: Silos, part: str = ""
+        self, path: str | Path, fit: Fit, hosted: Silos, part: str = ""
     ) -> tuple[Outcome, dict[str, Any]]:
         """Return the run ``part`` of a file as a result, and its description in the file."""
         like, made = fit.initial_state(hosted), fit.provenance(hosted)
@@ -109,7 +107,7 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
 
     def _run_rounds(
         self,
-        fit: Ready,
+        fit: Fit,
         hosted: Silos,
         key: Array,
         state: State,
@@ -144,7 +142,6 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
             stop=options.stop is not None,
             callback=None if callback is None else call,
             every=options.every,
-            keep=True,
         )
         found = self.result_of(run, fit, hosted, quiet=run.ended == "interrupted")
         result = replace(found, start=start, ended=run.ended)
@@ -155,30 +152,30 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
                 "run(..., init_state=error.result.state) goes on.",
                 result=result,
             )
-        failure = run.failure
-        if failure is None:
+        if run.failure is None:
             return result
         # The error of a silo was raised where its reply arrived; it gets the result here.
         if run.refused is not None:
             run.refused.result = result
             raise run.refused
-        silos = ", ".join(map(str, failure.silos))
+        round_, at = run.failure
+        silos = ", ".join(map(str, at))
         raise NonFiniteError(
-            f"the bound turned NaN or infinite in round {failure.round}, at "
+            f"the bound turned NaN or infinite in round {round_}, at "
             f"{f'silo {silos}' if silos else 'the server'}. The last good state is in the error's "
             ".result. A smaller step, gradient clipping (optax.chain("
             "optax.clip_by_global_norm(10.0), ...)), more particles or float64 usually help; "
             "otherwise look at the data and the supports of the sites there.",
             result=result,
-            round=failure.round,
-            silos=failure.silos,
+            round=round_,
+            silos=at,
         )
 
 
 def reached(
     federation: Federation,
     name: str,
-    plan: Plan | VerticalPlan,
+    plan: Plan,
     make: Callable[[Callable[..., Runtime]], Made],
     weights: Sequence[Weights] | None = None,
 ) -> tuple[Made, Silos]:
@@ -189,7 +186,7 @@ def reached(
 
     def made() -> tuple[Made, Silos]:
         channel = Channel(federation, plan.num_silos, weights, name)
-        fit = make(partial(remote, plan=plan, channel=channel))
+        fit = make(partial(remote, template=plan.template, channel=channel))
         # Once all is built: where that is refused, silos have built nothing.
         federation.accept(name, plan.to_json())
         return fit, Silos((), (), channel.batches)

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from numpyro_fed.errors import positive_int
-from numpyro_fed.runtime import schedule
-from numpyro_fed.runtime.schedule import Schedule
+from numpyro_fed.runtime.stack import Schedule
 
 __all__ = ["Adaptive", "Asynchronous", "Given", "Random", "Sequential", "Synchronous"]
+ORDERS = ("fixed", "random", "largest_change")
 
 
 def __dir__() -> list[str]:
@@ -40,9 +44,26 @@ class Sequential:
 
     order: str | Sequence[int] = "fixed"
 
-    def build(self, num_silos: int) -> Schedule[tuple[()]]:
-        """Return the schedule for ``num_silos`` silos."""
-        return schedule.in_turn(num_silos, self.order)
+    def build(self, num_silos: int) -> Schedule:
+        """Return the schedule for ``num_silos`` silos; each must come in an order of your own."""
+        positive_int("num_silos", num_silos)
+        order = self.order
+        if isinstance(order, str) and order not in ORDERS:
+            raise ValueError(
+                f"order={order!r}: expected one of {', '.join(map(repr, ORDERS))}, or a sequence "
+                "of silo numbers."
+            )
+
+        def who(key: Array, change: Array) -> Array:
+            if order == "random":
+                return jax.random.permutation(key, num_silos)
+            return jnp.argsort(change, descending=True)
+
+        if isinstance(order, str) and order != "fixed":
+            return _stateless(num_silos, num_silos, 1, who, ahead=order == "random")
+        numbers = range(num_silos) if isinstance(order, str) else order
+        fixed = _checked_order(num_silos, numbers, "order")
+        return _stateless(num_silos, len(fixed), 1, lambda key, change: jnp.asarray(fixed))
 
     def damping(self, num_silos: int) -> float:
         """Return a safe damping: 1, which is none."""
@@ -84,9 +105,28 @@ class Random:
     def __post_init__(self) -> None:
         positive_int("size", self.size)
 
-    def build(self, num_silos: int) -> Schedule[tuple[()]]:
-        """Return the schedule for ``num_silos`` silos."""
-        return schedule.at_random(num_silos, self.size)
+    def build(self, num_silos: int) -> Schedule:
+        """Return the schedule for ``num_silos`` silos; all sets of ``size`` are equally likely."""
+        positive_int("num_silos", num_silos)
+        size = self.size
+        if size > num_silos:
+            raise ValueError(
+                f"size={size} silos cannot take part at a time: there are {num_silos}. Take "
+                f"between 1 and {num_silos}."
+            )
+
+        def subset(key: Array, change: Array) -> Array:
+            # Distinct silos in ascending order, by Floyd's algorithm: its work depends on ``size``
+            # alone, where a permutation would cost as much as all silos.
+            last = num_silos - size + jnp.arange(size)
+            drawn = jax.random.randint(key, (size,), 0, last + 1)
+
+            def add(i: Array, chosen: Array) -> Array:
+                return chosen.at[i].set(jnp.where((chosen == drawn[i]).any(), last[i], drawn[i]))
+
+            return jnp.sort(jax.lax.fori_loop(0, size, add, jnp.full(size, -1)))
+
+        return _stateless(num_silos, 1, size, subset)
 
     def damping(self, num_silos: int) -> float:
         """Return a safe damping: one over the number of participants."""
@@ -113,9 +153,33 @@ class Given:
 
     who: Sequence[Sequence[int]]
 
-    def build(self, num_silos: int) -> Schedule[tuple[()]]:
+    def build(self, num_silos: int) -> Schedule:
         """Return the schedule for ``num_silos`` silos."""
-        return schedule.given(num_silos, self.who)
+        positive_int("num_silos", num_silos)
+        table = np.asarray(self.who)
+        if table.ndim != 2 or not table.size or table.dtype.kind not in "iu":
+            raise ValueError(
+                f"who must hold as many silo numbers for each round, got {self.who!r:.60}. Pass a "
+                f"list of lists of whole numbers from 0 to {num_silos - 1}."
+            )
+        _checked_order(num_silos, table.ravel(), "who")
+        rows = table.tolist()
+        if repeated := [i for i, row in enumerate(rows) if len(set(row)) < len(row)]:
+            raise ValueError(f"who has a silo twice in round {repeated[0]}: {rows[repeated[0]]}.")
+        # In SFVI each visit counts J / k times, whoever is visited: only equal counts are unbiased.
+        counts = np.bincount(table.ravel(), minlength=num_silos)
+        if counts.min() < counts.max():
+            most, least = int(counts.argmax()), int(counts.argmin())
+            raise ValueError(
+                f"who has silo {most} {counts[most]} times and silo {least} {counts[least]} times: "
+                "the data of one would count for more than those of the other. Let all come "
+                "equally often."
+            )
+
+        def visits(key: Array, round: Array, carry: Any, change: Array) -> tuple[Array, Any]:
+            return jnp.asarray(table)[round % len(table)][None], carry
+
+        return Schedule(1, table.shape[1], lambda key: (), visits, num_silos, ahead=True)
 
     def damping(self, num_silos: int) -> float:
         """Return a safe damping: one over the number of participants."""
@@ -151,10 +215,42 @@ class Asynchronous:
 
     seconds: Sequence[float] | Callable[[Array, Array], Array] | None = None
 
-    def build(self, num_silos: int) -> Schedule[schedule.Clock]:
+    def build(self, num_silos: int) -> Schedule:
         """Return the schedule for ``num_silos`` silos."""
+        positive_int("num_silos", num_silos)
         seconds = [1.0] * num_silos if self.seconds is None else self.seconds
-        return schedule.asynchronous(num_silos, seconds)
+        silos = jnp.arange(num_silos)
+        # A function of the user is tried on one key.
+        tried = (
+            jax.vmap(seconds, (None, 0))(jax.random.key(0), silos) if callable(seconds) else seconds
+        )
+        means = _checked_durations(tried, num_silos)
+
+        def duration(key: Array, silo: Array, job: Array) -> Array:
+            key = jax.random.fold_in(jax.random.fold_in(key, silo), job)
+            if callable(seconds):
+                return seconds(key, silo)
+            return jnp.asarray(means, float)[silo] * jax.random.exponential(key)
+
+        # Carried on: when each silo finishes its present job, from the end of the last round, and
+        # how many it has finished.
+        def init(key: Array) -> tuple[Array, Array]:
+            jobs = jnp.zeros(num_silos, jnp.int32)
+            return jax.vmap(duration, (None, 0, 0))(key, silos, jobs) * 1.0, jobs
+
+        def visits(key: Array, round: Array, carry: Any, change: Array) -> tuple[Array, Any]:
+            def event(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], Array]:
+                finish, jobs = carry
+                silo = jnp.argmin(finish)
+                jobs = jobs.at[silo].add(1)
+                return (finish.at[silo].add(duration(key, silo, jobs[silo])), jobs), silo
+
+            # Times are counted from here: a clock that only grew would lose its digits in float32.
+            finish, jobs = carry
+            carry, who = jax.lax.scan(event, (finish - finish.min(), jobs), None, num_silos)
+            return who[:, None], carry
+
+        return Schedule(num_silos, 1, init, visits, num_silos)
 
     def damping(self, num_silos: int) -> float:
         """Return a safe damping: one over the number of silos, since all work at once."""
@@ -165,9 +261,13 @@ class Asynchronous:
 class ByArrival:
     """The schedule that stands for :class:`Asynchronous` where silos are in other processes."""
 
-    def build(self, num_silos: int) -> Schedule[tuple[()]]:
-        """Return the schedule for ``num_silos`` silos."""
-        return schedule.by_arrival(num_silos)
+    def build(self, num_silos: int) -> Schedule:
+        """Return the schedule for ``num_silos`` silos, whose replies are used as they arrive."""
+
+        def visits(*args: object) -> tuple[Array, Any]:
+            raise TypeError("who takes part is known when replies arrive, and not before.")
+
+        return Schedule(num_silos, 1, lambda key: (), visits, num_silos, by_arrival=True)
 
     def damping(self, num_silos: int) -> float:
         """Return a safe damping: one over the number of silos, since all work at once."""
@@ -236,3 +336,63 @@ def in_step(spec: str | Spec) -> Sequential | Synchronous | Random | Given:
                 "every silo come equally often, or use PVI, where it makes no difference."
             )
     return chosen
+
+
+def _stateless(
+    num_silos: int,
+    steps: int,
+    size: int,
+    who: Callable[[Array, Array], Array],
+    ahead: bool = True,
+) -> Schedule:
+    """Return a schedule without a carry; ``who`` reads the round's key and ``change``."""
+
+    def visits(key: Array, round: Array, carry: Any, change: Array) -> tuple[Array, Any]:
+        # The key is the same in all rounds; the round's own comes from its number.
+        return who(jax.random.fold_in(key, round), change).reshape(steps, size), carry
+
+    return Schedule(steps, size, lambda key: (), visits, num_silos, ahead)
+
+
+def _checked_order(num_silos: int, order: ArrayLike, name: str) -> np.ndarray:
+    """Return a fixed order as an array; refuse one with unknown numbers or without some silo."""
+    numbers = np.asarray(order)
+    if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+        raise ValueError(
+            f"{name} must be a sequence of silo numbers, got {order!r:.60}. Pass a list of whole "
+            f"numbers from 0 to {num_silos - 1}."
+        )
+    silos, there = set(range(num_silos)), set(numbers.tolist())
+    if unknown := sorted(there - silos):
+        raise ValueError(
+            f"{name} holds {_listed(unknown)}, but silos are numbered 0 to {num_silos - 1}. Leave "
+            "out what is not a silo."
+        )
+    if missing := sorted(silos - there):
+        raise ValueError(
+            f"{name} never visits silo {_listed(missing)}, whose data would count for nothing. Let "
+            "every silo come at least once, or leave it out of the list of silos."
+        )
+    return numbers
+
+
+def _checked_durations(drawn: ArrayLike | Sequence[float], num_silos: int) -> np.ndarray:
+    durations = np.asarray(drawn)
+    if durations.shape != (num_silos,) or durations.dtype.kind not in "fiu":
+        raise ValueError(
+            f"seconds must hold one positive number for each of {num_silos} silos, got shape "
+            f"{durations.shape} and dtype {durations.dtype}. Pass a list of mean durations, or a "
+            "function (key, silo) -> seconds that returns a scalar."
+        )
+    bad = np.flatnonzero(~((durations > 0) & (durations < np.inf)))
+    if bad.size:
+        raise ValueError(
+            f"seconds must be positive and finite, got {durations[bad[0]]} at silo {bad[0]}. A "
+            "silo that is never done should be left out of the list of silos."
+        )
+    return durations
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:10]))
+    return shown if len(numbers) <= 10 else f"{shown}, ... ({len(numbers)} of them)"

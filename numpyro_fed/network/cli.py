@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from numpyro.primitives import Messenger
 
 from numpyro_fed.errors import DataError, MissingExtraError, ModelError, SavedStateError
 from numpyro_fed.files import private_folder, write_atomically
+from numpyro_fed.methods.base import FederatedMethod
 from numpyro_fed.network.engines import Sockets, listen, short_folder
-from numpyro_fed.network.flare import Flare
-from numpyro_fed.network.flare_kit import allow
+from numpyro_fed.network.flare import Flare, allow
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.network.silo import MAX_BYTES, Silo
-from numpyro_fed.network.study import data_of, load_file, main_of, names_of
 from numpyro_fed.programs import cache_programs
 from numpyro_fed.runtime.federation import Engine, Federation
 
@@ -168,9 +173,17 @@ def rehearse(args: argparse.Namespace) -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(short_folder()))
         sockets = [folder / f"{j}.sock" for j in range(args.silos)]
-        processes = [
-            stack.enter_context(_silo_process(args, j, path)) for j, path in enumerate(sockets)
-        ]
+        processes = []
+        for j, path in enumerate(sockets):
+            command = [sys.executable, "-m", "numpyro_fed.network.cli", "silo", str(args.study)]
+            command += ["--data", args.data, "--socket", str(path)]
+            kept = ["--in-memory"] if args.state is None else ["--state", args.state / f"silo-{j}"]
+            processes.append(
+                subprocess.Popen([*command, *map(str, kept)], env={**os.environ, NUMBER: str(j)})
+            )
+            # The last one first: a process is ended, and then waited for.
+            stack.callback(processes[j].wait)
+            stack.callback(processes[j].terminate)
         deadline = time.monotonic() + STARTING
         while not all(path.exists() for path in sockets):
             for j, process in enumerate(processes):
@@ -183,21 +196,60 @@ def rehearse(args: argparse.Namespace) -> None:
         run(Federation(Sockets(sockets), names=names_of(study), **options))
 
 
-@contextmanager
-def _silo_process(
-    args: argparse.Namespace, number: int, path: Path
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the process of a silo, and end it with the rehearsal."""
-    command = [sys.executable, "-m", "numpyro_fed.network.cli", "silo", str(args.study)]
-    command += ["--data", args.data, "--socket", str(path)]
-    in_memory = args.state is None
-    command += ["--in-memory"] if in_memory else ["--state", str(args.state / f"silo-{number}")]
-    process = subprocess.Popen(command, env={**os.environ, NUMBER: str(number)})
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait()
+def load_file(path: str | Path) -> ModuleType:
+    """Return the module of a file; imports in it find the files beside it."""
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise ModelError(f"there is no file {path}.")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise ModelError(f"{path} is no file of Python: its name must end in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def names_of(study: ModuleType) -> dict[str, Any]:
+    """Return the objects of a study that parties may name: its own functions, and its methods.
+
+    Whatever it imports is no part of that: a server could otherwise have it called.
+    """
+
+    def may_be_named(value: object) -> bool:
+        if isinstance(value, FunctionType):
+            return value.__module__ == study.__name__
+        return isinstance(value, FederatedMethod | Messenger | partial)
+
+    return {
+        name: value
+        for name, value in vars(study).items()
+        if not name.startswith("_") and name != "main" and may_be_named(value)
+    }
+
+
+def main_of(study: ModuleType) -> Callable[[Any], Any]:
+    """Return the function ``main(silos)`` of a study."""
+    main = getattr(study, "main", None)
+    if not callable(main):
+        raise ModelError(
+            f"{study.__file__} has no function main(silos). It is what the analyst runs: "
+            "def main(silos): return nf.fit(jax.random.key(0), model, silos)."
+        )
+    return main
+
+
+def data_of(where: str) -> Any:
+    """Return a silo's data, from a function that is given as ``file.py:function``."""
+    path, _, name = where.rpartition(":")
+    if not path:
+        raise ModelError(f"{where!r}: expected file.py:function, such as hospital.py:silo.")
+    function = getattr(load_file(path), name, None)
+    if not callable(function):
+        raise ModelError(f"{path} has no function {name}(). It returns the silo's data.")
+    return function()
 
 
 if __name__ == "__main__":

@@ -1,22 +1,25 @@
-"""Bytes over NVFLARE: from the analyst's process through its server to the silos of its sites."""
+"""Bytes over NVFLARE: from the analyst's process through its server to the silos of its sites.
+
+There are the files, too, of a job that brings no code, and those by which a kit allows it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import secrets
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from numpyro_fed.errors import MissingExtraError
-from numpyro_fed.network.flare_kit import user_of, write_job
+from numpyro_fed.errors import ModelError, optional
 
 # Seconds between two looks at NVFLARE, which does nothing faster than that.
 LOOK = 0.5
@@ -39,20 +42,25 @@ SILENT = 30.0
 # Seconds after which the server is given a sign of life: it ends a session that is idle for 1800 s.
 TOUCH = 600.0
 LOG = logging.getLogger("numpyro_fed.flare")
+CONTROLLER = "nvflare.collab.runtime.controller.CollabController"
+EXECUTOR = "nvflare.collab.runtime.executor.CollabExecutor"
+HUB, RELAY = "numpyro_fed_relay.flare.Hub", "numpyro_fed_relay.flare.Relay"
+# Seconds of silence after which a job ends by itself. A later message starts another.
+IDLE = 900.0
+# Rights that no user has at a hospital: jobs with code of their own, and reading files there.
+DENIED = ("byoc", "server-predeployed-flwr", "shell_commands")
+# Where a server's kit keeps its jobs unless told otherwise: a folder that all servers of a machine
+# share, and that everybody may read.
+SHARED = "/tmp/nvflare"
 
 
 @dataclass
 class _Job:
-    """A job of NVFLARE.
-
-    Attributes
-    ----------
-    failing : dict
-        Of each silo that is not reached: since when, and when that was last found.
-    """
+    """A job of NVFLARE."""
 
     id: str
     key: str
+    # Of each silo that is not reached: since when, and when that was last found.
     failing: dict[int, tuple[float, float]] = field(default_factory=dict)
 
 
@@ -89,7 +97,10 @@ class Flare:
     def __init__(
         self, kit: str | Path, sites: Sequence[str] | None = None, *, patience: float = 600.0
     ):
-        self._kit, self._user = Path(kit), user_of(Path(kit))
+        self._kit, admin = Path(kit), Path(kit) / "startup" / "fed_admin.json"
+        if not admin.exists():
+            raise ModelError(f"{kit} is no startup kit of a user of NVFLARE: it lacks {admin}.")
+        self._user = json.loads(admin.read_text())["admin"]["username"]
         self._session: Any = None
         self._touched = 0.0
         self._job: _Job | None = None
@@ -265,16 +276,13 @@ class Flare:
 
     def _command(self, name: str, *args: Any) -> Any:
         """Return what NVFLARE says to a command of its user, in a new session if there is none."""
-        try:
-            from nvflare.fuel.flare_api.flare_api import new_secure_session
-        except ImportError as error:
-            raise MissingExtraError("nvflare", "nvflare") from error
+        api = optional("nvflare.fuel.flare_api.flare_api", "nvflare")
         with self._lock:
             try:
                 if self._session is None:
                     # It prints that it connects; what is printed is the study's.
                     with contextlib.redirect_stdout(sys.stderr):
-                        self._session = new_secure_session(self._user, str(self._kit))
+                        self._session = api.new_secure_session(self._user, str(self._kit))
                 found = getattr(self._session, name)(*args)
             # NVFLARE has many kinds, and a session is of no use after most of them.
             except Exception as error:
@@ -290,3 +298,97 @@ class Flare:
                 session.close()
             except Exception as error:
                 LOG.info("the session was not closed: %s", error)
+
+
+def write_job(folder: Path, sites: Sequence[str], key: str, idle: float = IDLE) -> None:
+    """Write the files of a job in which sites relay bytes, with no code among them."""
+    hub = {"id": "_server", "path": HUB, "args": {"sites": list(sites), "key": key, "idle": idle}}
+    controller = {"id": "controller", "path": CONTROLLER, "args": {"server_obj_id": "_server"}}
+    executor = {"path": EXECUTOR, "args": {"client_obj_id": "_client"}}
+    _write(
+        folder / "meta.json",
+        {
+            "name": "numpyro_fed",
+            "deploy_map": {"hub": ["server"], "relay": list(sites)},
+            "min_clients": len(sites),
+            "mandatory_clients": list(sites),
+            "resource_spec": {},
+        },
+    )
+    _write(
+        folder / "hub" / "config" / "config_fed_server.json",
+        {"format_version": 2, "workflows": [controller], "components": [hub]},
+    )
+    _write(
+        folder / "relay" / "config" / "config_fed_client.json",
+        {
+            "format_version": 2,
+            "executors": [{"tasks": ["*"], "executor": executor}],
+            "components": [{"id": "_client", "path": RELAY, "args": {}}],
+        },
+    )
+
+
+def allow(kit: Path, socket: Path | None) -> list[Path]:
+    """Let the NVFLARE of a kit run the relay of this package and nothing else; return the files.
+
+    The kit is that of the server or of a site, whose silo listens at ``socket``.
+    """
+    local, server = kit / "local", (kit / "startup" / "fed_server.json").exists()
+    if not server and not (kit / "startup" / "fed_client.json").exists():
+        raise ModelError(f"{kit} is no startup kit of a server or a site of NVFLARE.")
+    if server == (socket is not None):
+        raise ModelError("--socket belongs to a site, which must have it; a server has none.")
+    resources = _read(local, "resources.json")
+    resources["class_allow_list"] = [CONTROLLER, HUB] if server else [EXECUTOR, RELAY]
+    resources["class_list_enforcement_mode"] = "enforce"
+    if server:
+        resources = _moved(resources, SHARED, str(kit.resolve()))
+    else:
+        # Else NVFLARE adds a class to each job that sends the site's errors to the server.
+        resources["allow_log_streaming"] = False
+    rights = _read(local, "authorization.json")
+    rights["permissions"] = denied(rights["permissions"])
+    files = {local / "resources.json": resources, local / "authorization.json": rights}
+    if socket is not None:
+        files[local / "numpyro_fed.json"] = {"socket": str(socket.resolve())}
+    for file, content in files.items():
+        _write(file, content)
+    return list(files)
+
+
+def denied(permissions: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the permissions of roles, written out, without those that nobody is to have."""
+    known = {
+        right for rights in permissions.values() if isinstance(rights, dict) for right in rights
+    }
+    found: dict[str, Any] = {}
+    for role, rights in permissions.items():
+        all_rights = rights if isinstance(rights, dict) else dict.fromkeys(sorted(known), rights)
+        found[role] = {**all_rights, **dict.fromkeys(DENIED, "none")}
+    return found
+
+
+def _read(local: Path, name: str) -> dict[str, Any]:
+    """Return a file of a kit, or what the kit has as its default."""
+    files = (local / name, local / f"{name}.default")
+    for file in files:
+        if file.exists():
+            return json.loads(file.read_text())
+    raise ModelError(f"the kit lacks {files[1]}.")
+
+
+def _moved(content: Any, old: str, new: str) -> Any:
+    """Return a content of JSON in which texts begin with another folder."""
+    if isinstance(content, dict):
+        return {name: _moved(value, old, new) for name, value in content.items()}
+    if isinstance(content, list):
+        return [_moved(value, old, new) for value in content]
+    if isinstance(content, str) and content.startswith(old):
+        return new + content[len(old) :]
+    return content
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=2) + "\n")

@@ -17,8 +17,9 @@ import hashlib
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any, Self
 
 import jax
@@ -28,7 +29,6 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from numpyro_fed.algorithms.base import (
-    OUTER_LATENTS,
     Exchange,
     ExchangeId,
     Sampled,
@@ -39,6 +39,7 @@ from numpyro_fed.files import Store
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.facts import Plan
 from numpyro_fed.results.at_silo import AtSilo, Held
 from numpyro_fed.runtime.host import compile_visit
 from numpyro_fed.runtime.messages import (
@@ -72,25 +73,14 @@ MAX_FORGOTTEN = 10_000
 
 @dataclass(frozen=True)
 class RunStates:
-    """A silo's states of one run: those between which the server may still choose.
+    """A silo's states of one run: those between which the server may still choose."""
 
-    Attributes
-    ----------
-    beginning : str
-        The message by which the run began; it says which algorithm is run.
-    states : dict of int to pytree
-        The state after the message of each number: the one from which the last message was
-        answered, and the one after it. If the server never uses the last reply, it goes on from
-        the former.
-    number, digest, reply
-        The number of the last message, its SHA-256, and the reply to it, which a message that
-        comes again gets once more.
-    """
-
-    beginning: str
+    beginning: str  # the message by which the run began; it says which algorithm is run
+    # The state after the message of each number: the one from which the last message was answered,
+    # and the one after it. If the server never uses the last reply, it goes on from the former.
     states: dict[int, Any]
-    number: int = 0
-    digest: str = ""
+    number: int = 0  # that of the last message, with its SHA-256 and the reply to it, which a
+    digest: str = ""  # message that comes again gets once more
     reply: bytes = b""
 
     def state_at(self, question: Question) -> Any:
@@ -122,26 +112,21 @@ class RunStates:
 
     @classmethod
     def from_bytes(cls, content: bytes, shapes_of: Callable[[str], Sequence[Any]]) -> RunStates:
-        """Return the run that :meth:`to_bytes` wrote.
-
-        ``shapes_of(beginning)`` returns the structures that the states may have.
-        """
+        """Return the run that was written, with states of one of the shapes for its beginning."""
         head, arrays = read(content)
         beginning = head["beginning"]
         if beginning not in BEGINNINGS:
             raise DataError(f"a file of a silo's states begins by '{beginning}'.")
         labels = list(map(int, head["labels"].split(",")))
         places = list(map(int, head["places"].split(",")))
+        *others, last = shapes_of(beginning)
         found = {}
         for i in set(places):
             # In the first of the structures that fits.
-            *others, last = shapes_of(beginning)
             for like in others:
-                try:
+                with suppress(DataError):
                     found[i] = unpack(f"{i}", like, arrays)
                     break
-                except DataError:
-                    continue
             else:
                 found[i] = unpack(f"{i}", last, arrays)
         states = {label: found[i] for label, i in zip(labels, places, strict=True)}
@@ -149,61 +134,11 @@ class RunStates:
         return cls(beginning, states, int(head["number"]), head["digest"], reply)
 
 
-@dataclass
-class KeptRuns:
-    """All runs of a silo; the one that was used least recently is forgotten first.
-
-    With a store that outlives the process a silo goes on where an earlier process has ended.
-    """
-
-    store: Store | None
-    shapes_of: Callable[[str], Sequence[Any]]
-    runs: OrderedDict[str, RunStates] = field(default_factory=OrderedDict)
-    forgotten: OrderedDict[str, None] = field(default_factory=OrderedDict)
-
-    def get(self, run: str) -> RunStates | None:
-        """Return the states of a run; None if the silo has none."""
-        if run not in self.runs and self.store is not None:
-            content = self.store.get(run)
-            if content is not None:
-                self.runs[run] = RunStates.from_bytes(content, self.shapes_of)
-        if run in self.runs:
-            self.runs.move_to_end(run)
-        return self.runs.get(run)
-
-    def put(self, run: str, states: RunStates) -> None:
-        """Keep the states of a run, on the disk before this returns."""
-        if run in self.forgotten:
-            raise ModelError(
-                "a message is of a run that this silo has forgotten: it keeps the states of the "
-                f"last {MAX_RUNS} runs. Begin again."
-            )
-        self.runs[run] = states
-        self.runs.move_to_end(run)
-        if self.store is not None:
-            self.store.put({run: states.to_bytes()})
-        for old in list(self.runs)[:-MAX_RUNS]:
-            del self.runs[old]
-            self.forgotten[old] = None
-        if self.store is not None:
-            # Those of an earlier process, too, which this one may never have read.
-            self.store.trim(MAX_RUNS)
-        while len(self.forgotten) > MAX_FORGOTTEN:
-            self.forgotten.popitem(last=False)
-
-
 class Node:
     """A silo's part in one method of a server: it answers the messages of its runs.
 
-    ``secret``, ``row_ids`` and ``allow_unhidden`` are those of :class:`numpyro_fed.Silo`, and
-    ``tell_latents`` is that of its policy.
-
-    Attributes
-    ----------
-    facts : str
-        The silo's facts, as JSON.
-    size : PlanSize
-        How large the accepted plan is.
+    ``secret`` and ``row_ids`` are those of :class:`numpyro_fed.Silo`. ``facts`` are JSON; ``size``
+    is that of the accepted plan.
     """
 
     def __init__(
@@ -213,8 +148,6 @@ class Node:
         *,
         secret: Array | str | None = "auto",
         row_ids: ArrayLike | None = None,
-        allow_unhidden: bool = False,
-        tell_latents: bool = False,
         store: Store | None = None,
     ):
         self._asked = 0
@@ -225,22 +158,18 @@ class Node:
             secret = _unknown_key() if self._fresh_noise else None
         self._data = method.read_silo(silo)
         self.facts = method.describe(silo, row_ids).to_json()
-        self._method, self._silo, self._secret = method, silo, secret
-        self._allow_unhidden, self._store = allow_unhidden, store
-        self._tell_latents = tell_latents
+        self.method, self._silo, self._secret = method, silo, secret
+        self._store = store
         self._programs: dict[bool, _Programs] = {}
         self._accepted: tuple[str, int] | None = None
         self.sampled: Sampled | None = None
         self.size = PlanSize(0, 0, 0)
 
     def for_other_runs(self, store: Store | None) -> Self:
-        """Return a node for the runs of another server, which has nothing of the runs of this one.
-
-        Where it accepts the same plan, it compiles nothing again.
-        """
+        """Return a node for another server's runs; it compiles nothing again for the same plan."""
         other = copy.copy(self)
         other._store, other.sampled = store, None
-        other._runs = other._no_runs()
+        other._forget_runs()
         if self._fresh_noise:
             other._secret = _unknown_key()
         return other
@@ -248,24 +177,57 @@ class Node:
     def accept(self, plan: str, number: int) -> None:
         """Build the algorithm from the agreed plan, as silo ``number`` of all."""
         if (plan, number) != self._accepted:
-            agreed: Any = self._method.plan_type.from_json(plan)
-            self._method.check_plan(agreed, self.facts, number)
-            built: Any = self._method.build(agreed)
-            data = self._method.read_silo(self._silo, agreed, number)
-            size = self._method.size_of(agreed, built, data)
+            agreed = Plan.from_json(plan)
+            self.method.check_plan(agreed, self.facts, number)
+            built: Any = self.method.build(agreed)
+            data = self.method.read_silo(self._silo, agreed, number)
+            size = self.method.size_of(agreed, built, data)
             self._number, self._data, self.size = number, data, size
-            self._programs = {False: _Programs(self._method, agreed, built, data)}
+            self._programs = {False: _Programs(self.method, agreed, built, data)}
             self._accepted = plan, number
-        self._runs = self._no_runs()
+        self._forget_runs()
 
     def rows_that_count(self) -> int:
         """Return the number of the silo's rows that have an outcome, once a plan is accepted."""
         programs = self._programs[False]
-        return self._method.rows_that_count(programs.built, self._data)
+        return self.method.rows_that_count(programs.built, self._data)
 
-    def _no_runs(self) -> KeptRuns:
-        """Return the runs that are in the store, of which none was read yet."""
-        return KeptRuns(self._store, lambda name: self._programs_of(name).state_shapes)
+    def _forget_runs(self) -> None:
+        """Begin without runs but those in the store, of which none was read yet."""
+        # The one that was used least recently stands first.
+        self._runs, self._forgotten = OrderedDict[str, RunStates](), OrderedDict[str, None]()
+
+    def _known_run(self, run: str) -> RunStates | None:
+        """Return the states of a run, in an earlier process too; None if the silo has none."""
+        if run not in self._runs and self._store is not None:
+            content = self._store.get(run)
+            if content is not None:
+                self._runs[run] = RunStates.from_bytes(
+                    content, lambda name: self._programs_of(name).state_shapes
+                )
+        if run in self._runs:
+            self._runs.move_to_end(run)
+        return self._runs.get(run)
+
+    def _keep(self, run: str, states: RunStates) -> None:
+        """Keep the states of a run, on the disk before this returns; forget the oldest."""
+        if run in self._forgotten:
+            raise ModelError(
+                "a message is of a run that this silo has forgotten: it keeps the states of the "
+                f"last {MAX_RUNS} runs. Begin again."
+            )
+        self._runs[run] = states
+        self._runs.move_to_end(run)
+        if self._store is not None:
+            self._store.put({run: states.to_bytes()})
+        for old in list(self._runs)[:-MAX_RUNS]:
+            del self._runs[old]
+            self._forgotten[old] = None
+        if self._store is not None:
+            # Those of an earlier process, too, which this one may never have read.
+            self._store.trim(MAX_RUNS)
+        while len(self._forgotten) > MAX_FORGOTTEN:
+            self._forgotten.popitem(last=False)
 
     def _programs_of(self, beginning: str) -> _Programs:
         """Return the programs for runs that began by the message ``beginning``."""
@@ -275,12 +237,12 @@ class Node:
             if build is None:
                 return self._programs[False]
             plan, built = build()
-            self._programs[True] = _Programs(self._method, plan, built, self._data)
+            self._programs[True] = _Programs(self.method, plan, built, self._data)
         return self._programs[without]
 
     def has_answered(self, message: bytes, question: Question) -> bool:
         """Return whether a message is the last one of its run, which has been answered."""
-        run = self._runs.get(question.run)
+        run = self._known_run(question.run)
         return run is not None and run.digest == hashlib.sha256(message).hexdigest()
 
     def exchange_of(self, question: Question) -> tuple[Exchange[Any, Any, Any], Any]:
@@ -292,7 +254,7 @@ class Node:
         """Return the reply to a message of the server, as bytes."""
         head, arrays = read(message)
         question, digest = Question.of(head), hashlib.sha256(message).hexdigest()
-        run = self._runs.get(question.run)
+        run = self._known_run(question.run)
         if run is not None and question.number == run.number and digest == run.digest:
             return run.reply
         if run is not None and question.number < run.number:
@@ -314,17 +276,6 @@ class Node:
                 "budget. Begin again, with a budget of its own."
             )
         before, programs = run.state_at(question), self._programs_of(run.beginning)
-        if self._method.sends_unhidden(question.exchange) and not self._allow_unhidden:
-            raise ModelError(
-                f"silo {self._number} is asked for predictors without the noise that hides "
-                "them in a run, and does not give them: its owner may say so by "
-                "Silo(..., allow_unhidden=True)."
-            )
-        if question.exchange == OUTER_LATENTS and not self._tell_latents:
-            raise ModelError(
-                f"silo {self._number} does not tell the latents that its rows share. Its owner may "
-                "allow it: tell_latents = true in the policy."
-            )
         exchange, expected = programs.exchange(question.id, self._number)
         key = self._key(arrays)
         noise = exchange.silo_noise(silo_key(key, self._number), before)
@@ -337,7 +288,7 @@ class Node:
         after = after if question.exchange in programs.stateful else before
         states = {question.used: before, question.number: after}
         run = RunStates(run.beginning, states, question.number, digest, reply)
-        self._runs.put(question.run, run)
+        self._keep(question.run, run)
         return reply
 
     def _begin(self, question: Question, digest: str, arrays: Mapping[str, np.ndarray]) -> bytes:
@@ -350,7 +301,7 @@ class Node:
                     "a run under differential privacy is not gone on with by another run: from one "
                     "state there could be several, each of which would spend. Begin again."
                 )
-            before = self._runs.get(question.settings)
+            before = self._known_run(question.settings)
             if before is None:
                 raise ModelError(
                     f"silo {self._number} is to go on from a run of which it has no state. Begin "
@@ -364,7 +315,7 @@ class Node:
             init = self._programs_of(beginning).init[beginning]
             state = drop_weak_types(init(key_silo, self._data))
         run = RunStates(beginning, {question.number: state}, question.number, digest, reply)
-        self._runs.put(question.run, run)
+        self._keep(question.run, run)
         return reply
 
     def at(self, draws: bytes) -> tuple[AtSilo, Mapping[str, np.ndarray], Held]:
@@ -378,11 +329,11 @@ class Node:
             )
         run = self._run_of(question)
         held = Held(self._number, run.state_at(question), self._data)
-        return self._programs_of(run.beginning).posterior(question.id), arrays, held
+        return self._programs_of(run.beginning).posterior(question.settings), arrays, held
 
     def _run_of(self, question: Question) -> RunStates:
         """Return the states of the run of a message."""
-        run = self._runs.get(question.run)
+        run = self._known_run(question.run)
         if run is None:
             raise ModelError(
                 f"silo {self._number} has no state of this run: it keeps those of the last runs "
@@ -392,12 +343,10 @@ class Node:
 
     def _key(self, arrays: Mapping[str, np.ndarray]) -> Array:
         """Return the key of a message, mixed with the secret if the silo has one."""
-        bits = arrays.get("key")
-        if bits is None or (bits.shape, bits.dtype) != (_key_shape(), np.dtype(np.uint32)):
-            raise DataError(
-                f"a message holds {'nothing' if bits is None else f'{bits.dtype}{bits.shape}'} as "
-                f"its key, where uint32{_key_shape()} is expected."
-            )
+        bits, shape = arrays.get("key"), _key_shape()
+        if bits is None or (bits.shape, bits.dtype) != (shape, np.dtype(np.uint32)):
+            came = "nothing" if bits is None else f"{bits.dtype}{bits.shape}"
+            raise DataError(f"a message holds {came} as its key, where uint32{shape} is expected.")
         if self._secret is None:
             return jax.random.wrap_key_data(jnp.asarray(bits))
         key = self._secret
@@ -420,7 +369,6 @@ class _Programs:
 
     def __post_init__(self) -> None:
         built, data = self.built, self.data
-        self._posteriors = OrderedDict[str, AtSilo]()
         inits = {BEGIN: built.algorithm.init_silo, SEARCH: built.first_algorithm.init_silo}
         inits[WITHOUT_START] = inits[BEGIN]
         self.init = {name: jax.jit(init) for name, init in inits.items()}
@@ -430,36 +378,27 @@ class _Programs:
         run_rounds = (*built.opening, built.algorithm.round)
         # All other exchanges (an evaluation, a correction) leave the silo's state as it is.
         self.stateful = {exchange.name for round_ in run_rounds for exchange in round_.exchanges}
-        self._exchanges: OrderedDict[ExchangeId, tuple[Exchange[Any, Any, Any], Any]]
-        self._exchanges = OrderedDict()
-        self._shapes: OrderedDict[ExchangeId, list[MessageShapes]] = OrderedDict()
+        self._shapes: dict[ExchangeId, list[MessageShapes]] = {}
+        # The posterior at the silo, by the settings of a message with draws; an exchange, compiled,
+        # with the shapes of the server's message in it, by its id and the silo's number.
+        self.posterior = lru_cache(MAX_PROGRAMS)(self._posterior)
+        self.exchange = lru_cache(MAX_PROGRAMS)(self._exchange)
 
-    def posterior(self, asked: ExchangeId) -> AtSilo:
-        """Return the posterior at the silo, by the settings of a message with draws."""
-        if asked.settings not in self._posteriors:
-            made = self.method.posterior_at(self.plan, self.built, asked.read_settings())
-            self._posteriors[asked.settings] = made
-            while len(self._posteriors) > MAX_PROGRAMS:
-                self._posteriors.popitem(last=False)
-        return self._posteriors[asked.settings]
+    def _posterior(self, settings: str) -> AtSilo:
+        asked = ExchangeId(DRAWS, settings).read_settings()
+        return self.method.posterior_at(self.plan, self.built, asked)
 
-    def exchange(self, asked: ExchangeId, number: int) -> tuple[Exchange[Any, Any, Any], Any]:
-        """Return an exchange, compiled, and the shapes of the server's message in it."""
-        if asked not in self._exchanges:
-            self.method.check_exchange(self.built, asked, number, self.data)
-            round_, sender = self.method.round_of(self.built, asked)
-            if round_.id not in self._shapes:
-                self._shapes[round_.id] = message_shapes(sender, (round_,), self.data)
-            known = {crossed.exchange.id: crossed for crossed in self._shapes[round_.id]}
-            if asked not in known:
-                raise unknown_exchange(asked.name)
-            exchange, down, _ = known[asked]
-            self._exchanges[asked] = compile_visit(exchange), down
-            for kept in (self._exchanges, self._shapes):
-                while len(kept) > MAX_PROGRAMS:
-                    kept.popitem(last=False)
-        self._exchanges.move_to_end(asked)
-        return self._exchanges[asked]
+    def _exchange(self, asked: ExchangeId, number: int) -> tuple[Exchange[Any, Any, Any], Any]:
+        self.method.check_exchange(self.built, asked, number, self.data)
+        round_, sender = self.method.round_of(self.built, asked)
+        if round_.id not in self._shapes:
+            if len(self._shapes) == MAX_PROGRAMS:
+                self._shapes.clear()
+            self._shapes[round_.id] = message_shapes(sender, (round_,), self.data)
+        for exchange, down, _ in self._shapes[round_.id]:
+            if exchange.id == asked:
+                return compile_visit(exchange), down
+        raise unknown_exchange(asked.name)
 
 
 @cache

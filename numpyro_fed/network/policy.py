@@ -18,7 +18,7 @@ from numpyro_fed.algorithms.importance.loo import LEAVE_OUT, LOO
 from numpyro_fed.algorithms.tempered import TEMPERED
 from numpyro_fed.errors import DataError, ModelError, is_number
 from numpyro_fed.files import Store, append_privately
-from numpyro_fed.model.levels import MIN_COUNT
+from numpyro_fed.model.tables import MIN_COUNT
 from numpyro_fed.privacy.budget import spent as epsilon_of
 from numpyro_fed.runtime.messages import Question
 
@@ -121,25 +121,22 @@ class Policy:
     audit: str | None = None
 
     def __post_init__(self) -> None:
-        limits = "max_places", "max_draws", "max_epsilon", "max_delta", "sums_again"
-        numbers = ("min_silos", "min_rows", "min_count", *limits)
-        for name in (*numbers, "parameters_per_row"):
-            value = getattr(self, name)
-            unset = name == "max_epsilon" and value is None
-            if not unset and (not is_number(value) or value < 0):
+        for f in fields(self):
+            name, value = f.name, getattr(self, f.name)
+            if isinstance(f.default, bool):
+                if not isinstance(value, bool):
+                    raise ValueError(f"{name} must be true or false, got {value!r}.")
+            elif isinstance(f.default, tuple):
+                if isinstance(value, str) or not all(isinstance(v, str) for v in value):
+                    raise ValueError(f"{name} must be a sequence of names, got {value!r}.")
+            elif (value is None and f.default is None) or name == "audit":
+                continue
+            elif not is_number(value) or value < 0:
                 raise ValueError(f"{name} must be a number of at least 0, got {value!r}.")
-        for name in ("tell_latents", "secure_sum", "in_order"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} must be true or false, got {value!r}.")
         if not self.max_delta < 1:
             raise ValueError(f"max_delta must be below 1, got {self.max_delta!r}.")
         if self.in_order and not self.exchanges:
             raise ValueError("in_order needs exchanges=, a list of names in their order.")
-        for name in ("methods", "exchanges", "peers"):
-            value = getattr(self, name)
-            if isinstance(value, str) or not all(isinstance(v, str) for v in value):
-                raise ValueError(f"{name} must be a sequence of names, got {value!r}.")
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Policy:
@@ -160,10 +157,9 @@ class Policy:
     @property
     def limits(self) -> list[str]:
         """Return the names of limits of a silo's whole life that the owner has set."""
-        names = ("max_places", "max_draws", "max_epsilon", "in_order")
-        return [
-            f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default
-        ]
+        of_life = "max_places", "max_draws", "max_epsilon", "in_order"
+        ours = [f for f in fields(self) if f.name in of_life]
+        return [f.name for f in ours if getattr(self, f.name) != f.default]
 
     @property
     def epsilon(self) -> float:
@@ -268,24 +264,15 @@ class Policy:
 
 @dataclass
 class Ledger:
-    """The count of places and draws at which a silo has evaluated its likelihood for others.
-
-    Attributes
-    ----------
-    spent : dict
-        ``places`` and ``draws`` so far.
-    noise : dict
-        The sum of inverse squared noise multipliers, by which Gaussian releases compose, of the
-        runs that protect the same: ``{"row add": 0.02}``.
-    stage : str
-        The exchange farthest down the policy's list that was answered.
-    """
+    """The count of places and draws at which a silo has evaluated its likelihood for others."""
 
     policy: Policy
     store: Store
-    spent: dict[str, float] = field(default_factory=dict)
+    spent: dict[str, float] = field(default_factory=dict)  # ``places`` and ``draws`` so far
+    # The sum of inverse squared noise multipliers, by which Gaussian releases compose, of the runs
+    # that protect the same: ``{"row add": 0.02}``.
     noise: dict[str, float] = field(default_factory=dict)
-    stage: str = ""
+    stage: str = ""  # the exchange farthest down the policy's list that was answered
 
     def __post_init__(self) -> None:
         content = self.store.get(LEDGER)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from jax import Array
 
+from numpyro_fed.algorithms.base import OUTER_LATENTS
 from numpyro_fed.algorithms.importance.loo import LOO
 from numpyro_fed.errors import (
     DataError,
@@ -26,42 +27,43 @@ from numpyro_fed.errors import (
     SavedStateError,
 )
 from numpyro_fed.files import Store, Use
+from numpyro_fed.methods.base import FederatedMethod
+from numpyro_fed.methods.load import METHODS
 from numpyro_fed.methods.of_data import COLUMNS, moments_reply, names_reply
+from numpyro_fed.methods.recipe import rebuilt
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.vertical import VerticalMethod
+from numpyro_fed.methods.vfl import SOUL, VFL
 from numpyro_fed.model.facts import describe
-from numpyro_fed.model.levels import OTHER, level_counts
+from numpyro_fed.model.fingerprint import source_hash
 from numpyro_fed.model.scaling import numbers_of
+from numpyro_fed.model.tables import OTHER, level_counts
 from numpyro_fed.network.node import Node
 from numpyro_fed.network.policy import Ledger, Policy, evaluations
-from numpyro_fed.network.study import method_of
-from numpyro_fed.network.sums import Sums
+from numpyro_fed.network.sums import Sums, asked_of_all
 from numpyro_fed.precision import is_double, precision
 from numpyro_fed.privacy.budget import PrivacyWarning
+from numpyro_fed.privacy.masks import fingerprint
 from numpyro_fed.records import read_record
 from numpyro_fed.runtime.messages import (
     ACCEPT,
     BEGINNINGS,
     DESCRIBE,
     GO_ON,
+    KEYS,
     LEVELS,
     OF_DATA,
+    PEERS,
+    SECURE,
+    SUM,
     Question,
+    Terms,
+    check_summed,
     read,
     refusal,
     write,
 )
 from numpyro_fed.runtime.noise import typed_key
-from numpyro_fed.runtime.sums import (
-    KEYS,
-    PEERS,
-    SECURE,
-    SUM,
-    Terms,
-    asked_of_all,
-    check_summed,
-    without_terms,
-)
 
 # Methods that a silo keeps, the one that was used least recently is forgotten first. Each call of
 # nf.fit describes three.
@@ -70,10 +72,7 @@ MAX_METHODS = 32
 AGREED, RUNS = "methods", "runs of "
 # Bytes of a message at most, unless the owner says otherwise: larger ones are refused unread.
 MAX_BYTES = 512 << 20
-FOLDER_UNUSABLE = (
-    "this silo cannot use its folder, as where another process or object uses it. Its log has the "
-    "rest."
-)
+KINDS: dict[str, type[Any]] = {**METHODS, "VFL": VFL, "SOUL": SOUL}
 LOG = logging.getLogger("numpyro_fed.silo")
 
 
@@ -132,17 +131,11 @@ class Silo:
             typed_key(secret)
         self._data, self._names, self._max_bytes = data, dict(names), max_bytes
         self._policy = policy or Policy()
-        self._options: dict[str, Any] = dict(
-            secret=secret,
-            row_ids=row_ids,
-            allow_unhidden=allow_unhidden,
-            tell_latents=self._policy.tell_latents,
-        )
+        self._options: dict[str, Any] = dict(secret=secret, row_ids=row_ids)
+        self._allow_unhidden = allow_unhidden
         self._state = None if state is None else Path(state)
         self._store = Store(self._state)
         self._agreed: OrderedDict[str, _Agreement] = OrderedDict()
-        # The last node of each method, by its settings: it has the programs that were compiled.
-        self._nodes: OrderedDict[str, Node] = OrderedDict()
         self._ledger = Ledger(self._policy, self._store)
         self._use: Use | None = None
         if state is None and (limits := self._policy.limits):
@@ -167,8 +160,6 @@ class Silo:
         MissingExtraError
             Without the extra ``privacy``.
         """
-        from numpyro_fed.privacy.keys import fingerprint
-
         return fingerprint(self._sums.identity.public)
 
     def hold(self) -> None:
@@ -331,8 +322,6 @@ class Silo:
                 raise ModelError("another plan was accepted for this method. Begin again.")
             self._build(agreed, question.settings)
             self._keep(question.method, agreed)
-            if agreed.node is not None:
-                self._nodes[agreed.settings] = agreed.node
             return write({})
         if question.exchange == KEYS:
             return write({}, {"keys": self._sums.greet(_json(question.settings))})
@@ -355,6 +344,16 @@ class Silo:
                 return node.handle(message)
             with self._ledger.beginning(size.multiplier, size.delta, size.protects):
                 return node.handle(message)
+        if question.exchange == OUTER_LATENTS and not self._policy.tell_latents:
+            raise ModelError(
+                "this silo does not tell the latents that its rows share. Its owner may allow it: "
+                "tell_latents = true in the policy."
+            )
+        if node.method.sends_unhidden(question.exchange) and not self._allow_unhidden:
+            raise ModelError(
+                "this silo is asked for predictors without the noise that hides them in a run, and "
+                "does not give them: its owner may say so by Silo(..., allow_unhidden=True)."
+            )
         if question.exchange == LOO:
             self._policy.check_rows(node.rows_that_count())
         if SUM not in head:
@@ -374,11 +373,11 @@ class Silo:
             )
         exchange, down = node.exchange_of(question)
         check_summed(exchange)
-        message = without_terms(head, arrays)
+        message = write(arrays, {name: text for name, text in head.items() if name != SUM})
         reply = self._plain(node, question, message)
         plan = str(_json(agreed.plan)["plan"])
         asked = asked_of_all(plan, question, message, exchange.scatter, down)
-        return self._sums.masked(terms, question, message, reply, exchange.weighted, asked)
+        return self._sums.masked(terms, question, message, reply, exchange, asked)
 
     def _plain(self, node: Node, question: Question, message: bytes) -> bytes:
         """Return the reply to a question, at the cost of its places and draws if it is new."""
@@ -459,14 +458,11 @@ class Silo:
                 self._policy.check_sums(secure)
             if not isinstance(built, Method | VerticalMethod):
                 return _Agreement(settings, double, describe(built, self._data).to_json(), None)
-            if settings in self._nodes:
-                node = self._nodes[settings].for_other_runs(store)
-            else:
-                node = Node(built, self._data, store=store, **self._options)
-            self._nodes[settings] = node
-            self._nodes.move_to_end(settings)
-            while len(self._nodes) > MAX_METHODS:
-                self._nodes.popitem(last=False)
+            # The last one of the same settings has the programs that were compiled.
+            same = (a.node for a in reversed(self._agreed.values()) if a.settings == settings)
+            known = next(same, None)
+            node = known and known.for_other_runs(store)
+            node = node or Node(built, self._data, store=store, **self._options)
             return _Agreement(settings, double, node.facts, node, secure_sum=secure)
 
     @contextmanager
@@ -480,8 +476,7 @@ class Silo:
 
     def _get(self, method: str) -> _Agreement:
         """Return what was agreed on for a method."""
-        known = self._known(method)
-        if known is None:
+        if (known := self._known(method)) is None:
             raise ModelError(
                 "this silo has not described its data for this method, or has forgotten it. "
                 "Begin again."
@@ -517,27 +512,14 @@ class Silo:
 
 @dataclass
 class _Agreement:
-    """A silo's part in one method of a server: its facts, and the node once there is a plan.
+    """A silo's part in one method of a server: its facts, and the node once there is a plan."""
 
-    Attributes
-    ----------
-    settings, plan : str
-        The messages of the server, as they came.
-    double : bool
-        Whether the method computes in double precision.
-    facts : str
-    node : Node or None
-        None where only facts were asked for.
-    secure_sum : bool
-        Whether replies leave the silo under masks alone.
-    """
-
-    settings: str
-    double: bool
+    settings: str  # the message of the server, as it came
+    double: bool  # whether the method computes in double precision
     facts: str
-    node: Node | None
-    plan: str = ""
-    secure_sum: bool = False
+    node: Node | None  # None where only facts were asked for
+    plan: str = ""  # the message with the plan, as it came
+    secure_sum: bool = False  # whether replies leave the silo under masks alone
 
 
 def _refusal(error: Exception) -> bytes:
@@ -552,7 +534,10 @@ def _refusal(error: Exception) -> bytes:
     # What other errors say may hold data, or a path and in it a user's name: it stays here.
     LOG.error("a message could not be answered", exc_info=error)
     if isinstance(error, SavedStateError):
-        return refusal(ModelError(FOLDER_UNUSABLE))
+        words = (
+            "this silo cannot use its folder, as where another process or object uses it. Its log"
+        )
+        return refusal(ModelError(f"{words} has the rest."))
     words = f"{type(cause or error).__name__} at the silo, whose log has the rest."
     return refusal(ModelError(words))
 
@@ -575,3 +560,38 @@ def _json(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DataError("a message has something else than an object in its settings.")
     return found
+
+
+def method_of(described: Mapping[str, Any], names: Mapping[str, Any]) -> Any:
+    """Return the method of a server's description, or the model where only facts are asked for."""
+
+    def known(name: object, what: str) -> Any:
+        if not isinstance(name, str) or name not in names:
+            raise ModelError(
+                f"this silo knows no {what} {name!r:.100}: it knows {sorted(names)}. The study's "
+                "file must have it as a variable, or Silo(names={...})."
+            )
+        return names[name]
+
+    model = known(described.get("model"), "model")
+    source = source_hash(model)
+    if source and described.get("source") and described["source"] != source:
+        raise ModelError(
+            f"the text of '{described['model']}' differs between server and silo: all parties must "
+            "have the same file."
+        )
+    if "named" in described:
+        named = known(described["named"], "method")
+        if not isinstance(named, FederatedMethod):
+            raise ModelError(f"'{described['named']}' is no method at this silo.")
+        return named
+    if "method" not in described:
+        return model
+    kind = KINDS.get(str(described["method"]))
+    if kind is None:
+        raise ModelError(f"there is no method '{described['method']}': known are {sorted(KINDS)}.")
+    try:
+        return rebuilt(kind, model, dict(described["settings"]))
+    except Exception as error:
+        words = f"the settings of {described['method']} cannot be used: {error}"
+        raise ModelError(words) from error

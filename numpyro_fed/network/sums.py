@@ -8,18 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
+import jax
+import numpy as np
+
+from numpyro_fed.algorithms.base import Exchange
 from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.files import Store
 from numpyro_fed.network.policy import Policy
-from numpyro_fed.privacy.fixed_point import MAX_PARTIES
+from numpyro_fed.privacy.masks import MAX_PARTIES, Greeting, KeyPair, encode, masked, pair_keys
 from numpyro_fed.records import canonical, read_record
-from numpyro_fed.runtime.messages import Question
-from numpyro_fed.runtime.sums import LEAST, Terms, masked_reply
-
-if TYPE_CHECKING:  # the extra ``privacy``, which is needed once there is a sum
-    from numpyro_fed.privacy.keys import KeyPair
+from numpyro_fed.runtime.messages import LEAST, MASKED, Question, Terms, pack, read, write
 
 # The names under which a silo keeps its key and what is used, and the room of sessions' keys.
 IDENTITY, USED, SESSIONS = "identity", "sums", "sessions"
@@ -29,51 +29,18 @@ MAX_SESSIONS = 16
 MAX_RUNS = 512
 
 
-class Sent(NamedTuple):
-    """The last reply of a run that was sent under masks.
-
-    Attributes
-    ----------
-    session : str
-    question : str
-        The digest of the question, without the terms of the sum.
-    group : tuple of int
-    times : int
-        How often it was sent under other masks before.
-    """
-
-    session: str
-    question: str
-    group: tuple[int, ...]
-    times: int
-
-
 @dataclass(frozen=True)
 class Session:
-    """The keys of a session at a silo.
+    """The keys of a session at a silo."""
 
-    Attributes
-    ----------
-    private : str
-        The private key of this silo's pair for this session alone, in hexadecimal digits.
-    name : str
-        The id of the session, without the number of the silo.
-    me : int
-        The number of this silo.
-    told : tuple of (identity, fresh)
-        All silos' public keys; empty before they are known.
-    """
-
-    private: str
-    name: str = ""
-    me: int = 0
-    told: tuple[tuple[str, str], ...] = ()
+    private: str  # the private key of this silo's pair for this session alone, hexadecimal
+    name: str = ""  # the id of the session, without the number of the silo
+    me: int = 0  # the number of this silo
+    told: tuple[Greeting, ...] = ()  # all silos' public keys; empty before they are known
 
     @property
     def fresh(self) -> KeyPair:
         """Return the pair of this session."""
-        from numpyro_fed.privacy.keys import KeyPair
-
         return KeyPair(bytes.fromhex(self.private))
 
 
@@ -88,8 +55,6 @@ class Sums:
     @cached_property
     def identity(self) -> KeyPair:
         """Return the pair of keys by which other silos know this one."""
-        from numpyro_fed.privacy.keys import KeyPair
-
         kept = self.store.get(IDENTITY)
         if kept is not None:
             return KeyPair(kept)
@@ -98,16 +63,16 @@ class Sums:
         return made
 
     @cached_property
-    def _used(self) -> tuple[dict[str, tuple[int, str]], OrderedDict[str, Sent]]:
-        """Return the last sum of each session, and the last reply of each run."""
-        numbers, sent = json.loads(self.store.get(USED) or b"[{}, {}]")
-        replies = ((run, Sent(s, q, tuple(g), n)) for run, (s, q, g, n) in sent.items())
-        return {name: (n, digest) for name, (n, digest) in numbers.items()}, OrderedDict(replies)
+    def _used(self) -> list[dict[str, Any]]:
+        """Return the last sum of each session, and the last reply of each run under masks.
+
+        A sum as its number and a digest; a reply as session, digest of the question without the
+        terms of the sum, group, and how often it was sent under other masks before.
+        """
+        return json.loads(self.store.get(USED) or b"[{}, {}]")
 
     def greet(self, settings: Mapping[str, Any]) -> str:
         """Return this silo's public keys in a session, as JSON."""
-        from numpyro_fed.privacy.keys import Greeting, KeyPair
-
         name = _text(settings, "session")
         session = self._known(name)
         if session is None:
@@ -117,8 +82,6 @@ class Sums:
 
     def meet(self, settings: Mapping[str, Any]) -> None:
         """Take the public keys of all silos of a session."""
-        from numpyro_fed.privacy.keys import Greeting
-
         name, me = _text(settings, "session"), settings.get("number")
         keys = settings.get("keys")
         if not isinstance(keys, list):
@@ -131,8 +94,7 @@ class Sums:
                 "the list of silos' keys does not have this silo's own at its place: it is of "
                 "another session, or was changed on its way. Begin again."
             )
-        pairs = tuple((greeting.identity, greeting.fresh) for greeting in told)
-        met = Session(session.private, name.rpartition(".")[0], me, pairs)
+        met = Session(session.private, name.rpartition(".")[0], me, told)
         if session.told and session != met:
             raise ModelError("other keys were told in this session before. Begin again.")
         least = max(LEAST, int(self.policy.min_silos))
@@ -142,10 +104,9 @@ class Sums:
                 f"{len(told)} silos with {len(different)} different keys are told, where each of "
                 f"{least} to {MAX_PARTIES} silos must have two of its own (min_silos)."
             )
-        known = set(self.policy.peers)
-        strange = [g.fingerprint for j, g in enumerate(told) if j != me]
-        strange = [one for one in strange if known and one not in known]
-        if strange:
+        others = [greeting.fingerprint for j, greeting in enumerate(told) if j != me]
+        known = self.policy.peers or others
+        if strange := [one for one in others if one not in known]:
             raise ModelError(
                 f"the key {strange[0]} is not among the peers of this silo's policy. Its owner "
                 "adds it, once the other silo's owner has told the same, not through the server."
@@ -182,27 +143,31 @@ class Sums:
         question: Question,
         message: bytes,
         reply: bytes,
-        weighted: bool,
+        exchange: Exchange[Any, Any, Any],
         asked: str,
     ) -> bytes:
-        """Return a reply under the masks of a sum, once it is noted that they are used.
+        """Return a reply with its numbers under the masks of a sum, once these are noted as used.
 
-        ``message`` is the question without the terms of the sum, and ``asked`` a digest of what all
-        silos of the sum are asked alike.
+        ``message`` is the question without the terms of the sum, ``reply`` the one to it, and
+        ``asked`` :func:`asked_of_all`. Where replies are weighted, real numbers are multiplied by
+        the weight, which is added up as well.
         """
-        from numpyro_fed.privacy.masks import masked
-
         session = self._session(terms.session)
         self._note(terms, question, message, reply)
         keys = self._keys_of(terms.session, session)
         others = {j: keys[j] for j in terms.group if j != session.me}
         purpose = terms.purpose(session.name, question.exchange, asked)
-        return masked_reply(
-            reply,
-            len(terms.group),
-            weighted,
-            lambda words: masked(words, others, session.me, purpose),
-        )
+        _, arrays = read(reply)
+        given = [arrays[name] for name in sorted(arrays) if name.startswith("reply.up")]
+        # In double precision, in which a product is not rounded.
+        parts = [a.astype(np.float64) if a.dtype.kind == "f" else a for a in given]
+        if exchange.weighted:
+            weight = arrays["reply.weight"].astype(np.float64)
+            parts = [a * weight if a.dtype.kind == "f" else a for a in parts]
+            parts.append(weight)
+        numbers = np.concatenate([np.zeros(0), *map(np.ravel, parts)])
+        words = masked(encode(numbers, len(terms.group)), others, session.me, purpose)
+        return write({MASKED: words, "ok": arrays["reply.ok"]})
 
     def _note(self, terms: Terms, question: Question, message: bytes, reply: bytes) -> None:
         """Note that the masks of a sum are used, on the disk before this returns."""
@@ -217,17 +182,17 @@ class Sums:
                     f"another reply was sent under the masks of sum {number}. Begin again."
                 )
             return
-        run = _digest(f"{question.method}/{question.run}".encode())
-        last, times = sent.get(run), 0
-        if last is not None and last.question == asked:
-            times = last.times + 1
-            if last.session != terms.session or not set(terms.group) < set(last.group):
+        run, times = _digest(f"{question.method}/{question.run}".encode()), 0
+        last_session, last_question, last_group, last_times = sent.get(run, ("", "", (), 0))
+        if last_question == asked:
+            times = last_times + 1
+            if last_session != terms.session or not set(terms.group) < set(last_group):
                 raise ModelError(
-                    f"a reply that was sent for a sum over silos {list(last.group)} is asked for "
+                    f"a reply that was sent for a sum over silos {list(last_group)} is asked for "
                     f"in one over {list(terms.group)}: it is sent again for some of the same silos "
                     "alone, in the same session. Begin again."
                 )
-            if last.times >= self.policy.sums_again:
+            if last_times >= self.policy.sums_again:
                 raise ModelError(
                     f"a reply was sent under {times} masks already, as often as this silo's "
                     "policy allows (sums_again). Begin again, without the silos that drop out."
@@ -236,21 +201,18 @@ class Sums:
         numbers[terms.session] = terms.number, all_of_it
         sent = OrderedDict(sent)
         sent.pop(run, None)
-        sent[run] = Sent(terms.session, asked, terms.group, times)
+        sent[run] = terms.session, asked, terms.group, times
         while len(sent) > MAX_RUNS:
             sent.popitem(last=False)
         # First the disk: a silo that cannot write sends nothing.
         self.store.put({USED: json.dumps([numbers, sent]).encode()})
-        self._used = numbers, sent
+        self._used = [numbers, sent]
 
     def _keys_of(self, name: str, session: Session) -> dict[int, bytes]:
         """Return the keys in common with the other silos of a session."""
-        from numpyro_fed.privacy.keys import Greeting, pair_keys
-
         if name not in self._pairs:
-            told = [Greeting(*pair) for pair in session.told]
-            found = pair_keys(self.identity, session.fresh, session.name, told, session.me)
-            self._pairs = {name: found}
+            ours = self.identity, session.fresh
+            self._pairs = {name: pair_keys(*ours, session.name, session.told, session.me)}
         return self._pairs[name]
 
     def _known(self, name: str) -> Session | None:
@@ -270,6 +232,24 @@ class Sums:
         sessions = self.store.room(SESSIONS)
         sessions.put({name: canonical(session).encode()})
         sessions.trim(MAX_SESSIONS)
+
+
+def asked_of_all(
+    plan: str, question: Question, message: bytes, scatter: object, down: object
+) -> str:
+    """Return a digest of all that the silos of a sum are asked alike.
+
+    It is of the accepted plan, the question, and the arrays of ``message`` that do not differ
+    between silos (``scatter``); ``down`` are the shapes of all arrays.
+    """
+    differs = jax.tree.map(lambda own, part: jax.tree.map(lambda _: own, part), scatter, down)
+    own = {name for name, is_own in pack("down", differs).items() if is_own}
+    digest = sha256(json.dumps([plan, question.exchange, question.settings]).encode())
+    for name, array in sorted(read(message).arrays.items()):
+        if name not in own:
+            digest.update(json.dumps([name, str(array.dtype), array.shape]).encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
 
 
 def _digest(content: bytes) -> str:

@@ -13,15 +13,18 @@ noise's standard deviation, divided by the most that one unit can change the sum
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
 from typing import NamedTuple
 
+import numpy as np
+from scipy.special import ndtri
+
 from numpyro_fed import html
-from numpyro_fed.errors import FederatedWarning, MissingExtraError
+from numpyro_fed.errors import FederatedWarning, optional
 
 UNITS = "row", "silo"
 NEIGHBOURS = "add", "replace"
@@ -30,6 +33,9 @@ TRUSTED = "silo", "sum"
 MEANINGLESS = 50.0
 # Noise multipliers are rounded up by this factor: the accountant's numbers are discrete.
 MARGIN = 1 + 1e-6
+# Sums with noise are rounded to multiples of the noise's sd times this. The last digits of a
+# floating-point number tell which numbers were added to it (Mironov 2012); a grid hides them.
+GRID = 2.0**-12
 
 
 class PrivacyWarning(FederatedWarning):
@@ -179,20 +185,10 @@ class Spent(NamedTuple):
 
 
 @cache
-def _calibrated(epsilon: float, delta: float) -> float:
-    accounting, pld = accountant()
-    return float(
-        accounting.calibrate_dp_mechanism(
-            pld.PLDAccountant, accounting.GaussianDpEvent, epsilon, delta
-        )
-    )
-
-
-@cache
 def spent(multipliers: tuple[float, ...], delta: float) -> float:
     """Return the epsilon of Gaussian releases with these noise multipliers, at ``delta``."""
-    accounting, pld = accountant()
-    account = pld.PLDAccountant()
+    accounting = optional("dp_accounting", "privacy")
+    account = optional("dp_accounting.pld", "privacy").PLDAccountant()
     # Gaussian releases compose to a Gaussian one. The accountant rounds each up to a grid, which
     # adds up over thousands of them, so that those of one multiplier are put together first.
     for multiplier in sorted(set(multipliers)):
@@ -201,11 +197,27 @@ def spent(multipliers: tuple[float, ...], delta: float) -> float:
     return float(account.get_epsilon(delta))
 
 
-def accountant() -> tuple[ModuleType, ModuleType]:
-    """Return the library dp-accounting, and its accountant by privacy loss distributions."""
-    try:
-        import dp_accounting
-        from dp_accounting import pld
-    except ImportError as error:
-        raise MissingExtraError("dp-accounting", "privacy") from error
-    return dp_accounting, pld
+@cache
+def _calibrated(epsilon: float, delta: float) -> float:
+    accounting = optional("dp_accounting", "privacy")
+    kinds = optional("dp_accounting.pld", "privacy").PLDAccountant, accounting.GaussianDpEvent
+    return float(accounting.calibrate_dp_mechanism(*kinds, epsilon, delta))
+
+
+def normals(shape: tuple[int, ...]) -> np.ndarray:
+    """Return standard normals in double precision, by the inverse of their CDF.
+
+    A number takes 64 bits of the operating system, of which one is the sign: in single precision
+    whole stretches of the tails would never occur, and a sum that falls into one tells itself.
+    """
+    bits = np.frombuffer(os.urandom(8 * int(np.prod(shape, dtype=np.int64))), np.uint64)
+    tail = ((bits >> np.uint64(11)).astype(float) + 0.5) * 2.0**-54  # in (0, 1/2)
+    sign = np.where(bits & np.uint64(1), 1.0, -1.0)
+    return (sign * -ndtri(tail)).reshape(shape)
+
+
+def noisy(total: np.ndarray, sd: np.ndarray) -> np.ndarray:
+    """Return an array with Gaussian noise of this sd added, rounded to a grid."""
+    grid = sd * GRID
+    with np.errstate(all="ignore"):
+        return np.asarray(np.round((total + sd * normals(total.shape)) / grid) * grid)

@@ -1,26 +1,179 @@
-"""Masks of pairs of silos: what one adds to its numbers the other one takes off its own.
+"""Numbers of silos whose sum is exact and which nobody sees: as words, under masks, by keys.
 
-Bonawitz et al., 2017, "Practical secure aggregation for privacy-preserving machine learning",
-without the shares of secrets by which masks of silos that drop out are taken off. Here an exchange
-in which a silo has dropped out is asked anew, with other masks.
+A number ``v`` is two words of 64 bits: the nearest whole number to ``v``, and what is left as a
+multiple of 2^-56. Words of several parties are added modulo 2^64. The word of the whole number has
+room for two counts of up to 255 parties: of those whose number is too low or minus infinity, and
+of those whose number is too high or infinity; a NaN counts in both. So a sum of words says what
+the sum of floating numbers would have said.
+
+Masks belong to pairs of silos: what one adds to its words the other one takes off its own
+(Bonawitz et al., 2017, "Practical secure aggregation for privacy-preserving machine learning",
+without the shares of secrets by which masks of silos that drop out are taken off: an exchange in
+which a silo has dropped out is asked anew, with other masks).
+
+Two silos have a secret in common that comes from a pair of keys that stays, by which others know a
+silo, and a fresh one each session (X25519). Whoever knows the fresh ones only, or learns later the
+ones that stay, does not know it. Keys come from the operating system.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from numpyro_fed.errors import MissingExtraError
+from numpyro_fed.errors import DataError, optional
 
-try:
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.ciphers import Cipher
-    from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
-    from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
-except ImportError as error:
-    raise MissingExtraError("cryptography", "privacy") from error
+# More parties would carry from one field of a word into the next.
+MAX_PARTIES = 255
+FRACTION = 56  # bits after the point
+WHOLE = 48  # bits of the whole number, its sign among them; the two counts have eight each
+LARGEST_SUM = 2.0**46  # the half of what fits, so that most of what is wrong is found
+ROUNDING = 2.0 ** -(FRACTION + 1)
+KEY_BYTES = 32
+PURPOSE = b"numpyro_fed secure sums 1"
+
+
+def encode(values: ArrayLike, parties: int) -> np.ndarray:
+    """Return numbers as words (size, 2), of which those of so many ``parties`` can be added up.
+
+    A number is rounded to the nearest multiple of 2^-56, by 7e-18 at most. Above ``LARGEST_SUM /
+    parties`` it is sent as infinite, like a floating number that overflows.
+
+    Examples
+    --------
+    >>> from numpyro_fed.privacy.masks import decode, encode
+    >>> decode(encode([1.5, -2.0], 2) + encode([0.25, -float("inf")], 2), 2).tolist()
+    [1.75, -inf]
+    """
+    numbers = np.asarray(values).astype(np.float64).ravel()
+    most = LARGEST_SUM / parties
+    # In this form a NaN is both.
+    low, high = ~(numbers >= -most), ~(numbers <= most)
+    numbers = np.where(low | high, 0.0, numbers)
+    # Rounded to the nearest, not down: the difference is then exact, for small negative ones too.
+    whole = np.rint(numbers)
+    part = np.rint(np.ldexp(numbers - whole, FRACTION))
+    words = np.empty((numbers.size, 2), np.int64)
+    words[:, 0] = part
+    words[:, 1] = whole
+    words = words.view(np.uint64)
+    words[:, 1] += low.astype(np.uint64) << np.uint64(WHOLE)
+    words[:, 1] += high.astype(np.uint64) << np.uint64(WHOLE + 8)
+    return words
+
+
+def decode(words: np.ndarray, parties: int) -> np.ndarray:
+    """Return the numbers (size,) of a sum, modulo 2^64, of so many parties' words (size, 2).
+
+    Words that no such sum has are a DataError: one of the parties has sent something else, or has
+    used other masks than the others.
+    """
+    left, right = words[:, 0].view(np.int64), words[:, 1]
+    bias = np.uint64(1 << (WHOLE - 1))
+    whole = ((right + bias) & np.uint64((1 << WHOLE) - 1)).astype(np.int64) - np.int64(bias)
+    counts = (right - whole.view(np.uint64)) >> np.uint64(WHOLE)
+    low, high = counts & np.uint64(255), counts >> np.uint64(8)
+    most_left, most_whole = parties << (FRACTION - 1), int(LARGEST_SUM) + parties
+    bad = (low > parties) | (high > parties) | (np.abs(whole) > most_whole)
+    bad |= (left > most_left) | (left < -most_left)
+    if bad.any():
+        raise DataError(
+            f"{int(bad.sum())} of {bad.size} numbers are out of the range of sums over {parties} "
+            "parties"
+        )
+    carried = left >> FRACTION
+    rest = left - (carried << FRACTION)
+    up = rest >= 1 << (FRACTION - 1)
+    rest = np.where(up, rest - (1 << FRACTION), rest)
+    total = (whole + carried + up).astype(np.float64) + np.ldexp(rest.astype(np.float64), -FRACTION)
+    total = np.where(low > 0, -np.inf, total)
+    total = np.where(high > 0, np.inf, total)
+    return np.where((low > 0) & (high > 0), np.nan, total)
+
+
+class Greeting(NamedTuple):
+    """The public keys of a silo in a session, in hexadecimal digits: one stays, one is fresh."""
+
+    identity: str
+    fresh: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the digest of the key that stays, by which a silo is known to others."""
+        return fingerprint(self.identity)
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """A private key, 32 bytes that never leave the silo, and the public one that belongs to it."""
+
+    private: bytes = field(repr=False)
+
+    @classmethod
+    def generate(cls) -> KeyPair:
+        """Return a new pair, of random bytes of the operating system."""
+        return cls(_x25519().X25519PrivateKey.generate().private_bytes_raw())
+
+    @property
+    def public(self) -> str:
+        """Return the public key in hexadecimal digits."""
+        key = _x25519().X25519PrivateKey.from_private_bytes(self.private)
+        return key.public_key().public_bytes_raw().hex()
+
+    def agree(self, public: str) -> bytes:
+        """Return the secret in common with the owner of a public key, 32 bytes."""
+        key = _x25519().X25519PrivateKey.from_private_bytes(self.private)
+        try:
+            return key.exchange(_x25519().X25519PublicKey.from_public_bytes(bytes.fromhex(public)))
+        # Other lengths, other digits, and points that give everybody the same secret.
+        except ValueError as error:
+            raise DataError(
+                f"{public!r:.80} is no public key of X25519: 64 hexadecimal digits were expected."
+            ) from error
+
+
+def fingerprint(public: str) -> str:
+    """Return the SHA-256 of a public key, both in hexadecimal digits."""
+    try:
+        return sha256(bytes.fromhex(public)).hexdigest()
+    except ValueError as error:
+        raise DataError(f"{public!r:.80} is no key in hexadecimal digits.") from error
+
+
+def pair_keys(
+    identity: KeyPair, fresh: KeyPair, session: str, greetings: Sequence[Greeting], me: int
+) -> dict[int, bytes]:
+    """Return the key that silo ``me`` has in common with each of the others, 32 bytes each.
+
+    It depends on the keys of all silos of the session, which ``greetings`` has in their order:
+    silos to whom a server has given different lists have different keys, and their masks do not
+    cancel.
+
+    Examples
+    --------
+    >>> from numpyro_fed.privacy.masks import Greeting, KeyPair, pair_keys
+    >>> pairs = [(KeyPair.generate(), KeyPair.generate()) for _ in range(3)]
+    >>> told = [Greeting(identity.public, fresh.public) for identity, fresh in pairs]
+    >>> keys = [pair_keys(*pair, "a session", told, j) for j, pair in enumerate(pairs)]
+    >>> keys[0][2] == keys[2][0], keys[0][1] == keys[0][2]
+    (True, False)
+    """
+    hashes, hkdf = _crypto("hashes"), _crypto("kdf.hkdf")
+    told = json.dumps([session, *(list(greeting) for greeting in greetings)]).encode()
+    salt = sha256(told).digest()
+
+    def key(greeting: Greeting) -> bytes:
+        secret = identity.agree(greeting.identity) + fresh.agree(greeting.fresh)
+        return hkdf.HKDF(hashes.SHA256(), KEY_BYTES, salt, PURPOSE).derive(secret)
+
+    return {j: key(greeting) for j, greeting in enumerate(greetings) if j != me}
 
 
 def stream(key: bytes, purpose: bytes, size: int) -> np.ndarray:
@@ -29,9 +182,10 @@ def stream(key: bytes, purpose: bytes, size: int) -> np.ndarray:
     ``key`` are 32 bytes that two silos have in common. For another ``purpose`` the words are
     others.
     """
+    hashes, ciphers = _crypto("hashes"), _crypto("ciphers")
     # A key of its own for each purpose, so that the counter of the cipher can begin at zero.
-    own = HKDFExpand(hashes.SHA256(), 32, purpose).derive(key)
-    cipher = Cipher(ChaCha20(own, bytes(16)), mode=None).encryptor()
+    own = _crypto("kdf.hkdf").HKDFExpand(hashes.SHA256(), 32, purpose).derive(key)
+    cipher = ciphers.Cipher(ciphers.algorithms.ChaCha20(own, bytes(16)), mode=None).encryptor()
     words = np.frombuffer(cipher.update(bytes(8 * size)), np.dtype("<u8"))
     return words if sys.byteorder == "little" else words.astype(np.uint64)
 
@@ -59,3 +213,12 @@ def masked(words: np.ndarray, keys: Mapping[int, bytes], me: int, purpose: bytes
         else:
             found -= mask
     return found
+
+
+def _crypto(module: str) -> Any:
+    """Return a module of the library cryptography, which the extra ``privacy`` carries."""
+    return optional(f"cryptography.hazmat.primitives.{module}", "privacy")
+
+
+def _x25519() -> Any:
+    return _crypto("asymmetric.x25519")

@@ -45,10 +45,10 @@ from numpyro_fed.objectives import (
     draws_by_plate,
 )
 from numpyro_fed.precision import precision
-from numpyro_fed.results.built import Built
+from numpyro_fed.results.base import Built, Fit
 from numpyro_fed.results.corrected import Corrected, Pool, on_supports, sampler_of
 from numpyro_fed.results.mode import Mode, OneCopy
-from numpyro_fed.results.rows import Fit, Result
+from numpyro_fed.results.rows import Result
 from numpyro_fed.results.vertical import (
     SOULResult,
     VerticalCorrected,
@@ -537,13 +537,12 @@ def integration_of(result: Result, inner_draws: InnerDraws) -> Integration:
     fit, silos = result._fit, result._silos
     buckets, checks = silos.buckets, fit.checks
     if inner_draws is None:
-        coupled = checks is not None and coupled_rows(checks, buckets) is not None
+        coupled = coupled_rows(checks, buckets) is not None
         inner_draws = (None if coupled else default_quadrature(fit.model)) or DRAWS
     if isinstance(inner_draws, Quadrature):
         check_quadrature(fit.model)
         integration = Integration(_inner_draws(fit.guide, DRAWS), inner_draws.nodes)
     else:
         integration = Integration(_inner_draws(fit.guide, inner_draws))
-    if checks is not None:
-        check_rows_apart(checks, integration.draws, buckets)
+    check_rows_apart(checks, integration.draws, buckets)
     return integration

@@ -33,12 +33,12 @@ from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.row_checks import refuse_coupled_rows
 from numpyro_fed.objectives import default_quadrature
 from numpyro_fed.precision import precision
-from numpyro_fed.results.built import Built
+from numpyro_fed.results.base import Built, Fit
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import check_weighable, of_text
 from numpyro_fed.results.mixture import around_modes
 from numpyro_fed.results.particles import Particles, particles_of
-from numpyro_fed.results.rows import Fit, Result
+from numpyro_fed.results.rows import Result
 from numpyro_fed.results.weighted import TOLERANCE
 from numpyro_fed.runtime.noise import generator, typed_key
 from numpyro_fed.runtime.progress import Progress, progress_of
@@ -265,8 +265,7 @@ def check_temperable(fit: Result) -> None:
         raise ModelError(f"particles need rows' latents integrated by quadrature, but {why}.")
     if any(p.dim for p in fm.plates) and not default_nodes(fm):
         raise ModelError("particles need rows of at most two latents, with those of outer plates.")
-    if fit._fit.checks is not None:
-        refuse_coupled_rows(fit._fit.checks, fit._silos.buckets, "particles need")
+    refuse_coupled_rows(fit._fit.checks, fit._silos.buckets, "particles need")
 
 
 def nodes_for(result: Result | Corrected) -> int:

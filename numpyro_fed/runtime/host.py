@@ -32,13 +32,12 @@ from numpyro_fed.errors import SiloAwayError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import stacked
 from numpyro_fed.runtime.noise import exchange_key, init_keys, server_key, silo_key
-from numpyro_fed.runtime.schedule import Carry, Schedule
 from numpyro_fed.runtime.stack import (
     Batches,
-    FewerError,
     Log,
     RunStatus,
     Runtime,
+    Schedule,
     ServerData,
     Single,
     Stacks,
@@ -46,11 +45,11 @@ from numpyro_fed.runtime.stack import (
     Watch,
     chunk_of,
     init_schedule,
+    num_silos,
     visits,
 )
 from numpyro_fed.runtime.step import (
     Answers,
-    RoundNoise,
     Transport,
     checked,
     combine,
@@ -62,9 +61,7 @@ from numpyro_fed.runtime.step import (
 from numpyro_fed.trees import Tree, drop_weak_types
 
 
-def host(
-    algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule[Carry] | None = None
-) -> Runtime:
+def host(algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule | None = None) -> Runtime:
     """Return the runtime that visits silos one after the other from Python, without padding.
 
     Every function is compiled on its own; under ``jax.disable_jit()`` all of it is ordinary
@@ -83,11 +80,11 @@ def host(
         )
         return State(jnp.zeros((), jnp.int32), server, states, carry)
 
-    def loop(round_: Round, watch: Watch, schedule: Schedule[Carry] | None = None) -> PlainLoop:
+    def loop(round_: Round, watch: Watch, schedule: Schedule | None = None) -> PlainLoop:
         transport_of = partial(_host_transport, watch=watch)
         exchanges = tuple(map(compile_visit, round_.exchanges))
         compiled = replace(compiled_in_parts(round_), exchanges=exchanges)
-        return PlainLoop(compiled, schedule, len, transport_of, algorithm.done)
+        return PlainLoop(compiled, schedule, transport_of, algorithm.done)
 
     advance = loop(algorithm.round, watch, schedule).advance
 
@@ -101,15 +98,16 @@ def host(
 class PlainLoop:
     """A Python loop over rounds and their steps, with any transport to the silos.
 
-    ``away`` is logged in the place of the watched numbers of a silo that did not answer.
+    ``away`` is logged in the place of the watched numbers of a silo that did not answer, if rounds
+    go on (``goes_on``) without silos that did not answer in their first exchange.
     """
 
     round_: Round
-    schedule: Schedule[Any] | None
-    num_silos: Callable[[Batches], int]
+    schedule: Schedule | None
     transport_of: Callable[[Batches], Transport[Array, Stacks]]
     done: Callable[[Any], Array] | None = None
     away: object = ()
+    goes_on: bool = False
 
     def advance(
         self,
@@ -120,10 +118,10 @@ class PlainLoop:
         server_data: ServerData = None,
         stop: bool = False,
     ) -> tuple[State, Log, RunStatus]:
-        """Run up to ``n`` rounds, as :class:`Advance` says."""
+        """Run up to ``n`` rounds, as :class:`Runtime` says."""
         losses: list[float] = []
         logged: list[Any] = []
-        status = RunStatus(True, np.ones(self.num_silos(batches), bool))
+        status = RunStatus(True, np.ones(num_silos(batches), bool))
         while (
             len(logged) < n and status.ok and not (stop and self.done and self.done(state.server))
         ):
@@ -138,25 +136,28 @@ class PlainLoop:
         self, key: Array, state: State, batches: Batches, server_data: ServerData
     ) -> tuple[State, float, RunStatus, Any]:
         """Run one round; return the next state, the loss, the outcome, and the row of the log."""
-        size = self.num_silos(batches)
+        size = num_silos(batches)
         plan, change = (np.arange(size)[None], ()), None
         if self.schedule is not None:
             plan, change = self._who_when(key, state.round, state.schedule), state.schedule[1]
+        steps = np.asarray(plan[0])
         loss, ok, good = 0.0, True, np.ones(size, bool)
         rows: list[Any] = []
         server, silos, transport = state.server, state.silos, self.transport_of(batches)
-        for s, who in enumerate(np.asarray(plan[0])):
+        for s, who in enumerate(steps):
             # Numbered as in the compiled loop, so that both draw the same noise.
-            noise = _noise(self.round_, key, state.round * len(plan[0]) + s)
+            noise = _noise(self.round_, key, state.round * len(steps) + s)
             present, after = who, None
             while len(present) and after is None:
                 taking = jnp.asarray(present, jnp.int32)
                 try:
                     after = step(self.round_, transport, noise, server, silos, taking, server_data)
-                except FewerError as error:
-                    if len(error.present) == len(present):
+                except SiloAwayError as error:
+                    # Later exchanges of a round have begun with all silos.
+                    first = error.exchange == self.round_.name
+                    if not (self.goes_on and first and set(error.silos) & set(present.tolist())):
                         raise
-                    present = np.asarray(error.present, int)
+                    present = np.array([j for j in present if j not in error.silos], int)
             if after is None:  # nobody answers
                 rows.append(None)
                 continue
@@ -169,16 +170,24 @@ class PlainLoop:
             # The driver drops a round that is not ok, and its row of the log with it. The row is
             # filled up only so that all rows of this call have one shape and can be stacked.
             if not ok:
-                rows += rows[-1:] * (len(plan[0]) - len(rows))
+                rows += rows[-1:] * (len(steps) - len(rows))
                 break
-        rows = _filled(rows, plan[0], self.away)
+        known = [row for row in rows if row is not None]
+        if not known:
+            nobody = dict.fromkeys(np.ravel(steps).tolist(), "nobody answers")
+            raise SiloAwayError(nobody, "of a round", 0.0, {})
+        if len(known) < len(rows):  # in some steps nobody has answered
+            report, _, watched = known[0]
+            nobody = jax.tree.map(lambda a, none: np.full_like(a, none), watched, self.away)
+            pairs = zip(rows, steps, strict=True)
+            rows = [(report, who, nobody) if row is None else row for row, who in pairs]
         carry = () if change is None else (plan[1], change)
         after_it = State(state.round + 1, server, silos, carry)
         return after_it, loss, RunStatus(ok, good), stacked(rows)
 
     @cached_property
     def _who_when(self) -> Callable[..., Any]:
-        return jax.jit(partial(visits, cast(Schedule[Any], self.schedule)))
+        return jax.jit(partial(visits, cast(Schedule, self.schedule)))
 
     def single(
         self,
@@ -188,28 +197,10 @@ class PlainLoop:
         batches: Batches,
         server_data: ServerData = None,
     ) -> tuple[Any, Stacks, Info, Array]:
-        """Run one round with all silos, as :class:`Single` says."""
-        noise, who = _noise(self.round_, key, 0), jnp.arange(self.num_silos(batches))
+        """Run one round with all silos, as :class:`Runtime` says."""
+        noise, who = _noise(self.round_, key, 0), jnp.arange(num_silos(batches))
         transport = self.transport_of(batches)
         return step(self.round_, transport, noise, server, silos, who, server_data)[:4]
-
-
-def _filled(rows: list[Any], plan: ArrayLike, away: object) -> list[Any]:
-    """Return the rows of a round's log, with one for each step in which nobody has answered."""
-    if all(row is not None for row in rows):
-        return rows
-    known = next((row for row in rows if row is not None), None)
-    if known is None:
-        raise SiloAwayError(
-            dict.fromkeys(np.ravel(plan).tolist(), "nobody answers"), "of a round", 0.0, {}
-        )
-    report, _, watched = known
-    nobody = jax.tree.map(lambda a, none: np.full_like(a, none), watched, away)
-    visited = np.asarray(plan)
-    return [
-        (report, who, nobody) if row is None else row
-        for row, who in zip(rows, visited, strict=True)
-    ]
 
 
 def _with_missing(watched: Any, away: object, who: np.ndarray, present: np.ndarray) -> Any:
@@ -226,18 +217,15 @@ def _with_missing(watched: Any, away: object, who: np.ndarray, present: np.ndarr
     return jax.tree.map(filled, watched, away)
 
 
-def _noise(round_: Round, key: Array, number: Array | int) -> RoundNoise[Array]:
+def _noise(round_: Round, key: Array, number: Array | int) -> tuple[Any, list[Array]]:
     """Return the server's noise, and for each exchange the key from which silos draw theirs."""
     size = len(round_.exchanges)
     keys = [exchange_key(key, number, e, size) for e in range(size)]
-    return RoundNoise(round_.noise(server_key(keys[0])), keys)
+    return round_.noise(server_key(keys[0])), keys
 
 
 def _host_transport(batches: Batches, watch: Watch) -> Transport[Array, Stacks]:
-    """Return the transport that visits one participant after the other.
-
-    Its ``noise`` is the key of the exchange.
-    """
+    """Return the transport that visits participants one by one; its noise is the exchange's key."""
     bucket_of = {int(b.silos[0]): i for i, b in enumerate(batches)}
 
     def transport(
@@ -265,24 +253,20 @@ def compile_visit(exchange: Exchange[Silo, Down, Up]) -> Exchange[Silo, Down, Up
     Its ``silo`` is the whole visit: the reply that it returns is checked, and its draft is the
     silo's next state, so that nothing is left to commit.
     """
-    if exchange.stacked:
-        return exchange._replace(silo=partial(_visit_alone, exchange))
-    visit, noise = jax.jit(exchange.visit), jax.jit(exchange.silo_noise)
-    return exchange._replace(silo=visit, commit=as_drafted, silo_noise=noise)
+    if not exchange.stacked:
+        visit, noise = jax.jit(exchange.visit), jax.jit(exchange.silo_noise)
+        return exchange._replace(silo=visit, commit=as_drafted, silo_noise=noise)
 
+    def alone(noise: object, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Up], Silo]:
+        here = jax.tree.map(lambda a: np.asarray(a)[None], (state, data))
+        keys = noise if isinstance(noise, tuple) else jnp.reshape(jnp.asarray(noise), (1,))
+        reply, after = exchange.silo(keys, jax.tree.map(np.asarray, down), *here)
+        found: tuple[Reply[Up], Silo] = jax.tree.map(
+            lambda a: np.asarray(a)[0], (checked(exchange, reply), after)
+        )
+        return found
 
-def _visit_alone(
-    exchange: Exchange[Silo, Down, Up], noise: object, down: Down, state: Silo, data: SiloData
-) -> tuple[Reply[Up], Silo]:
-    """Return a silo's reply and its next state, from an exchange whose silos are stacked."""
-    here = jax.tree.map(lambda a: np.asarray(a)[None], (state, data))
-    down = jax.tree.map(np.asarray, down)
-    keys = noise if isinstance(noise, tuple) else jnp.reshape(jnp.asarray(noise), (1,))
-    reply, after = exchange.silo(keys, down, *here)
-    found: tuple[Reply[Up], Silo] = jax.tree.map(
-        lambda a: np.asarray(a)[0], (checked(exchange, reply), after)
-    )
-    return found
+    return exchange._replace(silo=alone)
 
 
 def _first(stack: Tree) -> Tree:

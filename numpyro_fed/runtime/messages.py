@@ -20,7 +20,14 @@ from safetensors.numpy import save
 
 from numpyro_fed import html
 from numpyro_fed.algorithms.base import Combine, Exchange, ExchangeId, FederatedAlgorithm, Round
-from numpyro_fed.errors import CoupledRowsError, DataError, GuideError, RefusedError, ReplyError
+from numpyro_fed.errors import (
+    CoupledRowsError,
+    DataError,
+    GuideError,
+    RefusedError,
+    ReplyError,
+    SumError,
+)
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.runtime.stack import ServerData
 from numpyro_fed.runtime.step import message_shapes
@@ -62,45 +69,38 @@ OF_DATA = LEVELS, MOMENTS
 DRAWS = "draws for a silo"  # draws of the globals, by which a silo predicts; there is no reply
 GO_ON = "go on"  # at a state of an earlier run, whose id is in the settings
 BEGINNINGS = BEGIN, SEARCH, WITHOUT_START
+# Messages of sums that nobody sees. Before the first one silos tell each other public keys through
+# the server. Then a question has Terms in its head, and the reply has, in the place of the numbers
+# of ``Reply.up`` and of the weight, one array of masked words. ``ok`` stays as it is.
+KEYS = "keys"  # the question for a silo's public keys in a session
+PEERS = "peers"  # all silos' public keys
+SECURE = "secure_sum"  # the setting that all agree on
+SUM = "sum"  # the text in the head of a question to which a masked reply is wanted
+MASKED = "masked"  # the array of a masked reply
+LEAST = 2  # silos of a sum; that of one is its reply
 
 
 class Message(NamedTuple):
-    """A message that was read.
-
-    Attributes
-    ----------
-    head : dict of str to str
-    arrays : dict of str to array
-    """
+    """A message that was read."""
 
     head: dict[str, str]
     arrays: dict[str, np.ndarray]
 
 
 class Question(NamedTuple):
-    """The head of a message to a silo.
+    """The head of a message to a silo."""
 
-    Attributes
-    ----------
-    exchange, settings : str
-        The :class:`~numpyro_fed.algorithms.base.ExchangeId`, or a message by which a run begins.
-    run : str
-        The id of the run.
-    number : int
-        The number of this message. Within a run numbers grow; a message that is sent again has the
-        same number.
-    used : int
-        The number of the silo's last message whose reply was used: the silo answers from the state
-        that it had after that one.
-    method : str
-        The id of the method whose exchange it is, at a silo that has agreed on several.
-    """
-
+    # The ExchangeId, or a message by which a run begins.
     exchange: str
     settings: str
-    run: str = ""
+    run: str = ""  # the id of the run
+    # The number of this message. Within a run numbers grow; a message that is sent again has the
+    # same number.
     number: int = 0
+    # The number of the silo's last message whose reply was used: the silo answers from the state
+    # that it had after that one.
     used: int = 0
+    # The id of the method whose exchange it is, at a silo that has agreed on several.
     method: str = ""
 
     @property
@@ -131,6 +131,35 @@ class Question(NamedTuple):
         return cls(exchange, settings, run, int(number), int(used), method)
 
 
+class Terms(NamedTuple):
+    """The terms of a sum: whose masks are in it, and which ones."""
+
+    session: str  # the id of the keys, at this silo
+    number: int  # in a session numbers grow; a sum that is asked anew has a new one
+    group: tuple[int, ...]  # the silos whose replies are added up
+
+    def purpose(self, session: str, exchange: str, asked: str) -> bytes:
+        """Return what the masks are for, the same at all silos of the sum.
+
+        ``asked`` is a digest of what all silos are asked alike: masks of silos that were asked
+        different things do not cancel. Otherwise a server could ask all silos but one for noise
+        that is nearly zero.
+        """
+        return json.dumps([session, exchange, self.number, self.group, asked]).encode()
+
+
+def check_summed(exchange: Exchange[Any, Any, Any]) -> None:
+    """Raise an error for an exchange whose replies are not added up."""
+    if exchange.combine is not Combine.SUM:
+        raise SumError(
+            "is not enough for it: it needs the reply of each silo by itself, and with "
+            "secure_sum=True sums alone are told. Nothing was sent. Leave it out, or ask it over a "
+            "Federation without secure_sum, if the silos' owners agree.",
+            silos=(),
+            exchange=exchange.name,
+        )
+
+
 def write(arrays: Mapping[str, ArrayLike], head: Mapping[str, str] | None = None) -> bytes:
     """Return named arrays and a head of texts as bytes."""
     # NumPy's scalars and arrays in another order than C's have other bytes than safetensors writes.
@@ -141,10 +170,7 @@ def write(arrays: Mapping[str, ArrayLike], head: Mapping[str, str] | None = None
 
 
 def read(message: bytes) -> Message:
-    """Return the head and the named arrays of a message that :func:`write` made.
-
-    The arrays are views of the bytes, which cannot be written to.
-    """
+    """Return the head and the named arrays of a message of :func:`write`, as read-only views."""
     try:
         size = int.from_bytes(message[:8], "little")
         if size > min(MAX_HEADER, len(message) - 8):
@@ -179,11 +205,7 @@ def is_refusal(reply: bytes) -> bool:
 
 
 def at_silo(method: str, silo: int) -> str:
-    """Return the name of a method at one silo.
-
-    So a message that comes to another silo is of a method of its own there, and moves nothing of
-    the silo's.
-    """
+    """Return the name of a method at one silo, so that a message that goes astray moves nothing."""
     return f"{method}.{silo}" if method else ""
 
 
@@ -229,29 +251,15 @@ def unpack(prefix: str, like: Tree, arrays: Mapping[str, np.ndarray]) -> Tree:
 
 
 class Crossing(NamedTuple):
-    """One array of a message between server and silo.
+    """One array of a message between server and silo."""
 
-    Attributes
-    ----------
-    when : {"start", "round"}
-        ``"start"``: before the first round, as often as the start takes. ``"round"``: in each
-        round.
-    exchange, array : str
-    up : bool
-        From a silo to the server, or down to all silos.
-    shape : tuple of int
-    dtype : str
-    summed : bool
-        Whether the server needs the sum over silos alone, which secure aggregation may form.
-    nbytes : int
-    """
-
-    when: str
+    when: str  # "start": before the first round, as often as it takes; "round": in each round
     exchange: str
     array: str
-    up: bool
+    up: bool  # from a silo to the server, or down to all silos
     shape: tuple[int, ...]
     dtype: str
+    # Whether the server needs the sum over silos alone, which secure aggregation may form.
     summed: bool
     nbytes: int
 
@@ -268,21 +276,13 @@ class Crossings(NamedTuple):
 
     def _cells(self) -> tuple[tuple[str, ...], ...]:
         """Return the names of the columns, then a row for each array."""
-        server, silo = self.parties
         head = ("when", "exchange", "from", "to", "array", "shape", "dtype", "")
-        lines = (
-            (
-                row.when,
-                row.exchange,
-                silo if row.up else server,
-                server if row.up else silo,
-                row.array,
-                str(row.shape),
-                row.dtype,
-                "summed" if row.up and row.summed else "",
-            )
-            for row in self.rows
-        )
+        lines = []
+        for row in self.rows:
+            way = reversed(self.parties) if row.up else self.parties
+            summed = "summed" if row.up and row.summed else ""
+            what = row.array, str(row.shape), row.dtype, summed
+            lines.append((row.when, row.exchange, *way, *what))
         return head, *lines
 
     def __str__(self) -> str:
@@ -315,23 +315,18 @@ def crossings(
     for exchange, down, reply in message_shapes(algorithm, rounds, data, server_data):
         # Shown by their names in ``Reply``: they leave the silo, too, beside ``up``.
         sent = {"ok": reply.ok, "weight": reply.weight}
-        rows.extend(_rows(when, exchange, down, False))
-        rows.extend(_rows(when, exchange, reply.up, True) + _rows(when, exchange, sent, True))
+        for up, tree in ((False, down), (True, reply.up), (True, sent)):
+            rows += [
+                Crossing(
+                    when,
+                    exchange.name,
+                    jax.tree_util.keystr(path, simple=True, separator=".") or "message",
+                    up,
+                    tuple(leaf.shape),
+                    str(leaf.dtype),
+                    exchange.combine is Combine.SUM,
+                    leaf.size * leaf.dtype.itemsize,
+                )
+                for path, leaf in jax.tree.leaves_with_path(tree)
+            ]
     return Crossings(tuple(rows), ("server", silo))
-
-
-def _rows(when: str, exchange: Exchange[Any, Any, Any], tree: object, up: bool) -> list[Crossing]:
-    summed = exchange.combine is Combine.SUM
-    return [
-        Crossing(
-            when,
-            exchange.name,
-            jax.tree_util.keystr(path, simple=True, separator=".") or "message",
-            up,
-            tuple(leaf.shape),
-            str(leaf.dtype),
-            summed,
-            leaf.size * leaf.dtype.itemsize,
-        )
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    ]

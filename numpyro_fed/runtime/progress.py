@@ -21,18 +21,28 @@ READING = "reading the model"
 
 
 class Progress:
-    """A listener for the progress of a run; this base class shows nothing."""
+    """A bar for the search, which disappears at its end, and then a bar for the rounds of a run.
 
-    shows = False
+    Nothing is shown where it is not to be (``shown``).
+    """
+
+    def __init__(self, shown: bool):
+        self.shows, self._bar = shown, tqdm(disable=True)
 
     def begin(self, search: bool, max_number: int) -> None:
         """Begin to show at most ``max_number`` rounds, or exchanges of a search for the mode."""
+        # How many exchanges a search takes is not known, so that its bar has no total.
+        words = dict(desc="search for the mode", unit=" exchanges", leave=False)
+        self._bar = tqdm(disable=not self.shows, **(words if search else {"total": max_number}))
 
     def step(self, number: int, bound: float) -> None:
         """Show that ``number`` more rounds are done, and the bound."""
+        self._bar.update(number)
+        self._bar.set_postfix_str(f"bound: {bound:.4f}", refresh=False)
 
     def end(self) -> None:
         """End what :meth:`begin` began."""
+        self._bar.close()
 
     @contextmanager
     def under_way(self, search: bool, max_number: int) -> Iterator[None]:
@@ -44,51 +54,21 @@ class Progress:
             self.end()
 
 
-class Bar(Progress):
-    """A bar for the search, which disappears at its end, and then a bar for the rounds of a run."""
-
-    shows = True
-
-    def __init__(self) -> None:
-        self._bar = tqdm(disable=True)
-
-    def begin(self, search: bool, max_number: int) -> None:
-        # How many exchanges a search takes is not known, so that its bar has no total.
-        if search:
-            self._bar = tqdm(desc="search for the mode", unit=" exchanges", leave=False)
-        else:
-            self._bar = tqdm(total=max_number)
-
-    def step(self, number: int, bound: float) -> None:
-        self._bar.update(number)
-        self._bar.set_postfix_str(f"bound: {bound:.4f}", refresh=False)
-
-    def end(self) -> None:
-        self._bar.close()
-
-
 def progress_of(shown: bool | Progress) -> Progress:
-    """Return a listener: ``shown`` itself, a bar if it is True, or one that shows nothing."""
-    if isinstance(shown, Progress):
-        return shown
-    return Bar() if shown else Progress()
+    """Return a listener: ``shown`` itself, or one that shows something or nothing."""
+    return shown if isinstance(shown, Progress) else Progress(shown)
 
 
 class StageBar(Progress):
     """One line for a call of several stages, whose number is not known beforehand.
 
-    It shows the stage, the round or exchange, the time and how many messages each silo has sent:
-    ``PVI: search for the mode, exchange 12 [00:07, 12 exchanges]``. There is no percentage, since
-    the total is not known. The clock goes on while a program is compiled, and the line says so.
-
-    Parameters
-    ----------
-    shown : bool
-        Whether to show anything.
+    ``PVI: search for the mode, exchange 12 [00:07, 12 exchanges]``: stage, round or exchange, time,
+    and how many messages each silo has sent. There is no percentage, since the total is not known.
+    The clock goes on while a program is compiled, and the line says so.
     """
 
     def __init__(self, shown: bool):
-        self.shows = shown
+        super().__init__(shown)
         line = "{desc} [{elapsed}, {n_fmt} exchanges]"
         self._stage, self._activity, self._num_done, self._exchanges_before = READING, "", 0, 0
         self._bar = tqdm(desc=READING, bar_format=line, disable=not shown)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,6 @@ from numpyro_fed.runtime.noise import (
     server_key,
     silo_key,
 )
-from numpyro_fed.runtime.schedule import Carry, Schedule
 from numpyro_fed.runtime.stack import (
     BLOCK,
     NOISE,
@@ -46,6 +45,7 @@ from numpyro_fed.runtime.stack import (
     Log,
     RunStatus,
     Runtime,
+    Schedule,
     ServerData,
     Single,
     Stacks,
@@ -54,6 +54,7 @@ from numpyro_fed.runtime.stack import (
     chunk_of,
     in_order,
     init_schedule,
+    num_silos,
     visits,
 )
 from numpyro_fed.runtime.step import (
@@ -65,12 +66,9 @@ from numpyro_fed.runtime.step import (
     step,
     transport_of_stacks,
 )
-from numpyro_fed.trees import Tree, drop_weak_types
+from numpyro_fed.trees import drop_weak_types
 
 Positions = tuple[Array, Array]  # each silo's bucket and its row there, (silos,) each
-BucketNoise = RoundNoise[list[Any]]  # for each exchange a list with the noise of each bucket
-Index = TypeVar("Index")
-Drawn = TypeVar("Drawn")
 Participants = Array | tuple[()]  # who takes part; empty where everyone does
 StepCarry = tuple[Array, Any, Stacks, Any, Log, RunStatus]  # of the loop over steps
 RoundCarry = tuple[Array, State, Log, RunStatus]  # of the loop over rounds
@@ -78,7 +76,7 @@ RoundCarry = tuple[Array, State, Log, RunStatus]  # of the loop over rounds
 
 def simulation(
     algorithm: FederatedAlgorithm[Server, Silo],
-    schedule: Schedule[Carry] | None = None,
+    schedule: Schedule | None = None,
     *,
     quick: bool = False,
 ) -> Runtime:
@@ -99,26 +97,14 @@ def simulation(
             return algorithm.init_silo(jax.random.fold_in(key_silos, silo), data)
 
         silos = tuple(b.real(jax.vmap(init_one)(b.padded(b.silos), b.data)) for b in batches)
-        carry = init_schedule(schedule, key, _num_silos(batches))
+        carry = init_schedule(schedule, key, num_silos(batches))
         server = algorithm.init_server(key_server)
         return readable(drop_weak_types(State(jnp.zeros((), jnp.int32), server, silos, carry)))
 
-    loop = _Loop(algorithm, schedule)
-
-    @jit
-    def advanced(
-        key: Array,
-        state: State,
-        batches: Batches,
-        n: int,
-        server_data: ServerData = None,
-        stop: bool = False,
-    ) -> tuple[State, Log, RunStatus]:
-        return readable(loop.advance(key, state, batches, n, server_data, stop))
-
+    advance = jit(_Loop(algorithm, schedule).advance)
     quick_single = partial(single, jit=jit_once)
     chunk = chunk_of(schedule)
-    return Runtime(init, advanced, single, transport_of_stacks, chunk, quick_single)
+    return Runtime(init, advance, single, transport_of_stacks, chunk, quick_single)
 
 
 def single(round_: Round, jit: Callable[..., Callable[..., Any]] = jax.jit) -> Single:
@@ -130,7 +116,7 @@ def single(round_: Round, jit: Callable[..., Callable[..., Any]] = jax.jit) -> S
     ) -> tuple[Any, Stacks, Info, Array]:
         noise = _noise_of_all(round_, key, jnp.zeros(1, jnp.int32), silos, batches)
         noise = jax.tree.map(lambda a: a[0], noise)
-        who, order = jnp.arange(_num_silos(batches)), in_order(batches)
+        who, order = jnp.arange(num_silos(batches)), in_order(batches)
         transport = _transport_to_all(batches, order, None)
         server, silos, info, good, _ = step(
             round_, transport, noise, server, silos, who, server_data
@@ -142,7 +128,7 @@ def single(round_: Round, jit: Callable[..., Callable[..., Any]] = jax.jit) -> S
 
 def _noise_of_all(
     round_: Round, key: Array, numbers: Array, silos: Stacks, batches: Batches
-) -> BucketNoise:
+) -> RoundNoise:
     """Return the noise of all silos and of the server for several steps (steps, ...).
 
     ``numbers`` (steps,) are the numbers of the steps. For each exchange there is a list with the
@@ -165,7 +151,7 @@ def _noise_of_all(
         parts = zip(jnp.split(silo, ends, axis=1), silos, strict=True)
         silo_noises.append([bucket(exchange, keys, states) for keys, states in parts])
         server_noise = jax.vmap(round_.noise)(server) if e == 0 else server_noise
-    return RoundNoise(server_noise, silo_noises)
+    return server_noise, silo_noises
 
 
 def _transport_to_all(
@@ -202,7 +188,7 @@ class _Loop:
     """The loop over rounds and their steps; without a schedule all silos take part in a round."""
 
     algorithm: FederatedAlgorithm[Any, Any]
-    schedule: Schedule[Any] | None
+    schedule: Schedule | None
 
     def advance(
         self,
@@ -210,18 +196,18 @@ class _Loop:
         state: State,
         batches: Batches,
         n: int,
-        server_data: ServerData,
-        stop: bool,
+        server_data: ServerData = None,
+        stop: bool = False,
     ) -> tuple[State, Log, RunStatus]:
-        """Run up to ``n`` rounds, as :class:`Advance` says."""
-        schedule, done, num_silos = self.schedule, self.algorithm.done, _num_silos(batches)
+        """Run up to ``n`` rounds, as :class:`Runtime` says."""
+        schedule, done, size = self.schedule, self.algorithm.done, num_silos(batches)
         ahead = schedule is None or (schedule.ahead and schedule.steps == 1)
         order: Any = in_order(batches)
         if schedule is not None:
             # Each silo's bucket (silos,), and its row in that bucket (silos,).
-            sizes, total = [len(b.silos) for b in batches], num_silos
+            sizes = [len(b.silos) for b in batches]
             numbers = jnp.arange(len(batches))
-            bucket = jnp.repeat(numbers, jnp.array(sizes), total_repeat_length=total)
+            bucket = jnp.repeat(numbers, jnp.array(sizes), total_repeat_length=size)
             place = jnp.concatenate([jnp.arange(n) for n in sizes])
             order = bucket[order], place[order]
         # The inlined jit keeps its trace: eval_shape and the loop's body share one.
@@ -263,30 +249,30 @@ class _Loop:
             )
 
         # Few rounds a block where a round's noise is large: the block stands in memory at once.
-        size = sum(a.size for a in jax.tree.leaves(drawn))
-        block = max(1, min(BLOCK, NOISE // max(size, 1)))
-        all_good = jnp.ones(good.shape if ahead else num_silos, bool)
+        drawn_at_once = sum(a.size for a in jax.tree.leaves(drawn))
+        block = max(1, min(BLOCK, NOISE // max(drawn_at_once, 1)))
+        all_good = jnp.ones(good.shape if ahead else size, bool)
         start = (jnp.zeros((), jnp.int32), state, log, RunStatus(jnp.array(True), all_good))
         if not ahead:
             one_round = partial(of_steps, batches=batches, order=order, server_data=server_data)
-            return jax.lax.while_loop(continues, one_round, start)[1:]
+            return readable(jax.lax.while_loop(continues, one_round, start)[1:])
         i, state, log, status = jax.lax.while_loop(continues, one_block, start)
         if schedule is None:
-            return state, log, status._replace(replies=status.replies[order])
+            return readable((state, log, status._replace(replies=status.replies[order])))
         # Participants of the last round; of row 0, whose replies count as good, if none was run.
         last = log.visits[jnp.maximum(i - 1, 0), 0]
-        replies = jnp.ones(num_silos, bool).at[last].set(status.replies)
-        return state, log, status._replace(replies=replies)
+        replies = jnp.ones(size, bool).at[last].set(status.replies)
+        return readable((state, log, status._replace(replies=replies)))
 
     def _draw(
         self, key: Array, numbers: Array, state: State, batches: Batches
-    ) -> tuple[Participants, RoundNoise[Any]]:
+    ) -> tuple[Participants, RoundNoise]:
         """Return participants and noise of the first steps of rounds, leaves (rounds, ...)."""
         round_, schedule = self.algorithm.round, self.schedule
         if schedule is None:
             return (), _noise_of_all(round_, key, numbers, state.silos, batches)
 
-        def one_round(number: Array) -> tuple[Array, RoundNoise[Any]]:
+        def one_round(number: Array) -> tuple[Array, RoundNoise]:
             who = visits(schedule, key, number, state.schedule)[0][0]
             return who, _noise_of_participants(round_, key, number, who, state.silos)
 
@@ -294,7 +280,7 @@ class _Loop:
 
     def _step(
         self,
-        drawn: tuple[Participants, RoundNoise[Any]],
+        drawn: tuple[Participants, RoundNoise],
         server: object,
         silos: Stacks,
         batches: Batches,
@@ -303,10 +289,12 @@ class _Loop:
     ) -> tuple[Any, Stacks, Info, Array, Any]:
         """Run a step with its participants and its noise."""
         (who, noise), watch = drawn, self.algorithm.watch
-        transport: Transport[Any, Stacks] = _ParticipantTransport(batches, order, watch)
+        transport: Transport[Any, Stacks]
         if isinstance(who, tuple):
-            who = jnp.arange(_num_silos(batches))
+            who = jnp.arange(num_silos(batches))
             transport = _transport_to_all(batches, order, watch)
+        else:
+            transport = _transport_to_some(batches, order, watch)
         return step(self.algorithm.round, transport, noise, server, silos, who, server_data)
 
     def _run_steps(
@@ -320,7 +308,7 @@ class _Loop:
         server_data: ServerData,
     ) -> RoundCarry:
         """Run a round of several steps, or one whose participants the last round has decided."""
-        (i, state, log, _), schedule = carry, cast(Schedule[Any], self.schedule)
+        (i, state, log, _), schedule = carry, cast(Schedule, self.schedule)
         who, plan = visits(schedule, key, state.round, state.schedule)
 
         def continues(carry: StepCarry) -> Array:
@@ -337,7 +325,7 @@ class _Loop:
             status = RunStatus(info.ok, status.replies.at[who[s]].set(good))
             return s + 1, server, silos, _planned(planned, who[s], info), log, status
 
-        status = RunStatus(jnp.array(True), jnp.ones(_num_silos(batches), bool))
+        status = RunStatus(jnp.array(True), jnp.ones(num_silos(batches), bool))
         zero = jnp.zeros((), jnp.int32)
         first = (zero, state.server, state.silos, (plan, state.schedule[1]), log, status)
         _, server, silos, planned, log, status = jax.lax.while_loop(continues, body, first)
@@ -355,7 +343,7 @@ def _planned(planned: Any, who: Participants, info: Info) -> Any:
 
 def _noise_of_participants(
     round_: Round, key: Array, number: Array, who: Array, silos: Stacks
-) -> RoundNoise[Any]:
+) -> RoundNoise:
     """Return the noise of one step for the server and for its participants ``who`` (k,).
 
     With several buckets the silos' part is their keys instead: noise of silos in different buckets
@@ -372,90 +360,76 @@ def _noise_of_participants(
         return jax.vmap(exchange.silo_noise, (0, None))(keys, state)
 
     silo_noises = [noise_of(x, key) for x, key in zip(round_.exchanges, exchange_keys, strict=True)]
-    return RoundNoise(round_.noise(server_key(exchange_keys[0])), silo_noises)
+    return round_.noise(server_key(exchange_keys[0])), silo_noises
 
 
-@dataclass(frozen=True, eq=False)
-class _ParticipantTransport:
-    """The transport to some silos: mapped where there is one bucket, else one after the other.
-
-    Noise (k, ...) is as :func:`_noise_of_participants` makes it.
-    """
-
-    batches: Batches
-    positions: Positions
-    watch: Watch | None
-
-    def __call__(
-        self, exchange: Exchange[Any, Down, Up], noise: Drawn, down: Down, who: Array, silos: Stacks
-    ) -> Answers[Stacks]:
-        size = len(who)
-
-        def body(silos: Stacks, i: Array | int) -> tuple[Stacks, tuple[Reply[Up], Any]]:
-            sent, eps = (
-                for_participants(exchange.scatter, down, i),
-                jax.tree.map(lambda a: a[i], noise),
-            )
-            reply, silos, watched = self.visit_one(exchange, eps, sent, who[i], silos)
-            return silos, (reply, watched)
-
-        if size > 1 and len(self.batches) == 1:
-            # In one map: gather their states, run, scatter them back.
-            (stack,), (batch,) = silos, self.batches
-            at = self.positions[1][who]
-            states, data = jax.tree.map(lambda a: a[at], (stack, batch.data))
-            visit = jax.vmap(partial(self.visit, exchange), (0, _axes(exchange), 0, 0))
-            replies, states, watched = visit(noise, down, states, data)
-            silos = (jax.tree.map(lambda a, new: a.at[at].set(new), stack, states),)
-        elif size == 1:  # without the loop around a single visit
-            silos, answer = body(silos, 0)
-            replies, watched = jax.tree.map(lambda a: a[None], answer)
-        else:
-            silos, (replies, watched) = jax.lax.scan(body, silos, jnp.arange(size))
-        return Answers(combine(exchange.combine, [replies]), replies.ok, silos, watched)
+def _transport_to_some(
+    batches: Batches, positions: Positions, watch: Watch | None
+) -> Transport[Any, Stacks]:
+    """Return the transport to some silos: mapped where there is one bucket, else one by one."""
+    bucket_of, place_of = positions
+    take = partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+    put = partial(jax.lax.dynamic_update_index_in_dim, axis=0)
 
     def visit(
-        self,
-        exchange: Exchange[Silo, Down, Up],
-        noise: Any,
-        down: Down,
-        state: Silo,
-        data: SiloData,
+        exchange: Exchange[Silo, Down, Up], noise: Any, down: Down, state: Silo, data: SiloData
     ) -> tuple[Reply[Up], Silo, Any]:
         """Return a silo's reply, its next state, and what is watched of that state."""
-        if len(self.batches) > 1:
+        if len(batches) > 1:
             noise = exchange.silo_noise(noise, state)
         reply, state = exchange.visit(noise, down, state, data)
-        return drop_weak_types((reply, state, self.watch(state) if self.watch else ()))
+        return drop_weak_types((reply, state, watch(state) if watch else ()))
 
     def visit_one(
-        self, exchange: Exchange[Any, Down, Up], noise: Drawn, down: Down, j: Array, silos: Stacks
-    ) -> tuple[Reply[Up], Stacks, Any]:
-        """Visit participant ``j``, from whichever bucket.
-
-        From each other bucket one silo's state is taken out and put back unchanged.
-        """
-        # XLA copies what passes through a conditional. With one state of each bucket as the
-        # operand, instead of the stacks, a visit costs the same for ten silos as for ten thousand.
-        batches, (bucket_of, place_of) = self.batches, self.positions
+        exchange: Exchange[Any, Down, Up], noise: Any, down: Down, j: Array, silos: Stacks
+    ) -> tuple[Stacks, tuple[Reply[Up], Any]]:
+        """Visit participant ``j``, from whichever bucket."""
+        # From each other bucket one silo's state is taken out and put back unchanged. XLA copies
+        # what passes through a conditional. With one state of each bucket as the operand, instead
+        # of the stacks, a visit costs the same for ten silos as for ten thousand.
         at = [jnp.clip(place_of[j], 0, len(b.silos) - 1) for b in batches]
-        before = tuple(_take(stack, i) for stack, i in zip(silos, at, strict=True))
+        before = tuple(
+            jax.tree.map(partial(take, index=i), a) for a, i in zip(silos, at, strict=True)
+        )
 
         def in_bucket(
-            b: int, noise: Drawn, down: Down, states: Stacks
+            b: int, noise: Any, down: Down, states: Stacks
         ) -> tuple[Reply[Up], Stacks, Any]:
-            data = _take(batches[b].data, at[b])
-            reply, state, watched = self.visit(exchange, noise, down, states[b], data)
+            data = jax.tree.map(partial(take, index=at[b]), batches[b].data)
+            reply, state, watched = visit(exchange, noise, down, states[b], data)
             return reply, (*states[:b], state, *states[b + 1 :]), watched
 
         branches = [partial(in_bucket, b) for b in range(len(batches))]
         reply, after, watched = jax.lax.switch(bucket_of[j], branches, noise, down, before)
-        put = jax.lax.dynamic_update_index_in_dim
         silos = tuple(
-            jax.tree.map(partial(put, index=i, axis=0), stack, one)
+            jax.tree.map(partial(put, index=i), stack, one)
             for stack, one, i in zip(silos, after, at, strict=True)
         )
-        return reply, silos, watched
+        return silos, (reply, watched)
+
+    def transport(
+        exchange: Exchange[Any, Down, Up], noise: Any, down: Down, who: Array, silos: Stacks
+    ) -> Answers[Stacks]:
+        def body(silos: Stacks, i: Array | int) -> tuple[Stacks, tuple[Reply[Up], Any]]:
+            sent = for_participants(exchange.scatter, down, i)
+            return visit_one(exchange, jax.tree.map(lambda a: a[i], noise), sent, who[i], silos)
+
+        if len(who) > 1 and len(batches) == 1:
+            # In one map: gather their states, run, scatter them back.
+            (stack,), (batch,) = silos, batches
+            at = place_of[who]
+            states, data = jax.tree.map(lambda a: a[at], (stack, batch.data))
+            visits = jax.vmap(partial(visit, exchange), (0, _axes(exchange), 0, 0))
+            replies, states, watched = visits(noise, down, states, data)
+            silos = (jax.tree.map(lambda a, new: a.at[at].set(new), stack, states),)
+        elif len(who) == 1:  # without the loop around a single visit
+            silos, answer = body(silos, 0)
+            replies, watched = jax.tree.map(lambda a: a[None], answer)
+        else:
+            silos, (replies, watched) = jax.lax.scan(body, silos, jnp.arange(len(who)))
+        return Answers(combine(exchange.combine, [replies]), replies.ok, silos, watched)
+
+    return transport
 
 
 def _write(
@@ -467,13 +441,5 @@ def _write(
     return Log(losses, *rooms)
 
 
-def _take(stack: Tree, i: Array) -> Tree:
-    return jax.tree.map(partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False), stack)
-
-
 def _axes(exchange: Exchange[Silo, Down, Up]) -> Any:
     return jax.tree.map(lambda scattered: 0 if scattered else None, exchange.scatter)
-
-
-def _num_silos(batches: Batches) -> int:
-    return sum(len(b.silos) for b in batches)

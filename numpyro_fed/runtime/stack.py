@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.programs import on_all_devices
 from numpyro_fed.runtime.noise import schedule_key
-from numpyro_fed.runtime.schedule import Carry, Schedule
 from numpyro_fed.trees import Tree, drop_weak_types
 
 # The compiled loop writes its log into an array of fixed length, the most rounds of one call. A
@@ -33,30 +32,57 @@ BLOCK = 64
 NOISE = 2**20
 
 
+class Schedule(NamedTuple):
+    """The rule by which silos take part in steps, as pure functions.
+
+    A run in which all silos take part in every round has no schedule. Under a schedule every silo
+    must take part some time, or its data count for nothing.
+
+    Attributes
+    ----------
+    steps : int
+        Updates of the server in a round.
+    size : int
+        Participants of each update.
+    init : key -> carry
+        The first carry: arrays that are handed on from round to round in the run's state.
+    visits : (key, round, carry, change) -> (who, carry)
+        The silos that take part in each step of a round, (steps, size) int, distinct within a
+        step. ``change`` (num_silos,) is the last ``Info.change`` of a step in which a silo took
+        part alone, infinite before the first. The key is the same in all rounds.
+    num_silos : int
+        The number of silos.
+    ahead : bool
+        Whether ``visits`` reads neither the carry nor ``change``, so that the participants of
+        many rounds can be drawn ahead.
+    by_arrival : bool
+        Whether replies are used one by one in the order in which they come, by the real clock. Then
+        nobody calls ``visits``, and silos must be in processes of their own.
+    """
+
+    steps: int
+    size: int
+    init: Callable[[Array], Any]
+    visits: Callable[[Array, Array, Any, Array], tuple[Array, Any]]
+    num_silos: int
+    ahead: bool = False
+    by_arrival: bool = False
+
+
 Stacks = tuple[Any, ...]  # silos' states, stacked in each bucket
-Planned = tuple[Carry, Array]  # the carry of a schedule, and each silo's last ``change``
+Planned = tuple[Any, Array]  # the carry of a schedule, and each silo's last ``change``
 Watch = Callable[[Any], Any]  # a silo's new state -> the part of it that is logged
 ServerData = SiloData | Array | None  # a vertical model's response, or draws that a round weighs
 
 
 class State(NamedTuple):
-    """The state of a run: everything that it needs to go on.
+    """The state of a run: everything that it needs to go on."""
 
-    Attributes
-    ----------
-    round : () int
-        Rounds done so far.
-    server : pytree
-    silos : tuple of pytree
-        One stack of silo states for each bucket.
-    schedule : tuple
-        The carry of the schedule, and each silo's last ``Info.change``; empty where all silos
-        take part in every round.
-    """
-
-    round: Array
+    round: Array  # () int: rounds done so far
     server: Any
-    silos: Stacks
+    silos: Stacks  # one stack of silo states for each bucket
+    # The carry of the schedule, and each silo's last ``Info.change``; empty where all silos take
+    # part in every round.
     schedule: Any = ()
 
 
@@ -90,83 +116,26 @@ Batches = tuple[Batch, ...]
 
 
 class Log(NamedTuple):
-    """The reports of rounds; a round has one step, or as many as its schedule says.
+    """The reports of rounds; a round has one step, or as many as its schedule says."""
 
-    Attributes
-    ----------
-    losses : (rounds,)
-        The sum of ``Info.loss`` over the steps of a round.
-    reports : pytree, leaves (rounds, steps, ...)
-        ``Info.report``.
-    visits : (rounds, steps, size) int, or ()
-        Who took part; empty where all silos do.
-    watched : pytree, leaves (rounds, steps, size)
-        ``FederatedAlgorithm.watch`` of each participant's new state.
-    """
-
-    losses: Any
-    reports: Any = ()
-    visits: Any = ()
-    watched: Any = ()
+    losses: Any  # (rounds,): the sum of ``Info.loss`` over the steps of a round
+    reports: Any = ()  # pytree, leaves (rounds, steps, ...): ``Info.report``
+    visits: Any = ()  # (rounds, steps, size) int, or (): who took part; empty where all silos do
+    watched: Any = ()  # (rounds, steps, size): what is watched of each participant's new state
 
 
 class RunStatus(NamedTuple):
-    """The outcome of the last round that was run.
+    """The outcome of the last round that was run."""
 
-    Attributes
-    ----------
-    ok : () bool
-        Whether it may be kept.
-    replies : (silos,) bool
-        Which replies were good, by silos' numbers; true for a silo that did not take part.
-    """
-
-    ok: Any
-    replies: Any
-
-
-class Advance(Protocol):
-    """A function that runs up to ``n`` rounds.
-
-    It stops after the first round that is not ok, and with ``stop`` where the algorithm is done.
-    """
-
-    def __call__(
-        self,
-        key: Array,
-        state: State,
-        batches: Batches,
-        n: int,
-        server_data: ServerData = None,
-        stop: bool = False,
-    ) -> tuple[State, Log, RunStatus]:
-        """Return the last state, the log of the rounds, and the outcome of the last one."""
-
-
-class FewerError(Exception):
-    """The signal that a step must be run again with fewer silos, since the others do not answer.
-
-    Attributes
-    ----------
-    present : tuple of int
-    """
-
-    def __init__(self, present: tuple[int, ...]):
-        super().__init__(f"only silos {present} answer")
-        self.present = present
+    ok: Any  # () bool: whether it may be kept
+    replies: Any  # (silos,) bool: which replies were good; true for a silo that took no part
 
 
 class EndedError(Exception):
-    """The signal that a run ends within a round, after some of its steps.
+    """The signal that a run ends within a round: its last good state, and the silos at fault.
 
-    Its cause is the error that ended it; there is none for a reply that cannot be used.
-
-    Attributes
-    ----------
-    state : State
-        The state after the last good step. Silos have no earlier one any more.
-    silos : tuple of int
-        Those at fault.
+    Its cause is the error that ended it; there is none for a reply that cannot be used. Silos have
+    no earlier state any more.
     """
 
     def __init__(self, state: State, silos: tuple[int, ...]):
@@ -174,50 +143,32 @@ class EndedError(Exception):
         self.state, self.silos = state, silos
 
 
-class Single(Protocol):
-    """A function that runs one round with all silos, from any states."""
-
-    def __call__(
-        self,
-        key: Array,
-        server: object,
-        silos: Stacks,
-        batches: Batches,
-        server_data: ServerData = None,
-    ) -> tuple[Any, Stacks, Info, Array]:
-        """Return both new states, the server's report, and which replies were good (silos,)."""
+# (key, state, batches, n, server_data, stop) -> the last state, the log of the rounds, the outcome
+# of the last one.
+Advance = Callable[..., tuple[State, Log, RunStatus]]
+# (key, server, silos, batches, server_data) -> both new states, the server's report, and which
+# replies were good (silos,).
+Single = Callable[..., tuple[Any, Stacks, Info, Array]]
 
 
 class Runtime(NamedTuple):
-    """An algorithm with a way to run it.
-
-    Attributes
-    ----------
-    init : (key, batches) -> State
-    advance : Advance
-    single : round -> Single
-        Any single round, compiled.
-    transport : batches -> Transport
-        The way of a plain program's questions to the silos (:mod:`.asking`).
-    chunk : int
-        Rounds that one call of ``advance`` can log, at most.
-    quick : round -> Single
-        The same as ``single`` for little work, compiled quickly where the runtime can do so.
-    like : (key, batches) -> State, optional
-        A function for the shapes of a state alone, where ``init`` has effects outside of this
-        process.
-    go_on : State -> State, optional
-        The state from which a new run goes on where another one has ended. By default it is the
-        same; silos in other processes begin a new run there.
-    """
+    """An algorithm with a way to run it."""
 
     init: Callable[[Array, Batches], State]
+    # It runs up to ``n`` rounds, and stops after the first one that is not ok, and with ``stop``
+    # where the algorithm is done.
     advance: Advance
+    # Any single round with all silos, from any states, compiled.
     single: Callable[[Round], Single]
+    # Batches -> Transport: the way of a plain program's questions to the silos.
     transport: Callable[[Batches], Any]
-    chunk: int
+    chunk: int  # rounds that one call of ``advance`` can log, at most
+    # The same as ``single`` for little work, compiled quickly where the runtime can do so.
     quick: Callable[[Round], Single]
+    # For the shapes of a state alone, where ``init`` has effects outside of this process.
     like: Callable[[Array, Batches], State] | None = None
+    # The state from which a new run goes on where another one has ended. By default
+    # it is the same; silos in other processes begin a new run there.
     go_on: Callable[[State], State] = lambda state: state
 
 
@@ -254,16 +205,14 @@ def _placed(tree: object, sharding: NamedSharding) -> Any:
     )
 
 
-def chunk_of(schedule: Schedule[Any] | None) -> int:
+def chunk_of(schedule: Schedule | None) -> int:
     """Return how many rounds one call of ``advance`` can log."""
     if schedule is None:
         return CHUNK
     return max(1, min(CHUNK, VISITS // (schedule.steps * schedule.size)))
 
 
-def init_schedule(
-    schedule: Schedule[Carry] | None, key: Array, num_silos: int
-) -> tuple[()] | Planned[Carry]:
+def init_schedule(schedule: Schedule | None, key: Array, num_silos: int) -> tuple[()] | Planned:
     """Return the first ``State.schedule`` of a run."""
     if schedule is None:
         return ()
@@ -275,9 +224,7 @@ def init_schedule(
     return schedule.init(schedule_key(key)), jnp.full(num_silos, jnp.inf)
 
 
-def visits(
-    schedule: Schedule[Carry], key: Array, round: Array, state: Planned[Carry]
-) -> tuple[Array, Carry]:
+def visits(schedule: Schedule, key: Array, round: Array, state: Planned) -> tuple[Array, Any]:
     """Return who takes part in each step (steps, size), and the schedule's next carry."""
     who, carry = schedule.visits(schedule_key(key), round, *state)
     if jnp.shape(who) != (schedule.steps, schedule.size):
@@ -286,6 +233,11 @@ def visits(
             f"{(schedule.steps, schedule.size)}."
         )
     return jnp.asarray(who, jnp.int32), drop_weak_types(carry)
+
+
+def num_silos(batches: Batches) -> int:
+    """Return the number of silos in all buckets."""
+    return sum(len(b.silos) for b in batches)
 
 
 def in_order(batches: Sequence[Batch]) -> Array:
@@ -298,34 +250,19 @@ AnyAlgorithm = FederatedAlgorithm[Any, Any]
 
 
 class PlanSize(NamedTuple):
-    """The size of a plan, as a silo's owner sees it.
-
-    Attributes
-    ----------
-    num_silos : int
-    num_rows : int
-        The rows of this silo.
-    num_parameters : int
-        Globals and shared parameters, or a client's own latents.
-    epsilon : float
-        The budget of differential privacy that a run may spend; 0 for a method without one.
-    delta : float
-        The probability with which its bound may fail.
-    multiplier : float
-        The noise multiplier of a Gaussian release that tells as much as all exchanges of a run; 0
-        for a method without a budget.
-    protects : str
-        The unit that the budget is for, and which data are neighbours: ``"row add"``.
-    shares_noise : bool
-        Whether a silo's reply has a share of the noise alone, so that it must be seen in a sum over
-        all silos.
-    """
+    """The size of a plan, as a silo's owner sees it."""
 
     num_silos: int
-    num_rows: int
-    num_parameters: int
+    num_rows: int  # the rows of this silo
+    num_parameters: int  # globals and shared parameters, or a client's own latents
+    # The budget of differential privacy that a run may spend; 0 for a method without one.
     epsilon: float = 0.0
-    delta: float = 0.0
+    delta: float = 0.0  # the probability with which its bound may fail
+    # The noise multiplier of a Gaussian release that tells as much as all exchanges of a run; 0 for
+    # a method without a budget.
     multiplier: float = 0.0
+    # The unit that the budget is for, and which data are neighbours: ``"row add"``.
     protects: str = ""
+    # Whether a silo's reply has a share of the noise alone, so that it must be seen in a sum over
+    # all silos.
     shares_noise: bool = False

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +37,7 @@ from numpyro_fed.runtime.noise import exchange_key, silo_key
 from numpyro_fed.runtime.stack import Batches, ServerData, Stacks
 from numpyro_fed.trees import Numbers, all_finite, drop_weak_types, namespace
 
-Source = TypeVar("Source", contravariant=True)  # silos' noise, or keys that it is drawn from
-Drawn = TypeVar("Drawn")  # the same type, where a class keeps it
+Source = TypeVar("Source")  # silos' noise, or keys that it is drawn from
 Silos = TypeVar("Silos")  # all silos' states, in the form in which a runtime keeps them
 Exchanges = Sequence[Exchange[Any, Any, Any]]
 # Returns a token of the transformation that is being traced; equal tokens, the same one.
@@ -51,41 +50,36 @@ def combine(how: Combine, stacks: Sequence[Reply[Up]], order: Numbers | None = N
     Leaves of ``stacks`` are (n, ...) for a bucket of n participants; ``order`` (k,) lists positions
     in their concatenation. Of NumPy's arrays it is computed by NumPy.
     """
-    if how is Combine.SUM:
-        parts = [_weighted_sum(reply) for reply in stacks]
-        up = jax.tree.map(lambda *sums: sum(sums[1:], sums[0]), *(total for total, _ in parts))
-        weight = sum((w for _, w in parts[1:]), parts[0][1])
-        # A number as the others, so that over several devices one sum carries all of them.
-        bad = sum(
-            (namespace(reply.ok).sum(~reply.ok, dtype=weight.dtype) for reply in stacks),
-            0 * weight,
-        )
-        return Replies(up, bad == 0, weight)
-    index = slice(None) if order is None else order
-    triples = [(reply.up, reply.ok, _weights(reply)) for reply in stacks]
-    return Replies(*jax.tree.map(lambda *a: namespace(a[0]).concatenate(a)[index], *triples))
+    # A reply without a weight counts as 1.
+    weights: list[Any] = [
+        namespace(reply.ok).ones(jnp.shape(reply.ok))
+        if isinstance(reply.weight, tuple)
+        else jnp.asarray(reply.weight)
+        for reply in stacks
+    ]
+    if how is Combine.GATHER:
+        index = slice(None) if order is None else order
+        triples = [(reply.up, reply.ok, w) for reply, w in zip(stacks, weights, strict=True)]
+        return Replies(*jax.tree.map(lambda *a: namespace(a[0]).concatenate(a)[index], *triples))
 
+    def total(reply: Reply[Up], weight: Array) -> Up:
+        def weighted(a: Array) -> Array:
+            # Integers count something, silos or rows, and add up without weights.
+            if isinstance(reply.weight, tuple) or not jnp.issubdtype(a.dtype, jnp.inexact):
+                return a.sum(0)
+            return (a * jnp.expand_dims(weight.astype(a.dtype), range(1, a.ndim))).sum(0)
 
-def _weights(stack: Reply[Up]) -> Array:
-    """Return the weight of each reply of a stack (n,); 1 where the exchange has no weights."""
-    if isinstance(stack.weight, tuple):
-        return namespace(stack.ok).ones(jnp.shape(stack.ok))
-    return jnp.asarray(stack.weight)
+        return jax.tree.map(weighted, reply.up)
 
-
-def _weighted_sum(stack: Reply[Up]) -> tuple[Up, Array]:
-    """Return the weighted sum of a stack of replies, and the sum of the weights ()."""
-    weight = _weights(stack)
-    if isinstance(stack.weight, tuple):
-        return jax.tree.map(lambda a: a.sum(0), stack.up), weight.sum()
-
-    def total(a: Array) -> Array:
-        # Integers count something, silos or rows, and add up without weights.
-        if not jnp.issubdtype(a.dtype, jnp.inexact):
-            return a.sum(0)
-        return (a * jnp.expand_dims(weight.astype(a.dtype), range(1, a.ndim))).sum(0)
-
-    return jax.tree.map(total, stack.up), weight.sum()
+    totals = [total(*pair) for pair in zip(stacks, weights, strict=True)]
+    sums = [weight.sum() for weight in weights]
+    up = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *totals)
+    weight = sum(sums[1:], sums[0])
+    # A number as the others, so that over several devices one sum carries all of them.
+    bad = sum(
+        (namespace(reply.ok).sum(~reply.ok, dtype=weight.dtype) for reply in stacks), 0 * weight
+    )
+    return Replies(up, bad == 0, weight)
 
 
 def for_participants(scatter: object, down: Down, index: Array | int) -> Down:
@@ -95,45 +89,20 @@ def for_participants(scatter: object, down: Down, index: Array | int) -> Down:
 
 
 class Answers(NamedTuple, Generic[Silos]):
-    """The replies of one exchange, and the silos' states after it.
+    """The replies of one exchange, and the silos' states after it."""
 
-    Attributes
-    ----------
-    replies : Replies
-        Added up or stacked, as the exchange declares.
-    ok : (k,) bool
-        Whether each participant's reply was good, in the order in which the runtime keeps silos.
-    silos : Silos
-        The silos' states afterwards, in whatever form the runtime keeps them.
-    watched : pytree, leaves (k, ...)
-        ``FederatedAlgorithm.watch`` of the participants' new states.
-    """
-
-    replies: Replies[Any]
-    ok: Numbers
-    silos: Silos
-    watched: Any = ()
+    replies: Replies[Any]  # added up or stacked, as the exchange declares
+    ok: Numbers  # (k,) bool, in the order in which the runtime keeps silos
+    silos: Silos  # the silos' states afterwards, in whatever form the runtime keeps them
+    watched: Any = ()  # (k, ...): ``FederatedAlgorithm.watch`` of the participants' new states
 
 
-class Transport(Protocol[Source, Silos]):
-    """A way to send a message to silos and get replies: the only part in which runtimes differ."""
-
-    def __call__(
-        self,
-        exchange: Exchange[Any, Down, Up],
-        noise: Source,
-        down: Down,
-        who: Array,
-        silos: Silos,
-    ) -> Answers[Silos]:
-        """Send ``down`` to the silos ``who`` (k,); ``noise`` is theirs, or keys to draw it from."""
-
-
-class RoundNoise(NamedTuple, Generic[Drawn]):
-    """The server's noise in a round, and for each exchange the silos' noise or the keys of it."""
-
-    server: Any
-    silos: Sequence[Drawn]
+# A way to send a message to silos and get replies: the only part in which runtimes differ. It is
+# given the exchange, silos' noise or keys to draw it from, the message, participants (k,), and all
+# silos' states.
+Transport = Callable[[Exchange[Any, Any, Any], Source, Any, Array, Silos], Answers[Silos]]
+# The server's noise in a round, and for each exchange the silos' noise or the keys of it.
+RoundNoise = tuple[Any, Sequence[Any]]
 
 
 class _Asker:
@@ -185,38 +154,34 @@ class _Asker:
 
 def step(
     round_: Round,
-    transport: Transport[Drawn, Silos],
-    noise: RoundNoise[Drawn],
+    transport: Transport[Any, Silos],
+    noise: RoundNoise,
     server: object,
     silos: Silos,
     who: Array,
     server_data: ServerData = None,
 ) -> tuple[Any, Silos, Info, Array, Any]:
-    """Run one step of an algorithm.
+    """Run one step, and return both new states, the server's report, good replies, what is watched.
 
-    Returns the states of server and silos after it, the server's report (its ``ok`` is true only if
-    all replies were good), which participants' replies were good in all exchanges (k,), in the
-    runtime's order, and the watched part of the silos' states.
+    The report's ``ok`` is true only if all replies were good; which participants' were in all
+    exchanges (k,) is in the runtime's order.
     """
     good: Any = jnp.ones(jnp.shape(who), bool)
     watched: Any = ()
 
     def answer(number: int, exchange: Exchange[Any, Down, Up], down: Down) -> Replies[Any]:
         nonlocal silos, good, watched
-        answers = transport(exchange, noise.silos[number], down, who, silos)
+        answers = transport(exchange, noise[1][number], down, who, silos)
         silos, watched, good = answers.silos, answers.watched, good & answers.ok
         return answers.replies
 
     ask = _Asker(round_.exchanges, who, server_data, answer)
-    server, info = round_.run(server, noise.server, ask)
+    server, info = round_.run(server, noise[0], ask)
     return server, silos, ask.finish(info), good, watched
 
 
 class _MessageReady(BaseException):
-    """The exception that carries a message out of a round.
-
-    It is no ``Exception``, so that an ``except Exception`` in ``run`` does not catch it.
-    """
+    """The carrier of a message out of a round; no ``Exception``, which a round may catch."""
 
 
 def replayed_part(
@@ -283,12 +248,8 @@ def compiled_in_parts(round_: Round) -> Round:
     return replace(round_, run=run, noise=jax.jit(round_.noise))
 
 
-class MessageShapes(NamedTuple):
-    """The shapes of what one exchange sends down to a silo, and of the silo's reply."""
-
-    exchange: Exchange[Any, Any, Any]
-    down: Any
-    reply: Reply[Any]
+# An exchange with the shapes of what it sends down to a silo, and of the silo's reply.
+MessageShapes = tuple[Exchange[Any, Any, Any], Any, Reply[Any]]
 
 
 def message_shapes(
@@ -324,17 +285,14 @@ def message_shapes(
         for round_ in rounds:
             if any(x.stacked for x in round_.exchanges):
                 continue  # they leave states of the same shapes
-            noise = RoundNoise(round_.noise(key), [key] * len(round_.exchanges))
+            noise = round_.noise(key), [key] * len(round_.exchanges)
             server, silo, *_ = step(
                 round_, transport, noise, server, silo, jnp.arange(1), server_data
             )
         return crossed
 
     shapes = jax.eval_shape(trace, jax.random.key(0), data, server_data)
-    traced = {
-        x.name: MessageShapes(x, *down_and_reply)
-        for x, down_and_reply in zip(exchanges, shapes, strict=True)
-    }
+    traced = {x.name: (x, *both) for x, both in zip(exchanges, shapes, strict=True)}
     asked = [x for round_ in rounds for x in round_.exchanges]
     return [declared(x) if x.stacked else traced[x.name] for x in asked]
 
@@ -345,21 +303,11 @@ def declared(exchange: Exchange[Any, Any, Any]) -> MessageShapes:
         raise TypeError(f"the exchange {exchange.name!r} is stacked and does not say its shapes.")
     down, up = exchange.like()
     ok: Any = jax.ShapeDtypeStruct((), bool)
-    return MessageShapes(exchange, down, Reply(up, ok))
+    return exchange, down, Reply(up, ok)
 
 
 class Asked:
-    """The questions of a program to all silos so far: a callable that asks the next one.
-
-    Attributes
-    ----------
-    silos : tuple of pytree
-        The silos' states.
-    number : int
-        The number of exchanges.
-    unusable : tuple of int
-        The silos whose last reply could not be used.
-    """
+    """The function that asks all silos; it knows their states, and who was unusable last."""
 
     def __init__(
         self, transport: Transport[Array, Stacks], key: Array, num_silos: int, silos: Stacks

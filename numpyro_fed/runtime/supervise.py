@@ -34,40 +34,17 @@ MAX_SECONDS_LOST = 2.0
 FIRST_CHUNK = 64
 
 
-class Failure(NamedTuple):
-    """The number of the round that failed, and the silos whose reply could not be used."""
-
-    round: int
-    silos: tuple[int, ...]
-
-
 class RunOutcome(NamedTuple):
-    """The outcome of a number of rounds.
+    """The outcome of a number of rounds."""
 
-    Attributes
-    ----------
-    state : State
-        The last good state.
-    losses : (rounds,) array
-        Minus the bound in each of the rounds that led there.
-    failure : Failure or None
-        The round that stopped the run, if one was not ok.
-    log : Log or None
-        The reports of these rounds, as NumPy arrays; None where they were not kept.
-    ended : {"rounds", "converged", "callback", "failure", "interrupted"}
-        Why there are no more rounds.
-    unusable : tuple of int
-        Silos whose reply in the last round could not be used, which stops no search for a mode.
-    refused : SilosError or None
-        The error of a silo that refused, did not answer, or whose reply was not as agreed.
-    """
-
-    state: State
-    losses: np.ndarray
-    failure: Failure | None
-    log: Log | None
+    state: State  # the last good state
+    losses: np.ndarray  # (rounds,) array: minus the bound in each of the rounds that led there
+    # The round that stopped the run, if one was not ok, and silos whose reply could not be used.
+    failure: tuple[int, tuple[int, ...]] | None
+    log: Log | None  # the reports of these rounds, as NumPy arrays; None where they were not kept
+    # {"rounds", "converged", "callback", "failure", "interrupted"}: why there are no more rounds.
     ended: str = "rounds"
-    unusable: tuple[int, ...] = ()
+    # The error of a silo that refused, did not answer, or whose reply was not as agreed.
     refused: SilosError | None = None
 
 
@@ -83,28 +60,26 @@ def drive(
     stop: bool = False,
     callback: Callable[[RunOutcome], bool] | None = None,
     every: int = 100,
-    keep: bool = False,
 ) -> RunOutcome:
     """Run ``num_rounds`` rounds from ``state``, or fewer.
 
     With ``stop`` they end where the algorithm is done, and where ``callback``, which is called
-    after each ``every`` rounds, returns True. With ``keep`` a ``KeyboardInterrupt`` ends the run at
-    the last good state, with ``ended`` set to ``"interrupted"``; a second one is raised.
+    after each ``every`` rounds, returns True. A ``KeyboardInterrupt`` ends the run at the last good
+    state, with ``ended`` set to ``"interrupted"``; a second one is raised.
     """
     logs: list[Log] = []
     done, failure, ended, begin = 0, None, "rounds", state.round
-    unusable: tuple[int, ...] = ()
     refused: SilosError | None = None
 
     def run_so_far() -> RunOutcome:
         if not logs:  # Ctrl-C came in the first chunk
             none = np.zeros(0, np.float32)
-            return RunOutcome(state, none, failure, None, ended, unusable, refused)
+            return RunOutcome(state, none, failure, None, ended, refused)
         # Ctrl-C may have come between the log and the state: rounds of the log that the state does
         # not know are cut off.
         rounds = int(state.round) - int(begin)
         log = jax.tree.map(lambda *parts: np.concatenate(parts)[:rounds], *logs)
-        return RunOutcome(state, log.losses, failure, log, ended, unusable, refused)
+        return RunOutcome(state, log.losses, failure, log, ended, refused)
 
     progress = progress_of(progress_bar)
     n, seconds_each = (1, REFRESH) if progress.shows else (FIRST_CHUNK, MAX_SECONDS_LOST)
@@ -119,26 +94,21 @@ def drive(
                     after, log, last = jax.block_until_ready(
                         runtime.advance(key, state, batches, n, server_data, stop)
                     )
-                except SilosError as error:
-                    failure, ended = Failure(int(state.round), error.silos), "failure"
-                    unusable, refused = error.silos, error
-                    break
-                except EndedError as end:
-                    state, cause = end.state, end.__cause__
+                except (SilosError, EndedError) as error:
+                    cause: BaseException | None = error
+                    if isinstance(error, EndedError):
+                        state, cause = error.state, error.__cause__
                     if cause is not None and not isinstance(cause, SilosError):
                         raise cause from None
-                    failure, ended = Failure(int(state.round), end.silos), "failure"
-                    unusable, refused = end.silos, cause
+                    failure, ended, refused = (int(state.round), error.silos), "failure", cause
                     break
-                if int(after.round) > int(state.round):
-                    unusable = failed_silos(last.replies, (), ())
                 # A step can spoil parameters while its bound is still finite, so that the state is
                 # checked as well. Then the chunk is run again up to the round before; that round's
                 # state may be spoilt in turn, which is why this is a loop.
                 while n and not (last.ok and _all_finite(after, batches)):
                     bad = failed_silos(last.replies, after.silos, batches)
-                    failure, ended = Failure(int(after.round) - 1, bad), "failure"
-                    n = failure.round - int(state.round)
+                    failure, ended = (int(after.round) - 1, bad), "failure"
+                    n = failure[0] - int(state.round)
                     after, _, last = runtime.advance(key, state, batches, n, server_data, stop)
                 requested, n = n, int(after.round) - int(state.round)
                 # Of no rounds the empty log is kept: it has the structure of the reports.
@@ -164,8 +134,6 @@ def drive(
                         else max(1, int(n * seconds_each / seconds))
                     )
     except KeyboardInterrupt:
-        if not keep:
-            raise
         failure, ended = None, "interrupted"
     return run_so_far()
 

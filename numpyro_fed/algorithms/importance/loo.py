@@ -35,8 +35,7 @@ from numpyro_fed.algorithms.sfvi import Down, coordinates_of
 from numpyro_fed.gaussian import Coordinates
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.outcomes import outcomes_at
+from numpyro_fed.model.log_density import FederatedModel, outcomes_at
 from numpyro_fed.objectives import AtDraw
 
 LEAVE_OUT = "leave out"  # the name of the exchange

@@ -28,15 +28,11 @@ class NoModeError(Exception):
 
 
 class Local(NamedTuple):
-    """A client's second-order expansion of the log density at a point.
+    """A client's second-order expansion of the log density at a point."""
 
-    The rows' part has the slope and curvature that the server sent. ``own_slope`` and
-    ``own_hessian`` are those of the client's own part.
-    """
-
-    slope: Array
+    slope: Array  # of rows, as the server sent it, and of the client's own part
     curvature: Array
-    own_slope: Array
+    own_slope: Array  # of the client's own part
     own_hessian: Array
 
     @classmethod
