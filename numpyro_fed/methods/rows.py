@@ -35,7 +35,6 @@ from numpyro_fed.algorithms.expand import flat_size
 from numpyro_fed.algorithms.importance.exchange import LEAVE_OUT, LOO, rows_that_count
 from numpyro_fed.algorithms.tempered import TEMPERED
 from numpyro_fed.errors import DataError, GuideError, ModelError, positive_int
-from numpyro_fed.guides.structured import Guide
 from numpyro_fed.methods.base import RUNTIMES, FederatedMethod, RunOptions, in_process, reached
 from numpyro_fed.methods.mode import coupling_reason
 from numpyro_fed.methods.recipe import for_silos, recipe
@@ -45,7 +44,6 @@ from numpyro_fed.model.data import SiloData, SiloInput, SilosInput, signature
 from numpyro_fed.model.facts import Facts, Plan, agree, check_plan, facts_of, with_terms
 from numpyro_fed.model.layout import Layout, layout_of, read_all
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.minibatch import WHOLE, Minibatches
 from numpyro_fed.model.padding import Bucket, one_by_one
 from numpyro_fed.model.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
 from numpyro_fed.model.split import split
@@ -492,48 +490,3 @@ def _memory() -> float:
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-
-
-def minibatches_of(
-    fm: FederatedModel,
-    plates_of: Mapping[str, tuple[str, ...]],
-    size: int | None,
-    guide: Guide,
-    draws: Mapping[str, int],
-) -> Minibatches | None:
-    """Return the rule by which rows are drawn, or None without minibatches."""
-    if size is None:
-        return None
-    minibatches = Minibatches.of(fm, plates_of, size)
-    words = f"batch_size={size} cannot go with"
-    if joint := [p for p in minibatches.plates if p in guide.locals and guide.locals[p].joint]:
-        raise GuideError(
-            f"{words} locals='joint' for silo_plate '{joint[0]}': one covariance over all rows has "
-            f"no part for a minibatch. Use locals='full' or 'diagonal'. {WHOLE}"
-        )
-    if weighted := [p for p in guide.outer if draws[p] > 1]:
-        raise GuideError(
-            f"{words} {draws[weighted[0]]} draws at silo_plate '{weighted[0]}', above the rows of "
-            "others: a silo is weighed as a whole there, of which some rows say nothing without "
-            f"bias. Use one draw there. {WHOLE}"
-        )
-    return minibatches
-
-
-def check_rows_alone(layout: Layout, size: int | None, stacks: Sequence[SiloData]) -> None:
-    """Raise an error if a row's log density changes when other rows are left out."""
-    if size is None:
-        return
-    for rows in Minibatches.of(layout.model, layout.lengths, size).cut:
-        try:
-            alone = all(bool(layout.checks.minibatch(*rows, stack)) for stack in stacks)
-        # A model may fail on fewer rows than it has lengths for, which is an answer, too.
-        except (TypeError, ValueError, IndexError):
-            alone = False
-        if not alone:
-            raise GuideError(
-                f"batch_size={size}: the log density of a row of '{rows.plates[0]}' changes when "
-                f"other rows are left out of {list(rows.arrays)}, so that a minibatch is another "
-                "model. Compute what sums up rows (x.mean(0), say) before the run and pass it as "
-                f"data, or put plates that share rows into one. {WHOLE}"
-            )

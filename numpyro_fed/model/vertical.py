@@ -59,8 +59,7 @@ def evaluated(
     Log-determinants are sites of their own. Values are those of latents and the predictor.
     """
     trace = party.traces.at(data)
-    densities = trace.outputs_of(DENSITY, local=False)
-    values = trace.outputs_of(VALUE, local=False)
+    densities, values = (trace.outputs_of(kind, local=False) for kind in (DENSITY, VALUE))
     found = trace.at([*densities, *values], theta, trace.unpacked(z), data.arrays)
     at, of = ({o[1]: found[o] for o in outputs} for outputs in (densities, values))
     return at, of
@@ -155,7 +154,7 @@ class VerticalModel(NamedTuple):
         own, rows = (sum(part, jnp.zeros(())) for part in terms)
         return own, rows
 
-    def with_total(self, data: SiloData, total: Array) -> SiloData:
+    def with_total(self, data: SiloData, total: Array | np.ndarray) -> SiloData:
         """Return the server's data with the sum added as ``TOTAL``."""
         return replace(data, arrays={**data.arrays, TOTAL: total})
 

@@ -192,7 +192,8 @@ class Tempered:
                 )
             keys = jax.random.split(key, self.num_particles)
             zeros = jnp.zeros(fm.dim)
-            drawn = jax.vmap(lambda key: prior.draw(key, theta, zeros, prior.latents))(keys)
+            latents = fm.named("latent")
+            drawn = jax.vmap(lambda key: prior.draw(key, theta, zeros, latents))(keys)
             return Swarm.at(self.start, theta, (), np.asarray(drawn))
         if isinstance(result, Corrected) and result.pool is not None:
             own = result.pool.mixtures[0]  # the latest one
@@ -213,8 +214,8 @@ def tempering_of(built: Built, num_particles: int, nodes: int) -> Tempering:
     fm = built.model
 
     def log_prior(theta: Theta, parameters: object, z: Array) -> Array:
-        prior = fm.global_prior  # factors and scaled sites left out
-        return prior.log_density(theta, z, prior.latents)
+        # Factors and scaled sites are left out.
+        return fm.global_prior.log_density(theta, z, fm.named("latent"))
 
     return Tempering(fm, built.guide, log_prior, built.algorithm, num_particles, nodes)
 

@@ -1,6 +1,6 @@
 r"""A silo's likelihood at a draw of the globals: by quadrature, or unbiased estimates by draws.
 
-:class:`QuadratureLikelihood` is for rows with one or two latents (``integrals.quadrature``). By
+Quadrature (``objectives.QuadratureBound``) is for rows with one or two latents. By
 :class:`SiloLikelihood` a silo integrates its latents by weighted draws. Three quarters of them come
 from the normal distribution at the latents' mode given these globals, with the curvature at the
 mode. The mode is searched from the guide's mean; where none is found, the draws come from the
@@ -16,9 +16,9 @@ likelihood.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +26,14 @@ from jax import Array
 
 from numpyro_fed.algorithms.begin import outer_precision, where_finite
 from numpyro_fed.algorithms.expand import ROUNDING_UNITS
-from numpyro_fed.bounds import AtDraw, Bound, QuadratureBound, SiloBound
-from numpyro_fed.frame import Coordinates
+from numpyro_fed.gaussian import Coordinates
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.integrals.laplace import Laplace
 from numpyro_fed.integrals.quadrature import NEARBY, RowIntegrals
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.objectives import EACH_DRAW, AtDraw, Bound, QuadratureBound, SiloBound
 
 # Share of the draws from the latents' prior. It bounds weights by 1 / SHARE times a likelihood. A
 # smaller one bounds them less; a larger one takes draws from the mode, where most of the mass is.
@@ -45,79 +45,42 @@ SHARE = 0.25
 MAX_CHANGE, MAX_COMMON_CHANGE = 0.01, 0.02
 CHECKED = 8  # draws of the fit's guide at which twice the nodes are tried
 
-Result = TypeVar("Result")
 
+def too_coarse(bound: QuadratureBound, keys: Array, given: AtDraw, values: Array) -> Array:
+    """Return whether log likelihoods (b,) are others with twice the nodes.
 
-def each_draw(f: Callable[[Array, AtDraw], Result], keys: Array, batch: AtDraw) -> Result:
-    """Return ``f(key, given)`` at each draw of the globals in a batch (b, dim), with keys (b,)."""
-
-    def at(key: Array, z_G: Array, u: Array) -> Result:
-        coordinates = batch.coordinates._replace(u=u)
-        return f(key, batch._replace(z_G=z_G, coordinates=coordinates))
-
-    return jax.vmap(at)(keys, batch.z_G, batch.coordinates.u)
-
-
-@dataclass(frozen=True)
-class QuadratureLikelihood:
-    """A silo's likelihood by adaptive Gauss-Hermite quadrature over the latents of its rows.
-
-    Where it fails, draws take its place.
-
-    ``guide``: Its means are where the search for the conditional modes begins.
-    ``nodes``: Nodes in each dimension.
+    ``given`` has many draws of the globals (:data:`EACH_DRAW`), with a key for each.
     """
+    theta, data = given.theta, given.data
+    finer = RowIntegrals(bound.model, 2 * bound.nodes, few_places=True)
+    prior = bound.model.local_prior
 
-    model: FederatedModel
-    guide: Guide
-    nodes: int
+    def starts_at(key: Array, given: AtDraw) -> Rows:
+        starts = [bound.start(given)]
+        if prior is not None and not bound.guide.outer:
+            # From draws of the latents' prior the search leads to other modes, if there are any.
+            starts.append(prior.draw(key, theta, given.z_G, {}, data))
+        return jax.tree.map(lambda *a: jnp.stack(a), *starts)
 
-    @property
-    def bound(self) -> QuadratureBound:
-        """Return the bound whose value is the log likelihood."""
-        return QuadratureBound(self.model, self.guide, self.nodes)
+    def better(z_G: Array, starts: Rows) -> Array:
+        return jax.lax.map(lambda at: finer.log_likelihood(theta, z_G, data, at)[0], starts)
 
-    def log_estimate(self, key: Array, given: AtDraw) -> Array:
-        """Return the log likelihood () at one draw of the globals."""
-        return self.bound.value(given, {})
+    starts = jax.vmap(starts_at, (0, EACH_DRAW))(keys, given)
+    found = jax.vmap(better, out_axes=1)(given.z_G, starts)
+    rounding = ROUNDING_UNITS * jnp.finfo(values.dtype).eps * jnp.abs(values)
 
-    def too_coarse(self, keys: Array, batch: AtDraw, values: Array) -> Array:
-        """Return whether log likelihoods are others with twice the nodes."""
-        finer = RowIntegrals(self.model, 2 * self.nodes, few_places=True)
-        theta, data, prior = batch.theta, batch.data, self.model.local_prior
+    def differ(others: Array) -> Array:
+        change = others - values
+        common = jnp.nanmean(change)
+        apart = jnp.sqrt(jnp.nanmean(jnp.square(change - common)))
+        allowed = rounding.max()
+        few = (apart <= MAX_CHANGE + allowed) & (jnp.abs(common) <= MAX_COMMON_CHANGE + allowed)
+        return ~few
 
-        def starts_at(key: Array, given: AtDraw) -> Rows:
-            starts = [self.bound.start(given)]
-            if prior is not None and not self.guide.outer:
-                # From draws of the latents' prior the search leads to other modes, if there are
-                # any.
-                starts.append(prior.draw(key, theta, given.z_G, {}, data))
-            return jax.tree.map(lambda *a: jnp.stack(a), *starts)
-
-        def better(z_G: Array, starts: Rows) -> Array:
-            return jax.lax.map(lambda at: finer.log_likelihood(theta, z_G, data, at)[0], starts)
-
-        starts = each_draw(starts_at, keys, batch)
-        found = jax.vmap(better, out_axes=1)(batch.z_G, starts)
-        rounding = ROUNDING_UNITS * jnp.finfo(values.dtype).eps * jnp.abs(values)
-
-        def differ(others: Array) -> Array:
-            change = others - values
-            common = jnp.nanmean(change)
-            apart = jnp.sqrt(jnp.nanmean(jnp.square(change - common)))
-            allowed = rounding.max()
-            few = (apart <= MAX_CHANGE + allowed) & (jnp.abs(common) <= MAX_COMMON_CHANGE + allowed)
-            return ~few
-
-        coarse = differ(found[0]) | jnp.isnan(found[0]).any()
-        for others in found[1:]:  # a draw at which this search finds no mode says nothing
-            coarse |= differ(others) & ~jnp.isnan(others).all()
-        return coarse
-
-    def log_rows(self, key: Array, given: AtDraw) -> Rows:
-        """Return each row's log likelihood, at a draw of the outer plate's latents."""
-        bound, near = self.bound, self.bound.near(given)
-        return bound.integrals.log_rows(key, given.theta, given.z_G, near, given.data)
+    coarse = differ(found[0]) | jnp.isnan(found[0]).any()
+    for others in found[1:]:  # a draw at which this search finds no mode says nothing
+        coarse |= differ(others) & ~jnp.isnan(others).all()
+    return coarse
 
 
 @dataclass(frozen=True)
@@ -134,7 +97,7 @@ class SiloLikelihood:
     draws: Mapping[str, int]
 
     def log_estimate(self, key: Array, given: AtDraw) -> Array:
-        """Return the log of the estimate () at one draw of the globals; it is unbiased."""
+        """Return the log of the estimate () at one draw of the globals, which is unbiased."""
         latents, key_outer, key_rows = self._latents_at(key, given)
         if not self.guide.outer:
             return latents.log_likelihood({}, key_rows)
@@ -293,7 +256,7 @@ class _LatentsAt:
         return z, mixed
 
 
-LikelihoodEstimate = QuadratureLikelihood | SiloLikelihood
+LikelihoodEstimate = QuadratureBound | SiloLikelihood
 
 
 # Nodes in each dimension, at most. An integral that so many do not reach has two modes or a kink.
@@ -333,7 +296,7 @@ class Integration:
     def likelihood(self, fm: FederatedModel, guide: Guide) -> LikelihoodEstimate:
         """Return the estimator of a silo's likelihood."""
         if self.nodes:
-            return QuadratureLikelihood(fm, guide, self.nodes)
+            return QuadratureBound(fm, guide, self.nodes)
         return SiloLikelihood(fm, guide, self.draws)
 
     def bound(self, fm: FederatedModel, guide: Guide) -> Bound:
