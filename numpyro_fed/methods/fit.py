@@ -22,6 +22,7 @@ from numpyro_fed.errors import (
     Interrupted,
     ModelError,
     SilosError,
+    one_of,
     positive_int,
 )
 from numpyro_fed.methods.fit_steps import FitSteps
@@ -150,8 +151,7 @@ def fit(
     """
     check_accuracy(accuracy)
     positive_int("max_exchanges", max_exchanges)
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r}: expected one of {list(PRECISIONS)}.")
+    one_of("precision", precision, *PRECISIONS)
     double = precision == "double"
     if privacy is not None:
         with precision_as(double=double), _LOCK, StageBar(progress_bar) as bar:

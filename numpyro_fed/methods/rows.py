@@ -34,7 +34,7 @@ from numpyro_fed.algorithms.base import (
 from numpyro_fed.algorithms.expand import flat_size
 from numpyro_fed.algorithms.importance.exchange import LEAVE_OUT, LOO, rows_that_count
 from numpyro_fed.algorithms.tempered import TEMPERED
-from numpyro_fed.errors import DataError, GuideError, ModelError, positive_int
+from numpyro_fed.errors import DataError, GuideError, ModelError, one_of, positive_int
 from numpyro_fed.methods.base import RUNTIMES, FederatedMethod, RunOptions, in_process, reached
 from numpyro_fed.methods.mode import coupling_reason
 from numpyro_fed.methods.recipe import for_silos, recipe
@@ -400,8 +400,7 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
 
     def _compiled_for(self, silos: SilosInput | Federation, runtime: str) -> tuple[Fit, Silos]:
         """Return the compiled fit for these silos, that of an earlier run if there is one."""
-        if runtime not in RUNTIMES:
-            raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
+        one_of("runtime", runtime, *RUNTIMES)
         if isinstance(silos, Federation):
             return self._over(silos)
         read = read_all(silos, self.model)

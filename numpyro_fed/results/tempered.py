@@ -12,7 +12,14 @@ from jax import Array
 
 from numpyro_fed.algorithms.importance.proposals import WideParts
 from numpyro_fed.algorithms.tempered import LOST, NUM_ISLANDS, Swarm, Tempering
-from numpyro_fed.errors import Interrupted, ModelError, NonFiniteError, SilosError, positive_int
+from numpyro_fed.errors import (
+    Interrupted,
+    ModelError,
+    NonFiniteError,
+    SilosError,
+    one_of,
+    positive_int,
+)
 from numpyro_fed.integrals.quadrature import default_nodes, quadrature_misfit
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.row_checks import refuse_coupled_rows
@@ -90,8 +97,7 @@ class Tempered:
                 f"num_particles={self.num_particles}: expected a multiple of {NUM_ISLANDS}, since "
                 f"particles live on {NUM_ISLANDS} islands."
             )
-        if self.start not in STARTS:
-            raise ValueError(f"start={self.start!r}: expected one of {list(STARTS)}.")
+        one_of("start", self.start, *STARTS)
 
     def run(
         self,
