@@ -17,6 +17,7 @@ from numpyro_fed.errors import (
     Interrupted,
     ModelError,
     NonFiniteError,
+    one_of,
     positive_int,
 )
 from numpyro_fed.model.facts import Plan
@@ -76,8 +77,7 @@ class RunOptions(Generic[Outcome]):
         if isinstance(self.num_rounds, bool) or self.num_rounds != 0:
             positive_int("num_rounds", self.num_rounds)
         positive_int("every", self.every)
-        if self.stop not in (None, "converged"):
-            raise ValueError(f"stop={self.stop!r}: expected 'converged' or None.")
+        one_of("stop", self.stop, "converged", None)
 
 
 @dataclass(frozen=True)
