@@ -82,7 +82,7 @@ NO_DENSITY = (
 )
 
 
-class Slopes(NamedTuple):
+class AtParticles(NamedTuple):
     """A silo's reply: its log likelihood at each particle (N,), and the gradient (N, dim)."""
 
     log_likelihood: Numbers
@@ -211,11 +211,11 @@ class Tempering:
             stacked=True,
             like=lambda: (
                 shape_of_draws(self.guide, self.fitted, (n, dim)),
-                Slopes(shape(n), shape(n, dim)),
+                AtParticles(shape(n), shape(n, dim)),
             ),
         )
 
-    def at_silo(self, noise: object, down: Down, state: Any, data: SiloData) -> Slopes:
+    def at_silo(self, noise: object, down: Down, state: Any, data: SiloData) -> AtParticles:
         """Return what a silo tells."""
         private = self.fitted.private(state)
         theta = {**down.theta, **private.theta}
@@ -229,7 +229,7 @@ class Tempering:
             return integrals.log_likelihood(theta, z_G, data, start)[0]
 
         size = BATCH if any(p.dim for p in self.model.plates) else 1
-        found = Slopes(
+        found = AtParticles(
             *jax.lax.map(
                 lambda at: jax.value_and_grad(log_likelihood)(*at), (down.z_G, u), batch_size=size
             )
@@ -237,7 +237,7 @@ class Tempering:
         # A particle that is too far away for one silo is lost, and the others go on.
         finite = jnp.isfinite(found.log_likelihood)
         value = jnp.where(finite, found.log_likelihood, -jnp.inf)
-        return Slopes(value, jnp.where(finite[:, None], or_zero(found.gradient), 0.0))
+        return AtParticles(value, jnp.where(finite[:, None], or_zero(found.gradient), 0.0))
 
     @np.errstate(all="ignore")  # of particles too far away
     def run(
@@ -261,7 +261,7 @@ class Tempering:
 
         def places(z: np.ndarray) -> Places:
             down = self.message(swarm.theta, z)
-            up: Slopes = ask(self.exchange, down)
+            up: AtParticles = ask(self.exchange, down)
             ends = self._ends(swarm.theta, swarm.reference, down.z_G)
             log_prior, slope_prior, log_q, slope_q = (np.asarray(a, float) for a in ends)
             log_p, slope_p = log_prior + up.log_likelihood, slope_prior + up.gradient
