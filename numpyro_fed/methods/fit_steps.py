@@ -35,9 +35,9 @@ from numpyro_fed.errors import (
     NonFiniteError,
     RefusedError,
 )
+from numpyro_fed.methods.base import method_model
 from numpyro_fed.methods.mode import SEARCHED_UP_TO
 from numpyro_fed.methods.pvi import PVI
-from numpyro_fed.methods.recipe import method_model
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.model.data import ReadSilos, SiloData, SiloInput
 from numpyro_fed.model.facts import Facts, agree, size_class

@@ -15,10 +15,10 @@ from jax import Array
 from numpyro_fed import html
 from numpyro_fed.errors import SavedStateError, positive_int
 from numpyro_fed.files import npz
+from numpyro_fed.methods.base import rebuilt
 from numpyro_fed.methods.fit import MAX_EXCHANGES, FitCall
 from numpyro_fed.methods.private import DPNewton
 from numpyro_fed.methods.pvi import PVI
-from numpyro_fed.methods.recipe import rebuilt
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.sfvi import SFVI, SFVIAvg
 from numpyro_fed.model.layout import read_all

@@ -35,9 +35,16 @@ from numpyro_fed.algorithms.expand import flat_size
 from numpyro_fed.algorithms.importance.exchange import LEAVE_OUT, LOO, rows_that_count
 from numpyro_fed.algorithms.tempered import TEMPERED
 from numpyro_fed.errors import DataError, GuideError, ModelError, one_of, positive_int
-from numpyro_fed.methods.base import RUNTIMES, FederatedMethod, RunOptions, in_process, reached
+from numpyro_fed.methods.base import (
+    RUNTIMES,
+    FederatedMethod,
+    RunOptions,
+    for_silos,
+    in_process,
+    reached,
+    recipe,
+)
 from numpyro_fed.methods.mode import coupling_reason
-from numpyro_fed.methods.recipe import for_silos, recipe
 from numpyro_fed.methods.start import begin, with_or_without_start
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData, SiloInput, SilosInput, signature

@@ -30,10 +30,11 @@ from numpyro_fed.methods.base import (
     FederatedMethod,
     Outcome,
     RunOptions,
+    for_silos,
     in_process,
     reached,
+    recipe,
 )
-from numpyro_fed.methods.recipe import for_silos, recipe
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
 from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.facts import (

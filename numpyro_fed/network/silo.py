@@ -27,10 +27,9 @@ from numpyro_fed.errors import (
     SavedStateError,
 )
 from numpyro_fed.files import Store, Use
-from numpyro_fed.methods.base import FederatedMethod
+from numpyro_fed.methods.base import FederatedMethod, rebuilt
 from numpyro_fed.methods.load import METHODS
 from numpyro_fed.methods.of_data import COLUMNS, moments_reply, names_reply
-from numpyro_fed.methods.recipe import rebuilt
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.methods.vfl import SOUL, VFL
