@@ -23,7 +23,7 @@ from numpyro_fed.algorithms.vertical.augmented import Vertical
 from numpyro_fed.algorithms.vertical.curvature import NoModeError
 from numpyro_fed.algorithms.vertical.parties import SAMPLE, Parties
 from numpyro_fed.algorithms.vertical.search import VerticalSearch
-from numpyro_fed.errors import DataError, ModelError, StartWarning
+from numpyro_fed.errors import DataError, ModelError, StartWarning, one_of
 from numpyro_fed.guides.structured import build_resolved, resolve
 from numpyro_fed.methods.base import (
     RUNTIMES,
@@ -258,8 +258,7 @@ class VerticalMethod(FederatedMethod[Outcome]):
         runtime: str,
         row_ids: Sequence[ArrayLike] | None = None,
     ) -> tuple[Fit, Silos]:
-        if runtime not in RUNTIMES:
-            raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
+        one_of("runtime", runtime, *RUNTIMES)
         inputs = (*args, *kwargs.values())
         clients = next((a for a in inputs if isinstance(a, Federation)), None)
         if clients is not None:
