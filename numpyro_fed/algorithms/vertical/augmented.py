@@ -54,13 +54,11 @@ from numpyro_fed.algorithms.vertical.parties import (
     ServerState,
     SumMessage,
 )
-from numpyro_fed.frame import identity
-from numpyro_fed.gaussian import Gaussian
+from numpyro_fed.gaussian import Gaussian, identity
 from numpyro_fed.guides import coupling
 from numpyro_fed.guides.auxiliary import AuxiliaryGuide, RowInfo
-from numpyro_fed.guides.base import GlobalGuide, GuideParams
+from numpyro_fed.guides.base import Full, GlobalGuide, GuideParams
 from numpyro_fed.guides.coupling import CouplingStats
-from numpyro_fed.guides.gaussian import Full
 from numpyro_fed.guides.structured import Guide, build_resolved
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.log_density import FederatedModel

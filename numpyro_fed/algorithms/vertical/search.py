@@ -88,7 +88,7 @@ from numpyro_fed.algorithms.vertical.parties import (
     PinnedLatents,
     ServerState,
 )
-from numpyro_fed.frame import identity
+from numpyro_fed.gaussian import identity
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.vertical import init_theta
 from numpyro_fed.programs import compiled_method, jit_once

@@ -52,7 +52,7 @@ from numpyro_fed.algorithms.vertical.parties import (
     ServerParams,
     ServerState,
 )
-from numpyro_fed.frame import identity
+from numpyro_fed.gaussian import identity
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.vertical import init_theta
