@@ -163,13 +163,25 @@ class feasible(Messenger):
     body of a scan are refused, since nobody can set their values.
     """
 
+    inside = False  # whether the body of a scan or a branch runs, which NumPyro traces by itself
+
     def __init__(self, fn: Callable[..., Any] | None = None, *, scanned: bool = False):
         self.scanned = scanned
         super().__init__(fn)
 
+    def _noted(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: object) -> Any:
+            outside, self.inside = self.inside, True
+            try:
+                return body(*args)
+            finally:
+                self.inside = outside
+
+        return run
+
     def process_message(self, msg: dict[str, Any]) -> None:
         scanned = self.scanned or (msg["type"] == "control_flow" and msg["fn"] is scan_wrapper)
-        if inside_control_flow(msg, lambda body: feasible(body, scanned=scanned)):
+        if inside_control_flow(msg, lambda body: self._noted(feasible(body, scanned=scanned))):
             return
         if msg["type"] == "param" and scanned:
             # NumPyro's substitute handlers reach the latents of a scan's body, but not parameters.
