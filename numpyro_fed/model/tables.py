@@ -98,7 +98,9 @@ def narwhals() -> Any:
 
 
 def as_series(column: object) -> Any:
-    """Return a column as one of narwhals; None if that is not installed, or knows no such type."""
+    """Return a column as one of narwhals; None for what is none, and where it is not installed."""
+    if not is_column(column):
+        return None
     try:
         nw = narwhals()
     except MissingExtraError:
@@ -166,9 +168,8 @@ def _converted(owner: str, name: str, value: object) -> Any:
         floats = all(array.dtype.kind == "f" for array in arrays.values())
         dtype = np.result_type(*arrays.values()) if floats else np.dtype(np.float64)
         return np.stack([array.astype(dtype) for array in arrays.values()], axis=1)
-    if is_column(value):
-        series = as_series(value)
-        return value if series is None else column_array(owner, name, series)
+    if (series := as_series(value)) is not None:
+        return column_array(owner, name, series)
     if isinstance(value, Mapping):
         return {key: _converted(owner, f"{name}.{key}", part) for key, part in value.items()}
     if type(value) in (list, tuple) and isinstance(value, list | tuple):
@@ -435,7 +436,7 @@ def _strings(silo: Any, column: str) -> list[str]:
             f"'{column}' is a DataFrame with the columns {list(map(str, value.columns))}: name one "
             f"of them, such as '{column}.{next(iter(value.columns))}'."
         )
-    series = as_series(value) if is_column(value) else None
+    series = as_series(value)
     # Categories are read as objects, so that codes of a library are not taken for names.
     array = np.asarray(value if series is None else series.to_list(), object).ravel()
     # The NA of pandas cannot be compared.
