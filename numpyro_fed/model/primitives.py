@@ -57,15 +57,16 @@ def inside_control_flow(
     return bool(msg.get("_control_flow_done"))
 
 
-class _tag(Messenger):
-    """Write a silo plate's name into every message inside of it that has none yet."""
+class in_silo_plate(Messenger):
+    """Say of messages that name no silo plate which one ``plate_of(message)`` names, if any."""
 
-    def __init__(self, plate: str):
-        self.plate = plate
-        super().__init__(None)
+    def __init__(self, plate_of: Callable[[Any], str | None], fn: Callable[..., Any] | None = None):
+        self.plate_of = plate_of
+        super().__init__(fn)
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        msg.setdefault("silo_plate", self.plate)
+        if (plate := self.plate_of(msg)) is not None:
+            msg.setdefault("silo_plate", plate)
 
 
 class silo_plate(numpyro.plate):
@@ -134,7 +135,7 @@ class silo_plate(numpyro.plate):
                 "Leave a silo with no rows out of the list."
             )
         # NumPyro emits the plate's own message in __init__, before the plate is on the stack.
-        with _tag(name):
+        with in_silo_plate(lambda msg: name):
             super().__init__(name, size, dim=dim)
 
     def process_message(self, msg: dict[str, Any]) -> None:
