@@ -22,14 +22,14 @@ from numpyro_fed.errors import DataError, MissingExtraError, positive_int
 LARGEST_WHOLE = 2**53
 
 
-class Frame(Protocol):
+class Table(Protocol):
     """A DataFrame of any library that narwhals reads."""
 
     columns: Any
     dtypes: Any
 
 
-def is_frame(value: object) -> TypeGuard[Frame]:
+def is_frame(value: object) -> TypeGuard[Table]:
     """Return whether a value is a DataFrame; a lazy one, which has to be collected, is none."""
     named = hasattr(value, "columns") and hasattr(value, "dtypes")
     return named and not isinstance(value, Mapping) and not hasattr(value, "collect")
@@ -74,7 +74,7 @@ def column_names(silo: object) -> dict[str, tuple[str, ...]]:
     return {name: tuple(map(str, frame.columns)) for name, frame in frames.items()}
 
 
-def columns_of(owner: str, frame: Frame) -> dict[str, Any]:
+def columns_of(owner: str, frame: Table) -> dict[str, Any]:
     """Return the columns of a DataFrame by name, each as a column of narwhals."""
     names = list(frame.columns)
     odd = [name for name in names if not isinstance(name, str)]
@@ -178,7 +178,7 @@ def _converted(owner: str, name: str, value: object) -> Any:
     return value
 
 
-def with_columns(frame: Frame, arrays: Mapping[str, np.ndarray]) -> Any:
+def with_columns(frame: Table, arrays: Mapping[str, np.ndarray]) -> Any:
     """Return a DataFrame of the same library with other numbers in some columns."""
     nw = narwhals()
     whole = nw.from_native(frame, eager_only=True)

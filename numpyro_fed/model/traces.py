@@ -69,7 +69,7 @@ class Input(NamedTuple):
     shape: jax.ShapeDtypeStruct
 
 
-class Term(NamedTuple):
+class SiteRows(NamedTuple):
     """A sample site's place among the rows: its silo plate, that plate's dim, the batch's shape."""
 
     plate: str | None
@@ -89,7 +89,7 @@ class Trace:
     """A model at one signature of a silo's data, in one precision."""
 
     structure: Structure
-    terms: dict[str, Term]  # all sample sites, the log-determinants of latents among them
+    terms: dict[str, SiteRows]  # all sample sites, the log-determinants of latents among them
     supports: dict[str, SupportKind]  # the observed sites
     program: Program
     inputs: tuple[Input, ...]
@@ -247,7 +247,7 @@ class _Run:
         self.made: list[tuple[str, str, int]] = []  # (kind, name, leaf)
         self.initial: Theta = {}  # the parameters' values, unconstrained
         self.structure = Structure((), {}, False, {}, {})
-        self.terms: dict[str, Term] = {}
+        self.terms: dict[str, SiteRows] = {}
         self.supports: dict[str, SupportKind] = {}
 
     def __call__(
@@ -276,7 +276,7 @@ class _Run:
             frames = {f.name: f.dim for f in site["cond_indep_stack"]}
             plate = silo_plate_of(site)
             dim = 0 if plate is None else frames[plate]
-            self.terms[name] = Term(plate, dim, site["fn"].batch_shape)
+            self.terms[name] = SiteRows(plate, dim, site["fn"].batch_shape)
             found[UNGUARDED, name] = log_prob(site, guarded=False)
             found[DENSITY, name] = no_more_than_finite(found[UNGUARDED, name])
         for s in self.structure.sites:

@@ -49,7 +49,7 @@ PRIOR_DRAWS = 32
 
 
 @dataclass(frozen=True)
-class ClosedForm(Generic[Shared]):
+class FieldPrior(Generic[Shared]):
     """A Gaussian field divided into blocks. The base class of the closed forms."""
 
     site: str
@@ -94,7 +94,7 @@ def _read_site(
 
 
 @dataclass(frozen=True)
-class BlockPrior(ClosedForm[Field]):
+class BlockPrior(FieldPrior[Field]):
     r"""Independent blocks, each with its exact marginal distribution.
 
     .. math::
@@ -165,7 +165,7 @@ class BlockPrior(ClosedForm[Field]):
 
 
 @dataclass(frozen=True)
-class LowRankPrior(ClosedForm[LowRank]):
+class LowRankPrior(FieldPrior[LowRank]):
     r"""A shared part of low rank, and the exact residual covariance within each block.
 
     .. math::
@@ -267,7 +267,7 @@ class LowRankPrior(ClosedForm[LowRank]):
 
 
 @dataclass(frozen=True)
-class SeparatorPrior(ClosedForm[Areas]):
+class SeparatorPrior(FieldPrior[Areas]):
     r"""The exact prior of a Markov field: areas at borders are shared, interiors are independent.
 
     ``B`` are the areas that have a neighbour in another block, and ``I_j`` the other areas of block
