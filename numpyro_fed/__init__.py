@@ -43,8 +43,7 @@ from numpyro_fed.methods.pvi_family import (
     StochasticPowerEP,
     StreamingVB,
 )
-from numpyro_fed.methods.sfvi import SFVI
-from numpyro_fed.methods.sfvi_avg import SFVIAvg
+from numpyro_fed.methods.sfvi import SFVI, SFVIAvg
 from numpyro_fed.methods.vfl import SOUL, VFL
 from numpyro_fed.model import handlers
 from numpyro_fed.model.clients import client_sum

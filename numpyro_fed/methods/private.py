@@ -16,11 +16,11 @@ from numpyro_fed.algorithms.influence import Factors
 from numpyro_fed.algorithms.private_newton import NEAR, PrivateNewton
 from numpyro_fed.algorithms.private_units import SUMS, PrivateUnits, Releases
 from numpyro_fed.errors import CoupledRowsError, GuideError, ModelError, SavedStateError
-from numpyro_fed.guides.structured import GuideConfig, Structured, build_resolved, resolve
+from numpyro_fed.guides.structured import Structured, build_resolved, resolve
 from numpyro_fed.integrals.quadrature import default_nodes, quadrature_misfit
 from numpyro_fed.methods.base import RunOptions
-from numpyro_fed.methods.minibatch_checks import check_rows_alone
 from numpyro_fed.methods.rows import Method
+from numpyro_fed.methods.sfvi import check_rows_alone
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.layout import Layout
@@ -339,7 +339,7 @@ class DPNewton(Method[PrivateResult, None]):
         }
 
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: None) -> Built:
-        full, chosen = Structured(globals="full"), GuideConfig.of(plan.chosen["guide"])
+        full, chosen = Structured(globals="full"), plan.chosen["guide"]
         return Built(
             model=fm,
             guide=build_resolved(full, chosen, fm),

@@ -29,12 +29,9 @@ from numpyro_fed.algorithms.curvature_check import CurvatureCheck
 from numpyro_fed.algorithms.importance.likelihood import Integration
 from numpyro_fed.algorithms.mode import ModeSearch
 from numpyro_fed.algorithms.mode_wide import WideSearch
-from numpyro_fed.algorithms.pvi.families import Globals
-from numpyro_fed.algorithms.pvi.server import Evaluation
-from numpyro_fed.algorithms.pvi.states import Settings
-from numpyro_fed.algorithms.vertical.base import Parties
+from numpyro_fed.algorithms.pvi.server import PartitionedVI
+from numpyro_fed.algorithms.vertical.parties import Parties
 from numpyro_fed.algorithms.vertical.search import VerticalSearch
-from numpyro_fed.bounds import Bound, bound_of
 from numpyro_fed.errors import DataError, NonFiniteError, SavedStateError
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData, Sizes, signature
@@ -43,7 +40,7 @@ from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.row_checks import RowChecks
-from numpyro_fed.objectives import ELBO, Objective
+from numpyro_fed.objectives import ELBO, Bound, Objective, bound_of
 from numpyro_fed.precision import is_double, precision
 from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.sampler import Sampler
@@ -109,22 +106,6 @@ class Silos(NamedTuple):
         return self.buckets[b].sizes[i]
 
 
-class FactorParts(NamedTuple):
-    """The parts that PVI and its family have besides those of all methods.
-
-    ``conjugate`` says whether the likelihood is conjugate to the family of the globals, ``loss``
-    whether a loss stands in the place of the log density, ``divergence`` whether one is not KL.
-    ``evaluation`` asks for the expected log likelihood at the posterior.
-    """
-
-    globals: Globals
-    settings: Settings
-    conjugate: bool
-    loss: bool
-    divergence: bool
-    evaluation: Evaluation
-
-
 class StartRounds(NamedTuple):
     """The rounds by which a run begins.
 
@@ -167,7 +148,7 @@ class Built:
     objective: Objective = field(default_factory=ELBO)
     schedule: Schedule | None = None
     draws: dict[str, int] = field(default_factory=dict)
-    factors: FactorParts | None = None
+    factors: PartitionedVI | None = None
     start: StartRounds | None = None
     protected: str = ""
     parties: Parties | None = None
@@ -214,7 +195,7 @@ class Built:
         """Return the evaluation of PVI, if silos answer it, or no round."""
         if self.factors is None or self.protected:
             return ()
-        return (Round((self.factors.evaluation.exchange,), asked_directly),)
+        return (Round((self.factors.evaluation,), asked_directly),)
 
     def visits(self, num_silos: int) -> int:
         """Return the number of visits in a round, over all silos."""
@@ -407,8 +388,8 @@ class Fit:
         return self.built.guide
 
     @property
-    def factors(self) -> FactorParts | None:
-        """Return the parts that PVI alone has: families, settings, an evaluation; else None."""
+    def factors(self) -> PartitionedVI | None:
+        """Return the algorithm of PVI, with its families and settings; None for others."""
         return self.built.factors
 
     def description(self) -> dict[str, Any]:

@@ -328,7 +328,7 @@ class Weighing:
         )
         quality["_rounding"] = quality["_rounding"]._replace(no_density=no_density)
         return Corrected(
-            log_evidence=None if fit.factors and fit.factors.loss else log_evidence,
+            log_evidence=None if fit.factors and fit.factors.has_loss else log_evidence,
             result=self.result,
             accuracy=self.accuracy,
             _key=random.fold_in(key, 1),
@@ -495,7 +495,7 @@ def check_weighable(fit: Fit) -> None:
     """Raise an error for a fit whose posterior is not proportional to a joint density."""
     if fit.built.protected:
         raise ModelError(fit.built.protected)
-    if fit.factors is not None and fit.factors.divergence:
+    if fit.factors is not None and fit.factors.has_divergence:
         raise ValueError(
             "this fit's divergence is not KL, so that its posterior is no prior times likelihood: "
             "weights would turn it into the ordinary posterior. Correct a fit with "
