@@ -448,8 +448,8 @@ def outcomes_at(fm: FederatedModel, data: SiloData) -> dict[str, Outcome]:
     theta = {**fm.init_theta(key), **fm.init_private(key, data)}
     # What is observed depends on no latent: a prior that cannot be drawn from is none the worse.
     z_L = fm.init_local(key, data)
-    with handlers.block():
-        values = unpack(fm.sites, jnp.zeros(fm.dim), z_L)
+    values = unpack(fm.sites, jnp.zeros(fm.dim), z_L)
+    with TRACING, handlers.block():
         trace = run_text(fm.text, values, theta, data)
     found = {}
     for s in fm.sites:
