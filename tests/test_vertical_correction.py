@@ -20,7 +20,7 @@ from vertical_problems import (
 )
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.vertical.weigh import Weighing
+from numpyro_fed.algorithms.vertical.weigh import WeighParties
 
 
 @pytest.mark.slow
@@ -32,7 +32,7 @@ def test_weights_are_those_of_the_joint_density(settings):
     fit = vfl.run(KEY, 20, xs, y, progress_bar=False)
     opened = inside(fit)
     v = opened.vertical
-    weighing, ask = Weighing(v, 40, 7), asking(fit, KEY)
+    weighing, ask = WeighParties(v, 40, 7), asking(fit, KEY)
     at_server, log_weights = weighing.run(ask, KEY, fit.state.server, opened.server_data)
     own = opened.one_by_one(ask.silos)
     scales, of = weighing.parts

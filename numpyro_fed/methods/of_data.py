@@ -19,6 +19,7 @@ from numpyro_fed.model.tables import MIN_COUNT, OTHER, Levels, level_names, list
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import LEVELS, MOMENTS, read, write
 
+HELD = "the data of each silo, or a Federation"
 NAMES, COLUMNS, REST = "names", "columns", "other"  # texts in the head of a reply
 
 
@@ -86,7 +87,7 @@ def levels(
         settings = json.dumps({COLUMNS: columns, "min_count": min_count, REST: last})
         replies = silos.ask_of_data(LEVELS, settings)
         parts = [_read_names(j, reply, columns, last) for j, reply in enumerate(replies)]
-    for j, silo in enumerate(() if isinstance(silos, Federation) else listed(silos)):
+    for j, silo in enumerate(() if isinstance(silos, Federation) else listed(silos, HELD)):
         try:
             parts.append(level_names(silo, columns, min_count, last))
         except DataError as error:
@@ -148,7 +149,7 @@ def moments(silos: Sequence[Any] | Federation, arguments: Sequence[str] | None =
         replies = silos.ask_of_data(MOMENTS, settings)
         parts = [_read_moments(j, reply, arguments) for j, reply in enumerate(replies)]
     else:
-        held = enumerate(listed(silos))
+        held = enumerate(listed(silos, HELD))
         parts = [moments_of(f"silo {j}", silo, arguments) for j, silo in held]
     whole = united("silo", parts)
     for name, count in whole.count.items():

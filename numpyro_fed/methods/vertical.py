@@ -19,10 +19,10 @@ from jax.typing import ArrayLike
 from tqdm.auto import tqdm
 
 from numpyro_fed.algorithms.base import ExchangeId, FederatedAlgorithm, Round, asked_directly
-from numpyro_fed.algorithms.vertical.base import SAMPLE, Parties
+from numpyro_fed.algorithms.vertical.augmented import Vertical
 from numpyro_fed.algorithms.vertical.curvature import NoModeError
+from numpyro_fed.algorithms.vertical.parties import SAMPLE, Parties
 from numpyro_fed.algorithms.vertical.search import VerticalSearch
-from numpyro_fed.algorithms.vertical.vfl import Vertical
 from numpyro_fed.errors import DataError, ModelError, StartWarning
 from numpyro_fed.guides.structured import build_resolved, resolve
 from numpyro_fed.methods.base import (
@@ -367,8 +367,8 @@ class VerticalMethod(FederatedMethod[Outcome]):
         check_same_digests(digests)
         facts = facts_of_columns(read_one("the server", given))
         software = SOFTWARE if all(c.software == SOFTWARE for c in clients) else ""
-        pairs = zip(roles.model.clients, roles.clients, strict=True)
-        terms = tuple(terms_of(p.traces, data, by_value=not software) for p, data in pairs)
+        clients_data = zip(roles.model.clients, roles.clients, strict=True)
+        terms = tuple(terms_of(p.traces, data, by_value=not software) for p, data in clients_data)
         plan = Plan(facts, len(clients), (), (), "{}", terms, software, clients, shared)
         return plan, roles
 
@@ -464,7 +464,9 @@ def begin(
     ask = Asked(runtime.transport(batches), key_search, fit.plan.num_silos, first.silos)
     key_server = server_key(exchange_key(key_search, 0, 0, 1))
     try:
-        server, log_density = search.run(ask, key_server, first.server, fit.server_data)
+        server, log_density = search.run(
+            ask, key_server, first.server, cast(SiloData, fit.server_data)
+        )
     except NoModeError:
         log_density = np.nan
     if ask.unusable or np.isnan(log_density):

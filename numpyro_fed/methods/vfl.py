@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax.numpy as jnp
 import optax
@@ -19,10 +19,10 @@ from numpyro_fed.algorithms.base import (
     Round,
     asked_directly,
 )
-from numpyro_fed.algorithms.vertical.base import PartyType
+from numpyro_fed.algorithms.vertical.augmented import Vertical
+from numpyro_fed.algorithms.vertical.parties import PartyType
 from numpyro_fed.algorithms.vertical.soul import Soul
-from numpyro_fed.algorithms.vertical.vfl import Vertical
-from numpyro_fed.algorithms.vertical.weigh import Weighing
+from numpyro_fed.algorithms.vertical.weigh import WeighParties
 from numpyro_fed.errors import GuideError, StartWarning, positive_int
 from numpyro_fed.guides.amortised import Amortised
 from numpyro_fed.guides.auxiliary import auxiliary_guide
@@ -194,7 +194,6 @@ class VFL(VerticalMethod[VerticalResult]):
         return self.rho is not None
 
     def parties(self, roles: VerticalSplit) -> Vertical:
-        """Return a model that is split over clients, with its guides."""
         model = roles.model
         if self.batch_size is not None:
             check_batches(roles, self.batch_size)
@@ -238,7 +237,6 @@ class VFL(VerticalMethod[VerticalResult]):
         return replace(vertical, rank=min(rank, width) if width else rank, width=width)
 
     def settings_of(self, v: Vertical) -> dict[str, Any]:
-        """Return the settings that a saved state must agree with."""
         guides = [v.server.resolved, *(kind.resolved for kind in v.kinds.values())]
         names = "rho", "likelihood", "num_particles", "batch_size", "local_steps"
         return {
@@ -252,9 +250,8 @@ class VFL(VerticalMethod[VerticalResult]):
     def round_of(
         self, built: Built, asked: ExchangeId
     ) -> tuple[Round, FederatedAlgorithm[Any, Any]]:
-        """Return the round that declares an exchange, and the algorithm whose states it has."""
         if asked.name == IMPORTANCE:
-            question = Weighing(built.parties, **asked.read_settings()).exchange
+            question = WeighParties(cast(Vertical, built.parties), **asked.read_settings()).exchange
             return Round((question,), asked_directly), built.algorithm
         return super().round_of(built, asked)
 
@@ -395,7 +392,6 @@ class SOUL(VerticalMethod[SOULResult]):
         return True
 
     def parties(self, roles: VerticalSplit) -> Soul:
-        """Return a model that is split over clients, with their chains."""
         pairs = zip(roles.model.clients, roles.clients, strict=True)
         return Soul(
             model=roles.model,
@@ -409,6 +405,5 @@ class SOUL(VerticalMethod[SOULResult]):
         )
 
     def settings_of(self, v: Soul) -> dict[str, Any]:
-        """Return the settings that a saved state must agree with."""
         names = "rho", "likelihood", "num_steps", "step_size", "num_kept"
         return {name: getattr(self, name) for name in names}

@@ -172,12 +172,14 @@ def read(
     return ReadSilos(replace(silo, missing=missing, columns=agreed) for silo in found)
 
 
-def listed(silos: Sequence[Listed]) -> Sequence[Listed]:
+def listed(
+    silos: Sequence[Listed], held: str = "one dict of keyword arguments for each silo"
+) -> Sequence[Listed]:
     """Return silos, once they are a list of what each holds."""
     if isinstance(silos, Mapping) or not isinstance(silos, Sequence):
         raise DataError(
-            "silos must be a list with one dict of keyword arguments for each silo, "
-            f"got {type(silos).__name__}. For a single silo pass a list with one dict."
+            f"silos must be a list with {held}, got {type(silos).__name__}. For a single silo pass "
+            "a list with one dict."
         )
     if not silos:
         raise DataError("the list of silos is empty: pass one dict of arrays for each silo.")

@@ -263,7 +263,8 @@ class FederatedModel:
         """Return the starting values of some latents by ``init_loc_fn``, as :func:`packed`."""
         text = handlers.substitute(handlers.seed(self.text, key), substitute_fn=init_loc_fn)
         with TRACING:
-            return packed(sites, handlers.trace(text).get_trace(**data.kwargs))
+            found = packed(sites, handlers.trace(text).get_trace(**data.kwargs))
+        return {plate: z.astype(jnp.result_type(float)) for plate, z in found.items()}
 
     def draw_prior(self, key: Array | int, n: int) -> ArrayLike | None:
         """Return draws (n, dim) of the globals from their prior; None if one cannot be sampled."""

@@ -522,7 +522,9 @@ def coupled_rows(
 
     Outer plates, weighted as a whole, are not checked, nor plates of which one draw is taken.
     """
-    for p in checks.model.plates if checks is not None else ():
+    if checks is None:
+        return None
+    for p in checks.model.plates:
         if not p.outer and (p.dim if draws is None else draws.get(p.name, 1) > 1):
             results = (checks.reads_others(b, p.name) for b in buckets)
             if (found := next(filter(None, results), None)) is not None:

@@ -248,26 +248,26 @@ def _check_globals(fm: FederatedModel, silos: Sequence[SiloData], sizes: Sequenc
         trace = fm.traces.at(silo)
         # Equal programs are equal at every point, and nothing has to be compiled. Programs that
         # differ may still compute the same, so that values decide.
-        parts = (one.part(wanted)[0] for one in (trace, first))
-        if trace is first or same_but_for_sizes(*parts, {}):
+        mine, theirs = (one.part(wanted)[0] for one in (trace, first))
+        if trace is first or same_but_for_sizes(mine, theirs, {}):
             continue
-        mine, theirs = (jax.jit(partial(at_one_point, t))() for t in (trace, first))
-        for (subject, what), value in mine.items():
-            other = theirs[subject, what]
+        here, there = (jax.jit(partial(at_one_point, t))() for t in (trace, first))
+        for (subject, what), value in here.items():
+            other = there[subject, what]
             if np.shape(value) == np.shape(other) and np.allclose(
                 value, other, rtol=1e-5, atol=1e-5, equal_nan=True
             ):
                 continue
             held = described(silo), described(silos[0])
             keys = [k for k in held[1] if held[0][k] != held[1][k]]
-            here, there = ({k: one[k] for k in keys} for one in held)
+            own, its = ({k: one[k] for k in keys} for one in held)
             shown, expected = (
                 np.array2string(np.ravel(v)[:4], precision=6, separator=", ").strip("[]")
                 for v in (value, other)
             )
             raise ModelError(
                 f"{subject} differs between silos: its {what} at one point is {shown} at {who}, "
-                f"which holds {here}, but {expected} at silo 0, which holds {there}. It must not "
+                f"which holds {own}, but {expected} at silo 0, which holds {its}. It must not "
                 "depend on numbers of rows or Python values that differ. Pass one number to all "
                 "silos (that of all rows together, say), or let only local sites depend on it."
             )

@@ -130,13 +130,14 @@ class Supports:
             observed |= jax.tree.map(np.asarray, self.observed_values(b.data))
         for name, (value, inside, _) in observed.items():
             if not inside.all():
-                self._refuse(b, name, value, ~inside, "")
+                self._refuse(b, name, np.asarray(value), ~np.asarray(inside), "")
         # Densities are compiled only if they are needed.
         if any(edge.any() for _, _, edge in observed.values()):
             for name, possible in self.densities_at_edges(b.data).items():
                 value, _, edge = observed[name]
-                if (bad := edge & ~np.asarray(possible)).any():
-                    self._refuse(b, name, value, bad, " and has no density at the edge")
+                if (bad := np.asarray(edge) & ~np.asarray(possible)).any():
+                    why = " and has no density at the edge"
+                    self._refuse(b, name, np.asarray(value), bad, why)
 
     def _checked_sites(self, stack: SiloData) -> dict[str, SupportKind]:
         """Return the observed sites whose supports and masks depend on data alone."""

@@ -30,7 +30,7 @@ from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.primitives import feasible
 from numpyro_fed.model.sites import NEEDS_VALUES, Site
-from numpyro_fed.model.traces import ARRAY, DENSITY, LATENT, OBSERVED, Traces
+from numpyro_fed.model.traces import ARRAY, DENSITY, LATENT, OBSERVED, VALUE, Traces
 from numpyro_fed.programs import TRACING
 
 TOTAL = "the sum over clients"  # the argument of the server's text that holds the sum
@@ -59,7 +59,7 @@ def evaluated(
     Log-determinants are sites of their own. Values are those of latents and the predictor.
     """
     trace = party.traces.at(data)
-    densities, values = trace.densities(local=False), trace.values(local=False)
+    densities, values = (trace.outputs_of(kind, local=False) for kind in (DENSITY, VALUE))
     found = trace.at([*densities, *values], theta, trace.unpacked(z), data.arrays)
     at, of = ({o[1]: found[o] for o in outputs} for outputs in (densities, values))
     return at, of
@@ -154,7 +154,7 @@ class VerticalModel(NamedTuple):
         own, rows = (sum(part, jnp.zeros(())) for part in terms)
         return own, rows
 
-    def with_total(self, data: SiloData, total: Array) -> SiloData:
+    def with_total(self, data: SiloData, total: Array | np.ndarray) -> SiloData:
         """Return the server's data with the sum added as ``TOTAL``."""
         return replace(data, arrays={**data.arrays, TOTAL: total})
 

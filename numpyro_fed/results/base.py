@@ -30,7 +30,7 @@ from numpyro_fed.algorithms.importance.likelihood import Integration
 from numpyro_fed.algorithms.mode import ModeSearch
 from numpyro_fed.algorithms.mode_wide import WideSearch
 from numpyro_fed.algorithms.pvi.server import PartitionedVI
-from numpyro_fed.algorithms.vertical.base import Parties
+from numpyro_fed.algorithms.vertical.parties import Parties
 from numpyro_fed.algorithms.vertical.search import VerticalSearch
 from numpyro_fed.errors import DataError, NonFiniteError, SavedStateError
 from numpyro_fed.guides.structured import Guide

@@ -59,8 +59,8 @@ class PriorReference:
 
     def log_density(self, theta: Theta, parameters: tuple[()], z: Array) -> Array:
         """Return the log density () at ``z`` (dim,), factors and scaled sites left out."""
-        prior = self.model.global_prior
-        return prior.log_density(theta, z, prior.latents)
+        latents = self.model.named("latent")
+        return self.model.global_prior.log_density(theta, z, latents)
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,8 @@ class Tempered:
                 )
             keys = jax.random.split(key, self.num_particles)
             zeros = jnp.zeros(fm.dim)
-            drawn = jax.vmap(lambda key: prior.draw(key, theta, zeros, prior.latents))(keys)
+            latents = fm.named("latent")
+            drawn = jax.vmap(lambda key: prior.draw(key, theta, zeros, latents))(keys)
             return Swarm.at(self.start, theta, (), np.asarray(drawn))
         own = mixture_of(fit, result)
         own = own._replace(log_shares=np.maximum(own.log_shares, LOST))  # of a finite slope

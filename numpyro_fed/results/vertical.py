@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import IMPORTANCE
-from numpyro_fed.algorithms.vertical.base import SAMPLE, PartyState
-from numpyro_fed.algorithms.vertical.weigh import Weighing
+from numpyro_fed.algorithms.vertical.parties import SAMPLE, PartyState
+from numpyro_fed.algorithms.vertical.weigh import WeighParties
 from numpyro_fed.errors import ModelError, positive_int
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
@@ -55,7 +55,7 @@ def _refusal(what: str, instead: str) -> Callable[..., NoReturn]:
 
 
 class ColumnsAfterFit:
-    """What fits of columns answer alike, and the questions of rows that they refuse.
+    """All that fits of columns answer alike, and the questions of rows that they refuse.
 
     Raises
     ------
@@ -396,18 +396,18 @@ def vertical_correct(
     See :func:`numpyro_fed.importance_correct`.
     """
     fit, hosted = result._fit, result._silos
-    v = result._parties
+    v, server_data = result._parties, cast(SiloData, fit.server_data)
     row_numbers = int(np.prod(v.model.shape))
     size = max(1, min(num_draws, AT_ONCE, NUMBERS // row_numbers))
     at_once = max(1, min(size, SIDE_BY_SIDE // row_numbers))
-    weighing: Weighing = fit.cached((IMPORTANCE, size), lambda: Weighing(v, size, at_once))
+    weighing: WeighParties = fit.cached((IMPORTANCE, size), lambda: WeighParties(v, size, at_once))
 
     def exchange(i: int) -> tuple[tuple[Array, Array], list[Any], float]:
         """Return the server's draws with weights, the clients' draws, and the log evidence."""
         key_exchange = jax.random.fold_in(key, i)
         ask = result._asking(key_exchange)
         key_server = server_key(exchange_key(key_exchange, 0, 0, 1))
-        weighed = weighing.run(ask, key_server, result.state.server, fit.server_data)
+        weighed = weighing.run(ask, key_server, result.state.server, server_data)
         evidence = float(np.logaddexp.reduce(np.asarray(weighed[1], np.float64)) - np.log(size))
         if ask.unusable or not np.isfinite(evidence):
             raise result.unusable(NO_WEIGHTS, ask.unusable)

@@ -1,12 +1,4 @@
-r"""Gaussian fields: covariances of points, and autoregressions of areas, as sites hold them.
-
-A multivariate normal is held by its covariance (``Dense``). An autoregression of areas is held by
-one eigendecomposition, which serves all hyperparameters (``Spectral``). A proper CAR has the
-precision :math:`\tau (D - \alpha W)`. With :math:`D^{-1/2} W D^{-1/2} = U \Lambda U'` its
-covariance is :math:`\tau^{-1} D^{-1/2} U (I - \alpha \Lambda)^{-1} U' D^{-1/2}`. With
-:math:`D - W = U \Lambda U'` the covariance of Leroux's autoregression is
-:math:`\tau^{-1} U (I - \alpha I + \alpha \Lambda)^{-1} U'`.
-"""
+"""Gaussian fields for models: covariances of points, and Leroux's autoregression of areas."""
 
 from __future__ import annotations
 
@@ -228,10 +220,14 @@ UNITS = 10
 
 
 class Spectrum(NamedTuple):
-    """The eigendecomposition of a map of areas with this adjacency (n, n).
+    r"""The eigendecomposition of a map of areas with this adjacency, which serves all alpha.
 
-    ``values`` (n,) are eigenvalues, those of the smoothest directions last, and ``vectors`` (n, n)
-    eigenvectors ``U``; ``D^{-1/2} U`` for a CAR.
+    A proper CAR has the precision :math:`\tau (D - \alpha W)`. With
+    :math:`D^{-1/2} W D^{-1/2} = U \Lambda U'` its covariance is
+    :math:`\tau^{-1} D^{-1/2} U (I - \alpha \Lambda)^{-1} U' D^{-1/2}`. With
+    :math:`D - W = U \Lambda U'` the covariance of Leroux's autoregression is
+    :math:`\tau^{-1} U (I - \alpha I + \alpha \Lambda)^{-1} U'`. ``values`` are those of the
+    smoothest directions last, and ``vectors`` (n, n) are ``U``; ``D^{-1/2} U`` for a CAR.
     """
 
     values: np.ndarray

@@ -120,9 +120,9 @@ class _Point(NamedTuple):
     """A point in unconstrained space, ``private`` and ``z_L`` silo by silo."""
 
     theta: Theta
-    z_G: np.ndarray
+    z_G: Array
     private: list[Theta]
-    z_L: list[dict[str, np.ndarray]]
+    z_L: list[Rows]
 
 
 class _Check:
@@ -164,7 +164,7 @@ class _Check:
         """Return the log prior () of the split model, and NumPyro's joint log density ()."""
         fm = self.fm
         values = fm.constrain_theta(point.theta)
-        values |= unpack(fm.named("latent"), jnp.asarray(point.z_G), {})
+        values |= unpack(fm.named("latent"), point.z_G, {})
         local = [s for s in fm.sites if s.plate is not None]
         for j, (private, z_L) in enumerate(zip(point.private, point.z_L, strict=True)):
             own = {**fm.constrain_theta(private), **unpack(local, jnp.zeros(0), z_L)}
@@ -217,11 +217,11 @@ class _Check:
     def draw(self, rng: np.random.Generator) -> _Point:
         """Return a random point: latents standard normal, parameters near their initial values."""
 
-        def normal(*shape: int) -> np.ndarray:
-            return np.asarray(rng.normal(size=shape), self.dtype)
+        def normal(*shape: int) -> Array:
+            return jnp.asarray(rng.normal(size=shape), self.dtype)
 
         def near(theta: Theta) -> Theta:
-            return jax.tree.map(lambda a: np.asarray(a + 0.3 * normal(*np.shape(a))), theta)
+            return jax.tree.map(lambda a: a + 0.3 * normal(*np.shape(a)), theta)
 
         z_L = [{p.name: normal(size[p.name], p.dim) for p in self.fm.plates} for size in self.sizes]
         return _Point(near(self.theta), normal(self.fm.dim), list(map(near, self.private)), z_L)
@@ -262,11 +262,9 @@ class _Check:
         """Compare NumPyro's joint log density with the prior plus all rows."""
 
         def compare(silos: Sequence[int]) -> tuple[float, float, bool]:
-            data, private, z_L = (
-                [x[j] for j in silos] for x in (self.data, point.private, point.z_L)
-            )
-            arguments = data, point._replace(private=private, z_L=z_L)
-            prior, expected = map(float, self.log_joint(*jax.tree.map(jnp.asarray, arguments)))
+            private, z_L = [point.private[j] for j in silos], [point.z_L[j] for j in silos]
+            part = point._replace(private=private, z_L=z_L)
+            prior, expected = map(float, self.log_joint([self.data[j] for j in silos], part))
             rows, scale = _sums(r for j in silos for r in terms[j].values())
             found = prior + rows
             return expected, found, abs(found - expected) <= self.rtol * (abs(prior) + scale)

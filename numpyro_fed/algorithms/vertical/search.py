@@ -65,16 +65,10 @@ from numpyro_fed.algorithms.base import (
     stacked_visit,
 )
 from numpyro_fed.algorithms.expand import shape
-from numpyro_fed.algorithms.vertical.base import (
-    ClientState,
-    PartyStart,
-    PartyType,
-    PinnedLatents,
-    ServerState,
-)
+from numpyro_fed.algorithms.vertical.augmented import Vertical
 from numpyro_fed.algorithms.vertical.curvature import (
+    Expansion,
     Function,
-    Local,
     NoModeError,
     at_point,
     diagonal_curvature,
@@ -87,7 +81,13 @@ from numpyro_fed.algorithms.vertical.curvature import (
     ritz_vectors,
     root_of,
 )
-from numpyro_fed.algorithms.vertical.vfl import Vertical
+from numpyro_fed.algorithms.vertical.parties import (
+    ClientState,
+    PartyStart,
+    PartyType,
+    PinnedLatents,
+    ServerState,
+)
 from numpyro_fed.gaussian import identity
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.vertical import init_theta
@@ -288,11 +288,11 @@ class VerticalSearch:
 
         return lambda z: density_at(z)[0], lambda z: density_at(z)[1]
 
-    def _local(self, party: Party, data: SiloData, at_best: Slopes) -> Local:
+    def _local(self, party: Party, data: SiloData, at_best: Slopes) -> Expansion:
         predict, own_log_p = self._functions(party, data)
-        return Local.at(predict, own_log_p, party.z, at_best.slope, at_best.curvature)
+        return Expansion.at(predict, own_log_p, party.z, at_best.slope, at_best.curvature)
 
-    def _along(self, party: Party, data: SiloData, local: Local, directions: Array) -> Along:
+    def _along(self, party: Party, data: SiloData, local: Expansion, directions: Array) -> Along:
         """Return what a client says of some directions (dim, k)."""
         predict = self._functions(party, data)[0]
         change = jax.vmap(lambda d: jax.jvp(predict, (party.z,), (d,))[1])(directions.T)
@@ -426,7 +426,8 @@ class VerticalSearch:
         """
         v, sum_ = self.vertical, np.zeros(self.vertical.model.shape, jnp.result_type(float))
         party = jax.tree.map(np.asarray, party)
-        combine, tau = None, np.ones(())
+        combine: np.ndarray | None = None
+        tau = np.ones(())
         if v.width:
             party, best, spread = self.mode(ask, party, data)
             slopes = Slopes(np.array(True), best.slope, best.curvature)

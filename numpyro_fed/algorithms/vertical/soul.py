@@ -40,7 +40,10 @@ from numpyro_fed.algorithms.base import (
     Shared,
     key_as_noise,
 )
-from numpyro_fed.algorithms.vertical.base import (
+from numpyro_fed.algorithms.vertical.augmented import DRAW, STEP, AtServer, Gradients, Stepped
+from numpyro_fed.algorithms.vertical.augmented import Up as Drawn
+from numpyro_fed.algorithms.vertical.curvature import Expansion, diagonal_curvature
+from numpyro_fed.algorithms.vertical.parties import (
     ClientParams,
     ClientState,
     Parties,
@@ -49,9 +52,6 @@ from numpyro_fed.algorithms.vertical.base import (
     ServerParams,
     ServerState,
 )
-from numpyro_fed.algorithms.vertical.curvature import Local, diagonal_curvature
-from numpyro_fed.algorithms.vertical.vfl import DRAW, STEP, AtServer, Slopes, Stepped
-from numpyro_fed.algorithms.vertical.vfl import Up as Drawn
 from numpyro_fed.gaussian import identity
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.log_density import FederatedModel
@@ -104,7 +104,6 @@ class Soul(Parties):
         return Round((*shown, drawing, Exchange(STEP, self.step)), self.round)
 
     def init_server(self, key: Array, data: SiloData) -> ServerState:
-        """Return the server's first state; ``data`` has the shapes of its data."""
         party_model = self.model.server
         theta = init_theta(party_model, key, self.zeros_at_server(data))
         own = PartyParams(None, {"z": jnp.zeros(party_model.dim)}, theta)
@@ -137,7 +136,9 @@ class Soul(Parties):
                     return terms[1] / self.num_clients
 
                 curvature = self.rho**-2 + diagonal_curvature(log_p, centre)
-            root = Local.at(predict, own_log_p, origin, jnp.zeros_like(centre), curvature).root()
+            root = Expansion.at(
+                predict, own_log_p, origin, jnp.zeros_like(centre), curvature
+            ).root()
         params = ClientParams(jnp.zeros_like(centre), PartyParams(None, {}, theta))
         kept, number = jnp.zeros((self.num_kept, party_model.dim)), jnp.zeros((), jnp.int32)
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -197,7 +198,6 @@ class Soul(Parties):
         return state._replace(chain=after), value, by_context
 
     def shared(self, state: ServerState) -> Shared:
-        """Return the server's parameters, and the current values of its latents."""
         own = state.params.own
         return Shared(own.theta, own.guide, state.frame)
 
@@ -210,7 +210,6 @@ class Soul(Parties):
         return party.guide
 
     def server_draws(self, key: Array, state: ServerState, n: int) -> tuple[None, Array]:
-        """Return nothing to send, and draws (n, dim) of the server's latents: their mode."""
         z = state.params.own.guide["z"]
         return None, jnp.broadcast_to(z, (n, *z.shape))
 
@@ -242,7 +241,7 @@ class Soul(Parties):
         gradient = after.chain.gradient
         gradient = gradient._replace(auxiliary=gradient.auxiliary - self.rho * slope)
         after = after._replace(chain=after.chain._replace(gradient=gradient))
-        up = Slopes(own_log_p, slope, theta, z)
+        up = Gradients(own_log_p, slope, theta, z)
         return Reply(up, all_finite((up, after.chain))), after
 
     def round(self, state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:

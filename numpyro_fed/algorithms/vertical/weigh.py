@@ -35,13 +35,13 @@ from numpyro_fed.algorithms.base import (
     stacked_visit,
 )
 from numpyro_fed.algorithms.expand import shape
-from numpyro_fed.algorithms.vertical.base import (
+from numpyro_fed.algorithms.vertical.augmented import Vertical
+from numpyro_fed.algorithms.vertical.parties import (
     ClientState,
     PartyState,
     PartyType,
     ServerState,
 )
-from numpyro_fed.algorithms.vertical.vfl import Vertical
 from numpyro_fed.guides import coupling
 from numpyro_fed.guides.coupling import CouplingStats
 from numpyro_fed.model.data import SiloData
@@ -76,7 +76,7 @@ PartyDraws = tuple[Array, Array, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Weighing:
+class WeighParties:
     """The question to clients for their predictors at draws of all parties' latents.
 
     Each client keeps its draws (num_draws, dim).

@@ -80,11 +80,9 @@ class PartyType(NamedTuple):
         )
 
     def below(self, z: Array, pinned: PinnedLatents) -> tuple[Array, Array]:
-        """Return a point with hyperparameters at their fixed values, and a log density.
-
-        That is normal around the fixed values. It takes the place of these latents' own density: a
-        scale and the effects under it have no joint mode but where the scale is zero.
-        """
+        """Return a point with hyperparameters at their fixed values, and a normal log density."""
+        # It takes the place of these latents' own density: a scale and the effects under it have no
+        # joint mode but where the scale is zero.
         # Static: clients without such latents have a smaller program.
         if not any(self.above):
             return z, jnp.zeros(())
@@ -224,14 +222,6 @@ class Parties(ABC):
     @abstractmethod
     def shared(self, state: ServerState) -> Shared:
         """Return the server's parameters and guide."""
-
-    @abstractmethod
-    def private(self, state: ClientState, data: SiloData) -> PartyState:
-        """Return a client's parameters and guides, or what it has in place of these."""
-
-    @abstractmethod
-    def in_z(self, party: Shared | PartyState, data: SiloData | None) -> dict[str, Any]:
-        """Return a party's guides in units of its latents; ``data`` is None at the server."""
 
     @abstractmethod
     def server_draws(self, key: Array, state: ServerState, n: int) -> tuple[Array | None, Array]:

@@ -40,7 +40,7 @@ from jax import Array
 
 from numpyro_fed.algorithms import convergence
 from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, Shared
-from numpyro_fed.algorithms.vertical.base import (
+from numpyro_fed.algorithms.vertical.parties import (
     ClientDraw,
     ClientParams,
     ClientState,
@@ -101,7 +101,7 @@ class AtServer(NamedTuple):
     z: Array
 
 
-class Slopes(NamedTuple):
+class Gradients(NamedTuple):
     """A client's message: its likelihood term, and gradients of it."""
 
     term: Array
@@ -131,7 +131,6 @@ class Vertical(Parties):
 
     @property
     def rounds(self) -> Round:
-        """Return the round of a run."""
 
         def draw(
             noise: tuple[Array, Array | None], down: Down, state: ClientState, data: SiloData
@@ -193,7 +192,7 @@ class Vertical(Parties):
 
     def likelihood(
         self, noise: object, down: AtServer, state: ClientState, data: SiloData
-    ) -> tuple[Reply[Slopes], ClientState]:
+    ) -> tuple[Reply[Gradients], ClientState]:
         drawn = self.draw(state.params, None, state, data)
         batch = self.take_rows(data, state.rows)
         at_server = SiloData(dict(batch.kwargs["shared"]))
@@ -206,7 +205,7 @@ class Vertical(Parties):
             return self.share * jax.vmap(one_particle)(z, argument).mean() / self.num_clients
 
         value, (theta, z, slope) = jax.value_and_grad(term, (0, 1, 2))(down.theta, down.z, argument)
-        up = Slopes(value, slope, theta, z)
+        up = Gradients(value, slope, theta, z)
         return Reply(up, all_finite(up)), state._replace(slope=slope)
 
     def power_round(
@@ -224,7 +223,7 @@ class Vertical(Parties):
             return z, (log_p - log_q).mean()
 
         (z, value), pull = jax.vjp(drawn, state.params.own)
-        up: Slopes = ask(LIKELIHOOD, AtServer(clients.part, self.shared(state).theta, z)).up
+        up: Gradients = ask(LIKELIHOOD, AtServer(clients.part, self.shared(state).theta, z)).up
         (gradient,) = pull((up.z, jnp.ones_like(value)))
         theta = jax.tree.map(jnp.add, gradient.theta, up.theta)
         after = self.ascend(state, "own", gradient._replace(theta=theta))
@@ -315,7 +314,6 @@ class Vertical(Parties):
         return build_resolved(spec, kind.resolved, party_model)
 
     def init_server(self, key: Array, data: SiloData) -> ServerState:
-        """Return the server's first state; ``data`` has the shapes of its data."""
         key_theta, key_guide, key_coupling, key_sharing = jax.random.split(key, 4)
         given = self.zeros_at_server(data)
         theta = init_theta(self.server.model, key_theta, given)
@@ -362,7 +360,6 @@ class Vertical(Parties):
         return Full(self.rank, 1.0)
 
     def init_client(self, key: Array, data: SiloData) -> ClientState:
-        """Return a client's first state."""
         key_theta, key_guide, key_coupling, key_state = jax.random.split(key, 4)
         kind = self.kind(data)
         theta = init_theta(kind.model, key_theta, data)
@@ -453,7 +450,6 @@ class Vertical(Parties):
         return jax.random.normal(key, (n, *state.noise[0].shape[1:]))
 
     def server_draws(self, key: Array, state: ServerState, n: int) -> tuple[Array | None, Array]:
-        """Return the shared noise, and ``n`` draws of the server's latents (n, dim)."""
         eps, shared = self.server_noise_of(key, n)
         xi = self.xi(state.params.shared, shared)
         return xi, self._draws(self.server, self.shared(state), eps, xi)
@@ -461,7 +457,6 @@ class Vertical(Parties):
     def client_draws(
         self, key: Array, sent: Array | None, state: ClientState, data: SiloData, n: int
     ) -> tuple[FederatedModel, dict[str, Any], Array]:
-        """Return ``n`` draws of a client's latents."""
         kind, private = self.kind(data), self.private(state, data)
         z = self._draws(kind, private, self.client_noise_of(key, state, n), sent)
         return kind.model, private.theta, z
@@ -527,7 +522,6 @@ class Vertical(Parties):
         return RowInfo(centre, jnp.concatenate([jnp.zeros((self.rows, 0)), *columns], 1))
 
     def shared(self, state: ServerState) -> Shared:
-        """Return the server's parameters and guide."""
         party_params, shared = state.params
         coupled = (
             {"coupling": self.coupling_of(self.server, party_params), "shared": shared}
