@@ -264,9 +264,11 @@ def _points_near(family: Product, reach: np.ndarray, eta: Natural) -> tuple[Arra
     for name, (_, member) in family.members.items():
         noise = width * np.random.default_rng(2).normal(size=(NEAR, member.dim))
         if name == GAUSSIAN:
-            far = furthest[family.places[name]]
-            bowl = member.fit(lambda z, far=far: -0.5 * ((z / far) ** 2).sum())
-            psi = member.ordinary(jax.tree.map(jnp.add, eta[name], bowl))
+
+            def bowl(z: Array, far: np.ndarray = furthest[family.places[name]]) -> Array:
+                return -0.5 * ((z / far) ** 2).sum()
+
+            psi = member.ordinary(jax.tree.map(jnp.add, eta[name], member.fit(bowl)))
             points[name] = jax.vmap(member.draw, (None, 0))(psi, noise)
             centres[name] = member.centre(psi)
         else:
