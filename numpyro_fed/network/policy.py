@@ -21,6 +21,7 @@ from numpyro_fed.files import Store, append_privately
 from numpyro_fed.model.levels import MIN_COUNT
 from numpyro_fed.privacy.budget import spent as epsilon_of
 from numpyro_fed.runtime.messages import Question
+from numpyro_fed.runtime.stack import PlanSize
 
 # A run that may spend the whole budget does so up to the accountant's rounding.
 ROUNDED = 1 + 1e-5
@@ -184,17 +185,17 @@ class Policy:
                 "server must ask by Federation(..., secure_sum=True)."
             )
 
-    def check_plan(self, num_silos: int, num_rows: int, num_parameters: int) -> None:
+    def check_plan(self, size: PlanSize) -> None:
         """Raise an error for a plan with too few silos or rows, or too many parameters."""
-        if num_silos < self.min_silos:
+        if size.num_silos < self.min_silos:
             raise ModelError(
-                f"the plan has {num_silos} silos, where this silo's policy asks for at least "
+                f"the plan has {size.num_silos} silos, where this silo's policy asks for at least "
                 f"{self.min_silos} (min_silos)."
             )
-        self._check_rows(num_rows)
-        if num_parameters > self.parameters_per_row * num_rows:
+        self._check_rows(size.num_rows)
+        if size.num_parameters > self.parameters_per_row * size.num_rows:
             raise ModelError(
-                f"the model has {num_parameters} globals and shared parameters, more than this "
+                f"the model has {size.num_parameters} globals and shared parameters, more than this "
                 f"silo's policy allows for its rows ({self.parameters_per_row:g} for each, "
                 "parameters_per_row)."
             )

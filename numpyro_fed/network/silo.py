@@ -429,7 +429,7 @@ class Silo:
                     "run the same version."
                 ) from error
         size = node.size
-        self._policy.check_plan(size.num_silos, size.num_rows, size.num_parameters)
+        self._policy.check_plan(size)
         self._policy.check_noise(size.multiplier, "a run would be answered")
         if size.shares_noise and not agreed.secure_sum:
             raise ModelError(
