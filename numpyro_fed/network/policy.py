@@ -195,8 +195,8 @@ class Policy:
         self._check_rows(size.num_rows)
         if size.num_parameters > self.parameters_per_row * size.num_rows:
             raise ModelError(
-                f"the model has {size.num_parameters} globals and shared parameters, more than this "
-                f"silo's policy allows for its rows ({self.parameters_per_row:g} for each, "
+                f"the model has {size.num_parameters} globals and shared parameters, more than "
+                f"this silo's policy allows for its rows ({self.parameters_per_row:g} for each, "
                 "parameters_per_row)."
             )
 
