@@ -20,13 +20,13 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.errors import ModelError
+from numpyro_fed.files import canonical, read_record
 from numpyro_fed.model.data import SiloData, Sizes, check_columns, read
 from numpyro_fed.model.fingerprint import SOFTWARE, Term, check_terms, terms_of
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import Plate, Site
 from numpyro_fed.model.split import split
 from numpyro_fed.programs import jit_once
-from numpyro_fed.records import canonical, read_record
 
 VERSION = 2
 Skeleton = str | list[Any]  # a tree in JSON: a name, or [type of node, contents]

@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from numpyro_fed.errors import DataError, DataWarning, ModelError
+from numpyro_fed.files import canonical, read_record
 from numpyro_fed.model.data import SiloData, read_one
 from numpyro_fed.model.facts import skeleton, unflatten_skeleton
 from numpyro_fed.model.fingerprint import SOFTWARE, Term
 from numpyro_fed.model.roles import with_server_data
-from numpyro_fed.records import canonical, read_record
 
 ORDER = (
     "Bring the rows of all parties into one order (by numpy.argsort of the ids), and leave out "

@@ -26,7 +26,7 @@ from numpyro_fed.errors import (
     ModelError,
     SavedStateError,
 )
-from numpyro_fed.files import Store, Use
+from numpyro_fed.files import Store, Use, read_record
 from numpyro_fed.methods.base import FederatedMethod
 from numpyro_fed.methods.load import METHODS
 from numpyro_fed.methods.of_data import COLUMNS, moments_reply, names_reply
@@ -44,7 +44,6 @@ from numpyro_fed.network.sums import Sums, asked_of_all
 from numpyro_fed.precision import is_double, precision
 from numpyro_fed.privacy.budget import PrivacyWarning
 from numpyro_fed.privacy.masks import fingerprint
-from numpyro_fed.records import read_record
 from numpyro_fed.runtime.messages import (
     ACCEPT,
     BEGINNINGS,

@@ -15,10 +15,9 @@ import numpy as np
 
 from numpyro_fed.algorithms.base import Exchange
 from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.files import Store
+from numpyro_fed.files import Store, canonical, read_record
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.privacy.masks import MAX_PARTIES, Greeting, KeyPair, encode, masked, pair_keys
-from numpyro_fed.records import canonical, read_record
 from numpyro_fed.runtime.messages import LEAST, MASKED, Question, Terms, pack, read, write
 
 # The names under which a silo keeps its key and what is used, and the room of sessions' keys.

@@ -39,10 +39,10 @@ from numpyro_fed.errors import (
     SilosError,
     SumError,
 )
+from numpyro_fed.files import canonical
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import stacked
 from numpyro_fed.privacy.masks import MAX_PARTIES, decode
-from numpyro_fed.records import canonical
 from numpyro_fed.runtime.federation import Arrivals, Federation
 from numpyro_fed.runtime.host import PlainLoop
 from numpyro_fed.runtime.messages import (
