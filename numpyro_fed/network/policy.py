@@ -6,7 +6,7 @@ import json
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -323,12 +323,13 @@ class Ledger:
         with self._counted(numbers, self.policy.later(exchange, self.stage)):
             yield
 
-    def beginning(
-        self, multiplier: float, delta: float, protects: str
-    ) -> AbstractContextManager[None]:
+    @contextmanager
+    def beginning(self, multiplier: float, delta: float, protects: str) -> Iterator[None]:
         """Enter the beginning of a run with a noise multiplier; 0 for one without a budget."""
         if not multiplier:
-            return self._counted({}, self.stage)
+            with self._counted({}, self.stage):
+                yield
+            return
         policy = self.policy
         if delta > policy.max_delta:
             raise ModelError(
@@ -343,7 +344,8 @@ class Ledger:
                 f"{policy.max_delta:g} for all runs together (max_epsilon), and with this one it "
                 f"would be {together:.3g}. Its owner may raise the limit."
             )
-        return self._counted({}, self.stage, noise)
+        with self._counted({}, self.stage, noise):
+            yield
 
     @contextmanager
     def _counted(

@@ -234,17 +234,17 @@ class Sums:
 
 
 def asked_of_all(
-    plan: str, question: Question, message: bytes, scatter: object, down: object
+    plan: str, question: Question, arrays: Mapping[str, np.ndarray], scatter: object, down: object
 ) -> str:
     """Return a digest of all that the silos of a sum are asked alike.
 
-    It is of the accepted plan, the question, and the arrays of ``message`` that do not differ
+    It is of the accepted plan, the question, and the ``arrays`` of the message that do not differ
     between silos (``scatter``); ``down`` are the shapes of all arrays.
     """
     differs = jax.tree.map(lambda own, part: jax.tree.map(lambda _: own, part), scatter, down)
     own = {name for name, is_own in pack("down", differs).items() if is_own}
     digest = sha256(json.dumps([plan, question.exchange, question.settings]).encode())
-    for name, array in sorted(read(message).arrays.items()):
+    for name, array in sorted(arrays.items()):
         if name not in own:
             digest.update(json.dumps([name, str(array.dtype), array.shape]).encode())
             digest.update(np.ascontiguousarray(array).tobytes())
