@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeGuard
 import jax
 import numpy as np
 
-from numpyro_fed.errors import DataError, MissingExtraError
+from numpyro_fed.errors import DataError, MissingExtraError, optional
 
 # Whole numbers beyond it are not all numbers of double precision.
 LARGEST_WHOLE = 2**53
@@ -86,11 +86,7 @@ def columns_of(owner: str, frame: Frame) -> dict[str, Any]:
 
 def narwhals() -> Any:
     """Return narwhals, which reads DataFrames of any library."""
-    try:
-        import narwhals
-    except ImportError as error:
-        raise MissingExtraError("narwhals", "frames") from error
-    return narwhals
+    return optional("narwhals", "frames")
 
 
 def as_series(column: object) -> Any:
