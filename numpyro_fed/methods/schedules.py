@@ -107,7 +107,6 @@ class Random:
 
     def build(self, num_silos: int) -> Schedule:
         """Return the schedule for ``num_silos`` silos; all sets of ``size`` are equally likely."""
-        positive_int("num_silos", num_silos)
         size = self.size
         if size > num_silos:
             raise ValueError(
@@ -155,7 +154,6 @@ class Given:
 
     def build(self, num_silos: int) -> Schedule:
         """Return the schedule for ``num_silos`` silos."""
-        positive_int("num_silos", num_silos)
         table = np.asarray(self.who)
         if table.ndim != 2 or not table.size or table.dtype.kind not in "iu":
             raise ValueError(
@@ -217,7 +215,6 @@ class Asynchronous:
 
     def build(self, num_silos: int) -> Schedule:
         """Return the schedule for ``num_silos`` silos."""
-        positive_int("num_silos", num_silos)
         seconds = [1.0] * num_silos if self.seconds is None else self.seconds
         silos = jnp.arange(num_silos)
         # A function of the user is tried on one key.
