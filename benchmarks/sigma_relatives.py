@@ -24,7 +24,7 @@ import numpyro.distributions as dist
 from sfvi_vs_pooled import machine
 
 import numpyro_fed as nf
-from numpyro_fed.sigma.gaussian import field_of
+from numpyro_fed.sigma.fields import field_of
 
 NOISE = 0.5
 

@@ -52,7 +52,7 @@ def overheard(vfl: Any, xs: list[np.ndarray], y: np.ndarray, rounds: int) -> np.
 
 def sent(result: Any, client: int, rounds: int) -> np.ndarray:
     """What a client would send in so many rounds, (rounds, rows)."""
-    v, held = result._fit.vertical, result._silos
+    v, held = result._fit.built.parties, result._silos
     b, i = held.place(client)
     state, data = jax.tree.map(lambda a: a[i], result.state.silos[b]), held.data[client]
 

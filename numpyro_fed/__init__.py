@@ -43,15 +43,14 @@ from numpyro_fed.methods.pvi_family import (
     StochasticPowerEP,
     StreamingVB,
 )
-from numpyro_fed.methods.sfvi import SFVI
-from numpyro_fed.methods.sfvi_avg import SFVIAvg
+from numpyro_fed.methods.sfvi import SFVI, SFVIAvg
 from numpyro_fed.methods.vfl import SOUL, VFL
 from numpyro_fed.model import handlers
 from numpyro_fed.model.clients import client_sum
 from numpyro_fed.model.facts import Facts, Plan, describe
-from numpyro_fed.model.levels import Levels, level_names
 from numpyro_fed.model.primitives import silo_plate
 from numpyro_fed.model.scaling import Scaling
+from numpyro_fed.model.tables import Levels, level_names
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.network.silo import Silo
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, Quadrature

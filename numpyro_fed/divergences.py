@@ -1,8 +1,8 @@
 r"""Divergences between two members of an exponential family, by their natural parameters.
 
 A divergence is any function ``D(family, eta_q, eta_p) -> ()`` that is zero where ``q = p`` and
-positive elsewhere; it is written ``D(q || p)``, with ``p`` the prior or cavity. Those below have a
-``check(family)``, which refuses the families that they do not know.
+positive elsewhere; it is written ``D(q || p)``, with ``p`` the prior or cavity. One that does not
+know every family has a ``check(family)``, which refuses others.
 """
 
 from __future__ import annotations
@@ -27,13 +27,8 @@ def __dir__() -> list[str]:
     return __all__
 
 
-class _ForEveryFamily:
-    def check(self, family: Family[Any]) -> None:
-        """Return nothing: these divergences take every exponential family."""
-
-
 @dataclass(frozen=True)
-class KL(_ForEveryFamily):
+class KL:
     r"""The Kullback-Leibler divergence, that of Bayes' rule.
 
     .. math::
@@ -55,7 +50,7 @@ class KL(_ForEveryFamily):
 
 
 @dataclass(frozen=True)
-class ReverseKL(_ForEveryFamily):
+class ReverseKL:
     r"""The Kullback-Leibler divergence the other way round.
 
     .. math::
@@ -67,7 +62,7 @@ class ReverseKL(_ForEveryFamily):
 
 
 @dataclass(frozen=True)
-class WeightedKL(_ForEveryFamily):
+class WeightedKL:
     r"""A multiple of the Kullback-Leibler divergence.
 
     .. math::
@@ -80,11 +75,6 @@ class WeightedKL(_ForEveryFamily):
     ----------
     weight : float
         Positive; below 1 trusts the prior or cavity less.
-
-    Raises
-    ------
-    ValueError
-        For another ``weight``.
     """
 
     weight: float
@@ -98,7 +88,7 @@ class WeightedKL(_ForEveryFamily):
 
 
 @dataclass(frozen=True)
-class AlphaRenyi(_ForEveryFamily):
+class AlphaRenyi:
     r"""Renyi's alpha-divergence, in the scaling of Knoblauch et al.
 
     .. math::
@@ -116,11 +106,6 @@ class AlphaRenyi(_ForEveryFamily):
     alpha : float
         Positive and not 1. Above 1 the integral need not exist: the divergence is infinite where
         ``eta_m`` is improper.
-
-    Raises
-    ------
-    ValueError
-        For another ``alpha``.
 
     References
     ----------

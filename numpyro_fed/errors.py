@@ -206,6 +206,13 @@ def positive_int(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a positive integer, got {value!r}.")
 
 
+def one_of(name: str, value: object, *options: object) -> None:
+    """Raise an error unless ``value`` is one of the options; ``name`` is that of the argument."""
+    if value not in options:
+        first = ", ".join(map(repr, options[:-1]))
+        raise ValueError(f"{name}={value!r}: expected {first} or {options[-1]!r}.")
+
+
 class CallbackError(Exception):
     """The error for a callback that raised; ``result`` is the argument of the callback."""
 

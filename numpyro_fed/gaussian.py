@@ -3,6 +3,12 @@ r"""Gaussian numerics: means and roots, natural parameters, and curvatures made 
 A covariance is written :math:`S = L L'` with :math:`L = T\, \mathrm{diag}(e^s)`: ``T`` is unit
 lower triangular and ``s`` holds log-scales (Hassan et al. 2023, section 3; Tan, Bhaskaran and Nott
 2020). Guides, exponential families, factors, proposals and starts use this module.
+
+A *frame* is a Gaussian, too: the origin and the units of the coordinates ``u`` in which a run
+works, :math:`z = m + L u`. Its mean is the start of a run, and its root the spread of the posterior
+that is expected there. Algorithms work with guides of ``u``, in which the posterior is about
+standard, whatever the units of the data. A start at the mode and a start at an earlier result
+differ in their frames only. Without a start the frame is the standard normal, and ``u`` is ``z``.
 """
 
 from __future__ import annotations
@@ -11,15 +17,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from numpyro.distributions.util import vec_to_tril_matrix
 
 from numpyro_fed import linalg
-from numpyro_fed.trees import AnyArray, namespace
+from numpyro_fed.trees import AnyArray, Tree, namespace
 
 LOG_2PI = math.log(2 * math.pi)
 
@@ -30,14 +37,8 @@ dot = partial(jnp.matmul, precision="highest")
 class Gaussian(NamedTuple):
     r"""A Gaussian :math:`N(m, L L')`, or a stack of them; it is a pytree.
 
-    Attributes
-    ----------
-    loc : (..., dim)
-        The mean ``m``.
-    log_scale : (..., dim)
-        ``s``, the logarithm of the diagonal of ``L``.
-    unit : (..., dim, dim), optional
-        ``T``; None for independent coordinates.
+    ``loc`` (..., dim) is the mean, ``log_scale`` (..., dim) the logarithm ``s`` of the diagonal of
+    ``L``, and ``unit`` (..., dim, dim) ``T``, None for independent coordinates.
 
     Examples
     --------
@@ -86,10 +87,7 @@ class Gaussian(NamedTuple):
 
     @classmethod
     def of_natural(cls, first: Array, second: Array) -> Gaussian:
-        r"""Return the Gaussian with natural parameters :math:`(\Lambda m, -\Lambda / 2)`.
-
-        ``first`` is (..., dim), ``second`` (..., dim, dim), or (..., dim) for a diagonal precision.
-        """
+        r"""Return the Gaussian with natural parameters :math:`(\Lambda m, -\Lambda / 2)`."""
         if _is_diagonal(first, second):
             precision = -2 * second
             return cls.of_precision(first / precision, precision)
@@ -193,10 +191,7 @@ class Gaussian(NamedTuple):
         return self.log_scale.sum(-1)
 
     def compose(self, step: Gaussian) -> Gaussian:
-        """Return the Gaussian that is ``step`` in the coordinates in which this one is standard.
-
-        Its mean is ``m + L m_step``, and its root is ``L L_step``.
-        """
+        """Return the Gaussian that is ``step`` in the coordinates in which this one is standard."""
         after = Gaussian(self.draw(step.loc), self.log_scale + step.log_scale, self.unit)
         if step.unit is None:
             return after
@@ -214,16 +209,9 @@ class Curvature(Generic[AnyArray]):
     .. math::
         A = D V \mathrm{diag}(\lambda) V' D, \qquad D_{ii} = \sqrt{|A_{ii}|}
 
-    Coordinates are scaled by their own curvature first, so that their units do not matter.
-
-    Attributes
-    ----------
-    unit : (..., dim)
-        The diagonal of ``D``; 1 where the curvature is zero.
-    values : (..., dim)
-        The eigenvalues, in ascending order.
-    vectors : (..., dim, dim)
-        ``V``, in columns.
+    Coordinates are scaled by their own curvature first, so that their units do not matter. ``unit``
+    (..., dim) is the diagonal of ``D``, 1 where the curvature is zero; ``values`` (..., dim) are in
+    ascending order, and ``vectors`` (..., dim, dim) ``V``, in columns.
 
     Examples
     --------
@@ -242,10 +230,7 @@ class Curvature(Generic[AnyArray]):
 
     @classmethod
     def of(cls, A: AnyArray, unit: AnyArray | None = None) -> Curvature[AnyArray]:
-        """Return the decomposition of ``A`` (..., dim, dim); ``unit`` replaces its own scales.
-
-        Of NumPy arrays it is computed by NumPy. It is NaN for a matrix that is not finite.
-        """
+        """Return the decomposition of ``A`` (..., dim, dim); NaN where it is not finite."""
         xp = namespace(A)
         if unit is None:
             diagonal = xp.abs(xp.diagonal(A, axis1=-2, axis2=-1))
@@ -317,10 +302,7 @@ def _times(matrix: Array, vector: Array) -> Array:
 
 
 def unit_lower(below: Array, dim: int) -> Array:
-    """Return unit lower triangular matrices (..., dim, dim) with entries ``below / sqrt(dim - 1)``.
-
-    ``below`` is (..., dim * (dim - 1) / 2).
-    """
+    """Return unit lower triangular matrices (..., dim, dim) with ``below / sqrt(dim - 1)``."""
     if dim < 2:
         return jnp.broadcast_to(jnp.eye(dim), (*below.shape[:-1], dim, dim))
     return vec_to_tril_matrix(below / math.sqrt(dim - 1), diagonal=-1) + jnp.eye(dim)
@@ -339,3 +321,52 @@ def symmetric(A: Array) -> Array:
 def as_matrix(root: Array) -> Array:
     """Return a Cholesky factor (dim, dim) from one, or from standard deviations (dim,)."""
     return jnp.diag(root) if root.ndim == 1 else root
+
+
+class Frame(NamedTuple):
+    """The frames of the shared parameters and of the globals.
+
+    ``theta`` has independent normals for each array of the shared parameters, unconstrained; it is
+    ``()`` without a frame, where coordinates are the parameters themselves. ``globals`` is in the
+    order of coordinates in which the globals' guide works.
+    """
+
+    theta: Any
+    globals: Gaussian
+
+    @classmethod
+    def identity(cls, dim: int) -> Frame:
+        """Return the frame that changes no coordinate, for ``dim`` globals."""
+        return cls((), identity((dim,)))
+
+    def parameters(self, steps: Tree) -> Tree:
+        """Return the shared parameters at coordinates ``steps``."""
+        # Without a frame there is nothing to map over: ``()`` does not match the parameters' tree.
+        if self.theta == ():
+            return steps
+        return jax.tree.map(
+            lambda frame, step: frame.draw(step),
+            self.theta,
+            steps,
+            is_leaf=lambda leaf: isinstance(leaf, Gaussian),
+        )
+
+
+class Coordinates(NamedTuple):
+    """The globals ``u`` (..., dim) in their frame, for local guides that depend on them.
+
+    ``centre`` (dim,) is that of the globals' guide in the frame, from which local guides measure.
+    """
+
+    u: Array
+    centre: Array
+
+    @property
+    def offset(self) -> Array:
+        """The offset (..., dim) of the globals from the centre."""
+        return self.u - self.centre
+
+
+def identity(shape: tuple[int, ...]) -> Gaussian:
+    """Return the frame that changes nothing: independent standard normals of this shape."""
+    return Gaussian(jnp.zeros(shape), jnp.zeros(shape))

@@ -65,10 +65,7 @@ def _in_turn_on_cpu(f: Function) -> Function:
 
 @_jit
 def cholesky(A: Array) -> Array:
-    """Return Cholesky factors (..., d, d) of symmetric matrices (..., d, d).
-
-    Only the symmetric part of a matrix counts. The factor is NaN where it is not positive definite.
-    """
+    """Return Cholesky factors of symmetric parts (..., d, d); NaN if not positive definite."""
     return _cholesky(0.5 * (A + jnp.swapaxes(A, -1, -2)))
 
 
@@ -134,10 +131,7 @@ def inverse(A: Array) -> Array:
 
 @_jit
 def eigh(A: Array) -> tuple[Array, Array]:
-    """Return eigenvalues (..., d) and eigenvectors (..., d, d) of symmetric matrices.
-
-    Eigenvalues are in ascending order, and eigenvectors in columns. It has no derivatives.
-    """
+    """Return ascending eigenvalues (..., d), eigenvectors in columns; it has no derivatives."""
     if A.shape[-1] < 2:
         return A.sum(-1), jnp.ones_like(A)
     if A.shape[-1] > 2:
@@ -173,20 +167,14 @@ def root_of(M: Array) -> Array:
 @_jit
 @_in_turn_on_cpu
 def svd(A: Array) -> tuple[Array, Array, Array]:
-    """Return ``U`` (n, r), singular values (r,) and ``V'`` (r, k) of ``A`` (n, k).
-
-    It has no derivatives.
-    """
+    """Return ``U`` (n, r), singular values (r,) and ``V'`` (r, k); it has no derivatives."""
     return tuple(jnp.linalg.svd(A, full_matrices=False))
 
 
 @_jit
 @_in_turn_on_cpu
 def least_squares(A: Array, b: Array) -> Array:
-    """Return the shortest ``x`` that minimises ``|A x - b|``.
-
-    ``A`` is (n, k) and ``b`` (n,) or (n, m).
-    """
+    """Return the shortest ``x`` that minimises ``|A x - b|``, for ``A`` (n, k)."""
     return jnp.linalg.lstsq(A, b)[0]
 
 

@@ -83,8 +83,6 @@ class beta_loss:
 
     Raises
     ------
-    ValueError
-        For another ``beta``.
     ModelError
         When called with a distribution whose power integral is not built in: see
         ``numpyro_fed.losses.log_power_integral``.
@@ -135,8 +133,6 @@ class gamma_loss:
 
     Raises
     ------
-    ValueError
-        For another ``gamma``.
     ModelError
         When called with a distribution whose power integral is not built in.
 
@@ -179,8 +175,6 @@ class generalised_cross_entropy:
 
     Raises
     ------
-    ValueError
-        For another ``delta``.
     ModelError
         When called with a distribution that is not discrete.
 

@@ -54,7 +54,7 @@ class LaidOpen:
 
     Attributes
     ----------
-    fit : Fit or VerticalFit
+    fit : Fit
         The compiled functions; the same object for runs of the same shapes.
     held : Silos
         What silos or clients hold: ``data`` as read, ``buckets``, and ``batches`` on the device.
@@ -96,7 +96,7 @@ class LaidOpen:
     @property
     def vertical(self) -> Any:
         """A vertical model, and how it is approximated."""
-        return self.fit.built.vertical
+        return self.fit.built.parties
 
     @property
     def runtime(self) -> Any:
@@ -203,8 +203,8 @@ def private(module: Any, name: str) -> Any:
 PLACES = {
     "memory": "numpyro_fed.methods.rows._memory",
     "pareto_k": "numpyro_fed.reference.compare._pareto_k",
-    "batch_size": "numpyro_fed.results.built.Fit.batch_size",
-    "question_of_a_correction": "numpyro_fed.results.built.Fit.question",
+    "batch_size": "numpyro_fed.results.base.Fit.batch_size",
+    "question_of_a_correction": "numpyro_fed.results.base.Fit.question",
     "factor_for_the_prior": "numpyro_fed.methods.pvi.prior_optimiser",
     "rounds_of_a_log": "numpyro_fed.runtime.supervise._first",
     "all_finite": "numpyro_fed.runtime.supervise._all_finite",

@@ -14,13 +14,12 @@ import optax
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.algorithms.sfvi import StructuredVI
-from numpyro_fed.bounds import AtDraw, SiloBound
 from numpyro_fed.guides.structured import Guide, build_resolved, resolve
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.split import split
 from numpyro_fed.model.traces import Traces
-from numpyro_fed.objectives import draws_by_plate
+from numpyro_fed.objectives import AtDraw, SiloBound, draws_by_plate
 
 
 def build(spec, fm, sizes):

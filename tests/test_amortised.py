@@ -13,15 +13,14 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.sfvi import StructuredVI
-from numpyro_fed.bounds import AtDraw, SiloBound
-from numpyro_fed.frame import Coordinates
+from numpyro_fed.gaussian import Coordinates
 from numpyro_fed.guides.amortised import with_encoders
-from numpyro_fed.guides.structured import GuideConfig, build_resolved, resolve
+from numpyro_fed.guides.structured import build_resolved, resolve
 from numpyro_fed.model.data import read
 from numpyro_fed.model.facts import agree, facts_of
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.minibatch import Minibatches, MinibatchNoise, rows_at
-from numpyro_fed.objectives import draws_by_plate
+from numpyro_fed.objectives import AtDraw, SiloBound, draws_by_plate
 from numpyro_fed.runtime.step import replayed_part
 
 KEY, QUIET = jax.random.key(0), dict(progress_bar=False)
@@ -69,7 +68,6 @@ class Split:
         pairs = zip(held, self.layout.sizes, strict=True)
         self.plan = agree([facts_of(fm, data, size) for data, size in pairs])
         resolved = resolve(spec, fm, dict(self.plan.largest), dict(self.plan.total))
-        resolved = GuideConfig.of(resolved)
         self.guide = build_resolved(spec, resolved, fm, self.plan.row_of)
         self.fm = with_encoders(fm, self.guide.encoders)
         self.bound = SiloBound(self.fm, self.guide, draws_by_plate(objective, self.guide))

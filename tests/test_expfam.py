@@ -13,7 +13,7 @@ from numpyro.distributions import biject_to
 from scipy.special import polygamma
 
 from numpyro_fed import expfam
-from numpyro_fed.guides import gaussian as guides
+from numpyro_fed.guides import base as guides
 
 KEY = jax.random.key(0)
 FAMILIES = {

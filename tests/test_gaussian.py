@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from numpyro_fed.frame import identity
-from numpyro_fed.gaussian import Curvature, Gaussian, as_matrix
+from numpyro_fed.gaussian import Curvature, Gaussian, as_matrix, identity
 
 
 def some(dim, full, seed=0, stack=()):

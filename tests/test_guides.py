@@ -14,17 +14,17 @@ from problems import cut, gauss_hermite, glmm, glmm_silos, jitter, parts
 
 import numpyro_fed as nf
 from numpyro_fed.errors import GuideError
-from numpyro_fed.frame import Coordinates
-from numpyro_fed.gaussian import unit_lower
-from numpyro_fed.guides import gaussian, rows
-from numpyro_fed.guides.gaussian import from_autoguide
+from numpyro_fed.gaussian import Coordinates, unit_lower
+from numpyro_fed.guides import base
+from numpyro_fed.guides.base import from_autoguide
+from numpyro_fed.guides.structured import LocalGuide
 from numpyro_fed.model.padding import bucket
 
 KEY = jax.random.key(0)
 GLOBALS = {
-    "diagonal": lambda dim: gaussian.Diagonal(dim, 0.5),
-    "full": lambda dim: gaussian.Full(dim, 0.5),
-    "low_rank": lambda dim: gaussian.LowRank(dim, 0.5, 1),
+    "diagonal": lambda dim: base.Diagonal(dim, 0.5),
+    "full": lambda dim: base.Full(dim, 0.5),
+    "low_rank": lambda dim: base.LowRank(dim, 0.5, 1),
 }
 
 
@@ -165,7 +165,7 @@ LOCALS = [(c, m, s) for c in ("diagonal", "full", "joint") for m in (0, 1) for s
 
 
 def local_case(covariance, couple_mean, couple_scale):
-    guide = rows.LocalGuide(DIM, covariance, bool(couple_mean), bool(couple_scale), 0.5)
+    guide = LocalGuide(DIM, covariance, bool(couple_mean), bool(couple_scale), 0.5)
     eta = jitter(guide.init(jnp.zeros((ROWS, DIM)), WIDTH))
     above = 0.5 * jax.random.normal(jax.random.key(9), (WIDTH,))
     return guide, eta, above
@@ -222,7 +222,7 @@ def test_draws_of_a_local_guide_have_its_mean_and_covariance(
 
 @pytest.mark.parametrize("covariance", ["diagonal", "full", "joint"])
 def test_a_local_guide_of_one_latent_a_row(x64, covariance):
-    guide = rows.LocalGuide(1, covariance, True, True, 0.5)
+    guide = LocalGuide(1, covariance, True, True, 0.5)
     eta = jitter(guide.init(jnp.zeros((1, 1)), 2))
     above = jnp.array([0.3, -0.2])
     mean = eta["loc"][0, 0] + eta["mean_coupling"][0, 0] @ above
@@ -236,7 +236,7 @@ def test_a_local_guide_of_one_latent_a_row(x64, covariance):
 @pytest.mark.parametrize("covariance", ["diagonal", "full", "joint"])
 def test_real_rows_of_a_local_guide_do_not_depend_on_padded_ones(x64, covariance):
     real, extra = 3, 2
-    guide = rows.LocalGuide(DIM, covariance, True, True, 0.5)
+    guide = LocalGuide(DIM, covariance, True, True, 0.5)
     eta = jitter(guide.init(jnp.zeros((real + extra, DIM)), WIDTH))
     mine = {k: v[:real] for k, v in eta.items()}
     if covariance == "joint":
@@ -534,7 +534,7 @@ ORDER = np.array([2, 0, 3, 1])
 
 
 def skewed_guide():
-    guide = gaussian.Skewed(4, 0.3, tuple(ORDER))
+    guide = base.Skewed(4, 0.3, tuple(ORDER))
     start = guide.init(KEY, jnp.arange(4.0))
     return guide, jax.tree.map(lambda a: a + 0.3 * jax.random.normal(KEY, a.shape), start)
 
@@ -571,10 +571,10 @@ def test_a_skewed_guide_begins_at_a_gaussian_and_moves_in_its_coordinates(double
 
 
 KINDS = {
-    "diagonal": gaussian.Diagonal(4, 0.3),
-    "full": gaussian.Full(4, 0.3),
-    "skewed": gaussian.Skewed(4, 0.3, tuple(ORDER)),
-    "low_rank": gaussian.LowRank(4, 0.3, 2),
+    "diagonal": base.Diagonal(4, 0.3),
+    "full": base.Full(4, 0.3),
+    "skewed": base.Skewed(4, 0.3, tuple(ORDER)),
+    "low_rank": base.LowRank(4, 0.3, 2),
 }
 LOC, ROOT = jnp.array([3.0, -2.0, 500.0, 0.0]), np.diag([1e-3, 1.0, 30.0, 2.0])
 

@@ -28,8 +28,8 @@ from scipy.special import logsumexp
 import numpyro_fed as nf
 from numpyro_fed.algorithms.importance.exchange import Weigh
 from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
-from numpyro_fed.bounds import AtDraw
-from numpyro_fed.frame import Coordinates
+from numpyro_fed.gaussian import Coordinates
+from numpyro_fed.objectives import AtDraw
 from numpyro_fed.results.element_errors import moments
 from numpyro_fed.results.weighted import systematic
 from numpyro_fed.runtime.host import compile_visit

@@ -13,12 +13,11 @@ from problems import build, jitter
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Replies
 from numpyro_fed.algorithms.sfvi import StructuredVI
-from numpyro_fed.bounds import SiloBound
-from numpyro_fed.frame import Coordinates
+from numpyro_fed.gaussian import Coordinates
 from numpyro_fed.model.data import read
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.minibatch import Minibatches, MinibatchNoise, draw_minibatch, rows_at
-from numpyro_fed.objectives import draws_by_plate
+from numpyro_fed.objectives import SiloBound, draws_by_plate
 from numpyro_fed.runtime.step import replayed_part
 
 KEY, QUIET = jax.random.key(0), dict(progress_bar=False)

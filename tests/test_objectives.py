@@ -15,10 +15,10 @@ from problems import cut, gauss_hermite, glmm, glmm_silos, jitter, parts
 import numpyro_fed as nf
 from numpyro_fed.algorithms import convergence
 from numpyro_fed.algorithms.base import Combine
-from numpyro_fed.bounds import AtDraw, SiloBound, normals
-from numpyro_fed.frame import Coordinates
+from numpyro_fed.gaussian import Coordinates
 from numpyro_fed.model.minibatch import MinibatchNoise
 from numpyro_fed.model.padding import bucket
+from numpyro_fed.objectives import AtDraw, SiloBound, normals
 from numpyro_fed.runtime.step import combine, replayed_part
 
 KEY = jax.random.key(0)

@@ -16,7 +16,7 @@ from scipy import optimize
 
 import numpyro_fed as nf
 from numpyro_fed import expfam
-from numpyro_fed.algorithms.pvi.states import Status
+from numpyro_fed.algorithms.pvi.silo import Status
 from numpyro_fed.model.data import read
 from numpyro_fed.model.row_checks import RowChecks
 from numpyro_fed.model.split import split

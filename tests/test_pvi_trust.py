@@ -14,9 +14,8 @@ from pvi_problems import KEY, QUIET, logistic, logistic_rows, mean
 
 import numpyro_fed as nf
 from numpyro_fed import expfam
-from numpyro_fed.algorithms.pvi.conjugacy import conjugacy
-from numpyro_fed.algorithms.pvi.families import globals_of
-from numpyro_fed.algorithms.pvi.states import Status
+from numpyro_fed.algorithms.pvi.families import conjugacy, globals_of
+from numpyro_fed.algorithms.pvi.silo import Status
 from numpyro_fed.local import LBFGS
 from numpyro_fed.local.base import LocalNoise, Problem
 from numpyro_fed.model.data import SiloData, read

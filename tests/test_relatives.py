@@ -17,7 +17,7 @@ from numpyro.infer.util import log_density
 import numpyro_fed as nf
 from numpyro_fed.model.data import read
 from numpyro_fed.model.split import split
-from numpyro_fed.sigma.gaussian import Spectral, Spectrum, field_of
+from numpyro_fed.sigma.fields import Spectral, Spectrum, field_of
 
 KEY = jax.random.key(0)
 PLACES = np.linspace(0, 1, 9)

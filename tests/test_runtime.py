@@ -21,7 +21,7 @@ from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, I
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.jaxprs import inner_programs, trace_program
 from numpyro_fed.model.padding import Bucket
-from numpyro_fed.results.base import BuiltRun
+from numpyro_fed.results.base import Built
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.noise import (
     exchange_key,
@@ -514,14 +514,9 @@ def test_without_a_progress_bar_nothing_is_shown(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-class Opened(BuiltRun):
-    """A run with nothing before it but the algorithm's own opening."""
-
-    first_algorithm, search_rounds = None, ()
-
-
 @pytest.mark.parametrize("names", [("step", "step"), ("begin", "step")])
 def test_exchanges_of_a_run_have_names_of_their_own(names):
     opening, main = (Round((Exchange(name, None),), None) for name in names)
+    algorithm = SimpleNamespace(opening=(opening,), round=main)
     with pytest.raises(ValueError, match=f"'{names[0]}' shares its name"):
-        Opened(algorithm=SimpleNamespace(opening=(opening,), round=main))
+        Built(model=None, guide=None, algorithm=algorithm)

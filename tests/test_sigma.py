@@ -14,10 +14,9 @@ from numpyro import handlers
 import numpyro_fed as nf
 from numpyro_fed import sigma
 from numpyro_fed.model.substitution import Blocks
-from numpyro_fed.sigma.check import energy_test
 from numpyro_fed.sigma.networks import Networks, Sizes
 from numpyro_fed.sigma.source import Source, hyperparameters
-from numpyro_fed.sigma.training import Step, minus_bound
+from numpyro_fed.sigma.training import Step, energy_test, minus_bound
 
 KEY = jax.random.key(0)
 PLACES = np.linspace(0, 1, 6)

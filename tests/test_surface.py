@@ -15,7 +15,7 @@ from numpyro_fed.html import table, words
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.element_errors import Moments, Rounding
 from numpyro_fed.results.posterior import Stage
-from numpyro_fed.sigma.check import Check, Row
+from numpyro_fed.sigma.training import Check, Row
 
 SUBMODULES = sorted(n for n in nf.__all__ if inspect.ismodule(getattr(nf, n)))
 

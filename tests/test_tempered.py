@@ -12,7 +12,8 @@ import pytest
 import numpyro_fed as nf
 from numpyro_fed.algorithms.tempered import correlation
 from numpyro_fed.precision import precision
-from numpyro_fed.results.particles import disagreement, memory_of, modes_apart
+from numpyro_fed.results.element_errors import disagreement
+from numpyro_fed.results.particles import memory_of, modes_apart
 
 KEY = jax.random.key(0)
 QUIET = dict(progress_bar=False)

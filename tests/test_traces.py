@@ -16,10 +16,9 @@ import numpyro_fed as nf
 from numpyro_fed.model.data import read
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.layout import lay_out
-from numpyro_fed.model.observed import Supports, as_bucket
 from numpyro_fed.model.split import split
-from numpyro_fed.model.trace import DENSITY, EDGE, INITIAL, INSIDE, LATENT
-from numpyro_fed.model.traces import Traces
+from numpyro_fed.model.traces import DENSITY, EDGE, INITIAL, INSIDE, LATENT, Traces
+from numpyro_fed.model.values import Supports, as_bucket
 from numpyro_fed.precision import double_precision
 
 RNG = np.random.default_rng(0)
@@ -170,7 +169,7 @@ def test_plain_supports_are_checked_without_a_program(likelihood, values, bad, c
     silos = read([dict(y=values)])
     supports = Supports(split(model, silos).traces, "silo {}")
     kind = supports.traces.at(silos[0]).supports["y"]
-    assert kind.plain
+    assert kind.argument == "y"
     before = len(compiled)
     supports.check(as_bucket(silos[0]))
     assert len(compiled) == before
@@ -179,9 +178,9 @@ def test_plain_supports_are_checked_without_a_program(likelihood, values, bad, c
             supports.check(as_bucket(read([dict(y=bad)])[0]))
     # A program would say the same.
     found = supports.traces.at(silos[0]).at([(INSIDE, "y"), (EDGE, "y")], {}, {}, silos[0].arrays)
-    own = kind.plain.observed(silos[0].arrays["y"])
-    np.testing.assert_array_equal(own.inside, found[INSIDE, "y"])
-    np.testing.assert_array_equal(own.edge, found[EDGE, "y"])
+    _, inside, edge = kind.observed(silos[0].arrays["y"])
+    np.testing.assert_array_equal(inside, found[INSIDE, "y"])
+    np.testing.assert_array_equal(edge, found[EDGE, "y"])
 
 
 def test_what_sets_the_prior_of_a_global():

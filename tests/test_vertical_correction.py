@@ -20,7 +20,7 @@ from vertical_problems import (
 )
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.vertical.weigh import Weighing
+from numpyro_fed.algorithms.vertical.weigh import WeighParties
 
 
 @pytest.mark.slow
@@ -32,22 +32,22 @@ def test_weights_are_those_of_the_joint_density(settings):
     fit = vfl.run(KEY, 20, xs, y, progress_bar=False)
     opened = inside(fit)
     v = opened.vertical
-    weighing, ask = Weighing(v, 40, 7), asking(fit, KEY)
-    weighed = weighing.run(ask, KEY, fit.state.server, opened.server_data)
+    weighing, ask = WeighParties(v, 40, 7), asking(fit, KEY)
+    at_server, log_weights = weighing.run(ask, KEY, fit.state.server, opened.server_data)
     own = opened.one_by_one(ask.silos)
     scales, of = weighing.parts
     assert list(np.bincount(of)) == [32, 4, 4]
     mean, covariance = joint_normal(fit)
     for s in range(0, 40, 3):
-        values = {n: a[s] for n, a in fit.sites_at(weighed.z, tuple(own)).items()}
-        draws = [weighed.z[s], *(z[s] for z in own)]
+        values = {n: a[s] for n, a in fit.sites_at(at_server, tuple(own)).items()}
+        draws = [at_server[s], *(z[s] for z in own)]
         halves = [v.model.server, *v.model.clients]
         log_p = log_density(logistic, (xs, y), {}, values)[0]
         log_p += sum(log_det(half, z) for half, z in zip(halves, draws, strict=True))
         z = jnp.concatenate(draws)
         under = [dist.MultivariateNormal(mean, covariance * s**2).log_prob(z) for s in scales]
         log_q = jax.nn.logsumexp(jnp.array(under), b=jnp.array([0.8, 0.1, 0.1]))
-        np.testing.assert_allclose(weighed.log_weights[s], log_p - log_q, rtol=1e-4, atol=1e-3)
+        np.testing.assert_allclose(log_weights[s], log_p - log_q, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.slow

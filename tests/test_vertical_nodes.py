@@ -13,7 +13,7 @@ from vertical_problems import KEY, data, gaussian, linear, one_silo, over_nodes
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import ExchangeId
-from numpyro_fed.model.vertical_facts import digest, read_ids
+from numpyro_fed.model.facts import digest, read_ids
 from numpyro_fed.network.node import Node
 
 

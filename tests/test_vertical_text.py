@@ -23,7 +23,7 @@ from vertical_problems import (
 )
 
 import numpyro_fed as nf
-from numpyro_fed.model.roles import Text, split
+from numpyro_fed.model.vertical import Text, split
 
 
 def unconstrained(half, values):
@@ -151,7 +151,7 @@ def test_one_method_runs_in_either_precision():
     single = vfl.run(jax.random.key(0), 2, xs, y, progress_bar=False)
     with jax.enable_x64(True):
         double = vfl.run(jax.random.key(0), 2, xs, y, progress_bar=False)
-    assert [inside(r).model.dtype for r in (single, double)] == ["float32", "float64"]
+    assert [inside(r).vertical.model.dtype for r in (single, double)] == ["float32", "float64"]
 
 
 @pytest.mark.slow

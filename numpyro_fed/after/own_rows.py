@@ -20,9 +20,9 @@ from jax import Array
 
 from numpyro_fed.after.predict import Draws, Programs
 from numpyro_fed.after.run import Run
-from numpyro_fed.model.audit import default_rtol
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.padding import padded_keys
+from numpyro_fed.model.row_checks import default_rtol
 
 # Sizes up to which each has its own program: the comparison compiles two small ones.
 FEW_SIZES = 2

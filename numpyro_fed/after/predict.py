@@ -27,12 +27,12 @@ from numpyro.distributions import MaskedDistribution
 from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.data import SiloData, Sizes, argument_names, check_columns, read_one
 from numpyro_fed.model.facts import Argument, Facts
-from numpyro_fed.model.frames import as_dict, column_names
-from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.primitives import feasible, unwrapped
 from numpyro_fed.model.substitution import block_name, substituted_in
+from numpyro_fed.model.tables import as_dict, column_names
+from numpyro_fed.model.values import new_data_check
 from numpyro_fed.programs import TRACING, jit_once
 
 # Draws that are computed side by side, as for locals of a posterior. Numbers of so many draws stand

@@ -13,7 +13,7 @@ from numpyro_fed.after.own_rows import Asked, values_at
 from numpyro_fed.after.predict import SEEN, Draws, Programs, compiled, global_latents, predictor
 from numpyro_fed.after.run import Run
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.outcomes import outcomes_at
+from numpyro_fed.model.log_density import outcomes_at
 
 
 def programs_of(run: Run, *, mean: bool = False) -> Programs:

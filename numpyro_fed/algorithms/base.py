@@ -24,8 +24,7 @@ import optax
 from jax import Array
 
 from numpyro_fed.errors import ModelError
-from numpyro_fed.frame import Coordinates
-from numpyro_fed.gaussian import Gaussian
+from numpyro_fed.gaussian import Coordinates, Gaussian
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData

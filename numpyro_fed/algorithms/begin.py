@@ -23,8 +23,7 @@ from numpyro_fed.algorithms.expand import ROUNDING_UNITS, unraveller
 from numpyro_fed.algorithms.expand import SiloState as ModeSiloState
 from numpyro_fed.algorithms.mode import Search, best_start
 from numpyro_fed.algorithms.mode_wide import nonzero
-from numpyro_fed.frame import Frame
-from numpyro_fed.gaussian import Curvature, Gaussian
+from numpyro_fed.gaussian import Curvature, Frame, Gaussian
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.integrals.laplace import Laplace

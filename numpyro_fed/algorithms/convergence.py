@@ -81,10 +81,7 @@ def init(params: Tree) -> ConvergenceStats[Tree]:
 def update(
     stats: ConvergenceStats[Tree], loss: Array, params: Tree, *, whitened: bool
 ) -> ConvergenceStats[Tree]:
-    """Return the statistics after one more round.
-
-    ``whitened`` says whether the posterior is about standard in the parameters' coordinates.
-    """
+    """Return the statistics after a round; ``whitened``, the posterior is about standard."""
     # Welford's recursion: a sum of squares less a squared mean would cancel in single precision,
     # where a loss of 1e5 varies by a few nats.
     first = stats.rounds % WINDOW == 0

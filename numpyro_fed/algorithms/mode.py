@@ -60,8 +60,7 @@ from numpyro_fed.algorithms.expand import (
     shape,
     unraveller,
 )
-from numpyro_fed.frame import identity
-from numpyro_fed.gaussian import Curvature
+from numpyro_fed.gaussian import Curvature, identity
 from numpyro_fed.integrals.laplace import Laplace
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel

@@ -80,8 +80,7 @@ from numpyro_fed.algorithms.private_units import (
     quantile,
 )
 from numpyro_fed.errors import ModelError
-from numpyro_fed.frame import identity
-from numpyro_fed.gaussian import Gaussian, root_of
+from numpyro_fed.gaussian import Gaussian, identity, root_of
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import Numbers
 

@@ -40,48 +40,20 @@ from numpyro_fed.algorithms.base import (
     ascend,
     key_as_noise,
 )
-from numpyro_fed.algorithms.convergence import ConvergenceStats
-from numpyro_fed.algorithms.sfvi_base import ByGradients, StartParams, standardising
-from numpyro_fed.bounds import AtDraw
-from numpyro_fed.frame import Frame
-from numpyro_fed.gaussian import Gaussian
+from numpyro_fed.algorithms.sfvi import (
+    ByGradients,
+    ServerState,
+    SiloState,
+    Start,
+    standardising,
+)
+from numpyro_fed.gaussian import Frame, Gaussian
 from numpyro_fed.guides.base import GuideParams
-from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.minibatch import MinibatchNoise, draw_minibatch, rows_at
+from numpyro_fed.model.minibatch import MinibatchNoise
 from numpyro_fed.trees import Tree, all_finite
 
 COUNT = "rows"  # the name of the exchange that adds them up
-
-
-class ServerState(NamedTuple):
-    """The state that the server keeps from round to round.
-
-    ``params`` are coordinates of a ``frame`` that silos have too. ``rows`` is the total weight of
-    all silos.
-    """
-
-    params: SharedParams
-    course: ConvergenceStats[SharedParams]
-    rows: Array
-    frame: Frame
-
-
-class SiloState(NamedTuple):
-    """The state that a silo keeps from round to round.
-
-    ``params``, ``opt_state`` and ``frames`` are those of SFVI. ``shared_opt_state`` belongs to the
-    silo's steps on the shared parameters, and ``shared_frame`` is the server's frame. The local
-    guide measures the globals from ``centre`` (dim,), where the silo's own steps ended. The average
-    that the next message brings has another centre.
-    """
-
-    params: SiloParams
-    opt_state: Any
-    shared_opt_state: Any
-    centre: Array
-    frames: dict[str, Gaussian]
-    shared_frame: Frame
 
 
 class Down(NamedTuple):
@@ -171,11 +143,8 @@ def _square(shift: Array, like: Array) -> Array:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Averaging(ByGradients[ServerState, SiloState]):
-    """SFVI-Avg as pure functions; parameters as for :class:`ByGradients`, and three more.
-
-    ``by_rows``: Whether a silo's weight is its number of rows, or one.
-    """
+class Averaging(ByGradients):
+    """SFVI-Avg as pure functions; ``by_rows``, a silo's weight is its number of rows."""
 
     aggregation: Aggregation
     local_steps: int
@@ -229,19 +198,15 @@ class Averaging(ByGradients[ServerState, SiloState]):
         )
         return sum((r.sum() for r in rows), jnp.zeros(()))
 
-    def server_at(self, start: StartParams) -> ServerState:
-        params, frame = start
+    def server_at(self, params: SharedParams, frame: Frame) -> ServerState:
         # No rows until the opening round has counted them.
         total = jnp.array(0.0 if self.by_rows else float(self.num_silos))
-        return ServerState(params, convergence.init(params), total, frame)
+        return ServerState(params, convergence.init(params), frame, rows=total)
 
-    def silo_at(
-        self, params: SiloParams, frames: dict[str, Gaussian], start: StartParams
-    ) -> SiloState:
-        opt_state, shared_opt_state = self.optim.init(params), self.optim.init(start.params)
-        return SiloState(
-            params, opt_state, shared_opt_state, jnp.zeros(self.model.dim), frames, start.frame
-        )
+    def silo_at(self, params: SiloParams, frames: dict[str, Gaussian], start: Start) -> SiloState:
+        opt_state, centre = self.optim.init(params), jnp.zeros(self.model.dim)
+        shared_opt_state = self.optim.init(start[0])
+        return SiloState(params, opt_state, frames, centre, shared_opt_state, start[1])
 
     def round(self, state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:
         """Send the guide, and replace it by an average of the silos' guides."""
@@ -279,17 +244,8 @@ class Averaging(ByGradients[ServerState, SiloState]):
                 state.shared_frame.globals, shared.guide, eps[0]
             )
             log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, draws)
-            batch, indices = draw_minibatch(self.minibatches, eps[1].which, data)
-            local = self.guide.from_frame(
-                rows_at(state.frames, indices), rows_at(silo_params.guide, indices)
-            )
-            all_theta = {**theta, **silo_params.private}
-
-            def at_draw(z: Array, u: Array, rows: Rows) -> Array:
-                given = AtDraw(all_theta, local, z, coordinates._replace(u=u), batch)
-                return self.bound.value(given, rows)
-
-            bound = jax.vmap(at_draw, (0, 0, 1))(draws, coordinates.u, eps[1].rows).mean()
+            at = draws, coordinates
+            bound = self.mean_bound(theta, silo_params, state.frames, *at, eps[1], data)
             log_prior, log_q = log_prior.mean(), log_q.mean()
             value = log_prior - log_q + scale * bound
             if self.aggregation.name != "product":

@@ -41,14 +41,14 @@ from numpyro_fed.algorithms.expand import shape
 from numpyro_fed.algorithms.importance.exchange import shape_of_draws
 from numpyro_fed.algorithms.importance.proposals import root_of_draws
 from numpyro_fed.algorithms.sfvi import Down, coordinates_of
-from numpyro_fed.bounds import AtDraw, QuadratureBound
 from numpyro_fed.errors import NonFiniteError
-from numpyro_fed.frame import Coordinates
+from numpyro_fed.gaussian import Coordinates
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.integrals.quadrature import NEARBY, RowIntegrals
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.objectives import AtDraw, QuadratureBound
 from numpyro_fed.programs import jit_once
 from numpyro_fed.trees import Numbers, namespace
 

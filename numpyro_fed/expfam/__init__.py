@@ -1,9 +1,8 @@
 """Exponential families of unconstrained vectors, by their natural parameters."""
 
-from numpyro_fed.expfam.base import Family, inner, kl, log_density, marginal
+from numpyro_fed.expfam.base import Family, inner, kl, log_density, marginal, product
 from numpyro_fed.expfam.conjugate import beta, categorical, dirichlet, gamma
 from numpyro_fed.expfam.gaussian import gaussian
-from numpyro_fed.expfam.product import product
 
 __all__ = [
     "Family",

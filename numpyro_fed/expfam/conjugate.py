@@ -6,7 +6,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +40,6 @@ def gamma(shape: tuple[int, ...] = ()) -> Family[Array]:
         ``eta`` is ``{"log": shape, "linear": shape}``; ``psi`` is ``{"log_concentration",
         "log_rate"}`` of that shape.
 
-    Returns
-    -------
-    Family
-
     Examples
     --------
     >>> import jax.numpy as jnp
@@ -75,10 +70,6 @@ def beta(shape: tuple[int, ...] = ()) -> Family[Array]:
         ``eta`` is ``{"log": (*shape, 2)}``, first ``a - 1``, then ``b - 1``; ``psi`` is
         ``{"log_concentration": (*shape, 2)}``.
 
-    Returns
-    -------
-    Family
-
     Examples
     --------
     >>> import jax.numpy as jnp
@@ -87,7 +78,7 @@ def beta(shape: tuple[int, ...] = ()) -> Family[Array]:
     >>> family.moments(family.ordinary({"log": jnp.zeros(2)}))["log"]   # E[log x], x uniform
     Array([-1., -1.], dtype=float32)
     """
-    return Beta(math.prod(shape), shape, 2)
+    return Simplex(math.prod(shape), shape, 2, number=True)
 
 
 def dirichlet(batch_shape: tuple[int, ...], k: int) -> Family[Array]:
@@ -105,10 +96,6 @@ def dirichlet(batch_shape: tuple[int, ...], k: int) -> Family[Array]:
         ``eta`` is ``{"log": (*batch_shape, k)}``, ``psi`` is ``{"log_concentration":
         (*batch_shape, k)}``; ``z`` has ``k - 1`` numbers for each ``x``.
 
-    Returns
-    -------
-    Family
-
     Examples
     --------
     >>> import jax.numpy as jnp
@@ -118,7 +105,7 @@ def dirichlet(batch_shape: tuple[int, ...], k: int) -> Family[Array]:
     >>> expfam.marginal(family, eta, slice(0, 2), (2,), event_dim=1).concentration
     Array([2., 3., 4.], dtype=float32)
     """
-    return Dirichlet(math.prod(batch_shape) * (k - 1), batch_shape, k)
+    return Simplex(math.prod(batch_shape) * (k - 1), batch_shape, k)
 
 
 def categorical(batch_shape: tuple[int, ...], k: int) -> Family[Array]:
@@ -136,10 +123,6 @@ def categorical(batch_shape: tuple[int, ...], k: int) -> Family[Array]:
     k : int
         ``eta`` and ``psi`` are ``{"logits": (*batch_shape, k)}``; ``z`` is a flat vector of ints.
 
-    Returns
-    -------
-    Family
-
     Examples
     --------
     >>> import jax.numpy as jnp
@@ -154,8 +137,6 @@ def categorical(batch_shape: tuple[int, ...], k: int) -> Family[Array]:
 @dataclass(frozen=True)
 class _OverSupport(Family[Array]):
     """The base class of families whose distribution is over ``x``, and whose noise is keys."""
-
-    event_dim: ClassVar[int] = 0  # of the distribution
 
     @abstractmethod
     def distribution(self, eta: Natural) -> dist.Distribution:
@@ -174,7 +155,8 @@ class _OverSupport(Family[Array]):
             raise ValueError(
                 f"a {self.name} family has no marginal for a part of its {self.dim} numbers."
             )
-        return self.distribution(eta).to_event(event_dim - self.event_dim)
+        q = self.distribution(eta)
+        return q.to_event(event_dim - q.event_dim)
 
 
 @dataclass(frozen=True)
@@ -182,7 +164,7 @@ class Gamma(_OverSupport):
     """Independent Gamma variables: see :func:`gamma`."""
 
     shape: tuple[int, ...]
-    name: ClassVar[str] = "gamma"
+    name = "gamma"
 
     def distribution(self, eta: Natural) -> dist.Distribution:
         return dist.Gamma(eta["log"] + 1, -eta["linear"])
@@ -257,11 +239,23 @@ class Gamma(_OverSupport):
 
 
 @dataclass(frozen=True)
-class _Simplex(_OverSupport):
-    """The base class of Beta and Dirichlet: vectors of ``k`` probabilities by stick-breaking."""
+class Simplex(_OverSupport):
+    """Dirichlet vectors of ``k`` probabilities by stick-breaking: see :func:`dirichlet`.
+
+    Of Beta variables (:func:`beta`) the event is one ``number``, the first of two probabilities.
+    """
 
     batch_shape: tuple[int, ...]
     k: int
+    number: bool = False
+
+    @property
+    def name(self) -> str:
+        return "beta" if self.number else "dirichlet"
+
+    def distribution(self, eta: Natural) -> dist.Distribution:
+        a = eta["log"] + 1
+        return dist.Beta(a[..., 0], a[..., 1]) if self.number else dist.Dirichlet(a)
 
     def balance(self) -> Array:
         """Return the shifts (k - 1,) with which ``z = 0`` is the uniform vector, as in NumPyro."""
@@ -358,33 +352,12 @@ class _Simplex(_OverSupport):
 
 
 @dataclass(frozen=True)
-class Beta(_Simplex):
-    """Independent Beta variables: see :func:`beta`. The event is one number."""
-
-    name: ClassVar[str] = "beta"
-
-    def distribution(self, eta: Natural) -> dist.Distribution:
-        return dist.Beta(eta["log"][..., 0] + 1, eta["log"][..., 1] + 1)
-
-
-@dataclass(frozen=True)
-class Dirichlet(_Simplex):
-    """Independent Dirichlet vectors: see :func:`dirichlet`."""
-
-    name: ClassVar[str] = "dirichlet"
-    event_dim: ClassVar[int] = 1
-
-    def distribution(self, eta: Natural) -> dist.Distribution:
-        return dist.Dirichlet(eta["log"] + 1)
-
-
-@dataclass(frozen=True)
 class Categorical(_OverSupport):
     """Independent integers: see :func:`categorical`."""
 
     batch_shape: tuple[int, ...]
     k: int
-    name: ClassVar[str] = "categorical"
+    name = "categorical"
 
     def distribution(self, eta: Natural) -> dist.Distribution:
         return dist.Categorical(jax.nn.softmax(eta["logits"]))

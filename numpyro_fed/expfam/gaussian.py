@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +34,6 @@ def gaussian(dim: int, covariance: str = "diagonal") -> Family[Array]:
         "log_scale": (dim,)}`` and, where full, ``"below"``, the ``dim * (dim - 1) / 2`` numbers
         below the diagonal of ``T`` row by row, times ``sqrt(dim - 1)``.
 
-    Returns
-    -------
-    Family
-
     Examples
     --------
     >>> import jax.numpy as jnp
@@ -60,7 +55,7 @@ class GaussianFamily(Family[Array]):
     """Gaussians with independent coordinates, or (``full``) with any covariance."""
 
     full: bool = False
-    name: ClassVar[str] = "gaussian"
+    name = "gaussian"
 
     @property
     def of_normals(self) -> bool:

@@ -6,10 +6,9 @@ All silos share the network's parameters.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,11 +102,14 @@ class Amortised:
 
 
 @dataclass(frozen=True, eq=False)
-class Encoder(ABC):
+class Encoder:
     """The network of one silo plate, as functions of its parameters ``phi`` that silos share.
 
     ``dim`` are latents of a row, and ``row`` has shape and dtype of each array of a row that the
-    network reads. Arrays of floats of ``module``, an equinox.Module, are learnt.
+    network reads. Arrays of floats of ``module``, an equinox.Module, are learnt. The default
+    network has ``hidden`` units, and reads a row's numbers, standardised and transformed by asinh,
+    and ``reads`` globals. The user's own has 0, and reads one row and the globals on their
+    supports.
     """
 
     plate: str
@@ -115,39 +117,49 @@ class Encoder(ABC):
     dim: int
     row: Row
     module: Any
-
-    standardises: ClassVar[bool] = False  # whether its inputs are standardised before the run
+    hidden: int = 0
+    reads: int = 0
+    init_scale: float = 1.0
 
     @property
     def name(self) -> str:
         """Return the name of the network's parameters among the shared parameters."""
         return f"encoder of '{self.plate}'"
 
-    @abstractmethod
+    @property
+    def standardises(self) -> bool:
+        """Return whether the inputs are standardised before the run."""
+        return self.hidden > 0
+
     def init(self, key: Array) -> dict[str, Array]:
         """Return the first parameters."""
-
-    @abstractmethod
-    def outputs(
-        self, phi: dict[str, Array], theta: dict[str, Any], z_G: Array, data: SiloData
-    ) -> tuple[Array, Array]:
-        """Return the means and log scales of all rows' latents, (rows, dim) each."""
+        if not self.standardises:
+            return {name: jnp.asarray(a) for name, a in _arrays_by_path(self.module).items()}
+        width = sum(math.prod(shape) for shape, _ in self.row.values())
+        fresh = _network(width + self.reads, self.dim, self.hidden, key)
+        units = {"shift": jnp.zeros(width), "scale": jnp.ones(width)}
+        return _arrays_by_path(fresh) | units
 
     def features(self, data: SiloData) -> Array:
         """Return the inputs (rows, width) that are to be standardised."""
-        raise NotImplementedError(f"{self.name} standardises nothing.")
+        rows = [jnp.asarray(data.arrays[key], float) for key in self.row]
+        return jnp.concatenate([a.reshape(len(a), -1) for a in rows], 1)
 
     def eta(
         self, phi: dict[str, Array], theta: dict[str, Any], z_G: Array, data: SiloData
     ) -> GuideParams:
-        """Return the parameters of the plate's guide."""
-        loc, log_scale = self.outputs(phi, theta, z_G, data)
+        """Return the parameters of the plate's guide, (rows, dim) each."""
+        if self.standardises:
+            # Means and sds of the inputs are among the shared parameters, but are not learnt.
+            shift, scale = stop_gradient((phi["shift"], phi["scale"]))
+            x, read = jnp.arcsinh((self.features(data) - shift) / scale), z_G[: self.reads]
+            out = jax.vmap(lambda x: self.apply(phi, jnp.concatenate([x, read])))(x)
+            loc, log_scale = out[:, : self.dim], jnp.log(self.init_scale) + out[:, self.dim :]
+        else:
+            values = self.fm.constrain_global(theta, z_G)
+            rows = {key: jnp.asarray(data.arrays[key]) for key in self.row}
+            loc, log_scale = jax.vmap(lambda row: self.apply(phi, row, values))(rows)
         return {"loc": loc, "log_scale": jnp.clip(log_scale, MIN_LOG_SCALE, MAX_LOG_SCALE)}
-
-    def arrays_by_path(self, module: object) -> dict[str, Array]:
-        """Return the learnt arrays of such a module, by their paths."""
-        leaves, _ = jax.tree.flatten_with_path(_learnt(module))
-        return {jax.tree_util.keystr(path).lstrip("."): a for path, a in leaves}
 
     def apply(self, phi: dict[str, Array], *args: object) -> Any:
         """Return the network's output with parameters ``phi``."""
@@ -155,58 +167,10 @@ class Encoder(ABC):
 
         learnt = _learnt(self.module)
         params = jax.tree.unflatten(
-            jax.tree.structure(learnt), [phi[n] for n in self.arrays_by_path(learnt)]
+            jax.tree.structure(learnt), [phi[n] for n in _arrays_by_path(learnt)]
         )
         with TRACING, handlers.block(), handlers.substitute(data={f"{self.name}$params": params}):
             return eqx_module(self.name, self.module)(*args)
-
-
-@dataclass(frozen=True, eq=False)
-class OwnEncoder(Encoder):
-    """The network of an amortised guide by default.
-
-    It reads a row's numbers, standardised and transformed by asinh, and ``reads`` globals.
-    """
-
-    hidden: int
-    reads: int
-    init_scale: float
-
-    standardises: ClassVar[bool] = True
-
-    def init(self, key: Array) -> dict[str, Array]:
-        width = sum(math.prod(shape) for shape, _ in self.row.values())
-        fresh = _network(width + self.reads, self.dim, self.hidden, key)
-        units = {"shift": jnp.zeros(width), "scale": jnp.ones(width)}
-        return self.arrays_by_path(fresh) | units
-
-    def features(self, data: SiloData) -> Array:
-        rows = [jnp.asarray(data.arrays[key], float) for key in self.row]
-        return jnp.concatenate([a.reshape(len(a), -1) for a in rows], 1)
-
-    def outputs(
-        self, phi: dict[str, Array], theta: dict[str, Any], z_G: Array, data: SiloData
-    ) -> tuple[Array, Array]:
-        # Means and sds of the inputs are among the shared parameters, but are not learnt.
-        shift, scale = stop_gradient((phi["shift"], phi["scale"]))
-        x, read = jnp.arcsinh((self.features(data) - shift) / scale), z_G[: self.reads]
-        out = jax.vmap(lambda x: self.apply(phi, jnp.concatenate([x, read])))(x)
-        return out[:, : self.dim], jnp.log(self.init_scale) + out[:, self.dim :]
-
-
-@dataclass(frozen=True, eq=False)
-class GivenEncoder(Encoder):
-    """The user's network, which is called with one row and the globals on their supports."""
-
-    def init(self, key: Array) -> dict[str, Array]:
-        return {name: jnp.asarray(a) for name, a in self.arrays_by_path(self.module).items()}
-
-    def outputs(
-        self, phi: dict[str, Array], theta: dict[str, Any], z_G: Array, data: SiloData
-    ) -> tuple[Array, Array]:
-        values = self.fm.constrain_global(theta, z_G)
-        rows = {key: jnp.asarray(data.arrays[key]) for key in self.row}
-        return jax.vmap(lambda row: self.apply(phi, row, values))(rows)
 
 
 def encoder(
@@ -221,7 +185,7 @@ def encoder(
             "locals='full'."
         )
     if spec.encoder is not None:
-        given = GivenEncoder(plate, fm, dim, row, spec.encoder)
+        given = Encoder(plate, fm, dim, row, spec.encoder)
         one = {key: jax.ShapeDtypeStruct(shape, dtype) for key, (shape, dtype) in row.items()}
         phi = given.init(jax.random.key(0))
 
@@ -248,7 +212,7 @@ def encoder(
     hidden, reads = spec.hidden or HIDDEN, fm.dim if fm.dim <= READS_UP_TO else 0
     width = sum(math.prod(shape) for shape, _ in row.values())
     module = _network(width + reads, dim, hidden, jax.random.key(0))
-    return OwnEncoder(plate, fm, dim, row, module, hidden, reads, init_scale)
+    return Encoder(plate, fm, dim, row, module, hidden, reads, init_scale)
 
 
 def with_encoders(fm: FederatedModel, encoders: Mapping[str, Encoder]) -> FederatedModel:
@@ -263,6 +227,12 @@ def _learnt(module: Tree) -> Tree:
     import equinox as eqx
 
     return eqx.filter(module, eqx.is_inexact_array)
+
+
+def _arrays_by_path(module: object) -> dict[str, Array]:
+    """Return the learnt arrays of such a module, by their paths."""
+    leaves, _ = jax.tree.flatten_with_path(_learnt(module))
+    return {jax.tree_util.keystr(path).lstrip("."): a for path, a in leaves}
 
 
 def _network(inputs: int, dim: int, hidden: int, key: Array) -> Any:

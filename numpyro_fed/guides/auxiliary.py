@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,49 +34,25 @@ class RowInfo(NamedTuple):
 class AuxiliaryGuide:
     """A guide of one client's auxiliary variables: a normal for each, in units of ``rho``.
 
-    ``shape`` is theirs, (rows, ...), and ``rho`` their standard deviation given the predictor.
-    Where the guide is ``centred``, means are measured from a centre.
+    ``shape`` is theirs, (rows, ...), and ``rho`` their standard deviation given the predictor. With
+    ``hidden`` units it is one network for all rows, with one hidden layer, which reads
+    ``num_responses`` besides the predictor: see :class:`Amortised`.
     """
 
     shape: tuple[int, ...]
     rho: float
-    centred: ClassVar[bool] = True
+    hidden: int = 0
+    num_responses: int = 0
+
+    @property
+    def centred(self) -> bool:
+        """Return whether means are measured from a centre."""
+        return not self.hidden
 
     def init(self, key: Array) -> GuideParams:
         """Return the first parameters."""
-        return {"loc": jnp.zeros(self.shape), "log_scale": jnp.zeros(self.shape)}
-
-    def take_rows(self, psi: GuideParams, rows: Array) -> GuideParams:
-        """Return the parameters of the rows with these indices."""
-        return jax.tree.map(lambda a: a[rows], psi)
-
-    def distribution(self, psi: GuideParams, g: Array, row_info: RowInfo) -> dist.Normal:
-        """Return the distribution (rows, ...) given the predictor ``g`` (rows, ...)."""
-        scale = self.rho * jnp.exp(psi["log_scale"])
-        return dist.Normal(row_info.centre + self.rho * psi["loc"], scale)
-
-    def draw(
-        self, psi: GuideParams, g: Array, row_info: RowInfo, noise: Array
-    ) -> tuple[Array, Array]:
-        """Return a draw (rows, ...) from standard normals of its shape, and its log density ().
-
-        Parameters are stopped in the density, so that its gradient sticks the landing (Roeder, Wu
-        and Duvenaud 2017).
-        """
-        q = self.distribution(psi, g, row_info)
-        z = q.loc + q.scale * noise
-        return z, self.distribution(stop_gradient(psi), g, row_info).log_prob(z).sum()
-
-
-@dataclass(frozen=True)
-class AmortisedAuxiliary(AuxiliaryGuide):
-    """One network for all rows, with one hidden layer: see :class:`Amortised`."""
-
-    hidden: int
-    num_responses: int
-    centred: ClassVar[bool] = False
-
-    def init(self, key: Array) -> GuideParams:
+        if not self.hidden:
+            return {"loc": jnp.zeros(self.shape), "log_scale": jnp.zeros(self.shape)}
         width = math.prod(self.shape[1:])
         inputs, outputs = width + self.num_responses, 2 * width
         return {
@@ -89,15 +65,32 @@ class AmortisedAuxiliary(AuxiliaryGuide):
         }
 
     def take_rows(self, psi: GuideParams, rows: Array) -> GuideParams:
-        return psi
+        """Return the parameters of the rows with these indices."""
+        return psi if self.hidden else jax.tree.map(lambda a: a[rows], psi)
 
     def distribution(self, psi: GuideParams, g: Array, row_info: RowInfo) -> dist.Normal:
+        """Return the distribution (rows, ...) given the predictor ``g`` (rows, ...)."""
+        if not self.hidden:
+            scale = self.rho * jnp.exp(psi["log_scale"])
+            return dist.Normal(row_info.centre + self.rho * psi["loc"], scale)
         width = math.prod(self.shape[1:])
         h = jnp.arcsinh(jnp.concatenate([g.reshape(len(g), width), row_info.response], 1))
         out = jnp.tanh(h @ psi["first"] + psi["bias"]) @ psi["second"] + psi["offset"]
         shift, log_ratio = out[:, :width], out[:, width:]
         scale = self.rho * jnp.exp(log_ratio.reshape(g.shape))
         return dist.Normal(g + self.rho * shift.reshape(g.shape), scale)
+
+    def draw(
+        self, psi: GuideParams, g: Array, row_info: RowInfo, noise: Array
+    ) -> tuple[Array, Array]:
+        """Return a draw (rows, ...) from standard normals of its shape, and its log density ().
+
+        Parameters are stopped in the density, so that its gradient sticks the landing (Roeder, Wu
+        and Duvenaud 2017).
+        """
+        q = self.distribution(psi, g, row_info)
+        z = q.loc + q.scale * noise
+        return z, self.distribution(stop_gradient(psi), g, row_info).log_prob(z).sum()
 
 
 def auxiliary_guide(
@@ -118,4 +111,4 @@ def auxiliary_guide(
             "guides.Amortised(encoder=...) is for latents of rows: auxiliary variables have a "
             "network of their own, of which hidden= says the size."
         )
-    return AmortisedAuxiliary(shape, rho, spec.hidden or HIDDEN, num_responses)
+    return AuxiliaryGuide(shape, rho, spec.hidden or HIDDEN, num_responses)

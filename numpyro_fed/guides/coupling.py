@@ -30,7 +30,6 @@ from jax.lax import stop_gradient
 from numpyro_fed import linalg
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
-from numpyro_fed.guides.gaussian import Full
 
 
 class CouplingStats(NamedTuple):
@@ -38,11 +37,6 @@ class CouplingStats(NamedTuple):
 
     b: Array
     A: Array
-
-
-def shared_guide(rank: int) -> GlobalGuide[Array]:
-    """Return the guide of ``xi``, a full Gaussian that starts as a standard normal."""
-    return Full(rank, 1.0)
 
 
 def draw(

@@ -14,17 +14,22 @@ from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_fed.errors import GuideError
-from numpyro_fed.frame import identity
-from numpyro_fed.gaussian import Gaussian
+from numpyro_fed.gaussian import Gaussian, identity, standard_normal, unit_lower
 from numpyro_fed.guides.amortised import Amortised, Encoder, Row, encoder
-from numpyro_fed.guides.base import GlobalGuide, GuideParams
-from numpyro_fed.guides.gaussian import Diagonal, Full, LowRank, Skewed, from_autoguide
-from numpyro_fed.guides.rows import AMORTISED, LocalGuide
+from numpyro_fed.guides.base import (
+    Diagonal,
+    Full,
+    GlobalGuide,
+    GuideParams,
+    LowRank,
+    Skewed,
+    from_autoguide,
+)
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import Plate, Site
-from numpyro_fed.model.vertical import PartyModel
 
+AMORTISED = "amortised"  # the covariance of latents whose guide is a network
 # Sizes up to which "auto" takes the richer guide.
 # Globals: a skewed guide has three times the parameters of a full one, and a loop over coordinates
 # where its density is evaluated at a given point; a low-rank one has 20 columns at most.
@@ -62,10 +67,10 @@ class Structured:
     rank : int, optional
         Rank for ``"low_rank"``; by default the square root of the dimension, 20 at most.
     locals : {"auto", "diagonal", "full", "joint"}, Amortised or dict
-        Covariance of a row's latents; ``"full"`` within each row, ``"joint"`` over all rows of
-        the plate at a silo; or a network that reads a row (:class:`Amortised`); or a dict by
-        plate. ``"auto"`` is full up to 30 latents a row and
-        diagonal above; an outer plate is joint while a silo has at most 32 latents there.
+        Covariance of a row's latents, ``"full"`` within each row, ``"joint"`` over all rows of the
+        plate at a silo; a network that reads a row (:class:`Amortised`); or a dict by plate.
+        ``"auto"`` is full up to 30 latents a row and diagonal above; an outer plate is joint while
+        a silo has at most 32 latents there.
     couple_mean, couple_scale : bool, optional
         Whether the mean (``C_i``) and the log-scale (``D_i``) of a row's guide are affine in the
         globals and the latents above it. By default both are, if all rows together need at most
@@ -123,6 +128,134 @@ def MeanField(
     )
 
 
+@dataclass(frozen=True)
+class LocalGuide:
+    r"""A conditional Gaussian guide for the rows of one silo plate.
+
+    For row ``i``, with ``a`` the globals and the latents of outer plates above the row, measured
+    from the centres of their guides,
+
+    .. math::
+        q(z_i \mid a) = N\big(m_i + C_i a,\; T_i\, \mathrm{diag}(e^{2(s_i + D_i a)})\, T_i'\big).
+
+    ``dim`` are latents of one row. The ``covariance`` is ``"diagonal"``, ``"full"`` within each
+    row, or ``"joint"``: one full covariance over all rows of the plate at a silo, for plates of few
+    rows. Latents of ``"amortised"`` ones are independent, with parameters that a network returns;
+    the silo itself keeps none, and ``loc`` is (rows, 0). ``couple_mean`` and ``couple_scale`` say
+    whether there are ``C_i`` and ``D_i``.
+    """
+
+    dim: int
+    covariance: str
+    couple_mean: bool
+    couple_scale: bool
+    init_scale: float
+
+    @property
+    def joint(self) -> bool:
+        """Return whether rows share one covariance; a row's density is then given those before."""
+        return self.covariance == "joint"
+
+    @property
+    def independent(self) -> bool:
+        """Return whether all latents are independent given the latents above them."""
+        if self.covariance == "full":
+            return self.dim < 2
+        return not self.joint
+
+    def init(self, loc: Array, width: int) -> GuideParams:
+        """Return parameters for a start at ``loc`` (rows, dim), with ``width`` numbers above."""
+        rows, dim = len(loc), self.dim
+        if self.covariance == AMORTISED:
+            return {"loc": jnp.zeros((rows, 0))}
+        eta: GuideParams = {
+            "loc": loc,
+            "log_scale": jnp.full((rows, dim), jnp.log(self.init_scale)),
+        }
+        if self.joint:
+            # A square array, whose upper half is not used: rows stay the first axis, as in all
+            # parameters of rows.
+            eta["below"] = jnp.zeros((rows, dim, rows, dim))
+        elif not self.independent:
+            eta["below"] = jnp.zeros((rows, dim * (dim - 1) // 2))
+        if self.couple_mean:
+            eta["mean_coupling"] = jnp.zeros((rows, dim, width))
+        if self.couple_scale:
+            eta["scale_coupling"] = jnp.zeros((rows, dim, width))
+        return eta
+
+    def draw(self, eta: GuideParams, above: Array, noise: Array) -> Array:
+        """Return one draw for every row; noise and draws are (rows, dim)."""
+        q = self._gaussian(self.recentre(eta, above))
+        return q.draw(noise.reshape(q.loc.shape)).reshape(noise.shape)
+
+    def log_q(self, eta: GuideParams, above: Array, z: Array) -> Array:
+        """Return the log density (rows,) at ``z`` (rows, dim)."""
+        q = self._gaussian(self.recentre(eta, above))
+        residual = q.standardise(z.reshape(q.loc.shape)).reshape(z.shape)
+        log_scale = q.log_scale.reshape(z.shape)
+        return (standard_normal(residual) - log_scale).sum(-1)
+
+    def recentre(self, eta: GuideParams, above: Array) -> GuideParams:
+        """Return the same guide, measured from other values ``above`` (width,)."""
+        moved = dict(eta)
+        if self.couple_mean:
+            moved["loc"] = eta["loc"] + eta["mean_coupling"] @ above
+        if self.couple_scale:
+            moved["log_scale"] = eta["log_scale"] + eta["scale_coupling"] @ above
+        return moved
+
+    def from_mode(self, mode: Array, precision: Array) -> GuideParams:
+        """Return the normal with a mode (rows, dim), and the precision of each row, or of all."""
+        if self.covariance in ("diagonal", AMORTISED):
+            return {"loc": mode, "log_scale": -0.5 * jnp.log(jnp.diagonal(precision, 0, -2, -1))}
+        shape = (mode.size,) if self.joint else mode.shape
+        return self._params(Gaussian.of_precision(mode.reshape(shape), precision), mode.shape)
+
+    def to_frame(self, eta: GuideParams) -> tuple[Gaussian, GuideParams]:
+        """Return the guide without couplings as a frame of the rows, and the guide in it."""
+        # In the frame the guide is standard: zeros. Only its couplings remain, in the frame's
+        # units.
+        frame, inside = self._gaussian(eta), jax.tree.map(jnp.zeros_like, eta)
+        if self.couple_mean:
+            C = eta["mean_coupling"]
+            inside["mean_coupling"] = frame.solve(C.reshape(*frame.loc.shape, -1)).reshape(C.shape)
+        if self.couple_scale:
+            inside["scale_coupling"] = eta["scale_coupling"]
+        return frame, inside
+
+    def from_frame(self, frame: Gaussian, eta: GuideParams) -> GuideParams:
+        """Return the parameters in ``z``, from parameters ``eta`` in a frame of the rows."""
+        shape, q = eta["loc"].shape, self._gaussian(eta)
+        after = self._params(frame.compose(q), shape)
+        if self.couple_mean:
+            C = eta["mean_coupling"]
+            after["mean_coupling"] = frame.times(C.reshape(*q.loc.shape, -1)).reshape(C.shape)
+        if self.couple_scale:
+            after["scale_coupling"] = eta["scale_coupling"]
+        return after
+
+    def _gaussian(self, eta: GuideParams) -> Gaussian:
+        """Return a stack of Gaussians (rows, dim), or one of (rows * dim,) for a joint guide."""
+        loc, log_scale = eta["loc"], eta["log_scale"]
+        if self.independent:
+            return Gaussian(loc, log_scale)
+        if not self.joint:
+            return Gaussian(loc, log_scale, unit_lower(eta["below"], self.dim))
+        size = loc.size
+        T = jnp.tril(eta["below"].reshape(size, size), -1) + jnp.eye(size)
+        return Gaussian(loc.ravel(), log_scale.ravel(), T)
+
+    def _params(self, q: Gaussian, shape: tuple[int, ...]) -> GuideParams:
+        """Return the parameters of a Gaussian of :meth:`_gaussian`, for ``shape`` (rows, dim)."""
+        eta: GuideParams = {"loc": q.loc.reshape(shape), "log_scale": q.log_scale.reshape(shape)}
+        if self.joint and q.unit is not None:
+            eta["below"] = jnp.tril(q.unit, -1).reshape(*shape, *shape)
+        elif not self.independent:
+            eta["below"] = q.params()["below"]
+        return eta
+
+
 @dataclass(frozen=True, eq=False)
 class Guide:
     """A guide for a model with given sizes, as functions of its parameters.
@@ -176,11 +309,7 @@ class Guide:
         z_outer: Mapping[str, Array],
         data: SiloData,
     ) -> Array:
-        """Return the values (width,) to which the rows of a plate are coupled.
-
-        They are the globals' ``offset`` (dim,) from the centre of their guide, and those of outer
-        latents from the centres of theirs.
-        """
+        """Return the offsets (width,) of globals and outer latents that rows are coupled to."""
         if plate in self.outer or not self.outer:
             return offset
         # Padded latents count as at their centre, so that they are coupled to nothing.
@@ -209,10 +338,7 @@ class Guide:
     def centres(
         self, eta: dict[str, GuideParams], offset: Array, data: SiloData
     ) -> dict[str, Array]:
-        """Return the values (width,) to which rows are coupled at an ``offset`` (dim,), by plate.
-
-        Outer latents are at the centres of their guides given these globals.
-        """
+        """Return the values (width,) that rows are coupled to at an ``offset`` (dim,)."""
         above: dict[str, Array] = {}
         z_outer: dict[str, Array] = {}
         for p in (*self.outer, *self.rows):
@@ -255,10 +381,7 @@ class Guide:
     def from_frame(
         self, frames: Mapping[str, Gaussian], eta: dict[str, GuideParams]
     ) -> dict[str, GuideParams]:
-        """Return the parameters in ``z`` of local guides in frames of the rows.
-
-        Guides of plates without a frame are returned as they are.
-        """
+        """Return local guides in ``z`` from those in frames of the rows, where plates have one."""
         return {
             p: self.locals[p].from_frame(frames[p], params) if p in frames else params
             for p, params in eta.items()
@@ -274,36 +397,23 @@ class Guide:
         return encoder.eta(theta[encoder.name], theta, z_G, data)
 
 
-class PlateGuide(NamedTuple):
-    """The complete settings of the guide of one silo plate."""
-
-    plate: str
-    covariance: str
-    couple_mean: bool
-    couple_scale: bool
-
-
 class GuideConfig(NamedTuple):
-    """The complete settings of a guide, for a model and the sizes of its silo plates."""
+    """The complete settings of a guide, for a model and the sizes of its silo plates.
+
+    ``locals`` has plate, covariance, and whether means and scales are coupled.
+    """
 
     globals: str
     rank: int | None
-    locals: tuple[PlateGuide, ...]
-
-    @classmethod
-    def of(cls, fields: Sequence[Any]) -> GuideConfig:
-        """Return the settings from the lists that JSON makes of them."""
-        kind, rank, plates = fields
-        return cls(kind, rank, tuple(PlateGuide(*p) for p in plates))
+    locals: tuple[tuple[str, str, bool, bool], ...]
 
 
 Spec: TypeAlias = Structured | Amortised | AutoGuide
-Latents: TypeAlias = FederatedModel | PartyModel  # for which a guide's settings are resolved
 
 
 def resolve(
     spec: Spec | None,
-    fm: Latents,
+    fm: FederatedModel,
     largest: Mapping[str, int],
     total: Mapping[str, int],
     *,
@@ -324,8 +434,11 @@ def resolve(
         width = fm.dim + (0 if p.outer else width_outer)
         kind = _local_covariance(spec, fm, p, largest[p.name] * p.dim)
         couple = 0 < total[p.name] * p.dim * width <= COUPLINGS_UP_TO
-        couples = (couple if own is None else own for own in (spec.couple_mean, spec.couple_scale))
-        plates.append(PlateGuide(p.name, kind, *((False, False) if kind == AMORTISED else couples)))
+        mean, scale = spec.couple_mean, spec.couple_scale
+        if kind == AMORTISED:
+            mean = scale = False
+        mean, scale = (couple if own is None else own for own in (mean, scale))
+        plates.append((p.name, kind, mean, scale))
     kind, dim = spec.globals, fm.dim
     if isinstance(kind, AutoGuide):
         return GuideConfig(type(kind).__name__, None, tuple(plates))
@@ -348,16 +461,19 @@ def resolve(
 
 def build_resolved(
     spec: Spec | None,
-    resolved: GuideConfig,
+    resolved: GuideConfig | Sequence[Any],
     fm: FederatedModel,
     row_of: Callable[[str], Row] | None = None,
 ) -> Guide:
-    """Return the guide of complete settings; ``row_of`` gives the arrays of a plate's row."""
-    spec = structured(spec)
+    """Return the guide of complete settings; ``row_of`` gives the arrays of a plate's row.
+
+    Settings may be the lists that JSON makes of them.
+    """
+    spec, (chosen, rank, plates) = structured(spec), resolved
     dims, dim, init_scale = {p.name: p.dim for p in fm.plates}, fm.dim, spec.init_scale
     locals_: dict[str, LocalGuide] = {}
     encoders: dict[str, Encoder] = {}
-    for plate, covariance, mean, scale in resolved.locals:
+    for plate, covariance, mean, scale in plates:
         width = dims[plate]
         locals_[plate] = LocalGuide(width, covariance, mean, scale, init_scale)
         # The server and the plan need the guide's shapes only, and know no rows.
@@ -367,32 +483,25 @@ def build_resolved(
     globals_: GlobalGuide[Array]
     if isinstance(spec.globals, AutoGuide):
         globals_ = from_autoguide(spec.globals, dim)
-    elif resolved.globals == "diagonal":
+    elif chosen == "diagonal":
         globals_ = Diagonal(dim, init_scale)
-    elif resolved.globals == "full":
+    elif chosen == "full":
         globals_ = Full(dim, init_scale)
-    elif resolved.globals == "skewed":
+    elif chosen == "skewed":
         # Bounded sites first: scales before their effects.
         sites = sorted(fm.named("latent"), key=lambda site: _unbounded(fm, site))
         order = tuple(i for s in sites for i in range(s.start, s.stop))
         globals_ = Skewed(dim, init_scale, order)
     else:
-        globals_ = LowRank(dim, init_scale, resolved.rank or 1)
+        globals_ = LowRank(dim, init_scale, rank or 1)
     return Guide(fm, globals_, locals_, spec.init_loc_fn, encoders)
-
-
-def init_loc_fn_of(spec: Spec | None) -> Callable[..., Any] | None:
-    """Return the function for the start of a guide, or None."""
-    return structured(spec).init_loc_fn
 
 
 def amortises(spec: Spec | None) -> bool:
     """Return whether any plate has an amortised guide."""
     kinds = structured(spec).locals
-    return any(
-        isinstance(kind, Amortised)
-        for kind in (kinds.values() if isinstance(kinds, Mapping) else [kinds])
-    )
+    each = kinds.values() if isinstance(kinds, Mapping) else [kinds]
+    return any(isinstance(kind, Amortised) for kind in each)
 
 
 def structured(spec: Spec | None) -> Structured:
@@ -413,13 +522,13 @@ def structured(spec: Spec | None) -> Structured:
     return spec
 
 
-def _unbounded(fm: Latents, site: Site) -> bool:
+def _unbounded(fm: FederatedModel, site: Site) -> bool:
     support = fm.structure.supports[site.name]
     base = getattr(support, "base_constraint", support)
     return base in (constraints.real, constraints.real_vector)
 
 
-def _local_spec(spec: Structured, fm: Latents, plate: str) -> Any:
+def _local_spec(spec: Structured, fm: FederatedModel, plate: str) -> Any:
     """Return the user's setting for a plate."""
     kind = spec.locals
     if isinstance(kind, Mapping):
@@ -433,7 +542,7 @@ def _local_spec(spec: Structured, fm: Latents, plate: str) -> Any:
     return kind
 
 
-def _local_covariance(spec: Structured, fm: Latents, p: Plate, size: int) -> str:
+def _local_covariance(spec: Structured, fm: FederatedModel, p: Plate, size: int) -> str:
     kind = _local_spec(spec, fm, p.name)
     if isinstance(kind, Amortised):
         if p.outer:

@@ -119,10 +119,7 @@ class SearchEnd(NamedTuple):
         return {**self.z, **{p: self.z[p] + step for p, step in steps.items()}}
 
     def rows_to_move(self, tolerance: float, *, apart: bool) -> Rows:
-        """Return which rows a search goes on with, {plate: (n,)}: all, or those ``apart``.
-
-        Those whose gradient is not finite have nowhere to go.
-        """
+        """Return which rows a search goes on with, {plate: (n,)}: all, or those ``apart``."""
         finite = {p: jnp.isfinite(self.arrow.g[p]).all(-1) for p in self.step}
         if apart:
             gain = {p: jnp.sum(self.arrow.g[p] * step, -1) for p, step in self.step.items()}
@@ -184,10 +181,7 @@ class Laplace:
     def outer_given(
         self, theta: Theta, z_G: Array, z: Rows, data: SiloData
     ) -> dict[str, tuple[Array, Array]]:
-        """Return mode and covariance of each outer plate's latents, {plate: ((n, d), (n d, n d))}.
-
-        ``z`` are the modes at globals close by. The modes have one correct derivative.
-        """
+        """Return mode (n, d) and covariance of each outer plate; ``z`` is near."""
         z = self.near(theta, z_G, z, data).modes
         return self.outer_at(z, self._arrow(theta, z_G, z, data))
 
@@ -204,10 +198,7 @@ class Laplace:
     def rows_given(
         self, theta: Theta, z_G: Array, outer: Array, z: Rows, data: SiloData
     ) -> dict[str, tuple[Array, Array]]:
-        """Return modes (n, d) and precisions (n, d, d) of the rows given the outer latents.
-
-        ``outer`` holds these as one vector, in the model's order of plates. ``z`` are modes nearby.
-        """
+        """Return modes (n, d) and precisions (n, d, d) of rows given the outer latents."""
         z = {**z, **_unpacked(outer, z, self.outer_plates)}
         z = self.near(theta, z_G, z, data, fix_outer=True).modes
         arrow = self._arrow(theta, z_G, z, data)
@@ -254,7 +245,7 @@ class Laplace:
 
             def terms_at(size: Array) -> Rows:
                 moved = jax.tree.map(lambda a, b: a + size * b, z, direction)
-                return self._terms(theta, z_G, moved, data)
+                return self.model.smoothed.log_silo(theta, z_G, moved, data)
 
             terms = jax.lax.map(terms_at, sizes)
             if self.outer_plates and not fix_outer:
@@ -294,13 +285,8 @@ class Laplace:
     def outer_plates(self) -> tuple[str, ...]:
         return tuple(p.name for p in self.model.plates if p.dim and p.outer)
 
-    def _terms(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Rows:
-        sizes = self.model.sizes(data)
-        none = {p.name: jnp.zeros((sizes[p.name], 0)) for p in self.model.plates if not p.dim}
-        return self.model.smoothed.log_silo(theta, z_G, {**none, **z}, data)
-
     def _total(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Array:
-        terms = self._terms(theta, z_G, z, data)
+        terms = self.model.smoothed.log_silo(theta, z_G, z, data)
         return sum((rows.sum() for rows in terms.values()), jnp.zeros(()))
 
     def _real(self, plate: str, z: Rows, data: SiloData) -> Array:

@@ -89,11 +89,7 @@ def default_nodes(fm: FederatedModel) -> int:
 def silo_integral(
     fm: FederatedModel,
 ) -> Callable[[Theta, Array, SiloData, Rows], tuple[Array, Rows]]:
-    """Return the integral by quadrature where it is the default, and by Laplace's method else.
-
-    It is a function ``(theta, z_G, data, start)`` that returns the log likelihood (), twice
-    differentiable, and the modes near ``start``.
-    """
+    """Return ``(theta, z_G, data, start) -> (value, modes)``, by quadrature or by Laplace."""
     nodes = default_nodes(fm)
     if not nodes:
         return Laplace(fm).differentiable
@@ -127,11 +123,7 @@ class RowIntegrals:
     def log_likelihood(
         self, theta: Theta, z_G: Array, data: SiloData, start: Rows
     ) -> tuple[Array, Rows]:
-        """Return the log likelihood, and the conditional modes (:attr:`SearchEnd.modes`).
-
-        ``start`` is where the search for the modes begins, {plate: (rows, dim)}. The value is NaN
-        where it does not come close to them: nodes would stand beside the integrand.
-        """
+        """Return the log likelihood, NaN where no mode is near, and the conditional modes."""
         near = self.near(theta, z_G, data, start)
         value = self.at(theta, z_G, near, data)
         reached = (near.decrement <= FARTHEST) & jnp.isfinite(value)
@@ -168,7 +160,7 @@ class RowIntegrals:
         """
         key_outer, key_rows = jax.random.split(key)
         drawn = self._drawn_outer(key_outer, theta, z_G, near, data)
-        latents = self._latents(drawn, near, data)
+        latents = {**near.z, **drawn}
         for i, (plate, (mode, precision)) in enumerate(
             self._places(theta, z_G, dict(drawn), near, data).items()
         ):
@@ -186,10 +178,7 @@ class RowIntegrals:
     def log_rows(
         self, key: Array, theta: Theta, z_G: Array, near: SearchEnd, data: SiloData
     ) -> Rows:
-        """Return the log likelihood of each row but those of the outer plate, {plate: (rows,)}.
-
-        It is given a draw of the outer plate's latents from their density given the globals.
-        """
+        """Return each row's log likelihood, {plate: (rows,)}, at a draw of the outer latents."""
         drawn = self._drawn_outer(key, theta, z_G, near, data)
         terms = self._terms(theta, z_G, drawn, near, data)
         return {p: rows for p, rows in terms.items() if p not in drawn}
@@ -241,7 +230,7 @@ class RowIntegrals:
         self, theta: Theta, z_G: Array, z_outer: Rows, near: SearchEnd, data: SiloData
     ) -> Rows:
         """Return the log likelihood of each row, and of the outer plate the log density."""
-        latents = self._latents(z_outer, near, data)
+        latents = {**near.z, **z_outer}
         terms = self.model.log_silo(theta, z_G, latents, data)
         for plate, (mode, precision) in self._places(theta, z_G, z_outer, near, data).items():
             d = mode.shape[1]
@@ -259,12 +248,6 @@ class RowIntegrals:
             value = jax.nn.logsumexp(each, 0) + 0.5 * d * jnp.log(2.0) - log_det
             terms[plate] = data.masked(plate, value)
         return terms
-
-    def _latents(self, z_outer: Rows, near: SearchEnd, data: SiloData) -> Rows:
-        """Return latents of all plates, those of rows where their search has ended."""
-        fm, sizes = self.model, self.model.sizes(data)
-        empty = {p.name: jnp.zeros((sizes[p.name], 0)) for p in fm.plates if not p.dim}
-        return {**empty, **near.z, **z_outer}
 
     def _places(
         self, theta: Theta, z_G: Array, z_outer: Rows, near: SearchEnd, data: SiloData
@@ -287,9 +270,7 @@ class RowIntegrals:
         ``i^2`` at the outer plate's row ``i``, its derivatives are in the ratio of ``1``, ``i`` and
         ``i^2``; those of a row that reads ``i`` and ``k`` are not.
         """
-        fm = self.model
-        sizes = fm.sizes(data)
-        empty = {p.name: jnp.zeros((sizes[p.name], 0)) for p in fm.plates if not p.dim}
+        fm, sizes = self.model, self.model.sizes(data)
         n, d = modes[outer].shape
         others = [p.name for p in fm.plates if p.name != outer]
         if n == 1:
@@ -303,7 +284,7 @@ class RowIntegrals:
         tangents = powers[:, None, :, None] * jnp.eye(d)[:, None, :]  # (3, d, n, d)
 
         def rows(z: Array) -> Rows:
-            terms = fm.log_silo(theta, z_G, {**empty, **point, outer: z}, data)
+            terms = fm.log_silo(theta, z_G, {**point, outer: z}, data)
             return {p: terms[p] for p in (*others, outer)}
 
         def along(tangent: Array) -> Rows:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,36 +27,27 @@ class LocalNoise(NamedTuple):
 
     globals: Any
     rows: dict[str, Array]
-    which: Array | None
+    which: Array | None = None
 
 
 class Problem(NamedTuple, Generic[SiloPart]):
     """A silo's local free energy, ready to be maximised.
 
-    Attributes
-    ----------
-    family : Family
-    cavity : eta
-        Natural parameters of the posterior without the silo's factor; it may be improper.
-    start : psi
-        The start of ``q``, in ordinary parameters.
-    silo_part : pytree
-        The silo's private parameters and its local guides, which are optimised as well.
-    noise : (key, particles, batch_size or None) -> LocalNoise
-    log_lik : (psi, silo_part, noise, plain) -> (z, values)
-        Draws (particles, dim) and the bound on the silo's log likelihood at each. The gradient of
-        a ``plain`` one is the derivative of its value.
-    likelihood : () -> (eta, misfit)
-        Natural parameters of the silo's likelihood if it is conjugate; and ``misfit(psi)``, its
-        departure from conjugacy in nats, beyond rounding, at draws from ``psi`` and ``start``.
-    rows : int
-        The number of the silo's rows.
-    divergence : (eta_q, eta_cavity) -> () or None
-        The divergence to the cavity, if it is not KL.
-    to_frame : silo_part -> (inside, from_frame)
-        The silo's part in coordinates in which it is about standard, and the way back.
-    near : bool
-        Whether ``start`` is near the optimum, and steps are in coordinates in which it is standard.
+    ``cavity``: The posterior without the silo's factor; it may be improper.
+    ``silo_part``: Private parameters and local guides, which are optimised as well.
+    ``noise``, ``(key, particles, batch_size or None) -> LocalNoise``.
+    ``log_lik``, ``(psi, silo_part, noise, plain) -> (z, values)``: Draws (particles, dim) and the
+        bound on the silo's log likelihood at each. The gradient of a ``plain`` one is the
+        derivative of its value.
+    ``likelihood``, ``() -> (eta, misfit)``: The silo's likelihood if it is conjugate; and
+        ``misfit(psi)``, its departure from conjugacy in nats, beyond rounding, at draws from
+        ``psi`` and ``start``.
+    ``rows``: The number of the silo's rows.
+    ``divergence``: The one to the cavity, ``(eta_q, eta_cavity) -> ()``, if it is not KL.
+    ``to_frame``, ``silo_part -> (inside, from_frame)``: The silo's part in coordinates in which it
+        is about standard, and the way back.
+    ``near``: Whether ``start`` is near the optimum, and steps are in coordinates in which it is
+        standard.
     """
 
     family: Family[Any]
@@ -67,11 +58,19 @@ class Problem(NamedTuple, Generic[SiloPart]):
     log_lik: Callable[[Ordinary, SiloPart, LocalNoise, bool], tuple[Array, Array]]
     likelihood: Callable[[], tuple[Natural, Callable[[Ordinary], Array]]]
     rows: int
-    divergence: Callable[[Natural, Natural], Array] | None
+    divergence: Callable[[Natural, Natural], Array] | None = None
     to_frame: Callable[[SiloPart], tuple[SiloPart, Callable[[SiloPart], SiloPart]]] = (
         lambda silo_part: (silo_part, lambda silo_part: silo_part)
     )
     near: bool = False
+
+    def factor(self, eta: Natural) -> Natural:
+        """Return the factor that leads from the cavity to ``eta``: the divergence's gradient."""
+        if (divergence := self.divergence) is None:
+            return jax.tree.map(jnp.subtract, eta, self.cavity)
+        return self.family.dual_gradient(
+            lambda psi: divergence(self.family.natural(psi), self.cavity), eta
+        )
 
     def standardised(
         self,
@@ -127,29 +126,35 @@ MAX_HALVINGS = 11  # of a step; the last one tried is a thousandth of the first
 AT_REST = 0.1  # sds: a visit this close to its optimum has converged, as a fit with this error has
 
 
-class Local(Protocol):
-    """The protocol of a local optimiser: a frozen dataclass with ``solve`` and its properties."""
+class Local(ABC):
+    """The base class of local optimisers, which are frozen dataclasses."""
 
     @property
     def share(self) -> float:
         """Return the share of the way to its optimum that a visit goes; 0 if that is not known."""
+        return 1.0
 
     @property
     def batch_size(self) -> int | None:
         """Return the rows in each step; None for all."""
+        return None
 
     @property
     def closed_form(self) -> bool:
         """Return whether the optimiser needs a conjugate likelihood."""
+        return False
 
     @property
     def any_divergence(self) -> bool:
         """Return whether the optimiser takes a divergence to the cavity other than KL."""
+        return False
 
     @property
     def standardises(self) -> bool:
         """Return whether the optimiser works in coordinates in which a good start is standard."""
+        return not self.closed_form
 
+    @abstractmethod
     def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
         """Maximise the free energy. It must be pure and traceable by JAX."""
 
@@ -258,63 +263,52 @@ PARTICLES = 16  # draws in each estimate; two, on all rows, where the visit used
 
 
 class Tally(NamedTuple):
-    """Running statistics of estimates of a move: number, mean and squared deviations (2 dim,)."""
+    """A sequential test whether a full natural-gradient step from a point is zero.
+
+    It has the number of estimates of the step, by :attr:`expfam.Family.move`, their mean and the
+    sum of their squared deviations (2 dim,). A ``tolerance`` bounds the move of each mean, in
+    standard deviations, and of each log standard deviation. Estimates are averaged until their
+    error is a quarter of it; at the end it must be below a half.
+    """
 
     number: Array
     mean: Array
     squares: Array
+
+    @classmethod
+    def none(cls, family: Family[Any]) -> Tally:
+        """Return the statistics of no estimates."""
+        zeros = jnp.zeros(2 * family.dim)
+        return cls(jnp.zeros((), jnp.int32), zeros, zeros)
+
+    def add(self, move: Array) -> Tally:
+        """Return the statistics with one more estimate (2 dim,)."""
+        number = self.number + 1
+        mean = self.mean + (move - self.mean) / number
+        return Tally(number, mean, self.squares + (move - self.mean) * (move - mean))
 
     @property
     def error(self) -> Array:
         """Return the standard error of the mean."""
         return jnp.sqrt(self.squares / (self.number * (self.number - 1)))
 
-
-@dataclass(frozen=True)
-class AtRest:
-    """A sequential test whether a full natural-gradient step from a point is zero.
-
-    ``tolerance`` bounds the move of each mean, in standard deviations, and of each log standard
-    deviation. Estimates, ``most`` of them, are averaged until their error is a quarter of it; at
-    the end it must be below a half.
-    """
-
-    family: Family[Any]
-    tolerance: float
-    most: int = MAX_ESTIMATES
-
-    def begin(self) -> Tally:
-        """Return the statistics of no estimates."""
-        none = jnp.zeros(2 * self.family.dim)
-        return Tally(jnp.zeros((), jnp.int32), none, none)
-
-    def add(self, tally: Tally, move: Array) -> Tally:
-        """Return the statistics with one more estimate (2 dim,), by :attr:`expfam.Family.move`."""
-        number = tally.number + 1
-        mean = tally.mean + (move - tally.mean) / number
-        return Tally(number, mean, tally.squares + (move - tally.mean) * (move - mean))
-
-    def wants_more(self, tally: Tally) -> Array:
+    def wants_more(self, tolerance: float, most: int = MAX_ESTIMATES) -> Array:
         """Return whether another estimate is needed for a decision."""
         # Four errors to stop with a no: the test is repeated at each estimate, and for all numbers.
-        is_moving = (jnp.abs(tally.mean) > self.tolerance + 4 * tally.error).any()
-        is_precise = (tally.error <= self.tolerance / 4).all()
-        return (tally.number < MIN_ESTIMATES) | (
-            (tally.number < self.most) & ~is_moving & ~is_precise
-        )
+        is_moving = (jnp.abs(self.mean) > tolerance + 4 * self.error).any()
+        is_precise = (self.error <= tolerance / 4).all()
+        undecided = (self.number < most) & ~is_moving & ~is_precise
+        return (self.number < MIN_ESTIMATES) | undecided
 
-    def arrived(self, tally: Tally) -> Array:
-        """Return whether a visit may end before its last step.
+    def arrived(self, tolerance: float) -> Array:
+        """Return whether a visit may end early: stricter than ``holds``, as it is asked often."""
+        close = jnp.abs(self.mean) + self.error <= tolerance / 2
+        return (self.number >= MIN_ESTIMATES) & close.all()
 
-        It is stricter than :meth:`holds`, which decides once, since it is asked again and again.
-        """
-        close = jnp.abs(tally.mean) + tally.error <= self.tolerance / 2
-        return (tally.number >= MIN_ESTIMATES) & close.all()
-
-    def holds(self, tally: Tally) -> Array:
+    def holds(self, tolerance: float) -> Array:
         """Return the decision of the test: whether the step is zero up to the tolerance."""
-        within = jnp.abs(tally.mean) <= self.tolerance + 2 * tally.error
-        return (within & (tally.error <= self.tolerance / 2)).all()
+        within = jnp.abs(self.mean) <= tolerance + 2 * self.error
+        return (within & (self.error <= tolerance / 2)).all()
 
 
 def maximised(
@@ -330,19 +324,14 @@ def maximised(
 ) -> Array:
     """Return whether the local free energy has its maximum at ``psi``, up to ``tolerance``.
 
-    See :class:`AtRest`. ``work`` bounds the number of evaluations of rows. If it is too small for
+    See :class:`Tally`. ``work`` bounds the number of evaluations of rows. If it is too small for
     ``MIN_ESTIMATES`` estimates the answer is no.
     """
     family, eta = problem.family, problem.family.natural(psi)
     most = int(min(MAX_ESTIMATES, work // (particles * max(problem.rows, 1))))
     if most < MIN_ESTIMATES:
         return jnp.array(False)
-
-    if problem.divergence is None:
-        factor = jax.tree.map(jnp.subtract, eta, problem.cavity)
-    else:
-        divergence, cavity = problem.divergence, problem.cavity
-        factor = family.dual_gradient(lambda psi: divergence(family.natural(psi), cavity), eta)
+    factor = problem.factor(eta)
 
     def excess(psi: Ordinary, noise: LocalNoise) -> Array:
         """Return the expected log likelihood less the log factor; its gradient is the step."""
@@ -356,8 +345,9 @@ def maximised(
         noise = problem.noise(jax.random.fold_in(key, i), particles, None)
         return family.move(psi, jax.grad(excess)(psi, noise))
 
-    judge = AtRest(family, tolerance, most)
     tally = jax.lax.while_loop(
-        judge.wants_more, lambda t: judge.add(t, move(t.number)), judge.begin()
+        lambda tally: tally.wants_more(tolerance, most),
+        lambda tally: tally.add(move(tally.number)),
+        Tally.none(family),
     )
-    return judge.holds(tally)
+    return tally.holds(tolerance)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Generic, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
-from numpyro_fed.errors import positive_int
+from numpyro_fed.errors import one_of, positive_int
 from numpyro_fed.expfam.base import Natural, Ordinary
 from numpyro_fed.local.base import (
     AT_REST,
     PARTICLES,
-    AtRest,
+    Local,
     LocalNoise,
     Problem,
     SiloPart,
@@ -40,8 +39,33 @@ BLOCK = 64
 NOISE_AT_ONCE = 2**20
 
 
+# Parameters of q in the optimiser's space, and the silo's part.
+At = tuple[Natural | Ordinary, SiloPart]
+
+
+class VisitState(NamedTuple):
+    """The state of a visit: gradients computed, parameters, optimiser state and the last value.
+
+    After ``steps`` gradients the parameters stay. Further gradients are averaged in ``estimate``, a
+    few at a time, and estimates in ``tally``, for the check of convergence. For early stopping,
+    ``total`` is the sum of the expected log likelihood in this window, ``best`` the best mean of a
+    window, ``waited`` the number of windows since, and ``best_params`` the parameters after it.
+    """
+
+    i: Array
+    params: At[Any]
+    opt_state: optax.OptState
+    value: Array
+    estimate: Ordinary
+    tally: Tally
+    total: Array
+    best: Array
+    waited: Array
+    best_params: Any
+
+
 @dataclass(frozen=True, kw_only=True)
-class Optax:
+class Optax(Local):
     r"""Stochastic gradient steps by any Optax optimiser.
 
     Without minibatches the gradient sticks the landing. It is
@@ -94,7 +118,6 @@ class Optax:
     alpha: float = 0.0
     patience: int | None = None
     tolerance: float = AT_REST
-    closed_form = False
 
     @property
     def standardises(self) -> bool:
@@ -112,234 +135,179 @@ class Optax:
         return 0.0 if self.steps == 1 else 1.0
 
     def __post_init__(self) -> None:
-        positive_int("steps", self.steps)
-        positive_int("num_particles", self.num_particles)
-        if self.batch_size is not None:
-            positive_int("batch_size", self.batch_size)
-        if self.patience is not None:
-            positive_int("patience", self.patience)
-        if self.space not in ("ordinary", "natural"):
-            raise ValueError(f"space={self.space!r}: expected 'ordinary' or 'natural'.")
+        for name in ("steps", "num_particles", "batch_size", "patience"):
+            value = getattr(self, name)
+            if value is not None or name in ("steps", "num_particles"):
+                positive_int(name, value)
+        one_of("space", self.space, "ordinary", "natural")
         if not 0 <= self.alpha < 1:
             raise ValueError(f"alpha must be in [0, 1), got {self.alpha}.")
-
-    def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
-        """Run the steps; see the class."""
-        return Ascent(self, problem, key).solution()
 
     @property
     def checks_convergence(self) -> bool:
         """Return whether convergence is checked at the end of the steps."""
         return self.steps > 1 and not math.isinf(self.tolerance)
 
-
-# Parameters of q in the optimiser's space, and the silo's part.
-At = tuple[Natural | Ordinary, SiloPart]
-
-
-class EarlyStopping(NamedTuple):
-    """The state of early stopping.
-
-    ``total`` is the sum of the expected log likelihood in this window, ``best`` the best mean of a
-    window, ``waited`` the number of windows since, and ``params`` the parameters after it.
-    """
-
-    total: Array
-    best: Array
-    waited: Array
-    params: Any
-
-
-class VisitState(NamedTuple):
-    """The state of a visit: gradients computed, parameters, optimiser state and the last value.
-
-    After ``steps`` gradients the parameters stay. Further gradients are averaged in ``estimate``, a
-    few at a time, and estimates in ``tally``, for the check of convergence.
-    """
-
-    i: Array
-    params: At[Any]
-    opt_state: optax.OptState
-    value: Array
-    early: EarlyStopping
-    estimate: Ordinary
-    tally: Tally
-
-
-@dataclass(frozen=True)
-class Ascent(Generic[SiloPart]):
-    """A visit by :class:`Optax`.
-
-    One loop takes the steps and then checks convergence with gradients of the same kind, so that
-    the program holds one gradient and not two.
-    """
-
-    settings: Optax
-    problem: Problem[SiloPart]
-    key: Array
-
-    @cached_property
-    def optim(self) -> optax.GradientTransformation:
-        if self.settings.optim is not None:
-            return self.settings.optim
-        if self.problem.near:
-            return optax.adam(lambda count: STEP * (1 + count / SETTLE_STEPS) ** -DECAY)
-        return optax.adam(optax.cosine_decay_schedule(STEP, self.settings.steps, 0.01))
-
     @property
     def checks_by_own_gradients(self) -> bool:
-        """Return whether the loop's own gradients serve for the check: they must be of all rows."""
-        return self.settings.checks_convergence and self.settings.batch_size is None
+        """Return whether the steps' own gradients serve for the check: they must be of all rows."""
+        return self.checks_convergence and self.batch_size is None
 
-    @cached_property
-    def at_rest(self) -> AtRest:
-        return AtRest(self.problem.family, self.settings.tolerance)
-
-    def solution(self) -> Solution[SiloPart]:
-        problem, settings = self.problem, self.settings
-        natural = settings.space == "natural"
+    def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
+        """Run the steps; see the class."""
+        # One loop takes the steps and then checks convergence with gradients of the same kind, so
+        # that the program holds one gradient and not two.
+        natural, near = self.space == "natural", problem.near
         first = problem.family.natural(problem.start) if natural else problem.start
         params = (first, problem.silo_part)
+        optim = self.optim or optax.adam(
+            (lambda count: STEP * (1 + count / SETTLE_STEPS) ** -DECAY)
+            if near
+            else optax.cosine_decay_schedule(STEP, self.steps, 0.01)
+        )
         zero, none = jnp.zeros(()), jnp.zeros((), jnp.int32)
-        best = params if settings.patience is not None else ()
-        early = EarlyStopping(zero, jnp.array(-jnp.inf), none, best)
-        estimate = jax.tree.map(jnp.zeros_like, problem.start)
-        opt_state = self.optim.init(params)
-        start = VisitState(none, params, opt_state, zero, early, estimate, self.at_rest.begin())
+        estimate, tally = jax.tree.map(jnp.zeros_like, problem.start), Tally.none(problem.family)
+        first_best = zero, jnp.array(-jnp.inf), none, params if self.patience is not None else ()
+        start = VisitState(none, params, optim.init(params), zero, estimate, tally, *first_best)
+
+        def noise_of(i: Array | int) -> LocalNoise:
+            return problem.noise(jax.random.fold_in(key, i), self.num_particles, self.batch_size)
+
         # The number of gradients for which noise is drawn at once.
-        size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(self.noise, 0)))
-        block = max(1, min(BLOCK, settings.steps, NOISE_AT_ONCE // max(size, 1)))
+        size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(noise_of, 0)))
+        block = max(1, min(BLOCK, self.steps, NOISE_AT_ONCE // max(size, 1)))
 
         def unfinished(state: VisitState) -> Array:
-            moving = state.i < settings.steps
+            moving = state.i < self.steps
             if not self.checks_by_own_gradients:
                 return moving
-            return moving | self.at_rest.wants_more(state.tally)
+            return moving | state.tally.wants_more(self.tolerance)
 
         def run_block(state: VisitState) -> VisitState:
             first = state.i
-            noise = jax.vmap(self.noise)(first + jnp.arange(block))
+            noise = jax.vmap(noise_of)(first + jnp.arange(block))
 
             def step(state: VisitState) -> VisitState:
-                return self.step(state, jax.tree.map(lambda a: a[state.i - first], noise))
+                here = jax.tree.map(lambda a: a[state.i - first], noise)
+                return self._step(problem, optim, state, here)
 
             return while_loop(
                 lambda state: unfinished(state) & (state.i - first < block), step, state
             )
 
         state = jax.lax.while_loop(unfinished, run_block, drop_weak_types(start))
-        eta, psi, silo_part = self.params_of(state.params)
+        eta, psi, silo_part = self._both(problem, state.params)
         # The last value is enough: parameters that are NaN once stay NaN.
         finite = jnp.isfinite(state.value)
-        if settings.patience is not None:
-            finite &= jnp.isfinite(state.early.best)
-        if not settings.checks_convergence:
+        if self.patience is not None:
+            finite &= jnp.isfinite(state.best)
+        if not self.checks_convergence:
             converged = jnp.array(True)
-        elif settings.batch_size is None:
-            converged = self.at_rest.holds(state.tally)
+        elif self.batch_size is None:
+            converged = state.tally.holds(self.tolerance)
         else:
             # By all rows. It costs at most half as much as the steps did.
             converged = maximised(
                 problem,
                 psi,
                 silo_part,
-                jax.random.fold_in(self.key, settings.steps),
-                settings.tolerance,
-                alpha=settings.alpha,
-                particles=2 if settings.alpha == 0 else settings.num_particles,
-                work=0.5 * settings.steps * settings.num_particles * settings.batch_size,
+                jax.random.fold_in(key, self.steps),
+                self.tolerance,
+                alpha=self.alpha,
+                particles=2 if self.alpha == 0 else self.num_particles,
+                work=0.5 * self.steps * self.num_particles * self.batch_size,
             )
         return Solution(eta, silo_part, converged, finite)
 
-    def params_of(self, params: At[SiloPart]) -> tuple[Natural, Ordinary, SiloPart]:
+    def _both(
+        self, problem: Problem[SiloPart], params: At[SiloPart]
+    ) -> tuple[Natural, Ordinary, SiloPart]:
         """Return natural and ordinary parameters, and the silo's part."""
-        (first, silo_part), family = params, self.problem.family
-        return (
-            (first, family.ordinary(first), silo_part)
-            if self.settings.space == "natural"
-            else (family.natural(first), first, silo_part)
-        )
+        (first, silo_part), family = params, problem.family
+        if self.space == "natural":
+            return first, family.ordinary(first), silo_part
+        return family.natural(first), first, silo_part
 
-    def noise(self, i: Array) -> LocalNoise:
-        settings, key = self.settings, jax.random.fold_in(self.key, i)
-        return self.problem.noise(key, settings.num_particles, settings.batch_size)
-
-    def step(self, state: VisitState, noise: LocalNoise) -> VisitState:
-        settings = self.settings
-
+    def _step(
+        self,
+        problem: Problem[SiloPart],
+        optim: optax.GradientTransformation,
+        state: VisitState,
+        noise: LocalNoise,
+    ) -> VisitState:
         def loss(params: At[SiloPart]) -> tuple[Array, Array]:
-            _, psi, silo_part = self.params_of(params)
+            _, psi, silo_part = self._both(problem, params)
             # With minibatches the likelihood's noise remains, and cancels nothing.
-            stick = settings.batch_size is None and settings.space == "ordinary"
+            stick = self.batch_size is None and self.space == "ordinary"
             value, log_lik = free_energy(
-                self.problem, psi, silo_part, noise, alpha=settings.alpha, stick=stick
+                problem, psi, silo_part, noise, alpha=self.alpha, stick=stick
             )
             return -value, log_lik
 
         (value, log_lik), gradient = jax.value_and_grad(loss, has_aux=True)(state.params)
-
         # Near its optimum a visit may end before its last step.
-        may_end_early = (
-            self.checks_by_own_gradients and self.problem.near and settings.patience is None
-        )
+        may_end_early = self.checks_by_own_gradients and problem.near and self.patience is None
 
         def move(state: VisitState) -> VisitState:
-            after = self.add_gradient(state, gradient[0]) if may_end_early else state
-            updates, opt_state = self.optim.update(gradient, state.opt_state, state.params)
+            after = self._add_gradient(problem, state, gradient[0]) if may_end_early else state
+            updates, opt_state = optim.update(gradient, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             state = after._replace(i=state.i + 1, params=params, opt_state=opt_state, value=value)
             if may_end_early:
                 # It ends if the last ``CHECK_EVERY`` gradients show convergence. The tally starts
                 # anew after each check, and at the end, where the final decision begins.
-                full = (state.i % CHECK_EVERY == 0) & (state.i < settings.steps)
-                arrived = full & self.at_rest.arrived(state.tally)
-                begun = self.at_rest.begin()
+                full = (state.i % CHECK_EVERY == 0) & (state.i < self.steps)
+                arrived = full & state.tally.arrived(self.tolerance)
+                begun = Tally.none(problem.family)
                 tally = where(full & ~arrived, begun, state.tally)
-                tally = where(state.i == settings.steps, begun, tally)
-                i = jnp.where(arrived, settings.steps, state.i)
+                tally = where(state.i == self.steps, begun, tally)
+                i = jnp.where(arrived, self.steps, state.i)
                 state = state._replace(i=i, tally=tally)
-            return state if settings.patience is None else self.stop_early(state, log_lik)
+            return state if self.patience is None else self._stop_early(state, log_lik)
 
         def add_gradient(state: VisitState) -> VisitState:
-            return self.add_gradient(state, gradient[0])._replace(i=state.i + 1)
+            return self._add_gradient(problem, state, gradient[0])._replace(i=state.i + 1)
 
         if not self.checks_by_own_gradients:
             return move(state)
-        return jax.lax.cond(state.i < settings.steps, move, add_gradient, state)
+        return jax.lax.cond(state.i < self.steps, move, add_gradient, state)
 
-    def stop_early(self, state: VisitState, log_lik: Array) -> VisitState:
+    def _stop_early(self, state: VisitState, log_lik: Array) -> VisitState:
         """Return the state, ended at its best parameters if it has not improved for long.
 
         At the last step it goes back to the best parameters, too.
         """
-        before, window = state.early, -(-self.settings.steps // 20)  # steps in a window
-        total, full = before.total + log_lik, state.i % window == 0
-        better = full & (total / window > before.best)
-        early = EarlyStopping(
-            jnp.where(full, 0.0, total),
-            jnp.where(better, total / window, before.best),
-            jnp.where(full, jnp.where(better, 0, before.waited + 1), before.waited),
-            where(better, state.params, before.params),
+        window = -(-self.steps // 20)  # steps in a window
+        total, full = state.total + log_lik, state.i % window == 0
+        better = full & (total / window > state.best)
+        waited = jnp.where(full, jnp.where(better, 0, state.waited + 1), state.waited)
+        best_params = where(better, state.params, state.best_params)
+        i = jnp.where(waited < (self.patience or 0), state.i, self.steps)
+        return state._replace(
+            i=i,
+            params=where(i == self.steps, best_params, state.params),
+            total=jnp.where(full, 0.0, total),
+            best=jnp.where(better, total / window, state.best),
+            waited=waited,
+            best_params=best_params,
         )
-        patient = early.waited < (self.settings.patience or 0)
-        i = jnp.where(patient, state.i, self.settings.steps)
-        params = where(i == self.settings.steps, early.params, state.params)
-        return state._replace(i=i, early=early, params=params)
 
-    def add_gradient(self, state: VisitState, gradient: Natural | Ordinary) -> VisitState:
+    def _add_gradient(
+        self, problem: Problem[SiloPart], state: VisitState, gradient: Natural | Ordinary
+    ) -> VisitState:
         """Add one more gradient of the loss to the check of convergence."""
         # So many gradients in an estimate that it has ``PARTICLES`` draws.
-        family, count = self.problem.family, -(-PARTICLES // self.settings.num_particles)
-        psi = self.params_of(state.params)[1]
-        if self.settings.space == "natural":
+        family, count = problem.family, -(-PARTICLES // self.num_particles)
+        psi = self._both(problem, state.params)[1]
+        if self.space == "natural":
             (gradient,) = jax.vjp(family.natural, psi)[1](gradient)
         estimate = jax.tree.map(lambda a, b: a - b / count, state.estimate, gradient)
 
         def full(state: VisitState) -> VisitState:
             none = jax.tree.map(jnp.zeros_like, estimate)
-            tally = self.at_rest.add(state.tally, family.move(psi, estimate))
+            tally = state.tally.add(family.move(psi, estimate))
             return state._replace(estimate=none, tally=tally)
 
         state = state._replace(estimate=estimate)
-        done = (state.i + 1 - self.settings.steps) % count == 0
+        done = (state.i + 1 - self.steps) % count == 0
         return jax.lax.cond(done, full, lambda state: state, state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,11 +12,12 @@ import optax
 from jax import Array
 
 from numpyro_fed import expfam, linalg
-from numpyro_fed.errors import positive_int
+from numpyro_fed.errors import one_of, positive_int
 from numpyro_fed.expfam.base import Natural, Ordinary, move_along
 from numpyro_fed.local.base import (
     AT_REST,
-    AtRest,
+    Local,
+    LocalNoise,
     Problem,
     SiloPart,
     Solution,
@@ -30,7 +31,7 @@ from numpyro_fed.trees import all_finite, drop_weak_types
 
 
 @dataclass(frozen=True, kw_only=True)
-class LBFGS:
+class LBFGS(Local):
     """Optax's L-BFGS on fixed noise: deterministic, and quick for few parameters.
 
     Parameters
@@ -57,11 +58,7 @@ class LBFGS:
     steps: int = 200
     num_particles: int = 64
     tolerance: float = 1e-3
-    batch_size: None = None
-    share = 1.0
-    closed_form = False
     any_divergence = True
-    standardises = True
 
     def __post_init__(self) -> None:
         positive_int("steps", self.steps)
@@ -71,8 +68,7 @@ class LBFGS:
         """Run L-BFGS; see the class."""
         # Fresh draws for the check: at those of the fit the gradient vanishes whatever they are.
         key_fit, key_judge = jax.random.split(key)
-        noise = problem.noise(key_fit, self.num_particles, None)
-        noise = noise._replace(globals=jax.tree.map(standardised, noise.globals))
+        noise = _fixed_noise(problem, key_fit, self.num_particles)
 
         def loss(params: tuple[Ordinary, SiloPart]) -> Array:
             return -free_energy(problem, *params, noise, plain=True)[0]
@@ -84,11 +80,7 @@ class LBFGS:
 
 
 def standardised(noise: Array) -> Array:
-    """Return normal noise (n, dim) with sample mean zero and, for enough draws, covariance one.
-
-    With more than two draws for each dimension, they come in pairs of opposite sign, and all odd
-    moments vanish.
-    """
+    """Return normal noise (n, dim) with sample mean zero and, for enough draws, covariance one."""
     # The noise of Gamma and other families is keys, which are no floats.
     if not jnp.issubdtype(noise.dtype, jnp.floating):
         return noise
@@ -102,15 +94,90 @@ def standardised(noise: Array) -> Array:
     return linalg.solve(L, centred.T).T
 
 
+def _fixed_noise(problem: Problem[SiloPart], key: Array, draws: int) -> LocalNoise:
+    noise = problem.noise(key, draws, None)
+    return noise._replace(globals=jax.tree.map(standardised, noise.globals))
+
+
 # A KL grows as the square of a move: 1e-4 nats are 0.014 sds, well below ``AT_REST``.
 MIN_MOVE = 1e-4  # KL of a step, in nats, below which a fixed point has been reached
-Damped = tuple[Array, Natural, SiloPart, optax.OptState, Array, Tally]
+Carry = tuple[Array, Natural, SiloPart, optax.OptState, Array, Tally]
 Fixed = tuple[Array, Natural, Array, Array, Array]
 MAX_MISFIT = 0.1  # nats: a larger departure from a conjugate likelihood changes the posterior
 
 
 @dataclass(frozen=True, kw_only=True)
-class NaturalGradient:
+class Damped(Local):
+    """The base class of damped steps of ``q`` to a target, with gradient steps of the silo's part.
+
+    A single step is a choice of the method, as in global VI, and has no optimum to reach.
+    """
+
+    rate: float
+    steps: int
+    num_particles: int
+    optim: optax.GradientTransformation | None = None
+    tolerance: float = AT_REST
+
+    @property
+    def share(self) -> float:
+        """Return 1, or the rate of a single step."""
+        return self.rate if self.steps == 1 else 1.0
+
+    def __post_init__(self) -> None:
+        positive_int("steps", self.steps)
+        positive_int("num_particles", self.num_particles)
+        if not 0 < self.rate <= 1:
+            raise ValueError(f"rate must be in (0, 1], got {self.rate}.")
+
+    @abstractmethod
+    def target(
+        self, problem: Problem[SiloPart], eta: Natural, silo_part: SiloPart, key: Array
+    ) -> tuple[Natural, SiloPart]:
+        """Return where a full step from ``eta`` leads, and the gradient in the silo's part."""
+
+    def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
+        """Run the steps; see the class."""
+        family, optim = problem.family, self.optim or optax.adam(0.02)
+        checks = self.steps > 1
+
+        def step(carry: Carry[SiloPart]) -> Carry[SiloPart]:
+            i, eta, silo_part, *_ = carry
+            target, gradient = self.target(problem, eta, silo_part, jax.random.fold_in(key, i))
+
+            def move(carry: Carry[SiloPart]) -> Carry[SiloPart]:
+                i, eta, silo_part, opt_state, _, tally = carry
+                moved, _ = proper_step(family.proper, eta, target, self.rate)
+                descent = jax.tree.map(jnp.negative, gradient)
+                updates, opt_state = optim.update(descent, opt_state, silo_part)
+                silo_part = optax.apply_updates(silo_part, updates)
+                return i + 1, moved, silo_part, opt_state, all_finite(target), tally
+
+            def add_estimate(carry: Carry[SiloPart]) -> Carry[SiloPart]:
+                i, eta, silo_part, opt_state, fine, tally = carry
+                full = jax.tree.map(jnp.subtract, target, eta)
+                tally = tally.add(move_along(family, eta, full))
+                return i + 1, eta, silo_part, opt_state, fine, tally
+
+            if not checks:
+                return move(carry)
+            return jax.lax.cond(i < self.steps, move, add_estimate, carry)
+
+        def cond_fn(carry: Carry[SiloPart]) -> Array:
+            moving = carry[0] < self.steps
+            return moving | carry[5].wants_more(self.tolerance) if checks else moving
+
+        start, none = family.natural(problem.start), jnp.zeros((), jnp.int32)
+        first = (none, start, problem.silo_part, optim.init(problem.silo_part), jnp.array(True))
+        carry = drop_weak_types((*first, Tally.none(family)))
+        _, eta, silo_part, _, finite, tally = jax.lax.while_loop(cond_fn, step, carry)
+        rests = tally.holds(self.tolerance) if checks else jnp.array(True)
+        suited = _suited(problem, eta) if self.closed_form else True
+        return Solution(eta, silo_part, rests, finite, suited)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NaturalGradient(Damped):
     r"""Damped natural-gradient fixed points (Ashman et al. 2022, Property 3.2 and equation 4).
 
     .. math::
@@ -149,63 +216,39 @@ class NaturalGradient:
     num_particles: int = 16
     batch_size: int | None = None
     expectation: str = "monte_carlo"
-    optim: optax.GradientTransformation | None = None
-    tolerance: float = AT_REST
-    any_divergence = False
 
     @property
     def closed_form(self) -> bool:
         """Return whether expectations are computed in closed form."""
         return self.expectation == "closed_form"
 
-    @property
-    def standardises(self) -> bool:
-        """Return False for the closed form, which is in terms of ``z`` itself."""
-        return not self.closed_form
-
-    @property
-    def share(self) -> float:
-        """Return 1, or the rate of a single step."""
-        return self.rate if self.steps == 1 else 1.0
-
     def __post_init__(self) -> None:
-        positive_int("steps", self.steps)
-        positive_int("num_particles", self.num_particles)
+        super().__post_init__()
         if self.batch_size is not None:
             positive_int("batch_size", self.batch_size)
-        if not 0 < self.rate <= 1:
-            raise ValueError(f"rate must be in (0, 1], got {self.rate}.")
-        if self.expectation not in ("monte_carlo", "closed_form"):
-            raise ValueError(
-                f"expectation={self.expectation!r}: expected 'monte_carlo' or 'closed_form'."
-            )
+        one_of("expectation", self.expectation, "monte_carlo", "closed_form")
 
-    def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
-        """Run the steps; see the class."""
-        family = problem.family
+    def target(
+        self, problem: Problem[SiloPart], eta: Natural, silo_part: SiloPart, key: Array
+    ) -> tuple[Natural, SiloPart]:
+        """Return the cavity times the factor of a natural-gradient step, and the gradient."""
+        if self.closed_form:
+            factor = problem.likelihood()[0]
+            gradient = jax.tree.map(jnp.zeros_like, silo_part)
+        else:
+            noise = problem.noise(key, self.num_particles, self.batch_size)
 
-        def target_of(eta: Natural, silo_part: SiloPart, key: Array) -> tuple[Natural, SiloPart]:
-            if self.expectation == "closed_form":
-                factor = problem.likelihood()[0]
-                g_silo_part = jax.tree.map(jnp.zeros_like, silo_part)
-            else:
-                noise = problem.noise(key, self.num_particles, self.batch_size)
+            def expected(psi: Ordinary, silo_part: SiloPart) -> Array:
+                return problem.log_lik(psi, silo_part, noise, False)[1].mean()
 
-                def expected(psi: Ordinary, silo_part: SiloPart) -> Array:
-                    return problem.log_lik(psi, silo_part, noise, False)[1].mean()
-
-                g_psi, g_silo_part = jax.grad(expected, (0, 1))(family.ordinary(eta), silo_part)
-                factor = family.dual_gradient(partial(expfam.inner, g_psi), eta)
-            return jax.tree.map(jnp.add, problem.cavity, factor), g_silo_part
-
-        found = _damped(problem, target_of, key, self)
-        if self.expectation == "closed_form":
-            return found._replace(suited=_suited(problem, found.eta))
-        return found
+            psi = problem.family.ordinary(eta)
+            g_psi, gradient = jax.grad(expected, (0, 1))(psi, silo_part)
+            factor = problem.family.dual_gradient(partial(expfam.inner, g_psi), eta)
+        return jax.tree.map(jnp.add, problem.cavity, factor), gradient
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedPoint:
+class FixedPoint(Local):
     """Natural-gradient fixed points on fixed, standardised noise, until they no longer move.
 
     It is deterministic, and exact for a quadratic log density. The server uses it for its own
@@ -215,18 +258,12 @@ class FixedPoint:
 
     steps: int = 50
     num_particles: int = 64
-    batch_size: None = None
-    share = 1.0
-    closed_form = False
-    any_divergence = False
-    standardises = True
 
     def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
         """Run the steps; see the class."""
         family = problem.family
         key_fit, key_judge = jax.random.split(key)
-        noise = problem.noise(key_fit, self.num_particles, None)
-        noise = noise._replace(globals=jax.tree.map(standardised, noise.globals))
+        noise = _fixed_noise(problem, key_fit, self.num_particles)
         silo_part = problem.silo_part
 
         def value(eta: Natural) -> Array:
@@ -266,7 +303,7 @@ class FixedPoint:
 
 
 @dataclass(frozen=True)
-class ClosedForm:
+class ClosedForm(Local):
     r"""The exact update of a conjugate model.
 
     It adds the natural parameters of the likelihood to the cavity :math:`\eta_{\setminus m}`. PVI
@@ -279,24 +316,18 @@ class ClosedForm:
     ClosedForm()
     """
 
-    batch_size: None = None
-    share = 1.0
     closed_form = True
-    any_divergence = False
-    standardises = False
 
     def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
         """Add the likelihood's natural parameters to the cavity's."""
         eta = jax.tree.map(jnp.add, problem.cavity, problem.likelihood()[0])
+        # The text was checked before the run; this is a guard where the closed form has led.
         suited = _suited(problem, eta)
         return Solution(eta, problem.silo_part, jnp.array(True), all_finite(eta), suited)
 
-    def __repr__(self) -> str:
-        return "ClosedForm()"
-
 
 @dataclass(frozen=True, kw_only=True)
-class PowerEP:
+class PowerEP(Damped):
     r"""Power expectation propagation (Ashman et al. 2022, Algorithm 2), by weighted draws.
 
     With the silo's factor :math:`t`, each step matches the moments of the tilted distribution
@@ -329,98 +360,35 @@ class PowerEP:
     steps: int = 200
     rate: float = 0.1
     num_particles: int = 256
-    optim: optax.GradientTransformation | None = None
-    tolerance: float = AT_REST
-    batch_size: None = None
-    closed_form = False
-    any_divergence = False
-    standardises = True
-
-    @property
-    def share(self) -> float:
-        """Return 1, or the rate of a single step."""
-        return self.rate if self.steps == 1 else 1.0
 
     def __post_init__(self) -> None:
-        positive_int("steps", self.steps)
-        positive_int("num_particles", self.num_particles)
-        for name in ("alpha", "rate"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}.")
+        super().__post_init__()
+        if not 0 < self.alpha <= 1:
+            raise ValueError(f"alpha must be in (0, 1], got {self.alpha}.")
 
-    def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
-        """Run the steps; see the class."""
-        family = problem.family
+    def target(
+        self, problem: Problem[SiloPart], eta: Natural, silo_part: SiloPart, key: Array
+    ) -> tuple[Natural, SiloPart]:
+        """Return the member with the moments of the tilted distribution, and the gradient."""
+        family, psi = problem.family, problem.family.ordinary(eta)
+        noise = problem.noise(key, self.num_particles, None)
+        factor = jax.tree.map(jnp.subtract, eta, problem.cavity)
 
-        def target_of(eta: Natural, silo_part: SiloPart, key: Array) -> tuple[Natural, SiloPart]:
-            psi = family.ordinary(eta)
-            noise = problem.noise(key, self.num_particles, None)
-            factor = jax.tree.map(jnp.subtract, eta, problem.cavity)
+        def expected(silo_part: SiloPart) -> tuple[Array, tuple[Array, Array]]:
+            z, log_lik = problem.log_lik(psi, silo_part, noise, False)
+            return log_lik.mean(), (z, log_lik)
 
-            def expected(silo_part: SiloPart) -> tuple[Array, tuple[Array, Array]]:
-                z, log_lik = problem.log_lik(psi, silo_part, noise, False)
-                return log_lik.mean(), (z, log_lik)
-
-            (_, (z, log_lik)), g_silo_part = jax.value_and_grad(expected, has_aux=True)(silo_part)
-            T = jax.vmap(family.statistics)(z)
-            # Tilted over q, to the power alpha: q's own density cancels, as draws are from q.
-            log_weights = self.alpha * (log_lik - jax.vmap(lambda t: expfam.inner(factor, t))(T))
-            w = jax.nn.softmax(log_weights)
-            matched = family.from_mean(jax.tree.map(lambda t: jnp.tensordot(w, t, 1), T))
-            # The silo's likelihood counted for alpha of itself, so its change is scaled up.
-            return jax.tree.map(lambda a, b: a + (b - a) / self.alpha, eta, matched), g_silo_part
-
-        return _damped(problem, target_of, key, self)
+        (_, (z, log_lik)), gradient = jax.value_and_grad(expected, has_aux=True)(silo_part)
+        T = jax.vmap(family.statistics)(z)
+        # Tilted over q, to the power alpha: q's own density cancels, as draws are from q.
+        log_weights = self.alpha * (log_lik - jax.vmap(lambda t: expfam.inner(factor, t))(T))
+        w = jax.nn.softmax(log_weights)
+        matched = family.from_mean(jax.tree.map(lambda t: jnp.tensordot(w, t, 1), T))
+        # The silo's likelihood counted for alpha of itself, so its change is scaled up.
+        return jax.tree.map(lambda a, b: a + (b - a) / self.alpha, eta, matched), gradient
 
 
 def _suited(problem: Problem[SiloPart], eta: Natural) -> Array:
     """Return whether the likelihood is conjugate close to ``eta``, and from the start to it."""
-    # The text was checked before the run; this is a guard where the closed form has led.
     misfit = problem.likelihood()[1]
     return misfit(problem.family.ordinary(eta)) <= MAX_MISFIT
-
-
-def _damped(
-    problem: Problem[SiloPart],
-    target_of: Callable[[Natural, SiloPart, Array], tuple[Natural, SiloPart]],
-    key: Array,
-    optimiser: NaturalGradient | PowerEP,
-) -> Solution[SiloPart]:
-    """Take damped steps of ``q`` to its target, and gradient steps of the silo's part."""
-    family, optim = problem.family, optimiser.optim or optax.adam(0.02)
-    at_rest, checks = AtRest(family, optimiser.tolerance), optimiser.steps > 1
-
-    def step(carry: Damped[SiloPart]) -> Damped[SiloPart]:
-        i, eta, silo_part, *_ = carry
-        target, g_silo_part = target_of(eta, silo_part, jax.random.fold_in(key, i))
-
-        def move(carry: Damped[SiloPart]) -> Damped[SiloPart]:
-            i, eta, silo_part, opt_state, _, tally = carry
-            moved, _ = proper_step(family.proper, eta, target, optimiser.rate)
-            updates, opt_state = optim.update(
-                jax.tree.map(jnp.negative, g_silo_part), opt_state, silo_part
-            )
-            silo_part = optax.apply_updates(silo_part, updates)
-            return i + 1, moved, silo_part, opt_state, all_finite(target), tally
-
-        def add_estimate(carry: Damped[SiloPart]) -> Damped[SiloPart]:
-            i, eta, silo_part, opt_state, fine, tally = carry
-            full = jax.tree.map(jnp.subtract, target, eta)
-            tally = at_rest.add(tally, move_along(family, eta, full))
-            return i + 1, eta, silo_part, opt_state, fine, tally
-
-        # A single step is a choice of the method, as in global VI, and has no optimum to reach.
-        if not checks:
-            return move(carry)
-        return jax.lax.cond(i < optimiser.steps, move, add_estimate, carry)
-
-    def cond_fn(carry: Damped[SiloPart]) -> Array:
-        moving = carry[0] < optimiser.steps
-        return moving | at_rest.wants_more(carry[5]) if checks else moving
-
-    start, none = family.natural(problem.start), jnp.zeros((), jnp.int32)
-    opt_state = optim.init(problem.silo_part)
-    carry = (none, start, problem.silo_part, opt_state, jnp.array(True), at_rest.begin())
-    _, eta, silo_part, _, finite, tally = jax.lax.while_loop(cond_fn, step, drop_weak_types(carry))
-    rests = at_rest.holds(tally) if checks else jnp.array(True)
-    return Solution(eta, silo_part, rests, finite)

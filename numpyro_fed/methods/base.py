@@ -19,9 +19,8 @@ from numpyro_fed.errors import (
     positive_int,
 )
 from numpyro_fed.model.facts import Plan
-from numpyro_fed.model.vertical_facts import VerticalPlan
 from numpyro_fed.results.at_silo import AtSilo
-from numpyro_fed.results.base import FederatedRun, Ready, Silos
+from numpyro_fed.results.base import FederatedRun, Fit, Silos
 from numpyro_fed.results.saving import load_state
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.host import host
@@ -42,7 +41,7 @@ RUNTIMES: dict[str, Callable[..., Runtime]] = {
 SEARCHES: dict[str, Callable[..., Runtime]] = {**RUNTIMES, "simulation": QUICK}
 
 Made = TypeVar("Made")
-Outcome = TypeVar("Outcome", bound=FederatedRun[Any])
+Outcome = TypeVar("Outcome", bound=FederatedRun)
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class RunOptions(Generic[Outcome]):
 
 
 @dataclass(frozen=True)
-class FederatedMethod(ABC, Generic[Ready, Outcome]):
+class FederatedMethod(ABC, Generic[Outcome]):
     """A federated method, whose silos may hold rows or columns."""
 
     model: Callable[..., Any]
@@ -80,7 +79,7 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
 
     @abstractmethod
     def result_of(
-        self, run: RunOutcome, fit: Ready, hosted: Silos, *, quiet: bool = False
+        self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False
     ) -> Outcome:
         """Return the result of a run; ``run.log`` is None for a loaded one.
 
@@ -99,7 +98,7 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
         return False
 
     def _load_run(
-        self, path: str | Path, fit: Ready, hosted: Silos, part: str = ""
+        self, path: str | Path, fit: Fit, hosted: Silos, part: str = ""
     ) -> tuple[Outcome, dict[str, Any]]:
         """Return the run ``part`` of a file as a result, and its description in the file."""
         like, made = fit.initial_state(hosted), fit.provenance(hosted)
@@ -108,7 +107,7 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
 
     def _run_rounds(
         self,
-        fit: Ready,
+        fit: Fit,
         hosted: Silos,
         key: Array,
         state: State,
@@ -176,7 +175,7 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
 def reached(
     federation: Federation,
     name: str,
-    plan: Plan | VerticalPlan,
+    plan: Plan,
     make: Callable[[Callable[..., Runtime]], Made],
     weights: Sequence[Weights] | None = None,
 ) -> tuple[Made, Silos]:

@@ -17,8 +17,8 @@ from numpyro_fed.errors import DataError, GuideError
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.structured import FULL_UP_TO
 from numpyro_fed.precision import to_current_precision
-from numpyro_fed.results.base import Silos
-from numpyro_fed.results.rows import Fit, Result
+from numpyro_fed.results.base import Fit, Silos
+from numpyro_fed.results.rows import Result
 from numpyro_fed.runtime.stack import State, init_schedule
 from numpyro_fed.trees import drop_weak_types
 

@@ -14,9 +14,8 @@ from numpyro_fed import html
 from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.padding import Bucket
-from numpyro_fed.results.base import Silos
+from numpyro_fed.results.base import Fit, Silos
 from numpyro_fed.results.communication import Communication, communication, size_in_words
-from numpyro_fed.results.rows import Fit
 
 # Copies of the state in memory at once: the old one, the new one and a gradient.
 COPIES = 3

@@ -20,8 +20,7 @@ from numpyro_fed.methods.private import DPNewton
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.recipe import rebuilt
 from numpyro_fed.methods.rows import Method
-from numpyro_fed.methods.sfvi import SFVI
-from numpyro_fed.methods.sfvi_avg import SFVIAvg
+from numpyro_fed.methods.sfvi import SFVI, SFVIAvg
 from numpyro_fed.model.data import ReadSilos
 from numpyro_fed.model.layout import read_all
 from numpyro_fed.precision import in_precision_of_object, precision

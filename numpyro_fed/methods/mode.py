@@ -45,9 +45,8 @@ from numpyro_fed.model.not_finite import first_not_finite
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.row_checks import RowChecks, coupled_rows
 from numpyro_fed.programs import jit_once
-from numpyro_fed.results.built import StartRounds
+from numpyro_fed.results.base import Fit, StartRounds
 from numpyro_fed.results.mode import MODES_APART, LocalMode, Mode, Near, OneCopy, distance
-from numpyro_fed.results.rows import Fit
 from numpyro_fed.runtime.noise import generator
 from numpyro_fed.runtime.progress import Progress, progress_of
 from numpyro_fed.runtime.stack import Batches, Runtime, Single, Stacks, State, init_schedule
@@ -500,8 +499,7 @@ def coupling_reason(
     fm: FederatedModel, checks: RowChecks | None, buckets: Sequence[Bucket]
 ) -> str | None:
     """Return in words why Laplace's method cannot be used row by row; None if it can."""
-    rows = None if checks is None else coupled_rows(checks, buckets)
-    if rows is None:
+    if (rows := coupled_rows(checks, buckets)) is None:
         return None
     return (
         f"{rows.words()} reads latents of other rows, so that the silo's latents cannot be "

@@ -7,18 +7,19 @@ columns alone.
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from numpyro_fed.errors import DataError, DataWarning, ReplyError, positive_int
-from numpyro_fed.model.levels import MIN_COUNT, OTHER, Levels, level_names, levels_of_list
-from numpyro_fed.model.scaling import Numbers, Scaling, columns_apart, moments_of, whole_of
+from numpyro_fed.errors import DataError, ReplyError, positive_int
+from numpyro_fed.model.data import listed
+from numpyro_fed.model.scaling import Numbers, Scaling, moments_of, united
+from numpyro_fed.model.tables import MIN_COUNT, OTHER, Levels, level_names, listed_names
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import LEVELS, MOMENTS, read, write
 
+HELD = "the data of each silo, or a Federation"
 NAMES, COLUMNS, REST = "names", "columns", "other"  # texts in the head of a reply
 
 
@@ -79,15 +80,18 @@ def levels(
     >>> nf.levels(nf.Federation(nf.network.InMemory(answers)), ["city"]) == levels
     True
     """
-    if not isinstance(silos, Federation):
-        return levels_of_list(_listed(silos), columns, min_count=min_count, other=other)
     positive_int("min_count", min_count)
-    if isinstance(columns, str):
-        raise DataError(f"columns must be a list of names, got the string '{columns}'.")
+    columns, parts = list(listed_names("columns", columns)), []
     last = OTHER if other is None else other
-    settings = json.dumps({COLUMNS: list(columns), "min_count": min_count, REST: last})
-    replies = silos.ask_of_data(LEVELS, settings)
-    parts = [_read_names(j, reply, columns, last) for j, reply in enumerate(replies)]
+    if isinstance(silos, Federation):
+        settings = json.dumps({COLUMNS: columns, "min_count": min_count, REST: last})
+        replies = silos.ask_of_data(LEVELS, settings)
+        parts = [_read_names(j, reply, columns, last) for j, reply in enumerate(replies)]
+    for j, silo in enumerate(() if isinstance(silos, Federation) else listed(silos, HELD)):
+        try:
+            parts.append(level_names(silo, columns, min_count, last))
+        except DataError as error:
+            raise DataError(f"silo {j}: {error}") from error
     return Levels.union(*parts, min_count=min_count, other=other)
 
 
@@ -139,31 +143,19 @@ def moments(silos: Sequence[Any] | Federation, arguments: Sequence[str] | None =
     >>> scaling.sd["x"].round(6).tolist()
     [1.632993, 0.08165]
     """
+    names = None if arguments is None else list(listed_names("arguments", arguments))
     if isinstance(silos, Federation):
-        if isinstance(arguments, str):
-            raise DataError(f"arguments must be a list of names, got the string '{arguments}'.")
-        settings = json.dumps({"arguments": None if arguments is None else list(arguments)})
+        settings = json.dumps({"arguments": names})
         replies = silos.ask_of_data(MOMENTS, settings)
         parts = [_read_moments(j, reply, arguments) for j, reply in enumerate(replies)]
     else:
-        held = enumerate(_listed(silos))
+        held = enumerate(listed(silos, HELD))
         parts = [moments_of(f"silo {j}", silo, arguments) for j, silo in held]
-    whole = whole_of(parts)
-    for words in columns_apart("silo", parts):
-        warnings.warn(words, category=DataWarning, stacklevel=2)
+    whole = united("silo", parts)
+    for name, count in whole.count.items():
+        if not np.all(count):
+            raise DataError(f"'{name}': a column of which no silo has a number. Leave it out.")
     return whole
-
-
-def _listed(silos: Sequence[Any]) -> Sequence[Any]:
-    """Return silos if they are a list of their data."""
-    if isinstance(silos, Mapping) or not isinstance(silos, Sequence):
-        raise DataError(
-            f"silos must be a list with the data of each silo, or a Federation, got "
-            f"{type(silos).__name__}."
-        )
-    if not silos:
-        raise DataError("the list of silos is empty: pass the data of each silo.")
-    return silos
 
 
 def names_reply(silo: Any, columns: Sequence[str], min_count: int, other: str) -> bytes:
@@ -189,8 +181,8 @@ def _read_names(
         found = json.loads(head[NAMES])
         names = {c: tuple(found[c]) for c in columns}
         texts = [name for column in found.values() for name in column]
-        listed = all(isinstance(column, list) for column in found.values())
-        if not listed or not all(isinstance(name, str) for name in texts):
+        lists = all(isinstance(column, list) for column in found.values())
+        if not lists or not all(isinstance(name, str) for name in texts):
             raise ValueError
         # A silo of an earlier version does not say that it leaves rarer levels unnamed.
         if set(found) != set(columns) or head[REST] != other:

@@ -16,20 +16,19 @@ from numpyro_fed.algorithms.influence import Factors
 from numpyro_fed.algorithms.private_newton import NEAR, PrivateNewton
 from numpyro_fed.algorithms.private_units import SUMS, PrivateUnits, Releases
 from numpyro_fed.errors import CoupledRowsError, GuideError, ModelError, SavedStateError
-from numpyro_fed.guides.structured import GuideConfig, Structured, build_resolved, resolve
+from numpyro_fed.guides.structured import Structured, build_resolved, resolve
 from numpyro_fed.integrals.quadrature import default_nodes, quadrature_misfit
 from numpyro_fed.methods.base import RunOptions
-from numpyro_fed.methods.minibatch_checks import check_rows_alone
 from numpyro_fed.methods.rows import Method
+from numpyro_fed.methods.sfvi import check_rows_alone
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.objectives import ELBO, default_quadrature
 from numpyro_fed.privacy.budget import Privacy, Spent, noisy
-from numpyro_fed.results.base import Silos
-from numpyro_fed.results.built import Built
-from numpyro_fed.results.rows import Fit, Result
+from numpyro_fed.results.base import Built, Fit, Silos
+from numpyro_fed.results.rows import Result
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.stack import (
     AnyAlgorithm,
@@ -366,7 +365,7 @@ class DPNewton(Method[PrivateResult, None]):
         }
 
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: None) -> Built:
-        full, chosen = Structured(globals="full"), GuideConfig.of(plan.chosen["guide"])
+        full, chosen = Structured(globals="full"), plan.chosen["guide"]
         return Built(
             model=fm,
             guide=build_resolved(full, chosen, fm),

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import jax
@@ -14,55 +13,50 @@ import numpy as np
 import optax
 from jax import Array
 
-from numpyro_fed.algorithms.pvi.begin import pvi_carry, pvi_from_mode
-from numpyro_fed.algorithms.pvi.conjugacy import conjugacy
-from numpyro_fed.algorithms.pvi.families import Globals, globals_of
-from numpyro_fed.algorithms.pvi.server import Evaluation, Server, aggregate, pvi
-from numpyro_fed.algorithms.pvi.silo import Silo
-from numpyro_fed.algorithms.pvi.states import PVIParts, Settings, Status
-from numpyro_fed.bounds import bound_of
+from numpyro_fed.algorithms.pvi.families import Globals, conjugacy, globals_of
+from numpyro_fed.algorithms.pvi.server import PartitionedVI, aggregate
+from numpyro_fed.algorithms.pvi.silo import Status
 from numpyro_fed.divergences import KL
 from numpyro_fed.errors import (
     ConvergenceWarning,
     GuideError,
     ModelError,
     NonFiniteError,
+    is_number,
+    one_of,
     positive_int,
 )
 from numpyro_fed.expfam import Family
 from numpyro_fed.guides.base import FamilyGuide
 from numpyro_fed.guides.structured import (
-    GuideConfig,
     Structured,
     amortises,
     build_resolved,
-    init_loc_fn_of,
     resolve,
+    structured,
 )
 from numpyro_fed.local import ClosedForm, Optax
 from numpyro_fed.local.base import Local
 from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.losses import log_loss
-from numpyro_fed.methods.minibatch_checks import check_rows_alone, minibatches_of
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, start_rounds
 from numpyro_fed.methods.rows import Method, check_start, start_of
 from numpyro_fed.methods.schedules import Adaptive, Asynchronous, ByArrival, Spec, named
+from numpyro_fed.methods.sfvi import check_rows_alone, minibatches_of
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.handlers import generalised
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.objectives import Objective, draws_of, objective_for
-from numpyro_fed.results.base import Silos
-from numpyro_fed.results.built import Built, FactorParts
+from numpyro_fed.objectives import Objective, bound_of, draws_of, objective_for
+from numpyro_fed.results.base import Built, Fit, Silos
 from numpyro_fed.results.pvi import PVIResult
-from numpyro_fed.results.rows import Fit, Result
-from numpyro_fed.runtime.stack import Schedule, State
+from numpyro_fed.results.rows import Result
+from numpyro_fed.runtime.stack import State
 from numpyro_fed.runtime.supervise import RunOutcome
 
 # The family of the globals, and whether the likelihood of stacks of silos is conjugate to it.
 Conjugate = tuple[Globals, Callable[[Sequence[SiloData]], bool]]
-DELETIONS = ("own", "none", "average", "prior")
 # Settings that stand in the plan: silos and saved states must agree on them.
 SAVED = (
     "schedule",
@@ -107,25 +101,23 @@ class PVI(Method[PVIResult, Conjugate]):
     Parameters
     ----------
     model : callable
-        A NumPyro model with :class:`~numpyro_fed.silo_plate`. Priors of global sites in the family
-        count as they are: Normal (also correlated, or linear in each other), LogNormal and whatever
-        else is Gaussian in unconstrained space, flat ones; Gamma, Beta, Dirichlet.
+        A NumPyro model with :class:`~numpyro_fed.silo_plate`. In the family are priors that are
+        Gaussian in unconstrained space (also correlated, or flat), Gamma, Beta and Dirichlet.
     schedule : str or one of numpyro_fed.schedules
         ``"sequential"``, ``"synchronous"``, ``"asynchronous"``, or ``schedules.Random(size)`` and
         the others with settings. A round visits every participant once.
     damping : "auto", float or schedules.Adaptive
         The share of each proposed change that the server takes, in (0, 1]. An update that would
-        make the posterior improper is rejected, and counted. ``Adaptive(d)`` halves the share for
-        such an update and doubles it again afterwards, and ``"auto"`` is that with what is safe
-        for the schedule: 1 when sequential, one over the number of silos at work at once.
+        make the posterior improper is rejected, and counted; ``Adaptive(d)`` halves the share for
+        it. ``"auto"`` is that from 1, or one over the number of silos at work at once.
     family : {"auto", "full", "diagonal"} or dict
         Covariance of the Gaussian over the global sites that take one; full up to 300 dimensions.
         Other sites get the family of their prior. A dict names families by site.
     prior : {"auto", "exact", "factor"}
         How to treat a prior outside of the family, such as a HalfNormal, or a site whose scale
-        is another site: ``"factor"`` approximates it by one more factor, which the server keeps and
-        renews at each of its updates as a silo does; ``"exact"`` refuses it by name. ``"auto"`` is
-        ``"factor"``, unless ``deletion`` takes all factors out at once.
+        is another site: ``"factor"`` approximates it by a factor of the server's own, renewed at
+        each of its updates; ``"exact"`` refuses it by name. ``"auto"`` is ``"factor"``, unless
+        ``deletion`` takes all factors out at once.
     local : one of numpyro_fed.local, optional
         The local optimiser. By default the closed form where the model is conjugate, and
         ``local.Optax()`` elsewhere.
@@ -137,16 +129,13 @@ class PVI(Method[PVIResult, Conjugate]):
         guide of the locals nor a ``batch_size`` nor a ``loss`` is chosen; else ``ELBO()``.
     theta_optim : optax.GradientTransformation, optional
         For parameters without a prior (``numpyro.param``), which take one step on the free energy
-        at each update of the server (Appendices A and C); by default Adam at 0.02. They need many
-        more rounds than latents do.
+        at each update of the server (Appendices A and C); by default Adam at 0.02.
     start : {"mode", None} or Result
         ``"mode"``: some 15 exchanges find the mode of the globals' posterior. A silo's factor
         begins as the parabola of its own likelihood there, so that the posterior begins as
-        Laplace's approximation, and flat priors are allowed. Visits work in coordinates in which
-        the posterior is standard. It needs at most 300 globals and ``deletion="own"``, and is not
-        used where one pass in closed form is exact; otherwise it is as None. None: at the prior. A
-        result of another method on the same silos: at its posterior; every silo's factor is an
-        equal share of it.
+        Laplace's approximation, and flat priors are allowed. It needs at most 300 globals and
+        ``deletion="own"``, and is not used where one pass in closed form is exact. None: at the
+        prior. A result on the same silos: at its posterior, of which all factors are equal shares.
     starts : int
         Searches for the mode, side by side in one program; the highest is where the run starts.
     start_scale : float or None
@@ -160,8 +149,8 @@ class PVI(Method[PVIResult, Conjugate]):
     divergence, prior_divergence : callable
         The divergences to the cavity and to the prior, as in :mod:`numpyro_fed.divergences`.
     deletion : {"own", "none", "average", "prior"}
-        The part of the posterior that a silo takes out for its cavity: its own factor; nothing (as
-        in streaming); an average factor (stochastic power EP); all factors (committee machine).
+        What a silo takes out of the posterior for its cavity: its own factor; nothing (streaming);
+        an average factor (stochastic power EP); all factors (committee machine).
     prior_share : {"whole", "split"}
         Whether a silo's cavity holds all of the prior, or its share of it.
     max_rounds : int, optional
@@ -209,17 +198,13 @@ class PVI(Method[PVIResult, Conjugate]):
     def __post_init__(self) -> None:
         named(self.schedule)
         damping = self._damping
-        number = isinstance(damping, Real) and not isinstance(damping, bool)
-        if damping != "auto" and not (number and 0 < float(damping) <= 1):
+        if damping != "auto" and not (is_number(damping) and 0 < damping <= 1):
             raise ValueError(f"damping must be 'auto' or a number in (0, 1], got {damping!r}.")
         if self.start_scale is not None and not self.start_scale > 0:
             raise ValueError(f"start_scale must be positive or None, got {self.start_scale}.")
-        if self.deletion not in DELETIONS:
-            raise ValueError(f"deletion={self.deletion!r}: expected one of {DELETIONS}.")
-        if self.prior_share not in ("whole", "split"):
-            raise ValueError(f"prior_share={self.prior_share!r}: expected 'whole' or 'split'.")
-        if self.prior not in ("auto", "exact", "factor"):
-            raise ValueError(f"prior={self.prior!r}: expected 'auto', 'exact' or 'factor'.")
+        one_of("deletion", self.deletion, "own", "none", "average", "prior")
+        one_of("prior_share", self.prior_share, "whole", "split")
+        one_of("prior", self.prior, "auto", "exact", "factor")
         check_start(self.start)
         if self.prior == "factor" and self.deletion not in ("own", "none"):
             raise ValueError(
@@ -257,15 +242,11 @@ class PVI(Method[PVIResult, Conjugate]):
 
     def prepare(self, fm: FederatedModel) -> Conjugate:
         """Return the family of the globals, and a check whether the likelihood is conjugate."""
-        chosen = globals_of(fm, self.family, self._prior)
+        prior = self.prior
+        if prior == "auto":  # a factor, unless ``deletion`` takes all factors out at once
+            prior = "factor" if self.deletion in ("own", "none") else "exact"
+        chosen = globals_of(fm, self.family, prior)
         return chosen, conjugacy(fm, chosen)
-
-    @property
-    def _prior(self) -> str:
-        """The resolved ``prior``: a factor, unless ``deletion`` takes all factors out at once."""
-        if self.prior != "auto":
-            return self.prior
-        return "factor" if self.deletion in ("own", "none") else "exact"
 
     def _start(self, fm: FederatedModel, plan: Plan) -> str | None:
         """Return the kind of start: the mode, if silos keep a factor and one visit is not exact."""
@@ -326,26 +307,13 @@ class PVI(Method[PVIResult, Conjugate]):
 
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: Conjugate) -> Built:
         (chosen, _), resolved = prepared, plan.chosen
-        guide = build_resolved(self.guide, GuideConfig.of(resolved["guide"]), fm)
+        guide = build_resolved(self.guide, resolved["guide"], fm)
         # The factors' family takes the place of the guide's own part for the globals.
         guide = replace(guide, globals=FamilyGuide(fm.dim, chosen.family))
         objective = self._objective(fm, resolved["start"])
         draws = draws_of(self.objective, objective, guide)
-        local = self._local(plan)
-        closed = plan.facts.verdict("conjugate")
-        minibatches = minibatches_of(fm, plan.lengths, local.batch_size, guide, draws)
-        num_silos = plan.num_silos
-        schedule = named(self.schedule).build(num_silos)
-        # A silo's factor depends on its own data alone: one visit is exact.
-        exact = (
-            chosen.prior_outside is None
-            and not fm.named("param")
-            and self.deletion == "own"
-            and isinstance(local, ClosedForm)
-            and isinstance(self.prior_divergence, KL)
-        )
-        settings = self._settings(plan, schedule, local, exact=exact)
-        if fm.improper and not settings.from_mode:
+        local, closed = self._local(plan), plan.facts.verdict("conjugate")
+        if fm.improper and resolved["start"] is None:
             raise ModelError(
                 f"the prior of the global site '{fm.improper[0]}' is flat (ImproperUniform, or "
                 "masked), and so improper: without a start at the mode there is no posterior "
@@ -353,20 +321,19 @@ class PVI(Method[PVIResult, Conjugate]):
                 "deletion='own'; or give it a proper prior, however wide, such as "
                 "dist.Normal(0, 100)."
             )
-
         # None for KL, which has closed forms of its own.
         to_cavity = None
         if not isinstance(self.divergence, KL):
             if hasattr(self.divergence, "check"):
                 self.divergence.check(chosen.family)
             to_cavity = partial(self.divergence, chosen.family)
-        bound = bound_of(fm, guide, objective)
-        parts = PVIParts(
+        spec, num_silos = named(self.schedule), plan.num_silos
+        schedule = spec.build(num_silos)
+        pvi = PartitionedVI(
             model=fm,
             globals=chosen,
             guide=guide,
-            bound=bound,
-            plain_bound=bound.with_plain_gradient(),
+            bound=bound_of(fm, guide, objective),
             local=checked_local(local, closed, self.divergence),
             prior_local=prior_optimiser(chosen.family),
             conjugate=closed,
@@ -374,48 +341,12 @@ class PVI(Method[PVIResult, Conjugate]):
             # knows: larger steps overshoot where free energies are noisy, smaller ones need
             # more rounds.
             optim=self.theta_optim or optax.adam(0.02),
-            minibatches=minibatches,
+            minibatches=minibatches_of(fm, plan.lengths, local.batch_size, guide, draws),
             divergence=to_cavity,
             aggregate=aggregate(chosen.family, self.prior_divergence),
-        )
-        server, silo = Server(parts, settings), Silo(parts, settings)
-        factors = FactorParts(
-            chosen,
-            settings,
-            closed,
-            loss=self.loss not in (None, log_loss),
-            divergence=not all(isinstance(d, KL) for d in (self.divergence, self.prior_divergence)),
-            evaluation=Evaluation(server, silo),
-        )
-        algorithm, start = pvi(server, silo), None
-        if resolved["start"] == "result":
-            algorithm = algorithm._replace(carry=pvi_carry(server, silo))
-        if resolved["start"] == "mode":
-            begin = pvi_from_mode(server, silo)
-            start = start_rounds(
-                "mode", fm, plan.num_silos, self.starts, init_loc_fn_of(self.guide), begin
-            )
-        return Built(
-            model=fm,
-            guide=guide,
-            objective=objective,
-            algorithm=algorithm,
-            schedule=schedule,
-            draws=draws,
-            factors=factors,
-            start=start,
-        )
-
-    def _settings(
-        self, plan: Plan, schedule: Schedule | None, local: Local, *, exact: bool
-    ) -> Settings:
-        """Return the settings of server and silos."""
-        resolved, spec, num_silos = plan.chosen, named(self.schedule), plan.num_silos
-        updates, size = (1, num_silos) if schedule is None else (schedule.steps, schedule.size)
-        return Settings(
             num_silos=num_silos,
-            steps=updates,
-            participants=size,
+            steps=1 if schedule is None else schedule.steps,
+            participants=num_silos if schedule is None else schedule.size,
             damping=resolved["damping"],
             adaptive=resolved["adaptive"],
             deletion=self.deletion,
@@ -424,9 +355,33 @@ class PVI(Method[PVIResult, Conjugate]):
             delayed=isinstance(spec, Asynchronous),
             start_scale=self.start_scale,
             evidence_draws=self.evidence_draws,
-            share=local.share,
-            exact=exact,
+            # A silo's factor depends on its own data alone: one visit is exact.
+            exact=chosen.prior_outside is None
+            and not fm.named("param")
+            and self.deletion == "own"
+            and isinstance(local, ClosedForm)
+            and isinstance(self.prior_divergence, KL),
             from_mode=resolved["start"] is not None,
+            has_loss=self.loss not in (None, log_loss),
+            has_divergence=not all(
+                isinstance(d, KL) for d in (self.divergence, self.prior_divergence)
+            ),
+        )
+        algorithm, start = pvi.algorithm(), None
+        if resolved["start"] == "result":
+            algorithm = algorithm._replace(carry=pvi.carry())
+        if resolved["start"] == "mode":
+            init_loc_fn = structured(self.guide).init_loc_fn
+            start = start_rounds("mode", fm, num_silos, self.starts, init_loc_fn, pvi.begin())
+        return Built(
+            model=fm,
+            guide=guide,
+            objective=objective,
+            algorithm=algorithm,
+            schedule=schedule,
+            draws=draws,
+            factors=pvi,
+            start=start,
         )
 
     def result_of(
@@ -446,9 +401,9 @@ class PVI(Method[PVIResult, Conjugate]):
             fit,
             hosted,
             visits=visits,
-            damping=np.asarray(run.log.reports.damping),
+            damping=np.asarray(run.log.reports["damping"]),
             status=status,
-            own=np.asarray(run.log.reports.own),
+            own=np.asarray(run.log.reports["own"]),
         )
         if quiet:
             return result

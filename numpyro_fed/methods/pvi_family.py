@@ -13,6 +13,7 @@ import optax
 
 from numpyro_fed import local
 from numpyro_fed.divergences import KL
+from numpyro_fed.errors import one_of
 from numpyro_fed.local.base import Local
 from numpyro_fed.methods.pvi import PVI, Divergence
 from numpyro_fed.methods.schedules import Adaptive, Sequential, Spec, named
@@ -40,7 +41,6 @@ def GlobalVI(
 
     Parameters
     ----------
-    model : callable
     rate : float
         The step.
     gradient : {"natural", "plain"}
@@ -48,8 +48,8 @@ def GlobalVI(
         it.
     num_particles, batch_size
         Draws of the globals, and rows of each silo, in each step.
-    **settings
-        Settings of :class:`PVI`: ``family``, ``guide``, ``objective``, ... Here ``evidence_draws``
+    model, **settings
+        As for :class:`PVI`: ``family``, ``guide``, ``objective``, ... Here ``evidence_draws``
         is 1, since a round is short, and ``damping`` is ``schedules.Adaptive(1.0)``: noisy
         gradients at many silos may add up to an improper step, which is then halved.
 
@@ -59,20 +59,12 @@ def GlobalVI(
     >>> nf.GlobalVI(lambda y: None, rate=0.5).local.steps
     1
     """
+    one_of("gradient", gradient, "natural", "plain")
+    draws: dict[str, Any] = {"num_particles": num_particles, "batch_size": batch_size}
     if gradient == "natural":
-        step: Local = local.NaturalGradient(
-            rate=rate, steps=1, num_particles=num_particles, batch_size=batch_size
-        )
-    elif gradient == "plain":
-        step = local.Optax(
-            optim=optax.sgd(rate),
-            steps=1,
-            num_particles=num_particles,
-            batch_size=batch_size,
-            space="natural",
-        )
+        step: Local = local.NaturalGradient(rate=rate, steps=1, **draws)
     else:
-        raise ValueError(f"gradient={gradient!r}: expected 'natural' or 'plain'.")
+        step = local.Optax(optim=optax.sgd(rate), steps=1, space="natural", **draws)
     chosen = {"damping": Adaptive(1.0), "evidence_draws": 1, "start_scale": None, **settings}
     return PVI(model, schedule="synchronous", local=step, **chosen)
 
@@ -89,11 +81,10 @@ def BCM(model: Callable[..., Any], *, split: bool = False, **settings: Any) -> P
 
     Parameters
     ----------
-    model : callable
     split : bool
         Whether the prior is split over the silos.
-    **settings
-        Settings of :class:`PVI`: ``local``, ``family``, ...
+    model, **settings
+        As for :class:`PVI`: ``local``, ``family``, ...
 
     References
     ----------
@@ -105,16 +96,13 @@ def BCM(model: Callable[..., Any], *, split: bool = False, **settings: Any) -> P
     >>> nf.BCM(lambda y: None, split=True).prior_share
     'split'
     """
-    share = "split" if split else "whole"
-    return PVI(
-        model,
-        schedule="synchronous",
-        damping=1.0,
-        deletion="prior",
-        prior_share=share,
-        max_rounds=1,
-        **settings,
-    )
+    once: dict[str, Any] = {
+        "schedule": "synchronous",
+        "damping": 1.0,
+        "deletion": "prior",
+        "max_rounds": 1,
+    }
+    return PVI(model, prior_share="split" if split else "whole", **once, **settings)
 
 
 def VCL(model: Callable[..., Any], *, schedule: str | Spec = "sequential", **settings: Any) -> PVI:
@@ -124,11 +112,10 @@ def VCL(model: Callable[..., Any], *, schedule: str | Spec = "sequential", **set
 
     Parameters
     ----------
-    model : callable
     schedule : "sequential" or schedules.Sequential
         A schedule that visits each silo once.
-    **settings
-        Settings of :class:`PVI`: ``local``, ``family``, ...
+    model, **settings
+        As for :class:`PVI`: ``local``, ``family``, ...
 
     References
     ----------
@@ -160,10 +147,9 @@ def StreamingVB(
 
     Parameters
     ----------
-    model : callable
     schedule : str or one of numpyro_fed.schedules
-    **settings
-        Settings of :class:`PVI`: ``local``, ``family``, ``damping``, ...
+    model, **settings
+        As for :class:`PVI`: ``local``, ``family``, ``damping``, ...
 
     References
     ----------
@@ -185,11 +171,10 @@ def PowerEP(model: Callable[..., Any], *, alpha: float | None = None, **settings
 
     Parameters
     ----------
-    model : callable
     alpha : float, optional
         In (0, 1]; 0.5 by default.
-    **settings
-        Settings of :class:`PVI`; ``local=local.PowerEP(...)`` sets more than ``alpha``.
+    model, **settings
+        As for :class:`PVI`; ``local=local.PowerEP(...)`` sets more than ``alpha``.
 
     References
     ----------
@@ -212,11 +197,10 @@ def AlphaEP(model: Callable[..., Any], *, alpha: float | None = None, **settings
 
     Parameters
     ----------
-    model : callable
     alpha : float, optional
         In [0, 1), 0.5 by default; 0 is PVI.
-    **settings
-        Settings of :class:`PVI`; ``local=local.Optax(alpha=..., ...)`` sets more than ``alpha``.
+    model, **settings
+        As for :class:`PVI`; ``local=local.Optax(alpha=..., ...)`` sets more than ``alpha``.
 
     References
     ----------
@@ -243,11 +227,10 @@ def StochasticPowerEP(
 
     Parameters
     ----------
-    model : callable
     alpha : float, optional
         In (0, 1]; 0.5 by default.
-    **settings
-        Settings of :class:`PVI`: ``schedule``, ``local``, ...
+    model, **settings
+        As for :class:`PVI`: ``schedule``, ``local``, ...
 
     References
     ----------
@@ -297,7 +280,6 @@ def FedGVI(
 
     Parameters
     ----------
-    model : callable
     loss : callable, optional
         ``loss(distribution, value)`` at each observed site, one of :mod:`numpyro_fed.losses` or
         your own; by default minus the log density. Robust losses bound what one row can do.
@@ -306,8 +288,8 @@ def FedGVI(
         :mod:`numpyro_fed.divergences`, or your
         own ``(family, eta_q, eta_p) -> ()``. A silo's new coefficients are the gradient of its
         divergence with respect to the mean parameters, which for KL is ``eta_q - eta_cavity``.
-    **settings
-        Settings of :class:`PVI`: ``schedule``, ``damping``, ``local``, ...
+    model, **settings
+        As for :class:`PVI`: ``schedule``, ``damping``, ``local``, ...
 
     References
     ----------

@@ -12,7 +12,7 @@ from numpyro_fed.methods import schedules
 from numpyro_fed.methods.base import FederatedMethod
 from numpyro_fed.model.fingerprint import source_hash
 from numpyro_fed.privacy import budget
-from numpyro_fed.results.built import MethodSpec
+from numpyro_fed.results.base import MethodSpec
 
 # The classes of settings that are objects. A file may name one of these; nothing else in a file is
 # ever called, so that a file from a stranger runs no code.
@@ -33,7 +33,7 @@ class LostError(TypeError):
     """The error for a setting that JSON cannot hold."""
 
 
-def recipe(method: FederatedMethod[Any, Any], runtime: str) -> MethodSpec:
+def recipe(method: FederatedMethod[Any], runtime: str) -> MethodSpec:
     """Return the record from which a method can be rebuilt, given its model."""
     settings, lost = {}, []
     for f in fields(method):
@@ -61,7 +61,7 @@ def name_of(thing: object, names: Mapping[str, Any]) -> str:
     return next((name for name, known in names.items() if known is thing), "")
 
 
-def for_silos(method: FederatedMethod[Any, Any], names: Mapping[str, Any]) -> dict[str, Any]:
+def for_silos(method: FederatedMethod[Any], names: Mapping[str, Any]) -> dict[str, Any]:
     """Return the description of a method from which silos build the same."""
     model = method_model(method.model, names)
     if name := name_of(method, names):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -70,12 +70,11 @@ from numpyro_fed.model.row_checks import RowChecks, check_rows_apart, refuse_cou
 from numpyro_fed.model.split import split
 from numpyro_fed.programs import jit_once
 from numpyro_fed.results.at_silo import AtSilo, at_silo_of, outer_round
-from numpyro_fed.results.base import Silos
-from numpyro_fed.results.built import Built
+from numpyro_fed.results.base import Built, Fit, Silos
 from numpyro_fed.results.importance import weighing
 from numpyro_fed.results.loo import leaving_out, loo_exchange
 from numpyro_fed.results.mode import Near
-from numpyro_fed.results.rows import Fit, Result
+from numpyro_fed.results.rows import Result
 from numpyro_fed.results.tempered import tempering_of
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import SEARCH, WITHOUT_START
@@ -95,15 +94,13 @@ Used = TypeVar("Used")
 
 
 @dataclass(frozen=True)
-class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
+class Method(FederatedMethod[Found], Generic[Found, Prepared]):
     """A federated method for silos that hold rows, with its settings in a frozen dataclass.
 
     A subclass has further settings and builds the algorithm (:meth:`settings_for`,
     :meth:`assemble`). ``Prepared`` is the type of what :meth:`prepare` returns, kept with each
     layout of silos.
     """
-
-    plan_type: ClassVar[type[Plan]] = Plan
 
     _layouts: dict[Hashable, tuple[Layout, Plan, Prepared]] = field(
         default_factory=dict, init=False, repr=False, compare=False

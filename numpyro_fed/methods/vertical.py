@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,12 @@ from jax.typing import ArrayLike
 from tqdm.auto import tqdm
 
 from numpyro_fed.algorithms.base import ExchangeId, FederatedAlgorithm, Round, asked_directly
-from numpyro_fed.algorithms.vertical.base import Parties, Vertical
+from numpyro_fed.algorithms.vertical.augmented import Vertical
 from numpyro_fed.algorithms.vertical.curvature import NoModeError
-from numpyro_fed.algorithms.vertical.sample import SAMPLE
+from numpyro_fed.algorithms.vertical.parties import SAMPLE, Parties
 from numpyro_fed.algorithms.vertical.search import VerticalSearch
 from numpyro_fed.errors import DataError, ModelError, StartWarning
+from numpyro_fed.guides.structured import build_resolved, resolve
 from numpyro_fed.methods.base import (
     RUNTIMES,
     SEARCHES,
@@ -33,31 +34,31 @@ from numpyro_fed.methods.base import (
     reached,
 )
 from numpyro_fed.methods.mode import SEARCH
-from numpyro_fed.methods.recipe import for_silos
+from numpyro_fed.methods.recipe import for_silos, recipe
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
 from numpyro_fed.model.data import SiloData, read_one, signature
-from numpyro_fed.model.fingerprint import check_terms, source_hash, terms_of
-from numpyro_fed.model.observed import Supports, as_bucket
+from numpyro_fed.model.facts import (
+    VERSION,
+    Facts,
+    Plan,
+    check_same_digests,
+    check_same_ids,
+    digest,
+    facts_of_columns,
+    read_ids,
+    shared_text,
+)
+from numpyro_fed.model.fingerprint import SOFTWARE, check_terms, terms_of
 from numpyro_fed.model.padding import bucket, one_by_one
-from numpyro_fed.model.roles import (
+from numpyro_fed.model.values import Supports, as_bucket
+from numpyro_fed.model.vertical import (
     Text,
     VerticalSplit,
     is_array,
     split,
-    with_server_data,
 )
-from numpyro_fed.model.traces import Traces
-from numpyro_fed.model.vertical_facts import (
-    Shapes,
-    VerticalPlan,
-    check_same_digests,
-    check_same_ids,
-    digest,
-    read_ids,
-    shared_text,
-)
-from numpyro_fed.results.base import Silos
-from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalResult, VerticalStart
+from numpyro_fed.results.base import Built, Fit, Silos
+from numpyro_fed.results.vertical import VerticalResult, VerticalStart
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import SEARCH as BEGIN_SEARCH
 from numpyro_fed.runtime.messages import Crossings
@@ -72,7 +73,7 @@ OPENING = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
+class VerticalMethod(FederatedMethod[Outcome]):
     """A method for models whose clients hold some columns of every row.
 
     Parameters
@@ -85,13 +86,10 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
     """
 
     kind: ClassVar[type[VerticalResult]] = VerticalResult
-    plan_type: ClassVar[type[VerticalPlan]] = VerticalPlan
 
     likelihood: str = field(default="augmented", kw_only=True)
     share_response: bool = field(default=False, kw_only=True)
-    _fits: dict[Hashable, VerticalFit] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _fits: dict[Hashable, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.likelihood not in ("augmented", "power"):
@@ -111,23 +109,27 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
     def settings_of(self, v: Any) -> dict[str, Any]:
         """Return the settings that a saved state must agree with."""
 
-    def assemble(self, roles: VerticalSplit) -> VerticalBuilt:
+    def assemble(self, roles: VerticalSplit) -> Built:
         """Return the algorithm for a model that is split over clients."""
         if self.likelihood == "power" and roles.model.below:
             raise ModelError(LATENT_OF_SUM.format(roles.model.below[0]))
         v = self.parties(roles)
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), roles.server)
-        return VerticalBuilt(
-            vertical=v,
+        server = roles.model.server
+        search: VerticalSearch | None = None
+        guide = build_resolved(None, resolve(None, server, {}, {}), server)
+        if isinstance(v, Vertical):
+            guide, search = v.guide(v.server), VerticalSearch(v, like) if v.from_start else None
+        return Built(
+            model=server,
+            guide=guide,
             algorithm=v.algorithm(like),
+            parties=v,
             settings={"method": type(self).__name__, **self.settings_of(v)},
-            static=roles.arguments[:1],
-            search=VerticalSearch(v, like) if isinstance(v, Vertical) and v.from_start else None,
+            search=search,
         )
 
-    def result_of(
-        self, run: RunOutcome, fit: VerticalFit, hosted: Silos, *, quiet: bool = False
-    ) -> Any:
+    def result_of(self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False) -> Any:
         return self.kind(run.losses, run.state, fit, hosted)
 
     def run(
@@ -178,7 +180,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         options = RunOptions(num_rounds, None, progress_bar, stop, callback, every)
         fit, hosted = self._compiled_for(args, kwargs, runtime, row_ids)
         if progress_bar:
-            tqdm.write(str(fit.messages(hosted)))
+            tqdm.write(str(_crossings(fit, hosted)))
         if init_state is None:
             elsewhere = None if fit.reach is None else partial(fit.reach, begin=BEGIN_SEARCH)
             state, start = begin(fit, key, hosted.batches, elsewhere or SEARCHES[runtime])
@@ -192,9 +194,50 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
 
         They cross before the first round, as often as ``VerticalResult.start`` says, and in each
         round.
+
+        A client's ``part`` has a number for each row. In the exact split it is the predictor, and
+        many draws of it reveal the client's columns up to what the predictor does with them: a
+        linear predictor of ``p`` columns spans their column space in about ``p`` rounds
+        (``benchmarks/vertical_reveals.py``). A sum over clients reveals as much about the sum of
+        predictors alone, but with two clients each can subtract its own part.
+
+        With ``rho`` every number is sent with noise of that standard deviation, drawn anew in each
+        round. The mean over ``T`` rounds is then known up to ``rho / sqrt(T)`` and the spread of
+        the posterior: noise hides single draws, and not what many rounds have in common. Amortised
+        auxiliary variables follow the predictor from draw to draw, so that after one or two
+        thousand rounds they reveal the columns as the exact split does, up to a linear map.
+        Mean-field ones reveal little but the mean predictor: choose them if columns are to be
+        hidden. Noise hides nothing from a server that knows its key, which is why a
+        :class:`Silo` draws it with a key that only the client knows.
+
+        The server sends the gradient of the log likelihood for each row. It is not the response,
+        but for many likelihoods reveals it: the sign of the gradient is a Bernoulli response.
+
+        Examples
+        --------
+        >>> import numpy as np, numpyro, numpyro.distributions as dist
+        >>> import numpyro_fed as nf
+        >>> def predictor(x):
+        ...     return x * numpyro.sample("slope", dist.Normal(0, 1))
+        >>> def model(xs, y=None):
+        ...     eta = nf.client_sum("client", predictor, xs)
+        ...     with numpyro.plate("row", eta.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+        >>> print(nf.VFL(model, rho=1.0).messages([np.ones(3), np.ones(3)], np.zeros(3)))
+        when   exchange       from    to      array              shape   dtype
+        start  begin at zero  server  client  at_best.better     ()      bool
+        start  begin at zero  server  client  at_best.slope      (3,)    float32
+        start  begin at zero  server  client  at_best.curvature  (3,)    float32
+        start  begin at zero  server  client  tau                ()      float32
+        start  begin at zero  client  server  ok                 ()      bool     summed
+        round  draw           client  server  part               (1, 3)  float32  summed
+        round  draw           client  server  own                ()      float32  summed
+        round  draw           client  server  ok                 ()      bool     summed
+        round  step           server  client  part               (1, 3)  float32
+        round  step           client  server  resting            ()      float32  summed
+        round  step           client  server  ok                 ()      bool     summed
         """
-        fit, hosted = self._compiled_for(args, kwargs, "simulation")
-        return fit.messages(hosted)
+        return _crossings(*self._compiled_for(args, kwargs, "simulation"))
 
     def load(
         self, path: str | Path, *args: object, runtime: str = "simulation", **kwargs: object
@@ -215,7 +258,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         kwargs: dict[str, Any],
         runtime: str,
         row_ids: Sequence[ArrayLike] | None = None,
-    ) -> tuple[VerticalFit, Silos]:
+    ) -> tuple[Fit, Silos]:
         if runtime not in RUNTIMES:
             raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
         inputs = (*args, *kwargs.values())
@@ -223,22 +266,24 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         if clients is not None:
             own = None if row_ids is None else row_ids[-1]
             return self._over(clients, args, kwargs, own)
-        roles = split(Text.of(self.model, args, kwargs), share_response=self.share_response)
+        whole = Text.of(self.model, args, kwargs)
+        roles = split(whole, share_response=self.share_response)
         if row_ids is not None:
             check_same_ids(row_ids, roles.model.rows, len(roles.clients))
         precision = str(jnp.result_type(float))
         cache_key = (runtime, precision, roles.arguments, *map(signature, roles.clients))
         if cache_key not in self._fits:
-            built, source = self.assemble(roles), source_hash(self.model)
-            self._fits[cache_key] = VerticalFit(
+            built = self.assemble(roles)
+            self._fits[cache_key] = Fit(
                 built=built,
                 runtime=RUNTIMES[runtime](built.algorithm, None),
-                server_data=roles.server,
-                source=source,
+                plan=Plan(facts_of_columns(whole.data), len(roles.clients), (), ()),
+                recipe=recipe(self, runtime),
             )
         fit = replace(self._fits[cache_key], server_data=roles.server)
         # At every run, since the response's values may be other ones than at the first.
-        fit.built.supports.check(as_bucket(roles.server))
+        checks = fit.cached("supports", lambda: Supports.of_server(roles.model))
+        checks.check(as_bucket(roles.server))
         sizes: list[dict[str, int]] = [{} for _ in roles.clients]
         buckets = (
             one_by_one(roles.clients, sizes)
@@ -253,7 +298,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         row_ids: ArrayLike | None,
-    ) -> tuple[VerticalFit, Silos]:
+    ) -> tuple[Fit, Silos]:
         """Return the fit for clients that a federation stands for among the model's arguments."""
         bound = inspect.signature(self.model).bind(*args, **kwargs).arguments
 
@@ -261,12 +306,12 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
             return {k: columns if a is federation else a for k, a in bound.items()}
 
         name, facts = federation.describe(for_silos(self, federation.names))
-        plan, roles = self.agree(tuple(map(Shapes.from_json, facts)), arguments, row_ids)
+        plan, roles = self.agree(tuple(map(Facts.from_json, facts)), arguments, row_ids)
 
-        def make(reach: Callable[..., Runtime]) -> VerticalFit:
+        def make(reach: Callable[..., Runtime]) -> Fit:
             built = self.assemble(roles)
             runtime = reach(built.algorithm)
-            return VerticalFit(
+            return Fit(
                 built=built, runtime=runtime, server_data=roles.server, plan=plan, reach=reach
             )
 
@@ -277,14 +322,18 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
 
     def agree(
         self,
-        clients: tuple[Shapes, ...],
+        clients: tuple[Facts, ...],
         arguments: Callable[[list[Any]], Mapping[str, Any]],
         row_ids: ArrayLike | None = None,
-    ) -> tuple[VerticalPlan, VerticalSplit]:
+    ) -> tuple[Plan, VerticalSplit]:
         """Return the plan of clients with these facts, and the server's part in it.
 
         ``arguments(columns)`` returns the model's arguments by name; it is called with zeros.
         """
+        if any(client.version != VERSION for client in clients):
+            raise ModelError(
+                "a client's facts were written by another version. All parties must run the same."
+            )
         digests = {f"client {j}": client.ids for j, client in enumerate(clients)}
         # The plan goes to all clients, whom the digests of others do not concern.
         clients = tuple(replace(client, ids="") for client in clients)
@@ -316,31 +365,28 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         if row_ids is not None:
             digests["the server"] = digest(read_ids(row_ids, roles.model.rows, "the server"))
         check_same_digests(digests)
-        plan = VerticalPlan(Shapes.of(read_one("the server", given)), clients, shared, ())
-        terms = tuple(
-            terms_of(Traces(party.text, split=False), data, by_value=plan.by_value)
-            for party, data in zip(roles.model.clients, roles.clients, strict=True)
-        )
-        return replace(plan, terms=terms), roles
+        facts = facts_of_columns(read_one("the server", given))
+        software = SOFTWARE if all(c.software == SOFTWARE for c in clients) else ""
+        clients_data = zip(roles.model.clients, roles.clients, strict=True)
+        terms = tuple(terms_of(p.traces, data, by_value=not software) for p, data in clients_data)
+        plan = Plan(facts, len(clients), (), (), "{}", terms, software, clients, shared)
+        return plan, roles
 
-    def describe(self, silo: object, row_ids: ArrayLike | None = None) -> Shapes:
+    def describe(self, silo: object, row_ids: ArrayLike | None = None) -> Facts:
         """Return the facts of a client's columns: shapes, dtypes, plain values, digest of ids."""
-        shapes = Shapes.of(self.read_silo(silo))
+        facts = facts_of_columns(self.read_silo(silo))
         if row_ids is None:
-            return shapes
+            return facts
         rows = rows_of(silo) or np.shape(row_ids)[0]
-        return replace(shapes, ids=digest(read_ids(row_ids, rows, "this client")))
+        return replace(facts, ids=digest(read_ids(row_ids, rows, "this client")))
 
-    def read_silo(
-        self, silo: object, plan: VerticalPlan | None = None, number: int = 0
-    ) -> SiloData:
+    def read_silo(self, silo: object, plan: Plan | None = None, number: int = 0) -> SiloData:
         """Return a client's columns, checked; with the plan, as the algorithm takes them."""
         if plan is None:
             return read_one("a client", {"columns": silo})
         expected = self._roles(plan).clients[number]
-        predictor = expected.kwargs["predictor"]
-        data = read_one(f"client {number}", {"columns": silo, "predictor": predictor})
-        data = with_server_data(data, plan.shared_text) if self.share_response else data
+        own = {"columns": silo, "predictor": expected.kwargs["predictor"]}
+        data = plan.client_data(own, f"client {number}")
         if signature(data) != signature(expected):
             raise DataError(
                 f"client {number} holds columns of another shape or kind than the plan says. The "
@@ -348,57 +394,62 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
             )
         return data
 
-    def check_plan(self, plan: VerticalPlan, facts: str, number: int) -> None:
+    def check_plan(self, plan: Plan, facts: str, number: int) -> None:
         """Raise an error for a plan that does not come from these facts of client ``number``."""
-        own = replace(Shapes.from_json(facts), ids="")
+        own = replace(Facts.from_json(facts), ids="")
         if not 0 <= number < plan.num_silos or plan.clients[number] != own:
             raise DataError(
                 f"client {number} holds columns of another shape or kind than the plan says. The "
                 "plan must be made from the facts of this client, as the client of this number."
             )
-        roles, by_value = self._roles(plan), plan.by_value
-        traces = Traces(roles.model.clients[number].text, split=False)
+        roles, by_value = self._roles(plan), not plan.software
+        traces = roles.model.clients[number].traces
         mine = terms_of(traces, roles.clients[number], by_value=by_value)
         check_terms(plan.terms[number], mine, f"client {number}", by_value=by_value)
 
-    def build(self, plan: VerticalPlan) -> VerticalBuilt:
+    def build(self, plan: Plan) -> Built:
         """Return the algorithm from model and plan, the same at every party."""
         return self.assemble(self._roles(plan))
 
     def round_of(
-        self, built: VerticalBuilt, asked: ExchangeId
+        self, built: Built, asked: ExchangeId
     ) -> tuple[Round, FederatedAlgorithm[Any, Any]]:
         """Return the round that declares an exchange, and the algorithm whose states it has.
 
         It is one of a run, or the one in which all draw.
         """
         if asked.name == SAMPLE:
-            question = built.sampling(asked.read_settings()["num_draws"]).exchange
+            number = asked.read_settings()["num_draws"]
+            question, _ = cast(Parties, built.parties).sampling(number)
             return Round((question,), asked_directly), built.algorithm
         return built.round_of(asked.name)
 
-    def size_of(self, plan: VerticalPlan, built: VerticalBuilt, data: SiloData) -> PlanSize:
+    def size_of(self, plan: Plan, built: Built, data: SiloData) -> PlanSize:
         """Return how large a plan is, as a client's owner sees it."""
-        largest = max(party.dim for party in built.model.clients)
-        return PlanSize(plan.num_silos, built.model.rows, largest)
+        model = cast(Parties, built.parties).model
+        return PlanSize(plan.num_silos, model.rows, max(party.dim for party in model.clients))
 
-    def rows_that_count(self, built: VerticalBuilt, data: SiloData) -> int:
+    def rows_that_count(self, built: Built, data: SiloData) -> int:
         """Return the number of rows, whose outcomes a client does not know."""
-        return built.model.rows
+        return cast(Parties, built.parties).model.rows
 
-    def check_exchange(
-        self, built: VerticalBuilt, asked: ExchangeId, number: int, data: SiloData
-    ) -> None:
+    def check_exchange(self, built: Built, asked: ExchangeId, number: int, data: SiloData) -> None:
         """Do nothing: any exchange suits any client."""
         return
 
-    def _roles(self, plan: VerticalPlan) -> VerticalSplit:
-        text = Text.of(self.model, (), plan.arguments.zeros())
+    def _roles(self, plan: Plan) -> VerticalSplit:
+        text = Text.of(self.model, (), plan.facts.zeros())
         return split(text, share_response=self.share_response)
 
 
+def _crossings(fit: Fit, hosted: Silos) -> Crossings:
+    """Return all arrays that cross between the server and the first client."""
+    data = fit.plan.template() if hosted.elsewhere else hosted.data[0]
+    return fit.built.messages(data, fit.server_data, silo="client")
+
+
 def begin(
-    fit: VerticalFit,
+    fit: Fit,
     key: Array,
     batches: Batches,
     runtime_of: Callable[[FederatedAlgorithm[Any, Any]], Runtime],
@@ -410,11 +461,12 @@ def begin(
     runtime = fit.cached(SEARCH, lambda: runtime_of(search.algorithm))
     key_search = jax.random.fold_in(key, OPENING)
     first = runtime.init(key_search, batches)
-    num_clients = len(fit.built.model.clients)
-    ask = Asked(runtime.transport(batches), key_search, num_clients, first.silos)
+    ask = Asked(runtime.transport(batches), key_search, fit.plan.num_silos, first.silos)
     key_server = server_key(exchange_key(key_search, 0, 0, 1))
     try:
-        server, log_density = search.run(ask, key_server, first.server, fit.server_data)
+        server, log_density = search.run(
+            ask, key_server, first.server, cast(SiloData, fit.server_data)
+        )
     except NoModeError:
         log_density = np.nan
     if ask.unusable or np.isnan(log_density):

@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax.numpy as jnp
 import optax
@@ -19,12 +19,10 @@ from numpyro_fed.algorithms.base import (
     Round,
     asked_directly,
 )
-from numpyro_fed.algorithms.vertical.augmented import Augmented
-from numpyro_fed.algorithms.vertical.base import Vertical
-from numpyro_fed.algorithms.vertical.power import Power
-from numpyro_fed.algorithms.vertical.sample import PartyType
+from numpyro_fed.algorithms.vertical.augmented import Vertical
+from numpyro_fed.algorithms.vertical.parties import PartyType
 from numpyro_fed.algorithms.vertical.soul import Soul
-from numpyro_fed.algorithms.vertical.weigh import Weighing
+from numpyro_fed.algorithms.vertical.weigh import WeighParties
 from numpyro_fed.errors import GuideError, StartWarning, positive_int
 from numpyro_fed.guides.amortised import Amortised
 from numpyro_fed.guides.auxiliary import auxiliary_guide
@@ -33,14 +31,15 @@ from numpyro_fed.methods.mode import SEARCHED_UP_TO
 from numpyro_fed.methods.sfvi import default_optimiser
 from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.model.clients import positive_rho
-from numpyro_fed.model.data import signature
-from numpyro_fed.model.roles import (
+from numpyro_fed.model.data import SiloData, signature
+from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.model.vertical import (
     VerticalSplit,
     check_batches,
     hyperparameter_mask,
 )
-from numpyro_fed.results.vertical import SOULResult, VerticalBuilt, VerticalResult
-from numpyro_fed.runtime.messages import Crossings
+from numpyro_fed.results.base import Built
+from numpyro_fed.results.vertical import SOULResult, VerticalResult
 
 # Rows up to which each auxiliary variable has a normal of its own by default. Above, an amortised
 # guide has fewer parameters, but its messages tell more of the columns (docs/results/vertical.md).
@@ -190,77 +189,19 @@ class VFL(VerticalMethod[VerticalResult]):
             )
         super().__post_init__()
 
-    def messages(self, *args: object, **kwargs: object) -> Crossings:
-        """Return all arrays that cross between server and clients, with their shapes.
-
-        They cross before the first round, as often as ``VerticalResult.start`` says, and in each
-        round.
-
-        A client's ``part`` has a number for each row. In the exact split it is the predictor, and
-        many draws of it reveal the client's columns up to what the predictor does with them: a
-        linear predictor of ``p`` columns spans their column space in about ``p`` rounds
-        (``benchmarks/vertical_reveals.py``). A sum over clients reveals as much about the sum of
-        predictors alone, but with two clients each can subtract its own part.
-
-        With ``rho`` every number is sent with noise of that standard deviation, drawn anew in each
-        round. The mean over ``T`` rounds is then known up to ``rho / sqrt(T)`` and the spread of
-        the posterior: noise hides single draws, and not what many rounds have in common. Amortised
-        auxiliary variables follow the predictor from draw to draw, so that after one or two
-        thousand rounds they reveal the columns as the exact split does, up to a linear map.
-        Mean-field ones reveal little but the mean predictor: choose them if columns are to be
-        hidden. Noise hides nothing from a server that knows its key, which is why a
-        :class:`Silo` draws it with a key that only the client knows.
-
-        The server sends the gradient of the log likelihood for each row. It is not the response,
-        but for many likelihoods reveals it: the sign of the gradient is a Bernoulli response.
-
-        Examples
-        --------
-        >>> import numpy as np, numpyro, numpyro.distributions as dist
-        >>> import numpyro_fed as nf
-        >>> def predictor(x):
-        ...     return x * numpyro.sample("slope", dist.Normal(0, 1))
-        >>> def model(xs, y=None):
-        ...     eta = nf.client_sum("client", predictor, xs)
-        ...     with numpyro.plate("row", eta.shape[0]):
-        ...         numpyro.sample("y", dist.Normal(eta, 1), obs=y)
-        >>> print(nf.VFL(model, rho=1.0).messages([np.ones(3), np.ones(3)], np.zeros(3)))
-        when   exchange       from    to      array              shape   dtype
-        start  begin at zero  server  client  at_best.better     ()      bool
-        start  begin at zero  server  client  at_best.slope      (3,)    float32
-        start  begin at zero  server  client  at_best.curvature  (3,)    float32
-        start  begin at zero  server  client  tau                ()      float32
-        start  begin at zero  client  server  ok                 ()      bool     summed
-        round  draw           client  server  part               (1, 3)  float32  summed
-        round  draw           client  server  own                ()      float32  summed
-        round  draw           client  server  ok                 ()      bool     summed
-        round  step           server  client  part               (1, 3)  float32
-        round  step           client  server  resting            ()      float32  summed
-        round  step           client  server  ok                 ()      bool     summed
-        """
-        return super().messages(*args, **kwargs)
-
     @property
     def hides_by_noise(self) -> bool:
         return self.rho is not None
 
     def parties(self, roles: VerticalSplit) -> Vertical:
-        """Return a model that is split over clients, with its guides."""
-        model, clients = roles.model, roles.clients
+        model = roles.model
         if self.batch_size is not None:
             check_batches(roles, self.batch_size)
-        pairs = zip(model.clients, clients, strict=True)
-        # Clients of equal shapes share one program, and one guide up to its parameters.
-        distinct = {signature(data): (party_model, data) for party_model, data in pairs}
-        kinds = {
-            known: PartyType(
-                party_model,
-                resolve(self.guide, party_model, {}, {}),
-                hyperparameter_mask(party_model, data),
-            )
-            for known, (party_model, data) in distinct.items()
-        }
-        spec = self._auxiliary(model.rows)
+
+        def party_type(spec: Any, party: FederatedModel, data: SiloData) -> PartyType:
+            return PartyType(party, resolve(spec, party, {}, {}), hyperparameter_mask(party, data))
+
+        pairs = zip(model.clients, roles.clients, strict=True)
         # The response's numbers for each row, which clients give to their guides if they know it.
         known = sum(
             int(roles.server.arrays[n].size / model.rows) if self.share_response else 0
@@ -268,20 +209,20 @@ class VFL(VerticalMethod[VerticalResult]):
         )
         start = self._start(roles)
         at_zero = model.with_total(roles.server, jnp.zeros(model.shape, model.dtype))
-        hyperparameters = hyperparameter_mask(model.server, at_zero)
-        kind: type[Vertical] = Power if self.likelihood == "power" else Augmented
-        vertical = kind(
+        auxiliary = None
+        if self.rho is not None:
+            spec = self._auxiliary(model.rows)
+            auxiliary = auxiliary_guide(spec, model.shape, self.rho, known)
+        vertical = Vertical(
             model=model,
-            server=PartyType(
-                model.server, resolve(self.server_guide, model.server, {}, {}), hyperparameters
-            ),
-            kinds=kinds,
+            power=self.likelihood == "power",
+            server=party_type(self.server_guide, model.server, at_zero),
+            # Clients of equal shapes share one program, and one guide up to its parameters.
+            kinds={signature(data): party_type(self.guide, party, data) for party, data in pairs},
             spec=self.guide,
             server_spec=self.server_guide,
             rho=self.rho,
-            auxiliary=None
-            if self.rho is None
-            else auxiliary_guide(spec, model.shape, self.rho, known),
+            auxiliary=auxiliary,
             optim=self.optim or default_optimiser(),
             num_particles=self.num_particles,
             batch_size=self.batch_size,
@@ -296,7 +237,6 @@ class VFL(VerticalMethod[VerticalResult]):
         return replace(vertical, rank=min(rank, width) if width else rank, width=width)
 
     def settings_of(self, v: Vertical) -> dict[str, Any]:
-        """Return the settings that a saved state must agree with."""
         guides = [v.server.resolved, *(kind.resolved for kind in v.kinds.values())]
         names = "rho", "likelihood", "num_particles", "batch_size", "local_steps"
         return {
@@ -308,11 +248,10 @@ class VFL(VerticalMethod[VerticalResult]):
         }
 
     def round_of(
-        self, built: VerticalBuilt, asked: ExchangeId
+        self, built: Built, asked: ExchangeId
     ) -> tuple[Round, FederatedAlgorithm[Any, Any]]:
-        """Return the round that declares an exchange, and the algorithm whose states it has."""
         if asked.name == IMPORTANCE:
-            question = Weighing(built.vertical, **asked.read_settings()).exchange
+            question = WeighParties(cast(Vertical, built.parties), **asked.read_settings()).exchange
             return Round((question,), asked_directly), built.algorithm
         return super().round_of(built, asked)
 
@@ -324,14 +263,12 @@ class VFL(VerticalMethod[VerticalResult]):
         """Return the resolved rank of the noise that all parties share."""
         guides = [v.guide(kind).globals for kind in (v.server, *v.kinds.values())]
         # With latents at one party alone there is nothing to share.
-        party_models = (v.model.server, *v.model.clients)
-        has_several = sum(party_model.dim > 0 for party_model in party_models) > 1
+        has_several = sum(party.dim > 0 for party in v.model.parties) > 1
+        can_share = all(guide.has_standard_noise for guide in guides)
         if self.rank == "auto":
-            can_share = has_several and all(guide.has_standard_noise for guide in guides)
-            return (
-                min(v.dim - 1, MAX_RANK) if can_share and start == "mode" and v.rho is None else 0
-            )
-        if self.rank and not all(guide.has_standard_noise for guide in guides):
+            shares = can_share and has_several and start == "mode" and v.rho is None
+            return min(v.dim - 1, MAX_RANK) if shares else 0
+        if self.rank and not can_share:
             raise GuideError(
                 f"rank={self.rank}: noise can be shared by guides that draw each latent from one "
                 "standard normal, the structured guide's diagonal, full and skewed covariances. "
@@ -345,12 +282,11 @@ class VFL(VerticalMethod[VerticalResult]):
         if kind == "auto":
             kind = "mode" if self.rho is None else "own"
         model = roles.model
-        party_models = model.server, *model.clients
         # A search for the mode is not possible with parameters without a prior.
-        if kind == "mode" and any(party.named("param") for party in party_models):
+        if kind == "mode" and any(party.named("param") for party in model.parties):
             kind = None if self.rho is None else "own"
         # Each party's curvature can be computed of some latents, and not of too many.
-        largest = max(party.dim for party in party_models)
+        largest = max(party.dim for party in model.parties)
         few = 0 < largest <= SEARCHED_UP_TO and largest * math.prod(model.shape) <= MAX_JACOBIAN
         start = kind if few else None
         if self.start in ("mode", "own") and start != self.start:
@@ -456,7 +392,6 @@ class SOUL(VerticalMethod[SOULResult]):
         return True
 
     def parties(self, roles: VerticalSplit) -> Soul:
-        """Return a model that is split over clients, with their chains."""
         pairs = zip(roles.model.clients, roles.clients, strict=True)
         return Soul(
             model=roles.model,
@@ -470,6 +405,5 @@ class SOUL(VerticalMethod[SOULResult]):
         )
 
     def settings_of(self, v: Soul) -> dict[str, Any]:
-        """Return the settings that a saved state must agree with."""
         names = "rho", "likelihood", "num_steps", "step_size", "num_kept"
         return {name: getattr(self, name) for name in names}

@@ -30,10 +30,7 @@ Rows = dict[str, Array]
 
 
 def bind(model: Callable[..., Any], values: dict[str, Array], theta: Theta) -> Callable[..., Any]:
-    """Return the model with latents and parameters substituted, both given unconstrained.
-
-    ``values`` has latents by site. Log-determinants of their bijections become factors.
-    """
+    """Return the model at unconstrained latents, whose log-determinants become factors."""
 
     def substitute(site: dict[str, Any]) -> Any:
         name = site["name"]
@@ -84,10 +81,7 @@ def sum_rows(value: Array) -> Array:
 
 
 def unpack(sites: Sequence[Site], z_G: Array, z_L: Rows) -> dict[str, Array]:
-    """Return each latent's unconstrained value, given ``z_G`` (dim,) and ``z_L``.
-
-    ``z_L`` is {plate: (rows, dim)}.
-    """
+    """Return each latent's value from ``z_G`` (dim,) and ``z_L`` {plate: (rows, dim)}."""
     values = {}
     for s in sites:
         if s.kind == "latent" and s.plate is None:
@@ -96,6 +90,20 @@ def unpack(sites: Sequence[Site], z_G: Array, z_L: Rows) -> dict[str, Array]:
             rows = z_L[str(s.plate)][:, s.start : s.stop]
             values[s.name] = jnp.moveaxis(rows.reshape(len(rows), *s.shape), 0, s.axis or 0)
     return values
+
+
+def run_text(
+    model: Callable[..., Any],
+    values: dict[str, Array],
+    theta: Theta,
+    data: SiloData,
+    key: Array | None = None,
+) -> dict[str, Any]:
+    """Return the trace of a text at these latents and parameters; others come from the key."""
+    text = handlers.seed(bind(model, values, theta), jax.random.key(0) if key is None else key)
+    with TRACING:
+        trace: dict[str, Any] = handlers.trace(text).get_trace(**data.kwargs)
+    return trace
 
 
 def trace_at(
@@ -109,13 +117,8 @@ def trace_at(
 ) -> tuple[dict[str, Array], dict[str, Any]]:
     """Return the log probability of each sample site, not summed, and the trace.
 
-    Where a log probability is NaN or infinite above it is minus infinity (:mod:`.densities`).
     Neither depends on the key if ``z_G`` and ``z_L`` hold all latents: ``split`` refuses texts with
     other randomness.
     """
-    text = bind(model, unpack(sites, z_G, z_L), theta)
-    seeded = handlers.seed(text, jax.random.key(0) if key is None else key)
-    with TRACING:
-        trace = handlers.trace(seeded).get_trace(**data.kwargs)
-        sampled = {n: s for n, s in trace.items() if s["type"] == "sample"}
-        return {n: log_prob(s) for n, s in sampled.items()}, trace
+    trace = run_text(model, unpack(sites, z_G, z_L), theta, data, key)
+    return {n: log_prob(s) for n, s in trace.items() if s["type"] == "sample"}, trace

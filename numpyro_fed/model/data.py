@@ -20,7 +20,7 @@ from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
 from jax.typing import ArrayLike
 
 from numpyro_fed.errors import DataError
-from numpyro_fed.model.frames import Frame, as_dict, column_names, is_frame
+from numpyro_fed.model.tables import Frame, as_dict, column_names, is_frame
 
 Sizes = dict[str, int]
 
@@ -30,6 +30,7 @@ Sizes = dict[str, int]
 GAPS = 10.0
 
 Made = TypeVar("Made")
+Listed = TypeVar("Listed")
 
 
 @jax.tree_util.register_dataclass
@@ -91,10 +92,7 @@ class SiloData:
 
 
 class ReadSilos(Sequence[SiloData]):
-    """The data of all silos, read and checked, with a cache of what was built for each text.
-
-    It is accepted wherever a list of dicts is, and is not read again. For JAX it is a pytree.
-    """
+    """The data of all silos, read once, with a cache of what was built for each text: a pytree."""
 
     def __init__(self, silos: Iterable[SiloData]):
         self._silos = tuple(silos)
@@ -124,26 +122,24 @@ SiloInput: TypeAlias = Mapping[str, Any] | Frame
 SilosInput: TypeAlias = Sequence[SiloInput] | ReadSilos
 
 
-def read(silos: SilosInput, model: Callable[..., Any] | None = None) -> ReadSilos:
+def read(
+    silos: SilosInput,
+    model: Callable[..., Any] | None = None,
+    columns: Sequence[Mapping[str, tuple[str, ...]]] | None = None,
+) -> ReadSilos:
     """Read and check the user's list of dicts, each into a :class:`SiloData` of NumPy arrays.
 
     DataFrames and their columns become arrays, and a silo that is a DataFrame the dict of its
-    columns. NaN is read as a missing value: whether it is one of an outcome, which alone may be
-    missing, the model's text says (:mod:`numpyro_fed.model.observed`). Data that were read already
-    are returned as they are. A model with a method ``of_silos`` adds arrays of its own to each
-    silo's data, such as the number of the silo's block of a site.
+    columns; ``columns`` are their names at each silo, where they became arrays elsewhere. NaN is
+    read as a missing value: whether it is one of an outcome, which alone may be missing, the
+    model's text says (:mod:`numpyro_fed.model.values`). Data that were read already are returned
+    as they are. A model with a method ``of_silos`` adds arrays of its own to each silo's data, such
+    as the number of the silo's block of a site.
     """
     if isinstance(silos, ReadSilos):
         return silos
-    if isinstance(silos, Mapping) or not isinstance(silos, Sequence):
-        raise DataError(
-            "silos must be a list with one dict of keyword arguments for each silo, "
-            f"got {type(silos).__name__}. For a single silo pass a list with one dict."
-        )
-    if not silos:
-        raise DataError("the list of silos is empty: pass one dict of arrays for each silo.")
     names = None if model is None else argument_names(model)
-    plain = [as_dict(f"silo {j}", silo, names) for j, silo in enumerate(silos)]
+    plain = [as_dict(f"silo {j}", silo, names) for j, silo in enumerate(listed(silos))]
     frames = {j: set(silo.columns) for j, silo in enumerate(silos) if is_frame(silo)}
     if frames and names and model is not None:
         parameters = inspect.signature(model).parameters
@@ -167,8 +163,27 @@ def read(silos: SilosInput, model: Callable[..., Any] | None = None) -> ReadSilo
             if np.array_equal(floats, arrays[name]):
                 arrays[name] = floats
     _check_alike(found)
-    columns = common_columns([column_names(silo) for silo in silos])
-    return ReadSilos(replace(silo, missing=missing, columns=columns) for silo in found)
+    common: dict[str, tuple[int, tuple[str, ...]]] = {}
+    for j, named in enumerate(columns or map(column_names, silos)):
+        for name, own in named.items():
+            i, expected = common.setdefault(name, (j, own))
+            check_columns(f"silo {j}", name, own, expected, f"silo {i}")
+    agreed = tuple(sorted((name, own) for name, (_, own) in common.items()))
+    return ReadSilos(replace(silo, missing=missing, columns=agreed) for silo in found)
+
+
+def listed(
+    silos: Sequence[Listed], held: str = "one dict of keyword arguments for each silo"
+) -> Sequence[Listed]:
+    """Return silos, once they are a list of what each holds."""
+    if isinstance(silos, Mapping) or not isinstance(silos, Sequence):
+        raise DataError(
+            f"silos must be a list with {held}, got {type(silos).__name__}. For a single silo pass "
+            "a list with one dict."
+        )
+    if not silos:
+        raise DataError("the list of silos is empty: pass one dict of arrays for each silo.")
+    return silos
 
 
 def argument_names(model: Callable[..., Any]) -> list[str] | None:
@@ -180,18 +195,6 @@ def argument_names(model: Callable[..., Any]) -> list[str] | None:
     return (
         None if any(p.kind is p.VAR_KEYWORD for p in parameters) else [p.name for p in parameters]
     )
-
-
-def common_columns(
-    columns: Sequence[Mapping[str, tuple[str, ...]]],
-) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return the columns of each argument that is a DataFrame, the same at all silos."""
-    common: dict[str, tuple[int, tuple[str, ...]]] = {}
-    for j, of_silo in enumerate(columns):
-        for name, found in of_silo.items():
-            i, expected = common.setdefault(name, (j, found))
-            check_columns(f"silo {j}", name, found, expected, f"silo {i}")
-    return tuple(sorted((name, found) for name, (_, found) in common.items()))
 
 
 def check_columns(
@@ -226,10 +229,7 @@ def with_model_data(
 
 
 def read_one(owner: str, data: Mapping[str, Any], *, may_miss: bool = False) -> SiloData:
-    """Read and check the data of one party; ``owner`` is its name in errors.
-
-    NaN is refused unless numbers ``may_miss``.
-    """
+    """Read and check one party's data, of ``owner`` in errors; NaN only if numbers ``may_miss``."""
     columns = tuple(sorted(column_names(data).items()))
     data = as_dict(owner, data)
     if not isinstance(data, Mapping):
@@ -265,10 +265,7 @@ def read_one(owner: str, data: Mapping[str, Any], *, may_miss: bool = False) -> 
 
 
 def is_leaf(value: object) -> bool:
-    """Return whether a value is a leaf: None, or a list of numbers, nested to any depth.
-
-    A list that holds arrays is a tree.
-    """
+    """Return whether a value is a leaf: None, or a list of numbers; one of arrays is a tree."""
     if not isinstance(value, list | tuple) or type(value) not in (list, tuple):
         return value is None
     return all(
@@ -396,14 +393,6 @@ def signature(data: SiloData) -> tuple[Hashable, ...]:
         tuple((k, a.shape, str(a.dtype)) for k, a in data.arrays.items()),
         tuple((k, m.shape) for k, m in data.masks.items()),
     )
-
-
-def kind(data: SiloData) -> tuple[Hashable, ...]:
-    """Return static values, dtypes and numbers of axes of data, whatever their sizes.
-
-    Data of one kind are read by a text in the same way.
-    """
-    return data.static, tuple((k, a.dtype, np.ndim(a)) for k, a in data.arrays.items())
 
 
 def array_bytes(value: ArrayLike) -> bytes:

@@ -53,10 +53,7 @@ LogProb = Callable[[Any, Any], Array]
 
 
 def log_prob(site: Mapping[str, Any], *, guarded: bool = True) -> Array:
-    """Return the log probability of a sample site, one number for each element of its batch.
-
-    Where it is NaN or infinite above it is minus infinity, unless it is not ``guarded``.
-    """
+    """Return the log probability of each element of a site's batch; it may be NaN unguarded."""
     fn, value = accurate(site["fn"]), site["value"]
     found = jnp.asarray(fn.log_prob(value, *filter(None, [site["intermediates"]])))
     if site["scale"] is not None:
@@ -70,10 +67,7 @@ def no_more_than_finite(log_p: Array) -> Array:
 
 
 def accurate(fn: Distribution) -> Distribution:
-    """Return a distribution with an accurate log density, the same object if it has one already.
-
-    What it is made of, such as the components of a mixture, has accurate ones as well.
-    """
+    """Return a distribution with accurate log densities, its parts' too; itself if it has them."""
     found: dict[str, Any] = {}
     for name, part in vars(fn).items():
         if isinstance(part, Distribution):

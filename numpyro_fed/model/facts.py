@@ -3,12 +3,17 @@
 A silo describes its own data (:func:`describe`). All descriptions are compared (:func:`agree`), and
 every party builds the same algorithm from the text and the plan, with nobody's data. In one process
 the three steps run one after the other; over a network facts and plan are the first messages.
+
+Facts of a client that holds columns have exact numbers of rows: every party holds the same rows,
+and messages of one number a row show how many there are.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,17 +23,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from numpy.typing import ArrayLike
 
-from numpyro_fed.errors import ModelError
+from numpyro_fed.errors import DataError, DataWarning, ModelError
 from numpyro_fed.files import canonical, read_record
-from numpyro_fed.model.data import SiloData, Sizes, check_columns, read
+from numpyro_fed.model.data import SiloData, Sizes, check_columns, read, read_one
 from numpyro_fed.model.fingerprint import SOFTWARE, Term, check_terms, terms_of
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import Plate, Site
 from numpyro_fed.model.split import split
+from numpyro_fed.model.vertical import with_server_data
 from numpyro_fed.programs import jit_once
 
-VERSION = 2
+VERSION = 3
 Skeleton = str | list[Any]  # a tree in JSON: a name, or [type of node, contents]
 # Points at which the global sites of all silos are compared. At a single one two texts could agree
 # by chance; each more is a longer message.
@@ -36,6 +43,10 @@ POINTS = 3
 # Relative. Silos may compute on other machines and in other precisions, and numbers are sent with
 # six digits. Texts that differ are further apart.
 TOLERANCE = 1e-3
+ORDER = (
+    "Bring the rows of all parties into one order (by numpy.argsort of the ids), and leave out "
+    "those that somebody lacks."
+)
 
 
 class Argument(NamedTuple):
@@ -80,6 +91,9 @@ class Facts:
     software : str
         The versions of JAX and NumPyro, on which the form depends in which texts are compared.
     version : int
+    ids : str
+        Of a client that holds columns, the SHA-256 of its rows' ids in their order, by which
+        parties compare their rows; empty without ids.
     """
 
     arguments: tuple[Argument, ...]
@@ -94,10 +108,24 @@ class Facts:
     columns: tuple[tuple[str, tuple[str, ...]], ...] = ()
     software: str = SOFTWARE
     version: int = VERSION
+    ids: str = ""
 
     def verdict(self, question: str) -> bool:
         """Return a verdict by name."""
         return dict(self.verdicts)[question]
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the arrays as zeros, in the shapes of the silo's size class."""
+        sizes = dict(self.sizes)
+        return {
+            a.name: np.zeros((*(sizes[p] for p in a.plates[:1]), *a.shape), a.dtype)
+            for a in self.arguments
+        }
+
+    def zeros(self) -> Any:
+        """Return the arguments that are trees, with these zeros."""
+        return unflatten_skeleton(json.loads(self.tree), {**self.arrays, **dict(self.static)})
 
     def to_json(self) -> str:
         """Return the facts as JSON text, which :meth:`from_json` reads."""
@@ -124,12 +152,18 @@ class Plan:
     settings : str
         The settings that the method has resolved, as JSON: the guide plate by plate, draws,
         damping, schedule.
-    terms : tuple of Term
+    terms : tuple of tuple of Term
         What the server's text adds to the density, site by site, by which each silo finds out
-        whether its own text has the same constants. Empty in one process, where there is one text.
+        whether its own text has the same constants; one for all silos, or one for each of
+        ``clients``. Empty in one process, where there is one text.
     software : str
         The versions of JAX and NumPyro of all parties, by which terms are programs; empty where
         versions differ, and terms are values.
+    clients : tuple of Facts
+        The facts of each client that holds columns; those of ``facts`` are then the arguments of
+        the model, the clients' columns among them.
+    shared : str
+        The server's arrays if such clients receive them (``share_response``); empty otherwise.
     """
 
     facts: Facts
@@ -137,8 +171,10 @@ class Plan:
     largest: tuple[tuple[str, int], ...]
     total: tuple[tuple[str, int], ...]
     settings: str = "{}"
-    terms: tuple[Term, ...] = ()
+    terms: tuple[tuple[Term, ...], ...] = ()
     software: str = ""
+    clients: tuple[Facts, ...] = ()
+    shared: str = ""
 
     @property
     def fingerprint(self) -> str:
@@ -166,17 +202,24 @@ class Plan:
         return json.loads(self.settings)
 
     def template(self) -> SiloData:
-        """Return zeros in the shapes of the smallest silo's size class, for tracing the text."""
-        sizes = dict(self.facts.sizes)
-        arrays = {
-            a.name: np.zeros((*(sizes[p] for p in a.plates[:1]), *a.shape), a.dtype)
-            for a in self.facts.arguments
+        """Return zeros in the shapes of the smallest silo's size class, or of the first client."""
+        if self.clients:
+            return self.client_data({"columns": self.clients[0].zeros()["columns"], "predictor": 0})
+        facts = self.facts
+        if not facts.tree:
+            return SiloData(facts.arrays, {}, facts.static, missing=facts.missing)
+        return replace(read([facts.zeros()])[0], missing=facts.missing)
+
+    def client_data(self, silo: Mapping[str, Any], owner: str = "a client") -> SiloData:
+        """Return a client's columns as data, with the server's arrays if these are shared."""
+        data = read_one(owner, silo)
+        if not self.shared:
+            return data
+        shared = {
+            name: np.frombuffer(base64.b64decode(numbers), dtype).reshape(shape)
+            for name, (dtype, shape, numbers) in json.loads(self.shared).items()
         }
-        static = dict(self.facts.static)
-        if not self.facts.tree:
-            return SiloData(arrays, {}, tuple(static.items()), missing=self.facts.missing)
-        silo = unflatten_skeleton(json.loads(self.facts.tree), {**arrays, **static})
-        return replace(read([silo])[0], missing=self.facts.missing)
+        return with_server_data(data, shared)
 
     def to_json(self) -> str:
         """Return the plan as JSON text, which :meth:`from_json` reads."""
@@ -255,6 +298,13 @@ def facts_of(
         missing=data.missing,
         columns=data.columns,
     )
+
+
+def facts_of_columns(data: SiloData) -> Facts:
+    """Return the facts of a party that holds columns, with the whole shapes of its arrays."""
+    arguments = (Argument(n, str(a.dtype), (), tuple(a.shape)) for n, a in data.arrays.items())
+    tree = json.dumps(skeleton(data.named_tree()))
+    return Facts(tuple(arguments), data.static, tree, (), (), ())
 
 
 def size_class(n: int) -> int:
@@ -343,7 +393,7 @@ def with_terms(plan: Plan, fm: FederatedModel, facts: Sequence[Facts]) -> Plan:
     """Return the plan with the terms of the server's text, for silos with these facts."""
     same = all(f.software == SOFTWARE for f in facts)
     terms = terms_of(fm.traces, plan.template(), by_value=not same)
-    return replace(plan, terms=terms, software=SOFTWARE if same else "")
+    return replace(plan, terms=(terms,), software=SOFTWARE if same else "")
 
 
 def check_plan(plan: Plan, own: Facts, fm: FederatedModel, number: int) -> None:
@@ -365,7 +415,7 @@ def check_plan(plan: Plan, own: Facts, fm: FederatedModel, number: int) -> None:
         raise ModelError(f"{words}: it is of {plan.software}, and this silo has {SOFTWARE}.")
     by_value = not plan.software
     terms = terms_of(fm.traces, plan.template(), by_value=by_value)
-    check_terms(plan.terms, terms, f"silo {number}", by_value=by_value)
+    check_terms(plan.terms[0], terms, f"silo {number}", by_value=by_value)
 
 
 def _shortened(value: object) -> str:
@@ -392,3 +442,89 @@ def unflatten_skeleton(skeleton: Skeleton, leaves: Mapping[str, Any]) -> Any:
     if kind == "dict":
         return {k: unflatten(v) for k, v in parts.items()}
     return (tuple if kind == "tuple" else list)(map(unflatten, parts))
+
+
+def read_ids(ids: ArrayLike, rows: int, owner: str) -> np.ndarray:
+    """Return the ids of ``rows`` rows as text (rows,), and refuse ids that occur twice.
+
+    The number 7 and the text "7" are the same id.
+    """
+    given = np.asarray(ids)
+    if given.dtype.kind == "f":
+        raise DataError(f"the row ids of {owner} are fractions: give integers or text.")
+    if given.shape != (rows,):
+        raise DataError(
+            f"the row ids of {owner} have the shape {given.shape}, expected ({rows},): one for "
+            "each row."
+        )
+    text = np.array([str(value) for value in given.tolist()])
+    values, counts = np.unique(text, return_counts=True)
+    if len(values) < rows:
+        raise DataError(
+            f"the row id '{values[counts.argmax()]}' stands {counts.max()} times among those of "
+            f"{owner}. Ids must name one row each."
+        )
+    return text
+
+
+def check_same_ids(row_ids: Sequence[ArrayLike], rows: int, num_clients: int) -> None:
+    """Refuse parties whose rows have other ids or another order than those of client 0.
+
+    ``row_ids`` has the ids of each client, and of the server last if it has ids.
+    """
+    if len(row_ids) not in (num_clients, num_clients + 1):
+        raise DataError(
+            f"row_ids has {len(row_ids)} entries, expected {num_clients}, one for each client, and "
+            "one more if the server's rows have ids, too."
+        )
+    owners = [f"client {j}" for j in range(num_clients)] + ["the server"]
+    all_ids = [read_ids(ids, rows, owner) for ids, owner in zip(row_ids, owners, strict=False)]
+    for ids, owner in zip(all_ids, owners, strict=False):
+        if (different := np.flatnonzero(ids != all_ids[0])).size:
+            i = different[0]
+            raise DataError(
+                f"row {i} is '{ids[i]}' at {owner} and '{all_ids[0][i]}' at client 0, and so for "
+                f"{different.size} of {rows} rows. {ORDER}"
+            )
+
+
+def digest(ids: np.ndarray) -> str:
+    """Return a hash of ids, by which parties compare them."""
+    # It has no salt, since parties must arrive at the same hash without a common secret. Whoever
+    # can guess the whole list of ids can confirm the guess.
+    return hashlib.sha256("\n".join(ids.tolist()).encode()).hexdigest()
+
+
+def check_same_digests(digests: Mapping[str, str]) -> None:
+    """Refuse parties whose row ids have different digests.
+
+    ``digests`` are by owner, and empty for parties without ids. A warning says so if only some of
+    the parties have ids.
+    """
+    given = {owner: text for owner, text in digests.items() if text}
+    without = [owner for owner in digests if owner not in given]
+    if given and without:
+        warnings.warn(
+            f"nothing says whether the rows of {', '.join(without)} are those of "
+            f"{', '.join(given)}: only the latter have row ids.",
+            category=DataWarning,
+            stacklevel=3,
+        )
+    for owner, text in given.items():
+        first = next(iter(given))
+        if text != given[first]:
+            raise DataError(
+                f"the rows of {owner} have other ids than those of {first}, or another order. "
+                f"{ORDER}"
+            )
+
+
+def shared_text(arrays: Mapping[str, np.ndarray]) -> str:
+    """Return arrays as JSON text, which :meth:`Plan.client_data` reads."""
+    # Base64 keeps every bit of a float, and is shorter than decimal digits that would.
+    return canonical(
+        {
+            name: [str(a.dtype), list(a.shape), base64.b64encode(a.tobytes()).decode()]
+            for name, a in arrays.items()
+        }
+    )

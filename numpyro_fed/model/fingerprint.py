@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,11 +26,9 @@ from jax.typing import ArrayLike
 
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import SiloData, array_bytes, signature
-from numpyro_fed.model.jaxprs import Program, Written, trace_program
+from numpyro_fed.model.jaxprs import Program, Written
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.trace import DENSITY, INITIAL, THE_KEY, VALUE
-from numpyro_fed.model.traces import Traces
-from numpyro_fed.model.vertical import VerticalModel
+from numpyro_fed.model.traces import DENSITY, INITIAL, THE_KEY, VALUE, Traces
 from numpyro_fed.programs import jit_once
 
 # What writes the programs of a text: parties with the same can compare them.
@@ -66,29 +63,6 @@ def fingerprint(fm: FederatedModel, silos: Sequence[SiloData]) -> str:
         wanted = [o for o in trace.outputs if o[0] in (DENSITY, VALUE, INITIAL)]
         programs.append(trace.part(wanted)[0])
     return _hashed(repr((fm.sites, fm.plates, sorted(fm.structure.supports))), programs)
-
-
-def vertical_fingerprint(
-    model: VerticalModel, server: SiloData, clients: Sequence[SiloData]
-) -> str:
-    """Return a hash of a vertical model's log densities, for parties with data of these shapes."""
-    key, real = jax.random.key(0), jnp.result_type(float)
-    total = jax.ShapeDtypeStruct(model.shape, model.dtype)
-    with_total = model.with_total(server, jnp.zeros(model.shape, model.dtype))
-    theta = jax.eval_shape(model.server.init_theta, key, with_total)
-    z = jax.ShapeDtypeStruct((model.server.dim,), real)
-    programs = [trace_program(model.log_server, theta, z, total, server)]
-    by_signature = {
-        signature(data): (party, data) for party, data in zip(model.clients, clients, strict=True)
-    }
-    for party, data in by_signature.values():
-        theta = jax.eval_shape(party.init_theta, key, data)
-        z = jax.ShapeDtypeStruct((party.dim,), real)
-        programs.append(trace_program(partial(model.predict, party), theta, z, data))
-    parties = (model.server, *(party for party, _ in by_signature.values()))
-    return _hashed(
-        repr([(party.sites, sorted(party.structure.supports)) for party in parties]), programs
-    )
 
 
 def source_hash(model: Callable[..., Any]) -> str:

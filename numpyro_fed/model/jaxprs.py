@@ -23,8 +23,6 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.typing import ArrayLike
 
-from numpyro_fed.model.data import array_bytes
-
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn, Var
 
@@ -191,10 +189,7 @@ def inner_programs(eqn: JaxprEqn) -> list[Program]:
 
 
 def called_program(eqn: JaxprEqn) -> Program | None:
-    """Return the program that an operation calls once on its operands; None for other operations.
-
-    Such operations are ``jit``, ``custom_jvp_call``, ``checkpoint`` and the like.
-    """
+    """Return the program that ``jit``, ``checkpoint`` and the like call; None for others."""
     inner = inner_programs(eqn)
     if len(inner) != 1 or eqn.primitive.name in ("scan", "while", "cond"):
         return None
@@ -226,28 +221,12 @@ def type_of(variable: Atom) -> Any:
 
 
 def branches(eqn: JaxprEqn) -> list[Program] | None:
-    """Return the branches of a ``cond`` or ``switch``; None for other operations.
-
-    The first operand chooses the branch.
-    """
+    """Return the branches of a ``cond``, whose first operand chooses; None for others."""
     return inner_programs(eqn) if eqn.primitive.name == "cond" else None
 
 
-def same_program(one: Program, other: Program) -> bool:
-    """Return whether two programs compute the same in the same way."""
-    first, second = Written(one), Written(other)
-    if first.words != second.words or len(first.numbers) != len(second.numbers):
-        return False
-    # Compared as bytes: NaN equals itself then, and dtypes count.
-    pairs = zip(first.numbers, second.numbers, strict=True)
-    return all(a is b or array_bytes(a) == array_bytes(b) for a, b in pairs)
-
-
 def pruned(program: Program, outputs: Sequence[bool]) -> tuple[Program, list[bool]]:
-    """Return the program of some outputs without operations and constants that they do not need.
-
-    The second value says which of its inputs it still has.
-    """
+    """Return the program of some outputs without dead code, and which inputs it still has."""
     jaxpr, used = dce_jaxpr(program.jaxpr, list(outputs))
     kept = _read(jaxpr, program.consts)
     places, values = list(kept), list(kept.values())
@@ -257,10 +236,7 @@ def pruned(program: Program, outputs: Sequence[bool]) -> tuple[Program, list[boo
 
 
 def with_inputs_of(program: Program, primitive: str) -> tuple[Program, list[int]]:
-    """Return a program with the results of a primitive as further inputs, and their ``place``.
-
-    Operations of the primitive in inner programs stay as they are.
-    """
+    """Return a program with results of a primitive as further inputs, and their ``place``."""
     jaxpr = program.jaxpr
     made = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == primitive]
     others = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != primitive]
@@ -286,8 +262,7 @@ def _read(jaxpr: Jaxpr, consts: Sequence[ArrayLike]) -> dict[Var, ArrayLike]:
 def provenance(fn: Callable[..., Any], /, **inputs: object) -> Any:
     """Return the names of the inputs that reach each output of ``fn``: a pytree like its outputs.
 
-    It differs from ``numpyro.ops.provenance`` in that the outputs of a scan are told apart.
-    Nothing is computed.
+    Unlike in ``numpyro.ops.provenance`` the outputs of a scan are told apart.
     """
     program, out = jax.make_jaxpr(lambda inputs: fn(**inputs), return_shape=True)(inputs)
     labels = propagate_labels(as_program(program).jaxpr, labels_by_name(inputs))

@@ -5,44 +5,42 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
 from numpyro_fed.errors import DataError, ModelWarning
-from numpyro_fed.model.audit import separable
 from numpyro_fed.model.data import (
     ReadSilos,
     SiloData,
     SiloInput,
     SilosInput,
     Sizes,
-    common_columns,
     read,
     read_one,
 )
 from numpyro_fed.model.facts import skeleton, unflatten_skeleton
-from numpyro_fed.model.frames import as_dict, column_names
-from numpyro_fed.model.indices import IndexCheck
+from numpyro_fed.model.jaxprs import NONE, Labels, labels_by_name, propagate_labels, trace_program
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.observed import Supports
 from numpyro_fed.model.padding import Bucket, bucket, padded_keys
-from numpyro_fed.model.row_checks import RowChecks, refuse_summaries
+from numpyro_fed.model.row_checks import RowChecks
 from numpyro_fed.model.split import split
+from numpyro_fed.model.tables import as_dict, column_names
+from numpyro_fed.model.values import IndexCheck, Supports
+
+if TYPE_CHECKING:
+    from jax.extend.core import JaxprEqn
 
 HEAD = "head"  # the name of the array with all that is no array, as JSON
 
 
 def read_all(silos: SilosInput, model: Callable[..., Any] | None = None) -> ReadSilos:
-    """Return the data of the silos of all processes, read and checked.
-
-    In a program of one process these are the silos that are passed.
-    """
+    """Return the data of the silos of all processes of a program, read and checked."""
     if isinstance(silos, ReadSilos) or jax.process_count() == 1:
         return read(silos, model)
     own = _packed(silos)
@@ -59,8 +57,7 @@ def read_all(silos: SilosInput, model: Callable[..., Any] | None = None) -> Read
                 arrays = {name: file[f"{j}/{i}"] for i, name in enumerate(names)}
                 everyones.append(unflatten_skeleton(silo["tree"], {**arrays, **silo["static"]}))
                 columns.append({name: tuple(of) for name, of in silo["columns"].items()})
-    common = common_columns(columns)
-    return ReadSilos(replace(silo, columns=common) for silo in read(everyones, model))
+    return read(everyones, model, columns)
 
 
 def _packed(silos: Sequence[SiloInput]) -> bytes:
@@ -139,28 +136,8 @@ class Layout(NamedTuple):
         for j, silo in enumerate(silos):
             self.check_indices(j, silo)
         apart = self.separable if summaries else {}
-        harmless = True
-        for b in buckets:
-            found = None
-            # The silo with the fewest rows has the most padding.
-            most = min(range(len(b.silos)), key=lambda i: sum(b.sizes[i].values()))
-            original = silos[b.silos[most]]
-            try:
-                pairs = tuple(
-                    (p, names)
-                    for p, names in apart.items()
-                    if not self.checks.trace(b).rows_apart(p, names)
-                )
-                if b.data.masks and not self.checks.padding_is_apart(b, self.rows, original):
-                    rows = tuple(sorted(self.rows.items()))
-                    same, found = self.checks.padding(b.data, rows, pairs, original, most)
-                    harmless &= bool(same)
-            except ValueError:  # the text does not run at padded shapes
-                harmless, pairs = False, tuple(apart.items())
-            if pairs:
-                found = self.checks.summaries(pairs, b.data) if found is None else found
-                refuse_summaries(self.checks, b, dict(pairs), found)
-        if harmless:
+        harmless = [self.checks.harmless_padding(b, silos, self.rows, apart) for b in buckets]
+        if all(harmless):
             return buckets
         warnings.warn(
             "the model's log density changes when a silo's rows are padded by copies of its first "
@@ -191,3 +168,79 @@ def lay_out(
     """Split the model and bucket the silos; see :meth:`Layout.arrange`."""
     layout = layout_of(model, silos)
     return layout, layout.arrange(silos, summaries=summaries)
+
+
+def separable(
+    fm: FederatedModel,
+    silos: Sequence[SiloData],
+    sizes: Sequence[Sizes],
+    rows: Mapping[str, str],
+) -> dict[str, tuple[str, ...]]:
+    """Return the arrays of each silo plate that hold its rows, ``{plate: names}``.
+
+    ``rows`` has the plate of each array that is as long as a silo plate at every silo. A plate is
+    left out if its rows cannot be separated: if a site stands in two silo plates at once, if the
+    text does not run with one row less (an adjacency matrix), or if it joins rows by an index among
+    the data (the sum over the members of a group).
+    """
+    by_plate: dict[str, tuple[str, ...]] = {}
+    for plate in sizes[0] if not fm.structure.nested else ():
+        j = max(range(len(silos)), key=lambda j: sizes[j][plate])
+        keys = [key for key, p in rows.items() if p == plate]
+        alike = len({size[plate] for size in sizes}) == 1
+        if sizes[j][plate] < 2 or not plate_follows_arrays(fm, silos[j], keys, plate):
+            continue
+        if alike:
+            # With one size at all silos, an array may be as long as the plate by chance. It then
+            # runs as well without being shortened, and is not an array of rows.
+            keys = [
+                k
+                for k in keys
+                if not plate_follows_arrays(fm, silos[j], [x for x in keys if x != k], plate)
+            ]
+        if keys and not _joined_by_index(fm, silos[j], keys):
+            by_plate[plate] = tuple(keys)
+    return by_plate
+
+
+def plate_follows_arrays(
+    fm: FederatedModel, silo: SiloData, keys: Sequence[str], plate: str
+) -> bool:
+    """Return whether the plate is one row shorter when these arrays are, and the text runs."""
+    size = fm.sizes(silo)[plate]
+    cut = replace(silo, arrays={k: a[:-1] if k in keys else a for k, a in silo.arrays.items()})
+    less = tuple((k, v - 1 if type(v) is int and v == size else v) for k, v in silo.static)
+    # The plate's size may be an integer among the arguments, which is one less, too.
+    for shorter in (cut, replace(cut, static=less)) if keys else ():
+        try:
+            sizes = fm.sizes(shorter)
+            jax.eval_shape(fm.terms_at_zero, shorter)
+        except (TypeError, ValueError, IndexError):
+            continue
+        if sizes[plate] == size - 1:
+            return True
+    return False
+
+
+def _joined_by_index(fm: FederatedModel, silo: SiloData, keys: Sequence[str]) -> bool:
+    """Return whether an integer array among the data indexes what is computed from these arrays."""
+    integers = frozenset(k for k, a in silo.arrays.items() if a.dtype.kind in "iu")
+    if not integers:
+        return False
+    rows, joined = frozenset(keys), list[bool]()
+
+    def visit(eqn: JaxprEqn, operands: Sequence[Labels]) -> None:
+        if (name := eqn.primitive.name) == "dynamic_slice":
+            index, indexed = NONE.union(*operands[1:]), operands[0]
+        elif name == "gather" or name.startswith("scatter"):
+            # A segment sum is a scatter whose updates are the rows.
+            index, indexed = operands[1], operands[0].union(*operands[2:])
+        else:
+            return
+        joined.append(bool(index and index <= integers and indexed & rows))
+
+    program = trace_program(
+        lambda arrays: fm.terms_at_zero(replace(silo, arrays=arrays)), silo.arrays
+    )
+    propagate_labels(program.jaxpr, labels_by_name(silo.arrays), visit)
+    return any(joined)

@@ -1,16 +1,16 @@
 """The model as pure log densities in unconstrained space (``FederatedModel``).
 
-Each function evaluates a part of the text's trace (:mod:`numpyro_fed.model.trace`), or runs the
+Each function evaluates a part of the text's trace (:mod:`numpyro_fed.model.traces`), or runs the
 text with latents and parameters substituted. The global functions need no data: they stand on
 placeholders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +18,21 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 from numpyro import handlers
-from numpyro.distributions import biject_to
+from numpyro.distributions import MaskedDistribution, biject_to
+from numpyro.distributions.util import sum_rightmost
 from numpyro.infer import init_to_sample
 
-from numpyro_fed.model.binding import Rows, Theta
+from numpyro_fed.model.binding import Rows, Theta, run_text, sum_rows, unpack
 from numpyro_fed.model.data import SiloData, Sizes
-from numpyro_fed.model.priors import GlobalPrior, LocalPrior
+from numpyro_fed.model.densities import log_prob, no_more_than_finite
+from numpyro_fed.model.jaxprs import Labels, provenance
 from numpyro_fed.model.sites import Plate, Site, Structure
-from numpyro_fed.model.trace import Trace
-from numpyro_fed.model.traces import Traces
+from numpyro_fed.model.traces import DENSITY, INITIAL, LATENT, PARAMETER, VALUE, Trace, Traces
 from numpyro_fed.programs import TRACING, compiled_method, jit_once
 
 PRIOR_DRAWS = 512  # at least, of which callers take as many as they ask for
+# Labels beside names of sites; the space keeps them apart from any of these.
+DATA, KEY = " data", " key"
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,27 +105,21 @@ class FederatedModel:
         return (*(name for name, everywhere in masked if everywhere), *self.structure.improper)
 
     @cached_property
-    def _not_drawable(self) -> frozenset[str]:
+    def not_drawable(self) -> frozenset[str]:
+        """Return the latents whose draws may not agree with their density, if they can be drawn."""
         at = self.structure
         return frozenset({*at.masked, *at.improper, *at.foreign})
 
     @cached_property
     def local_prior(self) -> LocalPrior | None:
-        """Return the distribution of local latents given the globals.
-
-        None if a local latent has no proper prior, is masked, or has a distribution of the user's
-        own, whose draws may not agree with its density.
-        """
-        local = (s for s in self.sites if s.kind == "latent" and s.plate is not None)
-        if any(s.name in self._not_drawable for s in local):
-            return None
-        return LocalPrior(self.text, self.sites)
+        """Return the distribution of local latents given the globals; None if one is no draw."""
+        local = {s.name for s in self.sites if s.kind == "latent" and s.plate is not None}
+        return None if local & self.not_drawable else LocalPrior(self)
 
     @cached_property
     def global_prior(self) -> GlobalPrior:
         """Return the distributions of globals given other globals."""
-        local = {p.name: (self.structure.sizes[p.name], p.dim) for p in self.plates}
-        return GlobalPrior(self.traces, self.sites, self.template, local, self._not_drawable)
+        return GlobalPrior(self)
 
     @cached_property
     def template(self) -> SiloData:
@@ -131,6 +128,8 @@ class FederatedModel:
         Local latents are zeros there. No placeholder reaches a result: ``split`` has refused texts
         in which global sites depend on data or local latents.
         """
+        if not self.traces.split:  # a party of a vertical model, whose sites may read its data
+            return self.silo
         # The functions take them as arguments of jit, so that they stay abstract and nothing of
         # the silo's part of the text is computed.
         return jax.tree.map(np.zeros_like, self.silo)
@@ -152,10 +151,13 @@ class FederatedModel:
     # operations takes longer than to repeat what JAX has put together.
     @compiled_method(partial(jax.jit, inline=True))
     def log_silo(self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
-        """Return one number for each row of each silo plate, {plate: (rows,)}; 0 where padded."""
+        """Return one number for each row of each silo plate, {plate: (rows,)}; 0 where padded.
+
+        ``z_L`` needs no entry for plates without latents.
+        """
         total: Rows = {}
         trace = self.traces.at(data)
-        wanted, latents = trace.densities(local=True), trace.unpacked(z_G, z_L)
+        wanted, latents = trace.outputs_of(DENSITY, local=True), trace.unpacked(z_G, z_L)
         found = trace.at(wanted, theta, latents, data.arrays)
         for (_, name), density in found.items():
             plate = str(trace.terms[name].plate)
@@ -198,7 +200,7 @@ class FederatedModel:
     ) -> dict[str, Array]:
         """Return local latents and deterministic sites on their own supports, {site: value}."""
         trace = self.traces.at(data)
-        wanted, latents = trace.values(local=True), trace.unpacked(z_G, z_L)
+        wanted, latents = trace.outputs_of(VALUE, local=True), trace.unpacked(z_G, z_L)
         found = trace.at(wanted, theta, latents, data.arrays)
         return {name: value for (_, name), value in found.items()}
 
@@ -223,13 +225,13 @@ class FederatedModel:
     @compiled_method()
     def _init_theta(self, key: Array) -> Theta:
         trace = self._globally
-        found = trace.at(trace.initial(local=False), {}, {}, {}, key)
+        found = trace.at(trace.outputs_of(INITIAL, local=False), {}, {}, {}, key)
         return {name: value for (_, name), value in found.items()}
 
     def init_private(self, key: Array, data: SiloData) -> Theta:
         """Return initial values of the parameters inside silo plates, unconstrained."""
         trace = self.traces.at(data)
-        found = trace.at(trace.initial(local=True), {}, {}, data.arrays, key)
+        found = trace.at(trace.outputs_of(INITIAL, local=True), {}, {}, data.arrays, key)
         return {name: value for (_, name), value in found.items()}
 
     def init_global(self, key: Array, init_loc_fn: Callable[..., Any] | None = None) -> Array:
@@ -240,40 +242,32 @@ class FederatedModel:
 
     @compiled_method(static_argnums=1)
     def _init_global(self, key: Array, init_loc_fn: Callable[..., Any], data: SiloData) -> Array:
-        values = [jnp.ravel(v) for _, v in self._start(key, data, init_loc_fn, None)]
-        return jnp.concatenate([jnp.zeros(0), *values])
+        found = self._start(key, data, init_loc_fn, self.named("latent"))
+        return found.get(None, jnp.zeros(0))
 
     def init_local(
         self, key: Array, data: SiloData, init_loc_fn: Callable[..., Any] | None = None
     ) -> Rows:
         """Return a start of the local latents, in the same way."""
-        size = self.sizes(data)
-        rows = {p.name: jnp.zeros((size[p.name], p.dim)) for p in self.plates}
+        sizes = self.sizes(data)
+        rows = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in self.plates}
         if init_loc_fn is None:
             return rows
-        for p in self.plates:
-            for s, value in self._start(key, data, init_loc_fn, p.name):
-                value = jnp.moveaxis(value, s.axis or 0, 0).reshape(size[p.name], -1)
-                rows[p.name] = rows[p.name].at[:, s.start : s.stop].set(value)
-        return rows
+        local = [s for s in self.sites if s.plate is not None]
+        found = self._start(key, data, init_loc_fn, local)
+        return rows | {str(plate): z for plate, z in found.items()}
 
     def _start(
-        self, key: Array, data: SiloData, init_loc_fn: Callable[..., Any], plate: str | None
-    ) -> list[tuple[Site, Array]]:
-        """Return the unconstrained starting values of one level's latents by ``init_loc_fn``."""
+        self, key: Array, data: SiloData, init_loc_fn: Callable[..., Any], sites: Iterable[Site]
+    ) -> dict[str | None, Array]:
+        """Return the starting values of some latents by ``init_loc_fn``, as :func:`packed`."""
         text = handlers.substitute(handlers.seed(self.text, key), substitute_fn=init_loc_fn)
         with TRACING:
-            trace = handlers.trace(text).get_trace(**data.kwargs)
-        sites = self.named("latent", plate)
-        fns, values = ([trace[s.name][k] for s in sites] for k in ("fn", "value"))
-        inverse = [biject_to(f.support).inv(v) for f, v in zip(fns, values, strict=True)]
-        return list(zip(sites, inverse, strict=True))
+            found = packed(sites, handlers.trace(text).get_trace(**data.kwargs))
+        return {plate: z.astype(jnp.result_type(float)) for plate, z in found.items()}
 
     def draw_prior(self, key: Array | int, n: int) -> ArrayLike | None:
-        """Return draws (n, dim) of the globals from their prior; None if one cannot be sampled.
-
-        ``key`` may be a seed: to make a key of it would take a program of its own.
-        """
+        """Return draws (n, dim) of the globals from their prior; None if one cannot be sampled."""
         try:
             if isinstance(key, jax.core.Tracer):
                 return self._draw_prior(key, n)
@@ -287,3 +281,208 @@ class FederatedModel:
         is_seed = jnp.issubdtype(jnp.result_type(key), jnp.integer)
         keys = jax.random.split(jax.random.key(key) if is_seed else key, n)
         return jax.vmap(lambda key: self.init_global(key, init_to_sample))(keys)
+
+
+@dataclass(frozen=True, eq=False)
+class LocalPrior:
+    """The conditional prior of a silo's latents given the globals, by runs of the text itself."""
+
+    model: FederatedModel
+
+    def draw(self, key: Array, theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
+        """Draw the latents of the silo plates that are not in ``z_L``; those in ``z_L`` stay."""
+        given = [s for s in self.model.sites if s.plate is None or s.plate in z_L]
+        trace = run_text(self.model.text, unpack(given, z_G, z_L), theta, data, key)
+        drawn = packed([s for s in self.model.sites if s.plate not in (None, *z_L)], trace)
+        return {**z_L, **{str(plate): z for plate, z in drawn.items()}}
+
+    def log_density(self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
+        """Return the log density of these draws {plate: (rows,)}, scales and factors aside."""
+        values, total = unpack(self.model.sites, z_G, z_L), dict[str, Array]()
+        trace = run_text(self.model.text, values, theta, data)
+        for s in self.model.sites:
+            if s.kind == "latent" and s.plate is not None:
+                terms = sum_rows(_rows_first(s, _log_density(trace[s.name], values[s.name])))
+                total[s.plate] = total.get(s.plate, 0.0) + terms
+        return {plate: data.masked(plate, rows) for plate, rows in total.items()}
+
+
+class Funnel(NamedTuple):
+    """Global latents (children) whose prior depends on the same other globals (setters)."""
+
+    children: tuple[Site, ...]
+    setters: tuple[Site, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalPrior:
+    """The conditional priors of global latents given other globals, by runs of the text itself."""
+
+    model: FederatedModel
+
+    def draw(self, key: Array, theta: Theta, z_G: Array, children: tuple[Site, ...]) -> Array:
+        """Return ``z_G`` with some latents drawn anew given all others, which stay."""
+        return self._draw(key, theta, z_G, self.model.template, children)
+
+    @compiled_method(static_argnums=4)
+    def _draw(
+        self, key: Array, theta: Theta, z_G: Array, silo: SiloData, children: tuple[Site, ...]
+    ) -> Array:
+        values, data = self._given(z_G, silo)
+        # A latent without a value is sampled by the text.
+        for s in children:
+            del values[s.name]
+        trace = run_text(self.model.text, values, theta, data, key)
+        for s in children:
+            z_G = z_G.at[s.start : s.stop].set(packed([s], trace)[None])
+        return z_G
+
+    def log_density(self, theta: Theta, z_G: Array, children: tuple[Site, ...]) -> Array:
+        """Return the log density () of these draws, scales and factors aside."""
+        return self._density(theta, z_G, self.model.template, children)
+
+    @compiled_method(static_argnums=3)
+    def _density(
+        self, theta: Theta, z_G: Array, silo: SiloData, children: tuple[Site, ...]
+    ) -> Array:
+        values, data = self._given(z_G, silo)
+        trace = run_text(self.model.text, values, theta, data)
+        terms = (_log_density(trace[s.name], values[s.name]).sum() for s in children)
+        return sum(terms, jnp.zeros(()))
+
+    def _given(self, z_G: Array, silo: SiloData) -> tuple[dict[str, Array], SiloData]:
+        """Return the latents, zeros for those of rows, and placeholders in the same precision."""
+        # In two precisions at once, the carry of a scan would change its dtype.
+        fm, real = self.model, z_G.dtype
+        data = jax.tree.map(lambda a: a.astype(real) if a.dtype.kind == "f" else a, silo)
+        z_L = {p.name: jnp.zeros((fm.structure.sizes[p.name], p.dim), real) for p in fm.plates}
+        return unpack(fm.sites, z_G, z_L), data
+
+    @cached_property
+    def drawable(self) -> bool:
+        """Return whether the text can draw all global latents."""
+        names = {s.name for s in self.model.named("latent")}
+        return not names & self.model.not_drawable and self._drawn(given=()) == names
+
+    @cached_property
+    def setters(self) -> dict[str, Labels]:
+        """Return for each global latent the other globals and parameters that its prior reads."""
+        trace, found = self.model.traces.at(self.model.silo), dict[str, Labels]()
+        for name in (s.name for s in self.model.named("latent")):
+            of_density = DENSITY, name
+            reads = trace.reads(of_density, LATENT) | trace.reads(of_density, PARAMETER)
+            found[name] = reads - {name}
+        return found
+
+    @cached_property
+    def funnels(self) -> tuple[Funnel, ...]:
+        """Return all funnels whose children can all be drawn."""
+        latents = self.model.named("latent")
+        names = {s.name for s in latents}
+        setters = {name: by & names for name, by in self.setters.items() if by & names}
+        if not setters:
+            return ()
+        # Groups of children, connected if they share a setter or if one sets the other.
+        groups: list[set[str]] = []
+        for name, by in setters.items():
+            linked = [
+                g for g in groups if any(by & {c, *setters[c]} or name in setters[c] for c in g)
+            ]
+            groups = [g for g in groups if g not in linked] + [{name}.union(*linked)]
+        drawn, funnels = self._drawn(given=names - set(setters)), []
+        for group in groups:
+            if group <= drawn and not group & self.model.not_drawable:
+                above = frozenset[str]().union(*(setters[name] for name in group)) - group
+                parts = (tuple(s for s in latents if s.name in g) for g in (group, above))
+                funnels.append(Funnel(*parts))
+        return tuple(funnels)
+
+    def _drawn(self, given: Collection[str]) -> set[str]:
+        """Return the globals that the text draws where only those ``given`` have values."""
+        names = [s.name for s in self.model.named("latent")]
+        values, data = self._given(jnp.zeros(self.model.dim), self.model.template)
+        values = {n: value for n, value in values.items() if n not in names or n in given}
+
+        # A latent counts only if its value comes from the key: a handler (condition, substitute)
+        # may have fixed it in the text, and then it cannot be drawn anew.
+        def sampled(**inputs: Any) -> dict[str, Array]:
+            silo = replace(data, arrays=inputs[DATA])
+            trace = run_text(self.model.text, values, {}, silo, inputs[KEY])
+            return {name: trace[name]["value"] for name in names}
+
+        sources = provenance(sampled, **{DATA: data.arrays, KEY: jax.random.key(0)})
+        return {name for name in names if KEY in sources[name]}
+
+
+def packed(sites: Iterable[Site], trace: Mapping[str, Any]) -> dict[str | None, Array]:
+    """Return latents of a trace, unconstrained: globals (dim,) under None, rows by silo plate."""
+    found: dict[str | None, list[Array]] = {}
+    for s in sites:
+        if s.kind == "latent":
+            value = biject_to(trace[s.name]["fn"].support).inv(trace[s.name]["value"])
+            part = jnp.ravel(value) if s.plate is None else _rows_first(s, value)
+            found.setdefault(s.plate, []).append(part)
+    return {plate: jnp.concatenate(parts, -1) for plate, parts in found.items()}
+
+
+def _rows_first(s: Site, value: Array) -> Array:
+    rows_first = jnp.moveaxis(value, s.axis or 0, 0)
+    return rows_first.reshape(len(rows_first), -1)
+
+
+def _log_density(site: dict[str, Any], unconstrained: Array) -> Array:
+    """Return a latent's log density in unconstrained space, in the shape of its batch."""
+    fn, value = site["fn"], site["value"]
+    batch = jnp.ndim(value) - fn.event_dim
+    log_det = biject_to(fn.support).log_abs_det_jacobian(unconstrained, value)
+    log_p = log_prob({**site, "scale": None}) + sum_rightmost(log_det, jnp.ndim(log_det) - batch)
+    return jnp.broadcast_to(no_more_than_finite(log_p), jnp.shape(value)[:batch])
+
+
+class Outcome(NamedTuple):
+    """An observed site at a silo."""
+
+    plate: str
+    value: Array  # with NaN for what is missing
+    axes: tuple[str, ...]  # the plate along each axis; empty where there is none
+    # (rows,) bool: whether any part of a row's outcome counts: neither missing nor masked
+    seen: Array
+
+
+def outcomes_at(fm: FederatedModel, data: SiloData) -> dict[str, Outcome]:
+    """Return the observed sites in silo plates; padded rows count as seen."""
+    key = jax.random.key(0)
+    theta = {**fm.init_theta(key), **fm.init_private(key, data)}
+    # What is observed depends on no latent: a prior that cannot be drawn from is none the worse.
+    z_L = fm.init_local(key, data)
+    with handlers.block():
+        values = unpack(fm.sites, jnp.zeros(fm.dim), z_L)
+        trace = run_text(fm.text, values, theta, data)
+    found = {}
+    for s in fm.sites:
+        if s.kind != "observed" or s.plate is None or s.name not in trace:
+            continue
+        message = trace[s.name]
+        value, fn = jnp.asarray(message["value"]), message["fn"]
+        frames = {f.name: f.dim for f in message["cond_indep_stack"]}
+        batch, seen = value.ndim - fn.event_dim, jnp.ones(value.shape, bool)
+        if "missing" in message:
+            seen &= ~message["missing"]
+            value = jnp.where(message["missing"], jnp.nan, value)
+        if isinstance(fn, MaskedDistribution):
+            mask = jnp.broadcast_to(jnp.asarray(fn._mask), value.shape[:batch])
+            seen &= mask.reshape(mask.shape + (1,) * fn.event_dim)
+        named = {batch + dim: name for name, dim in frames.items()}
+        axes = tuple(named.get(i, "") for i in range(value.ndim))
+        others = tuple(i for i in range(value.ndim) if i != batch + frames[s.plate])
+        found[s.name] = Outcome(s.plate, value, axes, seen.any(others))
+    return found
+
+
+def axes_of(fm: FederatedModel, data: SiloData) -> dict[str, tuple[str, ...]]:
+    """Return the plate along each axis of each outcome's value; empty where there is none."""
+    found: dict[str, tuple[str, ...]] = {}
+    jax.eval_shape(
+        lambda data: found.update({n: o.axes for n, o in outcomes_at(fm, data).items()}), data
+    )
+    return found

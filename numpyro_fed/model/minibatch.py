@@ -62,16 +62,10 @@ class Minibatches:
                 f"batch_size={size}: a site stands in two silo plates at once, so that rows cannot "
                 f"be drawn. Put its rows in long form, in one silo_plate. {WHOLE}"
             )
-        cut: list[CutPlates] = []
+        cut: dict[tuple[str, ...], list[str]] = {}
         for plate in (p.name for p in fm.plates if not p.outer):
-            arrays = tuple(sorted(key for key, plates in plates_of.items() if plate in plates))
-            if not arrays:
-                continue
-            same = next((rows for rows in cut if rows.arrays == arrays), None)
-            if same is None:
-                cut.append(CutPlates((plate,), arrays))
-            else:
-                cut[cut.index(same)] = CutPlates((*same.plates, plate), arrays)
+            if arrays := tuple(sorted(key for key, ps in plates_of.items() if plate in ps)):
+                cut.setdefault(arrays, []).append(plate)
         if not cut:
             names = ", ".join(f"'{p.name}'" for p in fm.plates)
             raise GuideError(
@@ -79,7 +73,7 @@ class Minibatches:
                 f"it ({names}), so that none can be drawn. Take the plate's size from an array's "
                 f"shape. {WHOLE}"
             )
-        return cls(size, tuple(cut))
+        return cls(size, tuple(CutPlates(tuple(ps), arrays) for arrays, ps in cut.items()))
 
     @property
     def plates(self) -> tuple[str, ...]:

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.model.audit import hashed_normals
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import padded_keys
-from numpyro_fed.model.trace import DENSITY, UNGUARDED
+from numpyro_fed.model.row_checks import hashed_normals
+from numpyro_fed.model.traces import DENSITY, UNGUARDED
 from numpyro_fed.trees import all_finite
 
 # Points at which all must fail: at one, a number may not be finite by chance. They are near zero,
@@ -57,10 +57,7 @@ class NotFinite(NamedTuple):
 
 
 def first_not_finite(fm: FederatedModel, silos: Iterable[tuple[int, SiloData]]) -> NotFinite | None:
-    """Return the first site whose density or derivatives are not finite; None if there is none.
-
-    ``silos`` are numbers and data.
-    """
+    """Return the first site whose density or derivatives are not finite; None if there is none."""
     plate_of = {s.name: s.plate for s in fm.sites}
     find = jax.jit(partial(_finite, fm))
     for j, silo in silos:
@@ -80,17 +77,14 @@ def first_not_finite(fm: FederatedModel, silos: Iterable[tuple[int, SiloData]]) 
 def first_without_density(
     fm: FederatedModel, theta: Theta, z_G: Array, silos: Iterable[tuple[int, SiloData]]
 ) -> NotFinite | None:
-    """Return the first site whose density is NaN or infinite above at ``z_G`` (dim,), if any.
-
-    Minus infinity is a density of zero, as outside of a support that a latent bounds. Latents of
-    silos are at zero.
-    """
+    """Return the first site whose density is NaN or infinite above at ``z_G`` (dim,), if any."""
 
     @jax.jit
     def numbers(silo: SiloData) -> dict[str, Array]:
         key = jax.random.key(0)
         of_silo = {**theta, **fm.init_private(key, silo)}
         terms = _terms(fm, of_silo, z_G, fm.init_local(key, silo), silo, guarded=False)
+        # Minus infinity is a density of zero, as outside of a support that a latent bounds.
         return {name: rows < jnp.inf for name, rows in terms.items()}
 
     for j, silo in silos:

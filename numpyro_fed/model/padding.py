@@ -31,11 +31,7 @@ class Bucket(NamedTuple):
 
 
 def padded_keys(silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> dict[str, str]:
-    """Return the silo plate of each array that holds rows, ``{key: plate}``.
-
-    An array holds rows, and is padded along axis 0, if its length equals the size of one and the
-    same silo plate at every silo that has the array.
-    """
+    """Return the silo plate of each array that is as long as it at every silo that has both."""
     rows = {}
     for key in {key: None for s in silos for key in s.arrays}:
         arrays = [(s.arrays[key], n) for s, n in zip(silos, sizes, strict=True) if key in s.arrays]

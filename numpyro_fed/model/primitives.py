@@ -47,11 +47,7 @@ _BODIES = {scan_wrapper: (0,), cond_wrapper: (1, 2)}
 def inside_control_flow(
     msg: dict[str, Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> bool:
-    """Wrap the bodies of a ``scan`` or ``cond`` in a handler, and return whether that is all.
-
-    It is all for the message of the control flow itself, and for a site of its body, which has
-    passed the wrapped handler already.
-    """
+    """Wrap the bodies of a ``scan`` or ``cond`` in a handler, and return whether that is all."""
     # NumPyro traces the body in a block of its own and replays its sites, stacked over steps,
     # through the outer handlers afterwards. A handler that acted on the replay would act twice.
     if msg["type"] == "control_flow":
@@ -202,10 +198,7 @@ def is_flat(fn: Distribution) -> bool:
 
 
 def is_foreign(fn: Distribution) -> bool:
-    """Return whether a distribution, or a part of it, is the user's own class.
-
-    Its ``sample`` may not agree with its ``log_prob``.
-    """
+    """Return whether a part of it is the user's own, which may draw from another density."""
     parts = jax.tree.leaves(list(vars(fn).values()), is_leaf=lambda x: isinstance(x, Distribution))
     ours = type(fn).__module__.partition(".")[0] in ("numpyro", "numpyro_fed")
     return not ours or any(is_foreign(x) for x in parts if isinstance(x, Distribution))

@@ -1,47 +1,48 @@
-"""Checks of a model on the values that silos hold: padding, minibatches, coupled rows, summaries.
+"""Whether rows stand alone: padding, minibatches, coupled rows and summaries, on silos' own values.
 
-Structure alone does not decide whether rows are independent: ``x @ beta`` reads one row and
-``x - x.mean(0)`` reads all. For most texts their operations show that rows are apart
-(:mod:`numpyro_fed.model.row_axes`). For others each check evaluates the model at a general point,
-changes rows (:mod:`numpyro_fed.model.audit`) and compares terms. Its program is compiled once for
-each set of shapes; the answer is taken anew for each run's own data.
+Padding, minibatches, row-wise bounds and the decomposition itself all rest on one property: the log
+density term of a row reads the data and latents of that row alone. Structure does not decide it:
+``x @ beta`` reads one row and ``x - x.mean(0)`` reads all. For most texts their operations show
+that rows are apart (:mod:`numpyro_fed.model.row_axes`). For others some rows of a silo get other
+latents or other data at a general point, all terms are computed anew, and the terms of the rows
+that were left alone must be equal up to rounding. All changes of a silo run in one program, which
+is compiled once for each set of shapes; the answer is taken anew for each run's own data.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.scipy.special import ndtri
+from jax.typing import ArrayLike
 
 from numpyro_fed.errors import CoupledRowsError, ModelError
-from numpyro_fed.model.audit import (
-    ROWS_AT_ONCE,
-    ChangedRow,
-    Perturbation,
-    SiloChange,
-    changed_terms,
-    default_rtol,
-    first_changed_rows,
-    hashed_integers,
-    hashed_normals,
-    row_groups,
-    terms_agree,
-)
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.row_axes import same_but_for_sizes
-from numpyro_fed.model.trace import Trace
+from numpyro_fed.model.traces import DENSITY, Trace
 from numpyro_fed.programs import compiled_method, jit_once
 
+if TYPE_CHECKING:
+    pass
+
+# Relative, between two programs of single precision: XLA may order a row's sums differently in
+# each, and a dependence on other rows changes terms by far more.
+TOLERANCE = 1e-4
+# Changes are vectorised until about so many rows are computed side by side. More of them cost
+# memory (four megabytes for each array of one number a row), fewer cost time.
+ROWS_AT_ONCE = 2**20
 # Ways of filling padded rows whose terms must agree: the first row, the last, all in turn, and
 # random ones. A text that reads padded rows would have to give the same number for all four.
 PADDINGS = 4
@@ -53,50 +54,197 @@ SUMMARIES = 4
 MODERATE = 100.0
 SHARES = np.array([1, 1e-3, 1e-6, 1e-9, 1e-12], np.float32)
 
+Terms = Callable[[Rows, SiloData], Rows]
+Silo = tuple[Rows, SiloData]  # latents and data
 # Silo plates, each with the arrays that hold its rows, and what is found at each.
 Apart = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def changed(
+    silo: Silo,
+    plate_of: Mapping[str, str],
+    steps: Mapping[str, Array],
+    source: Mapping[str, Array],
+    *,
+    cut: bool = False,
+) -> Silo:
+    """Return a silo whose rows have their latents moved by ``steps``, and data of other rows.
+
+    ``source`` has the row from which each row of a plate takes its data; ``plate_of`` the plate of
+    each array of rows. With ``cut`` latents and masks come from there, too, and rows that it does
+    not name are left out.
+    """
+    z_L, data = silo
+
+    def rows(plate: str | None, array: Array) -> Array:
+        return array if plate is None or plate not in source else array[source[plate]]
+
+    arrays = {k: rows(plate_of.get(k), a) for k, a in data.arrays.items()}
+    if cut:
+        z_L = {p: rows(p, z) for p, z in z_L.items()}
+        data = replace(data, masks={p: rows(p, mask) for p, mask in data.masks.items()})
+    z_L = {p: z + steps[p] if p in steps else z for p, z in z_L.items()}
+    return z_L, replace(data, arrays=arrays)
+
+
+def terms_agree(after: Array, before: Array, rtol: float = TOLERANCE) -> Array:
+    """Return whether terms are the same up to rounding, elementwise; infinities must be equal."""
+    # The 1 keeps the tolerance absolute near zero, where a log density may cross.
+    near = jnp.abs(after - before) <= rtol * (1 + jnp.abs(before))
+    return jnp.where(jnp.isfinite(after) & jnp.isfinite(before), near, after == before)
+
+
+class ChangedRow(NamedTuple):
+    """The first row whose term changed although its own latents and data did not, if any."""
+
+    changed: Array  # whether there is one; the other fields mean nothing otherwise
+    row: Array
+    before: Array
+    after: Array
+
+
+class Perturbation(NamedTuple):
+    """A series of changes of some rows of one plate, either of their latents or of their data."""
+
+    plate: str
+    # bool array (times, rows): the rows that change each time. A NumPy array if there are
+    # steps
+    some: Array | np.ndarray
+    steps: Array | None = None  # added to the latents of these rows
+    source: Array | None = None  # the rows from which these rows take their data
+
+
+def first_changed_rows(
+    terms: Terms,
+    silo: Silo,
+    keys: Mapping[str, str],
+    perturbations: Sequence[Perturbation],
+    rtol: float,
+    at_once: int | None = None,
+) -> tuple[Rows, list[dict[str, ChangedRow]]]:
+    """Return a silo's terms, and for each perturbation the first row of each plate that it changes.
+
+    The terms are {plate: (rows,)}. The rows that are perturbed themselves do not count, nor do
+    terms that are finite neither before nor after.
+    """
+    sizes = {p: len(z) for p, z in silo[0].items()}
+    # All perturbations are one stack, so that the text is compiled once. Its entry 0 changes
+    # nothing: both sides of the comparison then come from one program, with the same rounding.
+    *starts, total = np.cumsum([1, *(len(m.some) for m in perturbations)]).tolist()
+
+    which, source = dict[str, Array](), dict[str, Array]()
+    for m, start in zip(perturbations, starts, strict=True):
+        row, stop = jnp.arange(sizes[m.plate]), start + len(m.some)
+        if m.source is None:
+            stepped = np.zeros((total, len(row)), bool)
+            stepped[start:stop] = m.some
+            which[m.plate] = jnp.asarray(stepped)
+        else:
+            unchanged = [jnp.tile(row, (n, 1)) for n in (start, total - stop)]
+            replaced = jnp.where(m.some, m.source, row)
+            source[m.plate] = jnp.concatenate([unchanged[0], replaced, unchanged[1]])
+    steps = {m.plate: m.steps for m in perturbations if m.steps is not None}
+
+    def after(way: tuple[Array, dict[str, Array], dict[str, Array]]) -> Rows:
+        # The first entry gives the stack its length where there is no perturbation at all.
+        _, stepped, source = way
+        moved = {p: steps[p] * some[:, None] for p, some in stepped.items()}
+        return terms(*changed(silo, keys, moved, source))
+
+    def compare(before: Array, after: Array, may_change: ArrayLike) -> ChangedRow:
+        finite = jnp.isfinite(before) | jnp.isfinite(after)
+        wrong = ~terms_agree(after, before, rtol) & finite & ~jnp.asarray(may_change)
+        time, row = jnp.unravel_index(wrong.argmax(), wrong.shape)
+        return ChangedRow(wrong.any(), row, before[row], after[time, row])
+
+    ways = jnp.arange(total), which, source
+    rows = jax.lax.map(after, ways, batch_size=at_once)
+    original = {p: stack[0] for p, stack in rows.items()}
+    return original, [
+        {
+            p: compare(original[p], after[i : i + len(m.some)], m.some if p == m.plate else False)
+            for p, after in rows.items()
+        }
+        for m, i in zip(perturbations, starts, strict=True)
+    ]
+
+
+def default_rtol() -> float:
+    """Return the relative change of a term that rounding explains, within one program."""
+    # About a hundred times the machine epsilon in single precision, and more in double: sums over
+    # a row's events lose some digits. A dependence on other rows changes terms by far more.
+    return 1e-10 if jnp.zeros(()).dtype == np.float64 else 1e-5
+
+
+def row_groups(n: int) -> np.ndarray:
+    """Return groups of rows to perturb together, bool (groups, n).
+
+    They are all rows, and for each bit the rows whose number has it set, and those that have not.
+    The numbers of two rows differ in some bit, so that for every pair of rows some group perturbs
+    one and leaves the other: 1 + 2 log2(n) changes test all pairs.
+    """
+    bits = np.arange(n) >> np.arange((n - 1).bit_length())[:, None] & 1 == 1
+    return np.concatenate([np.ones((1, n), bool), bits, ~bits])
+
+
+def hashed_integers(i: int, n: int) -> Array:
+    """Return the ``i``-th sequence of pseudorandom integers (n,) below 2**23.
+
+    They are a hash of a counter, by xor-shifts and multiplications. It compiles in a fraction of
+    the time of ``jax.random``, and these programs run once.
+    """
+    # 0x9E3779B9 is 2**32 over the golden ratio: sequences start far apart. The other constants
+    # are those of a 32-bit finaliser ("lowbias32"), every bit of whose result depends on all.
+    x = jnp.arange(1, n + 1, dtype=jnp.uint32) + np.uint32(i * 0x9E3779B9 % 2**32)
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return ((x ^ (x >> 16)) >> 9).astype(jnp.int32)
+
+
+def hashed_normals(i: int, *shape: int) -> Array:
+    """Return the ``i``-th of a series of arrays of standard normals."""
+    # The half keeps the argument away from 0, where the quantile is infinite. 23 bits are what
+    # single precision holds next to 1.
+    return ndtri((hashed_integers(i, math.prod(shape)) + 0.5) * 2.0**-23).reshape(shape)
+
+
 ByPlate = dict[str, ChangedRow]
 
 
 class CheckResult(NamedTuple):
-    """The answer of a check, and the first silo and row for which it is yes."""
+    """The first silo in which rows do not stand alone, and the row if it is known."""
 
-    answer: bool
     plate: str
-    silo: int = -1  # its number in the user's list
+    silo: int  # its number in the user's list
     changed: ChangedRow | None = None  # the row whose term changed, if the check names one
 
     @classmethod
-    def of(cls, plate: str, silos: Sequence[int], found: ChangedRow | Array) -> CheckResult:
-        """Return the result for a stack of silos, from each silo's changed row or bool (silos,)."""
+    def of(cls, plate: str, silos: Sequence[int], found: ChangedRow | Array) -> CheckResult | None:
+        """Return that of a stack, from each silo's changed row or bool (silos,); None if alone."""
         rows = found if isinstance(found, ChangedRow) else None
         changed = np.asarray(found if rows is None else rows.changed)
         if not changed.any():
-            return cls(False, plate)
+            return None
         i = int(changed.argmax())
         # On the host: indexing arrays on the device would compile a program for it.
-        first = rows and ChangedRow(*(a[i] for a in jax.device_get(rows)))
-        return cls(True, plate, silos[i], first)
+        return cls(plate, silos[i], rows and ChangedRow(*(a[i] for a in jax.device_get(rows))))
 
     def words(self) -> str:
         """Return the beginning of a message about the row whose term changed."""
         where = f"silo {self.silo}, silo_plate '{self.plate}': the term of "
         if self.changed is None:
             return f"{where}a row"
-        first = self.changed
-        row, before, after = int(first.row), float(first.before), float(first.after)
-        return f"{where}row {row} went from {before:.6g} to {after:.6g}"
+        row, before, after = map(float, self.changed[1:])
+        return f"{where}row {row:.0f} went from {before:.6g} to {after:.6g}"
 
 
 @dataclass(frozen=True, eq=False)
 class RowChecks:
-    """The checks of one model. Silos come in stacks of one shape.
-
-    All of them evaluate the model at one general point of each silo.
-    """
+    """The question whether rows stand alone, of one model. Silos come in stacks of one shape."""
 
     model: FederatedModel
-    _known: dict[tuple[Hashable, ...], CheckResult] = field(
+    # answers that were computed of values, kept as long as the data
+    _known: dict[tuple[Hashable, ...], CheckResult | None] = field(
         default_factory=dict, init=False, repr=False
     )
 
@@ -105,13 +253,10 @@ class RowChecks:
         one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), b.data)
         return self.model.traces.at(one, f"silo {b.silos[0]}")
 
-    def reads_others(self, b: Bucket, plate: str) -> CheckResult:
-        """Return whether rows of a plate read latents of others, by the trace or :meth:`coupled`.
-
-        Values are tried once for a bucket.
-        """
+    def reads_others(self, b: Bucket, plate: str) -> CheckResult | None:
+        """Return where rows of a plate read latents of others, by the trace or by values."""
         if self.trace(b).rows_apart(plate, ()):
-            return CheckResult(False, plate)
+            return None
         cache_key = id(b.data), plate
         if cache_key not in self._known:
             found = self.coupled(plate, b.data)
@@ -120,21 +265,53 @@ class RowChecks:
             self._known[cache_key] = CheckResult.of(plate, b.silos, found)
         return self._known[cache_key]
 
-    def padding_is_apart(self, b: Bucket, rows: Mapping[str, str], original: SiloData) -> bool:
-        """Return whether traces show that padding changes nothing; where it is False, values may.
+    def harmless_padding(
+        self,
+        b: Bucket,
+        silos: Sequence[SiloData],
+        rows: Mapping[str, str],
+        apart: Mapping[str, tuple[str, ...]],
+    ) -> bool:
+        """Return whether the padding of a bucket changes nothing.
 
-        No row reads padded ones, and the text says the same at the sizes of ``original``.
+        Refused is a text in which a row reads the data of other rows of its silo: it is another
+        model when the same rows are split into other silos. It is not refused if rows read each
+        other's latents as well: they are then one process of the silo (a time series). ``rows`` has
+        the plate of each array of rows, and ``apart`` the arrays of plates that can be tried.
         """
+        harmless, found = True, ByPlate()
+        # The silo with the fewest rows has the most padding.
+        most = min(range(len(b.silos)), key=lambda i: sum(b.sizes[i].values()))
+        original = silos[b.silos[most]]
+        try:
+            trace = self.trace(b)
+            pairs = tuple(pair for pair in apart.items() if not trace.rows_apart(*pair))
+            if b.data.masks and not self._padding_is_apart(b, rows, original):
+                plates = tuple(sorted(rows.items()))
+                same, found = self.padding(b.data, plates, pairs, original, most)
+                harmless = bool(same)
+        except ValueError:  # the text does not run at padded shapes
+            harmless, pairs = False, tuple(apart.items())
+        if pairs and not found:
+            found = self.summaries(pairs, b.data)
+        for plate, names in pairs:
+            result = CheckResult.of(plate, b.silos, found[plate])
+            if result is not None and self.reads_others(b, plate) is None:
+                raise ModelError(summary_message(result, names))
+        return harmless
+
+    def _padding_is_apart(self, b: Bucket, rows: Mapping[str, str], original: SiloData) -> bool:
+        """Return whether traces show that padding changes nothing; where not, values may."""
+        # No row reads padded ones, and the text says the same at the sizes of the silo itself.
         trace, sizes = self.trace(b), self.model.sizes(original)
         padded = {p: mask.shape[1] for p, mask in b.data.masks.items()}
         if any(trace.structure.sizes[p] != n for p, n in padded.items()):
             return False
-        if not all(
-            trace.rows_apart(p, [k for k, q in rows.items() if q == p], alone=True) for p in padded
-        ):
+        arrays = {p: [k for k, q in rows.items() if q == p] for p in padded}
+        if not all(trace.rows_apart(p, arrays[p], alone=True) for p in padded):
             return False
         unpadded = self.model.traces.at(original)
-        first, second = (t.part(t.densities(local=True))[0] for t in (unpadded, trace))
+        first, second = (t.part(t.outputs_of(DENSITY, local=True))[0] for t in (unpadded, trace))
         return same_but_for_sizes(first, second, {sizes[p]: n for p, n in padded.items()})
 
     def latents(self, data: SiloData) -> Rows:
@@ -178,15 +355,10 @@ class RowChecks:
         return jax.lax.cond(enough, lambda: general, smaller) if dim else general
 
     def terms(self, z_G: Array, z_L: Rows, data: SiloData, like: SiloData | None = None) -> Rows:
-        """Return the terms of all rows at globals (dim,), {plate: (rows,)}.
-
-        Private parameters have their initial values at ``like``, by default at ``data``: these may
-        depend on data, which a check replaces.
-        """
+        """Return the terms of all rows, with the initial parameters at ``like`` or ``data``."""
         fm, key = self.model, jax.random.key(0)
         private = fm.init_private(key, data if like is None else like)
-        theta = {**fm.init_theta(key), **private}
-        return fm.log_silo(theta, z_G, z_L, data)
+        return fm.log_silo({**fm.init_theta(key), **private}, z_G, z_L, data)
 
     @compiled_method(jit_once, static_argnums=(1, 2))
     def padding(
@@ -210,8 +382,8 @@ class RowChecks:
             raise ValueError("the plates do not grow with the arrays that are padded.")
 
         def agree(data: SiloData) -> tuple[Array, Rows, Array, ByPlate]:
-            def refilled(way: Array) -> SiloChange:
-                """Return the change that fills padded rows in one of the ways, latents included."""
+            def refilled(way: Array) -> Rows:
+                """Return the terms with padded rows filled in one of the ways, latents included."""
                 steps, source = {}, {}
                 for p, mask in data.masks.items():
                     n, row = mask.sum(), jnp.arange(len(mask))
@@ -220,12 +392,11 @@ class RowChecks:
                     copied = jnp.select(which, [0, n - 1, row % n], random)
                     source[p] = jnp.where(mask, row, copied)
                     steps[p] = jnp.where(mask, 0.0, way)[:, None]
-                return SiloChange(steps, source)
+                return self.terms(z_G, *changed((z_L, data), dict(rows), steps, source))
 
-            ways, z_L = jnp.arange(PADDINGS), self.latents(data)
+            z_L = self.latents(data)
             z_G = self.globals_at(z_L, data)
-            terms = partial(self.terms, z_G)
-            each = changed_terms(terms, (z_L, data), dict(rows), refilled, ways)
+            each = jax.lax.map(refilled, jnp.arange(PADDINGS))
             same = [terms_agree(v, v[0]) for v in each.values()]
             found = {p: v[0] for p, v in each.items()}
             summaries = self._summaries(apart, z_G, z_L, data)
@@ -255,13 +426,12 @@ class RowChecks:
             z_L = self.latents(data)
             terms = partial(self.terms, self.globals_at(z_L, data), like=data)
             whole = terms(z_L, data)
-            parts = changed_terms(
-                terms,
-                (z_L, data),
-                plate_of,
-                lambda rows: SiloChange({}, dict.fromkeys(plates, rows), cut=True),
-                some,
-            )
+
+            def cut(rows: Array) -> Rows:
+                source = dict.fromkeys(plates, rows)
+                return terms(*changed((z_L, data), plate_of, {}, source, cut=True))
+
+            parts = jax.lax.map(cut, some)
             expected = {p: a[some] if p in plates else a for p, a in whole.items()}
             return jnp.stack([terms_agree(parts[p], expected[p]).all() for p in whole]).all()
 
@@ -279,10 +449,8 @@ class RowChecks:
             at_once, rtol = max(1, ROWS_AT_ONCE // size), default_rtol()
             perturbation = Perturbation(plate, row_groups(size), steps=steps)
             terms = partial(self.terms, self.globals_at(z_L, data))
-            _, (changed,) = first_changed_rows(
-                terms, (z_L, data), {}, [perturbation], rtol, at_once
-            )
-            return changed[plate].changed
+            _, (found,) = first_changed_rows(terms, (z_L, data), {}, [perturbation], rtol, at_once)
+            return found[plate].changed
 
         return jax.lax.map(reads_others, stack)
 
@@ -317,17 +485,14 @@ class RowChecks:
             return {}
         plate_of = {key: plate for plate, keys in apart for key in keys}
         terms = partial(self.terms, z_G, like=data)
-        _, changed = first_changed_rows(terms, (z_L, data), plate_of, perturbations, default_rtol())
-        return {plate: found[plate] for (plate, _), found in zip(apart, changed, strict=True)}
+        _, each = first_changed_rows(terms, (z_L, data), plate_of, perturbations, default_rtol())
+        return {plate: found[plate] for (plate, _), found in zip(apart, each, strict=True)}
 
 
 def check_rows_apart(
-    checks: RowChecks, draws: Mapping[str, int], buckets: Sequence[Bucket]
+    checks: RowChecks | None, draws: Mapping[str, int], buckets: Sequence[Bucket]
 ) -> None:
-    """Refuse several weighted draws for each row if rows read each other's latents.
-
-    Outer plates are not checked: their silos are weighted as a whole.
-    """
+    """Refuse several weighted draws for each row if rows read each other's latents."""
     if (found := coupled_rows(checks, buckets, draws)) is not None:
         raise CoupledRowsError(
             f"{found.words()} reads latents of other rows (as b - b.mean() does), so that its own "
@@ -336,22 +501,6 @@ def check_rows_apart(
             "independent rows; or put what rows share outside of the silo_plate, or in an outer "
             "silo_plate."
         )
-
-
-def refuse_summaries(
-    checks: RowChecks, b: Bucket, apart: Mapping[str, tuple[str, ...]], found: ByPlate
-) -> None:
-    """Refuse a text in which a row reads the data of other rows of its silo.
-
-    Such a text is another model when the same rows are split into other silos. It is not refused
-    if rows read each other's latents as well: they are then one process of the silo (a time
-    series). ``apart`` has the arrays that hold the rows of each silo plate, and ``found`` what
-    :meth:`RowChecks.summaries` has found.
-    """
-    for plate, names in apart.items():
-        result = CheckResult.of(plate, b.silos, found[plate])
-        if result.answer and not checks.reads_others(b, plate).answer:
-            raise ModelError(summary_message(result, names))
 
 
 def summary_message(found: CheckResult, keys: Sequence[str]) -> str:
@@ -367,25 +516,26 @@ def summary_message(found: CheckResult, keys: Sequence[str]) -> str:
 
 
 def coupled_rows(
-    checks: RowChecks, buckets: Sequence[Bucket], draws: Mapping[str, int] | None = None
+    checks: RowChecks | None, buckets: Sequence[Bucket], draws: Mapping[str, int] | None = None
 ) -> CheckResult | None:
-    """Return the first result that finds rows reading each other's latents; None if none does.
+    """Return where rows read each other's latents; None if nowhere, or where silos are elsewhere.
 
-    Outer plates are not checked, nor with ``draws`` those of which one draw is taken.
+    Outer plates, weighted as a whole, are not checked, nor plates of which one draw is taken.
     """
-    for p in (p for p in checks.model.plates if not p.outer):
-        if p.dim if draws is None else draws.get(p.name, 1) > 1:
+    if checks is None:
+        return None
+    for p in checks.model.plates:
+        if not p.outer and (p.dim if draws is None else draws.get(p.name, 1) > 1):
             results = (checks.reads_others(b, p.name) for b in buckets)
-            if (found := next((result for result in results if result.answer), None)) is not None:
+            if (found := next(filter(None, results), None)) is not None:
                 return found
     return None
 
 
-def refuse_coupled_rows(checks: RowChecks, buckets: Sequence[Bucket], who_needs: str) -> None:
-    """Raise an error for rows that read each other's latents.
-
-    ``who_needs`` ends the sentence on what needs rows that do not: ``"particles need"``.
-    """
+def refuse_coupled_rows(
+    checks: RowChecks | None, buckets: Sequence[Bucket], who_needs: str
+) -> None:
+    """Raise an error for rows that read each other's latents; ``"particles need"`` others."""
     if (rows := coupled_rows(checks, buckets)) is not None:
         raise CoupledRowsError(
             f"{rows.words()} reads latents of other rows, so that they cannot be integrated row by "

@@ -24,7 +24,7 @@ import numpy as np
 
 from numpyro_fed.errors import DataError, DataWarning
 from numpyro_fed.model.data import check_columns, is_leaf
-from numpyro_fed.model.frames import (
+from numpyro_fed.model.tables import (
     as_dict,
     as_series,
     column_names,
@@ -99,11 +99,7 @@ class Scaling:
             raise DataError(
                 "there are no parts: pass what nf.moments([silo]) returned at each silo."
             )
-        for j, part in enumerate(parts):
-            _check_alike(f"part {j}", part, parts[0], "part 0")
-        for words in columns_apart("part", parts):
-            warnings.warn(words, category=DataWarning, stacklevel=2)
-        return reduce(_together, parts)
+        return united("part", parts)
 
     def standardise(self, silo: Any) -> Any:
         """Return a silo's data with the columns in standard units, over all silos.
@@ -174,15 +170,13 @@ class Scaling:
         return {name: changed.get(name, value) for name, value in silo.items()}
 
 
-def whole_of(parts: Sequence[Scaling]) -> Scaling:
-    """Return the moments of all silos together, from those of each silo in turn."""
+def united(owner: str, parts: Sequence[Scaling]) -> Scaling:
+    """Return the moments of all silos together; ``owner`` stands for a silo in errors."""
     for j, part in enumerate(parts):
-        _check_alike(f"silo {j}", part, parts[0], "silo 0")
-    whole = reduce(_together, parts)
-    for name, count in whole.count.items():
-        if not np.all(count):
-            raise DataError(f"'{name}': a column of which no silo has a number. Leave it out.")
-    return whole
+        _check_alike(f"{owner} {j}", part, parts[0], f"{owner} 0")
+    for words in columns_apart(owner, parts):
+        warnings.warn(words, category=DataWarning, stacklevel=3)
+    return reduce(_together, parts)
 
 
 def columns_apart(owner: str, parts: Sequence[Scaling]) -> Iterator[str]:

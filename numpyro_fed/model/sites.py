@@ -74,10 +74,7 @@ def check_shapes(trace: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
     """Refuse observed sites whose shapes count a row more than once.
 
     NumPyro broadcasts observed values against their distribution: ``y`` of shape (n, 1) with a
-    mean of shape (n,) makes n x n terms of n observations. This refuses values and distributions
-    that cannot be broadcast, a broadcast shape larger than the plates that the site is in, and a
-    single value that is used for all rows. ``arrays`` are the party's, whose shapes are told,
-    for messages.
+    mean of shape (n,) makes n x n terms of n observations.
     """
     data_shapes = {name: a.shape for name, a in arrays.items()}
     for site in trace.values():
@@ -153,6 +150,11 @@ class Site(NamedTuple):
     stop: int = 0
     support: str = ""  # the support, for people and for fingerprints
     event_dim: int = 0  # how many axes of a latent's value make one event of its distribution
+
+    def whole(self, sizes: Sizes) -> tuple[int, ...]:
+        """Return the unconstrained shape of all of a latent, at these sizes of silo plates."""
+        rows = () if self.plate is None else (sizes[self.plate],)
+        return (*self.shape[: self.axis or 0], *rows, *self.shape[self.axis or 0 :])
 
 
 class Plate(NamedTuple):
@@ -262,7 +264,12 @@ def described(data: SiloData) -> dict[str, Any]:
 
 def read_trace(trace: dict[str, Any], split: bool) -> Structure:
     """Return the structure of a trace; one without a silo plate is refused if ``split``."""
-    sizes = _sizes(trace)
+    sizes: Sizes = {}
+    # A plate in the body of a scan has no message of its own in the trace, only frames.
+    for site in trace.values():
+        if site["type"] == "plate" and silo_plate_of(site) == site["name"]:
+            sizes.setdefault(site["name"], site["args"][0])
+        sizes |= {f.name: f.size for f in silo_frames(site) if f.name not in sizes}
     # A scope renames plates and frames, but not the plate's name that messages carry.
     lost = [s["name"] for s in trace.values() if silo_plate_of(s) not in (None, *sizes)]
     if lost:
@@ -278,31 +285,18 @@ def read_trace(trace: dict[str, Any], split: bool) -> Structure:
     sites: list[Site] = []
     ends: dict[str | None, int] = {}  # so far, of z_G and of a row of each plate's z_L
     supports: dict[str, Any] = {}
-    masked: dict[str, bool] = {}
-    fields: list[str] = []
-    improper: list[str] = []
-    foreign: list[str] = []
-    nested, kinked = False, False
+    latents: dict[str, Distribution] = {}
     for site in trace.values():
         plate = silo_plate_of(site)
-        nested |= sum(f.name in sizes for f in site.get("cond_indep_stack", ())) > 1
         if site["type"] == "sample":
             entry = _read_sample(site, plate, sizes)
-            kinked |= without_kink(site["fn"]) is not site["fn"]
-            width = math.prod(entry.shape)
             if entry.kind == "latent":
                 start = ends.get(plate, 0)
-                ends[plate] = start + width
-                entry = entry._replace(start=start, stop=start + width)
+                ends[plate] = start + math.prod(entry.shape)
+                entry = entry._replace(start=start, stop=ends[plate])
+                latents[entry.name] = site["fn"]
                 if plate is None:
                     supports[entry.name] = site["fn"].support
-                masked |= _masked(entry.name, site["fn"])
-                if is_foreign(site["fn"]):
-                    foreign.append(entry.name)
-                if is_flat(site["fn"]):
-                    improper.append(entry.name)
-                if entry.plate is None and _is_field(entry.name, site["fn"]):
-                    fields.append(entry.name)
             sites.append(entry)
         elif site["type"] == "param":
             support = site["kwargs"].get("constraint", constraints.real)
@@ -320,20 +314,19 @@ def read_trace(trace: dict[str, Any], split: bool) -> Structure:
                 f"site '{site['name']}' is mutable state (numpyro_mutable, batch norm), which has "
                 "no meaning in a log density. Use numpyro.param for what is learned."
             )
-    rest = tuple(improper), tuple(fields), tuple(foreign), kinked
-    return Structure(tuple(sites), sizes, nested, supports, masked, *rest)
-
-
-def _sizes(trace: dict[str, Any]) -> Sizes:
-    """Return the size of each silo plate."""
-    # A plate in the body of a scan has no message of its own in the trace, only frames.
-    sizes: Sizes = {}
-    for site in trace.values():
-        if site["type"] == "plate" and silo_plate_of(site) == site["name"]:
-            sizes.setdefault(site["name"], site["args"][0])
-        for frame in silo_frames(site):
-            sizes.setdefault(frame.name, frame.size)
-    return sizes
+    stacks = (site.get("cond_indep_stack", ()) for site in trace.values())
+    sampled = [site["fn"] for site in trace.values() if site["type"] == "sample"]
+    return Structure(
+        tuple(sites),
+        sizes,
+        nested=any(sum(f.name in sizes for f in frames) > 1 for frames in stacks),
+        supports=supports,
+        masked={name: off for name, fn in latents.items() if (off := _masked(fn)) is not None},
+        improper=tuple(name for name, fn in latents.items() if is_flat(fn)),
+        fields=tuple(n for n, fn in latents.items() if n in supports and _is_field(n, fn)),
+        foreign=tuple(name for name, fn in latents.items() if is_foreign(fn)),
+        kinked=any(without_kink(fn) is not fn for fn in sampled),
+    )
 
 
 def _read_sample(site: dict[str, Any], plate: str | None, sizes: Sizes) -> Site:
@@ -411,14 +404,13 @@ def _is_field(name: str, fn: Distribution) -> bool:
     return many or hasattr(fn, "adj_matrix")
 
 
-def _masked(name: str, fn: Distribution) -> dict[str, bool]:
-    """Return {name: whether it is masked everywhere} for a masked latent, {} for others."""
+def _masked(fn: Distribution) -> bool | None:
+    """Return whether a latent is masked everywhere; None if it is not masked."""
     fn = unwrapped(fn)
     if not isinstance(fn, dist.MaskedDistribution) or fn._mask is True:
-        return {}
+        return None
     # A mask that is data is a tracer here; it counts as one that leaves some elements.
-    known = not isinstance(fn._mask, jax.core.Tracer)
-    return {name: known and not np.any(fn._mask)}
+    return not isinstance(fn._mask, jax.core.Tracer) and not np.any(fn._mask)
 
 
 def _support_name(support: constraints.Constraint) -> str:

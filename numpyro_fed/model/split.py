@@ -21,14 +21,12 @@ from jax import Array
 
 from numpyro_fed.errors import DataError, ModelError, ModelWarning
 from numpyro_fed.model.data import SiloData, Sizes, signature
-from numpyro_fed.model.handlers import localised
-from numpyro_fed.model.jaxprs import same_program
+from numpyro_fed.model.handlers import leaving_out_missing, localised
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.missing import leaving_out_missing
 from numpyro_fed.model.padding import padded_keys
+from numpyro_fed.model.row_axes import same_but_for_sizes
 from numpyro_fed.model.sites import Structure, check_same_sites, described, rounded
-from numpyro_fed.model.trace import ARRAY, DENSITY, INITIAL, LATENT, THE_KEY, VALUE, Trace
-from numpyro_fed.model.traces import Traces
+from numpyro_fed.model.traces import ARRAY, DENSITY, INITIAL, LATENT, THE_KEY, VALUE, Trace, Traces
 
 KEY = "numpyro.prng_key()"
 
@@ -72,7 +70,18 @@ def split(model: Callable[..., Any], silos: Sequence[SiloData]) -> FederatedMode
     if missing:
         _check_missing(fm, text, missing, silos)
     if not any(s.kind in ("observed", "factor") and s.plate for s in first.sites):
-        raise _nothing_observed(first, silo)
+        # The posterior of a text that observes nothing would be its prior.
+        latents = [s for s in first.sites if s.kind == "latent" and s.plate]
+        alike = [s for s in latents if s.name in silo.leaves] or latents
+        named = " or ".join(f"'{s.name}' (silo_plate '{s.plate}')" for s in alike)
+        nones = [name for name, value in silo.static if value is None]
+        raise ModelError(
+            "no site in a silo_plate is observed, so that the posterior would be the prior: "
+            + (f"was obs= forgotten at {named}? " if named else "none is in a silo_plate. ")
+            + (f"A silo holds None for {nones}. " if nones else "")
+            + "Pass the data as numpyro.sample(..., obs=y), or add a numpyro.factor. "
+            "Draws from the prior are numpyro.infer.Predictive's."
+        )
     _check_globals(fm, silos, [s.sizes for s in found])
     return fm
 
@@ -99,21 +108,6 @@ def _warn(found: Structure) -> None:
             category=ModelWarning,
             stacklevel=3,
         )
-
-
-def _nothing_observed(found: Structure, silo: SiloData) -> ModelError:
-    """Return the error of a text that observes nothing: its posterior would be its prior."""
-    latents = [s for s in found.sites if s.kind == "latent" and s.plate]
-    alike = [s for s in latents if s.name in silo.leaves] or latents
-    named = " or ".join(f"'{s.name}' (silo_plate '{s.plate}')" for s in alike)
-    missing = [name for name, value in silo.static if value is None]
-    return ModelError(
-        "no site in a silo_plate is observed, so that the posterior would be the prior: "
-        + (f"was obs= forgotten at {named}? " if named else "there is no site in a silo_plate. ")
-        + (f"A silo holds None for {missing}. " if missing else "")
-        + "Pass the data as numpyro.sample(..., obs=y), or add a numpyro.factor. "
-        "Draws from the prior are numpyro.infer.Predictive's."
-    )
 
 
 def _dependence(trace: Trace) -> dict[str, set[str | None]]:
@@ -236,46 +230,44 @@ def _check_globals(fm: FederatedModel, silos: Sequence[SiloData], sizes: Sequenc
             continue
         others.append(("a silo with a row more", longer))
     first, z_G = fm.traces.at(silos[0]), np.random.default_rng(0).normal(size=fm.dim)
-    wanted = [*first.densities(local=False), *first.values(local=False)]
+    wanted = [o for kind in (DENSITY, VALUE) for o in first.outputs_of(kind, local=False)]
 
-    def at_one_point(trace: Trace) -> dict[str, Array]:
+    def at_one_point(trace: Trace) -> dict[tuple[str, str], Array]:
         theta = fm.init_theta(jax.random.key(0))
         terms, values = trace.globals_at(theta, jnp.asarray(z_G))
-        density = {f"log density:{name}": value for name, value in terms.items()}
-        return density | {f"value:{name}": value for name, value in values.items()}
+        at = "at one point of unconstrained space"
+        found = {
+            (f"the value of the global site '{n}' {at}", "value"): v for n, v in values.items()
+        }
+        priors = {
+            (f"the prior of the global site '{n}'", "log density"): v for n, v in terms.items()
+        }
+        return priors | found
 
     for who, silo in others:
         trace = fm.traces.at(silo)
         # Equal programs are equal at every point, and nothing has to be compiled. Programs that
         # differ may still compute the same, so that values decide.
-        if trace is first or same_program(trace.part(wanted)[0], first.part(wanted)[0]):
+        mine, theirs = (one.part(wanted)[0] for one in (trace, first))
+        if trace is first or same_but_for_sizes(mine, theirs, {}):
             continue
-        mine, theirs = (jax.jit(partial(at_one_point, t))() for t in (trace, first))
-        for name, value in mine.items():
-            if np.shape(value) != np.shape(theirs[name]) or not np.allclose(
-                value, theirs[name], rtol=1e-5, atol=1e-5, equal_nan=True
+        here, there = (jax.jit(partial(at_one_point, t))() for t in (trace, first))
+        for (subject, what), value in here.items():
+            other = there[subject, what]
+            if np.shape(value) == np.shape(other) and np.allclose(
+                value, other, rtol=1e-5, atol=1e-5, equal_nan=True
             ):
-                raise ModelError(_differs(name, value, theirs[name], who, silo, silos[0]))
-
-
-def _differs(
-    name: str, value: Array, expected: Array, who: str, silo: SiloData, other: SiloData
-) -> str:
-    """Return the error message about a global site that differs between silos."""
-    what, _, site = name.partition(":")
-    first, second = described(silo), described(other)
-    keys = [k for k in first if first[k] != second[k]]
-    mine, theirs = ({k: found[k] for k in keys} for found in (first, second))
-
-    def shown(value: Array) -> str:
-        return np.array2string(np.ravel(value)[:4], precision=6, separator=", ").strip("[]")
-
-    subject = f"the prior of the global site '{site}'"
-    if what == "value":
-        subject = f"the value of the global site '{site}' at one point of unconstrained space"
-    return (
-        f"{subject} differs between silos: its {what} at one point is {shown(value)} at {who}, "
-        f"which holds {mine}, but {shown(expected)} at silo 0, which holds {theirs}. It must not "
-        "depend on numbers of rows or Python values that differ. Pass one number to all silos "
-        "(that of all rows together, say), or let only local sites depend on it."
-    )
+                continue
+            held = described(silo), described(silos[0])
+            keys = [k for k in held[1] if held[0][k] != held[1][k]]
+            own, its = ({k: one[k] for k in keys} for one in held)
+            shown, expected = (
+                np.array2string(np.ravel(v)[:4], precision=6, separator=", ").strip("[]")
+                for v in (value, other)
+            )
+            raise ModelError(
+                f"{subject} differs between silos: its {what} at one point is {shown} at {who}, "
+                f"which holds {own}, but {expected} at silo 0, which holds {its}. It must not "
+                "depend on numbers of rows or Python values that differ. Pass one number to all "
+                "silos (that of all rows together, say), or let only local sites depend on it."
+            )

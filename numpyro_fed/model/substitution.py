@@ -305,10 +305,7 @@ def trace_text(
     kwargs: Mapping[str, Any],
     known: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the trace of a text, with the values of some sites given in ``known``.
-
-    Flat priors are not sampled, and arguments of distributions are not validated.
-    """
+    """Return the trace of a text, with the values of some sites given in ``known``."""
     text = handlers.substitute(handlers.seed(model, key), known or {})
     # Callers refuse what is wrong themselves, in words about the prior. NumPyro's validation would
     # raise before they can.

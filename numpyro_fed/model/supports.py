@@ -28,49 +28,11 @@ BOUNDED = {
 }
 
 
-class ObservedValues(NamedTuple):
-    """The observed values of a site, and whether its support has them."""
-
-    value: AnyArray  # array (batch shape, event shape)
-    # bool array (batch shape): whether the value is in the support or on its edge, or masked
-    inside: AnyArray
-    edge: AnyArray  # bool array (batch shape): whether the value is on the edge of the support
-
-
-class PlainSupport(NamedTuple):
-    """The support of a site that observes an argument as it is: NumPy can tell who is inside."""
-
-    argument: str
-    # without bounds but plain numbers; None if it has all values
-    support: constraints.Constraint | None
-    event_dim: int  # how many axes of a value belong to one event of the support
-    rest: int  # how many axes more belong to one event of the site
-
-    @classmethod
-    def of(cls, site: Mapping[str, Any], arguments: Mapping[str, Any]) -> PlainSupport | None:
-        """Return that of a site of a trace; None if it is not plain."""
-        fn, value, rest = site["fn"], site["value"], 0
-        argument = next((name for name, a in arguments.items() if a is value), None)
-        shape, expected = jnp.shape(value), fn.batch_shape + fn.event_shape
-        if argument is None or jnp.broadcast_shapes(shape, expected) != shape:
-            return None
-        while isinstance(fn, WRAPPERS):
-            if isinstance(fn, dist.MaskedDistribution) and fn._mask is not True:
-                return None
-            rest += fn.reinterpreted_batch_ndims if isinstance(fn, dist.Independent) else 0
-            fn = fn.base_dist
-        support = _support_of(fn)
-        return cls(argument, support, fn.event_dim, rest) if _is_plain(support) else None
-
-    def observed(self, value: np.ndarray) -> ObservedValues:
-        """Return the observed values, and whether they are in the support."""
-        inside, edge = map(np.asarray, _closed(self.support, value, self.event_dim, np))
-        axes = tuple(range(inside.ndim - self.rest, inside.ndim))
-        return ObservedValues(value, np.all(inside, axes), np.any(edge, axes))
+Observed = tuple[AnyArray, AnyArray, AnyArray]  # as :func:`observed_at` returns them
 
 
 class SupportKind(NamedTuple):
-    """The description of a site's distribution for messages."""
+    """The description of a site's distribution for messages, and for a check by NumPy alone."""
 
     name: str  # the name of the distribution
     takes: str  # the values of its support, in words
@@ -78,17 +40,56 @@ class SupportKind(NamedTuple):
     # the silo plates that the site is in, and their dims in the batch
     plates: tuple[tuple[str, int], ...]
     whole: bool  # whether the support has whole numbers only
-    plain: PlainSupport | None = None
+    # the argument that the site observes as it is, where the support's bounds are but plain
+    # numbers, so that NumPy can tell what is inside; else empty
+    argument: str = ""
+    support: constraints.Constraint | None = None  # None if it has all values
+    event_dim: int = 0  # how many axes of a value belong to one event of the support
+    rest: int = 0  # how many axes more belong to one event of the site
+
+    def observed(self, value: np.ndarray) -> Observed:
+        """Return what :func:`observed_at` returns, of the argument's value."""
+        inside, edge = map(np.asarray, _closed(self.support, value, self.event_dim, np))
+        axes = tuple(range(inside.ndim - self.rest, inside.ndim))
+        return value, np.all(inside, axes), np.any(edge, axes)
 
 
-def observed_at(site: dict[str, Any]) -> ObservedValues:
-    """Return the observed values of a site of a trace."""
+def support_kind(site: dict[str, Any], arguments: Mapping[str, Any]) -> SupportKind:
+    """Return the description of a site of a trace, whose text was run with these arguments."""
+    fn, value, rest, masked = site["fn"], site["value"], 0, False
+    argument = next((name for name, a in arguments.items() if a is value), "")
+    shape, expected = jnp.shape(value), fn.batch_shape + fn.event_shape
+    plain = bool(argument) and jnp.broadcast_shapes(shape, expected) == shape
+    while isinstance(fn, WRAPPERS):
+        masked |= isinstance(fn, dist.MaskedDistribution) and fn._mask is not True
+        rest += fn.reinterpreted_batch_ndims if isinstance(fn, dist.Independent) else 0
+        fn = fn.base_dist
+    name, support = type(fn).__name__, _support_of(fn)
+    name = {"BernoulliProbs": "Bernoulli", "BernoulliLogits": "Bernoulli"}.get(name, name)
+    takes, remedy = _words(support)
+    if name.startswith("Categorical"):
+        name, remedy = "Categorical", "Categories count from 0. "
+    if isinstance(fn, dist.Beta):
+        remedy = "(y * (n - 1) + 0.5) / n moves 0 and 1 of n values inside. "
+    plates = tuple((f.name, f.dim) for f in silo_frames(site) or site["cond_indep_stack"])
+    kind = SupportKind(name, takes, remedy, plates, bool(getattr(support, "is_discrete", False)))
+    if masked or not plain or not _is_plain(support):
+        return kind
+    return kind._replace(argument=argument, support=support, event_dim=fn.event_dim, rest=rest)
+
+
+def observed_at(site: dict[str, Any]) -> Observed:
+    """Return observed values (batch shape, event shape), and whether each is possible, by element.
+
+    The second value (batch shape) says whether one is in the support or on its edge, or masked; the
+    third whether it is on the edge.
+    """
     fn, value = site["fn"], jnp.asarray(site["value"])
     whole = jnp.broadcast_shapes(jnp.shape(value), fn.batch_shape + fn.event_shape)
     value = jnp.broadcast_to(value, whole)
     batch = whole[: len(whole) - fn.event_dim]
     inside, edge = _in_support(fn, value)
-    return ObservedValues(value, jnp.broadcast_to(inside, batch), jnp.broadcast_to(edge, batch))
+    return value, jnp.broadcast_to(inside, batch), jnp.broadcast_to(edge, batch)
 
 
 def _in_support(fn: Distribution, value: Array) -> tuple[AnyArray, AnyArray]:
@@ -147,23 +148,6 @@ def _is_plain(support: constraints.Constraint | None) -> bool:
     bounds = (getattr(support, name, 0) for name in ("lower_bound", "upper_bound"))
     known = support is None or support in PLAIN or type(support) in BOUNDED
     return known and all(isinstance(b, int | float | np.number) for b in bounds)
-
-
-def support_kind(site: dict[str, Any], arguments: Mapping[str, Any]) -> SupportKind:
-    """Return the description of a site of a trace, whose text was run with these arguments."""
-    fn = site["fn"]
-    while isinstance(fn, WRAPPERS):
-        fn = fn.base_dist
-    name = type(fn).__name__
-    name = {"BernoulliProbs": "Bernoulli", "BernoulliLogits": "Bernoulli"}.get(name, name)
-    takes, remedy = _words(_support_of(fn))
-    if name.startswith("Categorical"):
-        name, remedy = "Categorical", "Categories count from 0. "
-    if isinstance(fn, dist.Beta):
-        remedy = "(y * (n - 1) + 0.5) / n moves 0 and 1 of n values inside. "
-    plates = tuple((f.name, f.dim) for f in silo_frames(site) or site["cond_indep_stack"])
-    whole = bool(getattr(_support_of(fn), "is_discrete", False))
-    return SupportKind(name, takes, remedy, plates, whole, PlainSupport.of(site, arguments))
 
 
 def _words(support: constraints.Constraint | None) -> tuple[str, str]:

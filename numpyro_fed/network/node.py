@@ -39,6 +39,7 @@ from numpyro_fed.files import Store
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.facts import Plan
 from numpyro_fed.results.at_silo import AtSilo, Held
 from numpyro_fed.runtime.host import compile_visit
 from numpyro_fed.runtime.messages import (
@@ -176,7 +177,7 @@ class Node:
     def accept(self, plan: str, number: int) -> None:
         """Build the algorithm from the agreed plan, as silo ``number`` of all."""
         if (plan, number) != self._accepted:
-            agreed: Any = self.method.plan_type.from_json(plan)
+            agreed = Plan.from_json(plan)
             self.method.check_plan(agreed, self.facts, number)
             built: Any = self.method.build(agreed)
             data = self.method.read_silo(self._silo, agreed, number)

@@ -18,7 +18,7 @@ from numpyro_fed.algorithms.importance.loo import LEAVE_OUT, LOO
 from numpyro_fed.algorithms.tempered import TEMPERED
 from numpyro_fed.errors import DataError, ModelError, is_number
 from numpyro_fed.files import Store, append_privately
-from numpyro_fed.model.levels import MIN_COUNT
+from numpyro_fed.model.tables import MIN_COUNT
 from numpyro_fed.privacy.budget import spent as epsilon_of
 from numpyro_fed.runtime.messages import Question
 from numpyro_fed.runtime.stack import PlanSize

@@ -36,8 +36,8 @@ from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.methods.vfl import SOUL, VFL
 from numpyro_fed.model.facts import describe
 from numpyro_fed.model.fingerprint import source_hash
-from numpyro_fed.model.levels import OTHER, level_counts
 from numpyro_fed.model.scaling import numbers_of
+from numpyro_fed.model.tables import OTHER, level_counts
 from numpyro_fed.network.node import Node
 from numpyro_fed.network.policy import Ledger, Policy, evaluations
 from numpyro_fed.network.sums import Sums, asked_of_all

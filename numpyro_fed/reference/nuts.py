@@ -20,7 +20,7 @@ from numpyro.infer import MCMC, NUTS
 
 from numpyro_fed.algorithms.base import Shared
 from numpyro_fed.errors import ConvergenceWarning, ModelError, positive_int
-from numpyro_fed.frame import identity
+from numpyro_fed.gaussian import identity
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData, SiloInput, Sizes, signature
 from numpyro_fed.model.facts import facts_of

@@ -39,10 +39,10 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Facts, Plan
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import Site
-from numpyro_fed.results.base import FederatedRun
-from numpyro_fed.results.built import Built
+from numpyro_fed.results.base import Built, FederatedRun
 from numpyro_fed.results.sampler import Sampler
 from numpyro_fed.runtime.messages import unpack
+from numpyro_fed.runtime.supervise import failed_silos
 
 # The arrays of the server's data: draws of the globals (n, dim), and the words of a key a silo.
 DRAWS, KEYS = "draws", "keys"
@@ -260,13 +260,13 @@ def outer_round(built: Built, settings: Mapping[str, Any]) -> Round:
 
 
 def told_by_silos(
-    result: FederatedRun[Any], key: Array, z_G: Array, sampler: Sampler
+    result: FederatedRun, key: Array, z_G: Array, sampler: Sampler
 ) -> dict[str, Array]:
     """Return the latents of outer plates of all silos, side by side, at draws of the globals.
 
     Silos are in other processes, and it takes one exchange.
     """
-    fit, number = result._fit, result.num_parties
+    fit, number = result._fit, result.num_silos
     sites, largest = outer_sites(fit.model), dict(fit.plan.largest)
     if not sites:
         raise DataError(
@@ -283,7 +283,13 @@ def told_by_silos(
     exchange = fit.cached(name, lambda: fit.runtime.quick(outer_round(fit.built, settings)))
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(number))
     given = SiloData({DRAWS: jnp.asarray(z_G), KEYS: jax.random.key_data(keys)})
-    told: SharedLatents = result._run_round_once(exchange, key, MESSAGE, given)[0]
+    state, batches = result.state, result._silos.batches
+    told: SharedLatents
+    told, silos, info, good = jax.block_until_ready(
+        exchange(key, state.server, state.silos, batches, given)
+    )
+    if not bool(info.ok):
+        raise result.unusable(MESSAGE, failed_silos(good, silos, batches))
     joined = {}
     for s in sites:
         axis, rows = 1 + (s.axis or 0), np.asarray(told.rows[str(s.plate)])

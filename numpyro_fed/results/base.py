@@ -1,17 +1,18 @@
-"""Base classes of what methods build, compile and return, for silos with rows or columns.
+"""What methods build, compile and return, for silos that hold rows or columns.
 
-:class:`BuiltRun` has the pure functions of a method, :class:`CompiledMethod` adds a runtime, and
+:class:`Built` has the pure functions of a method, a :class:`Fit` adds a runtime, and
 :class:`FederatedRun` is the result of a run.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import json
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
@@ -19,25 +20,52 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import (
     FederatedAlgorithm,
-    Info,
     Round,
     Shared,
+    asked_directly,
     unknown_exchange,
 )
+from numpyro_fed.algorithms.curvature_check import CurvatureCheck
+from numpyro_fed.algorithms.importance.likelihood import Integration
+from numpyro_fed.algorithms.mode import ModeSearch
+from numpyro_fed.algorithms.mode_wide import WideSearch
+from numpyro_fed.algorithms.pvi.server import PartitionedVI
+from numpyro_fed.algorithms.vertical.parties import Parties
+from numpyro_fed.algorithms.vertical.search import VerticalSearch
 from numpyro_fed.errors import DataError, NonFiniteError, SavedStateError
-from numpyro_fed.model.data import SiloData, Sizes
+from numpyro_fed.guides.structured import Guide
+from numpyro_fed.model.data import SiloData, Sizes, signature
+from numpyro_fed.model.facts import Facts, Plan
+from numpyro_fed.model.fingerprint import fingerprint
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket
-from numpyro_fed.results.arviz import Coords, Dims, Labels, to_arviz
-from numpyro_fed.results.saving import Provenance, SavedRun, SavedWords, save
+from numpyro_fed.model.row_checks import RowChecks
+from numpyro_fed.objectives import ELBO, Bound, Objective, bound_of
+from numpyro_fed.precision import is_double, precision
+from numpyro_fed.results.mode import Mode
+from numpyro_fed.results.sampler import Sampler
+from numpyro_fed.results.saving import Provenance, SavedRun
 from numpyro_fed.runtime.messages import BEGINNINGS, GO_ON, Crossings, crossings
-from numpyro_fed.runtime.stack import Batches, Runtime, ServerData, Single, Stacks, State
+from numpyro_fed.runtime.stack import Batches, Runtime, Schedule, ServerData, Single, State
 from numpyro_fed.runtime.step import Asked
-from numpyro_fed.runtime.supervise import failed_silos
 from numpyro_fed.trees import Tree
 
 # Batches of rounds in each quarter of a run, whose means show how noisy the bound is. Rounds are
 # correlated, so that single losses would show too little noise; fewer batches estimate it badly.
 NUM_BATCHES = 5
+# Numbers of a batch of draws, for each site of the rows: a few arrays of them fit into a core's own
+# memory (L2). The six cities took half the time that batches of a megabyte of numbers took.
+IN_BATCH = 2**15
+# Draws of a batch, at least, if it then has no more numbers than MOST_IN_BATCH. On a CPU, with
+# 200,000 logistic rows, a draw in batches of 4 or 8 took half the time that it took alone, and in
+# those of 32 more again.
+LEAST, MOST_IN_BATCH = 4, 2**23
+# Terms (draws x rows x evaluations) up to which a program is compiled with few optimisations:
+# running it takes less time than optimising it would. Half or twice of it only moves that point.
+FEW_TERMS = 2e7
+
+
+Made = TypeVar("Made")
 
 
 class Silos(NamedTuple):
@@ -78,16 +106,54 @@ class Silos(NamedTuple):
         return self.buckets[b].sizes[i]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class BuiltRun(ABC):
-    """All that a method builds from a model and a plan: pure functions, without data.
+class StartRounds(NamedTuple):
+    """The rounds by which a run begins.
 
-    ``without_start`` builds the same for a run whose search has found no mode; None without a
-    search.
+    ``search`` is that for the mode (wide where there are too many globals for Hessians), with the
+    first states and exchanges of ``algorithm``. ``check`` sees whether the density falls in all
+    directions from the mode, where a prior is flat; None with too many globals for it. ``begin``
+    leads from the states of the search to the first ones of the run. The search integrates out the
+    coordinates ``effects`` (c,).
     """
 
+    search: ModeSearch | WideSearch
     algorithm: FederatedAlgorithm[Any, Any]
-    without_start: Callable[[], tuple[Any, BuiltRun]] | None = None
+    check: CurvatureCheck | None
+    begin: Round
+    effects: np.ndarray
+
+    @property
+    def checks(self) -> tuple[Round, ...]:
+        """Return the exchange of the check, if there is one, as other parties know it."""
+        return () if self.check is None else (Round((self.check.exchange,), asked_directly),)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Built:
+    """All that a method builds from a model and a plan: pure functions, without data.
+
+    ``schedule`` is None where all silos take part in every round. ``draws`` has ``K`` for each silo
+    plate that has latents, or its nodes of quadrature. ``start`` is None where a run begins at
+    ``algorithm``'s own first state; ``without_start`` builds the same for a run whose search has
+    found no mode. ``protected`` says why silos answer no exchange but those of the run; empty where
+    they do. Where clients hold columns, ``parties`` has the models and guides of all of them,
+    ``model`` and ``guide`` are the server's, and ``settings`` are those that a saved state must
+    agree with.
+    """
+
+    model: FederatedModel
+    guide: Guide
+    algorithm: FederatedAlgorithm[Any, Any]
+    without_start: Callable[[], tuple[Plan, Built]] | None = None
+    objective: Objective = field(default_factory=ELBO)
+    schedule: Schedule | None = None
+    draws: dict[str, int] = field(default_factory=dict)
+    factors: PartitionedVI | None = None
+    start: StartRounds | None = None
+    protected: str = ""
+    parties: Parties | None = None
+    search: VerticalSearch | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         rounds = (*self.opening, self.algorithm.round, *self.later_rounds)
@@ -101,29 +167,65 @@ class BuiltRun(ABC):
             )
 
     @property
-    @abstractmethod
     def first_algorithm(self) -> FederatedAlgorithm[Any, Any]:
         """Return the algorithm whose states a run begins with: that of a search, or of the run."""
+        begun = self.start or self.search
+        return self.algorithm if begun is None else begun.algorithm
 
     @property
-    @abstractmethod
     def search_rounds(self) -> tuple[Round, ...]:
         """Return the rounds of the search for a start."""
+        if self.start is None:
+            return () if self.search is None else (self.search.algorithm.round,)
+        opening, search = self.start.algorithm.opening, self.start.algorithm.round
+        return (*opening, search, *self.start.checks, self.start.begin)
 
     @property
     def opening(self) -> tuple[Round, ...]:
         """Return the rounds before the algorithm's own first one."""
         return (*self.search_rounds, *self.algorithm.opening)
 
+    @cached_property
+    def bound(self) -> Bound:
+        """Return a silo's term of the objective, from which its locals are drawn."""
+        return bound_of(self.model, self.guide, self.objective)
+
     @property
     def later_rounds(self) -> tuple[Round, ...]:
-        """Return the rounds that may follow a run, such as an evaluation."""
-        return ()
+        """Return the evaluation of PVI, if silos answer it, or no round."""
+        if self.factors is None or self.protected:
+            return ()
+        return (Round((self.factors.evaluation,), asked_directly),)
+
+    def visits(self, num_silos: int) -> int:
+        """Return the number of visits in a round, over all silos."""
+        return num_silos if self.schedule is None else self.schedule.steps * self.schedule.size
 
     @property
     def start_paths(self) -> tuple[tuple[Round, ...], ...]:
-        """Return the sequences of rounds that may come before the algorithm's first one."""
-        return (self.opening,)
+        """Return the rounds before the first one; the check of the curvature is its own path."""
+        if self.start is None:
+            return (self.opening,)
+        search = self.start.algorithm
+        path = (*search.opening, search.round, self.start.begin, *self.algorithm.opening)
+        return (path, self.start.checks) if self.model.improper and self.start.checks else (path,)
+
+    def exchanged_before(self, start: object) -> dict[str, int]:
+        """Return how often each exchange took place before the first round, by name.
+
+        ``start`` is where the run began; it did not go on from the state of another run.
+        """
+        times = {round_.name: 1 for round_ in self.algorithm.opening}
+        if self.start is None or not isinstance(start, Mode):
+            return {x.name: 0 for x in self.search_rounds} | times
+        checked = bool(self.model.improper and self.start.checks and start.converged)
+        opening = self.start.algorithm.opening
+        times |= {r.name: 1 for r in (*opening, self.start.begin)}
+        times |= {check.name: int(checked) for check in self.start.checks}
+        # A mode counts all exchanges: the opening of its search, the search, the check, and the one
+        # that begins the run.
+        num_search = start.num_exchanges - len(opening) - 1 - int(checked)
+        return times | {x.name: num_search for x in self.start.algorithm.round.exchanges}
 
     def messages(
         self, data: SiloData, server_data: ServerData = None, *, silo: str = "silo"
@@ -143,37 +245,48 @@ class BuiltRun(ABC):
         raise unknown_exchange(name)
 
 
-Built = TypeVar("Built", bound=BuiltRun)
-Cached = TypeVar("Cached")
+class MethodSpec(NamedTuple):
+    """A record from which the method of a fit can be rebuilt, given the model.
+
+    ``method`` is the name of its class, ``settings`` what is not the default, as JSON, ``lost``
+    settings that JSON cannot hold (an optimiser, a function), ``source`` a hash of the model's
+    source.
+    """
+
+    method: str
+    settings: dict[str, Any]
+    lost: tuple[str, ...]
+    runtime: str
+    source: str
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class CompiledMethod(ABC, Generic[Built]):
+class Fit:
     """A method that was built for silos of certain shapes, ready to run.
 
-    ``compiled`` has further compiled functions, by a name for what they do.
+    ``sizes`` are the rows of each plate at each silo, ``checks`` those on the values of the data,
+    ``recipe`` how to rebuild the method from a file: none of these for silos elsewhere, for which
+    ``reach(algorithm, schedule, begin=)`` makes runtimes, and which know the method by the id
+    ``asked_as``. ``server_data`` are the server's where clients hold columns. ``compiled`` has
+    further compiled functions, by a name for what they do.
     """
 
     built: Built
     runtime: Runtime
+    plan: Plan
     compiled: dict[Hashable, Any] = field(default_factory=dict)
+    double: bool = field(default_factory=is_double)
+    sizes: tuple[Sizes, ...] = ()
+    checks: RowChecks | None = None
+    recipe: MethodSpec | None = None
+    reach: Callable[..., Runtime] | None = None
+    asked_as: str = ""
+    server_data: SiloData | None = None
 
     @property
     def algorithm(self) -> FederatedAlgorithm[Any, Any]:
         """Return the algorithm that is run."""
         return self.built.algorithm
-
-    @abstractmethod
-    def provenance(self, hosted: Silos) -> Provenance:
-        """Return the fingerprints by which a file recognises model and data."""
-
-    @abstractmethod
-    def description(self) -> dict[str, Any]:
-        """Return the settings and sites that a saved state must agree with."""
-
-    def compiled_round(self, round_: Round) -> Single:
-        """Return a single round, compiled once for each name."""
-        return self.cached(("single", round_.id), lambda: self.runtime.single(round_))
 
     def quick_round(self, round_: Round, runtime: Runtime | None = None) -> Single:
         """Return a single round for little work, compiled quickly and once for each name.
@@ -182,7 +295,7 @@ class CompiledMethod(ABC, Generic[Built]):
         """
         return self.cached(round_.id, lambda: (runtime or self.runtime).quick(round_))
 
-    def cached(self, name: Hashable, make: Callable[[], Cached]) -> Cached:
+    def cached(self, name: Hashable, make: Callable[[], Made]) -> Made:
         """Return the object of this name, made at its first use."""
         if name not in self.compiled:
             self.compiled[name] = make()
@@ -206,29 +319,127 @@ class CompiledMethod(ABC, Generic[Built]):
             )
         return state
 
+    @cached_property
+    def sampler(self) -> Sampler:
+        """Return the compiled sampling functions of the fit."""
+        return Sampler(self.model, self.guide, self.built.bound)
 
-Ready = TypeVar("Ready", bound=CompiledMethod[Any])
+    def without_start(
+        self, runtime_of: Callable[[FederatedAlgorithm[Any, Any], Schedule | None], Runtime]
+    ) -> Fit | None:
+        """Return the fit of runs that found no mode to begin at; None if no mode is searched for.
+
+        It is built at its first use, with the runtime that ``runtime_of`` makes.
+        """
+        if (build := self.built.without_start) is None:
+            return None
+        if (found := self.compiled.get("without a start")) is None:
+            plan, built = build()
+            runtime = runtime_of(built.algorithm, built.schedule)
+            found = replace(self, plan=plan, built=built, runtime=runtime, compiled={})
+            self.compiled["without a start"] = found
+        return cast(Fit, found)
+
+    def batch_size(self, integration: Integration, num_draws: int) -> int:
+        """Return how many draws of the globals a silo evaluates its likelihood at side by side."""
+        rows = sum(n for _, n in self.plan.largest)  # silos are computed one after the other
+        numbers = max(rows * integration.terms_at_once(self.model), 1)
+        size = max(IN_BATCH // numbers, min(LEAST, MOST_IN_BATCH // numbers), 1)
+        return min(num_draws, 2 ** int(math.log2(size)))
+
+    def question(
+        self,
+        kind: str,
+        build: Callable[..., Made],
+        integration: Integration,
+        num_draws: int,
+        **more: int,
+    ) -> Made:
+        """Return a question about so many draws of the globals, made once for each settings.
+
+        ``build(built, settings, little=)`` makes it, also at silos elsewhere; with ``little`` work
+        optimising its program would take longer than running it.
+        """
+        settings = {
+            "inner_draws": dict(integration.draws),
+            "nodes": integration.nodes,
+            "num_draws": num_draws,
+            **more,
+            "batch_size": self.batch_size(integration, num_draws),
+        }
+        terms = num_draws * sum(n for _, n in self.plan.total)
+        little = terms * integration.work_of_row(self.model) <= FEW_TERMS
+        name = kind, json.dumps(settings)
+        return self.cached(name, lambda: build(self.built, settings, little=little))
+
+    @property
+    def facts(self) -> Facts:
+        """Return what all silos have in common."""
+        return self.plan.facts
+
+    @property
+    def model(self) -> FederatedModel:
+        """Return the model, split over server and silos."""
+        return self.built.model
+
+    @property
+    def guide(self) -> Guide:
+        """Return the guide of globals and locals."""
+        return self.built.guide
+
+    @property
+    def factors(self) -> PartitionedVI | None:
+        """Return the algorithm of PVI, with its families and settings; None for others."""
+        return self.built.factors
+
+    def description(self) -> dict[str, Any]:
+        """Return the settings, sites and sizes that a saved state must agree with."""
+        if self.built.parties is None:
+            sites = {s.name: [s.kind, s.plate, list(s.shape), s.support] for s in self.model.sites}
+            settings = {**self.plan.chosen, "draws": self.built.draws}
+            return {"settings": settings, "sites": sites, "sizes": list(self.sizes)}
+        whole = self.built.parties.model
+        return {
+            "settings": self.built.settings,
+            "sites": {n: [s.kind, list(s.shape), s.support] for n, s in whole.sites.items()},
+            "rows": whole.rows,
+            "static": [repr(self.plan.facts.static)],
+        }
+
+    def provenance(self, hosted: Silos) -> Provenance:
+        """Return the fingerprints by which a file recognises model and data."""
+        source = "" if self.recipe is None else self.recipe.source
+        data, parties, server = hosted.data, self.built.parties, self.server_data
+        named = {f"silo {j}": silo for j, silo in enumerate(data)}
+        if parties is not None and server is not None:
+            named = {f"client {j}": client for j, client in enumerate(data)} | {
+                "the server": server
+            }
+
+        def made() -> str:
+            if parties is None or server is None:
+                return fingerprint(self.model, data)
+            whole, total = parties.model, np.zeros(parties.model.shape, parties.model.dtype)
+            pairs = [(whole.server, whole.with_total(server, total))]
+            pairs += zip(whole.clients, data, strict=True)
+            by_shape = {(party, signature(held)): held for party, held in pairs}
+            return " ".join(fingerprint(party, [d]) for (party, _), d in by_shape.items())
+
+        def text() -> str:
+            # Half a second of tracing, needed once for a fit whose arguments keep their shapes.
+            with precision(double=self.double):
+                return self.cached("text", made)
+
+        return Provenance(text, source, named)
 
 
 @dataclass(frozen=True, eq=False)
-class FederatedRun(ABC, Generic[Ready]):
-    """The result of a run: losses, the last state, and what can be asked of them.
-
-    Attributes
-    ----------
-    losses : array (rounds,)
-        Minus the bound, one number for each round of this run.
-    state : State
-        Everything that a run needs to go on: ``run(..., init_state=result.state)``.
-    ended : {"rounds", "converged", "callback", "failure", "interrupted"}
-        Why there are no more rounds.
-    start : optional
-        The start of the run, if that was a mode or another result.
-    """
+class FederatedRun:
+    """The result of a run: losses, the last state, and what can be asked of them."""
 
     losses: np.ndarray = field(repr=False)
     state: State = field(repr=False)
-    _fit: Ready = field(repr=False)
+    _fit: Fit = field(repr=False)
     _silos: Silos = field(repr=False)
     ended: str = field(default="rounds", kw_only=True)
     start: Any = field(default=None, repr=False, kw_only=True)
@@ -237,13 +448,9 @@ class FederatedRun(ABC, Generic[Ready]):
     PARTY: ClassVar[str] = "silo"
 
     @property
-    @abstractmethod
-    def num_parties(self) -> int:
-        """Return the number of silos or clients."""
-
-    @abstractmethod
-    def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
-        """Draw from the fitted posterior."""
+    def num_silos(self) -> int:
+        """Return the number of silos, or of clients that hold columns."""
+        return self._fit.plan.num_silos
 
     @property
     def shared(self) -> Shared:
@@ -263,25 +470,10 @@ class FederatedRun(ABC, Generic[Ready]):
         """Return a silo's state."""
         return self._hosted(silo).at(silo, self.state.silos)
 
-    def _run_round_once(
-        self, round_: Single, key: Array, message: str, server_data: ServerData = None
-    ) -> tuple[Any, Stacks, Info]:
-        """Run one more round, and return the states of server and silos and the report.
-
-        An error has the text ``message``, in which ``{}`` stands for the party at fault.
-        """
-        state, batches = self.state, self._silos.batches
-        server, silos, info, good = jax.block_until_ready(
-            round_(key, state.server, state.silos, batches, server_data)
-        )
-        if not bool(info.ok):
-            raise self.unusable(message, failed_silos(good, silos, batches))
-        return server, silos, info
-
     def _asking(self, key: Array) -> Asked:
         """Return the function that asks all silos, whose states stay as they are."""
         transport = self._fit.runtime.transport(self._silos.batches)
-        return Asked(transport, key, self.num_parties, self.state.silos)
+        return Asked(transport, key, self.num_silos, self.state.silos)
 
     def unusable(self, message: str, silos: tuple[int, ...] = ()) -> NonFiniteError:
         """Return the error for numbers that cannot be used, of silos or of the server."""
@@ -314,45 +506,6 @@ class FederatedRun(ABC, Generic[Ready]):
             return f"{len(self.losses)} rounds; the run had come to rest."
         end = "had settled" if self.settled else "was still rising, or they are too few to tell"
         return f"{len(self.losses)} rounds; the bound {end}."
-
-    def to_arviz(
-        self,
-        key: Array | None = None,
-        num_samples: int = 1_000,
-        *,
-        coords: Coords | None = None,
-        dims: Dims | None = None,
-    ) -> Any:
-        """Return posterior draws as an ArviZ object.
-
-        It is a ``DataTree``, or an ``InferenceData`` before ArviZ 1. ``dims`` and ``coords`` name
-        axes and their elements, as for ``arviz.from_numpyro``. Needs the extra ``examples``.
-        """
-        labels = Labels.of(coords, dims)
-        return to_arviz(self.sample_posterior, key, num_samples, labels=labels)
-
-    def save(self, path: str | Path, *, draws: int = 0) -> None:
-        """Write the fit to ``path.npz``: its state and a description, no data and no pickle.
-
-        The file is whole or not there: a save that is cut short leaves the one before as it is.
-        Read it back with :meth:`numpyro_fed.SFVI.load` or :func:`numpyro_fed.load`, which refuse
-        another model and other data; for that the file has a digest of each silo's arrays, keyed
-        by random bytes of its own. It also holds what silos keep to themselves, of a run in one
-        process: give it to nobody who may not see that.
-
-        Parameters
-        ----------
-        path : str or Path
-            The name of the file without ``.npz``.
-        draws : int
-            The number of draws of the globals that go into the file, for readers who have neither
-            the model nor the data.
-        """
-        words = {"ended": self.ended, "verdict": self._run_summary(), "trusted": None}
-        drawn = self.sample_posterior(jax.random.key(0), draws) if draws else {}
-        save(
-            path, SavedWords(type(self).__name__, words, drawn), self.saved_run(), self.provenance()
-        )
 
     def saved_run(self) -> SavedRun:
         """Return the run in the form in which a file keeps it."""

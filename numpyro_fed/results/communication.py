@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from numpyro_fed import html
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.results.built import Built
+from numpyro_fed.results.base import Built
 from numpyro_fed.runtime.messages import Crossings
 
 UNITS = ("B", "kB", "MB", "GB", "TB")

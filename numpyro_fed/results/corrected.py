@@ -29,6 +29,7 @@ from numpyro_fed.algorithms.importance.proposals import (
 from numpyro_fed.errors import ModelError, NonFiniteError
 from numpyro_fed.model.sites import Site
 from numpyro_fed.precision import in_precision_of_object
+from numpyro_fed.results.base import Fit
 from numpyro_fed.results.element_errors import ElementErrors, Moments, Rounding
 from numpyro_fed.results.groups import log_likelihood
 from numpyro_fed.results.influence import SiloTable, Whitened
@@ -36,7 +37,7 @@ from numpyro_fed.results.loo import LeaveOut, Loo, rows_left_out, table_of
 from numpyro_fed.results.mixture import mixture_at
 from numpyro_fed.results.mode import OneCopy
 from numpyro_fed.results.posterior import Posterior
-from numpyro_fed.results.rows import Fit, Result
+from numpyro_fed.results.rows import Result
 from numpyro_fed.results.sampler import Sampler
 from numpyro_fed.results.saving import SavedWords
 from numpyro_fed.results.weighted import (

@@ -22,7 +22,7 @@ from numpyro_fed.algorithms.importance.loo import log_likelihoods_of_rows, plate
 from numpyro_fed.algorithms.sfvi import down_of
 from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.data import SiloData, Sizes
-from numpyro_fed.model.outcomes import axes_of
+from numpyro_fed.model.log_density import axes_of
 from numpyro_fed.model.padding import padded_keys
 from numpyro_fed.model.row_checks import refuse_coupled_rows
 from numpyro_fed.precision import precision
@@ -258,8 +258,7 @@ def log_likelihood(
     each draw of the globals.
     """
     fit, n = run._fit, len(z_G)
-    if fit.checks is not None:
-        refuse_coupled_rows(fit.checks, run._silos.buckets, "log likelihoods of rows need")
+    refuse_coupled_rows(fit.checks, run._silos.buckets, "log likelihoods of rows need")
     likelihood = integration.likelihood(fit.model, fit.guide)
     size = fit.batch_size(integration, n)
     values = fit.cached(

@@ -45,10 +45,10 @@ from numpyro_fed.objectives import (
     draws_by_plate,
 )
 from numpyro_fed.precision import precision
-from numpyro_fed.results.built import Built
+from numpyro_fed.results.base import Built, Fit
 from numpyro_fed.results.corrected import Corrected, Pool, on_supports, sampler_of
 from numpyro_fed.results.mode import Mode, OneCopy
-from numpyro_fed.results.rows import Fit, Result
+from numpyro_fed.results.rows import Result
 from numpyro_fed.results.vertical import (
     SOULResult,
     VerticalCorrected,
@@ -328,7 +328,7 @@ class Weighing:
         )
         quality["_rounding"] = quality["_rounding"]._replace(no_density=no_density)
         return Corrected(
-            log_evidence=None if fit.factors and fit.factors.loss else log_evidence,
+            log_evidence=None if fit.factors and fit.factors.has_loss else log_evidence,
             result=self.result,
             accuracy=self.accuracy,
             _key=random.fold_in(key, 1),
@@ -495,7 +495,7 @@ def check_weighable(fit: Fit) -> None:
     """Raise an error for a fit whose posterior is not proportional to a joint density."""
     if fit.built.protected:
         raise ModelError(fit.built.protected)
-    if fit.factors is not None and fit.factors.divergence:
+    if fit.factors is not None and fit.factors.has_divergence:
         raise ValueError(
             "this fit's divergence is not KL, so that its posterior is no prior times likelihood: "
             "weights would turn it into the ordinary posterior. Correct a fit with "
@@ -537,13 +537,12 @@ def integration_of(result: Result, inner_draws: InnerDraws) -> Integration:
     fit, silos = result._fit, result._silos
     buckets, checks = silos.buckets, fit.checks
     if inner_draws is None:
-        coupled = checks is not None and coupled_rows(checks, buckets) is not None
+        coupled = coupled_rows(checks, buckets) is not None
         inner_draws = (None if coupled else default_quadrature(fit.model)) or DRAWS
     if isinstance(inner_draws, Quadrature):
         check_quadrature(fit.model)
         integration = Integration(_inner_draws(fit.guide, DRAWS), inner_draws.nodes)
     else:
         integration = Integration(_inner_draws(fit.guide, inner_draws))
-    if checks is not None:
-        check_rows_apart(checks, integration.draws, buckets)
+    check_rows_apart(checks, integration.draws, buckets)
     return integration

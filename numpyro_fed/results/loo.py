@@ -31,7 +31,7 @@ from numpyro_fed.errors import DataError, optional
 from numpyro_fed.model.row_checks import refuse_coupled_rows, refuse_parameters_of_rows
 from numpyro_fed.programs import jit_once
 from numpyro_fed.results.arviz import elpd_data
-from numpyro_fed.results.built import Built
+from numpyro_fed.results.base import Built
 from numpyro_fed.results.rows import Result
 from numpyro_fed.runtime.noise import generator
 
@@ -251,8 +251,7 @@ def rows_left_out(
         some = generator(key).permutation(n)[:room]
         n, z_G, log_weights = room, z_G[some], log_weights[some]
     refuse_parameters_of_rows(fit.model)
-    if fit.checks is not None:
-        refuse_coupled_rows(fit.checks, result._silos.buckets, "leaving rows out needs")
+    refuse_coupled_rows(fit.checks, result._silos.buckets, "leaving rows out needs")
     w = np.exp(log_weights - log_weights.max())
     worth = int(w.sum() ** 2 / (w**2).sum())
     draws = down_of(fit.guide, result.shared, jnp.asarray(z_G))

@@ -233,7 +233,7 @@ def particles_of(
     shift_error = disagreement(z[by_islands.reshape(NUM_ISLANDS, -1)], computed.sd)
     counts = log_p > LOST / 2
     of_islands = swarm.log_evidence
-    of_density = swarm.b >= 1 and not (fit._fit.factors and fit._fit.factors.loss)
+    of_density = swarm.b >= 1 and not (fit._fit.factors and fit._fit.factors.has_loss)
     return Particles(
         log_evidence=float(log_mean(of_islands)) if of_density else None,
         ess=float(min(len(z), 1 / max(shift_error[0].max(initial=0.0), len(z) ** -0.5) ** 2)),

@@ -14,10 +14,10 @@ import numpy as np
 import numpyro.distributions as dist
 
 from numpyro_fed.algorithms.pvi.families import GAUSSIAN
-from numpyro_fed.algorithms.pvi.states import ServerState, Status
+from numpyro_fed.algorithms.pvi.server import PartitionedVI
+from numpyro_fed.algorithms.pvi.silo import ServerState, Status
 from numpyro_fed.expfam.gaussian import rounding
 from numpyro_fed.precision import in_precision_of_object
-from numpyro_fed.results.built import FactorParts
 from numpyro_fed.results.rows import Result
 
 
@@ -37,7 +37,7 @@ class PVIResult(Result):
     damping : array (rounds, steps)
         The share of each proposed change that was taken; 0 where the update was rejected.
     status : array (rounds, steps, participants)
-        How each visit ended, as ``numpyro_fed.algorithms.pvi.states.Status``.
+        How each visit ended, as ``numpyro_fed.algorithms.pvi.silo.Status``.
     own : array (rounds, steps)
         Whether the server's own factor converged; true where it has none.
     """
@@ -48,8 +48,8 @@ class PVIResult(Result):
     own: np.ndarray = field(default_factory=lambda: np.ones((0, 1), bool), repr=False)
 
     @property
-    def _factors(self) -> FactorParts:
-        return cast(FactorParts, self._fit.factors)
+    def _pvi(self) -> PartitionedVI:
+        return cast(PartitionedVI, self._fit.factors)
 
     @property
     def _server(self) -> ServerState:
@@ -62,7 +62,7 @@ class PVIResult(Result):
 
         It is ``result.posterior()``.
         """
-        return self._factors.globals.marginals(self._server.params.guide)
+        return self._pvi.globals.marginals(self._server.params.guide)
 
     @in_precision_of_object
     def natural_parameters(self) -> Any:
@@ -107,7 +107,7 @@ class PVIResult(Result):
         """
         if self.stages:  # of nf.fit, which has a correction
             return super().log_evidence
-        if self._factors.loss or self._factors.divergence:
+        if self._pvi.has_loss or self._pvi.has_divergence:
             raise ValueError(
                 "there is no evidence under a loss, or under a divergence other than KL. What was "
                 "maximised is in .losses, with its sign turned."
@@ -118,11 +118,10 @@ class PVIResult(Result):
             "supports of the sites, or run more rounds."
         )
         ask = partial(self.ask_once, key=key, message=words)
-        last = np.array([self._factors.evaluation.free_energy(ask, key, self._server)])
+        last = np.array([self._pvi.free_energy(ask, key, self._server)])
         if not np.isfinite(last).all():
             raise self.unusable(words)
-        settings = self._factors.settings
-        if settings.visits != settings.num_silos or settings.asynchronous:
+        if self._pvi.visits != self._pvi.num_silos or self._pvi.asynchronous:
             return last
         return np.concatenate([-self.losses[1:], last])
 
@@ -142,7 +141,7 @@ class PVIResult(Result):
         taken = (self.status < Status.NON_FINITE) & (self.damping[..., None] > 0)
         if not len(taken) or taken.any():
             return False
-        if self._factors.settings.from_mode:  # factors begin as parabolas
+        if self._pvi.from_mode:  # factors begin as parabolas
             return int(self.state.round) == len(self.losses)
         factors = (self._server.total, self._server.server_factor)
         changed = jax.tree.map(lambda a, b: np.any(np.asarray(a) != np.asarray(b)), *factors)
@@ -151,17 +150,12 @@ class PVIResult(Result):
     def _silo_numbers(self, name: str) -> np.ndarray:
         """Return the field ``name`` of each silo's state (num_silos,)."""
         found = np.zeros(self.num_silos, int)
-        if self._silos.elsewhere:
-            return self._numbers_from_messages(name)
+        if self._silos.elsewhere:  # from this run's messages
+            for who, status in zip(self.visits.ravel(), self.status.ravel(), strict=True):
+                found[who] = status if name == "status" else found[who] + 1
+            return found
         for batch, silos in zip(self._silos.batches, self.state.silos, strict=True):
             found[np.asarray(batch.silos)] = np.asarray(getattr(silos, name))
-        return found
-
-    def _numbers_from_messages(self, name: str) -> np.ndarray:
-        """Return the same for silos in other processes, from this run's messages."""
-        found = np.zeros(self.num_silos, int)
-        for who, status in zip(self.visits.ravel(), self.status.ravel(), strict=True):
-            found[who] = status if name == "status" else found[who] + 1
         return found
 
     @property
@@ -178,30 +172,23 @@ class PVIResult(Result):
         that its damping and its visits took. It is zero where factors depend on the silos' own data
         alone and were taken in full, and with one silo; infinite where it cannot be known.
         """
-        server, settings = self._server, self._factors.settings
+        server, pvi = self._server, self._pvi
         taken = np.asarray(server.taken)
         damping_used = taken[taken > 0].min(initial=1.0)
         moved = float(server.progress.moved)
-        if settings.deletion in ("none", "prior"):
+        if pvi.deletion in ("none", "prior"):
             return 0.0
-        if settings.exact:
+        if pvi.exact:
             return moved * (1 - damping_used) / damping_used
-        if (
-            settings.num_silos == 1
-            and damping_used == 1
-            and settings.share == 1
-            and not self._server_learns
-        ):
+        # The server has a factor for the prior, or learns parameters.
+        server_learns = pvi.globals.prior_outside is not None or bool(self.shared.theta)
+        in_full = damping_used == 1 and pvi.local.share == 1
+        if pvi.num_silos == 1 and in_full and not server_learns:
             return 0.0
         # The share of the whole way that a round goes: its damping, times the share that a visit of
         # few steps goes, times the share of silos that are visited.
-        pace = damping_used * settings.share * settings.visits / settings.num_silos
+        pace = damping_used * pvi.local.share * pvi.visits / pvi.num_silos
         return moved / pace if pace > 0 else np.inf
-
-    @property
-    def _server_learns(self) -> bool:
-        """Whether the server has a factor for the prior, or learns parameters."""
-        return self._factors.globals.prior_outside is not None or bool(self.shared.theta)
 
     @property
     def doubts(self) -> list[str]:
@@ -214,7 +201,7 @@ class PVIResult(Result):
         found = []
         if unvisited := self.never_visited:
             found.append(f"{_silos(unvisited)} never visited")
-        for value, words in _LAST.items():
+        for value, (words, _) in _WORDS.items():
             if len(silos := np.flatnonzero(visited & (status == value))):
                 found.append(f"{words} at {_silos(silos)}")
         refused = visited & (status < Status.NON_FINITE) & (np.asarray(server.taken) == 0)
@@ -222,11 +209,17 @@ class PVIResult(Result):
             found.append(f"the last update of {_silos(np.flatnonzero(refused))} was rejected")
         if not bool(server.progress.own):
             found.append("the server's own factor, for the prior, had not converged")
-        if visited.any() and self.remaining > MAX_REMAINING:
-            found.append(self._movement())
-        if self._rounding > MAX_ROUNDING:
+        if visited.any() and not np.isfinite(self.remaining):
+            found.append("visits of one step do not tell whether the posterior has come to rest")
+        elif visited.any() and self.remaining > MAX_REMAINING:
             found.append(
-                f"in {self._dtype} rounding alone moves the posterior by about "
+                f"the last round still moved the posterior, by {float(server.progress.moved):.2g} "
+                f"standard deviations with about {self.remaining:.2g} to go: run more rounds"
+            )
+        if self._rounding > MAX_ROUNDING:
+            dtype = jax.tree.leaves(self.natural_parameters())[0].dtype
+            found.append(
+                f"in {dtype} rounding alone moves the posterior by about "
                 f"{self._rounding:.2g} standard deviations: centre and scale covariates and "
                 "outcomes, or use double precision"
             )
@@ -240,10 +233,6 @@ class PVIResult(Result):
         """
         return self._rounding <= MAX_ROUNDING and super().trusted
 
-    @property
-    def _dtype(self) -> str:
-        return str(jax.tree.leaves(self.natural_parameters())[0].dtype)
-
     @cached_property
     @in_precision_of_object
     def _rounding(self) -> float:
@@ -254,15 +243,6 @@ class PVIResult(Result):
         # was said to be fifteen times smaller than it is.
         lost = max(5.0, 0.3 * math.sqrt(rows))
         return lost * rounding(eta[GAUSSIAN]) if GAUSSIAN in eta else 0.0
-
-    def _movement(self) -> str:
-        if not np.isfinite(self.remaining):
-            return "visits of one step do not tell whether the posterior has come to rest"
-        moved = float(self._server.progress.moved)
-        return (
-            f"the last round still moved the posterior, by {moved:.2g} standard deviations with "
-            f"about {self.remaining:.2g} to go: run more rounds"
-        )
 
     def warning(self) -> str:
         """Return the warning after a run; empty if all that went wrong mended itself."""
@@ -306,8 +286,8 @@ class PVIResult(Result):
                 rounds_ = ", ".join(map(str, at[:5])) + (", ..." if len(at) > 5 else "")
                 last = self._silo_numbers("status")[j] == status
                 when = "" if last else ", but not in the last"
-                line = f"silo {j}: {_WORDS[status]} in {len(at)} visits{when}, rounds {rounds_}."
-                lines.append(line)
+                words = _WORDS[status][1]
+                lines.append(f"silo {j}: {words} in {len(at)} visits{when}, rounds {rounds_}.")
         if not self.own.all():
             lines.append(
                 f"server: its own factor, for the prior, had not converged in {(~self.own).sum()} "
@@ -331,21 +311,24 @@ MAX_ROUNDING = 0.1
 # round still moves the posterior, and dividing by the share of the way magnifies that.
 MAX_REMAINING = 0.2
 
-_LAST = {
-    Status.AWAY: "no reply in the last round",
-    Status.NOT_CONVERGED: "the last visit had not converged",
-    Status.NON_FINITE: "the last reply was not finite and counted for nothing",
-    Status.IMPROPER: "the last proposal was improper and counted for nothing",
-    Status.NOT_CONJUGATE: "the likelihood is not conjugate and counted for nothing",
-}
-
-
+# How a visit ended, in words: of the last one, and of any.
 _WORDS = {
-    Status.NOT_CONVERGED: "the local optimiser had not converged",
-    Status.NON_FINITE: "its reply was not finite and counted for nothing",
-    Status.IMPROPER: "its proposal was improper and counted for nothing",
+    Status.AWAY: ("no reply in the last round", "no reply"),
+    Status.NOT_CONVERGED: (
+        "the last visit had not converged",
+        "the local optimiser had not converged",
+    ),
+    Status.NON_FINITE: (
+        "the last reply was not finite and counted for nothing",
+        "its reply was not finite and counted for nothing",
+    ),
+    Status.IMPROPER: (
+        "the last proposal was improper and counted for nothing",
+        "its proposal was improper and counted for nothing",
+    ),
     Status.NOT_CONJUGATE: (
+        "the likelihood is not conjugate and counted for nothing",
         "its likelihood was not conjugate around where the visit led, and counted for nothing: "
-        "pass local=numpyro_fed.local.Optax()"
+        "pass local=numpyro_fed.local.Optax()",
     ),
 }

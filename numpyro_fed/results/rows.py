@@ -22,12 +22,11 @@ from numpyro_fed.errors import ModelError, NonFiniteError
 from numpyro_fed.gaussian import Curvature
 from numpyro_fed.model.data import Sizes
 from numpyro_fed.model.facts import Plan
-from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.model.row_checks import refuse_coupled_rows
+from numpyro_fed.model.values import new_data_check
 from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.results.at_silo import told_by_silos
-from numpyro_fed.results.base import FederatedRun
-from numpyro_fed.results.built import Fit
+from numpyro_fed.results.base import FederatedRun, Fit
 from numpyro_fed.results.communication import Communication, communication
 from numpyro_fed.results.groups import log_likelihood
 from numpyro_fed.results.influence import SiloTable, table_of
@@ -47,7 +46,7 @@ MANY = 4_000
 
 
 @dataclass(frozen=True, eq=False)
-class Result(Posterior, FederatedRun[Fit]):
+class Result(Posterior, FederatedRun):
     """A federated fit of a model whose silos hold rows.
 
     Attributes
@@ -72,16 +71,6 @@ class Result(Posterior, FederatedRun[Fit]):
         "silo {} holds its own latents and parameters, and the server knows nothing of them. Ask "
         "there (Silo.predict, by draws_for_silo of this result), or run all silos in one process."
     )
-
-    @property
-    def num_silos(self) -> int:
-        """Return the number of silos."""
-        return self._fit.plan.num_silos
-
-    @property
-    def num_parties(self) -> int:
-        """Return the number of silos."""
-        return self.num_silos
 
     @property
     def num_globals(self) -> int:
@@ -219,8 +208,7 @@ class Result(Posterior, FederatedRun[Fit]):
                 f"the model has {fit.model.dim} globals, and the influence of silos is known for 1 "
                 f"to {MOST_GLOBALS} of them."
             )
-        if fit.checks is not None:
-            refuse_coupled_rows(fit.checks, self._silos.buckets, "the influence of silos needs")
+        refuse_coupled_rows(fit.checks, self._silos.buckets, "the influence of silos needs")
         make = partial(Influence.of, fit.model, fit.built.algorithm, self.num_silos)
         question = fit.cached(INFLUENCE, make)
         words = "gradient or Hessian at the posterior's mean are not finite at {}."

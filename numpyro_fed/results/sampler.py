@@ -10,13 +10,13 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import Private, Shared
 from numpyro_fed.algorithms.importance.likelihood import Integration
-from numpyro_fed.bounds import AtDraw, Bound
-from numpyro_fed.frame import Coordinates
+from numpyro_fed.gaussian import Coordinates
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.objectives import AtDraw, Bound
 from numpyro_fed.programs import compiled_method, jit_once
 
 # Draws x rows up to which silos' latents are drawn by a program with few optimisations: running it

@@ -33,12 +33,12 @@ from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.row_checks import refuse_coupled_rows
 from numpyro_fed.objectives import default_quadrature
 from numpyro_fed.precision import precision
-from numpyro_fed.results.built import Built
+from numpyro_fed.results.base import Built, Fit
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import check_weighable, of_text
 from numpyro_fed.results.mixture import around_modes
 from numpyro_fed.results.particles import Particles, particles_of
-from numpyro_fed.results.rows import Fit, Result
+from numpyro_fed.results.rows import Result
 from numpyro_fed.results.weighted import TOLERANCE
 from numpyro_fed.runtime.noise import generator, typed_key
 from numpyro_fed.runtime.progress import Progress, progress_of
@@ -59,8 +59,8 @@ class PriorReference:
 
     def log_density(self, theta: Theta, parameters: tuple[()], z: Array) -> Array:
         """Return the log density () at ``z`` (dim,), factors and scaled sites left out."""
-        prior = self.model.global_prior
-        return prior.log_density(theta, z, prior.latents)
+        latents = self.model.named("latent")
+        return self.model.global_prior.log_density(theta, z, latents)
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,8 @@ class Tempered:
                 )
             keys = jax.random.split(key, self.num_particles)
             zeros = jnp.zeros(fm.dim)
-            drawn = jax.vmap(lambda key: prior.draw(key, theta, zeros, prior.latents))(keys)
+            latents = fm.named("latent")
+            drawn = jax.vmap(lambda key: prior.draw(key, theta, zeros, latents))(keys)
             return Swarm.at(self.start, theta, (), np.asarray(drawn))
         own = mixture_of(fit, result)
         own = own._replace(log_shares=np.maximum(own.log_shares, LOST))  # of a finite slope
@@ -265,8 +266,7 @@ def check_temperable(fit: Result) -> None:
         raise ModelError(f"particles need rows' latents integrated by quadrature, but {why}.")
     if any(p.dim for p in fm.plates) and not default_nodes(fm):
         raise ModelError("particles need rows of at most two latents, with those of outer plates.")
-    if fit._fit.checks is not None:
-        refuse_coupled_rows(fit._fit.checks, fit._silos.buckets, "particles need")
+    refuse_coupled_rows(fit._fit.checks, fit._silos.buckets, "particles need")
 
 
 def nodes_for(result: Result | Corrected) -> int:

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import IMPORTANCE, FederatedAlgorithm, Round
-from numpyro_fed.algorithms.vertical.base import PartyState
-from numpyro_fed.algorithms.vertical.sample import SAMPLE, Sampling
-from numpyro_fed.algorithms.vertical.search import VerticalSearch
-from numpyro_fed.algorithms.vertical.weigh import Weighing, WeightedDraws
+from numpyro_fed.algorithms.base import IMPORTANCE
+from numpyro_fed.algorithms.vertical.parties import SAMPLE, PartyState
+from numpyro_fed.algorithms.vertical.weigh import WeighParties
 from numpyro_fed.errors import ModelError, positive_int
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.fingerprint import vertical_fingerprint
-from numpyro_fed.model.observed import Supports
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import Site
-from numpyro_fed.model.vertical import VerticalModel
-from numpyro_fed.model.vertical_facts import VerticalPlan
+from numpyro_fed.model.vertical import latents_of
 from numpyro_fed.results.arviz import Coords, Dims, Labels, to_arviz
-from numpyro_fed.results.base import BuiltRun, CompiledMethod, FederatedRun, Silos
-from numpyro_fed.results.saving import Provenance, save
+from numpyro_fed.results.base import FederatedRun
+from numpyro_fed.results.saving import SavedWords, save
 from numpyro_fed.results.weighted import (
     NO_WEIGHTS,
     Weighted,
@@ -39,9 +36,7 @@ from numpyro_fed.results.weighted import (
     until_interrupted,
     weights_of,
 )
-from numpyro_fed.runtime.messages import Crossings
 from numpyro_fed.runtime.noise import exchange_key, server_key
-from numpyro_fed.runtime.stack import Runtime
 
 TOGETHER = (
     "A row's predictor is the sum of what all clients compute on their columns: bring the draws of "
@@ -60,13 +55,57 @@ def _refusal(what: str, instead: str) -> Callable[..., NoReturn]:
 
 
 class ColumnsAfterFit:
-    """The questions of fits of rows, which fits of columns refuse with what to do instead.
+    """All that fits of columns answer alike, and the questions of rows that they refuse.
 
     Raises
     ------
     ModelError
-        By each method, whatever its arguments are.
+        By each question of rows, whatever its arguments are, with what to do instead.
     """
+
+    def to_arviz(
+        self: Any,
+        key: Array | None = None,
+        num_samples: int = 1_000,
+        *,
+        coords: Coords | None = None,
+        dims: Dims | None = None,
+    ) -> Any:
+        """Return posterior draws as an ArviZ object.
+
+        It is a ``DataTree``, or an ``InferenceData`` before ArviZ 1. ``dims`` and ``coords`` name
+        axes and their elements, as for ``arviz.from_numpyro``. Corrected draws are at most as many
+        as they are worth. Needs the extra ``examples``.
+        """
+        worth, attributes = self._for_arviz
+        return to_arviz(
+            self.sample_posterior,
+            key,
+            num_samples,
+            worth=worth,
+            attributes=attributes,
+            labels=Labels.of(coords, dims),
+        )
+
+    def save(self: Any, path: str | Path, *, draws: int = 0) -> None:
+        """Write the fit to ``path.npz``: its state and a description, no data and no pickle.
+
+        The file is whole or not there: a save that is cut short leaves the one before as it is.
+        Read it back with :meth:`numpyro_fed.SFVI.load` or :func:`numpyro_fed.load`, which refuse
+        another model and other data; for that the file has a digest of each silo's arrays, keyed
+        by random bytes of its own. It also holds what silos keep to themselves, of a run in one
+        process: give it to nobody who may not see that.
+
+        Parameters
+        ----------
+        path : str or Path
+            The name of the file without ``.npz``.
+        draws : int
+            The number of draws that go into the file, for readers who have neither the model nor
+            the data. Weighted draws are all in it.
+        """
+        run = self.run_behind
+        save(path, self.saved_words(draws), run.saved_run(), run.provenance())
 
     predict = _refusal(
         "outcomes are not predicted",
@@ -115,51 +154,6 @@ class ColumnsAfterFit:
     )
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class VerticalBuilt(BuiltRun):
-    """All that a method builds from a model whose clients hold columns.
-
-    Attributes
-    ----------
-    vertical : Vertical or Soul
-        The model and the guides that approximate it.
-    settings : dict
-        The settings that a saved state must agree with.
-    static : tuple
-        Plain values among the arguments of the model.
-    search : VerticalSearch or None
-    """
-
-    vertical: Any
-    settings: dict[str, Any]
-    static: tuple[Any, ...] = ()
-    search: VerticalSearch | None = None
-
-    def sampling(self, n: int) -> Sampling:
-        """Return the question by which all parties draw ``n`` times and keep their own draws."""
-        return Sampling(self.vertical, n)
-
-    @property
-    def model(self) -> VerticalModel:
-        """Return the model, split over server and clients."""
-        return self.vertical.model
-
-    @cached_property
-    def supports(self) -> Supports:
-        """Return the check of the server's response."""
-        return Supports.of_server(self.model)
-
-    @property
-    def first_algorithm(self) -> FederatedAlgorithm[Any, Any]:
-        """Return the algorithm whose states a run begins with."""
-        return self.algorithm if self.search is None else self.search.algorithm
-
-    @property
-    def search_rounds(self) -> tuple[Round, ...]:
-        """Return the rounds of the search for a start."""
-        return () if self.search is None else (self.search.algorithm.round,)
-
-
 class VerticalStart(NamedTuple):
     """The mode at which a run began.
 
@@ -175,58 +169,8 @@ class VerticalStart(NamedTuple):
     num_exchanges: int
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class VerticalFit(CompiledMethod[VerticalBuilt]):
-    """A vertical method that was built for a model's arguments of certain shapes.
-
-    ``source`` is a hash of the model's source. For clients in other processes ``plan`` is what all
-    have agreed on, and ``reach`` makes runtimes.
-    """
-
-    server_data: SiloData
-    source: str = ""
-    plan: VerticalPlan | None = None
-    reach: Callable[..., Runtime] | None = None
-
-    @property
-    def vertical(self) -> Any:
-        """Return the model and the guides that approximate it."""
-        return self.built.vertical
-
-    def messages(self, hosted: Silos) -> Crossings:
-        """Return all arrays that cross between the server and the first client."""
-        data = hosted.data[0] if self.plan is None else self.plan.template()
-        return self.built.messages(data, self.server_data, silo="client")
-
-    def description(self) -> dict[str, Any]:
-        """Return the settings and sites that a saved state must agree with."""
-        model = self.built.model
-        sites = {s.name: s for s in model.server.sites}
-        for j, client in enumerate(model.clients):
-            sites |= model.scoped(j, {s.name: s for s in client.sites})
-        return {
-            "settings": self.built.settings,
-            "sites": {name: [s.kind, list(s.shape), s.support] for name, s in sites.items()},
-            "rows": model.rows,
-            "static": [repr(value) for value in self.built.static],
-        }
-
-    def provenance(self, hosted: Silos) -> Provenance:
-        """Return the fingerprints by which a file recognises model and data."""
-
-        def text() -> str:
-            def make() -> str:
-                return vertical_fingerprint(self.built.model, self.server_data, hosted.data)
-
-            # Half a second of tracing, needed once for a fit whose arguments keep their shapes.
-            return self.cached("text", make)
-
-        clients = {f"client {j}": data for j, data in enumerate(hosted.data)}
-        return Provenance(text, self.source, {**clients, "the server": self.server_data})
-
-
 @dataclass(frozen=True, eq=False)
-class VerticalResult(ColumnsAfterFit, FederatedRun[VerticalFit]):
+class VerticalResult(ColumnsAfterFit, FederatedRun):
     """A vertical fit by variational inference.
 
     Attributes
@@ -249,20 +193,22 @@ class VerticalResult(ColumnsAfterFit, FederatedRun[VerticalFit]):
     )
     PARTY = "client"
 
+    _for_arviz = math.inf, None  # what its draws are worth, and attributes of theirs
+
+    @property
+    def run_behind(self) -> VerticalResult:
+        """Return the run itself."""
+        return self
+
     @property
     def num_clients(self) -> int:
         """Return the number of clients."""
-        return len(self._fit.vertical.model.clients)
+        return self.num_silos
 
     @property
-    def num_parties(self) -> int:
-        """Return the number of clients."""
-        return self.num_clients
-
-    @property
-    def _data(self) -> tuple[SiloData, ...]:
-        """Return the data of clients in this process; empty if they are in other processes."""
-        return self._silos.data
+    def _parties(self) -> Any:
+        """Return the model and the guides of all parties, or their chains."""
+        return self._fit.built.parties
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -270,32 +216,27 @@ class VerticalResult(ColumnsAfterFit, FederatedRun[VerticalFit]):
 
         The coordinates are those of all parties: the server's first, then each client's.
         """
-        model, sites, start = self._fit.vertical.model, list[Site](), 0
-        clients = () if self._silos.elsewhere else model.clients
-        for j, party_model in enumerate([model.server, *clients]):
-            for s in party_model.named("latent"):
-                (name,) = model.scoped(j - 1, {s.name: None}) if j else (s.name,)
-                sites.append(s._replace(name=name, start=start + s.start, stop=start + s.stop))
-            start += party_model.dim
-        return tuple(sites)
+        model = self._parties.model
+        known = model.server.sites if self._silos.elsewhere else model.sites.values()
+        return tuple(s for s in known if s.kind == "latent")
 
     @property
     def params(self) -> dict[str, Any]:
         """Return the server's parameters on their supports; its guides as ``"guide"``."""
-        shared, v = self.shared, self._fit.vertical
+        shared, v = self.shared, self._parties
         guide = v.in_z(shared, None)
         return {**v.model.server.constrain_theta(shared.theta), "guide": guide}
 
     def client_params(self, client: int) -> dict[str, Any]:
         """Return a client's parameters on their supports, and its guides as ``"guide"``."""
-        private, v = self.private(client), self._fit.vertical
+        private, v = self.private(client), self._parties
         guide = v.in_z(private, self._hosted(client).data[client])
         return {**v.model.clients[client].constrain_theta(private.theta), "guide": guide}
 
     def private(self, client: int) -> PartyState:
         """Return a client's parameters, unconstrained, and its guides."""
         data = self._hosted(client).data[client]
-        return self._fit.vertical.private(self._silo_state(client), data)
+        return self._parties.private(self._silo_state(client), data)
 
     def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
         """Draw from the fitted posterior.
@@ -346,29 +287,36 @@ class VerticalResult(ColumnsAfterFit, FederatedRun[VerticalFit]):
             raise self.unusable(words, unusable)
         return sites
 
+    def saved_words(self, draws: int) -> SavedWords:
+        """Return the form in which a file keeps the verdict, and so many draws."""
+        words = {"ended": self.ended, "verdict": self._run_summary(), "trusted": None}
+        drawn = self.sample_posterior(jax.random.key(0), draws) if draws else {}
+        return SavedWords(type(self).__name__, words, drawn)
+
     def _drawn(self, key: Array, n: int, alone: bool) -> tuple[dict[str, Array], tuple[int, ...]]:
         """Return all draws in this process, and clients at fault; the server may draw alone."""
         fit, state, ask = self._fit, self.state.server, self._asking(key)
         positive_int("n", n)
-        sampling: Sampling = fit.cached((SAMPLE, n), lambda: fit.built.sampling(n))
-        key_server = server_key(exchange_key(key, 0, 0, 1))
+        exchange, draw = fit.cached((SAMPLE, n), lambda: self._parties.sampling(n))
+        sent, z = draw(server_key(exchange_key(key, 0, 0, 1)), state)
+        sites = self.sites_at(z, ())
         if alone:
-            return self.sites_at(sampling.of_server(key_server, state)[1], ()), ()
-        sites = self.sites_at(sampling.run(ask, key_server, state, fit.server_data), ())
-        for j in range(len(self._data)):
+            return sites, ()
+        ask(exchange, sent)
+        for j in range(len(self._silos.data)):
             values = self._hosted(j).at(j, [stack.values for stack in ask.silos])
-            sites |= fit.vertical.model.scoped(j, values)
+            sites |= self._parties.model.scoped(j, values)
         return sites, ask.unusable
 
     def sites_at(self, z: Array, own: tuple[Array, ...]) -> dict[str, Array]:
         """Return latents on their supports at unconstrained draws ``z``, ``own`` (n, dim)."""
-        model, theta = self._fit.vertical.model, self.shared.theta
+        model, theta = self._parties.model, self.shared.theta
         # Latents at given draws do not read the sum of the predictors: zeros stand in for it.
         total = jnp.zeros(model.shape, model.dtype)
         server = model.with_total(self._fit.server_data, total)
-        sites = dict(_values(model.server.values, theta, z, server))
-        for j, data in enumerate(self._data if own else ()):
-            values = _values(model.clients[j].values, self.private(j).theta, own[j], data)
+        sites = dict(_values(model.server, theta, z, server))
+        for j, data in enumerate(self._silos.data if own else ()):
+            values = _values(model.clients[j], self.private(j).theta, own[j], data)
             sites |= model.scoped(j, values)
         return sites
 
@@ -382,13 +330,8 @@ class SOULResult(VerticalResult):
 
 
 @partial(jax.jit, static_argnums=0)
-def _values(
-    values: Callable[[Theta, Array, SiloData], dict[str, Array]],
-    theta: Theta,
-    z: Array,
-    data: SiloData,
-) -> dict[str, Array]:
-    return jax.lax.map(lambda z: values(theta, z, data), z, batch_size=64)
+def _values(party: FederatedModel, theta: Theta, z: Array, data: SiloData) -> dict[str, Array]:
+    return jax.lax.map(lambda z: latents_of(party, theta, z, data), z, batch_size=64)
 
 
 # Draws in an exchange, as for silos with rows: more make replies larger, fewer more exchanges.
@@ -435,35 +378,14 @@ class VerticalCorrected(ColumnsAfterFit, Weighted[VerticalResult]):
         chosen = systematic(key, self.weights, n)
         return self.result.sites_at(self._z[chosen], tuple(z[chosen] for z in self._own))
 
-    def save(self, path: str | Path) -> None:
-        """Write draws, weights, the verdict and the fit that was corrected to ``path.npz``.
+    @property
+    def run_behind(self) -> VerticalResult:
+        """Return the fit that was corrected."""
+        return self.result
 
-        No data and no pickle; the file is whole or not there. :func:`numpyro_fed.load` reads it.
-
-        Parameters
-        ----------
-        path : str or Path
-            The name of the file without ``.npz``.
-        """
-        save(path, self.saved_words(), self.result.saved_run(), self.result.provenance())
-
-    def to_arviz(
-        self,
-        key: Array | None = None,
-        num_samples: int = 1_000,
-        *,
-        coords: Coords | None = None,
-        dims: Dims | None = None,
-    ) -> Any:
-        """Return corrected draws as an ArviZ object; see :meth:`numpyro_fed.Corrected.to_arviz`."""
-        return to_arviz(
-            self.sample_posterior,
-            key,
-            num_samples,
-            worth=self.ess,
-            attributes=self.attributes,
-            labels=Labels.of(coords, dims),
-        )
+    @property
+    def _for_arviz(self) -> tuple[float, dict[str, float | str]]:
+        return self.ess, self.attributes
 
 
 def vertical_correct(
@@ -474,40 +396,34 @@ def vertical_correct(
     See :func:`numpyro_fed.importance_correct`.
     """
     fit, hosted = result._fit, result._silos
-    v = fit.vertical
+    v, server_data = result._parties, cast(SiloData, fit.server_data)
     row_numbers = int(np.prod(v.model.shape))
     size = max(1, min(num_draws, AT_ONCE, NUMBERS // row_numbers))
     at_once = max(1, min(size, SIDE_BY_SIDE // row_numbers))
-    weighing: Weighing = fit.cached((IMPORTANCE, size), lambda: Weighing(v, size, at_once))
+    weighing: WeighParties = fit.cached((IMPORTANCE, size), lambda: WeighParties(v, size, at_once))
 
-    def exchange(i: int) -> tuple[WeightedDraws, list[Any], float]:
+    def exchange(i: int) -> tuple[tuple[Array, Array], list[Any], float]:
         """Return the server's draws with weights, the clients' draws, and the log evidence."""
         key_exchange = jax.random.fold_in(key, i)
-        ask, key_server = (
-            result._asking(key_exchange),
-            server_key(exchange_key(key_exchange, 0, 0, 1)),
-        )
-        weighed = weighing.run(ask, key_server, result.state.server, fit.server_data)
-        log_weights = np.asarray(weighed.log_weights, np.float64)
-        evidence = float(np.logaddexp.reduce(log_weights) - np.log(size))
+        ask = result._asking(key_exchange)
+        key_server = server_key(exchange_key(key_exchange, 0, 0, 1))
+        weighed = weighing.run(ask, key_server, result.state.server, server_data)
+        evidence = float(np.logaddexp.reduce(np.asarray(weighed[1], np.float64)) - np.log(size))
         if ask.unusable or not np.isfinite(evidence):
             raise result.unusable(NO_WEIGHTS, ask.unusable)
-        own = (
-            [] if hosted.elsewhere else [hosted.at(j, ask.silos) for j in range(result.num_clients)]
-        )
-        return weighed, own, evidence
+        return weighed, [hosted.at(j, ask.silos) for j in range(len(hosted.data))], evidence
 
     weighed, interrupted = until_interrupted(exchange, -(-num_draws // size))
     server, own, evidence = zip(*weighed, strict=True)
     z, log_w = (jnp.concatenate(part) for part in zip(*server, strict=True))
     log_weights = np.asarray(log_w, np.float64)
-    draws = tuple(jnp.concatenate(part) for part in zip(*own, strict=True))
     tail_and_weights = weights_of(log_weights)
-    z, *client_draws = (replace_weightless(a, tail_and_weights[1]) for a in (z, *draws))
-    own_draws = tuple(client_draws)
-    on_supports, latents = result.sites_at(z, own_draws), {s.name for s in result.sites}
+    parts = z, *(jnp.concatenate(part) for part in zip(*own, strict=True))
+    z, *own_draws = (replace_weightless(a, tail_and_weights[1]) for a in parts)
+    on_supports = result.sites_at(z, tuple(own_draws))
     from_guide = np.tile(weighing.parts[1] == 0, len(server))
-    all_draws = np.concatenate([np.asarray(a) for a in (z, *client_draws)], 1)
+    all_draws = np.concatenate([np.asarray(a) for a in (z, *own_draws)], 1)
+    latents = {s.name for s in result.sites}
     corrected = VerticalCorrected(
         log_evidence=float(np.logaddexp.reduce(evidence) - np.log(len(evidence))),
         result=result,
@@ -517,6 +433,6 @@ def vertical_correct(
             all_draws, from_guide, log_weights, tail_and_weights, on_supports, latents
         ),
         _z=z,
-        _own=own_draws,
+        _own=tuple(own_draws),
     )
     return unless_interrupted(corrected, interrupted, num_draws)

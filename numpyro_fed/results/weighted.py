@@ -58,7 +58,7 @@ NO_WEIGHTS = (
 )
 
 
-Corrects = TypeVar("Corrects", bound=FederatedRun[Any])
+Corrects = TypeVar("Corrects", bound=FederatedRun)
 
 
 @dataclass(frozen=True, eq=False)

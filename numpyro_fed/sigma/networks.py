@@ -179,11 +179,7 @@ class Networks(eqx.Module):
     def initialised(
         self, theta: Array, normals: Array | None, table: Array, noise: float
     ) -> Networks:
-        """Return the networks with linear paths fitted to draws (draws, entries), networks small.
-
-        With an encoder the paths begin at principal components. Without one they begin at the best
-        linear map of ``normals`` (draws, entries), of which the draws are made.
-        """
+        """Return small networks, with linear paths fitted to draws (draws, entries)."""
         if self.components is None:
             return self
         by_normals = normals if self.encoder is None else None

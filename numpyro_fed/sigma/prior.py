@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,16 @@ from numpyro_fed.errors import MissingExtraError, ModelError, SavedStateError, p
 from numpyro_fed.files import npz, read_npz, write_npz
 from numpyro_fed.model.substitution import Blocks, block_name
 from numpyro_fed.programs import TRACING
-from numpyro_fed.sigma.check import Check, compare_draws
 from numpyro_fed.sigma.source import Scales, Source, hyperparameters, signatures_differ
-from numpyro_fed.sigma.training import Settings, train, training_draws
+from numpyro_fed.sigma.training import (
+    Check,
+    Settings,
+    compare_draws,
+    train,
+    training_draws,
+    weights_of,
+    with_weights,
+)
 from numpyro_fed.trees import fresh
 
 if TYPE_CHECKING:
@@ -197,14 +205,9 @@ class SigmaPrior:
         >>> prior.sample(jax.random.key(1), 10).shape
         (10, 4)
         """
-        for name, value in (
-            ("num_steps", num_steps),
-            ("batch_size", batch_size),
-            ("draws_per_phi", draws_per_phi),
-            ("z_local", z_local),
-            ("width", width),
-            ("width_local", width_local),
-        ):
+        counts = {"num_steps": num_steps, "batch_size": batch_size, "draws_per_phi": draws_per_phi}
+        widths = {"z_local": z_local, "width": width, "width_local": width_local}
+        for name, value in (counts | widths).items():
             positive_int(name, value)
         if not noise > 0:
             raise ValueError(f"noise={noise!r}: the decoder's standard deviation must be positive.")
@@ -302,10 +305,7 @@ class SigmaPrior:
         return np.sqrt(np.clip(np.asarray(missing), *clip))
 
     def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> Shared:
-        """Sample the shared latents (z_global,), and return them with what the networks read.
-
-        That is the hyperparameters (hyper,) as the networks take them, and the size of entries ().
-        """
+        """Sample the shared latents; return them, hyperparameters by rank and the entries' size."""
         if missing := [name for name in self.source.phi if name not in phi]:
             raise ModelError(
                 f"'{self.site}' depends on '{missing[0]}', which is not sampled before it here. "
@@ -413,8 +413,7 @@ class SigmaPrior:
 
         A save that is interrupted leaves an earlier file as it was.
         """
-        leaves = [a for a in jax.tree.leaves(self.networks) if hasattr(a, "dtype")]
-        arrays = {f"weight{i}": np.asarray(a) for i, a in enumerate(leaves)}
+        arrays = {f"weight{i}": np.asarray(a) for i, a in enumerate(weights_of(self.networks))}
         arrays |= {f"scale.{k}": np.asarray(v) for k, v in self.scales._asdict().items()}
         arrays |= {
             "table": self.blocks.table,
@@ -480,12 +479,7 @@ class SigmaPrior:
         # Networks of these sizes give the structure; functions such as activations are leaves of
         # it, too, and are not in the file.
         template = nets.Networks(nets.Sizes(**meta["sizes"]), jax.random.key(0))
-        leaves, tree = jax.tree.flatten(template)
-        numbers = iter(range(len(leaves)))
-        weights = [
-            jnp.asarray(arrays[f"weight{next(numbers)}"]) if hasattr(a, "dtype") else a
-            for a in leaves
-        ]
+        weights = (jnp.asarray(arrays[f"weight{i}"]) for i in count())
         scales = Scales(**{k: jnp.asarray(arrays[f"scale.{k}"]) for k in Scales._fields})
         if signatures_differ(source.signature(scales), arrays["signature"]):
             raise SavedStateError(
@@ -496,7 +490,7 @@ class SigmaPrior:
         return cls(
             replace(source, ranges=ranges),
             divided,
-            jax.tree.unflatten(tree, weights),
+            with_weights(template, weights),
             scales,
             arrays["tau"],
             Settings(**meta["settings"]),

@@ -23,8 +23,15 @@ from numpyro_fed import linalg
 from numpyro_fed.errors import ModelError, positive_int
 from numpyro_fed.model.primitives import unwrapped
 from numpyro_fed.model.substitution import Blocks, block_name, site_of, trace_text
-from numpyro_fed.sigma.fields import Leroux
-from numpyro_fed.sigma.gaussian import Dense, Field, Spectrum, add_jitter, adjacency_of, field_of
+from numpyro_fed.sigma.fields import (
+    Dense,
+    Field,
+    Leroux,
+    Spectrum,
+    add_jitter,
+    adjacency_of,
+    field_of,
+)
 from numpyro_fed.trees import fresh
 
 Shared = TypeVar("Shared")

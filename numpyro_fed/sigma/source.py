@@ -22,7 +22,7 @@ from numpyro_fed.errors import DataError, ModelError, ModelWarning
 from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.primitives import is_flat
 from numpyro_fed.model.substitution import site_of, trace_text
-from numpyro_fed.sigma.gaussian import Spectrum, field_of
+from numpyro_fed.sigma.fields import Spectrum, field_of
 
 # Draws of the hyperparameters from which scales are estimated, and draws of the site at each: they
 # give an entry's sd to about sqrt(1 / 8,000) = 1 %.
@@ -78,11 +78,8 @@ class Scales(NamedTuple):
         return self.quantiles.shape[1]
 
     def uniform(self, phi: Array) -> Array:
-        """Return hyperparameters (hyper,) as networks take them: by rank among the training's.
-
-        Over the training they are uniform with mean 0 and variance 1. Values beyond its range are
-        set to the ends, since networks do not extrapolate.
-        """
+        """Return hyperparameters (hyper,) as networks take them: by rank among the training's."""
+        # Values beyond its range are set to the ends, since networks do not extrapolate.
         # A uniform distribution on (-sqrt(3), sqrt(3)) has variance 1.
         levels = jnp.linspace(-jnp.sqrt(3.0), jnp.sqrt(3.0), len(self.quantiles))
         return jax.vmap(partial(jnp.interp, fp=levels), (0, 1))(phi, self.quantiles)
@@ -102,16 +99,9 @@ class Scales(NamedTuple):
         return (theta - self.mean) / (self.size(phi) * self.sd)
 
 
-class Draws(NamedTuple):
-    """Draws of hyperparameters ``phi`` (n, hyper), unconstrained, and of the site ``theta``.
-
-    ``theta`` (n, each, size) has draws at each of them, and ``noise`` of the same shape the
-    standard normals that the draws of a Gaussian prior are made of; None for others.
-    """
-
-    phi: Array
-    theta: Array
-    noise: Array | None
+# Hyperparameters (n, hyper), unconstrained, draws of the site (n, each, size) at each of them, and
+# of the same shape the standard normals that draws of a Gaussian prior are made of.
+Draws = tuple[Array, Array, Array | None]
 
 
 @dataclass(frozen=True)
@@ -208,11 +198,8 @@ class Source:
         return phi
 
     def signature(self, scales: Scales) -> np.ndarray:
-        """Return numbers that differ between distributions of the site that differ.
-
-        They are two weighted sums for each parameter of the distribution, of its elements and of
-        their absolute values, at three quantiles of the training's hyperparameters.
-        """
+        """Return numbers that differ between distributions of the site that differ."""
+        # Two sums for each parameter of the distribution, at three quantiles of hyperparameters.
         numbers = []
         for flat in np.asarray(scales.quantiles)[[LEVELS // 4, LEVELS // 2, 3 * LEVELS // 4]]:
             for leaf in jax.tree.leaves(self.distribution(self.constrained(flat))):
@@ -249,10 +236,7 @@ class Source:
     def draws_with_noise(
         self, key: Array, phi: Mapping[str, Array], n: int
     ) -> tuple[Array | None, Array]:
-        """Return draws of the site (n, size), and the standard normals that they are made of.
-
-        The normals (n, size) come first; they are None for a prior that is not Gaussian.
-        """
+        """Return draws (n, size) behind the normals that they are made of; None where of none."""
         fn = self.distribution(phi)
         try:
             gaussian = field_of(fn, self.site, self.spectrum)
@@ -268,7 +252,7 @@ class Source:
             for_phi, for_theta = jax.random.split(key)
             phi = self.hyper(for_phi)
             noise, theta = self.draws_with_noise(for_theta, phi, each)
-            return Draws(self.flat(phi), theta, noise)
+            return self.flat(phi), theta, noise
 
         return jax.vmap(draw)(jax.random.split(key, n))
 

@@ -1,14 +1,16 @@
-"""The training of a SIGMA prior by its evidence bound (equation 8 of arXiv 2405.16055).
+"""The training of a SIGMA prior by its evidence bound (arXiv 2405.16055), and its check.
 
 Each step takes fresh draws of the true prior, so that there is no data set to overfit. Steps run in
-compiled loops of ``CHUNK`` steps.
+compiled loops of ``CHUNK`` steps. Afterwards draws are compared with those of the true prior, by
+covariances and an energy distance.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +19,10 @@ import optax
 from jax import Array
 from tqdm.auto import tqdm
 
-from numpyro_fed.errors import NonFiniteError
+from numpyro_fed import html
+from numpyro_fed.errors import ModelError, NonFiniteError
 from numpyro_fed.model.substitution import Blocks
+from numpyro_fed.sigma.fields import Dense, field_of
 from numpyro_fed.sigma.source import Draws, Scales, Source
 
 if TYPE_CHECKING:
@@ -89,18 +93,26 @@ def _kl(mean: Array, log_variance: Array) -> Array:
 
 
 def training_draws(source: Source, scales: Scales, settings: Settings, key: Array) -> Draws:
-    """Return a step's hyperparameters (batch, hyper) and draws (batch, entries), standardised.
-
-    For a Gaussian prior the standard normals (batch, entries) that draws are made of come with
-    them.
-    """
+    """Return a step's hyperparameters (batch, hyper) and draws (batch, entries), standardised."""
     # Several draws share hyperparameters, since a covariance's Cholesky factor costs more than the
     # draws from it; it is computed once for each phi.
     n, each = settings.batch_size, settings.draws_per_phi
     phi, theta, noise = source.draw(key, -(-n // each), each)
     parts = jax.vmap(scales.standardised)(theta, phi), noise
     phi = jnp.repeat(jax.vmap(scales.uniform)(phi), each, 0)[:n]
-    return Draws(phi, *jax.tree.map(lambda a: a.reshape(-1, source.size)[:n], parts))
+    theta, noise = jax.tree.map(lambda a: a.reshape(-1, source.size)[:n], parts)
+    return phi, theta, noise
+
+
+def weights_of(networks: Networks) -> list[Array]:
+    """Return the arrays that are trained; other leaves, such as activations, are not."""
+    return [a for a in jax.tree.leaves(networks) if hasattr(a, "dtype")]
+
+
+def with_weights(networks: Networks, weights: Iterable[Array]) -> Networks:
+    """Return the networks with other arrays."""
+    rest = iter(weights)
+    return jax.tree.map(lambda a: next(rest) if hasattr(a, "dtype") else a, networks)
 
 
 def train(
@@ -114,23 +126,13 @@ def train(
     progress_bar: bool,
 ) -> tuple[Networks, np.ndarray, dict[str, float]]:
     """Return the trained networks, the losses (steps,), and the times that the training took."""
-    # Arrays are trained; other leaves of the networks, such as activations, are not.
-    is_array = [hasattr(a, "dtype") for a in jax.tree.leaves(networks)]
-    leaves, tree = jax.tree.flatten(networks)
-    weights = [a for a, array in zip(leaves, is_array, strict=True) if array]
     table = jnp.asarray(blocks.table)
     present = table < blocks.size
     sizes = networks.sizes
 
-    def with_weights(weights: list[Array]) -> Networks:
-        rest = iter(weights)
-        pairs = zip(leaves, is_array, strict=True)
-        return jax.tree.unflatten(tree, [next(rest) if array else a for a, array in pairs])
-
     def loss(weights: list[Array], batch: Step) -> Array:
-        bound = partial(
-            minus_bound, with_weights(weights), table=table, present=present, noise=settings.noise
-        )
+        at, noise = with_weights(networks, weights), settings.noise
+        bound = partial(minus_bound, at, table=table, present=present, noise=noise)
         return jax.vmap(bound)(batch).mean()
 
     def step(carry: Trained, key: Array) -> tuple[Trained, Array]:
@@ -150,6 +152,7 @@ def train(
         keys = jax.vmap(partial(jax.random.fold_in, key))(first + jnp.arange(number))
         return jax.lax.scan(step, carry, keys)
 
+    weights = weights_of(networks)
     carry: Trained = (weights, optim.init(weights))
     losses: list[np.ndarray] = []
     began = compiled = time.perf_counter()
@@ -180,7 +183,7 @@ def train(
         "step": step_time,
         "drawing": _drawing_share(key, source, scales, settings, step_time),
     }
-    return with_weights(carry[0]), np.concatenate(losses), times
+    return with_weights(networks, carry[0]), np.concatenate(losses), times
 
 
 def _drawing_share(
@@ -195,3 +198,155 @@ def _drawing_share(
     began = time.perf_counter()
     jax.block_until_ready(draws(keys))
     return (time.perf_counter() - began) / TIMED / step
+
+
+# The hyperparameters at which priors are compared, as quantiles of the training's: a learnt prior
+# is best in the middle of their range and worst near its ends (docs/results/sigma.md).
+QUANTILES = 0.1, 0.5, 0.9
+# Draws of each prior in the energy distance. Its time grows with their square.
+COMPARED = 300
+# Permutations for its p-value, which is at least 1 / 201 with so many.
+PERMUTATIONS = 200
+
+
+class Row(NamedTuple):
+    """The comparison at one setting of the hyperparameters.
+
+    Attributes
+    ----------
+    phi : dict
+        The hyperparameters.
+    within, across : float
+        Mean absolute difference of covariances, over pairs of entries in one block and in two, in
+        units of the site's mean variance.
+    variance : float
+        Mean ratio of marginal variances to the true ones.
+    jump : float
+        Ratio of mean variances of the differences between neighbouring entries in two blocks.
+    energy, p_value : float
+        Energy distance of draws (Szekely and Rizzo 2013) and its permutation p-value.
+    """
+
+    phi: dict[str, Any]
+    within: float
+    across: float
+    variance: float
+    jump: float
+    energy: float
+    p_value: float
+
+
+class Check(NamedTuple):
+    """The comparison of a learnt prior with the true one, at several hyperparameters.
+
+    Attributes
+    ----------
+    rows : tuple of Row
+    draws : tuple of arrays (draws, entries)
+        Draws of the learnt prior, for each row.
+    true, found : tuple of arrays (entries, entries)
+        Covariances of the true and of the learnt prior, for each row.
+    """
+
+    rows: tuple[Row, ...]
+    draws: tuple[np.ndarray, ...]
+    true: tuple[np.ndarray, ...]
+    found: tuple[np.ndarray, ...]
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        """Return the table: names of columns, and a row for each setting of the hyperparameters."""
+        head = ("hyperparameters", "within", "across", "variance", "jump", "energy", "p")
+        at = [
+            ", ".join(f"{name}={float(np.mean(v)):.3g}" for name, v in row.phi.items())
+            for row in self.rows
+        ]
+        numbers = [[f"{x:.3f}" for x in row[1:]] for row in self.rows]
+        return [head, *((phi, *row) for phi, row in zip(at, numbers, strict=True))]
+
+    def __str__(self) -> str:
+        line = "{:28} {:>8} {:>8} {:>9} {:>7} {:>8} {:>6}"
+        return "\n".join(line.format(phi[:28], *row) for phi, *row in self._cells())
+
+    def _repr_html_(self) -> str:
+        head, *lines = self._cells()
+        return html.table(head, lines)
+
+
+def compare_draws(
+    key: Array,
+    source: Source,
+    sample: Callable[[Array, int, Mapping[str, Any]], Array],
+    block_of: np.ndarray,
+    at: Sequence[Mapping[str, Any]] | None,
+    num_draws: int,
+) -> Check:
+    """Return the comparison of a learnt prior, ``sample(key, n, phi)``, with the true one."""
+    if at is None:
+        drawn = jax.vmap(source.hyper)(jax.random.split(key, 1_000))
+        at = [
+            {name: np.quantile(np.asarray(v), q, axis=0) for name, v in drawn.items()}
+            for q in (QUANTILES if drawn else QUANTILES[:1])
+        ]
+    compared = []
+    apart = block_of[:, None] != block_of
+    for i, phi in enumerate(at):
+        for_learnt, for_true, for_test = jax.random.split(jax.random.fold_in(key, i), 3)
+        learnt = np.asarray(sample(for_learnt, num_draws, phi))
+        true_draws = np.asarray(source.draws_with_noise(for_true, phi, num_draws)[1])
+        cov = np.cov(learnt.T)
+        try:
+            known = field_of(source.distribution(phi), source.site, source.spectrum)
+        except ModelError:  # no Gaussian: by its draws
+            true = np.cov(true_draws.T)
+        else:
+            true = (
+                np.asarray(known.cov, float)
+                if isinstance(known, Dense)
+                else (known.vectors * np.asarray(known.variances)) @ known.vectors.T
+            )
+        unit = np.diagonal(true).mean()
+        error = abs(cov - true) / unit
+        borders = np.flatnonzero(block_of[1:] != block_of[:-1])
+        # Var(a - b) of neighbours in two blocks: the variance of the jump of draws at borders.
+        jumps = [
+            c[borders, borders] + c[borders + 1, borders + 1] - 2 * c[borders, borders + 1]
+            for c in (cov, true)
+        ]
+        energy, p_value = energy_test(for_test, learnt[:COMPARED], true_draws[:COMPARED])
+        compared.append(
+            (
+                Row(
+                    dict(phi),
+                    float(error[~apart].mean()),
+                    float(error[apart].mean()) if apart.any() else 0.0,
+                    float((np.diagonal(cov) / np.diagonal(true)).mean()),
+                    float(jumps[0].mean() / jumps[1].mean()) if len(borders) else 1.0,
+                    energy,
+                    p_value,
+                ),
+                learnt,
+                true,
+                cov,
+            )
+        )
+    rows, draws, true_covs, covs = zip(*compared, strict=True)
+    return Check(rows, draws, true_covs, covs)
+
+
+def energy_test(key: Array, a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+    """Return the energy distance of two samples (draws, entries), and its permutation p-value."""
+    both = np.concatenate([a, b]).astype(float)
+    squares = (both**2).sum(1)
+    # Differences of squares may be negative by rounding.
+    distances = np.sqrt(np.maximum(squares[:, None] + squares - 2 * both @ both.T, 0))
+    sign = np.repeat([1.0 / len(a), -1.0 / len(b)], [len(a), len(b)])
+
+    # 2 E|X - Y| - E|X - X'| - E|Y - Y'| as one quadratic form: a permutation only changes signs.
+    def energy(order: np.ndarray) -> float:
+        s = sign[order]
+        return float(-s @ distances @ s)
+
+    observed = energy(np.arange(len(both)))
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+    permuted = [energy(rng.permutation(len(both))) for _ in range(PERMUTATIONS)]
+    return observed, float((1 + np.sum(np.array(permuted) >= observed)) / (1 + PERMUTATIONS))

@@ -2,7 +2,7 @@
 
 The reference is NumPyro's own log density of the joint model of all silos. It is compared with the
 split model silo by silo and with silos padded and stacked. Perturbations then test whether a row's
-term reads other rows (:mod:`numpyro_fed.model.audit`).
+term reads other rows (:mod:`numpyro_fed.model.row_checks`).
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ from numpyro import handlers
 from numpyro.infer.util import potential_energy, unconstrain_fn
 
 from numpyro_fed.errors import ModelError
-from numpyro_fed.model.audit import (
+from numpyro_fed.model.binding import Rows, Theta, unpack
+from numpyro_fed.model.data import SiloData, read
+from numpyro_fed.model.handlers import joint, leaving_out_missing, local_name
+from numpyro_fed.model.layout import lay_out, plate_follows_arrays
+from numpyro_fed.model.padding import Bucket
+from numpyro_fed.model.row_checks import (
     ROWS_AT_ONCE,
     ChangedRow,
+    CheckResult,
     Perturbation,
     default_rtol,
     first_changed_rows,
-    plate_follows_arrays,
     row_groups,
+    summary_message,
 )
-from numpyro_fed.model.binding import Rows, Theta
-from numpyro_fed.model.data import SiloData, read
-from numpyro_fed.model.handlers import joint, local_name
-from numpyro_fed.model.layout import lay_out
-from numpyro_fed.model.missing import leaving_out_missing
-from numpyro_fed.model.padding import Bucket
-from numpyro_fed.model.row_checks import CheckResult, summary_message
 from numpyro_fed.programs import TRACING
 
 
@@ -118,12 +117,12 @@ def check_decomposition(
 
 
 class _Point(NamedTuple):
-    """A point in unconstrained space: values by site, ``private`` and ``z_L`` silo by silo."""
+    """A point in unconstrained space, ``private`` and ``z_L`` silo by silo."""
 
     theta: Theta
-    z_G: dict[str, np.ndarray]
+    z_G: Array
     private: list[Theta]
-    z_L: list[dict[str, np.ndarray]]
+    z_L: list[Rows]
 
 
 class _Check:
@@ -140,45 +139,40 @@ class _Check:
         self.theta = fm.init_theta(key)
         self.init_private = jax.jit(fm.init_private)
         self.private = [self.init_private(key, d) for d in data]
-        model = leaving_out_missing(model, data[0].missing)
-
+        self.model = leaving_out_missing(model, data[0].missing)
         self.dtype = jnp.zeros(()).dtype
         # The unconstrained shape of each latent, by its name in the joint model: in what the
         # algorithms use, and in NumPyro's own.
-        shapes = {s.name: s.shape for s in fm.named("latent")}
+        latents = [s for s in fm.sites if s.kind == "latent"]
+        shapes = {s.name: s.shape for s in latents if s.plate is None}
         for j, size in enumerate(self.sizes):
-            for p in fm.plates:
-                for s in fm.named("latent", p.name):
-                    whole = (*s.shape[: s.axis], size[p.name], *s.shape[s.axis :])
-                    shapes[local_name(j, s.name)] = whole
-        self.shapes = _shapes(model, data)
+            shapes |= {local_name(j, s.name): s.whole(size) for s in latents if s.plate is not None}
+        found = _shapes(self.model, data)
         for name, shape in shapes.items():
-            if shape != self.shapes.get(name):
+            if shape != found.get(name):
                 raise ModelError(
                     f"the unconstrained value of the site '{name}' has the shape "
-                    f"{self.shapes.get(name)} in NumPyro's joint model, but {shape} in what the "
+                    f"{found.get(name)} in NumPyro's joint model, but {shape} in what the "
                     "algorithms use. Write the site in another way (expand instead of "
                     "sample_shape, say), and please report this."
                 )
-
-        self.model = model
         self.log_joint = jax.jit(self._log_joint)
         self.log_perturbed = jax.jit(self._log_perturbed)
         self.log_bucket = jax.jit(jax.vmap(self._log_silo, (None, 0, None, 0, 0)))
 
-    def _log_joint(
-        self, data: Sequence[SiloData], point: _Point, z_G: Array
-    ) -> tuple[Array, Array]:
+    def _log_joint(self, data: Sequence[SiloData], point: _Point) -> tuple[Array, Array]:
         """Return the log prior () of the split model, and NumPyro's joint log density ()."""
         fm = self.fm
-        prior = fm.log_prior(point.theta, z_G)
-        values = {**fm.constrain_theta(point.theta), **point.z_G}
+        values = fm.constrain_theta(point.theta)
+        values |= unpack(fm.named("latent"), point.z_G, {})
+        local = [s for s in fm.sites if s.plate is not None]
         for j, (private, z_L) in enumerate(zip(point.private, point.z_L, strict=True)):
-            local = {**fm.constrain_theta(private), **z_L}
-            values |= {local_name(j, name): value for name, value in local.items()}
+            own = {**fm.constrain_theta(private), **unpack(local, jnp.zeros(0), z_L)}
+            values |= {local_name(j, name): value for name, value in own.items()}
         seeded = handlers.seed(joint(self.model, [d.kwargs for d in data]), 0)
         with TRACING:
-            return prior, -potential_energy(seeded, (), {}, values)
+            joint_density = -potential_energy(seeded, (), {}, values)
+        return fm.log_prior(point.theta, point.z_G), joint_density
 
     def _log_silo(
         self, theta: Theta, private: Theta, z_G: Array, z_L: Rows, data: SiloData
@@ -223,53 +217,27 @@ class _Check:
     def draw(self, rng: np.random.Generator) -> _Point:
         """Return a random point: latents standard normal, parameters near their initial values."""
 
-        def normal(*shape: int) -> np.ndarray:
-            return np.asarray(rng.normal(size=shape), self.dtype)
+        def normal(*shape: int) -> Array:
+            return jnp.asarray(rng.normal(size=shape), self.dtype)
 
         def near(theta: Theta) -> Theta:
-            return jax.tree.map(lambda a: np.asarray(a + 0.3 * normal(*np.shape(a))), theta)
+            return jax.tree.map(lambda a: a + 0.3 * normal(*np.shape(a)), theta)
 
-        local = [s.name for p in self.fm.plates for s in self.fm.named("latent", p.name)]
-        return _Point(
-            near(self.theta),
-            {s.name: normal(*self.shapes[s.name]) for s in self.fm.named("latent")},
-            [near(theta) for theta in self.private],
-            [
-                {name: normal(*self.shapes[local_name(j, name)]) for name in local}
-                for j in range(len(self.data))
-            ],
-        )
-
-    def flat_globals(self, point: _Point) -> np.ndarray:
-        """Return the globals of a point as ``z_G`` (dim,)."""
-        flat = np.zeros(self.fm.dim, self.dtype)
-        for s in self.fm.named("latent"):
-            flat[s.start : s.stop] = point.z_G[s.name].ravel()
-        return flat
-
-    def flat_rows(self, point: _Point, j: int) -> dict[str, np.ndarray]:
-        """Return silo ``j``'s latents of a point as ``z_L``, {plate: (rows, dim)}."""
-        flat = {
-            p.name: np.zeros((self.sizes[j][p.name], p.dim), self.dtype) for p in self.fm.plates
-        }
-        for plate, rows in flat.items():
-            for s in self.fm.named("latent", plate):
-                value = np.moveaxis(point.z_L[j][s.name], s.axis or 0, 0)
-                rows[:, s.start : s.stop] = value.reshape(len(rows), -1)
-        return flat
+        z_L = [{p.name: normal(size[p.name], p.dim) for p in self.fm.plates} for size in self.sizes]
+        return _Point(near(self.theta), normal(self.fm.dim), list(map(near, self.private)), z_L)
 
     def rows(self, rng: np.random.Generator, point: _Point, j: int) -> dict[str, np.ndarray]:
         """Return the terms of silo ``j``, {plate: (rows,)}; refuse rows that read other rows."""
-        z_L, sizes = self.flat_rows(point, j), self.sizes[j]
+        z_L, sizes = point.z_L[j], self.sizes[j]
         # About 1: a step near zero would show nothing.
         noise = {p: np.asarray(1 + rng.normal(size=z.shape), self.dtype) for p, z in z_L.items()}
         source = {p: rng.integers(0, n, n) for p, n in sizes.items()}
-        arguments = (point.theta, point.private[j], self.flat_globals(point), z_L, self.data[j])
-        arguments = jax.tree.map(jnp.asarray, (*arguments, noise, source))
+        arguments = (point.theta, point.private[j], point.z_G, z_L, self.data[j], noise, source)
+        arguments = jax.tree.map(jnp.asarray, arguments)
         terms, by_latents, by_data = self.log_perturbed(*arguments)
         for (plate, mover), found in by_latents.items():
             if found.changed:
-                changed = CheckResult(True, plate, j, found).words()
+                changed = CheckResult(plate, j, found).words()
                 raise ModelError(
                     f"{changed} when only latents of other rows, of "
                     f"silo_plate '{mover}', moved. Rows must be independent given the globals: put "
@@ -278,9 +246,7 @@ class _Check:
                 )
         for plate, found in by_data.items():
             if found.changed:
-                raise ModelError(
-                    summary_message(CheckResult(True, plate, j, found), self.keys(plate))
-                )
+                raise ModelError(summary_message(CheckResult(plate, j, found), self.keys(plate)))
         return {plate: np.asarray(rows) for plate, rows in terms.items()}
 
     def keys(self, plate: str) -> list[str]:
@@ -296,11 +262,9 @@ class _Check:
         """Compare NumPyro's joint log density with the prior plus all rows."""
 
         def compare(silos: Sequence[int]) -> tuple[float, float, bool]:
-            private, z_L = ([x[j] for j in silos] for x in (point.private, point.z_L))
+            private, z_L = [point.private[j] for j in silos], [point.z_L[j] for j in silos]
             part = point._replace(private=private, z_L=z_L)
-            data = [self.data[j] for j in silos]
-            arguments = jax.tree.map(jnp.asarray, (data, part, self.flat_globals(point)))
-            prior, expected = map(float, self.log_joint(*arguments))
+            prior, expected = map(float, self.log_joint([self.data[j] for j in silos], part))
             rows, scale = _sums(r for j in silos for r in terms[j].values())
             found = prior + rows
             return expected, found, abs(found - expected) <= self.rtol * (abs(prior) + scale)
@@ -332,12 +296,12 @@ class _Check:
             private = self.init_private(self.key, jax.tree.map(lambda a: a[i], b.data))
             # Latents of padded rows are ones: with zeros a term that wrongly counts might be zero.
             rows = {p.name: np.ones((target[p.name], p.dim), self.dtype) for p in self.fm.plates}
-            real = (point.private[j], self.flat_rows(point, j))
+            real = (point.private[j], point.z_L[j])
             return jax.tree.map(_embed, real, (private, rows))
 
         members = [member(i, j) for i, j in enumerate(b.silos)]
         private, z_L = jax.tree.map(lambda *leaves: np.stack(leaves), *members)
-        arguments = (point.theta, private, self.flat_globals(point), z_L, b.data)
+        arguments = (point.theta, private, point.z_G, z_L, b.data)
         stacked = self.log_bucket(*jax.tree.map(jnp.asarray, arguments))
         for i, j in enumerate(b.silos):
             for plate, rows in terms[j].items():

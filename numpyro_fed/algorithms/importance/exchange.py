@@ -39,17 +39,13 @@ from numpyro_fed.algorithms.base import (
     of_stack,
 )
 from numpyro_fed.algorithms.expand import shape
-from numpyro_fed.algorithms.importance.likelihood import (
-    CHECKED,
-    Draws,
-    LikelihoodEstimate,
-    QuadratureLikelihood,
-)
+from numpyro_fed.algorithms.importance.likelihood import CHECKED, LikelihoodEstimate, too_coarse
 from numpyro_fed.algorithms.sfvi import Down, coordinates_of, down_of
-from numpyro_fed.frame import Coordinates
+from numpyro_fed.gaussian import Coordinates
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.objectives import EACH_DRAW, AtDraw, QuadratureBound
 from numpyro_fed.programs import jit_once
 from numpyro_fed.trees import Numbers
 
@@ -124,23 +120,21 @@ class Weigh(Generic[Server, Silo]):
         """Return the function to whether quadratures of silos (silos,) are too coarse."""
         # Keys and values of the silos are its noise.
         quadrature = self.likelihood
-        if not isinstance(quadrature, QuadratureLikelihood):
+        if not isinstance(quadrature, QuadratureBound):
             return None
 
-        def too_coarse(
-            noise: tuple[Array, Array], down: Down, state: Silo, data: SiloData
-        ) -> Array:
+        def of_silo(noise: tuple[Array, Array], down: Down, state: Silo, data: SiloData) -> Array:
             key, values = noise
             private = self.fitted.private(state)
             u, centre = coordinates_of(down)
             keys = jax.vmap(fold_in, (None, 0))(key, jnp.arange(len(values)))
             coordinates = private.recentred(Coordinates(u[: len(values)], centre))
-            draws = Draws(keys, down.z_G[: len(values)], *coordinates)
-            theta = {**down.theta, **private.theta}
-            return quadrature.too_coarse(theta, private.guide, draws, data, values)
+            theta, z_G = {**down.theta, **private.theta}, down.z_G[: len(values)]
+            given = AtDraw(theta, private.guide, z_G, coordinates, data)
+            return too_coarse(quadrature, keys, given, values)
 
         # By itself it is compiled with few optimisations: it looks at a few draws.
-        return of_stack(too_coarse, little=True)
+        return of_stack(of_silo, little=True)
 
     def reply(
         self, noise: Array, down: Down, state: Silo, data: SiloData
@@ -202,8 +196,9 @@ def log_likelihoods(
             # Without latents nothing is drawn: any key will do.
             key = jax.random.key(0) if isinstance(noise, tuple) else noise
             keys = jax.vmap(fold_in, (None, 0))(key, s)
-            draws = Draws(keys, z_G, *private.recentred(Coordinates(u, centre)))
-            return likelihood.log_estimates(theta, private.guide, draws, data)
+            coordinates = private.recentred(Coordinates(u, centre))
+            given = AtDraw(theta, private.guide, z_G, coordinates, data)
+            return jax.vmap(likelihood.log_estimate, (0, EACH_DRAW))(keys, given)
 
         # In batches: all draws at once would hold a silo's rows, times inner draws, thousands of
         # times in memory. The last batch is filled up by the first draws: a batch of another size

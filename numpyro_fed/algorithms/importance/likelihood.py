@@ -1,6 +1,6 @@
 r"""A silo's likelihood at a draw of the globals: by quadrature, or unbiased estimates by draws.
 
-:class:`QuadratureLikelihood` is for rows with one or two latents (``integrals.quadrature``). By
+Quadrature (``objectives.QuadratureBound``) is for rows with one or two latents. By
 :class:`SiloLikelihood` a silo integrates its latents by weighted draws. Three quarters of them come
 from the normal distribution at the latents' mode given these globals, with the curvature at the
 mode. The mode is searched from the guide's mean; where none is found, the draws come from the
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +26,14 @@ from jax import Array
 
 from numpyro_fed.algorithms.begin import outer_precision, where_finite
 from numpyro_fed.algorithms.expand import ROUNDING_UNITS
-from numpyro_fed.bounds import AtDraw, Bound, QuadratureBound, SiloBound
-from numpyro_fed.frame import Coordinates
-from numpyro_fed.guides.base import GuideParams
+from numpyro_fed.gaussian import Coordinates
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.integrals.laplace import Laplace
 from numpyro_fed.integrals.quadrature import NEARBY, RowIntegrals
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.objectives import EACH_DRAW, AtDraw, Bound, QuadratureBound, SiloBound
 
 # Share of the draws from the latents' prior. It bounds weights by 1 / SHARE times a likelihood. A
 # smaller one bounds them less; a larger one takes draws from the mode, where most of the mass is.
@@ -47,89 +46,41 @@ MAX_CHANGE, MAX_COMMON_CHANGE = 0.01, 0.02
 CHECKED = 8  # draws of the fit's guide at which twice the nodes are tried
 
 
-class Draws(NamedTuple):
-    """A batch of draws of the globals, as silos see it.
+def too_coarse(bound: QuadratureBound, keys: Array, given: AtDraw, values: Array) -> Array:
+    """Return whether log likelihoods (b,) are others with twice the nodes.
 
-    ``keys`` (b,) keys: For the locals of each.
-    ``z_G`` (b, dim).
-    ``u`` (b, dim): The same in the frame of the globals.
-    ``centre`` (dim,): The centre from which the silo's local guides measure ``u``.
+    ``given`` has many draws of the globals (:data:`EACH_DRAW`), with a key for each.
     """
+    theta, data = given.theta, given.data
+    finer = RowIntegrals(bound.model, 2 * bound.nodes, few_places=True)
+    prior = bound.model.local_prior
 
-    keys: Array
-    z_G: Array
-    u: Array
-    centre: Array
+    def starts_at(key: Array, given: AtDraw) -> Rows:
+        starts = [bound.start(given)]
+        if prior is not None and not bound.guide.outer:
+            # From draws of the latents' prior the search leads to other modes, if there are any.
+            starts.append(prior.draw(key, theta, given.z_G, {}, data))
+        return jax.tree.map(lambda *a: jnp.stack(a), *starts)
 
+    def better(z_G: Array, starts: Rows) -> Array:
+        return jax.lax.map(lambda at: finer.log_likelihood(theta, z_G, data, at)[0], starts)
 
-@dataclass(frozen=True)
-class QuadratureLikelihood:
-    """A silo's likelihood by adaptive Gauss-Hermite quadrature over the latents of its rows.
+    starts = jax.vmap(starts_at, (0, EACH_DRAW))(keys, given)
+    found = jax.vmap(better, out_axes=1)(given.z_G, starts)
+    rounding = ROUNDING_UNITS * jnp.finfo(values.dtype).eps * jnp.abs(values)
 
-    Where it fails, draws take its place.
+    def differ(others: Array) -> Array:
+        change = others - values
+        common = jnp.nanmean(change)
+        apart = jnp.sqrt(jnp.nanmean(jnp.square(change - common)))
+        allowed = rounding.max()
+        few = (apart <= MAX_CHANGE + allowed) & (jnp.abs(common) <= MAX_COMMON_CHANGE + allowed)
+        return ~few
 
-    ``guide``: Its means are where the search for the conditional modes begins.
-    ``nodes``: Nodes in each dimension.
-    """
-
-    model: FederatedModel
-    guide: Guide
-    nodes: int
-
-    @property
-    def bound(self) -> QuadratureBound:
-        """Return the bound whose value is the log likelihood."""
-        return QuadratureBound(self.model, self.guide, self.nodes)
-
-    def log_estimates(self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData) -> Array:
-        """Return log likelihoods (b,)."""
-
-        def value(z_G: Array, u: Array) -> Array:
-            return self.bound.value(AtDraw(theta, eta, z_G, Coordinates(u, draws.centre), data), {})
-
-        return jax.vmap(value)(draws.z_G, draws.u)
-
-    def too_coarse(
-        self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData, values: Array
-    ) -> Array:
-        """Return whether log likelihoods are others with twice the nodes."""
-        bound = self.bound
-        finer = RowIntegrals(self.model, 2 * self.nodes, few_places=True)
-        prior = self.model.local_prior
-
-        def starts_at(key: Array, z_G: Array, u: Array) -> Rows:
-            start = bound.start(AtDraw(theta, eta, z_G, Coordinates(u, draws.centre), data))
-            starts = [start]
-            if prior is not None and not self.guide.outer:
-                # From draws of the latents' prior the search leads to other modes, if there are
-                # any.
-                starts.append(prior.draw(key, theta, z_G, {}, data))
-            return jax.tree.map(lambda *a: jnp.stack(a), *starts)
-
-        def better(z_G: Array, starts: Rows) -> Array:
-            return jax.lax.map(lambda at: finer.log_likelihood(theta, z_G, data, at)[0], starts)
-
-        starts = jax.vmap(starts_at)(draws.keys, draws.z_G, draws.u)
-        found = jax.vmap(better, out_axes=1)(draws.z_G, starts)
-        rounding = ROUNDING_UNITS * jnp.finfo(values.dtype).eps * jnp.abs(values)
-
-        def differ(others: Array) -> Array:
-            change = others - values
-            common = jnp.nanmean(change)
-            apart = jnp.sqrt(jnp.nanmean(jnp.square(change - common)))
-            allowed = rounding.max()
-            few = (apart <= MAX_CHANGE + allowed) & (jnp.abs(common) <= MAX_COMMON_CHANGE + allowed)
-            return ~few
-
-        coarse = differ(found[0]) | jnp.isnan(found[0]).any()
-        for others in found[1:]:  # a draw at which this search finds no mode says nothing
-            coarse |= differ(others) & ~jnp.isnan(others).all()
-        return coarse
-
-    def log_rows(self, key: Array, given: AtDraw) -> Rows:
-        """Return each row's log likelihood, at a draw of the outer plate's latents."""
-        bound, near = self.bound, self.bound.near(given)
-        return bound.integrals.log_rows(key, given.theta, given.z_G, near, given.data)
+    coarse = differ(found[0]) | jnp.isnan(found[0]).any()
+    for others in found[1:]:  # a draw at which this search finds no mode says nothing
+        coarse |= differ(others) & ~jnp.isnan(others).all()
+    return coarse
 
 
 @dataclass(frozen=True)
@@ -145,17 +96,8 @@ class SiloLikelihood:
     guide: Guide
     draws: Mapping[str, int]
 
-    def log_estimates(self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData) -> Array:
-        """Return the log estimates (b,), which are unbiased."""
-
-        def log_estimate(key: Array, z_G: Array, u: Array) -> Array:
-            coordinates = Coordinates(u, draws.centre)
-            return self.log_estimate(key, AtDraw(theta, eta, z_G, coordinates, data))
-
-        return jax.vmap(log_estimate)(draws.keys, draws.z_G, draws.u)
-
     def log_estimate(self, key: Array, given: AtDraw) -> Array:
-        """Return the log of the estimate () at one draw of the globals."""
+        """Return the log of the estimate () at one draw of the globals, which is unbiased."""
         latents, key_outer, key_rows = self._latents_at(key, given)
         if not self.guide.outer:
             return latents.log_likelihood({}, key_rows)
@@ -246,11 +188,9 @@ class _LatentsAt:
     def row_terms(self, z_outer: Rows, key: Array) -> Rows:
         """Return what each row adds to the log likelihood given the outer latents."""
         plates, fm = self.likelihood.guide.rows, self.likelihood.model
-        sizes = fm.sizes(self.data)
-        empty = {p.name: jnp.zeros((sizes[p.name], 0)) for p in fm.plates if not p.dim}
 
         def joint(z: Rows) -> Rows:
-            return fm.log_silo(self.theta, self.z_G, {**empty, **z_outer, **z}, self.data)
+            return fm.log_silo(self.theta, self.z_G, {**z_outer, **z}, self.data)
 
         if not plates:
             return joint({})
@@ -319,7 +259,7 @@ class _LatentsAt:
         return z, mixed
 
 
-LikelihoodEstimate = QuadratureLikelihood | SiloLikelihood
+LikelihoodEstimate = QuadratureBound | SiloLikelihood
 
 
 # Nodes in each dimension, at most. An integral that so many do not reach has two modes or a kink.
@@ -349,7 +289,7 @@ class Integration:
     def likelihood(self, fm: FederatedModel, guide: Guide) -> LikelihoodEstimate:
         """Return the estimator of a silo's likelihood."""
         if self.nodes:
-            return QuadratureLikelihood(fm, guide, self.nodes)
+            return QuadratureBound(fm, guide, self.nodes)
         return SiloLikelihood(fm, guide, self.draws)
 
     def bound(self, fm: FederatedModel, guide: Guide) -> Bound:

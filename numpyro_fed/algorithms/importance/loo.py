@@ -32,12 +32,11 @@ from numpyro_fed.algorithms.expand import shape
 from numpyro_fed.algorithms.importance.exchange import log_likelihoods, shape_of_draws
 from numpyro_fed.algorithms.importance.likelihood import LikelihoodEstimate
 from numpyro_fed.algorithms.sfvi import Down, coordinates_of
-from numpyro_fed.bounds import AtDraw
-from numpyro_fed.frame import Coordinates
+from numpyro_fed.gaussian import Coordinates
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.outcomes import outcomes_at
+from numpyro_fed.model.log_density import FederatedModel, outcomes_at
+from numpyro_fed.objectives import AtDraw
 
 LEAVE_OUT = "leave out"  # the name of the exchange
 # Nats below the largest ratio at which another one counts as so small: the exponential of twice as

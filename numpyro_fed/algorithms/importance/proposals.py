@@ -44,8 +44,7 @@ from scipy.stats import qmc
 from numpyro_fed import linalg
 from numpyro_fed.gaussian import root_of
 from numpyro_fed.model.binding import Theta
-from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.priors import Funnel
+from numpyro_fed.model.log_density import FederatedModel, Funnel
 from numpyro_fed.trees import AnyArray, Numbers, namespace
 
 # Share of the draws from wider distributions. A perfect guide loses at most a factor of two in

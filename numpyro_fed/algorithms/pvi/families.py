@@ -6,6 +6,7 @@ points of many scales, and a family fits where they are affine in its statistics
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,9 +19,11 @@ from jax import Array
 from numpyro.distributions import biject_to, transforms
 
 from numpyro_fed import expfam
-from numpyro_fed.errors import ModelError
+from numpyro_fed.errors import ModelError, one_of
 from numpyro_fed.expfam import Family
-from numpyro_fed.expfam.base import Natural
+from numpyro_fed.expfam.base import Natural, Ordinary, Product
+from numpyro_fed.model.binding import Theta
+from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import Site
 from numpyro_fed.precision import double_precision
@@ -32,6 +35,11 @@ from numpyro_fed.trees import double
 # that is affine up to 1e-6 nats gives the same posterior.
 NATS = 1e-6
 ROUNDING = 1e-10
+
+
+# Rounding errors, in units of eps times the size of all terms, that a likelihood of few rows may
+# have. Of many rows they add up as a random walk, by the square root of the number.
+ROUNDINGS = 8
 
 
 def departure(
@@ -49,18 +57,6 @@ def departure(
     return (at_z - at_centre).sum() - sum(part.sum() for part in linear_terms), jnp.asarray(size)
 
 
-def affine_at(
-    rows: Callable[[Array], Array], family: Family[Any], eta: Natural, centre: Array, z: Array
-) -> Array:
-    """Return whether a sum of ``rows`` is ``<eta, T(z)>`` plus a constant, in double precision.
-
-    A few points at every scale are enough: a term that is not affine either grows with the
-    distance, or shows close to the prior or the posterior.
-    """
-    nats, size = jax.lax.map(partial(departure, rows, family, eta, centre), z, batch_size=4)
-    return (jnp.isfinite(nats) & (jnp.abs(nats) <= NATS + ROUNDING * size)).all()
-
-
 # Globals, up to which the Gaussian is full by default. A visit's steps cost the square of their
 # number (3 ms each at 300, docs/results/pvi.md).
 FULL_UP_TO = 300
@@ -69,19 +65,7 @@ GAUSSIAN = "gaussian"
 # Numbers in all test points together, 32 MB in double precision: a model of a million globals is
 # tested at fewer points.
 POINTS = 2**22
-
-Members = Mapping[str, tuple[np.ndarray, Family[Any]]]
-
-
-class TestPoints(NamedTuple):
-    """The points at which a function is tested: fixed ones, and some close to a density.
-
-    ``points`` array (n, dim).
-    ``near``, ``(eta, n) -> (centre, points)``.
-    """
-
-    points: np.ndarray
-    near: Callable[[Natural, int], tuple[Array, Array]]
+NEAR = 16  # test points close to a density
 
 
 class Globals(NamedTuple):
@@ -91,41 +75,30 @@ class Globals(NamedTuple):
         one member by name for each other site.
     ``prior``, ``theta -> eta``: Natural parameters of the prior.
     ``marginals``, ``eta -> {site: Distribution}``: Each site's marginal on its own support.
-    ``places``: The points at which a likelihood is tested for conjugacy.
+    ``points`` (n, dim), ``reach`` (dim,): Where a likelihood is tested for conjugacy, and the
+        largest test value of each global.
     ``prior_outside``, ``(theta, z) -> () or None``: The part of the log prior that is outside of
         the family; ``prior`` then leaves it out.
     """
 
-    family: Family[Any]
+    family: Product
     prior: Callable[[dict[str, Any]], Natural]
     marginals: Callable[[Natural], dict[str, dist.Distribution]]
-    places: TestPoints
+    points: np.ndarray
+    reach: np.ndarray
     prior_outside: Callable[[dict[str, Any], Array], Array] | None = None
 
 
 def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "exact") -> Globals:
     """Choose a family for each global site: one in whose statistics its log prior is affine.
 
-    Parameters
-    ----------
-    fm : FederatedModel
-    spec : {"auto", "full", "diagonal"} or dict
-        Covariance of the joint Gaussian; ``"auto"`` is full up to 300 dimensions. A dict chooses
-        by site among ``"gaussian"``, ``"gamma"``, ``"beta"`` and ``"dirichlet"``, with the
-        covariance under ``"covariance"``.
-    prior : {"exact", "factor"}
-        Whether to refuse a prior outside of the family, or to leave it to the server's own factor.
-
-    Returns
-    -------
-    Globals
-
-    Raises
-    ------
-    ModelError
-        For a model without globals, and for a prior outside every family that its site can take.
+    ``spec`` is the covariance of the joint Gaussian, ``"auto"`` (full up to 300 dimensions),
+    ``"full"`` or ``"diagonal"``; or families by site, with the covariance under ``"covariance"``. A
+    prior outside every family that its site can take is refused as a ModelError, or, by
+    ``prior="factor"``, left to the server's own factor. A model without globals is refused, too.
     """
-    kinds, family, places, eta, outside = _choose(fm, *_parse_spec(fm, spec), prior)
+    reach, points = _reach_and_points(fm)
+    kinds, family, eta, outside = _choose(fm, *_parse_spec(fm, spec), prior, points, reach)
     learned = bool(fm.named("param")) and not outside
     fixed = jax.tree.map(np.asarray, eta)
 
@@ -152,7 +125,8 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
             found[site.name] = _on_support(z, bijection)
         return found
 
-    return Globals(family, prior_inside, marginals, places, log_outside if outside else None)
+    prior_outside = log_outside if outside else None
+    return Globals(family, prior_inside, marginals, points, reach, prior_outside)
 
 
 def _parse_spec(fm: FederatedModel, spec: str | Mapping[str, str]) -> tuple[dict[str, str], str]:
@@ -165,8 +139,7 @@ def _parse_spec(fm: FederatedModel, spec: str | Mapping[str, str]) -> tuple[dict
             "the model has no global latents, so that silos share nothing to infer. Use SFVI, "
             "which also learns parameters, or move what is shared out of the silo_plate."
         )
-    if covariance not in ("auto", "full", "diagonal"):
-        raise ValueError(f"family={covariance!r}: expected 'auto', 'full' or 'diagonal'.")
+    one_of("family", covariance, "auto", "full", "diagonal")
     if unknown := set(chosen) - {s.name for s in sites}:
         raise ValueError(
             f"family names {sorted(unknown)}, but the global sites are "
@@ -184,56 +157,76 @@ def _parse_spec(fm: FederatedModel, spec: str | Mapping[str, str]) -> tuple[dict
 
 
 def _choose(
-    fm: FederatedModel, chosen: dict[str, str], covariance: str, prior: str
-) -> tuple[dict[str, str], Family[Any], TestPoints, Natural, list[str]]:
-    """Return the families of the sites, and their product with the places where it is tested."""
+    fm: FederatedModel,
+    chosen: dict[str, str],
+    covariance: str,
+    prior: str,
+    points: np.ndarray,
+    reach: np.ndarray,
+) -> tuple[dict[str, str], Product, Natural, list[str]]:
+    """Return the families of the sites, their product, the prior in it and sites outside of it."""
     # A site's family is the one that the user asks for. Else it is the Gaussian, if the whole prior
     # is Gaussian; and else the first candidate that contains the site's own prior. Natural
     # parameters of the prior's part in the family follow, and the sites whose prior is not in it.
     sites, theta = fm.named("latent"), generic_parameters(fm)
-    reach, points = _reach_and_points(fm)
-
-    def product(kinds: Mapping[str, str]) -> tuple[Family[Any], TestPoints]:
-        members = _members(sites, kinds, covariance)
-        return expfam.product(members), TestPoints(points, _points_near(members, reach))
+    other_sites = np.random.default_rng(2).normal(size=fm.dim)
 
     def all_terms(z: Array) -> Array:
         return jnp.stack(list(fm.prior_terms(theta, z).values()))
 
+    def alone(site: Site, kind: str) -> Density:
+        """Return the prior of a site, all others at fixed values, and its family."""
+        place = slice(site.start, site.stop)
+
+        def term(z: Array) -> Array:
+            at = jnp.asarray(other_sites).at[place].set(z)
+            return fm.prior_terms(theta, at)[site.name][None]
+
+        member = _member(site, kind, covariance)
+        family = expfam.product({kind: (np.arange(member.dim), member)})
+        return term, family, points[:, place], reach[place]
+
+    def of_site(name: str, family: Product) -> Density:
+        """Return the terms of a site's log prior, relative to the base measure."""
+        site = next((s for s in sites if s.name == name), None)
+
+        def terms(z: Array) -> Array:
+            found = [family.log_base(z), fm.prior_terms(theta, z)[name]]
+            if site is not None:
+                member = _member(site, kinds[name], covariance)
+                found.append(-member.log_base(z[site.start : site.stop]))
+            return jnp.stack(found)
+
+        return terms, family, points, reach
+
     # Single precision could not tell an affine function from one that is nearly so.
     with double_precision():
         kinds = {s.name: chosen.get(s.name, GAUSSIAN) for s in sites}
-        family, places = product(kinds)
-        whole = Density(all_terms, family, places)
+        family = _product(sites, kinds, covariance)
         pairs = [
             (s, kind)
             for s in sites
             for kind in ([chosen[s.name]] if s.name in chosen else _candidates(s))
         ]
-        alone = [
-            _alone(fm, theta, s, _member(s, kind, covariance), kind, points, reach)
-            for s, kind in pairs
-        ]
+        each = [alone(*pair) for pair in pairs]
         # Where a site has other candidates the whole is hardly Gaussian: one program for both.
         many = len({s.name for s, _ in pairs}) < len(pairs)
-        (eta, affine), *fits = _fit_densities([whole, *(alone if many else [])])
+        whole: Density = (all_terms, family, points, reach)
+        (eta, affine), *fits = _fit_densities([whole, *(each if many else [])])
         if affine:
-            return kinds, family, places, eta, []
+            return kinds, family, eta, []
         # Not all Gaussian: each site by itself, with all others at fixed values. Then all sites
         # together, since priors may be coupled in a way that no product of families holds.
         found: dict[str, str] = {}
-        for (site, kind), (_, affine) in zip(pairs, fits or _fit_densities(alone), strict=True):
+        for (site, kind), (_, affine) in zip(pairs, fits or _fit_densities(each), strict=True):
             if affine:
                 found.setdefault(site.name, kind)
         if prior == "exact" and (none := [s for s in sites if s.name not in found]):
             raise _outside_error(none[0], covariance)
         kinds = {s.name: found.get(s.name, kinds[s.name]) for s in sites}
-        family, places = product(kinds)
-        by_site = {s.name: (s, _member(s, kinds[s.name], covariance)) for s in sites}
+        family = _product(sites, kinds, covariance)
         names = list(jax.eval_shape(fm.prior_terms, theta, np.zeros(fm.dim)))
-        fits = _fit_densities(
-            [Density(_terms_of(fm, theta, by_site, family, name), family, places) for name in names]
-        )
+        fits = _fit_densities([of_site(name, family) for name in names])
         outside = [name for name, (_, affine) in zip(names, fits, strict=True) if not affine]
         if outside and prior == "exact":
             raise _coupled_error(outside[0], covariance)
@@ -241,26 +234,7 @@ def _choose(
         inside = [eta for name, (eta, _) in zip(names, fits, strict=True) if name not in outside]
         nothing = jax.tree.map(np.zeros_like, fits[0][0])
         eta = jax.tree.map(lambda *parts: sum(map(np.asarray, parts)), nothing, *inside)
-    return kinds, family, places, eta, outside
-
-
-def _terms_of(
-    fm: FederatedModel,
-    theta: dict[str, Any],
-    members: Mapping[str, tuple[Site, Family[Any]]],
-    family: Family[Any],
-    name: str,
-) -> Callable[[Array], Array]:
-    """Return a function for the terms of a site's log prior, relative to the base measure."""
-
-    def f(z: Array) -> Array:
-        terms = [family.log_base(z), fm.prior_terms(theta, z)[name]]
-        if name in members:
-            site, member = members[name]
-            terms.append(-member.log_base(z[site.start : site.stop]))
-        return jnp.stack(terms)
-
-    return f
+    return kinds, family, eta, outside
 
 
 def _reach_and_points(fm: FederatedModel) -> tuple[np.ndarray, np.ndarray]:
@@ -284,37 +258,30 @@ def _reach_and_points(fm: FederatedModel) -> tuple[np.ndarray, np.ndarray]:
     return reach, np.clip(points, -reach, reach)[: max(16, POINTS // max(fm.dim, 1))]
 
 
-def _points_near(
-    members: Members, reach: np.ndarray
-) -> Callable[[Natural, int], tuple[Array, Array]]:
-    """Return a function for a density's centre (dim,), and points (n, dim) some sds from it."""
+def _points_near(family: Product, reach: np.ndarray, eta: Natural) -> tuple[Array, Array]:
+    """Return a density's centre (dim,), and points (16, dim) some sds from it."""
     # Where ``eta`` leaves a Gaussian flat, its points are as far away as the bijection is precise.
     # Points that are not finite, of an improper density, become zero.
     furthest = np.minimum(reach, 1e6)
+    width = jnp.where(jnp.arange(NEAR) % 2, 1.0, 3.0)[:, None]
+    centres, points = {}, {}
+    for name, (_, member) in family.members.items():
+        noise = width * np.random.default_rng(2).normal(size=(NEAR, member.dim))
+        if name == GAUSSIAN:
+            far = furthest[family.places[name]]
+            bowl = member.fit(lambda z, far=far: -0.5 * ((z / far) ** 2).sum())
+            psi = member.ordinary(jax.tree.map(jnp.add, eta[name], bowl))
+            points[name] = jax.vmap(member.draw, (None, 0))(psi, noise)
+            centres[name] = member.centre(psi)
+        else:
+            centres[name] = member.centre(member.ordinary(eta[name]))
+            points[name] = centres[name] + 0.3 * noise
 
-    def member_points(name: str, eta: Natural, n: int) -> tuple[Array, Array]:
-        places, member = members[name]
-        width = jnp.where(jnp.arange(n) % 2, 1.0, 3.0)[:, None]
-        noise = width * np.random.default_rng(2).normal(size=(n, member.dim))
-        if name != GAUSSIAN:
-            centre = member.centre(member.ordinary(eta))
-            return centre, centre + 0.3 * noise
-        bowl = member.fit(lambda z: -0.5 * ((z / furthest[places]) ** 2).sum())
-        psi = member.ordinary(jax.tree.map(jnp.add, eta, bowl))
-        return member.centre(psi), jax.vmap(member.draw, (None, 0))(psi, noise)
-
-    order = np.concatenate([places for places, _ in members.values()])
-    inverse = np.argsort(order).astype(np.int32)
-
-    def join(parts: Sequence[Array]) -> Array:
-        z = jnp.concatenate(parts, -1)[..., inverse]
+    def join(parts: dict[str, Array]) -> Array:
+        z = family.join(parts)
         return jnp.clip(jnp.where(jnp.isfinite(z), z, 0.0), -reach, reach)
 
-    def points_near(eta: Natural, n: int) -> tuple[Array, Array]:
-        centres, points = zip(*(member_points(name, eta[name], n) for name in members), strict=True)
-        return join(centres), join(points)
-
-    return points_near
+    return join(centres), jax.vmap(join)(points)
 
 
 def generic_parameters(fm: FederatedModel) -> dict[str, Any]:
@@ -327,35 +294,48 @@ def generic_parameters(fm: FederatedModel) -> dict[str, Any]:
     )
 
 
-class Density(NamedTuple):
-    """A density, whose logarithm is a sum of terms, and the family to test it against."""
-
-    terms: Callable[[Array], Array]
-    family: Family[Any]
-    places: TestPoints
+# A density, whose logarithm is a sum of terms, the family to test it in, test points, and reach.
+Density = tuple[Callable[[Array], Array], Product, np.ndarray, np.ndarray]
 
 
 def _fit_densities(densities: Sequence[Density]) -> list[tuple[Natural, bool]]:
     """Return natural parameters of each density, and whether they describe it exactly."""
     # All densities are tested in one program: compiling one for each site takes much longer.
 
-    def fit_one(density: Density, points: Array) -> tuple[Natural, Array]:
-        terms, family, places = density
-
-        def terms_over_base(z: Array) -> Array:
-            return jnp.append(terms(z), -family.log_base(z))
-
-        eta = family.fit(lambda z: terms_over_base(z).sum())
-        centre, points_close = places.near(eta, 16)
-        return eta, affine_at(
-            terms_over_base, family, eta, centre, jnp.concatenate([points, points_close])
-        )
-
     @jit_double
     def fit_all(points: list[Array]) -> list[tuple[Natural, Array]]:
-        return [fit_one(d, at) for d, at in zip(densities, points, strict=True)]
+        found = []
+        for (terms, family, _, reach), at in zip(densities, points, strict=True):
 
-    return [(eta, bool(affine)) for eta, affine in fit_all([d.places.points for d in densities])]
+            def over_base(
+                z: Array, terms: Callable[[Array], Array] = terms, family: Product = family
+            ) -> Array:
+                return jnp.append(terms(z), -family.log_base(z))
+
+            found.append(_fitted(over_base, family, reach, at))
+        return found
+
+    return [(eta, bool(affine)) for eta, affine in fit_all([points for *_, points, _ in densities])]
+
+
+def _fitted(
+    rows: Callable[[Array], Array],
+    family: Product,
+    reach: np.ndarray,
+    points: Array,
+    prior: Natural | None = None,
+) -> tuple[Natural, Array]:
+    """Return ``eta``, and whether a sum of ``rows`` is ``<eta, T(z)>`` plus a constant.
+
+    In double precision a few points at every scale are enough: a term that is not affine either
+    grows with the distance, or shows close to the density, or to its product with a prior.
+    """
+    eta = family.fit(lambda z: rows(z).sum())
+    around = eta if prior is None else jax.tree.map(jnp.add, prior, eta)
+    centre, close = _points_near(family, reach, around)
+    departure_at = partial(departure, rows, family, eta, centre)
+    nats, size = jax.lax.map(departure_at, jnp.concatenate([points, close]), batch_size=4)
+    return eta, (jnp.isfinite(nats) & (jnp.abs(nats) <= NATS + ROUNDING * size)).all()
 
 
 def _candidates(site: Site) -> list[str]:
@@ -372,27 +352,6 @@ def _member(site: Site, kind: str, covariance: str) -> Family[Any]:
     if kind == "beta":
         return expfam.beta(site.shape)
     return expfam.dirichlet(site.shape[:-1], site.shape[-1] + 1)
-
-
-def _alone(
-    fm: FederatedModel,
-    theta: dict[str, Any],
-    site: Site,
-    member: Family[Any],
-    kind: str,
-    points: np.ndarray,
-    reach: np.ndarray,
-) -> Density:
-    """Return the prior of a site, all others at fixed values, and the family to test it in."""
-    other_sites = np.random.default_rng(2).normal(size=fm.dim)
-    place = slice(site.start, site.stop)
-
-    def term(z: Array) -> Array:
-        return fm.prior_terms(theta, jnp.asarray(other_sites).at[place].set(z))[site.name][None]
-
-    members = {kind: (np.arange(site.stop - site.start), member)}
-    places = TestPoints(points[:, place], _points_near(members, reach[place]))
-    return Density(term, expfam.product(members), places)
 
 
 def _outside_error(site: Site, covariance: str) -> ModelError:
@@ -419,8 +378,8 @@ def _coupled_error(name: str, covariance: str) -> ModelError:
     )
 
 
-def _members(sites: Sequence[Site], kinds: Mapping[str, str], covariance: str) -> Members:
-    """Return the members of the product: one joint Gaussian, and one for each other site."""
+def _product(sites: Sequence[Site], kinds: Mapping[str, str], covariance: str) -> Product:
+    """Return the product of one joint Gaussian, and one member for each other site."""
     members: dict[str, tuple[np.ndarray, Family[Any]]] = {}
     # In int32, which JAX reads alike in either precision.
     places = {s.name: np.arange(s.start, s.stop, dtype=np.int32) for s in sites}
@@ -431,7 +390,7 @@ def _members(sites: Sequence[Site], kinds: Mapping[str, str], covariance: str) -
     for s in sites:
         if kinds[s.name] != GAUSSIAN:
             members[s.name] = (places[s.name], _member(s, kinds[s.name], covariance))
-    return members
+    return expfam.product(members)
 
 
 def _on_support(z: dist.Distribution, bijection: transforms.Transform) -> dist.Distribution:
@@ -450,3 +409,59 @@ def _elementwise(bijection: transforms.Transform) -> transforms.Transform:
     while isinstance(bijection, transforms.IndependentTransform):
         bijection = bijection.base_transform
     return bijection
+
+
+def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloData]], bool]:
+    """Return a function that says of stacks of silos whether their likelihoods are conjugate."""
+    # Latents of rows, and private parameters, would have to be integrated out or fitted first.
+    if any(p.dim for p in fm.plates) or any(s.kind == "param" and s.plate for s in fm.sites):
+        return lambda stacks: False
+    family = chosen.family
+    theta = generic_parameters(fm)
+
+    @jit_double
+    def all_affine(stack: SiloData, points: Array) -> Array:
+        prior = chosen.prior(theta)
+
+        def one_silo(data: SiloData) -> Array:
+            return _fitted(row_terms(fm, theta, data), family, chosen.reach, points, prior)[1]
+
+        return jax.vmap(one_silo)(stack).all()
+
+    def verdict(stacks: Sequence[SiloData]) -> bool:
+        with double_precision():
+            return all(all_affine(double(stack), chosen.points) for stack in stacks)
+
+    return verdict
+
+
+def row_terms(fm: FederatedModel, theta: Theta, data: SiloData) -> Callable[[Array], Array]:
+    """Return the rows' log likelihoods (n,) as a function of the globals, without locals."""
+
+    def rows(z: Array) -> Array:
+        return jnp.concatenate([jnp.zeros(0), *fm.log_silo(theta, z, {}, data).values()])
+
+    return rows
+
+
+def misfit(
+    rows: Callable[[Array], Array],
+    family: Family[Any],
+    eta: Natural,
+    start: Ordinary,
+    num_rows: int,
+    psi: Ordinary,
+) -> Array:
+    """Return the largest departure of a likelihood from ``<eta, T>``, in nats, beyond rounding."""
+    centre = family.centre(psi)
+    draws = jax.vmap(family.draw, (None, 0))
+    z = draws(psi, family.noise(jax.random.key(0), 8))
+    start_draws = draws(start, family.noise(jax.random.key(1), 4))
+    start_draws = jnp.where(jnp.isfinite(start_draws), start_draws, centre)  # a prior may be flat
+    departure_at = partial(departure, rows, family, eta, centre)
+    nats, size = jax.vmap(departure_at)(jnp.concatenate([z, start_draws]))
+    # Rounding within a row is about as large as the effect of rounding the globals.
+    within_rows = jnp.linalg.norm(jax.jvp(rows, (centre,), (centre,))[1])
+    eps = max(ROUNDINGS, 2 * math.sqrt(num_rows)) * jnp.finfo(centre.dtype).eps
+    rounding = eps * (size + within_rows)
+    return (jnp.abs(nats) - rounding).max()

@@ -27,22 +27,18 @@ class NoModeError(Exception):
     """The signal that no start was found at which all numbers are finite."""
 
 
-class Local(NamedTuple):
-    """A client's second-order expansion of the log density at a point.
+class Expansion(NamedTuple):
+    """A client's second-order expansion of the log density at a point."""
 
-    The rows' part has the slope and curvature that the server sent. ``own_slope`` and
-    ``own_hessian`` are those of the client's own part.
-    """
-
-    slope: Array
+    slope: Array  # of rows, as the server sent it, and of the client's own part
     curvature: Array
-    own_slope: Array
+    own_slope: Array  # of the client's own part
     own_hessian: Array
 
     @classmethod
     def at(
         cls, predict: Function, own_log_p: Function, z: Array, slope: Array, curvature: Array
-    ) -> Local:
+    ) -> Expansion:
         """Return the expansion at ``z`` (dim,), by the predictor's Jacobian (Gauss-Newton)."""
         # Forward mode: a client has fewer latents than rows.
         J = jax.jacfwd(predict)(z).reshape(slope.size, z.size)

@@ -65,15 +65,10 @@ from numpyro_fed.algorithms.base import (
     stacked_visit,
 )
 from numpyro_fed.algorithms.expand import shape
-from numpyro_fed.algorithms.vertical.base import (
-    ClientState,
-    PartyStart,
-    ServerState,
-    Vertical,
-)
+from numpyro_fed.algorithms.vertical.augmented import Vertical
 from numpyro_fed.algorithms.vertical.curvature import (
+    Expansion,
     Function,
-    Local,
     NoModeError,
     at_point,
     diagonal_curvature,
@@ -86,9 +81,16 @@ from numpyro_fed.algorithms.vertical.curvature import (
     ritz_vectors,
     root_of,
 )
-from numpyro_fed.algorithms.vertical.sample import PartyType, PinnedLatents
-from numpyro_fed.frame import identity
+from numpyro_fed.algorithms.vertical.parties import (
+    ClientState,
+    PartyStart,
+    PartyType,
+    PinnedLatents,
+    ServerState,
+)
+from numpyro_fed.gaussian import identity
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.vertical import init_theta
 from numpyro_fed.programs import compiled_method, jit_once
 from numpyro_fed.trees import AnyArray, all_finite, namespace, where
 
@@ -113,23 +115,17 @@ Either = Any  # an array, of NumPy at the server and of JAX at a client
 
 
 class Party(NamedTuple):
-    """A party's state of the search.
-
-    ``z`` is the best point so far; ``direction`` and ``last`` span the plane of the next step, and
-    ``step`` leads to the point that is tried. ``basis`` (dim, width) are its rows of a basis for
-    directions of all parties' latents, ``directions`` the same in the latents' own units, and
-    ``anchor`` (dim, rank) the first columns of the first basis.
-    """
+    """A party's state of the search."""
 
     theta: dict[str, Any]
     pinned: PinnedLatents
-    z: Either
-    direction: Either
+    z: Either  # the best point so far
+    direction: Either  # with ``last`` it spans the plane of the next step
     last: Either
-    step: Either
-    basis: Either
-    directions: Either
-    anchor: Either
+    step: Either  # leads to the point that is tried
+    basis: Either  # (dim, width) its rows of a basis for directions of all parties' latents
+    directions: Either  # the same in the latents' own units
+    anchor: Either  # (dim, rank) the first columns of the first basis
 
     def moved(self, trial: Trial) -> Party:
         """Return the party with its own step (dim,) from the best point to the trial point."""
@@ -168,91 +164,61 @@ class Slopes(NamedTuple):
 
 
 class Along(NamedTuple):
-    """A client's message on some directions: the two of its plane, or those of its basis.
+    """A client's message on some directions: the two of its plane, or those of its basis."""
 
-    ``predictor`` (k, rows, ...) is the change of its predictor along each. ``slope`` (k,) and
-    ``curvature`` (k, k) are those of its own log density. Of a basis ``gram`` (k, k) are the
-    products of its rows, and ``anchor`` (k, rank) those with its rows of the anchor.
-    """
-
-    predictor: Either
-    slope: Either
-    curvature: Either
-    gram: Any = ()
-    anchor: Any = ()
+    predictor: Either  # (k, rows, ...) the change of its predictor along each
+    slope: Either  # (k,) of its own log density
+    curvature: Either  # (k, k)
+    gram: Any = ()  # (k, k) products of its rows of a basis
+    anchor: Any = ()  # (k, rank) those with its rows of the anchor
 
 
 class RitzValues(NamedTuple):
-    """The server's findings on the basis, which it sends.
+    """The server's findings on the basis, which it sends."""
 
-    ``looks`` counts exchanges. ``combine`` (width, width) has the combinations of the basis, and
-    ``curvatures`` (width,) the curvatures along them, smallest first. ``pull`` (width, rows, ...)
-    is minus the change of the slope with respect to the sum along each; it is empty if the basis
-    spans all directions.
-    """
-
-    looks: Either
-    combine: Either
-    curvatures: Either
+    looks: Either  # counts exchanges
+    combine: Either  # (width, width) combinations of the basis
+    curvatures: Either  # (width,) along these, smallest first
+    # (width, rows, ...) minus the change of the slope with respect to the sum along each; empty if
+    # the basis spans all directions
     pull: Either
 
 
 class ToBegin(NamedTuple):
-    """A message of the server at the start of a run.
-
-    It has the slope at the best point, ``combine`` (width, rank), which makes the shares in the
-    shared noise of the basis, and ``tau``.
-    """
+    """A message of the server at the start of a run."""
 
     at_best: Slopes
-    combine: Any
+    combine: Any  # (width, rank) makes the shares in the shared noise of the basis
     tau: Either
 
 
 class Point(NamedTuple):
-    """The server's log density at a point of its latents and a sum, with its derivatives.
-
-    ``slope`` and ``curvature``, of the sum's shape, are those of the log likelihood with respect to
-    the sum; ``by_z`` (dim,) and ``by_zz`` (dim, dim) slope and curvature in its own latents.
-    """
+    """The server's log density at a point of its latents and a sum, with its derivatives."""
 
     value: Either
     total: Either
-    slope: Either
+    slope: Either  # of the log likelihood with respect to the sum, of its shape
     curvature: Either
-    by_z: Either
+    by_z: Either  # (dim,) slope and (dim, dim) curvature in its own latents
     by_zz: Either
 
 
 class Spread(NamedTuple):
-    """The server's findings on the basis, besides those that it sends (``ritz``).
-
-    ``turned`` (dim, width) are its own rows of the curvature times the directions, ``newton``
-    (width,) is a step along them to try, whose gain is ``gain`` nats, and ``angles`` (rank, rank)
-    are products of the best directions with the anchor.
-    """
+    """The server's findings on the basis, besides those that it sends (``ritz``)."""
 
     ritz: RitzValues
-    turned: np.ndarray
-    newton: np.ndarray
-    angles: np.ndarray
+    turned: np.ndarray  # (dim, width) its own rows of the curvature times the directions
+    newton: np.ndarray  # (width,) a step along them to try, whose gain is ``gain`` nats
+    angles: np.ndarray  # (rank, rank) products of the best directions with the anchor
     gain: float
 
 
 @dataclass(frozen=True, eq=False)
 class VerticalSearch:
-    """The search, and the first states of a run, as a plain program of questions to clients.
+    """The search, and the first states of a run, as a plain program of questions to clients."""
 
-    Attributes
-    ----------
-    vertical : Vertical
-        Without a basis (a ``width`` of zero) nothing is searched for.
-    server_like : SiloData
-        Shapes of the server's data.
-    """
-
-    vertical: Vertical
-    server_like: SiloData
+    vertical: Vertical  # without a basis (a ``width`` of zero) nothing is searched for
+    server_like: SiloData  # shapes of the server's data
 
     @cached_property
     def exchanges(self) -> tuple[Exchange[Any, Any, Any], ...]:
@@ -304,7 +270,7 @@ class VerticalSearch:
     def _init(self, kind: PartyType, key: Array, data: SiloData) -> Party:
         v, dim = self.vertical, kind.model.dim
         key_pin, key_theta, key_basis = jax.random.split(key, 3)
-        theta, pinned = kind.model.init_theta(key_theta, data), kind.pin(key_pin, data)
+        theta, pinned = init_theta(kind.model, key_theta, data), kind.pin(key_pin, data)
         zeros, basis = jnp.zeros(dim), jax.random.normal(key_basis, (dim, v.width))
         anchor = basis[:, : v.rank]
         return Party(
@@ -322,11 +288,11 @@ class VerticalSearch:
 
         return lambda z: density_at(z)[0], lambda z: density_at(z)[1]
 
-    def _local(self, party: Party, data: SiloData, at_best: Slopes) -> Local:
+    def _local(self, party: Party, data: SiloData, at_best: Slopes) -> Expansion:
         predict, own_log_p = self._functions(party, data)
-        return Local.at(predict, own_log_p, party.z, at_best.slope, at_best.curvature)
+        return Expansion.at(predict, own_log_p, party.z, at_best.slope, at_best.curvature)
 
-    def _along(self, party: Party, data: SiloData, local: Local, directions: Array) -> Along:
+    def _along(self, party: Party, data: SiloData, local: Expansion, directions: Array) -> Along:
         """Return what a client says of some directions (dim, k)."""
         predict = self._functions(party, data)[0]
         change = jax.vmap(lambda d: jax.jvp(predict, (party.z,), (d,))[1])(directions.T)
@@ -393,9 +359,9 @@ class VerticalSearch:
         """Return the start of a party's guide."""
         v, z = self.vertical, jnp.asarray(party.z)
         if not v.rank:
-            return PartyStart(z, root)
+            return z, root, None
         coupling = v.random_coupling(key, len(z)) if combine is None else party.basis @ combine
-        return PartyStart(z, jnp.sqrt(tau) * root, coupling)
+        return z, jnp.sqrt(tau) * root, coupling
 
     def _log_p(self, party: Party, data: SiloData) -> Callable[[Array, Array], Array]:
         """Return the server's log density, as a function of its latents and the sum."""
@@ -456,24 +422,41 @@ class VerticalSearch:
     ) -> tuple[ServerState, float]:
         """Return the server's first state of a run, and the log density where it begins.
 
-        Clients have their first states then.
-
-        Raises
-        ------
-        NoModeError
-            If numbers are not finite.
+        Clients have their first states then. Numbers that are not finite are a NoModeError.
         """
         v, sum_ = self.vertical, np.zeros(self.vertical.model.shape, jnp.result_type(float))
         party = jax.tree.map(np.asarray, party)
+        combine: np.ndarray | None = None
+        tau = np.ones(())
         if v.width:
             party, best, spread = self.mode(ask, party, data)
             slopes = Slopes(np.array(True), best.slope, best.curvature)
-            combine, tau = self._coupling_and_tau(spread)
+            if v.rank:
+                curvatures = positive(spread.ritz.curvatures)
+                # A rank of one less than the number of latents is enough: the direction of the
+                # largest eigenvalue has no share in the shared noise, since tau is one over that.
+                if v.complete and v.rank >= v.dim - 1:
+                    tau = np.asarray(1 / curvatures.max())
+                size = np.sqrt(np.maximum(1 / (tau * curvatures) - 1, 0.0))[: v.rank]
+                # The shared noise may be rotated without changing the guide. This rotation brings
+                # V close to the anchor (a Procrustes problem): eigenvectors of nearly equal
+                # eigenvalues depend on rounding, and without it so would the draws.
+                left, _, right = np.linalg.svd(size[:, None] * spread.angles)
+                combine = spread.ritz.combine[:, : v.rank] * size @ (left @ right)
         else:
-            # Clients start at zero, and the server at its own mode.
-            party, best = self._own_mode(party, sum_, data)
+            # Clients start at zero, and the server at the mode of its own latents for such a sum.
+            best = self._at(party, sum_, data)
+            for _ in range(OWN_STEPS if len(party.z) else 0):
+                move, value = newton_step(best.by_zz, best.by_z), best.value
+                for share in SHARES:
+                    trial = party._replace(z=party.z + share * move)
+                    found = self._at(trial, sum_, data)
+                    if found.value > value:
+                        party, best = trial, found
+                        break
+                else:
+                    break
             slopes = Slopes(np.array(True), sum_, np.full_like(sum_, (v.rho or np.inf) ** -2))
-            combine, tau = None, np.ones(())
         ask(self.exchanges[-1], real(ToBegin(slopes, combine, tau)))
         root = root_of(best.by_zz)
         server = self._first_state(key, real(party), real(root), real(combine), real(tau))
@@ -564,37 +547,5 @@ class VerticalSearch:
         turned, gain = T.T @ change_z.T @ combine, float(0.5 * along @ newton)
         return party, Spread(after, turned, combine @ newton, angles, gain)
 
-    def _own_mode(self, party: Party, total: np.ndarray, data: SiloData) -> tuple[Party, Point]:
-        """Return the server at the mode of its own latents for a sum, and its log density there."""
-        best = self._at(party, total, data)
-        for _ in range(OWN_STEPS if len(party.z) else 0):
-            move, value = newton_step(best.by_zz, best.by_z), best.value
-            for share in SHARES:
-                trial = party._replace(z=party.z + share * move)
-                found = self._at(trial, total, data)
-                if found.value > value:
-                    party, best = trial, found
-                    break
-            else:
-                break
-        return party, best
-
     def _at(self, party: Party, total: Either, data: SiloData) -> Point:
         return jax.tree.map(np.asarray, self._expand(real(party), real(total), data))
-
-    def _coupling_and_tau(self, spread: Spread) -> tuple[np.ndarray | None, np.ndarray]:
-        """Return the combination (width, rank) of the basis, or None, and ``tau``."""
-        v = self.vertical
-        if not v.rank:
-            return None, np.ones(())
-        curvatures = positive(spread.ritz.curvatures)
-        # A rank of one less than the number of latents is enough: the direction of the largest
-        # eigenvalue has no share in the shared noise, since tau is one over that eigenvalue.
-        all_known = v.complete and v.rank >= v.dim - 1
-        tau = 1 / curvatures.max() if all_known else np.ones(())
-        size = np.sqrt(np.maximum(1 / (tau * curvatures) - 1, 0.0))[: v.rank]
-        # The shared noise may be rotated without changing the guide. This rotation brings V close
-        # to the anchor (a Procrustes problem): eigenvectors of nearly equal eigenvalues depend on
-        # rounding, and without it so would the draws.
-        left, _, right = np.linalg.svd(size[:, None] * spread.angles)
-        return spread.ritz.combine[:, : v.rank] * size @ (left @ right), np.asarray(tau)

@@ -35,15 +35,15 @@ from numpyro_fed.algorithms.base import (
     Ask,
     Exchange,
     Info,
-    Private,
     Reply,
     Round,
     Shared,
     key_as_noise,
 )
-from numpyro_fed.algorithms.vertical.augmented import DRAW, STEP, Stepped
+from numpyro_fed.algorithms.vertical.augmented import DRAW, STEP, AtServer, Gradients, Stepped
 from numpyro_fed.algorithms.vertical.augmented import Up as Drawn
-from numpyro_fed.algorithms.vertical.base import (
+from numpyro_fed.algorithms.vertical.curvature import Expansion, diagonal_curvature
+from numpyro_fed.algorithms.vertical.parties import (
     ClientParams,
     ClientState,
     Parties,
@@ -52,13 +52,10 @@ from numpyro_fed.algorithms.vertical.base import (
     ServerParams,
     ServerState,
 )
-from numpyro_fed.algorithms.vertical.curvature import Local, diagonal_curvature
-from numpyro_fed.algorithms.vertical.power import Down
-from numpyro_fed.algorithms.vertical.power import Up as Slopes
-from numpyro_fed.algorithms.vertical.sample import OwnDraws
-from numpyro_fed.frame import identity
+from numpyro_fed.gaussian import identity
 from numpyro_fed.model.data import SiloData, signature
-from numpyro_fed.model.vertical import PartyModel
+from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.model.vertical import init_theta
 from numpyro_fed.trees import all_finite
 
 SHOW = "show"  # the name of the exchange in which clients send auxiliary variables
@@ -67,18 +64,13 @@ Context = TypeVar("Context")  # arguments of a likelihood besides a client's own
 
 
 class Chain(NamedTuple):
-    """A client's Langevin chain.
+    """A client's Langevin chain."""
 
-    ``position`` (dim,) is the last draw, in units of ``root``. ``kept`` (kept, dim) has the last
-    draws of past rounds, and ``number`` counts rounds. ``gradient`` is the part of the gradient in
-    the client's parameters that it computes by itself, before the server's message.
-    """
-
-    position: Array
+    position: Array  # (dim,) the last draw, in units of ``root``
     root: Array
-    kept: Array
-    number: Array
-    gradient: ClientParams
+    kept: Array  # (kept, dim) the last draws of past rounds
+    number: Array  # of rounds
+    gradient: ClientParams  # the part that a client computes before the server's message
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -86,41 +78,41 @@ class Soul(Parties):
     """SOUL for a vertical model, as pure functions for all parties.
 
     A client's auxiliary variables are parameters: offsets from ``centre``, in units of ``rho``.
-
-    Attributes
-    ----------
-    kinds : dict
-        Clients' halves of the model, by the signature of their data.
-    num_steps : int
-        Langevin steps in a round.
-    step_size : float
-        The size of a Langevin step, in coordinates in which the curvature is one.
-    num_kept : int
-        Draws that a client keeps.
     """
 
-    kinds: Mapping[Any, PartyModel]
+    kinds: Mapping[Any, FederatedModel]  # clients' parts, by the signature of their data
     rho: float
-    num_steps: int
-    step_size: float
-    num_kept: int
+    num_steps: int  # Langevin steps in a round
+    step_size: float  # in coordinates in which the curvature is one
+    num_kept: int  # draws that a client keeps
 
     @property
     def rounds(self) -> Round:
-        """Return the round of a run."""
-        return self._power if self.power else self._augmented
+        """Return the round of a run: clients draw, then take their steps.
+
+        Under the power likelihood all know the sum of the auxiliary variables before they draw.
+        """
+
+        def show(
+            noise: object, down: object, state: ClientState, data: SiloData
+        ) -> tuple[Reply[Array], ClientState]:
+            z = self.auxiliary(state)
+            return Reply(z, all_finite(z)), state
+
+        shown = (Exchange(SHOW, show),) if self.power else ()
+        drawing = Exchange(DRAW, self.draw, silo_noise=key_as_noise)
+        return Round((*shown, drawing, Exchange(STEP, self.step)), self.round)
 
     def init_server(self, key: Array, data: SiloData) -> ServerState:
-        """Return the server's first state; ``data`` has the shapes of its data."""
         party_model = self.model.server
-        theta = party_model.init_theta(key, self.zeros_at_server(data))
+        theta = init_theta(party_model, key, self.zeros_at_server(data))
         own = PartyParams(None, {"z": jnp.zeros(party_model.dim)}, theta)
         return self.first_server(ServerParams(own, {}), identity((party_model.dim,)))
 
     def init_client(self, key: Array, data: SiloData) -> ClientState:
         """Return a client's first state: at zero, in units of its curvature there."""
         party_model = self.kinds[signature(data)]
-        theta, origin = party_model.init_theta(key, data), jnp.zeros(party_model.dim)
+        theta, origin = init_theta(party_model, key, data), jnp.zeros(party_model.dim)
 
         def predict(z: Array) -> Array:
             return self.model.predict(party_model, theta, z, data)[0]
@@ -132,8 +124,21 @@ class Soul(Parties):
         if party_model.dim:
             # Given its auxiliary variables, a client's posterior has the curvature of N(g, rho^2),
             # and that of its own likelihood under the power model.
-            curvature = self.rho**-2 + self._likelihood_curvature(centre, data)
-            root = Local.at(predict, own_log_p, origin, jnp.zeros_like(centre), curvature).root()
+            curvature = self.rho**-2 + jnp.zeros_like(centre)
+            if self.power:
+                server, at_server = self.model.server, SiloData(dict(data.kwargs["shared"]))
+                given = self.model.with_total(at_server, centre)
+                at_theta = init_theta(server, jax.random.key(0), given)
+
+                def log_p(predictor: Array) -> Array:
+                    z = jnp.zeros(server.dim)
+                    terms = self.model.log_server(at_theta, z, predictor, at_server)
+                    return terms[1] / self.num_clients
+
+                curvature = self.rho**-2 + diagonal_curvature(log_p, centre)
+            root = Expansion.at(
+                predict, own_log_p, origin, jnp.zeros_like(centre), curvature
+            ).root()
         params = ClientParams(jnp.zeros_like(centre), PartyParams(None, {}, theta))
         kept, number = jnp.zeros((self.num_kept, party_model.dim)), jnp.zeros((), jnp.int32)
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -147,20 +152,6 @@ class Soul(Parties):
             centre=centre,
             chain=Chain(origin, root, kept, number, zeros),
         )
-
-    def _likelihood_curvature(self, centre: Array, data: SiloData) -> Array:
-        """Return the curvature (rows, ...) of a client's likelihood under the power model, or 0."""
-        if not self.power:
-            return jnp.zeros_like(centre)
-        server = self.model.server
-        at_server = SiloData(dict(data.kwargs["shared"]))
-        theta = server.init_theta(jax.random.key(0), self.model.with_total(at_server, centre))
-
-        def log_p(predictor: Array) -> Array:
-            z = jnp.zeros(server.dim)
-            return self.model.log_server(theta, z, predictor, at_server)[1] / self.num_clients
-
-        return diagonal_curvature(log_p, centre)
 
     def auxiliary(self, state: ClientState) -> Array:
         """Return a client's auxiliary variables."""
@@ -207,142 +198,85 @@ class Soul(Parties):
         return state._replace(chain=after), value, by_context
 
     def shared(self, state: ServerState) -> Shared:
-        """Return the server's parameters, and the current values of its latents."""
         own = state.params.own
         return Shared(own.theta, own.guide, state.frame)
 
-    def private_params(self, state: ClientState) -> Private:
-        """Return a client's parameters, and the draws that it has kept."""
-        return Private(state.params.own.theta, {"draws": state.chain.kept})
-
     def private(self, state: ClientState, data: SiloData) -> PartyState:
         """Return a client's parameters and draws, without a frame."""
-        return PartyState(*self.private_params(state)[:2], identity(()))
+        return PartyState(state.params.own.theta, {"draws": state.chain.kept}, identity(()))
 
     def in_z(self, party: Shared | PartyState, data: SiloData | None) -> dict[str, Any]:
         """Return a party's draws or latents, which it has in place of a guide."""
         return party.guide
 
-    def sent_like(self, n: int) -> Any:
-        """Return nothing: the server sends no noise where clients choose draws."""
-        return ()
-
-    def server_draws(self, key: Array, state: ServerState, n: int) -> tuple[tuple[()], Array]:
-        """Return draws (n, dim) of the server's latents: all are their mode."""
+    def server_draws(self, key: Array, state: ServerState, n: int) -> tuple[None, Array]:
         z = state.params.own.guide["z"]
-        return (), jnp.broadcast_to(z, (n, *z.shape))
+        return None, jnp.broadcast_to(z, (n, *z.shape))
 
     def client_draws(
         self, key: Array, sent: object, state: ClientState, data: SiloData, n: int
-    ) -> OwnDraws:
+    ) -> tuple[FederatedModel, dict[str, Any], Array]:
         """Return ``n`` of a client's kept draws, those of the last half of all rounds."""
         chosen_ = chosen(jax.random.uniform(key, (n,)), state.chain.number, self.num_kept)
         z = state.chain.kept[chosen_]
-        return OwnDraws(self.kinds[signature(data)], state.params.own.theta, z)
+        return self.kinds[signature(data)], state.params.own.theta, z
 
-    def _server_step(self, state: ServerState, gradient: PartyParams, loss: Array) -> ServerState:
+    def draw(
+        self, noise: Array, down: Any, state: ClientState, data: SiloData
+    ) -> tuple[Reply[Any], ClientState]:
+        if not self.power:
+            after, own_log_p, _ = self.langevin(noise, state, data, (), lambda g, context: 0.0)
+            drawn = Drawn(self.auxiliary(state), own_log_p, None)
+            return Reply(drawn, all_finite((drawn, after.chain))), after
+        at_server = SiloData(dict(data.kwargs["shared"]))
+
+        def likelihood(g: Array, context: tuple[Any, Array, Array]) -> Array:
+            theta, z, others = context
+            return self.model.log_server(theta, z, g + others, at_server)[1] / self.num_clients
+
+        context = down.theta, down.z, down.total - self.auxiliary(state)
+        after, own_log_p, (theta, z, slope) = self.langevin(noise, state, data, context, likelihood)
+        # The server's sum will hold this client's own slope, which is no gradient in its own z: its
+        # likelihood depends on the others' z alone. So it is subtracted in advance.
+        gradient = after.chain.gradient
+        gradient = gradient._replace(auxiliary=gradient.auxiliary - self.rho * slope)
+        after = after._replace(chain=after.chain._replace(gradient=gradient))
+        up = Gradients(own_log_p, slope, theta, z)
+        return Reply(up, all_finite((up, after.chain))), after
+
+    def round(self, state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:
+        """Ask clients to draw, and send the gradient with respect to the sum."""
+        own = state.params.own
+
+        def log_p(own: PartyParams, total: Array) -> Array:
+            terms = self.model.log_server(own.theta, own.guide["z"], total, ask.server_data)
+            # Under the power likelihood the rows' terms are the clients'.
+            return terms[0] if self.power else sum(terms, jnp.zeros(()))
+
+        if self.power:
+            up: Any = ask(DRAW, AtServer(ask(SHOW, ()).up, own.theta, own.guide["z"])).up
+            value, gradient = jax.value_and_grad(log_p)(own, jnp.zeros(self.model.shape))
+            gradient = jax.tree.map(jnp.add, gradient, PartyParams(None, {"z": up.z}, up.theta))
+            loss, slope = -(value + up.term), up.slope
+        else:
+            up = ask(DRAW, ()).up
+            value, (gradient, slope) = jax.value_and_grad(log_p, (0, 1))(own, up.part)
+            loss = -(value + up.own)
+        stepped: Stepped = ask(STEP, slope).up
         after = self.ascend(state, "own", gradient)
         course = convergence.update(state.course, loss, after.params, whitened=False)
-        return after._replace(course=course)
+        after = after._replace(course=course, resting=stepped.resting)
+        return after, Info(loss, all_finite((loss, gradient, slope)))
 
-    @property
-    def _augmented(self) -> Round:
-        """Return the round of the augmented model: clients draw, and send auxiliary variables."""
-
-        def silo(
-            noise: Array, down: object, state: ClientState, data: SiloData
-        ) -> tuple[Reply[Drawn], ClientState]:
-            after, own_log_p, _ = self.langevin(noise, state, data, (), lambda g, context: 0.0)
-            up = Drawn(self.auxiliary(state), own_log_p, None)
-            return Reply(up, all_finite((up, after.chain))), after
-
-        def run(state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:
-            up: Drawn = ask(DRAW, ()).up
-
-            def log_p(own: PartyParams, total: Array) -> Array:
-                z = own.guide["z"]
-                return sum(
-                    self.model.log_server(own.theta, z, total, ask.server_data), jnp.zeros(())
-                )
-
-            value, (gradient, slope) = jax.value_and_grad(log_p, (0, 1))(state.params.own, up.part)
-            loss = -(value + up.own)
-            stepped: Stepped = ask(STEP, slope).up
-            after = self._server_step(state, gradient, loss)._replace(resting=stepped.resting)
-            return after, Info(loss, all_finite((loss, gradient, slope)))
-
-        return Round((Exchange(DRAW, silo, silo_noise=key_as_noise), self._step), run)
-
-    @property
-    def _power(self) -> Round:
-        """Return the round of the power likelihood: clients send ``z``, draw, and send slopes."""
-
-        def show(
-            noise: object, down: object, state: ClientState, data: SiloData
-        ) -> tuple[Reply[Array], ClientState]:
-            z = self.auxiliary(state)
-            return Reply(z, all_finite(z)), state
-
-        def draw(
-            noise: Array, down: Down, state: ClientState, data: SiloData
-        ) -> tuple[Reply[Slopes], ClientState]:
-            at_server = SiloData(dict(data.kwargs["shared"]))
-
-            def likelihood(g: Array, context: tuple[Any, Array, Array]) -> Array:
-                theta, z, others = context
-                rows = self.model.log_server(theta, z, g + others, at_server)[1]
-                return rows / self.num_clients
-
-            context = down.theta, down.z, down.total - self.auxiliary(state)
-            after, own_log_p, (theta, z, slope) = self.langevin(
-                noise, state, data, context, likelihood
-            )
-            # The server's sum will hold this client's own slope, which is no gradient in its own z:
-            # its likelihood depends on the others' z alone. So it is subtracted in advance.
-            gradient = after.chain.gradient
-            gradient = gradient._replace(auxiliary=gradient.auxiliary - self.rho * slope)
-            after = after._replace(chain=after.chain._replace(gradient=gradient))
-            up = Slopes(own_log_p, slope, theta, z)
-            return Reply(up, all_finite((up, after.chain))), after
-
-        def run(state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:
-            own, total = state.params.own, ask(SHOW, ()).up
-            up: Slopes = ask(DRAW, Down(total, own.theta, own.guide["z"])).up
-
-            def log_p(own: PartyParams) -> Array:
-                nothing = jnp.zeros(self.model.shape)
-                z = own.guide["z"]
-                return self.model.log_server(own.theta, z, nothing, ask.server_data)[0]
-
-            value, gradient = jax.value_and_grad(log_p)(own)
-            gradient = jax.tree.map(jnp.add, gradient, PartyParams(None, {"z": up.z}, up.theta))
-            loss = -(value + up.term)
-            stepped: Stepped = ask(STEP, up.slope).up
-            after = self._server_step(state, gradient, loss)._replace(resting=stepped.resting)
-            return after, Info(loss, all_finite((loss, gradient, up.slope)))
-
-        drawing = Exchange(DRAW, draw, silo_noise=key_as_noise)
-        return Round((Exchange(SHOW, show), drawing, self._step), run)
-
-    @property
-    def _step(self) -> Exchange[ClientState, Array, Stepped]:
-        """Return the exchange in which clients take their steps.
-
-        The server sends the gradient with respect to the sum.
-        """
-
-        def silo(
-            noise: object, down: Array, state: ClientState, data: SiloData
-        ) -> tuple[Reply[Stepped], ClientState]:
-            gradient = state.chain.gradient
-            after = self.ascend(state, "auxiliary", gradient.auxiliary + self.rho * down)
-            after = self.ascend(after, "own", gradient.own)
-            course = convergence.update(state.course, jnp.zeros(()), after.params, whitened=False)
-            resting = convergence.settled(course).astype(jnp.result_type(float))
-            up = Stepped(None, resting)
-            return Reply(up, all_finite(after.params)), after._replace(course=course)
-
-        return Exchange(STEP, silo)
+    def step(
+        self, noise: object, down: Array, state: ClientState, data: SiloData
+    ) -> tuple[Reply[Stepped], ClientState]:
+        gradient = state.chain.gradient
+        after = self.ascend(state, "auxiliary", gradient.auxiliary + self.rho * down)
+        after = self.ascend(after, "own", gradient.own)
+        course = convergence.update(state.course, jnp.zeros(()), after.params, whitened=False)
+        up = Stepped(None, convergence.settled(course).astype(jnp.result_type(float)))
+        return Reply(up, all_finite(after.params)), after._replace(course=course)
 
 
 def chosen(noise: Array, number: Array | int, num_kept: int) -> Array:

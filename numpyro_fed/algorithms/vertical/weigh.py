@@ -35,13 +35,13 @@ from numpyro_fed.algorithms.base import (
     stacked_visit,
 )
 from numpyro_fed.algorithms.expand import shape
-from numpyro_fed.algorithms.vertical.base import (
+from numpyro_fed.algorithms.vertical.augmented import Vertical
+from numpyro_fed.algorithms.vertical.parties import (
     ClientState,
     PartyState,
+    PartyType,
     ServerState,
-    Vertical,
 )
-from numpyro_fed.algorithms.vertical.sample import PartyType
 from numpyro_fed.guides import coupling
 from numpyro_fed.guides.coupling import CouplingStats
 from numpyro_fed.model.data import SiloData
@@ -55,17 +55,12 @@ SHARES = (0.8, 0.1, 0.1)
 
 
 class Up(NamedTuple):
-    """A client's message on each draw.
+    """A client's message on each draw."""
 
-    ``predictor`` is (draws, rows, ...) and ``own`` (draws,) its own log density. ``log_q`` (draws,
-    parts) is the log density of its draw under each part of the mixture. ``tie`` has its coupling
-    statistics, with ``b`` (draws, parts, rank).
-    """
-
-    predictor: Array
-    own: Array
-    log_q: Array
-    tie: Any = None
+    predictor: Array  # (draws, rows, ...)
+    own: Array  # (draws,) its own log density
+    log_q: Array  # (draws, parts) the log density of its draw under each part of the mixture
+    tie: Any = None  # its coupling statistics, with ``b`` (draws, parts, rank)
 
 
 class Down(NamedTuple):
@@ -75,42 +70,21 @@ class Down(NamedTuple):
     centre_xi: Array | None
 
 
-class PartyDraws(NamedTuple):
-    """A party's draws (draws, dim), and their densities.
-
-    ``log_q`` (draws, parts) is the log density under each part of the mixture; ``b`` (draws, parts,
-    rank) the coupling statistic.
-    """
-
-    z: Array
-    log_q: Array
-    b: Any
-
-
-class WeightedDraws(NamedTuple):
-    """The server's draws (n, dim) and the log weights of all draws (n,)."""
-
-    z: Array
-    log_weights: Array
+# A party's draws (draws, dim), their log density (draws, parts) under each part of the mixture, and
+# the coupling statistic (draws, parts, rank).
+PartyDraws = tuple[Array, Array, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Weighing:
+class WeighParties:
     """The question to clients for their predictors at draws of all parties' latents.
 
     Each client keeps its draws (num_draws, dim).
-
-    Attributes
-    ----------
-    vertical : Vertical
-    num_draws : int
-    at_once : int
-        Draws that run at a time.
     """
 
     vertical: Vertical
     num_draws: int
-    at_once: int
+    at_once: int  # draws that run at a time
 
     @cached_property
     def exchange(self) -> Exchange[Any, Any, Any]:
@@ -161,9 +135,7 @@ class Weighing:
         u, log_q, b = jax.vmap(draw, (None, None, 0, 0))(eta, V, noise, xi)
         place = jax.vmap(partial(guide.place, frame))
         if len(scales) == 1 or not guide.density_everywhere:
-            return PartyDraws(
-                place(u), log_q[:, None] - frame.log_det, None if b is None else b[:, None]
-            )
+            return place(u), log_q[:, None] - frame.log_det, None if b is None else b[:, None]
         centre = guide.centre(eta) if V is None else guide.draw(eta, V @ centre_xi)[0]
         # Wider draws are spread around the centre given the centre of the shared noise: then all
         # parties' draws are those of one widened joint distribution.
@@ -178,7 +150,8 @@ class Weighing:
             return log_q, jax.vmap(partial(coupling.at, guide, eta, V))(shrunk)
 
         densities = [log_q_at_scale(float(s)) for s in scales]
-        return PartyDraws(place(u), *jax.tree.map(lambda *parts: jnp.stack(parts, 1), *densities))
+        log_q, b = jax.tree.map(lambda *parts: jnp.stack(parts, 1), *densities)
+        return place(u), log_q, b
 
     def silo(
         self, noise: Array, down: Down, state: ClientState, data: SiloData
@@ -186,15 +159,14 @@ class Weighing:
         v = self.vertical
         kind: PartyType = v.kind(data)
         private, eps = v.private(state, data), v.client_noise_of(noise, state, self.num_draws)
-        drawn = self.draw(kind, private, eps, down.xi, down.centre_xi)
+        z, log_q, b = self.draw(kind, private, eps, down.xi, down.centre_xi)
 
         def predict_at(z: Array) -> tuple[Array, Array]:
             return v.model.predict(kind.model, private.theta, z, data)
 
-        g, own_log_p = jax.lax.map(predict_at, drawn.z, batch_size=self.at_once)
-        tie = CouplingStats(drawn.b, _products(private.guide)) if v.rank else None
-        up = Up(g, own_log_p, drawn.log_q, tie)
-        return Reply(up, jnp.array(True)), drawn.z
+        g, own_log_p = jax.lax.map(predict_at, z, batch_size=self.at_once)
+        tie = CouplingStats(b, _products(private.guide)) if v.rank else None
+        return Reply(Up(g, own_log_p, log_q, tie), jnp.array(True)), z
 
     def usable(self, up: Up) -> Any:
         """Return whether a message can be used; predictors of wide draws may overflow."""
@@ -218,27 +190,29 @@ class Weighing:
     def _log_weights(self, state: ServerState, drawn: PartyDraws, up: Up, data: SiloData) -> Array:
         """Return the log weights (n,) of all draws."""
         v = self.vertical
-        scales, part_of_draw = self.parts
+        (scales, part_of_draw), (z, own_log_q, b) = self.parts, drawn
         shares = jnp.asarray(np.bincount(part_of_draw, minlength=len(scales)) / self.num_draws)
         theta, params, _ = v.shared(state)
 
         def log_joint(at: tuple[Array, Array]) -> Array:
             return sum(v.model.log_server(theta, *at, data), jnp.zeros(()))
 
-        log_p = jax.lax.map(log_joint, (drawn.z, up.predictor), batch_size=self.at_once)
-        log_q = drawn.log_q + up.log_q
+        log_p = jax.lax.map(log_joint, (z, up.predictor), batch_size=self.at_once)
+        log_q = own_log_q + up.log_q
         if v.rank:
             ratio = partial(coupling.log_ratio, params["shared"], A=up.tie.A + _products(params))
-            log_q += jax.vmap(jax.vmap(ratio))(drawn.b + up.tie.b)
+            log_q += jax.vmap(jax.vmap(ratio))(b + up.tie.b)
         log_w = log_p + up.own - jax.nn.logsumexp(jnp.log(shares) + log_q, axis=1)
         # Far from the guides a density may overflow; that draw has no weight.
         return jnp.where((part_of_draw > 0) & ~(log_w < jnp.inf), -jnp.inf, log_w)
 
-    def run(self, ask: AskSilos, key: Array, state: ServerState, data: SiloData) -> WeightedDraws:
-        """Draw, ask clients for their predictors there, and weigh."""
+    def run(
+        self, ask: AskSilos, key: Array, state: ServerState, data: SiloData
+    ) -> tuple[Array, Array]:
+        """Return the server's draws (n, dim), and the log weights (n,) of all parties' draws."""
         down, drawn = self._drawn(key, state)
         up: Up = ask(self.exchange, down)
-        return WeightedDraws(drawn.z, self._log_weights(state, drawn, up, data))
+        return drawn[0], self._log_weights(state, drawn, up, data)
 
 
 def _products(params: dict[str, Any]) -> Array:
