@@ -211,20 +211,21 @@ class _Database(sqlite3.Connection):
         self.close()
 
 
-def append_privately(file: str | Path) -> IO[bytes]:
-    """Return a stream to the end of a file that only its owner can read, made if it is missing.
+def log_privately(file: str | Path, entry: Mapping[str, Any]) -> None:
+    """Add the time and an entry as a line of JSON to a file that only its owner can read.
 
     A file that is open to all users is closed to all but its owner, with a warning if it cannot be,
     as where it belongs to another user. One that is open to a group alone stays so: its owner has
     chosen that, for auditors.
     """
-    made = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, OWNER_ALONE)
-    try:
-        mode = os.fstat(made).st_mode
+    line = json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **entry})
+    opener = partial(os.open, mode=OWNER_ALONE)
+    with open(file, "ab", opener=opener) as stream:
+        mode = os.fstat(stream.fileno()).st_mode
         # Not what stands for no file, such as /dev/stderr.
         if os.name == "posix" and stat.S_ISREG(mode) and mode & ALL:
             try:
-                os.fchmod(made, OWNER_ALONE)
+                os.fchmod(stream.fileno(), OWNER_ALONE)
             except PermissionError:
                 warnings.warn(
                     f"all users of this machine can open {file}, and this process may not close "
@@ -232,10 +233,7 @@ def append_privately(file: str | Path) -> IO[bytes]:
                     category=FederatedWarning,
                     stacklevel=2,
                 )
-        return os.fdopen(made, "ab")
-    except BaseException:
-        os.close(made)
-        raise
+        stream.write(f"{line}\n".encode())
 
 
 def write_atomically(file: str | Path, write: Callable[[IO[bytes]], object]) -> None:

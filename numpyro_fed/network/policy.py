@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from numpyro_fed.algorithms.base import IMPORTANCE, OUTER_LATENTS
 from numpyro_fed.algorithms.importance.loo import LEAVE_OUT, LOO
 from numpyro_fed.algorithms.tempered import TEMPERED
 from numpyro_fed.errors import DataError, ModelError, is_number
-from numpyro_fed.files import Store, append_privately
+from numpyro_fed.files import Store, log_privately
 from numpyro_fed.model.tables import MIN_COUNT
 from numpyro_fed.privacy.budget import spent as epsilon_of
 from numpyro_fed.runtime.messages import Question
@@ -370,10 +369,8 @@ class Ledger:
         """Add a line to the audit log."""
         if self.policy.audit is None:
             return
-        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **entry, "left": self.left}
         try:
-            with append_privately(self.policy.audit) as file:
-                file.write(f"{json.dumps(line)}\n".encode())
+            log_privately(self.policy.audit, {**entry, "left": self.left})
         except OSError as error:
             raise DataError(
                 "the silo's audit log cannot be written, so that it says no."
