@@ -39,7 +39,7 @@ from numpyro_fed.runtime.stack import (
     ServerData,
     State,
 )
-from numpyro_fed.runtime.step import Asked
+from numpyro_fed.runtime.step import AskAll
 from numpyro_fed.runtime.supervise import RunOutcome
 
 # Numbers of a row's latents that quadrature takes, and globals of which a matrix is sent.
@@ -243,7 +243,7 @@ class DPNewton(Method[PrivateResult, None]):
             good, server = np.ones(number, bool), state.server
             if not n or server.phase == len(newton.schedule.phases):
                 return state, Log(np.zeros(0)), RunStatus(True, good)
-            silos = Asked(transport, jax.random.fold_in(key, state.round), number, state.silos)
+            silos = AskAll(transport, jax.random.fold_in(key, state.round), number, state.silos)
 
             def ask(exchange: Exchange[Any, Any, Up], down: object) -> Up:
                 up = silos(exchange, down)

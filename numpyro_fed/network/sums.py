@@ -63,11 +63,9 @@ class Sums:
 
     @cached_property
     def _used(self) -> list[dict[str, Any]]:
-        """Return the last sum of each session, and the last reply of each run under masks.
-
-        A sum as its number and a digest; a reply as session, digest of the question without the
-        terms of the sum, group, and how often it was sent under other masks before.
-        """
+        """Return the last sum of each session, and the last reply of each run under masks."""
+        # A sum as its number and a digest; a reply as session, digest of the question without the
+        # terms of the sum, group, and how often it was sent under other masks before.
         return json.loads(self.store.get(USED) or b"[{}, {}]")
 
     def greet(self, settings: Mapping[str, Any]) -> str:

@@ -306,7 +306,7 @@ def declared(exchange: Exchange[Any, Any, Any]) -> MessageShapes:
     return exchange, down, Reply(up, ok)
 
 
-class Asked:
+class AskAll:
     """The function that asks all silos; it knows their states, and who was unusable last."""
 
     def __init__(
