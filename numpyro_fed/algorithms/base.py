@@ -161,12 +161,10 @@ class Exchange(NamedTuple, Generic[Silo, Down, Up]):
         exchange is not kept if a reply cannot be used.
     settings : str
         JSON, from which a silo in another process builds an exchange that belongs to no run.
-    stacked : bool
-        Whether ``silo`` is a plain function of a stack of silos (silos, ...), which compiles by
-        itself what depends on the text. Its noise is none, or a key for each silo, and its reply is
-        of NumPy arrays.
     like : () -> (down, up), optional
-        The shapes of the messages of a stacked exchange, which cannot be traced.
+        The shapes of the messages, where ``silo`` is a plain function of a stack of silos (silos,
+        ...), which cannot be traced and compiles by itself what depends on the text. Its noise is
+        none, or a key for each silo, and its reply is of NumPy arrays.
     """
 
     name: str
@@ -180,13 +178,17 @@ class Exchange(NamedTuple, Generic[Silo, Down, Up]):
     usable: Callable[[Any], Array] = all_finite
     lenient: bool = False
     settings: str = ""
-    stacked: bool = False
     like: Callable[[], tuple[Any, Any]] | None = None
 
     @property
     def id(self) -> ExchangeId:
         """Return the record by which other parties know the exchange."""
         return ExchangeId(self.name, self.settings)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the silo's function is one of a stack of silos."""
+        return self.like is not None
 
     def visit(
         self, noise: object, down: Down, state: Silo, data: SiloData
