@@ -327,7 +327,6 @@ class DPNewton(Method[PrivateResult, None]):
             super()
             .size_of(plan, built, data)
             ._replace(
-                epsilon=privacy.epsilon,
                 delta=privacy.delta,
                 multiplier=privacy.multipliers([1.0])[0],
                 protects=f"{privacy.unit} {privacy.neighbours}",

@@ -274,7 +274,7 @@ class Node:
                 raise ModelError("this run has begun already, by another message. Begin again.")
             return self._begin(question, digest, arrays)
         run = self._run_of(question)
-        if self.size.epsilon and question.used != run.number:
+        if self.size.multiplier and question.used != run.number:
             raise ModelError(
                 f"the server asks from the state after message {question.used}, and silo "
                 f"{self._number} has answered message {run.number} of this run. Under differential "
@@ -302,7 +302,7 @@ class Node:
         reply = write({})
         if question.exchange == GO_ON:
             _refuse_unknown(arrays)
-            if self.size.epsilon:
+            if self.size.multiplier:
                 raise ModelError(
                     "a run under differential privacy is not gone on with by another run: from one "
                     "state there could be several, each of which would spend. Begin again."

@@ -243,9 +243,7 @@ class PlanSize(NamedTuple):
     num_silos: int
     num_rows: int  # the rows of this silo
     num_parameters: int  # globals and shared parameters, or a client's own latents
-    # The budget of differential privacy that a run may spend; 0 for a method without one.
-    epsilon: float = 0.0
-    delta: float = 0.0  # the probability with which its bound may fail
+    delta: float = 0.0  # the probability with which the bound of a budget of privacy may fail
     # The noise multiplier of a Gaussian release that tells as much as all exchanges of a run; 0 for
     # a method without a budget.
     multiplier: float = 0.0
