@@ -64,7 +64,7 @@ from numpyro_fed.runtime.messages import SEARCH as BEGIN_SEARCH
 from numpyro_fed.runtime.messages import Crossings
 from numpyro_fed.runtime.noise import exchange_key, server_key, typed_key
 from numpyro_fed.runtime.stack import Batches, PlanSize, Runtime, State, on_device
-from numpyro_fed.runtime.step import Asked
+from numpyro_fed.runtime.step import AskAll
 from numpyro_fed.runtime.supervise import RunOutcome
 from numpyro_fed.trees import drop_weak_types
 
@@ -459,7 +459,7 @@ def begin(
     runtime = fit.cached(SEARCH, lambda: runtime_of(search.algorithm))
     key_search = jax.random.fold_in(key, OPENING)
     first = runtime.init(key_search, batches)
-    ask = Asked(runtime.transport(batches), key_search, fit.plan.num_silos, first.silos)
+    ask = AskAll(runtime.transport(batches), key_search, fit.plan.num_silos, first.silos)
     key_server = server_key(exchange_key(key_search, 0, 0, 1))
     try:
         server, log_density = search.run(

@@ -26,6 +26,7 @@ from jax import Array
 from numpy.typing import ArrayLike
 
 from numpyro_fed.errors import DataError, DataWarning, ModelError
+from numpyro_fed.files import canonical, read_record
 from numpyro_fed.model.data import SiloData, Sizes, check_columns, read, read_one
 from numpyro_fed.model.fingerprint import SOFTWARE, Term, check_terms, terms_of
 from numpyro_fed.model.log_density import FederatedModel
@@ -33,7 +34,6 @@ from numpyro_fed.model.sites import Plate, Site
 from numpyro_fed.model.split import split
 from numpyro_fed.model.vertical import with_server_data
 from numpyro_fed.programs import jit_once
-from numpyro_fed.records import canonical, read_record
 
 VERSION = 3
 Skeleton = str | list[Any]  # a tree in JSON: a name, or [type of node, contents]
