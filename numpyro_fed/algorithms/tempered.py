@@ -208,7 +208,6 @@ class Tempering:
                 & namespace(up.gradient).isfinite(up.gradient).all()
             ),
             settings=json.dumps({"num_particles": n, "nodes": self.nodes}),
-            stacked=True,
             like=lambda: (
                 shape_of_draws(self.guide, self.fitted, (n, dim)),
                 AtParticles(shape(n), shape(n, dim)),

@@ -38,7 +38,7 @@ from numpyro_fed.results.mode import MODES_APART, LocalMode, Mode, OneCopy, dist
 from numpyro_fed.runtime.noise import generator
 from numpyro_fed.runtime.progress import Progress, progress_of
 from numpyro_fed.runtime.stack import Batches, Runtime, Stacks
-from numpyro_fed.runtime.step import Asked
+from numpyro_fed.runtime.step import AskAll
 
 # Shared parameters and globals, up to which silos send Hessians, of 300 x 300 numbers at most. The
 # same limit holds for full covariances of the globals.
@@ -107,9 +107,10 @@ def search_end(
     max_exchanges: int,
     progress_bar: bool | Progress,
     near: np.ndarray | None = None,
-) -> tuple[Search[np.ndarray], Asked]:
+) -> tuple[Search[np.ndarray], AskAll]:
     """Return where a search has ended, and the questions to silos so far, with their states."""
-    ask = Asked(runtime.transport(batches), key, search.num_silos, runtime.init(key, batches).silos)
+    first = runtime.init(key, batches)
+    ask = AskAll(runtime.transport(batches), key, search.num_silos, first.silos)
     random, progress = generator(key), progress_of(progress_bar)
     shown = partial(progress.step, 1)
     with progress.under_way(True, max_exchanges):

@@ -191,7 +191,6 @@ def leaving_out(
         combine=Combine.GATHER,
         silo_noise=key_as_noise,
         settings=json.dumps(dict(settings)),
-        stacked=True,
         like=lambda: (
             LeaveOutDown(shape_of_draws(guide, built.algorithm, (n, fm.dim)), shape(n)),
             LeftOut(shape(), shape(), shape()),
@@ -326,7 +325,6 @@ def loo_exchange(
         stacked_reply(lambda *of_silo: RowSums.of(*scores(*of_silo)), little=True),
         silo_noise=key_as_noise,
         settings=json.dumps(dict(settings)),
-        stacked=True,
         like=lambda: (
             LeaveOutDown(shape_of_draws(built.guide, fitted, (n, built.model.dim)), shape(n)),
             RowSums(*[shape()] * len(RowSums._fields)),

@@ -96,7 +96,6 @@ class Weigh(Generic[Server, Silo]):
                 (up.log_likelihood < jnp.inf).all() & (up.log_likelihood > -jnp.inf).any()
             ),
             settings=self.settings,
-            stacked=True,
             like=lambda: (
                 shape_of_draws(self.guide, self.fitted, (self.num_draws, self.model.dim)),
                 Estimates(shape(self.num_draws), shape()),
