@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from numpyro_fed.errors import DataError, MissingExtraError, positive_int
+from numpyro_fed.errors import DataError, MissingExtraError, optional, positive_int
 
 # Whole numbers beyond it are not all numbers of double precision.
 LARGEST_WHOLE = 2**53
@@ -90,11 +90,7 @@ def columns_of(owner: str, frame: Table) -> dict[str, Any]:
 
 def narwhals() -> Any:
     """Return narwhals, which reads DataFrames of any library."""
-    try:
-        import narwhals
-    except ImportError as error:
-        raise MissingExtraError("narwhals", "frames") from error
-    return narwhals
+    return optional("narwhals", "frames")
 
 
 def as_series(column: object) -> Any:
