@@ -49,7 +49,7 @@ from numpyro_fed.model.split import split
 from numpyro_fed.precision import precision
 from numpyro_fed.privacy.budget import noisy
 from numpyro_fed.runtime.stack import Batch
-from numpyro_fed.runtime.step import Asked, transport_of_stacks
+from numpyro_fed.runtime.step import AskAll, transport_of_stacks
 
 # Clients, epsilon, whether clients differ in size by a factor of up to 20, delta.
 ADULT = (
@@ -198,12 +198,12 @@ def studies() -> None:
         )
 
 
-def one_silo(silo: object) -> Asked:
+def one_silo(silo: object) -> AskAll:
     """Return the questions to a single silo, which adds nothing up."""
     stack: Any = jax.tree.map(lambda a: np.asarray(a)[None], silo)
     transport = transport_of_stacks((Batch(np.zeros(1, np.int32), stack),))
     first = private_newton.Answered(*np.zeros((3, 1), np.int32))
-    return Asked(transport, jax.random.key(0), 1, (first,))
+    return AskAll(transport, jax.random.key(0), 1, (first,))
 
 
 def searched(parts: PrivateNewton, ask: AskSilos) -> NewtonServer:

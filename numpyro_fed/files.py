@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and that only their owner can read.
+"""Files that are whole or absent, and that only their owner can read; records as JSON texts.
 
 What is kept (replies, states, keys, logs, results) tells of the data. Files are made with the mode
 600 and folders with 700, whatever the process's umask is.
@@ -22,17 +22,20 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from types import UnionType
+from typing import IO, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from numpyro_fed.errors import FederatedWarning, SavedStateError
+from numpyro_fed.errors import DataError, FederatedWarning, SavedStateError
 
 if sys.platform != "win32":
     import fcntl
 
+Record = TypeVar("Record")
 DESCRIPTION = "description.json"  # the member of an npz that describes its arrays
 KEPT = "kept.sqlite"  # the file of a store
 # The names in a folder that versions before that file have made.
@@ -208,20 +211,21 @@ class _Database(sqlite3.Connection):
         self.close()
 
 
-def append_privately(file: str | Path) -> IO[bytes]:
-    """Return a stream to the end of a file that only its owner can read, made if it is missing.
+def log_privately(file: str | Path, entry: Mapping[str, Any]) -> None:
+    """Add the time and an entry as a line of JSON to a file that only its owner can read.
 
     A file that is open to all users is closed to all but its owner, with a warning if it cannot be,
     as where it belongs to another user. One that is open to a group alone stays so: its owner has
     chosen that, for auditors.
     """
-    made = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, OWNER_ALONE)
-    try:
-        mode = os.fstat(made).st_mode
+    line = json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **entry})
+    opener = partial(os.open, mode=OWNER_ALONE)
+    with open(file, "ab", opener=opener) as stream:
+        mode = os.fstat(stream.fileno()).st_mode
         # Not what stands for no file, such as /dev/stderr.
         if os.name == "posix" and stat.S_ISREG(mode) and mode & ALL:
             try:
-                os.fchmod(made, OWNER_ALONE)
+                os.fchmod(stream.fileno(), OWNER_ALONE)
             except PermissionError:
                 warnings.warn(
                     f"all users of this machine can open {file}, and this process may not close "
@@ -229,10 +233,7 @@ def append_privately(file: str | Path) -> IO[bytes]:
                     category=FederatedWarning,
                     stacklevel=2,
                 )
-        return os.fdopen(made, "ab")
-    except BaseException:
-        os.close(made)
-        raise
+        stream.write(f"{line}\n".encode())
 
 
 def write_atomically(file: str | Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -321,3 +322,49 @@ def _damaged(file: Path, error: Exception) -> SavedStateError:
         f"{file} cannot be read, it is damaged or not complete ({error}). Copy it again from "
         "where it was saved, or run the fit again."
     )
+
+
+def canonical(value: object) -> str:
+    """Return the JSON of a value or a dataclass, the same text for equal values."""
+    plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"))
+
+
+def read_record(kind: type[Record], text: str | bytes) -> Record:
+    """Return the record in a text that :func:`canonical` has made; refuse all other texts.
+
+    ``kind`` is a dataclass or a NamedTuple, whose fields are numbers, texts, other records, tuples
+    and dicts of these, or one of these and None.
+    """
+    try:
+        return _typed(kind, json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"a text names {', '.join(get_type_hints(kind))} of {kind.__name__}, but this one says "
+            f"{text!r:.100}. All parties must run the same version."
+        ) from error
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    """Return a value of JSON as a type says."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return None if value is None else _typed(parts[0], value)
+    if origin is tuple:
+        every = parts[1:] == (Ellipsis,)
+        if not isinstance(value, list) or (not every and len(value) != len(parts)):
+            raise TypeError("something else than a list")
+        return tuple(_typed(parts[0 if every else i], v) for i, v in enumerate(value))
+    if origin is dict:
+        return {name: _typed(parts[1], v) for name, v in value.items()}
+    if kind is Any:
+        return value
+    if is_dataclass(kind) or issubclass(kind, tuple):
+        types = get_type_hints(kind)
+        named = dict(zip(types, value, strict=True)) if isinstance(value, list) else value
+        if named.keys() != types.keys():
+            raise TypeError("other fields")
+        return kind(**{name: _typed(types[name], v) for name, v in named.items()})
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise TypeError(f"{value!r:.100} in the place of {kind}")
+    return value

@@ -97,17 +97,16 @@ def in_precision_of_object(method: Callable[Concatenate[Object, Args], T]) -> Ca
     round its own arrays to single precision in the next operation, without a word.
     """
 
+    def on_host(leaf: Leaf) -> Leaf | np.ndarray:
+        is_number = isinstance(leaf, Array) and jnp.issubdtype(leaf.dtype, jnp.number)
+        return np.asarray(leaf) if is_number else leaf
+
     @wraps(method)
     def call(self: Object, *args: Args.args, **kwargs: Args.kwargs) -> T:
         if not self.double or is_double():
             return method(self, *args, **kwargs)
         with double_precision():
             found = jax.block_until_ready(method(self, *args, **kwargs))  # which Ctrl-C can end
-            return jax.tree.map(_on_host, found)
+            return jax.tree.map(on_host, found)
 
     return call
-
-
-def _on_host(leaf: Leaf) -> Leaf | np.ndarray:
-    is_number = isinstance(leaf, Array) and jnp.issubdtype(leaf.dtype, jnp.number)
-    return np.asarray(leaf) if is_number else leaf

@@ -22,13 +22,11 @@ LAYERS = [
     {
         "errors",
         "files",
-        "records",
         "trees",
         "precision",
         "linalg",
         "threads",
         "html",
-        "waiting",
     },
     {"programs", "privacy"},
     {
@@ -154,7 +152,6 @@ def test_runtimes_know_no_algorithm_and_no_model(module):
         "trees",
         "precision",
         "programs",
-        "records",
         "html",
         "files",
     }

@@ -16,7 +16,7 @@ import numpyro_fed as nf
 from numpyro_fed.methods import fit_steps
 from numpyro_fed.results import importance
 from numpyro_fed.runtime import supervise as drive_module
-from numpyro_fed.runtime.step import Asked
+from numpyro_fed.runtime.step import AskAll
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}
@@ -122,7 +122,7 @@ def test_before_the_first_round_is_done(monkeypatch, method):
 @pytest.mark.slow
 def test_in_the_search_there_is_nothing_to_keep(monkeypatch):
     """It is not swallowed there either."""
-    monkeypatch.setattr(Asked, "__call__", ctrl_c)
+    monkeypatch.setattr(AskAll, "__call__", ctrl_c)
     for call in (
         lambda: nf.SFVI(model).run(KEY, 3, SILOS, **QUIET),
         lambda: nf.find_mode(KEY, model, SILOS, progress_bar=False),

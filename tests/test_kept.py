@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import re
 import stat
@@ -17,7 +18,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.errors import FederatedWarning, SavedStateError
-from numpyro_fed.files import KEPT, LOCK, Use, append_privately, private_folder, write_npz
+from numpyro_fed.files import KEPT, LOCK, Use, log_privately, private_folder, write_npz
 from numpyro_fed.network.cli import main
 from numpyro_fed.network.engines import InMemory
 from numpyro_fed.privacy.budget import PrivacyWarning
@@ -97,15 +98,15 @@ def test_a_damaged_file_is_refused(tmp_path):
 def test_a_log_that_others_can_read_is_closed_to_them(tmp_path):
     (tmp_path / "log").write_text("before\n")
     (tmp_path / "log").chmod(0o644)
-    with append_privately(tmp_path / "log") as file:
-        file.write(b"after\n")
-    assert (tmp_path / "log").read_text() == "before\nafter\n"
+    log_privately(tmp_path / "log", {"silo": 1})
+    before, after = (tmp_path / "log").read_text().splitlines()
+    assert before == "before"
+    assert list(json.loads(after)) == ["time", "silo"]
     assert open_to_others(tmp_path) == []
     (tmp_path / "log").chmod(0o640)  # for auditors
-    append_privately(tmp_path / "log").close()
+    log_privately(tmp_path / "log", {})
     assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o640
-    with append_privately(os.devnull) as file:
-        file.write(b"nowhere")
+    log_privately(os.devnull, {})
 
 
 def test_a_log_of_another_user_is_written_with_a_warning(tmp_path, monkeypatch):

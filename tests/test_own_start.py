@@ -16,7 +16,7 @@ from numpyro_fed.model.data import read
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import on_device
-from numpyro_fed.runtime.step import Asked, transport_of_stacks
+from numpyro_fed.runtime.step import AskAll, transport_of_stacks
 
 KEY = jax.random.key(0)
 
@@ -27,7 +27,7 @@ def first_places(model, silos, starts=2):
     fm, batches = layout.model, on_device(buckets)
     search = ModeSearch(fm, len(silos), starts, None, effects_of(fm), None)
     state = simulation(search.algorithm, quick=True).init(KEY, batches)
-    ask = Asked(transport_of_stacks(batches), KEY, len(silos), state.silos)
+    ask = AskAll(transport_of_stacks(batches), KEY, len(silos), state.silos)
     first = search.starts(KEY, np.random.default_rng(0))
     before = np.stack([start.trial for start in first])
     OwnModes(search).begin(ask, first)

@@ -17,8 +17,8 @@ from test_masks import chi_squared
 
 import numpyro_fed as nf
 from numpyro_fed.errors import ModelError, RefusedError, ReplyError, SumError
+from numpyro_fed.files import read_record
 from numpyro_fed.network import InMemory
-from numpyro_fed.records import read_record
 from numpyro_fed.runtime.messages import MASKED, SUM, Question, Terms, read, write
 
 KEY = jax.random.key(0)

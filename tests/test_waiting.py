@@ -15,12 +15,12 @@ import pytest
 from test_interrupt import ctrl_c, ctrl_c_raises  # noqa: F401  (the fixture acts by itself)
 
 import numpyro_fed as nf
-from numpyro_fed import waiting
 from numpyro_fed.after.questions import Questions
 from numpyro_fed.algorithms.importance.proposals import Mixture
 from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.results.corrected import Corrected, Pool
-from numpyro_fed.waiting import in_sight, shows
+from numpyro_fed.runtime import progress
+from numpyro_fed.runtime.progress import in_sight, shows
 
 KEY = jax.random.key(0)
 
@@ -56,8 +56,8 @@ def shown(text):
 
 @pytest.fixture
 def soon(monkeypatch):
-    monkeypatch.setattr(waiting, "SOON", 0.02)
-    monkeypatch.setattr(waiting, "TICK", 0.01)
+    monkeypatch.setattr(progress, "SOON", 0.02)
+    monkeypatch.setattr(progress, "TICK", 0.01)
 
 
 def wait_until(condition):
@@ -97,7 +97,7 @@ def test_nothing_is_shown_where_the_fit_showed_nothing_or_of_a_short_call(soon, 
     silent.shows_progress = False
     ends = time.monotonic() + 0.2
     silent.outer(lambda: time.monotonic() > ends)
-    waiting.SOON = 60.0
+    progress.SOON = 60.0
     Answer().outer(lambda: True)
     assert not capsys.readouterr().err
 
@@ -105,7 +105,7 @@ def test_nothing_is_shown_where_the_fit_showed_nothing_or_of_a_short_call(soon, 
 def test_a_call_that_ends_by_ctrl_c_shows_nothing_more(soon):
     with pytest.raises(KeyboardInterrupt):
         Answer().outer(ctrl_c)
-    assert not waiting._SHOWN.get()
+    assert not progress._SHOWN.get()
 
 
 QUESTIONS = [

@@ -31,7 +31,7 @@ from numpyro_fed.after.run import ALL, NEW, OWN_ROWS, WhichSilo, check_name, sil
 from numpyro_fed.after.sensitivity import PriorSensitivity, elements
 from numpyro_fed.errors import ConvergenceWarning, ModelError, positive_int
 from numpyro_fed.precision import in_precision_of_object
-from numpyro_fed.waiting import shows
+from numpyro_fed.runtime.progress import shows
 
 
 class Questions(ABC):

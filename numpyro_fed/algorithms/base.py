@@ -52,63 +52,37 @@ class Combine(Enum):
 
 
 class Info(NamedTuple):
-    """The server's report on a round.
+    """The server's report on a round."""
 
-    Attributes
-    ----------
-    loss : ()
-        Minus the bound.
-    ok : () bool
-        Whether the server's numbers allow the round to be kept. The runtime checks the replies by
-        itself. A run stops before a round that may not be kept.
-    change : () float
-        How far the round moved the server's state; 0 where that is not measured.
-    report : pytree of arrays
-        Logged for each step.
-    """
-
-    loss: Array
+    loss: Array  # (): minus the bound
+    # () bool: whether the server's numbers allow the round to be kept. The runtime checks the
+    # replies by itself. A run stops before a round that may not be kept.
     ok: Array
+    # () float: how far the round moved the server's state; 0 where that is not measured.
     change: Array | float = 0.0
-    report: Any = ()
+    report: Any = ()  # logged for each step
 
 
 class Reply(NamedTuple, Generic[Up]):
-    """The reply of a silo in an exchange.
+    """The reply of a silo in an exchange."""
 
-    Attributes
-    ----------
-    up : pytree of arrays
-        What leaves the silo. Its shape depends neither on how many rows or local latents the silo
-        has, nor on its data.
-    ok : () bool
-        Whether the numbers can be used. Where they cannot, zeros are sent in their place.
-    weight : () float, or ()
-        The weight of ``up`` in a sum, such as a silo's number of rows. It is sent and read only in
-        an exchange that is ``weighted``. In all others each reply counts once, so that a silo
-        cannot give itself more weight.
-    """
-
+    # What leaves the silo. Its shape depends neither on how many rows or local latents the silo
+    # has, nor on its data.
     up: Up
+    # () bool: whether the numbers can be used. Where they cannot, zeros are sent in their place.
     ok: Numbers
+    # () float, or (): the weight of ``up`` in a sum, such as a silo's number of rows. It is sent
+    # and read only in an exchange that is ``weighted``. In all others each reply counts once, so
+    # that a silo cannot give itself more weight.
     weight: Array | float | tuple[()] = ()
 
 
 class Replies(NamedTuple, Generic[Up]):
-    """All replies to one question, combined as the server receives them.
+    """All replies to one question, combined as the server receives them."""
 
-    Attributes
-    ----------
-    up : pytree of arrays
-        The weighted sum of all ``Reply.up``, or all of them along a leading axis of length k.
-    ok : () bool, or (k,)
-        Whether all replies can be used, or one value for each.
-    weight : (), or (k,)
-        The sum of the weights, or all of them. A reply without a weight counts as 1.
-    """
-
-    up: Up
-    ok: Array
+    up: Up  # the weighted sum of all ``Reply.up``, or all of them along a leading axis of length k
+    ok: Array  # () bool, or (k,): whether all replies can be used, or one value for each
+    # (), or (k,): the sum of the weights, or all of them. A reply without a weight counts as 1.
     weight: Array
 
 
@@ -187,12 +161,10 @@ class Exchange(NamedTuple, Generic[Silo, Down, Up]):
         exchange is not kept if a reply cannot be used.
     settings : str
         JSON, from which a silo in another process builds an exchange that belongs to no run.
-    stacked : bool
-        Whether ``silo`` is a plain function of a stack of silos (silos, ...), which compiles by
-        itself what depends on the text. Its noise is none, or a key for each silo, and its reply is
-        of NumPy arrays.
     like : () -> (down, up), optional
-        The shapes of the messages of a stacked exchange, which cannot be traced.
+        The shapes of the messages, where ``silo`` is a plain function of a stack of silos (silos,
+        ...), which cannot be traced and compiles by itself what depends on the text. Its noise is
+        none, or a key for each silo, and its reply is of NumPy arrays.
     """
 
     name: str
@@ -206,13 +178,17 @@ class Exchange(NamedTuple, Generic[Silo, Down, Up]):
     usable: Callable[[Any], Array] = all_finite
     lenient: bool = False
     settings: str = ""
-    stacked: bool = False
     like: Callable[[], tuple[Any, Any]] | None = None
 
     @property
     def id(self) -> ExchangeId:
         """Return the record by which other parties know the exchange."""
         return ExchangeId(self.name, self.settings)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the silo's function is one of a stack of silos."""
+        return self.like is not None
 
     def visit(
         self, noise: object, down: Down, state: Silo, data: SiloData

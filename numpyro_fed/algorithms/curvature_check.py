@@ -157,7 +157,6 @@ class CurvatureCheck:
             "around the mode",
             stacked_reply(values, little=n <= FEW_COORDINATES),
             lenient=True,
-            stacked=True,
             like=lambda: (CheckPoints(shape(size, n), start), shape(size)),
         )
 

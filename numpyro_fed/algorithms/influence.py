@@ -91,7 +91,6 @@ class Influence:
             self.reply,
             combine=Combine.GATHER,
             settings=json.dumps({"num_silos": self.num_silos}),
-            stacked=True,
             like=lambda: (
                 PlaceToTell(jax.eval_shape(lambda: fm.init_theta(jax.random.key(0))), shape(n)),
                 SiloPull(shape(n), shape(n, n), shape()),

@@ -310,7 +310,7 @@ class AnySearch(ABC, Generic[AStart]):
     @cached_property
     def exchange(self) -> Exchange[Any, Any, Any]:
         """Return the exchange in which silos expand their log likelihoods at the starts' points."""
-        return Exchange("mode", self.reply, lenient=True, stacked=True, like=self.messages)
+        return Exchange("mode", self.reply, lenient=True, like=self.messages)
 
     @abstractmethod
     def messages(self) -> tuple[Any, SiloExpansion[Any]]:

@@ -147,7 +147,6 @@ class OwnModes:
         return Exchange(
             "own modes",
             self.reply,
-            stacked=True,
             like=lambda: (shape(k, n), Parabola(shape(k, n, n), shape(k, n), shape(k))),
         )
 

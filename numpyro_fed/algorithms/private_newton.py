@@ -248,7 +248,7 @@ class PrivateNewton:
             stack = jax.tree.map(lambda *parts: np.stack(parts), *ups)
             return Reply(stack, planned), state._replace(**{counter: after})
 
-        return Exchange(name, reply, stacked=True, like=lambda: (asked, up))
+        return Exchange(name, reply, like=lambda: (asked, up))
 
     def _tell_units(
         self, down: NewtonQuestion, phase: Phase, g: np.ndarray, *C: np.ndarray

@@ -210,7 +210,6 @@ class Tempering:
             stacked_reply(self.at_silo, little=self.little),
             usable=no_nan,
             settings=json.dumps({"num_particles": n, "nodes": self.nodes}),
-            stacked=True,
             like=lambda: (
                 shape_of_draws(self.guide, self.fitted, (n, dim)),
                 Slopes(shape(n), shape(n, dim)),

@@ -16,7 +16,7 @@ from jax import Array
 from jax.lax import stop_gradient
 from numpyro import handlers
 
-from numpyro_fed.errors import GuideError, MissingExtraError, positive_int
+from numpyro_fed.errors import GuideError, optional, positive_int
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
@@ -177,11 +177,7 @@ def encoder(
     spec: Amortised, fm: FederatedModel, plate: str, dim: int, row: Row, init_scale: float
 ) -> Encoder:
     """Return the network of a plate's rows, by its settings."""
-    try:
-        import equinox  # noqa: F401
-        from numpyro.contrib.module import eqx_module  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError("equinox", "nn") from error
+    optional("equinox", "nn")
     if not row:
         raise GuideError(
             f"guides.Amortised for silo_plate '{plate}': no array has as many rows as the plate, "

@@ -45,10 +45,9 @@ from numpyro_fed.results.weighted import TOLERANCE, check_accuracy
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import SEARCH
 from numpyro_fed.runtime.noise import typed_key
-from numpyro_fed.runtime.progress import StageBar
+from numpyro_fed.runtime.progress import StageBar, in_sight
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import on_device
-from numpyro_fed.waiting import in_sight
 
 MAX_EXCHANGES = 10_000  # messages of each silo, at most
 PRECISIONS = ("double", "single")

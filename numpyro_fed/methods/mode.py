@@ -50,7 +50,7 @@ from numpyro_fed.results.mode import MODES_APART, LocalMode, Mode, Near, OneCopy
 from numpyro_fed.runtime.noise import generator
 from numpyro_fed.runtime.progress import Progress, progress_of
 from numpyro_fed.runtime.stack import Batches, Runtime, Single, Stacks, State, init_schedule
-from numpyro_fed.runtime.step import Asked
+from numpyro_fed.runtime.step import AskAll
 from numpyro_fed.runtime.supervise import failed_silos
 from numpyro_fed.trees import drop_weak_types
 
@@ -131,12 +131,14 @@ def _search_end(
     max_exchanges: int,
     progress_bar: bool | Progress,
     near: Near | None = None,
-) -> tuple[Search[np.ndarray], Asked]:
+) -> tuple[Search[np.ndarray], AskAll]:
     """Return where a search has ended, and the questions to silos so far, with their states.
 
     Half of its starts begin ``near`` some places, if given.
     """
-    ask = Asked(runtime.transport(batches), key, search.num_silos, runtime.init(key, batches).silos)
+    ask = AskAll(
+        runtime.transport(batches), key, search.num_silos, runtime.init(key, batches).silos
+    )
     random, progress = generator(key), progress_of(progress_bar)
     shown = partial(progress.step, 1)
     with progress.under_way(True, max_exchanges):

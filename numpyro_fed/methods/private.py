@@ -39,7 +39,7 @@ from numpyro_fed.runtime.stack import (
     ServerData,
     State,
 )
-from numpyro_fed.runtime.step import Asked
+from numpyro_fed.runtime.step import AskAll
 from numpyro_fed.runtime.supervise import RunOutcome
 
 # Numbers of a row's latents that quadrature takes, and globals of which a matrix is sent.
@@ -243,7 +243,7 @@ class DPNewton(Method[PrivateResult, None]):
             good, server = np.ones(number, bool), state.server
             if not n or server.phase == len(newton.schedule.phases):
                 return state, Log(np.zeros(0)), RunStatus(True, good)
-            silos = Asked(transport, jax.random.fold_in(key, state.round), number, state.silos)
+            silos = AskAll(transport, jax.random.fold_in(key, state.round), number, state.silos)
 
             def ask(exchange: Exchange[Any, Any, Up], down: object) -> Up:
                 up = silos(exchange, down)
@@ -288,7 +288,33 @@ class DPNewton(Method[PrivateResult, None]):
         return Releases.of(self.privacy, fm.dim, self._num_units(fm, plan), plan.num_silos)
 
     def prepare(self, fm: FederatedModel) -> None:
-        check_model(fm, self.privacy)
+        """Raise an error for a model whose units' terms cannot be clipped one by one."""
+        if params := [s for s in fm.sites if s.kind == "param"]:
+            raise ModelError(
+                f"numpyro.param '{params[0].name}' has no posterior, and steps towards it are not "
+                "covered by the privacy. Give it a prior (numpyro.sample)."
+            )
+        if not 0 < fm.dim <= GLOBALS_UP_TO:
+            raise ModelError(
+                f"the model has {fm.dim} globals: {SUMS} are of 1 to {GLOBALS_UP_TO} of them, "
+                "since a matrix of them is sent."
+            )
+        if fm.improper:
+            raise ModelError(
+                f"the prior of '{fm.improper[0]}' is flat or masked. Where noise hides what the "
+                "data say there would be no posterior: give it a proper prior, however wide."
+            )
+        outer = [p.name for p in fm.plates if p.outer]
+        if self.privacy.unit == "row" and outer:
+            raise ModelError(
+                f"the latents of silo_plate '{outer[0]}' are shared by rows, so that no bound "
+                "holds for a single row. Protect silos as a whole (Privacy(unit='silo')), which "
+                "needs many of them, or make the effects global sites, one for each silo."
+            )
+        if any(p.dim for p in fm.plates) and (misfit := quadrature_misfit(fm)) is not None:
+            raise ModelError(
+                f"rows' latents cannot be integrated within a row's own term: {misfit}"
+            )
 
     def round_of(self, built: Built, asked: ExchangeId) -> tuple[Round, AnyAlgorithm]:
         """Return the round that declares an exchange; there are none but those with noise."""
@@ -301,7 +327,6 @@ class DPNewton(Method[PrivateResult, None]):
             super()
             .size_of(plan, built, data)
             ._replace(
-                epsilon=privacy.epsilon,
                 delta=privacy.delta,
                 multiplier=privacy.multipliers([1.0])[0],
                 protects=f"{privacy.unit} {privacy.neighbours}",
@@ -378,31 +403,3 @@ def num_rows(fm: FederatedModel, plan: Plan) -> int:
     """Return the number of rows of all silos, as the plan knows it."""
     total = dict(plan.total)
     return sum(total[p.name] for p in fm.plates if not p.outer)
-
-
-def check_model(fm: FederatedModel, privacy: Privacy) -> None:
-    """Raise an error for a model whose units' terms cannot be clipped one by one."""
-    if params := [s for s in fm.sites if s.kind == "param"]:
-        raise ModelError(
-            f"numpyro.param '{params[0].name}' has no posterior, and steps towards it are not "
-            "covered by the privacy. Give it a prior (numpyro.sample)."
-        )
-    if not 0 < fm.dim <= GLOBALS_UP_TO:
-        raise ModelError(
-            f"the model has {fm.dim} globals: {SUMS} are of 1 to {GLOBALS_UP_TO} of them, since a "
-            "matrix of them is sent."
-        )
-    if fm.improper:
-        raise ModelError(
-            f"the prior of '{fm.improper[0]}' is flat or masked. Where noise hides what the data "
-            "say there would be no posterior: give it a proper prior, however wide."
-        )
-    outer = [p.name for p in fm.plates if p.outer]
-    if privacy.unit == "row" and outer:
-        raise ModelError(
-            f"the latents of silo_plate '{outer[0]}' are shared by rows, so that no bound holds "
-            "for a single row. Protect silos as a whole (Privacy(unit='silo')), which needs many "
-            "of them, or make the effects global sites, one for each silo."
-        )
-    if any(p.dim for p in fm.plates) and (misfit := quadrature_misfit(fm)) is not None:
-        raise ModelError(f"rows' latents cannot be integrated within a row's own term: {misfit}")

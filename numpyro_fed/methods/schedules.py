@@ -107,7 +107,6 @@ class Random:
 
     def build(self, num_silos: int) -> Schedule:
         """Return the schedule for ``num_silos`` silos; all sets of ``size`` are equally likely."""
-        positive_int("num_silos", num_silos)
         size = self.size
         if size > num_silos:
             raise ValueError(
@@ -155,7 +154,6 @@ class Given:
 
     def build(self, num_silos: int) -> Schedule:
         """Return the schedule for ``num_silos`` silos."""
-        positive_int("num_silos", num_silos)
         table = np.asarray(self.who)
         if table.ndim != 2 or not table.size or table.dtype.kind not in "iu":
             raise ValueError(
@@ -217,20 +215,31 @@ class Asynchronous:
 
     def build(self, num_silos: int) -> Schedule:
         """Return the schedule for ``num_silos`` silos."""
-        positive_int("num_silos", num_silos)
         seconds = [1.0] * num_silos if self.seconds is None else self.seconds
         silos = jnp.arange(num_silos)
         # A function of the user is tried on one key.
         tried = (
             jax.vmap(seconds, (None, 0))(jax.random.key(0), silos) if callable(seconds) else seconds
         )
-        means = _checked_durations(tried, num_silos)
+        durations = np.asarray(tried)
+        if durations.shape != (num_silos,) or durations.dtype.kind not in "fiu":
+            raise ValueError(
+                f"seconds must hold one positive number for each of {num_silos} silos, got shape "
+                f"{durations.shape} and dtype {durations.dtype}. Pass a list of mean durations, or "
+                "a function (key, silo) -> seconds that returns a scalar."
+            )
+        bad = np.flatnonzero(~((durations > 0) & (durations < np.inf)))
+        if bad.size:
+            raise ValueError(
+                f"seconds must be positive and finite, got {durations[bad[0]]} at silo {bad[0]}. A "
+                "silo that is never done should be left out of the list of silos."
+            )
 
         def duration(key: Array, silo: Array, job: Array) -> Array:
             key = jax.random.fold_in(jax.random.fold_in(key, silo), job)
             if callable(seconds):
                 return seconds(key, silo)
-            return jnp.asarray(means, float)[silo] * jax.random.exponential(key)
+            return jnp.asarray(durations, float)[silo] * jax.random.exponential(key)
 
         # Carried on: when each silo finishes its present job, from the end of the last round, and
         # how many it has finished.
@@ -354,7 +363,7 @@ def _stateless(
     return Schedule(steps, size, lambda key: (), visits, num_silos, ahead)
 
 
-def _checked_order(num_silos: int, order: ArrayLike, name: str) -> np.ndarray:
+def _checked_order(num_silos: int, order: ArrayLike | Sequence[int], name: str) -> np.ndarray:
     """Return a fixed order as an array; refuse one with unknown numbers or without some silo."""
     numbers = np.asarray(order)
     if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
@@ -374,23 +383,6 @@ def _checked_order(num_silos: int, order: ArrayLike, name: str) -> np.ndarray:
             "every silo come at least once, or leave it out of the list of silos."
         )
     return numbers
-
-
-def _checked_durations(drawn: ArrayLike | Sequence[float], num_silos: int) -> np.ndarray:
-    durations = np.asarray(drawn)
-    if durations.shape != (num_silos,) or durations.dtype.kind not in "fiu":
-        raise ValueError(
-            f"seconds must hold one positive number for each of {num_silos} silos, got shape "
-            f"{durations.shape} and dtype {durations.dtype}. Pass a list of mean durations, or a "
-            "function (key, silo) -> seconds that returns a scalar."
-        )
-    bad = np.flatnonzero(~((durations > 0) & (durations < np.inf)))
-    if bad.size:
-        raise ValueError(
-            f"seconds must be positive and finite, got {durations[bad[0]]} at silo {bad[0]}. A "
-            "silo that is never done should be left out of the list of silos."
-        )
-    return durations
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -64,12 +64,16 @@ from numpyro_fed.runtime.messages import SEARCH as BEGIN_SEARCH
 from numpyro_fed.runtime.messages import Crossings
 from numpyro_fed.runtime.noise import exchange_key, server_key, typed_key
 from numpyro_fed.runtime.stack import Batches, PlanSize, Runtime, State, on_device
-from numpyro_fed.runtime.step import Asked
+from numpyro_fed.runtime.step import AskAll
 from numpyro_fed.runtime.supervise import RunOutcome
 from numpyro_fed.trees import drop_weak_types
 
 # Folded into the key of a run for what comes before its rounds, whose numbers never come to it.
 OPENING = 2**31 - 1
+OTHER_COLUMNS = (
+    "client {} holds columns of another shape or kind than the plan says. The plan must be made "
+    "from the facts of this client, as the client of this number."
+)
 
 
 @dataclass(frozen=True)
@@ -388,20 +392,14 @@ class VerticalMethod(FederatedMethod[Outcome]):
         own = {"columns": silo, "predictor": expected.kwargs["predictor"]}
         data = plan.client_data(own, f"client {number}")
         if signature(data) != signature(expected):
-            raise DataError(
-                f"client {number} holds columns of another shape or kind than the plan says. The "
-                "plan must be made from the facts of this client, as the client of this number."
-            )
+            raise DataError(OTHER_COLUMNS.format(number))
         return data
 
     def check_plan(self, plan: Plan, facts: str, number: int) -> None:
         """Raise an error for a plan that does not come from these facts of client ``number``."""
         own = replace(Facts.from_json(facts), ids="")
         if not 0 <= number < plan.num_silos or plan.clients[number] != own:
-            raise DataError(
-                f"client {number} holds columns of another shape or kind than the plan says. The "
-                "plan must be made from the facts of this client, as the client of this number."
-            )
+            raise DataError(OTHER_COLUMNS.format(number))
         roles, by_value = self._roles(plan), not plan.software
         traces = roles.model.clients[number].traces
         mine = terms_of(traces, roles.clients[number], by_value=by_value)
@@ -461,7 +459,7 @@ def begin(
     runtime = fit.cached(SEARCH, lambda: runtime_of(search.algorithm))
     key_search = jax.random.fold_in(key, OPENING)
     first = runtime.init(key_search, batches)
-    ask = Asked(runtime.transport(batches), key_search, fit.plan.num_silos, first.silos)
+    ask = AskAll(runtime.transport(batches), key_search, fit.plan.num_silos, first.silos)
     key_server = server_key(exchange_key(key_search, 0, 0, 1))
     try:
         server, log_density = search.run(

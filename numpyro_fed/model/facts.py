@@ -26,6 +26,7 @@ from jax import Array
 from numpy.typing import ArrayLike
 
 from numpyro_fed.errors import DataError, DataWarning, ModelError
+from numpyro_fed.files import canonical, read_record
 from numpyro_fed.model.data import SiloData, Sizes, check_columns, read, read_one
 from numpyro_fed.model.fingerprint import SOFTWARE, Term, check_terms, terms_of
 from numpyro_fed.model.log_density import FederatedModel
@@ -33,7 +34,6 @@ from numpyro_fed.model.sites import Plate, Site
 from numpyro_fed.model.split import split
 from numpyro_fed.model.vertical import with_server_data
 from numpyro_fed.programs import jit_once
-from numpyro_fed.records import canonical, read_record
 
 VERSION = 3
 Skeleton = str | list[Any]  # a tree in JSON: a name, or [type of node, contents]
@@ -67,7 +67,8 @@ class Facts:
     DataFrames, in which outcomes some are missing, static values as they are, the sites of the
     model, for each silo plate the number of rows rounded up to a power of two, and verdicts, such
     as whether the likelihood is conjugate. They do not contain exact numbers of rows, nor any
-    number that depends on the values of data, except for the verdicts.
+    number that depends on the values of data, except for the verdicts. Those of a client that holds
+    columns have the whole shapes of its arrays, and neither sites nor sizes.
 
     Attributes
     ----------

@@ -17,7 +17,7 @@ import hashlib
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Self
@@ -240,23 +240,29 @@ class Node:
             self._programs[True] = _Programs(self.method, plan, built, self._data)
         return self._programs[without]
 
-    def has_answered(self, message: bytes, question: Question) -> bool:
-        """Return whether a message is the last one of its run, which has been answered."""
-        run = self._known_run(question.run)
-        return run is not None and run.digest == hashlib.sha256(message).hexdigest()
-
     def exchange_of(self, question: Question) -> tuple[Exchange[Any, Any, Any], Any]:
         """Return the exchange of a question, as this silo has built it, and its shapes."""
         programs = self._programs_of(self._run_of(question).beginning)
         return programs.exchange(question.id, self._number)
 
-    def handle(self, message: bytes) -> bytes:
-        """Return the reply to a message of the server, as bytes."""
+    def handle(self, message: bytes, cost: AbstractContextManager[None]) -> bytes:
+        """Return the reply to a message; a new one is answered within ``cost``."""
         head, arrays = read(message)
         question, digest = Question.of(head), hashlib.sha256(message).hexdigest()
         run = self._known_run(question.run)
         if run is not None and question.number == run.number and digest == run.digest:
             return run.reply
+        with cost:
+            return self._answer(question, digest, arrays, run)
+
+    def _answer(
+        self,
+        question: Question,
+        digest: str,
+        arrays: Mapping[str, np.ndarray],
+        run: RunStates | None,
+    ) -> bytes:
+        """Return the reply to a message of a run that was not answered before."""
         if run is not None and question.number < run.number:
             raise ModelError(
                 f"message {question.number} ('{question.exchange}') comes after message "
@@ -268,7 +274,7 @@ class Node:
                 raise ModelError("this run has begun already, by another message. Begin again.")
             return self._begin(question, digest, arrays)
         run = self._run_of(question)
-        if self.size.epsilon and question.used != run.number:
+        if self.size.multiplier and question.used != run.number:
             raise ModelError(
                 f"the server asks from the state after message {question.used}, and silo "
                 f"{self._number} has answered message {run.number} of this run. Under differential "
@@ -296,7 +302,7 @@ class Node:
         reply = write({})
         if question.exchange == GO_ON:
             _refuse_unknown(arrays)
-            if self.size.epsilon:
+            if self.size.multiplier:
                 raise ModelError(
                     "a run under differential privacy is not gone on with by another run: from one "
                     "state there could be several, each of which would spend. Begin again."

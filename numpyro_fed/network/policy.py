@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,11 @@ from numpyro_fed.algorithms.base import IMPORTANCE, OUTER_LATENTS
 from numpyro_fed.algorithms.importance.loo import LEAVE_OUT, LOO
 from numpyro_fed.algorithms.tempered import TEMPERED
 from numpyro_fed.errors import DataError, ModelError, is_number
-from numpyro_fed.files import Store, append_privately
+from numpyro_fed.files import Store, log_privately
 from numpyro_fed.model.tables import MIN_COUNT
 from numpyro_fed.privacy.budget import spent as epsilon_of
 from numpyro_fed.runtime.messages import Question
+from numpyro_fed.runtime.stack import PlanSize
 
 # A run that may spend the whole budget does so up to the accountant's rounding.
 ROUNDED = 1 + 1e-5
@@ -184,18 +184,18 @@ class Policy:
                 "server must ask by Federation(..., secure_sum=True)."
             )
 
-    def check_plan(self, num_silos: int, num_rows: int, num_parameters: int) -> None:
+    def check_plan(self, size: PlanSize) -> None:
         """Raise an error for a plan with too few silos or rows, or too many parameters."""
-        if num_silos < self.min_silos:
+        if size.num_silos < self.min_silos:
             raise ModelError(
-                f"the plan has {num_silos} silos, where this silo's policy asks for at least "
+                f"the plan has {size.num_silos} silos, where this silo's policy asks for at least "
                 f"{self.min_silos} (min_silos)."
             )
-        self._check_rows(num_rows)
-        if num_parameters > self.parameters_per_row * num_rows:
+        self._check_rows(size.num_rows)
+        if size.num_parameters > self.parameters_per_row * size.num_rows:
             raise ModelError(
-                f"the model has {num_parameters} globals and shared parameters, more than this "
-                f"silo's policy allows for its rows ({self.parameters_per_row:g} for each, "
+                f"the model has {size.num_parameters} globals and shared parameters, more than "
+                f"this silo's policy allows for its rows ({self.parameters_per_row:g} for each, "
                 "parameters_per_row)."
             )
 
@@ -322,12 +322,13 @@ class Ledger:
         with self._counted(numbers, self.policy.later(exchange, self.stage)):
             yield
 
-    def beginning(
-        self, multiplier: float, delta: float, protects: str
-    ) -> AbstractContextManager[None]:
+    @contextmanager
+    def beginning(self, multiplier: float, delta: float, protects: str) -> Iterator[None]:
         """Enter the beginning of a run with a noise multiplier; 0 for one without a budget."""
         if not multiplier:
-            return self._counted({}, self.stage)
+            with self._counted({}, self.stage):
+                yield
+            return
         policy = self.policy
         if delta > policy.max_delta:
             raise ModelError(
@@ -342,7 +343,8 @@ class Ledger:
                 f"{policy.max_delta:g} for all runs together (max_epsilon), and with this one it "
                 f"would be {together:.3g}. Its owner may raise the limit."
             )
-        return self._counted({}, self.stage, noise)
+        with self._counted({}, self.stage, noise):
+            yield
 
     @contextmanager
     def _counted(
@@ -367,10 +369,8 @@ class Ledger:
         """Add a line to the audit log."""
         if self.policy.audit is None:
             return
-        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **entry, "left": self.left}
         try:
-            with append_privately(self.policy.audit) as file:
-                file.write(f"{json.dumps(line)}\n".encode())
+            log_privately(self.policy.audit, {**entry, "left": self.left})
         except OSError as error:
             raise DataError(
                 "the silo's audit log cannot be written, so that it says no."

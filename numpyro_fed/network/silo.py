@@ -26,7 +26,7 @@ from numpyro_fed.errors import (
     ModelError,
     SavedStateError,
 )
-from numpyro_fed.files import Store, Use
+from numpyro_fed.files import Store, Use, read_record
 from numpyro_fed.methods.base import FederatedMethod
 from numpyro_fed.methods.load import METHODS
 from numpyro_fed.methods.of_data import COLUMNS, moments_reply, names_reply
@@ -44,7 +44,6 @@ from numpyro_fed.network.sums import Sums, asked_of_all
 from numpyro_fed.precision import is_double, precision
 from numpyro_fed.privacy.budget import PrivacyWarning
 from numpyro_fed.privacy.masks import fingerprint
-from numpyro_fed.records import read_record
 from numpyro_fed.runtime.messages import (
     ACCEPT,
     BEGINNINGS,
@@ -340,10 +339,8 @@ class Silo:
         """Return the reply to a message of a run."""
         agreed, size, (head, arrays) = self._agreed[question.method], node.size, read(message)
         if question.exchange in (*BEGINNINGS, GO_ON):
-            if node.has_answered(message, question):
-                return node.handle(message)
-            with self._ledger.beginning(size.multiplier, size.delta, size.protects):
-                return node.handle(message)
+            cost = self._ledger.beginning(size.multiplier, size.delta, size.protects)
+            return node.handle(message, cost)
         if question.exchange == OUTER_LATENTS and not self._policy.tell_latents:
             raise ModelError(
                 "this silo does not tell the latents that its rows share. Its owner may allow it: "
@@ -356,13 +353,14 @@ class Silo:
             )
         if question.exchange == LOO:
             self._policy.check_rows(node.rows_that_count())
+        cost = self._ledger.spending(question.exchange, evaluations(question, arrays))
         if SUM not in head:
             if agreed.secure_sum:
                 raise ModelError(
                     "this silo has agreed to send masked replies alone (secure_sum), and is asked "
                     "for a plain one. Begin again."
                 )
-            return self._plain(node, question, message)
+            return node.handle(message, cost)
         terms = read_record(Terms, head[SUM])
         self._sums.check(terms)
         if size.shares_noise and len(terms.group) < size.num_silos:
@@ -374,17 +372,10 @@ class Silo:
         exchange, down = node.exchange_of(question)
         check_summed(exchange)
         message = write(arrays, {name: text for name, text in head.items() if name != SUM})
-        reply = self._plain(node, question, message)
+        reply = node.handle(message, cost)
         plan = str(_json(agreed.plan)["plan"])
-        asked = asked_of_all(plan, question, message, exchange.scatter, down)
+        asked = asked_of_all(plan, question, arrays, exchange.scatter, down)
         return self._sums.masked(terms, question, message, reply, exchange, asked)
-
-    def _plain(self, node: Node, question: Question, message: bytes) -> bytes:
-        """Return the reply to a question, at the cost of its places and draws if it is new."""
-        if node.has_answered(message, question):
-            return node.handle(message)
-        with self._ledger.spending(question.exchange, evaluations(question, read(message).arrays)):
-            return node.handle(message)
 
     def _of_data(self, exchange: str, asked: Mapping[str, Any]) -> bytes:
         """Return the names of the data's levels, or the moments of its columns."""
@@ -429,7 +420,7 @@ class Silo:
                     "run the same version."
                 ) from error
         size = node.size
-        self._policy.check_plan(size.num_silos, size.num_rows, size.num_parameters)
+        self._policy.check_plan(size)
         self._policy.check_noise(size.multiplier, "a run would be answered")
         if size.shares_noise and not agreed.secure_sum:
             raise ModelError(

@@ -15,10 +15,9 @@ import numpy as np
 
 from numpyro_fed.algorithms.base import Exchange
 from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.files import Store
+from numpyro_fed.files import Store, canonical, read_record
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.privacy.masks import MAX_PARTIES, Greeting, KeyPair, encode, masked, pair_keys
-from numpyro_fed.records import canonical, read_record
 from numpyro_fed.runtime.messages import LEAST, MASKED, Question, Terms, pack, read, write
 
 # The names under which a silo keeps its key and what is used, and the room of sessions' keys.
@@ -64,11 +63,9 @@ class Sums:
 
     @cached_property
     def _used(self) -> list[dict[str, Any]]:
-        """Return the last sum of each session, and the last reply of each run under masks.
-
-        A sum as its number and a digest; a reply as session, digest of the question without the
-        terms of the sum, group, and how often it was sent under other masks before.
-        """
+        """Return the last sum of each session, and the last reply of each run under masks."""
+        # A sum as its number and a digest; a reply as session, digest of the question without the
+        # terms of the sum, group, and how often it was sent under other masks before.
         return json.loads(self.store.get(USED) or b"[{}, {}]")
 
     def greet(self, settings: Mapping[str, Any]) -> str:
@@ -235,17 +232,17 @@ class Sums:
 
 
 def asked_of_all(
-    plan: str, question: Question, message: bytes, scatter: object, down: object
+    plan: str, question: Question, arrays: Mapping[str, np.ndarray], scatter: object, down: object
 ) -> str:
     """Return a digest of all that the silos of a sum are asked alike.
 
-    It is of the accepted plan, the question, and the arrays of ``message`` that do not differ
+    It is of the accepted plan, the question, and the ``arrays`` of the message that do not differ
     between silos (``scatter``); ``down`` are the shapes of all arrays.
     """
     differs = jax.tree.map(lambda own, part: jax.tree.map(lambda _: own, part), scatter, down)
     own = {name for name, is_own in pack("down", differs).items() if is_own}
     digest = sha256(json.dumps([plan, question.exchange, question.settings]).encode())
-    for name, array in sorted(read(message).arrays.items()):
+    for name, array in sorted(arrays.items()):
         if name not in own:
             digest.update(json.dumps([name, str(array.dtype), array.shape]).encode())
             digest.update(np.ascontiguousarray(array).tobytes())

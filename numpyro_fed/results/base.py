@@ -47,7 +47,7 @@ from numpyro_fed.results.sampler import Sampler
 from numpyro_fed.results.saving import Provenance, SavedRun
 from numpyro_fed.runtime.messages import BEGINNINGS, GO_ON, Crossings, crossings
 from numpyro_fed.runtime.stack import Batches, Runtime, Schedule, ServerData, Single, State
-from numpyro_fed.runtime.step import Asked
+from numpyro_fed.runtime.step import AskAll
 from numpyro_fed.trees import Tree
 
 # Batches of rounds in each quarter of a run, whose means show how noisy the bound is. Rounds are
@@ -470,10 +470,10 @@ class FederatedRun:
         """Return a silo's state."""
         return self._hosted(silo).at(silo, self.state.silos)
 
-    def _asking(self, key: Array) -> Asked:
+    def _asking(self, key: Array) -> AskAll:
         """Return the function that asks all silos, whose states stay as they are."""
         transport = self._fit.runtime.transport(self._silos.batches)
-        return Asked(transport, key, self.num_silos, self.state.silos)
+        return AskAll(transport, key, self.num_silos, self.state.silos)
 
     def unusable(self, message: str, silos: tuple[int, ...] = ()) -> NonFiniteError:
         """Return the error for numbers that cannot be used, of silos or of the server."""

@@ -67,7 +67,7 @@ from numpyro_fed.results.weighted import (
     weights_of,
 )
 from numpyro_fed.runtime.noise import generator
-from numpyro_fed.waiting import in_sight
+from numpyro_fed.runtime.progress import in_sight
 
 InnerDraws = Quadrature | int | Mapping[str, int] | None
 # Draws of each row's latents where they are integrated by draws, or drawn from the posterior.

@@ -34,7 +34,7 @@ from numpyro_fed.results.sampler import Sampler
 from numpyro_fed.results.saving import SavedRun, SavedWords, save
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import DRAWS, Question, at_silo, pack, write
-from numpyro_fed.waiting import shows
+from numpyro_fed.runtime.progress import shows
 
 
 class Stage(NamedTuple):

@@ -34,8 +34,8 @@ from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.posterior import Posterior
 from numpyro_fed.results.sampler import Sampler, real_rows
 from numpyro_fed.results.saving import SavedRun, SavedWords
+from numpyro_fed.runtime.progress import shows
 from numpyro_fed.runtime.remote import Mark
-from numpyro_fed.waiting import shows
 
 __all__ = ["Fit", "Result"]
 

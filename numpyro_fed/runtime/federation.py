@@ -26,7 +26,7 @@ from numpyro_fed.errors import (
     positive_int,
     positive_number,
 )
-from numpyro_fed.files import Store, Use, append_privately
+from numpyro_fed.files import Store, Use, log_privately
 from numpyro_fed.precision import is_double
 from numpyro_fed.runtime.messages import (
     ACCEPT,
@@ -464,7 +464,6 @@ class Federation:
                     wait = min(2 * wait, LONGEST_WAIT)
         if self._log is not None:
             line = {
-                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 "silo": silo,
                 "exchange": exchange,
                 "seconds": round(time.monotonic() - began, 4),
@@ -475,8 +474,8 @@ class Federation:
                 line |= {"received": len(reply), "reply": sha256(reply).hexdigest()}
             else:
                 line["away"] = repr(reply)
-            with self._log_lock, append_privately(self._log) as file:
-                file.write(f"{json.dumps(line)}\n".encode())
+            with self._log_lock:
+                log_privately(self._log, line)
         return reply
 
 

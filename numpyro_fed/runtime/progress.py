@@ -1,12 +1,18 @@
-"""Progress bars: of the rounds of a run, and of the stages of a call of ``nf.fit``."""
+"""What shows that something goes on: rounds of a run, stages of ``nf.fit``, calls that take long.
+
+Programs end at Ctrl-C where they are waited for by ``jax.block_until_ready``. By ``np.asarray``
+nothing is heard before a program's end, nor while one is compiled.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
 from types import TracebackType
-from typing import Self
+from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 import jax.monitoring
 from tqdm.auto import tqdm
@@ -14,10 +20,16 @@ from tqdm.auto import tqdm
 # Seconds between updates of the clock. Compilation reports nothing, so that without them a bar
 # stands still for half a minute and looks hung. More often would take time from the compiler.
 TICK = 0.5
+SOON = 2.0  # seconds after which a call shows that it goes on
 # The names of JAX's events that begin and end while a program is traced and compiled.
 COMPILES = "/jax/core/compile/"
 COMPILING = "compiling (first time)"
 READING = "reading the model"
+_SHOWN: ContextVar[bool] = ContextVar("shown", default=False)
+
+Args = ParamSpec("Args")
+T = TypeVar("T")
+Object = TypeVar("Object", bound="ShowsProgress")
 
 
 class Progress:
@@ -145,3 +157,56 @@ class StageBar(Progress):
     def _has_compiled(self, event: str, duration_secs: float, **words: str | int) -> None:
         """Count a program that is traced or compiled."""
         self._num_compiling -= event.startswith(COMPILES)
+
+
+@contextmanager
+def in_sight(doing: str, *, shown: bool = True) -> Iterator[None]:
+    """Enter a block that shows what it is doing, and for how long, if it takes more than a moment.
+
+    Blocks within it show nothing of their own, also where it is not shown itself.
+    """
+    outer, stop = _SHOWN.get(), threading.Event()
+    before = _SHOWN.set(True)
+    clock = threading.Thread(target=_show, args=(doing, stop), daemon=True)
+    try:
+        if shown and not outer:
+            clock.start()
+        yield
+    finally:
+        stop.set()
+        if clock.ident is not None:
+            clock.join()
+        _SHOWN.reset(before)
+
+
+def _show(doing: str, stop: threading.Event) -> None:
+    if stop.wait(SOON):
+        return
+    with tqdm(desc=doing, bar_format="{desc} [{elapsed}]", leave=False) as bar:
+        bar.start_t -= SOON
+        while not stop.wait(TICK):
+            bar.refresh()
+
+
+class ShowsProgress(Protocol):
+    """An object whose calls show that they go on, or do not."""
+
+    @property
+    def shows_progress(self) -> bool:
+        """Return whether calls that take long are shown."""
+
+
+def shows(
+    doing: str,
+) -> Callable[[Callable[Concatenate[Object, Args], T]], Callable[..., T]]:
+    """Return a decorator of methods that show what they are doing, if that takes long."""
+
+    def decorate(method: Callable[Concatenate[Object, Args], T]) -> Callable[..., T]:
+        @wraps(method)
+        def call(self: Object, *args: Args.args, **kwargs: Args.kwargs) -> T:
+            with in_sight(doing, shown=self.shows_progress):
+                return method(self, *args, **kwargs)
+
+        return call
+
+    return decorate

@@ -39,10 +39,10 @@ from numpyro_fed.errors import (
     SilosError,
     SumError,
 )
+from numpyro_fed.files import canonical
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import stacked
 from numpyro_fed.privacy.masks import MAX_PARTIES, decode
-from numpyro_fed.records import canonical
 from numpyro_fed.runtime.federation import Arrivals, Federation
 from numpyro_fed.runtime.host import PlainLoop
 from numpyro_fed.runtime.messages import (
@@ -233,20 +233,19 @@ class Channel:
 
         A silo's own ``ok`` is not trusted: the reply is checked again here.
         """
-        (shapes, check), name = expected, exchange.name
+        shapes, check = expected
+        refused = partial(ReplyError, silo=silo, exchange=exchange.name)
         try:
             reply = unpack("reply", shapes, read(answer).arrays)
         except DataError as error:
-            raise ReplyError(f"is refused: {error}", silo=silo, exchange=name) from error
+            raise refused(f"is refused: {error}") from error
         if exchange.weighted:
             (least, most), weight = self.weights[silo], float(np.asarray(reply.weight))
             if not least <= weight <= most:
-                raise ReplyError(
+                raise refused(
                     f"has weight {weight:g}, where {least:g} to {most:g} is allowed by what the "
                     "silo has said of its number of rows. Its facts must be of the data that it "
-                    "holds; or use weights='even'.",
-                    silo=silo,
-                    exchange=name,
+                    "holds; or use weights='even'."
                 )
         return check(reply)
 
@@ -483,24 +482,20 @@ def sum_of(
     total, ok = np.zeros((size, 2), np.uint64), []
     wanted = {MASKED: ((size, 2), np.dtype(np.uint64)), "ok": ((), np.dtype(bool))}
     for silo, answer in answers.items():
+        wrong = partial(ReplyError, silo=silo, exchange=exchange.name)
         try:
             arrays = read(answer).arrays
         except DataError as error:
-            raise ReplyError(f"is refused: {error}", silo=silo, exchange=exchange.name) from error
+            raise wrong(f"is refused: {error}") from error
         came = {name: (a.shape, a.dtype) for name, a in arrays.items()}
         if came != wanted:
-            raise ReplyError(
+            raise wrong(
                 f"holds {came}, where {wanted} was agreed for a sum. Both sides must have built "
-                "from the same plan, with the same version.",
-                silo=silo,
-                exchange=exchange.name,
+                "from the same plan, with the same version."
             )
         total += arrays[MASKED]
         ok.append(bool(arrays["ok"]))
-
-    def refused(words: str) -> SumError:
-        return SumError(words, silos=who, exchange=exchange.name)
-
+    refused = partial(SumError, silos=who, exchange=exchange.name)
     try:
         numbers = decode(total, len(who))
     except DataError as error:

@@ -212,11 +212,11 @@ class _Loop:
             order = bucket[order], place[order]
         # The inlined jit keeps its trace: eval_shape and the loop's body share one.
         one_step = jax.jit(self._step, inline=True)
-        of_steps = partial(self._run_steps, one_step, key)
+        rest = batches, order, server_data
         first = jax.eval_shape(partial(self._draw, key), state.round[None], state, batches)
         drawn = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), first)
-        inputs = (drawn, state.server, state.silos, batches, order, server_data)
-        _, _, info, good, watched = jax.eval_shape(one_step, *inputs)
+        inputs = drawn, state.server, state.silos
+        _, _, info, good, watched = jax.eval_shape(one_step, *inputs, *rest)
         # An empty log of as many rounds as one call can log, from the shapes of a report.
         room = chunk_of(schedule), 1 if schedule is None else schedule.steps
         reported = info.report, drawn[0], watched
@@ -236,9 +236,8 @@ class _Loop:
             def body(carry: RoundCarry) -> RoundCarry:
                 i, state, log, _ = carry
                 of_round = jax.tree.map(lambda a: a[i - begun], drawn)
-                server, silos, info, good, watched = one_step(
-                    of_round, state.server, state.silos, batches, order, server_data
-                )
+                inputs = of_round, state.server, state.silos
+                server, silos, info, good, watched = one_step(*inputs, *rest)
                 planned = _planned(state.schedule, of_round[0], info)
                 state = State(state.round + 1, server, silos, planned)
                 log = _write(log, i, 0, info, of_round[0], watched)
@@ -254,7 +253,7 @@ class _Loop:
         all_good = jnp.ones(good.shape if ahead else size, bool)
         start = (jnp.zeros((), jnp.int32), state, log, RunStatus(jnp.array(True), all_good))
         if not ahead:
-            one_round = partial(of_steps, batches=batches, order=order, server_data=server_data)
+            one_round = partial(self._run_steps, one_step, key, rest)
             return readable(jax.lax.while_loop(continues, one_round, start)[1:])
         i, state, log, status = jax.lax.while_loop(continues, one_block, start)
         if schedule is None:
@@ -301,11 +300,8 @@ class _Loop:
         self,
         one_step: Callable[..., Any],
         key: Array,
+        rest: tuple[Batches, Any, ServerData],
         carry: RoundCarry,
-        *,
-        batches: Batches,
-        order: Any,
-        server_data: ServerData,
     ) -> RoundCarry:
         """Run a round of several steps, or one whose participants the last round has decided."""
         (i, state, log, _), schedule = carry, cast(Schedule, self.schedule)
@@ -318,14 +314,12 @@ class _Loop:
             s, server, silos, planned, log, status = carry
             number = state.round * len(who) + s
             noise = _noise_of_participants(self.algorithm.round, key, number, who[s], silos)
-            server, silos, info, good, watched = one_step(
-                (who[s], noise), server, silos, batches, order, server_data
-            )
+            server, silos, info, good, watched = one_step((who[s], noise), server, silos, *rest)
             log = _write(log, i, s, info, who[s], watched)
             status = RunStatus(info.ok, status.replies.at[who[s]].set(good))
             return s + 1, server, silos, _planned(planned, who[s], info), log, status
 
-        status = RunStatus(jnp.array(True), jnp.ones(num_silos(batches), bool))
+        status = RunStatus(jnp.array(True), jnp.ones(num_silos(rest[0]), bool))
         zero = jnp.zeros((), jnp.int32)
         first = (zero, state.server, state.silos, (plan, state.schedule[1]), log, status)
         _, server, silos, planned, log, status = jax.lax.while_loop(continues, body, first)

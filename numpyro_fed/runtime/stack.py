@@ -37,35 +37,23 @@ class Schedule(NamedTuple):
 
     A run in which all silos take part in every round has no schedule. Under a schedule every silo
     must take part some time, or its data count for nothing.
-
-    Attributes
-    ----------
-    steps : int
-        Updates of the server in a round.
-    size : int
-        Participants of each update.
-    init : key -> carry
-        The first carry: arrays that are handed on from round to round in the run's state.
-    visits : (key, round, carry, change) -> (who, carry)
-        The silos that take part in each step of a round, (steps, size) int, distinct within a
-        step. ``change`` (num_silos,) is the last ``Info.change`` of a step in which a silo took
-        part alone, infinite before the first. The key is the same in all rounds.
-    num_silos : int
-        The number of silos.
-    ahead : bool
-        Whether ``visits`` reads neither the carry nor ``change``, so that the participants of
-        many rounds can be drawn ahead.
-    by_arrival : bool
-        Whether replies are used one by one in the order in which they come, by the real clock. Then
-        nobody calls ``visits``, and silos must be in processes of their own.
     """
 
-    steps: int
-    size: int
+    steps: int  # updates of the server in a round
+    size: int  # participants of each update
+    # The first carry, by a key: arrays that are handed on from round to round in a run's state.
     init: Callable[[Array], Any]
+    # (key, round, carry, change) -> (who, carry): the silos that take part in each step of a round,
+    # (steps, size) int, distinct within a step. ``change`` (num_silos,) is the last ``Info.change``
+    # of a step in which a silo took part alone, infinite before the first. The key is the same in
+    # all rounds.
     visits: Callable[[Array, Array, Any, Array], tuple[Array, Any]]
     num_silos: int
+    # Whether ``visits`` reads neither the carry nor ``change``, so that the participants of many
+    # rounds can be drawn ahead.
     ahead: bool = False
+    # Whether replies are used one by one in the order in which they come, by the real clock. Then
+    # nobody calls ``visits``, and silos must be in processes of their own.
     by_arrival: bool = False
 
 
@@ -255,9 +243,7 @@ class PlanSize(NamedTuple):
     num_silos: int
     num_rows: int  # the rows of this silo
     num_parameters: int  # globals and shared parameters, or a client's own latents
-    # The budget of differential privacy that a run may spend; 0 for a method without one.
-    epsilon: float = 0.0
-    delta: float = 0.0  # the probability with which its bound may fail
+    delta: float = 0.0  # the probability with which the bound of a budget of privacy may fail
     # The noise multiplier of a Gaussian release that tells as much as all exchanges of a run; 0 for
     # a method without a budget.
     multiplier: float = 0.0

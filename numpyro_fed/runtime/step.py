@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -299,14 +299,12 @@ def message_shapes(
 
 def declared(exchange: Exchange[Any, Any, Any]) -> MessageShapes:
     """Return the shapes of the messages of a stacked exchange, which says them itself."""
-    if exchange.like is None:
-        raise TypeError(f"the exchange {exchange.name!r} is stacked and does not say its shapes.")
-    down, up = exchange.like()
+    down, up = cast(Callable[[], tuple[Any, Any]], exchange.like)()
     ok: Any = jax.ShapeDtypeStruct((), bool)
     return exchange, down, Reply(up, ok)
 
 
-class Asked:
+class AskAll:
     """The function that asks all silos; it knows their states, and who was unusable last."""
 
     def __init__(

@@ -92,7 +92,6 @@ class Weigh(Generic[Server, Silo]):
             silo_noise=key_as_noise if self.guide.locals else no_noise,
             usable=some_count,
             settings=self.settings,
-            stacked=True,
             like=lambda: (
                 shape_of_draws(self.guide, self.fitted, (self.num_draws, self.model.dim)),
                 Estimates(shape(self.num_draws), shape()),

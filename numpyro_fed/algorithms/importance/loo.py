@@ -95,7 +95,6 @@ def leave_out(
         combine=Combine.GATHER,
         silo_noise=key_as_noise,
         settings=settings,
-        stacked=True,
         like=lambda: (
             LeaveOutDown(shape_of_draws(guide, fitted, (num_draws, fm.dim)), shape(num_draws)),
             LeftOut(shape(), shape(), shape()),
@@ -273,7 +272,6 @@ def loo(
         stacked_reply(lambda *of_silo: RowSums.of(scores(*of_silo)), little=True),
         silo_noise=key_as_noise,
         settings=settings,
-        stacked=True,
         like=lambda: (
             LeaveOutDown(shape_of_draws(guide, fitted, (num_draws, fm.dim)), shape(num_draws)),
             RowSums(*[shape()] * len(RowSums._fields)),

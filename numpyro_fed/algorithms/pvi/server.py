@@ -288,7 +288,7 @@ class PartitionedVI(PVIAtSilo):
             return Down(first.params.theta, first.total), shape()
 
         visit = stacked_reply(expect, little=True)
-        return Exchange("evaluation", visit, silo_noise=key_as_noise, stacked=True, like=messages)
+        return Exchange("evaluation", visit, silo_noise=key_as_noise, like=messages)
 
     def free_energy(self, ask: AskSilos, key: Array, state: ServerState) -> float:
         """Return the free energy of the posterior, in one exchange."""

@@ -285,7 +285,6 @@ class Parties(ABC):
             stacked_visit(silo, little=True),
             silo_noise=key_as_noise,
             settings=json.dumps({"num_draws": n}),
-            stacked=True,
             like=lambda: (shape(n, self.rank) if self.rank else None, ()),
         )
         return exchange, jax.jit(lambda key, state: self.server_draws(key, state, n))

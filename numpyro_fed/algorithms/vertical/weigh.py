@@ -101,7 +101,6 @@ class WeighParties:
             silo_noise=key_as_noise,
             usable=self.usable,
             settings=json.dumps({"num_draws": n, "at_once": self.at_once}),
-            stacked=True,
             like=lambda: (down, up),
         )
 
