@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.linalg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ott.geometry.costs import Bures
@@ -27,7 +26,8 @@ def gaussians(seed, number, dim, spread=1.0):
 
 
 def root(S):
-    return np.real(scipy.linalg.sqrtm(S))
+    variances, axes = np.linalg.eigh(S)
+    return (axes * np.sqrt(variances)) @ axes.T
 
 
 @pytest.mark.slow
@@ -39,18 +39,55 @@ def test_the_wasserstein_barycenter_solves_its_equation(seed, shape):
         loc, S = (np.asarray(a) for a in wasserstein(locs, covs, w))
     half = root(S)
     right = sum(wj * root(half @ cov @ half) for wj, cov in zip(w, covs, strict=True))
-    np.testing.assert_allclose(right, S, atol=1e-6 * abs(S).max())
+    np.testing.assert_allclose(right, S, atol=1e-12 * abs(S).max())
     np.testing.assert_allclose(loc, w @ locs, rtol=1e-10)
 
 
 @pytest.mark.parametrize("number", [2, 5])
 def test_it_is_that_of_ott(number):
+    """OTT's loop ends after five steps unless it is told how many to take."""
     locs, covs, w = gaussians(1, number, 4)
-    loc, S = wasserstein(locs, covs, w)
-    points = jnp.concatenate([jnp.asarray(locs), jnp.asarray(covs).reshape(number, -1)], 1)
-    found, _ = Bures(4).barycenter(jnp.asarray(w), points)
-    np.testing.assert_allclose(found[:4], loc, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(found[4:].reshape(4, 4), S, rtol=2e-3, atol=1e-3 * abs(S).max())
+    steps = dict.fromkeys(("min_iterations", "max_iterations", "inner_iterations"), 60)
+    exact = dict(threshold=1e-16, regularization=0.0, inner_iterations=1)
+    with jax.enable_x64(True):
+        loc, S = wasserstein(locs, covs, w)
+        points = jnp.concatenate([jnp.asarray(locs), jnp.asarray(covs).reshape(number, -1)], 1)
+        found, _ = Bures(4, exact).barycenter(jnp.asarray(w), points, **steps)
+    np.testing.assert_allclose(found[:4], loc, rtol=1e-12)
+    np.testing.assert_allclose(found[4:].reshape(4, 4), S, atol=1e-10 * abs(S).max())
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("power", [0, 4])
+def test_each_coordinate_keeps_its_digits_in_any_units_and_order(power, double):
+    """Pairs of coordinates of one unit each: every pair is a problem of its own."""
+    r = np.random.default_rng(0)
+    _, covs, w = gaussians(2, 3, 2)
+    units = 10.0 ** np.linspace(-power, power, 3)
+    blocks = np.einsum("u,jab,v->juavb", units, covs, units) * np.eye(3)[:, None, :, None]
+    order = r.permutation(6)
+    wide = blocks.reshape(3, 6, 6)[:, order][:, :, order]
+    with jax.enable_x64(True):
+        expected = np.asarray(wasserstein(np.zeros((3, 2)), covs, w)[1])
+    with jax.enable_x64(double):
+        found = np.asarray(wasserstein(np.zeros((3, 6)), wide, w)[1], float)
+    sds = np.repeat(units, 2)[order]
+    found = (found / sds / sds[:, None])[np.argsort(order)][:, np.argsort(order)]
+    atol = (1e-12 if double else 1e-5) * abs(expected).max()
+    np.testing.assert_allclose(found, np.kron(np.eye(3), expected), atol=atol)
+
+
+def test_covariances_with_the_same_axes_have_the_square_of_the_mean_root():
+    r = np.random.default_rng(0)
+    Q, variances, w = (
+        np.linalg.qr(r.normal(size=(5, 5)))[0],
+        r.gamma(1, size=(4, 5)),
+        r.dirichlet(np.ones(4)),
+    )
+    with jax.enable_x64(True):
+        S = wasserstein(np.zeros((4, 5)), Q * variances[:, None] @ Q.T, w)[1]
+    expected = Q * (w @ np.sqrt(variances)) ** 2 @ Q.T
+    np.testing.assert_allclose(S, expected, atol=1e-13 * abs(expected).max())
 
 
 @given(SEEDS, SHAPES)

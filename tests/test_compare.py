@@ -14,10 +14,11 @@ import optax
 import pytest
 from laid_open import put_in_place
 from problems import cut
+from scipy.stats import norm
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.importance.likelihood import Integration
-from numpyro_fed.reference.compare import compare
+from numpyro_fed.reference.compare import _sinkhorn, compare, joint_divergence
 from numpyro_fed.reference.nuts_result import NutsResult
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.element_errors import ElementErrors
@@ -106,7 +107,7 @@ def several():
 
 def test_measures_have_the_shapes_of_their_sites_and_stand_at_their_elements():
     found, off = several()
-    assert found.to_dict().keys() == {"sites", "pareto_k"}
+    assert found.to_dict().keys() == {"sites", "pareto_k", "joint"}
     assert found.to_dict()["pareto_k"] == 0.1
     assert found.sites.keys() == {"mu", "w"}
     assert {m: v.shape for m, v in found.sites["mu"].items()} == dict.fromkeys(
@@ -117,12 +118,98 @@ def test_measures_have_the_shapes_of_their_sites_and_stand_at_their_elements():
     np.testing.assert_allclose(found.sites["w"]["sd_ratio"], np.ones((2, 3)))
 
 
+# --- all elements together ---------------------------------------------------------------------
+
+
+def between_normals(variance, epsilon):
+    """The closed form of Janati et al. (2020) of an axis on which the reference is standard."""
+    s = epsilon / 2
+
+    def transport(a, b):
+        d = np.sqrt(4 * a * b + s**2)
+        return a + b - d + s * (1 - np.log(2 * s) + np.log(d + s))
+
+    return transport(variance, 1) - (transport(variance, variance) + transport(1, 1)) / 2
+
+
+@pytest.mark.parametrize(("shift", "sd"), [(0.0, 1.0), (0.7, 1.0), (0.0, 0.5), (-0.3, 1.6)])
+def test_the_joint_distance_of_two_normals_is_the_closed_form(shift, sd):
+    """Quantiles in the place of draws, so that there is no noise."""
+    z = norm.ppf((np.arange(4_000) + 0.5) / 4_000)[:, None]
+    found = joint_divergence(3 + 20 * (shift + sd * z), None, 3 + 20 * z)
+    np.testing.assert_allclose(found, shift**2 + between_normals(sd**2, 2), atol=2e-3)
+
+
+@pytest.mark.slow
+def test_the_joint_distance_of_normal_draws_is_the_closed_form_within_its_noise():
+    """Correlated elements in their own units, one that others determine, and one that is fixed."""
+    r = np.random.default_rng(0)
+
+    def draws(mean, sds):
+        u = mean + sds * r.normal(size=(8_000, 2))
+        z = np.stack([1e3 * u[:, 0], 1e-4 * (2 * u[:, 0] + u[:, 1])], 1)
+        return np.column_stack([z, z[:, 0] + 1e7 * z[:, 1], np.ones(8_000)])
+
+    def mean_and_error(mean, sds):
+        found = [joint_divergence(draws(mean, sds), None, draws(0, 1)) for _ in range(6)]
+        return np.mean(found), np.std(found, ddof=1) / np.sqrt(6)
+
+    noise, _ = mean_and_error(0, 1)
+    assert noise < 0.015
+    found, error = mean_and_error(np.array([0.3, 0]), np.array([1, 0.5]))
+    expected = 0.3**2 + between_normals(0.25, 4)
+    assert abs(found - expected) < noise + 4 * error
+
+
+def test_weights_count_in_the_joint_distance():
+    """Draws of the reference, weighed to those of a normal that is shifted by an sd."""
+    z = norm.ppf((np.arange(20_000) + 0.5) / 20_000)[:, None]
+    weights = norm.pdf(z[:, 0] - 0.8) / norm.pdf(z[:, 0])
+    np.testing.assert_allclose(joint_divergence(z, weights, z), 0.8**2, atol=0.01)
+
+
+def test_the_same_draws_have_no_joint_distance_and_others_that_of_correlations():
+    r = np.random.default_rng(0)
+    nuts = r.normal(size=(2, 2_000, 2))
+    same = compare(corrected_of(np.full(4_000, 1 / 4_000), z=nuts.reshape(-1, 2)), nuts_of(z=nuts))
+    assert 0 <= same.joint["sinkhorn_divergence"] < 1e-6
+    assert 0.001 < same.joint["noise_floor"] < 0.02
+    assert same.to_dict()["joint"] == same.joint
+    # Marginals are right, and the correlation of 0.8 is not there.
+    z = nuts @ np.linalg.cholesky([[1, 0.8], [0.8, 1]]).T
+    other = compare(corrected_of(np.full(4_000, 1 / 4_000), z=nuts.reshape(-1, 2)), nuts_of(z=z))
+    assert (other.sites["z"]["wasserstein_sd"] < 0.1).all()
+    assert other.joint["sinkhorn_divergence"] > 20 * other.joint["noise_floor"]
+
+
+def test_spreads_are_compared_by_their_logs():
+    """As they are, one draw of a thousand far out in the tail would decide."""
+    r = np.random.default_rng(0)
+    z = 2 * r.normal(size=(2, 1, 4_000)) + np.array([1, 0])[:, None, None]
+    one, other = (nuts_of(z=draws) for draws in z)
+    spreads = compare(*(nuts_of(z=np.exp(draws)) for draws in z)).joint
+    assert compare(one, other).joint == pytest.approx(spreads, rel=1e-9)
+    assert spreads["sinkhorn_divergence"] == pytest.approx(0.25, abs=0.06)
+    assert spreads["noise_floor"] < 0.02
+
+
+def test_one_program_does_for_all_models():
+    for k, n in ((1, 500), (3, 500), (2, 700)):
+        draws = np.random.default_rng(k).normal(size=(2, n, k))
+        assert 0 < joint_divergence(draws[0], None, draws[1]) < 0.2
+    assert _sinkhorn()._cache_size() == 1
+
+
 # --- the table and the figure ----------------------------------------------------------------
 
 
 def test_the_table_has_a_line_for_every_element():
     found, off = several()
-    header, *lines, last = str(found).splitlines()
+    header, *lines, joint, last = str(found).splitlines()
+    numbers = (f"{found.joint[name]:.3f}" for name in ("sinkhorn_divergence", "noise_floor"))
+    assert joint == "joint Sinkhorn divergence (sd²): {}; {} between halves of NUTS".format(
+        *numbers
+    )
     assert header.split("  ")[0] == "site"
     assert all(word in header for word in ("mean error (sd)", "sd ratio", "Wasserstein (sd)"))
     elements = {"mu": 0.0} | {f"w[{i}, {k}]": off[i, k] for i in range(2) for k in range(3)}
@@ -282,7 +369,7 @@ def test_an_element_without_an_sd_has_no_measures_in_sds():
     np.testing.assert_allclose([m[1] for m in measures.values()], [0, 1, 0], atol=1e-6)
     lines = str(table).splitlines()
     assert lines[1].split() == ["u[0]", "-", "-", "-"]
-    assert lines[3] == "-: no mean or no sd; compare quantiles"
+    assert lines[4] == "-: no mean or no sd; compare quantiles"
 
 
 def test_runs_of_different_models_are_refused():
