@@ -245,7 +245,9 @@ class AtDraw(NamedTuple):
 
 
 # The axes of many draws of the globals in one ``AtDraw``.
-EACH_DRAW: Any = AtDraw(*(None, None, 0, Coordinates(*(0, None)), None, None))
+_COORDINATES: Any = (0, None)
+_EACH: Any = (None, None, 0, Coordinates(*_COORDINATES), None, None)
+EACH_DRAW = AtDraw(*_EACH)
 
 
 @dataclass(frozen=True, eq=False)

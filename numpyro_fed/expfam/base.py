@@ -338,7 +338,7 @@ def product(members: Mapping[str, tuple[Index, Family[Any]]]) -> Product:
 
 
 @dataclass(frozen=True, eq=False)
-class Product(Family[Tree]):
+class Product(Family[Any]):
     """A family for each part of ``z``: see :func:`product`."""
 
     members: Mapping[str, tuple[Index, Family[Any]]]

@@ -70,6 +70,10 @@ from numpyro_fed.trees import drop_weak_types
 
 # Folded into the key of a run for what comes before its rounds, whose numbers never come to it.
 OPENING = 2**31 - 1
+OTHER_COLUMNS = (
+    "client {} holds columns of another shape or kind than the plan says. The plan must be made "
+    "from the facts of this client, as the client of this number."
+)
 
 
 @dataclass(frozen=True)
@@ -388,20 +392,14 @@ class VerticalMethod(FederatedMethod[Outcome]):
         own = {"columns": silo, "predictor": expected.kwargs["predictor"]}
         data = plan.client_data(own, f"client {number}")
         if signature(data) != signature(expected):
-            raise DataError(
-                f"client {number} holds columns of another shape or kind than the plan says. The "
-                "plan must be made from the facts of this client, as the client of this number."
-            )
+            raise DataError(OTHER_COLUMNS.format(number))
         return data
 
     def check_plan(self, plan: Plan, facts: str, number: int) -> None:
         """Raise an error for a plan that does not come from these facts of client ``number``."""
         own = replace(Facts.from_json(facts), ids="")
         if not 0 <= number < plan.num_silos or plan.clients[number] != own:
-            raise DataError(
-                f"client {number} holds columns of another shape or kind than the plan says. The "
-                "plan must be made from the facts of this client, as the client of this number."
-            )
+            raise DataError(OTHER_COLUMNS.format(number))
         roles, by_value = self._roles(plan), not plan.software
         traces = roles.model.clients[number].traces
         mine = terms_of(traces, roles.clients[number], by_value=by_value)

@@ -1,4 +1,4 @@
-"""The model text at given latents and parameters: substitution, log densities by site.
+"""The model text at given latents and parameters, which are substituted.
 
 Latents are given in unconstrained space. The log-determinant of each bijection is added to the text
 as a ``numpyro.factor`` named ``_{site}_log_det``, in the silo plate of its site, so that it is
@@ -21,7 +21,6 @@ from numpyro.distributions.util import sum_rightmost
 
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.densities import log_prob
 from numpyro_fed.model.sites import Site
 from numpyro_fed.programs import TRACING
 
@@ -104,21 +103,3 @@ def run_text(
     with TRACING:
         trace: dict[str, Any] = handlers.trace(text).get_trace(**data.kwargs)
     return trace
-
-
-def trace_at(
-    model: Callable[..., Any],
-    sites: Sequence[Site],
-    theta: Theta,
-    z_G: Array,
-    z_L: Rows,
-    data: SiloData,
-    key: Array | None = None,
-) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Return the log probability of each sample site, not summed, and the trace.
-
-    Neither depends on the key if ``z_G`` and ``z_L`` hold all latents: ``split`` refuses texts with
-    other randomness.
-    """
-    trace = run_text(model, unpack(sites, z_G, z_L), theta, data, key)
-    return {n: log_prob(s) for n, s in trace.items() if s["type"] == "sample"}, trace

@@ -20,7 +20,7 @@ from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
 from jax.typing import ArrayLike
 
 from numpyro_fed.errors import DataError
-from numpyro_fed.model.tables import Frame, as_dict, column_names, is_frame
+from numpyro_fed.model.tables import Table, as_dict, column_names, is_frame
 
 Sizes = dict[str, int]
 
@@ -118,7 +118,7 @@ jax.tree_util.register_pytree_node(
     ReadSilos, lambda silos: (silos[:], None), lambda _, silos: ReadSilos(silos)
 )
 
-SiloInput: TypeAlias = Mapping[str, Any] | Frame
+SiloInput: TypeAlias = Mapping[str, Any] | Table
 SilosInput: TypeAlias = Sequence[SiloInput] | ReadSilos
 
 

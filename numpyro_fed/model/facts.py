@@ -67,7 +67,8 @@ class Facts:
     DataFrames, in which outcomes some are missing, static values as they are, the sites of the
     model, for each silo plate the number of rows rounded up to a power of two, and verdicts, such
     as whether the likelihood is conjugate. They do not contain exact numbers of rows, nor any
-    number that depends on the values of data, except for the verdicts.
+    number that depends on the values of data, except for the verdicts. Those of a client that holds
+    columns have the whole shapes of its arrays, and neither sites nor sizes.
 
     Attributes
     ----------

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from jax.typing import ArrayLike
 
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import SiloData, array_bytes, signature
-from numpyro_fed.model.jaxprs import Program, Written
+from numpyro_fed.model.jaxprs import Written
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.traces import DENSITY, INITIAL, THE_KEY, VALUE, Traces
 from numpyro_fed.programs import jit_once
@@ -56,13 +56,17 @@ def fingerprint(fm: FederatedModel, silos: Sequence[SiloData]) -> str:
     hash is the same in every process, but not under other versions of JAX or NumPyro, which trace
     the same densities to other programs.
     """
-    programs = []
+    words = repr((fm.sites, fm.plates, sorted(fm.structure.supports)))
+    digest = hashlib.sha256(words.encode())
     for silo in {signature(silo): silo for silo in silos}.values():
         trace = fm.traces.at(silo)
         # A density may stay as it is where a transform or a deterministic site has changed.
         wanted = [o for o in trace.outputs if o[0] in (DENSITY, VALUE, INITIAL)]
-        programs.append(trace.part(wanted)[0])
-    return _hashed(repr((fm.sites, fm.plates, sorted(fm.structure.supports))), programs)
+        program = Written(trace.part(wanted)[0])
+        digest.update(program.words.encode())
+        for number in program.numbers:
+            digest.update(array_bytes(number))
+    return digest.hexdigest()
 
 
 def source_hash(model: Callable[..., Any]) -> str:
@@ -187,12 +191,3 @@ def _difference(there: Term, here: Term, by_value: bool) -> str:
             return f"reads another array of constants in '{site}'"
         return f"has another constant in '{site}' where the server's has {one[0]:.6g}"
     return ""
-
-
-def _hashed(words: str, programs: Iterable[Program]) -> str:
-    digest = hashlib.sha256(words.encode())
-    for one in map(Written, programs):
-        digest.update(one.words.encode())
-        for number in one.numbers:
-            digest.update(array_bytes(number))
-    return digest.hexdigest()

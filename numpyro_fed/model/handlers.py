@@ -21,7 +21,7 @@ from numpyro_fed.model.clients import augment as augment
 from numpyro_fed.model.clients import power_likelihood as power_likelihood
 from numpyro_fed.model.data import is_leaf, with_model_data
 from numpyro_fed.model.jaxprs import provenance
-from numpyro_fed.model.primitives import feasible, inside_control_flow, silo_plate_of
+from numpyro_fed.model.primitives import feasible, in_silo_plate, inside_control_flow, silo_plate_of
 from numpyro_fed.model.substitution import substitute_prior as substitute_prior
 from numpyro_fed.model.tables import as_dict
 from numpyro_fed.programs import TRACING
@@ -90,18 +90,6 @@ def local_name(silo: int, name: str) -> str:
     return f"silo_{silo}/{name}"
 
 
-class _assign_plates(Messenger):
-    """Assign deterministic sites to silo plates, given ``{site: silo plate}``."""
-
-    def __init__(self, fn: Callable[..., Any], plates: Mapping[str, str]):
-        self.plates = plates
-        super().__init__(fn)
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] == "deterministic" and msg["name"] in self.plates:
-            msg.setdefault("silo_plate", self.plates[msg["name"]])
-
-
 def localised(model: Callable[..., Any], data: Mapping[str, Any]) -> Callable[..., Any]:
     """Return the model with ``numpyro.deterministic`` sites that read rows made local.
 
@@ -141,7 +129,11 @@ def localised(model: Callable[..., Any], data: Mapping[str, Any]) -> Callable[..
         reads = frozenset[str]().union(*jax.tree.leaves(value))
         read = [p for p in plates if f"rows of {p}" in reads] or (plates if "data" in reads else [])
         plate_of |= {name: read[-1]} if read else {}
-    return _assign_plates(model, plate_of) if plate_of else model
+    if not plate_of:
+        return model
+    return in_silo_plate(
+        lambda msg: plate_of.get(msg["name"]) if msg["type"] == "deterministic" else None, model
+    )
 
 
 class _emit_once(Messenger):

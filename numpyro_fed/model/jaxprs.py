@@ -61,6 +61,10 @@ class Scan(NamedTuple):
         return slice(self.num_consts, self.num_consts + self.num_carry)
 
 
+# What stands for a value in the text: a digest of all that led to it, or a constant and its type.
+Said = str | tuple[ArrayLike, str]
+
+
 class Written:
     """A program's operations as text, and the numbers that they read, in their order.
 
@@ -75,23 +79,21 @@ class Written:
         inputs = [f"{i}:{_shape(v)}" for i, v in enumerate(program.jaxpr.invars)]
         self.words = " ".join(map(self._said, self._outputs(program, inputs)))
 
-    def _outputs(self, program: Program, inputs: Sequence[str | _Number]) -> list[str | _Number]:
+    def _outputs(self, program: Program, inputs: Sequence[Said]) -> list[Said]:
         """Return what a program's outputs are, as digests of all that led to them."""
-        known: dict[int, str | _Number] = dict(
-            zip(map(id, program.jaxpr.invars), inputs, strict=True)
-        )
+        known: dict[int, Said] = dict(zip(map(id, program.jaxpr.invars), inputs, strict=True))
         for variable, value in zip(program.jaxpr.constvars, program.consts, strict=True):
-            known[id(variable)] = _Number(value, _shape(variable))
+            known[id(variable)] = (value, _shape(variable))
 
-        def found(atom: Atom) -> str | _Number:
-            return _Number(atom.val, _shape(atom)) if isinstance(atom, Literal) else known[id(atom)]
+        def found(atom: Atom) -> Said:
+            return (atom.val, _shape(atom)) if isinstance(atom, Literal) else known[id(atom)]
 
         for eqn in program.jaxpr.eqns:
             results = self._results(eqn, [found(v) for v in eqn.invars])
             known |= zip(map(id, eqn.outvars), results, strict=True)
         return [found(v) for v in program.jaxpr.outvars]
 
-    def _results(self, eqn: JaxprEqn, operands: Sequence[str | _Number]) -> Sequence[str | _Number]:
+    def _results(self, eqn: JaxprEqn, operands: Sequence[Said]) -> Sequence[Said]:
         """Return what an operation's results are."""
         if (program := called_program(eqn)) is not None:
             return self._outputs(program, operands)
@@ -111,7 +113,7 @@ class Written:
             carry_of = _digest(*map(self._said, results[: loop.num_carry]))
             last = [_digest("last", steps, carry_of, f"{i}") for i in range(loop.num_carry)]
             return last + [
-                one if isinstance(one, _Number) else _digest("stacked", steps, carry_of, one)
+                _digest("stacked", steps, carry_of, one) if isinstance(one, str) else one
                 for one in stacked
             ]
         if eqn.primitive.name == "while":
@@ -137,22 +139,16 @@ class Written:
         whole = _digest(eqn.primitive.name, *parts)
         return [_digest(whole, f"{i}:{_shape(v)}") for i, v in enumerate(eqn.outvars)]
 
-    def _inputs(self, kind: str, operands: Sequence[str | _Number]) -> list[str]:
+    def _inputs(self, kind: str, operands: Sequence[Said]) -> list[str]:
         return [_digest(kind, f"{i}", self._said(one)) for i, one in enumerate(operands)]
 
-    def _said(self, one: str | _Number) -> str:
+    def _said(self, one: Said) -> str:
         """Return what stands for a value in the text; a number is noted wherever it is read."""
         if isinstance(one, str):
             return one
-        self.numbers.append(one.value)
-        return f"number {one.shape}"
-
-
-class _Number(NamedTuple):
-    """A constant that a program reads."""
-
-    value: ArrayLike
-    shape: str
+        value, shape = one
+        self.numbers.append(value)
+        return f"number {shape}"
 
 
 def _digest(*parts: str) -> str:

@@ -111,10 +111,27 @@ class FederatedModel:
         return frozenset({*at.masked, *at.improper, *at.foreign})
 
     @cached_property
-    def local_prior(self) -> LocalPrior | None:
-        """Return the distribution of local latents given the globals; None if one is no draw."""
+    def draws_local(self) -> bool:
+        """Return whether local latents can be drawn from their prior given the globals."""
         local = {s.name for s in self.sites if s.kind == "latent" and s.plate is not None}
-        return None if local & self.not_drawable else LocalPrior(self)
+        return not local & self.not_drawable
+
+    def draw_local(self, key: Array, theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
+        """Draw the latents of the silo plates that are not in ``z_L``; those in ``z_L`` stay."""
+        given = [s for s in self.sites if s.plate is None or s.plate in z_L]
+        trace = run_text(self.text, unpack(given, z_G, z_L), theta, data, key)
+        drawn = packed([s for s in self.sites if s.plate not in (None, *z_L)], trace)
+        return {**z_L, **{str(plate): z for plate, z in drawn.items()}}
+
+    def log_prior_of_local(self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
+        """Return the log density of such draws {plate: (rows,)}, scales and factors aside."""
+        values, total = unpack(self.sites, z_G, z_L), dict[str, Array]()
+        trace = run_text(self.text, values, theta, data)
+        for s in self.sites:
+            if s.kind == "latent" and s.plate is not None:
+                terms = sum_rows(_rows_first(s, _log_density(trace[s.name], values[s.name])))
+                total[s.plate] = total.get(s.plate, 0.0) + terms
+        return {plate: data.masked(plate, rows) for plate, rows in total.items()}
 
     @cached_property
     def global_prior(self) -> GlobalPrior:
@@ -283,30 +300,6 @@ class FederatedModel:
         return jax.vmap(lambda key: self.init_global(key, init_to_sample))(keys)
 
 
-@dataclass(frozen=True, eq=False)
-class LocalPrior:
-    """The conditional prior of a silo's latents given the globals, by runs of the text itself."""
-
-    model: FederatedModel
-
-    def draw(self, key: Array, theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
-        """Draw the latents of the silo plates that are not in ``z_L``; those in ``z_L`` stay."""
-        given = [s for s in self.model.sites if s.plate is None or s.plate in z_L]
-        trace = run_text(self.model.text, unpack(given, z_G, z_L), theta, data, key)
-        drawn = packed([s for s in self.model.sites if s.plate not in (None, *z_L)], trace)
-        return {**z_L, **{str(plate): z for plate, z in drawn.items()}}
-
-    def log_density(self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
-        """Return the log density of these draws {plate: (rows,)}, scales and factors aside."""
-        values, total = unpack(self.model.sites, z_G, z_L), dict[str, Array]()
-        trace = run_text(self.model.text, values, theta, data)
-        for s in self.model.sites:
-            if s.kind == "latent" and s.plate is not None:
-                terms = sum_rows(_rows_first(s, _log_density(trace[s.name], values[s.name])))
-                total[s.plate] = total.get(s.plate, 0.0) + terms
-        return {plate: data.masked(plate, rows) for plate, rows in total.items()}
-
-
 class Funnel(NamedTuple):
     """Global latents (children) whose prior depends on the same other globals (setters)."""
 
@@ -455,8 +448,8 @@ def outcomes_at(fm: FederatedModel, data: SiloData) -> dict[str, Outcome]:
     theta = {**fm.init_theta(key), **fm.init_private(key, data)}
     # What is observed depends on no latent: a prior that cannot be drawn from is none the worse.
     z_L = fm.init_local(key, data)
-    with handlers.block():
-        values = unpack(fm.sites, jnp.zeros(fm.dim), z_L)
+    values = unpack(fm.sites, jnp.zeros(fm.dim), z_L)
+    with TRACING, handlers.block():
         trace = run_text(fm.text, values, theta, data)
     found = {}
     for s in fm.sites:

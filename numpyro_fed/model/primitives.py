@@ -57,15 +57,16 @@ def inside_control_flow(
     return bool(msg.get("_control_flow_done"))
 
 
-class _tag(Messenger):
-    """Write a silo plate's name into every message inside of it that has none yet."""
+class in_silo_plate(Messenger):
+    """Say of messages that name no silo plate which one ``plate_of(message)`` names, if any."""
 
-    def __init__(self, plate: str):
-        self.plate = plate
-        super().__init__(None)
+    def __init__(self, plate_of: Callable[[Any], str | None], fn: Callable[..., Any] | None = None):
+        self.plate_of = plate_of
+        super().__init__(fn)
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        msg.setdefault("silo_plate", self.plate)
+        if (plate := self.plate_of(msg)) is not None:
+            msg.setdefault("silo_plate", plate)
 
 
 class silo_plate(numpyro.plate):
@@ -134,7 +135,7 @@ class silo_plate(numpyro.plate):
                 "Leave a silo with no rows out of the list."
             )
         # NumPyro emits the plate's own message in __init__, before the plate is on the stack.
-        with _tag(name):
+        with in_silo_plate(lambda msg: name):
             super().__init__(name, size, dim=dim)
 
     def process_message(self, msg: dict[str, Any]) -> None:
@@ -163,13 +164,25 @@ class feasible(Messenger):
     body of a scan are refused, since nobody can set their values.
     """
 
+    inside = False  # whether the body of a scan or a branch runs, which NumPyro traces by itself
+
     def __init__(self, fn: Callable[..., Any] | None = None, *, scanned: bool = False):
         self.scanned = scanned
         super().__init__(fn)
 
+    def _noted(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: object) -> Any:
+            outside, self.inside = self.inside, True
+            try:
+                return body(*args)
+            finally:
+                self.inside = outside
+
+        return run
+
     def process_message(self, msg: dict[str, Any]) -> None:
         scanned = self.scanned or (msg["type"] == "control_flow" and msg["fn"] is scan_wrapper)
-        if inside_control_flow(msg, lambda body: feasible(body, scanned=scanned)):
+        if inside_control_flow(msg, lambda body: self._noted(feasible(body, scanned=scanned))):
             return
         if msg["type"] == "param" and scanned:
             # NumPyro's substitute handlers reach the latents of a scan's body, but not parameters.

@@ -29,7 +29,6 @@ from numpyro_fed.model.tables import (
     as_series,
     column_names,
     columns_of,
-    is_column,
     is_frame,
     with_columns,
 )
@@ -272,7 +271,7 @@ def _arguments(owner: str, silo: Any) -> Mapping[str, Any]:
 
 def _is_float(value: object) -> bool:
     """Return whether an argument is an array, a column or a DataFrame of floats."""
-    if is_column(value) and (series := as_series(value)) is not None:
+    if (series := as_series(value)) is not None:
         return series.dtype.is_float()
     if is_frame(value):
         return True

@@ -22,14 +22,14 @@ from numpyro_fed.errors import DataError, MissingExtraError, optional, positive_
 LARGEST_WHOLE = 2**53
 
 
-class Frame(Protocol):
+class Table(Protocol):
     """A DataFrame of any library that narwhals reads."""
 
     columns: Any
     dtypes: Any
 
 
-def is_frame(value: object) -> TypeGuard[Frame]:
+def is_frame(value: object) -> TypeGuard[Table]:
     """Return whether a value is a DataFrame; a lazy one, which has to be collected, is none."""
     named = hasattr(value, "columns") and hasattr(value, "dtypes")
     return named and not isinstance(value, Mapping) and not hasattr(value, "collect")
@@ -74,7 +74,7 @@ def column_names(silo: object) -> dict[str, tuple[str, ...]]:
     return {name: tuple(map(str, frame.columns)) for name, frame in frames.items()}
 
 
-def columns_of(owner: str, frame: Frame) -> dict[str, Any]:
+def columns_of(owner: str, frame: Table) -> dict[str, Any]:
     """Return the columns of a DataFrame by name, each as a column of narwhals."""
     names = list(frame.columns)
     odd = [name for name in names if not isinstance(name, str)]
@@ -94,7 +94,9 @@ def narwhals() -> Any:
 
 
 def as_series(column: object) -> Any:
-    """Return a column as one of narwhals; None if that is not installed, or knows no such type."""
+    """Return a column as one of narwhals; None for what is none, and where it is not installed."""
+    if not is_column(column):
+        return None
     try:
         nw = narwhals()
     except MissingExtraError:
@@ -162,9 +164,8 @@ def _converted(owner: str, name: str, value: object) -> Any:
         floats = all(array.dtype.kind == "f" for array in arrays.values())
         dtype = np.result_type(*arrays.values()) if floats else np.dtype(np.float64)
         return np.stack([array.astype(dtype) for array in arrays.values()], axis=1)
-    if is_column(value):
-        series = as_series(value)
-        return value if series is None else column_array(owner, name, series)
+    if (series := as_series(value)) is not None:
+        return column_array(owner, name, series)
     if isinstance(value, Mapping):
         return {key: _converted(owner, f"{name}.{key}", part) for key, part in value.items()}
     if type(value) in (list, tuple) and isinstance(value, list | tuple):
@@ -173,7 +174,7 @@ def _converted(owner: str, name: str, value: object) -> Any:
     return value
 
 
-def with_columns(frame: Frame, arrays: Mapping[str, np.ndarray]) -> Any:
+def with_columns(frame: Table, arrays: Mapping[str, np.ndarray]) -> Any:
     """Return a DataFrame of the same library with other numbers in some columns."""
     nw = narwhals()
     whole = nw.from_native(frame, eager_only=True)
@@ -431,7 +432,7 @@ def _strings(silo: Any, column: str) -> list[str]:
             f"'{column}' is a DataFrame with the columns {list(map(str, value.columns))}: name one "
             f"of them, such as '{column}.{next(iter(value.columns))}'."
         )
-    series = as_series(value) if is_column(value) else None
+    series = as_series(value)
     # Categories are read as objects, so that codes of a library are not taken for names.
     array = np.asarray(value if series is None else series.to_list(), object).ravel()
     # The NA of pandas cannot be compared.

@@ -27,7 +27,6 @@ from jax.extend.core import Primitive
 from jax.typing import ArrayLike
 from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
-from numpyro.primitives import Messenger
 
 from numpyro_fed.model.binding import Rows, Theta, constrained, sum_rows, unpack
 from numpyro_fed.model.data import SiloData, signature
@@ -43,7 +42,7 @@ from numpyro_fed.model.jaxprs import (
     type_of,
     with_inputs_of,
 )
-from numpyro_fed.model.primitives import feasible, inside_control_flow, silo_plate_of
+from numpyro_fed.model.primitives import feasible, silo_plate_of
 from numpyro_fed.model.row_axes import MIXED, row_axes
 from numpyro_fed.model.sites import NamesApart, Structure, check_shapes, model_errors, read_trace
 from numpyro_fed.model.supports import SupportKind, observed_at, support_kind
@@ -70,7 +69,7 @@ class Input(NamedTuple):
     shape: jax.ShapeDtypeStruct
 
 
-class Term(NamedTuple):
+class SiteRows(NamedTuple):
     """A sample site's place among the rows: its silo plate, that plate's dim, the batch's shape."""
 
     plate: str | None
@@ -90,7 +89,7 @@ class Trace:
     """A model at one signature of a silo's data, in one precision."""
 
     structure: Structure
-    terms: dict[str, Term]  # all sample sites, the log-determinants of latents among them
+    terms: dict[str, SiteRows]  # all sample sites, the log-determinants of latents among them
     supports: dict[str, SupportKind]  # the observed sites
     program: Program
     inputs: tuple[Input, ...]
@@ -248,7 +247,7 @@ class _Run:
         self.made: list[tuple[str, str, int]] = []  # (kind, name, leaf)
         self.initial: Theta = {}  # the parameters' values, unconstrained
         self.structure = Structure((), {}, False, {}, {})
-        self.terms: dict[str, Term] = {}
+        self.terms: dict[str, SiteRows] = {}
         self.supports: dict[str, SupportKind] = {}
 
     def __call__(
@@ -259,10 +258,10 @@ class _Run:
     ) -> dict[Output, Any]:
         """Return the outputs of the program."""
         self.given = given
-        self.bodies = _Bodies(handlers.substitute(self.model, substitute_fn=self._unknown))
-        text = handlers.seed(self.bodies, key)
+        text = handlers.seed(handlers.substitute(self.model, substitute_fn=self._unknown), key)
+        self.around = feasible()
         # Blocked, since handlers around whoever asks must not get these messages.
-        with handlers.block(), feasible():
+        with handlers.block(), self.around:
             trace = NamesApart(text).get_trace(**replace(self.silo, arrays=arrays).kwargs)
         latents = given[1] if given else [name for kind, name, _ in self.made if kind == LATENT]
         own = {f"_{name}_log_det" for name in latents}
@@ -277,7 +276,7 @@ class _Run:
             frames = {f.name: f.dim for f in site["cond_indep_stack"]}
             plate = silo_plate_of(site)
             dim = 0 if plate is None else frames[plate]
-            self.terms[name] = Term(plate, dim, site["fn"].batch_shape)
+            self.terms[name] = SiteRows(plate, dim, site["fn"].batch_shape)
             found[UNGUARDED, name] = log_prob(site, guarded=False)
             found[DENSITY, name] = no_more_than_finite(found[UNGUARDED, name])
         for s in self.structure.sites:
@@ -307,7 +306,7 @@ class _Run:
         if self.given:
             return constrained(site, self.given[1][name]) if name in self.given[1] else None
         # A second site of this name is refused once it is in the trace.
-        if self.bodies.inside or (LATENT, name, 0) in self.made:
+        if self.around.inside or (LATENT, name, 0) in self.made:
             return None
         fn = site["fn"]
         if fn.support is None or fn.support.is_discrete:
@@ -324,25 +323,6 @@ class _Run:
         self.made.append((kind, name, leaf))
         place = len(self.made) - 1
         return _unknown.bind(place=place, shape=jnp.shape(like), dtype=jnp.result_type(like))
-
-
-class _Bodies(Messenger):
-    """Note while the body of a scan or a branch runs, which NumPyro traces by itself."""
-
-    inside = False
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        inside_control_flow(msg, self._noted)
-
-    def _noted(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: object) -> Any:
-            outside, self.inside = self.inside, True
-            try:
-                return body(*args)
-            finally:
-                self.inside = outside
-
-        return run
 
 
 # An unknown number or array, as it stands in a program before it has become one of its inputs.

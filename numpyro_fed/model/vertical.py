@@ -23,9 +23,10 @@ from numpyro import handlers
 from numpyro.distributions import biject_to
 
 from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.model.binding import Theta, trace_at
+from numpyro_fed.model.binding import Theta, run_text, unpack
 from numpyro_fed.model.clients import Clients, at_client_sum, check_predictions
 from numpyro_fed.model.data import SiloData, read_one, signature
+from numpyro_fed.model.densities import log_prob
 from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.primitives import feasible
@@ -435,7 +436,8 @@ def _check_client(
     def at(**inputs: Array) -> Any:
         key, z = inputs.pop(LATENTS), inputs.pop("own")
         client_text = text.at_client(j, inputs)
-        log_probs, trace = trace_at(client_text, party.sites, theta, z, {}, data, key)
+        trace = run_text(client_text, unpack(party.sites, z, {}), theta, data, key)
+        log_probs = [log_prob(s) for s in trace.values() if s["type"] == "sample"]
         return log_probs, trace[PREDICTOR]["value"]
 
     key = jax.random.key(0)

@@ -220,7 +220,7 @@ UNITS = 10
 
 
 class Spectrum(NamedTuple):
-    r"""The eigendecomposition of a map of areas with this adjacency, which serves all alpha.
+    r"""The eigendecomposition of a map of areas with the adjacency W, which serves all alpha.
 
     A proper CAR has the precision :math:`\tau (D - \alpha W)`. With
     :math:`D^{-1/2} W D^{-1/2} = U \Lambda U'` its covariance is
@@ -232,7 +232,6 @@ class Spectrum(NamedTuple):
 
     values: np.ndarray
     vectors: np.ndarray
-    adjacency: np.ndarray
 
     @classmethod
     def of(cls, fn: Distribution, site: str) -> Spectrum | None:
@@ -244,10 +243,10 @@ class Spectrum(NamedTuple):
         # the scaled W.
         if isinstance(unwrapped(fn), Leroux):
             values, vectors = scipy.linalg.eigh(np.diag(W.sum(1)) - W)
-            return cls(values[::-1].clip(0), vectors[:, ::-1], W)
+            return cls(values[::-1].clip(0), vectors[:, ::-1])
         scale = 1 / np.sqrt(W.sum(1))
         values, vectors = scipy.linalg.eigh(W * scale * scale[:, None])
-        return cls(values, scale[:, None] * vectors, W)
+        return cls(values, scale[:, None] * vectors)
 
 
 class Dense(NamedTuple):

@@ -64,7 +64,7 @@ class Sizes(NamedTuple):
     encodes: bool
 
 
-class Encoder(eqx.Module):
+class NormalEncoder(eqx.Module):
     """A network for the mean and log variance of a normal: two layers, and a head for each."""
 
     trunk: eqx.nn.MLP
@@ -154,8 +154,8 @@ class Networks(eqx.Module):
     """All networks of a prior: global encoder (or none) and decoder, stacks of local ones."""
 
     sizes: Sizes = eqx.field(static=True)
-    encoder: Encoder | None
-    local_encoders: Encoder
+    encoder: NormalEncoder | None
+    local_encoders: NormalEncoder
     decoder: eqx.nn.MLP
     local_decoders: eqx.nn.Linear
     components: Components | None
@@ -166,9 +166,9 @@ class Networks(eqx.Module):
 
         self.sizes, self.encoder = n, None
         if n.encodes:
-            self.encoder = Encoder(n.entries + n.hyper, n.z_global, n.width, keys[0])
+            self.encoder = NormalEncoder(n.entries + n.hyper, n.z_global, n.width, keys[0])
         self.decoder = eqx.nn.MLP(inner, n.width, n.width, 1, key=keys[1])
-        encoders = eqx.filter_vmap(lambda key: Encoder(inner, n.z_local, n.width_local, key))
+        encoders = eqx.filter_vmap(lambda key: NormalEncoder(inner, n.z_local, n.width_local, key))
         decoders = eqx.filter_vmap(
             lambda key: eqx.nn.Linear(n.width + n.z_local + n.hyper, n.largest, key=key)
         )

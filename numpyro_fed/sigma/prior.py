@@ -31,7 +31,7 @@ from numpyro_fed.programs import TRACING
 from numpyro_fed.sigma.source import Scales, Source, hyperparameters, signatures_differ
 from numpyro_fed.sigma.training import (
     Check,
-    Settings,
+    Training,
     compare_draws,
     train,
     training_draws,
@@ -51,7 +51,7 @@ VERSION = 2
 TAU_HYPER, TAU_DRAWS = 4_096, 8
 # Draws from which networks are initialised: about ten for each of a hundred entries, so that the
 # principal components are not those of noise.
-INITIAL = Settings(0, 1_024, 1, 0.0)
+INITIAL = Training(0, 1_024, 1, 0.0)
 
 
 def _networks() -> ModuleType:
@@ -108,7 +108,7 @@ class SigmaPrior:
     networks: Networks = field(repr=False)
     scales: Scales = field(repr=False)
     tau: np.ndarray = field(repr=False)
-    settings: Settings
+    settings: Training
     losses: np.ndarray = field(repr=False)
     times: dict[str, float] = field(default_factory=dict)
     is_auxiliary: bool = True
@@ -240,7 +240,7 @@ class SigmaPrior:
             components=principal_components,
             encodes=not decoder_only,
         )
-        settings = Settings(num_steps, batch_size, min(draws_per_phi, batch_size), noise)
+        settings = Training(num_steps, batch_size, min(draws_per_phi, batch_size), noise)
         _, first, normals = training_draws(source, scales, INITIAL, for_initial)
         if decoder_only and normals is None:
             raise ModelError(
@@ -493,7 +493,7 @@ class SigmaPrior:
             with_weights(template, weights),
             scales,
             arrays["tau"],
-            Settings(**meta["settings"]),
+            Training(**meta["settings"]),
             arrays["losses"],
             meta["times"],
             meta["is_auxiliary"],

@@ -49,12 +49,13 @@ PRIOR_DRAWS = 32
 
 
 @dataclass(frozen=True)
-class ClosedForm(Generic[Shared]):
+class FieldPrior(Generic[Shared]):
     """A Gaussian field divided into blocks. The base class of the closed forms."""
 
     site: str
     blocks: Blocks
     spectrum: Spectrum | None = field(repr=False)
+    adjacency: np.ndarray | None = field(repr=False)  # of a map of areas
 
     def whole(self, shared: Shared, parts: Array, which: Array) -> Array:
         """Return the site (size,) from its blocks."""
@@ -62,20 +63,16 @@ class ClosedForm(Generic[Shared]):
 
     def suits(self, model: Callable[..., object], silos: Sequence[Mapping[str, Any]]) -> None:
         """Refuse a text in which, on the silos' data, areas have other neighbours."""
-        if self._areas is None:
+        if self.adjacency is None:
             return
         for silo in silos:
             given = {k: v for k, v in silo.items() if k != block_name(self.site)}
             areas = adjacency_of(site_of(model, self.site, given), self.site)
-            if not np.array_equal(np.asarray(areas), self._areas):
+            if not np.array_equal(np.asarray(areas), self.adjacency):
                 raise ModelError(
                     f"the areas of '{self.site}' have other neighbours here than where its prior "
                     "was fitted: fit one anew."
                 )
-
-    @property
-    def _areas(self) -> np.ndarray | None:
-        return None if self.spectrum is None else self.spectrum.adjacency
 
     def _noise(self, name: str, which: Array) -> Array:
         """Sample standard normals for the entries of blocks (blocks, largest)."""
@@ -88,16 +85,16 @@ def _read_site(
     site: str,
     blocks: Sequence[Any],
     model_kwargs: Mapping[str, Any] | None,
-) -> tuple[Blocks, Spectrum | None]:
-    """Return a site's blocks, and its spectrum if it is a map; all checked."""
+) -> tuple[Blocks, Spectrum | None, np.ndarray | None]:
+    """Return a site's blocks, and its spectrum and adjacency if it is a map; all checked."""
     fn = site_of(model, site, dict(model_kwargs or {}))
     spectrum = Spectrum.of(fn, site)
     field_of(fn, site, spectrum)  # refuses distributions without a closed form
-    return Blocks.read(blocks, fn.event_shape[0], site), spectrum
+    return Blocks.read(blocks, fn.event_shape[0], site), spectrum, adjacency_of(fn, site)
 
 
 @dataclass(frozen=True)
-class BlockPrior(ClosedForm[Field]):
+class BlockPrior(FieldPrior[Field]):
     r"""Independent blocks, each with its exact marginal distribution.
 
     .. math::
@@ -147,8 +144,7 @@ class BlockPrior(ClosedForm[Field]):
         ModelError, DataError
             For a site or blocks that cannot be split so.
         """
-        divided, spectrum = _read_site(model, site, blocks, model_kwargs)
-        return cls(site, divided, spectrum)
+        return cls(site, *_read_site(model, site, blocks, model_kwargs))
 
     def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> Field:
         """Return the field at its hyperparameters. Nothing is shared besides."""
@@ -169,7 +165,7 @@ class BlockPrior(ClosedForm[Field]):
 
 
 @dataclass(frozen=True)
-class LowRankPrior(ClosedForm[LowRank]):
+class LowRankPrior(FieldPrior[LowRank]):
     r"""A shared part of low rank, and the exact residual covariance within each block.
 
     .. math::
@@ -218,7 +214,7 @@ class LowRankPrior(ClosedForm[LowRank]):
             The rank of the shared part. By default it explains 95 % of the variance, and is 150 at
             most.
         """
-        divided, spectrum = _read_site(model, site, blocks, model_kwargs)
+        divided, spectrum, areas = _read_site(model, site, blocks, model_kwargs)
         if rank is not None:
             positive_int("rank", rank)
         kwargs, size = dict(model_kwargs or {}), divided.size
@@ -244,7 +240,7 @@ class LowRankPrior(ClosedForm[LowRank]):
         explained = np.cumsum(variances) / variances.sum()
         enough = int(np.searchsorted(explained, VARIANCE_SHARE)) + 1
         columns = min(rank or min(enough, MAX_RANK), size)
-        return cls(site, divided, spectrum, vectors[:, :columns])
+        return cls(site, divided, spectrum, areas, vectors[:, :columns])
 
     def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> LowRank:
         """Return the field, the loadings A (size, rank), and the mean of all entries given z_G."""
@@ -271,7 +267,7 @@ class LowRankPrior(ClosedForm[LowRank]):
 
 
 @dataclass(frozen=True)
-class SeparatorPrior(ClosedForm[Areas]):
+class SeparatorPrior(FieldPrior[Areas]):
     r"""The exact prior of a Markov field: areas at borders are shared, interiors are independent.
 
     ``B`` are the areas that have a neighbour in another block, and ``I_j`` the other areas of block
@@ -294,7 +290,6 @@ class SeparatorPrior(ClosedForm[Areas]):
     """
 
     border: np.ndarray = field(repr=False)
-    adjacency: np.ndarray = field(repr=False)
     # (blocks, most) positions in ``border`` of each interior's neighbours, padded by its length
     near: np.ndarray = field(repr=False)
 
@@ -332,11 +327,7 @@ class SeparatorPrior(ClosedForm[Areas]):
         near = np.full((len(neighbours), max(max(map(len, neighbours)), 1)), len(border))
         for row, places in zip(near, neighbours, strict=True):
             row[: len(places)] = places
-        return cls(site, Blocks.from_places(interiors, divided.block_of), None, border, W, near)
-
-    @property
-    def _areas(self) -> np.ndarray:
-        return self.adjacency
+        return cls(site, Blocks.from_places(interiors, divided.block_of), None, W, border, near)
 
     def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> Areas:
         """Return precision and mean of all areas, and sample the areas at borders."""
@@ -346,7 +337,7 @@ class SeparatorPrior(ClosedForm[Areas]):
                 f"'{self.site}' is a {type(areas).__name__} here, and was a CAR or Leroux where "
                 "this was fitted."
             )
-        W = fresh(self.adjacency)
+        W = fresh(np.asarray(self.adjacency))
         alpha, degrees = areas.correlation, W.sum(1)
         diagonal = 1 - alpha + alpha * degrees if isinstance(areas, Leroux) else degrees
         Q = areas.conditional_precision * (jnp.diag(diagonal) - alpha * W)

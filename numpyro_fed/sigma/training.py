@@ -36,7 +36,7 @@ CHUNK = 500
 TIMED = 20
 
 
-class Settings(NamedTuple):
+class Training(NamedTuple):
     """The settings of a training.
 
     In each step there are ``batch_size`` draws, of which so many (``draws_per_phi``) share their
@@ -92,7 +92,7 @@ def _kl(mean: Array, log_variance: Array) -> Array:
     return 0.5 * jnp.sum(mean**2 + jnp.exp(log_variance) - 1 - log_variance)
 
 
-def training_draws(source: Source, scales: Scales, settings: Settings, key: Array) -> Draws:
+def training_draws(source: Source, scales: Scales, settings: Training, key: Array) -> Draws:
     """Return a step's hyperparameters (batch, hyper) and draws (batch, entries), standardised."""
     # Several draws share hyperparameters, since a covariance's Cholesky factor costs more than the
     # draws from it; it is computed once for each phi.
@@ -121,7 +121,7 @@ def train(
     source: Source,
     blocks: Blocks,
     scales: Scales,
-    settings: Settings,
+    settings: Training,
     optim: optax.GradientTransformation,
     progress_bar: bool,
 ) -> tuple[Networks, np.ndarray, dict[str, float]]:
@@ -187,7 +187,7 @@ def train(
 
 
 def _drawing_share(
-    key: Array, source: Source, scales: Scales, settings: Settings, step: float
+    key: Array, source: Source, scales: Scales, settings: Training, step: float
 ) -> float:
     """Return the share of drawing in the seconds of a step; NaN if these are NaN."""
     if not np.isfinite(step):

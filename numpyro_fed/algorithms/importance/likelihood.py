@@ -53,13 +53,12 @@ def too_coarse(bound: QuadratureBound, keys: Array, given: AtDraw, values: Array
     """
     theta, data = given.theta, given.data
     finer = RowIntegrals(bound.model, 2 * bound.nodes, few_places=True)
-    prior = bound.model.local_prior
 
     def starts_at(key: Array, given: AtDraw) -> Rows:
         starts = [bound.start(given)]
-        if prior is not None and not bound.guide.outer:
+        if bound.model.draws_local and not bound.guide.outer:
             # From draws of the latents' prior the search leads to other modes, if there are any.
-            starts.append(prior.draw(key, theta, given.z_G, {}, data))
+            starts.append(bound.model.draw_local(key, theta, given.z_G, {}, data))
         return jax.tree.map(lambda *a: jnp.stack(a), *starts)
 
     def better(z_G: Array, starts: Rows) -> Array:
@@ -214,7 +213,7 @@ class _LatentsAt:
         Outer plates are drawn together, and have one density, under an empty name (K, 1).
         """
         guide, fm, data = self.likelihood.guide, self.likelihood.model, self.data
-        prior, locals_ = fm.local_prior, guide.locals
+        locals_ = guide.locals
         offset = self.coordinates.offset
         above = {p: guide.above(p, self.eta, offset, z_outer, data) for p in plates}
         key_guide, key_prior = jax.random.split(key)
@@ -235,18 +234,18 @@ class _LatentsAt:
             return {p: data.masked(p, v) for p, v in rows.items()}
 
         z = jax.vmap(draw_guide)(jax.random.split(key_guide, number - from_prior))
-        if not from_prior or prior is None:
+        if not from_prior or not fm.draws_local:
             return z, jax.vmap(log_guide)(z)
         # The first draws are the guide's, the last ones the prior's: fixed numbers of each, which
         # has less variance than to choose at random (Hesterberg 1995).
-        drawn = jax.vmap(lambda key: prior.draw(key, self.theta, self.z_G, z_outer, data))(
+        drawn = jax.vmap(lambda key: fm.draw_local(key, self.theta, self.z_G, z_outer, data))(
             jax.random.split(key_prior, from_prior)
         )
         z = {p: jnp.concatenate([z[p], drawn[p]]) for p in plates}
         others = {p.name: jnp.zeros((fm.sizes(data)[p.name], p.dim)) for p in fm.plates} | z_outer
-        log_p = jax.vmap(lambda z: prior.log_density(self.theta, self.z_G, {**others, **z}, data))(
-            z
-        )
+        log_p = jax.vmap(
+            lambda z: fm.log_prior_of_local(self.theta, self.z_G, {**others, **z}, data)
+        )(z)
         log_q, share = jax.vmap(log_guide)(z), from_prior / number
         densities = {p: (log_q[p], log_p[p]) for p in plates}
         if plates == guide.outer:  # drawn together

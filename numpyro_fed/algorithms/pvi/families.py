@@ -97,8 +97,31 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
     prior outside every family that its site can take is refused as a ModelError, or, by
     ``prior="factor"``, left to the server's own factor. A model without globals is refused, too.
     """
+    # The families that the user asks for by site, and the covariance of the Gaussian.
+    chosen = dict(spec) if isinstance(spec, Mapping) else {"covariance": spec}
+    covariance = chosen.pop("covariance", "auto")
+    sites = fm.named("latent")
+    if not sites:
+        raise ModelError(
+            "the model has no global latents, so that silos share nothing to infer. Use SFVI, "
+            "which also learns parameters, or move what is shared out of the silo_plate."
+        )
+    one_of("family", covariance, "auto", "full", "diagonal")
+    if unknown := set(chosen) - {s.name for s in sites}:
+        raise ValueError(
+            f"family names {sorted(unknown)}, but the global sites are "
+            f"{sorted(s.name for s in sites)}."
+        )
+    for s in sites:
+        if s.name in chosen and chosen[s.name] not in _candidates(s):
+            raise ValueError(
+                f"family of '{s.name}' is {chosen[s.name]!r}: on the support {s.support} expected "
+                f"one of {_candidates(s)}."
+            )
+    if covariance == "auto":
+        covariance = "full" if fm.dim <= FULL_UP_TO else "diagonal"
     reach, points = _reach_and_points(fm)
-    kinds, family, eta, outside = _choose(fm, *_parse_spec(fm, spec), prior, points, reach)
+    kinds, family, eta, outside = _choose(fm, chosen, covariance, prior, points, reach)
     learned = bool(fm.named("param")) and not outside
     fixed = jax.tree.map(np.asarray, eta)
 
@@ -127,33 +150,6 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
 
     prior_outside = log_outside if outside else None
     return Globals(family, prior_inside, marginals, points, reach, prior_outside)
-
-
-def _parse_spec(fm: FederatedModel, spec: str | Mapping[str, str]) -> tuple[dict[str, str], str]:
-    """Return the families that the user asks for by site, and the covariance of the Gaussian."""
-    chosen = dict(spec) if isinstance(spec, Mapping) else {"covariance": spec}
-    covariance = chosen.pop("covariance", "auto")
-    sites = fm.named("latent")
-    if not sites:
-        raise ModelError(
-            "the model has no global latents, so that silos share nothing to infer. Use SFVI, "
-            "which also learns parameters, or move what is shared out of the silo_plate."
-        )
-    one_of("family", covariance, "auto", "full", "diagonal")
-    if unknown := set(chosen) - {s.name for s in sites}:
-        raise ValueError(
-            f"family names {sorted(unknown)}, but the global sites are "
-            f"{sorted(s.name for s in sites)}."
-        )
-    for s in sites:
-        if s.name in chosen and chosen[s.name] not in _candidates(s):
-            raise ValueError(
-                f"family of '{s.name}' is {chosen[s.name]!r}: on the support {s.support} expected "
-                f"one of {_candidates(s)}."
-            )
-    if covariance == "auto":
-        covariance = "full" if fm.dim <= FULL_UP_TO else "diagonal"
-    return chosen, covariance
 
 
 def _choose(
@@ -268,9 +264,11 @@ def _points_near(family: Product, reach: np.ndarray, eta: Natural) -> tuple[Arra
     for name, (_, member) in family.members.items():
         noise = width * np.random.default_rng(2).normal(size=(NEAR, member.dim))
         if name == GAUSSIAN:
-            far = furthest[family.places[name]]
-            bowl = member.fit(lambda z, far=far: -0.5 * ((z / far) ** 2).sum())
-            psi = member.ordinary(jax.tree.map(jnp.add, eta[name], bowl))
+
+            def bowl(z: Array, far: np.ndarray = furthest[family.places[name]]) -> Array:
+                return -0.5 * ((z / far) ** 2).sum()
+
+            psi = member.ordinary(jax.tree.map(jnp.add, eta[name], member.fit(bowl)))
             points[name] = jax.vmap(member.draw, (None, 0))(psi, noise)
             centres[name] = member.centre(psi)
         else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NoReturn
 
 import jax
@@ -259,8 +259,11 @@ class PartitionedVI(PVIAtSilo):
         def log_lik(
             psi: Ordinary, silo_part: object, noise: LocalNoise, plain: bool
         ) -> tuple[Array, Array]:
-            z = jax.vmap(family.draw, (None, 0))(psi, noise.globals)
-            return z, jax.vmap(partial(log_outside, theta))(z)
+            def at_draw(noise: Tree) -> tuple[Array, Array]:
+                z = family.draw(psi, noise)
+                return z, log_outside(theta, z)
+
+            return jax.vmap(at_draw)(noise.globals)
 
         def likelihood() -> NoReturn:
             raise TypeError("a prior outside of the family has no closed form")

@@ -46,14 +46,6 @@ class Expansion(NamedTuple):
         rows = J.T @ (jnp.ravel(curvature)[:, None] * J)
         return cls(J.T @ jnp.ravel(slope) + own_slope, rows - own_hessian, own_slope, own_hessian)
 
-    def newton(self) -> Array:
-        """Return the Newton direction, uphill."""
-        return newton_step(self.curvature, self.slope)
-
-    def root(self) -> Array:
-        """Return a Cholesky factor of the inverse curvature."""
-        return root_of(self.curvature)
-
 
 def at_point(log_density: Function, z: Array) -> tuple[Array, Array]:
     """Return slope (dim,) and curvature (dim, dim) of a log density at a point."""

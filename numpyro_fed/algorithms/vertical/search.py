@@ -311,7 +311,7 @@ class VerticalSearch:
     ) -> tuple[Reply[Along], Party]:
         party = where(down.better, party.accepted(), party)
         local = self._local(party, data, down)
-        party = party._replace(direction=local.newton())
+        party = party._replace(direction=newton_step(local.curvature, local.slope))
         up = self._along(party, data, local, jnp.stack([party.direction, party.last], 1))
         return Reply(up, all_finite(up)), party
 
@@ -319,7 +319,7 @@ class VerticalSearch:
         self, noise: object, down: Slopes, party: Party, data: SiloData
     ) -> tuple[Reply[Along], Party]:
         local = self._local(party, data, down)
-        T = local.root()
+        T = root_of(local.curvature)
 
         def rows(basis: Array) -> Array:
             _, vjp = jax.vjp(self._functions(party, data)[0], party.z)
@@ -347,7 +347,7 @@ class VerticalSearch:
     def first(
         self, noise: Array, down: ToBegin, party: Party, data: SiloData
     ) -> tuple[Reply[tuple[()]], ClientState]:
-        root = self._local(party, data, down.at_best).root()
+        root = root_of(self._local(party, data, down.at_best).curvature)
         start = self._start(party, root, down.combine, down.tau, noise)
         centre = self._functions(party, data)[0](party.z)
         after = self.vertical.client_at(noise, data, party.theta, start, centre)

@@ -42,7 +42,7 @@ from numpyro_fed.algorithms.base import (
 )
 from numpyro_fed.algorithms.vertical.augmented import DRAW, STEP, AtServer, Gradients, Stepped
 from numpyro_fed.algorithms.vertical.augmented import Up as Drawn
-from numpyro_fed.algorithms.vertical.curvature import Expansion, diagonal_curvature
+from numpyro_fed.algorithms.vertical.curvature import Expansion, diagonal_curvature, root_of
 from numpyro_fed.algorithms.vertical.parties import (
     ClientParams,
     ClientState,
@@ -136,9 +136,8 @@ class Soul(Parties):
                     return terms[1] / self.num_clients
 
                 curvature = self.rho**-2 + diagonal_curvature(log_p, centre)
-            root = Expansion.at(
-                predict, own_log_p, origin, jnp.zeros_like(centre), curvature
-            ).root()
+            slope = jnp.zeros_like(centre)
+            root = root_of(Expansion.at(predict, own_log_p, origin, slope, curvature).curvature)
         params = ClientParams(jnp.zeros_like(centre), PartyParams(None, {}, theta))
         kept, number = jnp.zeros((self.num_kept, party_model.dim)), jnp.zeros((), jnp.int32)
         zeros = jax.tree.map(jnp.zeros_like, params)
