@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from types import ModuleType
 from typing import TypeVar
@@ -57,3 +58,21 @@ def fresh(a: np.ndarray) -> Array:
     # Without the copy JAX reuses the constant of a live trace that has closed over this array, in
     # the precision of that trace.
     return jnp.asarray(a.copy())
+
+
+def element_name(site: str, index: tuple[int, ...]) -> str:
+    """Return the name of an element, such as ``"beta[1]"``."""
+    return f"{site}[{', '.join(map(str, index))}]" if index else site
+
+
+def elements(draws: Mapping[str, Array | np.ndarray]) -> tuple[tuple[str, ...], np.ndarray]:
+    """Return the names of all elements, such as ``"beta[1]"``, and draws (n, k) of them."""
+    names: list[str] = []
+    columns: list[np.ndarray] = []
+    for site, value in draws.items():
+        array = np.asarray(value, np.float64)
+        for index in np.ndindex(array.shape[1:]):
+            names.append(element_name(site, index))
+            columns.append(array[(slice(None), *index)])
+    n = len(next(iter(draws.values()))) if draws else 0
+    return tuple(names), np.stack(columns, 1) if columns else np.zeros((n, 0))

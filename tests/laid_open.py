@@ -19,10 +19,10 @@ from numpyro_fed.methods.pvi import prior_optimiser as for_the_prior
 from numpyro_fed.methods.vertical import begin
 from numpyro_fed.reference.nuts import _joint_density as joint_density
 from numpyro_fed.reference.nuts import _parameters as parameters
-from numpyro_fed.results.base import Silos
 from numpyro_fed.results.importance import _inner_draws as inner_draws
 from numpyro_fed.results.vertical import VerticalResult
 from numpyro_fed.runtime import supervise
+from numpyro_fed.runtime.stack import Silos
 
 __all__ = [
     "LaidOpen",

@@ -23,7 +23,7 @@ from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.log_density import outcomes_at
 from numpyro_fed.model.padding import padded_keys
 from numpyro_fed.model.row_checks import default_rtol
-from numpyro_fed.results.base import Silos
+from numpyro_fed.runtime.stack import Silos
 
 NEW, OWN_ROWS = "new", "own rows"
 ALL = "all"

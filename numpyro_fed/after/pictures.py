@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from numpyro_fed.after.sensitivity import element_name
 from numpyro_fed.errors import optional
+from numpyro_fed.trees import element_name
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -34,10 +34,11 @@ from numpyro_fed.after.predict import (
     outer_sites,
     with_blocks,
 )
-from numpyro_fed.after.sensitivity import PriorSensitivity, elements
+from numpyro_fed.after.sensitivity import PriorSensitivity
 from numpyro_fed.errors import ConvergenceWarning, ModelError, positive_int
 from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.runtime.progress import shows
+from numpyro_fed.trees import elements
 
 
 class Questions(ABC):

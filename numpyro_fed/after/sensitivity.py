@@ -133,21 +133,3 @@ def _distance(x: np.ndarray, w: np.ndarray, v: np.ndarray) -> float:
             total += max(float(width @ terms + width @ (G - F) / (2 * np.log(2))), 0.0)
         largest = max(largest, float(np.sqrt(total) / np.sqrt(size)))
     return largest
-
-
-def element_name(site: str, index: tuple[int, ...]) -> str:
-    """Return the name of an element, such as ``"beta[1]"``."""
-    return f"{site}[{', '.join(map(str, index))}]" if index else site
-
-
-def elements(draws: Mapping[str, Array | np.ndarray]) -> tuple[tuple[str, ...], np.ndarray]:
-    """Return the names of all elements, such as ``"beta[1]"``, and draws (n, k) of them."""
-    names: list[str] = []
-    columns: list[np.ndarray] = []
-    for site, value in draws.items():
-        array = np.asarray(value, np.float64)
-        for index in np.ndindex(array.shape[1:]):
-            names.append(element_name(site, index))
-            columns.append(array[(slice(None), *index)])
-    n = len(next(iter(draws.values()))) if draws else 0
-    return tuple(names), np.stack(columns, 1) if columns else np.zeros((n, 0))

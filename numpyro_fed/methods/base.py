@@ -27,7 +27,7 @@ from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.fingerprint import source_hash
 from numpyro_fed.privacy import budget
 from numpyro_fed.results.at_silo import AtSilo
-from numpyro_fed.results.base import FederatedRun, Fit, MethodSpec, Silos
+from numpyro_fed.results.base import FederatedRun, Fit, MethodSpec
 from numpyro_fed.results.saving import load_state
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.host import host
@@ -35,7 +35,7 @@ from numpyro_fed.runtime.messages import BEGIN, SEARCH
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.remote import Channel, Weights, remote
 from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.runtime.stack import Runtime, Schedule, ServerData, State
+from numpyro_fed.runtime.stack import Runtime, Schedule, ServerData, Silos, State
 from numpyro_fed.runtime.supervise import RunOutcome, drive
 
 QUICK = partial(simulation, quick=True)

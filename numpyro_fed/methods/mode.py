@@ -21,7 +21,6 @@ import jax
 import numpy as np
 from jax import Array
 
-from numpyro_fed.after.sensitivity import element_name
 from numpyro_fed.algorithms.curvature_check import CHECK_DISTANCES, CurvatureCheck, Shape
 from numpyro_fed.algorithms.expand import ROUNDING_UNITS, SiloState, effects_of, unraveller
 from numpyro_fed.algorithms.mode import MIN_GAIN_NEAR, ModeSearch, Search, best_start
@@ -39,6 +38,7 @@ from numpyro_fed.runtime.noise import generator
 from numpyro_fed.runtime.progress import Progress, progress_of
 from numpyro_fed.runtime.stack import Batches, Runtime, Stacks
 from numpyro_fed.runtime.step import AskAll
+from numpyro_fed.trees import element_name
 
 # Shared parameters and globals, up to which silos send Hessians, of 300 x 300 numbers at most. The
 # same limit holds for full covariances of the globals.

@@ -26,7 +26,7 @@ from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.objectives import ELBO, default_quadrature
 from numpyro_fed.privacy.budget import Privacy, Spent, noisy
-from numpyro_fed.results.base import Built, Fit, Silos
+from numpyro_fed.results.base import Built, Fit
 from numpyro_fed.results.influence import Factors
 from numpyro_fed.results.rows import Result
 from numpyro_fed.runtime.federation import Federation
@@ -37,6 +37,7 @@ from numpyro_fed.runtime.stack import (
     PlanSize,
     RunStatus,
     ServerData,
+    Silos,
     State,
 )
 from numpyro_fed.runtime.step import AskAll

@@ -50,10 +50,10 @@ from numpyro_fed.model.handlers import generalised
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.objectives import Objective, bound_of, draws_of, objective_for
-from numpyro_fed.results.base import Built, Fit, Silos
+from numpyro_fed.results.base import Built, Fit
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rows import Result
-from numpyro_fed.runtime.stack import State
+from numpyro_fed.runtime.stack import Silos, State
 from numpyro_fed.runtime.supervise import RunOutcome
 
 # The family of the globals, and whether the likelihood of stacks of silos is conjugate to it.

@@ -56,7 +56,7 @@ from numpyro_fed.model.row_checks import RowChecks, check_rows_apart, refuse_cou
 from numpyro_fed.model.split import split
 from numpyro_fed.programs import jit_once
 from numpyro_fed.results.at_silo import AtSilo, outer_round, sampler_by
-from numpyro_fed.results.base import Built, Fit, Silos
+from numpyro_fed.results.base import Built, Fit
 from numpyro_fed.results.communication import COPIES, Cost, cost_of, state_sizes
 from numpyro_fed.results.importance import weighing
 from numpyro_fed.results.influence import INFLUENCE, Influence
@@ -66,7 +66,15 @@ from numpyro_fed.results.tempered import tempering_of
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.progress import Progress
-from numpyro_fed.runtime.stack import AnyAlgorithm, PlanSize, Runtime, ServerData, State, on_device
+from numpyro_fed.runtime.stack import (
+    AnyAlgorithm,
+    PlanSize,
+    Runtime,
+    ServerData,
+    Silos,
+    State,
+    on_device,
+)
 
 Found = TypeVar("Found", bound=Result)
 Prepared = TypeVar("Prepared")

@@ -38,8 +38,9 @@ from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.minibatch import WHOLE, Minibatches
 from numpyro_fed.objectives import Bound, Objective, bound_of, draws_of, objective_for
-from numpyro_fed.results.base import Built, Fit, Silos
+from numpyro_fed.results.base import Built, Fit
 from numpyro_fed.results.rows import Result
+from numpyro_fed.runtime.stack import Silos
 from numpyro_fed.runtime.supervise import RunOutcome
 
 # Adam's step is STEP * (1 + round / SETTLES) ** -DECAY, in coordinates in which the posterior is

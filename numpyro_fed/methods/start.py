@@ -45,12 +45,12 @@ from numpyro_fed.methods.mode import (
 )
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.precision import to_current_precision
-from numpyro_fed.results.base import Fit, Silos, StartRounds
+from numpyro_fed.results.base import Fit, StartRounds
 from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.rows import Result
 from numpyro_fed.runtime.messages import SEARCH
 from numpyro_fed.runtime.progress import Progress
-from numpyro_fed.runtime.stack import Batches, State, init_schedule
+from numpyro_fed.runtime.stack import Batches, Silos, State, init_schedule
 from numpyro_fed.runtime.supervise import failed_silos
 from numpyro_fed.trees import drop_weak_types
 

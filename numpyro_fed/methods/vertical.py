@@ -58,12 +58,12 @@ from numpyro_fed.model.vertical import (
     is_array,
     split,
 )
-from numpyro_fed.results.base import Built, Fit, Silos
+from numpyro_fed.results.base import Built, Fit
 from numpyro_fed.results.vertical import VerticalResult, VerticalStart
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import SEARCH, Crossings
 from numpyro_fed.runtime.noise import exchange_key, server_key, typed_key
-from numpyro_fed.runtime.stack import Batches, PlanSize, Runtime, State, on_device
+from numpyro_fed.runtime.stack import Batches, PlanSize, Runtime, Silos, State, on_device
 from numpyro_fed.runtime.step import AskAll
 from numpyro_fed.runtime.supervise import RunOutcome
 from numpyro_fed.trees import drop_weak_types

@@ -30,10 +30,10 @@ from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket, grouped, stacked
 from numpyro_fed.precision import is_double
 from numpyro_fed.reference.nuts_result import NutsResult, PooledRun, join_chains
-from numpyro_fed.results.base import Silos
 from numpyro_fed.results.element_errors import Rounding
 from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.rows import Result
+from numpyro_fed.runtime.stack import Silos
 
 # Samples of each chain from which run_nuts warns by itself: shorter runs are trials, which would
 # always be warned of.

@@ -46,12 +46,12 @@ from numpyro_fed.results.arviz import (
     Named,
     chains_to_arviz,
 )
-from numpyro_fed.results.base import Silos
 from numpyro_fed.results.groups import groups_to_arviz
 from numpyro_fed.results.loo import MAX_K, Loo, RowsOfSilo, RowSums
 from numpyro_fed.results.posterior import Posterior
 from numpyro_fed.results.sampler import Sampler
 from numpyro_fed.results.saving import SavedWords
+from numpyro_fed.runtime.stack import Silos
 
 Draws = TypeVar("Draws", np.ndarray, Array)
 Made = TypeVar("Made")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -38,7 +38,6 @@ from numpyro_fed.model.data import SiloData, Sizes, signature
 from numpyro_fed.model.facts import Facts, Plan
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.row_checks import RowChecks
 from numpyro_fed.objectives import ELBO, Bound, Objective, bound_of
 from numpyro_fed.precision import is_double, precision
@@ -46,9 +45,8 @@ from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.sampler import Sampler
 from numpyro_fed.results.saving import Provenance, SavedRun
 from numpyro_fed.runtime.messages import BEGINNINGS, GO_ON, WITHOUT_START, Crossings, crossings
-from numpyro_fed.runtime.stack import Batches, Runtime, Schedule, ServerData, Single, State
+from numpyro_fed.runtime.stack import Runtime, Schedule, ServerData, Silos, Single, State
 from numpyro_fed.runtime.step import AskAll
-from numpyro_fed.trees import Tree
 
 # Batches of rounds in each quarter of a run, whose means show how noisy the bound is. Rounds are
 # correlated, so that single losses would show too little noise; fewer batches estimate it badly.
@@ -66,44 +64,6 @@ FEW_TERMS = 2e7
 
 
 Made = TypeVar("Made")
-
-
-class Silos(NamedTuple):
-    """The silos of a run: their data as read, in buckets, and on the device.
-
-    Of silos in other processes there is one batch without data, and nothing else.
-    """
-
-    data: tuple[SiloData, ...]
-    buckets: tuple[Bucket, ...]
-    batches: Batches
-
-    @property
-    def elsewhere(self) -> bool:
-        """Return whether the silos are in other processes."""
-        return not self.data
-
-    def place(self, silo: int) -> tuple[int, int]:
-        """Return the number of a silo's bucket and the silo's row in it."""
-        for b, bucket in enumerate(self.buckets):
-            if silo in bucket.silos:
-                return b, bucket.silos.index(silo)
-        raise IndexError(f"there is no silo {silo}: they are numbered 0 to {len(self.data) - 1}.")
-
-    def at(self, silo: int, stacks: Sequence[Tree]) -> Tree:
-        """Return a silo's part of trees that are stacked by bucket."""
-        b, i = self.place(silo)
-        return jax.tree.map(lambda a: a[i], stacks[b])
-
-    def data_of(self, silo: int) -> SiloData:
-        """Return a silo's data, as they were read."""
-        self.place(silo)
-        return self.data[silo]
-
-    def sizes_of(self, silo: int) -> Sizes:
-        """Return the rows of each plate at a silo."""
-        b, i = self.place(silo)
-        return self.buckets[b].sizes[i]
 
 
 class StartRounds(NamedTuple):

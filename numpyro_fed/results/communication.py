@@ -14,8 +14,9 @@ from numpyro_fed import html
 from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.padding import Bucket
-from numpyro_fed.results.base import Built, Fit, Silos
+from numpyro_fed.results.base import Built, Fit
 from numpyro_fed.runtime.messages import Crossings
+from numpyro_fed.runtime.stack import Silos
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
 # Copies of the state in memory at once: the old one, the new one and a gradient.

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_fed.after.own_rows import WhichSilo
-from numpyro_fed.after.sensitivity import PriorSensitivity, elements, log_prior_on_supports, slopes
+from numpyro_fed.after.sensitivity import PriorSensitivity, log_prior_on_supports, slopes
 from numpyro_fed.algorithms.importance.likelihood import Integration
 from numpyro_fed.algorithms.importance.proposals import NUM_PARTS, Mixture
 from numpyro_fed.errors import ModelError, NonFiniteError
@@ -32,6 +32,7 @@ from numpyro_fed.results.rows import Result
 from numpyro_fed.results.sampler import Sampler
 from numpyro_fed.results.saving import SavedWords
 from numpyro_fed.results.weighted import Weighted, systematic
+from numpyro_fed.trees import elements
 
 # Draws where the posterior without a silo may be, an exchange of them, and the share of those that
 # look beyond, as in nf.fit, which has compiled both.

@@ -23,8 +23,8 @@ import numpy as np
 from jax import Array
 from scipy.special import ndtri
 
-from numpyro_fed.after.sensitivity import elements
 from numpyro_fed.model.sites import Site
+from numpyro_fed.trees import elements
 
 
 class Moments(NamedTuple):

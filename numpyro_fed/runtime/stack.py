@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Info, Round
-from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.programs import on_all_devices
 from numpyro_fed.runtime.noise import schedule_key
@@ -252,3 +252,41 @@ class PlanSize(NamedTuple):
     # Whether a silo's reply has a share of the noise alone, so that it must be seen in a sum over
     # all silos.
     shares_noise: bool = False
+
+
+class Silos(NamedTuple):
+    """The silos of a run: their data as read, in buckets, and on the device.
+
+    Of silos in other processes there is one batch without data, and nothing else.
+    """
+
+    data: tuple[SiloData, ...]
+    buckets: tuple[Bucket, ...]
+    batches: Batches
+
+    @property
+    def elsewhere(self) -> bool:
+        """Return whether the silos are in other processes."""
+        return not self.data
+
+    def place(self, silo: int) -> tuple[int, int]:
+        """Return the number of a silo's bucket and the silo's row in it."""
+        for b, bucket in enumerate(self.buckets):
+            if silo in bucket.silos:
+                return b, bucket.silos.index(silo)
+        raise IndexError(f"there is no silo {silo}: they are numbered 0 to {len(self.data) - 1}.")
+
+    def at(self, silo: int, stacks: Sequence[Tree]) -> Tree:
+        """Return a silo's part of trees that are stacked by bucket."""
+        b, i = self.place(silo)
+        return jax.tree.map(lambda a: a[i], stacks[b])
+
+    def data_of(self, silo: int) -> SiloData:
+        """Return a silo's data, as they were read."""
+        self.place(silo)
+        return self.data[silo]
+
+    def sizes_of(self, silo: int) -> Sizes:
+        """Return the rows of each plate at a silo."""
+        b, i = self.place(silo)
+        return self.buckets[b].sizes[i]
