@@ -30,9 +30,9 @@ import numpyro.distributions as dist
 from sfvi_vs_pooled import machine
 
 import numpyro_fed as nf
-from numpyro_fed.errors import ModelError
+from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.network import InMemory
-from numpyro_fed.runtime.messages import Question, raise_refusal, read, write
+from numpyro_fed.rounds.messages import Question, raise_refusal, read, write
 
 KEY = jax.random.key(0)
 ROWS, SCALE = 20, 1e6

@@ -41,11 +41,11 @@ import numpyro
 import numpyro.distributions as dist
 
 import numpyro_fed as nf
+from numpyro_fed.basics.precision import precision
 from numpyro_fed.network import InMemory, Sockets
 from numpyro_fed.network.engines import listen
-from numpyro_fed.precision import precision
-from numpyro_fed.runtime import federation as engine_of
-from numpyro_fed.runtime.messages import ACCEPT, Question, read, write
+from numpyro_fed.rounds import federation as engine_of
+from numpyro_fed.rounds.messages import ACCEPT, Question, read, write
 
 KEY = jax.random.key(0)
 FREE = nf.Policy(min_silos=1, min_rows=1, parameters_per_row=1e9, max_places=10**9, max_draws=10**9)

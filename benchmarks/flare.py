@@ -30,7 +30,7 @@ import numpyro_fed as nf
 from numpyro_fed.network import Flare
 from numpyro_fed.network.cli import load_file
 from numpyro_fed.network.engines import short_folder
-from numpyro_fed.runtime.federation import FIRST_WAIT, LONGEST_WAIT
+from numpyro_fed.rounds.federation import FIRST_WAIT, LONGEST_WAIT
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "six_cities.py"
 SIX_CITIES = (180, 179, 178)  # children at each site

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 import numpyro_fed as nf
-from numpyro_fed.results.saving import SavedRun, SavedWords, save
-from numpyro_fed.runtime.stack import State
+from numpyro_fed.posterior.saving import SavedRun, SavedWords, save
+from numpyro_fed.rounds.stack import State
 
 NUMBER = struct.Struct("q")
 

@@ -1,11 +1,11 @@
 """Whether a fit ever stands still: a hundred fits of five models with latents, on few cores.
 
 With jaxlib 0.10 a program with several stacks of matrices side by side can stop XLA's pool of
-threads for ever (``numpyro_fed/linalg.py`` and ``numpyro_fed/threads.py`` say why). Each model is
-fitted again and again, with new data each time, in a child process without any variable set that
-says something of threads: the search for the mode, a round of PVI from there, and the importance
-correction. A child that has used no processor time for a while stands still; it is counted, ended,
-and another one does what is left.
+threads for ever (``numerics/linalg.py`` and ``basics/threads.py`` of the package say why). Each
+model is fitted again and again, with new data each time, in a child process without any variable
+set that says something of threads: the search for the mode, a round of PVI from there, and the
+importance correction. A child that has used no processor time for a while stands still; it is
+counted, ended, and another one does what is left.
 
 On 2 and on 4 cores, as ``taskset`` gives them; where the machine has fewer, a pool of so many
 threads stands in for them by ``PJRT_NPROC``, which the output says. ``--pool`` does so in any case:

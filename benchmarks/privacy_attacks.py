@@ -27,12 +27,12 @@ from private import one_silo, searched, wide_logistic
 from scipy.stats import beta
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.private_newton import Answered, NewtonQuestion, PrivateNewton
-from numpyro_fed.algorithms.private_units import SIZES, SUMS, UNITS, PrivateUnits, Releases
-from numpyro_fed.model.data import read
-from numpyro_fed.model.split import split
-from numpyro_fed.precision import precision
+from numpyro_fed.basics.precision import precision
+from numpyro_fed.data.silo_data import read
+from numpyro_fed.dp_newton.newton import Answered, NewtonQuestion, PrivateNewton
+from numpyro_fed.dp_newton.units import SIZES, SUMS, UNITS, PrivateUnits, Releases
 from numpyro_fed.privacy.budget import noisy
+from numpyro_fed.text.split import split
 
 ROWS, FAR = 200, 1e6
 

@@ -40,16 +40,16 @@ from few_messages import hospitals, six_cities
 from jax import Array
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms import private_newton
-from numpyro_fed.algorithms.base import AskSilos
-from numpyro_fed.algorithms.private_newton import NEAR, NewtonServer, PrivateNewton
-from numpyro_fed.algorithms.private_units import PrivateUnits, Releases
-from numpyro_fed.model.data import SiloData, read
-from numpyro_fed.model.split import split
-from numpyro_fed.precision import precision
+from numpyro_fed.basics.precision import precision
+from numpyro_fed.data.silo_data import SiloData, read
+from numpyro_fed.dp_newton import newton as private_newton
+from numpyro_fed.dp_newton.newton import NEAR, NewtonServer, PrivateNewton
+from numpyro_fed.dp_newton.units import PrivateUnits, Releases
 from numpyro_fed.privacy.budget import noisy
-from numpyro_fed.runtime.stack import Batch
-from numpyro_fed.runtime.step import AskAll, transport_of_stacks
+from numpyro_fed.rounds.exchange import AskSilos
+from numpyro_fed.rounds.stack import Batch
+from numpyro_fed.rounds.step import AskAll, transport_of_stacks
+from numpyro_fed.text.split import split
 
 # Clients, epsilon, whether clients differ in size by a factor of up to 20, delta.
 ADULT = (

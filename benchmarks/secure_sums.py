@@ -21,7 +21,7 @@ import numpyro.distributions as dist
 import optax
 
 import numpyro_fed as nf
-from numpyro_fed.runtime.messages import Question, read
+from numpyro_fed.rounds.messages import Question, read
 
 
 class Counted(nf.network.InMemory):

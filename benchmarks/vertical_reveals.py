@@ -28,7 +28,7 @@ from sfvi_vs_pooled import machine
 from vertical_step import model, simulate
 
 import numpyro_fed as nf
-from numpyro_fed.runtime.messages import read
+from numpyro_fed.rounds.messages import read
 
 KEY = jax.random.key(0)
 

@@ -1,12 +1,12 @@
 """Federated Bayesian inference for ordinary NumPyro models."""
 
-from numpyro_fed.threads import make_pool_large_enough
+from numpyro_fed.basics.threads import make_pool_large_enough
 
 # Before the imports below: the first array that JAX makes fixes the size of its pool.
 make_pool_large_enough()
 
-from numpyro_fed import barycenters, divergences, expfam, guides, local, losses, network, testing
-from numpyro_fed.errors import (
+from numpyro_fed import guides, local, network, testing
+from numpyro_fed.basics.errors import (
     CallbackError,
     ConvergenceWarning,
     DataError,
@@ -26,13 +26,27 @@ from numpyro_fed.errors import (
     StartWarning,
     SumError,
 )
-from numpyro_fed.methods import schedules
-from numpyro_fed.methods.fit import find_mode, fit
-from numpyro_fed.methods.load import Saved, load
+from numpyro_fed.basics.programs import cache_programs
+from numpyro_fed.data.scaling import Scaling
+from numpyro_fed.data.tables import Levels, level_names
+from numpyro_fed.dp_newton.method import DPNewton, PrivateResult
+from numpyro_fed.fit.fit import find_mode, fit
+from numpyro_fed.fit.load import Saved, load
+from numpyro_fed.guides.objectives import ELBO, LocallyEnhanced, Quadrature
 from numpyro_fed.methods.of_data import levels, moments
-from numpyro_fed.methods.private import DPNewton, PrivateResult
-from numpyro_fed.methods.pvi import PVI
-from numpyro_fed.methods.pvi_family import (
+from numpyro_fed.network.policy import Policy
+from numpyro_fed.network.silo import Silo
+from numpyro_fed.numerics import barycenters, divergences, expfam, losses
+from numpyro_fed.posterior.communication import Communication, Cost
+from numpyro_fed.posterior.corrected import Corrected
+from numpyro_fed.posterior.particles import Particles
+from numpyro_fed.posterior.posterior import Posterior
+from numpyro_fed.posterior.result import Result
+from numpyro_fed.posterior.tempering import Tempered
+from numpyro_fed.posterior.weighing import importance_correct
+from numpyro_fed.privacy.budget import Privacy, PrivacyWarning, Spent
+from numpyro_fed.pvi.method import PVI
+from numpyro_fed.pvi.recipes import (
     BCM,
     VCL,
     AlphaEP,
@@ -42,37 +56,24 @@ from numpyro_fed.methods.pvi_family import (
     StochasticPowerEP,
     StreamingVB,
 )
-from numpyro_fed.methods.sfvi import SFVI, SFVIAvg
-from numpyro_fed.methods.vfl import SOUL, VFL
-from numpyro_fed.model import handlers
-from numpyro_fed.model.clients import client_sum
-from numpyro_fed.model.facts import Facts, Plan, describe
-from numpyro_fed.model.primitives import silo_plate
-from numpyro_fed.model.scaling import Scaling
-from numpyro_fed.model.tables import Levels, level_names
-from numpyro_fed.network.policy import Policy
-from numpyro_fed.network.silo import Silo
-from numpyro_fed.objectives import ELBO, LocallyEnhanced, Quadrature
-from numpyro_fed.privacy.budget import Privacy, PrivacyWarning, Spent
-from numpyro_fed.programs import cache_programs
+from numpyro_fed.pvi.result import PVIResult
 from numpyro_fed.reference.compare import Comparison, ModelComparison, compare, compare_models
 from numpyro_fed.reference.nuts import run_nuts
 from numpyro_fed.reference.nuts_result import NutsResult
-from numpyro_fed.results.communication import Communication, Cost
-from numpyro_fed.results.corrected import Corrected
-from numpyro_fed.results.importance import importance_correct
-from numpyro_fed.results.mode import Mode
-from numpyro_fed.results.particles import Particles
-from numpyro_fed.results.posterior import Posterior
-from numpyro_fed.results.pvi import PVIResult
-from numpyro_fed.results.rows import Result
-from numpyro_fed.results.tempered import Tempered
-from numpyro_fed.results.vertical import VerticalResult
-from numpyro_fed.runtime.federation import Federation
+from numpyro_fed.rounds import schedules
+from numpyro_fed.rounds.federation import Federation
+from numpyro_fed.search.mode import Mode
+from numpyro_fed.sfvi.method import SFVI, SFVIAvg
 from numpyro_fed.sigma import fields
 from numpyro_fed.sigma.prior import SigmaPrior
 from numpyro_fed.sigma.relatives import BlockPrior, LowRankPrior, SeparatorPrior
 from numpyro_fed.testing.decomposition import check_decomposition
+from numpyro_fed.text import handlers
+from numpyro_fed.text.clients import client_sum
+from numpyro_fed.text.facts import Facts, Plan, describe
+from numpyro_fed.text.primitives import silo_plate
+from numpyro_fed.vertical.result import VerticalResult
+from numpyro_fed.vertical.vfl import SOUL, VFL
 
 __version__ = "0.1.0"
 

@@ -34,17 +34,17 @@ import pytest
 ENOUGH = 3 << 29  # bytes of a worker: more than any one file takes
 SLOW_EXAMPLES = (  # in docstrings, where no mark can stand
     "after.questions.Questions.leave_out",
-    "methods.fit.fit",
-    "results.posterior.Posterior.add",
-    "methods.load.load",
-    "methods.sfvi.SFVI",
-    "methods.vfl.SOUL",
-    "methods.vfl.VFL",
-    "model.substitution.substitute_prior",
+    "fit.fit.fit",
+    "posterior.posterior.Posterior.add",
+    "fit.load.load",
+    "sfvi.method.SFVI",
+    "vertical.vfl.SOUL",
+    "vertical.vfl.VFL",
+    "text.substitution.substitute_prior",
     "reference.compare.compare",
     "reference.compare.compare_models",
     "reference.nuts.run_nuts",
-    "results.importance.importance_correct",
+    "posterior.weighing.importance_correct",
     "sigma.prior.SigmaPrior.fit",
 )
 

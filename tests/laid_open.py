@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.importance.proposals import root_of_draws as root
-from numpyro_fed.divergences import _squared_arsinh_of_root as squared_arsinh_of_root
-from numpyro_fed.methods.pvi import prior_optimiser as for_the_prior
-from numpyro_fed.methods.vertical import begin
+from numpyro_fed.numerics.divergences import _squared_arsinh_of_root as squared_arsinh_of_root
+from numpyro_fed.posterior.weighing import _inner_draws as inner_draws
+from numpyro_fed.pvi.method import prior_optimiser as for_the_prior
 from numpyro_fed.reference.nuts import _joint_density as joint_density
 from numpyro_fed.reference.nuts import _parameters as parameters
-from numpyro_fed.results.importance import _inner_draws as inner_draws
-from numpyro_fed.results.vertical import VerticalResult
-from numpyro_fed.runtime import supervise
-from numpyro_fed.runtime.stack import Silos
+from numpyro_fed.rounds import supervise
+from numpyro_fed.rounds.stack import Silos
+from numpyro_fed.vertical.method import begin
+from numpyro_fed.vertical.result import VerticalResult
+from numpyro_fed.weigh.proposals import root_of_draws as root
 
 __all__ = [
     "LaidOpen",
@@ -203,11 +203,11 @@ def private(module: Any, name: str) -> Any:
 PLACES = {
     "memory": "numpyro_fed.methods.rows._memory",
     "pareto_k": "numpyro_fed.reference.compare._pareto_k",
-    "batch_size": "numpyro_fed.results.base.Fit.batch_size",
-    "question_of_a_correction": "numpyro_fed.results.base.Fit.question",
-    "factor_for_the_prior": "numpyro_fed.methods.pvi.prior_optimiser",
-    "rounds_of_a_log": "numpyro_fed.runtime.supervise._first",
-    "all_finite": "numpyro_fed.runtime.supervise._all_finite",
+    "batch_size": "numpyro_fed.posterior.run.Fit.batch_size",
+    "question_of_a_correction": "numpyro_fed.posterior.run.Fit.question",
+    "factor_for_the_prior": "numpyro_fed.pvi.method.prior_optimiser",
+    "rounds_of_a_log": "numpyro_fed.rounds.supervise._first",
+    "all_finite": "numpyro_fed.rounds.supervise._all_finite",
 }
 
 

@@ -12,14 +12,14 @@ import numpyro.distributions as dist
 import optax
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.base import FederatedAlgorithm
-from numpyro_fed.algorithms.sfvi import StructuredVI
+from numpyro_fed.data.silo_data import SiloData, read
+from numpyro_fed.guides.objectives import AtDraw, SiloBound, draws_by_plate
 from numpyro_fed.guides.structured import Guide, build_resolved, resolve
-from numpyro_fed.model.data import SiloData, read
-from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.split import split
-from numpyro_fed.model.traces import Traces
-from numpyro_fed.objectives import AtDraw, SiloBound, draws_by_plate
+from numpyro_fed.rounds.exchange import FederatedAlgorithm
+from numpyro_fed.sfvi.algorithm import StructuredVI
+from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.split import split
+from numpyro_fed.text.traces import Traces
 
 
 def build(spec, fm, sizes):

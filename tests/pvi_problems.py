@@ -146,7 +146,7 @@ def assert_sum_rule(result):
 
 def fixed_noise(monkeypatch, points=32):
     """Expectations over ``points`` fixed nodes, whatever the key: PVI without Monte Carlo noise."""
-    import numpyro_fed.methods.pvi as module
+    import numpyro_fed.pvi.method as module
 
     find = module.globals_of
 

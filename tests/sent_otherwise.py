@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from numpyro_fed.algorithms.base import FederatedAlgorithm
+from numpyro_fed.rounds.exchange import FederatedAlgorithm
 
 
 def sent_otherwise(

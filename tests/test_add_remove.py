@@ -7,7 +7,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.errors import DataError
+from numpyro_fed.basics.errors import DataError
 from numpyro_fed.network import InMemory
 
 KEY = jax.random.key(0)

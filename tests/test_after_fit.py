@@ -12,9 +12,9 @@ from numpyro.contrib.control_flow import scan
 
 import numpyro_fed as nf
 from numpyro_fed.after.predict import check_means, predictor
-from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.model.data import read
-from numpyro_fed.model.split import split
+from numpyro_fed.basics.errors import DataError, ModelError
+from numpyro_fed.data.silo_data import read
+from numpyro_fed.text.split import split
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}

@@ -9,8 +9,8 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.results.arviz import Labels, Named, chains_to_arviz
+from numpyro_fed.after.arviz import Labels, Named, chains_to_arviz
+from numpyro_fed.basics.errors import DataError, ModelError
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}

@@ -11,9 +11,9 @@ import pytest
 from apart import FREE, Apart
 
 import numpyro_fed as nf
-from numpyro_fed.errors import DataError, ModelError, RefusedError
+from numpyro_fed.basics.errors import DataError, ModelError, RefusedError
 from numpyro_fed.network import InMemory
-from numpyro_fed.runtime.messages import read
+from numpyro_fed.rounds.messages import read
 
 KEY, OTHER = jax.random.key(0), jax.random.key(7)
 QUIET = {"progress_bar": False}

@@ -11,24 +11,24 @@ import pytest
 from laid_open import questions
 
 import numpyro_fed as nf
-from numpyro_fed.errors import ModelError
-from numpyro_fed.model.data import SiloData, read
-from numpyro_fed.model.fingerprint import fingerprint
-from numpyro_fed.model.jaxprs import (
+from numpyro_fed.basics.errors import ModelError
+from numpyro_fed.data.padding import bucket
+from numpyro_fed.data.silo_data import SiloData, read
+from numpyro_fed.text.fingerprint import fingerprint
+from numpyro_fed.text.jaxprs import (
     labels_by_name,
     propagate_labels,
     trace_program,
 )
-from numpyro_fed.model.padding import bucket
-from numpyro_fed.model.row_axes import same_but_for_sizes
-from numpyro_fed.model.row_checks import (
+from numpyro_fed.text.row_axes import same_but_for_sizes
+from numpyro_fed.text.row_checks import (
     Perturbation,
     RowChecks,
     changed,
     first_changed_rows,
     row_groups,
 )
-from numpyro_fed.model.split import split
+from numpyro_fed.text.split import split
 
 LATENTS = {"row": jnp.array([[1.0], [2.0], [4.0]])}
 ARRAYS = {"y": jnp.array([10.0, 20.0, 40.0]), "x": jnp.array([1.0, 2.0])}

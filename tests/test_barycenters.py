@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from ott.geometry.costs import Bures
 
 import numpyro_fed as nf
-from numpyro_fed.barycenters import forward_kl, reverse_kl, wasserstein
-from numpyro_fed.errors import DataError
+from numpyro_fed.basics.errors import DataError
+from numpyro_fed.numerics.barycenters import forward_kl, reverse_kl, wasserstein
 
 ALL = [wasserstein, forward_kl, reverse_kl]
 SEEDS = st.integers(0, 10_000)

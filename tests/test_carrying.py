@@ -12,7 +12,7 @@ from apart import Apart
 from problems import glmm, glmm_silos
 
 import numpyro_fed as nf
-from numpyro_fed.errors import DataError, GuideError
+from numpyro_fed.basics.errors import DataError, GuideError
 
 KEY = jax.random.key(0)
 FULL = nf.guides.Structured(globals="full")

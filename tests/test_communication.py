@@ -9,7 +9,7 @@ import pytest
 from apart import Apart
 
 import numpyro_fed as nf
-from numpyro_fed.runtime.messages import read
+from numpyro_fed.rounds.messages import read
 
 KEY, QUIET = jax.random.key(0), dict(progress_bar=False)
 

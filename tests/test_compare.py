@@ -17,11 +17,11 @@ from problems import cut
 from scipy.stats import norm
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.importance.likelihood import Integration
+from numpyro_fed.posterior.corrected import Corrected
 from numpyro_fed.reference.compare import _sinkhorn, compare, joint_divergence
 from numpyro_fed.reference.nuts_result import NutsResult
-from numpyro_fed.results.corrected import Corrected
-from numpyro_fed.results.element_errors import ElementErrors
+from numpyro_fed.weigh.element_errors import ElementErrors
+from numpyro_fed.weigh.likelihood import Integration
 
 mpl.use("Agg")
 KEY = jax.random.key(0)

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms import convergence
+from numpyro_fed.rounds import convergence
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}

@@ -17,13 +17,13 @@ from numpyro.infer.util import potential_energy
 from problems import cut
 from random_models import Problem, models, partitions
 
-from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.model.data import read
-from numpyro_fed.model.handlers import joint, local_name
-from numpyro_fed.model.primitives import silo_plate
-from numpyro_fed.model.split import split
-from numpyro_fed.model.traces import Traces
+from numpyro_fed.basics.errors import DataError, ModelError
+from numpyro_fed.data.silo_data import read
 from numpyro_fed.testing import check_decomposition
+from numpyro_fed.text.handlers import joint, local_name
+from numpyro_fed.text.primitives import silo_plate
+from numpyro_fed.text.split import split
+from numpyro_fed.text.traces import Traces
 
 RNG = np.random.default_rng(0)
 
@@ -186,7 +186,7 @@ def with_sample_shape(y):
 def test_the_check_knows_shapes_from_numpyro_alone(monkeypatch):
     check_decomposition(with_sample_shape, rows(3, 2), num_points=1)
     monkeypatch.setattr(
-        "numpyro_fed.model.sites.unconstrained_shape", lambda site: tuple(site["fn"].shape())
+        "numpyro_fed.text.sites.unconstrained_shape", lambda site: tuple(site["fn"].shape())
     )
     with pytest.raises(ModelError, match=r"'w' .*\(3,\) .* \(\) "):
         check_decomposition(with_sample_shape, rows(3), num_points=1)

@@ -13,19 +13,19 @@ from numpyro.distributions import biject_to, transforms
 from scipy import special
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.expand import prior_draws
-from numpyro_fed.algorithms.importance.proposals import spread_of
-from numpyro_fed.losses import beta_loss, gamma_loss, generalised_cross_entropy, log_loss
-from numpyro_fed.model.data import read
-from numpyro_fed.model.densities import (
+from numpyro_fed.data.silo_data import read
+from numpyro_fed.numerics.densities import (
     accurate,
     log_prob,
     log_rising,
     no_more_than_finite,
     softplus,
 )
-from numpyro_fed.model.not_finite import NotFinite, first_not_finite, first_without_density
-from numpyro_fed.model.split import split
+from numpyro_fed.numerics.losses import beta_loss, gamma_loss, generalised_cross_entropy, log_loss
+from numpyro_fed.search.expand import prior_draws
+from numpyro_fed.text.not_finite import NotFinite, first_not_finite, first_without_density
+from numpyro_fed.text.split import split
+from numpyro_fed.weigh.proposals import spread_of
 
 SIZES = np.array([5.0, 20.0, 40.0, 300.0, 700.0, 745.0, 1000.0])
 MODERATE = np.random.default_rng(0).normal(size=(40, 6)) * np.repeat([1.0, 3.0], 20)[:, None]

@@ -10,8 +10,8 @@ from laid_open import squared_arsinh_of_root as f
 from scipy import integrate, stats
 
 from numpyro_fed import expfam
-from numpyro_fed.divergences import KL, AlphaRenyi, FisherRao, ReverseKL, WeightedKL
-from numpyro_fed.errors import GuideError
+from numpyro_fed.basics.errors import GuideError
+from numpyro_fed.numerics.divergences import KL, AlphaRenyi, FisherRao, ReverseKL, WeightedKL
 
 DIAGONAL = expfam.gaussian(2)
 FULL = expfam.gaussian(2, "full")

@@ -14,7 +14,7 @@ import pytest
 from problems import counts_of, cut
 
 import numpyro_fed as nf
-from numpyro_fed.errors import (
+from numpyro_fed.basics.errors import (
     ConvergenceWarning,
     ModelError,
     ReplyError,
@@ -23,7 +23,7 @@ from numpyro_fed.errors import (
 )
 from numpyro_fed.network import InMemory
 from numpyro_fed.network.cli import load_file, names_of
-from numpyro_fed.runtime.messages import Question, read, write
+from numpyro_fed.rounds.messages import Question, read, write
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}
@@ -184,7 +184,7 @@ class Storm:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_a_storm_changes_no_bit(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("numpyro_fed.runtime.federation.FIRST_WAIT", 1e-4)
+    monkeypatch.setattr("numpyro_fed.rounds.federation.FIRST_WAIT", 1e-4)
     (method, rounds), data = METHODS[name], numbers()
     calm = method.run(KEY, rounds, federation_of(silos_of(data)), **QUIET)
     faults = 0

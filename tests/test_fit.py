@@ -15,12 +15,12 @@ import pytest
 from problems import cut, grouped
 
 import numpyro_fed as nf
-from numpyro_fed.methods.fit_steps import FitSteps
-from numpyro_fed.model.data import read
-from numpyro_fed.model.fingerprint import fingerprint
-from numpyro_fed.model.split import split
-from numpyro_fed.results.importance import correct_from
-from numpyro_fed.results.mixture import around_modes
+from numpyro_fed.data.silo_data import read
+from numpyro_fed.fit.steps import FitSteps
+from numpyro_fed.posterior.weighing import correct_from
+from numpyro_fed.text.fingerprint import fingerprint
+from numpyro_fed.text.split import split
+from numpyro_fed.weigh.mixture import around_modes
 
 POSITIVE = dist.constraints.positive
 KEY, OTHER_KEY = jax.random.key(0), jax.random.key(5)
@@ -220,9 +220,9 @@ def test_a_mode_that_the_draws_do_not_reach_is_said(monkeypatch):
     def around_the_first(z, others, log_shares):
         return around_modes(z, [], np.zeros(1))
 
-    monkeypatch.setattr("numpyro_fed.methods.fit_steps.around_modes", around_the_first)
+    monkeypatch.setattr("numpyro_fed.fit.steps.around_modes", around_the_first)
     monkeypatch.setattr(
-        "numpyro_fed.methods.fit_steps.correct_from",
+        "numpyro_fed.fit.steps.correct_from",
         lambda *args, wider, **more: correct_from(*args, wider=0.0, **more),
     )
     model = models.squared(2000.0)
@@ -349,7 +349,7 @@ def test_messages_of_a_step_that_fails_are_counted(monkeypatch):
         raise nf.NonFiniteError("nothing is finite", result=None, round=0, silos=())
 
     good = nf.fit(KEY, model, silos, max_exchanges=1, progress_bar=False)
-    monkeypatch.setattr("numpyro_fed.methods.fit_steps.correct_from", fails)
+    monkeypatch.setattr("numpyro_fed.fit.steps.correct_from", fails)
     bad = nf.fit(KEY, model, silos, max_exchanges=1, progress_bar=False)
     assert not bad.trusted
     assert bad.num_exchanges == good.num_exchanges > 2

@@ -14,7 +14,7 @@ import pytest
 from flare_place import SERVER, SITES, USER, Place
 
 import numpyro_fed as nf
-from numpyro_fed.errors import ModelError
+from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.network import Flare, InMemory
 from numpyro_fed.network.engines import short_folder
 from numpyro_fed.network.flare import DENIED, EXECUTOR, RELAY, allow, denied, write_job

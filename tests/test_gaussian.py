@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from numpyro_fed.gaussian import Curvature, Gaussian, as_matrix, identity
+from numpyro_fed.numerics.gaussian import Curvature, Gaussian, as_matrix, identity
 
 
 def some(dim, full, seed=0, stack=()):

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed import programs
+from numpyro_fed.basics import programs
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}
@@ -20,7 +20,7 @@ def accelerated(monkeypatch):
     """A function that makes programs from then on be those of an accelerator."""
 
     def begin():
-        monkeypatch.setattr("numpyro_fed.programs.on_accelerator", lambda: True)
+        monkeypatch.setattr("numpyro_fed.basics.programs.on_accelerator", lambda: True)
 
     return begin
 

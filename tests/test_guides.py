@@ -13,12 +13,12 @@ from numpyro.infer.initialization import init_to_value
 from problems import cut, gauss_hermite, glmm, glmm_silos, jitter, parts
 
 import numpyro_fed as nf
-from numpyro_fed.errors import GuideError
-from numpyro_fed.gaussian import Coordinates, unit_lower
+from numpyro_fed.basics.errors import GuideError
+from numpyro_fed.data.padding import bucket
 from numpyro_fed.guides import base
 from numpyro_fed.guides.base import from_autoguide
 from numpyro_fed.guides.structured import LocalGuide
-from numpyro_fed.model.padding import bucket
+from numpyro_fed.numerics.gaussian import Coordinates, unit_lower
 
 KEY = jax.random.key(0)
 GLOBALS = {

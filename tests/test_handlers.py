@@ -12,13 +12,13 @@ from numpyro.infer.inspect import get_model_relations
 from numpyro.infer.reparam import LocScaleReparam
 from numpyro.infer.util import compute_log_probs, log_density
 
-from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.losses import beta_loss, gamma_loss, generalised_cross_entropy, log_loss
-from numpyro_fed.model.data import read
-from numpyro_fed.model.handlers import at_silo, generalised, joint
-from numpyro_fed.model.primitives import silo_plate
-from numpyro_fed.model.split import split
+from numpyro_fed.basics.errors import DataError, ModelError
+from numpyro_fed.data.silo_data import read
+from numpyro_fed.numerics.losses import beta_loss, gamma_loss, generalised_cross_entropy, log_loss
 from numpyro_fed.testing import check_decomposition
+from numpyro_fed.text.handlers import at_silo, generalised, joint
+from numpyro_fed.text.primitives import silo_plate
+from numpyro_fed.text.split import split
 
 SILOS = [{"y": np.zeros((2, 3), np.float32)}, {"y": np.ones((4, 3), np.float32)}]
 

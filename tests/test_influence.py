@@ -9,8 +9,8 @@ import pytest
 from scipy.stats import chi2
 
 import numpyro_fed as nf
-from numpyro_fed.errors import CoupledRowsError, ModelError
-from numpyro_fed.results.influence import Factors, SiloPull, SiloTable, table_of
+from numpyro_fed.basics.errors import CoupledRowsError, ModelError
+from numpyro_fed.search.influence import Factors, SiloPull, SiloTable, table_of
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}

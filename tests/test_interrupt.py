@@ -13,10 +13,10 @@ from apart import Apart
 from laid_open import at_checks, put_in_place
 
 import numpyro_fed as nf
-from numpyro_fed.methods import fit_steps
-from numpyro_fed.results import importance
-from numpyro_fed.runtime import supervise as drive_module
-from numpyro_fed.runtime.step import AskAll
+from numpyro_fed.fit import steps as fit_steps
+from numpyro_fed.posterior import weighing as importance
+from numpyro_fed.rounds import supervise as drive_module
+from numpyro_fed.rounds.step import AskAll
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}

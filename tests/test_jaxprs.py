@@ -1,6 +1,6 @@
 """What ``model/jaxprs.py`` expects of the JAX that is installed.
 
-Where one of these tests fails with a new JAX, ``numpyro_fed/model/jaxprs.py`` is the place to mend:
+Where one of these tests fails with a new JAX, ``numpyro_fed/text/jaxprs.py`` is the place to mend:
 print ``jax.make_jaxpr`` of the function in the test, and look for what has another name there.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from numpyro_fed.model.jaxprs import (
+from numpyro_fed.text.jaxprs import (
     Written,
     branches,
     called_program,

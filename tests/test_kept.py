@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.errors import FederatedWarning, SavedStateError
-from numpyro_fed.files import KEPT, LOCK, Use, log_privately, private_folder, write_npz
+from numpyro_fed.basics.errors import FederatedWarning, SavedStateError
+from numpyro_fed.basics.files import KEPT, LOCK, Use, log_privately, private_folder, write_npz
 from numpyro_fed.network.cli import main
 from numpyro_fed.network.engines import InMemory
 from numpyro_fed.privacy.budget import PrivacyWarning
@@ -139,7 +139,7 @@ def test_a_file_is_never_open_to_others(tmp_path, open_umask, monkeypatch):
 
 HOLD = """
     import sys, time
-    from numpyro_fed.files import Use
+    from numpyro_fed.basics.files import Use
     use = Use(sys.argv[1])
     print("held", flush=True)
     time.sleep(60)

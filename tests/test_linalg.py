@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.scipy.linalg import solve_triangular
 from kernels import lapack_shapes
 
-from numpyro_fed import linalg
+from numpyro_fed.numerics import linalg
 
 DIMS = (1, 2, 5, 8, 9)
 CASES = settings(max_examples=8, deadline=None)

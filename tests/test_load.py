@@ -13,10 +13,10 @@ import optax
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.files import read_npz, write_npz
+from numpyro_fed.basics.files import read_npz, write_npz
 from numpyro_fed.methods.base import PARTS, LostError, decoded, encoded, rebuilt, recipe
-from numpyro_fed.results.mode import LocalMode
-from numpyro_fed.results.posterior import Stage
+from numpyro_fed.posterior.posterior import Stage
+from numpyro_fed.search.mode import LocalMode
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.basics.errors import DataError, ModelError
 from numpyro_fed.network import InMemory
 
 KEY = jax.random.key(0)

@@ -7,8 +7,8 @@ import numpyro.distributions as dist
 import pytest
 from scipy import integrate, stats
 
-from numpyro_fed.errors import ModelError
-from numpyro_fed.losses import (
+from numpyro_fed.basics.errors import ModelError
+from numpyro_fed.numerics.losses import (
     beta_loss,
     gamma_loss,
     generalised_cross_entropy,

@@ -14,7 +14,7 @@ from numpyro.infer import Predictive
 from scipy import stats
 
 import numpyro_fed as nf
-from numpyro_fed.programs import quick_options
+from numpyro_fed.basics.programs import quick_options
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from numpyro_fed.errors import DataError
+from numpyro_fed.basics.errors import DataError
 from numpyro_fed.privacy.masks import (
     LARGEST_SUM,
     ROUNDING,

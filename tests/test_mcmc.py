@@ -17,13 +17,13 @@ from numpyro.infer.util import potential_energy
 from problems import cut, jitter
 
 import numpyro_fed as nf
-from numpyro_fed.errors import ModelError
-from numpyro_fed.model import padding
-from numpyro_fed.model.data import read
-from numpyro_fed.model.handlers import joint, local_name
-from numpyro_fed.model.layout import lay_out
+from numpyro_fed.basics.errors import ModelError
+from numpyro_fed.data import padding
+from numpyro_fed.data.silo_data import read
 from numpyro_fed.reference.nuts import good_starts, some_from_prior, uniform
 from numpyro_fed.reference.nuts_result import NutsResult
+from numpyro_fed.text.handlers import joint, local_name
+from numpyro_fed.text.layout import lay_out
 
 KEY = jax.random.key(0)
 positive = dist.constraints.positive

@@ -11,14 +11,14 @@ import pytest
 from problems import build, jitter
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.base import Replies
-from numpyro_fed.algorithms.sfvi import StructuredVI
-from numpyro_fed.gaussian import Coordinates
-from numpyro_fed.model.data import read
-from numpyro_fed.model.layout import lay_out
-from numpyro_fed.model.minibatch import Minibatches, MinibatchNoise, draw_minibatch, rows_at
-from numpyro_fed.objectives import SiloBound, draws_by_plate
-from numpyro_fed.runtime.step import replayed_part
+from numpyro_fed.data.silo_data import read
+from numpyro_fed.guides.objectives import SiloBound, draws_by_plate
+from numpyro_fed.numerics.gaussian import Coordinates
+from numpyro_fed.rounds.exchange import Replies
+from numpyro_fed.rounds.step import replayed_part
+from numpyro_fed.sfvi.algorithm import StructuredVI
+from numpyro_fed.text.layout import lay_out
+from numpyro_fed.text.minibatch import Minibatches, MinibatchNoise, draw_minibatch, rows_at
 
 KEY, QUIET = jax.random.key(0), dict(progress_bar=False)
 

@@ -13,8 +13,12 @@ from problems import cut
 from scipy import stats
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.expand import prior_draws
-from numpyro_fed.algorithms.importance.proposals import (
+from numpyro_fed.data.silo_data import read
+from numpyro_fed.posterior.weighing import Weighing, correct_from
+from numpyro_fed.search.expand import prior_draws
+from numpyro_fed.text.split import split
+from numpyro_fed.weigh.mixture import around_modes, matched
+from numpyro_fed.weigh.proposals import (
     FREEDOM,
     OWN_FREEDOM,
     SCALES,
@@ -24,10 +28,6 @@ from numpyro_fed.algorithms.importance.proposals import (
     standard_points,
     wider_parts,
 )
-from numpyro_fed.model.data import read
-from numpyro_fed.model.split import split
-from numpyro_fed.results.importance import Weighing, correct_from
-from numpyro_fed.results.mixture import around_modes, matched
 
 KEY = jax.random.key(0)
 ROOT = np.array([[2.0, 0.0], [-1.5, 0.7]])
@@ -220,7 +220,7 @@ def test_a_draw_whose_weight_was_rounding_has_none_among_further_draws(monkeypat
     off = around_modes(np.random.default_rng(1).normal(4, 0.2, (4_000, 1)), [], np.zeros(1))
     rough, answers = np.array([3, 8]), [np.array([3, 8]), np.zeros(0, int)]
     monkeypatch.setattr(Weighing, "_rough_draws", lambda *args: answers.pop(0))
-    monkeypatch.setattr("numpyro_fed.results.importance.threshold", lambda n: -np.inf)
+    monkeypatch.setattr("numpyro_fed.posterior.weighing.threshold", lambda n: -np.inf)
     first = correct_from(KEY, result, 400, None, off, wider=0.5)
     assert (first.pool.log_joint[rough] == -np.inf).all()
     answers.append(np.zeros(0, int))

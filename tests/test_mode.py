@@ -11,10 +11,10 @@ from problems import cut, grouped, raw_rows, regression
 from scipy import optimize, stats
 
 import numpyro_fed as nf
-from numpyro_fed.integrals.laplace import Arrow, Laplace, SearchEnd
-from numpyro_fed.model.data import read
-from numpyro_fed.model.layout import lay_out
-from numpyro_fed.model.split import split
+from numpyro_fed.data.silo_data import read
+from numpyro_fed.guides.laplace import Arrow, Laplace, SearchEnd
+from numpyro_fed.text.layout import lay_out
+from numpyro_fed.text.split import split
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_fed.algorithms.base import of_stack
-from numpyro_fed.algorithms.expand import Expansion
-from numpyro_fed.algorithms.mode_wide import BACKTRACK, MAX_IDLE, WideStart
+from numpyro_fed.rounds.exchange import of_stack
+from numpyro_fed.search.expand import Expansion
+from numpyro_fed.search.newton_wide import BACKTRACK, MAX_IDLE, WideStart
 
 SCALES = np.array([1.0, 1e4, 1e-3])
 

@@ -9,7 +9,7 @@ import pytest
 import scipy.stats
 
 import numpyro_fed as nf
-from numpyro_fed.errors import ModelError
+from numpyro_fed.basics.errors import ModelError
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}

@@ -13,13 +13,13 @@ import pytest
 from problems import cut, gauss_hermite, glmm, glmm_silos, jitter, parts
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms import convergence
-from numpyro_fed.algorithms.base import Combine
-from numpyro_fed.gaussian import Coordinates
-from numpyro_fed.model.minibatch import MinibatchNoise
-from numpyro_fed.model.padding import bucket
-from numpyro_fed.objectives import AtDraw, SiloBound, normals
-from numpyro_fed.runtime.step import combine, replayed_part
+from numpyro_fed.data.padding import bucket
+from numpyro_fed.guides.objectives import AtDraw, SiloBound, normals
+from numpyro_fed.numerics.gaussian import Coordinates
+from numpyro_fed.rounds import convergence
+from numpyro_fed.rounds.exchange import Combine
+from numpyro_fed.rounds.step import combine, replayed_part
+from numpyro_fed.text.minibatch import MinibatchNoise
 
 KEY = jax.random.key(0)
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given
 
 import numpyro_fed as nf
-from numpyro_fed.errors import DataError, ModelError, RefusedError, ReplyError
+from numpyro_fed.basics.errors import DataError, ModelError, RefusedError, ReplyError
 from numpyro_fed.network import InMemory
-from numpyro_fed.runtime.messages import Question, read, write
+from numpyro_fed.rounds.messages import Question, read, write
 
 FREE = nf.Policy(min_rows=1, min_count=1)
 CITIES = ("Bern", "Basel", "Chur", "other")

@@ -9,14 +9,14 @@ import pytest
 from problems import cut
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.expand import Expansion, effects_of
-from numpyro_fed.algorithms.mode import LATE, ModeSearch, Start, without_followers
-from numpyro_fed.algorithms.own_start import OwnModes
-from numpyro_fed.model.data import read
-from numpyro_fed.model.layout import lay_out
-from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.runtime.stack import on_device
-from numpyro_fed.runtime.step import AskAll, transport_of_stacks
+from numpyro_fed.data.silo_data import read
+from numpyro_fed.rounds.compiled_loop import simulation
+from numpyro_fed.rounds.stack import on_device
+from numpyro_fed.rounds.step import AskAll, transport_of_stacks
+from numpyro_fed.search.expand import Expansion, effects_of
+from numpyro_fed.search.newton import LATE, ModeSearch, Start, without_followers
+from numpyro_fed.search.own_modes import OwnModes
+from numpyro_fed.text.layout import lay_out
 
 KEY = jax.random.key(0)
 

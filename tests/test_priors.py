@@ -12,8 +12,8 @@ from problems import cut
 from scipy.stats import multivariate_normal
 
 import numpyro_fed as nf
-from numpyro_fed.model.data import read
-from numpyro_fed.model.split import split
+from numpyro_fed.data.silo_data import read
+from numpyro_fed.text.split import split
 
 KEY = jax.random.key(0)
 SILOS = cut({"y": np.arange(5.0), "x": np.ones(5)}, (2, 3))

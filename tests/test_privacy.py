@@ -14,19 +14,20 @@ from hypothesis import strategies as st
 from problems import cut
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms import private_newton, private_units
-from numpyro_fed.algorithms.base import ExchangeId
-from numpyro_fed.algorithms.private_newton import Answered, NewtonQuestion, PrivateNewton
-from numpyro_fed.algorithms.private_units import PrivateUnits, Releases
-from numpyro_fed.files import Store
-from numpyro_fed.methods import private
-from numpyro_fed.model.data import read
-from numpyro_fed.model.split import split
+from numpyro_fed.basics.files import Store
+from numpyro_fed.basics.precision import precision
+from numpyro_fed.data.silo_data import read
+from numpyro_fed.dp_newton import method as private
+from numpyro_fed.dp_newton import newton as private_newton
+from numpyro_fed.dp_newton import units as private_units
+from numpyro_fed.dp_newton.newton import Answered, NewtonQuestion, PrivateNewton
+from numpyro_fed.dp_newton.units import PrivateUnits, Releases
 from numpyro_fed.network.engines import InMemory
 from numpyro_fed.network.policy import LEDGER, Ledger
-from numpyro_fed.precision import precision
 from numpyro_fed.privacy.budget import Spent, noisy, spent
-from numpyro_fed.runtime import messages
+from numpyro_fed.rounds import messages
+from numpyro_fed.rounds.exchange import ExchangeId
+from numpyro_fed.text.split import split
 
 KEY = jax.random.key(0)
 BUDGET = nf.Privacy(epsilon=1.0, delta=1e-5)

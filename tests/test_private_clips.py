@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from numpyro_fed.algorithms.private_units import best_clip
+from numpyro_fed.dp_newton.units import best_clip
 
 
 def counts_of(sizes):

@@ -15,9 +15,9 @@ from problems import counts_of, cut
 from silo_process import METHODS, NAMES, VERTICAL, model, serve
 
 import numpyro_fed as nf
-from numpyro_fed.errors import DataError, ModelError, ReplyError
+from numpyro_fed.basics.errors import DataError, ModelError, ReplyError
 from numpyro_fed.network.node import MAX_RUNS
-from numpyro_fed.runtime.messages import ACCEPT, read, write
+from numpyro_fed.rounds.messages import ACCEPT, read, write
 
 KEY = jax.random.key(0)
 SIZES = (7, 5, 12)

@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import numpyro_fed as nf
-from numpyro_fed.programs import compiled_method, jit_once
+from numpyro_fed.basics.programs import compiled_method, jit_once
 
 TRACED = []
 

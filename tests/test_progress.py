@@ -12,8 +12,8 @@ import pytest
 from tqdm import TMonitor
 
 import numpyro_fed as nf
-from numpyro_fed.runtime import progress
-from numpyro_fed.runtime.progress import StageBar, progress_of
+from numpyro_fed.rounds import progress
+from numpyro_fed.rounds.progress import StageBar, progress_of
 
 KEY = jax.random.key(0)
 SILOS = [{"y": np.array([0, 1, 1])}, {"y": np.array([1, 0, 1, 1, 1])}]

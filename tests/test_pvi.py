@@ -35,8 +35,8 @@ from pvi_problems import (
 
 import numpyro_fed as nf
 from numpyro_fed import expfam
-from numpyro_fed.algorithms.pvi.silo import Status
-from numpyro_fed.runtime.step import replayed_part
+from numpyro_fed.pvi.silo import Status
+from numpyro_fed.rounds.step import replayed_part
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -16,10 +16,10 @@ from scipy import optimize
 
 import numpyro_fed as nf
 from numpyro_fed import expfam
-from numpyro_fed.algorithms.pvi.silo import Status
-from numpyro_fed.model.data import read
-from numpyro_fed.model.row_checks import RowChecks
-from numpyro_fed.model.split import split
+from numpyro_fed.data.silo_data import read
+from numpyro_fed.pvi.silo import Status
+from numpyro_fed.text.row_checks import RowChecks
+from numpyro_fed.text.split import split
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -14,12 +14,12 @@ from pvi_problems import KEY, QUIET, logistic, logistic_rows, mean
 
 import numpyro_fed as nf
 from numpyro_fed import expfam
-from numpyro_fed.algorithms.pvi.families import conjugacy, globals_of
-from numpyro_fed.algorithms.pvi.silo import Status
+from numpyro_fed.data.silo_data import SiloData, read
 from numpyro_fed.local import LBFGS
 from numpyro_fed.local.base import LocalNoise, Problem
-from numpyro_fed.model.data import SiloData, read
-from numpyro_fed.model.split import split
+from numpyro_fed.pvi.families import conjugacy, globals_of
+from numpyro_fed.pvi.silo import Status
+from numpyro_fed.text.split import split
 
 
 def location(prior, likelihood, unit=1.0):
@@ -123,7 +123,7 @@ def test_conjugacy_is_judged_by_each_datas_values_and_compiled_once(compiled):
 
 def believed(monkeypatch):
     """A verdict that is wrong: the guard at run time is all that is left."""
-    import numpyro_fed.methods.pvi as module
+    import numpyro_fed.pvi.method as module
 
     monkeypatch.setattr(module, "conjugacy", lambda fm, chosen: lambda stacks: True)
 

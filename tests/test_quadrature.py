@@ -9,11 +9,11 @@ import pytest
 from scipy import integrate, special, stats
 
 import numpyro_fed as nf
-from numpyro_fed.errors import StartWarning
-from numpyro_fed.integrals.laplace import Laplace
-from numpyro_fed.integrals.quadrature import RowIntegrals
-from numpyro_fed.model.data import read
-from numpyro_fed.model.split import split
+from numpyro_fed.basics.errors import StartWarning
+from numpyro_fed.data.silo_data import read
+from numpyro_fed.guides.laplace import Laplace
+from numpyro_fed.guides.quadrature import RowIntegrals
+from numpyro_fed.text.split import split
 
 
 def likelihood(model, silo, nodes=11):

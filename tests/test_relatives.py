@@ -15,9 +15,9 @@ from numpyro.infer import Predictive
 from numpyro.infer.util import log_density
 
 import numpyro_fed as nf
-from numpyro_fed.model.data import read
-from numpyro_fed.model.split import split
+from numpyro_fed.data.silo_data import read
 from numpyro_fed.sigma.fields import Spectral, Spectrum, field_of
+from numpyro_fed.text.split import split
 
 KEY = jax.random.key(0)
 PLACES = np.linspace(0, 1, 9)

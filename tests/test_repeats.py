@@ -10,12 +10,12 @@ from numpyro.infer.reparam import CircularReparam
 from scipy.special import i0e
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.curvature_check import periods_of, shifted_places
-from numpyro_fed.algorithms.expand import Expansion
-from numpyro_fed.algorithms.mode import Search
-from numpyro_fed.algorithms.tempered import Places, Swarm
-from numpyro_fed.results.mode import OneCopy
-from numpyro_fed.results.particles import particles_of
+from numpyro_fed.posterior.particles import particles_of
+from numpyro_fed.search.curvature_check import periods_of, shifted_places
+from numpyro_fed.search.expand import Expansion
+from numpyro_fed.search.mode import OneCopy
+from numpyro_fed.search.newton import Search
+from numpyro_fed.weigh.tempered import Places, Swarm
 
 KEY = jax.random.key(0)
 TURN = 2 * np.pi

@@ -14,10 +14,10 @@ from laid_open import laid_open
 from sent_otherwise import sent_otherwise
 
 import numpyro_fed as nf
-from numpyro_fed.errors import DataError, NonFiniteError, ReplyError
+from numpyro_fed.basics.errors import DataError, NonFiniteError, ReplyError
 from numpyro_fed.methods.base import RUNTIMES
-from numpyro_fed.runtime.messages import ACCEPT, DESCRIBE, read, write
-from numpyro_fed.runtime.supervise import drive
+from numpyro_fed.rounds.messages import ACCEPT, DESCRIBE, read, write
+from numpyro_fed.rounds.supervise import drive
 
 KEY = jax.random.key(0)
 ROWS = [{"y": np.arange(n, dtype=np.float32)} for n in (3, 5, 4)]

@@ -10,8 +10,8 @@ from pvi_problems import KEY, logistic, logistic_rows
 from sent_otherwise import on_grid, sent_otherwise
 
 import numpyro_fed as nf
-from numpyro_fed.runtime.host import host
-from numpyro_fed.runtime.simulation import simulation
+from numpyro_fed.rounds.compiled_loop import simulation
+from numpyro_fed.rounds.plain_loop import host
 
 
 def run(change, schedule, make, rounds=2):

@@ -11,8 +11,8 @@ import pytest
 from problems import cut
 
 import numpyro_fed as nf
-from numpyro_fed.model.data import read
-from numpyro_fed.results.element_errors import Rounding, moments
+from numpyro_fed.data.silo_data import read
+from numpyro_fed.weigh.element_errors import Rounding, moments
 
 KEY, OTHER_KEY = jax.random.key(0), jax.random.key(7)
 QUIET = dict(progress_bar=False)

@@ -9,10 +9,10 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.model.data import read
-from numpyro_fed.model.jaxprs import trace_program
-from numpyro_fed.model.row_axes import MIXED, row_axes, same_but_for_sizes
-from numpyro_fed.model.split import split
+from numpyro_fed.data.silo_data import read
+from numpyro_fed.text.jaxprs import trace_program
+from numpyro_fed.text.row_axes import MIXED, row_axes, same_but_for_sizes
+from numpyro_fed.text.split import split
 
 N = 5
 INDEX = np.array([0, 2, 1, 1, 0])

@@ -17,13 +17,12 @@ from cases import mark_slow
 from laid_open import inside, laid_open, times_compiled
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Info, Reply, Round
-from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.jaxprs import inner_programs, trace_program
-from numpyro_fed.model.padding import Bucket
-from numpyro_fed.results.base import Built
-from numpyro_fed.runtime.host import host
-from numpyro_fed.runtime.noise import (
+from numpyro_fed.data.padding import Bucket
+from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.posterior.run import Built
+from numpyro_fed.rounds.compiled_loop import simulation
+from numpyro_fed.rounds.exchange import Combine, Exchange, FederatedAlgorithm, Info, Reply, Round
+from numpyro_fed.rounds.noise import (
     exchange_key,
     init_keys,
     participant_keys,
@@ -31,9 +30,10 @@ from numpyro_fed.runtime.noise import (
     server_key,
     silo_key,
 )
-from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.runtime.stack import BLOCK, CHUNK, on_device
-from numpyro_fed.runtime.supervise import drive
+from numpyro_fed.rounds.plain_loop import host
+from numpyro_fed.rounds.stack import BLOCK, CHUNK, on_device
+from numpyro_fed.rounds.supervise import drive
+from numpyro_fed.text.jaxprs import inner_programs, trace_program
 
 KEY = jax.random.key(0)
 quiet = {"progress_bar": False}
@@ -154,7 +154,7 @@ def test_rounds_that_draw_much_noise_are_the_same_numbers(monkeypatch):
     """Noise is drawn for fewer rounds at once where it is large, to the same values."""
     silos = robust_silos()
     usual = ROBUST.run(KEY, 20, silos, **quiet)
-    monkeypatch.setattr("numpyro_fed.runtime.simulation.NOISE", 7)
+    monkeypatch.setattr("numpyro_fed.rounds.compiled_loop.NOISE", 7)
     small = nf.SFVI(robust, optim=optax.adam(1e-2), start=None).run(KEY, 20, silos, **quiet)
     np.testing.assert_allclose(small.losses, usual.losses, rtol=1e-6)
 

@@ -13,11 +13,11 @@ from apart import Apart
 from numpyro.contrib.control_flow import scan
 
 import numpyro_fed as nf
-from numpyro_fed.model.data import read
-from numpyro_fed.model.fingerprint import _term, check_terms, terms_of
-from numpyro_fed.model.split import split
+from numpyro_fed.data.silo_data import read
 from numpyro_fed.network.engines import InMemory
 from numpyro_fed.network.node import Node
+from numpyro_fed.text.fingerprint import _term, check_terms, terms_of
+from numpyro_fed.text.split import split
 
 KEY = jax.random.key(0)
 NOISE, WIDE, WEIGHTS, NAMES, FACTOR = 3.0, True, np.array([0.5, 1.0, 2.0]), ("a", "b"), 2

@@ -23,8 +23,8 @@ import pytest
 from laid_open import laid_open
 
 import numpyro_fed as nf
-from numpyro_fed.files import read_npz, write_atomically, write_npz
-from numpyro_fed.results import saving
+from numpyro_fed.basics.files import read_npz, write_atomically, write_npz
+from numpyro_fed.posterior import saving
 
 KEY = jax.random.key(0)
 quiet = {"progress_bar": False}

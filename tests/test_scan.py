@@ -11,10 +11,10 @@ from numpyro import handlers
 from numpyro.contrib.control_flow import cond, scan
 
 import numpyro_fed as nf
-from numpyro_fed.errors import ModelError
-from numpyro_fed.model.data import read
-from numpyro_fed.model.jaxprs import provenance
-from numpyro_fed.model.split import split
+from numpyro_fed.basics.errors import ModelError
+from numpyro_fed.data.silo_data import read
+from numpyro_fed.text.jaxprs import provenance
+from numpyro_fed.text.split import split
 
 RNG = np.random.default_rng(0)
 Y = np.array([0.5, -1.0, 2.0])

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from laid_open import times_compiled
 
-from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Info, Reply, Round
-from numpyro_fed.methods.schedules import Asynchronous, Random, Sequential
-from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.padding import Bucket
-from numpyro_fed.runtime import stack as base
-from numpyro_fed.runtime.host import host
-from numpyro_fed.runtime.noise import exchange_key, server_key, silo_key
-from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.runtime.stack import Schedule, on_device
-from numpyro_fed.runtime.supervise import drive
+from numpyro_fed.data.padding import Bucket
+from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.rounds import stack as base
+from numpyro_fed.rounds.compiled_loop import simulation
+from numpyro_fed.rounds.exchange import Combine, Exchange, FederatedAlgorithm, Info, Reply, Round
+from numpyro_fed.rounds.noise import exchange_key, server_key, silo_key
+from numpyro_fed.rounds.plain_loop import host
+from numpyro_fed.rounds.schedules import Asynchronous, Random, Sequential
+from numpyro_fed.rounds.stack import Schedule, on_device
+from numpyro_fed.rounds.supervise import drive
 
 KEY = jax.random.key(0)
 SILOS = 5

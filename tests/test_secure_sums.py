@@ -16,10 +16,10 @@ from test_federation import Storm
 from test_masks import chi_squared
 
 import numpyro_fed as nf
-from numpyro_fed.errors import ModelError, RefusedError, ReplyError, SumError
-from numpyro_fed.files import read_record
+from numpyro_fed.basics.errors import ModelError, RefusedError, ReplyError, SumError
+from numpyro_fed.basics.files import read_record
 from numpyro_fed.network import InMemory
-from numpyro_fed.runtime.messages import MASKED, SUM, Question, Terms, read, write
+from numpyro_fed.rounds.messages import MASKED, SUM, Question, Terms, read, write
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}
@@ -514,7 +514,7 @@ def test_a_script_and_silos_that_restart_go_on(tmp_path):
 @pytest.mark.parametrize("name", ["steps", "two at random"])
 def test_a_storm_changes_no_bit_of_a_sum(name, tmp_path, monkeypatch):
     """Messages that are lost, doubled, late or cut, and silos that restart."""
-    monkeypatch.setattr("numpyro_fed.runtime.federation.FIRST_WAIT", 1e-4)
+    monkeypatch.setattr("numpyro_fed.rounds.federation.FIRST_WAIT", 1e-4)
     (method, rounds), data = METHODS[name], numbers()
     calm = method.run(KEY, rounds, over(silos_of(data)), **QUIET)
     faults = 0

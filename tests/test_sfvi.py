@@ -12,9 +12,9 @@ from numpyro.distributions import constraints
 from problems import cut, glmm, glmm_silos, jitter, parts
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.base import Combine, Replies
-from numpyro_fed.errors import NonFiniteError
-from numpyro_fed.runtime.step import combine, replayed_part
+from numpyro_fed.basics.errors import NonFiniteError
+from numpyro_fed.rounds.exchange import Combine, Replies
+from numpyro_fed.rounds.step import combine, replayed_part
 
 KEY = jax.random.key(0)
 

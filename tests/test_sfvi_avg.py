@@ -15,10 +15,10 @@ from cases import mark_slow
 from problems import cut, glmm, glmm_silos
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.base import Replies
-from numpyro_fed.algorithms.sfvi_avg import Aggregation
-from numpyro_fed.errors import GuideError, ModelError
-from numpyro_fed.runtime.step import combine, replayed_part
+from numpyro_fed.basics.errors import GuideError, ModelError
+from numpyro_fed.rounds.exchange import Replies
+from numpyro_fed.rounds.step import combine, replayed_part
+from numpyro_fed.sfvi.averaging import Aggregation
 
 KEY = jax.random.key(0)
 

@@ -13,10 +13,10 @@ from numpyro import handlers
 
 import numpyro_fed as nf
 from numpyro_fed import sigma
-from numpyro_fed.model.substitution import Blocks
 from numpyro_fed.sigma.networks import Networks, Sizes
 from numpyro_fed.sigma.source import Source, hyperparameters
 from numpyro_fed.sigma.training import Step, energy_test, minus_bound
+from numpyro_fed.text.substitution import Blocks
 
 KEY = jax.random.key(0)
 PLACES = np.linspace(0, 1, 6)

@@ -15,10 +15,10 @@ from numpyro.contrib.module import eqx_module
 from numpyro.distributions import constraints
 from numpyro.infer import init_to_value
 
-from numpyro_fed.errors import DataError, MissingExtraError, ModelError
-from numpyro_fed.model.data import read
-from numpyro_fed.model.primitives import silo_plate
-from numpyro_fed.model.split import split
+from numpyro_fed.basics.errors import DataError, MissingExtraError, ModelError
+from numpyro_fed.data.silo_data import read
+from numpyro_fed.text.primitives import silo_plate
+from numpyro_fed.text.split import split
 
 Y = np.array([0.5, -1.0, 2.0], np.float32)
 

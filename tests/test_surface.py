@@ -11,11 +11,11 @@ import pytest
 from test_compare import corrected_of, nuts_of
 
 import numpyro_fed as nf
-from numpyro_fed.html import table, words
-from numpyro_fed.model.sites import Site
-from numpyro_fed.results.element_errors import Moments, Rounding
-from numpyro_fed.results.posterior import Stage
+from numpyro_fed.basics.html import table, words
+from numpyro_fed.posterior.posterior import Stage
 from numpyro_fed.sigma.training import Check, Row
+from numpyro_fed.text.sites import Site
+from numpyro_fed.weigh.element_errors import Moments, Rounding
 
 SUBMODULES = sorted(n for n in nf.__all__ if inspect.ismodule(getattr(nf, n)))
 

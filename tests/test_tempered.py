@@ -10,10 +10,10 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.tempered import correlation
-from numpyro_fed.precision import precision
-from numpyro_fed.results.element_errors import disagreement
-from numpyro_fed.results.particles import memory_of, modes_apart
+from numpyro_fed.basics.precision import precision
+from numpyro_fed.posterior.particles import memory_of, modes_apart
+from numpyro_fed.weigh.element_errors import disagreement
+from numpyro_fed.weigh.tempered import correlation
 
 KEY = jax.random.key(0)
 QUIET = dict(progress_bar=False)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from numpyro_fed import threads
+from numpyro_fed.basics import threads
 
 CHILD = """
 import glob, os, warnings
@@ -19,7 +19,8 @@ if hasattr(os, "sched_setaffinity"):
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import numpyro_fed
-    from numpyro_fed import threads, linalg
+    from numpyro_fed.basics import threads
+    from numpyro_fed.numerics import linalg
 import jax.numpy as jnp
 jnp.ones(3).block_until_ready()
 names = [open(f).read().strip() for f in glob.glob("/proc/self/task/*/comm")]

@@ -13,13 +13,13 @@ import pytest
 from numpyro.contrib.control_flow import scan
 
 import numpyro_fed as nf
-from numpyro_fed.model.data import read
-from numpyro_fed.model.fingerprint import fingerprint
-from numpyro_fed.model.layout import lay_out
-from numpyro_fed.model.split import split
-from numpyro_fed.model.traces import DENSITY, EDGE, INITIAL, INSIDE, LATENT, Traces
-from numpyro_fed.model.values import Supports, as_bucket
-from numpyro_fed.precision import double_precision
+from numpyro_fed.basics.precision import double_precision
+from numpyro_fed.data.silo_data import read
+from numpyro_fed.text.fingerprint import fingerprint
+from numpyro_fed.text.layout import lay_out
+from numpyro_fed.text.split import split
+from numpyro_fed.text.traces import DENSITY, EDGE, INITIAL, INSIDE, LATENT, Traces
+from numpyro_fed.text.values import Supports, as_bucket
 
 RNG = np.random.default_rng(0)
 

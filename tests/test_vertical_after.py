@@ -5,8 +5,8 @@ import pytest
 from vertical_problems import KEY, data, logistic
 
 import numpyro_fed as nf
-from numpyro_fed.errors import ModelError
-from numpyro_fed.results.vertical import ColumnsAfterFit
+from numpyro_fed.basics.errors import ModelError
+from numpyro_fed.vertical.result import ColumnsAfterFit
 
 QUIET = {"progress_bar": False}
 WORDS = {

@@ -20,7 +20,7 @@ from vertical_problems import (
 )
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.vertical.weigh import WeighParties
+from numpyro_fed.vertical.weigh import WeighParties
 
 
 @pytest.mark.slow

@@ -12,9 +12,9 @@ from laid_open import laid_open_columns, secret_of
 from vertical_problems import KEY, data, gaussian, linear, one_silo, over_nodes
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.base import ExchangeId
-from numpyro_fed.model.facts import digest, read_ids
 from numpyro_fed.network.node import Node
+from numpyro_fed.rounds.exchange import ExchangeId
+from numpyro_fed.text.facts import digest, read_ids
 
 
 @pytest.mark.slow

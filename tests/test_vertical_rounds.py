@@ -27,10 +27,10 @@ from vertical_problems import (
 )
 
 import numpyro_fed as nf
-from numpyro_fed.runtime.host import host
-from numpyro_fed.runtime.noise import exchange_key, server_key
-from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.runtime.step import combine, replayed_part
+from numpyro_fed.rounds.compiled_loop import simulation
+from numpyro_fed.rounds.noise import exchange_key, server_key
+from numpyro_fed.rounds.plain_loop import host
+from numpyro_fed.rounds.step import combine, replayed_part
 
 
 def bound_of(model, v, xs, y, server_noise, client_noises):

@@ -23,7 +23,7 @@ from vertical_problems import (
 )
 
 import numpyro_fed as nf
-from numpyro_fed.model.vertical import Text, split
+from numpyro_fed.text.vertical import Text, split
 
 
 def unconstrained(half, values):

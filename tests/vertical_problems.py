@@ -11,7 +11,7 @@ from jax.scipy.linalg import block_diag
 from laid_open import inside
 
 import numpyro_fed as nf
-from numpyro_fed.gaussian import unit_lower
+from numpyro_fed.numerics.gaussian import unit_lower
 
 KEY = jax.random.key(0)
 

@@ -24,17 +24,17 @@ from jax.dtypes import canonicalize_dtype
 from numpyro import handlers
 from numpyro.distributions import MaskedDistribution
 
-from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.model.data import SiloData, Sizes, argument_names, check_columns, read_one
-from numpyro_fed.model.facts import Argument, Facts
-from numpyro_fed.model.jaxprs import provenance
-from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.primitives import feasible, unwrapped
-from numpyro_fed.model.sites import Site
-from numpyro_fed.model.substitution import block_name, substituted_in
-from numpyro_fed.model.tables import as_dict, column_names
-from numpyro_fed.model.values import new_data_check
-from numpyro_fed.programs import TRACING, jit_once
+from numpyro_fed.basics.errors import DataError, ModelError
+from numpyro_fed.basics.programs import TRACING, jit_once
+from numpyro_fed.data.silo_data import SiloData, Sizes, argument_names, check_columns, read_one
+from numpyro_fed.data.tables import as_dict, column_names
+from numpyro_fed.text.facts import Argument, Facts
+from numpyro_fed.text.jaxprs import provenance
+from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.primitives import feasible, unwrapped
+from numpyro_fed.text.sites import Site
+from numpyro_fed.text.substitution import block_name, substituted_in
+from numpyro_fed.text.values import new_data_check
 
 # Draws that are computed side by side, as for locals of a posterior. Numbers of so many draws stand
 # in memory at once, beside those that are returned.

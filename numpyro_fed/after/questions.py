@@ -11,7 +11,6 @@ import jax
 import numpy as np
 from jax import Array
 
-from numpyro_fed.after import pictures
 from numpyro_fed.after.own_rows import (
     ALL,
     NEW,
@@ -35,10 +34,11 @@ from numpyro_fed.after.predict import (
     with_blocks,
 )
 from numpyro_fed.after.sensitivity import PriorSensitivity
-from numpyro_fed.errors import ConvergenceWarning, ModelError, positive_int
-from numpyro_fed.precision import in_precision_of_object
-from numpyro_fed.runtime.progress import shows
-from numpyro_fed.trees import elements
+from numpyro_fed.basics import pictures
+from numpyro_fed.basics.errors import ConvergenceWarning, ModelError, positive_int
+from numpyro_fed.basics.precision import in_precision_of_object
+from numpyro_fed.basics.trees import elements
+from numpyro_fed.rounds.progress import shows
 
 
 class Questions(ABC):

@@ -21,9 +21,9 @@ import numpy as np
 from jax import Array
 from numpyro.distributions import biject_to
 
-from numpyro_fed.algorithms.expand import effects_of
-from numpyro_fed.errors import optional
-from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.basics.errors import optional
+from numpyro_fed.search.expand import effects_of
+from numpyro_fed.text.log_density import FederatedModel
 
 POWERS = (0.99, 1.01)
 # Slope above which a marginal answers to the prior, or below which it does not to the likelihood

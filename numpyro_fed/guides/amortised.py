@@ -16,12 +16,12 @@ from jax import Array
 from jax.lax import stop_gradient
 from numpyro import handlers
 
-from numpyro_fed.errors import GuideError, optional, positive_int
+from numpyro_fed.basics.errors import GuideError, optional, positive_int
+from numpyro_fed.basics.programs import TRACING
+from numpyro_fed.basics.trees import Tree
+from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.base import GuideParams
-from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.programs import TRACING
-from numpyro_fed.trees import Tree
+from numpyro_fed.text.log_density import FederatedModel
 
 HIDDEN = 64  # units in each hidden layer of a network for rows
 # Globals, up to which the default network reads them. With more, inputs that say little about a row

@@ -12,7 +12,7 @@ import numpyro.distributions as dist
 from jax import Array
 from jax.lax import stop_gradient
 
-from numpyro_fed.errors import GuideError
+from numpyro_fed.basics.errors import GuideError
 from numpyro_fed.guides.amortised import Amortised
 from numpyro_fed.guides.base import GuideParams
 

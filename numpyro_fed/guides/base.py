@@ -28,11 +28,17 @@ from numpyro.infer.autoguide import (
 )
 from numpyro.infer.initialization import init_to_value
 
-from numpyro_fed import linalg
-from numpyro_fed.errors import GuideError
-from numpyro_fed.expfam.base import Eps, Family, Natural
-from numpyro_fed.gaussian import Coordinates, Gaussian, as_matrix, standard_normal, unit_lower
-from numpyro_fed.programs import TRACING
+from numpyro_fed.basics.errors import GuideError
+from numpyro_fed.basics.programs import TRACING
+from numpyro_fed.numerics import linalg
+from numpyro_fed.numerics.expfam.base import Eps, Family, Natural
+from numpyro_fed.numerics.gaussian import (
+    Coordinates,
+    Gaussian,
+    as_matrix,
+    standard_normal,
+    unit_lower,
+)
 
 GuideParams = dict[str, Any]  # eta: arrays by name
 
@@ -42,9 +48,9 @@ class GlobalGuide(ABC, Generic[Eps]):
     """A guide of the flat vector ``z_G``, as functions of parameters ``eta`` and explicit noise.
 
     It is a distribution of coordinates ``u``; a frame maps these to ``z_G``
-    (:mod:`numpyro_fed.gaussian`). ``density_everywhere`` says whether the log density is known at
-    any point: most flows know it at their own draws only. ``has_standard_noise`` says whether the
-    noise is one standard normal for each latent, and can be computed from a draw.
+    (:mod:`numpyro_fed.numerics.gaussian`). ``density_everywhere`` says whether the log density is
+    known at any point: most flows know it at their own draws only. ``has_standard_noise`` says
+    whether the noise is one standard normal for each latent, and can be computed from a draw.
     """
 
     dim: int

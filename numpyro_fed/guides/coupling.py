@@ -27,9 +27,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.lax import stop_gradient
 
-from numpyro_fed import linalg
-from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
+from numpyro_fed.numerics import linalg
+from numpyro_fed.numerics.gaussian import Gaussian
 
 
 class CouplingStats(NamedTuple):

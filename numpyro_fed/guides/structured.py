@@ -13,8 +13,8 @@ from jax import Array
 from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoGuide
 
-from numpyro_fed.errors import GuideError
-from numpyro_fed.gaussian import Gaussian, identity, standard_normal, unit_lower
+from numpyro_fed.basics.errors import GuideError
+from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.amortised import Amortised, Encoder, Row, encoder
 from numpyro_fed.guides.base import (
     Diagonal,
@@ -25,9 +25,9 @@ from numpyro_fed.guides.base import (
     Skewed,
     from_autoguide,
 )
-from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.sites import Plate, Site
+from numpyro_fed.numerics.gaussian import Gaussian, identity, standard_normal, unit_lower
+from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.sites import Plate, Site
 
 AMORTISED = "amortised"  # the covariance of latents whose guide is a network
 # Sizes up to which "auto" takes the richer guide.

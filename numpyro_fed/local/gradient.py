@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from numpyro_fed.errors import one_of, positive_int
-from numpyro_fed.expfam.base import Natural, Ordinary
+from numpyro_fed.basics.errors import one_of, positive_int
+from numpyro_fed.basics.programs import while_loop
+from numpyro_fed.basics.trees import drop_weak_types, where
 from numpyro_fed.local.base import (
     AT_REST,
     PARTICLES,
@@ -25,8 +26,7 @@ from numpyro_fed.local.base import (
     free_energy,
     maximised,
 )
-from numpyro_fed.programs import while_loop
-from numpyro_fed.trees import drop_weak_types, where
+from numpyro_fed.numerics.expfam.base import Natural, Ordinary
 
 # Adam's step size: ``STEP (1 + count / SETTLE_STEPS)^-DECAY`` near the optimum. An exponent in
 # (1/2, 1] makes the noise of the steps average out (Robbins and Monro 1951). A start near the

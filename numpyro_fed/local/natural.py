@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from numpyro_fed import expfam, linalg
-from numpyro_fed.errors import one_of, positive_int
-from numpyro_fed.expfam.base import Natural, Ordinary, move_along
+from numpyro_fed.basics.errors import one_of, positive_int
+from numpyro_fed.basics.trees import all_finite, drop_weak_types
 from numpyro_fed.local.base import (
     AT_REST,
     Local,
@@ -27,7 +26,8 @@ from numpyro_fed.local.base import (
     minimise,
     proper_step,
 )
-from numpyro_fed.trees import all_finite, drop_weak_types
+from numpyro_fed.numerics import expfam, linalg
+from numpyro_fed.numerics.expfam.base import Natural, Ordinary, move_along
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,8 @@ from typing import Any, Generic, TypeVar
 
 from jax import Array
 
-from numpyro_fed import divergences, guides, local, losses, objectives
-from numpyro_fed.algorithms.base import FederatedAlgorithm
-from numpyro_fed.errors import (
+from numpyro_fed import guides, local
+from numpyro_fed.basics.errors import (
     CallbackError,
     DataError,
     Interrupted,
@@ -22,21 +21,24 @@ from numpyro_fed.errors import (
     one_of,
     positive_int,
 )
-from numpyro_fed.methods import schedules
-from numpyro_fed.model.facts import Plan
-from numpyro_fed.model.fingerprint import source_hash
+from numpyro_fed.guides import objectives
+from numpyro_fed.numerics import divergences, losses
+from numpyro_fed.posterior.at_silo import AtSilo
+from numpyro_fed.posterior.run import FederatedRun, Fit, MethodSpec
+from numpyro_fed.posterior.saving import load_state
 from numpyro_fed.privacy import budget
-from numpyro_fed.results.at_silo import AtSilo
-from numpyro_fed.results.base import FederatedRun, Fit, MethodSpec
-from numpyro_fed.results.saving import load_state
-from numpyro_fed.runtime.federation import Federation
-from numpyro_fed.runtime.host import host
-from numpyro_fed.runtime.messages import BEGIN, SEARCH
-from numpyro_fed.runtime.progress import Progress
-from numpyro_fed.runtime.remote import Channel, Weights, remote
-from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.runtime.stack import Runtime, Schedule, ServerData, Silos, State
-from numpyro_fed.runtime.supervise import RunOutcome, drive
+from numpyro_fed.rounds import schedules
+from numpyro_fed.rounds.compiled_loop import simulation
+from numpyro_fed.rounds.exchange import FederatedAlgorithm
+from numpyro_fed.rounds.federation import Federation
+from numpyro_fed.rounds.messages import BEGIN, SEARCH
+from numpyro_fed.rounds.plain_loop import host
+from numpyro_fed.rounds.progress import Progress
+from numpyro_fed.rounds.remote import Channel, Weights, remote
+from numpyro_fed.rounds.stack import Runtime, Schedule, ServerData, Silos, State
+from numpyro_fed.rounds.supervise import RunOutcome, drive
+from numpyro_fed.text.facts import Plan
+from numpyro_fed.text.fingerprint import source_hash
 
 QUICK = partial(simulation, quick=True)
 RUNTIMES: dict[str, Callable[..., Runtime]] = {

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from numpyro_fed.errors import DataError, ReplyError, positive_int
-from numpyro_fed.model.data import listed
-from numpyro_fed.model.scaling import Numbers, Scaling, moments_of, united
-from numpyro_fed.model.tables import MIN_COUNT, OTHER, Levels, level_names, listed_names
-from numpyro_fed.runtime.federation import Federation
-from numpyro_fed.runtime.messages import LEVELS, MOMENTS, read, write
+from numpyro_fed.basics.errors import DataError, ReplyError, positive_int
+from numpyro_fed.data.scaling import Numbers, Scaling, moments_of, united
+from numpyro_fed.data.silo_data import listed
+from numpyro_fed.data.tables import MIN_COUNT, OTHER, Levels, level_names, listed_names
+from numpyro_fed.rounds.federation import Federation
+from numpyro_fed.rounds.messages import LEVELS, MOMENTS, read, write
 
 HELD = "the data of each silo, or a Federation"
 NAMES, COLUMNS, REST = "names", "columns", "other"  # texts in the head of a reply

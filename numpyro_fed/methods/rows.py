@@ -23,18 +23,11 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from numpyro_fed.algorithms.base import (
-    IMPORTANCE,
-    OUTER_LATENTS,
-    Exchange,
-    ExchangeId,
-    Round,
-    asked_directly,
-)
-from numpyro_fed.algorithms.expand import flat_size
-from numpyro_fed.algorithms.importance.exchange import LEAVE_OUT, LOO, rows_that_count
-from numpyro_fed.algorithms.tempered import TEMPERED
-from numpyro_fed.errors import DataError, GuideError, ModelError, one_of, positive_int
+from numpyro_fed.basics.errors import DataError, GuideError, ModelError, one_of, positive_int
+from numpyro_fed.basics.programs import jit_once
+from numpyro_fed.data import silo_data
+from numpyro_fed.data.padding import Bucket, one_by_one
+from numpyro_fed.data.silo_data import SiloData, SiloInput, SilosInput, signature
 from numpyro_fed.methods.base import (
     RUNTIMES,
     FederatedMethod,
@@ -44,29 +37,26 @@ from numpyro_fed.methods.base import (
     reached,
     recipe,
 )
-from numpyro_fed.methods.mode import coupling_reason
 from numpyro_fed.methods.start import begin, with_or_without_start
-from numpyro_fed.model import data as silo_data
-from numpyro_fed.model.data import SiloData, SiloInput, SilosInput, signature
-from numpyro_fed.model.facts import Facts, Plan, agree, check_plan, facts_of, with_terms
-from numpyro_fed.model.layout import Layout, layout_of, read_all
-from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.padding import Bucket, one_by_one
-from numpyro_fed.model.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
-from numpyro_fed.model.split import split
-from numpyro_fed.programs import jit_once
-from numpyro_fed.results.at_silo import AtSilo, outer_round, sampler_by
-from numpyro_fed.results.base import Built, Fit
-from numpyro_fed.results.communication import COPIES, Cost, cost_of, state_sizes
-from numpyro_fed.results.importance import weighing
-from numpyro_fed.results.influence import INFLUENCE, Influence
-from numpyro_fed.results.loo import leaving_out, loo_exchange
-from numpyro_fed.results.rows import Result
-from numpyro_fed.results.tempered import tempering_of
-from numpyro_fed.runtime.federation import Federation
-from numpyro_fed.runtime.noise import typed_key
-from numpyro_fed.runtime.progress import Progress
-from numpyro_fed.runtime.stack import (
+from numpyro_fed.posterior.at_silo import AtSilo, outer_round, sampler_by
+from numpyro_fed.posterior.communication import COPIES, Cost, cost_of, state_sizes
+from numpyro_fed.posterior.loo import leaving_out, loo_exchange
+from numpyro_fed.posterior.result import Result
+from numpyro_fed.posterior.run import Built, Fit
+from numpyro_fed.posterior.tempering import tempering_of
+from numpyro_fed.posterior.weighing import weighing
+from numpyro_fed.rounds.exchange import (
+    IMPORTANCE,
+    OUTER_LATENTS,
+    Exchange,
+    ExchangeId,
+    Round,
+    asked_directly,
+)
+from numpyro_fed.rounds.federation import Federation
+from numpyro_fed.rounds.noise import typed_key
+from numpyro_fed.rounds.progress import Progress
+from numpyro_fed.rounds.stack import (
     AnyAlgorithm,
     PlanSize,
     Runtime,
@@ -75,6 +65,16 @@ from numpyro_fed.runtime.stack import (
     State,
     on_device,
 )
+from numpyro_fed.search.expand import flat_size
+from numpyro_fed.search.find_mode import coupling_reason
+from numpyro_fed.search.influence import INFLUENCE, Influence
+from numpyro_fed.text.facts import Facts, Plan, agree, check_plan, facts_of, with_terms
+from numpyro_fed.text.layout import Layout, layout_of, read_all
+from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
+from numpyro_fed.text.split import split
+from numpyro_fed.weigh.exchange import LEAVE_OUT, LOO, rows_that_count
+from numpyro_fed.weigh.tempered import TEMPERED
 
 Found = TypeVar("Found", bound=Result)
 Prepared = TypeVar("Prepared")

@@ -13,15 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed import linalg
-from numpyro_fed.algorithms.base import CarriedSilo, Private, Round, Shared, asked_directly
-from numpyro_fed.algorithms.begin import StartPoint
-from numpyro_fed.algorithms.curvature_check import CurvatureCheck
-from numpyro_fed.algorithms.expand import effects_of, flat_size
-from numpyro_fed.algorithms.mode import ModeSearch
-from numpyro_fed.algorithms.mode_wide import WideSearch
-from numpyro_fed.algorithms.own_start import OwnModes
-from numpyro_fed.errors import (
+from numpyro_fed.basics.errors import (
     DataError,
     GuideError,
     ModelError,
@@ -29,9 +21,22 @@ from numpyro_fed.errors import (
     SavedStateError,
     StartWarning,
 )
-from numpyro_fed.gaussian import Gaussian
+from numpyro_fed.basics.precision import to_current_precision
+from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.guides.structured import FULL_UP_TO
-from numpyro_fed.methods.mode import (
+from numpyro_fed.numerics import linalg
+from numpyro_fed.numerics.gaussian import Gaussian
+from numpyro_fed.posterior.result import Result
+from numpyro_fed.posterior.run import Fit, StartRounds
+from numpyro_fed.rounds.exchange import CarriedSilo, Private, Round, Shared, asked_directly
+from numpyro_fed.rounds.messages import SEARCH
+from numpyro_fed.rounds.progress import Progress
+from numpyro_fed.rounds.stack import Batches, Silos, State, init_schedule
+from numpyro_fed.rounds.supervise import failed_silos
+from numpyro_fed.search.begin import StartPoint
+from numpyro_fed.search.curvature_check import CurvatureCheck
+from numpyro_fed.search.expand import effects_of, flat_size
+from numpyro_fed.search.find_mode import (
     MANY_EFFECTS,
     SEARCHED_UP_TO,
     at_silos,
@@ -43,16 +48,11 @@ from numpyro_fed.methods.mode import (
     reason_or_raise,
     search_end,
 )
-from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.precision import to_current_precision
-from numpyro_fed.results.base import Fit, StartRounds
-from numpyro_fed.results.mode import Mode
-from numpyro_fed.results.rows import Result
-from numpyro_fed.runtime.messages import SEARCH
-from numpyro_fed.runtime.progress import Progress
-from numpyro_fed.runtime.stack import Batches, Silos, State, init_schedule
-from numpyro_fed.runtime.supervise import failed_silos
-from numpyro_fed.trees import drop_weak_types
+from numpyro_fed.search.mode import Mode
+from numpyro_fed.search.newton import ModeSearch
+from numpyro_fed.search.newton_wide import WideSearch
+from numpyro_fed.search.own_modes import OwnModes
+from numpyro_fed.text.log_density import FederatedModel
 
 # Globals and shared parameters, up to which a mode is searched for by L-BFGS. It trades hundreds of
 # exchanges of so many numbers against a start far from the posterior.

@@ -19,15 +19,15 @@ from typing import Any
 
 from numpyro.primitives import Messenger
 
-from numpyro_fed.errors import DataError, MissingExtraError, ModelError, SavedStateError
-from numpyro_fed.files import private_folder, write_atomically
+from numpyro_fed.basics.errors import DataError, MissingExtraError, ModelError, SavedStateError
+from numpyro_fed.basics.files import private_folder, write_atomically
+from numpyro_fed.basics.programs import cache_programs
 from numpyro_fed.methods.base import FederatedMethod
 from numpyro_fed.network.engines import Sockets, listen, short_folder
 from numpyro_fed.network.flare import Flare, allow
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.network.silo import MAX_BYTES, Silo
-from numpyro_fed.programs import cache_programs
-from numpyro_fed.runtime.federation import Engine, Federation
+from numpyro_fed.rounds.federation import Engine, Federation
 
 NUMBER = "NUMPYRO_FED_SILO"  # of the silos of a rehearsal, in their environment
 # Seconds until the processes of a rehearsal listen: each imports JAX and reads its data.

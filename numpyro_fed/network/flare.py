@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from numpyro_fed.errors import ModelError, optional
+from numpyro_fed.basics.errors import ModelError, optional
 
 # Seconds between two looks at NVFLARE, which does nothing faster than that.
 LOOK = 0.5

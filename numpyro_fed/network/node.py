@@ -1,7 +1,7 @@
 """What a silo does with the messages of one method: it answers each from a state of its run.
 
 A message to a silo holds the name of an exchange, the id of the run, two numbers, the key of the
-noise and the leaves of ``Down`` (:class:`~numpyro_fed.runtime.messages.Question`). The reply holds
+noise and the leaves of ``Down`` (:class:`~numpyro_fed.rounds.messages.Question`). The reply holds
 the leaves of ``Reply``. Both sides know the structure of a message, since they have built the same
 algorithm from the same plan.
 
@@ -28,21 +28,19 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from numpyro_fed.algorithms.base import (
+from numpyro_fed.basics.errors import DataError, ModelError
+from numpyro_fed.basics.files import Store
+from numpyro_fed.basics.trees import drop_weak_types
+from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.methods.rows import Method
+from numpyro_fed.posterior.at_silo import AtSilo, Held
+from numpyro_fed.rounds.exchange import (
     Exchange,
     ExchangeId,
     Sampled,
     unknown_exchange,
 )
-from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.files import Store
-from numpyro_fed.methods.rows import Method
-from numpyro_fed.methods.vertical import VerticalMethod
-from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.facts import Plan
-from numpyro_fed.results.at_silo import AtSilo, Held
-from numpyro_fed.runtime.host import compile_visit
-from numpyro_fed.runtime.messages import (
+from numpyro_fed.rounds.messages import (
     BEGIN,
     BEGINNINGS,
     DRAWS,
@@ -55,10 +53,12 @@ from numpyro_fed.runtime.messages import (
     unpack,
     write,
 )
-from numpyro_fed.runtime.noise import silo_key
-from numpyro_fed.runtime.stack import PlanSize
-from numpyro_fed.runtime.step import MessageShapes, message_shapes
-from numpyro_fed.trees import drop_weak_types
+from numpyro_fed.rounds.noise import silo_key
+from numpyro_fed.rounds.plain_loop import compile_visit
+from numpyro_fed.rounds.stack import PlanSize
+from numpyro_fed.rounds.step import MessageShapes, message_shapes
+from numpyro_fed.text.facts import Plan
+from numpyro_fed.vertical.method import VerticalMethod
 
 AnyMethod = Method[Any, Any] | VerticalMethod[Any]
 # Compiled exchanges that a silo keeps. A run has at most ten; a server that asks for corrections of

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from numpyro_fed.algorithms.base import IMPORTANCE, OUTER_LATENTS
-from numpyro_fed.algorithms.importance.exchange import LEAVE_OUT, LOO
-from numpyro_fed.algorithms.tempered import TEMPERED
-from numpyro_fed.errors import DataError, ModelError, is_number
-from numpyro_fed.files import Store, log_privately
-from numpyro_fed.model.tables import MIN_COUNT
+from numpyro_fed.basics.errors import DataError, ModelError, is_number
+from numpyro_fed.basics.files import Store, log_privately
+from numpyro_fed.data.tables import MIN_COUNT
 from numpyro_fed.privacy.budget import spent as epsilon_of
-from numpyro_fed.runtime.messages import Question
-from numpyro_fed.runtime.stack import PlanSize
+from numpyro_fed.rounds.exchange import IMPORTANCE, OUTER_LATENTS
+from numpyro_fed.rounds.messages import Question
+from numpyro_fed.rounds.stack import PlanSize
+from numpyro_fed.weigh.exchange import LEAVE_OUT, LOO
+from numpyro_fed.weigh.tempered import TEMPERED
 
 # A run that may spend the whole budget does so up to the accountant's rounding.
 ROUNDED = 1 + 1e-5

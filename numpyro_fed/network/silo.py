@@ -17,33 +17,28 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import OUTER_LATENTS
-from numpyro_fed.algorithms.importance.exchange import LOO
-from numpyro_fed.errors import (
+from numpyro_fed.basics.errors import (
     DataError,
     GuideError,
     MissingExtraError,
     ModelError,
     SavedStateError,
 )
-from numpyro_fed.files import Store, Use, read_record
+from numpyro_fed.basics.files import Store, Use, read_record
+from numpyro_fed.basics.precision import is_double, precision
+from numpyro_fed.data.scaling import numbers_of
+from numpyro_fed.data.tables import OTHER, level_counts
+from numpyro_fed.fit.load import METHODS
 from numpyro_fed.methods.base import FederatedMethod, rebuilt
-from numpyro_fed.methods.load import METHODS
 from numpyro_fed.methods.of_data import COLUMNS, moments_reply, names_reply
 from numpyro_fed.methods.rows import Method
-from numpyro_fed.methods.vertical import VerticalMethod
-from numpyro_fed.methods.vfl import SOUL, VFL
-from numpyro_fed.model.facts import describe
-from numpyro_fed.model.fingerprint import source_hash
-from numpyro_fed.model.scaling import numbers_of
-from numpyro_fed.model.tables import OTHER, level_counts
 from numpyro_fed.network.node import Node
 from numpyro_fed.network.policy import Ledger, Policy, evaluations
 from numpyro_fed.network.sums import Sums, asked_of_all
-from numpyro_fed.precision import is_double, precision
 from numpyro_fed.privacy.budget import PrivacyWarning
 from numpyro_fed.privacy.masks import fingerprint
-from numpyro_fed.runtime.messages import (
+from numpyro_fed.rounds.exchange import OUTER_LATENTS
+from numpyro_fed.rounds.messages import (
     ACCEPT,
     BEGINNINGS,
     DESCRIBE,
@@ -61,7 +56,12 @@ from numpyro_fed.runtime.messages import (
     refusal,
     write,
 )
-from numpyro_fed.runtime.noise import typed_key
+from numpyro_fed.rounds.noise import typed_key
+from numpyro_fed.text.facts import describe
+from numpyro_fed.text.fingerprint import source_hash
+from numpyro_fed.vertical.method import VerticalMethod
+from numpyro_fed.vertical.vfl import SOUL, VFL
+from numpyro_fed.weigh.exchange import LOO
 
 # Methods that a silo keeps, the one that was used least recently is forgotten first. Each call of
 # nf.fit describes three.

@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from numpyro_fed.algorithms.base import Exchange
-from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.files import Store, canonical, read_record
+from numpyro_fed.basics.errors import DataError, ModelError
+from numpyro_fed.basics.files import Store, canonical, read_record
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.privacy.masks import MAX_PARTIES, Greeting, KeyPair, encode, masked, pair_keys
-from numpyro_fed.runtime.messages import LEAST, MASKED, Question, Terms, pack, read, write
+from numpyro_fed.rounds.exchange import Exchange
+from numpyro_fed.rounds.messages import LEAST, MASKED, Question, Terms, pack, read, write
 
 # The names under which a silo keeps its key and what is used, and the room of sessions' keys.
 IDENTITY, USED, SESSIONS = "identity", "sums", "sessions"

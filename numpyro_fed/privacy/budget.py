@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import ndtri
 
-from numpyro_fed import html
-from numpyro_fed.errors import FederatedWarning, optional
+from numpyro_fed.basics import html
+from numpyro_fed.basics.errors import FederatedWarning, optional
 
 UNITS = "row", "silo"
 NEIGHBOURS = "add", "replace"

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from numpyro_fed.errors import DataError, optional
+from numpyro_fed.basics.errors import DataError, optional
 
 # More parties would carry from one field of a word into the next.
 MAX_PARTIES = 255

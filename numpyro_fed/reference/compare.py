@@ -14,18 +14,17 @@ from jax import Array
 from scipy.spatial.distance import cdist
 from scipy.stats import gaussian_kde, wasserstein_distance
 
-from numpyro_fed import html
-from numpyro_fed.after import pictures
+from numpyro_fed.after.arviz import elpd_data
 from numpyro_fed.after.own_rows import outcomes_of_silos
-from numpyro_fed.errors import ConvergenceWarning, DataError, NonFiniteError, optional
-from numpyro_fed.precision import double_precision
+from numpyro_fed.basics import html, pictures
+from numpyro_fed.basics.errors import ConvergenceWarning, DataError, NonFiniteError, optional
+from numpyro_fed.basics.precision import double_precision
+from numpyro_fed.basics.trees import element_name
+from numpyro_fed.posterior.corrected import Corrected
+from numpyro_fed.posterior.posterior import Posterior
+from numpyro_fed.posterior.result import Result
+from numpyro_fed.posterior.weighing import importance_correct
 from numpyro_fed.reference.nuts_result import NutsResult
-from numpyro_fed.results.arviz import elpd_data
-from numpyro_fed.results.corrected import Corrected
-from numpyro_fed.results.importance import importance_correct
-from numpyro_fed.results.posterior import Posterior
-from numpyro_fed.results.rows import Result
-from numpyro_fed.trees import element_name
 
 # A spread below this share of the mean is rounding: such elements are constants.
 ROUNDING = 1e-5

@@ -18,22 +18,22 @@ import numpy as np
 from jax import Array
 from numpyro.infer import MCMC, NUTS
 
-from numpyro_fed.algorithms.base import Shared
-from numpyro_fed.errors import ConvergenceWarning, ModelError, positive_int
-from numpyro_fed.gaussian import identity
-from numpyro_fed.model.binding import Rows
-from numpyro_fed.model.data import SiloData, SiloInput, Sizes, signature
-from numpyro_fed.model.facts import facts_of
-from numpyro_fed.model.handlers import local_name
-from numpyro_fed.model.layout import lay_out, read_all
-from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.padding import Bucket, grouped, stacked
-from numpyro_fed.precision import is_double
+from numpyro_fed.basics.errors import ConvergenceWarning, ModelError, positive_int
+from numpyro_fed.basics.precision import is_double
+from numpyro_fed.data.padding import Bucket, grouped, stacked
+from numpyro_fed.data.silo_data import SiloData, SiloInput, Sizes, signature
+from numpyro_fed.numerics.gaussian import identity
+from numpyro_fed.posterior.result import Result
 from numpyro_fed.reference.nuts_result import NutsResult, PooledRun, join_chains
-from numpyro_fed.results.element_errors import Rounding
-from numpyro_fed.results.mode import Mode
-from numpyro_fed.results.rows import Result
-from numpyro_fed.runtime.stack import Silos
+from numpyro_fed.rounds.exchange import Shared
+from numpyro_fed.rounds.stack import Silos
+from numpyro_fed.search.mode import Mode
+from numpyro_fed.text.binding import Rows
+from numpyro_fed.text.facts import facts_of
+from numpyro_fed.text.handlers import local_name
+from numpyro_fed.text.layout import lay_out, read_all
+from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.weigh.element_errors import Rounding
 
 # Samples of each chain from which run_nuts warns by itself: shorter runs are trials, which would
 # always be warned of.

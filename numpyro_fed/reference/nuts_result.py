@@ -16,6 +16,16 @@ from jax import Array
 from numpyro import handlers
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 
+from numpyro_fed.after.arviz import (
+    LOG_LIKELIHOOD,
+    POSTERIOR,
+    Coords,
+    Dims,
+    Labels,
+    Named,
+    chains_to_arviz,
+)
+from numpyro_fed.after.groups import groups_to_arviz
 from numpyro_fed.after.own_rows import (
     OwnRows,
     WhichSilo,
@@ -26,32 +36,22 @@ from numpyro_fed.after.own_rows import (
 )
 from numpyro_fed.after.predict import SEEN, compiled
 from numpyro_fed.after.predict import Draws as Values
-from numpyro_fed.algorithms.base import Shared
-from numpyro_fed.algorithms.importance.exchange import plates_of_rows
-from numpyro_fed.errors import DataError, ModelError, optional, positive_int
-from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.densities import log_prob
-from numpyro_fed.model.facts import Facts
-from numpyro_fed.model.handlers import local_name
-from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.row_checks import refuse_parameters_of_rows
-from numpyro_fed.precision import in_precision_of_object
-from numpyro_fed.programs import TRACING
-from numpyro_fed.results.arviz import (
-    LOG_LIKELIHOOD,
-    POSTERIOR,
-    Coords,
-    Dims,
-    Labels,
-    Named,
-    chains_to_arviz,
-)
-from numpyro_fed.results.groups import groups_to_arviz
-from numpyro_fed.results.loo import MAX_K, Loo, RowsOfSilo, RowSums
-from numpyro_fed.results.posterior import Posterior
-from numpyro_fed.results.sampler import Sampler
-from numpyro_fed.results.saving import SavedWords
-from numpyro_fed.runtime.stack import Silos
+from numpyro_fed.basics.errors import DataError, ModelError, optional, positive_int
+from numpyro_fed.basics.precision import in_precision_of_object
+from numpyro_fed.basics.programs import TRACING
+from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.numerics.densities import log_prob
+from numpyro_fed.posterior.loo import MAX_K, Loo, RowsOfSilo, RowSums
+from numpyro_fed.posterior.posterior import Posterior
+from numpyro_fed.posterior.sampler import Sampler
+from numpyro_fed.posterior.saving import SavedWords
+from numpyro_fed.rounds.exchange import Shared
+from numpyro_fed.rounds.stack import Silos
+from numpyro_fed.text.facts import Facts
+from numpyro_fed.text.handlers import local_name
+from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.row_checks import refuse_parameters_of_rows
+from numpyro_fed.weigh.exchange import plates_of_rows
 
 Draws = TypeVar("Draws", np.ndarray, Array)
 Made = TypeVar("Made")

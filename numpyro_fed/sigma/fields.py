@@ -14,10 +14,10 @@ from jax.typing import ArrayLike
 from numpyro.distributions import Distribution, constraints
 from numpyro.distributions.util import promote_shapes, validate_sample
 
-from numpyro_fed import linalg
-from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.model.primitives import unwrapped
-from numpyro_fed.trees import fresh
+from numpyro_fed.basics.errors import DataError, ModelError
+from numpyro_fed.basics.trees import fresh
+from numpyro_fed.numerics import linalg
+from numpyro_fed.text.primitives import unwrapped
 
 __all__ = ["Leroux", "matern", "rbf"]
 

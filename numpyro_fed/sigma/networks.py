@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed import linalg
-from numpyro_fed.trees import Tree
+from numpyro_fed.basics.trees import Tree
+from numpyro_fed.numerics import linalg
 
 # The width of the network that makes a matrix of the hyperparameters. There are few of these, and
 # its last layer already has size**2 outputs.

@@ -24,10 +24,10 @@ import optax
 from jax import Array
 from numpyro.distributions import Distribution
 
-from numpyro_fed.errors import MissingExtraError, ModelError, SavedStateError, positive_int
-from numpyro_fed.files import npz, read_npz, write_npz
-from numpyro_fed.model.substitution import Blocks, block_name
-from numpyro_fed.programs import TRACING
+from numpyro_fed.basics.errors import MissingExtraError, ModelError, SavedStateError, positive_int
+from numpyro_fed.basics.files import npz, read_npz, write_npz
+from numpyro_fed.basics.programs import TRACING
+from numpyro_fed.basics.trees import fresh
 from numpyro_fed.sigma.source import Scales, Source, hyperparameters, signatures_differ
 from numpyro_fed.sigma.training import (
     Check,
@@ -38,7 +38,7 @@ from numpyro_fed.sigma.training import (
     weights_of,
     with_weights,
 )
-from numpyro_fed.trees import fresh
+from numpyro_fed.text.substitution import Blocks, block_name
 
 if TYPE_CHECKING:
     from numpyro_fed.sigma.networks import Networks

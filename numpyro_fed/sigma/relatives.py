@@ -19,10 +19,9 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import Distribution
 
-from numpyro_fed import linalg
-from numpyro_fed.errors import ModelError, positive_int
-from numpyro_fed.model.primitives import unwrapped
-from numpyro_fed.model.substitution import Blocks, block_name, site_of, trace_text
+from numpyro_fed.basics.errors import ModelError, positive_int
+from numpyro_fed.basics.trees import fresh
+from numpyro_fed.numerics import linalg
 from numpyro_fed.sigma.fields import (
     Dense,
     Field,
@@ -32,7 +31,8 @@ from numpyro_fed.sigma.fields import (
     adjacency_of,
     field_of,
 )
-from numpyro_fed.trees import fresh
+from numpyro_fed.text.primitives import unwrapped
+from numpyro_fed.text.substitution import Blocks, block_name, site_of, trace_text
 
 Shared = TypeVar("Shared")
 LowRank = tuple[Field, Array, Array]  # the field, A (entries, rank) and the mean given z_G

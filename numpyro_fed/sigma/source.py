@@ -18,11 +18,11 @@ import numpy as np
 from jax import Array
 from numpyro.distributions import Distribution, biject_to
 
-from numpyro_fed.errors import DataError, ModelError, ModelWarning
-from numpyro_fed.model.jaxprs import provenance
-from numpyro_fed.model.primitives import is_flat
-from numpyro_fed.model.substitution import site_of, trace_text
+from numpyro_fed.basics.errors import DataError, ModelError, ModelWarning
 from numpyro_fed.sigma.fields import Spectrum, field_of
+from numpyro_fed.text.jaxprs import provenance
+from numpyro_fed.text.primitives import is_flat
+from numpyro_fed.text.substitution import site_of, trace_text
 
 # Draws of the hyperparameters from which scales are estimated, and draws of the site at each: they
 # give an entry's sd to about sqrt(1 / 8,000) = 1 %.

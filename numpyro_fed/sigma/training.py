@@ -19,11 +19,11 @@ import optax
 from jax import Array
 from tqdm.auto import tqdm
 
-from numpyro_fed import html
-from numpyro_fed.errors import ModelError, NonFiniteError
-from numpyro_fed.model.substitution import Blocks
+from numpyro_fed.basics import html
+from numpyro_fed.basics.errors import ModelError, NonFiniteError
 from numpyro_fed.sigma.fields import Dense, field_of
 from numpyro_fed.sigma.source import Draws, Scales, Source
+from numpyro_fed.text.substitution import Blocks
 
 if TYPE_CHECKING:
     from numpyro_fed.sigma.networks import Networks

@@ -2,7 +2,7 @@
 
 The reference is NumPyro's own log density of the joint model of all silos. It is compared with the
 split model silo by silo and with silos padded and stacked. Perturbations then test whether a row's
-term reads other rows (:mod:`numpyro_fed.model.row_checks`).
+term reads other rows (:mod:`numpyro_fed.text.row_checks`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from jax.typing import ArrayLike
 from numpyro import handlers
 from numpyro.infer.util import potential_energy, unconstrain_fn
 
-from numpyro_fed.errors import ModelError
-from numpyro_fed.model.binding import Rows, Theta, unpack
-from numpyro_fed.model.data import SiloData, read
-from numpyro_fed.model.handlers import joint, leaving_out_missing, local_name
-from numpyro_fed.model.layout import lay_out, plate_follows_arrays
-from numpyro_fed.model.padding import Bucket
-from numpyro_fed.model.row_checks import (
+from numpyro_fed.basics.errors import ModelError
+from numpyro_fed.basics.programs import TRACING
+from numpyro_fed.data.padding import Bucket
+from numpyro_fed.data.silo_data import SiloData, read
+from numpyro_fed.text.binding import Rows, Theta, unpack
+from numpyro_fed.text.handlers import joint, leaving_out_missing, local_name
+from numpyro_fed.text.layout import lay_out, plate_follows_arrays
+from numpyro_fed.text.row_checks import (
     ROWS_AT_ONCE,
     ChangedRow,
     CheckResult,
@@ -35,7 +36,6 @@ from numpyro_fed.model.row_checks import (
     row_groups,
     summary_message,
 )
-from numpyro_fed.programs import TRACING
 
 
 def check_decomposition(
@@ -102,7 +102,7 @@ def check_decomposition(
     >>> nf.check_decomposition(centred, silos[1:])
     Traceback (most recent call last):
         ...
-    numpyro_fed.errors.ModelError: silo 0, silo_plate 'row': the term of row ...
+    numpyro_fed.basics.errors.ModelError: silo 0, silo_plate 'row': the term of row ...
     """
     rtol = default_rtol() if rtol is None else rtol
     key = jax.random.key(0) if key is None else key

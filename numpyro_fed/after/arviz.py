@@ -1,0 +1,209 @@
+"""Posterior draws as ArviZ objects, for its versions before 1 and since."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+
+from numpyro_fed.basics.errors import optional
+
+POSTERIOR, LOG_LIKELIHOOD, LOG_PRIOR = "posterior", "log_likelihood", "log_prior"
+ROW = "row"  # the name of the axis of rows
+CONSTANT_DATA = "constant_data"
+OF_DATA = "observed_data", CONSTANT_DATA  # groups without draws
+OF_DRAWS = "chain", "draw"
+
+Coords = Mapping[str, Collection[object]]
+Dims = Mapping[str, Sequence[str]]
+
+
+class Named(NamedTuple):
+    """Values of a variable of a group, with the names of their axes after that of draws.
+
+    ArviZ names axes that are not there. ``numbers`` are the coordinates of an axis, if known.
+    """
+
+    values: np.ndarray
+    axes: tuple[str, ...] = ()
+    numbers: Mapping[str, np.ndarray] = {}
+
+
+class Labels(NamedTuple):
+    """The names that a user gives to axes and their elements, as for ``arviz.from_numpyro``."""
+
+    coords: Coords
+    dims: Dims
+
+    @classmethod
+    def of(cls, coords: Coords | None, dims: Dims | None) -> Labels:
+        """Return the labels that a user has passed; None stands for none."""
+        coords, dims = coords or {}, dims or {}
+        for argument, given in (("coords", coords), ("dims", dims)):
+            for name, value in given.items():
+                if isinstance(value, str) or not hasattr(value, "__len__"):
+                    what = "a word" if isinstance(value, str) else type(value).__name__
+                    raise ValueError(
+                        f"{argument}={{{name!r}: {value!r}}}: expected a list, got {what}: pass "
+                        f"{argument}={{{name!r}: [{value!r}]}}."
+                    )
+        return cls(coords, dims)
+
+
+def axis_name(name: str, taken: Collection[str]) -> str:
+    """Return the name of an axis, which is that of no variable: ArviZ takes none."""
+    return f"{name}_dim" if name in taken or name in OF_DRAWS else name
+
+
+def to_arviz(
+    sample: Callable[[Array, int], Mapping[str, Any]],
+    key: Array | None,
+    num_samples: int,
+    *,
+    worth: float = math.inf,
+    num_chains: int = 1,
+    attributes: Mapping[str, float | str] | None = None,
+    more: Callable[[Array, int], Mapping[str, Mapping[str, Named]]] | None = None,
+    labels: Labels | None = None,
+) -> Any:
+    """Return draws as ArviZ's ``DataTree``, or its ``InferenceData`` before ArviZ 1.
+
+    Draws that are resampled by weights repeat, and ArviZ counts a repeated draw as several. So
+    there are at most as many draws as the weighted ones are worth.
+
+    ``sample(key, n)`` returns {site: (n, *shape)}, arrays or :class:`Named`, whose weighted draws
+    are ``worth`` so many even ones, and whose chains stand one after the other; ``key`` None is
+    ``jax.random.key(0)``. ``attributes`` are those of the group ``posterior``. ``more(key, n)``
+    returns further groups, {group: {name: values}}.
+    """
+    n = max(1, int(min(num_samples, worth)))
+    key = jax.random.key(0) if key is None else key
+    drawn = {
+        name: value if isinstance(value, Named) else Named(np.asarray(value))
+        for name, value in sample(key, n).items()
+    }
+    groups: dict[str, Mapping[str, Named]]
+    groups = {POSTERIOR: drawn, **({} if more is None else more(key, n))}
+    for group in groups.keys() - OF_DATA:
+        groups[group] = {
+            k: v._replace(values=v.values.reshape(num_chains, -1, *v.values.shape[1:]))
+            for k, v in groups[group].items()
+        }
+    data = chains_to_arviz(groups, labels)
+    data[POSTERIOR].attrs.update(attributes or {})
+    return data
+
+
+def chains_to_arviz(groups: Mapping[str, Mapping[str, Named]], labels: Labels | None = None) -> Any:
+    """Return groups of draws (chains, n, ...), of which ``"posterior"`` is one, for ArviZ."""
+    arviz = optional("arviz")
+    early = arviz.__version__.startswith("0.")
+    data: Any = None
+    labels = labels or Labels.of(None, None)
+    # An argument may have the name of a latent, but has rows.
+    others = {k: v for k, v in labels.dims.items() if k not in groups.get(POSTERIOR, {})}
+    # One group at a time: a variable has other axes in each.
+    for group, values in groups.items():
+        whole = {group: {k: v.values for k, v in values.items()}}
+        here = labels._replace(dims=others) if group == CONSTANT_DATA else labels
+        axes: dict[str, Any] = axes_in(group, values, here)
+        if early and group == LOG_PRIOR:  # a group that from_dict does not know there
+            data.add_groups(whole, **axes)
+            continue
+        # ArviZ 1 takes a dict of groups, and keyword arguments no longer.
+        arguments: dict[str, Any] = {**whole, **axes}
+        found = arviz.from_dict(**arguments) if early else arviz.from_dict(whole, **axes)
+        if data is None:
+            data = found
+        elif early:
+            data.extend(found)
+        else:
+            data[group] = found[group]
+    return data
+
+
+def axes_in(group: str, values: Mapping[str, Named], labels: Labels) -> dict[str, dict[str, Any]]:
+    """Return the names of axes, and their coordinates, in a group: ``dims`` and ``coords``."""
+
+    def in_words(names: Sequence[str], shape: Sequence[int]) -> str:
+        found = [f"'{name}' ({size})" for name, size in zip(names, shape, strict=True)]
+        words = f"{len(found)} axes, {' and '.join(found)},"
+        return words if found else "no axes but those of draws"
+
+    dims: dict[str, list[str]] = {}
+    coords: dict[str, np.ndarray] = {}
+    for name, value in values.items():
+        shape = value.values.shape[0 if group in OF_DATA else len(OF_DRAWS) :]
+        chosen = list(labels.dims.get(name, ()))
+        if group == LOG_LIKELIHOOD:  # of a row as a whole, whatever the axes of its outcome
+            chosen = chosen[: len(shape)]
+        # Versions of ArviZ name the other axes differently.
+        own = [*value.axes, *(f"{name}_dim_{i}" for i in range(len(value.axes), len(shape)))]
+        # One name for a hospital's effects might be meant for the effects: it is the hospitals'.
+        of_plate = group == POSTERIOR and value.axes and chosen != own[: len(chosen)]
+        if len(chosen) > len(shape) or (of_plate and len(value.axes) < len(own) > len(chosen)):
+            rest = [word for word in chosen if word not in OF_DRAWS][: len(own)]
+            meant = [*own[: len(own) - len(rest)], *rest]
+            raise ValueError(
+                f"dims={{{name!r}: {chosen}}}: '{name}' has {in_words(own, shape)} in the group "
+                f"'{group}', and {len(chosen)} came. "
+                + (f"Pass dims={{{name!r}: {meant}}}." if own else f"Leave out '{name}'.")
+            )
+        dims[name] = named = [*chosen, *own[len(chosen) :]]
+        for i, (axis, size) in enumerate(zip(named, shape, strict=True)):
+            if axis not in labels.coords:
+                coords |= {axis: value.numbers[axis]} if axis in value.numbers else {}
+                continue
+            coords[axis] = np.asarray(labels.coords[axis])
+            if (number := len(coords[axis])) != size:
+                other = shape.index(number) if number in shape and axis != own[i] else i
+                meant = [*own[:other], axis, *own[other + 1 :]]
+                raise ValueError(
+                    f"coords={{{axis!r}: ...}}: expected {size} values, since '{name}' has "
+                    f"{in_words(named, shape)} in the group '{group}', and got {number}. "
+                    + ("Pass as many." if other == i else f"Pass dims={{{name!r}: {meant}}}.")
+                )
+    # ArviZ takes no variable of an axis's name.
+    renamed = {axis: f"{axis}_dim" for axis in values}
+    return {
+        "dims": {k: [renamed.get(axis, axis) for axis in v] for k, v in dims.items() if v},
+        "coords": {renamed.get(axis, axis): v for axis, v in coords.items()},
+    }
+
+
+def elpd_data(values: np.ndarray, k: np.ndarray, *, p: float, num_draws: int) -> Any:
+    """Return log predictive densities (n,) of parts of the data as ArviZ's ``ELPDData``.
+
+    ``k`` (n,) are the shapes of tails, and ``p`` is the effective number of parameters.
+    """
+    arviz, xarray = optional("arviz"), optional("xarray")
+    n, good_k = len(values), 0.7
+    pointwise, tails = (
+        xarray.DataArray(a, dims="row", coords={"row": np.arange(n)}, name=name)
+        for a, name in ((values, "loo_i"), (k, "pareto_k"))
+    )
+    elpd, se = float(values.sum()), float(np.sqrt(n * np.var(values)))
+    heavy = bool((k > good_k).any())
+    early = arviz.__version__.startswith("0.")
+    names = ("elpd_loo", "p_loo", "loo_i") if early else ("elpd", "p", "elpd_i")
+    fields = {  # the printing of early versions goes by the order
+        names[0]: elpd,
+        "se": se,
+        names[1]: p,
+        "n_samples": num_draws,
+        "n_data_points": n,
+        "warning": heavy,
+        names[2]: pointwise,
+        "pareto_k": tails,
+        "scale": "log",
+        "good_k": good_k,
+    }
+    if early:
+        return arviz.ELPDData(data=list(fields.values()), index=list(fields))
+    from arviz_stats.utils import ELPDDataLOO
+
+    return ELPDDataLOO(**fields)

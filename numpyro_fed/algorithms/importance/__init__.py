@@ -1,1 +1,0 @@
-"""The importance correction: proposals, a silo's likelihood estimate, one exchange."""

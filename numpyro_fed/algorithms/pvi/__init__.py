@@ -1,1 +1,0 @@
-"""Partitioned variational inference: factors in one exponential family, a visit, the server."""

@@ -1,1 +1,0 @@
-"""Vertical models: each client holds some columns of every row."""

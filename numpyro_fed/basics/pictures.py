@@ -1,0 +1,264 @@
+"""Pictures of a posterior by matplotlib: globals, effects of silos, and predictive checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from textwrap import fill
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from numpyro_fed.basics.errors import optional
+from numpyro_fed.basics.trees import element_name
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from numpy.typing import ArrayLike
+
+MOST_PANELS = 24
+COLUMNS = 4
+# A colour means the same in all figures.
+POSTERIOR, PRIOR, OBSERVED = "tab:blue", "0.6", "black"
+ALONE, CONTRADICTS, REFERENCE = "tab:orange", "tab:red", "0.8"
+LINE, MOST_LINES = 0.22, 80  # inches for a silo; with more lines they have no labels
+# Share of the draws of a prior that its curve shows: heavy tails would make it a spike.
+SHOWN = 0.98
+GRID = 200
+NUM_PREDICTED = 50  # predictive data sets in a check
+# Share of the prior's precision that a silo must add to an effect's, for an estimate of it alone.
+MIN_TOLD = 0.05
+
+
+def panels(number: int, size: tuple[float, float] | None = None) -> tuple[Figure, list[Axes]]:
+    """Return a figure with so many panels of a size in inches, in rows of four."""
+    pyplot = optional("matplotlib.pyplot")
+    columns = min(max(number, 1), COLUMNS)
+    rows = max(-(-number // columns), 1)
+    width, height = size or ((4.5, 3.0) if number == 1 else (2.5, 2.1))
+    figure, axes = pyplot.subplots(
+        rows,
+        columns,
+        figsize=(width * columns, height * rows + 0.3),  # with a line for the legend
+        squeeze=False,
+        layout="constrained",
+    )
+    for spare in axes.flat[number:]:
+        spare.set_axis_off()
+        spare.set_visible(False)
+    for ax in axes.flat[:number]:
+        ax.spines[["right", "top"]].set_visible(False)
+    return figure, list(axes.flat[:number])
+
+
+def legend(figure: Figure, handles: Sequence[Artist], shown: int = 0, there: int = 0) -> None:
+    """Put a legend above all panels, and say so if not all of them are drawn."""
+    if not handles:
+        return
+    # Less wide than the figure; the width of an entry is that of its words.
+    widths = [0.5 + 0.075 * len(str(handle.get_label())) for handle in handles]
+    columns = int(max(1, min(len(handles), figure.get_figwidth() // max(widths))))
+    figure.legend(
+        handles=handles,
+        loc="outside upper center",
+        ncols=-(-len(handles) // -(-len(handles) // columns)),
+        frameon=False,
+        fontsize="small",
+        title=f"the first {shown} of {there}" if shown < there else None,
+        title_fontsize="small",
+    )
+
+
+def labels_of(number: int, names: Sequence[str] | None) -> list[str]:
+    """Return a label for each silo: its name, or its number if silos have no names."""
+    if names is None:
+        return [f"silo {j}" for j in range(number)]
+    given = [names] if isinstance(names, str) else [str(name) for name in names]
+    if len(given) != number:
+        words = f"names has {len(given)} entries, and there are {number} silos"
+        raise ValueError(f"{words}: give a name for each silo, in their order.")
+    return given
+
+
+def marginals(names: Sequence[str], posterior: np.ndarray, prior: np.ndarray | None) -> Figure:
+    """Return densities of the columns of draws (n, k), over those of the prior if there are any."""
+    from matplotlib.lines import Line2D
+
+    shown = list(names[:MOST_PANELS])
+    figure, axes = panels(len(shown))
+    for i, (name, ax) in enumerate(zip(shown, axes, strict=True)):
+        x, density = curve(posterior[:, i])
+        ax.fill_between(x, density, color=POSTERIOR, alpha=0.4, lw=0)
+        ax.plot(x, density, color=POSTERIOR, label="posterior")
+        if prior is not None:  # around the grid of the posterior
+            before, wide = prior[:, i], x[-1] - x[0]
+            left = min(x[0], max(x[0] - wide / 2, before.min()))  # a scale's axis ends at zero
+            right = max(x[-1], min(x[-1] + wide / 2, before.max()))
+            ax.set_xlim(left, right)
+            inside = np.abs(before - x.mean()) < 2 * wide
+            if inside.sum() > 2:
+                at, height = curve(before[inside])
+                # A prior is much wider as a rule, and its curve is cut.
+                ax.plot(at, height * inside.mean(), color=PRIOR, ls="--", label="prior")
+            if not ((before > left) & (before < right)).any():
+                below = bool(np.median(before) < left)
+                words = "\u2190 prior" if below else "prior \u2192"
+                note = ax.text(not below, 0.98, words, color=PRIOR)
+                note.set(ha="left" if below else "right", va="top", fontsize="small")
+                note.set_transform(ax.transAxes)
+        ax.set(xlabel=name, yticks=[], ylim=(0, None))
+        ax.spines["left"].set_visible(False)
+    for ax in axes[::COLUMNS]:
+        ax.set_ylabel("density")
+    handles = [Line2D([], [], color=POSTERIOR, label="posterior")]
+    if prior is not None:
+        handles.append(Line2D([], [], color=PRIOR, ls="--", label="prior"))
+    legend(figure, handles, len(shown), len(names))
+    return figure
+
+
+def curve(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return a grid and the density of draws (n,) there, by kernels; a peak where all are equal."""
+    from scipy.stats import gaussian_kde
+
+    draws = np.asarray(draws, float)
+    low, high = np.quantile(draws, [(1 - SHOWN) / 2, (1 + SHOWN) / 2])
+    if not high > low:
+        return np.array([low - 0.5, low, low + 0.5]), np.array([0.0, 1.0, 0.0])
+    margin = 0.15 * (high - low)
+    x = np.linspace(max(low - margin, draws.min()), min(high + margin, draws.max()), GRID)
+    inside = draws[(draws >= low - margin) & (draws <= high + margin)]
+    return x, gaussian_kde(inside)(x)
+
+
+def caterpillar(site: str, draws: np.ndarray, prior: np.ndarray, labels: Sequence[str]) -> Figure:
+    """Return means and intervals of draws (n, k, ...), a line for each label, by element.
+
+    ``prior`` are draws given the globals, of the same shape. The order of the lines is that of the
+    means of the first element, in all panels.
+    """
+    k = draws.shape[1]
+    indices = list(np.ndindex(draws.shape[2:]))
+    order = np.argsort(draws[:, :, *indices[0]].mean(0))
+    shown, shared = indices[:MOST_PANELS], len(indices) > 1
+    height = LINE * min(k, MOST_LINES) + 1.2
+    figure, axes = panels(len(shown), (2.5 if shared else 5.5, height))
+    extra = 0.07 * max(map(len, labels)) if k <= MOST_LINES else 0.2
+    figure.set_figwidth(figure.get_figwidth() + extra)
+    for i, (index, ax) in enumerate(zip(shown, axes, strict=True)):
+        values, before = draws[:, order, *index], prior[:, order, *index]
+        low, quarter, upper, high = np.quantile(values, [0.05, 0.25, 0.75, 0.95], axis=0)
+        at = np.arange(k)
+        wide = ax.hlines(at, low, high, color=POSTERIOR, lw=1, label="90 % interval")
+        thick = ax.hlines(at, quarter, upper, color=POSTERIOR, lw=4, label="50 % interval")
+        mean, label = values.mean(0), "mean, by all silos"
+        (dots,) = ax.plot(mean, at, "o", color=POSTERIOR, ms=6.5, label=label)
+        # What silos say alone; nothing is shown where that is next to nothing.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            told = 1 / values.var(0) - 1 / before.var(0)
+            alone = (mean / values.var(0) - before.mean(0) / before.var(0)) / told
+        alone = np.where(told > MIN_TOLD / before.var(0), alone, np.nan)
+        (circles,) = ax.plot(alone, at, "o", mec=ALONE, label="by this silo alone")
+        circles.set(mfc="none", mew=1.5, ms=6.5)
+        label, centre = "mean of the prior", float(before.mean())
+        dashes = ax.axvline(centre, color=PRIOR, ls="--", lw=1, zorder=0, label=label)
+        handles = [dots, thick, wide, circles, dashes]
+        ax.set_xlabel(element_name(site, index))
+        ax.set_ylim(-0.7, k - 0.3)
+        if k > MOST_LINES:
+            ax.set_yticks([])
+        else:
+            ax.set_yticks(range(k), [labels[j] for j in order] if i % COLUMNS == 0 else [""] * k)
+    if k > MOST_LINES:
+        axes[0].set_ylabel(f"{k} rows of silos, in order of their mean")
+    legend(figure, handles, len(shown), len(indices))
+    return figure
+
+
+def checks(
+    observed: Sequence[Mapping[str, np.ndarray]],
+    predicted: Sequence[Mapping[str, ArrayLike]],
+    labels: Sequence[str],
+) -> Figure:
+    """Return distribution functions of outcomes, over those of predictive data sets, by silo.
+
+    ``labels`` may have more silos than the others, which are then drawn alone.
+    """
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import MaxNLocator
+
+    pairs: list[tuple[str, str, np.ndarray, np.ndarray]] = []
+    for label, outcomes, data_sets in zip(labels, observed, predicted, strict=False):
+        for name in outcomes:
+            seen, drawn = np.ravel(outcomes[name]), np.asarray(data_sets[name])
+            there = ~np.isnan(seen) if seen.dtype.kind == "f" else np.ones(len(seen), bool)
+            if not there.all():
+                seen, drawn = seen[there], drawn.reshape(len(drawn), -1)[:, there]
+            pairs.append((label, name, seen, drawn))
+    sites = {name for _, name, _, _ in pairs}
+    number = max(len(pairs), len(labels) * len(sites))
+    pairs = pairs[:MOST_PANELS]
+    figure, axes = panels(len(pairs))
+    for ax, (label, name, seen, drawn) in zip(axes, pairs, strict=True):
+        for data in drawn[:NUM_PREDICTED]:
+            ax.ecdf(np.ravel(data), color=POSTERIOR, alpha=0.15, lw=1)
+        ax.ecdf(seen, color=OBSERVED, lw=1.5)
+        ax.set_title(fill(label, 28), fontsize="medium")
+        ax.set(ylim=(0, 1.02), yticks=[0, 0.5, 1])
+        if len(sites) > 1 or ax in axes[-COLUMNS:]:  # the lowest of each column
+            ax.set_xlabel(name)
+        ax.xaxis.set_major_locator(MaxNLocator(4, integer=bool(np.all(seen == np.round(seen)))))
+    for ax in axes[::COLUMNS]:
+        ax.set_ylabel("share at or below")
+    handles = [
+        Line2D([], [], color=OBSERVED, label="observed"),
+        Line2D([], [], color=POSTERIOR, label="predicted, a line for each data set"),
+    ]
+    legend(figure, handles, len(pairs), number)
+    return figure
+
+
+def conflicts(
+    shift: np.ndarray,
+    conflict: np.ndarray,
+    flagged: Sequence[int],
+    level: float,
+    labels: Sequence[str],
+) -> Figure:
+    """Return a plot of how far each silo moves the posterior, and of its tail area."""
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    k = len(shift)
+    figure, (left, right) = panels(2, (3.0, LINE * min(k, MOST_LINES) + 1.2))
+    if k <= MOST_LINES:
+        figure.set_figwidth(6 + 0.07 * max(map(len, labels)))
+    colours = [CONTRADICTS if j in flagged else POSTERIOR for j in range(k)]
+    for ax, lengths in ((left, shift), (right, -np.log10(np.maximum(conflict, 1e-300)))):
+        ax.barh(range(k), lengths, height=0.7, color=colours)
+        ax.set_yticks(range(k), labels if ax is left else [""] * k)
+        ax.set_ylim(k - 0.4, -0.6)
+    if k > MOST_LINES:
+        left.set_yticks([])
+        right.set_yticks([])
+        left.set_ylabel(f"{k} silos, in their order")
+    left.set_xlabel("shift of a mean without it (sds)")
+    right.set_xlabel("probability of such a conflict")
+    right.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    right.xaxis.set_major_formatter(FuncFormatter(_probability))
+    limit = right.axvline(-np.log10(level / k), color=CONTRADICTS, ls="--", lw=1)
+    limit.set_label("limit for the longest bar")
+    handles = [
+        Patch(color=POSTERIOR, label="does not contradict the others"),
+        Patch(color=CONTRADICTS, label="contradicts the others"),
+        limit,
+    ]
+    legend(figure, handles if len(flagged) else [handles[0], limit])
+    return figure
+
+
+def _probability(exponent: float, _: int | None = None) -> str:
+    """Return the label of a tick at minus the decimal logarithm of a probability."""
+    k = round(exponent)
+    return f"{10.0**-k:g}" if k < 3 else f"$10^{{-{k}}}$"

@@ -1,0 +1,190 @@
+"""Ways to compile programs that run once or a few times for a set of data."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import cache, cached_property, partial, wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
+
+import jax
+import numpy as np
+from jax import Array
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from numpyro_fed.basics.files import private_folder
+from numpyro_fed.basics.precision import double_precision
+from numpyro_fed.basics.trees import Tree, where
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+Method = TypeVar("Method", bound=Callable[..., Any])
+Carry = TypeVar("Carry")
+StaticArgs = int | tuple[int, ...] | None  # positions of the arguments that are no arrays
+# XLA's options for programs that run once: compiled in a third of the time, and slower to run. The
+# CPU's fusion emitters have a compile time of their own. For the rounds of a run they do not pay:
+# without emitters rounds take 1.1 to 1.4 times as long (docs/results/compilation.md).
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
+
+
+def cache_programs(folder: str | Path) -> None:
+    """Keep compiled programs in a folder, where later processes find them.
+
+    Call it before the first fit. It sets JAX's own cache for this process, whatever compiles: its
+    folder, and that small and quick programs are kept, too. A program is found again by the same
+    version of JAX on the same kind of machine, for the same model and the same shapes. Programs
+    hold the model's constants, so that the folder is as private as the data that a model closes
+    over.
+
+    Parameters
+    ----------
+    folder : str or Path
+        It is made if it does not exist, and only its owner can open it then.
+
+    Examples
+    --------
+    >>> import tempfile, numpyro_fed as nf
+    >>> nf.cache_programs(tempfile.mkdtemp())  # doctest: +SKIP
+    """
+    if not Path(folder).exists():
+        private_folder(folder)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.reset_cache()  # it may have begun without a folder
+
+
+# Steps that an accelerator takes between two looks at the condition of a loop. Each look is a copy
+# to the host, of some 10 microseconds on an H200; a loop that ends takes up to so many steps for
+# nothing. A visit of PVI took 6.7 ms instead of 8.6. Rounds of a run gained nothing by it.
+GROUP = 8
+
+
+def on_accelerator() -> bool:
+    """Return whether programs are compiled for something else than a CPU."""
+    return jax.default_backend() != "cpu"
+
+
+def while_loop(
+    goes_on: Callable[[Carry], Array], step: Callable[[Carry], Carry], start: Carry
+) -> Carry:
+    """Return ``jax.lax.while_loop``, whose condition an accelerator looks at only now and then.
+
+    The numbers are the same: steps after the end leave everything as it is.
+    """
+    if not on_accelerator():
+        return jax.lax.while_loop(goes_on, step, start)
+
+    def unless_ended(_: int, carry: Carry) -> Carry:
+        return where(goes_on(carry), step(carry), carry)
+
+    group = partial(jax.lax.fori_loop, 0, GROUP, unless_ended)
+    return jax.lax.while_loop(goes_on, group, start)
+
+
+def on_all_devices(spec: P) -> NamedSharding:
+    """Return the sharding over all devices of the program, of all its processes."""
+    return NamedSharding(jax.sharding.Mesh(np.asarray(jax.devices()), ("silo",)), spec)
+
+
+def readable(tree: Tree) -> Tree:
+    """Return the output of a program so that each process has all of it, if there are several.
+
+    Else what is computed of silos lies where they do, and only one process can read it.
+    """
+    if jax.process_count() == 1:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, on_all_devices(P()))
+
+
+def jit_once(
+    f: Callable[Args, Result], static_argnums: StaticArgs = None
+) -> Callable[Args, Result]:
+    """Return ``jax.jit(f)`` for what runs once: compiled in a third of the time, slower to run."""
+
+    compiled = cache(
+        lambda: jax.jit(f, static_argnums=static_argnums, compiler_options=quick_options())
+    )
+
+    @wraps(f)
+    def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        leaves = jax.tree.leaves((args, kwargs))
+        traced = any(isinstance(a, jax.core.Tracer) for a in leaves)
+        # Compiler options hold for whole programs: within another trace the function is inlined.
+        return f(*args, **kwargs) if traced else compiled()(*args, **kwargs)
+
+    return call
+
+
+def compiled_method(
+    jit: Callable[..., Callable[..., Any]] = jax.jit, static_argnums: StaticArgs = None
+) -> Callable[[Method], Method]:
+    """Return a decorator that compiles a method once for each object.
+
+    ``static_argnums`` counts the arguments after ``self``.
+    """
+
+    def decorate(method: Method) -> Method:
+        # The program lives on its object. A jit of the function, with ``self`` as a static
+        # argument, would keep every object alive in its cache.
+        cached = cached_property(
+            lambda self: jit(wraps(method)(partial(method, self)), static_argnums=static_argnums)
+        )
+        cached.__doc__ = method.__doc__
+        return cast(Method, cached)
+
+    return decorate
+
+
+def jit_double(f: Callable[..., Result]) -> Callable[..., Result]:
+    """Return ``f`` compiled in double precision; programs are kept by shapes, traces are not."""
+    programs: dict[tuple[object, ...], Callable[..., Result]] = {}
+
+    def call(*args: object) -> Result:
+        with double_precision():
+            leaves, tree = jax.tree.flatten(args)
+            shapes = tree, *(jax.typeof(a) for a in leaves)
+            if shapes not in programs:
+                # A new lambda each time, so that JAX keeps no trace: a trace that lives keeps
+                # copies of the arrays that a model closes over, in its own precision.
+                lowered = jax.jit(lambda *a: f(*a)).lower(*args)
+                programs[shapes] = lowered.compile(quick_options())
+            return programs[shapes](*args)
+
+    return call
+
+
+@cache
+def quick_options() -> dict[str, Any]:
+    """Return those options of :data:`QUICK` that the installed XLA knows."""
+    return known_options(QUICK)
+
+
+def known_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the compiler options that the installed XLA knows; with others it does not compile.
+
+    From version to version options disappear when their choice has become the only way.
+    """
+    # An empty program is compiled to find out: XLA has no list of its options.
+    try:
+        jax.jit(lambda: 0, compiler_options=options).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        if len(options) == 1:
+            return {}
+        single = (known_options({name: value}) for name, value in options.items())
+        return {name: value for known in single for name, value in known.items()}
+    return options
+
+
+# NumPyro keeps one stack of handlers for all threads, so that two models
+# that are traced side by side would see each other's handlers. The lock is
+# held while a model is traced, and never while a program runs, a callback is
+# called or a message is awaited: so no two threads can wait for each other.
+TRACING = threading.RLock()

@@ -1,0 +1,1 @@
+"""What silos hold: arrays and tables, their columns' scales, padding."""

@@ -1,0 +1,403 @@
+"""A silo's data: read from the user's dict, checked, and named array by array.
+
+``SiloData`` is a pytree of arrays beside static Python values, so that silos of one signature share
+one compiled program.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.dtypes import canonicalize_dtype
+from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
+from jax.typing import ArrayLike
+
+from numpyro_fed.basics.errors import DataError
+from numpyro_fed.data.tables import Table, as_dict, column_names, is_frame
+
+Sizes = dict[str, int]
+
+# The least sd of a column, in gaps between neighbouring numbers of single precision. Rounding adds
+# a uniform error of sd gap / sqrt(12) = 0.29 gaps to each value. At an sd of ten gaps it is 3 % of
+# the column's sd; columns with less would lose more, and are refused.
+GAPS = 10.0
+
+Made = TypeVar("Made")
+Listed = TypeVar("Listed")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SiloData:
+    """The data of one silo, or of a stack of silos of one shape: a pytree."""
+
+    # the array-valued keyword arguments of the model. Arrays inside of a dict or a list have
+    # names such as "x.age" and "x.0"
+    arrays: dict[str, Any]
+    # for each silo plate that was padded: which rows are real. Plates that were not padded
+    # are left out
+    masks: dict[str, Any] = field(default_factory=dict)
+    # how often each row of a silo plate counts, if a minibatch stands for all rows
+    weights: dict[str, Any] = field(default_factory=dict, kw_only=True)
+    # Python ints, bools, strings and None by name: part of the program, not of its input
+    static: tuple[tuple[str, Any], ...] = field(default=(), metadata={"static": True})
+    # the structure of arguments that are trees, and the names of their leaves
+    treedef: tuple[PyTreeDef, tuple[str, ...]] | None = field(
+        default=None, metadata={"static": True}
+    )
+    # the arrays in which NaN stands for an outcome that is missing, here or at another silo
+    missing: tuple[str, ...] = field(default=(), kw_only=True, metadata={"static": True})
+    # the names of the columns of arrays that come from DataFrames
+    columns: tuple[tuple[str, tuple[str, ...]], ...] = field(
+        default=(), kw_only=True, metadata={"static": True}
+    )
+
+    @property
+    def leaves(self) -> dict[str, Any]:
+        """Return all arrays and Python values by name."""
+        return {**self.arrays, **dict(self.static)}
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """Return the keyword arguments of the model."""
+        if self.treedef is None:
+            return self.leaves
+        tree, names = self.treedef
+        return jax.tree.unflatten(tree, [self.leaves[name] for name in names])
+
+    def named_tree(self) -> Any:
+        """Return the keyword arguments with the name of each leaf in its place."""
+        if self.treedef is None:
+            return {name: name for name in self.leaves}
+        return jax.tree.unflatten(*self.treedef)
+
+    def masked(self, plate: str, rows: Array) -> Array:
+        """Return ``rows`` (size, ...) of one plate with exactly zero in the padded rows."""
+        if plate not in self.masks:
+            return rows
+        mask = self.masks[plate]
+        return jnp.where(mask.reshape(mask.shape + (1,) * (rows.ndim - 1)), rows, 0.0)
+
+    def total(self, rows: Mapping[str, Array]) -> Array:
+        """Return the sum of the terms of all rows, {plate: (size,)}, each as often as it counts."""
+        sums = (self.weights.get(p, 1.0) * terms.sum() for p, terms in rows.items())
+        return sum(sums, jnp.zeros(()))
+
+
+class ReadSilos(Sequence[SiloData]):
+    """The data of all silos, read once, with a cache of what was built for each text: a pytree."""
+
+    def __init__(self, silos: Iterable[SiloData]):
+        self._silos = tuple(silos)
+        # By id, since a text may not be hashable. The text is kept as well: as long as it lives,
+        # no other object can have its id.
+        self._by_text: dict[int, tuple[Callable[..., Any], Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._silos)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._silos[i]
+
+    def once(self, text: Callable[..., Any], make: Callable[[], Made]) -> Made:
+        """Return what ``make`` returns, computed once for each text."""
+        if id(text) not in self._by_text:
+            self._by_text[id(text)] = text, make()
+        made: Made = self._by_text[id(text)][1]
+        return made
+
+
+jax.tree_util.register_pytree_node(
+    ReadSilos, lambda silos: (silos[:], None), lambda _, silos: ReadSilos(silos)
+)
+
+SiloInput: TypeAlias = Mapping[str, Any] | Table
+SilosInput: TypeAlias = Sequence[SiloInput] | ReadSilos
+
+
+def read(
+    silos: SilosInput,
+    model: Callable[..., Any] | None = None,
+    columns: Sequence[Mapping[str, tuple[str, ...]]] | None = None,
+) -> ReadSilos:
+    """Read and check the user's list of dicts, each into a :class:`SiloData` of NumPy arrays.
+
+    DataFrames and their columns become arrays, and a silo that is a DataFrame the dict of its
+    columns; ``columns`` are their names at each silo, where they became arrays elsewhere. NaN is
+    read as a missing value: whether it is one of an outcome, which alone may be missing, the
+    model's text says (:mod:`numpyro_fed.text.values`). Data that were read already are returned
+    as they are. A model with a method ``of_silos`` adds arrays of its own to each silo's data, such
+    as the number of the silo's block of a site.
+    """
+    if isinstance(silos, ReadSilos):
+        return silos
+    names = None if model is None else argument_names(model)
+    plain = [as_dict(f"silo {j}", silo, names) for j, silo in enumerate(listed(silos))]
+    frames = {j: set(silo.columns) for j, silo in enumerate(silos) if is_frame(silo)}
+    if frames and names and model is not None:
+        parameters = inspect.signature(model).parameters
+        needed = [n for n in names if parameters[n].default is inspect.Parameter.empty]
+        for j, of_frame in frames.items():
+            if lacking := [name for name in needed if name not in of_frame]:
+                raise DataError(
+                    f"silo {j} is a DataFrame with the columns {sorted(of_frame)}, which lacks "
+                    f"{lacking} of the model's arguments {names}. What is no number of a row, such "
+                    "as a number of hospitals, is passed beside the columns: "
+                    f"dict({{c: df[c] for c in df.columns}}, {lacking[0]}=...)."
+                )
+    all_data = with_model_data(model, plain)
+    found = [read_one(f"silo {j}", s, may_miss=True) for j, s in enumerate(all_data)]
+    # Whole numbers that are missing at some silo are floats there, beside NaN. They become floats
+    # at the silos that have all of them, so that all silos hold the same kind.
+    missing = tuple(sorted({name for silo in found for name in silo.missing}))
+    for arrays in (silo.arrays for silo in found):
+        for name in filter(arrays.__contains__, missing):
+            floats = arrays[name].astype(jnp.result_type(float))
+            if np.array_equal(floats, arrays[name]):
+                arrays[name] = floats
+    _check_alike(found)
+    common: dict[str, tuple[int, tuple[str, ...]]] = {}
+    for j, named in enumerate(columns or map(column_names, silos)):
+        for name, own in named.items():
+            i, expected = common.setdefault(name, (j, own))
+            check_columns(f"silo {j}", name, own, expected, f"silo {i}")
+    agreed = tuple(sorted((name, own) for name, (_, own) in common.items()))
+    return ReadSilos(replace(silo, missing=missing, columns=agreed) for silo in found)
+
+
+def listed(
+    silos: Sequence[Listed], held: str = "one dict of keyword arguments for each silo"
+) -> Sequence[Listed]:
+    """Return silos, once they are a list of what each holds."""
+    if isinstance(silos, Mapping) or not isinstance(silos, Sequence):
+        raise DataError(
+            f"silos must be a list with {held}, got {type(silos).__name__}. For a single silo pass "
+            "a list with one dict."
+        )
+    if not silos:
+        raise DataError("the list of silos is empty: pass one dict of arrays for each silo.")
+    return silos
+
+
+def argument_names(model: Callable[..., Any]) -> list[str] | None:
+    """Return the names of a model's arguments; None if it takes any, or does not tell."""
+    try:
+        parameters = inspect.signature(model).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    return (
+        None if any(p.kind is p.VAR_KEYWORD for p in parameters) else [p.name for p in parameters]
+    )
+
+
+def check_columns(
+    owner: str, name: str, found: Sequence[str], expected: Sequence[str], other: str
+) -> None:
+    """Raise an error if a DataFrame has other columns than another one, or in another order."""
+    if tuple(found) == tuple(expected):
+        return
+    lacking = [c for c in expected if c not in found]
+    extra = [c for c in found if c not in expected]
+    what = " and ".join(
+        [f"lacks the columns {lacking}"] * bool(lacking)
+        + [f"has the columns {extra} besides"] * bool(extra)
+    )
+    raise DataError(
+        f"{owner}, '{name}': a DataFrame that {what or 'has its columns in another order'}: "
+        f"{list(found)}, where {other} has {list(expected)}. A model reads columns by their place: "
+        f"pass df[{list(expected)}]."
+    )
+
+
+def with_model_data(
+    model: Callable[..., Any] | None, silos: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
+    """Return the silos' data with the arrays that the model adds to them, if it adds any."""
+    # The model may be wrapped in handlers (.fn) and in functools.partial (.func).
+    while model is not None:
+        if hasattr(model, "of_silos"):
+            return model.of_silos(silos)
+        model = getattr(model, "fn", None) or getattr(model, "func", None)
+    return silos
+
+
+def read_one(owner: str, data: Mapping[str, Any], *, may_miss: bool = False) -> SiloData:
+    """Read and check one party's data, of ``owner`` in errors; NaN only if numbers ``may_miss``."""
+    columns = tuple(sorted(column_names(data).items()))
+    data = as_dict(owner, data)
+    if not isinstance(data, Mapping):
+        raise DataError(f"{owner} must be a dict of keyword arguments, got {type(data).__name__}.")
+    paths, tree = tree_flatten_with_path(dict(data), is_leaf=is_leaf)
+    names = tuple(keystr(path, simple=True, separator=".") for path, _ in paths)
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise DataError(f"{owner}: {twice} name two values each. Rename one of them.")
+    arrays: dict[str, np.ndarray] = {}
+    static: list[tuple[str, Any]] = []
+    missing: list[str] = []
+    for name, (_, value) in zip(names, paths, strict=True):
+        if isinstance(value, np.bool_ | np.integer):
+            value = value.item()
+        if value is None or isinstance(value, bool | int | str):
+            static.append((name, value))
+        else:
+            array = arrays[name] = _read_array(owner, name, value)
+            if array.dtype.kind != "f" or np.isfinite(array).all():
+                continue
+            if not may_miss or np.isinf(array).any():
+                raise DataError(
+                    f"{owner}, '{name}': {(~np.isfinite(array)).sum()} of {array.size} values are "
+                    "NaN or infinite. Mark missing rows by a mask array in the data and "
+                    "numpyro.handlers.mask around the site, and put any finite number in their "
+                    "place."
+                )
+            missing.append(name)
+    nested = any(len(path) > 1 for path, _ in paths) or len(names) < len(data)
+    trees = (tree, names) if nested else None
+    return SiloData(arrays, {}, tuple(static), trees, missing=tuple(missing), columns=columns)
+
+
+def is_leaf(value: object) -> bool:
+    """Return whether a value is a leaf: None, or a list of numbers; one of arrays is a tree."""
+    if not isinstance(value, list | tuple) or type(value) not in (list, tuple):
+        return value is None
+    return all(
+        is_leaf(part)
+        if type(part) in (list, tuple)
+        else part is not None and not isinstance(part, dict) and getattr(part, "ndim", 0) == 0
+        for part in value
+    )
+
+
+def _read_array(owner: str, name: str, value: object) -> np.ndarray:
+    if np.ma.is_masked(value):
+        masked = np.ma.getmaskarray(np.ma.asarray(value))
+        raise DataError(
+            f"{owner}, '{name}': a masked array, of which {masked.sum()} of {masked.size} values "
+            "are masked. A model would read the numbers behind the "
+            f"mask. Pass {name}.filled(0) (any number that can be observed), and a boolean array "
+            f"seen=~numpy.ma.getmaskarray({name}) besides; then write "
+            "`with numpyro.handlers.mask(mask=seen):` around the observed site."
+        )
+    array = np.asarray(value)
+    if array.dtype.kind in "Mm":
+        raise DataError(
+            f"{owner}, '{name}': expected an array of numbers, got dates or durations "
+            f"({array.dtype}). A date is no number until somebody says in which unit and from "
+            f"which day on: make it one, such as days ({name} - numpy.datetime64('2020-01-01')) / "
+            "numpy.timedelta64(1, 'D')."
+        )
+    if array.dtype.kind not in "fiub":
+        raise DataError(
+            f"{owner}, '{name}': expected an array of numbers, got {type(value).__name__} "
+            f"with dtype {array.dtype}. Convert it to a numeric array first."
+        )
+    original, array = array, array.astype(canonicalize_dtype(array.dtype), copy=False)
+    if array.dtype.kind == "f":
+        # Narrower floats are widened to the default precision, in which parameters are.
+        array = array.astype(np.result_type(array, jnp.result_type(float)), copy=False)
+    # JAX would cut integers to 32 bits in silence, and an id of 2**32 would become 0.
+    if array.dtype.kind in "iu" and not np.array_equal(original, array):
+        raise DataError(
+            f"{owner}, '{name}': whole numbers beyond the range of {array.dtype}. Make them "
+            "smaller (an index from 0, say), or enable double precision by "
+            "jax.config.update('jax_enable_x64', True)."
+        )
+    narrower = array.dtype.kind == "f" and array.dtype.itemsize < original.dtype.itemsize
+    if narrower and array.size and not np.isinf(array).any():
+        _check_cast(owner, name, original, array)
+    return array
+
+
+def _check_cast(owner: str, name: str, original: np.ndarray, array: np.ndarray) -> None:
+    """Refuse a column if rounding to single precision loses a part of its spread."""
+    rows = original.reshape(-1, original.shape[-1] if original.ndim > 1 else 1)
+    array, present = array.reshape(rows.shape), ~np.isnan(rows)
+    if not present.all():
+        # What is missing stands at the first number that is there: it adds nothing to a spread.
+        first = rows[present.argmax(0), np.arange(rows.shape[1])]
+        rows = np.where(present, rows, np.where(np.isnan(first), 0.0, first))
+        array = np.where(present, array, rows.astype(array.dtype))
+    # About the first row: the square of a large mean would cancel digits of the sd.
+    sd = np.std(rows - rows[:1], axis=0)
+    largest = np.abs(array).max(0, initial=0.0)
+    gap = np.spacing(largest).astype(np.float64)
+    # Values that single precision holds exactly, such as counts, lose nothing however dense.
+    rounded = np.abs(array - rows).max(0, initial=0.0) > 0
+    # A column of ones that was computed holds 1 + 1e-16: it is constant, and stays so.
+    varies = sd > 64 * np.finfo(rows.dtype).eps * largest
+    lost = rounded & varies & (sd < GAPS * gap)
+    if not lost.any():
+        return
+    column = int(lost.argmax())
+    where = f"column {column} of '{name}'" if original.ndim > 1 else f"'{name}'"
+    centre = float(rows[:, column].mean())
+    raise DataError(
+        f"{owner}, {where}: values near {centre:.6g} with an sd of {sd[column]:.2g}, but numbers "
+        f"of single precision are {gap[column]:.2g} apart there, so that most of what they say "
+        f"would be lost. Subtract one number from this column at every silo (such as {centre:.3g})"
+        ", or enable double precision by jax.config.update('jax_enable_x64', True), as "
+        "numpyro_fed.fit does by itself."
+    )
+
+
+def _check_alike(silos: Sequence[SiloData]) -> None:
+    """Refuse silos with other names or kinds of values than others; None may stand for any."""
+    expected = silos[0].leaves.keys()
+    first: dict[str, tuple[int, Any]] = {}
+    for j, silo in enumerate(silos):
+        if silo.leaves.keys() != expected:
+            raise DataError(
+                f"silo {j} has the keys {sorted(silo.leaves)} but silo 0 has {sorted(expected)}. "
+                "Every silo must hold the same keyword arguments; None says that one is missing."
+            )
+        for name, value in silo.leaves.items():
+            if value is None:
+                continue
+            i, other = first.setdefault(name, (j, value))
+            if isinstance(value, np.ndarray) != isinstance(other, np.ndarray):
+                raise DataError(
+                    f"silo {j}, '{name}': an array at one silo and a plain Python value at another "
+                    f"(silo {i} has {other!r:.40}). Use the same kind of value everywhere."
+                )
+            if not isinstance(value, np.ndarray):
+                continue
+            if value.dtype != other.dtype:
+                common = jnp.promote_types(value.dtype, other.dtype)
+                who = [f"silo {k}" for k, a in ((j, value), (i, other)) if a.dtype != common]
+                raise DataError(
+                    f"silo {j}, '{name}' has dtype {value.dtype} but silo {i} has {other.dtype}. "
+                    f"Convert '{name}' of {' and '.join(who)} with .astype('{common}'), which "
+                    "holds both."
+                )
+            if value.ndim != other.ndim:
+                raise DataError(
+                    f"silo {j}, '{name}' has shape {value.shape} but silo {i} has {other.shape}. "
+                    "Sizes may differ between silos, but not the number of axes."
+                )
+
+
+def signature(data: SiloData) -> tuple[Hashable, ...]:
+    """Return shapes, dtypes and static values of data: one program is compiled for each."""
+    return (
+        data.static,
+        data.treedef,
+        data.missing,
+        tuple((k, a.shape, str(a.dtype)) for k, a in data.arrays.items()),
+        tuple((k, m.shape) for k, m in data.masks.items()),
+    )
+
+
+def array_bytes(value: ArrayLike) -> bytes:
+    """Return the dtype, shape and numbers of an array as bytes, for comparison and hashes."""
+    if isinstance(value, Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    array = np.asarray(value)
+    return f"{array.dtype}{array.shape}".encode() + array.tobytes()

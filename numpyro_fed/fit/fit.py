@@ -1,0 +1,340 @@
+"""``nf.fit``: one call from a model and silos to a posterior, with a verdict in words."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from numpyro_fed.basics.errors import (
+    ConvergenceWarning,
+    DataError,
+    Interrupted,
+    ModelError,
+    SilosError,
+    one_of,
+    positive_int,
+)
+from numpyro_fed.basics.precision import precision as precision_as
+from numpyro_fed.data.silo_data import SiloInput
+from numpyro_fed.dp_newton.method import DPNewton
+from numpyro_fed.fit.steps import FitSteps
+from numpyro_fed.posterior.posterior import Posterior, Stage
+from numpyro_fed.posterior.weighted import TOLERANCE, check_accuracy
+from numpyro_fed.privacy.budget import Privacy
+from numpyro_fed.rounds.compiled_loop import simulation
+from numpyro_fed.rounds.federation import Federation
+from numpyro_fed.rounds.messages import SEARCH
+from numpyro_fed.rounds.noise import typed_key
+from numpyro_fed.rounds.progress import StageBar, in_sight
+from numpyro_fed.rounds.stack import on_device
+from numpyro_fed.search.expand import effects_of, flat_size
+from numpyro_fed.search.find_mode import (
+    MANY_EFFECTS,
+    SEARCHED_UP_TO,
+    coordinate_names,
+    coupling_reason,
+    search_for,
+)
+from numpyro_fed.search.mode import Mode
+from numpyro_fed.search.newton import ModeSearch
+from numpyro_fed.search.newton_wide import WideSearch
+from numpyro_fed.sfvi.method import SFVI
+from numpyro_fed.text.layout import lay_out, read_all
+from numpyro_fed.text.log_density import FederatedModel
+
+MAX_EXCHANGES = 10_000  # messages of each silo, at most
+PRECISIONS = ("double", "single")
+# One thread at a time: warnings.catch_warnings, by which a fit collects what its stages warn of,
+# acts on all threads of a process.
+_LOCK = threading.RLock()
+
+
+def fit(
+    key: Array,
+    model: Callable[..., Any],
+    silos: Sequence[SiloInput] | Federation,
+    *,
+    accuracy: float = TOLERANCE,
+    max_exchanges: int = MAX_EXCHANGES,
+    precision: str = "double",
+    privacy: Privacy | None = None,
+    progress_bar: bool = True,
+) -> Posterior:
+    r"""Fit a model over silos, check the posterior, and say whether it can be trusted.
+
+    Nothing has to be scaled or tuned. The call searches for the mode from several places, draws
+    from the normal approximation there, and weighs the draws in one more exchange (the importance
+    correction). If the verdict is not good, it tries a proposal matched to the weighted draws, more
+    draws, particles that move to the posterior (:class:`Tempered`), rounds of :class:`PVI` from the
+    mode, and :class:`SFVI`. SFVI is the first step if there
+    are too many globals, or globals without a family. The best of several corrections is judged by
+    new draws. A second call with the same model and silos of the same shapes compiles nothing.
+
+    The draws are weighed by the joint density of all silos, so that under the conditions that the
+    verdict states they are from :math:`p(z_G \mid y)` itself:
+
+    .. math::
+        \log w_s = \log p(z_G^s) - \log q(z_G^s) + \sum_j \log \hat p(y_j \mid z_G^s).
+
+    Parameters
+    ----------
+    key : jax.Array
+    model : callable
+        A NumPyro model with :class:`~numpyro_fed.silo_plate`.
+    silos : list of dict or DataFrame, or Federation
+        The data of each silo, or silos in other processes, as for :meth:`SFVI.run`.
+    accuracy : float
+        The number of posterior sds to which means of the globals are to be right, and the share to
+        which sds are. 0.2 is plenty for a first look; half of it takes four times as many draws.
+    max_exchanges : int
+        The number of messages that each silo sends, at most. What was reached by then comes back,
+        with a verdict on it. A search for the mode and one correction are made in any case.
+    precision : {"double", "single"}
+        The precision of the whole computation, whatever the process's default is. Raw data need
+        double: an outcome of 10^8 with an sd of 1 is all rounding in single precision. Single takes
+        half of the memory, and much less time on accelerators that are slow in double precision;
+        the verdict says so if it cannot hold the posterior. Draws of a fit in double precision are
+        NumPy arrays where JAX's own would be rounded.
+    privacy : Privacy, optional
+        A budget of differential privacy. Then the fit is one run of :class:`DPNewton`, some ten to
+        sixty sums with noise, and ``.privacy`` says what was spent. Nothing checks it by weights,
+        which would be told without noise.
+    progress_bar : bool
+
+    Returns
+    -------
+    Posterior
+        With ``.sample_posterior(key, n)`` (each site ``(n, *shape)``), ``.verdict``, ``.trusted``
+        and the results of all ``.stages``.
+
+    Raises
+    ------
+    ModelError, DataError
+        For input that cannot work, and an improper posterior.
+    NonFiniteError
+        If neither method comes to a finite posterior.
+    SilosError
+        If a silo refuses, or is away; the error's ``result`` has the stages so far.
+    Interrupted
+        By Ctrl-C once something was computed: a ``KeyboardInterrupt`` whose ``result`` has the
+        stages so far, and says that it was interrupted.
+
+    References
+    ----------
+    Ashman et al. (2022), arXiv 2202.12275 (PVI); Vehtari et al. (2024), Pareto smoothed importance
+    sampling. Starts, ladder and verdict are this package's own.
+
+    Examples
+    --------
+    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist, numpyro_fed as nf
+    >>> def model(y):
+    ...     mu = numpyro.sample("mu", dist.Normal(0, 1000))
+    ...     sigma = numpyro.sample("sigma", dist.HalfCauchy(2.5))
+    ...     with nf.silo_plate("row", y.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(mu, sigma), obs=y)
+    >>> rng = np.random.default_rng(0)
+    >>> silos = [dict(y=rng.normal(1000, 30, n)) for n in (40, 60)]
+    >>> fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
+    >>> fitted.trusted
+    True
+    >>> print(fitted.verdict.split(" (")[0])
+    The posterior of the globals can be trusted
+    """
+    check_accuracy(accuracy)
+    positive_int("max_exchanges", max_exchanges)
+    one_of("precision", precision, *PRECISIONS)
+    double = precision == "double"
+    if privacy is not None:
+        with precision_as(double=double), _LOCK, StageBar(progress_bar) as bar:
+            bar.stage("DP Newton")
+            method = DPNewton(model, privacy=privacy)
+            result = method.run(typed_key(key), silos=silos, progress_bar=bar)
+            words = f"{len(result.losses)} rounds. {result.privacy}".rstrip(".")
+            return replace(result, stages=(Stage("DP Newton", words, result),))
+    return FitCall(model, silos, accuracy, max_exchanges, double, progress_bar).run(key)
+
+
+@dataclass(frozen=True, eq=False)
+class FitCall:
+    """A call of :func:`numpyro_fed.fit`, which other silos can be given to."""
+
+    model: Callable[..., Any]
+    silos: Sequence[SiloInput] | Federation
+    accuracy: float
+    max_exchanges: int
+    double: bool
+    progress_bar: bool
+
+    def with_silo(self, silo: Mapping[str, Any] | Federation) -> FitCall:
+        """Return the call with one silo more; of a federation, with another one that has it."""
+        if isinstance(self.silos, Federation):
+            if not isinstance(silo, Federation) or len(silo) != 1 + len(self.silos):
+                raise DataError(
+                    f"the fit is one of {len(self.silos)} silos in other processes: pass a "
+                    "Federation of these, in the same order, and of the new one after them."
+                )
+            return replace(self, silos=silo)
+        if isinstance(silo, Federation):
+            raise DataError("the fit is one of silos in this process: pass the new silo's dict.")
+        return replace(self, silos=[*self.silos, silo])
+
+    def without_silo(self, j: int) -> FitCall:
+        """Return the call without a silo."""
+        others = [i for i in range(len(self.silos)) if i != j]
+        if isinstance(self.silos, Federation):
+            return replace(self, silos=self.silos.of(others))
+        return replace(self, silos=[self.silos[i] for i in others])
+
+    def run(self, key: Array, near: np.ndarray | None = None) -> Posterior:
+        """Return the fit; its searches begin ``near`` some places, if they are given."""
+        silent = in_sight("fit", shown=False)  # the bar of the stages is the only one
+        with precision_as(double=self.double), _LOCK, StageBar(self.progress_bar) as bar, silent:
+            asked = self.model, self.silos, self.accuracy, self.max_exchanges
+            fitting = FitSteps(typed_key(key), *asked, bar, near)
+            try:
+                return replace(fitting.run(), call=self)
+            except SilosError as error:
+                error.result = fitting.reached_so_far(error.result)
+                raise
+            except KeyboardInterrupt as error:
+                reached = fitting.reached_so_far(getattr(error, "result", None))
+                if reached is None:
+                    raise
+                raise Interrupted(
+                    "interrupted; what the stages so far have reached is in the error's .result: "
+                    "error.result.save(path) keeps it. The .result of a stage is a fit, whose "
+                    ".state is an init_state to go on from.",
+                    result=reached,
+                ) from error
+
+
+def find_mode(
+    key: Array,
+    model: Callable[..., Any],
+    silos: Sequence[SiloInput] | Federation,
+    *,
+    starts: int = 1,
+    max_exchanges: int = 200,
+    progress_bar: bool = True,
+    privacy: Privacy | None = None,
+) -> Mode:
+    r"""Find the mode of the globals' posterior density, each silo's own latents integrated out.
+
+    The method is a damped Newton method: each silo sends its log likelihood with gradient and
+    Hessian, its latents integrated by Laplace's method, and the server adds them up. Nothing has to
+    be scaled. Above 300 shared parameters and globals silos send gradients, and the server takes
+    steps of L-BFGS in coordinates that the Hessian's diagonal scales, which takes hundreds of
+    exchanges.
+
+    Parameters
+    ----------
+    key : jax.Array
+        The key of the places where further starts begin.
+    model, silos
+        As for :class:`numpyro_fed.SFVI`.
+    starts : int
+        Searches side by side, in one program: the first from zero in unconstrained space, the
+        others from draws of the prior, or standard normals where it cannot be drawn from.
+    max_exchanges : int
+        Exchanges, at most.
+    progress_bar : bool
+    privacy : Privacy, optional
+        A budget of differential privacy: the mode is then that of a run of
+        :class:`numpyro_fed.DPNewton`, from sums with noise. The mode's ``covariance`` counts the
+        noise, ``.privacy`` says what was spent, and there is no evidence.
+
+    Returns
+    -------
+    Mode
+
+    Raises
+    ------
+    ModelError
+        For a model with parameters inside silo plates, or without anything that silos share.
+    NonFiniteError
+        If no place was found at which density, gradient and Hessian are finite.
+
+    Examples
+    --------
+    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist, numpyro_fed as nf
+    >>> def model(y):
+    ...     mu = numpyro.sample("mu", dist.Normal(0, 1000))
+    ...     with nf.silo_plate("row", y.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(mu, 5), obs=y)
+    >>> silos = [dict(y=np.array([990.0, 1000.0])), dict(y=np.array([1010.0, 1020.0]))]
+    >>> found = nf.find_mode(jax.random.key(0), model, silos, progress_bar=False)
+    >>> round(float(found.sites["mu"])), found.converged
+    (1005, True)
+    """
+    positive_int("starts", starts)
+    positive_int("max_exchanges", max_exchanges)
+    if privacy is not None:
+        if starts != 1 or max_exchanges != 200:
+            raise ValueError(
+                "starts= and max_exchanges= under privacy=: the budget decides how many exchanges "
+                "there are, of one search. Leave them out."
+            )
+        private = DPNewton(model, privacy=privacy).run(key, silos=silos, progress_bar=progress_bar)
+        fm, server = private._fit.model, private.state.server
+        inverse = np.linalg.inv(np.asarray(server.root, float))
+        if not private.settled:
+            warnings.warn(private.judgement, category=ConvergenceWarning, stacklevel=2)
+        return Mode(
+            sites=jax.tree.map(np.asarray, fm.constrain_global({}, jax.device_put(server.loc))),
+            theta={},
+            z_G=np.asarray(server.loc),
+            curvature=inverse.T @ inverse,
+            log_evidence=None,
+            num_exchanges=private.num_exchanges,
+            converged=private.settled,
+            values=np.zeros(0),
+            names=coordinate_names(fm),
+            flat=(),
+            privacy=private.privacy,
+        )
+    search = partial(search_for, max_exchanges=max_exchanges, progress_bar=progress_bar)
+    if isinstance(silos, Federation):
+        # Silos know the search as the beginning of a method's run.
+        fit, hosted = SFVI(model, starts=starts)._compiled_for(silos, "simulation")
+        _check(fit.model)
+        if fit.built.start is None:
+            raise ModelError("the model has too many globals to search over.")
+        start = fit.built.start
+        runtime = fit.reach(start.algorithm, begin=SEARCH)
+        return search(key, fit.model, start.search, runtime, hosted.batches)
+    found = read_all(silos, model)
+    layout, buckets = lay_out(model, found)
+    fm, batches = layout.model, on_device(buckets)
+    _check(fm)
+    if (coupled := coupling_reason(layout.checks, buckets)) is not None:
+        raise ModelError(f"{coupled}. Put what rows share outside of the silo_plate.")
+    by: ModeSearch | WideSearch = ModeSearch(fm, len(found), starts, None, effects_of(fm), None)
+    if flat_size(fm) > SEARCHED_UP_TO:
+        by = WideSearch(fm, len(found), starts, None, np.zeros(0, int), None)
+    return search(key, fm, by, simulation(by.algorithm), batches)
+
+
+def _check(fm: FederatedModel) -> None:
+    """Raise an error for a model without a mode that a search could find."""
+    if private := [s.name for s in fm.sites if s.kind == "param" and s.plate is not None]:
+        raise ModelError(
+            f"the parameter '{private[0]}' is inside a silo_plate: it has no mode that silos "
+            "share. Put it outside, or give it a prior by numpyro.sample."
+        )
+    if not fm.dim and not fm.named("param"):
+        raise ModelError(
+            "the model has neither global latents nor shared parameters, so that there is nothing "
+            "to search over. Move what silos share out of the silo_plate."
+        )
+    if flat_size(fm) > SEARCHED_UP_TO and len(effects_of(fm)):
+        raise ModelError(
+            f"{MANY_EFFECTS}. Put the effects into a silo_plate, where they are local."
+        )

@@ -1,1 +1,0 @@
-"""Integrals over silos' own latents: by Laplace's method, and by Gauss-Hermite quadrature."""

@@ -1,1 +1,0 @@
-"""The front door: methods with their settings, ``run`` and ``load``; may import everything."""

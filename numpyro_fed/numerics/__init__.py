@@ -1,0 +1,1 @@
+"""Linear algebra, Gaussians, exponential families, divergences, losses, barycenters."""

@@ -1,0 +1,483 @@
+"""The interface of an exponential family, what is the same for all, and products of several."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial, partialmethod
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.flatten_util import ravel_pytree
+from numpyro.distributions import Distribution
+
+from numpyro_fed.basics.trees import all_finite
+from numpyro_fed.numerics import linalg
+
+Natural = dict[str, Any]  # eta: natural parameters, or statistics, whose inner product counts
+Ordinary = dict[str, Any]  # psi: unconstrained ordinary parameters, for optimisers
+Tree = dict[str, Any]
+Index = slice | np.ndarray
+Eps = TypeVar("Eps")  # the noise of a draw: an array; of a product one for each member
+
+
+@dataclass(frozen=True, eq=False)
+class Family(ABC, Generic[Eps]):
+    r"""An exponential family of a flat vector ``z`` of unconstrained numbers.
+
+    .. math::
+        q(z) = h(z) \exp(\langle \eta, T(z) \rangle - A(\eta)),
+
+    a density with respect to ``dz``. For a site ``x`` on a constrained support, ``z`` is ``x``
+    mapped by the inverse of NumPyro's ``biject_to``, and ``h`` holds the log-determinant of that
+    bijection. ``eta``, ``mu`` and ``T(z)`` are trees of one structure with ``<a, b>`` as in
+    :func:`inner`; ``psi`` are unconstrained ordinary parameters, for optimisers.
+
+    Attributes
+    ----------
+    dim : int
+        Length of ``z``.
+    """
+
+    dim: int
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Return the family's name in error messages."""
+
+    @property
+    def of_normals(self) -> bool:
+        """Return whether the noise of a draw is ``dim`` standard normals and nothing else."""
+        return False
+
+    @abstractmethod
+    def statistics(self, z: Array) -> Tree:
+        """Return the statistics ``T(z)``."""
+
+    @abstractmethod
+    def log_base(self, z: Array) -> Array:
+        """Return the log base measure ``log h(z)``."""
+
+    @abstractmethod
+    def log_partition(self, eta: Natural) -> Array:
+        """Return the log partition function ``A(eta)``."""
+
+    @abstractmethod
+    def ordinary(self, eta: Natural) -> Ordinary:
+        """Return ordinary parameters from natural ones."""
+
+    @abstractmethod
+    def natural(self, psi: Ordinary) -> Natural:
+        """Return natural parameters from ordinary ones."""
+
+    @abstractmethod
+    def moments(self, psi: Ordinary) -> Tree:
+        """Return the mean parameters ``E_q[T]``, which are the gradient of ``A``."""
+
+    @abstractmethod
+    def from_mean(self, mu: Tree) -> Natural:
+        """Return natural parameters from mean parameters."""
+
+    @abstractmethod
+    def noise(self, key: Array, n: int) -> Eps:
+        """Return the noise of ``n`` draws, along a leading axis: standard normals, or keys."""
+
+    @abstractmethod
+    def draw(self, psi: Ordinary, noise: Eps) -> Array:
+        """Return one draw (dim,) from its noise, differentiable in ``psi``."""
+
+    @abstractmethod
+    def centre(self, psi: Ordinary) -> Array:
+        """Return a central ``z`` (dim,): a Gaussian's mean, else the mean of ``x``, mapped to z."""
+
+    @abstractmethod
+    def spread(self, psi: Ordinary) -> tuple[Array, Array]:
+        """Return the means (dim,) and the standard deviations (dim,) of ``z``."""
+
+    @abstractmethod
+    def fit(self, f: Callable[[Array], Array]) -> Natural:
+        """Return the natural parameters of ``f(z) = c + <eta, T(z)>``, from its derivatives."""
+
+    @abstractmethod
+    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
+        """Return the gradient of ``f(psi)`` in ``mu``: the natural gradient in ``eta``."""
+
+    @abstractmethod
+    def kl(self, eta_q: Natural, eta_p: Natural) -> Array:
+        """Return the Kullback-Leibler divergence: see :func:`kl`."""
+
+    @abstractmethod
+    def marginal(
+        self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int
+    ) -> Distribution:
+        """Return the distribution of ``z[index]``, which is one site: see :func:`marginal`."""
+
+    def from_normals(self, normals: Array) -> Eps:
+        """Return standard normals (n, dim) as the noise of ``n`` draws, if :attr:`of_normals`."""
+        raise TypeError(f"a draw of the {self.name} family takes more than {self.dim} normals.")
+
+    def increment(self, z: Array, u: Array) -> Tree:
+        """Return ``T(z + u) - T(z)``, computed without cancellation where ``T`` is a polynomial."""
+        return jax.tree.map(jnp.subtract, self.statistics(z + u), self.statistics(z))
+
+    def entropy(self, psi: Ordinary) -> Array:
+        """Return ``-E_q[log q(z) - log h(z)] = A(eta) - <eta, mu>``."""
+        eta = self.natural(psi)
+        return self.log_partition(eta) - inner(eta, self.moments(psi))
+
+    def proper(self, eta: Natural) -> Array:
+        """Return whether ``eta`` is normalisable, and its parameters finite in this precision."""
+        return all_finite((eta, self.ordinary(eta)))
+
+    def log_density(self, eta: Natural, z: Array) -> Array:
+        """Return the log density: see :func:`log_density`."""
+        return self.log_base(z) + inner(eta, self.statistics(z)) - self.log_partition(eta)
+
+    def move(self, psi: Ordinary, gradient: Tree) -> Array:
+        """Return how far a full natural-gradient step would move ``q``, to first order (2 dim,).
+
+        The first half has the moves of the means, in standard deviations, the second those of log
+        standard deviations. ``gradient`` is the one in ``psi``.
+        """
+        eta = self.natural(psi)
+        step = self.dual_gradient(lambda psi: inner(gradient, psi), eta)
+        return move_along(self, eta, step)
+
+    def around(self, z: Array, gradient: Array, curvature: Array) -> Natural:
+        """Return natural parameters of a function with this gradient (dim,) at ``z`` (dim,).
+
+        ``curvature`` (dim, dim) is its negative Hessian. If no member has both, the result is the
+        least-squares fit to the gradient and the diagonal of the curvature.
+        """
+        # As many equations as unknowns for Gamma and Beta: slope and second derivative of each
+        # coordinate. For others the fit is a compromise.
+        T, unravel = ravel_pytree(self.statistics(z))
+        slope = jax.jacfwd(lambda z: ravel_pytree(self.statistics(z))[0])
+        slopes = slope(z)  # (statistics, dim)
+        bends = jnp.diagonal(jax.jacfwd(slope)(z), axis1=1, axis2=2)
+        wanted = jnp.concatenate([gradient, -jnp.diagonal(curvature)])
+        found = linalg.least_squares(jnp.concatenate([slopes, bends], 1).T, wanted)
+        return unravel(found.astype(T.dtype))
+
+    def standard(self, psi: Ordinary) -> Ordinary:
+        """Return the member in its own coordinates: a standard normal for Gaussians.
+
+        Other families have no coordinates but ``z``. This function and the three below return their
+        parameters unchanged.
+        """
+        return psi
+
+    def moved(self, psi: Ordinary, step: Ordinary) -> Ordinary:
+        """Return the member, in ``z``, that is ``step`` in the coordinates of ``psi``."""
+        return step
+
+    def into(self, psi: Ordinary, eta: Natural) -> Natural:
+        """Return natural parameters in the coordinates of ``psi`` from those in ``z``."""
+        return eta
+
+    def out_of(self, psi: Ordinary, eta: Natural) -> Natural:
+        """Return natural parameters in ``z`` from those in the coordinates of ``psi``."""
+        return eta
+
+
+def location_and_log_scale(family: Family[Any], eta: Tree) -> tuple[Array, Array]:
+    """Return the means (dim,) and log standard deviations (dim,) of ``z``."""
+    mean, sd = family.spread(family.ordinary(eta))
+    return mean, jnp.log(sd)
+
+
+def move_along(family: Family[Any], eta: Tree, step: Tree) -> Array:
+    """Return the move (2 dim,) of ``q`` along ``step`` from ``eta``, as in :meth:`Family.move`."""
+    # Forward mode: one step is a single direction, whatever the dimension.
+    (_, log_sd), (mean, log_scale) = jax.jvp(
+        lambda eta: location_and_log_scale(family, eta), (eta,), (step,)
+    )
+    return jnp.concatenate([mean / jnp.exp(log_sd), log_scale])
+
+
+def inner(a: Tree, b: Tree) -> Array:
+    r"""Return the inner product of two trees of one structure, summed over all leaves.
+
+    Examples
+    --------
+    >>> from numpyro_fed import expfam
+    >>> float(expfam.inner({"first": 1.0, "second": 2.0}, {"first": 3.0, "second": 4.0}))
+    11.0
+    """
+    return sum(jax.tree.leaves(jax.tree.map(lambda x, y: jnp.sum(x * y), a, b)), jnp.zeros(()))
+
+
+def log_density(family: Family[Any], eta: Tree, z: Array) -> Array:
+    r"""Return the log density of the family with respect to ``dz``.
+
+    .. math::
+        \log q(z) = \log h(z) + \langle \eta, T(z) \rangle - A(\eta)
+
+    Gaussians compute it from their standardised residuals: the three terms cancel far from zero.
+
+    Parameters
+    ----------
+    family : Family
+    eta : tree
+        Natural parameters.
+    z : (dim,) array
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from numpyro_fed import expfam
+    >>> standard = {"first": jnp.zeros(1), "second": -0.5 * jnp.ones(1)}
+    >>> round(float(expfam.log_density(expfam.gaussian(1), standard, jnp.zeros(1))), 4)
+    -0.9189
+    """
+    return family.log_density(eta, z)
+
+
+def kl(family: Family[Any], eta_q: Tree, eta_p: Tree) -> Array:
+    r"""Return the Kullback-Leibler divergence between two members of a family.
+
+    .. math::
+        KL(q \| p) = A(\eta_p) - A(\eta_q) - \langle \eta_p - \eta_q, \mu(\eta_q) \rangle
+
+    Gaussians compute it from their roots, other families by NumPyro's formula.
+
+    Parameters
+    ----------
+    family : Family
+    eta_q, eta_p : tree
+        Natural parameters, both proper.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from numpyro_fed import expfam
+    >>> q = {"first": jnp.zeros(1), "second": -0.5 * jnp.ones(1)}
+    >>> p = {"first": jnp.ones(1), "second": -0.5 * jnp.ones(1)}
+    >>> float(expfam.kl(expfam.gaussian(1), q, p))
+    0.5
+    """
+    return family.kl(eta_q, eta_p)
+
+
+def marginal(
+    family: Family[Any], eta: Tree, index: Index, shape: tuple[int, ...], event_dim: int = 0
+) -> Distribution:
+    """Return the marginal distribution of one site, whose coordinates are ``z[index]``.
+
+    Parameters
+    ----------
+    family : Family
+    eta : tree
+        Natural parameters.
+    index : slice or int array
+        The site's coordinates: all those of a Gamma, Beta, Dirichlet or categorical member, or any
+        part of a Gaussian.
+    shape : tuple of int
+        The site's shape in unconstrained space.
+    event_dim : int
+        The number of the site's axes that belong to one event.
+
+    Returns
+    -------
+    Distribution
+        A Gaussian's marginal is in unconstrained space: a ``MultivariateNormal`` over the last axis
+        if the family is full and that axis is the event, else independent ``Normal``. Marginals of
+        other families are over ``x`` itself.
+
+    Raises
+    ------
+    ValueError
+        For coordinates of several members, and for a part of a member that is not Gaussian.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from numpyro_fed import expfam
+    >>> family = expfam.gaussian(3, "full")
+    >>> eta = family.natural({"loc": jnp.zeros(3), "log_scale": jnp.zeros(3),
+    ...                       "below": jnp.array([1.0, 0.0, 0.0])})
+    >>> q = expfam.marginal(family, eta, slice(1, 3), (2,), event_dim=1)
+    >>> [round(float(v), 3) for v in q.variance]
+    [1.5, 1.0]
+    """
+    return family.marginal(eta, index, shape, event_dim)
+
+
+def product(members: Mapping[str, tuple[Index, Family[Any]]]) -> Product:
+    r"""Return the family of independent members, each over its own coordinates of one flat vector.
+
+    .. math::
+        q(z) = \prod_k q_k(z_{I_k}), \quad A(\eta) = \sum_k A_k(\eta_k)
+
+    Parameters
+    ----------
+    members : dict
+        ``{name: (indices, family)}``, with a slice or an array of ints for the coordinates of each
+        member. Together they are ``0, ..., dim - 1``. Parameters are by these names, too.
+
+    Raises
+    ------
+    ValueError
+        For indices that do not name each coordinate once.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from numpyro_fed import expfam
+    >>> family = expfam.product({"location": (slice(0, 2), expfam.gaussian(2)),
+    ...                          "scale": (slice(2, 3), expfam.gaussian(1))})
+    >>> family.fit(lambda z: -0.5 * z @ z)["scale"]["second"]
+    Array([-0.5], dtype=float32)
+    """
+    return Product(sum(family.dim for _, family in members.values()), members)
+
+
+@dataclass(frozen=True, eq=False)
+class Product(Family[Any]):
+    """A family for each part of ``z``: see :func:`product`."""
+
+    members: Mapping[str, tuple[Index, Family[Any]]]
+    name = "product"
+
+    def __post_init__(self) -> None:
+        wrong = [n for n, (_, f) in self.members.items() if len(self.places[n]) != f.dim]
+        if wrong or not np.array_equal(np.sort(self.order), np.arange(self.dim)):
+            raise ValueError(
+                f"the indices of the members {wrong or list(self.members)} do not name each of "
+                f"their {self.dim} coordinates once."
+            )
+
+    @cached_property
+    def places(self) -> dict[str, np.ndarray]:
+        """Return the coordinates of each member."""
+        return {name: np.arange(self.dim)[index] for name, (index, _) in self.members.items()}
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        """Return all coordinates, member by member."""
+        return np.concatenate([*self.places.values(), np.zeros(0, int)]).astype(int)
+
+    def _cut(self, z: Array) -> Tree:
+        """Return each member's coordinates, by name."""
+        return {name: z[index] for name, (index, _) in self.members.items()}
+
+    def join(self, parts: Tree) -> Array:
+        """Return all coordinates (dim,) from those of each member."""
+        z = jnp.concatenate([parts[name] for name in self.members])
+        if np.array_equal(self.order, np.arange(self.dim)):
+            return z
+        # JAX reads int32 the same way in both precisions; it would cast int64 in one of them.
+        return z[np.argsort(self.order).astype(np.int32)]
+
+    def _each(self, method: str, *args: Tree) -> Tree:
+        """Return the results of a method at every member, with that member's arguments."""
+        return {
+            name: getattr(family, method)(*(a[name] for a in args))
+            for name, (_, family) in self.members.items()
+        }
+
+    def _total(self, method: str, *args: Tree) -> Array:
+        """Return the sum of a method's results over all members."""
+        return sum(self._each(method, *args).values(), jnp.zeros(()))
+
+    ordinary = partialmethod(_each, "ordinary")
+    natural = partialmethod(_each, "natural")
+    moments = partialmethod(_each, "moments")
+    from_mean = partialmethod(_each, "from_mean")
+    standard = partialmethod(_each, "standard")
+    moved = partialmethod(_each, "moved")
+    into = partialmethod(_each, "into")
+    out_of = partialmethod(_each, "out_of")
+    log_partition = partialmethod(_total, "log_partition")
+    entropy = partialmethod(_total, "entropy")
+    kl = partialmethod(_total, "kl")
+
+    @property
+    def of_normals(self) -> bool:
+        return all(family.of_normals for _, family in self.members.values())
+
+    def statistics(self, z: Array) -> Tree:
+        return self._each("statistics", self._cut(z))
+
+    def increment(self, z: Array, u: Array) -> Tree:
+        return self._each("increment", self._cut(z), self._cut(u))
+
+    def log_base(self, z: Array) -> Array:
+        return self._total("log_base", self._cut(z))
+
+    def noise(self, key: Array, n: int) -> Tree:
+        if self.of_normals:
+            # One draw for all members: each draw is a program to compile.
+            return self.from_normals(jax.random.normal(key, (n, self.dim)))
+        keys = jax.random.split(key, len(self.members))
+        each = zip(self.members.items(), keys, strict=True)
+        return {name: family.noise(key, n) for (name, (_, family)), key in each}
+
+    def from_normals(self, normals: Array) -> Tree:
+        stops = np.cumsum([family.dim for _, family in self.members.values()])
+        return {
+            name: family.from_normals(normals[:, stop - family.dim : stop])
+            for (name, (_, family)), stop in zip(self.members.items(), stops, strict=True)
+        }
+
+    def draw(self, psi: Ordinary, noise: Tree) -> Array:
+        return self.join(self._each("draw", psi, noise))
+
+    def centre(self, psi: Ordinary) -> Array:
+        return self.join(self._each("centre", psi))
+
+    def spread(self, psi: Ordinary) -> tuple[Array, Array]:
+        parts = self._each("spread", psi)
+        means, sds = ({name: part[i] for name, part in parts.items()} for i in (0, 1))
+        return self.join(means), self.join(sds)
+
+    def proper(self, eta: Natural) -> Array:
+        return jnp.stack(list(self._each("proper", eta).values())).all()
+
+    def fit(self, f: Callable[[Array], Array]) -> Natural:
+        zero, found = jnp.zeros(self.dim), {}
+        for name, (index, family) in self.members.items():
+
+            def on_coordinates(z: Array, index: Index = index) -> Array:
+                return f(zero.at[index].set(z))
+
+            found[name] = family.fit(on_coordinates)
+        return found
+
+    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
+        # One gradient for all members. The dual gradient is linear in it, so each member computes
+        # its own from a linear function with that gradient.
+        gradient = jax.grad(f)(self.ordinary(eta))
+        return {
+            name: family.dual_gradient(partial(inner, gradient[name]), eta[name])
+            for name, (_, family) in self.members.items()
+        }
+
+    def move(self, psi: Ordinary, gradient: Tree) -> Array:
+        parts = self._each("move", psi, gradient)
+        halves = {name: jnp.split(part, 2) for name, part in parts.items()}
+        means, scales = ({name: half[i] for name, half in halves.items()} for i in (0, 1))
+        return jnp.concatenate([self.join(means), self.join(scales)])
+
+    def log_density(self, eta: Natural, z: Array) -> Array:
+        return self._total("log_density", eta, self._cut(z))
+
+    def around(self, z: Array, gradient: Array, curvature: Array) -> Natural:
+        blocks = {name: curvature[np.ix_(at, at)] for name, at in self.places.items()}
+        return self._each("around", self._cut(z), self._cut(gradient), blocks)
+
+    def marginal(
+        self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int
+    ) -> Distribution:
+        wanted = np.arange(self.dim)[index]
+        for name, places in self.places.items():
+            if np.isin(wanted, places).all():
+                sorter = np.argsort(places)
+                positions = sorter[np.searchsorted(places, wanted, sorter=sorter)]
+                return self.members[name][1].marginal(eta[name], positions, shape, event_dim)
+        raise ValueError(f"no single member of {list(self.members)} has the coordinates {index}.")

@@ -1,0 +1,1 @@
+"""What a fit is asked: draws, verdict, predictions, pictures, tables, files."""

@@ -1,0 +1,467 @@
+"""The posterior: draws of a model's latents, whether to trust them, and all that can be asked.
+
+Whatever found it, it is one class, with a subclass for each way in which the globals are drawn:
+:class:`numpyro_fed.Result` from a fitted guide, ``Corrected`` by weights, ``Particles`` evenly,
+``NutsResult`` from chains. :func:`numpyro_fed.fit` returns the best one that it reached,
+with the steps that led there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import Array
+
+from numpyro_fed.after.arviz import Coords, Dims, Labels
+from numpyro_fed.after.groups import groups_to_arviz, log_likelihood
+from numpyro_fed.after.own_rows import WhichSilo, silo_number
+from numpyro_fed.after.questions import Questions
+from numpyro_fed.basics import html
+from numpyro_fed.basics.errors import DataError, ModelError, positive_int
+from numpyro_fed.basics.precision import precision
+from numpyro_fed.posterior.sampler import Sampler
+from numpyro_fed.posterior.saving import SavedRun, SavedWords, save
+from numpyro_fed.privacy.budget import Spent
+from numpyro_fed.rounds.federation import Federation
+from numpyro_fed.rounds.messages import DRAWS, Question, at_silo, pack, write
+from numpyro_fed.rounds.progress import shows
+from numpyro_fed.search.mode import LocalMode, Mode
+from numpyro_fed.sfvi.algorithm import down_of
+
+
+class Stage(NamedTuple):
+    """A step of a call: its name, its outcome in words, and its result."""
+
+    name: str
+    words: str
+    result: Any
+
+    def __repr__(self) -> str:
+        return f"Stage(name={self.name!r}, words={self.words!r})"
+
+
+@dataclass(frozen=True, eq=False)
+class Posterior(Questions):
+    """A posterior of a model whose silos hold rows, with a verdict, and what can be asked of it.
+
+    Attributes
+    ----------
+    stages : tuple of Stage
+        The steps of :func:`numpyro_fed.fit` that led here, with their results; empty for a
+        posterior of another method.
+    missed : tuple of LocalMode
+        Other modes that the search has found, with a share of the mass, which the draws do not
+        reach.
+    contradiction : str
+        Which silo contradicts the others, in words, if that was seen at the mode: of silos in this
+        process, with more than twice as many rows as globals.
+    interrupted : bool
+        Whether Ctrl-C has ended the call; then this holds what was reached by then.
+    privacy : Spent or None
+        What was spent of a budget of differential privacy; None without one.
+    call : optional
+        The call of :func:`numpyro_fed.fit` that made it; None for one that was loaded without its
+        data.
+    """
+
+    stages: tuple[Stage, ...] = field(default=(), repr=False, kw_only=True)
+    missed: tuple[LocalMode, ...] = field(default=(), repr=False, kw_only=True)
+    contradiction: str = field(default="", repr=False, kw_only=True)
+    interrupted: bool = field(default=False, repr=False, kw_only=True)
+    privacy: Spent | None = field(default=None, repr=False, kw_only=True)
+    call: Any = field(default=None, repr=False, kw_only=True)
+    _sent: int = field(default=0, repr=False, kw_only=True)
+
+    @property
+    def num_exchanges(self) -> int:
+        """Return the number of messages that each silo sent for it, about."""
+        return self._sent
+
+    @property
+    @abstractmethod
+    def sampler(self) -> Sampler:
+        """Return the functions by which locals are drawn."""
+
+    @property
+    @abstractmethod
+    def trusted(self) -> bool:
+        """Whether the globals, as their user sees them, are right to the accuracy asked for.
+
+        That holds for quantiles, and for means and sds that exist; :attr:`verdict` names those that
+        do not.
+        """
+
+    @property
+    def corrected(self) -> Any:
+        """Return the weighted draws by which it is judged, or None."""
+        return None if isinstance(self.correction, str) else self.correction
+
+    @property
+    def mode(self) -> Mode | None:
+        """Return the mode at which the first fit began, if it began at one."""
+        runs = [stage.result for stage in self.stages] or [self.run_behind]
+        starts = [getattr(run, "start", None) for run in runs]
+        return next((start for start in starts if isinstance(start, Mode)), None)
+
+    @property
+    def shows_progress(self) -> bool:
+        """Return whether a call of more than two seconds shows that it goes on."""
+        return self.call is None or self.call.progress_bar
+
+    @property
+    def verdict(self) -> str:
+        """Return in words whether to trust the posterior, what error is left, and what was done."""
+        return " ".join(filter(None, (self.judgement, self.contradiction, self._account())))
+
+    @property
+    def known_doubt(self) -> str:
+        """Return why no answer is to be trusted; empty if nothing is known without an exchange."""
+        return self.judgement if self.stages and not self.trusted else ""
+
+    @property
+    def judgement(self) -> str:
+        """Return in words whether to trust the posterior."""
+        correction = self.correction
+        if isinstance(correction, str):
+            why = "the fit was interrupted" if self.interrupted else "it could not be checked"
+            return (
+                f"Do not trust this posterior: {why}. What follows says more; "
+                "NUTS on pooled data (run_nuts), where that is allowed, would show it."
+            )
+        if self.interrupted:
+            return (
+                "Do not trust this posterior: the fit was interrupted before its check was done "
+                f"({correction.figures})."
+            )
+        if self.missed:
+            return (
+                "Do not trust this posterior: it is that around one of "
+                f"{1 + len(self.missed)} modes"
+                " that the search has found, and others hold about as much of the mass "
+                f"({correction.figures}). A prior or a constraint that tells them apart (a sign, "
+                "an order) leaves one; .missed has the others."
+            )
+        return correction.judged
+
+    def _account(self) -> str:
+        """Return in words what was done, and which sites are in no draws."""
+        taken = "; ".join(f"{stage.name}: {stage.words}" for stage in self.stages)
+        done = f"{self.num_exchanges} exchanges. {taken}." if taken else ""
+        found = [s for s in self.run_behind._fit.model.sites if s.kind == "param"]
+        if not found:
+            return done
+        names = ", ".join(f"'{s.name}'" for s in found)
+        where = dict.fromkeys(".params" if s.plate is None else ".silo_params(j)" for s in found)
+        one, several = ("is a parameter", "a point estimate"), ("are parameters", "point estimates")
+        kind, estimate = one if len(found) == 1 else several
+        return (
+            f"{done} {names} {kind} without a prior (numpyro.param): {estimate} without "
+            f"uncertainty, in {' and '.join(where)}, and in no draws."
+        ).lstrip()
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Return parameters without a prior (``numpyro.param``), on their supports.
+
+        They are point estimates that all silos share, and are in no draws; the posterior is that
+        at these values.
+        """
+        return {name: value for name, value in self.run_behind.params.items() if name != "guide"}
+
+    def silo_params(self, silo: int) -> dict[str, Any]:
+        """Return a silo's private parameters without a prior, on their supports.
+
+        Raises
+        ------
+        DataError
+            For a silo in another process, whose parameters are its own.
+        """
+        found = self.run_behind.silo_params(silo)
+        return {name: value for name, value in found.items() if name != "guide"}
+
+    @shows("draw")
+    def to_arviz(
+        self,
+        key: Array | None = None,
+        num_samples: int = 1_000,
+        *,
+        silo: WhichSilo | None = None,
+        groups: Sequence[str] | str = (),
+        coords: Coords | None = None,
+        dims: Dims | None = None,
+    ) -> Any:
+        """Return posterior draws as an ArviZ object.
+
+        It is a ``DataTree``, or an ``InferenceData`` before ArviZ 1. There are at most as many
+        draws as weighted draws are worth, so that ``arviz.ess`` is about true; draws of a guide are
+        independent. The group ``posterior`` has the attribute ``verdict``, and of weighted draws
+        ``ess`` and ``pareto_k``. Needs the extra ``examples``.
+
+        Parameters
+        ----------
+        key : jax.Array, optional
+        num_samples : int
+        silo : int, list of int, or "all", optional
+            As in :meth:`sample_posterior`. A latent of a silo plate has an axis with the plate's
+            name, and its rows are numbered over all silos: effects of hospitals have the numbers of
+            these.
+        groups : list of str, or "all", optional
+            Further groups: ``"prior"``, ``"posterior_predictive"``, ``"prior_predictive"`` and
+            ``"log_likelihood"`` of the rows of all silos side by side, ``"log_prior"``,
+            ``"observed_data"``, and ``"constant_data"`` with the number of each row's silo. Only
+            ``"prior"`` and ``"log_prior"`` are known without the silos' rows in this process.
+            ``"all"`` has every group that can be had, and so the rows themselves if they are here;
+            one that would be refused (log likelihoods of rows that read each other's latents, draws
+            from a flat prior, rows in other processes) is left out without a word.
+        coords : dict of str to list, optional
+            The names of the elements along an axis, as for ``arviz.from_numpyro``:
+            ``coords={"city": levels["city"]}``.
+        dims : dict of str to list of str, optional
+            The names of the axes of a variable, without those of chains and draws, in all groups
+            that have it: ``dims={"of_city": ["city"]}``. Names of no variable are ignored. The axis
+            of a silo plate comes first, and is named, too: ``dims={"u": ["hospital", "effect"]}``.
+
+        Raises
+        ------
+        ValueError
+            For groups that are not known, and names that do not fit the shape of a variable.
+
+        Notes
+        -----
+        Rows run along the axis ``"row"``, the first one of an outcome; where outcomes are of
+        several silo plates, along axes with the names of these, and the numbers of silos are
+        ``"silo of PLATE"``. Other plates around an outcome name their axes, too. ArviZ takes no
+        axis with the name of a variable: such an axis, and its ``coords``, get ``"_dim"``, and so
+        do axes of rows that have the name of an argument.
+
+        Examples
+        --------
+        >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
+        >>> import numpyro_fed as nf
+        >>> def model(city, y=None):
+        ...     of_city = numpyro.sample("of_city", dist.Normal(0, 10).expand([2]).to_event(1))
+        ...     with nf.silo_plate("row", len(y)):
+        ...         numpyro.sample("y", dist.Normal(of_city[city], 1), obs=y)
+        >>> silos = [dict(city=np.array([0, 1, 1]), y=np.array([1.0, 4.0, y])) for y in (3.0, 5.0)]
+        >>> fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
+        >>> data = fitted.to_arviz(groups="all", dims={"of_city": ["city"]},
+        ...                        coords={"city": ["Basel", "Bern"]})
+        >>> data["posterior"]["of_city"].sel(city="Bern").mean().round().item()
+        4.0
+        >>> data["log_likelihood"]["y"].dims
+        ('chain', 'draw', 'row')
+        """
+        worth, attributes = self._for_arviz
+        return groups_to_arviz(
+            self,
+            key,
+            num_samples,
+            silo=silo,
+            groups=groups,
+            labels=Labels.of(coords, dims),
+            worth=worth,
+            attributes=attributes,
+        )
+
+    @property
+    def _for_arviz(self) -> tuple[float, dict[str, float | str]]:
+        """Return how many independent draws it is worth, at most, and attributes for ArviZ."""
+        if not self.stages:
+            return math.inf, {}
+        known = {} if isinstance(self.correction, str) else self.correction.attributes
+        return math.inf, {**known, "verdict": self.verdict}
+
+    def log_likelihoods(self, key: Array, n: int) -> list[dict[str, np.ndarray]]:
+        """Return log likelihoods {plate: (n, rows)} of silos at the draws of that key and ``n``."""
+        correction = self.correction
+        if isinstance(correction, str):
+            raise ModelError(f"log likelihoods of rows are not known: {correction}.")
+        z_G = self.unconstrained(key, n)
+        return log_likelihood(self.run_behind, correction.integration, key, z_G)
+
+    def draws_for_silo(self, key: Array, n: int, *, silo: int) -> bytes:
+        """Return draws of the globals for a silo in another process, as a message.
+
+        The silo draws its own latents at them, and predicts, by :meth:`numpyro_fed.Silo.predict`.
+        With the same key there the numbers are those that
+        ``predict(key, new, silo=silo, n=n)`` has in one process. The message is bytes, for a file,
+        and holds what the server knows and nothing of any silo.
+
+        Parameters
+        ----------
+        key : jax.Array
+        n : int
+            The number of draws.
+        silo : int
+            The number of the silo.
+
+        Returns
+        -------
+        bytes
+
+        Raises
+        ------
+        DataError
+            For silos in this process, and for a silo that does not exist.
+        """
+        run, mark = self.run_behind, self.run_behind.mark
+        positive_int("n", n)
+        if mark is None:
+            raise DataError(
+                "the silos are in this process: predict(key, new, silo=...) has their latents."
+            )
+        if isinstance(silo, bool) or not 0 <= int(silo) < run.num_silos:
+            raise DataError(f"there is no silo {silo}: they are 0 to {run.num_silos - 1}.")
+        with precision(double=run.double):
+            down = down_of(run._fit.guide, run.shared, self.unconstrained(key, n))
+            settings = json.dumps({"num_draws": n, **self.sampler.settings})
+            used, method = int(mark.used[silo]), at_silo(run._fit.asked_as, silo)
+            question = Question(DRAWS, settings, mark.run_of(silo), 0, used, method)
+            return write(pack("down", down), question.head())
+
+    def add(self, key: Array, silo: Mapping[str, Any] | Federation) -> Posterior:
+        """Return a fit of these silos and one more, with a verdict of its own.
+
+        Half of the searches for the mode begin at the modes of this fit, and everything else is
+        done anew: it is the posterior of all rows, and no approximate update of this one.
+
+        Parameters
+        ----------
+        key : jax.Array
+        silo : dict, or Federation
+            The data of the new silo. For silos in other processes a :class:`Federation` of these,
+            in the same order, and of the new one after them.
+
+        Raises
+        ------
+        DataError
+            If the silo's data do not suit the model, or the fit has no data (loaded without them).
+
+        Notes
+        -----
+        Each silo answers as in :func:`numpyro_fed.fit`, in fewer exchanges, and what leaves it is
+        the same.
+
+        Examples
+        --------
+        >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
+        >>> import numpyro_fed as nf
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with nf.silo_plate("row", len(y)):
+        ...         numpyro.sample("y", dist.Normal(mu, 2), obs=y)
+        >>> rng = np.random.default_rng(0)
+        >>> silos = [dict(y=rng.normal(m, 2, 20)) for m in (3.0, 3.0, 9.0)]
+        >>> fitted = nf.fit(jax.random.key(0), model, silos[:2], progress_bar=False)
+        >>> more = fitted.add(jax.random.key(1), silos[2])
+        >>> fewer = more.remove(jax.random.key(2), 2)
+        >>> [round(float(f.sample_posterior(jax.random.key(3), 4_000)["mu"].mean()))
+        ...  for f in (fitted, more, fewer)]
+        [3, 5, 3]
+        """
+        return self._made_again(key, lambda call: call.with_silo(silo))
+
+    def remove(self, key: Array, silo: int) -> Posterior:
+        """Return a fit without a silo, as if it had never taken part.
+
+        Nothing of the silo is in the new fit: neither its factor nor its likelihood in weights and
+        evidence, and the draws are new ones, weighed by the joint density of the others. Only
+        half of the searches for the mode begin at the modes of this fit. The silo itself is not
+        asked.
+
+        Parameters
+        ----------
+        key : jax.Array
+        silo : int
+            The number of the silo. Those after it move up by one.
+
+        Raises
+        ------
+        DataError
+            If there is no such silo, or no other one; or if the fit was loaded without data.
+        """
+        silo, number = silo_number(silo), self.run_behind.num_silos
+        if not 0 <= silo < number:
+            raise DataError(f"there is no silo {silo}: the fit has {number}, from 0 on.")
+        if number == 1:
+            raise DataError("the only silo cannot be removed: nothing but the prior would be left.")
+        return self._made_again(key, lambda call: call.without_silo(silo))
+
+    def _made_again(self, key: Array, other: Callable[[Any], Any]) -> Posterior:
+        """Return the fit of another call, from the modes of this one."""
+        if self.privacy is not None:
+            raise DataError(
+                "a fit under differential privacy is not made again: that would spend another "
+                "budget on the same silos. Call fit(..., privacy=) with the silos that you want, "
+                "and add up what both have spent."
+            )
+        if self.call is None:
+            raise DataError(
+                "no call of nf.fit led here in this process: fit by it, or use nf.load(path, "
+                "model, silos) for one that was saved, to add or remove silos."
+            )
+        near = None if self.mode is None else self.mode.places
+        return other(self.call).run(key, near)
+
+    def save(self, path: str | Path, *, draws: int | None = None) -> None:
+        """Write draws, weights, the verdict and the run behind it to ``path.npz``.
+
+        The file has no data and no pickle, and is whole or not there: a save that is cut short
+        leaves the one before as it is. :func:`numpyro_fed.load` reads it: without model and data to
+        draw from the posterior, with them to go on; it refuses another model and other data, for
+        which the file has a digest of each silo's arrays, keyed by random bytes of its own. It
+        keeps names and words of the ``stages``, and also what silos keep to themselves, of a run in
+        one process: give it to nobody who may not see that.
+
+        Parameters
+        ----------
+        path : str or Path
+            The name of the file without ``.npz``.
+        draws : int, optional
+            The number of draws of a guide that go into the file, for readers who have neither the
+            model nor the data: by default none, and 4,000 for a fit of :func:`numpyro_fed.fit`.
+            Weighted draws are all in it.
+        """
+        (run, others), saved = self.saved_runs(), self.saved_words(draws)
+        if self.stages:
+            words = {
+                **saved.words,
+                "verdict": self.verdict,
+                "report": saved.words.get("verdict", self.verdict),
+                "trusted": self.trusted,
+                "stages": [[stage.name, stage.words] for stage in self.stages],
+                "is_best": self.corrected is self,
+                "fields": {
+                    "num_exchanges": self.num_exchanges,
+                    "contradiction": self.contradiction,
+                    "interrupted": self.interrupted,
+                },
+            }
+            missed = {
+                f"missed/{i}/{name}": np.asarray(value)
+                for i, peak in enumerate(self.missed)
+                for name, value in peak._asdict().items()
+            }
+            saved = replace(saved, words=words, arrays={**saved.arrays, **missed})
+        save(path, saved, run.saved_run(), run.provenance(), others)
+
+    @abstractmethod
+    def saved_words(self, draws: int | None) -> SavedWords:
+        """Return the form in which a file keeps the posterior, beside the run behind it."""
+
+    def saved_runs(self) -> tuple[Any, dict[str, SavedRun]]:
+        """Return the run that a file rests on, and others by name."""
+        return self.run_behind, {}
+
+    def __str__(self) -> str:
+        return self.verdict
+
+    def _repr_html_(self) -> str:
+        return html.words(str(self))

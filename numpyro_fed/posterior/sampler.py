@@ -1,0 +1,154 @@
+"""The sampling functions of a fit: globals need no data, locals are drawn at their silo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_fed.basics.programs import compiled_method, jit_once
+from numpyro_fed.data.silo_data import SiloData, Sizes
+from numpyro_fed.guides.base import GuideParams
+from numpyro_fed.guides.objectives import AtDraw, Bound
+from numpyro_fed.guides.structured import Guide
+from numpyro_fed.numerics.gaussian import Coordinates
+from numpyro_fed.rounds.exchange import Private, Shared
+from numpyro_fed.text.binding import Rows, Theta
+from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.weigh.likelihood import Integration
+
+# Draws x rows up to which silos' latents are drawn by a program with few optimisations: running it
+# takes less time than more of them would.
+FEW_DRAWN = 1e6
+
+
+@dataclass(frozen=True, eq=False)
+class Sampler:
+    """The compiled sampling functions of a fit; draws run along the leading axis.
+
+    A silo's locals are drawn by ``bound``. ``integration`` is how a correction integrates them;
+    None for a fit, which draws them by its own bound.
+    """
+
+    model: FederatedModel
+    guide: Guide
+    bound: Bound
+    integration: Integration | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the settings, as JSON, from which a silo elsewhere makes the same functions."""
+        return {} if self.integration is None else self.integration.settings
+
+    @compiled_method(jit_once, static_argnums=2)
+    def draw_globals(self, key: Array, shared: Shared, n: int) -> tuple[Array, Array]:
+        """Return draws (n, dim) and their log densities (n,), from what all parties know."""
+        noise = self.guide.globals.noise(key, n)
+        return self.guide.globals.draws(shared.frame, shared.guide, noise)[1:]
+
+    @compiled_method()
+    def log_density(self, shared: Shared, z_G: Array) -> Array:
+        """Return the guide's log density (n,) at any draws (n, dim), where it is known."""
+        density = self.guide.globals.density
+        return jax.vmap(lambda z: density(shared.frame, shared.guide, z))(z_G)
+
+    @compiled_method()
+    def coordinates(self, shared: Shared, z_G: Array) -> Coordinates:
+        """Return the coordinates of draws (n, dim) in the frame of the run, with one centre."""
+        return self.guide.globals.centred_coordinates(shared.frame, shared.guide, z_G)
+
+    @compiled_method()
+    def constrain_globals(self, theta: Theta, z_G: Array) -> dict[str, Array]:
+        """Return global sites on their supports at draws (n, dim)."""
+        return jax.vmap(self.model.constrain_global, (None, 0))(theta, z_G)
+
+    @compiled_method()
+    def draw_locals(
+        self,
+        key: Array,
+        theta: Theta,
+        eta: GuideParams,
+        z_G: Array,
+        coords: Coordinates,
+        data: SiloData,
+    ) -> Rows:
+        """Return a draw of a silo's locals, {plate: (n, rows, dim)}, for each of the globals."""
+
+        def draw_one(draw: tuple[Array, Array, Array]) -> Rows:
+            i, z, u = draw
+            given = AtDraw(theta, eta, z, coords._replace(u=u), data)
+            return self.bound.sample(jax.random.fold_in(key, i), given)
+
+        # Batches of 64 draws bound the memory, whatever
+        # n is: rows x draws x inner draws stand at once.
+        return jax.lax.map(draw_one, (jnp.arange(len(z_G)), z_G, coords.u), batch_size=64)
+
+    @compiled_method()
+    def constrain_locals(
+        self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData
+    ) -> dict[str, Array]:
+        """Return a silo's local sites on their supports."""
+        return jax.vmap(self.model.constrain_local, (None, 0, 0, None))(theta, z_G, z_L, data)
+
+    def draw_silo(
+        self,
+        key: Array,
+        theta: Theta,
+        private: Private,
+        z_G: Array,
+        coords: Coordinates,
+        data: SiloData,
+    ) -> dict[str, Array]:
+        """Return local sites (n, ...) of a silo at draws of the globals."""
+        own, sizes = {**theta, **private.theta}, self.model.sizes(data)
+        here = private.recentred(coords)
+        z_L = self.draw_locals(key, own, private.guide, z_G, here, data)
+        return self.constrain_locals(own, z_G, real_rows(z_L, sizes, len(z_G)), data)
+
+    def draw_silos(
+        self,
+        keys: Array,
+        theta: Theta,
+        privates: Private,
+        z_G: Array,
+        coords: Coordinates,
+        data: SiloData,
+    ) -> dict[str, Array]:
+        """Return local sites (silos, n, ...) of silos whose parts and data are stacked.
+
+        Padded rows are included. One silo is drawn after the other, in one program.
+        """
+        rows = sum(self.model.sizes(jax.tree.map(lambda a: a[0], data)).values())
+        few = len(keys) * len(z_G) * rows <= FEW_DRAWN
+        return self._of_silos[not few](keys, theta, privates, z_G, coords, data)
+
+    @cached_property
+    def _of_silos(self) -> tuple[Callable[..., dict[str, Array]], ...]:
+        """Return the program of :meth:`draw_silos` compiled quickly, and well."""
+
+        def silos(
+            keys: Array,
+            theta: Theta,
+            privates: Private,
+            z_G: Array,
+            coords: Coordinates,
+            data: SiloData,
+        ) -> dict[str, Array]:
+            return jax.lax.map(
+                lambda one: self.draw_silo(one[0], theta, one[1], z_G, coords, one[2]),
+                (keys, privates, data),
+            )
+
+        return jit_once(silos), jax.jit(silos)
+
+
+def real_rows(z_L: Rows, size: Sizes, n: int) -> Rows:
+    """Return ``n`` draws (n, rows, dim) without padded rows; plates without latents have dim 0."""
+    return {
+        p: z_L[p][:, :rows] if p in z_L else jnp.zeros((n, rows, 0)) for p, rows in size.items()
+    }

@@ -1,0 +1,1 @@
+"""Partitioned variational inference, its family, and local optimisers."""

@@ -1,0 +1,459 @@
+"""Partitioned variational inference: the method ``PVI``, its settings and its start."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax import Array
+
+from numpyro_fed.basics.errors import (
+    ConvergenceWarning,
+    GuideError,
+    ModelError,
+    NonFiniteError,
+    is_number,
+    one_of,
+    positive_int,
+)
+from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.guides.base import FamilyGuide
+from numpyro_fed.guides.objectives import Objective, bound_of, draws_of, objective_for
+from numpyro_fed.guides.structured import (
+    Structured,
+    amortises,
+    build_resolved,
+    resolve,
+    structured,
+)
+from numpyro_fed.local import ClosedForm, Optax
+from numpyro_fed.local.base import Local
+from numpyro_fed.local.natural import FixedPoint
+from numpyro_fed.methods.rows import Method
+from numpyro_fed.methods.start import check_start, start_of, start_rounds
+from numpyro_fed.numerics.divergences import KL
+from numpyro_fed.numerics.expfam import Family
+from numpyro_fed.numerics.losses import log_loss
+from numpyro_fed.posterior.result import Result
+from numpyro_fed.posterior.run import Built, Fit
+from numpyro_fed.pvi.families import Globals, conjugacy, globals_of
+from numpyro_fed.pvi.result import PVIResult
+from numpyro_fed.pvi.server import PartitionedVI, aggregate
+from numpyro_fed.pvi.silo import Status
+from numpyro_fed.rounds.schedules import Adaptive, Asynchronous, ByArrival, Spec, named
+from numpyro_fed.rounds.stack import Silos, State
+from numpyro_fed.rounds.supervise import RunOutcome
+from numpyro_fed.search.find_mode import SEARCHED_UP_TO
+from numpyro_fed.sfvi.method import check_rows_alone, minibatches_of
+from numpyro_fed.text.facts import Plan
+from numpyro_fed.text.handlers import generalised
+from numpyro_fed.text.layout import Layout
+from numpyro_fed.text.log_density import FederatedModel
+
+# The family of the globals, and whether the likelihood of stacks of silos is conjugate to it.
+Conjugate = tuple[Globals, Callable[[Sequence[SiloData]], bool]]
+# Settings that stand in the plan: silos and saved states must agree on them.
+SAVED = (
+    "schedule",
+    "damping",
+    "family",
+    "prior",
+    "start_scale",
+    "evidence_draws",
+    "loss",
+    "divergence",
+    "prior_divergence",
+    "deletion",
+    "prior_share",
+)
+REMEDY = (
+    "Double precision (jax.config.update('jax_enable_x64', True)), covariates and outcomes scaled "
+    "to about one, or a smaller start_scale usually help; so may damping below 1."
+)
+
+
+Divergence = Callable[[Any, Any, Any], Array]
+
+
+@dataclass(frozen=True)
+class PVI(Method[PVIResult, Conjugate]):
+    r"""Partitioned variational inference, with or without local latents.
+
+    The posterior of the globals is the prior times one factor for each silo, all in one
+    exponential family. A visited silo takes its factor out, maximises its local free energy
+
+    .. math::
+        \mathcal{F}_m(q) = \mathbb{E}_q[\log p(y_m \mid z_G)]
+        - \mathrm{KL}\big(q \,\|\, q_{\setminus m}\big), \qquad
+        q_{\setminus m} \propto q / t_m,
+
+    on its own data, with its local latents inside, and replies with the change of its factor's
+    natural parameters. A few rounds are enough, where :class:`SFVI` takes thousands.
+
+    Hyperparameters with a prior are globals like any other and have factors of their own (equations
+    7 and 8 of the paper).
+
+    Parameters
+    ----------
+    model : callable
+        A NumPyro model with :class:`~numpyro_fed.silo_plate`. In the family are priors that are
+        Gaussian in unconstrained space (also correlated, or flat), Gamma, Beta and Dirichlet.
+    schedule : str or one of numpyro_fed.schedules
+        ``"sequential"``, ``"synchronous"``, ``"asynchronous"``, or ``schedules.Random(size)`` and
+        the others with settings. A round visits every participant once.
+    damping : "auto", float or schedules.Adaptive
+        The share of each proposed change that the server takes, in (0, 1]. An update that would
+        make the posterior improper is rejected, and counted; ``Adaptive(d)`` halves the share for
+        it. ``"auto"`` is that from 1, or one over the number of silos at work at once.
+    family : {"auto", "full", "diagonal"} or dict
+        Covariance of the Gaussian over the global sites that take one; full up to 300 dimensions.
+        Other sites get the family of their prior. A dict names families by site.
+    prior : {"auto", "exact", "factor"}
+        How to treat a prior outside of the family, such as a HalfNormal, or a site whose scale
+        is another site: ``"factor"`` approximates it by a factor of the server's own, renewed at
+        each of its updates; ``"exact"`` refuses it by name. ``"auto"`` is ``"factor"``, unless
+        ``deletion`` takes all factors out at once.
+    local : one of numpyro_fed.local, optional
+        The local optimiser. By default the closed form where the model is conjugate, and
+        ``local.Optax()`` elsewhere.
+    guide : Structured, optional
+        For the local latents; its ``globals`` are not used.
+    objective : ELBO, LocallyEnhanced or Quadrature, optional
+        The bound on a silo's likelihood where it has local latents. By default ``Quadrature()``
+        where rows have one or two, the run starts at the mode, divergences are KL, and neither a
+        guide of the locals nor a ``batch_size`` nor a ``loss`` is chosen; else ``ELBO()``.
+    theta_optim : optax.GradientTransformation, optional
+        For parameters without a prior (``numpyro.param``), which take one step on the free energy
+        at each update of the server (Appendices A and C); by default Adam at 0.02.
+    start : {"mode", None} or Result
+        ``"mode"``: some 15 exchanges find the mode of the globals' posterior. A silo's factor
+        begins as the parabola of its own likelihood there, so that the posterior begins as
+        Laplace's approximation, and flat priors are allowed. It needs at most 300 globals and
+        ``deletion="own"``, and is not used where one pass in closed form is exact. None: at the
+        prior. A result on the same silos: at its posterior, of which all factors are equal shares.
+    starts : int
+        Searches for the mode, side by side in one program; the highest is where the run starts.
+    start_scale : float or None
+        Without a start at the mode, a silo's first visit starts no wider than this; None starts at
+        the prior.
+    evidence_draws : int
+        Draws for the estimate of the log evidence.
+    loss : callable, optional
+        ``loss(distribution, value)`` in place of minus the log density at each observed site, as in
+        :mod:`numpyro_fed.numerics.losses` (:class:`FedGVI`).
+    divergence, prior_divergence : callable
+        The divergences to the cavity and to the prior, as in
+        :mod:`numpyro_fed.numerics.divergences`.
+    deletion : {"own", "none", "average", "prior"}
+        What a silo takes out of the posterior for its cavity: its own factor; nothing (streaming);
+        an average factor (stochastic power EP); all factors (committee machine).
+    prior_share : {"whole", "split"}
+        Whether a silo's cavity holds all of the prior, or its share of it.
+    max_rounds : int, optional
+        Rounds that a run refuses to exceed: a method of one pass would count the data again.
+
+    References
+    ----------
+    Ashman et al. (2022), arXiv 2202.12275, Algorithm 1; the messages here carry the sum of all
+    factors instead of the posterior, and name the damping of the silo's last proposal.
+
+    Examples
+    --------
+    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
+    >>> import numpyro_fed as nf
+    >>> def model(y):
+    ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+    ...     with nf.silo_plate("row", y.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+    >>> silos = [dict(y=np.array([1.0, 2.0])), dict(y=np.array([3.0, 4.0, 5.0]))]
+    >>> result = nf.PVI(model).run(jax.random.key(0), 1, silos, progress_bar=False)
+    >>> mu = result.posterior()["mu"]  # conjugate: one pass is exact
+    >>> round(float(mu.mean), 3), round(float(mu.variance), 4)
+    (2.994, 0.1996)
+    """
+
+    schedule: str | Spec = field(default="sequential", kw_only=True)
+    damping: str | float | Adaptive = field(default="auto", kw_only=True)
+    family: str | Mapping[str, str] = field(default="auto", kw_only=True)
+    prior: str = field(default="auto", kw_only=True)
+    local: Local | None = field(default=None, kw_only=True)
+    guide: Structured | None = field(default=None, kw_only=True)
+    objective: Objective | None = field(default=None, kw_only=True)
+    theta_optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
+    start: str | Result | None = field(default="mode", kw_only=True)
+    starts: int = field(default=1, kw_only=True)
+    start_scale: float | None = field(default=0.1, kw_only=True)
+    evidence_draws: int = field(default=32, kw_only=True)
+    loss: Callable[..., Any] | None = field(default=None, kw_only=True)
+    divergence: Divergence = field(default=KL(), kw_only=True)
+    prior_divergence: Divergence = field(default=KL(), kw_only=True)
+    deletion: str = field(default="own", kw_only=True)
+    prior_share: str = field(default="whole", kw_only=True)
+    max_rounds: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        named(self.schedule)
+        damping = self._damping
+        if damping != "auto" and not (is_number(damping) and 0 < damping <= 1):
+            raise ValueError(f"damping must be 'auto' or a number in (0, 1], got {damping!r}.")
+        if self.start_scale is not None and not self.start_scale > 0:
+            raise ValueError(f"start_scale must be positive or None, got {self.start_scale}.")
+        one_of("deletion", self.deletion, "own", "none", "average", "prior")
+        one_of("prior_share", self.prior_share, "whole", "split")
+        one_of("prior", self.prior, "auto", "exact", "factor")
+        check_start(self.start)
+        if self.prior == "factor" and self.deletion not in ("own", "none"):
+            raise ValueError(
+                f"prior='factor' cannot go with deletion={self.deletion!r}, which takes the "
+                "server's own factor out as well. Use a prior in the family."
+            )
+        positive_int("evidence_draws", self.evidence_draws)
+        positive_int("starts", self.starts)
+        if self.local is not None and not hasattr(self.local, "solve"):
+            raise TypeError(
+                f"local must be one of numpyro_fed.local, such as local.Optax(steps=500), got "
+                f"{self.local!r}."
+            )
+
+    @property
+    def elsewhere(self) -> PVI:
+        if not isinstance(named(self.schedule), Asynchronous):
+            return self
+        return replace(self, schedule=ByArrival())
+
+    @property
+    def _damping(self) -> str | float:
+        return self.damping.damping if isinstance(self.damping, Adaptive) else self.damping
+
+    def _check_rounds(self, fit: Fit, state: State, num_rounds: int) -> None:
+        if self.max_rounds is not None and int(state.round) + num_rounds > self.max_rounds:
+            raise ValueError(
+                f"this method makes {self.max_rounds} round, but would come to "
+                f"{int(state.round) + num_rounds}: it keeps no factors to take out, so that more "
+                "rounds would count the data again. Use run(key, 1, silos), or PVI."
+            )
+
+    def _text(self) -> Callable[..., Any]:
+        return self.model if self.loss is None else generalised(self.model, self.loss)
+
+    def prepare(self, fm: FederatedModel) -> Conjugate:
+        """Return the family of the globals, and a check whether the likelihood is conjugate."""
+        prior = self.prior
+        if prior == "auto":  # a factor, unless ``deletion`` takes all factors out at once
+            prior = "factor" if self.deletion in ("own", "none") else "exact"
+        chosen = globals_of(fm, self.family, prior)
+        return chosen, conjugacy(fm, chosen)
+
+    def _start(self, fm: FederatedModel, plan: Plan) -> str | None:
+        """Return the kind of start: the mode, if silos keep a factor and one visit is not exact."""
+        if isinstance(self.start, Result):
+            if self.deletion != "own" or not isinstance(self.prior_divergence, KL):
+                raise ValueError("start=result needs deletion='own' and prior_divergence=KL().")
+            if fm.dim > SEARCHED_UP_TO:
+                raise GuideError(
+                    f"start=result with {fm.dim} globals: PVI begins at results with up to "
+                    f"{SEARCHED_UP_TO}, whose covariance it works with. Use start=None, or SFVI."
+                )
+            return "result"
+        # One visit in closed form is exact from anywhere,
+        # unless there is no proper prior to begin at.
+        needed = self.deletion == "own" and (fm.improper or not self._local(plan).closed_form)
+        return start_of(self.start, fm) if needed else None
+
+    def value_checks(
+        self, layout: Layout, prepared: Conjugate, stacks: Sequence[SiloData]
+    ) -> tuple[tuple[str, bool], ...]:
+        """Return the verdict whether the likelihood is conjugate; refuse unsuitable minibatches."""
+        _, is_conjugate = prepared
+        if self.local is not None:
+            check_rows_alone(layout, self.local.batch_size, stacks)
+        return (("conjugate", is_conjugate(stacks)),)
+
+    def _local(self, plan: Plan) -> Local:
+        exact = plan.facts.verdict("conjugate") and isinstance(self.divergence, KL)
+        return self.local or (ClosedForm() if exact else Optax())
+
+    def settings_for(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
+        if amortises(self.guide):
+            raise GuideError(
+                "guides.Amortised: a silo of PVI settles its own guides on its own, and a network "
+                "is learnt by all silos together. Use SFVI or SFVIAvg."
+            )
+        spec = named(self.schedule)
+        auto, damping = self._damping == "auto", self._damping
+        return {
+            "method": "PVI",
+            **{name: in_words(getattr(self, name)) for name in SAVED},
+            "local": in_words(self._local(plan)),
+            "start": (start := self._start(fm, plan)),
+            "starts": self.starts,
+            "objective": in_words(self._objective(fm, start)),
+            "guide": resolve(self.guide, fm, dict(plan.largest), dict(plan.total)),
+            "conjugate": plan.facts.verdict("conjugate"),
+            "damping": spec.damping(plan.num_silos) if auto else float(damping),
+            "adaptive": auto or isinstance(self.damping, Adaptive),
+        }
+
+    def _objective(self, fm: FederatedModel, start: str | None) -> Objective:
+        """Return the objective of a run with this kind of start."""
+        divergences = (self.divergence, self.prior_divergence)
+        plain = self.loss is None and all(isinstance(d, KL) for d in divergences)
+        whole = plain and (self.local is None or self.local.batch_size is None)
+        return objective_for(self.objective, fm, self.guide, start if whole else None)
+
+    def assemble(self, fm: FederatedModel, plan: Plan, prepared: Conjugate) -> Built:
+        (chosen, _), resolved = prepared, plan.chosen
+        guide = build_resolved(self.guide, resolved["guide"], fm)
+        # The factors' family takes the place of the guide's own part for the globals.
+        guide = replace(guide, globals=FamilyGuide(fm.dim, chosen.family))
+        objective = self._objective(fm, resolved["start"])
+        draws = draws_of(self.objective, objective, guide)
+        local, closed = self._local(plan), plan.facts.verdict("conjugate")
+        if fm.improper and resolved["start"] is None:
+            raise ModelError(
+                f"the prior of the global site '{fm.improper[0]}' is flat (ImproperUniform, or "
+                "masked), and so improper: without a start at the mode there is no posterior "
+                "before the first visit. Use start='mode', which takes up to 300 globals and "
+                "deletion='own'; or give it a proper prior, however wide, such as "
+                "dist.Normal(0, 100)."
+            )
+        # None for KL, which has closed forms of its own.
+        to_cavity = None
+        if not isinstance(self.divergence, KL):
+            if hasattr(self.divergence, "check"):
+                self.divergence.check(chosen.family)
+            to_cavity = partial(self.divergence, chosen.family)
+        spec, num_silos = named(self.schedule), plan.num_silos
+        schedule = spec.build(num_silos)
+        pvi = PartitionedVI(
+            model=fm,
+            globals=chosen,
+            guide=guide,
+            bound=bound_of(fm, guide, objective),
+            local=checked_local(local, closed, self.divergence),
+            prior_local=prior_optimiser(chosen.family),
+            conjugate=closed,
+            # Parameters take one step at each update of the server, in units that nobody
+            # knows: larger steps overshoot where free energies are noisy, smaller ones need
+            # more rounds.
+            optim=self.theta_optim or optax.adam(0.02),
+            minibatches=minibatches_of(fm, plan.lengths, local.batch_size, guide, draws),
+            divergence=to_cavity,
+            aggregate=aggregate(chosen.family, self.prior_divergence),
+            num_silos=num_silos,
+            steps=1 if schedule is None else schedule.steps,
+            participants=num_silos if schedule is None else schedule.size,
+            damping=resolved["damping"],
+            adaptive=resolved["adaptive"],
+            deletion=self.deletion,
+            prior_share=1.0 if self.prior_share == "whole" else 1 / num_silos,
+            asynchronous=isinstance(spec, Asynchronous | ByArrival),
+            delayed=isinstance(spec, Asynchronous),
+            start_scale=self.start_scale,
+            evidence_draws=self.evidence_draws,
+            # A silo's factor depends on its own data alone: one visit is exact.
+            exact=chosen.prior_outside is None
+            and not fm.named("param")
+            and self.deletion == "own"
+            and isinstance(local, ClosedForm)
+            and isinstance(self.prior_divergence, KL),
+            from_mode=resolved["start"] is not None,
+            has_loss=self.loss not in (None, log_loss),
+            has_divergence=not all(
+                isinstance(d, KL) for d in (self.divergence, self.prior_divergence)
+            ),
+        )
+        algorithm, start = pvi.algorithm(), None
+        if resolved["start"] == "result":
+            algorithm = algorithm._replace(carry=pvi.carry())
+        if resolved["start"] == "mode":
+            init_loc_fn = structured(self.guide).init_loc_fn
+            start = start_rounds("mode", fm, num_silos, self.starts, init_loc_fn, pvi.begin())
+        return Built(
+            model=fm,
+            guide=guide,
+            objective=objective,
+            algorithm=algorithm,
+            schedule=schedule,
+            draws=draws,
+            factors=pvi,
+            start=start,
+        )
+
+    def result_of(
+        self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False
+    ) -> PVIResult:
+        if run.log is None:
+            return PVIResult(run.losses, run.state, fit, hosted)
+        rounds, visits = len(run.losses), np.asarray(run.log.visits)
+        # Without a schedule nobody is drawn, and the log has no visits: all silos, in order.
+        if not visits.size:
+            num_silos = fit.plan.num_silos
+            visits = np.broadcast_to(np.arange(num_silos), (rounds, 1, num_silos))
+        status = np.asarray(run.log.watched).reshape(visits.shape)
+        result = PVIResult(
+            run.losses,
+            run.state,
+            fit,
+            hosted,
+            visits=visits,
+            damping=np.asarray(run.log.reports["damping"]),
+            status=status,
+            own=np.asarray(run.log.reports["own"]),
+        )
+        if quiet:
+            return result
+        # Such a run would return the prior as if it were a posterior.
+        if run.failure is None and result.nothing_accepted:
+            raise NonFiniteError(
+                f"no update of the {rounds} rounds could be taken, and what the silos know counts "
+                f"for nothing:\n{result.report()}\nWhat it began with is in the error's "
+                f".result. {REMEDY}",
+                result=result,
+                round=int(run.state.round) - 1,
+                silos=tuple(np.unique(visits[status >= Status.NON_FINITE]).tolist()),
+            )
+        if warning := result.warning():
+            warnings.warn(warning, category=ConvergenceWarning, stacklevel=4)
+        return result
+
+
+def prior_optimiser(family: Family[Any]) -> FixedPoint:
+    """Return the server's optimiser of the prior's factor, with enough draws for the family."""
+    z = jax.ShapeDtypeStruct((family.dim,), np.float32)
+    statistics = jax.eval_shape(family.statistics, z)
+    numbers = sum(a.size for a in jax.tree.leaves(statistics)) // family.dim
+    # Four draws for each statistic of a coordinate: with a full covariance of d globals that is
+    # about 4 d, and with fewer than d draws a covariance is singular.
+    return FixedPoint(num_particles=max(64, 4 * numbers))
+
+
+def in_words(value: object) -> str:
+    """Return a setting as text that is the same in every process, without addresses."""
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {f.name: getattr(value, f.name) for f in fields(value)}
+        words = [f"{name}={in_words(part)}" for name, part in parts.items() if name != "optim"]
+        return f"{type(value).__name__}({', '.join(words)})"
+    return getattr(value, "__qualname__", None) or repr(value)
+
+
+def checked_local(local: Local, closed: bool, divergence: Divergence) -> Local:
+    """Return the local optimiser; refuse one that does not suit the model or the divergence."""
+    kind = type(local).__name__
+    if local.closed_form and not closed:
+        raise GuideError(
+            f"local.{kind} needs a conjugate model, but the likelihood is not affine in the "
+            "statistics of the globals' family (or rows have latents). Use local.Optax()."
+        )
+    if not isinstance(divergence, KL) and not local.any_divergence:
+        raise GuideError(
+            f"local.{local} has a divergence of its own, but divergence={divergence!r}. Use "
+            "local.Optax() or local.LBFGS()."
+        )
+    return local

@@ -1,0 +1,474 @@
+"""PVI: the server adds proposals to the posterior, and may have a factor for the prior.
+
+Ashman et al. 2022, arXiv 2202.12275, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from numpyro_fed.basics.programs import jit_once
+from numpyro_fed.basics.trees import all_finite, where
+from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.local.base import LocalNoise, Problem, minimise, proper_step
+from numpyro_fed.numerics import expfam
+from numpyro_fed.numerics.divergences import KL, WeightedKL
+from numpyro_fed.numerics.expfam import Family
+from numpyro_fed.numerics.expfam.base import Natural, Ordinary, Tree, location_and_log_scale
+from numpyro_fed.numerics.gaussian import Gaussian
+from numpyro_fed.pvi.silo import (
+    Down,
+    Movement,
+    PVIAtSilo,
+    ServerState,
+    SiloState,
+    Status,
+    Up,
+)
+from numpyro_fed.rounds.exchange import (
+    Ask,
+    AskSilos,
+    CarriedSilo,
+    Exchange,
+    FederatedAlgorithm,
+    Info,
+    Private,
+    Reply,
+    Round,
+    Shared,
+    SharedParams,
+    SiloParams,
+    WarmStart,
+    key_as_noise,
+    stacked_reply,
+)
+from numpyro_fed.search.begin import (
+    FROM_MODE,
+    StartMessage,
+    StartPoint,
+    local_guides_at_mode,
+    local_guides_of_result,
+    start_at_mode,
+)
+from numpyro_fed.search.expand import SiloState as ModeSiloState
+from numpyro_fed.search.expand import shape
+from numpyro_fed.search.newton import Search
+from numpyro_fed.text.binding import Theta
+
+KL_DRAWS = 256  # for the KL to a prior outside of the family: more make the loss less noisy
+# The distance to the limit of further rounds, in sds, at which a run has converged: the error that
+# a fit is allowed.
+ARRIVED = 0.1
+SCATTERED: Any = (False, False, True)  # each silo receives its own entry of ``taken`` only
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PartitionedVI(PVIAtSilo):
+    """PVI, or one of its relatives, as pure functions."""
+
+    def algorithm(self) -> FederatedAlgorithm[ServerState, SiloState]:
+        """Return the algorithm, without a start."""
+        exchange = Exchange(
+            "pvi",
+            self.visit,
+            commit=lambda draft, sent: draft._replace(pending=sent.change),
+            silo_noise=key_as_noise,
+            scatter=Down(*SCATTERED),
+            # Not the default, all_finite: an expected log likelihood of minus infinity is allowed.
+            usable=usable,
+        )
+        return FederatedAlgorithm(
+            self.init_server,
+            self.init_silo,
+            Round((exchange,), self.round, key_as_noise),
+            lambda state: Shared(state.params.theta, state.params.guide, state.frame),
+            lambda state: Private(state.params.private, state.params.guide, state.centre),
+            watch=lambda state: state.status,
+            watch_reply=lambda up: worst(up.statuses),
+            done=self.done,
+            # A factor that is not renewed stays in the posterior as it is.
+            without="exact",
+            away=jnp.int32(Status.AWAY),
+        )
+
+    def init_server(self, key: Array) -> ServerState:
+        """Return the first state: the prior, with the server's own factor if it needs one."""
+        theta = self.model.init_theta(key)
+        prior = self.globals.prior(theta)
+        server_factor, converged = jax.tree.map(jnp.zeros_like, prior), jnp.array(True)
+        # A run from the mode has the parabola of the prior's outside part as this factor instead:
+        # ``begin``.
+        if (outside := self.globals.prior_outside) is not None and not self.from_mode:
+            start = jax.tree.map(
+                lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(self.family.ordinary, prior)
+            )
+            server_factor, converged = self._visit_prior(
+                outside, key, theta, prior, start, server_factor
+            )
+        none = jnp.zeros(self.model.dim)
+        return ServerState(
+            SharedParams(self.aggregate(prior, server_factor), theta),
+            server_factor,
+            server_factor,
+            self.optim.init(theta),
+            jnp.asarray(self.damping, jnp.result_type(float)),
+            jnp.zeros(self.num_silos),
+            Movement(none, none, jnp.zeros((), jnp.int32), jnp.zeros(()), converged, jnp.zeros(())),
+            self.first_frame(),
+        )
+
+    def round(self, state: ServerState, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
+        """Ask for changes, take as much as leaves the posterior proper, and step on theta."""
+        theta, before, converged = state.params.theta, state.params.guide, state.progress.own
+        up: Up = ask("pvi", Down(theta, state.total, state.taken[ask.who])).up
+        kl_to_prior, prior = self.kl_to_prior(noise, theta, before), self.globals.prior(theta)
+
+        def proper(total: Natural) -> Array:
+            return self.family.proper(self.aggregate(prior, total))
+
+        if self.adaptive:
+            target = jax.tree.map(jnp.add, state.total, up.change)
+            total, damping = proper_step(proper, state.total, target, state.damping)
+            # Down as far as a step had to be damped, and up again by two in each step.
+            lowered = jnp.where(damping > 0, damping, state.damping / 2)
+            next_damping = jnp.minimum(2 * lowered, self.damping)
+        else:
+            moved = jax.tree.map(lambda a, b: a + state.damping * b, state.total, up.change)
+            fine, next_damping = proper(moved), state.damping
+            total = where(fine, moved, state.total)
+            damping = jnp.where(fine, state.damping, 0.0)
+        server_factor = state.server_factor
+        if (outside := self.globals.prior_outside) is not None:
+            # The server treats the prior's part outside of the family as a silo treats its
+            # likelihood, and visits it in each round. The factor is replaced, not damped: the
+            # server's problem has no data, and is solved anew.
+            others = jax.tree.map(jnp.subtract, total, server_factor)
+            start = self.family.ordinary(self.aggregate(prior, total))
+            cavity = self.aggregate(prior, others)
+            server_factor, converged = self._visit_prior(
+                outside, noise, theta, cavity, start, server_factor
+            )
+            total = jax.tree.map(jnp.add, others, server_factor)
+        theta, opt_state, guide = self._update_theta(state, noise, total, up.theta)
+        after = ServerState(
+            SharedParams(guide, theta),
+            total,
+            server_factor,
+            opt_state,
+            next_damping,
+            state.taken.at[ask.who].set(damping),
+            self._progress(state.progress, before, guide, converged, up.statuses),
+            state.frame,
+        )
+        # Each silo's term counts once in a round, however many visits a round has.
+        weight = self.num_silos / self.visits
+        loss = kl_to_prior / self.steps - weight * up.log_lik
+        moved_by = expfam.kl(self.family, guide, before)
+        # The damping used is 0 for a rejected update; ``own`` is the server's own factor's state.
+        report = {"damping": damping, "statuses": up.statuses, "own": converged}
+        return after, Info(loss, all_finite(after), moved_by, report)
+
+    def done(self, state: ServerState) -> Array:
+        """Return whether the last round moved the posterior little, and used every proposal."""
+        progress = state.progress
+        ends = (progress.steps > 0) & (progress.steps % self.steps == 0)
+        used = jnp.where(state.taken > 0, state.taken, 1.0).min()
+        # A damped round goes only part of the way to the optimum. How far it went is divided by
+        # that part; else a run with a damping of 1/100 would look converged from its first round.
+        pace = used * self.local.share * self.visits / self.num_silos
+        accepted = (state.taken > 0).all() & (progress.refused == 0) & progress.own
+        return ends & accepted & (progress.moved <= ARRIVED * pace)
+
+    def kl_to_prior(self, key: Array, theta: Theta, eta: Natural) -> Array:
+        """Return the KL from posterior to prior, estimated where the prior is not in the family."""
+        family = self.family
+        if self.globals.prior_outside is None and not self.model.improper:
+            return expfam.kl(family, eta, self.globals.prior(theta))
+        psi, noise = family.ordinary(eta), family.noise(key, KL_DRAWS)
+
+        def log_ratio_at(noise: Tree) -> Array:
+            z = family.draw(psi, noise)
+            return expfam.log_density(family, eta, z) - self.model.log_prior(theta, z)
+
+        return jax.vmap(log_ratio_at)(noise).mean()
+
+    def _update_theta(
+        self, state: ServerState, key: Array, total: Natural, gradient: Theta
+    ) -> tuple[Theta, optax.OptState, Natural]:
+        """Return theta after a step on the free energy, optimiser state and the new posterior."""
+        theta, before = state.params.theta, state.params.guide
+        guide = self.aggregate(self.globals.prior(theta), total)
+        if not theta:
+            return theta, state.opt_state, guide
+        pull = jax.grad(lambda t: self.kl_to_prior(key, t, before))(theta)
+        scale = self.num_silos / self.visits * self.steps
+        descent = jax.tree.map(lambda p, g: p - scale * g, pull, gradient)
+        updates, opt_state = self.optim.update(descent, state.opt_state, theta)
+        moved = optax.apply_updates(theta, updates)
+        shifted = self.aggregate(self.globals.prior(moved), total)
+        # The prior's natural parameters depend on theta, so a step may make the posterior
+        # improper. It is then not taken.
+        fine = self.family.proper(shifted) & all_finite(moved)
+        return where(fine, (moved, opt_state, shifted), (theta, state.opt_state, guide))
+
+    def _progress(
+        self, before: Movement, old: Natural, new: Natural, converged: Array, statuses: Array
+    ) -> Movement:
+        """Return how far the posterior has moved since the round began."""
+        means, log_scales = zip(
+            location_and_log_scale(self.family, old),
+            location_and_log_scale(self.family, new),
+            strict=True,
+        )
+        round_begins = before.steps % self.steps == 0
+        # A flat prior has no mean and no sd: the first round then counts as a move from zero.
+        mean = jnp.where(round_begins, jnp.nan_to_num(means[0]), before.mean)
+        log_scale = jnp.where(round_begins, jnp.nan_to_num(log_scales[0]), before.log_scale)
+        moves = (
+            jnp.abs(means[1] - mean) / jnp.exp(log_scales[1]),
+            jnp.abs(log_scales[1] - log_scale),
+        )
+        moved = jnp.nan_to_num(jnp.concatenate(moves).max(initial=0.0))
+        visits = statuses[Status.NON_FINITE :].sum().astype(moved.dtype)
+        refused = jnp.where(round_begins, 0.0, before.refused) + visits
+        return Movement(mean, log_scale, before.steps + 1, moved, converged, refused)
+
+    def _visit_prior(
+        self,
+        log_outside: Callable[[Theta, Array], Array],
+        key: Array,
+        theta: Theta,
+        cavity: Natural,
+        start: Ordinary,
+        before: Natural,
+    ) -> tuple[Natural, Array]:
+        """Return the server's own factor, and whether it converged."""
+        family = self.family
+
+        def noise(key: Array, particles: int, batch: int | None) -> LocalNoise:
+            return LocalNoise(family.noise(key, particles), {})
+
+        def log_lik(
+            psi: Ordinary, silo_part: object, noise: LocalNoise, plain: bool
+        ) -> tuple[Array, Array]:
+            def at_draw(noise: Tree) -> tuple[Array, Array]:
+                z = family.draw(psi, noise)
+                return z, log_outside(theta, z)
+
+            return jax.vmap(at_draw)(noise.globals)
+
+        def likelihood() -> NoReturn:
+            raise TypeError("a prior outside of the family has no closed form")
+
+        problem = Problem(family, cavity, start, (), noise, log_lik, likelihood, 0)
+        solution = self.solve(self.prior_local, problem, key)
+        factor = jax.tree.map(jnp.subtract, solution.eta, cavity)
+        fine = family.proper(solution.eta) & all_finite(factor)
+        return where(fine, factor, before), fine & solution.converged
+
+    @cached_property
+    def evaluation(self) -> Exchange[Any, Any, Any]:
+        """Return the exchange in which silos tell their expected log likelihoods."""
+
+        def expect(noise: Array, down: Down, state: SiloState, data: SiloData) -> Array:
+            # As in a visit; the silo's own state may be older.
+            posterior = self.aggregate(self.globals.prior(down.theta), down.total)
+            return self.expected_log_lik(noise, down.theta, posterior, state, data)[0]
+
+        def messages() -> tuple[Down, Any]:
+            first = jax.eval_shape(self.init_server, jax.random.key(0))
+            return Down(first.params.theta, first.total), shape()
+
+        visit = stacked_reply(expect, little=True)
+        return Exchange("evaluation", visit, silo_noise=key_as_noise, like=messages)
+
+    def free_energy(self, ask: AskSilos, key: Array, state: ServerState) -> float:
+        """Return the free energy of the posterior, in one exchange."""
+        log_lik = ask(self.evaluation, Down(state.params.theta, state.total))
+        kl = jit_once(self.kl_to_prior)(key, state.params.theta, state.params.guide)
+        return float(log_lik) - float(kl)
+
+    def frame_at(self, point: StartPoint) -> Gaussian:
+        """Return the frame in which silos' local guides measure the globals."""
+        return point.frame(self.guide.globals).globals
+
+    def _posterior_at(self, point: StartPoint) -> Natural:
+        """Return the posterior whose frame a start has told."""
+        # K'K is the precision of the frame, without inverting its covariance.
+        K = self.frame_at(point).inverse_root()
+        return self.family.around(point.centre, jnp.zeros_like(point.centre), K.T @ K)
+
+    def _server_factor_at(self, point: StartPoint, none: Natural) -> Natural:
+        """Return the parabola of the prior's part outside of the family, or no factor."""
+        fm, log_outside, theta = self.model, self.globals.prior_outside, point.theta
+        if log_outside is None:
+            return none
+
+        # The search for the mode rounds off the kinks of priors. A parabola of the kink itself
+        # would have the curvature of zero or infinity, so the smooth version replaces it here, too.
+        def remainder(z: Array) -> Array:
+            return log_outside(theta, z) + fm.smoothed.log_prior(theta, z) - fm.log_prior(theta, z)
+
+        z = point.centre
+        return self.family.around(z, jax.grad(remainder)(z), -jax.hessian(remainder)(z))
+
+    def _server_at(
+        self, first: ServerState, point: StartPoint, total: Natural, server_factor: Natural
+    ) -> ServerState:
+        guide = self.aggregate(self.globals.prior(point.theta), total)
+        return first._replace(
+            params=SharedParams(guide, point.theta),
+            total=total,
+            server_factor=server_factor,
+            opt_state=self.optim.init(point.theta),
+            frame=self.frame_at(point),
+        )
+
+    def carry(self) -> WarmStart:
+        """Return the functions by which PVI starts at the result of another method.
+
+        The first posterior is the normal distribution of that result. The silos have equal shares
+        of its difference from the prior: it does not say how much each of them contributed.
+        """
+
+        def begin_server(key: Array, point: StartPoint) -> ServerState:
+            first, prior = self.init_server(key), self.globals.prior(point.theta)
+            total = jax.tree.map(jnp.subtract, self._posterior_at(point), prior)
+            server_factor = self._server_factor_at(point, first.server_factor)
+            return self._server_at(first, point, total, server_factor)
+
+        def begin_silo(
+            key: Array, carried: CarriedSilo, point: StartPoint, data: SiloData
+        ) -> SiloState:
+            server = begin_server(key, point)
+            share = jax.tree.map(
+                lambda a, b: (a - b) / self.num_silos, server.total, server.server_factor
+            )
+            eta = local_guides_of_result(self.guide, carried, point, data)
+            params = SiloParams(eta, carried.theta)
+            return self.init_silo(key, data)._replace(
+                params=params, factor=share, frame=server.frame
+            )
+
+        return WarmStart(begin_server, begin_silo)
+
+    def begin(self) -> Round:
+        r"""Return the round that leads from the states of a search for the mode to those of PVI.
+
+        With gradient :math:`g_m` and negative Hessian :math:`A_m` of silo ``m``'s log likelihood at
+        the mode :math:`\hat z`, its own latents integrated by Laplace's method, its factor is
+
+        .. math::
+            t_m(z) = \exp\big(g_m' (z - \hat z) - \tfrac12 (z - \hat z)' A_m (z - \hat z)\big),
+
+        so that the first posterior is Laplace's approximation of the joint one, and visits improve
+        on the parabolas. A flat prior has natural parameters of zero: only the sum has to be
+        proper.
+        """
+        fm, family = self.model, self.family
+
+        def silo_factor(
+            noise: Array, down: StartMessage, state: ModeSiloState, data: SiloData
+        ) -> tuple[Reply[Natural], SiloState]:
+            point, place = down.point, jax.tree.map(lambda a: a[down.start], state.place)
+            num_theta = len(place.gradient) - fm.dim
+            factor = family.around(
+                point.centre, place.gradient[num_theta:], place.curvature[num_theta:, num_theta:]
+            )
+            # A silo without a parabola starts with no factor, as in the paper.
+            factor = jax.tree.map(lambda a: jnp.where(all_finite(factor), a, 0.0), factor)
+            eta = local_guides_at_mode(fm, self.guide, down, state, data)
+            params, frame = SiloParams(eta, state.private), self.frame_at(point)
+            first = self.init_silo(noise, data)
+            draft = first._replace(params=params, pending=factor, frame=frame)
+            return Reply(factor, all_finite(eta)), draft
+
+        def run(state: Search[Array], noise: Array, ask: Ask) -> tuple[ServerState, Info]:
+            message = start_at_mode(fm, state)
+            point, replies = message.point, ask(FROM_MODE, message)
+            first, prior = self.init_server(noise), self.globals.prior(point.theta)
+            server_factor = self._server_factor_at(point, first.server_factor)
+            total = jax.tree.map(jnp.add, replies.up, server_factor)
+
+            def proper(total: Natural) -> Array:
+                return family.proper(self.aggregate(prior, total))
+
+            if self.globals.prior_outside is not None:
+                # Effects and their scale together (both globals) need not be at a peak of the
+                # joint density where the search is, since it has integrated the effects. Then the
+                # server's factor makes the posterior that of the search, until a round renews it.
+                posterior = self._posterior_at(point)
+                needed = jax.tree.map(lambda q, p, t: q - p - t, posterior, prior, replies.up)
+                server_factor = where(proper(total), server_factor, needed)
+                total = jax.tree.map(jnp.add, replies.up, server_factor)
+            none = jax.tree.map(jnp.zeros_like, total)
+            # A silo's own parabola may be concave upwards, and so may the family's diagonal of the
+            # sum. A smaller share of all factors is then proper under a proper prior.
+            total, taken = proper_step(proper, none, total, 1.0)
+            server_factor = jax.tree.map(lambda a: taken * a, server_factor)
+            after = self._server_at(first, point, total, server_factor)
+            after = after._replace(taken=jnp.full_like(first.taken, taken))
+            return after, Info(jnp.zeros(()), all_finite(after) & proper(total))
+
+        exchange = Exchange(
+            FROM_MODE,
+            silo_factor,
+            commit=lambda draft, sent: draft._replace(pending=sent),
+            silo_noise=key_as_noise,
+        )
+        return Round((exchange,), run, key_as_noise)
+
+
+STEPS = 200  # of L-BFGS, at most
+TOLERANCE = 1e-5  # the largest slope at which it ends
+# The largest slope, relative to the largest coefficient, that counts as a minimum. Where these are
+# large the absolute tolerance is out of reach in single precision; without a minimum the slope
+# stays of their size.
+ENOUGH = 1e-3
+
+
+def aggregate(
+    family: Family[Any], divergence: Callable[..., Array]
+) -> Callable[[Natural, Natural], Natural]:
+    """Return ``(prior, total) -> eta`` for a divergence; NaN where no minimum is found."""
+    if isinstance(divergence, KL | WeightedKL):
+        weight = divergence.weight if isinstance(divergence, WeightedKL) else 1.0
+        return lambda prior, total: jax.tree.map(lambda a, b: a + b / weight, prior, total)
+
+    def solve(prior: Natural, total: Natural) -> Natural:
+        def objective(psi: Ordinary) -> Array:
+            gain = expfam.inner(total, family.moments(psi))
+            return divergence(family, family.natural(psi), prior) - gain
+
+        summed = jax.tree.map(jnp.add, prior, total)
+        proper = family.proper(summed)
+        start = jax.tree.map(lambda a, b: jnp.where(proper, a, b), summed, prior)
+        psi, _, slope = minimise(objective, family.ordinary(start), STEPS, TOLERANCE)
+        scale = 1 + jnp.stack([jnp.abs(x).max() for x in jax.tree.leaves(total)]).max()
+        converged = slope <= ENOUGH * scale
+        return jax.tree.map(lambda a: jnp.where(converged, a, jnp.nan), family.natural(psi))
+
+    return solve
+
+
+def worst(statuses: Array) -> Array:
+    """Return the last status that a visit ended by; of one visit, the one that it ended by.
+
+    ``statuses`` counts how visits ended. Where silos' replies are told as a sum alone, nobody knows
+    whose visit ended badly, and all of them are doubted.
+    """
+    return jnp.max(jnp.where(statuses > 0, jnp.arange(len(statuses)), 0))
+
+
+def usable(up: Up) -> Array:
+    """Return whether a proposal can be used: at a vague prior ``log_lik`` is minus infinity."""
+    counted = (up.statuses >= 0).all() & (up.statuses.sum() == 1)
+    return all_finite((up.change, up.theta)) & (up.log_lik < jnp.inf) & counted

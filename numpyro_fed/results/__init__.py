@@ -1,4 +1,0 @@
-"""What a run returns: posterior, report, importance correction, saving.
-
-May import everything but ``methods`` and ``reference``.
-"""

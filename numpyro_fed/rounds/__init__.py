@@ -1,0 +1,1 @@
+"""Exchanges between a server and silos, schedules, loops over rounds, progress."""

@@ -1,0 +1,439 @@
+"""The compiled runtime: rounds in one loop, silos of one shape side by side.
+
+A call of ``advance`` is one XLA program: a ``while_loop`` over rounds whose number is an input, and
+in each round a ``vmap`` over each bucket of silos. Where participants do not depend on what a round
+computes, they and the noise are drawn for a block of rounds at once, and a loop over blocks stands
+outside. Elsewhere noise is drawn step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed.basics.programs import jit_once, readable
+from numpyro_fed.basics.trees import drop_weak_types
+from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.rounds.exchange import (
+    Down,
+    Exchange,
+    FederatedAlgorithm,
+    Info,
+    Reply,
+    Round,
+    Server,
+    Silo,
+    Up,
+)
+from numpyro_fed.rounds.noise import (
+    exchange_key,
+    init_keys,
+    participant_keys,
+    server_key,
+    silo_key,
+)
+from numpyro_fed.rounds.stack import (
+    BLOCK,
+    NOISE,
+    Batches,
+    Log,
+    RunStatus,
+    Runtime,
+    Schedule,
+    ServerData,
+    Single,
+    Stacks,
+    State,
+    Watch,
+    chunk_of,
+    in_order,
+    init_schedule,
+    num_silos,
+    visits,
+)
+from numpyro_fed.rounds.step import (
+    Answers,
+    RoundNoise,
+    Transport,
+    combine,
+    for_participants,
+    step,
+    transport_of_stacks,
+)
+
+Positions = tuple[Array, Array]  # each silo's bucket and its row there, (silos,) each
+Participants = Array | tuple[()]  # who takes part; empty where everyone does
+StepCarry = tuple[Array, Any, Stacks, Any, Log, RunStatus]  # of the loop over steps
+RoundCarry = tuple[Array, State, Log, RunStatus]  # of the loop over rounds
+
+
+def simulation(
+    algorithm: FederatedAlgorithm[Server, Silo],
+    schedule: Schedule | None = None,
+    *,
+    quick: bool = False,
+) -> Runtime:
+    """Return the runtime of all silos in this process: a loop over rounds, a map over silos.
+
+    The program is compiled once for a set of shapes; the number of rounds is an input. Without a
+    schedule all silos take part in every round. With one, the cost of a round is that of its
+    participants: their states are gathered from the stacks and scattered back. With ``quick`` the
+    program is compiled in less than half of the time and runs slower, which pays for few rounds.
+    """
+    jit = jit_once if quick else jax.jit
+
+    @jit
+    def init(key: Array, batches: Batches) -> State:
+        key_server, key_silos = init_keys(key)
+
+        def init_one(silo: Array, data: SiloData) -> Silo:
+            return algorithm.init_silo(jax.random.fold_in(key_silos, silo), data)
+
+        silos = tuple(b.real(jax.vmap(init_one)(b.padded(b.silos), b.data)) for b in batches)
+        carry = init_schedule(schedule, key, num_silos(batches))
+        server = algorithm.init_server(key_server)
+        return readable(drop_weak_types(State(jnp.zeros((), jnp.int32), server, silos, carry)))
+
+    advance = jit(_Loop(algorithm, schedule).advance)
+    quick_single = partial(single, jit=jit_once)
+    chunk = chunk_of(schedule)
+    return Runtime(init, advance, single, transport_of_stacks, chunk, quick_single)
+
+
+def single(round_: Round, jit: Callable[..., Callable[..., Any]] = jax.jit) -> Single:
+    """Return one round with every silo, compiled."""
+
+    @jit
+    def run(
+        key: Array, server: object, silos: Stacks, batches: Batches, server_data: ServerData = None
+    ) -> tuple[Any, Stacks, Info, Array]:
+        noise = _noise_of_all(round_, key, jnp.zeros(1, jnp.int32), silos, batches)
+        noise = jax.tree.map(lambda a: a[0], noise)
+        who, order = jnp.arange(num_silos(batches)), in_order(batches)
+        transport = _transport_to_all(batches, order, None)
+        server, silos, info, good, _ = step(
+            round_, transport, noise, server, silos, who, server_data
+        )
+        return readable(drop_weak_types((server, silos, info, good[order])))
+
+    return run
+
+
+def _noise_of_all(
+    round_: Round, key: Array, numbers: Array, silos: Stacks, batches: Batches
+) -> RoundNoise:
+    """Return the noise of all silos and of the server for several steps (steps, ...).
+
+    ``numbers`` (steps,) are the numbers of the steps. For each exchange there is a list with the
+    noise of each bucket (steps, silos, ...).
+    """
+    size = len(round_.exchanges)
+    ends = np.cumsum([len(b.silos) for b in batches])[:-1]
+    all_silos, server_noise, silo_noises = jnp.concatenate([b.silos for b in batches]), None, []
+
+    def bucket(exchange: Exchange[Silo, Down, Up], keys: Array, states: Silo) -> Any:
+        # The noise's shape depends on that of a state alone, so the first silo's serves for all.
+        some_state = jax.tree.map(lambda a: a[0], states)
+        # Steps and silos are one axis here: XLA compiles one batched draw sooner than a nested one.
+        noise = jax.vmap(exchange.silo_noise, (0, None))(keys.reshape(-1), some_state)
+        return jax.tree.map(lambda a: a.reshape(*keys.shape, *a.shape[1:]), noise)
+
+    for e, exchange in enumerate(round_.exchanges):
+        exchange_keys = jax.vmap(lambda i, e=e: exchange_key(key, i, e, size))(numbers)
+        server, silo = jax.vmap(participant_keys, (0, None))(exchange_keys, all_silos)
+        parts = zip(jnp.split(silo, ends, axis=1), silos, strict=True)
+        silo_noises.append([bucket(exchange, keys, states) for keys, states in parts])
+        server_noise = jax.vmap(round_.noise)(server) if e == 0 else server_noise
+    return server_noise, silo_noises
+
+
+def _transport_to_all(
+    batches: Batches, order: Array, watch: Watch | None
+) -> Transport[list[Any], Stacks]:
+    """Return the transport to all silos: each bucket is mapped, one bucket after the other.
+
+    ``order`` (silos,) is that of :func:`in_order`, computed once for all rounds. ``Answers.ok``
+    stays in the order of buckets: it is put into the order of silos after the last round alone.
+    """
+
+    def transport(
+        exchange: Exchange[Silo, Down, Up], noise: list[Any], down: Down, who: Array, silos: Stacks
+    ) -> Answers[Stacks]:
+        replies, after = [], []
+        for eps, batch, states in zip(noise, batches, silos, strict=True):
+            axes = (0, _axes(exchange), 0, 0)
+            eps, states = batch.padded((eps, states))
+            sent = for_participants(exchange.scatter, down, batch.padded(batch.silos))
+            answer = jax.vmap(exchange.visit, axes)(eps, sent, states, batch.data)
+            reply, states = batch.real(answer)
+            replies.append(reply)
+            after.append(states)
+        by_bucket = [jax.vmap(watch)(states) for states in after] if watch else [()]
+        watched = jax.tree.map(lambda *parts: jnp.concatenate(parts)[order], *by_bucket)
+        good = jnp.concatenate([reply.ok for reply in replies])
+        return Answers(combine(exchange.combine, replies, order), good, tuple(after), watched)
+
+    return transport
+
+
+@dataclass(frozen=True, eq=False)
+class _Loop:
+    """The loop over rounds and their steps; without a schedule all silos take part in a round."""
+
+    algorithm: FederatedAlgorithm[Any, Any]
+    schedule: Schedule | None
+
+    def advance(
+        self,
+        key: Array,
+        state: State,
+        batches: Batches,
+        n: int,
+        server_data: ServerData = None,
+        stop: bool = False,
+    ) -> tuple[State, Log, RunStatus]:
+        """Run up to ``n`` rounds, as :class:`Runtime` says."""
+        schedule, done, size = self.schedule, self.algorithm.done, num_silos(batches)
+        ahead = schedule is None or (schedule.ahead and schedule.steps == 1)
+        order: Any = in_order(batches)
+        if schedule is not None:
+            # Each silo's bucket (silos,), and its row in that bucket (silos,).
+            sizes = [len(b.silos) for b in batches]
+            numbers = jnp.arange(len(batches))
+            bucket = jnp.repeat(numbers, jnp.array(sizes), total_repeat_length=size)
+            place = jnp.concatenate([jnp.arange(n) for n in sizes])
+            order = bucket[order], place[order]
+        # The inlined jit keeps its trace: eval_shape and the loop's body share one.
+        one_step = jax.jit(self._step, inline=True)
+        rest = batches, order, server_data
+        first = jax.eval_shape(partial(self._draw, key), state.round[None], state, batches)
+        drawn = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), first)
+        inputs = drawn, state.server, state.silos
+        _, _, info, good, watched = jax.eval_shape(one_step, *inputs, *rest)
+        # An empty log of as many rounds as one call can log, from the shapes of a report.
+        room = chunk_of(schedule), 1 if schedule is None else schedule.steps
+        reported = info.report, drawn[0], watched
+        empty = jax.tree.map(lambda a: jnp.zeros((*room, *a.shape), a.dtype), reported)
+        log = Log(jnp.zeros(room[0]), *empty)
+
+        def continues(carry: RoundCarry) -> Array:
+            i, state, _, status = carry
+            # The last round may be kept, and the algorithm is not done.
+            goes_on = status.ok & ~(stop & done(state.server)) if done else status.ok
+            return (i < n) & goes_on
+
+        def one_block(carry: RoundCarry) -> RoundCarry:
+            begun, state, _, _ = carry
+            drawn = self._draw(key, state.round + jnp.arange(block), state, batches)
+
+            def body(carry: RoundCarry) -> RoundCarry:
+                i, state, log, _ = carry
+                of_round = jax.tree.map(lambda a: a[i - begun], drawn)
+                inputs = of_round, state.server, state.silos
+                server, silos, info, good, watched = one_step(*inputs, *rest)
+                planned = _planned(state.schedule, of_round[0], info)
+                state = State(state.round + 1, server, silos, planned)
+                log = _write(log, i, 0, info, of_round[0], watched)
+                return i + 1, state, log, RunStatus(info.ok, good)
+
+            return jax.lax.while_loop(
+                lambda carry: (carry[0] - begun < block) & continues(carry), body, carry
+            )
+
+        # Few rounds a block where a round's noise is large: the block stands in memory at once.
+        drawn_at_once = sum(a.size for a in jax.tree.leaves(drawn))
+        block = max(1, min(BLOCK, NOISE // max(drawn_at_once, 1)))
+        all_good = jnp.ones(good.shape if ahead else size, bool)
+        start = (jnp.zeros((), jnp.int32), state, log, RunStatus(jnp.array(True), all_good))
+        if not ahead:
+            one_round = partial(self._run_steps, one_step, key, rest)
+            return readable(jax.lax.while_loop(continues, one_round, start)[1:])
+        i, state, log, status = jax.lax.while_loop(continues, one_block, start)
+        if schedule is None:
+            return readable((state, log, status._replace(replies=status.replies[order])))
+        # Participants of the last round; of row 0, whose replies count as good, if none was run.
+        last = log.visits[jnp.maximum(i - 1, 0), 0]
+        replies = jnp.ones(size, bool).at[last].set(status.replies)
+        return readable((state, log, status._replace(replies=replies)))
+
+    def _draw(
+        self, key: Array, numbers: Array, state: State, batches: Batches
+    ) -> tuple[Participants, RoundNoise]:
+        """Return participants and noise of the first steps of rounds, leaves (rounds, ...)."""
+        round_, schedule = self.algorithm.round, self.schedule
+        if schedule is None:
+            return (), _noise_of_all(round_, key, numbers, state.silos, batches)
+
+        def one_round(number: Array) -> tuple[Array, RoundNoise]:
+            who = visits(schedule, key, number, state.schedule)[0][0]
+            return who, _noise_of_participants(round_, key, number, who, state.silos)
+
+        return jax.vmap(one_round)(numbers)
+
+    def _step(
+        self,
+        drawn: tuple[Participants, RoundNoise],
+        server: object,
+        silos: Stacks,
+        batches: Batches,
+        order: Any,
+        server_data: ServerData,
+    ) -> tuple[Any, Stacks, Info, Array, Any]:
+        """Run a step with its participants and its noise."""
+        (who, noise), watch = drawn, self.algorithm.watch
+        transport: Transport[Any, Stacks]
+        if isinstance(who, tuple):
+            who = jnp.arange(num_silos(batches))
+            transport = _transport_to_all(batches, order, watch)
+        else:
+            transport = _transport_to_some(batches, order, watch)
+        return step(self.algorithm.round, transport, noise, server, silos, who, server_data)
+
+    def _run_steps(
+        self,
+        one_step: Callable[..., Any],
+        key: Array,
+        rest: tuple[Batches, Any, ServerData],
+        carry: RoundCarry,
+    ) -> RoundCarry:
+        """Run a round of several steps, or one whose participants the last round has decided."""
+        (i, state, log, _), schedule = carry, cast(Schedule, self.schedule)
+        who, plan = visits(schedule, key, state.round, state.schedule)
+
+        def continues(carry: StepCarry) -> Array:
+            return (carry[0] < len(who)) & carry[-1].ok
+
+        def body(carry: StepCarry) -> StepCarry:
+            s, server, silos, planned, log, status = carry
+            number = state.round * len(who) + s
+            noise = _noise_of_participants(self.algorithm.round, key, number, who[s], silos)
+            server, silos, info, good, watched = one_step((who[s], noise), server, silos, *rest)
+            log = _write(log, i, s, info, who[s], watched)
+            status = RunStatus(info.ok, status.replies.at[who[s]].set(good))
+            return s + 1, server, silos, _planned(planned, who[s], info), log, status
+
+        status = RunStatus(jnp.array(True), jnp.ones(num_silos(rest[0]), bool))
+        zero = jnp.zeros((), jnp.int32)
+        first = (zero, state.server, state.silos, (plan, state.schedule[1]), log, status)
+        _, server, silos, planned, log, status = jax.lax.while_loop(continues, body, first)
+        return i + 1, State(state.round + 1, server, silos, planned), log, status
+
+
+def _planned(planned: Any, who: Participants, info: Info) -> Any:
+    """Return a schedule's carry and changes after a step; nothing without a schedule."""
+    if isinstance(who, tuple):
+        return ()
+    carry, change = planned
+    # Only with one participant is the change of the server's state that silo's doing.
+    return carry, change.at[who[0]].set(info.change) if len(who) == 1 else change
+
+
+def _noise_of_participants(
+    round_: Round, key: Array, number: Array, who: Array, silos: Stacks
+) -> RoundNoise:
+    """Return the noise of one step for the server and for its participants ``who`` (k,).
+
+    With several buckets the silos' part is their keys instead: noise of silos in different buckets
+    differs in shape, and which bucket a participant is in is known at run time only.
+    """
+    size = len(round_.exchanges)
+    exchange_keys = [exchange_key(key, number, e, size) for e in range(size)]
+
+    def noise_of(exchange: Exchange[Silo, Down, Up], key_exchange: Array) -> Any:
+        keys = jax.vmap(partial(silo_key, key_exchange))(who)
+        if len(silos) > 1:
+            return keys
+        state = jax.tree.map(lambda a: a[0], silos[0])
+        return jax.vmap(exchange.silo_noise, (0, None))(keys, state)
+
+    silo_noises = [noise_of(x, key) for x, key in zip(round_.exchanges, exchange_keys, strict=True)]
+    return round_.noise(server_key(exchange_keys[0])), silo_noises
+
+
+def _transport_to_some(
+    batches: Batches, positions: Positions, watch: Watch | None
+) -> Transport[Any, Stacks]:
+    """Return the transport to some silos: mapped where there is one bucket, else one by one."""
+    bucket_of, place_of = positions
+    take = partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+    put = partial(jax.lax.dynamic_update_index_in_dim, axis=0)
+
+    def visit(
+        exchange: Exchange[Silo, Down, Up], noise: Any, down: Down, state: Silo, data: SiloData
+    ) -> tuple[Reply[Up], Silo, Any]:
+        """Return a silo's reply, its next state, and what is watched of that state."""
+        if len(batches) > 1:
+            noise = exchange.silo_noise(noise, state)
+        reply, state = exchange.visit(noise, down, state, data)
+        return drop_weak_types((reply, state, watch(state) if watch else ()))
+
+    def visit_one(
+        exchange: Exchange[Any, Down, Up], noise: Any, down: Down, j: Array, silos: Stacks
+    ) -> tuple[Stacks, tuple[Reply[Up], Any]]:
+        """Visit participant ``j``, from whichever bucket."""
+        # From each other bucket one silo's state is taken out and put back unchanged. XLA copies
+        # what passes through a conditional. With one state of each bucket as the operand, instead
+        # of the stacks, a visit costs the same for ten silos as for ten thousand.
+        at = [jnp.clip(place_of[j], 0, len(b.silos) - 1) for b in batches]
+        before = tuple(
+            jax.tree.map(partial(take, index=i), a) for a, i in zip(silos, at, strict=True)
+        )
+
+        def in_bucket(
+            b: int, noise: Any, down: Down, states: Stacks
+        ) -> tuple[Reply[Up], Stacks, Any]:
+            data = jax.tree.map(partial(take, index=at[b]), batches[b].data)
+            reply, state, watched = visit(exchange, noise, down, states[b], data)
+            return reply, (*states[:b], state, *states[b + 1 :]), watched
+
+        branches = [partial(in_bucket, b) for b in range(len(batches))]
+        reply, after, watched = jax.lax.switch(bucket_of[j], branches, noise, down, before)
+        silos = tuple(
+            jax.tree.map(partial(put, index=i), stack, one)
+            for stack, one, i in zip(silos, after, at, strict=True)
+        )
+        return silos, (reply, watched)
+
+    def transport(
+        exchange: Exchange[Any, Down, Up], noise: Any, down: Down, who: Array, silos: Stacks
+    ) -> Answers[Stacks]:
+        def body(silos: Stacks, i: Array | int) -> tuple[Stacks, tuple[Reply[Up], Any]]:
+            sent = for_participants(exchange.scatter, down, i)
+            return visit_one(exchange, jax.tree.map(lambda a: a[i], noise), sent, who[i], silos)
+
+        if len(who) > 1 and len(batches) == 1:
+            # In one map: gather their states, run, scatter them back.
+            (stack,), (batch,) = silos, batches
+            at = place_of[who]
+            states, data = jax.tree.map(lambda a: a[at], (stack, batch.data))
+            visits = jax.vmap(partial(visit, exchange), (0, _axes(exchange), 0, 0))
+            replies, states, watched = visits(noise, down, states, data)
+            silos = (jax.tree.map(lambda a, new: a.at[at].set(new), stack, states),)
+        elif len(who) == 1:  # without the loop around a single visit
+            silos, answer = body(silos, 0)
+            replies, watched = jax.tree.map(lambda a: a[None], answer)
+        else:
+            silos, (replies, watched) = jax.lax.scan(body, silos, jnp.arange(len(who)))
+        return Answers(combine(exchange.combine, [replies]), replies.ok, silos, watched)
+
+    return transport
+
+
+def _write(
+    log: Log, i: Array, step: Array | int, info: Info, who: Participants, watched: object
+) -> Log:
+    """Return the log with the report of step ``step`` of round ``i``; losses of steps add up."""
+    losses, reported = log.losses.at[i].add(info.loss), (info.report, who, watched)
+    rooms = jax.tree.map(lambda room, a: room.at[i, step].set(a), tuple(log[1:]), reported)
+    return Log(losses, *rooms)
+
+
+def _axes(exchange: Exchange[Silo, Down, Up]) -> Any:
+    return jax.tree.map(lambda scattered: 0 if scattered else None, exchange.scatter)

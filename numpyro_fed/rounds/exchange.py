@@ -1,0 +1,463 @@
+"""The type of a federated algorithm: pure functions, and the messages between them.
+
+A round (:class:`Round`) is the server's part of a step. It asks silos by exchanges
+(:class:`Exchange`): one message down, one reply up. A runtime supplies the function ``ask``, and
+so decides how messages travel; an algorithm does not know. Three rules follow from that:
+
+- everything is traced by JAX, so shapes never depend on values;
+- noise is an argument, so that every runtime computes the same numbers from the same key;
+- ``Reply.up`` is all that leaves a silo.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from numpyro_fed.basics.errors import ModelError
+from numpyro_fed.basics.programs import jit_once, readable
+from numpyro_fed.basics.trees import Numbers, all_finite
+from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.guides.base import GuideParams
+from numpyro_fed.numerics.gaussian import Coordinates, Gaussian
+from numpyro_fed.text.binding import Theta
+
+Server = TypeVar("Server")
+Silo = TypeVar("Silo")
+Down = TypeVar("Down")
+Up = TypeVar("Up")
+Params = TypeVar("Params")
+Found = TypeVar("Found")
+
+
+class Combine(Enum):
+    """How replies are put together before the server sees them.
+
+    ``SUM`` adds them leaf by leaf, each times its weight where the exchange is weighted, so that
+    secure aggregation can be used and the server never sees one silo's reply. ``GATHER`` stacks
+    them along a leading axis, in the order of the participants.
+    """
+
+    SUM = "sum"
+    GATHER = "gather"
+
+
+class Info(NamedTuple):
+    """The server's report on a round."""
+
+    loss: Array  # (): minus the bound
+    # () bool: whether the server's numbers allow the round to be kept. The runtime checks the
+    # replies by itself. A run stops before a round that may not be kept.
+    ok: Array
+    # () float: how far the round moved the server's state; 0 where that is not measured.
+    change: Array | float = 0.0
+    report: Any = ()  # logged for each step
+
+
+class Reply(NamedTuple, Generic[Up]):
+    """The reply of a silo in an exchange."""
+
+    # What leaves the silo. Its shape depends neither on how many rows or local latents the silo
+    # has, nor on its data.
+    up: Up
+    # () bool: whether the numbers can be used. Where they cannot, zeros are sent in their place.
+    ok: Numbers
+    # () float, or (): the weight of ``up`` in a sum, such as a silo's number of rows. It is sent
+    # and read only in an exchange that is ``weighted``. In all others each reply counts once, so
+    # that a silo cannot give itself more weight.
+    weight: Array | float | tuple[()] = ()
+
+
+class Replies(NamedTuple, Generic[Up]):
+    """All replies to one question, combined as the server receives them."""
+
+    up: Up  # the weighted sum of all ``Reply.up``, or all of them along a leading axis of length k
+    ok: Array  # () bool, or (k,): whether all replies can be used, or one value for each
+    # (), or (k,): the sum of the weights, or all of them. A reply without a weight counts as 1.
+    weight: Array
+
+
+# A silo's part of an exchange: (noise, down, state, data) to its reply, and a draft of its state.
+Visit = Callable[[Any, Down, Silo, SiloData], tuple[Reply[Up], Any]]
+
+
+def no_noise(*args: object) -> tuple[()]:
+    """Return nothing, as the noise of exchanges that draw nothing."""
+    return ()
+
+
+def as_drafted(draft: Silo, sent: object) -> Silo:
+    """Return the draft, for a silo whose state does not depend on what was sent."""
+    return draft
+
+
+IMPORTANCE = "importance"  # the name of the exchange of an importance correction
+OUTER_LATENTS = "outer latents"  # of the one in which silos tell the latents that rows share
+
+
+class ExchangeId(NamedTuple):
+    """The record by which a party in another process knows an exchange, and can build it."""
+
+    name: str
+    # JSON, such as the number of draws of a correction. It is empty for an exchange of a run, whose
+    # settings are those of the method.
+    settings: str = ""
+
+    def read_settings(self) -> dict[str, Any]:
+        """Return the settings as a dict."""
+        try:
+            return dict(json.loads(self.settings or "{}"))
+        except (TypeError, ValueError) as error:
+            raise unknown_exchange(self.name) from error
+
+
+def unknown_exchange(name: str) -> ModelError:
+    """Return the error for a name of an exchange that the party's method does not have."""
+    return ModelError(
+        f"there is no exchange '{name}' here. Server and silos must run the same version, with the "
+        "same method, text and settings."
+    )
+
+
+class Exchange(NamedTuple, Generic[Silo, Down, Up]):
+    """A question to a silo: one message down to it, and one reply up from it.
+
+    Randomness is an argument: a runtime turns keys into noise by ``silo_noise``, for many rounds
+    at once where that is faster, and the rest is deterministic.
+
+    Attributes
+    ----------
+    name : str
+        The name by which a round asks.
+    silo : (noise, Down, silo_state, data) -> (Reply, draft)
+        The silo's function. Only ``Reply`` leaves the silo.
+    commit : (draft, sent) -> silo_state
+        The function that makes the next state of the draft, given ``Reply.up`` as it was really
+        sent: transforms (clipping, rounding) and checks may have changed it on its way out.
+    silo_noise : (key, silo_state) -> noise
+        The silo's noise. It may depend on the shapes of the state, not on its values.
+    combine : Combine
+    scatter : bool, or a pytree of bools
+        The leaves of ``Down`` that have a leading axis of length k, in the order of ``who``: each
+        participant receives its own slice of these. A prefix of ``Down``'s tree, such as
+        ``Down(eta=False, factor=True)``, or one bool for all leaves.
+    weighted : bool
+        Whether replies have weights.
+    usable : up -> () bool
+        Whether a reply can be used. The silo checks this before it sends; a server whose silos are
+        in other processes checks each reply once more.
+    lenient : bool
+        Whether a reply that cannot be used is handed on to the round. A search sets it: a point
+        too far away for a silo is a failed step, and the round is kept. A round of any other
+        exchange is not kept if a reply cannot be used.
+    settings : str
+        JSON, from which a silo in another process builds an exchange that belongs to no run.
+    like : () -> (down, up), optional
+        The shapes of the messages, where ``silo`` is a plain function of a stack of silos (silos,
+        ...), which cannot be traced and compiles by itself what depends on the text. Its noise is
+        none, or a key for each silo, and its reply is of NumPy arrays.
+    """
+
+    name: str
+    silo: Visit[Down, Silo, Up]
+    # Two functions and not one: between them a reply that cannot be used becomes zeros.
+    commit: Callable[[Any, Up], Any] = as_drafted
+    silo_noise: Callable[[Array, Any], Any] = no_noise
+    combine: Combine = Combine.SUM  # by default the one that secure aggregation can compute
+    scatter: Any = False
+    weighted: bool = False
+    usable: Callable[[Any], Array] = all_finite
+    lenient: bool = False
+    settings: str = ""
+    like: Callable[[], tuple[Any, Any]] | None = None
+
+    @property
+    def id(self) -> ExchangeId:
+        """Return the record by which other parties know the exchange."""
+        return ExchangeId(self.name, self.settings)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the silo's function is one of a stack of silos."""
+        return self.like is not None
+
+    def visit(
+        self, noise: object, down: Down, state: Silo, data: SiloData
+    ) -> tuple[Reply[Up], Any]:
+        """Return a silo's reply, with zeros in place of unusable numbers, and its next state."""
+        reply, draft = self.silo(noise, down, state, data)
+        # A weight outside of a weighted exchange is dropped here, at the silo: it would be one
+        # more number that leaves it.
+        weight = jnp.asarray(reply.weight, jnp.result_type(float)) if self.weighted else ()
+        reply = self.checked(reply._replace(weight=weight))
+        return reply, self.commit(draft, reply.up)
+
+    def checked(self, reply: Reply[Up]) -> Reply[Up]:
+        """Return the reply with ``ok`` as found, and zeros where it cannot be used."""
+        ok = jnp.asarray(reply.ok) & self.usable(reply.up)
+        if self.lenient:
+            return reply._replace(ok=ok)
+        # A NaN would make the sum over all silos NaN, and nobody could tell whose it was. Zeros
+        # keep the sum finite, and ``ok`` says that the round must not be kept.
+        up = jax.tree.map(lambda a: jnp.where(ok, a, jnp.zeros_like(a)), reply.up)
+        return reply._replace(up=up, ok=ok)
+
+
+class Ask(Protocol):
+    """The function by which a round asks silos; each runtime has its own.
+
+    Attributes
+    ----------
+    who : (k,) int
+        The indices of the silos that take part.
+    server_data : pytree
+        The server's data, in a vertical model.
+    """
+
+    @property
+    def who(self) -> Array: ...
+
+    @property
+    def server_data(self) -> Any: ...
+
+    def __call__(self, name: str, down: object) -> Replies[Any]:
+        """Send ``down`` to silos in the exchange of this name, and return their replies."""
+        ...
+
+
+# The function by which a plain program at the server asks all silos: an exchange and the message,
+# to the sum of the silos' replies, or all of them, as NumPy arrays.
+AskSilos = Callable[[Exchange[Any, Any, Any], Any], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """One step of the server, and the exchanges that it makes with silos.
+
+    ``run`` reads from top to bottom as the algorithm does in its paper. It asks for each exchange
+    once, in the order in which they are declared, and outside of ``cond``, ``scan`` and ``grad``:
+    ``replies = ask("draw", Down(...))``. It must be a pure function of its arguments and of the
+    replies. Where silos are in other processes, ``run`` is called again from its beginning after
+    each exchange, with the replies so far, and computes the earlier messages once more.
+
+    Attributes
+    ----------
+    exchanges : tuple of Exchange
+    run : (server_state, noise, ask) -> (server_state, Info)
+    noise : key -> noise
+        The server's noise.
+    """
+
+    exchanges: tuple[Exchange[Any, Any, Any], ...]
+    run: Callable[[Any, Any, Ask], tuple[Any, Info]]
+    noise: Callable[[Array], Any] = no_noise
+
+    def __post_init__(self) -> None:
+        names = [exchange.name for exchange in self.exchanges]
+        # A silo in another process knows an exchange by its name alone.
+        if not names or len(set(names)) < len(names):
+            raise ValueError(
+                f"a round's exchanges are {names}: expected at least one, each with a name of its "
+                "own, by which silos are asked."
+            )
+
+    @property
+    def name(self) -> str:
+        """Return the name of the first exchange, by which the round is known."""
+        return self.exchanges[0].name
+
+    @property
+    def id(self) -> ExchangeId:
+        """Return the id of the first exchange, by which other parties know the round."""
+        return self.exchanges[0].id
+
+
+def asked_directly(state: object, noise: object, ask: Ask) -> tuple[Any, Info]:
+    """Refuse to run as a round: a plain program at the server asks its exchanges one by one."""
+    raise TypeError("these exchanges belong to no round: a search asks them by itself.")
+
+
+def key_as_noise(key: Array, state: object = None) -> Array:
+    """Return the key itself, as the noise of a function that draws from it later."""
+    return key
+
+
+def of_stack(
+    f: Callable[[Any, Down, Silo, SiloData], Found], *, little: bool
+) -> Callable[[Any, Down, Silo, SiloData], Found]:
+    """Return a silo's function ``(noise, down, state, data)`` for a stack of silos, compiled.
+
+    ``down`` is one for all silos. With ``little`` work it is compiled quickly.
+    """
+
+    def of_silos(noise: Any, down: Down, states: Silo, data: SiloData) -> Found:
+        def of_silo(one: tuple[Any, Silo, SiloData]) -> Found:
+            return f(one[0], down, *one[1:])
+
+        # On one CPU one silo after the other: side by side all would wait where one searches for
+        # modes, and their numbers would not fit into a core's own memory. Several devices have
+        # silos of their own.
+        if jax.default_backend() == "cpu" and len(jax.devices()) == 1:
+            return jax.lax.map(of_silo, (noise, states, data))
+        return readable(jax.vmap(of_silo)((noise, states, data)))
+
+    return jit_once(of_silos) if little else jax.jit(of_silos)
+
+
+def stacked_reply(
+    f: Callable[[Any, Down, Silo, SiloData], Up], *, little: bool
+) -> Visit[Down, Silo, Up]:
+    """Return the part of a stack of silos in an exchange that leaves their states as they are.
+
+    ``f`` is what one silo tells: ``(noise, down, state, data) -> up``.
+    """
+    compiled = of_stack(f, little=little)
+
+    def reply(noise: Any, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Up], Silo]:
+        # Waited for in a way that Ctrl-C can end.
+        told = jax.block_until_ready(compiled(noise, down, state, data))
+        up: Up = jax.tree.map(np.asarray, told)
+        return Reply(up, np.ones(len(jax.tree.leaves(up)[0]), bool)), state
+
+    return reply
+
+
+def stacked_visit(visit: Visit[Down, Silo, Up], *, little: bool) -> Visit[Down, Silo, Up]:
+    """Return a silo's part of an exchange for a stack of silos, compiled, as of NumPy arrays."""
+    compiled = of_stack(visit, little=little)
+
+    def reply(noise: Any, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Up], Any]:
+        # Waited for in a way that Ctrl-C can end.
+        told, after = jax.block_until_ready(compiled(noise, down, state, data))
+        found: Reply[Up] = jax.tree.map(np.asarray, told)
+        return found, after
+
+    return reply
+
+
+class SharedParams(NamedTuple):
+    """The parameters of the globals' guide, and the shared parameters, unconstrained."""
+
+    guide: Any
+    theta: Theta
+
+
+class SiloParams(NamedTuple):
+    """The parameters of a silo's local guides, and its private parameters, unconstrained."""
+
+    guide: dict[str, GuideParams]
+    private: Theta
+
+
+class Shared(NamedTuple):
+    """The part of a server's state that all parties may know."""
+
+    theta: dict[str, Any]  # shared parameters, unconstrained
+    guide: Any  # parameters of the globals' guide, in its frame
+    frame: Gaussian
+
+
+class Private(NamedTuple):
+    """The part of a silo's state that never leaves it."""
+
+    theta: dict[str, Any]  # the silo's private parameters, unconstrained
+    guide: dict[str, Any]  # parameters of its local guides
+    # (dim,): the point of the globals' frame from which the local guides measure. By default it is
+    # the centre of the globals' guide. A silo that missed rounds still has an earlier centre.
+    centre: Array | None = None
+
+    def recentred(self, coordinates: Coordinates) -> Coordinates:
+        """Return coordinates of the globals, measured from the silo's own ``centre``."""
+        return coordinates if self.centre is None else coordinates._replace(centre=self.centre)
+
+
+class CarriedSilo(NamedTuple):
+    """A silo's part of an earlier result; its guides measure ``z_G`` from ``centre`` (dim,)."""
+
+    theta: Theta
+    guide: dict[str, GuideParams]
+    centre: Array
+
+
+class Sampled(NamedTuple):
+    """A silo's draws of its latents on their supports, ``{site: (n, ...)}``; they stay there."""
+
+    values: dict[str, Array]
+
+
+class WarmStart(NamedTuple):
+    """The functions by which an algorithm starts where an earlier run has ended."""
+
+    server: Callable[..., Any]  # (key, StartPoint) -> server_state
+    silo: Callable[..., Any]  # (key, CarriedSilo, StartPoint, data) -> silo_state
+
+
+class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
+    """An algorithm as pure functions; a runtime has the loop.
+
+    Replies are added up over the silos that take part in a round, not over all. Where a schedule
+    leaves silos out, let silos send changes, and keep the total at the server.
+
+    Attributes
+    ----------
+    init_server : key -> server_state
+    init_silo : (key, data) -> silo_state
+        It never leaves the silo.
+    round : Round
+        One step. A schedule may have several steps in what users call a round.
+    shared : server_state -> Shared
+    private : silo_state -> Private
+        By default a silo has neither parameters nor guides of its own.
+    watch : silo_state -> pytree of scalars, optional
+        Numbers that are logged for each visit of a silo, for the user of a simulation. They are
+        not a message.
+    watch_reply : up -> pytree of scalars, optional
+        The same numbers, read off a silo's reply, for a server whose silos are elsewhere.
+    done : server_state -> () bool, optional
+        Whether the algorithm has converged. No round follows after that.
+    opening : tuple of Round
+        Rounds that are run once, from the first states, before the first round.
+    carry : WarmStart, optional
+    server_like : pytree
+        Shapes of the server's data, in a vertical model.
+    without : {"wait", "exact", "scaled"}
+        What a round does without silos that do not answer: it waits for them; it is run with the
+        others and is as exact as with all; or it scales up the sum over the others, which is right
+        on average over the silos that are missing.
+    away : pytree, optional
+        The watched numbers of a silo that did not answer.
+    """
+
+    init_server: Callable[[Array], Server]
+    init_silo: Callable[[Array, SiloData], Silo]
+    round: Round
+    # Results read states through these two functions only, so that states may differ by algorithm.
+    shared: Callable[[Server], Shared]
+    private: Callable[[Silo], Private] = lambda state: Private({}, {})
+    watch: Callable[[Silo], Any] | None = None
+    watch_reply: Callable[[Any], Any] | None = None
+    done: Callable[[Server], Array] | None = None
+    opening: tuple[Round, ...] = ()
+    carry: WarmStart | None = None
+    server_like: Any = None
+    without: str = "wait"
+    away: Any = ()
+
+
+def ascend(
+    optim: optax.GradientTransformation, gradient: Params, opt_state: optax.OptState, params: Params
+) -> tuple[Params, optax.OptState]:
+    """Take one optimiser step up the bound, and return parameters and optimiser state."""
+    # Optax minimises.
+    descent = jax.tree.map(jnp.negative, gradient)
+    updates, opt_state = optim.update(descent, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state

@@ -1,0 +1,487 @@
+"""Silos in processes of their own, in the place of a list of their data."""
+
+from __future__ import annotations
+
+import json
+import queue
+import secrets
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol, TypeVar
+
+from numpyro_fed.basics.errors import (
+    ConvergenceWarning,
+    DataError,
+    ModelError,
+    SavedStateError,
+    SiloAwayError,
+    positive_int,
+    positive_number,
+)
+from numpyro_fed.basics.files import Store, Use, log_privately
+from numpyro_fed.basics.precision import is_double
+from numpyro_fed.rounds.messages import (
+    ACCEPT,
+    DESCRIBE,
+    KEYS,
+    PEERS,
+    SECURE,
+    Question,
+    Terms,
+    at_silo,
+    is_refusal,
+    raise_refusal,
+    read,
+    write,
+)
+
+# Seconds between two tries to reach a silo: the first is short, since most failures are, and a silo
+# that restarts is found within the last.
+FIRST_WAIT, LONGEST_WAIT = 0.05, 5.0
+# Silos that are asked at once; each takes a thread, which waits for bytes.
+MAX_AT_ONCE = 64
+LOG = "log.jsonl"
+SESSION, REPLIES = "session", "replies"  # what a journal keeps
+Cached = TypeVar("Cached")
+
+
+class Engine(Protocol):
+    """A carrier of bytes between the server and silos; it knows nothing of what they say."""
+
+    @property
+    def num_silos(self) -> int: ...
+
+    def send(self, silo: int, message: bytes, timeout: float) -> bytes:
+        """Return a silo's reply; raise an OSError if there is none within ``timeout`` seconds.
+
+        Then the same message is sent again.
+        """
+
+
+class Journal:
+    """All replies so far, in the order in which they came."""
+
+    def __init__(self, folder: Path, num_silos: int):
+        self._folder, self._use, store = folder, Use(folder), Store(folder)
+        self.session = store.get(SESSION) or secrets.token_bytes(12)
+        store.put({SESSION: self.session})
+        self._store = store.room(REPLIES)
+        # Of each silo the replies that the script has not asked for yet: their names.
+        self._waiting: list[deque[str]] = [deque() for _ in range(num_silos)]
+        names = self._store.names()
+        for name in names:
+            silo = int(name.split("/")[1])
+            if silo >= num_silos:
+                raise SavedStateError(
+                    f"{folder} has a reply of silo {silo}, but there are {num_silos} silos now. "
+                    "Give another folder as state=."
+                )
+            self._waiting[silo].append(name)
+        self._num_kept, self._refusals = len(names), list[tuple[int, bytes, bytes]]()
+
+    @property
+    def next_silo(self) -> int | None:
+        """Return the silo whose reply came next in an earlier process; None at the end."""
+        waiting = [(int(kept[0].split("/")[0]), j) for j, kept in enumerate(self._waiting) if kept]
+        return min(waiting)[1] if waiting else None
+
+    def known(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Return the replies to messages, by silo, that came in an earlier process."""
+        found: dict[int, bytes] = {}
+        for silo, message in messages.items():
+            if not self._waiting[silo]:
+                continue
+            name = self._waiting[silo][0]
+            if name.split("/")[2] != sha256(message).hexdigest():
+                raise SavedStateError(
+                    f"the script asks silo {silo} something else than it did before with the "
+                    f"replies in {self._folder}. Run the same script with the same versions, or "
+                    "give another folder as state=."
+                )
+            found[silo] = self._store.get(self._waiting[silo].popleft()) or b""
+        return found
+
+    def add(self, pairs: Mapping[int, tuple[bytes, bytes]]) -> None:
+        """Add replies to messages, by silo; they are on the disk before this returns.
+
+        An empty reply is that of a silo that was away. It and a refusal are written with the next
+        replies: a script that they end asks once more when it is run again, for the silo may have
+        been mended.
+        """
+        records, refusals = self._refusals, list[tuple[int, bytes, bytes]]()
+        for silo, (message, reply) in pairs.items():
+            told = refusals if not reply or is_refusal(reply) else records
+            told.append((silo, message, reply))
+        self._refusals = refusals
+        self._use.check()
+        kept = dict[str, bytes]()
+        for silo, message, reply in records:
+            kept[f"{self._num_kept}/{silo}/{sha256(message).hexdigest()}"] = reply
+            self._num_kept += 1
+        self._store.put(kept)
+
+
+class Arrivals:
+    """The messages of an exchange that are under way, and the replies in the order of arrival.
+
+    A silo that does not answer within the patience gets the same message again, and the others go
+    on. With a journal the replies of an earlier process arrive first, as they did then.
+    ``at_once`` silos are asked at the same time, each in a thread. With 1 there is no thread:
+    :meth:`next` asks the silo that has waited longest.
+    """
+
+    def __init__(
+        self,
+        exchange: str,
+        # Waits for a silo's reply until a deadline of the monotonic clock, and returns the reply or
+        # the last error.
+        ask: Callable[[int, bytes, float], bytes | OSError],
+        patience: float,  # seconds
+        journal: Journal | None,
+        at_once: int,
+    ):
+        self._exchange, self._ask, self._patience = exchange, ask, patience
+        self._journal, self._at_once = journal, at_once
+        self._messages = dict[int, bytes]()  # the oldest first
+        self._asked, self._away = set[int](), dict[int, str]()
+        self._come: queue.SimpleQueue[tuple[int, bytes | Exception]] = queue.SimpleQueue()
+
+    def send(self, silo: int, message: bytes) -> None:
+        """Send a message to a silo that has replied to the last one."""
+        self._messages[silo] = message
+        if self._journal is None or self._journal.next_silo is None:
+            self._ask_in_threads()
+
+    def next(self) -> tuple[int, bytes]:
+        """Return the next silo whose reply to its last message has arrived, and the reply."""
+        journal = self._journal
+        if journal is not None and (silo := journal.next_silo) is not None:
+            if silo not in self._messages:
+                raise SavedStateError(
+                    f"the script does not ask silo {silo}, whose reply came next before. Run the "
+                    "same script with the same versions, or give another folder as state=."
+                )
+            reply = journal.known({silo: self._messages[silo]})[silo]
+        else:
+            silo, reply = self._arrived()
+            if journal is not None:
+                journal.add({silo: (self._messages[silo], reply)})
+        del self._messages[silo]
+        self._away.clear()
+        raise_refusal(reply, silo, self._exchange)
+        return silo, reply
+
+    def _arrived(self) -> tuple[int, bytes]:
+        """Wait for the next reply, and return the silo and the reply."""
+        reply: bytes | Exception
+        while True:
+            if self._at_once > 1:
+                self._ask_in_threads()
+                silo, reply = self._come.get()
+            else:
+                silo, message = next(iter(self._messages.items()))
+                reply = self._ask(silo, message, time.monotonic() + self._patience)
+            self._asked.discard(silo)
+            if isinstance(reply, bytes):
+                return silo, reply
+            if not isinstance(reply, OSError):
+                raise reply
+            # The same message: one that is still at work on it need not begin again.
+            self._messages[silo] = self._messages.pop(silo)
+            self._away[silo] = f"{reply}" or type(reply).__name__
+            if self._away.keys() >= self._messages.keys():
+                raise SiloAwayError(self._away, self._exchange, self._patience, {})
+            warnings.warn(
+                f"no reply to the exchange '{self._exchange}' within {self._patience:g} s from "
+                f"silo {silo} ({self._away[silo]}). The others go on, and it is asked again.",
+                category=ConvergenceWarning,
+                stacklevel=2,
+            )
+
+    def _ask_in_threads(self) -> None:
+        """Ask silos whose message has not been sent yet, as many as may be asked at once."""
+        if self._at_once == 1:
+            return
+        for silo in [j for j in self._messages if j not in self._asked]:
+            if len(self._asked) == self._at_once:
+                return
+            # A daemon: a script that has ended does not wait for replies that nobody uses.
+            pair = silo, self._messages[silo]
+            threading.Thread(target=self._wait, args=pair, daemon=True).start()
+            self._asked.add(silo)
+
+    def _wait(self, silo: int, message: bytes) -> None:
+        try:
+            self._come.put((silo, self._ask(silo, message, time.monotonic() + self._patience)))
+        except Exception as error:  # raised where the reply is waited for
+            self._come.put((silo, error))
+
+
+class Federation:
+    """Silos in processes of their own, which any method takes in the place of a list of dicts.
+
+    All silos of an exchange are asked at once. A silo that does not answer is asked again until
+    ``patience`` is over; messages are numbered, so that one that arrives twice moves nothing.
+
+    Parameters
+    ----------
+    engine : Engine
+        It carries bytes: :class:`numpyro_fed.network.Sockets`, or one of your own with
+        ``num_silos`` and ``send(silo, message, timeout)``.
+    names : dict, optional
+        The objects that silos know by name, such as ``{"model": model}``: models, and methods with
+        settings that no message can hold (an optimiser). By default a model is named by its
+        ``__name__``. ``numpyro-fed run`` passes the variables of the study's file.
+    patience : float
+        Seconds to wait for a silo in each exchange.
+    missing : {"wait", "reweight"}
+        What rounds of SFVI do without silos that are away once ``patience`` is over: the run ends
+        with an error, from which the same script goes on; or the sum over the others is scaled up.
+        Rounds of PVI go on in any case, since the factor of a silo that is away stays as it is.
+        Searches and corrections need all silos.
+    state : str or Path, optional
+        A folder in which all replies are kept. The same script with the same folder goes on where
+        it has ended, in a new process too: it is given the replies so far, and asks silos only for
+        what comes after.
+    log : str or Path, optional
+        A file to which a line of JSON is added for each message: time, silo, exchange, seconds,
+        bytes of message and reply, their SHA-256 as in the audit log of the silo, and the error of
+        a silo that did not answer in time. By default ``log.jsonl`` in the folder ``state``, if
+        there is one.
+    at_once : int
+        The number of silos that are asked at the same time; each takes a thread.
+    secure_sum : bool
+        Whether silos mask their replies, so that the server learns the sum over all silos of an
+        exchange and no reply of one. Exchanges and schedules that need single replies are refused:
+        :func:`numpyro_fed.Result.silos`, ``leave_out``, PVI one silo after the other. At silos it
+        needs the extra ``privacy``. A silo's owner asks for it by ``Policy(secure_sum=True)``.
+
+    Raises
+    ------
+    SiloAwayError
+        Naming the silos that did not answer in time.
+    ModelError, DataError
+        With what a silo has refused, and its number.
+
+    Examples
+    --------
+    Three silos in this process, with bytes between them:
+
+    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
+    >>> import numpyro_fed as nf
+    >>> def model(y):
+    ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+    ...     with nf.silo_plate("row", y.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+    >>> data = [dict(y=np.array(y)) for y in ([1.0, 2.0], [3.0, 4.0, 5.0], [2.0])]
+    >>> small = nf.Policy(min_rows=1, parameters_per_row=1.0)
+    >>> silos = [nf.Silo(d, names={"model": model}, policy=small) for d in data]
+    >>> federation = nf.Federation(nf.network.InMemory([silo.answer for silo in silos]))
+    >>> result = nf.PVI(model).run(jax.random.key(0), 1, federation, progress_bar=False)
+    >>> round(float(result.posterior()["mu"].mean), 3)
+    2.829
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        names: Mapping[str, Any] | None = None,
+        patience: float = 600.0,
+        missing: str = "wait",
+        state: str | Path | None = None,
+        log: str | Path | None = None,
+        at_once: int = MAX_AT_ONCE,
+        secure_sum: bool = False,
+    ):
+        positive_int("at_once", at_once)
+        positive_number("patience", patience)
+        if missing not in ("wait", "reweight"):
+            raise ValueError(f"missing={missing!r}: expected 'wait' or 'reweight'.")
+        self.missing, self.secure_sum = missing, secure_sum
+        self._state, self._most_at_once = None if state is None else Path(state), at_once
+        self._engine, self.names, self.patience = engine, dict(names or {}), patience
+        self.num_silos = engine.num_silos
+        self._journal = journal = None if state is None else Journal(Path(state), self.num_silos)
+        self._log = Path(state) / LOG if log is None and state is not None else log
+        self._log_lock = threading.Lock()
+        self._session = secrets.token_bytes(12) if journal is None else journal.session
+        self._num_sums = self._num_parts = self._num_runs = 0
+        self._cached = dict[Hashable, Any]()
+        self._at_once = min(self.num_silos, at_once)
+        one = self._at_once == 1
+        self._pool = None if one else ThreadPoolExecutor(self._at_once, "numpyro-fed-ask")
+
+    def __len__(self) -> int:
+        return self.num_silos
+
+    def of(self, silos: Sequence[int]) -> Federation:
+        """Return the federation of some of the silos, in this order.
+
+        Its replies are kept in a folder of their own below ``state``.
+        """
+        # Numbered: the same script makes the same ones again, and each keeps its own replies.
+        self._num_parts += 1
+        folder = None if self._state is None else self._state / f"part-{self._num_parts}"
+        numbers, send = tuple(silos), self._engine.send
+        engine: Any = SimpleNamespace(
+            num_silos=len(numbers), send=lambda silo, *args: send(numbers[silo], *args)
+        )
+        return Federation(
+            engine,
+            names=self.names,
+            patience=self.patience,
+            missing=self.missing,
+            state=folder,
+            log=self._log,
+            at_once=self._most_at_once,
+            secure_sum=self.secure_sum,
+        )
+
+    def cached(self, name: Hashable, make: Callable[[], Cached]) -> Cached:
+        """Return the object of this name, made at its first use."""
+        if name not in self._cached:
+            self._cached[name] = make()
+        return self._cached[name]
+
+    def new_run(self) -> bytes:
+        """Return the id of a new run."""
+        self._num_runs += 1
+        return self._session + self._num_runs.to_bytes(4, "little")
+
+    def describe(self, method: Mapping[str, Any]) -> tuple[str, list[str]]:
+        """Return an id for a method, and each silo's facts for it, as JSON.
+
+        ``method`` is what silos need to build the same: ``{"model": "model"}`` alone, or with a
+        method's name and settings.
+        """
+        asked = {**method, "double": is_double()} | ({SECURE: True} if self.secure_sum else {})
+        settings = json.dumps(asked, sort_keys=True)
+
+        def make() -> tuple[str, list[str]]:
+            id_ = f"{self._session.hex()}-{len(self._cached)}"
+            answers = self._ask_all(DESCRIBE, [settings] * self.num_silos, id_)
+            return id_, [_text("facts", answer, j) for j, answer in enumerate(answers)]
+
+        return self.cached(("facts", settings), make)
+
+    def ask_of_data(self, exchange: str, settings: str) -> list[bytes]:
+        """Return each silo's reply to a question about its data that needs no model.
+
+        The same question is asked once.
+        """
+        if self.secure_sum:
+            raise ModelError(
+                f"'{exchange}' is told silo by silo, and this federation asks for secure sums "
+                "alone (secure_sum=True). Ask by a Federation without, if all silos allow it."
+            )
+        every = [settings] * self.num_silos
+        return self.cached((exchange, settings), lambda: self._ask_all(exchange, every))
+
+    def accept(self, method: str, plan: str) -> None:
+        """Send the agreed plan of a method to all silos, each with its number."""
+        numbers = range(self.num_silos)
+        self._ask_all(ACCEPT, [json.dumps({"plan": plan, "number": j}) for j in numbers], method)
+
+    def ask(self, who: Sequence[int], messages: Sequence[bytes], exchange: str) -> list[bytes]:
+        """Return the reply of each silo of ``who`` to its message; all are asked at once."""
+        pairs = dict(zip(who, messages, strict=True))
+        known = {} if self._journal is None else self._journal.known(pairs)
+        deadline = time.monotonic() + self.patience
+        asked = [(j, message, deadline) for j, message in pairs.items() if j not in known]
+        replies = {j: reply for j, reply in known.items() if reply}
+        away = {j: "away then, too" for j, reply in known.items() if not reply}
+        # One after the other in this thread, whose settings of JAX a silo in it may need.
+        run = map if self._pool is None else self._pool.map
+        found = run(lambda one: self._one(exchange, *one), asked)
+        for (j, *_), reply in zip(asked, found, strict=True):
+            if isinstance(reply, bytes):
+                replies[j] = reply
+            else:
+                away[j] = f"{reply}" or type(reply).__name__
+        if self._journal is not None:
+            # Also where some are away: what has come is not asked for again.
+            self._journal.add({j: (m, replies.get(j, b"")) for j, m, _ in asked})
+        if away:
+            raise SiloAwayError(away, exchange, self.patience, replies)
+        for j in who:
+            raise_refusal(replies[j], j, exchange)
+        return [replies[j] for j in who]
+
+    def sum_terms(self, who: Sequence[int]) -> dict[int, Terms]:
+        """Return the terms of a new sum over silos, as each of them is told.
+
+        Before the first one, all silos of the federation tell each other their public keys.
+        """
+        session, silos = self._session.hex(), range(self.num_silos)
+
+        def exchange_keys() -> bool:
+            named = [{"session": at_silo(session, j), "number": j} for j in silos]
+            answers = self._ask_all(KEYS, [json.dumps(one, sort_keys=True) for one in named])
+            keys = [_text("keys", answer, j) for j, answer in enumerate(answers)]
+            told = ({**one, "keys": keys} for one in named)
+            self._ask_all(PEERS, [json.dumps(one, sort_keys=True) for one in told])
+            return True
+
+        self.cached("keys", exchange_keys)
+        self._num_sums += 1
+        return {j: Terms(at_silo(session, j), self._num_sums, tuple(sorted(who))) for j in who}
+
+    def _ask_all(self, exchange: str, settings: Sequence[str], method: str = "") -> list[bytes]:
+        """Return all silos' replies to a question before a run, each to its own settings."""
+        silos = range(self.num_silos)
+        questions = [Question(exchange, settings[j], method=at_silo(method, j)) for j in silos]
+        return self.ask(silos, [write({}, q.head()) for q in questions], exchange)
+
+    def arrivals(self, exchange: str) -> Arrivals:
+        """Return the way to silos whose replies are taken one by one, as they arrive."""
+        ask = partial(self._one, exchange)
+        return Arrivals(exchange, ask, self.patience, self._journal, self._at_once)
+
+    def _one(self, exchange: str, silo: int, message: bytes, deadline: float) -> bytes | OSError:
+        """Send a message, and again until the deadline; return the reply or the last error.
+
+        The log has it before this returns.
+        """
+        reply: bytes | OSError | None
+        began, wait, reply = time.monotonic(), FIRST_WAIT, None
+        while reply is None:
+            try:
+                reply = self._engine.send(silo, message, max(deadline - time.monotonic(), 0.001))
+            except OSError as error:
+                if time.monotonic() + wait >= deadline:
+                    reply = error
+                else:
+                    time.sleep(wait)
+                    wait = min(2 * wait, LONGEST_WAIT)
+        if self._log is not None:
+            line = {
+                "silo": silo,
+                "exchange": exchange,
+                "seconds": round(time.monotonic() - began, 4),
+                "sent": len(message),
+                "message": sha256(message).hexdigest(),
+            }
+            if isinstance(reply, bytes):
+                line |= {"received": len(reply), "reply": sha256(reply).hexdigest()}
+            else:
+                line["away"] = repr(reply)
+            with self._log_lock:
+                log_privately(self._log, line)
+        return reply
+
+
+def _text(name: str, answer: bytes, silo: int) -> str:
+    """Return a text in the head of a silo's reply."""
+    head, _ = read(answer)
+    if name not in head:
+        raise DataError(f"the reply of silo {silo} lacks its {name}. Is it of another version?")
+    return head[name]

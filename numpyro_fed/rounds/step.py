@@ -1,0 +1,379 @@
+"""One step of an algorithm, with any way to reach the silos.
+
+A round is a function of the server that calls ``ask`` for each of its exchanges. :func:`step` lets
+it reach silos through a runtime's :class:`Transport` and carries their states.
+:func:`replayed_part` replays replies that are known and stops the round where the next one is
+missing: so a round can be compiled although its silos are outside of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.extend.core import get_opaque_trace_state
+
+from numpyro_fed.basics.trees import Numbers, all_finite, drop_weak_types, namespace
+from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.rounds.exchange import (
+    Ask,
+    Combine,
+    Down,
+    Exchange,
+    FederatedAlgorithm,
+    Info,
+    Replies,
+    Reply,
+    Round,
+    Silo,
+    Up,
+)
+from numpyro_fed.rounds.noise import exchange_key, silo_key
+from numpyro_fed.rounds.stack import Batches, ServerData, Stacks
+
+Source = TypeVar("Source")  # silos' noise, or keys that it is drawn from
+Silos = TypeVar("Silos")  # all silos' states, in the form in which a runtime keeps them
+Exchanges = Sequence[Exchange[Any, Any, Any]]
+# Returns a token of the transformation that is being traced; equal tokens, the same one.
+_trace_state = partial(get_opaque_trace_state, convention="nnx")
+
+
+def combine(how: Combine, stacks: Sequence[Reply[Up]], order: Numbers | None = None) -> Replies[Up]:
+    """Return the replies of all stacks as one: summed, or gathered in ``order``.
+
+    Leaves of ``stacks`` are (n, ...) for a bucket of n participants; ``order`` (k,) lists positions
+    in their concatenation. Of NumPy's arrays it is computed by NumPy.
+    """
+    # A reply without a weight counts as 1.
+    weights: list[Any] = [
+        namespace(reply.ok).ones(jnp.shape(reply.ok))
+        if isinstance(reply.weight, tuple)
+        else jnp.asarray(reply.weight)
+        for reply in stacks
+    ]
+    if how is Combine.GATHER:
+        index = slice(None) if order is None else order
+        triples = [(reply.up, reply.ok, w) for reply, w in zip(stacks, weights, strict=True)]
+        return Replies(*jax.tree.map(lambda *a: namespace(a[0]).concatenate(a)[index], *triples))
+
+    def total(reply: Reply[Up], weight: Array) -> Up:
+        def weighted(a: Array) -> Array:
+            # Integers count something, silos or rows, and add up without weights.
+            if isinstance(reply.weight, tuple) or not jnp.issubdtype(a.dtype, jnp.inexact):
+                return a.sum(0)
+            return (a * jnp.expand_dims(weight.astype(a.dtype), range(1, a.ndim))).sum(0)
+
+        return jax.tree.map(weighted, reply.up)
+
+    totals = [total(*pair) for pair in zip(stacks, weights, strict=True)]
+    sums = [weight.sum() for weight in weights]
+    up = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *totals)
+    weight = sum(sums[1:], sums[0])
+    # A number as the others, so that over several devices one sum carries all of them.
+    bad = sum(
+        (namespace(reply.ok).sum(~reply.ok, dtype=weight.dtype) for reply in stacks), 0 * weight
+    )
+    return Replies(up, bad == 0, weight)
+
+
+def for_participants(scatter: object, down: Down, index: Array | int) -> Down:
+    """Return the message for participants ``index``: leaves marked in ``scatter`` are indexed."""
+    one = partial(jax.tree.map, lambda a: a[index])
+    return jax.tree.map(lambda scattered, all_: one(all_) if scattered else all_, scatter, down)
+
+
+class Answers(NamedTuple, Generic[Silos]):
+    """The replies of one exchange, and the silos' states after it."""
+
+    replies: Replies[Any]  # added up or stacked, as the exchange declares
+    ok: Numbers  # (k,) bool, in the order in which the runtime keeps silos
+    silos: Silos  # the silos' states afterwards, in whatever form the runtime keeps them
+    watched: Any = ()  # (k, ...): ``FederatedAlgorithm.watch`` of the participants' new states
+
+
+# A way to send a message to silos and get replies: the only part in which runtimes differ. It is
+# given the exchange, silos' noise or keys to draw it from, the message, participants (k,), and all
+# silos' states.
+Transport = Callable[[Exchange[Any, Any, Any], Source, Any, Array, Silos], Answers[Silos]]
+# The server's noise in a round, and for each exchange the silos' noise or the keys of it.
+RoundNoise = tuple[Any, Sequence[Any]]
+
+
+class _Asker:
+    """The function ``ask`` of a round; it refuses exchanges out of order or in a transformation.
+
+    ``answer(number, exchange, down)`` returns the replies to the round's exchange of that number.
+    """
+
+    def __init__(
+        self,
+        exchanges: Exchanges,
+        who: Array,
+        server_data: ServerData,
+        answer: Callable[[int, Exchange[Any, Any, Any], Any], Replies[Any]],
+    ):
+        self.who, self.server_data, self._answer = who, server_data, answer
+        self.ok: Array = jnp.array(True)
+        self._exchanges, self._num_asked, self._trace_state = exchanges, 0, _trace_state()
+
+    def __call__(self, name: str, down: object) -> Replies[Any]:
+        number, names = self._num_asked, [x.name for x in self._exchanges]
+        if names[number : number + 1] != [name]:
+            raise TypeError(
+                f"a round asks for '{name}' after {number} of its exchanges, which are {names}: "
+                "ask for each of them once, in their order."
+            )
+        # Under cond, scan or grad a message would be a tracer of that transformation, which cannot
+        # leave the program; and a scan would ask once for all of its steps.
+        if _trace_state() != self._trace_state:
+            raise TypeError(
+                f"a round asks for '{name}' inside of a transformation (cond, scan, grad, vmap or "
+                "jit). Silos answer outside of these: ask first, and transform what is done with "
+                "the replies; for gradients, pull the replies back by jax.vjp of what is sent."
+            )
+        self._num_asked = number + 1
+        exchange = self._exchanges[number]
+        replies = self._answer(number, exchange, down)
+        if not exchange.lenient:
+            self.ok = self.ok & jnp.asarray(replies.ok).all()
+        return replies
+
+    def finish(self, info: Info) -> Info:
+        """Return a round's report, with ``ok`` of its replies; refuse a missing exchange."""
+        if self._num_asked < len(self._exchanges):
+            missed = self._exchanges[self._num_asked].name
+            raise TypeError(f"a round ends without asking for '{missed}', which it declares.")
+        return info._replace(ok=info.ok & self.ok)
+
+
+def step(
+    round_: Round,
+    transport: Transport[Any, Silos],
+    noise: RoundNoise,
+    server: object,
+    silos: Silos,
+    who: Array,
+    server_data: ServerData = None,
+) -> tuple[Any, Silos, Info, Array, Any]:
+    """Run one step, and return both new states, the server's report, good replies, what is watched.
+
+    The report's ``ok`` is true only if all replies were good; which participants' were in all
+    exchanges (k,) is in the runtime's order.
+    """
+    good: Any = jnp.ones(jnp.shape(who), bool)
+    watched: Any = ()
+
+    def answer(number: int, exchange: Exchange[Any, Down, Up], down: Down) -> Replies[Any]:
+        nonlocal silos, good, watched
+        answers = transport(exchange, noise[1][number], down, who, silos)
+        silos, watched, good = answers.silos, answers.watched, good & answers.ok
+        return answers.replies
+
+    ask = _Asker(round_.exchanges, who, server_data, answer)
+    server, info = round_.run(server, noise[0], ask)
+    return server, silos, ask.finish(info), good, watched
+
+
+class _MessageReady(BaseException):
+    """The carrier of a message out of a round; no ``Exception``, which a round may catch."""
+
+
+def replayed_part(
+    round_: Round,
+    server: object,
+    noise: object,
+    who: Array,
+    server_data: ServerData = None,
+    replies: Sequence[Replies[Any]] = (),
+) -> Any:
+    """Run a round on known replies, up to the first exchange that has none, or to the end.
+
+    Returns the message of that exchange; or, if no reply is missing, what the round returns.
+    """
+    stopped = False
+
+    def answer(number: int, exchange: Exchange[Any, Down, Up], down: Down) -> Replies[Any]:
+        nonlocal stopped
+        if number == len(replies):
+            stopped = True
+            raise _MessageReady(down)
+        return replies[number]
+
+    ask = _Asker(round_.exchanges, who, server_data, answer)
+    try:
+        after, info = round_.run(server, noise, ask)
+    except _MessageReady as ready:
+        return ready.args[0]
+    # A bare ``except:`` in the round has swallowed the message, and what it returned instead must
+    # not be taken for one.
+    if stopped:
+        raise TypeError("a round catches every exception around a question: let them pass.")
+    return after, ask.finish(info)
+
+
+def compiled_in_parts(round_: Round) -> Round:
+    """Return the same round, compiled up to each of its exchanges.
+
+    This is for silos that are outside of the program. A compiled program cannot wait for a reply,
+    so the round is run from its beginning for each message, on the replies so far, and once more
+    for the new state. Rounds are pure, so that every run computes the same numbers.
+    """
+
+    # jit has one program for each number of replies: n exchanges make n + 1 of them.
+    @jax.jit
+    def compiled(
+        server: object,
+        noise: object,
+        who: Array,
+        server_data: ServerData,
+        replies: Sequence[Replies[Any]],
+    ) -> Any:
+        return replayed_part(round_, server, noise, who, server_data, replies)
+
+    def run(state: object, noise: object, ask: Ask) -> tuple[Any, Info]:
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return round_.run(state, noise, ask)
+        replies: list[Replies[Any]] = []
+        for exchange in round_.exchanges:
+            down = compiled(state, noise, ask.who, ask.server_data, replies)
+            replies.append(ask(exchange.name, down))
+        return compiled(state, noise, ask.who, ask.server_data, replies)
+
+    return replace(round_, run=run, noise=jax.jit(round_.noise))
+
+
+# An exchange with the shapes of what it sends down to a silo, and of the silo's reply.
+MessageShapes = tuple[Exchange[Any, Any, Any], Any, Reply[Any]]
+
+
+def message_shapes(
+    algorithm: FederatedAlgorithm[Any, Any],
+    rounds: Sequence[Round],
+    data: SiloData,
+    server_data: ServerData = None,
+) -> list[MessageShapes]:
+    """Return the shapes of all messages of rounds with one silo that holds ``data``.
+
+    The rounds follow each other from the algorithm's first states; nothing is computed. Without
+    ``server_data`` the algorithm's ``server_like`` gives the shapes of what the server holds.
+    """
+    if server_data is None:
+        server_data = algorithm.server_like
+    exchanges: list[Exchange[Any, Any, Any]] = []
+
+    def trace(key: Array, data: SiloData, server_data: ServerData) -> list[tuple[Any, Reply[Any]]]:
+        server, silo = algorithm.init_server(key), algorithm.init_silo(key, data)
+        crossed: list[tuple[Any, Reply[Any]]] = []
+
+        def transport(
+            exchange: Exchange[Silo, Down, Up], noise: Array, down: Down, who: Array, silos: Silo
+        ) -> Answers[Silo]:
+            sent = for_participants(exchange.scatter, down, 0)
+            reply, after = exchange.visit(exchange.silo_noise(noise, silos), sent, silos, data)
+            exchanges.append(exchange)
+            crossed.append((drop_weak_types(sent), reply))
+            # A single silo is a stack of one, so that the server sees replies as in a real round.
+            stack = jax.tree.map(lambda a: jnp.asarray(a)[None], reply)
+            return Answers(combine(exchange.combine, [stack]), stack.ok, after)
+
+        for round_ in rounds:
+            if any(x.stacked for x in round_.exchanges):
+                continue  # they leave states of the same shapes
+            noise = round_.noise(key), [key] * len(round_.exchanges)
+            server, silo, *_ = step(
+                round_, transport, noise, server, silo, jnp.arange(1), server_data
+            )
+        return crossed
+
+    shapes = jax.eval_shape(trace, jax.random.key(0), data, server_data)
+    traced = {x.name: (x, *both) for x, both in zip(exchanges, shapes, strict=True)}
+    asked = [x for round_ in rounds for x in round_.exchanges]
+    return [declared(x) if x.stacked else traced[x.name] for x in asked]
+
+
+def declared(exchange: Exchange[Any, Any, Any]) -> MessageShapes:
+    """Return the shapes of the messages of a stacked exchange, which says them itself."""
+    down, up = cast(Callable[[], tuple[Any, Any]], exchange.like)()
+    ok: Any = jax.ShapeDtypeStruct((), bool)
+    return exchange, down, Reply(up, ok)
+
+
+class AskAll:
+    """The function that asks all silos; it knows their states, and who was unusable last."""
+
+    def __init__(
+        self, transport: Transport[Array, Stacks], key: Array, num_silos: int, silos: Stacks
+    ):
+        self._transport, self._key = transport, key
+        self._who: Any = np.arange(num_silos)
+        self.silos, self.number, self.unusable = silos, 0, tuple[int, ...]()
+
+    def __call__(self, exchange: Exchange[Any, Down, Up], down: Down) -> Up:
+        """Return the replies' ``up`` as NumPy arrays, added up or gathered."""
+        key = exchange_key(self._key, self.number, 0, 1)
+        answers = self._transport(exchange, key, down, self._who, self.silos)
+        self.silos = answers.silos
+        self.number += 1
+        self.unusable = tuple(np.flatnonzero(~np.asarray(answers.ok)).tolist())
+        up: Up = jax.tree.map(np.asarray, answers.replies.up)
+        return up
+
+
+def transport_of_stacks(batches: Batches) -> Transport[Any, Stacks]:
+    """Return the transport to silos of this process, whose part of the exchange is stacked."""
+    numbers = np.concatenate([np.asarray(b.silos) for b in batches])
+
+    def transport(
+        exchange: Exchange[Any, Down, Up], noise: Array, down: Down, who: Any, silos: Stacks
+    ) -> Answers[Stacks]:
+        replies, after = [], []
+        for batch, states in zip(batches, silos, strict=True):
+            states = batch.padded(states)
+            keys = exchange.silo_noise(noise, states)
+            if not isinstance(keys, tuple):
+                keys = _keys_of(noise, batch.padded(np.asarray(batch.silos)))
+            answer = exchange.silo(keys, down, states, batch.data)
+            reply, states = batch.real(answer)
+            replies.append(checked(exchange, reply))
+            after.append(states)
+        order = np.argsort(numbers)
+        ok = np.concatenate([reply.ok for reply in replies])[order]
+        return Answers(combine(exchange.combine, replies, order), ok, tuple(after))
+
+    return transport
+
+
+@jax.jit
+def _keys_of(key: Array, silos: Array) -> Array:
+    """Return the keys (n,) of silos in an exchange."""
+    return jax.vmap(partial(silo_key, key))(silos)
+
+
+def checked(exchange: Exchange[Any, Any, Up], reply: Reply[Up]) -> Reply[Up]:
+    """Return the replies of a stack of silos, checked as by :meth:`Exchange.checked`.
+
+    Numbers are sent in the precision of this moment, whatever a silo has computed in.
+    """
+    real = jnp.result_type(float)
+    as_agreed = jax.tree.map(lambda a: a.astype(real) if a.dtype.kind == "f" else a, reply.up)
+    reply = reply._replace(up=as_agreed)
+    if exchange.usable is all_finite:
+        leaves = [np.isfinite(a).reshape(len(a), -1).all(1) for a in jax.tree.leaves(reply.up)]
+        usable = np.logical_and.reduce(leaves)
+    else:
+        silos = range(len(np.asarray(reply.ok)))
+        each = (jax.tree.map(lambda a, i=i: a[i], reply.up) for i in silos)
+        usable = np.array([bool(exchange.usable(up)) for up in each])
+    ok: np.ndarray = np.asarray(reply.ok) & usable
+    if exchange.lenient:
+        return reply._replace(ok=ok)
+    zeroed = jax.tree.map(
+        lambda a: np.where(ok.reshape(-1, *[1] * (a.ndim - 1)), a, np.zeros_like(a)), reply.up
+    )
+    return reply._replace(up=zeroed, ok=ok)

@@ -1,4 +1,0 @@
-"""Runtimes: they drive any algorithm and know none.
-
-May import ``model.data`` and ``algorithms.base``; imported by methods and results alone.
-"""

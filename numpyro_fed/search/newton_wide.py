@@ -1,0 +1,233 @@
+r"""The search for the mode of the joint density where the globals are many: L-BFGS over silos.
+
+In each exchange the server sends a point. Silo ``j`` integrates its own latents by Laplace's
+method, and replies with its log likelihood at the point, the gradient and, if asked, the diagonal
+:math:`d_j` of its negative Hessian. Steps are those of Optax's L-BFGS in coordinates scaled by
+:math:`\sqrt{d}`, so that units do not matter. A step is shortened until the density rises by a
+share of what its slope predicts (Armijo's rule).
+
+Silos compute the diagonal at the first point, after 8, 16, 32, ... steps, and at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from numpyro_fed.basics.trees import Numbers, namespace, where
+from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.rounds.exchange import AskSilos, Reply, of_stack
+from numpyro_fed.search.expand import (
+    BATCH,
+    NUDGE,
+    Aux,
+    Expansion,
+    SiloExpansion,
+    SiloState,
+    flat_size,
+    shape,
+    silo_expansion,
+    silo_log_likelihood,
+    unraveller,
+)
+from numpyro_fed.search.newton import AnySearch, AnyStart, rounding_of
+from numpyro_fed.text.binding import Rows
+
+# Pairs that L-BFGS keeps. An exchange with silos costs far more than the products with the pairs,
+# so more than the usual ten; each takes the memory of two vectors of globals at the server.
+LBFGS_PAIRS = 30
+# Steps after which the diagonal is computed again; then after 16, 32, ... It costs as much as
+# ``n`` gradients and empties L-BFGS's memory, so the gaps double.
+FIRST_REFRESH = 8
+ARMIJO = 1e-4  # share of the predicted gain that a step must reach: Nocedal and Wright's value
+# Factor of a step that failed; each try is an exchange, so shorter than the usual half.
+BACKTRACK = 0.25
+MIN_SHARE = 1e-6  # of a step: below it the direction is given up
+MAX_IDLE = 10  # steps in a row that gain little, after which the search has arrived
+MIN_GAIN = 1e-3  # nats: a step that gains less counts as one of these
+
+LBFGS = optax.scale_by_lbfgs(LBFGS_PAIRS)
+_lbfgs_update = jax.jit(LBFGS.update)
+
+
+class PlacesToTry(NamedTuple):
+    """A message of the server: a point (n,) for each start, and whether to send the diagonal."""
+
+    place: Numbers
+    with_diagonal: Numbers
+
+
+@dataclass
+class WideStart(AnyStart):
+    """The search from one place by L-BFGS; its best point has the latest diagonal of the Hessian.
+
+    ``direction`` (n,): The next point is ``best.x + share * direction``.
+    ``slope``: The derivative of the density with respect to ``share``.
+    ``memory``: The state of L-BFGS, in the coordinates that it scales.
+    ``with_diagonal``: Whether silos compute the diagonal at the next point.
+    ``steps``: Steps that led up.
+    """
+
+    direction: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    slope: float = 0.0
+    share: float = 1.0
+    memory: optax.OptState = None
+    with_diagonal: bool = True
+    steps: int = 0
+
+    def take(self, point: Expansion[np.ndarray], max_places: int | None) -> None:
+        """Keep the trial if it is better than the best point, and choose the next one."""
+        if self.left:
+            return
+        finite = all(np.isfinite(a).all() for a in point[1:])
+        if self.done:  # the last exchange was for the diagonal
+            if self.best is not None and finite:
+                self.best = self.best._replace(curvature=point.curvature)
+            self.left, self.with_diagonal = True, False
+            return
+        self.tried += 1
+        ended = max_places is not None and self.tried >= max_places
+        if self.best is None and not finite:
+            self.halve(ended)
+            return
+        stuck = self._step(point if self.best is None else self.best, point, finite)
+        self.rests = self.idle >= MAX_IDLE
+        self.done = self.rests or stuck or ended
+        self.with_diagonal |= self.done
+        x = point.x if self.best is None else self.best.x
+        self.trial = x if self.with_diagonal else x + self.share * self.direction
+
+    def _step(
+        self, best: Expansion[np.ndarray], point: Expansion[np.ndarray], finite: bool
+    ) -> bool:
+        """Accept or reject the trial; return whether no direction leads up any more."""
+        refresh, rounding = False, rounding_of(best.value)
+        # Armijo's rule: a share of what the slope predicts.
+        least = best.value + ARMIJO * self.share * self.slope - rounding
+        if self.with_diagonal and finite:  # the trial was the best point itself
+            self._turn(point, forget=True)
+        elif self.with_diagonal or not (finite and point.value >= least):
+            if self.share > MIN_SHARE or self.with_diagonal:
+                self.share *= BACKTRACK
+            elif self.memory.count <= 1:  # the direction was the gradient itself
+                return True
+            else:
+                self._turn(best, forget=True)
+        else:
+            little = point.value - best.value <= max(MIN_GAIN, rounding)
+            self.idle = self.idle + 1 if little else 0
+            self.steps += 1
+            refresh = self.steps >= FIRST_REFRESH and self.steps.bit_count() == 1
+            self._turn(point._replace(curvature=best.curvature), forget=False)
+        self.with_diagonal = refresh
+        return False
+
+    def _turn(self, best: Expansion[np.ndarray], *, forget: bool) -> None:
+        """Take the best point, and the next direction from there."""
+        # It is L-BFGS's, or where that leads down the scaled gradient, at most one unit long.
+        x, _, g, diagonal = self.best = best
+        unit = np.sqrt(nonzero(diagonal))
+        memory = LBFGS.init(jax.device_put(x)) if forget else self.memory
+        downhill, self.memory = _lbfgs_update(-g / unit, memory, x * unit)
+        direction = -np.asarray(downhill) / unit
+        if not (np.isfinite(direction).all() and g @ direction > 0):
+            direction = g / unit
+            direction = direction / max(float(np.linalg.norm(direction)), 1.0) / unit
+        self.direction, self.slope, self.share = direction, float(g @ direction), 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class WideSearch(AnySearch[WideStart]):
+    """The search by L-BFGS; it integrates no effects out."""
+
+    aside = NUDGE
+    start = WideStart
+
+    def messages(self) -> tuple[Any, SiloExpansion[Any]]:
+        k, n = self.num_starts, flat_size(self.model)
+        yes: Any = jax.ShapeDtypeStruct((), bool)
+        return PlacesToTry(shape(k, n), yes), SiloExpansion(shape(k), shape(k, n), shape(k, n))
+
+    @cached_property
+    def _at_silos(self) -> Callable[..., tuple[SiloExpansion[Array], Any]]:
+        """Return the silos' program: replies, and modes and last finite replies, for each start."""
+
+        def at_silo(noise: object, down: PlacesToTry, state: SiloState, data: SiloData) -> Any:
+            derive = partial(with_slope, with_diagonal=jnp.asarray(down.with_diagonal))
+
+            def at_start(args: tuple[Array, Rows, SiloExpansion[Array]]) -> Any:
+                x, z_L, before = args
+                of_silo = silo_log_likelihood(self.model, state.private, data, z_L)
+                up, modes, finite = silo_expansion(derive, of_silo, x)
+                # The modes of a failed point are no start for the next search.
+                return up, where(finite, (modes, up), (z_L, before))
+
+            z_L: Rows = jax.tree.map(jnp.asarray, state.z_L)
+            # Not side by side: SIDE_BY_SIDE.
+            return jax.lax.map(at_start, (jnp.asarray(down.place), z_L, state.place))
+
+        return of_stack(at_silo, little=False)
+
+    def reply(
+        self, noise: object, down: PlacesToTry, state: SiloState, data: SiloData
+    ) -> tuple[Reply[SiloExpansion[np.ndarray]], SiloState]:
+        found = jax.block_until_ready(self._at_silos((), down, state, data))
+        up, (modes, place) = found
+        told: SiloExpansion[np.ndarray] = jax.tree.map(np.asarray, up)
+        return Reply(told, np.ones(len(told.value), bool)), state._replace(z_L=modes, place=place)
+
+    @cached_property
+    def _prior(self) -> Callable[[Numbers, Numbers], Expansion[Array]]:
+        """Return the server's program: ``(places, with_diagonal)`` to expansions (starts, ...)."""
+        unravel = unraveller(self.model)
+
+        def log_prior(x: Array) -> tuple[Array, tuple[()]]:
+            return self.model.smoothed.log_prior(*unravel(x)), ()
+
+        def program(places: Numbers, with_diagonal: Numbers) -> Expansion[Array]:
+            diagonal = jnp.asarray(with_diagonal)
+            return jax.lax.map(lambda x: with_slope(log_prior, x, diagonal)[0], jnp.asarray(places))
+
+        return jax.jit(program)
+
+    def move(self, ask: AskSilos, starts: list[WideStart], places: np.ndarray) -> None:
+        diagonal = np.asarray(any(start.with_diagonal for start in starts))
+        up = ask(self.exchange, PlacesToTry(places, diagonal))
+        prior = jax.block_until_ready(self._prior(places, diagonal))
+        for i, start in enumerate(starts):
+            total = (np.asarray(a)[i] + b[i] for a, b in zip(prior[1:], up, strict=True))
+            start.take(Expansion(places[i], *total), self.max_places)
+
+
+def with_slope(
+    f: Callable[[Array], tuple[Array, Aux]], x: Array, with_diagonal: Array
+) -> tuple[Expansion[Array], Aux]:
+    """Return the expansion of ``f``, whose curvature is the diagonal or zeros, and ``aux``."""
+    (value, aux), g = jax.value_and_grad(f, has_aux=True)(x)
+
+    def diagonal() -> Array:
+        _, column = jax.linearize(jax.grad(lambda x: f(x)[0]), x)
+
+        def entry(i: Array) -> Array:
+            return -column(jnp.zeros_like(x).at[i].set(1.0))[i]
+
+        return jax.lax.map(entry, jnp.arange(len(x)), batch_size=min(BATCH, len(x)))
+
+    return Expansion(
+        x, value, g, jax.lax.cond(with_diagonal, diagonal, lambda: jnp.zeros_like(x))
+    ), aux
+
+
+def nonzero(diagonal: Numbers) -> Numbers:
+    """Return absolute curvatures (n,), and one where they are zero."""
+    xp = namespace(diagonal)
+    size = xp.abs(diagonal)
+    return xp.where(size > 0, size, 1.0)

@@ -1,0 +1,1 @@
+"""What a model's text says: plates, sites, one trace, log densities, what rows read."""

@@ -1,0 +1,1 @@
+"""Models whose columns lie with several clients."""

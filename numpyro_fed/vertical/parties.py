@@ -1,0 +1,290 @@
+"""The base of the vertical algorithms: the parties' parameters, states and draws.
+
+Each client holds some columns of every row, and adds a part to the predictor; the server holds the
+response. Parties' guides are independent, or share noise (:mod:`numpyro_fed.guides.coupling`).
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from numpyro_fed.basics.trees import all_finite
+from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.guides.base import GuideParams
+from numpyro_fed.guides.structured import GuideConfig
+from numpyro_fed.numerics.gaussian import Gaussian
+from numpyro_fed.rounds import convergence
+from numpyro_fed.rounds.convergence import ConvergenceStats
+from numpyro_fed.rounds.exchange import (
+    Exchange,
+    FederatedAlgorithm,
+    Private,
+    Reply,
+    Round,
+    Sampled,
+    Shared,
+    ascend,
+    key_as_noise,
+    stacked_visit,
+)
+from numpyro_fed.search.expand import shape
+from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.vertical import VerticalModel, latents_of, prior_draw
+
+SAMPLE = "sample"  # the name of the exchange in which all parties draw
+AT_ONCE = 64  # draws whose values are computed side by side; more of them use more memory
+PRIOR_DRAWS = 500  # for the median and spread of hyperparameters
+# Least spread with which their guide starts: a prior of a single value would have none, and the log
+# of its spread would be infinite.
+MIN_SPREAD = 1e-6
+
+
+class PinnedLatents(NamedTuple):
+    """Fixed values (dim,) of hyperparameters, unconstrained, during the search for a mode."""
+
+    place: Array  # the median of their prior; zero for other latents
+    spread: Array  # of the prior, at most one, with which their guide starts; one for others
+
+
+class PartyType(NamedTuple):
+    """The clients of one shape."""
+
+    model: FederatedModel
+    resolved: GuideConfig  # of their guide
+    above: tuple[bool, ...]  # which coordinates are hyperparameters, as priors of others read them
+
+    def pin(self, key: Array, data: SiloData) -> PinnedLatents:
+        """Return the fixed values of hyperparameters; zeros if the prior has no draws."""
+        unpinned = PinnedLatents(jnp.zeros(self.model.dim), jnp.ones(self.model.dim))
+        if not any(self.above):
+            return unpinned
+        keys = jax.random.split(key, PRIOR_DRAWS)
+        try:
+            draws = jax.vmap(lambda key: prior_draw(self.model, key, data))(keys)
+        except NotImplementedError:  # flat priors
+            return unpinned
+        low, place, high = jnp.quantile(draws, jnp.array([0.16, 0.5, 0.84]), axis=0)
+        spread = jnp.clip(0.5 * (high - low), MIN_SPREAD, 1.0)
+        is_pinned = jnp.array(self.above, bool) & jnp.isfinite(place) & jnp.isfinite(spread)
+        return PinnedLatents(
+            *(jnp.where(is_pinned, a, b) for a, b in zip((place, spread), unpinned, strict=True))
+        )
+
+    def below(self, z: Array, pinned: PinnedLatents) -> tuple[Array, Array]:
+        """Return a point with hyperparameters at their fixed values, and a normal log density."""
+        # It takes the place of these latents' own density: a scale and the effects under it have no
+        # joint mode but where the scale is zero.
+        # Static: clients without such latents have a smaller program.
+        if not any(self.above):
+            return z, jnp.zeros(())
+        is_pinned = jnp.array(self.above, bool)
+        standardised = jnp.where(is_pinned, (z - pinned.place) / pinned.spread, 0.0)
+        return jnp.where(is_pinned, pinned.place, z), -0.5 * jnp.sum(standardised**2)
+
+
+class PartyParams(NamedTuple):
+    """A party's own parameters."""
+
+    coupling: Array | None  # (dim, rank) its share in the shared noise, if there is any
+    guide: GuideParams  # of its latents' guide, in a frame
+    theta: dict[str, Any]  # unconstrained
+
+
+class ServerParams(NamedTuple):
+    """The server's own parameters, and those of the shared noise's guide."""
+
+    own: PartyParams
+    shared: GuideParams
+
+
+class ClientParams(NamedTuple):
+    """A client's parameters: of its auxiliary variables or their guide, and its own."""
+
+    auxiliary: Any
+    own: PartyParams
+
+
+class ServerState(NamedTuple):
+    """The state that the server keeps from round to round."""
+
+    params: ServerParams
+    opt_state: dict[str, optax.OptState]  # for each field of ``params``
+    course: ConvergenceStats[ServerParams]
+    resting: Array  # the number of clients whose guides have converged
+    frame: Gaussian  # of its latents
+
+
+class ClientState(NamedTuple):
+    """A client's parameters, and the values that it keeps between the exchanges of a round."""
+
+    params: ClientParams
+    opt_state: dict[str, optax.OptState]  # for each field of ``params``
+    course: ConvergenceStats[Any]
+    noise: Any  # of the round's draw, as are ``rows`` and ``xi``
+    rows: Array | None
+    frame: Gaussian  # of its latents
+    centre: (
+        Array  # the predictor at the frame's centre, from which auxiliary variables are measured
+    )
+    xi: Array | None = None  # the shared noise
+    slope: Any = None  # the gradient of the client's own likelihood at the round's draw
+    chain: Any = None  # its Langevin chain, of SOUL
+
+
+State = TypeVar("State", ServerState, ClientState)
+
+
+class ClientDraw(NamedTuple):
+    """The draws of one client in a round."""
+
+    g: Array  # (particles, rows, ...) its predictor
+    part: Array  # (particles, rows, ...) its part of the sum
+    own: Array  # its term of the bound
+    b: Any = None  # (particles, rank) its coupling statistic
+
+
+# A party's start: a point, a root of the covariance there, its share in the shared noise.
+PartyStart = tuple[Array, Array, Array | None]
+
+
+class PartyState(NamedTuple):
+    """A client's own part, which never leaves it: parameters, guides and its latents' frame."""
+
+    theta: dict[str, Any]
+    guide: dict[str, Any]
+    frame: Gaussian
+
+
+class SumMessage(NamedTuple):
+    """The sum of all parts and the coupling statistic, or the gradients with respect to both."""
+
+    part: Array  # (particles, rows, ...)
+    b: Any  # (particles, rank), or None
+
+
+class ServerNoise(NamedTuple):
+    """The noise of a round: of the server's latents, of the shared noise, and the round's rows."""
+
+    eps: Array
+    xi: Array | None
+    rows: Array | None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Parties(ABC):
+    """A vertical model with an algorithm, as pure functions for all parties."""
+
+    model: VerticalModel
+    rho: float | None  # standard deviation of the auxiliary variables; None for none
+    optim: optax.GradientTransformation
+    power: bool = False  # whether clients evaluate likelihoods of their own
+    rank: int = 0  # the dimension of the shared noise: 0 for parties that are independent
+
+    @property
+    def num_clients(self) -> int:
+        """Return how many clients there are."""
+        return len(self.model.clients)
+
+    @property
+    @abstractmethod
+    def rounds(self) -> Round:
+        """Return the round of a run."""
+
+    def algorithm(self, server_like: SiloData) -> FederatedAlgorithm[ServerState, ClientState]:
+        """Return the algorithm; ``server_like`` has the shapes of the server's data."""
+        return FederatedAlgorithm(
+            lambda key: self.init_server(key, server_like),
+            self.init_client,
+            self.rounds,
+            self.shared,
+            lambda state: Private(state.params.own.theta, {}),
+            done=self.done,
+            server_like=server_like,
+        )
+
+    @abstractmethod
+    def init_server(self, key: Array, data: SiloData) -> ServerState:
+        """Return the server's first state; ``data`` has the shapes of its data."""
+
+    @abstractmethod
+    def init_client(self, key: Array, data: SiloData) -> ClientState:
+        """Return a client's first state."""
+
+    @abstractmethod
+    def shared(self, state: ServerState) -> Shared:
+        """Return the server's parameters and guide."""
+
+    @abstractmethod
+    def server_draws(self, key: Array, state: ServerState, n: int) -> tuple[Array | None, Array]:
+        """Return the shared noise, and ``n`` draws of the server's latents (n, dim)."""
+
+    @abstractmethod
+    def client_draws(
+        self, key: Array, sent: Array | None, state: ClientState, data: SiloData, n: int
+    ) -> tuple[FederatedModel, dict[str, Any], Array]:
+        """Return a client's part of the model, its parameters, and ``n`` draws (n, dim)."""
+
+    def zeros_at_server(self, data: SiloData) -> SiloData:
+        """Return zeros for all that the server holds, the sum among them."""
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), data)
+        return self.model.with_total(zeros, jnp.zeros(self.model.shape, self.model.dtype))
+
+    def init_optim(self, params: ServerParams | ClientParams) -> dict[str, optax.OptState]:
+        """Return the optimiser's first state for each field of a party's parameters."""
+        return {part: self.optim.init(value) for part, value in params._asdict().items()}
+
+    def first_server(self, params: ServerParams, frame: Gaussian) -> ServerState:
+        """Return the server's first state with these parameters."""
+        course, zero = convergence.init(params), jnp.zeros(())
+        return ServerState(params, self.init_optim(params), course, zero, frame)
+
+    def ascend(self, state: State, part: str, gradient: Any) -> State:
+        """Take one step up the bound on one field of a party's parameters."""
+        before = getattr(state.params, part)
+        after, opt_state = ascend(self.optim, gradient, state.opt_state[part], before)
+        return state._replace(
+            params=state.params._replace(**{part: after}),
+            opt_state={**state.opt_state, part: opt_state},
+        )
+
+    def done(self, state: ServerState) -> Array:
+        """Return whether the bound and all parties' parameters have converged.
+
+        Guides of auxiliary variables are not checked: one for each row, they are known by the
+        bound alone.
+        """
+        return convergence.settled(state.course) & (state.resting == self.num_clients)
+
+    def sampling(
+        self, n: int
+    ) -> tuple[Exchange[Any, Any, Any], Callable[[Array, Any], tuple[Any, Array]]]:
+        """Return the exchange in which clients draw ``n`` times, and how the server draws.
+
+        From a key and its state the server has the noise that it sends, and its own draws
+        (n, dim), unconstrained. Clients keep theirs (:class:`Sampled`).
+        """
+
+        def silo(
+            noise: Array, down: Any, state: ClientState, data: SiloData
+        ) -> tuple[Reply[tuple[()]], Sampled]:
+            model, theta, z = self.client_draws(noise, down, state, data, n)
+            values = jax.lax.map(lambda z: latents_of(model, theta, z, data), z, batch_size=AT_ONCE)
+            return Reply((), all_finite(values)), Sampled(values)
+
+        exchange = Exchange(
+            SAMPLE,
+            stacked_visit(silo, little=True),
+            silo_noise=key_as_noise,
+            settings=json.dumps({"num_draws": n}),
+            like=lambda: (shape(n, self.rank) if self.rank else None, ()),
+        )
+        return exchange, jax.jit(lambda key, state: self.server_draws(key, state, n))

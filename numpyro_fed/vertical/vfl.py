@@ -1,0 +1,409 @@
+"""Vertical federated learning: the method ``VFL``, its settings and its start."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, cast
+
+import jax.numpy as jnp
+import optax
+from numpyro.infer.autoguide import AutoGuide
+
+from numpyro_fed.basics.errors import GuideError, StartWarning, positive_int
+from numpyro_fed.data.silo_data import SiloData, signature
+from numpyro_fed.guides.amortised import Amortised
+from numpyro_fed.guides.auxiliary import auxiliary_guide
+from numpyro_fed.guides.structured import Structured, resolve
+from numpyro_fed.posterior.run import Built
+from numpyro_fed.rounds.exchange import (
+    IMPORTANCE,
+    ExchangeId,
+    FederatedAlgorithm,
+    Round,
+    asked_directly,
+)
+from numpyro_fed.search.find_mode import SEARCHED_UP_TO
+from numpyro_fed.sfvi.method import default_optimiser
+from numpyro_fed.text.clients import positive_rho
+from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.vertical import (
+    VerticalSplit,
+    check_batches,
+    hyperparameter_mask,
+)
+from numpyro_fed.vertical.algorithm import Vertical
+from numpyro_fed.vertical.method import VerticalMethod
+from numpyro_fed.vertical.parties import PartyType
+from numpyro_fed.vertical.result import SOULResult, VerticalResult
+from numpyro_fed.vertical.soul import Soul
+from numpyro_fed.vertical.weigh import WeighParties
+
+# Rows up to which each auxiliary variable has a normal of its own by default. Above, an amortised
+# guide has fewer parameters, but its messages tell more of the columns (docs/results/vertical.md).
+MEAN_FIELD_UP_TO = 10_000
+# Numbers in the Jacobian of a client's predictor, at most: 256 MB in single precision.
+MAX_JACOBIAN = 2**26
+# Rank of the noise that parties share by default, at most. Each direction is one more column in all
+# parties' messages and guides; with fewer the parties' dependence is cut off.
+MAX_RANK = 32
+SPARE = 5  # columns of a basis beyond all directions: square random ones may be nearly singular
+
+
+@dataclass(frozen=True)
+class VFL(VerticalMethod[VerticalResult]):
+    r"""Structured federated variational inference for vertical models.
+
+    Each client holds some columns of every row and the parameters that belong to them; the server
+    holds the response and all that is outside of the :func:`~numpyro_fed.client_sum`. One model
+    text has three versions:
+
+    - ``rho=None``, the exact split: clients send their predictors :math:`g_j`, summed up, and the
+      server returns the gradient of the log likelihood with respect to the sum. The posterior is
+      that of the model as it is written.
+    - ``rho``, the augmented model: clients send :math:`z_j \sim N(g_j, \rho^2)` in the place of
+      :math:`g_j`; the posterior is that of :func:`~numpyro_fed.handlers.augment`.
+    - ``rho`` and ``likelihood="power"``: the posterior is that of
+      :func:`~numpyro_fed.handlers.power_likelihood`; clients must know the response.
+
+    Parameters
+    ----------
+    model : callable
+        A NumPyro model with one :func:`~numpyro_fed.client_sum`.
+    rho : float, optional
+        Standard deviation of the auxiliary variables, in the units of the predictor.
+    likelihood : {"augmented", "power"}
+    optim : optax.GradientTransformation, optional
+        The optimiser of every party, each with its own state. By default Adam whose step decays
+        from 0.03. A run
+        that starts at the mode takes steps in coordinates in which each party's posterior is about
+        standard: choose them for that, whatever the units of the columns.
+    guide, server_guide : Structured or AutoGuide, optional
+        The guides of each client's latents and of the server's; only their part for globals is
+        used.
+    auxiliary : {"auto", "mean_field", "amortised"} or Amortised
+        The guide of the auxiliary variables: one normal for each, or a function of the predictor
+        whose size does not grow with rows. ``"auto"`` is amortised with minibatches and above
+        10,000 rows.
+    share_response : bool
+        Whether clients know the response and the rest of the server's data.
+    num_particles : int
+        Draws in each round.
+    batch_size : int, optional
+        Rows in a round, drawn anew each time, the same at every party; all rows by default.
+    local_steps : int
+        Steps of each client in a round. All but the first keep the auxiliary variables fixed
+        (section 5.3), which leaves the optimum as it is for the augmented model with a mean-field
+        guide of these variables; elsewhere one step is allowed.
+    start : {"auto", "mode", "own", None}
+        ``"mode"``: some 10 to 60 exchanges, more where it is hard, find the mode of all parties'
+        latents, in which clients send predictors and the server slopes and curvatures of the
+        likelihood; each party's guide begins there with its own curvature. Latents on which the
+        priors of others depend, such as a scale, are held at the median of their prior, and begin
+        there, in unconstrained space with the prior's sd, one at most. It is not possible with a
+        ``numpyro.param``, above 300 latents of a party, or if a predictor's Jacobian would have
+        more than 67 million numbers. ``"own"``, with ``rho``: the server begins at the mode of its
+        latents for a sum of zero. Clients begin at zero in unconstrained space, each with the
+        curvature that follows from ``rho`` and its own columns; nothing is sent for it. ``None``:
+        at zero. ``"auto"`` is ``"mode"`` for the exact split, and ``"own"`` with ``rho``, since the
+        search sends predictors without noise.
+    rank : int or "auto"
+        The rank of the noise that all parties share, which makes their posteriors dependent:
+        ``numpyro_fed.guides.coupling``. With 0 parties are independent under the guide. A run from
+        the mode begins with the ``rank`` directions of all latents in which parties compensate for
+        each other most. ``"auto"`` is up to 32 for the exact split from the mode, and 0 elsewhere:
+        under a mean-field guide of auxiliary variables parties are independent given these.
+
+    References
+    ----------
+    Hassan, Sutton, Mira, Mengersen (2024), arXiv 2405.04043, Algorithms 1 and 2. The exact split is
+    this package's own.
+
+    Examples
+    --------
+    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist, optax
+    >>> import numpyro_fed as nf
+    >>> def predictor(x):
+    ...     beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
+    ...     return x @ beta
+    >>> def model(xs, y=None):
+    ...     eta = nf.client_sum("client", predictor, xs)
+    ...     with numpyro.plate("row", eta.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+    >>> rng = np.random.default_rng(0)
+    >>> xs = [rng.normal(size=(200, 1)), rng.normal(size=(200, 2))]
+    >>> y = 2 * xs[0][:, 0] + rng.normal(size=200)
+    >>> vfl = nf.VFL(model, optim=optax.adam(0.05))
+    >>> result = vfl.run(jax.random.key(0), 500, xs, y, progress_bar=False)
+    >>> draws = result.sample_posterior(jax.random.key(1), 1_000)
+    >>> bool(abs(draws["client_0/beta"].mean() - 2) < 0.2), draws["client_1/beta"].shape
+    (True, (1000, 2))
+    """
+
+    rho: float | None = field(default=None, kw_only=True)
+    optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
+    guide: Structured | AutoGuide | None = field(default=None, kw_only=True)
+    server_guide: Structured | AutoGuide | None = field(default=None, kw_only=True)
+    auxiliary: str | Amortised = field(default="auto", kw_only=True)
+    num_particles: int = field(default=1, kw_only=True)
+    batch_size: int | None = field(default=None, kw_only=True)
+    local_steps: int = field(default=1, kw_only=True)
+    start: str | None = field(default="auto", kw_only=True)
+    rank: int | str = field(default="auto", kw_only=True)
+
+    def __post_init__(self) -> None:
+        positive_int("num_particles", self.num_particles)
+        positive_int("local_steps", self.local_steps)
+        if self.batch_size is not None:
+            positive_int("batch_size", self.batch_size)
+        if self.rho is not None:
+            positive_rho(self.rho)
+        if self.start not in ("auto", "mode", "own", None):
+            raise ValueError(f"start={self.start!r}: expected 'auto', 'mode', 'own' or None.")
+        if self.start == "own" and self.rho is None:
+            raise ValueError(
+                "start='own' is of clients with auxiliary variables, whose curvature rho gives: "
+                "say start='mode', or give rho."
+            )
+        if self.rank not in ("auto", 0):
+            positive_int("rank", self.rank)
+        if self.rank not in ("auto", 0) and (self.likelihood == "power" or self.local_steps > 1):
+            raise ValueError(
+                "noise that all parties share (rank) goes with the exact split and the augmented "
+                "model, and one step of a client in a round: say rank=0."
+            )
+        if self.rho is None and (self.likelihood == "power" or self.local_steps > 1):
+            raise ValueError(
+                "the power likelihood and further local steps need auxiliary variables: give rho, "
+                "their standard deviation in the units of the predictor."
+            )
+        if self.local_steps > 1 and (
+            self.likelihood == "power" or self.auxiliary not in ("auto", "mean_field")
+        ):
+            raise ValueError(
+                "further local steps hold auxiliary variables where they are, which leads to the "
+                "same optimum under the augmented model and auxiliary='mean_field' alone: use "
+                "these, or local_steps=1."
+            )
+        super().__post_init__()
+
+    @property
+    def hides_by_noise(self) -> bool:
+        return self.rho is not None
+
+    def parties(self, roles: VerticalSplit) -> Vertical:
+        model = roles.model
+        if self.batch_size is not None:
+            check_batches(roles, self.batch_size)
+
+        def party_type(spec: Any, party: FederatedModel, data: SiloData) -> PartyType:
+            return PartyType(party, resolve(spec, party, {}, {}), hyperparameter_mask(party, data))
+
+        pairs = zip(model.clients, roles.clients, strict=True)
+        # The response's numbers for each row, which clients give to their guides if they know it.
+        known = sum(
+            int(roles.server.arrays[n].size / model.rows) if self.share_response else 0
+            for n in model.response
+        )
+        start = self._start(roles)
+        at_zero = model.with_total(roles.server, jnp.zeros(model.shape, model.dtype))
+        auxiliary = None
+        if self.rho is not None:
+            spec = self._auxiliary(model.rows)
+            auxiliary = auxiliary_guide(spec, model.shape, self.rho, known)
+        vertical = Vertical(
+            model=model,
+            power=self.likelihood == "power",
+            server=party_type(self.server_guide, model.server, at_zero),
+            # Clients of equal shapes share one program, and one guide up to its parameters.
+            kinds={signature(data): party_type(self.guide, party, data) for party, data in pairs},
+            spec=self.guide,
+            server_spec=self.server_guide,
+            rho=self.rho,
+            auxiliary=auxiliary,
+            optim=self.optim or default_optimiser(),
+            num_particles=self.num_particles,
+            batch_size=self.batch_size,
+            from_start=start is not None,
+            local_steps=self.local_steps,
+        )
+        rank = self._rank(vertical, start)
+        max_width = max(MAX_JACOBIAN // math.prod(model.shape), 1)
+        # A basis for all directions or of twice the rank, if there is to be a search.
+        width = min(vertical.dim + SPARE, 2 * max(rank, MAX_RANK), max_width)
+        width = width if start == "mode" else 0
+        return replace(vertical, rank=min(rank, width) if width else rank, width=width)
+
+    def settings_of(self, v: Vertical) -> dict[str, Any]:
+        guides = [v.server.resolved, *(kind.resolved for kind in v.kinds.values())]
+        names = "rho", "likelihood", "num_particles", "batch_size", "local_steps"
+        return {
+            **{name: getattr(self, name) for name in names},
+            "auxiliary": None if self.rho is None else repr(self._auxiliary(v.model.rows)),
+            "from_start": v.from_start,
+            "rank": v.rank,
+            "guides": json.loads(json.dumps(guides)),
+        }
+
+    def round_of(
+        self, built: Built, asked: ExchangeId
+    ) -> tuple[Round, FederatedAlgorithm[Any, Any]]:
+        if asked.name == IMPORTANCE:
+            question = WeighParties(cast(Vertical, built.parties), **asked.read_settings()).exchange
+            return Round((question,), asked_directly), built.algorithm
+        return super().round_of(built, asked)
+
+    def sends_unhidden(self, name: str) -> bool:
+        """Return whether an exchange is the correction, which sends predictors without noise."""
+        return self.hides_by_noise and name == IMPORTANCE
+
+    def _rank(self, v: Vertical, start: str | None) -> int:
+        """Return the resolved rank of the noise that all parties share."""
+        guides = [v.guide(kind).globals for kind in (v.server, *v.kinds.values())]
+        # With latents at one party alone there is nothing to share.
+        has_several = sum(party.dim > 0 for party in v.model.parties) > 1
+        can_share = all(guide.has_standard_noise for guide in guides)
+        if self.rank == "auto":
+            shares = can_share and has_several and start == "mode" and v.rho is None
+            return min(v.dim - 1, MAX_RANK) if shares else 0
+        if self.rank and not can_share:
+            raise GuideError(
+                f"rank={self.rank}: noise can be shared by guides that draw each latent from one "
+                "standard normal, the structured guide's diagonal, full and skewed covariances. "
+                "Use one of these for all parties, or rank=0."
+            )
+        return min(int(self.rank), v.dim - 1) if has_several else 0
+
+    def _start(self, roles: VerticalSplit) -> str | None:
+        """Return the resolved ``start``: the first one that is possible for the model."""
+        kind = self.start
+        if kind == "auto":
+            kind = "mode" if self.rho is None else "own"
+        model = roles.model
+        # A search for the mode is not possible with parameters without a prior.
+        if kind == "mode" and any(party.named("param") for party in model.parties):
+            kind = None if self.rho is None else "own"
+        # Each party's curvature can be computed of some latents, and not of too many.
+        largest = max(party.dim for party in model.parties)
+        few = 0 < largest <= SEARCHED_UP_TO and largest * math.prod(model.shape) <= MAX_JACOBIAN
+        start = kind if few else None
+        if self.start in ("mode", "own") and start != self.start:
+            warnings.warn(
+                f"start={self.start!r} is not possible for this model (see numpyro_fed.VFL): the "
+                f"run begins as with start={start!r}.",
+                category=StartWarning,
+                stacklevel=6,
+            )
+        return start
+
+    def _auxiliary(self, rows: int) -> str | Amortised:
+        if self.auxiliary != "auto":
+            return self.auxiliary
+        many_rows = self.batch_size is not None or rows > MEAN_FIELD_UP_TO
+        return "amortised" if many_rows and self.local_steps == 1 else "mean_field"
+
+
+@dataclass(frozen=True)
+class SOUL(VerticalMethod[SOULResult]):
+    r"""Langevin draws of clients' latents, with auxiliary variables at their mode (SOUL).
+
+    .. math::
+        \hat z = \arg\max_z \log p(y, z), \qquad
+        \theta_j \sim p(\theta_j \mid \hat z, y)
+
+    for the augmented model, or with ``likelihood="power"`` the other one
+    (:class:`~numpyro_fed.VFL`). The server's latents and parameters are at their mode, too. Since
+    ``z`` is fixed, posteriors are narrower than those of the model: given ``z``, a linear predictor
+    with ``n`` rows has a variance of the order of :math:`\rho^2 / n`, whatever the response says.
+
+    A client sends its mode :math:`\hat z_j` without added noise: it is the predictor at the
+    client's draws, moved by up to some :math:`\rho` towards the response. The draws are made with a
+    key that only the client knows. Do not count on ``rho`` to hide a predictor here.
+
+    Parameters
+    ----------
+    model : callable
+        A NumPyro model with one :func:`~numpyro_fed.client_sum`.
+    rho : float
+        Standard deviation of the auxiliary variables, in the units of the predictor.
+    likelihood : {"augmented", "power"}
+    share_response : bool
+        Whether clients know the response and what else the server holds.
+    optim : optax.GradientTransformation, optional
+        The optimiser of auxiliary variables, in units of ``rho``, and of the server. By default
+        Adam whose step decays from 0.03.
+    num_steps : int
+        Langevin steps of each client in a round.
+    step_size : float
+        The size of a Langevin step, in coordinates in which a client's curvature under ``rho`` is
+        one. Variances come out too large by half of it.
+    num_kept : int
+        The number of draws that a client keeps, the last ones, one of each round.
+
+    References
+    ----------
+    Hassan, Sutton, Mira, Mengersen (2024), arXiv 2405.04043, Appendix A; De Bortoli, Durmus,
+    Pereyra, Vidal (2021), Statistics and Computing 31. Unlike there, the server sees sums over
+    clients instead of each client's part.
+
+    Examples
+    --------
+    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
+    >>> import numpyro_fed as nf
+    >>> def predictor(x):
+    ...     beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
+    ...     return x @ beta
+    >>> def model(xs, y=None):
+    ...     eta = nf.client_sum("client", predictor, xs)
+    ...     with numpyro.plate("row", eta.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+    >>> rng = np.random.default_rng(0)
+    >>> xs = [rng.normal(size=(200, 1)), rng.normal(size=(200, 2))]
+    >>> y = 2 * xs[0][:, 0] + rng.normal(size=200)
+    >>> result = nf.SOUL(model, rho=1.0).run(jax.random.key(0), 1_000, xs, y, progress_bar=False)
+    >>> draws = result.sample_posterior(jax.random.key(1), 500)
+    >>> bool(abs(draws["client_0/beta"].mean() - 2) < 0.3), draws["client_1/beta"].shape
+    (True, (500, 2))
+    """
+
+    kind: ClassVar[type[VerticalResult]] = SOULResult
+
+    rho: float = field(kw_only=True)
+    optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
+    num_steps: int = field(default=20, kw_only=True)
+    step_size: float = field(default=0.05, kw_only=True)
+    num_kept: int = field(default=1_000, kw_only=True)
+
+    def __post_init__(self) -> None:
+        positive_rho(self.rho)
+        positive_int("num_steps", self.num_steps)
+        positive_int("num_kept", self.num_kept)
+        if not 0 < self.step_size < 2:
+            raise ValueError(
+                f"step_size={self.step_size!r}: Langevin steps are stable between 0 and 2, and "
+                "nearly right below 0.2."
+            )
+        super().__post_init__()
+
+    @property
+    def hides_by_noise(self) -> bool:
+        return True
+
+    def parties(self, roles: VerticalSplit) -> Soul:
+        pairs = zip(roles.model.clients, roles.clients, strict=True)
+        return Soul(
+            model=roles.model,
+            kinds={signature(data): party_model for party_model, data in pairs},
+            rho=self.rho,
+            optim=self.optim or default_optimiser(),
+            num_steps=self.num_steps,
+            step_size=self.step_size,
+            num_kept=self.num_kept,
+            power=self.likelihood == "power",
+        )
+
+    def settings_of(self, v: Soul) -> dict[str, Any]:
+        names = "rho", "likelihood", "num_steps", "step_size", "num_kept"
+        return {name: getattr(self, name) for name in names}

@@ -1,0 +1,1 @@
+"""Draws and their weights: proposals, log likelihoods at draws, matching, particles."""

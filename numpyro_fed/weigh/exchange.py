@@ -1,0 +1,267 @@
+r"""The exchange that weighs draws from a fitted guide by the joint density of all silos.
+
+The server sends draws :math:`z_G^s \sim q`. Silo ``j`` replies with an importance-weighted estimate
+:math:`\hat p(y_j \mid z_G^s)` of its own likelihood at each. The log weights are
+
+.. math::
+    \log w_s = \log p(z_G^s) - \log q(z_G^s) + \sum_j \log \hat p(y_j \mid z_G^s).
+
+Each estimate is unbiased, and those of different silos are independent. So averages with these
+weights are those of exact likelihoods but for more variance: it is importance sampling on an
+extended space (Andrieu and Roberts 2009; Tran et al. 2013). The server makes the draws from
+a mixture of the guide, or of what stands in its place, and wider distributions
+(:mod:`numpyro_fed.weigh.proposals`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.random import fold_in
+
+from numpyro_fed.basics.programs import jit_once
+from numpyro_fed.basics.trees import Numbers
+from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.guides.objectives import EACH_DRAW, AtDraw, QuadratureBound
+from numpyro_fed.guides.structured import Guide
+from numpyro_fed.numerics.gaussian import Coordinates
+from numpyro_fed.rounds.exchange import (
+    IMPORTANCE,
+    Exchange,
+    FederatedAlgorithm,
+    Reply,
+    Server,
+    Shared,
+    Silo,
+    key_as_noise,
+    no_noise,
+    of_stack,
+)
+from numpyro_fed.search.expand import shape
+from numpyro_fed.sfvi.algorithm import Down, coordinates_of, down_of
+from numpyro_fed.text.log_density import FederatedModel, outcomes_at
+from numpyro_fed.weigh.likelihood import CHECKED, LikelihoodEstimate, too_coarse
+
+LEAVE_OUT, LOO = "leave out", "loo"  # names of exchanges
+MAX_LOST = 0.01  # share of draws near the fit at which a quadrature may fail; as much mass is lost
+
+
+class Estimates(NamedTuple):
+    """A silo's reply: its log likelihood at each draw (n,), and whether integrals are too coarse.
+
+    The second is 0 or 1, so that a sum over silos counts them.
+    """
+
+    log_likelihood: Numbers
+    is_coarse: Numbers
+
+
+@dataclass(frozen=True, eq=False)
+class Weigh(Generic[Server, Silo]):
+    """The question to silos how likely their rows are at draws of the globals.
+
+    ``fitted``: The algorithm whose states server and silos have.
+    ``num_own``: How many of them, the first ones, are from the fit's guide.
+    ``batch_size``: The number of draws that are computed at a time.
+    ``settings``: JSON, from which a silo in another process builds the same.
+    ``little``: Whether evaluating them takes less time than optimising their program would.
+    """
+
+    model: FederatedModel
+    guide: Guide
+    likelihood: LikelihoodEstimate
+    fitted: FederatedAlgorithm[Server, Silo]
+    num_draws: int
+    num_own: int
+    batch_size: int
+    settings: str = ""
+    little: bool = False
+
+    @property
+    def exchange(self) -> Exchange[Any, Any, Any]:
+        """Return the exchange, in which a silo sends :class:`Estimates` and keeps its state."""
+        return Exchange(
+            IMPORTANCE,
+            self.reply,
+            silo_noise=key_as_noise if self.guide.locals else no_noise,
+            # No log likelihood is NaN or infinite, and some draw has a weight.
+            usable=lambda up: (
+                (up.log_likelihood < jnp.inf).all() & (up.log_likelihood > -jnp.inf).any()
+            ),
+            settings=self.settings,
+            like=lambda: (
+                shape_of_draws(self.guide, self.fitted, (self.num_draws, self.model.dim)),
+                Estimates(shape(self.num_draws), shape()),
+            ),
+        )
+
+    @cached_property
+    def of_server(self) -> Callable[[Shared, Any], tuple[Array, Down]]:
+        """Return the function to the log prior (n,) at draws (n, dim), and to the message."""
+
+        def of_server(shared: Shared, z_G: Array) -> tuple[Array, Down]:
+            log_prior = jax.vmap(self.model.log_prior, (None, 0))(shared.theta, z_G)
+            return log_prior, down_of(self.guide, shared, z_G)
+
+        return jit_once(of_server)
+
+    @cached_property
+    def _values(self) -> Callable[[Array, Down, Silo, SiloData], Array]:
+        """Return the function to log likelihoods (silos, n) of a stack of silos."""
+        evaluate = log_likelihoods(self.likelihood, self.fitted, self.num_draws, self.batch_size)
+        return of_stack(evaluate, little=self.little)
+
+    @cached_property
+    def _too_coarse(self) -> Callable[[Any, Down, Silo, SiloData], Array] | None:
+        """Return the function to whether quadratures of silos (silos,) are too coarse."""
+        # Keys and values of the silos are its noise.
+        quadrature = self.likelihood
+        if not isinstance(quadrature, QuadratureBound):
+            return None
+
+        def of_silo(noise: tuple[Array, Array], down: Down, state: Silo, data: SiloData) -> Array:
+            key, values = noise
+            private = self.fitted.private(state)
+            u, centre = coordinates_of(down)
+            keys = jax.vmap(fold_in, (None, 0))(key, jnp.arange(len(values)))
+            coordinates = private.recentred(Coordinates(u[: len(values)], centre))
+            theta, z_G = {**down.theta, **private.theta}, down.z_G[: len(values)]
+            given = AtDraw(theta, private.guide, z_G, coordinates, data)
+            return too_coarse(quadrature, keys, given, values)
+
+        # By itself it is compiled with few optimisations: it looks at a few draws.
+        return of_stack(of_silo, little=True)
+
+    def reply(
+        self, noise: Array, down: Down, state: Silo, data: SiloData
+    ) -> tuple[Reply[Estimates], Silo]:
+        """Return the replies of a stack of silos with a key each, and their states as they are."""
+        # Waited for in a way that Ctrl-C can end.
+        values = np.asarray(jax.block_until_ready(self._values(noise, down, state, data)))
+        coarse = np.zeros(len(values), bool)
+        if self._too_coarse is not None:
+            few = min(CHECKED, self.num_draws)
+            # Far out a quadrature may be no number, which costs a weight; among the first draws,
+            # all close to the fit, that would be mass.
+            lost = np.isnan(values[:, : -(-self.num_draws // 4)]).mean(1) > MAX_LOST
+            first = values[:, :few]
+            by_nodes = self._too_coarse((noise, first), down, state, data)
+            coarse = lost | np.asarray(jax.block_until_ready(by_nodes))
+        # Values that are too coarse are not used, and may not be numbers.
+        values = np.where(coarse[:, None], 0.0, self.without_overflow(values))
+        up = Estimates(values, coarse.astype(values.dtype))
+        return Reply(up, np.ones(len(values), bool)), state
+
+    def without_overflow(self, values: np.ndarray) -> np.ndarray:
+        """Return log values (..., n), minus infinity where one of a wide draw overflowed or is NaN.
+
+        An integral over a silo's latents may fail 25 sds from the guide: that draw has no weight.
+        At the guide's own draws it is an error, and is kept. The text's own densities are never
+        NaN.
+        """
+        is_wide = np.arange(self.num_draws) >= self.num_own
+        return np.where(is_wide & ~(values < np.inf), -np.inf, values)
+
+
+def shape_of_draws(
+    guide: Guide, fitted: FederatedAlgorithm[Any, Any], size: tuple[int, int]
+) -> Down:
+    """Return the shapes of a message with so many draws of the globals (n, dim)."""
+    found: Down = jax.eval_shape(
+        lambda key: down_of(guide, fitted.shared(fitted.init_server(key)), jnp.zeros(size)),
+        jax.random.key(0),
+    )
+    return found
+
+
+def log_likelihoods(
+    likelihood: LikelihoodEstimate,
+    fitted: FederatedAlgorithm[Server, Silo],
+    num_draws: int,
+    batch_size: int,
+) -> Callable[[Any, Down, Silo, SiloData], Array]:
+    """Return the function to a silo's log likelihood at each draw (n,)."""
+
+    def evaluate(noise: Array | tuple[()], down: Down, state: Silo, data: SiloData) -> Array:
+        private = fitted.private(state)
+        theta = {**down.theta, **private.theta}
+        u, centre = coordinates_of(down)
+
+        def estimate(batch: tuple[Array, Array, Array]) -> Array:
+            s, z_G, u = batch
+            # Without latents nothing is drawn: any key will do.
+            key = jax.random.key(0) if isinstance(noise, tuple) else noise
+            keys = jax.vmap(fold_in, (None, 0))(key, s)
+            coordinates = private.recentred(Coordinates(u, centre))
+            given = AtDraw(theta, private.guide, z_G, coordinates, data)
+            return jax.vmap(likelihood.log_estimate, (0, EACH_DRAW))(keys, given)
+
+        # In batches: all draws at once would hold a silo's rows, times inner draws, thousands of
+        # times in memory. The last batch is filled up by the first draws: a batch of another size
+        # would be compiled once more.
+        num_batches = -(-num_draws // batch_size)
+        index = jnp.arange(num_batches * -(-num_draws // num_batches)) % num_draws
+        # In order of their distance: a batch of draws close by needs no search for the modes of
+        # rows, or a short one.
+        index = index[jnp.argsort(jnp.square(u - centre).sum(-1)[index])]
+        batches = index.reshape(num_batches, -1)
+        values = jax.lax.map(estimate, (batches, down.z_G[batches], u[batches]))
+        return jnp.zeros(num_draws, values.dtype).at[index].set(values.ravel())
+
+    return evaluate
+
+
+def plates_of_rows(fm: FederatedModel) -> list[str]:
+    """Return the plates whose rows have a likelihood of their own, in the order of the scores.
+
+    Rows of a plate whose latents other rows share (of a hospital) are none.
+    """
+    with_terms = {s.plate for s in fm.sites if s.kind in ("observed", "factor")}
+    return [p.name for p in fm.plates if p.name in with_terms and not (p.outer and p.dim)]
+
+
+def rows_that_count(fm: FederatedModel, data: SiloData) -> Array:
+    """Return which rows have an outcome (rows,) bool, all plates of rows after another."""
+    sizes, found = fm.sizes(data), outcomes_at(fm, data).values()
+    counts = [jnp.zeros(0)]
+    for p in plates_of_rows(fm):
+        # Rows whose outcomes are all missing are no rows to predict.
+        seen = [outcome.seen for outcome in found if outcome.plate == p]
+        counts.append(data.masked(p, jnp.ones(sizes[p]) * (sum(seen) > 0 if seen else 1.0)))
+    return jnp.concatenate(counts) > 0
+
+
+def log_likelihoods_of_rows(
+    fm: FederatedModel,
+    likelihood: LikelihoodEstimate,
+    fitted: FederatedAlgorithm[Any, Any],
+    batch_size: int,
+) -> Callable[[Array, Down, Any, SiloData], tuple[Array, Array]]:
+    """Return the function to log likelihoods (draws, rows), and whether rows count (rows,)."""
+    plates = plates_of_rows(fm)
+
+    def values_of(key: Array, down: Down, state: Any, data: SiloData) -> tuple[Array, Array]:
+        private = fitted.private(state)
+        theta = {**down.theta, **private.theta}
+        u, centre = coordinates_of(down)
+        counts = rows_that_count(fm, data)
+
+        def rows_at(draw: tuple[Array, Array, Array]) -> Array:
+            s, z_G, u = draw
+            coordinates = private.recentred(Coordinates(u, centre))
+            given = AtDraw(theta, private.guide, z_G, coordinates, data)
+            rows = likelihood.log_rows(fold_in(key, s), given)
+            return jnp.concatenate([jnp.zeros(0), *(rows[p] for p in plates)])
+
+        index = jnp.arange(len(down.z_G))
+        values = jax.lax.map(rows_at, (index, down.z_G, u), batch_size=batch_size)
+        return values, counts
+
+    return values_of

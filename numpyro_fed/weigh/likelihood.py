@@ -1,0 +1,336 @@
+r"""A silo's likelihood at a draw of the globals: by quadrature, or unbiased estimates by draws.
+
+Quadrature (``objectives.QuadratureBound``) is for rows with one or two latents. By
+:class:`SiloLikelihood` a silo integrates its latents by weighted draws. Three quarters of them come
+from the normal distribution at the latents' mode given these globals, with the curvature at the
+mode. The mode is searched from the guide's mean; where none is found, the draws come from the
+guide. Both may be far from the posterior of the latents, and the estimate would then be too small
+without any sign of it. So a quarter of the draws comes from the latents' prior given the globals,
+and each draw is weighed by the density of the mixture. No weight then exceeds four times a
+likelihood.
+
+.. math::
+    \hat p(y_i \mid z_G) = \frac1K \sum_{k=1}^K \frac{p(z_i^k, y_i \mid z_G)}
+    {\tfrac34\, q(z_i^k \mid z_G) + \tfrac14\, p(z_i^k \mid z_G)}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.guides.laplace import Laplace
+from numpyro_fed.guides.objectives import EACH_DRAW, AtDraw, Bound, QuadratureBound, SiloBound
+from numpyro_fed.guides.quadrature import NEARBY, RowIntegrals
+from numpyro_fed.guides.structured import Guide
+from numpyro_fed.numerics.gaussian import Coordinates
+from numpyro_fed.search.begin import outer_precision, where_finite
+from numpyro_fed.search.expand import ROUNDING_UNITS
+from numpyro_fed.text.binding import Rows, Theta
+from numpyro_fed.text.log_density import FederatedModel
+
+# Share of the draws from the latents' prior. It bounds weights by 1 / SHARE times a likelihood. A
+# smaller one bounds them less; a larger one takes draws from the mode, where most of the mass is.
+SHARE = 0.25
+# Nats by which a silo's log likelihood may change with twice the nodes, more at some draws than at
+# others, by root mean square: weights that are off by this share move a mean by so many sds at
+# most, far below the errors of a few thousand draws. What it changes at all of them alike is in the
+# evidence alone, which may be off by more.
+MAX_CHANGE, MAX_COMMON_CHANGE = 0.01, 0.02
+CHECKED = 8  # draws of the fit's guide at which twice the nodes are tried
+
+
+def too_coarse(bound: QuadratureBound, keys: Array, given: AtDraw, values: Array) -> Array:
+    """Return whether log likelihoods (b,) are others with twice the nodes.
+
+    ``given`` has many draws of the globals (:data:`EACH_DRAW`), with a key for each.
+    """
+    theta, data = given.theta, given.data
+    finer = RowIntegrals(bound.model, 2 * bound.nodes, few_places=True)
+
+    def starts_at(key: Array, given: AtDraw) -> Rows:
+        starts = [bound.start(given)]
+        if bound.model.draws_local and not bound.guide.outer:
+            # From draws of the latents' prior the search leads to other modes, if there are any.
+            starts.append(bound.model.draw_local(key, theta, given.z_G, {}, data))
+        return jax.tree.map(lambda *a: jnp.stack(a), *starts)
+
+    def better(z_G: Array, starts: Rows) -> Array:
+        return jax.lax.map(lambda at: finer.log_likelihood(theta, z_G, data, at)[0], starts)
+
+    starts = jax.vmap(starts_at, (0, EACH_DRAW))(keys, given)
+    found = jax.vmap(better, out_axes=1)(given.z_G, starts)
+    rounding = ROUNDING_UNITS * jnp.finfo(values.dtype).eps * jnp.abs(values)
+
+    def differ(others: Array) -> Array:
+        change = others - values
+        common = jnp.nanmean(change)
+        apart = jnp.sqrt(jnp.nanmean(jnp.square(change - common)))
+        allowed = rounding.max()
+        few = (apart <= MAX_CHANGE + allowed) & (jnp.abs(common) <= MAX_COMMON_CHANGE + allowed)
+        return ~few
+
+    coarse = differ(found[0]) | jnp.isnan(found[0]).any()
+    for others in found[1:]:  # a draw at which this search finds no mode says nothing
+        coarse |= differ(others) & ~jnp.isnan(others).all()
+    return coarse
+
+
+@dataclass(frozen=True)
+class SiloLikelihood:
+    """The estimator of a silo's likelihood, for one model and guide.
+
+    ``draws``: Number of draws for each silo plate with latents. All outer plates use the largest
+        number among them, and so do all plates of rows. Rows are drawn again for each draw of the
+        latents above them.
+    """
+
+    model: FederatedModel
+    guide: Guide
+    draws: Mapping[str, int]
+
+    def log_estimate(self, key: Array, given: AtDraw) -> Array:
+        """Return the log of the estimate () at one draw of the globals, which is unbiased."""
+        latents, key_outer, key_rows = self._latents_at(key, given)
+        if not self.guide.outer:
+            return latents.log_likelihood({}, key_rows)
+        *_, terms = self._outer_terms(latents, key_outer, key_rows)
+        return jax.nn.logsumexp(terms) - jnp.log(len(terms))
+
+    def _latents_at(self, key: Array, given: AtDraw) -> tuple[_LatentsAt, Array, Array]:
+        """Return the latents at one draw of the globals, and keys for outer plates and for rows."""
+        # At one ``z_G`` the couplings to the globals are constants, and go into the means. So the
+        # guides below depend on the latents above the rows only.
+        theta, eta, z_G, coordinates, data, _ = given
+        guides = self.guide.at_globals(eta, theta, z_G, coordinates.offset, data)
+        start = {p: guides[p]["loc"] for p in self.guide.locals}
+        at_globals = coordinates._replace(centre=coordinates.u)
+        latents = _LatentsAt(self, theta, guides, start, z_G, at_globals, data)
+        if self.guide.outer:
+            laplace = Laplace(self.model)
+            z = laplace.search(theta, z_G, data, start, **NEARBY).modes
+            found = laplace.outer_given(theta, z_G, z, data)
+            precisions = {p: outer_precision(self.guide, p, *found[p]) for p in self.guide.outer}
+            latents = replace(latents.with_modes(precisions), start=z)
+        return (latents, *jax.random.split(key))
+
+    def _outer_terms(
+        self, latents: _LatentsAt, key: Array, key_rows: Array
+    ) -> tuple[Rows, Array, Array]:
+        """Return draws of outer plates' latents, a key for the rows of each, and log weights."""
+        number = max(self.draws[p] for p in self.guide.outer)
+        z, log_mixture = latents.mixture(self.guide.outer, number, {}, key)
+        keys = jax.random.split(key_rows, number)
+        log_q = sum(v.sum(1) for v in log_mixture.values())
+        return z, keys, jax.vmap(latents.log_likelihood)(z, keys) - log_q
+
+    def log_rows(self, key: Array, given: AtDraw) -> Rows:
+        """Return each row's log likelihood, outer plates' latents drawn by their weights."""
+        latents, key_outer, key_rows = self._latents_at(key, given)
+        z_outer: Rows = {}
+        if self.guide.outer:
+            key_outer, key_choice = jax.random.split(key_outer)
+            z, keys, terms = self._outer_terms(latents, key_outer, key_rows)
+            chosen = jax.random.categorical(key_choice, terms)
+            z_outer, key_rows = {p: a[chosen] for p, a in z.items()}, keys[chosen]
+        found = latents.refined_rows(z_outer).row_terms(z_outer, key_rows)
+        return {p: rows for p, rows in found.items() if p not in self.guide.outer}
+
+
+@dataclass(frozen=True)
+class _LatentsAt:
+    """A silo's latents at one draw of the globals, with guides and starts for their modes."""
+
+    likelihood: SiloLikelihood
+    theta: Theta
+    eta: dict[str, Any]
+    start: Rows
+    z_G: Array
+    coordinates: Coordinates
+    data: SiloData
+
+    def refined_rows(self, z_outer: Rows) -> _LatentsAt:
+        """Return a copy whose guides of rows are at the modes given the latents above them."""
+        guide, laplace = self.likelihood.guide, Laplace(self.likelihood.model)
+        plates = [p for p in guide.rows if not guide.locals[p].joint]
+        if not plates:
+            return self
+        outer = jnp.concatenate([jnp.zeros(0), *(z_outer[p].ravel() for p in guide.outer)])
+        start = {**self.start, **z_outer}
+        z = laplace.search(self.theta, self.z_G, self.data, start, fix_outer=True, **NEARBY).modes
+        found = laplace.rows_given(self.theta, self.z_G, outer, z, self.data)
+        return self.with_modes({p: found[p] for p in plates})
+
+    def with_modes(self, found: Mapping[str, tuple[Array, Array]]) -> _LatentsAt:
+        """Return a copy with uncoupled guides at modes with precisions, where these are finite."""
+        eta = dict(self.eta)
+        for p, mode in found.items():
+            params, before = self.likelihood.guide.locals[p].from_mode(*mode), eta[p]
+            uncoupled = {k: jnp.zeros_like(a) for k, a in before.items() if k not in params}
+            eta[p] = where_finite({**params, **uncoupled}, before)
+        return replace(self, eta=eta)
+
+    def log_likelihood(self, z_outer: Rows, key: Array) -> Array:
+        """Return the log likelihood () given the outer latents, plus the log prior of these."""
+        terms = self.refined_rows(z_outer).row_terms(z_outer, key)
+        return sum((rows.sum() for rows in terms.values()), jnp.zeros(()))
+
+    def row_terms(self, z_outer: Rows, key: Array) -> Rows:
+        """Return what each row adds to the log likelihood given the outer latents."""
+        plates, fm = self.likelihood.guide.rows, self.likelihood.model
+
+        def joint(z: Rows) -> Rows:
+            return fm.log_silo(self.theta, self.z_G, {**z_outer, **z}, self.data)
+
+        if not plates:
+            return joint({})
+        number = max(self.likelihood.draws[p] for p in plates)
+        z, log_mixture = self.mixture(plates, number, z_outer, key)
+        terms: Rows = {}
+        for plate, rows in jax.vmap(joint)(z).items():
+            if plate in log_mixture:
+                # Draws of the prior may be infinite, where the mixture has no density, either.
+                ratio = jnp.where(rows == -jnp.inf, -jnp.inf, rows - log_mixture[plate])
+                terms[plate] = jax.nn.logsumexp(ratio, axis=0) - jnp.log(number)
+            else:
+                terms[plate] = rows[0]
+        return terms
+
+    def mixture(
+        self, plates: tuple[str, ...], number: int, z_outer: Rows, key: Array
+    ) -> tuple[Rows, Rows]:
+        """Return draws {plate: (K, rows, dim)}, and the mixture's log density {plate: (K, rows)}.
+
+        Outer plates are drawn together, and have one density, under an empty name (K, 1).
+        """
+        guide, fm, data = self.likelihood.guide, self.likelihood.model, self.data
+        locals_ = guide.locals
+        offset = self.coordinates.offset
+        above = {p: guide.above(p, self.eta, offset, z_outer, data) for p in plates}
+        key_guide, key_prior = jax.random.split(key)
+        # Rows of a joint guide share one density, so that they cannot be mixed row by row. Outer
+        # plates are mixed as a whole.
+        separable = plates == guide.outer or not any(locals_[p].joint for p in plates)
+        from_prior = int(SHARE * number) if separable else 0
+
+        def draw_guide(key: Array) -> Rows:
+            drawn = {}
+            for i, p in enumerate(plates):
+                noise = jax.random.normal(jax.random.fold_in(key, i), self.eta[p]["loc"].shape)
+                drawn[p] = locals_[p].draw(self.eta[p], above[p], noise)
+            return drawn
+
+        def log_guide(z: Rows) -> Rows:
+            rows = {p: locals_[p].log_q(self.eta[p], above[p], z[p]) for p in plates}
+            return {p: data.masked(p, v) for p, v in rows.items()}
+
+        z = jax.vmap(draw_guide)(jax.random.split(key_guide, number - from_prior))
+        if not from_prior or not fm.draws_local:
+            return z, jax.vmap(log_guide)(z)
+        # The first draws are the guide's, the last ones the prior's: fixed numbers of each, which
+        # has less variance than to choose at random (Hesterberg 1995).
+        drawn = jax.vmap(lambda key: fm.draw_local(key, self.theta, self.z_G, z_outer, data))(
+            jax.random.split(key_prior, from_prior)
+        )
+        z = {p: jnp.concatenate([z[p], drawn[p]]) for p in plates}
+        others = {p.name: jnp.zeros((fm.sizes(data)[p.name], p.dim)) for p in fm.plates} | z_outer
+        log_p = jax.vmap(
+            lambda z: fm.log_prior_of_local(self.theta, self.z_G, {**others, **z}, data)
+        )(z)
+        log_q, share = jax.vmap(log_guide)(z), from_prior / number
+        densities = {p: (log_q[p], log_p[p]) for p in plates}
+        if plates == guide.outer:  # drawn together
+            q, p = (sum(d[i].sum(1, keepdims=True) for d in densities.values()) for i in (0, 1))
+            densities = {"": (jnp.asarray(q), jnp.asarray(p))}
+        mixed = {
+            p: jnp.logaddexp(jnp.log1p(-share) + q, jnp.log(share) + p_density)
+            for p, (q, p_density) in densities.items()
+        }
+        return z, mixed
+
+
+LikelihoodEstimate = QuadratureBound | SiloLikelihood
+
+
+# Nodes in each dimension, at most. An integral that so many do not reach has two modes or a kink.
+MAX_NODES = 46
+TO_MODE = 50  # evaluations of a row's density, about, that the search for its mode takes
+
+
+@dataclass(frozen=True)
+class Integration:
+    """How silos integrate their own latents.
+
+    ``draws``: Number of draws of the locals for each silo plate that has latents. Under quadrature
+        they are those that would take its place.
+    ``nodes``: Nodes of the quadrature in each dimension; 0 for integration by draws.
+    ``gave_way``: Whether draws took the place of a quadrature that was too coarse.
+    """
+
+    draws: Mapping[str, int]
+    nodes: int = 0
+    gave_way: bool = False
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Integration:
+        """Return the integration of :attr:`settings`, such as those of a question."""
+        return cls(dict(settings["inner_draws"]), settings["nodes"])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the settings from which a silo elsewhere, or a file's reader, makes the same."""
+        return {"inner_draws": dict(self.draws), "nodes": self.nodes}
+
+    @property
+    def by_draws(self) -> bool:
+        """Return whether integrals have the noise of draws."""
+        return bool(self.draws) and not self.nodes
+
+    def likelihood(self, fm: FederatedModel, guide: Guide) -> LikelihoodEstimate:
+        """Return the estimator of a silo's likelihood."""
+        if self.nodes:
+            return QuadratureBound(fm, guide, self.nodes)
+        return SiloLikelihood(fm, guide, self.draws)
+
+    def bound(self, fm: FederatedModel, guide: Guide) -> Bound:
+        """Return the bound by which locals are drawn from the posterior."""
+        if self.nodes:
+            return QuadratureBound(fm, guide, self.nodes)
+        return SiloBound(fm, guide, self.draws)
+
+    def finer(self) -> Integration:
+        """Return the integration to try where this quadrature is too coarse."""
+        nodes = self.nodes + -(-self.nodes // 2)  # a row with two latents has 49, 121 or 289
+        if nodes <= MAX_NODES:
+            return Integration(self.draws, nodes)
+        return Integration(self.draws, gave_way=True)
+
+    def terms_at_once(self, fm: FederatedModel) -> int:
+        """Return how many values of a row's density stand in memory at one draw of the globals."""
+        # The nodes of an outer plate are taken one after the other.
+        outer = 1 if self.nodes else self._terms(fm, outer=True)
+        return outer * self._terms(fm, outer=False)
+
+    def work_of_row(self, fm: FederatedModel) -> int:
+        """Return how often a row's density is evaluated at one draw, that for its mode included."""
+        terms = self._terms(fm, outer=True) * self._terms(fm, outer=False)
+        return terms + (TO_MODE if any(p.dim for p in fm.plates) else 0)
+
+    def _terms(self, fm: FederatedModel, *, outer: bool) -> int:
+        """Return the number of nodes or draws of the latents of outer plates, or of rows."""
+        plates = [p for p in fm.plates if p.dim and p.outer == outer]
+        numbers = (self.nodes**p.dim if self.nodes else self.draws.get(p.name, 1) for p in plates)
+        return max(numbers, default=1)
+
+    def __str__(self) -> str:
+        if self.nodes:
+            return f"quadrature with {self.nodes} nodes"
+        numbers = ", ".join(f"{k} of '{p}'" for p, k in self.draws.items())
+        why = ", since quadrature was too coarse" if self.gave_way else ""
+        return f"draws ({numbers}{why})" if numbers else "nothing to integrate"

@@ -1,0 +1,415 @@
+r"""Particles that go from a distribution that can be drawn from to the posterior, step by step.
+
+The server holds particles ``z_G`` and moves them through a path of densities,
+
+.. math::
+    \log \pi_b(z_G) = (1 - b) \log q(z_G)
+    + b \Big(\log p(z_G) + \sum_j \log p(y_j \mid z_G)\Big), \qquad b = 0, \dots, 1 .
+
+The next ``b`` is where half of the draws are still effective: particles are weighed by
+:math:`(\pi_{b'} / \pi_b)`, drawn again by their weights, and moved by Hamiltonian trajectories
+(Del Moral, Doucet and Jasra 2006). Each leapfrog step of all particles is one exchange: silos reply
+with their log likelihood and its gradient at every particle, each row's latents integrated out,
+and the sum comes back. Trajectories are those of coordinates in which the particles have the
+covariance one. A particle has a step size of its own in each trajectory, a random share of the
+common one, so that some steps are short enough for narrow places.
+
+Particles live on islands: those of one island are weighed and drawn again among themselves, so
+that the islands are independent but for the step size and the coordinates. How far their means and
+spreads differ is the Monte Carlo error. At ``b = 1`` particles are moved on and kept several times.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from scipy.optimize import brentq
+from scipy.special import logsumexp
+
+from numpyro_fed.basics.errors import NonFiniteError
+from numpyro_fed.basics.programs import jit_once
+from numpyro_fed.basics.trees import Numbers, namespace
+from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.guides.objectives import AtDraw, QuadratureBound
+from numpyro_fed.guides.quadrature import NEARBY, RowIntegrals
+from numpyro_fed.guides.structured import Guide
+from numpyro_fed.numerics.gaussian import Coordinates
+from numpyro_fed.rounds.exchange import AskSilos, Exchange, FederatedAlgorithm, stacked_reply
+from numpyro_fed.search.expand import shape
+from numpyro_fed.sfvi.algorithm import Down, coordinates_of
+from numpyro_fed.text.binding import Theta
+from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.weigh.exchange import shape_of_draws
+from numpyro_fed.weigh.proposals import root_of_draws
+
+TEMPERED = "tempered"  # the name of the exchange
+NUM_ISLANDS = 4
+KEPT = 8  # times that a run keeps all particles at the posterior
+EFFECTIVE = 0.5  # share of effective draws after a step from one density to the next
+# Length of a trajectory, in units in which the particles have an sd of one: a quarter of the period
+# of a normal distribution is pi / 2, after which a particle has forgotten where it was.
+LENGTH = 1.5
+MAX_LEAPS = 16  # leapfrog steps in a trajectory, at most
+FIRST_STEP = 0.3  # common step size at the beginning
+SHORTEST = 0.2  # share of the common step size, at least, that a particle takes
+ACCEPTED = 0.75  # share of trajectories that the common step size aims at
+# Largest change of the log step size after one trajectory: an acceptance of zero halves the step.
+GAIN = 1.0
+LOG_STEPS = math.log(1e-4), math.log(2.0)  # the log of the common step size stays between these
+# Particles that a silo takes side by side where rows have latents, whose modes are searched for:
+# one by one the loop of the search is repeated for each. Without them it is one at a time, since
+# XLA:CPU multiplies stacks of matrices by plain loops: a Gaussian process over forty times took
+# 0.05 s for a thousand particles, and 1.3 s with 64 at once.
+BATCH = 8
+LOST = -1e30  # in the place of a log density of minus infinity, which is no number times zero
+# Largest correlation of a coordinate with its value some trajectories before, at which particles
+# count as moved: on the way, and between those that are kept. And trajectories for that, at most.
+MOVED, MOVES = 0.7, 4
+MOVED_AT_POSTERIOR, MOVES_AT_POSTERIOR = 0.5, 6
+NO_DENSITY = (
+    "the log density is not finite at any particle of an island. Begin at a fit (start='fit'), or "
+    "look at the data and the supports of the sites there."
+)
+
+
+class AtParticles(NamedTuple):
+    """A silo's reply: its log likelihood at each particle (N,), and the gradient (N, dim)."""
+
+    log_likelihood: Numbers
+    gradient: Numbers
+
+
+class Places(NamedTuple):
+    """Particles with the log densities of the path's ends, and their gradients.
+
+    ``z`` (N, dim).
+    ``log_q, log_p`` (N,): Of the reference and of the joint density; :data:`LOST` where a number is
+        not finite.
+    ``slope_q, slope_p`` (N, dim).
+    """
+
+    z: np.ndarray
+    log_q: np.ndarray
+    log_p: np.ndarray
+    slope_q: np.ndarray
+    slope_p: np.ndarray
+
+    def log_density(self, b: float) -> np.ndarray:
+        """Return the log density (N,) of the path at ``b``."""
+        return (1 - b) * self.log_q + b * self.log_p
+
+    def slope(self, b: float) -> np.ndarray:
+        """Return its gradient (N, dim)."""
+        return (1 - b) * self.slope_q + b * self.slope_p
+
+    @property
+    def found(self) -> np.ndarray:
+        """Return whether all numbers of each particle are finite (N,)."""
+        return np.asarray(self.log_p > LOST / 2)
+
+    def at(self, index: np.ndarray) -> Places:
+        """Return the particles of these numbers."""
+        return Places(*(a[index] for a in self))
+
+
+@dataclass
+class Swarm:
+    """Particles between two trajectories, and what was kept of them.
+
+    ``start``: Where they began: :class:`numpyro_fed.Tempered`.
+    ``theta``: Shared parameters, held fixed.
+    ``reference``: Parameters of the distribution at ``b = 0``.
+    ``b``: At zero the densities of ``here`` are not known yet.
+    ``log_step``: The log of the common step size.
+    ``root`` (dim, dim): A root of the particles' covariance.
+    ``before, moves`` (N, dim), int: The particles when they were last drawn again, or kept, and the
+        trajectories since.
+    ``arrived`` (N, dim): The particles when they came to the posterior.
+    ``log_evidence`` (NUM_ISLANDS,).
+    ``kept``: The particles each time that they were kept at the posterior.
+    """
+
+    start: str
+    theta: Theta
+    reference: Any
+    here: Places
+    exchanges: int = 0
+    b: float = 0.0
+    log_step: float = math.log(FIRST_STEP)
+    root: np.ndarray = field(init=False)
+    before: np.ndarray = field(init=False)
+    moves: int = 0
+    arrived: np.ndarray = field(init=False)
+    log_evidence: np.ndarray = field(default_factory=lambda: np.zeros(NUM_ISLANDS))
+    kept: list[Places] = field(default_factory=list)
+
+    @classmethod
+    def at(cls, start: str, theta: Theta, reference: Any, z: np.ndarray) -> Swarm:
+        """Return particles at draws (N, dim) of the reference."""
+        zeros = np.zeros(len(z))
+        swarm = cls(start, theta, reference, Places(z, zeros, zeros, 0 * z, 0 * z))
+        swarm.arrived = z
+        swarm.stand()
+        return swarm
+
+    def copy(self) -> Swarm:
+        """Return the same particles, to move on with; arrays are never written to."""
+        other = copy.copy(self)
+        other.kept = list(self.kept)
+        return other
+
+    def stand(self) -> None:
+        """Measure from here how far particles move, in units of their spread."""
+        self.before, self.moves, self.root = self.here.z, 0, root_of_draws(self.here.z)
+
+
+@dataclass(frozen=True, eq=False)
+class Tempering:
+    """The parts of the algorithm, for one model.
+
+    ``guide``: Its local means are where searches for modes of rows begin.
+    ``log_q``: The log density () of the distribution at which particles begin, of ``theta``, its
+        parameters and a point (dim,).
+    ``fitted``: The algorithm of the fit whose silo states are used, and stay as they are.
+    ``num_particles``: A multiple of the number of islands.
+    ``nodes``: Nodes of the quadrature over rows' latents, in each dimension; 0 where there are
+        none.
+    ``little``: Whether a silo's program is compiled with few of XLA's optimisations.
+    """
+
+    model: FederatedModel
+    guide: Guide
+    log_q: Callable[[Theta, Any, Array], Array]
+    fitted: FederatedAlgorithm[Any, Any]
+    num_particles: int
+    nodes: int
+    little: bool = False
+
+    @cached_property
+    def exchange(self) -> Exchange[Any, Any, Any]:
+        """Return the exchange in which silos tell their densities at all particles."""
+        n, dim = self.num_particles, self.model.dim
+        return Exchange(
+            TEMPERED,
+            stacked_reply(self.at_silo, little=self.little),
+            # No log likelihood is NaN or infinite above, and all gradients are finite.
+            usable=lambda up: (
+                (up.log_likelihood < np.inf).all()
+                & namespace(up.gradient).isfinite(up.gradient).all()
+            ),
+            settings=json.dumps({"num_particles": n, "nodes": self.nodes}),
+            like=lambda: (
+                shape_of_draws(self.guide, self.fitted, (n, dim)),
+                AtParticles(shape(n), shape(n, dim)),
+            ),
+        )
+
+    def at_silo(self, noise: object, down: Down, state: Any, data: SiloData) -> AtParticles:
+        """Return what a silo tells."""
+        private = self.fitted.private(state)
+        theta = {**down.theta, **private.theta}
+        u, centre = coordinates_of(down)
+        bound = QuadratureBound(self.model, self.guide, self.nodes)
+        integrals = RowIntegrals(self.model, self.nodes, NEARBY)
+
+        def log_likelihood(z_G: Array, u: Array) -> Array:
+            at = private.recentred(Coordinates(u, centre))
+            start = bound.start(AtDraw(theta, private.guide, z_G, at, data))
+            return integrals.log_likelihood(theta, z_G, data, start)[0]
+
+        size = BATCH if any(p.dim for p in self.model.plates) else 1
+        found = AtParticles(
+            *jax.lax.map(
+                lambda at: jax.value_and_grad(log_likelihood)(*at), (down.z_G, u), batch_size=size
+            )
+        )
+        # A particle that is too far away for one silo is lost, and the others go on.
+        finite = jnp.isfinite(found.log_likelihood)
+        value = jnp.where(finite, found.log_likelihood, -jnp.inf)
+        return AtParticles(value, jnp.where(finite[:, None], or_zero(found.gradient), 0.0))
+
+    @np.errstate(all="ignore")  # of particles too far away
+    def run(
+        self,
+        ask: AskSilos,
+        swarm: Swarm,
+        most: int,
+        random: np.random.Generator,
+        shown: Callable[[float], None],
+    ) -> None:
+        """Move particles until they were kept often enough, or for ``most`` exchanges.
+
+        The last trajectory is as short as the exchanges that are left. ``shown`` is told the log
+        evidence so far after each exchange.
+
+        Raises
+        ------
+        NonFiniteError
+            If the density is not finite at any particle of an island.
+        """
+
+        def places(z: np.ndarray) -> Places:
+            down = self.message(swarm.theta, z)
+            up: AtParticles = ask(self.exchange, down)
+            ends = self._ends(swarm.theta, swarm.reference, down.z_G)
+            log_prior, slope_prior, log_q, slope_q = (np.asarray(a, float) for a in ends)
+            log_p, slope_p = log_prior + up.log_likelihood, slope_prior + up.gradient
+            finite = np.isfinite(log_p) & np.isfinite(log_q)
+            swarm.exchanges += 1
+            shown(float(log_mean(swarm.log_evidence)))
+            return Places(
+                np.asarray(down.z_G),
+                np.where(finite, log_q, 0.0),
+                np.where(finite, log_p, LOST),
+                np.where(finite[:, None], or_zero(slope_q), 0.0),
+                np.where(finite[:, None], or_zero(slope_p), 0.0),
+            )
+
+        last, goal = swarm.exchanges + most, len(swarm.kept) + KEPT
+        if not swarm.b:
+            swarm.here = places(swarm.here.z)
+            if not swarm.here.found.reshape(NUM_ISLANDS, -1).any(1).all():
+                raise NonFiniteError(NO_DENSITY, result=None, round=0, silos=())
+            temper(swarm, random)
+        while len(swarm.kept) < goal and swarm.exchanges < last:
+            common = math.exp(swarm.log_step)
+            leaps = int(np.clip(math.ceil(LENGTH / common), 1, MAX_LEAPS))
+            end, gain = self._trajectory(
+                places, swarm, common, min(leaps, last - swarm.exchanges), random
+            )
+            accepted = np.log(random.uniform(size=len(gain))) < gain
+            swarm.here = Places(
+                *(
+                    np.where(accepted.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+                    for new, old in zip(end, swarm.here, strict=True)
+                )
+            )
+            rate = np.exp(np.minimum(gain, 0.0)).mean()
+            swarm.log_step = float(np.clip(swarm.log_step + GAIN * (rate - ACCEPTED), *LOG_STEPS))
+            swarm.moves += 1
+            at_posterior = swarm.b >= 1
+            enough = MOVED_AT_POSTERIOR if at_posterior else MOVED
+            longest = MOVES_AT_POSTERIOR if at_posterior else MOVES
+            if swarm.moves < longest and correlation(swarm.here.z, swarm.before) > enough:
+                continue
+            if at_posterior:
+                swarm.kept.append(swarm.here)
+                swarm.stand()
+            else:
+                temper(swarm, random)
+
+    def _trajectory(
+        self,
+        places: Callable[[np.ndarray], Places],
+        swarm: Swarm,
+        common: float,
+        leaps: int,
+        random: np.random.Generator,
+    ) -> tuple[Places, np.ndarray]:
+        """Return where trajectories end, and the gain of each (N,) in log density."""
+        at, b, root = swarm.here, swarm.b, swarm.root
+        momentum = random.standard_normal(at.z.shape)
+        step = common * random.uniform(SHORTEST, 1.0, (len(at.z), 1))
+        energy = at.log_density(b) - 0.5 * (momentum**2).sum(1)
+        alive = at.found  # all numbers of the trajectory are finite
+        for _ in range(leaps):
+            momentum = momentum + 0.5 * step * (at.slope(b) @ root)
+            z = at.z + (step * momentum) @ root.T
+            alive = alive & np.isfinite(z).all(1)
+            at = places(np.where(alive[:, None], z, swarm.here.z))
+            alive = alive & at.found
+            momentum = momentum + 0.5 * step * (at.slope(b) @ root)
+        gain = at.log_density(b) - 0.5 * (momentum**2).sum(1) - energy
+        return at, np.where(alive & ~np.isnan(gain), gain, -np.inf)
+
+    def message(self, theta: Theta, z: np.ndarray) -> Down:
+        """Return the message to the silos: the points (N, dim) to evaluate."""
+        at: Any = np.asarray(z, jnp.result_type(float))
+        # Local guides give the places where searches begin, at the centre of the globals' guide.
+        centre: Any = Coordinates(np.zeros_like(at), np.zeros_like(at[0]))
+        return Down(theta, at, centre if self.guide.uses_globals else ())
+
+    @cached_property
+    def _ends(self) -> Callable[[Theta, Any, Any], tuple[Array, ...]]:
+        """Return the server's program: prior and reference, each with its gradient."""
+
+        def ends(theta: Theta, reference: Any, z: Any) -> tuple[Array, ...]:
+            log_q = partial(self.log_q, theta, reference)
+            of_prior = jax.vmap(jax.value_and_grad(partial(self.model.log_prior, theta)))(z)
+            return *of_prior, *jax.vmap(jax.value_and_grad(log_q))(z)
+
+        return jit_once(ends)
+
+
+def temper(swarm: Swarm, random: np.random.Generator) -> None:
+    """Take the next density of the path, and draw particles again by their weights."""
+    here, n = swarm.here, len(swarm.here.z)
+    change = here.log_p - here.log_q
+
+    def effective(delta: float) -> float:
+        log_w = np.where(here.found, delta * change, -np.inf)
+        # Of the particles that count at all, so that lost ones do not stop the path.
+        ess = np.exp(2 * logsumexp(log_w) - logsumexp(2 * log_w))
+        return float(ess / n - EFFECTIVE * here.found.mean())
+
+    most = 1 - swarm.b
+    b = 1.0 if effective(most) > 0 else swarm.b + float(brentq(effective, 0.0, most))
+    log_weights = np.where(here.found, (b - swarm.b) * change, -np.inf)
+    log_weights = log_weights.reshape(NUM_ISLANDS, -1)
+    size = log_weights.shape[1]
+    weights = np.exp(log_weights - logsumexp(log_weights, axis=1, keepdims=True))
+    chosen = []
+    for island, w in enumerate(weights):
+        # One uniform number for all of an island (Kitagawa 1996). Rounding of a sum of weights may
+        # choose a last particle that has none.
+        points = (np.arange(size) + random.uniform()) / size
+        index = np.searchsorted(np.cumsum(w), points).clip(max=size - 1)
+        chosen.append(size * island + np.where(w[index] > 0, index, w.argmax()))
+    swarm.b, swarm.here = b, here.at(np.concatenate(chosen))
+    swarm.arrived = swarm.here.z
+    swarm.log_evidence = swarm.log_evidence + log_mean(log_weights)
+    swarm.stand()
+
+
+def or_zero(slopes: Any) -> Any:
+    """Return the gradients (N, dim), zero where one is not finite, as on a kink with a root.
+
+    Any function of the place alone may stand in for the gradient of a trajectory: it stays
+    reversible, and the densities decide whether its end is accepted.
+    """
+    xp = namespace(slopes)
+    return xp.where(xp.isfinite(slopes).all(1)[:, None], slopes, 0.0)
+
+
+def log_mean(log_values: np.ndarray) -> np.ndarray:
+    """Return the log of the mean over the last axis of numbers whose logs are given."""
+    return np.asarray(logsumexp(log_values, axis=-1) - math.log(log_values.shape[-1]))
+
+
+def correlation(first: np.ndarray, second: np.ndarray) -> float:
+    """Return the largest correlation between coordinates of particles (N, dim), by coordinate.
+
+    Those of their squared distances from the mean count as well: particles may move to and fro and
+    not yet reach a long tail. One is returned where it is unknown.
+    """
+    first, second = with_squares(first), with_squares(second)
+    scale = np.sqrt((first**2).sum(0) * (second**2).sum(0))
+    with np.errstate(all="ignore"):
+        return float(np.where(scale > 0, (first * second).sum(0) / scale, 1.0).max(initial=0.0))
+
+
+def with_squares(z: np.ndarray) -> np.ndarray:
+    """Return particles (N, dim) less their mean, and squares of these less theirs, (N, 2 dim)."""
+    away = z - z.mean(0)
+    squares = away**2
+    return np.concatenate([away, squares - squares.mean(0)], 1)
