@@ -150,7 +150,7 @@ class Optax(Local):
 
     @property
     def checks_by_own_gradients(self) -> bool:
-        """Return whether the steps' own gradients serve for the check: they must be of all rows."""
+        """Return whether the steps' own gradients serve for the check, as those of all rows do."""
         return self.checks_convergence and self.batch_size is None
 
     def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:

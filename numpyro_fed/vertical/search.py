@@ -238,7 +238,7 @@ class VerticalSearch:
         def exchange(name: str, silo: Any, *like: Any, **options: Any) -> Exchange[Any, Any, Any]:
             visit = stacked_visit(silo, little=True)
             # A point that is too far for a client is a failed step, which the server sees.
-            options = {"lenient": True, "stacked": True, "like": lambda: like, **options}
+            options = {"lenient": True, "like": lambda: like, **options}
             return Exchange(name, visit, **options)
 
         to_begin = ToBegin(slopes, shape(width, rank) if rank and width else None, shape())
