@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from numpyro_fed.posterior.weighted import smoothed, weights_of
 from numpyro_fed.weigh.element_errors import ElementErrors, tail_shape
+from numpyro_fed.weigh.pareto import smoothed, weights_of
 
 BOUND = 0.03
 

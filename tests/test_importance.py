@@ -28,11 +28,11 @@ from scipy.special import logsumexp
 import numpyro_fed as nf
 from numpyro_fed.guides.objectives import AtDraw
 from numpyro_fed.numerics.gaussian import Coordinates
-from numpyro_fed.posterior.weighted import systematic
 from numpyro_fed.rounds.plain_loop import compile_visit
 from numpyro_fed.weigh.element_errors import moments
 from numpyro_fed.weigh.exchange import Weigh
 from numpyro_fed.weigh.likelihood import SiloLikelihood
+from numpyro_fed.weigh.pareto import systematic
 
 KEY = jax.random.key(0)
 Y = np.array([0.3, -1.2, 0.8, 2.0, -0.4, 1.1, 3.0, 0.2, 1.6, 0.9])

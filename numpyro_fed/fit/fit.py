@@ -27,7 +27,7 @@ from numpyro_fed.data.silo_data import SiloInput
 from numpyro_fed.dp_newton.method import DPNewton
 from numpyro_fed.fit.steps import FitSteps
 from numpyro_fed.posterior.posterior import Posterior, Stage
-from numpyro_fed.posterior.weighted import TOLERANCE, check_accuracy
+from numpyro_fed.posterior.verdict import TOLERANCE, check_accuracy
 from numpyro_fed.privacy.budget import Privacy
 from numpyro_fed.rounds.compiled_loop import simulation
 from numpyro_fed.rounds.federation import Federation

@@ -26,11 +26,12 @@ from numpyro_fed.posterior.particles import Particles
 from numpyro_fed.posterior.posterior import Stage
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.saving import DRAWS, WEIGHTS, read
-from numpyro_fed.posterior.weighted import TOLERANCE, systematic
+from numpyro_fed.posterior.verdict import TOLERANCE
 from numpyro_fed.pvi.method import PVI
 from numpyro_fed.search.mode import LocalMode
 from numpyro_fed.sfvi.method import SFVI, SFVIAvg
 from numpyro_fed.text.layout import read_all
+from numpyro_fed.weigh.pareto import systematic
 
 METHODS: dict[str, type[Method[Any, Any]]] = {
     kind.__name__: kind for kind in (PVI, SFVI, SFVIAvg, DPNewton)

@@ -40,7 +40,7 @@ from numpyro_fed.methods.base import (
 from numpyro_fed.methods.start import begin, with_or_without_start
 from numpyro_fed.posterior.at_silo import AtSilo, outer_round, sampler_by
 from numpyro_fed.posterior.communication import COPIES, Cost, cost_of, state_sizes
-from numpyro_fed.posterior.loo import leaving_out, loo_exchange
+from numpyro_fed.posterior.leave_out import leaving_out, loo_exchange
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.run import Built, Fit
 from numpyro_fed.posterior.tempering import tempering_of

@@ -19,19 +19,20 @@ from numpyro_fed.after.sensitivity import PriorSensitivity, log_prior_on_support
 from numpyro_fed.basics.errors import ModelError, NonFiniteError
 from numpyro_fed.basics.precision import in_precision_of_object
 from numpyro_fed.basics.trees import elements
-from numpyro_fed.posterior.loo import LeaveOut, Loo, rows_left_out, table_of
+from numpyro_fed.posterior.leave_out import LeaveOut, Loo, rows_left_out, table_of
 from numpyro_fed.posterior.posterior import Posterior
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.run import Fit
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedWords
-from numpyro_fed.posterior.weighted import Weighted, systematic
+from numpyro_fed.posterior.verdict import Weighted
 from numpyro_fed.search.influence import SiloTable, Whitened
 from numpyro_fed.search.mode import OneCopy
 from numpyro_fed.text.sites import Site
 from numpyro_fed.weigh.element_errors import ElementErrors, Moments, Rounding
 from numpyro_fed.weigh.likelihood import Integration
 from numpyro_fed.weigh.mixture import mixture_at
+from numpyro_fed.weigh.pareto import systematic
 from numpyro_fed.weigh.proposals import NUM_PARTS, Mixture
 
 # Draws where the posterior without a silo may be, an exchange of them, and the share of those that

@@ -25,8 +25,8 @@ from numpyro_fed.posterior.corrected import Corrected
 from numpyro_fed.posterior.particles import Particles, particles_of
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.run import Built, Fit
+from numpyro_fed.posterior.verdict import TOLERANCE
 from numpyro_fed.posterior.weighing import check_weighable, of_text
-from numpyro_fed.posterior.weighted import TOLERANCE
 from numpyro_fed.rounds.noise import generator, typed_key
 from numpyro_fed.rounds.progress import Progress, progress_of
 from numpyro_fed.text.binding import Theta

@@ -35,16 +35,14 @@ from numpyro_fed.guides.structured import Guide
 from numpyro_fed.posterior.corrected import Corrected, Pool, on_supports, sampler_of
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.run import Built, Fit
-from numpyro_fed.posterior.weighted import (
+from numpyro_fed.posterior.verdict import (
     NO_WEIGHTS,
     TOLERANCE,
     check_accuracy,
     quality_fields,
     replace_weightless,
-    threshold,
     unless_interrupted,
     until_interrupted,
-    weights_of,
 )
 from numpyro_fed.rounds.noise import generator
 from numpyro_fed.rounds.progress import in_sight
@@ -60,6 +58,7 @@ from numpyro_fed.vertical.result import (
 )
 from numpyro_fed.weigh.exchange import Estimates, Weigh
 from numpyro_fed.weigh.likelihood import Integration
+from numpyro_fed.weigh.pareto import threshold, weights_of
 from numpyro_fed.weigh.proposals import (
     SHARE,
     Mixture,

@@ -41,7 +41,7 @@ from numpyro_fed.basics.precision import in_precision_of_object
 from numpyro_fed.basics.programs import TRACING
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics.densities import log_prob
-from numpyro_fed.posterior.loo import MAX_K, Loo, RowsOfSilo, RowSums
+from numpyro_fed.posterior.leave_out import MAX_K, Loo, RowsOfSilo, RowSums
 from numpyro_fed.posterior.posterior import Posterior
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedWords

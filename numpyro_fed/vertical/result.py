@@ -19,15 +19,13 @@ from numpyro_fed.basics.errors import ModelError, positive_int
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.posterior.run import FederatedRun
 from numpyro_fed.posterior.saving import SavedWords, save
-from numpyro_fed.posterior.weighted import (
+from numpyro_fed.posterior.verdict import (
     NO_WEIGHTS,
     Weighted,
     quality_fields,
     replace_weightless,
-    systematic,
     unless_interrupted,
     until_interrupted,
-    weights_of,
 )
 from numpyro_fed.rounds.exchange import IMPORTANCE
 from numpyro_fed.rounds.noise import exchange_key, server_key
@@ -37,6 +35,7 @@ from numpyro_fed.text.sites import Site
 from numpyro_fed.text.vertical import latents_of
 from numpyro_fed.vertical.parties import SAMPLE, PartyState
 from numpyro_fed.vertical.weigh import WeighParties
+from numpyro_fed.weigh.pareto import systematic, weights_of
 
 TOGETHER = (
     "A row's predictor is the sum of what all clients compute on their columns: bring the draws of "

@@ -25,6 +25,7 @@ from scipy.special import ndtri
 
 from numpyro_fed.basics.trees import elements
 from numpyro_fed.text.sites import Site
+from numpyro_fed.weigh.pareto import pareto_fit
 
 
 class Moments(NamedTuple):
@@ -256,25 +257,6 @@ def tail_shape(log_terms: np.ndarray) -> float:
     above = np.exp(last[1:]) - np.exp(last[0])
     above = above[above > 0]
     return pareto_fit(above)[0] if len(above) >= 5 else 0.0
-
-
-def pareto_fit(x: np.ndarray) -> tuple[float, float]:
-    """Return shape and scale of a generalised Pareto distribution, from its sorted draws.
-
-    The posterior mean of Zhang and Stephens (2009) over a grid; the shape with the prior of Vehtari
-    et al. (2024) at 0.5.
-    """
-    n = len(x)
-    grid = np.arange(1, 31 + int(np.sqrt(n))) - 0.5
-    with np.errstate(divide="ignore", invalid="ignore"):
-        theta = 1 / x[-1] + (1 - np.sqrt((len(grid)) / grid)) / (3 * x[int(n / 4 + 0.5) - 1])
-        shapes = np.log1p(-theta[:, None] * x).mean(1)
-        log_like = n * (np.log(-theta / shapes) - shapes - 1)
-        log_like = np.where(np.isnan(log_like), -np.inf, log_like)
-        weights = np.exp(log_like - log_like.max())
-        best = float(weights @ theta / weights.sum())
-        shape = float(np.log1p(-best * x).mean())
-    return (n * shape + 5) / (n + 10), -shape / best
 
 
 def _tail(distance: np.ndarray, w: np.ndarray) -> tuple[float, bool]:

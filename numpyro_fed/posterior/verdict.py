@@ -1,4 +1,4 @@
-"""Weighted draws: effective draws, Monte Carlo errors, and a verdict in words.
+"""The verdict on weighted draws: effective draws, Monte Carlo errors, and words.
 
 Rows and columns share this module. A correction is trusted if four things hold: k-hat of the
 weights is below the threshold of Vehtari et al. (2024); quantiles of all globals, and all means and
@@ -23,16 +23,9 @@ from numpyro_fed.basics import html
 from numpyro_fed.basics.errors import Interrupted
 from numpyro_fed.posterior.run import FederatedRun
 from numpyro_fed.posterior.saving import SavedWords
-from numpyro_fed.rounds.noise import generator
 from numpyro_fed.text.sites import Site
-from numpyro_fed.weigh.element_errors import (
-    ORDERS,
-    ElementErrors,
-    Moments,
-    Rounding,
-    moments,
-    pareto_fit,
-)
+from numpyro_fed.weigh.element_errors import ORDERS, ElementErrors, Moments, Rounding, moments
+from numpyro_fed.weigh.pareto import threshold
 
 # Draws below which k-hat is not judged: its generalised
 # Pareto is fitted to at most a fifth of them.
@@ -46,10 +39,6 @@ MAX_ERROR = 0.3
 # Share of effective draws above which only tails are unsure:
 # nf.fit then tries more draws before a better proposal.
 MANY_SHARE = 0.3
-# Log weight, less the largest, below which a draw weighs nothing: e^-100 is 4e-44, which
-# changes no average.
-NEGLIGIBLE = -100.0
-SMOOTHED_FROM = 1 / 3  # k-hat: lighter tails are left as they are (Vehtari et al. 2024)
 USE_QUANTILES = "use medians and quantiles there"
 NO_WEIGHTS = (
     "the importance weights are NaN, or all zero, at {}. Fit for more rounds, or look at the data "
@@ -385,62 +374,3 @@ def unless_interrupted(correction: Correction, interrupted: bool, num_draws: int
         "these is in the error's .result, and error.result.save(path) keeps it.",
         result=correction,
     )
-
-
-def smoothed(log_weights: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return Pareto-smoothed log weights (n,) and k-hat (Vehtari et al. 2024, algorithm 1).
-
-    k-hat is infinite for fewer than 25 weights, and NaN where a tail has no generalised Pareto fit.
-    """
-    log_weights = log_weights - log_weights.max()
-    n = len(log_weights)
-    tail = min(max(int(3 * np.sqrt(n)), 5), n // 5)
-    if tail < 5:
-        return log_weights, math.inf
-    order = np.argsort(log_weights, kind="stable")
-    largest = np.exp(log_weights[order[-tail:]])
-    cut = np.exp(log_weights[order[-tail - 1]])
-    if largest[-1] - cut < np.finfo(float).tiny:
-        return log_weights, 0.0
-    k, scale = pareto_fit(largest - cut)
-    if not k >= SMOOTHED_FROM:
-        return log_weights, k
-    beyond = -np.log1p(-(np.arange(tail) + 0.5) / tail)  # standard exponential quantiles
-    quantiles = cut + scale * np.expm1(k * beyond) / k
-    log_weights[order[-tail:]] = np.log(np.minimum(quantiles, largest[-1]))
-    return log_weights, k
-
-
-def weights_of(log_weights: np.ndarray) -> tuple[float, np.ndarray]:
-    """Return k-hat and the weights (n,), which sum to one.
-
-    Weights are Pareto-smoothed, or left as they are where k-hat is too large.
-    """
-    log_weights = np.array(log_weights, np.float64)
-    tail_smoothed, k = smoothed(log_weights)
-    # Smoothing replaces the largest weights by quantiles of the fitted tail. A few large weights
-    # among equal ones, those of a mode that the guide has missed, would disappear in it.
-    for candidate in (tail_smoothed, log_weights):
-        log_w = candidate - candidate.max()
-        weights = np.where(log_w > NEGLIGIBLE, np.exp(log_w), 0.0)
-        weights = weights / weights.sum()
-        share = float(1 / (weights**2).sum() / len(weights))
-        pareto_k = k
-        if math.isnan(k):  # 0 for even weights and infinity for a few
-            pareto_k = 0.0 if share > 0.99 else math.inf
-        if pareto_k <= threshold(len(weights)):
-            break
-    return pareto_k, weights
-
-
-def threshold(num_draws: int) -> float:
-    """Return the largest k-hat for which so many draws are enough (Vehtari et al. 2024)."""
-    return min(1 - 1 / math.log10(max(num_draws, 11)), 0.7)
-
-
-def systematic(key: Array, weights: np.ndarray, n: int) -> np.ndarray:
-    """Return the indices (n,) of a systematic resample by weights (num_draws,), in random order."""
-    random = generator(key)
-    points = (np.arange(n) + random.random()) / n
-    chosen = np.searchsorted(np.cumsum(weights), points * weights.sum())
-    return random.permutation(np.minimum(chosen, len(weights) - 1))
