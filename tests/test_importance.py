@@ -32,7 +32,7 @@ from numpyro_fed.rounds.plain_loop import compile_visit
 from numpyro_fed.weigh.element_errors import moments
 from numpyro_fed.weigh.exchange import Weigh
 from numpyro_fed.weigh.likelihood import SiloLikelihood
-from numpyro_fed.weigh.pareto import systematic
+from numpyro_fed.weigh.pareto import systematic_resample
 
 KEY = jax.random.key(0)
 Y = np.array([0.3, -1.2, 0.8, 2.0, -0.4, 1.1, 3.0, 0.2, 1.6, 0.9])
@@ -472,7 +472,7 @@ def test_draws_are_resampled_as_often_as_their_weights_say():
     """Systematically: n w times, rounded up or down, and in random order."""
     weights = np.random.default_rng(0).dirichlet(np.full(20, 0.3))
     for n in (1, 7, 1_000):
-        chosen = systematic(jax.random.key(n), weights, n)
+        chosen = systematic_resample(jax.random.key(n), weights, n)
         count = np.bincount(chosen, minlength=20)
         assert count.sum() == n
         assert (np.abs(count - n * weights) < 1 + 1e-3).all()

@@ -1,4 +1,4 @@
-"""What ``model/jaxprs.py`` expects of the JAX that is installed.
+"""What ``text/jaxprs.py`` expects of the JAX that is installed.
 
 Where one of these tests fails with a new JAX, ``numpyro_fed/text/jaxprs.py`` is the place to mend:
 print ``jax.make_jaxpr`` of the function in the test, and look for what has another name there.

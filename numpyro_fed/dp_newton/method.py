@@ -154,7 +154,7 @@ class DPNewton(Method[PrivateResult, None]):
     r"""Newton's method under differential privacy: a posterior from some noisy sums.
 
     Silos send sums of clipped gradients and curvatures of their rows, with Gaussian noise
-    (``algorithms/private_newton.py`` has the equations). The posterior is a normal
+    (``dp_newton/newton.py`` has the equations). The posterior is a normal
     approximation whose covariance counts that noise. :func:`numpyro_fed.fit` with ``privacy=``
     runs it. Nothing has to be scaled: the units of the frame and clipping lengths are found within
     the budget.

@@ -31,7 +31,7 @@ from numpyro_fed.pvi.method import PVI
 from numpyro_fed.search.mode import LocalMode
 from numpyro_fed.sfvi.method import SFVI, SFVIAvg
 from numpyro_fed.text.layout import read_all
-from numpyro_fed.weigh.pareto import systematic
+from numpyro_fed.weigh.pareto import systematic_resample
 
 METHODS: dict[str, type[Method[Any, Any]]] = {
     kind.__name__: kind for kind in (PVI, SFVI, SFVIAvg, DPNewton)
@@ -126,7 +126,7 @@ class Saved:
             )
         # The same fold as in Corrected.sample_posterior, so that the same key gives the same draws.
         key = jax.random.fold_in(key, 0)
-        chosen = systematic(key, self.weights, n)
+        chosen = systematic_resample(key, self.weights, n)
         return {site: values[chosen] for site, values in self.draws.items()}
 
     def to_arviz(

@@ -32,7 +32,7 @@ from numpyro_fed.text.sites import Site
 from numpyro_fed.weigh.element_errors import ElementErrors, Moments, Rounding
 from numpyro_fed.weigh.likelihood import Integration
 from numpyro_fed.weigh.mixture import mixture_at
-from numpyro_fed.weigh.pareto import systematic
+from numpyro_fed.weigh.pareto import systematic_resample
 from numpyro_fed.weigh.proposals import NUM_PARTS, Mixture
 
 # Draws where the posterior without a silo may be, an exchange of them, and the share of those that
@@ -205,7 +205,7 @@ class Corrected(Posterior, Weighted[Result]):
                 "a file of an earlier release has no densities of its draws: fit anew."
             )
         fm, theta = self.result._fit.model, self.result.shared.theta
-        chosen = systematic(random.fold_in(self._key, 5), self.weights, len(self.weights))
+        chosen = systematic_resample(random.fold_in(self._key, 5), self.weights, len(self.weights))
         z_G = self.z_G[chosen]
         names, values = elements(self.sampler.constrain_globals(theta, z_G))
         moves = (values != values[:1]).any(0)  # the diagonal of a correlation answers to nothing
@@ -355,14 +355,14 @@ class Corrected(Posterior, Weighted[Result]):
         exact as their number grows.
         """
         if silo is None:
-            chosen = systematic(random.fold_in(key, 0), self.weights, n)
+            chosen = systematic_resample(random.fold_in(key, 0), self.weights, n)
             return {site: jax.device_put(np.asarray(a)[chosen]) for site, a in self.draws.items()}
         z_G = self.unconstrained(key, n)
         return self.result.sites_at(jax.random.fold_in(key, 1), z_G, silo, self.sampler)
 
     def unconstrained(self, key: Array, n: int) -> Array:
         """Return the unconstrained globals (n, dim) behind ``sample_posterior(key, n)``."""
-        chosen = systematic(random.fold_in(key, 0), self.weights, n)
+        chosen = systematic_resample(random.fold_in(key, 0), self.weights, n)
         return jax.device_put(self.z_G[chosen])
 
 

@@ -25,7 +25,7 @@ from numpyro_fed.posterior.run import FederatedRun
 from numpyro_fed.posterior.saving import SavedWords
 from numpyro_fed.text.sites import Site
 from numpyro_fed.weigh.element_errors import ORDERS, ElementErrors, Moments, Rounding, moments
-from numpyro_fed.weigh.pareto import threshold
+from numpyro_fed.weigh.pareto import max_k_hat
 
 # Draws below which k-hat is not judged: its generalised
 # Pareto is fitted to at most a fifth of them.
@@ -79,7 +79,7 @@ class Weighted(ABC, Generic[Corrects]):
 
         ``min(1 - 1 / log10(S), 0.7)`` (Vehtari et al. 2024, section 3.2.4).
         """
-        return threshold(len(self.weights))
+        return max_k_hat(len(self.weights))
 
     @property
     def reliable(self) -> bool:
@@ -172,7 +172,7 @@ class Weighted(ABC, Generic[Corrects]):
         if not self.reliable:
             return "a few draws carry the weight"
         if not self.quantiles_known:
-            return f"means and sds are known to {self.monte_carlo_error:.2g} sd only"
+            return f"means, sds and quantiles are known to {self.monte_carlo_error:.2g} sd only"
         return self.reservation
 
     @property
@@ -240,10 +240,12 @@ class Weighted(ABC, Generic[Corrects]):
 
     def report(self) -> str:
         """Return in words whether to trust the corrected posterior, and the fit."""
-        judged = self.reliable and self.precise and len(self.weights) >= MIN_DRAWS
-        known = self.log_evidence is not None
-        evidence = f"Log evidence {self.log_evidence:.2f}." if known else ""
-        return " ".join(filter(None, (self.judged, evidence, self._of_fit() if judged else "")))
+        has_evidence = self.log_evidence is not None
+        evidence = f"Log evidence {self.log_evidence:.2f}." if has_evidence else ""
+        tells_of_fit = self.reliable and self.precise and len(self.weights) >= MIN_DRAWS
+        return " ".join(
+            filter(None, (self.judged, evidence, self._of_fit() if tells_of_fit else ""))
+        )
 
     @property
     def attributes(self) -> dict[str, float | str]:

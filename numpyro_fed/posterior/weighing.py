@@ -58,7 +58,7 @@ from numpyro_fed.vertical.result import (
 )
 from numpyro_fed.weigh.exchange import Estimates, Weigh
 from numpyro_fed.weigh.likelihood import Integration
-from numpyro_fed.weigh.pareto import threshold, weights_of
+from numpyro_fed.weigh.pareto import max_k_hat, weights_of
 from numpyro_fed.weigh.proposals import (
     SHARE,
     Mixture,
@@ -125,7 +125,7 @@ def importance_correct(
     .. math::
         \log w_s = \log p(z_G^s) - \log q(z_G^s) + \sum_j \log \hat p(y_j \mid z_G^s).
 
-    The weights are Pareto-smoothed (Vehtari et al. 2024, by BlackJAX). Their shape ``k`` says
+    The weights are Pareto-smoothed (:mod:`numpyro_fed.weigh.pareto`). Their shape ``k`` says
     whether guide and posterior are close enough to trust, with no pooled run to compare with.
     ``q`` is the guide and, for some of the draws, wider distributions around it and the prior's
     spread (``numpyro_fed.weigh.proposals``), which show what a narrow guide, or
@@ -307,7 +307,7 @@ class Weighing:
         # With locals a silo's estimate may be noisy itself,
         # so that a jump between neighbours shows nothing.
         for _ in range(0 if self.integration.draws else MAX_CHECKS):
-            if tail_and_weights[0] <= threshold(len(z_G)):
+            if tail_and_weights[0] <= max_k_hat(len(z_G)):
                 break
             rough = self._rough_draws(key, z_G, log_weights, from_own)
             if not rough.size:

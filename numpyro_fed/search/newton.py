@@ -19,7 +19,7 @@ other globals are integrated out as well, at the server, with the silos' Hessian
 (:func:`prior_of`). Their coordinates in ``z_G`` hold their mode given the others.
 
 Several starts run side by side, one point of each in every message. The server's part is plain
-Python, and so are the steps of a silo's own climb (:mod:`.own_start`); what depends on the text is
+Python, and so are the steps of a silo's own climb (:mod:`.own_modes`); what depends on the text is
 one compiled program, :class:`~.expand.Expand`.
 """
 
@@ -108,7 +108,7 @@ MIN_GAIN = 1e-4  # predicted gain of an undamped step, in nats, below which a po
 MIN_GAIN_NEAR = 0.05
 MAX_IDLE = 5  # accepted steps in a row without a gain beyond rounding, after which a search ends
 # Standard deviations from a mode at which another start counts as come there, too; modes that are
-# to be told apart are three and more away (``results.mode.MODES_APART``).
+# to be told apart are three and more away (``search.mode.MODES_APART``).
 MERGED = 1.5
 # Exchanges after which a start that is still lower than a mode is given up. From zero, and without
 # modes of silos' own, the six cities took sixteen; with Poisson counts a start took a hundred where
@@ -184,7 +184,7 @@ class Start(AnyStart):
 
     ``promise``: The gain, in nats, that is predicted for the trial.
     ``scale`` (n,): The curvature by which each coordinate is scaled.
-    ``metric`` (n, n) or None: The precision that silos' own modes tell of (:mod:`.own_start`), in
+    ``metric`` (n, n) or None: The precision that silos' own modes tell of (:mod:`.own_modes`), in
         which the first step is bounded; None where nothing is known, and once a step has led up.
     ``min_gain``: The predicted gain, in nats, below which a point is a mode.
     """

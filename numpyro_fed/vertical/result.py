@@ -35,7 +35,7 @@ from numpyro_fed.text.sites import Site
 from numpyro_fed.text.vertical import latents_of
 from numpyro_fed.vertical.parties import SAMPLE, PartyState
 from numpyro_fed.vertical.weigh import WeighParties
-from numpyro_fed.weigh.pareto import systematic, weights_of
+from numpyro_fed.weigh.pareto import systematic_resample, weights_of
 
 TOGETHER = (
     "A row's predictor is the sum of what all clients compute on their columns: bring the draws of "
@@ -374,7 +374,7 @@ class VerticalCorrected(ColumnsAfterFit, Weighted[VerticalResult]):
 
     def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
         """Draw from the corrected posterior: latents of all parties, resampled by their weights."""
-        chosen = systematic(key, self.weights, n)
+        chosen = systematic_resample(key, self.weights, n)
         return self.result.sites_at(self._z[chosen], tuple(z[chosen] for z in self._own))
 
     @property

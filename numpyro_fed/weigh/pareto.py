@@ -80,17 +80,17 @@ def weights_of(log_weights: np.ndarray) -> tuple[float, np.ndarray]:
         pareto_k = k
         if math.isnan(k):  # 0 for even weights and infinity for a few
             pareto_k = 0.0 if share > 0.99 else math.inf
-        if pareto_k <= threshold(len(weights)):
+        if pareto_k <= max_k_hat(len(weights)):
             break
     return pareto_k, weights
 
 
-def threshold(num_draws: int) -> float:
+def max_k_hat(num_draws: int) -> float:
     """Return the largest k-hat for which so many draws are enough (Vehtari et al. 2024)."""
     return min(1 - 1 / math.log10(max(num_draws, 11)), 0.7)
 
 
-def systematic(key: Array, weights: np.ndarray, n: int) -> np.ndarray:
+def systematic_resample(key: Array, weights: np.ndarray, n: int) -> np.ndarray:
     """Return the indices (n,) of a systematic resample by weights (num_draws,), in random order."""
     random = generator(key)
     points = (np.arange(n) + random.random()) / n
