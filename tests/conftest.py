@@ -34,9 +34,9 @@ import pytest
 ENOUGH = 3 << 29  # bytes of a worker: more than any one file takes
 SLOW_EXAMPLES = (  # in docstrings, where no mark can stand
     "after.questions.Questions.leave_out",
-    "fit.fit.fit",
+    "fitting.fit.fit",
     "posterior.posterior.Posterior.add",
-    "fit.load.load",
+    "fitting.load.load",
     "sfvi.method.SFVI",
     "vertical.vfl.SOUL",
     "vertical.vfl.VFL",

@@ -16,7 +16,7 @@ from problems import cut, grouped
 
 import numpyro_fed as nf
 from numpyro_fed.data.silo_data import read
-from numpyro_fed.fit.steps import FitSteps
+from numpyro_fed.fitting.steps import FitSteps
 from numpyro_fed.posterior.weighing import correct_from
 from numpyro_fed.text.fingerprint import fingerprint
 from numpyro_fed.text.split import split
@@ -220,9 +220,9 @@ def test_a_mode_that_the_draws_do_not_reach_is_said(monkeypatch):
     def around_the_first(z, others, log_shares):
         return around_modes(z, [], np.zeros(1))
 
-    monkeypatch.setattr("numpyro_fed.fit.steps.around_modes", around_the_first)
+    monkeypatch.setattr("numpyro_fed.fitting.steps.around_modes", around_the_first)
     monkeypatch.setattr(
-        "numpyro_fed.fit.steps.correct_from",
+        "numpyro_fed.fitting.steps.correct_from",
         lambda *args, wider, **more: correct_from(*args, wider=0.0, **more),
     )
     model = models.squared(2000.0)
@@ -349,7 +349,7 @@ def test_messages_of_a_step_that_fails_are_counted(monkeypatch):
         raise nf.NonFiniteError("nothing is finite", result=None, round=0, silos=())
 
     good = nf.fit(KEY, model, silos, max_exchanges=1, progress_bar=False)
-    monkeypatch.setattr("numpyro_fed.fit.steps.correct_from", fails)
+    monkeypatch.setattr("numpyro_fed.fitting.steps.correct_from", fails)
     bad = nf.fit(KEY, model, silos, max_exchanges=1, progress_bar=False)
     assert not bad.trusted
     assert bad.num_exchanges == good.num_exchanges > 2

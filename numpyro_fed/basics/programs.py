@@ -175,11 +175,10 @@ def known_options(options: dict[str, Any]) -> dict[str, Any]:
     # An empty program is compiled to find out: XLA has no list of its options.
     try:
         jax.jit(lambda: 0, compiler_options=options).lower().compile()
-    except jax.errors.JaxRuntimeError:
-        if len(options) == 1:
-            return {}
-        single = (known_options({name: value}) for name, value in options.items())
-        return {name: value for known in single for name, value in known.items()}
+    except jax.errors.JaxRuntimeError as error:
+        # XLA names the first one that it does not know.
+        others = {name: value for name, value in options.items() if name not in str(error)}
+        return known_options(others) if 0 < len(others) < len(options) else {}
     return options
 
 

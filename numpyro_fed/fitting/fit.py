@@ -25,7 +25,7 @@ from numpyro_fed.basics.errors import (
 from numpyro_fed.basics.precision import precision as precision_as
 from numpyro_fed.data.silo_data import SiloInput
 from numpyro_fed.dp_newton.method import DPNewton
-from numpyro_fed.fit.steps import FitSteps
+from numpyro_fed.fitting.steps import FitSteps
 from numpyro_fed.posterior.posterior import Posterior, Stage
 from numpyro_fed.posterior.verdict import TOLERANCE, check_accuracy
 from numpyro_fed.privacy.budget import Privacy
