@@ -137,9 +137,9 @@ class LaidOpen:
             state = self.fit.initial_state(self.held)
         return nf.Result(np.zeros(0), state, self.fit, self.held)
 
-    def begun(self, key: jax.Array, search: Any) -> VerticalResult:
+    def begun(self, key: jax.Array) -> VerticalResult:
         """The result of no rounds of a vertical method where its search ends."""
-        state, start = begin(self.fit, key, self.batches, search)
+        state, start = begin(self.fit, key, self.batches)
         return VerticalResult(np.zeros(0), state, self.fit, self.held, start=start)
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from apart import Apart
 from laid_open import at_checks, put_in_place
-from numpyro_fed.fitting import steps as fit_steps
 
 import numpyro_fed as nf
+from numpyro_fed.fitting import steps as fit_steps
 from numpyro_fed.posterior import weighing as importance
 from numpyro_fed.rounds import supervise as drive_module
 from numpyro_fed.rounds.step import AskAll

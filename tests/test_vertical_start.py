@@ -19,12 +19,11 @@ from vertical_problems import (
 )
 
 import numpyro_fed as nf
-from numpyro_fed.methods.base import SEARCHES
 
 
 def begun(vfl, *data):
     """A result of no rounds."""
-    return laid_open_columns(vfl, *data).begun(KEY, SEARCHES["simulation"])
+    return laid_open_columns(vfl, *data).begun(KEY)
 
 
 @pytest.mark.slow

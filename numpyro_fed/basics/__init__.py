@@ -1,1 +1,1 @@
-"""Small things that all rooms use: errors, files, pytrees, precision, programs."""
+"""Small things that all other folders use: errors, files, pytrees, precision, programs."""

@@ -18,6 +18,7 @@ from numpyro_fed.basics.errors import (
     Interrupted,
     ModelError,
     NonFiniteError,
+    SavedStateError,
     one_of,
     positive_int,
 )
@@ -225,6 +226,7 @@ PARTS = {
     and is_dataclass(kind)
     and kind.__module__.startswith(module.__name__)
     and not kind.__name__.startswith("_")
+    and not issubclass(kind, objectives.Bound)  # made of a model, not a setting
 }
 NAMES = {kind: name for name, kind in PARTS.items()}
 PLAIN = bool, int, float, str, type(None)
@@ -306,4 +308,12 @@ def decoded(stored: object) -> Any:
     if kind in ("list", "tuple"):
         return (list if kind == "list" else tuple)(map(decoded, items))
     parts = {name: decoded(value) for name, value in items.items()}
-    return parts if kind == "dict" else PARTS[kind](**parts)
+    if kind == "dict":
+        return parts
+    try:
+        return PARTS[kind](**parts)
+    except TypeError as error:
+        raise SavedStateError(
+            f"a setting is {kind}({', '.join(parts)}), which this version of numpyro_fed has not: "
+            "use the version that wrote it."
+        ) from error

@@ -1,7 +1,7 @@
 """The search for the mode of the posterior over silos, and the start of runs at it.
 
-The search is that of :mod:`numpyro_fed.search.newton`, or of ``mode_wide`` for many globals. Here
-its result is judged, from which a run may start (:mod:`.start`):
+The search is that of :mod:`numpyro_fed.search.newton`, or of :mod:`.newton_wide` for many globals.
+Here its result is judged, from which a run may start (:mod:`numpyro_fed.methods.start`):
 
 1. Search, from one or several places side by side.
 2. Check that the curvature at the best place is that of the posterior (:func:`curvature_usable`).

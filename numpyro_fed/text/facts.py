@@ -416,7 +416,7 @@ def check_plan(plan: Plan, own: Facts, fm: FederatedModel, number: int) -> None:
         raise ModelError(f"{words}: it is of {plan.software}, and this silo has {SOFTWARE}.")
     by_value = not plan.software
     terms = terms_of(fm.traces, plan.template(), by_value=by_value)
-    check_terms(plan.terms[0], terms, f"silo {number}", by_value=by_value)
+    check_terms(plan.terms[0] if plan.terms else (), terms, f"silo {number}", by_value=by_value)
 
 
 def _shortened(value: object) -> str:

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +33,6 @@ from numpyro_fed.text.binding import Rows
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_axes import same_but_for_sizes
 from numpyro_fed.text.traces import DENSITY, Trace
-
-if TYPE_CHECKING:
-    pass
 
 # Relative, between two programs of single precision: XLA may order a row's sums differently in
 # each, and a dependence on other rows changes terms by far more.
@@ -490,7 +487,7 @@ class RowChecks:
 
 
 def check_rows_apart(
-    checks: RowChecks | None, draws: Mapping[str, int], buckets: Sequence[Bucket]
+    checks: RowChecks, draws: Mapping[str, int], buckets: Sequence[Bucket]
 ) -> None:
     """Refuse several weighted draws for each row if rows read each other's latents."""
     if (found := coupled_rows(checks, buckets, draws)) is not None:
@@ -516,14 +513,12 @@ def summary_message(found: CheckResult, keys: Sequence[str]) -> str:
 
 
 def coupled_rows(
-    checks: RowChecks | None, buckets: Sequence[Bucket], draws: Mapping[str, int] | None = None
+    checks: RowChecks, buckets: Sequence[Bucket], draws: Mapping[str, int] | None = None
 ) -> CheckResult | None:
-    """Return where rows read each other's latents; None if nowhere, or where silos are elsewhere.
+    """Return where rows read each other's latents; None if nowhere (or no silo is here).
 
     Outer plates, weighted as a whole, are not checked, nor plates of which one draw is taken.
     """
-    if checks is None:
-        return None
     for p in checks.model.plates:
         if not p.outer and (p.dim if draws is None else draws.get(p.name, 1) > 1):
             results = (checks.reads_others(b, p.name) for b in buckets)
@@ -532,9 +527,7 @@ def coupled_rows(
     return None
 
 
-def refuse_coupled_rows(
-    checks: RowChecks | None, buckets: Sequence[Bucket], who_needs: str
-) -> None:
+def refuse_coupled_rows(checks: RowChecks, buckets: Sequence[Bucket], who_needs: str) -> None:
     """Raise an error for rows that read each other's latents; ``"particles need"`` others."""
     if (rows := coupled_rows(checks, buckets)) is not None:
         raise CoupledRowsError(

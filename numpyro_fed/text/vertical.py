@@ -98,9 +98,8 @@ class VerticalModel(NamedTuple):
     shape: tuple[int, ...]  # the shape of the sum; its first axis runs over rows
     dtype: str  # the dtype of the sum
     server: FederatedModel  # takes the server's arrays by name, and the sum as TOTAL
-    clients: tuple[
-        FederatedModel, ...
-    ]  # clients with the same predictor and sites share one object
+    # Clients with the same predictor and sites share one object.
+    clients: tuple[FederatedModel, ...]
     by_row: frozenset[str]  # the server's observed sites that have a term for each row
     response: tuple[str, ...]  # the server's arrays that are observed
     below: tuple[str, ...] = ()  # the server's latents whose distribution depends on the sum

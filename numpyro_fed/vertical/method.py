@@ -204,12 +204,12 @@ class VerticalMethod(FederatedMethod[Outcome]):
         (``benchmarks/vertical_reveals.py``). A sum over clients reveals as much about the sum of
         predictors alone, but with two clients each can subtract its own part.
 
-        With ``rho`` every number is sent with noise of that standard deviation, drawn anew in each
-        round. The mean over ``T`` rounds is then known up to ``rho / sqrt(T)`` and the spread of
-        the posterior: noise hides single draws, and not what many rounds have in common. Amortised
-        auxiliary variables follow the predictor from draw to draw, so that after one or two
-        thousand rounds they reveal the columns as the exact split does, up to a linear map.
-        Mean-field ones reveal little but the mean predictor: choose them if columns are to be
+        With ``rho`` of :class:`VFL` every number is sent with noise of that standard deviation,
+        drawn anew in each round. The mean over ``T`` rounds is then known up to ``rho / sqrt(T)``
+        and the spread of the posterior: noise hides single draws, and not what many rounds have in
+        common. Amortised auxiliary variables follow the predictor from draw to draw, so that after
+        one or two thousand rounds they reveal the columns as the exact split does, up to a linear
+        map. Mean-field ones reveal little but the mean predictor: choose them if columns are to be
         hidden. Noise hides nothing from a server that knows its key, which is why a
         :class:`Silo` draws it with a key that only the client knows.
 

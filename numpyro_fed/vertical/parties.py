@@ -132,9 +132,8 @@ class ClientState(NamedTuple):
     noise: Any  # of the round's draw, as are ``rows`` and ``xi``
     rows: Array | None
     frame: Gaussian  # of its latents
-    centre: (
-        Array  # the predictor at the frame's centre, from which auxiliary variables are measured
-    )
+    # The predictor at the frame's centre, from which auxiliary variables are measured.
+    centre: Array
     xi: Array | None = None  # the shared noise
     slope: Any = None  # the gradient of the client's own likelihood at the round's draw
     chain: Any = None  # its Langevin chain, of SOUL

@@ -90,7 +90,7 @@ class ColumnsAfterFit:
         """Write the fit to ``path.npz``: its state and a description, no data and no pickle.
 
         The file is whole or not there: a save that is cut short leaves the one before as it is.
-        Read it back with :meth:`numpyro_fed.SFVI.load` or :func:`numpyro_fed.load`, which refuse
+        Read it back with the method's ``load`` or :func:`numpyro_fed.load`, which refuse
         another model and other data; for that the file has a digest of each silo's arrays, keyed
         by random bytes of its own. It also holds what silos keep to themselves, of a run in one
         process: give it to nobody who may not see that.

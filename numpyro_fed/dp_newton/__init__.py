@@ -1,0 +1,1 @@
+"""Newton's method with noise, under differential privacy."""

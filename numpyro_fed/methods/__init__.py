@@ -1,0 +1,1 @@
+"""What all methods share: the run over silos, its start, and what is asked of data before."""
