@@ -96,7 +96,7 @@ def test_by_version_of_jaxlib(untouched, version, affected):
 
 def test_the_import_starts_no_backend():
     """After that devices cannot be chosen, nor processes joined by ``jax.distributed``."""
-    code = "import numpyro_fed\nfrom numpyro_fed import threads\nprint(threads.backend_is_there())"
+    code = "from numpyro_fed.basics import threads; print(threads.backend_is_there())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
 
