@@ -29,7 +29,7 @@ from scipy.stats import beta
 import numpyro_fed as nf
 from numpyro_fed.basics.precision import precision
 from numpyro_fed.data.silo_data import read
-from numpyro_fed.dp_newton.newton import Answered, NewtonQuestion, PrivateNewton
+from numpyro_fed.dp_newton.algorithm import Answered, NewtonQuestion, PrivateNewton
 from numpyro_fed.dp_newton.units import SIZES, SUMS, UNITS, PrivateUnits, Releases
 from numpyro_fed.privacy.budget import noisy
 from numpyro_fed.text.split import split

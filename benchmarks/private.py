@@ -43,7 +43,7 @@ import numpyro_fed as nf
 from numpyro_fed.basics.precision import precision
 from numpyro_fed.data.silo_data import SiloData, read
 from numpyro_fed.dp_newton import newton as private_newton
-from numpyro_fed.dp_newton.newton import NEAR, NewtonServer, PrivateNewton
+from numpyro_fed.dp_newton.algorithm import NEAR, NewtonServer, PrivateNewton
 from numpyro_fed.dp_newton.units import PrivateUnits, Releases
 from numpyro_fed.privacy.budget import noisy
 from numpyro_fed.rounds.exchange import AskSilos

@@ -131,7 +131,7 @@ def test_gradients_are_those_of_the_bound(double, objective):
 @pytest.mark.slow
 def test_gradients_of_minibatches_are_unbiased(double):
     split = Split(nf.guides.Amortised(hidden=3), 9, 4)
-    cut = Minibatches.of(split.fm, split.layout.lengths, 4)
+    cut = Minibatches.of(split.fm, split.layout.plates_of_arrays, 4)
     settings = split.guide, split.bound, optax.sgd(1.0), 1, 2
     whole, some = (
         StructuredVI(split.fm, *settings, minibatches=batches) for batches in (None, cut)

@@ -30,8 +30,8 @@ from numpyro_fed.guides.objectives import AtDraw
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.plain_loop import compile_visit
 from numpyro_fed.weigh.element_errors import moments
-from numpyro_fed.weigh.exchange import Weigh
 from numpyro_fed.weigh.likelihood import SiloLikelihood
+from numpyro_fed.weigh.log_likelihoods import Weigh
 from numpyro_fed.weigh.pareto import systematic_resample
 
 KEY = jax.random.key(0)

@@ -88,7 +88,7 @@ class Split:
         self.fm, self.data = layout.model, jax.tree.map(jnp.asarray, bucket.data)
         guide = build(nf.guides.Structured(locals="full"), self.fm, layout.sizes)
         bound = SiloBound(self.fm, guide, draws_by_plate(objective, guide))
-        self.minibatches = Minibatches.of(self.fm, layout.lengths, size)
+        self.minibatches = Minibatches.of(self.fm, layout.plates_of_arrays, size)
         settings = guide, bound, optax.sgd(1.0), 1, len(held)
         self.whole = StructuredVI(self.fm, *settings)
         self.some = StructuredVI(self.fm, *settings, minibatches=self.minibatches)

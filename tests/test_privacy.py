@@ -20,7 +20,7 @@ from numpyro_fed.data.silo_data import read
 from numpyro_fed.dp_newton import method as private
 from numpyro_fed.dp_newton import newton as private_newton
 from numpyro_fed.dp_newton import units as private_units
-from numpyro_fed.dp_newton.newton import Answered, NewtonQuestion, PrivateNewton
+from numpyro_fed.dp_newton.algorithm import Answered, NewtonQuestion, PrivateNewton
 from numpyro_fed.dp_newton.units import PrivateUnits, Releases
 from numpyro_fed.network.engines import InMemory
 from numpyro_fed.network.policy import LEDGER, Ledger

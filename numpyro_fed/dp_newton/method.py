@@ -13,7 +13,7 @@ from jax import Array
 
 from numpyro_fed.basics.errors import CoupledRowsError, GuideError, ModelError, SavedStateError
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.dp_newton.newton import NEAR, PrivateNewton
+from numpyro_fed.dp_newton.algorithm import NEAR, PrivateNewton
 from numpyro_fed.dp_newton.units import SUMS, PrivateUnits, Releases
 from numpyro_fed.guides.objectives import ELBO, default_quadrature
 from numpyro_fed.guides.quadrature import default_nodes, quadrature_misfit
@@ -154,7 +154,7 @@ class DPNewton(Method[PrivateResult, None]):
     r"""Newton's method under differential privacy: a posterior from some noisy sums.
 
     Silos send sums of clipped gradients and curvatures of their rows, with Gaussian noise
-    (``dp_newton/newton.py`` has the equations). The posterior is a normal
+    (``dp_newton/algorithm.py`` has the equations). The posterior is a normal
     approximation whose covariance counts that noise. :func:`numpyro_fed.fit` with ``privacy=``
     runs it. Nothing has to be scaled: the units of the frame and clipping lengths are found within
     the budget.

@@ -73,7 +73,7 @@ from numpyro_fed.text.layout import Layout, layout_of, read_all
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
 from numpyro_fed.text.split import split
-from numpyro_fed.weigh.exchange import LEAVE_OUT, LOO, rows_that_count
+from numpyro_fed.weigh.log_likelihoods import LEAVE_OUT, LOO, rows_that_count
 from numpyro_fed.weigh.tempered import TEMPERED
 
 Found = TypeVar("Found", bound=Result)

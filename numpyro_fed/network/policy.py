@@ -19,7 +19,7 @@ from numpyro_fed.privacy.budget import spent as epsilon_of
 from numpyro_fed.rounds.exchange import IMPORTANCE, OUTER_LATENTS
 from numpyro_fed.rounds.messages import Question
 from numpyro_fed.rounds.stack import PlanSize
-from numpyro_fed.weigh.exchange import LEAVE_OUT, LOO
+from numpyro_fed.weigh.log_likelihoods import LEAVE_OUT, LOO
 from numpyro_fed.weigh.tempered import TEMPERED
 
 # A run that may spend the whole budget does so up to the accountant's rounding.

@@ -36,14 +36,14 @@ from numpyro_fed.rounds.noise import generator
 from numpyro_fed.search.expand import shape
 from numpyro_fed.sfvi.algorithm import Down, down_of
 from numpyro_fed.text.row_checks import refuse_coupled_rows, refuse_parameters_of_rows
-from numpyro_fed.weigh.exchange import (
+from numpyro_fed.weigh.likelihood import Integration
+from numpyro_fed.weigh.log_likelihoods import (
     LEAVE_OUT,
     LOO,
     log_likelihoods,
     log_likelihoods_of_rows,
     shape_of_draws,
 )
-from numpyro_fed.weigh.likelihood import Integration
 
 NOT_FINITE = "the log predictive density is not finite at {}."
 # Nats below the largest ratio at which another one counts as so small: the exponential of twice as

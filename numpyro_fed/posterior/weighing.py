@@ -56,8 +56,8 @@ from numpyro_fed.vertical.result import (
     VerticalResult,
     vertical_correct,
 )
-from numpyro_fed.weigh.exchange import Estimates, Weigh
 from numpyro_fed.weigh.likelihood import Integration
+from numpyro_fed.weigh.log_likelihoods import Estimates, Weigh
 from numpyro_fed.weigh.pareto import max_k_hat, weights_of
 from numpyro_fed.weigh.proposals import (
     SHARE,

@@ -343,7 +343,7 @@ class PVI(Method[PVIResult, Conjugate]):
             # knows: larger steps overshoot where free energies are noisy, smaller ones need
             # more rounds.
             optim=self.theta_optim or optax.adam(0.02),
-            minibatches=minibatches_of(fm, plan.lengths, local.batch_size, guide, draws),
+            minibatches=minibatches_of(fm, plan.plates_of_arrays, local.batch_size, guide, draws),
             divergence=to_cavity,
             aggregate=aggregate(chosen.family, self.prior_divergence),
             num_silos=num_silos,

@@ -51,7 +51,7 @@ from numpyro_fed.text.facts import Facts
 from numpyro_fed.text.handlers import local_name
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_checks import refuse_parameters_of_rows
-from numpyro_fed.weigh.exchange import plates_of_rows
+from numpyro_fed.weigh.log_likelihoods import plates_of_rows
 
 Draws = TypeVar("Draws", np.ndarray, Array)
 Made = TypeVar("Made")

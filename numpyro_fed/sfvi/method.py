@@ -96,7 +96,7 @@ def check_rows_alone(layout: Layout, size: int | None, stacks: Sequence[SiloData
     """Raise an error if a row's log density changes when other rows are left out."""
     if size is None:
         return
-    for rows in Minibatches.of(layout.model, layout.lengths, size).cut:
+    for rows in Minibatches.of(layout.model, layout.plates_of_arrays, size).cut:
         try:
             alone = all(bool(layout.checks.minibatch(*rows, stack)) for stack in stacks)
         # A model may fail on fewer rows than it has lengths for, which is an answer, too.
@@ -179,7 +179,7 @@ class GradientMethod(Method[Result, None]):
         objective = self._objective(fm, chosen["start"])
         draws = draws_of(self.objective, objective, guide)
         bound = bound_of(fm, guide, objective)
-        minibatches = minibatches_of(fm, plan.lengths, self.batch_size, guide, draws)
+        minibatches = minibatches_of(fm, plan.plates_of_arrays, self.batch_size, guide, draws)
         parts, start = self._parts(fm, plan, bound, minibatches), None
         if (kind := chosen["start"]) in SEARCHED:
             start = start_rounds(

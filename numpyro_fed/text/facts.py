@@ -185,10 +185,10 @@ class Plan:
     @property
     def rows(self) -> dict[str, str]:
         """Return the silo plate of each array that holds rows."""
-        return {name: plates[0] for name, plates in self.lengths.items()}
+        return {name: plates[0] for name, plates in self.plates_of_arrays.items()}
 
     @property
-    def lengths(self) -> dict[str, tuple[str, ...]]:
+    def plates_of_arrays(self) -> dict[str, tuple[str, ...]]:
         """Return for each array of rows the silo plates that are as long at every silo."""
         return {a.name: a.plates for a in self.facts.arguments if a.plates}
 

@@ -113,7 +113,7 @@ class Layout(NamedTuple):
     separable: dict[str, tuple[str, ...]]
 
     @property
-    def lengths(self) -> dict[str, tuple[str, ...]]:
+    def plates_of_arrays(self) -> dict[str, tuple[str, ...]]:
         """Return for each array of rows the silo plates that are as long at every silo."""
         return {
             key: tuple(p for p in self.sizes[0] if all(n[p] == n[plate] for n in self.sizes))

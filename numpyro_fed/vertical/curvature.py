@@ -27,7 +27,7 @@ class NoModeError(Exception):
     """The signal that no start was found at which all numbers are finite."""
 
 
-class Expansion(NamedTuple):
+class PartyExpansion(NamedTuple):
     """A client's second-order expansion of the log density at a point."""
 
     slope: Array  # of rows, as the server sent it, and of the client's own part
@@ -38,7 +38,7 @@ class Expansion(NamedTuple):
     @classmethod
     def at(
         cls, predict: Function, own_log_p: Function, z: Array, slope: Array, curvature: Array
-    ) -> Expansion:
+    ) -> PartyExpansion:
         """Return the expansion at ``z`` (dim,), by the predictor's Jacobian (Gauss-Newton)."""
         # Forward mode: a client has fewer latents than rows.
         J = jax.jacfwd(predict)(z).reshape(slope.size, z.size)

@@ -72,9 +72,9 @@ from numpyro_fed.search.expand import shape
 from numpyro_fed.text.vertical import init_theta
 from numpyro_fed.vertical.algorithm import Vertical
 from numpyro_fed.vertical.curvature import (
-    Expansion,
     Function,
     NoModeError,
+    PartyExpansion,
     at_point,
     diagonal_curvature,
     finite,
@@ -288,11 +288,13 @@ class VerticalSearch:
 
         return lambda z: density_at(z)[0], lambda z: density_at(z)[1]
 
-    def _local(self, party: Party, data: SiloData, at_best: Slopes) -> Expansion:
+    def _local(self, party: Party, data: SiloData, at_best: Slopes) -> PartyExpansion:
         predict, own_log_p = self._functions(party, data)
-        return Expansion.at(predict, own_log_p, party.z, at_best.slope, at_best.curvature)
+        return PartyExpansion.at(predict, own_log_p, party.z, at_best.slope, at_best.curvature)
 
-    def _along(self, party: Party, data: SiloData, local: Expansion, directions: Array) -> Along:
+    def _along(
+        self, party: Party, data: SiloData, local: PartyExpansion, directions: Array
+    ) -> Along:
         """Return what a client says of some directions (dim, k)."""
         predict = self._functions(party, data)[0]
         change = jax.vmap(lambda d: jax.jvp(predict, (party.z,), (d,))[1])(directions.T)

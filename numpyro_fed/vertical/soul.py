@@ -47,7 +47,7 @@ from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.vertical import init_theta
 from numpyro_fed.vertical.algorithm import DRAW, STEP, AtServer, Gradients, Stepped
 from numpyro_fed.vertical.algorithm import Up as Drawn
-from numpyro_fed.vertical.curvature import Expansion, diagonal_curvature, root_of
+from numpyro_fed.vertical.curvature import PartyExpansion, diagonal_curvature, root_of
 from numpyro_fed.vertical.parties import (
     ClientParams,
     ClientState,
@@ -137,7 +137,9 @@ class Soul(Parties):
 
                 curvature = self.rho**-2 + diagonal_curvature(log_p, centre)
             slope = jnp.zeros_like(centre)
-            root = root_of(Expansion.at(predict, own_log_p, origin, slope, curvature).curvature)
+            root = root_of(
+                PartyExpansion.at(predict, own_log_p, origin, slope, curvature).curvature
+            )
         params = ClientParams(jnp.zeros_like(centre), PartyParams(None, {}, theta))
         kept, number = jnp.zeros((self.num_kept, party_model.dim)), jnp.zeros((), jnp.int32)
         zeros = jax.tree.map(jnp.zeros_like, params)
