@@ -281,7 +281,7 @@ def test_the_best_of_several_corrections_is_judged_by_new_draws(monkeypatch):
 
     def best_of_six(self, correction):
         for _ in range(5):
-            correction = self.better(correction, self.correct(correction.result))
+            correction = self.most_trusted(correction, self.correct(correction.result))
         return improve(self, correction)
 
     monkeypatch.setattr(FitSteps, "improve", best_of_six)

@@ -180,29 +180,28 @@ class FitSteps:
         # Without a mode the run would begin at zero, where there is nothing to weigh draws around.
         if result is not None and result.start is not None:
             best = self.settle(self.correct(result))
-            best = self.better(best, self.temper(best))
-        before: Result | None = None
+            best = self.most_trusted(best, self.temper(best))
+        pvi: Result | None = None
         for _ in range(MAX_PVI_RUNS):
-            if result is None or not self.may_go_on(best):
-                break
-            if before is not None and before.ended != "rounds":
+            ended = pvi is not None and pvi.ended != "rounds"
+            if result is None or ended or not self.may_go_on(best):
                 break
             # Where silos refuse all further rounds, what there is before them stays.
             caught = GuideError, NonFiniteError, ModelError
-            before = self.run_rounds(PVI, MAX_PVI_ROUNDS, *caught, before=before)
-            if before is None:
+            pvi = self.run_rounds(PVI, MAX_PVI_ROUNDS, *caught, before=pvi)
+            if pvi is None:
                 break
-            result, best = before, self.better(best, self.settle(self.correct(before)))
+            result, best = pvi, self.most_trusted(best, self.settle(self.correct(pvi)))
         if result is None:
             result = self.run_rounds(SFVI, MAX_SFVI_ROUNDS)  # it suits every model
             best = self.settle(self.correct(result))
         elif self.may_go_on(best) and self.exchanges_left > MIN_FOR_SFVI:
-            second = self.run_rounds(SFVI, MAX_SFVI_ROUNDS, NonFiniteError, RefusedError)
-            if second is not None:
-                new = self.settle(self.correct(second))
-                best = self.better(best, new)
-                result = second if new is not None and best is new else result
-        best = self.confirm(best)
+            sfvi = self.run_rounds(SFVI, MAX_SFVI_ROUNDS, NonFiniteError, RefusedError)
+            if sfvi is not None:
+                corrected = self.settle(self.correct(sfvi))
+                best = self.most_trusted(best, corrected)
+                result = sfvi if corrected is not None and best is corrected else result
+        best = self.judged_anew(best)
         missed = tuple[LocalMode, ...]()
         if best is not None and self.start is not None:
             missed = self.start.missed(best.z_G, best.weights)
@@ -231,7 +230,7 @@ class FitSteps:
         if not self.results():
             return None
         corrections = (s.result for s in self.stages if isinstance(s.result, Corrected))
-        best = self.better(*corrections)
+        best = self.most_trusted(*corrections)
         return self.posterior(self.results()[-1], best, interrupted=True)
 
     def method(self, kind: type[PVI] | type[SFVI]) -> Any:
@@ -247,11 +246,9 @@ class FitSteps:
         try:
             hash(model)
         except TypeError:
-            # An id is safe: the method that is kept keeps the
-            # model alive, so that no other object gets it.
+            # An id is safe: the method that is kept keeps the model alive.
             model = id(model)
-        # With the fingerprint of the text: a variable that the model reads from outside may have
-        # changed between two calls.
+        # A variable that the model reads from outside may have changed: the text's fingerprint.
         key = (kind, model, self.text, draws)
         method = _method_cache.pop(key, None)
         if method is None:
@@ -281,10 +278,8 @@ class FitSteps:
         then the run ends with those before.
         """
         rounds = min(rounds, max(self.exchanges_left, 0 if not rounds else 1))
-        settings = dict(
-            stop="converged", progress_bar=self.bar, runtime=self.runtime, init_state=begin
-        )
-        key = self.new_key()
+        settings = {"stop": "converged", "progress_bar": self.bar, "runtime": self.runtime}
+        settings["init_state"], key = begin, self.new_key()
         try:
             with self.stage(name):
                 try:
@@ -413,33 +408,43 @@ class FitSteps:
     def settle(self, correction: Corrected | None) -> Corrected | None:
         """Return the correction after what may improve it, judged by draws that chose nothing."""
         best = self.improve(correction)
-        judged = self.confirm(best)
+        judged = self.judged_anew(best)
         if judged is best or judged is None or judged.trusted:
             return judged
-        return self.confirm(self.improve(judged))
+        return self.judged_anew(self.improve(judged))
 
     def improve(self, correction: Corrected | None) -> Corrected | None:
         """Return the best correction that more draws and better proposals lead to."""
+        if correction is None or not correction.precise:
+            return correction
         best = correction
-        if best is None or best.trusted or not best.precise:
-            return best
-        rows = best.integration.by_draws and not (self.coupled or self.has_more_inner)
-        if not best.reliable and rows and self.exchanges_left > 0:
-            self.has_more_inner, self.inner_draws = True, 4 * self.num_inner
-            new = self.correct(
-                best.result,
-                "more draws of the rows' latents",
-                own=best.pool and best.pool.mixtures[0],
-            )
-            best = self.better(best, new) or best
-        # A matched proposal lies closer to the posterior. Its draws
-        # are added to those before, and all give the next match.
-        for _ in range(MAX_MATCHES):
-            only_few = best.reliable and best.moments_known and best.share > ENOUGH_COUNT
-            if best.trusted or self.exchanges_left <= 0 or only_few:
+        for remedy in (self.more_inner_draws, self.match, self.look_farther, self.draw_enough):
+            if best.trusted:
                 break
-            few = best.pool is None or best.ess <= MIN_DRAWS_PER_GLOBAL * self.fm.dim
-            own = None if few else matched(np.asarray(best.z_G), best.weights)
+            best = remedy(best)
+        return best
+
+    def more_inner_draws(self, best: Corrected) -> Corrected:
+        """Return the better of a correction and one with more draws of each row's latents."""
+        by_draws = best.integration.by_draws and not (self.coupled or self.has_more_inner)
+        if best.reliable or not by_draws or self.exchanges_left <= 0:
+            return best
+        self.has_more_inner, self.inner_draws = True, 4 * self.num_inner
+        own = best.pool and best.pool.mixtures[0]
+        new = self.correct(best.result, "more draws of the rows' latents", own=own)
+        return self.most_trusted(best, new) or best
+
+    def match(self, best: Corrected) -> Corrected:
+        """Return the last of several corrections, each by a proposal matched to those before.
+
+        It lies closer to the posterior. Its draws are added to those before, for the next match.
+        """
+        for _ in range(MAX_MATCHES):
+            lacks_only_draws = best.reliable and best.moments_known and best.share > ENOUGH_COUNT
+            if best.trusted or self.exchanges_left <= 0 or lacks_only_draws:
+                break
+            too_few = best.pool is None or best.ess <= MIN_DRAWS_PER_GLOBAL * self.fm.dim
+            own = None if too_few else matched(np.asarray(best.z_G), best.weights)
             if own is None:
                 break
             name = "matched to the weighted draws"
@@ -447,28 +452,34 @@ class FitSteps:
             if new is None:
                 break
             best = new
-        if best.pool is None and not best.reliable and best.many_count and self.exchanges_left > 0:
-            new = self.correct(best.result, "more draws", TAIL_FACTOR * AT_ONCE)
-            best = self.better(best, new) or best
-        converges = best.many_count or best.reliable
-        if converges and not best.trusted and math.isfinite(best.monte_carlo_error):
-            # Errors fall as the root of the number of draws. The 1.3 allows for the error of the
-            # estimated error, so that one more correction is enough as a rule.
-            factor = 1.3 * (best.monte_carlo_error / best.max_error) ** 2
-            needed = len(best.weights) * (
-                factor if best.moments_known else max(factor, TAIL_FACTOR)
-            )
-            added = needed - (len(best.weights) if best.pool is not None else 0)
-            draws = min(
-                MAX_DRAWS, math.ceil(added / AT_ONCE) * AT_ONCE, self.exchanges_left * AT_ONCE
-            )
-            if draws > 0:
-                before = best if best.pool is not None else None
-                wider = WIDER if best.reliable and best.moments_known else WIDER_FOR_TAILS
-                own = best.pool and best.pool.mixtures[0]
-                new = self.correct(best.result, "more draws", draws, own, before, wider)
-                best = self.better(best, new) or best
         return best
+
+    def look_farther(self, best: Corrected) -> Corrected:
+        """Return the better of a correction without a mixture and one with more draws."""
+        unsure_of_tails = best.pool is None and not best.reliable and best.many_count
+        if not unsure_of_tails or self.exchanges_left <= 0:
+            return best
+        new = self.correct(best.result, "more draws", TAIL_FACTOR * AT_ONCE)
+        return self.most_trusted(best, new) or best
+
+    def draw_enough(self, best: Corrected) -> Corrected:
+        """Return the better of a correction and one with as many draws as its errors ask for."""
+        converges = best.many_count or best.reliable
+        if not converges or not math.isfinite(best.monte_carlo_error):
+            return best
+        # Errors fall as the root of the number of draws. The 1.3 allows for the error of the
+        # estimated error, so that one more correction is enough as a rule.
+        factor = 1.3 * (best.monte_carlo_error / best.max_error) ** 2
+        needed = len(best.weights) * (factor if best.moments_known else max(factor, TAIL_FACTOR))
+        added = needed - (len(best.weights) if best.pool is not None else 0)
+        draws = min(MAX_DRAWS, math.ceil(added / AT_ONCE) * AT_ONCE, self.exchanges_left * AT_ONCE)
+        if draws <= 0:
+            return best
+        before = best if best.pool is not None else None
+        wider = WIDER if best.reliable and best.moments_known else WIDER_FOR_TAILS
+        own = best.pool and best.pool.mixtures[0]
+        new = self.correct(best.result, "more draws", draws, own, before, wider)
+        return self.most_trusted(best, new) or best
 
     def temper(self, before: Corrected | None) -> Particles | None:
         """Return particles moved to the posterior, if what was reached before is not enough."""
@@ -478,13 +489,13 @@ class FitSteps:
         # Particles from a mixture that is far from the posterior agree on what they found, and may
         # have missed the rest.
         near = before.ess >= MIN_EFFECTIVE or not self.fm.global_prior.drawable
-        found = self.moved("fit" if near else "prior", before)
+        found = self.particles_from("fit" if near else "prior", before)
         if not near and (found is None or found.reached < 1):
             # They are not to be trusted, and closer than a correction of which few draws count.
-            found = self.moved("fit", before)
+            found = self.particles_from("fit", before)
         return found
 
-    def moved(self, start: str, before: Corrected) -> Particles | None:
+    def particles_from(self, start: str, before: Corrected) -> Particles | None:
         """Return particles from this start, which go on while they are nearly at the posterior."""
         name = "particles"
         many = self.fm.dim > FEW_GLOBALS and start == "prior"
@@ -521,7 +532,7 @@ class FitSteps:
             self.record(name, f"{found.figures}{doubt}", found)
         return found
 
-    def confirm(self, best: Corrected | None) -> Corrected | None:
+    def judged_anew(self, best: Corrected | None) -> Corrected | None:
         """Return the best of several corrections, judged by draws that did not choose it."""
         judged = any(stage.name == JUDGED and stage.result is best for stage in self.stages)
         # Nothing chose particles, or what judged before.
@@ -547,7 +558,7 @@ class FitSteps:
         """Return the fits of all stages so far."""
         return [stage.result for stage in self.stages if isinstance(stage.result, Result)]
 
-    def better(self, *corrections: Corrected | None) -> Corrected | None:
+    def most_trusted(self, *corrections: Corrected | None) -> Corrected | None:
         """Return the correction that is the most trustworthy, if there is one."""
         return max(
             (c for c in corrections if c is not None),
