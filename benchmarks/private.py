@@ -42,7 +42,7 @@ from jax import Array
 import numpyro_fed as nf
 from numpyro_fed.basics.precision import precision
 from numpyro_fed.data.silo_data import SiloData, read
-from numpyro_fed.dp_newton import newton as private_newton
+from numpyro_fed.dp_newton import algorithm as private_newton
 from numpyro_fed.dp_newton.algorithm import NEAR, NewtonServer, PrivateNewton
 from numpyro_fed.dp_newton.units import PrivateUnits, Releases
 from numpyro_fed.privacy.budget import noisy

@@ -17,8 +17,8 @@ import numpyro_fed as nf
 from numpyro_fed.basics.files import Store
 from numpyro_fed.basics.precision import precision
 from numpyro_fed.data.silo_data import read
+from numpyro_fed.dp_newton import algorithm as private_newton
 from numpyro_fed.dp_newton import method as private
-from numpyro_fed.dp_newton import newton as private_newton
 from numpyro_fed.dp_newton import units as private_units
 from numpyro_fed.dp_newton.algorithm import Answered, NewtonQuestion, PrivateNewton
 from numpyro_fed.dp_newton.units import PrivateUnits, Releases
