@@ -118,7 +118,8 @@ def attack(
         return answers
 
     try:
-        low, high = at([-1e4, 1e4])
+        # Beyond all patients, and no farther: log likelihoods come in single precision.
+        low, high = at([-100.0, 100.0])
         with_yes = high
         parts = [(low, high)]
         while parts:

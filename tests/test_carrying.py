@@ -45,7 +45,8 @@ def test_sfvi_goes_on_where_an_average_has_come_to(start, globals):
     silos = glmm_silos((5, 3, 4))
     guide = nf.guides.Structured(globals=globals)
     first = averaged(silos, start=start, guide=guide)
-    sfvi = nf.SFVI(glmm, optim=STILL, start=first, guide=guide, objective=nf.ELBO())
+    same = nf.ELBO() if start is None else None  # by default both are quadrature from the mode on
+    sfvi = nf.SFVI(glmm, optim=STILL, start=first, guide=guide, objective=same)
     after = sfvi.run(KEY, 1, silos, progress_bar=False)
     for a, b in zip(moments(after), moments(first), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)

@@ -288,6 +288,7 @@ def test_a_second_run_traces_and_compiles_nothing(runtime, compiled, capfd):
         calls.append(1)
         mixed(x, device, y)
 
+    other_key = jax.random.key(1)  # to make one is a program of JAX's own
     fit = nf.SFVI(model, optim=optax.adam(1e-2), start=None)
     first = fit.run(KEY, 3, mixed_silos(), runtime=runtime, **quiet)
     assert calls
@@ -295,7 +296,7 @@ def test_a_second_run_traces_and_compiles_nothing(runtime, compiled, capfd):
     calls.clear()
     compiled.clear()
     other_numbers = [{**s, "x": 2 * s["x"]} for s in mixed_silos()]
-    second = fit.run(jax.random.key(1), 3, other_numbers, runtime=runtime, **quiet)
+    second = fit.run(other_key, 3, other_numbers, runtime=runtime, **quiet)
     assert (len(calls), compiled) == (0, [])
     assert not np.array_equal(first.losses, second.losses)
     fit.run(KEY, BLOCK + 1, mixed_silos(), runtime=runtime)
