@@ -15,7 +15,7 @@ from numpyro_fed.search.curvature_check import periods_of, shifted_places
 from numpyro_fed.search.expand import Expansion
 from numpyro_fed.search.mode import OneCopy
 from numpyro_fed.search.newton import Search
-from numpyro_fed.weigh.tempered import Places, Swarm
+from numpyro_fed.weigh.tempered import Swarm
 
 KEY = jax.random.key(0)
 TURN = 2 * np.pi
@@ -112,18 +112,11 @@ def test_particles_remember_where_they_were_in_one_copy():
     r, turned = np.random.default_rng(0), np.asarray(here).copy()
     turned[:, 1 - angle] = r.permutation(turned[:, 1 - angle])
     turned[:, angle] += TURN * r.integers(-9, 9, 400)
-    log_p = jnp.zeros(400)
-    swarm = Swarm(**dict.fromkeys(Swarm._fields))._replace(
-        here=Places(**dict.fromkeys(Places._fields))._replace(z=here, log_p=log_p),
-        kept=here[None],
-        kept_log_p=log_p[None],
-        num_kept=jnp.array(1),
-        arrived=turned,
-        log_evidence=jnp.zeros(4),
-        b=jnp.array(1.0),
-        exchanges=jnp.array(1),
-    )
-    found = particles_of(KEY, fit, swarm, "fit", near=True, accuracy=0.2)
+    here = np.asarray(here)
+    swarm = Swarm.at("fit", {}, None, here)
+    swarm.kept, swarm.arrived = [swarm.here], turned
+    swarm.b, swarm.exchanges = 1.0, 1
+    found = particles_of(KEY, fit, swarm, near=True, accuracy=0.2)
     np.testing.assert_allclose(found.memory, 1.0, atol=1e-3)
 
 
