@@ -220,7 +220,7 @@ def test_a_draw_whose_weight_was_rounding_has_none_among_further_draws(monkeypat
     off = around_modes(np.random.default_rng(1).normal(4, 0.2, (4_000, 1)), [], np.zeros(1))
     rough, answers = np.array([3, 8]), [np.array([3, 8]), np.zeros(0, int)]
     monkeypatch.setattr(Weighing, "_rough_draws", lambda *args: answers.pop(0))
-    monkeypatch.setattr("numpyro_fed.posterior.weighing.threshold", lambda n: -np.inf)
+    monkeypatch.setattr("numpyro_fed.posterior.weighing.max_k_hat", lambda n: -np.inf)
     first = correct_from(KEY, result, 400, None, off, wider=0.5)
     assert (first.pool.log_joint[rough] == -np.inf).all()
     answers.append(np.zeros(0, int))
