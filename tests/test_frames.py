@@ -338,6 +338,8 @@ def test_a_plan_that_forgets_what_is_missing_is_refused():
     check_plan(plan, facts[0], fm, 0)
     with pytest.raises(nf.ModelError, match=r"nothing is missing in \['y'\]"):
         check_plan(replace(plan, facts=replace(plan.facts, missing=())), facts[0], fm, 0)
+    with pytest.raises(nf.ModelError, match="its text has other sites"):
+        check_plan(replace(plan, terms=()), facts[0], fm, 0)
 
 
 @LIBRARIES

@@ -323,3 +323,14 @@ def test_nothing_is_pickled(fitted, tmp_path):
     with np.load(tmp_path / "fit.npz", allow_pickle=False) as arrays, warnings.catch_warnings():
         warnings.simplefilter("error")
         assert all(not getattr(arrays[name], "dtype", np.dtype(int)).hasobject for name in arrays)
+
+
+def test_a_setting_of_another_version_is_refused_in_words():
+    stored = {"of": "local.ClosedForm", "items": {"batch_size": None}}
+    with pytest.raises(nf.SavedStateError, match=r"local.ClosedForm\(batch_size\)"):
+        decoded(stored)
+
+
+def test_a_file_names_settings_and_nothing_that_is_made_of_a_model():
+    assert {"objectives.ELBO", "objectives.LocallyEnhanced", "objectives.Quadrature"} <= set(PARTS)
+    assert not [name for name in PARTS if name.endswith("Bound")]
