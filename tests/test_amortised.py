@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import numpyro_fed as nf
+from numpyro_fed.data.batches import MinibatchNoise, rows_at
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.guides.amortised import with_encoders
 from numpyro_fed.guides.objectives import AtDraw, SiloBound, draws_by_plate
@@ -20,8 +21,7 @@ from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.step import replayed_part
 from numpyro_fed.sfvi.algorithm import StructuredVI
 from numpyro_fed.text.facts import agree, facts_of
-from numpyro_fed.text.layout import lay_out
-from numpyro_fed.text.minibatch import Minibatches, MinibatchNoise, rows_at
+from numpyro_fed.text.split import cut_plates, lay_out
 
 KEY, QUIET = jax.random.key(0), dict(progress_bar=False)
 WIDTH, NOISE = 0.8, 0.5
@@ -131,7 +131,7 @@ def test_gradients_are_those_of_the_bound(double, objective):
 @pytest.mark.slow
 def test_gradients_of_minibatches_are_unbiased(double):
     split = Split(nf.guides.Amortised(hidden=3), 9, 4)
-    cut = Minibatches.of(split.fm, split.layout.plates_of_arrays, 4)
+    cut = cut_plates(split.fm, split.layout.plates_of_arrays, 4)
     settings = split.guide, split.bound, optax.sgd(1.0), 1, 2
     whole, some = (
         StructuredVI(split.fm, *settings, minibatches=batches) for batches in (None, cut)

@@ -101,7 +101,7 @@ def test_the_layers_are_there():
     assert layer("basics.errors") < layer("guides.base") < layer("sfvi.algorithm")
     assert layer("sfvi.algorithm") < layer("posterior.posterior") < layer("sfvi.method")
     assert layer("sfvi.method") == layer("__init__") == FRONT_DOOR
-    assert "text.split" in GRAPH["text.layout"]
+    assert "text.traces" in GRAPH["text.split"]
     assert "basics.errors" in GRAPH["data.silo_data"]
 
 
@@ -124,8 +124,8 @@ def test_no_module_imports_itself_in_a_circle(module):
 def test_rounds_know_no_algorithm_and_no_model(module):
     ours = {m for m in GRAPH[module] if not m.startswith(("rounds.", "basics.", "privacy."))}
     # What an exchange carries has types of the text and of a guide.
-    types = {"guides.base", "numerics.gaussian", "text.binding"}
-    assert ours <= {"data.silo_data", "data.padding"} | (types if "exchange" in module else set())
+    types = {"guides.base", "numerics.gaussian", "text.sites"}
+    assert ours <= {"data.silo_data", "data.batches"} | (types if "exchange" in module else set())
 
 
 def test_nothing_needs_an_engine():

@@ -12,15 +12,15 @@ from laid_open import questions
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.data.padding import bucket
+from numpyro_fed.data.batches import bucket
 from numpyro_fed.data.silo_data import SiloData, read
 from numpyro_fed.text.fingerprint import fingerprint
 from numpyro_fed.text.jaxprs import (
     labels_by_name,
     propagate_labels,
+    same_but_for_sizes,
     trace_program,
 )
-from numpyro_fed.text.row_axes import same_but_for_sizes
 from numpyro_fed.text.row_checks import (
     Perturbation,
     RowChecks,

@@ -9,11 +9,11 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import DataError, ModelError
-from numpyro_fed.data.padding import bucket, group_lengths, padded_keys
+from numpyro_fed.data.batches import bucket, group_lengths, padded_keys
 from numpyro_fed.data.silo_data import SiloData, read
 from numpyro_fed.testing import check_decomposition
-from numpyro_fed.text.layout import lay_out
 from numpyro_fed.text.primitives import silo_plate
+from numpyro_fed.text.split import lay_out
 
 
 def normal(y, w=None):

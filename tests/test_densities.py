@@ -23,8 +23,8 @@ from numpyro_fed.numerics.densities import (
 )
 from numpyro_fed.numerics.losses import beta_loss, gamma_loss, generalised_cross_entropy, log_loss
 from numpyro_fed.search.expand import prior_draws
-from numpyro_fed.text.not_finite import NotFinite, first_not_finite, first_without_density
 from numpyro_fed.text.split import split
+from numpyro_fed.text.values import NotFinite, first_not_finite, first_without_density
 from numpyro_fed.weigh.proposals import spread_of
 
 SIZES = np.array([5.0, 20.0, 40.0, 300.0, 700.0, 745.0, 1000.0])

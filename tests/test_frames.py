@@ -19,8 +19,7 @@ from numpyro.infer.util import log_density
 import numpyro_fed as nf
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.text.facts import agree, check_plan, with_terms
-from numpyro_fed.text.layout import lay_out
-from numpyro_fed.text.split import split
+from numpyro_fed.text.split import lay_out, split
 
 LIBRARIES = pytest.mark.parametrize("lib", [pd, pl], ids=["pandas", "polars"])
 KEY = jax.random.key(0)

@@ -10,8 +10,8 @@ import pytest
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import DataError
 from numpyro_fed.data.silo_data import read
+from numpyro_fed.text.indices import IndexCheck
 from numpyro_fed.text.split import split
-from numpyro_fed.text.values import IndexCheck
 
 Y = np.array([0.5, -1.0, 2.0], np.float32)
 

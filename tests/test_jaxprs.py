@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from numpyro_fed.text.fingerprint import Written
 from numpyro_fed.text.jaxprs import (
-    Written,
     branches,
     called_program,
     inner_programs,

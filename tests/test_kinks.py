@@ -7,7 +7,7 @@ import numpyro.distributions as dist
 import pytest
 from scipy import integrate
 
-from numpyro_fed.text.sites import without_kink
+from numpyro_fed.text.handlers import without_kink
 
 LAPLACE = dist.Laplace(2.0, 3.0)
 STEEP = dist.AsymmetricLaplace(2.0, 3.0, 2.0)

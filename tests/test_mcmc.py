@@ -18,12 +18,12 @@ from problems import cut, jitter
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.data import padding
+from numpyro_fed.data import batches
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.reference.nuts import good_starts, some_from_prior, uniform
 from numpyro_fed.reference.nuts_result import NutsResult
 from numpyro_fed.text.handlers import joint, local_name
-from numpyro_fed.text.layout import lay_out
+from numpyro_fed.text.split import lay_out
 
 KEY = jax.random.key(0)
 positive = dist.constraints.positive
@@ -108,7 +108,7 @@ DENSITIES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", DENSITIES)
 def test_the_density_and_its_gradient_are_those_of_the_joint_model(x64, case, monkeypatch):
-    monkeypatch.setattr(padding, "FEW_ROWS", 0)  # else silos of so few rows have one shape
+    monkeypatch.setattr(batches, "FEW_ROWS", 0)  # else silos of so few rows have one shape
     model, silos, num_buckets = DENSITIES[case]
     data = read(silos)
     layout, buckets = lay_out(model, data)

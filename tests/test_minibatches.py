@@ -11,14 +11,14 @@ import pytest
 from problems import build, jitter
 
 import numpyro_fed as nf
+from numpyro_fed.data.batches import MinibatchNoise, draw_minibatch, rows_at
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.guides.objectives import SiloBound, draws_by_plate
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.exchange import Replies
 from numpyro_fed.rounds.step import replayed_part
 from numpyro_fed.sfvi.algorithm import StructuredVI
-from numpyro_fed.text.layout import lay_out
-from numpyro_fed.text.minibatch import Minibatches, MinibatchNoise, draw_minibatch, rows_at
+from numpyro_fed.text.split import cut_plates, lay_out
 
 KEY, QUIET = jax.random.key(0), dict(progress_bar=False)
 
@@ -88,7 +88,7 @@ class Split:
         self.fm, self.data = layout.model, jax.tree.map(jnp.asarray, bucket.data)
         guide = build(nf.guides.Structured(locals="full"), self.fm, layout.sizes)
         bound = SiloBound(self.fm, guide, draws_by_plate(objective, guide))
-        self.minibatches = Minibatches.of(self.fm, layout.plates_of_arrays, size)
+        self.minibatches = cut_plates(self.fm, layout.plates_of_arrays, size)
         settings = guide, bound, optax.sgd(1.0), 1, len(held)
         self.whole = StructuredVI(self.fm, *settings)
         self.some = StructuredVI(self.fm, *settings, minibatches=self.minibatches)

@@ -13,8 +13,7 @@ from scipy import optimize, stats
 import numpyro_fed as nf
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.guides.laplace import Arrow, Laplace, SearchEnd
-from numpyro_fed.text.layout import lay_out
-from numpyro_fed.text.split import split
+from numpyro_fed.text.split import lay_out, split
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)

@@ -16,7 +16,7 @@ from numpyro_fed.rounds.step import AskAll, transport_of_stacks
 from numpyro_fed.search.expand import Expansion, effects_of
 from numpyro_fed.search.newton import LATE, ModeSearch, Start, without_followers
 from numpyro_fed.search.own_modes import OwnModes
-from numpyro_fed.text.layout import lay_out
+from numpyro_fed.text.split import lay_out
 
 KEY = jax.random.key(0)
 

@@ -16,8 +16,7 @@ import numpyro_fed as nf
 from numpyro_fed.basics.precision import double_precision
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.text.fingerprint import fingerprint
-from numpyro_fed.text.layout import lay_out
-from numpyro_fed.text.split import split
+from numpyro_fed.text.split import lay_out, split
 from numpyro_fed.text.traces import DENSITY, EDGE, INITIAL, INSIDE, LATENT, Traces
 from numpyro_fed.text.values import Supports, as_bucket
 

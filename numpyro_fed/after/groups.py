@@ -36,7 +36,7 @@ from numpyro_fed.after.sensitivity import log_prior_on_supports
 from numpyro_fed.basics.errors import DataError, ModelError
 from numpyro_fed.basics.precision import precision
 from numpyro_fed.basics.programs import jit_once
-from numpyro_fed.data.padding import padded_keys
+from numpyro_fed.data.batches import padded_keys
 from numpyro_fed.sfvi.algorithm import down_of
 from numpyro_fed.text.log_density import axes_of
 from numpyro_fed.text.row_checks import refuse_coupled_rows

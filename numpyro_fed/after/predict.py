@@ -26,15 +26,15 @@ from numpyro.distributions import MaskedDistribution
 
 from numpyro_fed.basics.errors import DataError, ModelError
 from numpyro_fed.basics.programs import TRACING, jit_once
-from numpyro_fed.data.silo_data import SiloData, Sizes, argument_names, check_columns, read_one
-from numpyro_fed.data.tables import as_dict, column_names
+from numpyro_fed.data.silo_data import SiloData, Sizes, read_one
+from numpyro_fed.data.tables import as_dict, check_columns, column_names, model_arguments
 from numpyro_fed.text.facts import Argument, Facts
+from numpyro_fed.text.indices import new_data_check
 from numpyro_fed.text.jaxprs import provenance
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.primitives import feasible, unwrapped
 from numpyro_fed.text.sites import Site
 from numpyro_fed.text.substitution import block_name, substituted_in
-from numpyro_fed.text.values import new_data_check
 
 # Draws that are computed side by side, as for locals of a posterior. Numbers of so many draws stand
 # in memory at once, beside those that are returned.
@@ -199,7 +199,8 @@ def _read_new(
 ) -> SiloData:
     signature = inspect.signature(fm.text)
     known, found = dict(facts.columns), column_names(new)
-    new = as_dict("new data", new, argument_names(fm.text))
+    arguments = model_arguments(fm.text)
+    new = as_dict("new data", new, arguments and arguments._replace(needed=[]))
     if not isinstance(new, Mapping):
         raise DataError(f"new data must be a dict of keyword arguments, got {type(new).__name__}.")
     kinds = {a.name: a for a in facts.arguments}

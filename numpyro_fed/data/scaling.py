@@ -23,10 +23,12 @@ from typing import Any
 import numpy as np
 
 from numpyro_fed.basics.errors import DataError, DataWarning
-from numpyro_fed.data.silo_data import check_columns, is_leaf
+from numpyro_fed.data.silo_data import is_leaf
 from numpyro_fed.data.tables import (
+    SiloInput,
     as_dict,
     as_series,
+    check_columns,
     column_names,
     columns_of,
     is_frame,
@@ -100,7 +102,7 @@ class Scaling:
             )
         return united("part", parts)
 
-    def standardise(self, silo: Any) -> Any:
+    def standardise(self, silo: SiloInput) -> Any:
         """Return a silo's data with the columns in standard units, over all silos.
 
         Parameters
@@ -120,7 +122,7 @@ class Scaling:
         """
         return self._mapped(silo, lambda x, mean, sd: (x - mean) / sd)
 
-    def unstandardise(self, silo: Any) -> Any:
+    def unstandardise(self, silo: SiloInput) -> Any:
         """Return data in standard units in the units of before; the inverse of ``standardise``.
 
         Parameters
@@ -139,7 +141,7 @@ class Scaling:
         return self._mapped(silo, lambda x, mean, sd: x * sd + mean)
 
     def _mapped(
-        self, silo: Any, change: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+        self, silo: SiloInput, change: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
     ) -> Any:
         columns, values = column_names(silo), _arguments("the data", silo)
         changed: Numbers = {}
@@ -160,7 +162,7 @@ class Scaling:
             constant = self.sd[name] == 0
             shift = np.where(constant, 0.0, mean)
             changed[name] = change(array, shift, np.where(constant, 1.0, self.sd[name]))
-        if is_frame(silo):
+        if not isinstance(silo, Mapping):
             return with_columns(silo, changed)
         for name, value in silo.items():
             if name in changed and is_frame(value):
@@ -231,7 +233,7 @@ def _far_apart(mean: np.ndarray, sd: np.ndarray, count: np.ndarray) -> list[int]
     return found
 
 
-def moments_of(owner: str, silo: Any, arguments: Sequence[str] | None) -> Scaling:
+def moments_of(owner: str, silo: SiloInput, arguments: Sequence[str] | None) -> Scaling:
     """Return the moments of one silo's columns; ``owner`` stands for the silo in errors."""
     columns = column_names(silo)
     mean, sd, count = Numbers(), Numbers(), Numbers()
@@ -250,7 +252,7 @@ def moments_of(owner: str, silo: Any, arguments: Sequence[str] | None) -> Scalin
     return Scaling(mean, sd, count, {name: c for name, c in columns.items() if name in mean})
 
 
-def numbers_of(owner: str, silo: Any, arguments: Sequence[str] | None) -> Numbers:
+def numbers_of(owner: str, silo: SiloInput, arguments: Sequence[str] | None) -> Numbers:
     """Return the numbers of a silo of which moments are taken, (rows,) or (rows, columns)."""
     found = _arguments(owner, silo)
     if arguments is not None and (lacking := [name for name in arguments if name not in found]):
@@ -260,7 +262,7 @@ def numbers_of(owner: str, silo: Any, arguments: Sequence[str] | None) -> Number
     return {name: a.reshape(-1, a.shape[-1]) if a.ndim > 1 else a for name, a in arrays.items()}
 
 
-def _arguments(owner: str, silo: Any) -> Mapping[str, Any]:
+def _arguments(owner: str, silo: SiloInput) -> Mapping[str, Any]:
     """Return the arguments that a silo holds, by name; of a DataFrame its columns."""
     if is_frame(silo):
         return columns_of(owner, silo)
@@ -279,7 +281,7 @@ def _is_float(value: object) -> bool:
     return array.dtype.kind == "f" and array.ndim > 0
 
 
-def _as_array(owner: str, name: str, value: Any) -> np.ndarray:
+def _as_array(owner: str, name: str, value: object) -> np.ndarray:
     array = np.asarray(as_dict(owner, {name: value})[name])
     if array.dtype.kind not in "fiub" or not array.ndim:
         raise DataError(

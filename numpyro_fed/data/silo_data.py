@@ -1,4 +1,4 @@
-"""A silo's data: read from the user's dict, checked, and named array by array.
+"""A silo's data: read once from what the user passes, checked, and named array by array.
 
 ``SiloData`` is a pytree of arrays beside static Python values, so that silos of one signature share
 one compiled program.
@@ -6,9 +6,11 @@ one compiled program.
 
 from __future__ import annotations
 
-import inspect
+import io
+import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -16,13 +18,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.dtypes import canonicalize_dtype
+from jax.experimental.multihost_utils import process_allgather
 from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
 from jax.typing import ArrayLike
 
 from numpyro_fed.basics.errors import DataError
-from numpyro_fed.data.tables import Table, as_dict, column_names, is_frame
+from numpyro_fed.data.tables import (
+    SiloInput,
+    agreed_columns,
+    as_dict,
+    column_names,
+    model_arguments,
+)
 
-Sizes = dict[str, int]
+Sizes = dict[str, int]  # the number of rows of each silo plate
+Skeleton = str | list[Any]  # a tree in JSON: a name, or [type of node, contents]
+HEAD = "head"  # the name of the array with all that is no array, as JSON
 
 # The least sd of a column, in gaps between neighbouring numbers of single precision. Rounding adds
 # a uniform error of sd gap / sqrt(12) = 0.29 gaps to each value. At an sd of ten gaps it is 3 % of
@@ -118,8 +129,39 @@ jax.tree_util.register_pytree_node(
     ReadSilos, lambda silos: (silos[:], None), lambda _, silos: ReadSilos(silos)
 )
 
-SiloInput: TypeAlias = Mapping[str, Any] | Table
 SilosInput: TypeAlias = Sequence[SiloInput] | ReadSilos
+
+
+def signature(data: SiloData) -> tuple[Hashable, ...]:
+    """Return shapes, dtypes and static values of data: one program is compiled for each."""
+    return (
+        data.static,
+        data.treedef,
+        data.missing,
+        tuple((k, a.shape, str(a.dtype)) for k, a in data.arrays.items()),
+        tuple((k, m.shape) for k, m in data.masks.items()),
+    )
+
+
+def read_all(silos: SilosInput, model: Callable[..., Any] | None = None) -> ReadSilos:
+    """Return the data of the silos of all processes of a program, read and checked."""
+    if isinstance(silos, ReadSilos) or jax.process_count() == 1:
+        return read(silos, model)
+    own = _packed(silos)
+    longest = int(process_allgather(np.array(len(own))).max())
+    room = np.zeros(longest, np.uint8)
+    room[: len(own)] = np.frombuffer(own, np.uint8)
+    everyones, columns = [], []
+    for part in process_allgather(room):
+        with np.load(io.BytesIO(part.tobytes()), allow_pickle=False) as file:
+            head = json.loads(file[HEAD].tobytes())
+            if "error" in head:
+                raise DataError(head["error"])
+            for j, (silo, names) in enumerate(zip(head["silos"], head["names"], strict=True)):
+                arrays = {name: file[f"{j}/{i}"] for i, name in enumerate(names)}
+                everyones.append(unflatten_skeleton(silo["tree"], {**arrays, **silo["static"]}))
+                columns.append({name: tuple(of) for name, of in silo["columns"].items()})
+    return read(everyones, model, columns)
 
 
 def read(
@@ -132,28 +174,17 @@ def read(
     DataFrames and their columns become arrays, and a silo that is a DataFrame the dict of its
     columns; ``columns`` are their names at each silo, where they became arrays elsewhere. NaN is
     read as a missing value: whether it is one of an outcome, which alone may be missing, the
-    model's text says (:mod:`numpyro_fed.text.values`). Data that were read already are returned
+    model's text says (:mod:`numpyro_fed.text.split`). Data that were read already are returned
     as they are. A model with a method ``of_silos`` adds arrays of its own to each silo's data, such
     as the number of the silo's block of a site.
     """
     if isinstance(silos, ReadSilos):
         return silos
-    names = None if model is None else argument_names(model)
-    plain = [as_dict(f"silo {j}", silo, names) for j, silo in enumerate(listed(silos))]
-    frames = {j: set(silo.columns) for j, silo in enumerate(silos) if is_frame(silo)}
-    if frames and names and model is not None:
-        parameters = inspect.signature(model).parameters
-        needed = [n for n in names if parameters[n].default is inspect.Parameter.empty]
-        for j, of_frame in frames.items():
-            if lacking := [name for name in needed if name not in of_frame]:
-                raise DataError(
-                    f"silo {j} is a DataFrame with the columns {sorted(of_frame)}, which lacks "
-                    f"{lacking} of the model's arguments {names}. What is no number of a row, such "
-                    "as a number of hospitals, is passed beside the columns: "
-                    f"dict({{c: df[c] for c in df.columns}}, {lacking[0]}=...)."
-                )
+    arguments = model_arguments(model)
+    plain = [as_dict(f"silo {j}", silo, arguments) for j, silo in enumerate(listed(silos))]
+    agreed = agreed_columns(columns or [column_names(silo) for silo in silos])
     all_data = with_model_data(model, plain)
-    found = [read_one(f"silo {j}", s, may_miss=True) for j, s in enumerate(all_data)]
+    found = [_read_plain(f"silo {j}", silo, may_miss=True) for j, silo in enumerate(all_data)]
     # Whole numbers that are missing at some silo are floats there, beside NaN. They become floats
     # at the silos that have all of them, so that all silos hold the same kind.
     missing = tuple(sorted({name for silo in found for name in silo.missing}))
@@ -163,13 +194,13 @@ def read(
             if np.array_equal(floats, arrays[name]):
                 arrays[name] = floats
     _check_alike(found)
-    common: dict[str, tuple[int, tuple[str, ...]]] = {}
-    for j, named in enumerate(columns or map(column_names, silos)):
-        for name, own in named.items():
-            i, expected = common.setdefault(name, (j, own))
-            check_columns(f"silo {j}", name, own, expected, f"silo {i}")
-    agreed = tuple(sorted((name, own) for name, (_, own) in common.items()))
     return ReadSilos(replace(silo, missing=missing, columns=agreed) for silo in found)
+
+
+def read_one(owner: str, data: SiloInput, *, may_miss: bool = False) -> SiloData:
+    """Read and check one party's data, of ``owner`` in errors; NaN only if numbers ``may_miss``."""
+    columns = tuple(sorted(column_names(data).items()))
+    return replace(_read_plain(owner, as_dict(owner, data), may_miss=may_miss), columns=columns)
 
 
 def listed(
@@ -186,36 +217,6 @@ def listed(
     return silos
 
 
-def argument_names(model: Callable[..., Any]) -> list[str] | None:
-    """Return the names of a model's arguments; None if it takes any, or does not tell."""
-    try:
-        parameters = inspect.signature(model).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    return (
-        None if any(p.kind is p.VAR_KEYWORD for p in parameters) else [p.name for p in parameters]
-    )
-
-
-def check_columns(
-    owner: str, name: str, found: Sequence[str], expected: Sequence[str], other: str
-) -> None:
-    """Raise an error if a DataFrame has other columns than another one, or in another order."""
-    if tuple(found) == tuple(expected):
-        return
-    lacking = [c for c in expected if c not in found]
-    extra = [c for c in found if c not in expected]
-    what = " and ".join(
-        [f"lacks the columns {lacking}"] * bool(lacking)
-        + [f"has the columns {extra} besides"] * bool(extra)
-    )
-    raise DataError(
-        f"{owner}, '{name}': a DataFrame that {what or 'has its columns in another order'}: "
-        f"{list(found)}, where {other} has {list(expected)}. A model reads columns by their place: "
-        f"pass df[{list(expected)}]."
-    )
-
-
 def with_model_data(
     model: Callable[..., Any] | None, silos: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
@@ -228,10 +229,8 @@ def with_model_data(
     return silos
 
 
-def read_one(owner: str, data: Mapping[str, Any], *, may_miss: bool = False) -> SiloData:
-    """Read and check one party's data, of ``owner`` in errors; NaN only if numbers ``may_miss``."""
-    columns = tuple(sorted(column_names(data).items()))
-    data = as_dict(owner, data)
+def _read_plain(owner: str, data: object, *, may_miss: bool) -> SiloData:
+    """Read and check the data of a party that holds no DataFrames."""
     if not isinstance(data, Mapping):
         raise DataError(f"{owner} must be a dict of keyword arguments, got {type(data).__name__}.")
     paths, tree = tree_flatten_with_path(dict(data), is_leaf=is_leaf)
@@ -261,7 +260,7 @@ def read_one(owner: str, data: Mapping[str, Any], *, may_miss: bool = False) -> 
             missing.append(name)
     nested = any(len(path) > 1 for path, _ in paths) or len(names) < len(data)
     trees = (tree, names) if nested else None
-    return SiloData(arrays, {}, tuple(static), trees, missing=tuple(missing), columns=columns)
+    return SiloData(arrays, {}, tuple(static), trees, missing=tuple(missing))
 
 
 def is_leaf(value: object) -> bool:
@@ -384,15 +383,65 @@ def _check_alike(silos: Sequence[SiloData]) -> None:
                 )
 
 
-def signature(data: SiloData) -> tuple[Hashable, ...]:
-    """Return shapes, dtypes and static values of data: one program is compiled for each."""
-    return (
-        data.static,
-        data.treedef,
-        data.missing,
-        tuple((k, a.shape, str(a.dtype)) for k, a in data.arrays.items()),
-        tuple((k, m.shape) for k, m in data.masks.items()),
-    )
+def _packed(silos: Sequence[SiloInput]) -> bytes:
+    """Return the silos of this process, or the error about them, as bytes."""
+    head: dict[str, Any]
+    try:
+        process = f"process {jax.process_index()}"
+        found = [read_one(f"silo {j} of {process}", s, may_miss=True) for j, s in enumerate(silos)]
+        if odd := next((s for s in found if not _is_plain(s.kwargs)), None):
+            raise DataError(
+                "over several processes arguments are dicts with names, lists and tuples, got "
+                f"{jax.tree.structure(odd.kwargs)} in {process}."
+            )
+    except Exception as error:  # of whatever kind: the other processes wait for an answer
+        head, arrays = {"error": f"{type(error).__name__}: {error}"}, dict[str, Any]()
+    else:
+        names = [list(s.arrays) for s in found]
+        of_silos = [
+            {
+                "tree": skeleton(s.named_tree()),
+                "static": dict(s.static),
+                "columns": dict(s.columns),
+            }
+            for s in found
+        ]
+        head = {"silos": of_silos, "names": names}
+        arrays = {
+            f"{j}/{i}": s.arrays[n] for j, s in enumerate(found) for i, n in enumerate(names[j])
+        }
+    file = io.BytesIO()
+    np.savez(file, **{HEAD: np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays})
+    return file.getvalue()
+
+
+def _is_plain(tree: object) -> bool:
+    """Return whether a tree has the same nodes after it was written as JSON."""
+    if type(tree) is dict:
+        return all(isinstance(k, str) and _is_plain(v) for k, v in tree.items())
+    if type(tree) is list or type(tree) is tuple:
+        return all(_is_plain(part) for part in tree)
+    return not isinstance(tree, dict | list | tuple)
+
+
+def skeleton(tree: object) -> Any:
+    """Return a tree of names in a form for JSON: each node as [type, contents]."""
+    if isinstance(tree, dict):
+        return ["dict", {k: skeleton(v) for k, v in tree.items()}]
+    if isinstance(tree, list | tuple):
+        return [type(tree).__name__, [skeleton(v) for v in tree]]
+    return tree
+
+
+def unflatten_skeleton(skeleton: Skeleton, leaves: Mapping[str, Any]) -> Any:
+    """Return the tree that a skeleton describes, with leaves in the place of their names."""
+    if isinstance(skeleton, str):
+        return leaves[skeleton]
+    kind, parts = skeleton
+    unflatten = partial(unflatten_skeleton, leaves=leaves)
+    if kind == "dict":
+        return {k: unflatten(v) for k, v in parts.items()}
+    return (tuple if kind == "tuple" else list)(map(unflatten, parts))
 
 
 def array_bytes(value: ArrayLike) -> bytes:

@@ -7,10 +7,11 @@ DataFrame comes, and nowhere else: arrays, lists and numbers need no extra.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 import jax
 import numpy as np
@@ -29,6 +30,9 @@ class Table(Protocol):
     dtypes: Any
 
 
+SiloInput: TypeAlias = Mapping[str, Any] | Table  # what a user passes as a silo's data
+
+
 def is_frame(value: object) -> TypeGuard[Table]:
     """Return whether a value is a DataFrame; a lazy one, which has to be collected, is none."""
     named = hasattr(value, "columns") and hasattr(value, "dtypes")
@@ -42,28 +46,62 @@ def is_column(value: object) -> bool:
     return named and not hasattr(value, "dims")
 
 
-def as_dict(owner: str, silo: object, arguments: Sequence[str] | None = None) -> Any:
+class Arguments(NamedTuple):
+    """The names of a model's arguments."""
+
+    names: list[str]
+    needed: list[str]  # those without a default
+
+
+def model_arguments(model: Callable[..., Any] | None) -> Arguments | None:
+    """Return a model's arguments; None if it takes any, or does not tell."""
+    if model is None:
+        return None
+    try:
+        parameters = inspect.signature(model).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    needed = [p.name for p in parameters if p.default is p.empty]
+    return Arguments([p.name for p in parameters], needed)
+
+
+def as_dict(owner: str, silo: object, arguments: Arguments | None = None) -> Any:
     """Return a silo with arrays in the place of DataFrames and columns.
 
     A silo that is a DataFrame itself becomes the dict of its columns. ``arguments`` are those of
-    the model: then a column without an argument is refused. What is neither a DataFrame nor a
-    mapping is returned as it is, for the caller to refuse.
+    the model: then columns must be arguments, and hold all that have no default. What is neither a
+    DataFrame nor a mapping is returned as it is, for the caller to refuse.
     """
     if is_frame(silo):
         columns = columns_of(owner, silo)
-        if arguments is not None and (extra := [name for name in columns if name not in arguments]):
-            chosen = [name for name in columns if name in arguments]
-            names = " and ".join(f"'{name}'" for name in extra)
-            raise DataError(
-                f"{owner} is a DataFrame with the columns {list(columns)}, whose columns are the "
-                f"model's arguments by name, but the model has no argument {names}: its "
-                f"arguments are {list(arguments)}. Choose columns first (df[{chosen}]), "
-                "or pass a dict of arguments, any of which may be a DataFrame: dict(x=df[[...]])."
-            )
+        if arguments is not None:
+            _check_arguments(owner, list(columns), arguments)
         return {name: column_array(owner, name, column) for name, column in columns.items()}
     if not isinstance(silo, Mapping) or not _holds_table(silo):
         return silo
     return {name: _converted(owner, str(name), value) for name, value in silo.items()}
+
+
+def _check_arguments(owner: str, columns: list[str], arguments: Arguments) -> None:
+    names, needed = arguments
+    if extra := [name for name in columns if name not in names]:
+        chosen = [name for name in columns if name in names]
+        words = " and ".join(f"'{name}'" for name in extra)
+        raise DataError(
+            f"{owner} is a DataFrame with the columns {columns}, whose columns are the model's "
+            f"arguments by name, but the model has no argument {words}: its arguments are "
+            f"{names}. Choose columns first (df[{chosen}]), or pass a dict of arguments, any of "
+            "which may be a DataFrame: dict(x=df[[...]])."
+        )
+    if lacking := [name for name in needed if name not in columns]:
+        raise DataError(
+            f"{owner} is a DataFrame with the columns {sorted(columns)}, which lacks {lacking} of "
+            f"the model's arguments {names}. What is no number of a row, such as a number of "
+            "hospitals, is passed beside the columns: "
+            f"dict({{c: df[c] for c in df.columns}}, {lacking[0]}=...)."
+        )
 
 
 def column_names(silo: object) -> dict[str, tuple[str, ...]]:
@@ -72,6 +110,37 @@ def column_names(silo: object) -> dict[str, tuple[str, ...]]:
         return {}
     frames = {str(name): value for name, value in silo.items() if is_frame(value)}
     return {name: tuple(map(str, frame.columns)) for name, frame in frames.items()}
+
+
+def agreed_columns(
+    silos: Sequence[Mapping[str, tuple[str, ...]]],
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the columns of each argument that is a DataFrame, the same at all silos."""
+    first: dict[str, tuple[int, tuple[str, ...]]] = {}
+    for j, named in enumerate(silos):
+        for name, own in named.items():
+            i, expected = first.setdefault(name, (j, own))
+            check_columns(f"silo {j}", name, own, expected, f"silo {i}")
+    return tuple(sorted((name, own) for name, (_, own) in first.items()))
+
+
+def check_columns(
+    owner: str, name: str, found: Sequence[str], expected: Sequence[str], other: str
+) -> None:
+    """Raise an error if a DataFrame has other columns than another one, or in another order."""
+    if tuple(found) == tuple(expected):
+        return
+    lacking = [c for c in expected if c not in found]
+    extra = [c for c in found if c not in expected]
+    what = " and ".join(
+        [f"lacks the columns {lacking}"] * bool(lacking)
+        + [f"has the columns {extra} besides"] * bool(extra)
+    )
+    raise DataError(
+        f"{owner}, '{name}': a DataFrame that {what or 'has its columns in another order'}: "
+        f"{list(found)}, where {other} has {list(expected)}. A model reads columns by their place: "
+        f"pass df[{list(expected)}]."
+    )
 
 
 def columns_of(owner: str, frame: Table) -> dict[str, Any]:
@@ -296,7 +365,7 @@ class Levels(Mapping[str, tuple[str, ...]]):
         }
         return cls(names, min_count, last)
 
-    def encode(self, silo: Any, *, new: bool = False) -> Any:
+    def encode(self, silo: SiloInput, *, new: bool = False) -> Any:
         """Return a silo's data with the codes of levels in the place of their names.
 
         Parameters
@@ -361,7 +430,7 @@ class Levels(Mapping[str, tuple[str, ...]]):
 
 
 def level_names(
-    silo: Any, columns: Sequence[str], min_count: int = MIN_COUNT, other: str = OTHER
+    silo: SiloInput, columns: Sequence[str], min_count: int = MIN_COUNT, other: str = OTHER
 ) -> dict[str, tuple[str, ...]]:
     """Return the names of a silo's levels, for other parties to see.
 
@@ -405,7 +474,7 @@ def level_names(
     return names
 
 
-def level_counts(silo: Any, columns: Sequence[str]) -> dict[str, Counter[str]]:
+def level_counts(silo: SiloInput, columns: Sequence[str]) -> dict[str, Counter[str]]:
     """Return how many rows of a silo have each level of each column; this is for the silo alone."""
     return {column: Counter(_strings(silo, column)) for column in listed_names("columns", columns)}
 
@@ -417,7 +486,7 @@ def listed_names(what: str, names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def _strings(silo: Any, column: str) -> list[str]:
+def _strings(silo: SiloInput, column: str) -> list[str]:
     """Return a categorical column as strings."""
     value = _found(silo, column)
     if value is None:
@@ -452,7 +521,7 @@ def _strings(silo: Any, column: str) -> list[str]:
     return [str(v) for v in array.tolist()]
 
 
-def _found(silo: Any, column: str) -> Any:
+def _found(silo: object, column: str) -> Any:
     """Return the column of this name, in a DataFrame or a dict of arguments; None if none is so."""
     if is_frame(silo):
         return columns_of("the data", silo).get(column)
@@ -464,9 +533,9 @@ def _found(silo: Any, column: str) -> Any:
     return _found(silo.get(argument), inner)
 
 
-def _replaced(silo: Any, column: str, codes: np.ndarray) -> Any:
+def _replaced(silo: SiloInput, column: str, codes: np.ndarray) -> Any:
     """Return the data with codes in the place of a column, which they have."""
-    if is_frame(silo):
+    if not isinstance(silo, Mapping):
         return with_columns(silo, {column: codes})
     if column in silo:
         return {**silo, column: codes}

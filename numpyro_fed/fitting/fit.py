@@ -23,7 +23,8 @@ from numpyro_fed.basics.errors import (
     positive_int,
 )
 from numpyro_fed.basics.precision import precision as precision_as
-from numpyro_fed.data.silo_data import SiloInput
+from numpyro_fed.data.silo_data import read_all
+from numpyro_fed.data.tables import SiloInput
 from numpyro_fed.dp_newton.method import DPNewton
 from numpyro_fed.fitting.steps import FitSteps
 from numpyro_fed.posterior.posterior import Posterior, Stage
@@ -47,8 +48,8 @@ from numpyro_fed.search.mode import Mode
 from numpyro_fed.search.newton import ModeSearch
 from numpyro_fed.search.newton_wide import WideSearch
 from numpyro_fed.sfvi.method import SFVI
-from numpyro_fed.text.layout import lay_out, read_all
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.split import lay_out
 
 MAX_EXCHANGES = 10_000  # messages of each silo, at most
 PRECISIONS = ("double", "single")

@@ -17,6 +17,7 @@ from numpyro_fed.basics import html
 from numpyro_fed.basics.errors import SavedStateError, positive_int
 from numpyro_fed.basics.files import npz
 from numpyro_fed.basics.precision import in_precision_of_object, precision
+from numpyro_fed.data.silo_data import read_all
 from numpyro_fed.dp_newton.method import DPNewton
 from numpyro_fed.fitting.fit import MAX_EXCHANGES, FitCall
 from numpyro_fed.methods.base import rebuilt
@@ -30,7 +31,6 @@ from numpyro_fed.posterior.verdict import TOLERANCE
 from numpyro_fed.pvi.method import PVI
 from numpyro_fed.search.mode import LocalMode
 from numpyro_fed.sfvi.method import SFVI, SFVIAvg
-from numpyro_fed.text.layout import read_all
 from numpyro_fed.weigh.pareto import systematic_resample
 
 METHODS: dict[str, type[Method[Any, Any]]] = {

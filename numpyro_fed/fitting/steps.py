@@ -34,7 +34,8 @@ from numpyro_fed.basics.errors import (
     NonFiniteError,
     RefusedError,
 )
-from numpyro_fed.data.silo_data import ReadSilos, SiloData, SiloInput
+from numpyro_fed.data.silo_data import ReadSilos, SiloData, read_all
+from numpyro_fed.data.tables import SiloInput
 from numpyro_fed.guides.objectives import ELBO, LocallyEnhanced, default_quadrature
 from numpyro_fed.methods.base import method_model
 from numpyro_fed.posterior.corrected import Corrected
@@ -53,8 +54,7 @@ from numpyro_fed.search.mode import LocalMode, Mode
 from numpyro_fed.sfvi.method import SFVI
 from numpyro_fed.text.facts import Facts, agree, size_class
 from numpyro_fed.text.fingerprint import fingerprint
-from numpyro_fed.text.layout import layout_of, read_all
-from numpyro_fed.text.split import split
+from numpyro_fed.text.split import layout_of, split
 from numpyro_fed.weigh.mixture import around_modes, matched
 from numpyro_fed.weigh.proposals import FULL_UP_TO, Mixture
 

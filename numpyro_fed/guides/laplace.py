@@ -24,8 +24,8 @@ from jax import Array
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics import linalg
 from numpyro_fed.numerics.gaussian import LOG_2PI, Curvature, symmetric
-from numpyro_fed.text.binding import Rows, Theta
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.sites import Rows, Theta
 
 START = 1e-2  # the first modes are searched from here: at zero some densities have a kink
 MAX_STEPS = 50  # of Newton's method: a bound on the work at a point where rows have no mode

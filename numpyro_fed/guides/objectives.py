@@ -26,8 +26,8 @@ from numpyro_fed.guides.quadrature import (
 )
 from numpyro_fed.guides.structured import Guide, Spec, Structured, structured
 from numpyro_fed.numerics.gaussian import Coordinates
-from numpyro_fed.text.binding import Rows, Theta
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.sites import Rows, Theta
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,9 @@ from jax.typing import ArrayLike
 from numpyro_fed.basics.errors import DataError, GuideError, ModelError, one_of, positive_int
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.data import silo_data
-from numpyro_fed.data.padding import Bucket, one_by_one
-from numpyro_fed.data.silo_data import SiloData, SiloInput, SilosInput, signature
+from numpyro_fed.data.batches import Bucket, one_by_one
+from numpyro_fed.data.silo_data import SiloData, SilosInput, read_all, signature
+from numpyro_fed.data.tables import SiloInput
 from numpyro_fed.methods.base import (
     RUNTIMES,
     FederatedMethod,
@@ -69,10 +70,9 @@ from numpyro_fed.search.expand import flat_size
 from numpyro_fed.search.find_mode import coupling_reason
 from numpyro_fed.search.influence import INFLUENCE, Influence
 from numpyro_fed.text.facts import Facts, Plan, agree, check_plan, facts_of, with_terms
-from numpyro_fed.text.layout import Layout, layout_of, read_all
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
-from numpyro_fed.text.split import split
+from numpyro_fed.text.split import Layout, layout_of, split
 from numpyro_fed.weigh.log_likelihoods import LEAVE_OUT, LOO, rows_that_count
 from numpyro_fed.weigh.tempered import TEMPERED
 

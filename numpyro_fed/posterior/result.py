@@ -39,8 +39,8 @@ from numpyro_fed.search.influence import (
 )
 from numpyro_fed.search.mode import Mode
 from numpyro_fed.text.facts import Plan
+from numpyro_fed.text.indices import new_data_check
 from numpyro_fed.text.row_checks import refuse_coupled_rows
-from numpyro_fed.text.values import new_data_check
 
 __all__ = ["Fit", "Result"]
 

@@ -18,8 +18,8 @@ from numpyro_fed.guides.objectives import AtDraw, Bound
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.exchange import Private, Shared
-from numpyro_fed.text.binding import Rows, Theta
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.sites import Rows, Theta
 from numpyro_fed.weigh.likelihood import Integration
 
 # Draws x rows up to which silos' latents are drawn by a program with few optimisations: running it

@@ -29,8 +29,8 @@ from numpyro_fed.posterior.verdict import TOLERANCE
 from numpyro_fed.posterior.weighing import check_weighable, of_text
 from numpyro_fed.rounds.noise import generator, typed_key
 from numpyro_fed.rounds.progress import Progress, progress_of
-from numpyro_fed.text.binding import Theta
 from numpyro_fed.text.row_checks import refuse_coupled_rows
+from numpyro_fed.text.sites import Theta
 from numpyro_fed.weigh.mixture import around_modes
 from numpyro_fed.weigh.proposals import WideParts
 from numpyro_fed.weigh.tempered import LOST, NUM_ISLANDS, Swarm, Tempering

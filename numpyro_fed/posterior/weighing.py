@@ -48,8 +48,8 @@ from numpyro_fed.rounds.noise import generator
 from numpyro_fed.rounds.progress import in_sight
 from numpyro_fed.search.expand import prior_draws
 from numpyro_fed.search.mode import Mode, OneCopy
-from numpyro_fed.text.not_finite import first_without_density
 from numpyro_fed.text.row_checks import check_rows_apart, coupled_rows
+from numpyro_fed.text.values import first_without_density
 from numpyro_fed.vertical.result import (
     SOULResult,
     VerticalCorrected,

@@ -26,9 +26,8 @@ from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics import expfam
 from numpyro_fed.numerics.expfam import Family
 from numpyro_fed.numerics.expfam.base import Natural, Ordinary, Product
-from numpyro_fed.text.binding import Theta
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Site
+from numpyro_fed.text.sites import Site, Theta
 
 # The largest departure from an affine function, in nats: an absolute part and one relative to the
 # size of the terms. Double precision leaves some 1e-15 of that size for each operation; a function

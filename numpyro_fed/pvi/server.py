@@ -61,7 +61,7 @@ from numpyro_fed.search.begin import (
 from numpyro_fed.search.expand import SiloState as ModeSiloState
 from numpyro_fed.search.expand import shape
 from numpyro_fed.search.newton import Search
-from numpyro_fed.text.binding import Theta
+from numpyro_fed.text.sites import Theta
 
 KL_DRAWS = 256  # for the KL to a prior outside of the family: more make the loss less noisy
 # The distance to the limit of further rounds, in sds, at which a run has converged: the error that

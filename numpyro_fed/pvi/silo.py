@@ -18,6 +18,7 @@ import optax
 from jax import Array
 
 from numpyro_fed.basics.trees import all_finite, where
+from numpyro_fed.data.batches import Minibatches, draw_minibatch, rows_at
 from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.objectives import AtDraw, Bound, SiloBound, normals
@@ -29,9 +30,8 @@ from numpyro_fed.numerics.expfam.base import Natural, Ordinary, Tree
 from numpyro_fed.numerics.gaussian import Coordinates, Gaussian, identity
 from numpyro_fed.pvi.families import GAUSSIAN, Globals, misfit, row_terms
 from numpyro_fed.rounds.exchange import Reply, SharedParams, SiloParams
-from numpyro_fed.text.binding import Rows, Theta
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.minibatch import Minibatches, draw_minibatch, rows_at
+from numpyro_fed.text.sites import Rows, Theta
 
 BATCH = 8  # draws of the expected log likelihood side by side; more of them use more memory
 

@@ -20,19 +20,20 @@ from numpyro.infer import MCMC, NUTS
 
 from numpyro_fed.basics.errors import ConvergenceWarning, ModelError, positive_int
 from numpyro_fed.basics.precision import is_double
-from numpyro_fed.data.padding import Bucket, grouped, stacked
-from numpyro_fed.data.silo_data import SiloData, SiloInput, Sizes, signature
+from numpyro_fed.data.batches import Bucket, grouped, stacked
+from numpyro_fed.data.silo_data import SiloData, Sizes, read_all, signature
+from numpyro_fed.data.tables import SiloInput
 from numpyro_fed.numerics.gaussian import identity
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.reference.nuts_result import NutsResult, PooledRun, join_chains
 from numpyro_fed.rounds.exchange import Shared
 from numpyro_fed.rounds.stack import Silos
 from numpyro_fed.search.mode import Mode
-from numpyro_fed.text.binding import Rows
 from numpyro_fed.text.facts import facts_of
 from numpyro_fed.text.handlers import local_name
-from numpyro_fed.text.layout import lay_out, read_all
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.sites import Rows
+from numpyro_fed.text.split import lay_out
 from numpyro_fed.weigh.element_errors import Rounding
 
 # Samples of each chain from which run_nuts warns by itself: shorter runs are trials, which would

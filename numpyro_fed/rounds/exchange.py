@@ -29,7 +29,7 @@ from numpyro_fed.basics.trees import Numbers, all_finite
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.numerics.gaussian import Coordinates, Gaussian
-from numpyro_fed.text.binding import Theta
+from numpyro_fed.text.sites import Theta
 
 Server = TypeVar("Server")
 Silo = TypeVar("Silo")

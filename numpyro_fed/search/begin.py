@@ -29,8 +29,8 @@ from numpyro_fed.search.expand import ROUNDING_UNITS, unraveller
 from numpyro_fed.search.expand import SiloState as ModeSiloState
 from numpyro_fed.search.newton import Search, best_start
 from numpyro_fed.search.newton_wide import nonzero
-from numpyro_fed.text.binding import Theta
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.sites import Theta
 
 # The least curvature of a direction, as a share of the largest scaled one, in single and in double
 # precision. A smaller share lets rounding decide how wide a start is; a larger one starts too

@@ -24,7 +24,7 @@ from jax import Array
 from numpyro_fed.basics.errors import ConvergenceWarning, ModelError, ModelWarning, NonFiniteError
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.basics.trees import element_name
-from numpyro_fed.data.padding import Bucket
+from numpyro_fed.data.batches import Bucket
 from numpyro_fed.rounds.noise import generator
 from numpyro_fed.rounds.progress import Progress, progress_of
 from numpyro_fed.rounds.stack import Batches, Runtime, Stacks
@@ -37,8 +37,8 @@ from numpyro_fed.search.newton import MIN_GAIN_NEAR, ModeSearch, Search, best_st
 from numpyro_fed.search.newton_wide import WideSearch
 from numpyro_fed.search.own_modes import OwnModes
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.not_finite import first_not_finite
 from numpyro_fed.text.row_checks import RowChecks, coupled_rows
+from numpyro_fed.text.values import first_not_finite
 
 # Shared parameters and globals, up to which silos send Hessians, of 300 x 300 numbers at most. The
 # same limit holds for full covariances of the globals.

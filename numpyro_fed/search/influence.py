@@ -48,8 +48,8 @@ from numpyro_fed.rounds.exchange import (
 )
 from numpyro_fed.search.expand import Expand, Prior, SiloExpansion, SiloState, flat_size, shape
 from numpyro_fed.search.own_modes import climb
-from numpyro_fed.text.binding import Theta
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.sites import Theta
 
 INFLUENCE = "influence"  # the name of the exchange
 MOST_GLOBALS = 300  # as in the search for the mode: silos send Hessians

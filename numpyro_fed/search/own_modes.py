@@ -30,7 +30,7 @@ from numpyro_fed.numerics.gaussian import Curvature
 from numpyro_fed.rounds.exchange import AskSilos, Exchange, Reply
 from numpyro_fed.search.expand import Expand, Expansion, Prior, SiloState, flat_size, shape
 from numpyro_fed.search.newton import ModeSearch, Start, kicked
-from numpyro_fed.text.binding import Rows
+from numpyro_fed.text.sites import Rows
 
 # Steps of a silo. From zero the six cities take 16. A Poisson rate that is far too high comes down
 # by a factor of e in a step, and with raw covariates of 10^5 a search began at e^113.

@@ -27,6 +27,7 @@ import optax
 from jax import Array
 
 from numpyro_fed.basics.trees import all_finite
+from numpyro_fed.data.batches import Minibatches, MinibatchNoise, draw_minibatch, rows_at
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.objectives import AtDraw, Bound
@@ -60,9 +61,8 @@ from numpyro_fed.search.begin import (
 )
 from numpyro_fed.search.expand import SiloState as ModeSiloState
 from numpyro_fed.search.newton import Search
-from numpyro_fed.text.binding import Rows, Theta
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.minibatch import Minibatches, MinibatchNoise, draw_minibatch, rows_at
+from numpyro_fed.text.sites import Rows, Theta
 
 
 class ServerState(NamedTuple):

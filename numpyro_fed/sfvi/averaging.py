@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.basics.trees import Tree, all_finite
+from numpyro_fed.data.batches import MinibatchNoise
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.numerics import barycenters, linalg
@@ -51,7 +52,6 @@ from numpyro_fed.sfvi.algorithm import (
     Start,
     standardising,
 )
-from numpyro_fed.text.minibatch import MinibatchNoise
 
 COUNT = "rows"  # the name of the exchange that adds them up
 

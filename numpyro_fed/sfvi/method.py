@@ -22,6 +22,7 @@ from numpyro_fed.basics.errors import (
     one_of,
     positive_int,
 )
+from numpyro_fed.data.batches import Minibatches
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.amortised import Amortised, with_encoders
 from numpyro_fed.guides.objectives import Bound, Objective, bound_of, draws_of, objective_for
@@ -45,9 +46,8 @@ from numpyro_fed.search.find_mode import SEARCHED_UP_TO
 from numpyro_fed.sfvi.algorithm import ByGradients, StructuredVI
 from numpyro_fed.sfvi.averaging import Aggregation, Averaging
 from numpyro_fed.text.facts import Facts, Plan, size_class
-from numpyro_fed.text.layout import Layout
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.minibatch import WHOLE, Minibatches
+from numpyro_fed.text.split import WHOLE, Layout, cut_plates
 
 # Adam's step is STEP * (1 + round / SETTLES) ** -DECAY, in coordinates in which the posterior is
 # about standard: the first steps are three hundredths of a standard deviation. With a power between
@@ -76,7 +76,7 @@ def minibatches_of(
     """
     if size is None:
         return None
-    minibatches = Minibatches.of(fm, plates_of, size)
+    minibatches = cut_plates(fm, plates_of, size)
     words = f"batch_size={size} cannot go with"
     if joint := [p for p in minibatches.plates if p in guide.locals and guide.locals[p].joint]:
         raise GuideError(
@@ -96,7 +96,7 @@ def check_rows_alone(layout: Layout, size: int | None, stacks: Sequence[SiloData
     """Raise an error if a row's log density changes when other rows are left out."""
     if size is None:
         return
-    for rows in Minibatches.of(layout.model, layout.plates_of_arrays, size).cut:
+    for rows in cut_plates(layout.model, layout.plates_of_arrays, size).cut:
         try:
             alone = all(bool(layout.checks.minibatch(*rows, stack)) for stack in stacks)
         # A model may fail on fewer rows than it has lengths for, which is an answer, too.

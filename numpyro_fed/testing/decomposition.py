@@ -21,11 +21,9 @@ from numpyro.infer.util import potential_energy, unconstrain_fn
 
 from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.basics.programs import TRACING
-from numpyro_fed.data.padding import Bucket
+from numpyro_fed.data.batches import Bucket
 from numpyro_fed.data.silo_data import SiloData, read
-from numpyro_fed.text.binding import Rows, Theta, unpack
 from numpyro_fed.text.handlers import joint, leaving_out_missing, local_name
-from numpyro_fed.text.layout import lay_out, plate_follows_arrays
 from numpyro_fed.text.row_checks import (
     ROWS_AT_ONCE,
     ChangedRow,
@@ -36,6 +34,8 @@ from numpyro_fed.text.row_checks import (
     row_groups,
     summary_message,
 )
+from numpyro_fed.text.sites import Rows, Theta, unpack
+from numpyro_fed.text.split import lay_out, plate_follows_arrays
 
 
 def check_decomposition(

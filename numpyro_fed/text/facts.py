@@ -16,7 +16,6 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +27,8 @@ from numpy.typing import ArrayLike
 from numpyro_fed.basics.errors import DataError, DataWarning, ModelError
 from numpyro_fed.basics.files import canonical, read_record
 from numpyro_fed.basics.programs import jit_once
-from numpyro_fed.data.silo_data import SiloData, Sizes, check_columns, read, read_one
+from numpyro_fed.data.silo_data import SiloData, Sizes, read, read_one, skeleton, unflatten_skeleton
+from numpyro_fed.data.tables import check_columns
 from numpyro_fed.text.fingerprint import SOFTWARE, Term, check_terms, terms_of
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Plate, Site
@@ -36,7 +36,6 @@ from numpyro_fed.text.split import split
 from numpyro_fed.text.vertical import with_server_data
 
 VERSION = 3
-Skeleton = str | list[Any]  # a tree in JSON: a name, or [type of node, contents]
 # Points at which the global sites of all silos are compared. At a single one two texts could agree
 # by chance; each more is a longer message.
 POINTS = 3
@@ -423,26 +422,6 @@ def _shortened(value: object) -> str:
     # A site table in full would bury the sentence around it.
     words = str(value)
     return words if len(words) <= 300 else f"{words[:300]}..."
-
-
-def skeleton(tree: object) -> Any:
-    """Return a tree of names in a form for JSON: each node as [type, contents]."""
-    if isinstance(tree, dict):
-        return ["dict", {k: skeleton(v) for k, v in tree.items()}]
-    if isinstance(tree, list | tuple):
-        return [type(tree).__name__, [skeleton(v) for v in tree]]
-    return tree
-
-
-def unflatten_skeleton(skeleton: Skeleton, leaves: Mapping[str, Any]) -> Any:
-    """Return the tree that a skeleton describes, with leaves in the place of their names."""
-    if isinstance(skeleton, str):
-        return leaves[skeleton]
-    kind, parts = skeleton
-    unflatten = partial(unflatten_skeleton, leaves=leaves)
-    if kind == "dict":
-        return {k: unflatten(v) for k, v in parts.items()}
-    return (tuple if kind == "tuple" else list)(map(unflatten, parts))
 
 
 def read_ids(ids: ArrayLike, rows: int, owner: str) -> np.ndarray:

@@ -14,28 +14,45 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 from jax import Array
+from jax.extend.core import Literal
 from jax.typing import ArrayLike
 
 from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.data.silo_data import SiloData, array_bytes, signature
-from numpyro_fed.text.jaxprs import Written
+from numpyro_fed.text.jaxprs import (
+    Program,
+    as_program,
+    branches,
+    called_program,
+    inner_programs,
+    scan,
+    type_of,
+)
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.traces import DENSITY, INITIAL, THE_KEY, VALUE, Traces
+
+if TYPE_CHECKING:
+    from jax.extend.core import JaxprEqn, Var
+
+    Atom = Var | Literal
 
 # What writes the programs of a text: parties with the same can compare them.
 SOFTWARE = f"jax {jax.__version__}, numpyro {numpyro.__version__}"
 # Relative differences of constants that are none: parties may compute theirs on other machines, and
 # in single precision. Values at made-up data are sums over rows, whose differences are larger.
 CONSTANTS_ALIKE, VALUES_ALIKE = 1e-5, 1e-3
+# A jaxpr that is printed shows functions by their address, which differs between processes.
+ADDRESS = re.compile(r"0x[0-9a-f]+")
 PLACES = 3  # at which values are compared; at a single one two texts could agree by chance
 
 
@@ -191,3 +208,102 @@ def _difference(there: Term, here: Term, by_value: bool) -> str:
             return f"reads another array of constants in '{site}'"
         return f"has another constant in '{site}' where the server's has {one[0]:.6g}"
     return ""
+
+
+# What stands for a value in the text: a digest of all that led to it, or a constant and its type.
+Said = str | tuple[ArrayLike, str]
+
+
+class Written:
+    """A program's operations as text, and the numbers that they read, in their order.
+
+    The text has no name, no address and no number with a fraction, so that it is the same in all
+    processes with this version of JAX. Numbers are given apart, since a constant that was computed
+    (an inverse, an exponential) differs between machines in its last digits. Calls are entered:
+    what they are named, and in which order they take what they close over, does not matter.
+    """
+
+    def __init__(self, program: Program):
+        self.numbers = list[ArrayLike]()
+        inputs = [f"{i}:{_shape(v)}" for i, v in enumerate(program.jaxpr.invars)]
+        self.words = " ".join(map(self._said, self._outputs(program, inputs)))
+
+    def _outputs(self, program: Program, inputs: Sequence[Said]) -> list[Said]:
+        """Return what a program's outputs are, as digests of all that led to them."""
+        known: dict[int, Said] = dict(zip(map(id, program.jaxpr.invars), inputs, strict=True))
+        for variable, value in zip(program.jaxpr.constvars, program.consts, strict=True):
+            known[id(variable)] = (value, _shape(variable))
+
+        def found(atom: Atom) -> Said:
+            return (atom.val, _shape(atom)) if isinstance(atom, Literal) else known[id(atom)]
+
+        for eqn in program.jaxpr.eqns:
+            results = self._results(eqn, [found(v) for v in eqn.invars])
+            known |= zip(map(id, eqn.outvars), results, strict=True)
+        return [found(v) for v in program.jaxpr.outvars]
+
+    def _results(self, eqn: JaxprEqn, operands: Sequence[Said]) -> Sequence[Said]:
+        """Return what an operation's results are."""
+        if (program := called_program(eqn)) is not None:
+            return self._outputs(program, operands)
+        # NumPyro's scan and cond return the parts of a distribution in the order of a set, which
+        # is another in each process: an output is known by what leads to it, not by its place.
+        if (choices := branches(eqn)) is not None:
+            which = self._said(operands[0])
+            by_branch = [self._outputs(p, operands[1:]) for p in choices]
+            outputs = zip(*by_branch, strict=True)
+            return [_digest("cond", which, *map(self._said, one)) for one in outputs]
+        if (loop := scan(eqn)) is not None:
+            consts, items = operands[: loop.num_consts], operands[loop.carry.stop :]
+            carried = self._inputs("carry", operands[loop.carry])
+            inside = [*consts, *carried, *(_digest("item", self._said(one)) for one in items)]
+            results = self._outputs(loop.body, inside)
+            steps, stacked = f"{loop.length} {loop.reverse}", results[loop.num_carry :]
+            carry_of = _digest(*map(self._said, results[: loop.num_carry]))
+            last = [_digest("last", steps, carry_of, f"{i}") for i in range(loop.num_carry)]
+            return last + [
+                _digest("stacked", steps, carry_of, one) if isinstance(one, str) else one
+                for one in stacked
+            ]
+        if eqn.primitive.name == "while":
+            ends, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+            carry = self._inputs("carry", operands[ends + body :])
+            goes_on = [*operands[:ends], *carry]
+            step = [*operands[ends : ends + body], *carry]
+            programs = as_program(eqn.params["cond_jaxpr"]), as_program(eqn.params["body_jaxpr"])
+            pairs = zip(programs, (goes_on, step), strict=True)
+            parts = [_digest(*map(self._said, self._outputs(*pair))) for pair in pairs]
+        else:
+            # Parameters as text, without programs, functions and other objects.
+            settings = []
+            for name, value in sorted(eqn.params.items()):
+                items = value if isinstance(value, tuple | list) else (value,)
+                objects = (callable(i) or hasattr(getattr(i, "jaxpr", i), "eqns") for i in items)
+                if not any(objects) and not ADDRESS.search(repr(value)):
+                    settings.append(f"{name}={value!r}")
+            parts = [" ".join(settings), *map(self._said, operands)]
+            for program in inner_programs(eqn):
+                inputs = [f"in {i}:{_shape(v)}" for i, v in enumerate(program.jaxpr.invars)]
+                parts.append(_digest(*map(self._said, self._outputs(program, inputs))))
+        whole = _digest(eqn.primitive.name, *parts)
+        return [_digest(whole, f"{i}:{_shape(v)}") for i, v in enumerate(eqn.outvars)]
+
+    def _inputs(self, kind: str, operands: Sequence[Said]) -> list[str]:
+        return [_digest(kind, f"{i}", self._said(one)) for i, one in enumerate(operands)]
+
+    def _said(self, one: Said) -> str:
+        """Return what stands for a value in the text; a number is noted wherever it is read."""
+        if isinstance(one, str):
+            return one
+        value, shape = one
+        self.numbers.append(value)
+        return f"number {shape}"
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _shape(variable: Atom) -> str:
+    aval = type_of(variable)
+    return f"{getattr(aval, 'dtype', aval)}{getattr(aval, 'shape', '')}"

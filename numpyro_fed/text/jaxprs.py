@@ -1,27 +1,34 @@
-"""Traced programs (jaxprs): their constants, their dependences, and whether two are the same.
+"""Traced programs (jaxprs): their parts, what depends on what, which rows read which, and sameness.
 
-JAX promises little about the inside of a jaxpr, and changes it from version to version. No other
-module reads jaxprs directly. This one relies on attributes of JAX's objects rather than on their
-classes, and on what an operation means rather than on its parameters where that is enough.
-``tests/test_jaxprs.py`` shows what it expects of the JAX that is installed.
+JAX promises little about the inside of a jaxpr, and changes it from version to version. What knows
+its parts stands here. It relies on attributes of JAX's objects rather than on their classes, and on
+what an operation means rather than on its parameters where that is enough. ``tests/test_jaxprs.py``
+shows what it expects of the JAX that is installed.
 
 Dependences are found by labels. Each input of a program carries a set of labels. An operation's
 outputs carry all labels of its inputs; calls, branches and scans are entered, so that the outputs
 of one scan can have different labels. Nothing is computed.
+
+Rows lie along one axis of an array. An operation *keeps rows apart* if its results have rows along
+an axis, too, and each of them reads only the row of the same number: a sum over another axis does,
+``x - x.mean(0)`` does not. What is found so is proven for all values. Where an operation is not
+known, nothing is, and the values have to be tried (:mod:`numpyro_fed.text.row_checks`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.typing import ArrayLike
+
+from numpyro_fed.data.silo_data import array_bytes
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn, Var
@@ -31,8 +38,6 @@ if TYPE_CHECKING:
 
 Labels = frozenset[str]
 NONE: Labels = frozenset()
-# A jaxpr that is printed shows functions by their address, which differs between processes.
-ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 class Program(NamedTuple):
@@ -59,105 +64,6 @@ class Scan(NamedTuple):
     def carry(self) -> slice:
         """Return the positions of the carry among the inputs."""
         return slice(self.num_consts, self.num_consts + self.num_carry)
-
-
-# What stands for a value in the text: a digest of all that led to it, or a constant and its type.
-Said = str | tuple[ArrayLike, str]
-
-
-class Written:
-    """A program's operations as text, and the numbers that they read, in their order.
-
-    The text has no name, no address and no number with a fraction, so that it is the same in all
-    processes with this version of JAX. Numbers are given apart, since a constant that was computed
-    (an inverse, an exponential) differs between machines in its last digits. Calls are entered:
-    what they are named, and in which order they take what they close over, does not matter.
-    """
-
-    def __init__(self, program: Program):
-        self.numbers = list[ArrayLike]()
-        inputs = [f"{i}:{_shape(v)}" for i, v in enumerate(program.jaxpr.invars)]
-        self.words = " ".join(map(self._said, self._outputs(program, inputs)))
-
-    def _outputs(self, program: Program, inputs: Sequence[Said]) -> list[Said]:
-        """Return what a program's outputs are, as digests of all that led to them."""
-        known: dict[int, Said] = dict(zip(map(id, program.jaxpr.invars), inputs, strict=True))
-        for variable, value in zip(program.jaxpr.constvars, program.consts, strict=True):
-            known[id(variable)] = (value, _shape(variable))
-
-        def found(atom: Atom) -> Said:
-            return (atom.val, _shape(atom)) if isinstance(atom, Literal) else known[id(atom)]
-
-        for eqn in program.jaxpr.eqns:
-            results = self._results(eqn, [found(v) for v in eqn.invars])
-            known |= zip(map(id, eqn.outvars), results, strict=True)
-        return [found(v) for v in program.jaxpr.outvars]
-
-    def _results(self, eqn: JaxprEqn, operands: Sequence[Said]) -> Sequence[Said]:
-        """Return what an operation's results are."""
-        if (program := called_program(eqn)) is not None:
-            return self._outputs(program, operands)
-        # NumPyro's scan and cond return the parts of a distribution in the order of a set, which
-        # is another in each process: an output is known by what leads to it, not by its place.
-        if (choices := branches(eqn)) is not None:
-            which = self._said(operands[0])
-            by_branch = [self._outputs(p, operands[1:]) for p in choices]
-            outputs = zip(*by_branch, strict=True)
-            return [_digest("cond", which, *map(self._said, one)) for one in outputs]
-        if (loop := scan(eqn)) is not None:
-            consts, items = operands[: loop.num_consts], operands[loop.carry.stop :]
-            carried = self._inputs("carry", operands[loop.carry])
-            inside = [*consts, *carried, *(_digest("item", self._said(one)) for one in items)]
-            results = self._outputs(loop.body, inside)
-            steps, stacked = f"{loop.length} {loop.reverse}", results[loop.num_carry :]
-            carry_of = _digest(*map(self._said, results[: loop.num_carry]))
-            last = [_digest("last", steps, carry_of, f"{i}") for i in range(loop.num_carry)]
-            return last + [
-                _digest("stacked", steps, carry_of, one) if isinstance(one, str) else one
-                for one in stacked
-            ]
-        if eqn.primitive.name == "while":
-            ends, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-            carry = self._inputs("carry", operands[ends + body :])
-            goes_on = [*operands[:ends], *carry]
-            step = [*operands[ends : ends + body], *carry]
-            programs = as_program(eqn.params["cond_jaxpr"]), as_program(eqn.params["body_jaxpr"])
-            pairs = zip(programs, (goes_on, step), strict=True)
-            parts = [_digest(*map(self._said, self._outputs(*pair))) for pair in pairs]
-        else:
-            # Parameters as text, without programs, functions and other objects.
-            settings = []
-            for name, value in sorted(eqn.params.items()):
-                items = value if isinstance(value, tuple | list) else (value,)
-                objects = (callable(i) or hasattr(getattr(i, "jaxpr", i), "eqns") for i in items)
-                if not any(objects) and not ADDRESS.search(repr(value)):
-                    settings.append(f"{name}={value!r}")
-            parts = [" ".join(settings), *map(self._said, operands)]
-            for program in inner_programs(eqn):
-                inputs = [f"in {i}:{_shape(v)}" for i, v in enumerate(program.jaxpr.invars)]
-                parts.append(_digest(*map(self._said, self._outputs(program, inputs))))
-        whole = _digest(eqn.primitive.name, *parts)
-        return [_digest(whole, f"{i}:{_shape(v)}") for i, v in enumerate(eqn.outvars)]
-
-    def _inputs(self, kind: str, operands: Sequence[Said]) -> list[str]:
-        return [_digest(kind, f"{i}", self._said(one)) for i, one in enumerate(operands)]
-
-    def _said(self, one: Said) -> str:
-        """Return what stands for a value in the text; a number is noted wherever it is read."""
-        if isinstance(one, str):
-            return one
-        value, shape = one
-        self.numbers.append(value)
-        return f"number {shape}"
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def _shape(variable: Atom) -> str:
-    aval = type_of(variable)
-    return f"{getattr(aval, 'dtype', aval)}{getattr(aval, 'shape', '')}"
 
 
 def trace_program(fn: Callable[..., Any], /, *args: object) -> Program:
@@ -326,3 +232,307 @@ def scan_body_labels(loop: Scan, operands: Sequence[Labels]) -> list[Labels]:
         if carry == labels[loop.carry]:
             return labels
         labels[loop.carry] = carry
+
+
+# The axis along which a value has rows; None if it reads no row, MIXED if it may read several.
+Axis = int | None
+
+
+MIXED = -1
+
+
+ELEMENTWISE = frozenset(
+    {"abs", "acos", "acosh", "add", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt"}
+    | {"bessel_i0e", "bessel_i1e", "ceil", "clamp", "convert_element_type", "copy", "cos", "cosh"}
+    | {"digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge"}
+    | {"gt", "igamma", "igammac", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "lt"}
+    | {"logistic", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "polygamma", "pow"}
+    | {"reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n"}
+    | {"sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"}
+    | {"zeta"}
+)
+
+
+REDUCTIONS = frozenset(
+    {"argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod"}
+    | {"reduce_sum"}
+)
+
+
+# What runs along one axis, which is the parameter of this name.
+ALONG = {
+    **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "split"), "axis"),
+    **dict.fromkeys(("concatenate", "sort"), "dimension"),
+}
+
+
+CALLS = frozenset(
+    {"checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit"}
+    | {"custom_vjp_call_jaxpr", "remat", "remat2"}
+)
+
+
+# Of matrices in the last two axes.
+OF_MATRICES = frozenset({"cholesky", "triangular_solve"})
+
+
+def row_axes(program: Program, axes: Sequence[Axis]) -> list[Axis]:
+    """Return along which axis each output of a program has rows, given those of its inputs."""
+    found = dict(zip(program.jaxpr.invars, axes, strict=True))
+
+    def axis_of(atom: Atom) -> Axis:
+        return None if isinstance(atom, Literal) else found.get(atom)
+
+    for eqn in program.jaxpr.eqns:
+        found |= zip(eqn.outvars, _results(eqn, [axis_of(v) for v in eqn.invars]), strict=True)
+    return [axis_of(v) for v in program.jaxpr.outvars]
+
+
+def _results(eqn: JaxprEqn, axes: Sequence[Axis]) -> Sequence[Axis]:
+    """Return the axes of an operation's results."""
+    if all(axis is None for axis in axes):
+        return [None] * len(eqn.outvars)
+    mixed = [MIXED] * len(eqn.outvars)
+    if MIXED in axes or not eqn.outvars:
+        return mixed
+    # A reduction has a program as well, for two values.
+    if eqn.primitive.name in CALLS and (program := called_program(eqn)) is not None:
+        return row_axes(program, axes)
+    if (choices := branches(eqn)) is not None:
+        if axes[0] is not None:
+            return mixed
+        each = [row_axes(choice, axes[1:]) for choice in choices]
+        return [_common(found) for found in zip(*each, strict=True)]
+    if (loop := scan(eqn)) is not None:
+        items = [_without(axis, 0) for axis in axes[loop.carry.stop :]]
+        inside = [*axes[: loop.carry.stop], *items]
+        if MIXED in items:
+            return mixed
+        # What the first steps carry may have no rows yet: each turn adds some, or none is added.
+        for _ in range(1 + loop.num_carry):
+            out = row_axes(loop.body, inside)
+            carry = [_common(pair) for pair in zip(inside[loop.carry], out, strict=False)]
+            if carry == inside[loop.carry]:
+                stacked = [a if a in (None, MIXED) else a + 1 for a in out[loop.num_carry :]]
+                return [*carry, *stacked]
+            inside[loop.carry] = carry
+        return mixed
+    return [_result(eqn, axes)] * len(eqn.outvars)
+
+
+def _result(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
+    """Return the axis of an operation's results; MIXED for operations that are not known."""
+    name, params, axis = eqn.primitive.name, eqn.params, axes[0]
+    common = next(iter(known)) if len(known := {a for a in axes if a is not None}) == 1 else MIXED
+    old, new = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    others = any(a is not None for a in axes[1:])
+    if name == "dot_general":
+        return _product(eqn, axes)
+    if name == "gather":
+        return _gathered(eqn, axes)
+    if name in ELEMENTWISE:
+        # An operand of rank 0 or with an axis of size 1 is repeated.
+        with_rows = [_shape(v) for v, a in zip(eqn.invars, axes, strict=True) if a is not None]
+        alike = all(len(s) == len(new) and s[common] == new[common] for s in with_rows)
+        return common if alike else MIXED
+    if name in ALONG:
+        return MIXED if common == params[ALONG[name]] else common
+    if name == "stack" and common != MIXED:
+        return common + (common >= params["axis"])
+    if name in OF_MATRICES:
+        ranks = {len(_shape(v)) for v in (*eqn.invars, *eqn.outvars)}
+        return common if len(ranks) == 1 and common < min(ranks) - 2 else MIXED
+    if axis is None:
+        return MIXED
+    if name in REDUCTIONS:
+        return _without(axis, *params["axes"])
+    if name == "squeeze":
+        return _without(axis, *params["dimensions"])
+    if name == "transpose":
+        return list(params["permutation"]).index(axis)
+    if name == "rev":
+        return MIXED if axis in params["dimensions"] else axis
+    if name in ("slice", "dynamic_slice"):
+        return axis if old[axis] == new[axis] and not others else MIXED
+    if name == "pad":
+        kept = tuple(params["padding_config"][axis]) == (0, 0, 0)
+        return axis if kept and axes[1] is None else MIXED
+    if name == "broadcast_in_dim":
+        to = int(params["broadcast_dimensions"][axis])
+        return to if new[to] == old[axis] else MIXED
+    if name == "reshape" and params.get("dimensions") is None:
+        before = math.prod(old[:axis])
+        same = (j for j, n in enumerate(new) if n == old[axis] and math.prod(new[:j]) == before)
+        return next(same, MIXED)
+    return MIXED
+
+
+def _common(axes: Sequence[Axis]) -> Axis:
+    """Return the one axis of several values, those without rows aside; MIXED if there are two."""
+    known = {axis for axis in axes if axis is not None}
+    return MIXED if len(known) > 1 else next(iter(known), None)
+
+
+def _without(axis: Axis, *gone: int) -> Axis:
+    """Return an axis after others are gone; MIXED if it is one of them."""
+    if axis is None or axis == MIXED:
+        return axis
+    return MIXED if axis in gone else axis - sum(g < axis for g in gone)
+
+
+def _shape(atom: Atom) -> tuple[int, ...]:
+    return tuple(getattr(type_of(atom), "shape", ()))
+
+
+def _product(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
+    contracted, batch = eqn.params["dimension_numbers"]
+    if any(a is not None and a in dims for a, dims in zip(axes, contracted, strict=True)):
+        return MIXED
+    places: list[Axis] = []
+    free_before = len(batch[0])
+    for axis, operand, used, dims in zip(axes, eqn.invars, contracted, batch, strict=True):
+        free = [i for i in range(len(_shape(operand))) if i not in (*used, *dims)]
+        if axis is not None:
+            place = list(dims).index(axis) if axis in dims else free_before + free.index(axis)
+            places.append(place)
+        free_before += len(free)
+    return _common(places)
+
+
+def _gathered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
+    operand, index = axes
+    numbers = eqn.params["dimension_numbers"]
+    rank = len(_shape(eqn.outvars[0]))
+    of_index = [i for i in range(rank) if i not in numbers.offset_dims]
+    batching = tuple(numbers.operand_batching_dims)
+    if operand is None:
+        return of_index[index] if index is not None and index < len(of_index) else MIXED
+    if operand in batching:
+        own = numbers.start_indices_batching_dims[batching.index(operand)]
+        return of_index[own] if index in (None, own) else MIXED
+    whole = eqn.params["slice_sizes"][operand] == _shape(eqn.invars[0])[operand]
+    if index is not None or not whole or operand in numbers.collapsed_slice_dims:
+        return MIXED
+    gone = (*numbers.collapsed_slice_dims, *batching)
+    return numbers.offset_dims[operand - sum(g < operand for g in gone)]
+
+
+# Operations whose results at a row are the same among more rows.
+OF_ANY_SIZE = ELEMENTWISE - {"integer_pow"} | {
+    *("broadcast_in_dim", "iota", "squeeze", "stack", "transpose"),
+}
+
+
+# Parameters that are sizes of axes.
+SIZES = frozenset({"limit_indices", "new_sizes", "shape", "sizes", "slice_sizes"})
+
+
+def _keeps_sizes(first: JaxprEqn, second: JaxprEqn) -> bool:
+    """Return whether an operation cannot tell how many rows there are in two programs."""
+    name, both = first.primitive.name, (first, second)
+    if name in OF_ANY_SIZE or name in CALLS or name == "cond":
+        return True
+    if name == "integer_pow":
+        return bool(first.params == second.params)
+    if name == "scan":
+        return bool(first.params["length"] == second.params["length"])
+    # The shapes of the first operand and of the first result.
+    old, new = ([_shape(v) for v in (*eqn.invars[:1], *eqn.outvars[:1])] for eqn in both)
+    if name == "reshape":
+        # One axis of another size, if any, stays whole behind the same axes.
+        changed, moved = (
+            [i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b]
+            for pair in zip(old, new, strict=True)
+        )
+        if len(changed) != 1 or len(moved) != 1:
+            return not changed and not moved
+        (i,), (j,) = changed, moved
+        kept = (old[0][i], new[0][i]) == (old[1][j], new[1][j])
+        return kept and math.prod(old[0][:i]) == math.prod(old[1][:j])
+    if name == "gather":
+        # A part of an axis of another size might be its end.
+        wholes = zip(old[0], new[0], *(eqn.params["slice_sizes"] for eqn in both), strict=True)
+        return all((a == b and p == q) or (p, q) == (a, b) for a, b, p, q in wholes)
+    if name == "slice":
+        strided = (e.params["strides"] not in (None, (1,) * len(old[0])) for e in both)
+        wholes = zip(*old, *new, strict=True)
+        return not any(strided) and all(a == c or (a, c) == (b, d) for a, b, c, d in wholes)
+    used: list[Any] = []
+    if name in REDUCTIONS:
+        used = [(first.params["axes"], second.params["axes"])]
+    elif name == "dot_general":
+        used = list(zip(*(eqn.params["dimension_numbers"][0] for eqn in both), strict=True))
+    elif name == "concatenate":
+        used = [tuple([eqn.params["dimension"]] for eqn in both)] * len(first.invars)
+    else:
+        pairs = zip((*first.invars, *first.outvars), (*second.invars, *second.outvars), strict=True)
+        return all(_shape(a) == _shape(b) for a, b in pairs)
+    operands = zip(first.invars, second.invars, used, strict=False)
+    return all(
+        [_shape(a)[i] for i in one] == [_shape(b)[i] for i in other]
+        for a, b, (one, other) in operands
+    )
+
+
+def same_but_for_sizes(first: Program, second: Program, sizes: Mapping[int, int]) -> bool:
+    """Return whether two programs do the same, to arrays of other sizes.
+
+    ``sizes`` has for each size of an axis in the first program that in the second. Numbers that
+    the programs read are equal: a mean that divides by a number of rows is not the same, nor is a
+    sum along an axis of another size, if only of ones.
+    """
+    place: dict[Atom, Atom] = {}
+
+    def alike(a: object, b: object, of_sizes: bool) -> bool:
+        """Return whether two parameters of an operation say the same."""
+        if hasattr(getattr(a, "jaxpr", a), "eqns"):
+            inner = hasattr(getattr(b, "jaxpr", b), "eqns")
+            return inner and same_but_for_sizes(as_program(a), as_program(b), sizes)
+        if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+            pairs = zip(a, b, strict=False)
+            return len(a) == len(b) and all(alike(x, y, of_sizes) for x, y in pairs)
+        if isinstance(a, int) and isinstance(b, int):
+            return a == b or (of_sizes and sizes.get(a) == b)
+        if isinstance(a, np.ndarray):
+            return np.array_equal(a, np.asarray(b))
+        # Rules of derivatives are functions: what they are the rules of is compared.
+        rules = all(callable(f) or hasattr(f, "call_wrapped") for f in (a, b))
+        return bool(a == b) or rules
+
+    def same_type(a: Atom, b: Atom) -> bool:
+        one, other = type_of(a), type_of(b)
+        return one.dtype == other.dtype and alike(tuple(one.shape), tuple(other.shape), True)
+
+    def same_atom(a: Atom, b: Atom) -> bool:
+        if isinstance(a, Literal) and isinstance(b, Literal):
+            return bool(np.all(a.val == b.val))
+        if isinstance(a, Literal) or isinstance(b, Literal):
+            return False
+        return place.get(a) is b
+
+    one, other = first.jaxpr, second.jaxpr
+    if len(one.eqns) != len(other.eqns) or len(first.consts) != len(second.consts):
+        return False
+    constants = zip(first.consts, second.consts, strict=True)
+    if not all(a is b or array_bytes(a) == array_bytes(b) for a, b in constants):
+        return False
+    for a, b in zip(one.constvars, other.constvars, strict=True):
+        if not same_type(a, b):
+            return False
+        place[a] = b
+    place |= zip(one.invars, other.invars, strict=True)
+    for x, y in zip(one.eqns, other.eqns, strict=True):
+        operands = zip(x.invars, y.invars, strict=False)
+        same = x.primitive is y.primitive and len(x.invars) == len(y.invars)
+        if not same or len(x.outvars) != len(y.outvars) or x.params.keys() != y.params.keys():
+            return False
+        if not all(same_atom(a, b) for a, b in operands) or not _keeps_sizes(x, y):
+            return False
+        if not all(alike(x.params[p], y.params[p], p in SIZES) for p in x.params):
+            return False
+        for a, b in zip(x.outvars, y.outvars, strict=True):
+            if not same_type(a, b):
+                return False
+            place[a] = b
+    outputs = zip(one.outvars, other.outvars, strict=True)
+    return all(same_atom(a, b) for a, b in outputs)

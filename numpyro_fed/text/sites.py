@@ -7,7 +7,7 @@ that nothing is computed and no value of the data is read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,56 +18,11 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro import handlers
 from numpyro.distributions import Distribution, biject_to, constraints
-from numpyro.primitives import Messenger
 
 from numpyro_fed.basics.errors import DataError, MissingExtraError, ModelError
 from numpyro_fed.data.silo_data import SiloData, Sizes
+from numpyro_fed.text.handlers import without_kink
 from numpyro_fed.text.primitives import is_flat, is_foreign, silo_frames, silo_plate_of, unwrapped
-
-# c, in scales. Half of it would have 0.82 of the information instead of 0.70, but curvature in
-# fewer rows, so that Newton's steps depend on few of them. Twice as much would have 0.54.
-WIDTH = 0.5
-# The normalising constant for c = 1/2 and equal slopes, -log of the integral of exp(-sqrt(c^2 +
-# z^2)) over 2: scales are estimated by it as well.
-NORM = 0.18848
-
-
-class _Rounded(dist.AsymmetricLaplace):
-    """A symmetric or asymmetric Laplace distribution with its kink rounded off."""
-
-    def log_prob(self, value: Array, intermediates: list[Any] | None = None) -> Array:
-        z, left, right = value - self.loc, 1 / self.left_scale, 1 / self.right_scale
-        size = jnp.sqrt(WIDTH**2 * 4 / (left + right) ** 2 + z**2)
-        straight = -0.5 * (size * (left + right) + z * (right - left))
-        return straight - jnp.log(self.left_scale + self.right_scale) + NORM
-
-
-class rounded(Messenger):
-    """Round off the kinks of all Laplace distributions in a model."""
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] == "sample":
-            msg["fn"] = without_kink(msg["fn"])
-
-
-def without_kink(fn: Distribution) -> Distribution:
-    """Return a distribution with its kink rounded off; the same object if it has none."""
-    if isinstance(fn, dist.Laplace):
-        return _Rounded(fn.loc, fn.scale)
-    if isinstance(fn, dist.AsymmetricLaplaceQuantile):
-        fn = fn._ald
-    if isinstance(fn, dist.AsymmetricLaplace):
-        return _Rounded(fn.loc, fn.scale, fn.asymmetry)
-    if not isinstance(fn, dist.Independent | dist.ExpandedDistribution | dist.MaskedDistribution):
-        return fn
-    base = without_kink(fn.base_dist)
-    if base is fn.base_dist:
-        return fn
-    if isinstance(fn, dist.Independent):
-        return base.to_event(fn.reinterpreted_batch_ndims)
-    if isinstance(fn, dist.ExpandedDistribution):
-        return base.expand(fn.batch_shape)
-    return base.mask(fn._mask)
 
 
 def check_shapes(trace: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
@@ -424,3 +379,32 @@ def _support_name(support: constraints.Constraint) -> str:
         if known and all(np.all(np.equal(b, n)) for b, n in zip(bounds, (0, 1), strict=True)):
             return "UnitInterval"
     return type(support).__name__.lstrip("_")
+
+
+Theta = dict[str, Any]
+
+
+Rows = dict[str, Array]
+
+
+def sum_rows(value: Array) -> Array:
+    """Return the sum over all axes but the first, (rows,)."""
+    flat = value.reshape(len(value), math.prod(value.shape[1:]))
+    if flat.shape[1] == 1:
+        return flat[:, 0]
+    # A product with ones instead of a sum: XLA's CPU compiler would fuse the densities of rows of
+    # a few numbers into the loop of the sum, where it computes them one by one instead of a vector
+    # at a time. The precision is for accelerators, whose products round their operands otherwise.
+    return jnp.dot(flat, jnp.ones(flat.shape[1], flat.dtype), precision="highest")
+
+
+def unpack(sites: Sequence[Site], z_G: Array, z_L: Rows) -> dict[str, Array]:
+    """Return each latent's value from ``z_G`` (dim,) and ``z_L`` {plate: (rows, dim)}."""
+    values = {}
+    for s in sites:
+        if s.kind == "latent" and s.plate is None:
+            values[s.name] = z_G[s.start : s.stop].reshape(s.shape)
+        elif s.kind == "latent":
+            rows = z_L[str(s.plate)][:, s.start : s.stop]
+            values[s.name] = jnp.moveaxis(rows.reshape(len(rows), *s.shape), 0, s.axis or 0)
+    return values

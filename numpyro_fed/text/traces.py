@@ -13,6 +13,7 @@ inputs of the shapes that the first run has found.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,32 +22,45 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 from jax import Array
 from jax.dtypes import canonicalize_dtype
 from jax.extend.core import Primitive
 from jax.typing import ArrayLike
 from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
+from numpyro.distributions.util import sum_rightmost
 
+from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.basics.precision import is_double
 from numpyro_fed.basics.programs import TRACING
 from numpyro_fed.data.silo_data import SiloData, signature
 from numpyro_fed.numerics.densities import log_prob, no_more_than_finite
-from numpyro_fed.text.binding import Rows, Theta, constrained, sum_rows, unpack
 from numpyro_fed.text.jaxprs import (
+    MIXED,
     NONE,
     Labels,
     Program,
     as_program,
     propagate_labels,
     pruned,
+    row_axes,
     run_program,
     type_of,
     with_inputs_of,
 )
 from numpyro_fed.text.primitives import feasible, silo_plate_of
-from numpyro_fed.text.row_axes import MIXED, row_axes
-from numpyro_fed.text.sites import NamesApart, Structure, check_shapes, model_errors, read_trace
+from numpyro_fed.text.sites import (
+    NamesApart,
+    Rows,
+    Structure,
+    Theta,
+    check_shapes,
+    model_errors,
+    read_trace,
+    sum_rows,
+    unpack,
+)
 from numpyro_fed.text.supports import SupportKind, observed_at, support_kind
 
 # What a program says of a site, and what it is said of: the keys of its outputs.
@@ -375,3 +389,57 @@ def _spots(kind: str, tree: Mapping[str, Any]) -> list[tuple[str, str, int]]:
     """Return what the leaves of a dict are, in the order of JAX: their kind, name and number."""
     leaves = {name: len(jax.tree.leaves(tree[name])) for name in sorted(tree)}
     return [(kind, name, i) for name, n in leaves.items() for i in range(n)]
+
+
+def bind(model: Callable[..., Any], values: dict[str, Array], theta: Theta) -> Callable[..., Any]:
+    """Return the model at unconstrained latents, whose log-determinants become factors."""
+
+    def substitute(site: dict[str, Any]) -> Any:
+        name = site["name"]
+        if site["type"] == "param" and name in theta:
+            return biject_to(site["kwargs"].get("constraint", constraints.real))(theta[name])
+        if site["type"] != "sample" or site["is_observed"] or name not in values:
+            return None
+        return constrained(site, values[name])
+
+    return handlers.substitute(model, substitute_fn=substitute)
+
+
+def constrained(site: dict[str, Any], unconstrained: Array) -> Array:
+    """Return a latent's value, whose log-determinant becomes a factor of the text that runs."""
+    bijection = biject_to(site["fn"].support)
+    # NumPyro asks for one step's value in the body of a scan; ours are stacked over all steps.
+    step = site["infer"].get("_scan_current_index")
+    if step is not None:
+        unconstrained = unconstrained[step]
+        shape = bijection.inverse_shape(site["kwargs"]["sample_shape"] + tuple(site["fn"].shape()))
+        if unconstrained.size != math.prod(shape):
+            raise ModelError(
+                f"site '{site['name']}' has the shape {unconstrained.shape} at one step of a scan, "
+                f"where {shape} was expected. A scan in the body of another one is not supported: "
+                "write one of them as a Python loop."
+            )
+        unconstrained = unconstrained.reshape(shape)
+    value = bijection(unconstrained)
+    # The identity returns its argument itself, and needs no factor.
+    if value is not unconstrained:
+        log_det = bijection.log_abs_det_jacobian(unconstrained, value)
+        batch_dim = jnp.ndim(value) - len(site["fn"].event_shape)
+        # One number for each element of the batch, as log_prob has: rows must not be summed.
+        log_det = sum_rightmost(log_det, jnp.ndim(log_det) - batch_dim)
+        numpyro.factor(f"_{site['name']}_log_det", log_det)
+    return value
+
+
+def run_text(
+    model: Callable[..., Any],
+    values: dict[str, Array],
+    theta: Theta,
+    data: SiloData,
+    key: Array | None = None,
+) -> dict[str, Any]:
+    """Return the trace of a text at these latents and parameters; others come from the key."""
+    text = handlers.seed(bind(model, values, theta), jax.random.key(0) if key is None else key)
+    with TRACING:
+        trace: dict[str, Any] = handlers.trace(text).get_trace(**data.kwargs)
+    return trace

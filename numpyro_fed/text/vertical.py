@@ -26,13 +26,12 @@ from numpyro_fed.basics.errors import DataError, ModelError
 from numpyro_fed.basics.programs import TRACING
 from numpyro_fed.data.silo_data import SiloData, read_one, signature
 from numpyro_fed.numerics.densities import log_prob
-from numpyro_fed.text.binding import Theta, run_text, unpack
 from numpyro_fed.text.clients import Clients, at_client_sum, check_predictions
 from numpyro_fed.text.jaxprs import provenance
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.primitives import feasible
-from numpyro_fed.text.sites import NEEDS_VALUES, Site
-from numpyro_fed.text.traces import ARRAY, DENSITY, LATENT, OBSERVED, VALUE, Traces
+from numpyro_fed.text.sites import NEEDS_VALUES, Site, Theta, unpack
+from numpyro_fed.text.traces import ARRAY, DENSITY, LATENT, OBSERVED, VALUE, Traces, run_text
 
 TOTAL = "the sum over clients"  # the argument of the server's text that holds the sum
 PREDICTOR = "_predictor"  # the deterministic site of a client's text that holds its predictor

@@ -29,9 +29,8 @@ from numpyro_fed.posterior.verdict import (
 )
 from numpyro_fed.rounds.exchange import IMPORTANCE
 from numpyro_fed.rounds.noise import exchange_key, server_key
-from numpyro_fed.text.binding import Theta
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Site
+from numpyro_fed.text.sites import Site, Theta
 from numpyro_fed.text.vertical import latents_of
 from numpyro_fed.vertical.parties import SAMPLE, PartyState
 from numpyro_fed.vertical.weigh import WeighParties

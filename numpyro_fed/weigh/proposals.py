@@ -44,8 +44,8 @@ from scipy.stats import qmc
 from numpyro_fed.basics.trees import AnyArray, Numbers, namespace
 from numpyro_fed.numerics import linalg
 from numpyro_fed.numerics.gaussian import root_of
-from numpyro_fed.text.binding import Theta
 from numpyro_fed.text.log_density import FederatedModel, Funnel
+from numpyro_fed.text.sites import Theta
 
 # Share of the draws from wider distributions. A perfect guide loses at most a factor of two in
 # effective draws; a smaller share shows a missed mode by fewer draws.

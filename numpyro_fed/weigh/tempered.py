@@ -47,8 +47,8 @@ from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.exchange import AskSilos, Exchange, FederatedAlgorithm, stacked_reply
 from numpyro_fed.search.expand import shape
 from numpyro_fed.sfvi.algorithm import Down, coordinates_of
-from numpyro_fed.text.binding import Theta
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.sites import Theta
 from numpyro_fed.weigh.log_likelihoods import shape_of_draws
 from numpyro_fed.weigh.proposals import root_of_draws
 
