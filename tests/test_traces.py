@@ -18,7 +18,7 @@ from numpyro_fed.data.silo_data import read
 from numpyro_fed.text.fingerprint import fingerprint
 from numpyro_fed.text.split import lay_out, split
 from numpyro_fed.text.traces import DENSITY, EDGE, INITIAL, INSIDE, LATENT, Traces
-from numpyro_fed.text.values import Supports, as_bucket
+from numpyro_fed.text.values import SupportCheck, as_bucket
 
 RNG = np.random.default_rng(0)
 
@@ -166,7 +166,7 @@ def test_plain_supports_are_checked_without_a_program(likelihood, values, bad, c
             numpyro.sample("y", likelihood, obs=y)
 
     silos = read([dict(y=values)])
-    supports = Supports(split(model, silos).traces, "silo {}")
+    supports = SupportCheck(split(model, silos).traces, "silo {}")
     kind = supports.traces.at(silos[0]).supports["y"]
     assert kind.argument == "y"
     before = len(compiled)

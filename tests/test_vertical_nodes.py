@@ -14,7 +14,7 @@ from vertical_problems import KEY, data, gaussian, linear, one_silo, over_nodes
 import numpyro_fed as nf
 from numpyro_fed.network.node import Node
 from numpyro_fed.rounds.exchange import ExchangeId
-from numpyro_fed.text.facts import digest, read_ids
+from numpyro_fed.text.clients import digest, read_ids
 
 
 @pytest.mark.slow

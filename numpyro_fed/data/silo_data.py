@@ -83,6 +83,11 @@ class SiloData:
         tree, names = self.treedef
         return jax.tree.unflatten(tree, [self.leaves[name] for name in names])
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """Return the arguments as shown in messages: the shapes of arrays, and plain values."""
+        return {k: getattr(v, "shape", v) for k, v in self.kwargs.items()}
+
     def named_tree(self) -> Any:
         """Return the keyword arguments with the name of each leaf in its place."""
         if self.treedef is None:

@@ -251,7 +251,7 @@ class _Check:
 
     def keys(self, plate: str) -> list[str]:
         """Return the arrays that hold the rows of a plate."""
-        keys = [key for key, p in self.layout.rows.items() if p == plate]
+        keys = [key for key, p in self.layout.plate_of_array.items() if p == plate]
         # With one size at all silos an array may be as long as the plate by chance: it holds rows
         # only if the plate is shorter when it is.
         if len({size[plate] for size in self.sizes}) > 1 or self.sizes[0][plate] == 1:

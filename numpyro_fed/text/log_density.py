@@ -191,9 +191,8 @@ class FederatedModel:
 
     def terms_at_zero(self, data: SiloData) -> Rows:
         """Return the terms of all rows of a silo, {plate: (rows,)}, at latents of zero."""
-        key = jax.random.key(0)
-        theta = {**self.init_theta(key), **self.init_private(key, data)}
-        return self.log_silo(theta, jnp.zeros(self.dim), self.init_local(key, data), data)
+        theta, z_L = self.initial_parameters(data), self.zero_latents(data)
+        return self.log_silo(theta, jnp.zeros(self.dim), z_L, data)
 
     @property
     def _globally(self) -> Trace:
@@ -259,6 +258,11 @@ class FederatedModel:
         found = trace.at(trace.outputs_of(INITIAL, local=True), {}, {}, data.arrays, key)
         return {name: value for (_, name), value in found.items()}
 
+    def initial_parameters(self, data: SiloData) -> Theta:
+        """Return initial values of all parameters that a silo's terms read, by one fixed key."""
+        key = jax.random.key(0)
+        return {**self.init_theta(key), **self.init_private(key, data)}
+
     def init_global(self, key: Array, init_loc_fn: Callable[..., Any] | None = None) -> Array:
         """Return a start (dim,) by one of NumPyro's ``init_to_...`` functions; zeros when None."""
         if init_loc_fn is None:
@@ -267,29 +271,15 @@ class FederatedModel:
 
     @compiled_method(static_argnums=1)
     def _init_global(self, key: Array, init_loc_fn: Callable[..., Any], data: SiloData) -> Array:
-        found = self._start(key, data, init_loc_fn, self.named("latent"))
-        return found.get(None, jnp.zeros(0))
-
-    def init_local(
-        self, key: Array, data: SiloData, init_loc_fn: Callable[..., Any] | None = None
-    ) -> Rows:
-        """Return a start of the local latents, in the same way."""
-        sizes = self.sizes(data)
-        rows = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in self.plates}
-        if init_loc_fn is None:
-            return rows
-        local = [s for s in self.sites if s.plate is not None]
-        found = self._start(key, data, init_loc_fn, local)
-        return rows | {str(plate): z for plate, z in found.items()}
-
-    def _start(
-        self, key: Array, data: SiloData, init_loc_fn: Callable[..., Any], sites: Iterable[Site]
-    ) -> dict[str | None, Array]:
-        """Return the starting values of some latents by ``init_loc_fn``, as :func:`packed`."""
         text = handlers.substitute(handlers.seed(self.text, key), substitute_fn=init_loc_fn)
         with TRACING:
-            found = packed(sites, handlers.trace(text).get_trace(**data.kwargs))
-        return {plate: z.astype(jnp.result_type(float)) for plate, z in found.items()}
+            found = packed(self.named("latent"), handlers.trace(text).get_trace(**data.kwargs))
+        return found.get(None, jnp.zeros(0)).astype(jnp.result_type(float))
+
+    def zero_latents(self, data: SiloData) -> Rows:
+        """Return zeros for the local latents of a silo, {plate: (rows, dim)}."""
+        sizes = self.sizes(data)
+        return {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in self.plates}
 
     def draw_prior(self, key: Array | int, n: int) -> ArrayLike | None:
         """Return draws (n, dim) of the globals from their prior; None if one cannot be sampled."""
@@ -452,11 +442,9 @@ class Outcome(NamedTuple):
 
 def outcomes_at(fm: FederatedModel, data: SiloData) -> dict[str, Outcome]:
     """Return the observed sites in silo plates; padded rows count as seen."""
-    key = jax.random.key(0)
-    theta = {**fm.init_theta(key), **fm.init_private(key, data)}
+    theta = fm.initial_parameters(data)
     # What is observed depends on no latent: a prior that cannot be drawn from is none the worse.
-    z_L = fm.init_local(key, data)
-    values = unpack(fm.sites, jnp.zeros(fm.dim), z_L)
+    values = unpack(fm.sites, jnp.zeros(fm.dim), fm.zero_latents(data))
     with TRACING, handlers.block():
         trace = run_text(fm.text, values, theta, data)
     found = {}

@@ -353,9 +353,8 @@ class RowChecks:
 
     def terms(self, z_G: Array, z_L: Rows, data: SiloData, like: SiloData | None = None) -> Rows:
         """Return the terms of all rows, with the initial parameters at ``like`` or ``data``."""
-        fm, key = self.model, jax.random.key(0)
-        private = fm.init_private(key, data if like is None else like)
-        return fm.log_silo({**fm.init_theta(key), **private}, z_G, z_L, data)
+        theta = self.model.initial_parameters(data if like is None else like)
+        return self.model.log_silo(theta, z_G, z_L, data)
 
     @compiled_method(jit_once, static_argnums=(1, 2))
     def padding(

@@ -85,13 +85,6 @@ def lengths(arrays: Mapping[str, Any]) -> str:
     return f"The arrays differ in their numbers of rows: {words}. "
 
 
-PADDING_HINT = (
-    " Pad the axis that differs (visits, say) to the largest size with any finite numbers, and "
-    "leave these out by a mask array in the data and numpyro.handlers.mask around the observed "
-    "site."
-)
-
-
 class Site(NamedTuple):
     """One row of the site table."""
 
@@ -154,7 +147,7 @@ def model_errors(owner: str, data: SiloData) -> Iterator[None]:
     except NEEDS_VALUES as error:
         raise ModelError(
             f"the model asks for the values of its data or latents at {owner}, which holds "
-            f"{described(data)}, but it is compiled once for all values and sees shapes alone "
+            f"{data.described}, but it is compiled once for all values and sees shapes alone "
             "(np.unique(h), y[h == 0], int(h.max()) and `if y.sum() > 0` ask for values). Make it "
             "data: compute it before the run and pass it as an array, a plain int or a mask "
             f"(numpyro.handlers.mask for rows, jnp.where for branches). {type(error).__name__}: "
@@ -163,7 +156,7 @@ def model_errors(owner: str, data: SiloData) -> Iterator[None]:
     except Exception as error:
         unequal = lengths(data.arrays) if "shape" in str(error) else ""
         raise ModelError(
-            f"the model raised {type(error).__name__} at {owner}, which holds {described(data)}: "
+            f"the model raised {type(error).__name__} at {owner}, which holds {data.described}: "
             f"{unequal}{error}"
         ) from error
 
@@ -210,11 +203,6 @@ NEEDS_VALUES = (
     jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
 )
-
-
-def described(data: SiloData) -> dict[str, Any]:
-    """Return a silo's data as shown in messages: the shapes of arrays, and plain values."""
-    return {k: getattr(v, "shape", v) for k, v in data.kwargs.items()}
 
 
 def read_trace(trace: dict[str, Any], split: bool) -> Structure:
@@ -317,33 +305,6 @@ def _read_sample(site: dict[str, Any], plate: str | None, sizes: Sizes) -> Site:
 def unconstrained_shape(site: dict[str, Any]) -> tuple[int, ...]:
     """Return the unconstrained shape of a latent, ``sample_shape`` and steps of a scan included."""
     return tuple(biject_to(site["fn"].support).inverse_shape(jnp.shape(site["value"])))
-
-
-def check_same_sites(first: Structure, other: Structure, j: int) -> None:
-    """Refuse silo ``j`` if its site table differs from that of silo 0."""
-    if other.sites == first.sites and other.sizes.keys() == first.sizes.keys():
-        return
-    mine, theirs = ({s.name: s for s in x.sites} for x in (other, first))
-    for name in [*theirs, *mine]:
-        if (name in mine) != (name in theirs):
-            has, lacks = ("silo 0", f"silo {j}") if name in theirs else (f"silo {j}", "silo 0")
-            raise ModelError(
-                f"site '{name}' exists at {has} but not at {lacks}. All silos share one model: "
-                "mark what is missing at a silo by a mask instead of leaving a site out."
-            )
-    for name in theirs:
-        if mine[name] == theirs[name]:
-            continue
-        level = "global" if theirs[name].plate is None else "local"
-        raise ModelError(
-            f"the {level} site '{name}' has shape {mine[name].shape} and support "
-            f"{mine[name].support or '-'} at silo {j}, but shape {theirs[name].shape} and support "
-            f"{theirs[name].support or '-'} at silo 0. It must be the same at every "
-            f"silo.{'' if level == 'global' else PADDING_HINT}"
-        )
-    raise ModelError(
-        f"silo {j} has the silo plates {sorted(other.sizes)}, silo 0 has {sorted(first.sizes)}."
-    )
 
 
 def _is_field(name: str, fn: Distribution) -> bool:

@@ -12,7 +12,7 @@ arranged in buckets, which are padded where that changes nothing.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,28 +24,30 @@ from jax import Array
 
 from numpyro_fed.basics.errors import DataError, GuideError, ModelError, ModelWarning
 from numpyro_fed.data.batches import Bucket, CutPlates, Minibatches, bucket, padded_keys
-from numpyro_fed.data.silo_data import ReadSilos, SiloData, Sizes, signature
+from numpyro_fed.data.silo_data import ReadSilos, SiloData, Sizes
 from numpyro_fed.text.handlers import leaving_out_missing, localised, rounded
 from numpyro_fed.text.indices import IndexCheck
 from numpyro_fed.text.jaxprs import (
     NONE,
     Labels,
-    labels_by_name,
     propagate_labels,
     same_but_for_sizes,
-    trace_program,
 )
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_checks import RowChecks
-from numpyro_fed.text.sites import Structure, check_same_sites, described
-from numpyro_fed.text.traces import ARRAY, DENSITY, INITIAL, LATENT, THE_KEY, VALUE, Trace, Traces
-from numpyro_fed.text.values import Supports
+from numpyro_fed.text.sites import Structure
+from numpyro_fed.text.traces import ARRAY, DENSITY, VALUE, Trace, Traces
+from numpyro_fed.text.values import SupportCheck
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
 
 WHOLE = "Use batch_size=None."
-KEY = "numpyro.prng_key()"
+PADDING_HINT = (
+    " Pad the axis that differs (visits, say) to the largest size with any finite numbers, and "
+    "leave these out by a mask array in the data and numpyro.handlers.mask around the observed "
+    "site."
+)
 
 
 def split(model: Callable[..., Any], silos: Sequence[SiloData]) -> FederatedModel:
@@ -55,55 +57,82 @@ def split(model: Callable[..., Any], silos: Sequence[SiloData]) -> FederatedMode
     what differs between silos, such as their numbers of rows; randomness outside of sample sites;
     sites that differ between silos; and NaN in what is read for something else than an outcome.
     """
+    return _split(model, silos).model
+
+
+class _Split(NamedTuple):
+    model: FederatedModel
+    sizes: tuple[Sizes, ...]  # the true size of each silo plate at each silo
+    plate_of_array: dict[str, str]  # the silo plate of each array that holds rows
+
+
+def _split(model: Callable[..., Any], silos: Sequence[SiloData]) -> _Split:
     missing = tuple(sorted({name for silo in silos for name in silo.missing}))
     text, model = model, leaving_out_missing(model, missing)
     traces = Traces(model)
-    found = [traces.at(silo, f"silo {j}").structure for j, silo in enumerate(silos)]
+    found = [traces.at(silo, f"silo {j}") for j, silo in enumerate(silos)]
     for j, other in enumerate(found):
-        check_same_sites(found[0], other, j)
-    if any(s.kind == "deterministic" and s.plate is None for s in found[0].sites):
+        _check_same_sites(found[0].structure, other.structure, j)
+    if any(s.kind == "deterministic" and s.plate is None for s in found[0].structure.sites):
         local = localised(model, silos[0].kwargs)
         if local is not model:
             traces = Traces(local)
-            found = [traces.at(silo, f"silo {j}").structure for j, silo in enumerate(silos)]
-    _warn(found[0])
+            found = [traces.at(silo, f"silo {j}") for j, silo in enumerate(silos)]
+    _warn_of_priors(found[0].structure)
     # The global functions run the text at one silo's shapes; the smallest one is the cheapest.
     smallest = min(range(len(silos)), key=lambda j: sum(a.size for a in silos[j].arrays.values()))
-    first, silo = found[smallest], silos[smallest]
+    trace, silo = found[smallest], silos[smallest]
     # A plate is outer if sites of other plates read its latents. Deterministic sites do not count:
     # they add nothing to the density.
-    dependence = _dependence(traces.at(silo))
     outer = frozenset(
-        str(plate)
-        for s in first.sites
+        plate
+        for s in trace.structure.sites
         if s.plate is not None and s.kind != "deterministic"
-        for plate in dependence[s.name] - {None, KEY, s.plate}
+        for plate in trace.sources[s.name].plates - {s.plate}
     )
     smooth = None
-    if first.kinked:
+    if trace.structure.kinked:
         smooth = FederatedModel(Traces(rounded(traces.model)), silo, outer)
     fm = FederatedModel(traces, silo, outer, smooth)
-    _check_dependence(fm, dependence)
+    _check_sources(trace)
     if missing:
-        _check_missing(fm, text, missing, silos)
-    if not any(s.kind in ("observed", "factor") and s.plate for s in first.sites):
-        # The posterior of a text that observes nothing would be its prior.
-        latents = [s for s in first.sites if s.kind == "latent" and s.plate]
-        alike = [s for s in latents if s.name in silo.leaves] or latents
-        named = " or ".join(f"'{s.name}' (silo_plate '{s.plate}')" for s in alike)
-        nones = [name for name, value in silo.static if value is None]
+        _check_missing(text, missing, silos, found)
+    _check_observed(trace.structure, silo)
+    sizes = tuple(one.structure.sizes for one in found)
+    plate_of_array = padded_keys(silos, sizes)
+    _check_globals(fm, silos, found, plate_of_array)
+    return _Split(fm, sizes, plate_of_array)
+
+
+def _check_same_sites(first: Structure, other: Structure, j: int) -> None:
+    """Refuse silo ``j`` if its site table differs from that of silo 0."""
+    if other.sites == first.sites and other.sizes.keys() == first.sizes.keys():
+        return
+    mine, theirs = ({s.name: s for s in x.sites} for x in (other, first))
+    for name in [*theirs, *mine]:
+        if (name in mine) != (name in theirs):
+            has, lacks = ("silo 0", f"silo {j}") if name in theirs else (f"silo {j}", "silo 0")
+            raise ModelError(
+                f"site '{name}' exists at {has} but not at {lacks}. All silos share one model: "
+                "mark what is missing at a silo by a mask instead of leaving a site out."
+            )
+    for name in theirs:
+        if mine[name] == theirs[name]:
+            continue
+        level = "global" if theirs[name].plate is None else "local"
         raise ModelError(
-            "no site in a silo_plate is observed, so that the posterior would be the prior: "
-            + (f"was obs= forgotten at {named}? " if named else "none is in a silo_plate. ")
-            + (f"A silo holds None for {nones}. " if nones else "")
-            + "Pass the data as numpyro.sample(..., obs=y), or add a numpyro.factor. "
-            "Draws from the prior are numpyro.infer.Predictive's."
+            f"the {level} site '{name}' has shape {mine[name].shape} and support "
+            f"{mine[name].support or '-'} at silo {j}, but shape {theirs[name].shape} and support "
+            f"{theirs[name].support or '-'} at silo 0. It must be the same at every "
+            f"silo.{'' if level == 'global' else PADDING_HINT}"
         )
-    _check_globals(fm, silos, [s.sizes for s in found])
-    return fm
+    raise ModelError(
+        f"silo {j} has the silo plates {sorted(other.sizes)}, silo 0 has {sorted(first.sizes)}."
+    )
 
 
-def _warn(found: Structure) -> None:
+def _warn_of_priors(found: Structure) -> None:
+    """Warn of flat priors, and of priors that tie the entries of a large latent together."""
     for name, everywhere in found.masked.items():
         warnings.warn(
             f"the prior of the latent site '{name}' is flat (its mask is False everywhere), and so "
@@ -127,49 +156,49 @@ def _warn(found: Structure) -> None:
         )
 
 
-def _dependence(trace: Trace) -> dict[str, set[str | None]]:
-    """Return what each site's density, or a deterministic site's value, depends on."""
-    # Names of the silo plates whose latents it reads, None if it reads data, and KEY if it reads
-    # randomness other than of sample sites.
-    plates = {s.name: s.plate for s in trace.structure.sites if s.kind == "latent" and s.plate}
-    fixed = {(VALUE, s.name) for s in trace.structure.sites if s.kind == "deterministic"}
-    dependence: dict[str, set[str | None]] = {}
-    for output in dict.fromkeys(trace.outputs):
-        kind, name = output
-        if kind not in (DENSITY, INITIAL) and output not in fixed:
+def _check_sources(trace: Trace) -> None:
+    """Refuse global sites that depend on data or local latents, and stray randomness."""
+    for site in trace.structure.sites:
+        name, sources = site.name, trace.sources[site.name]
+        if sources.key:
+            raise ModelError(
+                f"the site '{name}' depends on randomness that is no latent: on "
+                "numpyro.prng_key(), or on a site in the body of a scan inside a "
+                "numpyro.handlers.scope. It would be the same in every round. Draw it by "
+                "numpyro.sample, outside of that scope, or before the run and pass it as data."
+            )
+        if site.plate is not None or not (sources.data or sources.plates):
             continue
-        # The log-determinant of a latent is a factor of its own; it belongs to the latent.
-        found = dependence.setdefault(trace.owners.get(name, name), set())
-        found |= {None} if trace.reads(output, ARRAY) else set()
-        # The initial value of a shared parameter must not come from data, but it may be random.
-        if kind != INITIAL:
-            found |= {plates[n] for n in trace.reads(output, LATENT) if n in plates}
-            found |= {KEY} if trace.reads(output, THE_KEY) else set()
-    return dependence
+        if sources.data and site.kind == "observed":
+            raise ModelError(
+                f"site '{name}' is observed outside of every silo_plate, and depends on data, "
+                f"which the server does not have. Put '{name}' inside the silo_plate of the rows "
+                "that it belongs to."
+            )
+        if sources.data:
+            raise ModelError(
+                f"the global site '{name}' depends on data, which the server does not have. "
+                f"Put '{name}' inside a silo_plate, or make it depend on globals alone."
+            )
+        plate = min(sources.plates)
+        raise ModelError(
+            f"the global site '{name}' depends on latents of silo_plate '{plate}', which "
+            f"never leave their silo. Put '{name}' inside a silo_plate."
+        )
 
 
 def _check_missing(
-    fm: FederatedModel,
     text: Callable[..., Any],
     missing: tuple[str, ...],
     silos: Sequence[SiloData],
+    found: Sequence[Trace],
 ) -> None:
     """Refuse NaN in arguments that are read for something else than an outcome."""
     blind = Traces(leaving_out_missing(text, missing, blind=True))
-
-    def readers(name: str, trace: Trace) -> set[str]:
-        """Return the sites that read an argument."""
-        outputs = [o for o in dict.fromkeys(trace.outputs) if o[0] in (DENSITY, VALUE)]
-        return {
-            trace.owners.get(site, site)
-            for kind, site in outputs
-            if name in trace.reads((kind, site), ARRAY)
-        }
-
     for name in missing:
         having = [(j, s.arrays[name]) for j, s in enumerate(silos) if name in s.arrays]
-        silo = silos[having[0][0]]
-        if sites := sorted(readers(name, blind.at(silo))):
+        first, _ = having[0]
+        if sites := sorted(blind.at(silos[first]).readers(name)):
             j, array = next((p for p in having if np.isnan(p[1]).any()), having[0])
             raise DataError(
                 f"silo {j}, '{name}': {int(np.isnan(array).sum())} of {array.size} values are "
@@ -181,9 +210,8 @@ def _check_missing(
                 "of NaN and `with numpyro.handlers.mask(mask=seen):` around the site, with a "
                 "boolean array seen in the data."
             )
-        trace = fm.traces.at(silo)
-        whole = {site for site, support in trace.supports.items() if support.whole}
-        if not whole & readers(name, trace):
+        supports = found[first].supports.items()
+        if not {site for site, one in supports if one.whole} & found[first].readers(name):
             continue
         for j, array in having:
             if (odd := array[~np.isnan(array) & (array % 1 != 0)]).size:
@@ -193,60 +221,49 @@ def _check_missing(
                 )
 
 
-def _check_dependence(fm: FederatedModel, dependence: dict[str, set[str | None]]) -> None:
-    """Refuse global sites that depend on data or local latents, and stray randomness."""
-    for site in fm.sites:
-        name, sources = site.name, dependence[site.name]
-        if KEY in sources:
-            raise ModelError(
-                f"the site '{name}' depends on randomness that is no latent: on "
-                "numpyro.prng_key(), or on a site in the body of a scan inside a "
-                "numpyro.handlers.scope. It would be the same in every round. Draw it by "
-                "numpyro.sample, outside of that scope, or before the run and pass it as data."
-            )
-        if site.plate is not None or not sources:
-            continue
-        if None in sources and site.kind == "observed":
-            raise ModelError(
-                f"site '{name}' is observed outside of every silo_plate, and depends on data, "
-                f"which the server does not have. Put '{name}' inside the silo_plate of the rows "
-                "that it belongs to."
-            )
-        if None in sources:
-            raise ModelError(
-                f"the global site '{name}' depends on data, which the server does not have. "
-                f"Put '{name}' inside a silo_plate, or make it depend on globals alone."
-            )
-        plate = sorted(str(s) for s in sources)[0]
-        raise ModelError(
-            f"the global site '{name}' depends on latents of silo_plate '{plate}', which "
-            f"never leave their silo. Put '{name}' inside a silo_plate."
-        )
+def _check_observed(found: Structure, silo: SiloData) -> None:
+    """Refuse a text that observes nothing: its posterior would be its prior."""
+    if any(s.kind in ("observed", "factor") and s.plate for s in found.sites):
+        return
+    latents = [s for s in found.sites if s.kind == "latent" and s.plate]
+    alike = [s for s in latents if s.name in silo.leaves] or latents
+    named = " or ".join(f"'{s.name}' (silo_plate '{s.plate}')" for s in alike)
+    nones = [name for name, value in silo.static if value is None]
+    raise ModelError(
+        "no site in a silo_plate is observed, so that the posterior would be the prior: "
+        + (f"was obs= forgotten at {named}? " if named else "none is in a silo_plate. ")
+        + (f"A silo holds None for {nones}. " if nones else "")
+        + "Pass the data as numpyro.sample(..., obs=y), or add a numpyro.factor. "
+        "Draws from the prior are numpyro.infer.Predictive's."
+    )
 
 
-def _check_globals(fm: FederatedModel, silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> None:
+def _check_globals(
+    fm: FederatedModel,
+    silos: Sequence[SiloData],
+    found: Sequence[Trace],
+    plate_of_array: Mapping[str, str],
+) -> None:
     """Refuse global sites that depend on what differs between silos, such as numbers of rows."""
-    distinct: dict[tuple[Hashable, ...], int] = {}
-    for j, silo in enumerate(silos):
-        distinct.setdefault(signature(silo), j)
-    others = [(f"silo {j}", silos[j]) for j in list(distinct.values())[1:]]
+    first, sizes = found[0], found[0].structure.sizes
+    # Silos of the same shapes share one trace.
+    number = {trace: j for j, trace in reversed(list(enumerate(found)))}
+    others = [(f"silo {j}", silos[j], found[j]) for j in sorted(number.values())[1:]]
     # If all silos have the same shapes, silo 0 with one more row is compared with itself.
-    rows = {} if others else padded_keys(silos, sizes)
-    for plate in sizes[0] if rows else ():
-        keys = [k for k, p in rows.items() if p == plate]
-        if not (keys and sizes[0][plate]):
-            continue
+    for plate in () if others else sizes:
         arrays = silos[0].arrays
+        keys = [k for k, p in plate_of_array.items() if p == plate]
+        if not (keys and sizes[plate]):
+            continue
         more = {k: np.concatenate([arrays[k], arrays[k][:1]]) for k in keys}
         longer = replace(silos[0], arrays={**arrays, **more})
         try:
-            fm.traces.at(longer)
+            others.append(("a silo with a row more", longer, fm.traces.at(longer)))
         except Exception:
             # The array must be as long as something else too, so that no other silo can have
             # another number of rows: there is nothing to compare.
             continue
-        others.append(("a silo with a row more", longer))
-    first, z_G = fm.traces.at(silos[0]), np.random.default_rng(0).normal(size=fm.dim)
+    z_G = np.random.default_rng(0).normal(size=fm.dim)
     wanted = [o for kind in (DENSITY, VALUE) for o in first.outputs_of(kind, local=False)]
 
     def at_one_point(trace: Trace) -> dict[tuple[str, str], Array]:
@@ -261,12 +278,11 @@ def _check_globals(fm: FederatedModel, silos: Sequence[SiloData], sizes: Sequenc
         }
         return priors | found
 
-    for who, silo in others:
-        trace = fm.traces.at(silo)
+    for who, silo, trace in others:
         # Equal programs are equal at every point, and nothing has to be compiled. Programs that
         # differ may still compute the same, so that values decide.
         mine, theirs = (one.part(wanted)[0] for one in (trace, first))
-        if trace is first or same_but_for_sizes(mine, theirs, {}):
+        if same_but_for_sizes(mine, theirs, {}):
             continue
         here, there = (jax.jit(partial(at_one_point, t))() for t in (trace, first))
         for (subject, what), value in here.items():
@@ -275,7 +291,7 @@ def _check_globals(fm: FederatedModel, silos: Sequence[SiloData], sizes: Sequenc
                 value, other, rtol=1e-5, atol=1e-5, equal_nan=True
             ):
                 continue
-            held = described(silo), described(silos[0])
+            held = silo.described, silos[0].described
             keys = [k for k in held[1] if held[0][k] != held[1][k]]
             own, its = ({k: one[k] for k in keys} for one in held)
             shown, expected = (
@@ -295,20 +311,20 @@ class Layout(NamedTuple):
 
     model: FederatedModel
     sizes: tuple[Sizes, ...]  # the true size of each silo plate at each silo
-    rows: dict[str, str]  # the silo plate of each array that holds rows
+    plate_of_array: dict[str, str]  # the silo plate of each array that holds rows
     checks: RowChecks
     # (silo, data) -> None: the index check of one silo's values
     check_indices: Callable[[int, SiloData], None]
-    supports: Supports  # the check of observed values
-    # the arrays of each silo plate whose rows must not read each other's data
-    separable: dict[str, tuple[str, ...]]
+    supports: SupportCheck  # the check of observed values
+    # the arrays of each silo plate whose rows can be separated, and must not read each other's data
+    arrays_of_plates: dict[str, tuple[str, ...]]
 
     @property
     def plates_of_arrays(self) -> dict[str, tuple[str, ...]]:
         """Return for each array of rows the silo plates that are as long at every silo."""
         return {
             key: tuple(p for p in self.sizes[0] if all(n[p] == n[plate] for n in self.sizes))
-            for key, plate in self.rows.items()
+            for key, plate in self.plate_of_array.items()
         }
 
     def arrange(self, silos: Sequence[SiloData], *, summaries: bool = True) -> list[Bucket]:
@@ -320,14 +336,16 @@ class Layout(NamedTuple):
         """
         # A site in two silo plates has no row of its own that could be padded.
         buckets = bucket(silos, self.sizes, may_pad=not self.model.structure.nested)
-        # Supports first: outside of them densities are NaN or infinite, and row checks compare
+        # SupportCheck first: outside of them densities are NaN or infinite, and row checks compare
         # nothing there.
         for b in buckets:
             self.supports.check(b)
         for j, silo in enumerate(silos):
             self.check_indices(j, silo)
-        apart = self.separable if summaries else {}
-        harmless = [self.checks.harmless_padding(b, silos, self.rows, apart) for b in buckets]
+        apart = self.arrays_of_plates if summaries else {}
+        harmless = [
+            self.checks.harmless_padding(b, silos, self.plate_of_array, apart) for b in buckets
+        ]
         if all(harmless):
             return buckets
         warnings.warn(
@@ -346,11 +364,16 @@ def layout_of(model: Callable[..., Any], silos: Sequence[SiloData]) -> Layout:
     """Return the layout of a model at silos of these shapes, cached with silos that were read."""
     if isinstance(silos, ReadSilos):
         return silos.once(model, partial(layout_of, model, tuple(silos)))
-    fm = split(model, silos)
-    sizes = tuple(fm.sizes(s) for s in silos)
-    rows = padded_keys(silos, sizes)
-    apart, supports = separable(fm, silos, sizes, rows), Supports(fm.traces, "silo {}")
-    return Layout(fm, sizes, rows, RowChecks(fm), IndexCheck(fm.terms_at_zero), supports, apart)
+    fm, sizes, plate_of_array = _split(model, silos)
+    return Layout(
+        fm,
+        sizes,
+        plate_of_array,
+        RowChecks(fm),
+        IndexCheck(fm.terms_at_zero),
+        SupportCheck(fm.traces, "silo {}"),
+        arrays_of_plates(fm, silos, sizes, plate_of_array),
+    )
 
 
 def lay_out(
@@ -361,23 +384,22 @@ def lay_out(
     return layout, layout.arrange(silos, summaries=summaries)
 
 
-def separable(
+def arrays_of_plates(
     fm: FederatedModel,
     silos: Sequence[SiloData],
     sizes: Sequence[Sizes],
-    rows: Mapping[str, str],
+    plate_of_array: Mapping[str, str],
 ) -> dict[str, tuple[str, ...]]:
     """Return the arrays of each silo plate that hold its rows, ``{plate: names}``.
 
-    ``rows`` has the plate of each array that is as long as a silo plate at every silo. A plate is
-    left out if its rows cannot be separated: if a site stands in two silo plates at once, if the
-    text does not run with one row less (an adjacency matrix), or if it joins rows by an index among
-    the data (the sum over the members of a group).
+    A plate is left out if its rows cannot be separated: if a site stands in two silo plates at
+    once, if the text does not run with one row less (an adjacency matrix), or if it joins rows by
+    an index among the data (the sum over the members of a group).
     """
     by_plate: dict[str, tuple[str, ...]] = {}
     for plate in sizes[0] if not fm.structure.nested else ():
         j = max(range(len(silos)), key=lambda j: sizes[j][plate])
-        keys = [key for key, p in rows.items() if p == plate]
+        keys = [key for key, p in plate_of_array.items() if p == plate]
         alike = len({size[plate] for size in sizes}) == 1
         if sizes[j][plate] < 2 or not plate_follows_arrays(fm, silos[j], keys, plate):
             continue
@@ -389,7 +411,7 @@ def separable(
                 for k in keys
                 if not plate_follows_arrays(fm, silos[j], [x for x in keys if x != k], plate)
             ]
-        if keys and not _joined_by_index(fm, silos[j], keys):
+        if keys and not _joined_by_index(fm.traces.at(silos[j]), silos[j], keys):
             by_plate[plate] = tuple(keys)
     return by_plate
 
@@ -404,16 +426,14 @@ def plate_follows_arrays(
     # The plate's size may be an integer among the arguments, which is one less, too.
     for shorter in (cut, replace(cut, static=less)) if keys else ():
         try:
-            sizes = fm.sizes(shorter)
-            jax.eval_shape(fm.terms_at_zero, shorter)
+            if fm.sizes(shorter)[plate] == size - 1:
+                return True
         except (TypeError, ValueError, IndexError):
             continue
-        if sizes[plate] == size - 1:
-            return True
     return False
 
 
-def _joined_by_index(fm: FederatedModel, silo: SiloData, keys: Sequence[str]) -> bool:
+def _joined_by_index(trace: Trace, silo: SiloData, keys: Sequence[str]) -> bool:
     """Return whether an integer array among the data indexes what is computed from these arrays."""
     integers = frozenset(k for k, a in silo.arrays.items() if a.dtype.kind in "iu")
     if not integers:
@@ -430,10 +450,9 @@ def _joined_by_index(fm: FederatedModel, silo: SiloData, keys: Sequence[str]) ->
             return
         joined.append(bool(index and index <= integers and indexed & rows))
 
-    program = trace_program(
-        lambda arrays: fm.terms_at_zero(replace(silo, arrays=arrays)), silo.arrays
-    )
-    propagate_labels(program.jaxpr, labels_by_name(silo.arrays), visit)
+    program, inputs = trace.part(trace.outputs_of(DENSITY, local=True))
+    labels = [frozenset({one.name}) if one.kind == ARRAY else NONE for one in inputs]
+    propagate_labels(program.jaxpr, labels, visit)
     return any(joined)
 
 

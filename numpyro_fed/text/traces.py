@@ -98,6 +98,14 @@ class SiteRows(NamedTuple):
         return sum_rows(jnp.moveaxis(jnp.broadcast_to(density, shape), self.dim, 0))
 
 
+class Sources(NamedTuple):
+    """What a site depends on."""
+
+    data: bool = False
+    key: bool = False  # randomness other than of sample sites
+    plates: frozenset[str] = frozenset()  # the silo plates whose latents it reads
+
+
 @dataclass(frozen=True, eq=False)
 class Trace:
     """A model at one signature of a silo's data, in one precision."""
@@ -161,7 +169,7 @@ class Trace:
         return {o: jax.tree.unflatten(self.trees[o], leaves) for o, leaves in by_output.items()}
 
     @cached_property
-    def _sources(self) -> dict[Output, Labels]:
+    def _labels(self) -> dict[Output, Labels]:
         labels = [frozenset({f"{one.kind} {one.name}"}) for one in self.inputs]
         reached = propagate_labels(self.program.jaxpr, labels)
         found: dict[Output, Labels] = {}
@@ -171,8 +179,37 @@ class Trace:
 
     def reads(self, output: Output, kind: str) -> frozenset[str]:
         """Return the names of the inputs of a kind that reach an output."""
-        split = (label.partition(" ") for label in self._sources[output])
+        split = (label.partition(" ") for label in self._labels[output])
         return frozenset(name for of_kind, _, name in split if of_kind == kind)
+
+    def readers(self, array: str) -> set[str]:
+        """Return the sites whose densities or values an array reaches."""
+        outputs = [o for o in dict.fromkeys(self.outputs) if o[0] in (DENSITY, VALUE)]
+        return {self.owners.get(o[1], o[1]) for o in outputs if array in self.reads(o, ARRAY)}
+
+    @cached_property
+    def sources(self) -> dict[str, Sources]:
+        """Return what each site's density, or a deterministic site's value, depends on."""
+        plates = {s.name: s.plate for s in self.structure.sites if s.kind == "latent" and s.plate}
+        fixed = {(VALUE, s.name) for s in self.structure.sites if s.kind == "deterministic"}
+        sources = dict.fromkeys((s.name for s in self.structure.sites), Sources())
+        for output in dict.fromkeys(self.outputs):
+            kind, name = output
+            if kind not in (DENSITY, INITIAL) and output not in fixed:
+                continue
+            found = Sources(data=bool(self.reads(output, ARRAY)))
+            # The initial value of a shared parameter must not come from data, but it may be random.
+            if kind != INITIAL:
+                read = self.reads(output, LATENT)
+                local = frozenset(plates[n] for n in read if n in plates)
+                found = Sources(found.data, bool(self.reads(output, THE_KEY)), local)
+            # The log-determinant of a latent is a factor of its own; it belongs to the latent.
+            site = self.owners.get(name, name)
+            before = sources.get(site, Sources())
+            sources[site] = Sources(
+                before.data or found.data, before.key or found.key, before.plates | found.plates
+            )
+        return sources
 
     def rows_apart(self, plate: str, arrays: Collection[str], *, alone: bool = False) -> bool:
         """Return whether the program shows that each row of a silo plate reads no other row.

@@ -50,7 +50,7 @@ EDGE_POINTS = 3
 
 
 @dataclass(frozen=True, eq=False)
-class Supports:
+class SupportCheck:
     """The check of a model's observed values, compiled once for each shape of silos."""
 
     traces: Traces
@@ -79,7 +79,7 @@ class Supports:
         return {name: found.any(0) for name, found in each.items()}
 
     @classmethod
-    def of_server(cls, model: VerticalModel) -> Supports:
+    def of_server(cls, model: VerticalModel) -> SupportCheck:
         """Return the check of the server of a vertical model, which holds the response."""
         total = jax.ShapeDtypeStruct(model.shape, model.dtype)
         return cls(model.server.traces, "the server", total)
@@ -224,7 +224,7 @@ def first_without_density(
     def numbers(silo: SiloData) -> dict[str, Array]:
         key = jax.random.key(0)
         of_silo = {**theta, **fm.init_private(key, silo)}
-        terms = _terms(fm, of_silo, z_G, fm.init_local(key, silo), silo, guarded=False)
+        terms = _terms(fm, of_silo, z_G, fm.zero_latents(silo), silo, guarded=False)
         # Minus infinity is a density of zero, as outside of a support that a latent bounds.
         return {name: rows < jnp.inf for name, rows in terms.items()}
 
@@ -261,8 +261,7 @@ def _finite(fm: FederatedModel, silo: SiloData) -> tuple[dict[str, Array], dict[
 
     The derivatives are the gradient and its own derivative in one direction.
     """
-    key, sizes = jax.random.key(0), fm.sizes(silo)
-    theta = {**fm.init_theta(key), **fm.init_private(key, silo)}
+    theta, sizes = fm.initial_parameters(silo), fm.sizes(silo)
 
     def total(z: tuple[Array, Rows], name: str) -> Array:
         return _terms(fm, theta, z[0], z[1], silo)[name].sum()

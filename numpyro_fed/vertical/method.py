@@ -41,21 +41,18 @@ from numpyro_fed.rounds.noise import exchange_key, server_key, typed_key
 from numpyro_fed.rounds.stack import Batches, PlanSize, Runtime, Silos, State, on_device
 from numpyro_fed.rounds.step import AskAll
 from numpyro_fed.rounds.supervise import RunOutcome
-from numpyro_fed.text.clients import LATENT_OF_SUM, rows_of
-from numpyro_fed.text.facts import (
-    VERSION,
-    Facts,
-    Plan,
+from numpyro_fed.text.clients import (
+    LATENT_OF_SUM,
     check_same_digests,
     check_same_ids,
     digest,
-    facts_of_columns,
     read_ids,
-    shared_text,
+    rows_of,
 )
+from numpyro_fed.text.facts import VERSION, Facts, Plan, facts_of_columns, shared_text
 from numpyro_fed.text.fingerprint import SOFTWARE, check_terms, terms_of
 from numpyro_fed.text.row_checks import RowChecks
-from numpyro_fed.text.values import Supports, as_bucket
+from numpyro_fed.text.values import SupportCheck, as_bucket
 from numpyro_fed.text.vertical import (
     Text,
     VerticalSplit,
@@ -286,7 +283,7 @@ class VerticalMethod(FederatedMethod[Outcome]):
             )
         fit = replace(self._fits[cache_key], server_data=roles.server)
         # At every run, since the response's values may be other ones than at the first.
-        checks = fit.cached("supports", lambda: Supports.of_server(roles.model))
+        checks = fit.cached("supports", lambda: SupportCheck.of_server(roles.model))
         checks.check(as_bucket(roles.server))
         sizes: list[dict[str, int]] = [{} for _ in roles.clients]
         buckets = (
@@ -368,7 +365,7 @@ class VerticalMethod(FederatedMethod[Outcome]):
                 )
         given = dict(arguments(zeros))
         roles = split(Text.of(self.model, (), given), share_response=self.share_response)
-        Supports.of_server(roles.model).check(as_bucket(roles.server))
+        SupportCheck.of_server(roles.model).check(as_bucket(roles.server))
         shared = shared_text(roles.server.arrays) if self.share_response else ""
         if row_ids is not None:
             digests["the server"] = digest(read_ids(row_ids, roles.model.rows, "the server"))
