@@ -17,7 +17,6 @@ from numpyro.infer import init_to_value
 
 from numpyro_fed.basics.errors import DataError, MissingExtraError, ModelError
 from numpyro_fed.data.silo_data import read
-from numpyro_fed.text.log_density import packed
 from numpyro_fed.text.primitives import silo_plate
 from numpyro_fed.text.split import split
 
@@ -137,8 +136,7 @@ def test_values_survive_the_round_trip_to_unconstrained_space():
     w = jnp.array([0.2, 0.3, 0.5])
     init = init_to_value(values={"mu": -1.5, "sigma": 0.7, "w": w, "b": b, "c": c})
     z_G = fm.init_global(jax.random.key(0), init)
-    text = handlers.substitute(handlers.seed(fm.text, 0), substitute_fn=init)
-    z_L = packed([s for s in fm.sites if s.plate], handlers.trace(text).get_trace(**silo.kwargs))
+    z_L = fm.init_local(jax.random.key(0), silo, init)
     theta = {**fm.init_theta(jax.random.key(0)), **fm.init_private(jax.random.key(0), silo)}
     there = fm.constrain_global(theta, z_G)
     here = fm.constrain_local(theta, z_G, z_L, silo)
@@ -153,7 +151,7 @@ def test_values_survive_the_round_trip_to_unconstrained_space():
 def test_starting_points_are_zeros_unless_asked_for():
     fm, (silo,) = make(scaled)
     assert (fm.init_global(jax.random.key(0)) == jnp.zeros(4)).all()
-    assert (fm.zero_latents(silo)["row"] == jnp.zeros((3, 5))).all()
+    assert (fm.init_local(jax.random.key(0), silo)["row"] == jnp.zeros((3, 5))).all()
 
 
 def test_parameters_start_at_their_values_shared_and_private_apart():

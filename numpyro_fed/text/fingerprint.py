@@ -53,7 +53,7 @@ SOFTWARE = f"jax {jax.__version__}, numpyro {numpyro.__version__}"
 CONSTANTS_ALIKE, VALUES_ALIKE = 1e-5, 1e-3
 # A jaxpr that is printed shows functions by their address, which differs between processes.
 ADDRESS = re.compile(r"0x[0-9a-f]+")
-PLACES = 3  # at which values are compared; at a single one two texts could agree by chance
+POINTS = 3  # at which values are compared; at a single one two texts could agree by chance
 
 
 class Term(NamedTuple):
@@ -127,10 +127,10 @@ def terms_of(traces: Traces, template: SiloData, *, by_value: bool) -> tuple[Ter
         return [jnp.sum(found[output]) for output in outputs]
 
     values = []
-    for place in range(PLACES):
+    for point in range(POINTS):
         # The same numbers on every machine: fractions between 0 and 1 and whole numbers 0 or 1,
         # where nearly all distributions have a density, and most arrays an element of that index.
-        random, given = np.random.default_rng(place), list[ArrayLike]()
+        random, given = np.random.default_rng(point), list[ArrayLike]()
         for one in trace.inputs:
             if one.kind == THE_KEY:
                 given.append(jax.random.key(0))
@@ -140,8 +140,8 @@ def terms_of(traces: Traces, template: SiloData, *, by_value: bool) -> tuple[Ter
             given.append((drawn if is_real else drawn < 0.5).astype(one.shape.dtype))
         values.append(sums(given))
     return tuple(
-        _term(name, "", [np.float64(v) for v in at_places])
-        for name, *at_places in zip(names, *values, strict=True)
+        _term(name, "", [np.float64(v) for v in at_points])
+        for name, *at_points in zip(names, *values, strict=True)
     )
 
 

@@ -53,22 +53,20 @@ class IndexCheck:
 
     rows: Callable[[SiloData], Any]  # what the text computes of data
     owner: str = "silo {}"
-    _checkable: dict[tuple[Hashable, ...], bool] = field(
-        default_factory=dict, init=False, repr=False
-    )
+    _indexes: dict[tuple[Hashable, ...], bool] = field(default_factory=dict, init=False, repr=False)
 
     def __call__(self, j: int, data: SiloData) -> None:
         """Raise the error of an index that is out of range."""
         # Data of one kind are read by a text in the same way, whatever their sizes.
-        kind = data.static, tuple((k, a.dtype, np.ndim(a)) for k, a in data.arrays.items())
-        if kind not in self._checkable:
+        like = data.static, tuple((k, a.dtype, np.ndim(a)) for k, a in data.arrays.items())
+        if like not in self._indexes:
             try:
                 shapes = jax.tree.leaves(jax.eval_shape(self.errors, data))
             except Exception:
                 # checkify refuses some primitives. A model must not fail for a check of its data.
                 shapes = []
-            self._checkable[kind] = bool(shapes)
-        if not self._checkable[kind] or not (error := self.errors(data).get()):
+            self._indexes[like] = bool(shapes)
+        if not self._indexes[like] or not (error := self.errors(data).get()):
             return
         # An array is to blame if the check passes once it is zero.
         blamed = ""

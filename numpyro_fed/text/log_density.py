@@ -271,10 +271,27 @@ class FederatedModel:
 
     @compiled_method(static_argnums=1)
     def _init_global(self, key: Array, init_loc_fn: Callable[..., Any], data: SiloData) -> Array:
+        return self._start(key, data, init_loc_fn, self.named("latent")).get(None, jnp.zeros(0))
+
+    def init_local(
+        self, key: Array, data: SiloData, init_loc_fn: Callable[..., Any] | None = None
+    ) -> Rows:
+        """Return a start of the local latents, in the same way."""
+        rows = self.zero_latents(data)
+        if init_loc_fn is None:
+            return rows
+        local = [s for s in self.sites if s.plate is not None]
+        found = self._start(key, data, init_loc_fn, local)
+        return rows | {str(plate): z for plate, z in found.items()}
+
+    def _start(
+        self, key: Array, data: SiloData, init_loc_fn: Callable[..., Any], sites: Iterable[Site]
+    ) -> dict[str | None, Array]:
+        """Return the starting values of some latents by ``init_loc_fn``, as :func:`packed`."""
         text = handlers.substitute(handlers.seed(self.text, key), substitute_fn=init_loc_fn)
         with TRACING:
-            found = packed(self.named("latent"), handlers.trace(text).get_trace(**data.kwargs))
-        return found.get(None, jnp.zeros(0)).astype(jnp.result_type(float))
+            found = packed(sites, handlers.trace(text).get_trace(**data.kwargs))
+        return {plate: z.astype(jnp.result_type(float)) for plate, z in found.items()}
 
     def zero_latents(self, data: SiloData) -> Rows:
         """Return zeros for the local latents of a silo, {plate: (rows, dim)}."""

@@ -241,7 +241,7 @@ class RowChecks:
 
     model: FederatedModel
     # answers that were computed of values, kept as long as the data
-    _known: dict[tuple[Hashable, ...], CheckResult | None] = field(
+    _answers: dict[tuple[Hashable, ...], CheckResult | None] = field(
         default_factory=dict, init=False, repr=False
     )
 
@@ -255,12 +255,12 @@ class RowChecks:
         if self.trace(b).rows_apart(plate, ()):
             return None
         cache_key = id(b.data), plate
-        if cache_key not in self._known:
+        if cache_key not in self._answers:
             found = self.coupled(plate, b.data)
             # Dropped together with the data: an id may then belong to another object.
-            weakref.finalize(b.data, self._known.pop, cache_key, None)
-            self._known[cache_key] = CheckResult.of(plate, b.silos, found)
-        return self._known[cache_key]
+            weakref.finalize(b.data, self._answers.pop, cache_key, None)
+            self._answers[cache_key] = CheckResult.of(plate, b.silos, found)
+        return self._answers[cache_key]
 
     def harmless_padding(
         self,

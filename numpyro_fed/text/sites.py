@@ -1,7 +1,7 @@
 """The site table of a model: its sites with shapes, supports and silo plates, read off a trace.
 
 The model is traced abstractly at the shapes of a silo's data (:mod:`numpyro_fed.text.traces`), so
-that nothing is computed and no value of the data is read.
+that nothing is computed and no value of the data is read. Errors of a text name the silo.
 """
 
 from __future__ import annotations
@@ -24,65 +24,8 @@ from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.text.handlers import without_kink
 from numpyro_fed.text.primitives import is_flat, is_foreign, silo_frames, silo_plate_of, unwrapped
 
-
-def check_shapes(trace: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-    """Refuse observed sites whose shapes count a row more than once.
-
-    NumPyro broadcasts observed values against their distribution: ``y`` of shape (n, 1) with a
-    mean of shape (n,) makes n x n terms of n observations.
-    """
-    data_shapes = {name: a.shape for name, a in arrays.items()}
-    for site in trace.values():
-        frames = {f.dim: f for f in site.get("cond_indep_stack", ())}
-        observed = site["type"] == "sample" and site["is_observed"]
-        if not observed or not frames or site["value"] is None:
-            continue
-        name, fn = site["name"], site["fn"]
-        value, expected = jnp.shape(site["value"]), tuple(fn.batch_shape + fn.event_shape)
-        sizes = ", ".join(f"'{f.name}' of {f.size} at dim {d}" for d, f in sorted(frames.items()))
-        shapes = (
-            f"its observed values have the shape {value}, its distribution has {expected}, and the "
-            f"plates around it are {sizes}"
-        )
-        try:
-            whole = jnp.broadcast_shapes(value, expected)
-        except ValueError as error:
-            raise DataError(
-                f"site '{name}': what is observed does not fit its distribution: {shapes}. "
-                f"{lengths(arrays)}Pass as many values as there are rows."
-            ) from error
-        batch = whole[: len(whole) - fn.event_dim]
-        # After a scan its steps are the leftmost axis, for which there is no plate.
-        scanned = -len(batch) if site.get("_control_flow_done") else 0
-        for dim, size in zip(range(-len(batch), 0), batch, strict=True):
-            if size == 1 or dim == scanned or (dim in frames and size == frames[dim].size):
-                continue
-            here = frames.get(dim)
-            which = f"plate '{here.name}' has {here.size}" if here else "no plate"
-            raise ModelError(
-                f"site '{name}' has {size} entries at dim {dim}, where there is {which}: {shapes}. "
-                "Each row would count several times. If values and distribution have the same "
-                "numbers in other shapes, make them alike (y.ravel(), or x @ beta with a vector "
-                "beta); if one row has several values, put a numpyro.plate around them, or make "
-                f"them one event (.to_event(1)). The data are {data_shapes}."
-            )
-        for frame in silo_frames(site):
-            axis = len(value) - fn.event_dim + frame.dim
-            if axis >= 0 and value[axis] == 1 < frame.size:
-                raise ModelError(
-                    f"site '{name}': one observed value stands for all {frame.size} rows of "
-                    f"silo_plate '{frame.name}': {shapes}. Pass one value for each row. The data "
-                    f"are {data_shapes}."
-                )
-
-
-def lengths(arrays: Mapping[str, Any]) -> str:
-    """Return a sentence for messages about arrays of different lengths; empty if all agree."""
-    long = {name: a.shape[0] for name, a in arrays.items() if a.shape}
-    if len(set(long.values())) < 2:
-        return ""
-    words = ", ".join(f"'{name}' has {n}" for name, n in long.items())
-    return f"The arrays differ in their numbers of rows: {words}. "
+Theta = dict[str, Any]  # parameters by name, unconstrained
+Rows = dict[str, Array]  # numbers of the rows of each silo plate, (rows, ...)
 
 
 class Site(NamedTuple):
@@ -133,76 +76,10 @@ class Structure(NamedTuple):
     kinked: bool = False  # whether the density of a sample site has a kink
 
 
-@contextmanager
-def model_errors(owner: str, data: SiloData) -> Iterator[None]:
-    """Turn all errors of a model into a ModelError with the owner and the shapes of its data."""
-    try:
-        yield
-    except (ModelError, DataError) as error:
-        raise type(error)(f"{owner}: {error}") from error
-    except ImportError as error:
-        if "equinox" in str(error):
-            raise MissingExtraError("equinox", "nn") from error
-        raise
-    except NEEDS_VALUES as error:
-        raise ModelError(
-            f"the model asks for the values of its data or latents at {owner}, which holds "
-            f"{data.described}, but it is compiled once for all values and sees shapes alone "
-            "(np.unique(h), y[h == 0], int(h.max()) and `if y.sum() > 0` ask for values). Make it "
-            "data: compute it before the run and pass it as an array, a plain int or a mask "
-            f"(numpyro.handlers.mask for rows, jnp.where for branches). {type(error).__name__}: "
-            f"{error}"
-        ) from error
-    except Exception as error:
-        unequal = lengths(data.arrays) if "shape" in str(error) else ""
-        raise ModelError(
-            f"the model raised {type(error).__name__} at {owner}, which holds {data.described}: "
-            f"{unequal}{error}"
-        ) from error
-
-
-class NamesApart(handlers.trace):
-    """A trace that refuses a name of two things, of which NumPyro's trace holds the last alone."""
-
-    def postprocess_message(self, msg: dict[str, Any]) -> None:
-        if first := self.trace.get(msg.get("name", "")):
-            name, one, other = first["name"], _kind_in_words(first), _kind_in_words(msg)
-            # A plate may be entered again, but not inside of itself; a parameter always.
-            inside = any(frame.name == name for frame in msg.get("cond_indep_stack", ()))
-            again = first["type"] == "param" or (first["type"] == "plate" and not inside)
-            if one != other or not again:
-                other = other.replace("a ", "another ", 1) if one == other else other
-                raise ModelError(
-                    f"{one} and {other} share the name '{name}', and NumPyro's trace holds one "
-                    "thing by a name. Rename one of them."
-                )
-        super().postprocess_message(msg)
-
-
-def _kind_in_words(msg: dict[str, Any]) -> str:
-    """Return what a message is of, in words that are those of a second message of the same."""
-    local, kind = silo_plate_of(msg), msg["type"]
-    if kind == "plate":
-        # The sizes of other plates are read by no name.
-        return f"a silo_plate of {msg['args'][0]} rows" if local == msg["name"] else "a plate"
-    if kind == "param":
-        support = _support_name(msg["kwargs"].get("constraint", constraints.real))
-        return f"a parameter ({support}) of " + (f"silo_plate '{local}'" if local else "all silos")
-    return "a sample site" if kind == "sample" else f"a numpyro.{kind}"
-
-
 # A Gaussian process at so many points or more is warned of, since it is fitted as one global
 # latent of that dimension. Smaller ones are no burden, and a multivariate normal prior of a few
 # coefficients must not cause a warning.
 MANY_POINTS = 50
-# The errors by which JAX says that a program needs values while it is traced.
-NEEDS_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerBoolConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-)
 
 
 def read_trace(trace: dict[str, Any], split: bool) -> Structure:
@@ -342,10 +219,16 @@ def _support_name(support: constraints.Constraint) -> str:
     return type(support).__name__.lstrip("_")
 
 
-Theta = dict[str, Any]
-
-
-Rows = dict[str, Array]
+def unpack(sites: Sequence[Site], z_G: Array, z_L: Rows) -> dict[str, Array]:
+    """Return each latent's value from ``z_G`` (dim,) and ``z_L`` {plate: (rows, dim)}."""
+    values = {}
+    for s in sites:
+        if s.kind == "latent" and s.plate is None:
+            values[s.name] = z_G[s.start : s.stop].reshape(s.shape)
+        elif s.kind == "latent":
+            rows = z_L[str(s.plate)][:, s.start : s.stop]
+            values[s.name] = jnp.moveaxis(rows.reshape(len(rows), *s.shape), 0, s.axis or 0)
+    return values
 
 
 def sum_rows(value: Array) -> Array:
@@ -359,13 +242,129 @@ def sum_rows(value: Array) -> Array:
     return jnp.dot(flat, jnp.ones(flat.shape[1], flat.dtype), precision="highest")
 
 
-def unpack(sites: Sequence[Site], z_G: Array, z_L: Rows) -> dict[str, Array]:
-    """Return each latent's value from ``z_G`` (dim,) and ``z_L`` {plate: (rows, dim)}."""
-    values = {}
-    for s in sites:
-        if s.kind == "latent" and s.plate is None:
-            values[s.name] = z_G[s.start : s.stop].reshape(s.shape)
-        elif s.kind == "latent":
-            rows = z_L[str(s.plate)][:, s.start : s.stop]
-            values[s.name] = jnp.moveaxis(rows.reshape(len(rows), *s.shape), 0, s.axis or 0)
-    return values
+def check_shapes(trace: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+    """Refuse observed sites whose shapes count a row more than once.
+
+    NumPyro broadcasts observed values against their distribution: ``y`` of shape (n, 1) with a
+    mean of shape (n,) makes n x n terms of n observations.
+    """
+    data_shapes = {name: a.shape for name, a in arrays.items()}
+    for site in trace.values():
+        frames = {f.dim: f for f in site.get("cond_indep_stack", ())}
+        observed = site["type"] == "sample" and site["is_observed"]
+        if not observed or not frames or site["value"] is None:
+            continue
+        name, fn = site["name"], site["fn"]
+        value, expected = jnp.shape(site["value"]), tuple(fn.batch_shape + fn.event_shape)
+        sizes = ", ".join(f"'{f.name}' of {f.size} at dim {d}" for d, f in sorted(frames.items()))
+        shapes = (
+            f"its observed values have the shape {value}, its distribution has {expected}, and the "
+            f"plates around it are {sizes}"
+        )
+        try:
+            whole = jnp.broadcast_shapes(value, expected)
+        except ValueError as error:
+            raise DataError(
+                f"site '{name}': what is observed does not fit its distribution: {shapes}. "
+                f"{lengths(arrays)}Pass as many values as there are rows."
+            ) from error
+        batch = whole[: len(whole) - fn.event_dim]
+        # After a scan its steps are the leftmost axis, for which there is no plate.
+        scanned = -len(batch) if site.get("_control_flow_done") else 0
+        for dim, size in zip(range(-len(batch), 0), batch, strict=True):
+            if size == 1 or dim == scanned or (dim in frames and size == frames[dim].size):
+                continue
+            here = frames.get(dim)
+            which = f"plate '{here.name}' has {here.size}" if here else "no plate"
+            raise ModelError(
+                f"site '{name}' has {size} entries at dim {dim}, where there is {which}: {shapes}. "
+                "Each row would count several times. If values and distribution have the same "
+                "numbers in other shapes, make them alike (y.ravel(), or x @ beta with a vector "
+                "beta); if one row has several values, put a numpyro.plate around them, or make "
+                f"them one event (.to_event(1)). The data are {data_shapes}."
+            )
+        for frame in silo_frames(site):
+            axis = len(value) - fn.event_dim + frame.dim
+            if axis >= 0 and value[axis] == 1 < frame.size:
+                raise ModelError(
+                    f"site '{name}': one observed value stands for all {frame.size} rows of "
+                    f"silo_plate '{frame.name}': {shapes}. Pass one value for each row. The data "
+                    f"are {data_shapes}."
+                )
+
+
+def lengths(arrays: Mapping[str, Any]) -> str:
+    """Return a sentence for messages about arrays of different lengths; empty if all agree."""
+    long = {name: a.shape[0] for name, a in arrays.items() if a.shape}
+    if len(set(long.values())) < 2:
+        return ""
+    words = ", ".join(f"'{name}' has {n}" for name, n in long.items())
+    return f"The arrays differ in their numbers of rows: {words}. "
+
+
+# The errors by which JAX says that a program needs values while it is traced.
+NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerBoolConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+
+
+@contextmanager
+def model_errors(owner: str, data: SiloData) -> Iterator[None]:
+    """Turn all errors of a model into a ModelError with the owner and the shapes of its data."""
+    try:
+        yield
+    except (ModelError, DataError) as error:
+        raise type(error)(f"{owner}: {error}") from error
+    except ImportError as error:
+        if "equinox" in str(error):
+            raise MissingExtraError("equinox", "nn") from error
+        raise
+    except NEEDS_VALUES as error:
+        raise ModelError(
+            f"the model asks for the values of its data or latents at {owner}, which holds "
+            f"{data.described}, but it is compiled once for all values and sees shapes alone "
+            "(np.unique(h), y[h == 0], int(h.max()) and `if y.sum() > 0` ask for values). Make it "
+            "data: compute it before the run and pass it as an array, a plain int or a mask "
+            f"(numpyro.handlers.mask for rows, jnp.where for branches). {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    except Exception as error:
+        unequal = lengths(data.arrays) if "shape" in str(error) else ""
+        raise ModelError(
+            f"the model raised {type(error).__name__} at {owner}, which holds {data.described}: "
+            f"{unequal}{error}"
+        ) from error
+
+
+class NamesApart(handlers.trace):
+    """A trace that refuses a name of two things, of which NumPyro's trace holds the last alone."""
+
+    def postprocess_message(self, msg: dict[str, Any]) -> None:
+        if first := self.trace.get(msg.get("name", "")):
+            name, one, other = first["name"], _kind_in_words(first), _kind_in_words(msg)
+            # A plate may be entered again, but not inside of itself; a parameter always.
+            inside = any(frame.name == name for frame in msg.get("cond_indep_stack", ()))
+            again = first["type"] == "param" or (first["type"] == "plate" and not inside)
+            if one != other or not again:
+                other = other.replace("a ", "another ", 1) if one == other else other
+                raise ModelError(
+                    f"{one} and {other} share the name '{name}', and NumPyro's trace holds one "
+                    "thing by a name. Rename one of them."
+                )
+        super().postprocess_message(msg)
+
+
+def _kind_in_words(msg: dict[str, Any]) -> str:
+    """Return what a message is of, in words that are those of a second message of the same."""
+    local, kind = silo_plate_of(msg), msg["type"]
+    if kind == "plate":
+        # The sizes of other plates are read by no name.
+        return f"a silo_plate of {msg['args'][0]} rows" if local == msg["name"] else "a plate"
+    if kind == "param":
+        support = _support_name(msg["kwargs"].get("constraint", constraints.real))
+        return f"a parameter ({support}) of " + (f"silo_plate '{local}'" if local else "all silos")
+    return "a sample site" if kind == "sample" else f"a numpyro.{kind}"

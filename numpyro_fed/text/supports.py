@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +32,7 @@ BOUNDED = {
 Observed = tuple[AnyArray, AnyArray, AnyArray]  # as :func:`observed_at` returns them
 
 
-class SupportKind(NamedTuple):
+class SiteSupport(NamedTuple):
     """The description of a site's distribution for messages, and for a check by NumPy alone."""
 
     name: str  # the name of the distribution
@@ -54,7 +55,7 @@ class SupportKind(NamedTuple):
         return value, np.all(inside, axes), np.any(edge, axes)
 
 
-def support_kind(site: dict[str, Any], arguments: Mapping[str, Any]) -> SupportKind:
+def site_support(site: dict[str, Any], arguments: Mapping[str, Any]) -> SiteSupport:
     """Return the description of a site of a trace, whose text was run with these arguments."""
     fn, value, rest, masked = site["fn"], site["value"], 0, False
     argument = next((name for name, a in arguments.items() if a is value), "")
@@ -72,10 +73,10 @@ def support_kind(site: dict[str, Any], arguments: Mapping[str, Any]) -> SupportK
     if isinstance(fn, dist.Beta):
         remedy = "(y * (n - 1) + 0.5) / n moves 0 and 1 of n values inside. "
     plates = tuple((f.name, f.dim) for f in silo_frames(site) or site["cond_indep_stack"])
-    kind = SupportKind(name, takes, remedy, plates, bool(getattr(support, "is_discrete", False)))
+    found = SiteSupport(name, takes, remedy, plates, bool(getattr(support, "is_discrete", False)))
     if masked or not plain or not _is_plain(support):
-        return kind
-    return kind._replace(argument=argument, support=support, event_dim=fn.event_dim, rest=rest)
+        return found
+    return found._replace(argument=argument, support=support, event_dim=fn.event_dim, rest=rest)
 
 
 def observed_at(site: dict[str, Any]) -> Observed:
@@ -107,7 +108,7 @@ def _in_support(fn: Distribution, value: Array) -> tuple[AnyArray, AnyArray]:
 
 
 def _closed(
-    support: constraints.Constraint | None, value: AnyArray, event_dim: int, xp: Any
+    support: constraints.Constraint | None, value: AnyArray, event_dim: int, xp: ModuleType
 ) -> tuple[AnyArray, AnyArray]:
     """Return whether a value is in a support or on its edge, and whether on it."""
     nothing = xp.zeros(value.shape[: value.ndim - event_dim], bool)

@@ -5,6 +5,10 @@ precision; the text is run once for each. Its inputs are the silo's arrays, a ke
 latents, and its outputs are log densities and values by site. Every question is a part of it: some
 outputs, without the operations that these do not need, or the labels of what they depend on.
 
+Latents are unconstrained. The log-determinant of each bijection is added to the text as a
+``numpyro.factor`` named ``_{site}_log_det``, in the silo plate of its site, so that it is counted
+in the rows that it belongs to.
+
 Latents have no shapes before the text runs. Each comes into being where it is sampled, as the
 result of an operation without operands, which is made an input of the program afterwards. A latent
 in the body of a scan or a branch cannot become one so. Such a text is run a second time, with
@@ -61,7 +65,7 @@ from numpyro_fed.text.sites import (
     sum_rows,
     unpack,
 )
-from numpyro_fed.text.supports import SupportKind, observed_at, support_kind
+from numpyro_fed.text.supports import SiteSupport, observed_at, site_support
 
 # What a program says of a site, and what it is said of: the keys of its outputs.
 Output = tuple[str, str]
@@ -112,7 +116,7 @@ class Trace:
 
     structure: Structure
     terms: dict[str, SiteRows]  # all sample sites, the log-determinants of latents among them
-    supports: dict[str, SupportKind]  # the observed sites
+    supports: dict[str, SiteSupport]  # the observed sites
     program: Program
     inputs: tuple[Input, ...]
     # A key for each output of the program; values that are trees have several
@@ -272,7 +276,9 @@ class Traces:
 
     model: Callable[..., Any]
     split: bool = True  # whether a model without a silo plate is refused
-    _known: dict[tuple[Hashable, ...], Trace] = field(default_factory=dict, init=False, repr=False)
+    _by_shapes: dict[tuple[Hashable, ...], Trace] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def at(self, data: SiloData, owner: str = "silo 0") -> Trace:
         """Return the trace at the shapes of the data of ``owner``, which errors name."""
@@ -283,9 +289,9 @@ class Traces:
         silo = replace(data, arrays=arrays, masks={}, weights={})  # all that the text sees
         seen = is_double(), signature(silo)
         with TRACING:
-            if seen not in self._known:
-                self._known[seen] = _traced(self.model, silo, owner, split=self.split)
-            return self._known[seen]
+            if seen not in self._by_shapes:
+                self._by_shapes[seen] = _traced(self.model, silo, owner, split=self.split)
+            return self._by_shapes[seen]
 
 
 class _Run:
@@ -299,7 +305,7 @@ class _Run:
         self.initial: Theta = {}  # the parameters' values, unconstrained
         self.structure = Structure((), {}, False, {}, {})
         self.terms: dict[str, SiteRows] = {}
-        self.supports: dict[str, SupportKind] = {}
+        self.supports: dict[str, SiteSupport] = {}
 
     def __call__(
         self,
@@ -338,7 +344,7 @@ class _Run:
                 value, inside, edge = observed_at(site)
                 found[OBSERVED, s.name] = value
                 found[INSIDE, s.name], found[EDGE, s.name] = inside, edge
-                self.supports[s.name] = support_kind(site, arrays)
+                self.supports[s.name] = site_support(site, arrays)
         return found
 
     def _unknown(self, site: dict[str, Any]) -> Any:
@@ -428,8 +434,17 @@ def _spots(kind: str, tree: Mapping[str, Any]) -> list[tuple[str, str, int]]:
     return [(kind, name, i) for name, n in leaves.items() for i in range(n)]
 
 
-def bind(model: Callable[..., Any], values: dict[str, Array], theta: Theta) -> Callable[..., Any]:
-    """Return the model at unconstrained latents, whose log-determinants become factors."""
+def run_text(
+    model: Callable[..., Any],
+    values: Mapping[str, Array],
+    theta: Theta,
+    data: SiloData,
+    key: Array | None = None,
+) -> dict[str, Any]:
+    """Return NumPyro's trace of a text at these unconstrained latents and parameters.
+
+    Others come from the key.
+    """
 
     def substitute(site: dict[str, Any]) -> Any:
         name = site["name"]
@@ -439,7 +454,11 @@ def bind(model: Callable[..., Any], values: dict[str, Array], theta: Theta) -> C
             return None
         return constrained(site, values[name])
 
-    return handlers.substitute(model, substitute_fn=substitute)
+    text = handlers.substitute(model, substitute_fn=substitute)
+    text = handlers.seed(text, jax.random.key(0) if key is None else key)
+    with TRACING:
+        trace: dict[str, Any] = handlers.trace(text).get_trace(**data.kwargs)
+    return trace
 
 
 def constrained(site: dict[str, Any], unconstrained: Array) -> Array:
@@ -466,17 +485,3 @@ def constrained(site: dict[str, Any], unconstrained: Array) -> Array:
         log_det = sum_rightmost(log_det, jnp.ndim(log_det) - batch_dim)
         numpyro.factor(f"_{site['name']}_log_det", log_det)
     return value
-
-
-def run_text(
-    model: Callable[..., Any],
-    values: dict[str, Array],
-    theta: Theta,
-    data: SiloData,
-    key: Array | None = None,
-) -> dict[str, Any]:
-    """Return the trace of a text at these latents and parameters; others come from the key."""
-    text = handlers.seed(bind(model, values, theta), jax.random.key(0) if key is None else key)
-    with TRACING:
-        trace: dict[str, Any] = handlers.trace(text).get_trace(**data.kwargs)
-    return trace

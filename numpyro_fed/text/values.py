@@ -29,7 +29,7 @@ from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_checks import hashed_normals
 from numpyro_fed.text.sites import Rows, Theta
-from numpyro_fed.text.supports import Observed, SupportKind
+from numpyro_fed.text.supports import Observed, SiteSupport
 from numpyro_fed.text.traces import (
     ARRAY,
     DENSITY,
@@ -122,7 +122,7 @@ class SupportCheck:
                     why = " and has no density at the edge"
                     self._refuse(b, name, np.asarray(value), bad, why)
 
-    def _checked_sites(self, stack: SiloData) -> dict[str, SupportKind]:
+    def _checked_sites(self, stack: SiloData) -> dict[str, SiteSupport]:
         """Return the observed sites whose supports and masks depend on data alone."""
         one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stack)
         trace = self.traces.at(self._whole(one))

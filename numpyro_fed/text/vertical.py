@@ -28,7 +28,7 @@ from numpyro_fed.data.silo_data import SiloData, read_one, signature
 from numpyro_fed.numerics.densities import log_prob
 from numpyro_fed.text.clients import Clients, at_client_sum, check_predictions
 from numpyro_fed.text.jaxprs import provenance
-from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.log_density import FederatedModel, packed
 from numpyro_fed.text.primitives import feasible
 from numpyro_fed.text.sites import NEEDS_VALUES, Site, Theta, unpack
 from numpyro_fed.text.traces import ARRAY, DENSITY, LATENT, OBSERVED, VALUE, Traces, run_text
@@ -85,9 +85,7 @@ def prior_draw(party: FederatedModel, key: Array, data: SiloData) -> Array:
     """Return a draw (dim,) of a party's latents from their prior, unconstrained."""
     with TRACING:
         trace = handlers.trace(handlers.seed(party.text, key)).get_trace(**data.kwargs)
-    sites = [trace[s.name] for s in party.named("latent")]
-    values = [biject_to(s["fn"].support).inv(s["value"]) for s in sites]
-    return jnp.concatenate([jnp.zeros(0), *map(jnp.ravel, values)])
+    return packed(party.named("latent"), trace).get(None, jnp.zeros(0))
 
 
 class VerticalModel(NamedTuple):
