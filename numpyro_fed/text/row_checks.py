@@ -53,42 +53,8 @@ SHARES = np.array([1, 1e-3, 1e-6, 1e-9, 1e-12], np.float32)
 
 Terms = Callable[[Rows, SiloData], Rows]
 Silo = tuple[Rows, SiloData]  # latents and data
-# Silo plates, each with the arrays that hold its rows, and what is found at each.
+# Silo plates, each with the arrays that hold its rows.
 Apart = tuple[tuple[str, tuple[str, ...]], ...]
-
-
-def changed(
-    silo: Silo,
-    plate_of: Mapping[str, str],
-    steps: Mapping[str, Array],
-    source: Mapping[str, Array],
-    *,
-    cut: bool = False,
-) -> Silo:
-    """Return a silo whose rows have their latents moved by ``steps``, and data of other rows.
-
-    ``source`` has the row from which each row of a plate takes its data; ``plate_of`` the plate of
-    each array of rows. With ``cut`` latents and masks come from there, too, and rows that it does
-    not name are left out.
-    """
-    z_L, data = silo
-
-    def rows(plate: str | None, array: Array) -> Array:
-        return array if plate is None or plate not in source else array[source[plate]]
-
-    arrays = {k: rows(plate_of.get(k), a) for k, a in data.arrays.items()}
-    if cut:
-        z_L = {p: rows(p, z) for p, z in z_L.items()}
-        data = replace(data, masks={p: rows(p, mask) for p, mask in data.masks.items()})
-    z_L = {p: z + steps[p] if p in steps else z for p, z in z_L.items()}
-    return z_L, replace(data, arrays=arrays)
-
-
-def terms_agree(after: Array, before: Array, rtol: float = TOLERANCE) -> Array:
-    """Return whether terms are the same up to rounding, elementwise; infinities must be equal."""
-    # The 1 keeps the tolerance absolute near zero, where a log density may cross.
-    near = jnp.abs(after - before) <= rtol * (1 + jnp.abs(before))
-    return jnp.where(jnp.isfinite(after) & jnp.isfinite(before), near, after == before)
 
 
 class ChangedRow(NamedTuple):
@@ -98,111 +64,6 @@ class ChangedRow(NamedTuple):
     row: Array
     before: Array
     after: Array
-
-
-class Perturbation(NamedTuple):
-    """A series of changes of some rows of one plate, either of their latents or of their data."""
-
-    plate: str
-    # bool array (times, rows): the rows that change each time. A NumPy array if there are
-    # steps
-    some: Array | np.ndarray
-    steps: Array | None = None  # added to the latents of these rows
-    source: Array | None = None  # the rows from which these rows take their data
-
-
-def first_changed_rows(
-    terms: Terms,
-    silo: Silo,
-    keys: Mapping[str, str],
-    perturbations: Sequence[Perturbation],
-    rtol: float,
-    at_once: int | None = None,
-) -> tuple[Rows, list[dict[str, ChangedRow]]]:
-    """Return a silo's terms, and for each perturbation the first row of each plate that it changes.
-
-    The terms are {plate: (rows,)}. The rows that are perturbed themselves do not count, nor do
-    terms that are finite neither before nor after.
-    """
-    sizes = {p: len(z) for p, z in silo[0].items()}
-    # All perturbations are one stack, so that the text is compiled once. Its entry 0 changes
-    # nothing: both sides of the comparison then come from one program, with the same rounding.
-    *starts, total = np.cumsum([1, *(len(m.some) for m in perturbations)]).tolist()
-
-    which, source = dict[str, Array](), dict[str, Array]()
-    for m, start in zip(perturbations, starts, strict=True):
-        row, stop = jnp.arange(sizes[m.plate]), start + len(m.some)
-        if m.source is None:
-            stepped = np.zeros((total, len(row)), bool)
-            stepped[start:stop] = m.some
-            which[m.plate] = jnp.asarray(stepped)
-        else:
-            unchanged = [jnp.tile(row, (n, 1)) for n in (start, total - stop)]
-            replaced = jnp.where(m.some, m.source, row)
-            source[m.plate] = jnp.concatenate([unchanged[0], replaced, unchanged[1]])
-    steps = {m.plate: m.steps for m in perturbations if m.steps is not None}
-
-    def after(way: tuple[Array, dict[str, Array], dict[str, Array]]) -> Rows:
-        # The first entry gives the stack its length where there is no perturbation at all.
-        _, stepped, source = way
-        moved = {p: steps[p] * some[:, None] for p, some in stepped.items()}
-        return terms(*changed(silo, keys, moved, source))
-
-    def compare(before: Array, after: Array, may_change: ArrayLike) -> ChangedRow:
-        finite = jnp.isfinite(before) | jnp.isfinite(after)
-        wrong = ~terms_agree(after, before, rtol) & finite & ~jnp.asarray(may_change)
-        time, row = jnp.unravel_index(wrong.argmax(), wrong.shape)
-        return ChangedRow(wrong.any(), row, before[row], after[time, row])
-
-    ways = jnp.arange(total), which, source
-    rows = jax.lax.map(after, ways, batch_size=at_once)
-    original = {p: stack[0] for p, stack in rows.items()}
-    return original, [
-        {
-            p: compare(original[p], after[i : i + len(m.some)], m.some if p == m.plate else False)
-            for p, after in rows.items()
-        }
-        for m, i in zip(perturbations, starts, strict=True)
-    ]
-
-
-def default_rtol() -> float:
-    """Return the relative change of a term that rounding explains, within one program."""
-    # About a hundred times the machine epsilon in single precision, and more in double: sums over
-    # a row's events lose some digits. A dependence on other rows changes terms by far more.
-    return 1e-10 if jnp.zeros(()).dtype == np.float64 else 1e-5
-
-
-def row_groups(n: int) -> np.ndarray:
-    """Return groups of rows to perturb together, bool (groups, n).
-
-    They are all rows, and for each bit the rows whose number has it set, and those that have not.
-    The numbers of two rows differ in some bit, so that for every pair of rows some group perturbs
-    one and leaves the other: 1 + 2 log2(n) changes test all pairs.
-    """
-    bits = np.arange(n) >> np.arange((n - 1).bit_length())[:, None] & 1 == 1
-    return np.concatenate([np.ones((1, n), bool), bits, ~bits])
-
-
-def hashed_integers(i: int, n: int) -> Array:
-    """Return the ``i``-th sequence of pseudorandom integers (n,) below 2**23.
-
-    They are a hash of a counter, by xor-shifts and multiplications. It compiles in a fraction of
-    the time of ``jax.random``, and these programs run once.
-    """
-    # 0x9E3779B9 is 2**32 over the golden ratio: sequences start far apart. The other constants
-    # are those of a 32-bit finaliser ("lowbias32"), every bit of whose result depends on all.
-    x = jnp.arange(1, n + 1, dtype=jnp.uint32) + np.uint32(i * 0x9E3779B9 % 2**32)
-    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
-    return ((x ^ (x >> 16)) >> 9).astype(jnp.int32)
-
-
-def hashed_normals(i: int, *shape: int) -> Array:
-    """Return the ``i``-th of a series of arrays of standard normals."""
-    # The half keeps the argument away from 0, where the quantile is infinite. 23 bits are what
-    # single precision holds next to 1.
-    return ndtri((hashed_integers(i, math.prod(shape)) + 0.5) * 2.0**-23).reshape(shape)
 
 
 ByPlate = dict[str, ChangedRow]
@@ -283,7 +144,7 @@ class RowChecks:
         try:
             trace = self.trace(b)
             pairs = tuple(pair for pair in apart.items() if not trace.rows_apart(*pair))
-            if b.data.masks and not self._padding_is_apart(b, rows, original):
+            if b.data.masks and not self._padding_is_unread(b, rows, original):
                 plates = tuple(sorted(rows.items()))
                 same, found = self.padding(b.data, plates, pairs, original, most)
                 harmless = bool(same)
@@ -297,7 +158,7 @@ class RowChecks:
                 raise ModelError(summary_message(result, names))
         return harmless
 
-    def _padding_is_apart(self, b: Bucket, rows: Mapping[str, str], original: SiloData) -> bool:
+    def _padding_is_unread(self, b: Bucket, rows: Mapping[str, str], original: SiloData) -> bool:
         """Return whether traces show that padding changes nothing; where not, values may."""
         # No row reads padded ones, and the text says the same at the sizes of the silo itself.
         trace, sizes = self.trace(b), self.model.sizes(original)
@@ -485,32 +346,6 @@ class RowChecks:
         return {plate: found[plate] for (plate, _), found in zip(apart, each, strict=True)}
 
 
-def check_rows_apart(
-    checks: RowChecks, draws: Mapping[str, int], buckets: Sequence[Bucket]
-) -> None:
-    """Refuse several weighted draws for each row if rows read each other's latents."""
-    if (found := coupled_rows(checks, buckets, draws)) is not None:
-        raise CoupledRowsError(
-            f"{found.words()} reads latents of other rows (as b - b.mean() does), so that its own "
-            f"{draws[found.plate]} weighted draws cannot be told from theirs. Use ELBO(), or "
-            "inner_draws=1 in importance_correct (compare takes what it returns), which need no "
-            "independent rows; or put what rows share outside of the silo_plate, or in an outer "
-            "silo_plate."
-        )
-
-
-def summary_message(found: CheckResult, keys: Sequence[str]) -> str:
-    """Return the message about a row that reads the data of other rows."""
-    return (
-        f"{found.words()} when only data of other rows, in {list(keys)}, were replaced by those of "
-        "yet others. The same rows cut into other silos are then another model: compute what sums "
-        "up rows (x.mean(0), say) before the run, over all silos, and pass it as data. Where the "
-        "rows of a silo belong together (a time series, the strata of a partial likelihood), make "
-        "them one row: with silo_plate('silo', 1), .to_event(1) of y[None], or "
-        "numpyro.factor('l', terms.sum()[None])."
-    )
-
-
 def coupled_rows(
     checks: RowChecks, buckets: Sequence[Bucket], draws: Mapping[str, int] | None = None
 ) -> CheckResult | None:
@@ -524,6 +359,20 @@ def coupled_rows(
             if (found := next(filter(None, results), None)) is not None:
                 return found
     return None
+
+
+def check_rows_apart(
+    checks: RowChecks, draws: Mapping[str, int], buckets: Sequence[Bucket]
+) -> None:
+    """Refuse several weighted draws for each row if rows read each other's latents."""
+    if (found := coupled_rows(checks, buckets, draws)) is not None:
+        raise CoupledRowsError(
+            f"{found.words()} reads latents of other rows (as b - b.mean() does), so that its own "
+            f"{draws[found.plate]} weighted draws cannot be told from theirs. Use ELBO(), or "
+            "inner_draws=1 in importance_correct (compare takes what it returns), which need no "
+            "independent rows; or put what rows share outside of the silo_plate, or in an outer "
+            "silo_plate."
+        )
 
 
 def refuse_coupled_rows(checks: RowChecks, buckets: Sequence[Bucket], who_needs: str) -> None:
@@ -543,3 +392,154 @@ def refuse_parameters_of_rows(fm: FederatedModel) -> None:
             f"rows cannot be left out: '{own[0]}' is a parameter of silos or rows, which was "
             "fitted to the very rows. Make it a latent."
         )
+
+
+def summary_message(found: CheckResult, keys: Sequence[str]) -> str:
+    """Return the message about a row that reads the data of other rows."""
+    return (
+        f"{found.words()} when only data of other rows, in {list(keys)}, were replaced by those of "
+        "yet others. The same rows cut into other silos are then another model: compute what sums "
+        "up rows (x.mean(0), say) before the run, over all silos, and pass it as data. Where the "
+        "rows of a silo belong together (a time series, the strata of a partial likelihood), make "
+        "them one row: with silo_plate('silo', 1), .to_event(1) of y[None], or "
+        "numpyro.factor('l', terms.sum()[None])."
+    )
+
+
+class Perturbation(NamedTuple):
+    """A series of changes of some rows of one plate, either of their latents or of their data."""
+
+    plate: str
+    # bool array (times, rows): the rows that change each time. A NumPy array if there are
+    # steps
+    some: Array | np.ndarray
+    steps: Array | None = None  # added to the latents of these rows
+    source: Array | None = None  # the rows from which these rows take their data
+
+
+def first_changed_rows(
+    terms: Terms,
+    silo: Silo,
+    keys: Mapping[str, str],
+    perturbations: Sequence[Perturbation],
+    rtol: float,
+    at_once: int | None = None,
+) -> tuple[Rows, list[dict[str, ChangedRow]]]:
+    """Return a silo's terms, and for each perturbation the first row of each plate that it changes.
+
+    The terms are {plate: (rows,)}. The rows that are perturbed themselves do not count, nor do
+    terms that are finite neither before nor after.
+    """
+    sizes = {p: len(z) for p, z in silo[0].items()}
+    # All perturbations are one stack, so that the text is compiled once. Its entry 0 changes
+    # nothing: both sides of the comparison then come from one program, with the same rounding.
+    *starts, total = np.cumsum([1, *(len(m.some) for m in perturbations)]).tolist()
+
+    which, source = dict[str, Array](), dict[str, Array]()
+    for m, start in zip(perturbations, starts, strict=True):
+        row, stop = jnp.arange(sizes[m.plate]), start + len(m.some)
+        if m.source is None:
+            stepped = np.zeros((total, len(row)), bool)
+            stepped[start:stop] = m.some
+            which[m.plate] = jnp.asarray(stepped)
+        else:
+            unchanged = [jnp.tile(row, (n, 1)) for n in (start, total - stop)]
+            replaced = jnp.where(m.some, m.source, row)
+            source[m.plate] = jnp.concatenate([unchanged[0], replaced, unchanged[1]])
+    steps = {m.plate: m.steps for m in perturbations if m.steps is not None}
+
+    def after(way: tuple[Array, dict[str, Array], dict[str, Array]]) -> Rows:
+        # The first entry gives the stack its length where there is no perturbation at all.
+        _, stepped, source = way
+        moved = {p: steps[p] * some[:, None] for p, some in stepped.items()}
+        return terms(*changed(silo, keys, moved, source))
+
+    def compare(before: Array, after: Array, may_change: ArrayLike) -> ChangedRow:
+        finite = jnp.isfinite(before) | jnp.isfinite(after)
+        wrong = ~terms_agree(after, before, rtol) & finite & ~jnp.asarray(may_change)
+        time, row = jnp.unravel_index(wrong.argmax(), wrong.shape)
+        return ChangedRow(wrong.any(), row, before[row], after[time, row])
+
+    ways = jnp.arange(total), which, source
+    rows = jax.lax.map(after, ways, batch_size=at_once)
+    original = {p: stack[0] for p, stack in rows.items()}
+    return original, [
+        {
+            p: compare(original[p], after[i : i + len(m.some)], m.some if p == m.plate else False)
+            for p, after in rows.items()
+        }
+        for m, i in zip(perturbations, starts, strict=True)
+    ]
+
+
+def changed(
+    silo: Silo,
+    plate_of: Mapping[str, str],
+    steps: Mapping[str, Array],
+    source: Mapping[str, Array],
+    *,
+    cut: bool = False,
+) -> Silo:
+    """Return a silo whose rows have their latents moved by ``steps``, and data of other rows.
+
+    ``source`` has the row from which each row of a plate takes its data; ``plate_of`` the plate of
+    each array of rows. With ``cut`` latents and masks come from there, too, and rows that it does
+    not name are left out.
+    """
+    z_L, data = silo
+
+    def rows(plate: str | None, array: Array) -> Array:
+        return array if plate is None or plate not in source else array[source[plate]]
+
+    arrays = {k: rows(plate_of.get(k), a) for k, a in data.arrays.items()}
+    if cut:
+        z_L = {p: rows(p, z) for p, z in z_L.items()}
+        data = replace(data, masks={p: rows(p, mask) for p, mask in data.masks.items()})
+    z_L = {p: z + steps[p] if p in steps else z for p, z in z_L.items()}
+    return z_L, replace(data, arrays=arrays)
+
+
+def terms_agree(after: Array, before: Array, rtol: float = TOLERANCE) -> Array:
+    """Return whether terms are the same up to rounding, elementwise; infinities must be equal."""
+    # The 1 keeps the tolerance absolute near zero, where a log density may cross.
+    near = jnp.abs(after - before) <= rtol * (1 + jnp.abs(before))
+    return jnp.where(jnp.isfinite(after) & jnp.isfinite(before), near, after == before)
+
+
+def default_rtol() -> float:
+    """Return the relative change of a term that rounding explains, within one program."""
+    # About a hundred times the machine epsilon in single precision, and more in double: sums over
+    # a row's events lose some digits. A dependence on other rows changes terms by far more.
+    return 1e-10 if jnp.zeros(()).dtype == np.float64 else 1e-5
+
+
+def row_groups(n: int) -> np.ndarray:
+    """Return groups of rows to perturb together, bool (groups, n).
+
+    They are all rows, and for each bit the rows whose number has it set, and those that have not.
+    The numbers of two rows differ in some bit, so that for every pair of rows some group perturbs
+    one and leaves the other: 1 + 2 log2(n) changes test all pairs.
+    """
+    bits = np.arange(n) >> np.arange((n - 1).bit_length())[:, None] & 1 == 1
+    return np.concatenate([np.ones((1, n), bool), bits, ~bits])
+
+
+def hashed_integers(i: int, n: int) -> Array:
+    """Return the ``i``-th sequence of pseudorandom integers (n,) below 2**23.
+
+    They are a hash of a counter, by xor-shifts and multiplications. It compiles in a fraction of
+    the time of ``jax.random``, and these programs run once.
+    """
+    # 0x9E3779B9 is 2**32 over the golden ratio: sequences start far apart. The other constants
+    # are those of a 32-bit finaliser ("lowbias32"), every bit of whose result depends on all.
+    x = jnp.arange(1, n + 1, dtype=jnp.uint32) + np.uint32(i * 0x9E3779B9 % 2**32)
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return ((x ^ (x >> 16)) >> 9).astype(jnp.int32)
+
+
+def hashed_normals(i: int, *shape: int) -> Array:
+    """Return the ``i``-th of a series of arrays of standard normals."""
+    # The half keeps the argument away from 0, where the quantile is infinite. 23 bits are what
+    # single precision holds next to 1.
+    return ndtri((hashed_integers(i, math.prod(shape)) + 0.5) * 2.0**-23).reshape(shape)

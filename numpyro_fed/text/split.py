@@ -143,7 +143,7 @@ def _warn_of_priors(found: Structure) -> None:
             "that its posterior is improper and a bound can grow for ever. Mask only the observed "
             "site (obs_mask adds such a latent; give a mask to numpyro.handlers.mask instead).",
             category=ModelWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     for name in found.fields:
         warnings.warn(
@@ -152,7 +152,7 @@ def _warn_of_priors(found: Structure) -> None:
             "in its place in which silos are independent given what they share: "
             "nf.SeparatorPrior, nf.LowRankPrior, nf.BlockPrior, nf.SigmaPrior.",
             category=ModelWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -336,7 +336,7 @@ class Layout(NamedTuple):
         """
         # A site in two silo plates has no row of its own that could be padded.
         buckets = bucket(silos, self.sizes, may_pad=not self.model.structure.nested)
-        # SupportCheck first: outside of them densities are NaN or infinite, and row checks compare
+        # Supports first: outside of them densities are NaN or infinite, and row checks compare
         # nothing there.
         for b in buckets:
             self.supports.check(b)
