@@ -9,7 +9,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import DataError, ModelError
-from numpyro_fed.data.batches import bucket, group_lengths, padded_keys
+from numpyro_fed.data.batches import arrays_with_rows, bucket, group_lengths
 from numpyro_fed.data.silo_data import SiloData, read
 from numpyro_fed.testing import check_decomposition
 from numpyro_fed.text.primitives import silo_plate
@@ -82,7 +82,7 @@ def test_an_array_is_padded_iff_its_length_is_the_size_of_one_plate_everywhere()
         ]
     )
     sizes = [{"row": 3, "group": 2}, {"row": 5, "group": 1}]
-    assert padded_keys(held, sizes) == {"w": "group", "y": "row"}
+    assert arrays_with_rows(held, sizes) == {"w": "group", "y": "row"}
 
 
 def test_padded_rows_are_copies_of_a_real_one_and_masked():

@@ -36,7 +36,7 @@ from numpyro_fed.after.sensitivity import log_prior_on_supports
 from numpyro_fed.basics.errors import DataError, ModelError
 from numpyro_fed.basics.precision import precision
 from numpyro_fed.basics.programs import jit_once
-from numpyro_fed.data.batches import padded_keys
+from numpyro_fed.data.batches import arrays_with_rows
 from numpyro_fed.sfvi.algorithm import down_of
 from numpyro_fed.text.log_density import axes_of
 from numpyro_fed.text.row_checks import refuse_coupled_rows
@@ -213,7 +213,7 @@ class Rows:
     def constants(self) -> Group:
         """Return the number of each row's silo, and arguments of the model with so many rows."""
         found: dict[str, Named] = {}
-        of_key = padded_keys(self.data, self.sizes)
+        of_key = arrays_with_rows(self.data, self.sizes)
         for plate in dict.fromkeys(self.plates.values()):
             seen = [self.seen(j, plate) for j in range(len(self.data))]
             axis = (self.axis_name(plate),)

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.after.predict import SEEN, Draws, Programs, compiled, global_latents, predictor
-from numpyro_fed.data.batches import padded_keys
+from numpyro_fed.data.batches import arrays_with_rows
 from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.rounds.stack import Silos
 from numpyro_fed.text.log_density import outcomes_at
@@ -151,7 +151,7 @@ def paddings_of(run: Run, programs: Programs, asked: Sequence[OwnRows]) -> dict[
     if private or len(asked) <= FEW_SIZES:
         return {}
     sizes = [run._hosted(j).sizes_of(j) for j in range(run.num_silos)]
-    rows = padded_keys(hosted.data, sizes)
+    rows = arrays_with_rows(hosted.data, sizes)
     groups: dict[int, list[OwnRows]] = {}
     for one in asked:
         groups.setdefault(hosted.place(one.silo)[0], []).append(one)

@@ -36,7 +36,7 @@ class Bucket(NamedTuple):
     data: SiloData  # every leaf has a leading axis of len(silos)
 
 
-def padded_keys(silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> dict[str, str]:
+def arrays_with_rows(silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> dict[str, str]:
     """Return the silo plate of each array that is as long as it at every silo that has both."""
     rows = {}
     for key in {key: None for s in silos for key in s.arrays}:
@@ -64,7 +64,7 @@ def bucket(
     # Every bucket is a program to compile, and every padded row is memory and time. With a waste
     # of 2 both stay within a factor of two of their least. With 1 each size would be a bucket, and
     # without a limit one large silo would set the size of all.
-    rows = padded_keys(silos, sizes) if may_pad else {}
+    rows = arrays_with_rows(silos, sizes) if may_pad else {}
     # Padded are the plates of arrays, and others of the same sizes.
     plates = {
         plate

@@ -3,7 +3,7 @@
 Padding, minibatches, row-wise bounds and the decomposition itself all rest on one property: the log
 density term of a row reads the data and latents of that row alone. Structure does not decide it:
 ``x @ beta`` reads one row and ``x - x.mean(0)`` reads all. For most texts their operations show
-that rows are apart (:mod:`numpyro_fed.text.row_axes`). For others some rows of a silo get other
+that rows are apart (:mod:`numpyro_fed.text.jaxprs`). For others some rows of a silo get other
 latents or other data at a general point, all terms are computed anew, and the terms of the rows
 that were left alone must be equal up to rounding. All changes of a silo run in one program, which
 is compiled once for each set of shapes; the answer is taken anew for each run's own data.

@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.basics.errors import DataError, GuideError, ModelError, ModelWarning
-from numpyro_fed.data.batches import Bucket, CutPlates, Minibatches, bucket, padded_keys
+from numpyro_fed.data.batches import Bucket, CutPlates, Minibatches, arrays_with_rows, bucket
 from numpyro_fed.data.silo_data import ReadSilos, SiloData, Sizes
 from numpyro_fed.text.handlers import leaving_out_missing, localised, rounded
 from numpyro_fed.text.indices import IndexCheck
@@ -99,7 +99,7 @@ def _split(model: Callable[..., Any], silos: Sequence[SiloData]) -> _Split:
         _check_missing(text, missing, silos, found)
     _check_observed(trace.structure, silo)
     sizes = tuple(one.structure.sizes for one in found)
-    plate_of_array = padded_keys(silos, sizes)
+    plate_of_array = arrays_with_rows(silos, sizes)
     _check_globals(fm, silos, found, plate_of_array)
     return _Split(fm, sizes, plate_of_array)
 
@@ -317,7 +317,7 @@ class Layout(NamedTuple):
     check_indices: Callable[[int, SiloData], None]
     supports: SupportCheck  # the check of observed values
     # the arrays of each silo plate whose rows can be separated, and must not read each other's data
-    arrays_of_plates: dict[str, tuple[str, ...]]
+    separable_rows: dict[str, tuple[str, ...]]
 
     @property
     def plates_of_arrays(self) -> dict[str, tuple[str, ...]]:
@@ -342,7 +342,7 @@ class Layout(NamedTuple):
             self.supports.check(b)
         for j, silo in enumerate(silos):
             self.check_indices(j, silo)
-        apart = self.arrays_of_plates if summaries else {}
+        apart = self.separable_rows if summaries else {}
         harmless = [
             self.checks.harmless_padding(b, silos, self.plate_of_array, apart) for b in buckets
         ]
@@ -372,7 +372,7 @@ def layout_of(model: Callable[..., Any], silos: Sequence[SiloData]) -> Layout:
         RowChecks(fm),
         IndexCheck(fm.terms_at_zero),
         SupportCheck(fm.traces, "silo {}"),
-        arrays_of_plates(fm, silos, sizes, plate_of_array),
+        separable_rows(fm, silos, sizes, plate_of_array),
     )
 
 
@@ -384,7 +384,7 @@ def lay_out(
     return layout, layout.arrange(silos, summaries=summaries)
 
 
-def arrays_of_plates(
+def separable_rows(
     fm: FederatedModel,
     silos: Sequence[SiloData],
     sizes: Sequence[Sizes],

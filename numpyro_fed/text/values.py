@@ -24,7 +24,7 @@ from jax import Array
 from numpyro_fed.basics.errors import DataError
 from numpyro_fed.basics.programs import compiled_method, jit_once
 from numpyro_fed.basics.trees import all_finite
-from numpyro_fed.data.batches import Bucket, padded_keys
+from numpyro_fed.data.batches import Bucket, arrays_with_rows
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_checks import hashed_normals
@@ -286,7 +286,7 @@ def _first_row(fm: FederatedModel, site: str, plate: str, silo: SiloData) -> int
     """Return the first row without which derivatives of a site would be finite, if one is found."""
     sizes = fm.sizes(silo)
     size = sizes[plate]
-    keys = [k for k, p in padded_keys([silo], [sizes]).items() if p == plate]
+    keys = [k for k, p in arrays_with_rows([silo], [sizes]).items() if p == plate]
     real = np.asarray(silo.masks.get(plate, np.ones(size, bool)))
 
     @jax.jit
