@@ -39,8 +39,6 @@ from numpyro_fed.text.traces import (
 )
 
 PRIOR_DRAWS = 512  # at least, of which callers take as many as they ask for
-# Labels beside names of sites; the space keeps them apart from any of these.
-DATA, KEY = " data", " key"
 
 
 @dataclass(frozen=True, eq=False)
@@ -413,13 +411,12 @@ class GlobalPrior:
 
         # A latent counts only if its value comes from the key: a handler (condition, substitute)
         # may have fixed it in the text, and then it cannot be drawn anew.
-        def sampled(**inputs: Any) -> dict[str, Array]:
-            silo = replace(data, arrays=inputs[DATA])
-            trace = run_text(self.model.text, values, {}, silo, inputs[KEY])
+        def sampled(arrays: dict[str, Array], key: Array) -> dict[str, Array]:
+            trace = run_text(self.model.text, values, {}, replace(data, arrays=arrays), key)
             return {name: trace[name]["value"] for name in names}
 
-        sources = provenance(sampled, **{DATA: data.arrays, KEY: jax.random.key(0)})
-        return {name for name in names if KEY in sources[name]}
+        sources = provenance(sampled, arrays=data.arrays, key=jax.random.key(0))
+        return {name for name in names if "key" in sources[name]}
 
 
 def packed(sites: Iterable[Site], trace: Mapping[str, Any]) -> dict[str | None, Array]:

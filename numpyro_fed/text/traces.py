@@ -356,7 +356,10 @@ class _Run:
             if self.given:
                 return bijection(self.given[0][name])
             leaves, tree = jax.tree.flatten(self.initial[name])
-            made = [self._make(PARAMETER, name, i, leaf) for i, leaf in enumerate(leaves)]
+            made = [
+                self._make(PARAMETER, name, i, jnp.shape(leaf), jnp.result_type(leaf))
+                for i, leaf in enumerate(leaves)
+            ]
             return bijection(jax.tree.unflatten(tree, made))
         if site["type"] != "sample" or site["is_observed"]:
             return None
@@ -373,13 +376,13 @@ class _Run:
         except NotImplementedError:
             return None
         shape = bijection.inverse_shape(fn.shape(site["kwargs"]["sample_shape"]))
-        like = jax.ShapeDtypeStruct(tuple(shape), jnp.result_type(float))
-        return constrained(site, self._make(LATENT, name, 0, like))
+        return constrained(site, self._make(LATENT, name, 0, tuple(shape), jnp.result_type(float)))
 
-    def _make(self, kind: str, name: str, leaf: int, like: Any) -> Array:
+    def _make(
+        self, kind: str, name: str, leaf: int, shape: tuple[int, ...], dtype: np.dtype
+    ) -> Array:
         self.made.append((kind, name, leaf))
-        place = len(self.made) - 1
-        return _unknown.bind(place=place, shape=jnp.shape(like), dtype=jnp.result_type(like))
+        return _unknown.bind(place=len(self.made) - 1, shape=shape, dtype=dtype)
 
 
 # An unknown number or array, as it stands in a program before it has become one of its inputs.
