@@ -57,16 +57,13 @@ def split(model: Callable[..., Any], silos: Sequence[SiloData]) -> FederatedMode
     what differs between silos, such as their numbers of rows; randomness outside of sample sites;
     sites that differ between silos; and NaN in what is read for something else than an outcome.
     """
-    return _split(model, silos).model
+    return _split(model, silos)[0]
 
 
-class _Split(NamedTuple):
-    model: FederatedModel
-    sizes: tuple[Sizes, ...]  # the true size of each silo plate at each silo
-    plate_of_array: dict[str, str]  # the silo plate of each array that holds rows
-
-
-def _split(model: Callable[..., Any], silos: Sequence[SiloData]) -> _Split:
+def _split(
+    model: Callable[..., Any], silos: Sequence[SiloData]
+) -> tuple[FederatedModel, tuple[Sizes, ...], dict[str, str]]:
+    """Return the split model, the sizes of plates at each silo, and the plate of each array."""
     missing = tuple(sorted({name for silo in silos for name in silo.missing}))
     text, model = model, leaving_out_missing(model, missing)
     traces = Traces(model)
@@ -101,7 +98,7 @@ def _split(model: Callable[..., Any], silos: Sequence[SiloData]) -> _Split:
     sizes = tuple(one.structure.sizes for one in found)
     plate_of_array = arrays_with_rows(silos, sizes)
     _check_globals(fm, silos, found, plate_of_array)
-    return _Split(fm, sizes, plate_of_array)
+    return fm, sizes, plate_of_array
 
 
 def _check_same_sites(first: Structure, other: Structure, j: int) -> None:
