@@ -13,7 +13,7 @@ from numpyro.distributions import biject_to
 from scipy.special import polygamma
 
 from numpyro_fed import expfam
-from numpyro_fed.guides import base as guides
+from numpyro_fed.guides import global_guides as guides
 
 KEY = jax.random.key(0)
 FAMILIES = {

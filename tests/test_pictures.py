@@ -9,7 +9,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.pictures import caterpillar, checks, conflicts, curve, marginals
+from numpyro_fed.basics.plots import caterpillar, checks, conflicts, curve, marginals
 
 matplotlib.use("Agg")
 KEY = jax.random.key(0)

@@ -15,7 +15,7 @@ from jax.lax import stop_gradient
 from numpyro_fed.basics.trees import Tree, drop_weak_types, where
 from numpyro_fed.numerics import expfam
 from numpyro_fed.numerics.expfam import Family
-from numpyro_fed.numerics.expfam.base import Natural, Ordinary
+from numpyro_fed.numerics.expfam.family import Natural, Ordinary
 
 SiloPart = TypeVar("SiloPart")
 # The state of the loop over L-BFGS steps.

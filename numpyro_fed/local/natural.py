@@ -27,7 +27,7 @@ from numpyro_fed.local.base import (
     proper_step,
 )
 from numpyro_fed.numerics import expfam, linalg
-from numpyro_fed.numerics.expfam.base import Natural, Ordinary, move_along
+from numpyro_fed.numerics.expfam.family import Natural, Ordinary, move_along
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from jax import Array
 from numpyro_fed.basics.errors import GuideError, positive_number
 from numpyro_fed.numerics import expfam
 from numpyro_fed.numerics.expfam import Family
-from numpyro_fed.numerics.expfam.base import Natural
+from numpyro_fed.numerics.expfam.family import Natural
 
 __all__ = ["KL", "AlphaRenyi", "FisherRao", "ReverseKL", "WeightedKL"]
 

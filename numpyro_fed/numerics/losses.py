@@ -24,7 +24,7 @@ from numpyro.distributions import Distribution
 from numpyro.distributions.util import sum_rightmost
 
 from numpyro_fed.basics.errors import ModelError, is_number
-from numpyro_fed.numerics.densities import accurate
+from numpyro_fed.numerics.accurate_densities import accurate
 
 __all__ = ["beta_loss", "gamma_loss", "generalised_cross_entropy", "log_loss"]
 

@@ -25,7 +25,7 @@ from numpyro_fed.basics.trees import double
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics import expfam
 from numpyro_fed.numerics.expfam import Family
-from numpyro_fed.numerics.expfam.base import Natural, Ordinary, Product
+from numpyro_fed.numerics.expfam.family import Natural, Ordinary, Product
 from numpyro_fed.text.binding import Theta
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Site

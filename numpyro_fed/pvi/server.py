@@ -22,7 +22,7 @@ from numpyro_fed.local.base import LocalNoise, Problem, minimise, proper_step
 from numpyro_fed.numerics import expfam
 from numpyro_fed.numerics.divergences import KL, WeightedKL
 from numpyro_fed.numerics.expfam import Family
-from numpyro_fed.numerics.expfam.base import Natural, Ordinary, Tree, location_and_log_scale
+from numpyro_fed.numerics.expfam.family import Natural, Ordinary, Tree, location_and_log_scale
 from numpyro_fed.numerics.gaussian import Gaussian
 from numpyro_fed.pvi.silo import (
     Down,

@@ -19,13 +19,13 @@ from jax import Array
 
 from numpyro_fed.basics.trees import all_finite, where
 from numpyro_fed.data.silo_data import SiloData, Sizes
-from numpyro_fed.guides.base import GuideParams
-from numpyro_fed.guides.objectives import AtDraw, Bound, SiloBound, normals
+from numpyro_fed.guides.global_guides import GuideParams
+from numpyro_fed.guides.silo_bounds import AtDraw, Bound, SiloBound, normals
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.local.base import Local, LocalNoise, Problem, SiloPart, Solution
 from numpyro_fed.numerics import expfam
 from numpyro_fed.numerics.expfam import Family
-from numpyro_fed.numerics.expfam.base import Natural, Ordinary, Tree
+from numpyro_fed.numerics.expfam.family import Natural, Ordinary, Tree
 from numpyro_fed.numerics.gaussian import Coordinates, Gaussian, identity
 from numpyro_fed.pvi.families import GAUSSIAN, Globals, misfit, row_terms
 from numpyro_fed.rounds.exchange import Reply, SharedParams, SiloParams

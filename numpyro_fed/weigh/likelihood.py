@@ -1,6 +1,6 @@
 r"""A silo's likelihood at a draw of the globals: by quadrature, or unbiased estimates by draws.
 
-Quadrature (``objectives.QuadratureBound``) is for rows with one or two latents. By
+Quadrature (``silo_bounds.QuadratureBound``) is for rows with one or two latents. By
 :class:`SiloLikelihood` a silo integrates its latents by weighted draws. Three quarters of them come
 from the normal distribution at the latents' mode given these globals, with the curvature at the
 mode. The mode is searched from the guide's mean; where none is found, the draws come from the
@@ -26,8 +26,8 @@ from jax import Array
 
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.laplace import Laplace
-from numpyro_fed.guides.objectives import EACH_DRAW, AtDraw, Bound, QuadratureBound, SiloBound
 from numpyro_fed.guides.quadrature import NEARBY, RowIntegrals
+from numpyro_fed.guides.silo_bounds import EACH_DRAW, AtDraw, Bound, QuadratureBound, SiloBound
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.search.begin import outer_precision, where_finite

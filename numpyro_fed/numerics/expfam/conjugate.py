@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.nn import log_sigmoid, logsumexp, one_hot
 from jax.scipy.special import digamma, gammaln, polygamma
 
-from numpyro_fed.numerics.expfam.base import Family, Index, Natural, Ordinary, Tree
+from numpyro_fed.numerics.expfam.family import Family, Index, Natural, Ordinary, Tree
 
 # Fits take derivatives at z = -8 and 8. Farther out single precision loses 1 - sigmoid(z); closer
 # to zero the two slopes are less different, and their difference has fewer digits.

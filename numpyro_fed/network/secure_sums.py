@@ -44,7 +44,7 @@ class Session:
 
 
 @dataclass
-class Sums:
+class SecureSums:
     """The keys of a silo, and the sums that it has taken part in."""
 
     policy: Policy

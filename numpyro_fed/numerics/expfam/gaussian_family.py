@@ -15,7 +15,7 @@ from numpyro.distributions.util import vec_to_tril_matrix
 
 from numpyro_fed.basics.trees import all_finite
 from numpyro_fed.numerics import linalg
-from numpyro_fed.numerics.expfam.base import Family, Index, Natural, Ordinary, Tree
+from numpyro_fed.numerics.expfam.family import Family, Index, Natural, Ordinary, Tree
 from numpyro_fed.numerics.gaussian import LOG_2PI, Gaussian, dot, symmetric
 
 
