@@ -15,7 +15,7 @@ import numpyro_fed as nf
 from numpyro_fed import sigma
 from numpyro_fed.sigma.networks import Networks, Sizes
 from numpyro_fed.sigma.source import Source, hyperparameters
-from numpyro_fed.sigma.training import Step, energy_test, minus_bound
+from numpyro_fed.sigma.training import DrawAndNoise, energy_test, minus_bound
 from numpyro_fed.text.substitution import Blocks
 
 KEY = jax.random.key(0)
@@ -50,7 +50,7 @@ def test_the_bound_is_that_of_the_written_model(double):
     draws = jnp.asarray(np.random.default_rng(1).normal(size=(9, 6)))
     nets = nets.initialised(draws, None, jnp.asarray(blocks.table), gamma)
     r = np.random.default_rng(0)
-    at = Step(*(jnp.asarray(r.normal(size=n)) for n in (6, 1, 3, (2, 2))))
+    at = DrawAndNoise(*(jnp.asarray(r.normal(size=n)) for n in (6, 1, 3, (2, 2))))
     mean, log_variance = nets.encode(at.theta, at.phi)
     q_G = dist.Normal(mean, jnp.exp(log_variance / 2))
     z_G = mean + jnp.exp(log_variance / 2) * at.eps_G

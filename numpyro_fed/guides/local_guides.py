@@ -37,7 +37,7 @@ LAST_LAYER_SCALE = 0.1
 # makes the gradient of all rows NaN.
 MAX_LOG_SCALE, MIN_LOG_SCALE = 5.0, -10.0
 
-Row = Mapping[str, tuple[tuple[int, ...], Any]]  # shape of one row, and dtype, of each array
+RowShapes = Mapping[str, tuple[tuple[int, ...], Any]]  # shape of one row, and dtype, of each array
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class Encoder:
     plate: str
     fm: FederatedModel
     dim: int
-    row: Row
+    row: RowShapes
     module: Any
     hidden: int = 0
     reads: int = 0
@@ -305,7 +305,7 @@ class Encoder:
 
 
 def encoder_of(
-    spec: Amortised, fm: FederatedModel, plate: str, dim: int, row: Row, init_scale: float
+    spec: Amortised, fm: FederatedModel, plate: str, dim: int, row: RowShapes, init_scale: float
 ) -> Encoder:
     """Return the network of a plate's rows, by its settings."""
     optional("equinox", "nn")

@@ -29,7 +29,7 @@ from numpyro_fed.guides.local_guides import (
     Amortised,
     Encoder,
     LocalGuide,
-    Row,
+    RowShapes,
     encoder_of,
 )
 from numpyro_fed.numerics.gaussian import Gaussian, identity
@@ -275,15 +275,21 @@ class Guide:
         return encoder.eta(theta[encoder.name], theta, z_G, data)
 
 
-class GuideConfig(NamedTuple):
-    """The complete settings of a guide, for a model and the sizes of its silo plates.
+class LocalConfig(NamedTuple):
+    """The complete settings of the guide of a silo plate's rows: see :class:`LocalGuide`."""
 
-    ``locals`` has plate, covariance, and whether means and scales are coupled.
-    """
+    plate: str
+    covariance: str
+    couple_mean: bool
+    couple_scale: bool
+
+
+class GuideConfig(NamedTuple):
+    """The complete settings of a guide, for a model and the sizes of its silo plates."""
 
     globals: str
     rank: int | None
-    locals: tuple[tuple[str, str, bool, bool], ...]
+    locals: tuple[LocalConfig, ...]
 
 
 Spec: TypeAlias = Structured | Amortised | AutoGuide
@@ -316,7 +322,7 @@ def resolve(
         if kind == AMORTISED:
             mean = scale = False
         mean, scale = (couple if own is None else own for own in (mean, scale))
-        plates.append((p.name, kind, mean, scale))
+        plates.append(LocalConfig(p.name, kind, mean, scale))
     kind, dim = spec.globals, fm.dim
     if isinstance(kind, AutoGuide):
         return GuideConfig(type(kind).__name__, None, tuple(plates))
@@ -341,7 +347,7 @@ def build_resolved(
     spec: Spec | None,
     resolved: GuideConfig | Sequence[Any],
     fm: FederatedModel,
-    row_of: Callable[[str], Row] | None = None,
+    row_of: Callable[[str], RowShapes] | None = None,
 ) -> Guide:
     """Return the guide of complete settings; ``row_of`` gives the arrays of a plate's row.
 

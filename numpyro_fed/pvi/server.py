@@ -171,7 +171,7 @@ class PartitionedVI(PVIAtSilo):
         # Each silo's term counts once in a round, however many visits a round has.
         weight = self.num_silos / self.visits
         loss = kl_to_prior / self.steps - weight * up.log_lik
-        moved_by = expfam.kl(self.family, guide, before)
+        moved_by = self.family.kl(guide, before)
         # The damping used is 0 for a rejected update; ``own`` is the server's own factor's state.
         report = {"damping": damping, "statuses": up.statuses, "own": converged}
         return after, Info(loss, all_finite(after), moved_by, report)
@@ -191,12 +191,12 @@ class PartitionedVI(PVIAtSilo):
         """Return the KL from posterior to prior, estimated where the prior is not in the family."""
         family = self.family
         if self.globals.prior_outside is None and not self.model.improper:
-            return expfam.kl(family, eta, self.globals.prior(theta))
+            return family.kl(eta, self.globals.prior(theta))
         psi, noise = family.ordinary(eta), family.noise(key, KL_DRAWS)
 
         def log_ratio_at(noise: Tree) -> Array:
             z = family.draw(psi, noise)
-            return expfam.log_density(family, eta, z) - self.model.log_prior(theta, z)
+            return family.log_density(eta, z) - self.model.log_prior(theta, z)
 
         return jax.vmap(log_ratio_at)(noise).mean()
 

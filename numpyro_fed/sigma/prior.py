@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ import optax
 from jax import Array
 from numpyro.distributions import Distribution
 
-from numpyro_fed.basics.errors import MissingExtraError, ModelError, SavedStateError, positive_int
+from numpyro_fed.basics.errors import ModelError, SavedStateError, optional, positive_int
 from numpyro_fed.basics.files import npz, read_npz, write_npz
 from numpyro_fed.basics.programs import TRACING
 from numpyro_fed.basics.trees import fresh
@@ -43,7 +43,6 @@ from numpyro_fed.text.substitution import Blocks, block_name
 if TYPE_CHECKING:
     from numpyro_fed.sigma.networks import Networks
 
-Shared = tuple[Array, Array, Array]
 VERSION = 2
 # Hyperparameters from which tau is measured, and draws of both priors at each: 32,768 draws in all
 # tell a variance to sqrt(2 / 32,768) = 0.8 % of itself. tau**2 is the difference of two of them,
@@ -55,13 +54,19 @@ INITIAL = Training(0, 1_024, 1, 0.0)
 
 
 def _networks() -> ModuleType:
-    try:
-        from numpyro_fed.sigma import networks
-    except ModuleNotFoundError as error:
-        if error.name != "equinox":
-            raise
-        raise MissingExtraError("equinox", "nn") from error
+    """Return the module of the networks, which needs an extra."""
+    optional("equinox", "nn")
+    from numpyro_fed.sigma import networks
+
     return networks
+
+
+class SharedLatents(NamedTuple):
+    """What silos share: the latents, the hyperparameters by rank, and the size of the entries."""
+
+    z_G: Array
+    hyper: Array
+    size: Array
 
 
 @dataclass(frozen=True)
@@ -241,8 +246,8 @@ class SigmaPrior:
             encodes=not decoder_only,
         )
         settings = Training(num_steps, batch_size, min(draws_per_phi, batch_size), noise)
-        _, first, normals = training_draws(source, scales, INITIAL, for_initial)
-        if decoder_only and normals is None:
+        initial = training_draws(source, scales, INITIAL, for_initial)
+        if decoder_only and initial.normals is None:
             raise ModelError(
                 f"'{site}' is no Gaussian whose draws are known as functions of standard normals: "
                 "MultivariateNormal, CAR or nf.fields.Leroux. Train with an encoder."
@@ -255,7 +260,7 @@ class SigmaPrior:
         trained, losses, times = train(
             for_steps,
             nets.Networks(sizes, for_networks).initialised(
-                first, normals, jnp.asarray(divided.table), noise
+                initial.theta, initial.normals, jnp.asarray(divided.table), noise
             ),
             source,
             divided,
@@ -304,8 +309,8 @@ class SigmaPrior:
         missing = true.var((0, 1)) - learnt.var((0, 1))
         return np.sqrt(np.clip(np.asarray(missing), *clip))
 
-    def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> Shared:
-        """Sample the shared latents; return them, hyperparameters by rank and the entries' size."""
+    def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> SharedLatents:
+        """Sample the shared latents, given the hyperparameters."""
         if missing := [name for name in self.source.phi if name not in phi]:
             raise ModelError(
                 f"'{self.site}' depends on '{missing[0]}', which is not sampled before it here. "
@@ -314,10 +319,10 @@ class SigmaPrior:
         size = self.networks.sizes.z_global
         z_G = numpyro.sample(f"{self.site}/z_G", dist.Normal(0, 1).expand([size]).to_event(1))
         flat = self.source.flat({name: phi[name] for name in self.source.phi})
-        return z_G, self.scales.uniform(flat), self.scales.size(flat)
+        return SharedLatents(z_G, self.scales.uniform(flat), self.scales.size(flat))
 
     def local(
-        self, shared: Shared, fn: Distribution, phi: Mapping[str, Array], which: Array
+        self, shared: SharedLatents, fn: Distribution, phi: Mapping[str, Array], which: Array
     ) -> Array:
         """Sample some blocks (blocks, largest), given what all silos share."""
         z_G, hyper, size = shared
@@ -339,7 +344,7 @@ class SigmaPrior:
             return decoded
         return numpyro.sample(f"{self.site}/values", dist.Normal(decoded, tau).to_event(1))
 
-    def whole(self, shared: Shared, parts: Array, which: Array) -> Array:
+    def whole(self, shared: SharedLatents, parts: Array, which: Array) -> Array:
         """Return the site from its blocks."""
         return self.blocks.assemble(parts, which)
 

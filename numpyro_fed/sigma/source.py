@@ -99,9 +99,16 @@ class Scales(NamedTuple):
         return (theta - self.mean) / (self.size(phi) * self.sd)
 
 
-# Hyperparameters (n, hyper), unconstrained, draws of the site (n, each, size) at each of them, and
-# of the same shape the standard normals that draws of a Gaussian prior are made of.
-Draws = tuple[Array, Array, Array | None]
+class Draws(NamedTuple):
+    """Draws of the true prior.
+
+    ``phi`` (n, hyper) are hyperparameters, and ``theta`` (n, each, size) draws of the site at each
+    of them. ``normals``, of the same shape, are what draws of a Gaussian prior are made of.
+    """
+
+    phi: Array
+    theta: Array
+    normals: Array | None
 
 
 @dataclass(frozen=True)
@@ -252,30 +259,30 @@ class Source:
             for_phi, for_theta = jax.random.split(key)
             phi = self.hyper(for_phi)
             noise, theta = self.draws_with_noise(for_theta, phi, each)
-            return self.flat(phi), theta, noise
+            return Draws(self.flat(phi), theta, noise)
 
         return jax.vmap(draw)(jax.random.split(key, n))
 
     def scales(self, key: Array) -> Scales:
         """Return the scales, estimated from draws. Warn if the prior goes beyond the ranges."""
         for_draws, for_prior = jax.random.split(key)
-        phi, theta, _ = jax.jit(partial(self.draw, n=SCALE_HYPER, each=SCALE_DRAWS))(for_draws)
-        if not bool(jnp.isfinite(theta).all()):
+        drawn = jax.jit(partial(self.draw, n=SCALE_HYPER, each=SCALE_DRAWS))(for_draws)
+        if not bool(jnp.isfinite(drawn.theta).all()):
             raise DataError(
                 f"draws of '{self.site}' from its prior are NaN or infinite. Add to the diagonal "
                 "of its covariance what the precision needs (1e-4 of a variance in single), give "
                 "narrower ranges, or use double precision."
             )
-        scales = _scales(phi, theta)
+        scales = _scales(drawn.phi, drawn.theta)
         if not self.ranges:
             return scales
         keys = jax.random.split(for_prior, SCALE_HYPER)
-        drawn = jax.jit(jax.vmap(partial(self.hyper, ranges=False)))(keys)
+        by_prior = jax.jit(jax.vmap(partial(self.hyper, ranges=False)))(keys)
         sites = self.trace(for_prior, {})
         for name, (low, high) in self.ranges.items():
             if is_flat(sites[name]["fn"]):
                 continue
-            value = np.asarray(drawn[name])
+            value = np.asarray(by_prior[name])
             share = float(((value < low) | (value > high)).mean())
             if share > OUTSIDE:
                 warnings.warn(

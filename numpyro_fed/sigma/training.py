@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 
 from numpyro_fed.basics import html
 from numpyro_fed.basics.errors import ModelError, NonFiniteError
-from numpyro_fed.sigma.fields import Dense, field_of
+from numpyro_fed.sigma.fields import DenseField, field_of
 from numpyro_fed.sigma.source import Draws, Scales, Source
 from numpyro_fed.text.substitution import Blocks
 
@@ -49,7 +49,7 @@ class Training(NamedTuple):
     noise: float
 
 
-class Step(NamedTuple):
+class DrawAndNoise(NamedTuple):
     """One draw of the true prior, and the noise of its bound.
 
     ``theta`` (entries,) is the draw, standardised, and ``phi`` (hyper,) its hyperparameters, as the
@@ -63,7 +63,9 @@ class Step(NamedTuple):
     eps_L: Array
 
 
-def minus_bound(networks: Networks, at: Step, table: Array, present: Array, noise: float) -> Array:
+def minus_bound(
+    networks: Networks, at: DrawAndNoise, table: Array, present: Array, noise: float
+) -> Array:
     """Return minus the evidence bound () of one draw (equation 8).
 
     ``table`` has the blocks' entries and ``present`` says which are no padding, both (blocks,
@@ -101,7 +103,7 @@ def training_draws(source: Source, scales: Scales, settings: Training, key: Arra
     parts = jax.vmap(scales.standardised)(theta, phi), noise
     phi = jnp.repeat(jax.vmap(scales.uniform)(phi), each, 0)[:n]
     theta, noise = jax.tree.map(lambda a: a.reshape(-1, source.size)[:n], parts)
-    return phi, theta, noise
+    return Draws(phi, theta, noise)
 
 
 def weights_of(networks: Networks) -> list[Array]:
@@ -130,7 +132,7 @@ def train(
     present = table < blocks.size
     sizes = networks.sizes
 
-    def loss(weights: list[Array], batch: Step) -> Array:
+    def loss(weights: list[Array], batch: DrawAndNoise) -> Array:
         at, noise = with_weights(networks, weights), settings.noise
         bound = partial(minus_bound, at, table=table, present=present, noise=noise)
         return jax.vmap(bound)(batch).mean()
@@ -142,7 +144,7 @@ def train(
         if eps_G is None or networks.encoder is not None:
             eps_G = jax.random.normal(for_G, (len(theta), sizes.z_global))
         eps_L = jax.random.normal(for_L, (len(theta), blocks.number, sizes.z_local))
-        value, gradient = jax.value_and_grad(loss)(weights, Step(theta, phi, eps_G, eps_L))
+        value, gradient = jax.value_and_grad(loss)(weights, DrawAndNoise(theta, phi, eps_G, eps_L))
         updates, opt_state = optim.update(gradient, opt_state, weights)
         return (optax.apply_updates(weights, updates), opt_state), value
 
@@ -209,7 +211,7 @@ COMPARED = 300
 PERMUTATIONS = 200
 
 
-class Row(NamedTuple):
+class CheckRow(NamedTuple):
     """The comparison at one setting of the hyperparameters.
 
     Attributes
@@ -241,14 +243,14 @@ class Check(NamedTuple):
 
     Attributes
     ----------
-    rows : tuple of Row
+    rows : tuple of CheckRow
     draws : tuple of arrays (draws, entries)
         Draws of the learnt prior, for each row.
     true, found : tuple of arrays (entries, entries)
         Covariances of the true and of the learnt prior, for each row.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[CheckRow, ...]
     draws: tuple[np.ndarray, ...]
     true: tuple[np.ndarray, ...]
     found: tuple[np.ndarray, ...]
@@ -301,7 +303,7 @@ def compare_draws(
         else:
             true = (
                 np.asarray(known.cov, float)
-                if isinstance(known, Dense)
+                if isinstance(known, DenseField)
                 else (known.vectors * np.asarray(known.variances)) @ known.vectors.T
             )
         unit = np.diagonal(true).mean()
@@ -315,7 +317,7 @@ def compare_draws(
         energy, p_value = energy_test(for_test, learnt[:COMPARED], true_draws[:COMPARED])
         compared.append(
             (
-                Row(
+                CheckRow(
                     dict(phi),
                     float(error[~apart].mean()),
                     float(error[apart].mean()) if apart.any() else 0.0,

@@ -114,7 +114,7 @@ class SiloLikelihood:
         latents = _LatentsAt(self, theta, guides, start, z_G, at_globals, data)
         if self.guide.outer:
             laplace = Laplace(self.model)
-            z = laplace.search(theta, z_G, data, start, **NEARBY).modes
+            z = laplace.search(theta, z_G, data, start, NEARBY).modes
             found = laplace.outer_given(theta, z_G, z, data)
             precisions = {p: outer_precision(self.guide, p, *found[p]) for p in self.guide.outer}
             latents = replace(latents.with_modes(precisions), start=z)
@@ -163,7 +163,7 @@ class _LatentsAt:
             return self
         outer = jnp.concatenate([jnp.zeros(0), *(z_outer[p].ravel() for p in guide.outer)])
         start = {**self.start, **z_outer}
-        z = laplace.search(self.theta, self.z_G, self.data, start, fix_outer=True, **NEARBY).modes
+        z = laplace.search(self.theta, self.z_G, self.data, start, NEARBY, fix_outer=True).modes
         found = laplace.rows_given(self.theta, self.z_G, outer, z, self.data)
         return self.with_modes({p: found[p] for p in plates})
 

@@ -109,13 +109,64 @@ class Family(ABC, Generic[Eps]):
 
     @abstractmethod
     def kl(self, eta_q: Natural, eta_p: Natural) -> Array:
-        """Return the Kullback-Leibler divergence: see :func:`kl`."""
+        r"""Return the Kullback-Leibler divergence between two proper members of the family.
+
+        .. math::
+            KL(q \| p) = A(\eta_p) - A(\eta_q) - \langle \eta_p - \eta_q, \mu(\eta_q) \rangle
+
+        Gaussians compute it from their roots, other families by NumPyro's formula.
+
+        Examples
+        --------
+        >>> import jax.numpy as jnp
+        >>> from numpyro_fed import expfam
+        >>> q = {"first": jnp.zeros(1), "second": -0.5 * jnp.ones(1)}
+        >>> p = {"first": jnp.ones(1), "second": -0.5 * jnp.ones(1)}
+        >>> float(expfam.gaussian(1).kl(q, p))
+        0.5
+        """
 
     @abstractmethod
     def marginal(
-        self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int
+        self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int = 0
     ) -> Distribution:
-        """Return the distribution of ``z[index]``, which is one site: see :func:`marginal`."""
+        """Return the marginal distribution of one site, whose coordinates are ``z[index]``.
+
+        Parameters
+        ----------
+        eta : tree
+            Natural parameters.
+        index : slice or int array
+            The site's coordinates: all those of a Gamma, Beta or Dirichlet member, or any part of a
+            Gaussian.
+        shape : tuple of int
+            The site's shape in unconstrained space.
+        event_dim : int
+            The number of the site's axes that belong to one event.
+
+        Returns
+        -------
+        Distribution
+            A Gaussian's marginal is in unconstrained space: a ``MultivariateNormal`` over the last
+            axis if the family is full and that axis is the event, else independent ``Normal``.
+            Marginals of other families are over ``x`` itself.
+
+        Raises
+        ------
+        ValueError
+            For coordinates of several members, and for a part of a member that is not Gaussian.
+
+        Examples
+        --------
+        >>> import jax.numpy as jnp
+        >>> from numpyro_fed import expfam
+        >>> family = expfam.gaussian(3, "full")
+        >>> eta = family.natural({"loc": jnp.zeros(3), "log_scale": jnp.zeros(3),
+        ...                       "below": jnp.array([1.0, 0.0, 0.0])})
+        >>> q = family.marginal(eta, slice(1, 3), (2,), event_dim=1)
+        >>> [round(float(v), 3) for v in q.variance]
+        [1.5, 1.0]
+        """
 
     def from_normals(self, normals: Array) -> Eps:
         """Return standard normals (n, dim) as the noise of ``n`` draws, if :attr:`of_normals`."""
@@ -135,7 +186,22 @@ class Family(ABC, Generic[Eps]):
         return all_finite((eta, self.ordinary(eta)))
 
     def log_density(self, eta: Natural, z: Array) -> Array:
-        """Return the log density: see :func:`log_density`."""
+        r"""Return the log density () with respect to ``dz``, at ``z`` (dim,).
+
+        .. math::
+            \log q(z) = \log h(z) + \langle \eta, T(z) \rangle - A(\eta)
+
+        Gaussians compute it from their standardised residuals: the three terms cancel far from
+        zero.
+
+        Examples
+        --------
+        >>> import jax.numpy as jnp
+        >>> from numpyro_fed import expfam
+        >>> standard = {"first": jnp.zeros(1), "second": -0.5 * jnp.ones(1)}
+        >>> round(float(expfam.gaussian(1).log_density(standard, jnp.zeros(1))), 4)
+        -0.9189
+        """
         return self.log_base(z) + inner(eta, self.statistics(z)) - self.log_partition(eta)
 
     def move(self, psi: Ordinary, gradient: Tree) -> Array:
@@ -210,102 +276,6 @@ def inner(a: Tree, b: Tree) -> Array:
     11.0
     """
     return sum(jax.tree.leaves(jax.tree.map(lambda x, y: jnp.sum(x * y), a, b)), jnp.zeros(()))
-
-
-def log_density(family: Family[Any], eta: Tree, z: Array) -> Array:
-    r"""Return the log density of the family with respect to ``dz``.
-
-    .. math::
-        \log q(z) = \log h(z) + \langle \eta, T(z) \rangle - A(\eta)
-
-    Gaussians compute it from their standardised residuals: the three terms cancel far from zero.
-
-    Parameters
-    ----------
-    family : Family
-    eta : tree
-        Natural parameters.
-    z : (dim,) array
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from numpyro_fed import expfam
-    >>> standard = {"first": jnp.zeros(1), "second": -0.5 * jnp.ones(1)}
-    >>> round(float(expfam.log_density(expfam.gaussian(1), standard, jnp.zeros(1))), 4)
-    -0.9189
-    """
-    return family.log_density(eta, z)
-
-
-def kl(family: Family[Any], eta_q: Tree, eta_p: Tree) -> Array:
-    r"""Return the Kullback-Leibler divergence between two members of a family.
-
-    .. math::
-        KL(q \| p) = A(\eta_p) - A(\eta_q) - \langle \eta_p - \eta_q, \mu(\eta_q) \rangle
-
-    Gaussians compute it from their roots, other families by NumPyro's formula.
-
-    Parameters
-    ----------
-    family : Family
-    eta_q, eta_p : tree
-        Natural parameters, both proper.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from numpyro_fed import expfam
-    >>> q = {"first": jnp.zeros(1), "second": -0.5 * jnp.ones(1)}
-    >>> p = {"first": jnp.ones(1), "second": -0.5 * jnp.ones(1)}
-    >>> float(expfam.kl(expfam.gaussian(1), q, p))
-    0.5
-    """
-    return family.kl(eta_q, eta_p)
-
-
-def marginal(
-    family: Family[Any], eta: Tree, index: Index, shape: tuple[int, ...], event_dim: int = 0
-) -> Distribution:
-    """Return the marginal distribution of one site, whose coordinates are ``z[index]``.
-
-    Parameters
-    ----------
-    family : Family
-    eta : tree
-        Natural parameters.
-    index : slice or int array
-        The site's coordinates: all those of a Gamma, Beta, Dirichlet or categorical member, or any
-        part of a Gaussian.
-    shape : tuple of int
-        The site's shape in unconstrained space.
-    event_dim : int
-        The number of the site's axes that belong to one event.
-
-    Returns
-    -------
-    Distribution
-        A Gaussian's marginal is in unconstrained space: a ``MultivariateNormal`` over the last axis
-        if the family is full and that axis is the event, else independent ``Normal``. Marginals of
-        other families are over ``x`` itself.
-
-    Raises
-    ------
-    ValueError
-        For coordinates of several members, and for a part of a member that is not Gaussian.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from numpyro_fed import expfam
-    >>> family = expfam.gaussian(3, "full")
-    >>> eta = family.natural({"loc": jnp.zeros(3), "log_scale": jnp.zeros(3),
-    ...                       "below": jnp.array([1.0, 0.0, 0.0])})
-    >>> q = expfam.marginal(family, eta, slice(1, 3), (2,), event_dim=1)
-    >>> [round(float(v), 3) for v in q.variance]
-    [1.5, 1.0]
-    """
-    return family.marginal(eta, index, shape, event_dim)
 
 
 def product(members: Mapping[str, tuple[Index, Family[Any]]]) -> Product:
@@ -472,7 +442,7 @@ class Product(Family[Any]):
         return self._each("around", self._cut(z), self._cut(gradient), blocks)
 
     def marginal(
-        self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int
+        self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int = 0
     ) -> Distribution:
         wanted = np.arange(self.dim)[index]
         for name, places in self.places.items():

@@ -206,7 +206,7 @@ class GaussianFamily(Family[Array]):
         return {"first": dot(eta["first"], K) - 2 * dot(second, psi["loc"]), "second": second}
 
     def marginal(
-        self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int
+        self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int = 0
     ) -> dist.Distribution:
         if not self.full:
             parts = {name: leaf[index].reshape(shape) for name, leaf in eta.items()}
