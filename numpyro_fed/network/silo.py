@@ -114,7 +114,7 @@ class Silo:
 
     def __init__(
         self,
-        data: Any,
+        data: Mapping[str, Any],
         *,
         names: Mapping[str, Any],
         policy: Policy | None = None,

@@ -144,7 +144,7 @@ class SiloRuns:
     def __init__(
         self,
         method: AnyMethod,
-        silo: Any,
+        silo: Mapping[str, Any],
         *,
         secret: Array | str | None = "auto",
         row_ids: ArrayLike | None = None,
