@@ -162,7 +162,7 @@ def test_no_module_asserts(module):
 
 
 # Of single matrices at the server, and in no program that runs for many of them.
-ALONE = {("numerics.barycenters", "qr"), ("sigma.source", "pinv")}
+ALONE = {("numerics.barycenters", "qr"), ("sigma.true_prior", "pinv")}
 
 
 @pytest.mark.parametrize("module", sorted(set(MODULES) - {"numerics.linalg"}))

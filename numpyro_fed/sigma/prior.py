@@ -28,7 +28,6 @@ from numpyro_fed.basics.errors import ModelError, SavedStateError, optional, pos
 from numpyro_fed.basics.files import npz, read_npz, write_npz
 from numpyro_fed.basics.programs import TRACING
 from numpyro_fed.basics.trees import fresh
-from numpyro_fed.sigma.source import Scales, Source, hyperparameters, signatures_differ
 from numpyro_fed.sigma.training import (
     Check,
     Training,
@@ -38,6 +37,7 @@ from numpyro_fed.sigma.training import (
     weights_of,
     with_weights,
 )
+from numpyro_fed.sigma.true_prior import Scales, TruePrior, hyperparameters, signatures_differ
 from numpyro_fed.text.substitution import Blocks, block_name
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class SigmaPrior:
     what blocks do not share.
     """
 
-    source: Source = field(repr=False)
+    true_prior: TruePrior = field(repr=False)
     blocks: Blocks = field(repr=False)
     networks: Networks = field(repr=False)
     scales: Scales = field(repr=False)
@@ -219,22 +219,22 @@ class SigmaPrior:
         nets = _networks()
         if not 0 < clip[0] < clip[1]:
             raise ValueError(f"clip={clip!r}: expected two positive numbers, the least first.")
-        source = Source.of(model, site, dict(model_kwargs or {}), dict(ranges or {}))
-        divided = Blocks.read(blocks, source.size, site)
-        if decoder_only and z_global not in (None, source.size):
+        true_prior = TruePrior.of(model, site, dict(model_kwargs or {}), dict(ranges or {}))
+        divided = Blocks.read(blocks, true_prior.size, site)
+        if decoder_only and z_global not in (None, true_prior.size):
             raise ValueError(
                 f"z_global={z_global!r} with decoder_only=True: silos share a normal for each of "
-                f"the {source.size} entries there. Leave z_global out."
+                f"the {true_prior.size} entries there. Leave z_global out."
             )
         # More shared latents follow rougher fields. But each is a global latent of every fit, and
         # a row and a column of the matrices by which hyperparameters mix them.
-        default = source.size if decoder_only else min(max(source.size // 3, 5), 100)
+        default = true_prior.size if decoder_only else min(max(true_prior.size // 3, 5), 100)
         shared = default if z_global is None else z_global
         positive_int("z_global", shared)
         for_scales, for_initial, for_networks, for_steps, for_tau = jax.random.split(key, 5)
-        scales = source.scales(for_scales)
+        scales = true_prior.scales(for_scales)
         sizes = nets.Sizes(
-            entries=source.size,
+            entries=true_prior.size,
             hyper=scales.hyper,
             blocks=divided.number,
             largest=divided.largest,
@@ -246,7 +246,7 @@ class SigmaPrior:
             encodes=not decoder_only,
         )
         settings = Training(num_steps, batch_size, min(draws_per_phi, batch_size), noise)
-        initial = training_draws(source, scales, INITIAL, for_initial)
+        initial = training_draws(true_prior, scales, INITIAL, for_initial)
         if decoder_only and initial.normals is None:
             raise ModelError(
                 f"'{site}' is no Gaussian whose draws are known as functions of standard normals: "
@@ -262,16 +262,16 @@ class SigmaPrior:
             nets.Networks(sizes, for_networks).initialised(
                 initial.theta, initial.normals, jnp.asarray(divided.table), noise
             ),
-            source,
+            true_prior,
             divided,
             scales,
             settings,
             optim,
             progress_bar,
         )
-        no_tau = np.zeros(source.size)
+        no_tau = np.zeros(true_prior.size)
         deterministic = cls(
-            source, divided, trained, scales, no_tau, settings, losses, times, False
+            true_prior, divided, trained, scales, no_tau, settings, losses, times, False
         )
         tau = deterministic._missing_sd(for_tau, clip)
         return replace(deterministic, tau=tau, is_auxiliary=True)
@@ -279,7 +279,7 @@ class SigmaPrior:
     @property
     def site(self) -> str:
         """Return the site whose prior it is."""
-        return self.source.site
+        return self.true_prior.site
 
     @property
     def deterministic(self) -> SigmaPrior:
@@ -296,11 +296,11 @@ class SigmaPrior:
         for_phi, for_true, for_learnt = jax.random.split(key, 3)
 
         def pair(keys: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-            phi = self.source.hyper(keys[0])
+            phi = self.true_prior.hyper(keys[0])
             draw_keys = jax.random.split(keys[2], TAU_DRAWS)
             learnt = jax.vmap(lambda key: self._draw(key, phi))(draw_keys)
-            draws = self.source.draws_with_noise(keys[1], phi, TAU_DRAWS)[1], learnt
-            flat = self.source.flat(phi)
+            draws = self.true_prior.draws_with_noise(keys[1], phi, TAU_DRAWS)[1], learnt
+            flat = self.true_prior.flat(phi)
             return jax.tree.map(lambda theta: self.scales.standardised(theta, flat), draws)
 
         keys = tuple(jax.random.split(k, TAU_HYPER) for k in (for_phi, for_true, for_learnt))
@@ -311,14 +311,14 @@ class SigmaPrior:
 
     def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> SharedLatents:
         """Sample the shared latents, given the hyperparameters."""
-        if missing := [name for name in self.source.phi if name not in phi]:
+        if missing := [name for name in self.true_prior.phi if name not in phi]:
             raise ModelError(
                 f"'{self.site}' depends on '{missing[0]}', which is not sampled before it here. "
                 "Put handlers that replace it (reparam, say) inside substitute_prior, not around."
             )
         size = self.networks.sizes.z_global
         z_G = numpyro.sample(f"{self.site}/z_G", dist.Normal(0, 1).expand([size]).to_event(1))
-        flat = self.source.flat({name: phi[name] for name in self.source.phi})
+        flat = self.true_prior.flat({name: phi[name] for name in self.true_prior.phi})
         return SharedLatents(z_G, self.scales.uniform(flat), self.scales.size(flat))
 
     def local(
@@ -353,32 +353,32 @@ class SigmaPrior:
 
         Hyperparameters that go beyond the training's cause a warning.
         """
-        trained = self.source.signature(self.scales)
+        trained = self.true_prior.signature(self.scales)
         for j, silo in enumerate(silos):
             kwargs = {k: v for k, v in silo.items() if k != block_name(self.site)}
-            source = replace(self.source, model=model, kwargs=kwargs)
-            if j == 0 and set(phi := hyperparameters(model, self.site, kwargs)) != set(source.phi):
+            here = replace(self.true_prior, model=model, kwargs=kwargs)
+            if j == 0 and set(phi := hyperparameters(model, self.site, kwargs)) != set(here.phi):
                 raise ModelError(
                     f"'{self.site}' depends on {', '.join(phi) or 'nothing'} here, and on "
-                    f"{', '.join(source.phi) or 'nothing'} where its prior was trained."
+                    f"{', '.join(here.phi) or 'nothing'} where its prior was trained."
                 )
-            if signatures_differ(source.signature(self.scales), trained):
+            if signatures_differ(here.signature(self.scales), trained):
                 raise ModelError(
                     f"silo {j}: '{self.site}' has another distribution than where its prior was "
                     "trained, at the same hyperparameters. Train one anew, for a prior that is the "
                     "same at all silos."
                 )
             if j == 0:
-                source.warn_beyond(jax.random.key(0), self.scales)
+                here.warn_beyond(jax.random.key(0), self.scales)
 
     def sample(self, key: Array, n: int, phi: Mapping[str, Any] | None = None) -> Array:
         """Return draws of the site (n, entries), at ``phi`` or at draws of the hyperparameters."""
         if phi is not None:
-            self.source.warn_outside(phi, self.scales)
+            self.true_prior.warn_outside(phi, self.scales)
 
         def draw(key: Array) -> Array:
             for_phi, for_rest = jax.random.split(key)
-            return self._draw(for_rest, self.source.hyper(for_phi) if phi is None else phi)
+            return self._draw(for_rest, self.true_prior.hyper(for_phi) if phi is None else phi)
 
         return jax.jit(lambda key: jax.lax.map(draw, jax.random.split(key, n), batch_size=256))(key)
 
@@ -411,7 +411,7 @@ class SigmaPrior:
         """
         positive_int("num_draws", num_draws)
         block_of = self.blocks.block_of
-        return compare_draws(key, self.source, self.sample, block_of, at, num_draws)
+        return compare_draws(key, self.true_prior, self.sample, block_of, at, num_draws)
 
     def save(self, path: str | Path) -> None:
         """Write weights, scales and sizes to ``path.npz``, without pickle.
@@ -424,13 +424,13 @@ class SigmaPrior:
             "table": self.blocks.table,
             "tau": self.tau,
             "losses": self.losses,
-            "signature": self.source.signature(self.scales),
+            "signature": self.true_prior.signature(self.scales),
         }
         meta = {
             "version": VERSION,
             "site": self.site,
-            "phi": list(self.source.phi),
-            "ranges": {k: list(v) for k, v in self.source.ranges.items()},
+            "phi": list(self.true_prior.phi),
+            "ranges": {k: list(v) for k, v in self.true_prior.ranges.items()},
             "sizes": self.networks.sizes._asdict(),
             "settings": self.settings._asdict(),
             "times": self.times,
@@ -461,12 +461,12 @@ class SigmaPrior:
         if "ranges" not in meta:
             raise SavedStateError(f"{file} holds no SigmaPrior, but a fit: use numpyro_fed.load.")
         ranges = {k: (float(v[0]), float(v[1])) for k, v in meta["ranges"].items()}
-        source = Source.of(model, site, dict(model_kwargs or {}), {})
-        divided = Blocks.read(blocks, source.size, site)
+        true_prior = TruePrior.of(model, site, dict(model_kwargs or {}), {})
+        divided = Blocks.read(blocks, true_prior.size, site)
         for what, saved, expected in (
             ("version", meta["version"], VERSION),
             ("site", meta["site"], site),
-            ("hyperparameters", meta["phi"], list(source.phi)),
+            ("hyperparameters", meta["phi"], list(true_prior.phi)),
         ):
             if saved != expected:
                 raise SavedStateError(f"{file} was trained for the {what} {saved}, not {expected}.")
@@ -486,14 +486,14 @@ class SigmaPrior:
         template = nets.Networks(nets.Sizes(**meta["sizes"]), jax.random.key(0))
         weights = (jnp.asarray(arrays[f"weight{i}"]) for i in count())
         scales = Scales(**{k: jnp.asarray(arrays[f"scale.{k}"]) for k in Scales._fields})
-        if signatures_differ(source.signature(scales), arrays["signature"]):
+        if signatures_differ(true_prior.signature(scales), arrays["signature"]):
             raise SavedStateError(
                 f"{file} was trained for another prior of '{site}': its distribution at the same "
                 "hyperparameters is another one here."
             )
-        source.warn_beyond(jax.random.key(0), scales)
+        true_prior.warn_beyond(jax.random.key(0), scales)
         return cls(
-            replace(source, ranges=ranges),
+            replace(true_prior, ranges=ranges),
             divided,
             with_weights(template, weights),
             scales,

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from numpyro_fed.basics import html
 from numpyro_fed.basics.errors import ModelError, NonFiniteError
 from numpyro_fed.sigma.fields import DenseField, field_of
-from numpyro_fed.sigma.source import Draws, Scales, Source
+from numpyro_fed.sigma.true_prior import Draws, Scales, TruePrior
 from numpyro_fed.text.substitution import Blocks
 
 if TYPE_CHECKING:
@@ -94,15 +94,15 @@ def _kl(mean: Array, log_variance: Array) -> Array:
     return 0.5 * jnp.sum(mean**2 + jnp.exp(log_variance) - 1 - log_variance)
 
 
-def training_draws(source: Source, scales: Scales, settings: Training, key: Array) -> Draws:
+def training_draws(true_prior: TruePrior, scales: Scales, settings: Training, key: Array) -> Draws:
     """Return a step's hyperparameters (batch, hyper) and draws (batch, entries), standardised."""
     # Several draws share hyperparameters, since a covariance's Cholesky factor costs more than the
     # draws from it; it is computed once for each phi.
     n, each = settings.batch_size, settings.draws_per_phi
-    phi, theta, noise = source.draw(key, -(-n // each), each)
+    phi, theta, noise = true_prior.draw(key, -(-n // each), each)
     parts = jax.vmap(scales.standardised)(theta, phi), noise
     phi = jnp.repeat(jax.vmap(scales.uniform)(phi), each, 0)[:n]
-    theta, noise = jax.tree.map(lambda a: a.reshape(-1, source.size)[:n], parts)
+    theta, noise = jax.tree.map(lambda a: a.reshape(-1, true_prior.size)[:n], parts)
     return Draws(phi, theta, noise)
 
 
@@ -120,7 +120,7 @@ def with_weights(networks: Networks, weights: Iterable[Array]) -> Networks:
 def train(
     key: Array,
     networks: Networks,
-    source: Source,
+    true_prior: TruePrior,
     blocks: Blocks,
     scales: Scales,
     settings: Training,
@@ -140,7 +140,7 @@ def train(
     def step(carry: Trained, key: Array) -> tuple[Trained, Array]:
         weights, opt_state = carry
         for_draws, for_G, for_L = jax.random.split(key, 3)
-        phi, theta, eps_G = training_draws(source, scales, settings, for_draws)
+        phi, theta, eps_G = training_draws(true_prior, scales, settings, for_draws)
         if eps_G is None or networks.encoder is not None:
             eps_G = jax.random.normal(for_G, (len(theta), sizes.z_global))
         eps_L = jax.random.normal(for_L, (len(theta), blocks.number, sizes.z_local))
@@ -183,19 +183,19 @@ def train(
     times = {
         "seconds": seconds,
         "step": step_time,
-        "drawing": _drawing_share(key, source, scales, settings, step_time),
+        "drawing": _drawing_share(key, true_prior, scales, settings, step_time),
     }
     return with_weights(networks, carry[0]), np.concatenate(losses), times
 
 
 def _drawing_share(
-    key: Array, source: Source, scales: Scales, settings: Training, step: float
+    key: Array, true_prior: TruePrior, scales: Scales, settings: Training, step: float
 ) -> float:
     """Return the share of drawing in the seconds of a step; NaN if these are NaN."""
     if not np.isfinite(step):
         return float("nan")
     keys = jax.random.split(key, TIMED)
-    draws = jax.jit(partial(jax.lax.map, partial(training_draws, source, scales, settings)))
+    draws = jax.jit(partial(jax.lax.map, partial(training_draws, true_prior, scales, settings)))
     jax.block_until_ready(draws(keys))
     began = time.perf_counter()
     jax.block_until_ready(draws(keys))
@@ -276,7 +276,7 @@ class Check(NamedTuple):
 
 def compare_draws(
     key: Array,
-    source: Source,
+    true_prior: TruePrior,
     sample: Callable[[Array, int, Mapping[str, Any]], Array],
     block_of: np.ndarray,
     at: Sequence[Mapping[str, Any]] | None,
@@ -284,7 +284,7 @@ def compare_draws(
 ) -> Check:
     """Return the comparison of a learnt prior, ``sample(key, n, phi)``, with the true one."""
     if at is None:
-        drawn = jax.vmap(source.hyper)(jax.random.split(key, 1_000))
+        drawn = jax.vmap(true_prior.hyper)(jax.random.split(key, 1_000))
         at = [
             {name: np.quantile(np.asarray(v), q, axis=0) for name, v in drawn.items()}
             for q in (QUANTILES if drawn else QUANTILES[:1])
@@ -294,10 +294,10 @@ def compare_draws(
     for i, phi in enumerate(at):
         for_learnt, for_true, for_test = jax.random.split(jax.random.fold_in(key, i), 3)
         learnt = np.asarray(sample(for_learnt, num_draws, phi))
-        true_draws = np.asarray(source.draws_with_noise(for_true, phi, num_draws)[1])
+        true_draws = np.asarray(true_prior.draws_with_noise(for_true, phi, num_draws)[1])
         cov = np.cov(learnt.T)
         try:
-            known = field_of(source.distribution(phi), source.site, source.spectrum)
+            known = field_of(true_prior.distribution(phi), true_prior.site, true_prior.spectrum)
         except ModelError:  # no Gaussian: by its draws
             true = np.cov(true_draws.T)
         else:

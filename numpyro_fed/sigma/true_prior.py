@@ -1,6 +1,6 @@
-"""The source of a SIGMA prior's training: draws of a site and its hyperparameters from the model.
+"""The true prior, which a SIGMA prior learns: draws of a site and its hyperparameters.
 
-``Source`` runs the model's text with some latents substituted. ``Scales`` standardise what the
+``TruePrior`` runs the model's text with some latents substituted. ``Scales`` standardise what the
 networks see: entries by their mean, sd and size, and hyperparameters by their ranks among draws.
 """
 
@@ -112,8 +112,8 @@ class Draws(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
-    """A model from which a site and its hyperparameters are drawn.
+class TruePrior:
+    """The prior of a site and its hyperparameters, by the model from which both are drawn.
 
     Attributes
     ----------
@@ -145,8 +145,8 @@ class Source:
         site: str,
         kwargs: Mapping[str, Any],
         ranges: Mapping[str, tuple[float, float]],
-    ) -> Source:
-        """Return the source of a site after checks of the site, its hyperparameters and ranges."""
+    ) -> TruePrior:
+        """Return the prior of a site after checks of the site, its hyperparameters and ranges."""
         fn = site_of(model, site, kwargs)
         phi = hyperparameters(model, site, kwargs)
         latents = trace_text(model, 0, kwargs)
