@@ -81,7 +81,7 @@ def private_folder(path: str | Path) -> Path:
     return folder
 
 
-class Use:
+class FolderLock:
     """The use of a folder by one object of one process, and by no other; it is made if missing.
 
     The operating system's lock ends with the process, however that ends. Where another object of
@@ -92,7 +92,7 @@ class Use:
     def __init__(self, folder: str | Path):
         self._folder = os.path.realpath(private_folder(folder))
         known = _LOCKS.get(self._folder)
-        self._lock = _LOCKS[self._folder] = known or _Lock(self._folder)
+        self._lock = _LOCKS[self._folder] = known or _ProcessLock(self._folder)
         self._number = self._lock.count = self._lock.count + 1
 
     def check(self) -> None:
@@ -104,7 +104,7 @@ class Use:
             )
 
 
-class _Lock:
+class _ProcessLock:
     """The operating system's lock of a folder, for all of this process."""
 
     def __init__(self, folder: str):
@@ -127,7 +127,7 @@ class _Lock:
 
 
 # By folder; a lock is let go where no object of this process uses it.
-_LOCKS: weakref.WeakValueDictionary[str, _Lock] = weakref.WeakValueDictionary()
+_LOCKS: weakref.WeakValueDictionary[str, _ProcessLock] = weakref.WeakValueDictionary()
 
 
 class Store:

@@ -56,15 +56,13 @@ class Ledger:
         return {
             "places": policy.max_places - self.spent["places"],
             "draws": policy.max_draws - self.spent["draws"],
-            "epsilon": policy.epsilon - self._epsilon(self.noise),
+            "epsilon": policy.epsilon - self._epsilon_of(self.noise),
         }
 
-    def _epsilon(self, noise: Mapping[str, float]) -> float:
-        """Return the epsilon of Gaussian releases with these sums of inverse squared multipliers.
-
-        One row less and another one more are two changes of one row, as far as a silo's clip may
-        be: so releases that protect different things count four times.
-        """
+    def _epsilon_of(self, noise: Mapping[str, float]) -> float:
+        """Return the epsilon of releases by their sums of inverse squared multipliers."""
+        # One row less and another one more are two changes of one row, as far as a silo's clip may
+        # be: so releases that protect different things count four times.
         total = sum(noise.values()) * (1 if len(noise) < 2 else 4)
         return epsilon_of((total**-0.5,), self.policy.max_delta) if total else 0.0
 
@@ -98,7 +96,7 @@ class Ledger:
                 f"plan has {delta:g}. Its owner may raise the limit."
             )
         noise = {**self.noise, protects: self.noise.get(protects, 0.0) + multiplier**-2}
-        together = self._epsilon(noise)
+        together = self._epsilon_of(noise)
         if together > policy.epsilon * ROUNDED:
             raise ModelError(
                 f"this silo's policy allows an epsilon of {policy.epsilon:g} at delta "

@@ -220,7 +220,7 @@ class Policy:
                 f"this silo has fewer rows than its policy asks for ({self.min_rows}, min_rows)."
             )
 
-    def check_rows(self, num_rows: int) -> None:
+    def check_rows_with_outcome(self, num_rows: int) -> None:
         """Raise an error where rows would be left out of too few that have an outcome."""
         if num_rows < self.min_rows:
             raise ModelError(

@@ -24,7 +24,7 @@ from numpyro_fed.basics.errors import (
     ModelError,
     SavedStateError,
 )
-from numpyro_fed.basics.files import Store, Use, read_record
+from numpyro_fed.basics.files import FolderLock, Store, read_record
 from numpyro_fed.basics.precision import is_double, precision
 from numpyro_fed.data.scaling import numbers_of
 from numpyro_fed.data.tables import OTHER, level_counts
@@ -136,7 +136,7 @@ class Silo:
         self._store = Store(self._state)
         self._agreed: OrderedDict[str, _Agreement] = OrderedDict()
         self._ledger = Ledger(self._policy, self._store)
-        self._use: Use | None = None
+        self._use: FolderLock | None = None
         if state is None and (limits := self._policy.limits):
             warnings.warn(
                 f"the policy limits what this silo answers in all its life ({', '.join(limits)}), "
@@ -173,7 +173,7 @@ class Silo:
         if self._state is None:
             return
         if self._use is None:
-            self._use = Use(self._state)
+            self._use = FolderLock(self._state)
             # What another process has counted until now.
             self._ledger = Ledger(self._policy, self._store)
         self._use.check()
@@ -352,7 +352,7 @@ class Silo:
                 "does not give them: its owner may say so by Silo(..., allow_unhidden=True)."
             )
         if question.exchange == LOO:
-            self._policy.check_rows(runs.rows_that_count())
+            self._policy.check_rows_with_outcome(runs.rows_that_count())
         cost = self._ledger.spending(question.exchange, evaluations(question, arrays))
         if SUM not in head:
             if agreed.secure_sum:
