@@ -205,7 +205,13 @@ def test_the_spread_is_that_of_draws_and_increments_are_differences(name, double
     def at(key):
         z = jax.vmap(family.draw, (None, 0))(psi, family.noise(key, n))
         gone = jax.tree.map(jnp.subtract, family.statistics(z[1]), family.statistics(z[0]))
-        return z.mean(0), z.std(0), family.spread(psi), gone, family.increment(z[0], z[1] - z[0])
+        return (
+            z.mean(0),
+            z.std(0),
+            family.mean_and_sd(psi),
+            gone,
+            family.increment(z[0], z[1] - z[0]),
+        )
 
     mean, sd, expected, gone, increment = at(jax.random.key(0))
     np.testing.assert_allclose((mean - expected[0]) / expected[1], 0.0, atol=5 / n**0.5)
@@ -279,7 +285,9 @@ def slopes(name):
         dual = family.dual_gradient(scalar, eta)
 
         def spread(h):
-            return family.spread(family.ordinary(jax.tree.map(lambda a, b: a + h * b, eta, dual)))
+            return family.mean_and_sd(
+                family.ordinary(jax.tree.map(lambda a, b: a + h * b, eta, dual))
+            )
 
         return {
             "dual": dual,

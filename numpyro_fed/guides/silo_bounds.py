@@ -79,33 +79,33 @@ class QuadratureBound:
     def noise(self, key: Array, sizes: Sizes, particles: int) -> Rows:
         return {}
 
-    def value(self, given: AtDraw, noise: Rows) -> Array:
-        return self.integrals.at(given.theta, given.z_G, self.near(given), given.data)
+    def value(self, at: AtDraw, noise: Rows) -> Array:
+        return self.integrals.at(at.theta, at.z_G, self.near(at), at.data)
 
     @property
     def integrals(self) -> RowIntegrals:
         """Return the integrals over rows' latents, whose modes are near the guide's means."""
         return RowIntegrals(self.model, self.nodes, NEARBY)
 
-    def near(self, given: AtDraw) -> SearchEnd:
+    def near(self, at: AtDraw) -> SearchEnd:
         """Return where nodes stand: close to the conditional modes, held constant."""
-        return self.integrals.near(given.theta, given.z_G, given.data, self.start(given))
+        return self.integrals.near(at.theta, at.z_G, at.data, self.start(at))
 
-    def start(self, given: AtDraw) -> Rows:
+    def start(self, at: AtDraw) -> Rows:
         """Return where the search for the modes begins, {plate: (rows, dim)}, held constant."""
-        theta, eta, z_G, coordinates = stop_gradient(given[:4])
-        guides = self.guide.at_globals(eta, theta, z_G, coordinates.offset, given.data)
+        theta, eta, z_G, coordinates = stop_gradient(at[:4])
+        guides = self.guide.at_globals(eta, theta, z_G, coordinates.offset, at.data)
         return {p: guides[p]["loc"] for p in self.guide.locals}
 
-    def sample(self, key: Array, given: AtDraw) -> Rows:
-        return self.integrals.sample(key, given.theta, given.z_G, self.near(given), given.data)
+    def sample(self, key: Array, at: AtDraw) -> Rows:
+        return self.integrals.sample(key, at.theta, at.z_G, self.near(at), at.data)
 
-    def log_estimate(self, key: Array, given: AtDraw) -> Array:
-        return self.value(given, {})
+    def log_estimate(self, key: Array, at: AtDraw) -> Array:
+        return self.value(at, {})
 
-    def log_rows(self, key: Array, given: AtDraw) -> Rows:
+    def log_rows(self, key: Array, at: AtDraw) -> Rows:
         """Return each row's log likelihood, at a draw of the outer plate's latents."""
-        return self.integrals.log_rows(key, given.theta, given.z_G, self.near(given), given.data)
+        return self.integrals.log_rows(key, at.theta, at.z_G, self.near(at), at.data)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,40 +134,40 @@ class SiloBound:
         """Return the noise of one evaluation, by plate; it does not depend on padded rows."""
         return normals(key, 0, self.shapes(sizes, particles))[1]
 
-    def value(self, given: AtDraw, noise: Rows) -> Array:
+    def value(self, at: AtDraw, noise: Rows) -> Array:
         """Return the bound (), from the noise of one particle {plate: (rows, K_outer, K, dim)}."""
-        guide, k_outer, args = self.guide, self._k_outer, given
+        guide, k_outer = self.guide, self._k_outer
         eps = {p: noise[p] for p in guide.rows}
         # A single draw above the rows needs no weights: the common case, and a smaller program.
         if k_outer == 1:
-            z_outer = {p: self._draw(p, args, noise[p][:, 0, 0]) for p in guide.outer}
-            return self._silo_term(args, z_outer, {p: e[:, 0] for p, e in eps.items()})
+            z_outer = {p: self._draw(p, at, noise[p][:, 0, 0]) for p in guide.outer}
+            return self._silo_term(at, z_outer, {p: e[:, 0] for p, e in eps.items()})
         outer = {p: noise[p][:, :, 0] for p in guide.outer}
         if self.plain:
-            log_weights = self._each_outer(args, self._draws(guide.outer, args, outer), eps)
+            log_weights = self._each_outer(at, self._draws(guide.outer, at, outer), eps)
             return jax.nn.logsumexp(log_weights) - math.log(k_outer)
-        moved_by_globals, moved_by_guide = self._two_paths(guide.outer, args, outer)
+        moved_by_globals, moved_by_guide = self._two_paths(guide.outer, at, outer)
         counts = ((_OUTER, k_outer),)
         return _doubly_reparametrised(
-            self._outer_weights, counts, moved_by_guide, (moved_by_globals, args, eps)
+            self._outer_weights, counts, moved_by_guide, (moved_by_globals, at, eps)
         )[_OUTER]
 
-    def sample(self, key: Array, given: AtDraw) -> Rows:
+    def sample(self, key: Array, at: AtDraw) -> Rows:
         """Return a draw of the locals, {plate: (rows, dim)}, resampled by weight if ``K > 1``."""
-        guide, args = self.guide, given
+        guide = self.guide
         if not guide.locals:
             return {}
         key_noise, key_rows, key_outer = jax.random.split(key, 3)
-        sizes = {p: len(given.eta[p]["loc"]) for p in guide.locals}
+        sizes = {p: len(at.eta[p]["loc"]) for p in guide.locals}
         eps = {p: e[:, 0] for p, e in self.noise(key_noise, sizes, 1).items()}
 
         # The log weight of one outer draw, and its rows, resampled by theirs.
         def one_outer_draw(eps: Rows) -> tuple[Array, Rows]:
-            z_outer = {p: self._draw(p, args, eps[p][:, 0]) for p in guide.outer}
-            args_outer = args._replace(z_outer=z_outer)
-            z = self._draws(guide.rows, args_outer, self._tiled(eps))
-            weights = jax.vmap(partial(self._log_ratio, args=args_outer), axis_size=self._k_rows)(z)
-            q = _total({p: self._log_q(p, args, z_outer[p]) for p in guide.outer})
+            z_outer = {p: self._draw(p, at, eps[p][:, 0]) for p in guide.outer}
+            at_outer = at._replace(z_outer=z_outer)
+            z = self._draws(guide.rows, at_outer, self._tiled(eps))
+            weights = jax.vmap(partial(self._log_ratio, at=at_outer), axis_size=self._k_rows)(z)
+            q = _total({p: self._log_q(p, at, z_outer[p]) for p in guide.outer})
             chosen = dict(z_outer)
             for i, p in enumerate(guide.rows):
                 # Rows first: padded rows, which come last, then change no other number.
@@ -196,63 +196,62 @@ class SiloBound:
             (p.name, self.draws[p.name] if p.name in rows else 1) for p in self.model.plates
         )
 
-    def _stopped(self, args: AtDraw) -> AtDraw:
+    def _stopped(self, at: AtDraw) -> AtDraw:
         """Return the same arguments with the guide's parameters stopped; draws are not stopped."""
         # Parameters of amortised guides are among theta, with those of the model, which stay live.
         networks = {encoder.name for encoder in self.guide.encoders.values()}
-        theta = {k: stop_gradient(v) if k in networks else v for k, v in args.theta.items()}
-        coordinates = args.coordinates._replace(centre=stop_gradient(args.coordinates.centre))
-        return args._replace(theta=theta, eta=stop_gradient(args.eta), coordinates=coordinates)
+        theta = {k: stop_gradient(v) if k in networks else v for k, v in at.theta.items()}
+        coordinates = at.coordinates._replace(centre=stop_gradient(at.coordinates.centre))
+        return at._replace(theta=theta, eta=stop_gradient(at.eta), coordinates=coordinates)
 
-    def _given(self, plate: str, args: AtDraw) -> tuple[Any, Array]:
+    def _params_and_above(self, plate: str, at: AtDraw) -> tuple[Any, Array]:
         """Return the parameters of a plate's guide, and the values its rows are coupled to."""
-        eta = self.guide.of_rows(plate, args.theta, args.eta[plate], args.z_G, args.data)
-        return eta, self.guide.above(
-            plate, args.eta, args.coordinates.offset, args.z_outer, args.data
-        )
+        eta = self.guide.of_rows(plate, at.theta, at.eta[plate], at.z_G, at.data)
+        return eta, self.guide.above(plate, at.eta, at.coordinates.offset, at.z_outer, at.data)
 
-    def _draw(self, plate: str, args: AtDraw, eps: Array) -> Array:
-        return self.guide.locals[plate].draw(*self._given(plate, args), eps)
+    def _draw(self, plate: str, at: AtDraw, eps: Array) -> Array:
+        return self.guide.locals[plate].draw(*self._params_and_above(plate, at), eps)
 
-    def _draws(self, plates: tuple[str, ...], args: AtDraw, eps: Rows) -> Rows:
+    def _draws(self, plates: tuple[str, ...], at: AtDraw, eps: Rows) -> Rows:
         """Return all draws of ``plates``, {plate: (K, rows, dim)}."""
-        return {p: jax.vmap(partial(self._draw, p, args), 1)(eps[p]) for p in plates}
+        return {p: jax.vmap(partial(self._draw, p, at), 1)(eps[p]) for p in plates}
 
-    def _two_paths(self, plates: tuple[str, ...], args: AtDraw, eps: Rows) -> tuple[Rows, Rows]:
+    def _two_paths(self, plates: tuple[str, ...], at: AtDraw, eps: Rows) -> tuple[Rows, Rows]:
         """Return draws as two summands: one depends on ``z_G``, one on the guide's parameters.
 
         The second has the value zero and the derivatives of the draw. So the two paths may have
         different gradients.
         """
-        coordinates = args.coordinates._replace(u=stop_gradient(args.coordinates.u))
-        z_G, z_outer = stop_gradient((args.z_G, args.z_outer))
-        stopped = args._replace(z_G=z_G, coordinates=coordinates, z_outer=z_outer)
+        coordinates = at.coordinates._replace(u=stop_gradient(at.coordinates.u))
+        z_G, z_outer = stop_gradient((at.z_G, at.z_outer))
+        stopped = at._replace(z_G=z_G, coordinates=coordinates, z_outer=z_outer)
         moved_by_guide = jax.tree.map(
             lambda z: z - stop_gradient(z), self._draws(plates, stopped, eps)
         )
-        return self._draws(plates, self._stopped(args), eps), moved_by_guide
+        return self._draws(plates, self._stopped(at), eps), moved_by_guide
 
-    def _log_q(self, plate: str, args: AtDraw, z: Array) -> Array:
-        return args.data.masked(plate, self.guide.locals[plate].log_q(*self._given(plate, args), z))
+    def _log_q(self, plate: str, at: AtDraw, z: Array) -> Array:
+        eta, above = self._params_and_above(plate, at)
+        return at.data.masked(plate, self.guide.locals[plate].log_q(eta, above, z))
 
-    def _log_ratio(self, z: Rows, args: AtDraw) -> Rows:
+    def _log_ratio(self, z: Rows, at: AtDraw) -> Rows:
         """Return log p less log q of each row's own latents, {plate: (rows,)}."""
-        rows = self.model.log_silo(args.theta, args.z_G, {**args.z_outer, **z}, args.data)
-        return {p: v - self._log_q(p, args, z[p]) if p in z else v for p, v in rows.items()}
+        rows = self.model.log_silo(at.theta, at.z_G, {**at.z_outer, **z}, at.data)
+        return {p: v - self._log_q(p, at, z[p]) if p in z else v for p, v in rows.items()}
 
     def _tiled(self, eps: Rows) -> Rows:
         """Return rows' noise with equally many draws for all plates, repeated where needed."""
         return {p: eps[p][:, jnp.arange(self._k_rows) % self.draws[p]] for p in self.guide.rows}
 
-    def _row_weights(self, moved_by_guide: Rows, other_args: tuple[Rows, AtDraw]) -> Rows:
-        moved_by_globals, args = other_args
-        return jax.vmap(partial(self._log_ratio, args=args))(
+    def _row_weights(self, moved_by_guide: Rows, rest: tuple[Rows, AtDraw]) -> Rows:
+        moved_by_globals, at = rest
+        return jax.vmap(partial(self._log_ratio, at=at))(
             jax.tree.map(jnp.add, moved_by_globals, moved_by_guide)
         )
 
-    def _silo_term(self, args: AtDraw, z_outer: Rows, eps: Rows) -> Array:
+    def _silo_term(self, at: AtDraw, z_outer: Rows, eps: Rows) -> Array:
         """Return the silo's whole term () at one draw of the outer latents."""
-        given, rows = args._replace(z_outer=z_outer), self.guide.rows
+        below, rows = at._replace(z_outer=z_outer), self.guide.rows
         # Whether the gradients of rows' terms are doubly reparametrised. With several draws at an
         # outer plate its weights multiply all terms below, and the identity holds for the outermost
         # gradient only. It does not hold for rows that share a covariance either: a row's noise
@@ -260,31 +259,31 @@ class SiloBound:
         joint = any(self.guide.locals[p].joint for p in rows)
         sticks = self._k_outer == 1 and not self.plain and not (self._k_rows > 1 and joint)
         if self._k_rows == 1:
-            z = {p: self._draw(p, given, eps[p][:, 0]) for p in rows}
-            terms = self._log_ratio(z, self._stopped(given) if sticks else given)
+            z = {p: self._draw(p, below, eps[p][:, 0]) for p in rows}
+            terms = self._log_ratio(z, self._stopped(below) if sticks else below)
         elif not sticks:
-            z = self._draws(rows, given, self._tiled(eps))
-            weights = jax.vmap(partial(self._log_ratio, args=given))(z)
+            z = self._draws(rows, below, self._tiled(eps))
+            weights = jax.vmap(partial(self._log_ratio, at=below))(z)
             terms = _log_mean_exp(weights, self._counts)
         else:
-            moved_by_globals, moved_by_guide = self._two_paths(rows, given, self._tiled(eps))
-            rest = moved_by_globals, self._stopped(given)
+            moved_by_globals, moved_by_guide = self._two_paths(rows, below, self._tiled(eps))
+            rest = moved_by_globals, self._stopped(below)
             terms = _doubly_reparametrised(self._row_weights, self._counts, moved_by_guide, rest)
-        stopped = args if self.plain else self._stopped(args)
+        stopped = at if self.plain else self._stopped(at)
         outer = {p: self._log_q(p, stopped, z_outer[p]) for p in self.guide.outer}
-        return args.data.total(terms) - _total(outer)
+        return at.data.total(terms) - _total(outer)
 
-    def _each_outer(self, args: AtDraw, z_outer: Rows, eps: Rows) -> Array:
+    def _each_outer(self, at: AtDraw, z_outer: Rows, eps: Rows) -> Array:
         """Return the silo's whole term at all draws of the outer latents (K_outer,)."""
-        return jax.vmap(lambda z, e: self._silo_term(args, z, e), (0, 1))(z_outer, eps)
+        return jax.vmap(lambda z, e: self._silo_term(at, z, e), (0, 1))(z_outer, eps)
 
     def _outer_weights(
-        self, moved_by_guide: Rows, other_args: tuple[Rows, AtDraw, Rows]
+        self, moved_by_guide: Rows, rest: tuple[Rows, AtDraw, Rows]
     ) -> dict[str, Array]:
-        moved_by_globals, args, eps = other_args
+        moved_by_globals, at, eps = rest
         return {
             _OUTER: self._each_outer(
-                args, jax.tree.map(jnp.add, moved_by_globals, moved_by_guide), eps
+                at, jax.tree.map(jnp.add, moved_by_globals, moved_by_guide), eps
             )
         }
 

@@ -130,7 +130,7 @@ class Silo:
             typed_key(secret)
         self._data, self._names, self._max_bytes = data, dict(names), max_bytes
         self._policy = policy or Policy()
-        self._options: dict[str, Any] = dict(secret=secret, row_ids=row_ids)
+        self._secret, self._row_ids = secret, None if row_ids is None else np.asarray(row_ids)
         self._allow_unhidden = allow_unhidden
         self._state = None if state is None else Path(state)
         self._store = Store(self._state)
@@ -453,7 +453,9 @@ class Silo:
             same = (a.runs for a in reversed(self._agreed.values()) if a.settings == settings)
             known = next(same, None)
             runs = known and known.for_other_runs(store)
-            runs = runs or SiloRuns(built, self._data, store=store, **self._options)
+            runs = runs or SiloRuns(
+                built, self._data, secret=self._secret, row_ids=self._row_ids, store=store
+            )
             return _Agreement(settings, double, runs.facts, runs, secure_sum=secure)
 
     @contextmanager

@@ -22,7 +22,7 @@ from numpyro_fed.local.base import LocalNoise, Problem, minimise, proper_step
 from numpyro_fed.numerics import expfam
 from numpyro_fed.numerics.divergences import KL, WeightedKL
 from numpyro_fed.numerics.expfam import Family
-from numpyro_fed.numerics.expfam.family import Natural, Ordinary, Tree, location_and_log_scale
+from numpyro_fed.numerics.expfam.family import Natural, Ordinary, Parts, location_and_log_scale
 from numpyro_fed.numerics.gaussian import Gaussian
 from numpyro_fed.pvi.silo import (
     Down,
@@ -194,7 +194,7 @@ class PartitionedVI(PVIAtSilo):
             return family.kl(eta, self.globals.prior(theta))
         psi, noise = family.ordinary(eta), family.noise(key, KL_DRAWS)
 
-        def log_ratio_at(noise: Tree) -> Array:
+        def log_ratio_at(noise: Parts) -> Array:
             z = family.draw(psi, noise)
             return family.log_density(eta, z) - self.model.log_prior(theta, z)
 
@@ -259,7 +259,7 @@ class PartitionedVI(PVIAtSilo):
         def log_lik(
             psi: Ordinary, silo_part: object, noise: LocalNoise, plain: bool
         ) -> tuple[Array, Array]:
-            def at_draw(noise: Tree) -> tuple[Array, Array]:
+            def at_draw(noise: Parts) -> tuple[Array, Array]:
                 z = family.draw(psi, noise)
                 return z, log_outside(theta, z)
 
@@ -304,7 +304,7 @@ class PartitionedVI(PVIAtSilo):
         """Return the posterior whose frame a start has told."""
         # K'K is the precision of the frame, without inverting its covariance.
         K = self.frame_at(point).inverse_root()
-        return self.family.around(point.centre, jnp.zeros_like(point.centre), K.T @ K)
+        return self.family.from_derivatives(point.centre, jnp.zeros_like(point.centre), K.T @ K)
 
     def _server_factor_at(self, point: StartPoint, none: Natural) -> Natural:
         """Return the parabola of the prior's part outside of the family, or no factor."""
@@ -318,7 +318,7 @@ class PartitionedVI(PVIAtSilo):
             return log_outside(theta, z) + fm.smoothed.log_prior(theta, z) - fm.log_prior(theta, z)
 
         z = point.centre
-        return self.family.around(z, jax.grad(remainder)(z), -jax.hessian(remainder)(z))
+        return self.family.from_derivatives(z, jax.grad(remainder)(z), -jax.hessian(remainder)(z))
 
     def _server_at(
         self, first: ServerState, point: StartPoint, total: Natural, server_factor: Natural
@@ -380,7 +380,7 @@ class PartitionedVI(PVIAtSilo):
         ) -> tuple[Reply[Natural], SiloState]:
             point, place = down.point, jax.tree.map(lambda a: a[down.start], state.place)
             num_theta = len(place.gradient) - fm.dim
-            factor = family.around(
+            factor = family.from_derivatives(
                 point.centre, place.gradient[num_theta:], place.curvature[num_theta:, num_theta:]
             )
             # A silo without a parabola starts with no factor, as in the paper.

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.nn import log_sigmoid, logsumexp
 from jax.scipy.special import digamma, gammaln, polygamma
 
-from numpyro_fed.numerics.expfam.family import Family, Index, Natural, Ordinary, Tree
+from numpyro_fed.numerics.expfam.family import Family, Index, Natural, Ordinary, Statistics
 
 # Fits take derivatives at z = -8 and 8. Farther out single precision loses 1 - sigmoid(z); closer
 # to zero the two slopes are less different, and their difference has fewer digits.
@@ -143,7 +143,7 @@ class Gamma(_OverSupport):
     def distribution(self, eta: Natural) -> dist.Distribution:
         return dist.Gamma(eta["log"] + 1, -eta["linear"])
 
-    def statistics(self, z: Array) -> Tree:
+    def statistics(self, z: Array) -> Statistics:
         z = z.reshape(self.shape)
         return {"log": z, "linear": jnp.exp(z)}
 
@@ -160,14 +160,14 @@ class Gamma(_OverSupport):
     def natural(self, psi: Ordinary) -> Natural:
         return {"log": jnp.expm1(psi["log_concentration"]), "linear": -jnp.exp(psi["log_rate"])}
 
-    def moments(self, psi: Ordinary) -> Tree:
+    def moments(self, psi: Ordinary) -> Statistics:
         log_alpha, log_beta = psi["log_concentration"], psi["log_rate"]
         return {
             "log": digamma(jnp.exp(log_alpha)) - log_beta,
             "linear": jnp.exp(log_alpha - log_beta),
         }
 
-    def from_mean(self, mu: Tree) -> Natural:
+    def from_mean(self, mu: Statistics) -> Natural:
         # Newton steps for 1 / alpha, whose root is log(alpha) - digamma(alpha) = gap (Minka 2002,
         # "Estimating a Gamma distribution"). His closed-form start is within 1.5 %; each step
         # squares the error, so six are plenty.
@@ -188,7 +188,7 @@ class Gamma(_OverSupport):
     def centre(self, psi: Ordinary) -> Array:
         return (psi["log_concentration"] - psi["log_rate"]).reshape(self.dim)
 
-    def spread(self, psi: Ordinary) -> tuple[Array, Array]:
+    def mean_and_sd(self, psi: Ordinary) -> tuple[Array, Array]:
         alpha = jnp.exp(psi["log_concentration"]).reshape(self.dim)
         mean = digamma(alpha) - psi["log_rate"].reshape(self.dim)
         return mean, jnp.sqrt(polygamma(1, alpha))
@@ -201,7 +201,7 @@ class Gamma(_OverSupport):
         slope = (above - below) / (math.exp(_FAR) - math.exp(-_FAR))
         return {"log": below - slope * math.exp(-_FAR), "linear": slope}
 
-    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
+    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Statistics:
         g = jax.grad(f)(self.ordinary(eta))
         by_alpha, by_rate = g["log_concentration"], g["log_rate"]
         alpha = eta["log"] + 1
@@ -241,7 +241,7 @@ class Simplex(_OverSupport):
         rest = lax.cumlogsumexp(logs, axis=len(self.batch_shape), reverse=True)[..., 1:]
         return (logs[..., :-1] - rest + self.balance()).reshape(self.dim)
 
-    def statistics(self, z: Array) -> Tree:
+    def statistics(self, z: Array) -> Statistics:
         z = z.reshape(*self.batch_shape, self.k - 1) - self.balance()
         rest = jnp.cumsum(log_sigmoid(-z), axis=-1)
         first = log_sigmoid(z) + jnp.concatenate([jnp.zeros_like(z[..., :1]), rest[..., :-1]], -1)
@@ -260,11 +260,11 @@ class Simplex(_OverSupport):
     def natural(self, psi: Ordinary) -> Natural:
         return {"log": jnp.expm1(psi["log_concentration"])}
 
-    def moments(self, psi: Ordinary) -> Tree:
+    def moments(self, psi: Ordinary) -> Statistics:
         a = jnp.exp(psi["log_concentration"])
         return {"log": digamma(a) - digamma(a.sum(-1, keepdims=True))}
 
-    def from_mean(self, mu: Tree) -> Natural:
+    def from_mean(self, mu: Statistics) -> Natural:
         # Solve digamma(a) - digamma(sum(a)) = g, by Newton steps for the sum s: it is the root of
         # sum_i digamma^-1(g_i + digamma(s)) - s. That function is concave and the start is above
         # its root, so that the steps decrease to it.
@@ -291,7 +291,7 @@ class Simplex(_OverSupport):
     def centre(self, psi: Ordinary) -> Array:
         return self.from_logs(psi["log_concentration"])
 
-    def spread(self, psi: Ordinary) -> tuple[Array, Array]:
+    def mean_and_sd(self, psi: Ordinary) -> tuple[Array, Array]:
         a = jnp.exp(psi["log_concentration"])
         first, rest = a[..., :-1], jnp.cumsum(a[..., ::-1], -1)[..., -2::-1]
         mean = digamma(first) - digamma(rest) + self.balance()
@@ -315,7 +315,7 @@ class Simplex(_OverSupport):
         by_log_x[-1, -2:] = q, -p
         return {"log": jnp.matmul(slopes, np.linalg.inv(by_log_x).T, precision="highest")}
 
-    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
+    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Statistics:
         # The Fisher matrix is diagonal plus rank one, and is inverted by Sherman and Morrison's
         # formula. ``gap`` is its denominator, written without the cancellation of large ``a``.
         a = eta["log"] + 1
