@@ -11,7 +11,7 @@ import pytest
 from test_compare import corrected_of, nuts_of
 
 import numpyro_fed as nf
-from numpyro_fed.basics.html import table, words
+from numpyro_fed.basics.display import html_table, html_words
 from numpyro_fed.posterior.posterior import Stage
 from numpyro_fed.sigma.training import Check, CheckRow
 from numpyro_fed.text.sites import Site
@@ -77,8 +77,8 @@ class Cells(HTMLParser):
 
 
 def test_text_stays_text():
-    assert Cells(words("a < b & <i>c</i>")).text == ["a < b & <i>c</i>"]
-    assert Cells(table(["<b>"], [["&"], [""]])).rows == [["<b>"], ["&"], [""]]
+    assert Cells(html_words("a < b & <i>c</i>")).text == ["a < b & <i>c</i>"]
+    assert Cells(html_table(["<b>"], [["&"], [""]])).rows == [["<b>"], ["&"], [""]]
 
 
 normal = models.level()

@@ -38,7 +38,7 @@ FLAT = 1e-6  # least curvature of a direction, as a share of the largest of its 
 
 
 @dataclass(frozen=True)
-class ModeSearch:
+class LatentSearch:
     """The settings of a search for the modes of a silo's latents, by default an exact one.
 
     It ends where the Newton decrement is at most ``tolerance`` nats, or after so many ``steps``.
@@ -53,7 +53,7 @@ class ModeSearch:
     apart: bool = False
 
 
-EXACT = ModeSearch()
+EXACT = LatentSearch()
 
 
 class Arrow(NamedTuple):
@@ -238,7 +238,7 @@ class Laplace:
         z_G: Array,
         data: SiloData,
         start: Rows,
-        settings: ModeSearch = EXACT,
+        settings: LatentSearch = EXACT,
         *,
         fix_outer: bool = False,
     ) -> SearchEnd:

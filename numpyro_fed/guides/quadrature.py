@@ -32,7 +32,7 @@ from jax import Array
 from jax.lax import stop_gradient
 
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.laplace import EXACT, Laplace, ModeSearch, SearchEnd
+from numpyro_fed.guides.laplace import EXACT, Laplace, LatentSearch, SearchEnd
 from numpyro_fed.numerics import linalg
 from numpyro_fed.text.binding import Rows, Theta
 from numpyro_fed.text.log_density import FederatedModel
@@ -49,7 +49,7 @@ NODES_OF_PAIR = 7
 # it ends within one nat, and few step sizes are tried: the mode is a proposal, not the answer.
 # Without a line search (full Newton steps) it overshot far from the guide, and likelihoods came out
 # too small in the tail (docs/results/never_wrong.md).
-NEARBY = ModeSearch(tolerance=1.0, steps=10, step_sizes=(1.0, 2.0**-2, 2.0**-4, 2.0**-7))
+NEARBY = LatentSearch(tolerance=1.0, steps=10, step_sizes=(1.0, 2.0**-2, 2.0**-4, 2.0**-7))
 # Cells from which a row's latents are drawn, and how far they reach on both sides of its mode, in
 # standard deviations by the curvature there. Of a normal conditional an even point of a cell makes
 # the sd 0.15 % too large with one latent, and 0.6 % with two.
@@ -130,7 +130,7 @@ class RowIntegrals:
 
     model: FederatedModel
     nodes: int = NODES
-    search: ModeSearch = EXACT
+    search: LatentSearch = EXACT
     few_places: bool = False
 
     def log_likelihood(

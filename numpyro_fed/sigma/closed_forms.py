@@ -163,7 +163,7 @@ class BlockPrior(FieldPrior[Field]):
 
 
 class LowRankPart(NamedTuple):
-    """What silos share of a field of low rank: it, ``A`` (entries, rank), the mean given z_G."""
+    """A field with its loadings ``A`` (entries, rank), and its mean given the shared z_G."""
 
     field: Field
     A: Array
@@ -274,7 +274,7 @@ class LowRankPrior(FieldPrior[LowRankPart]):
 
 
 class BorderPart(NamedTuple):
-    """What silos share of a map: precision and mean of all areas, values of areas at borders."""
+    """The precision and mean of all areas of a map, and the values of areas at borders."""
 
     precision: Array
     mean: Array

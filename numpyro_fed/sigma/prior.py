@@ -61,8 +61,8 @@ def _networks() -> ModuleType:
     return networks
 
 
-class SharedLatents(NamedTuple):
-    """What silos share: the latents, the hyperparameters by rank, and the size of the entries."""
+class SharedPart(NamedTuple):
+    """The latents that silos share, hyperparameters by rank, and the size of the entries."""
 
     z_G: Array
     hyper: Array
@@ -309,7 +309,7 @@ class SigmaPrior:
         missing = true.var((0, 1)) - learnt.var((0, 1))
         return np.sqrt(np.clip(np.asarray(missing), *clip))
 
-    def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> SharedLatents:
+    def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> SharedPart:
         """Sample the shared latents, given the hyperparameters."""
         if missing := [name for name in self.true_prior.phi if name not in phi]:
             raise ModelError(
@@ -319,10 +319,10 @@ class SigmaPrior:
         size = self.networks.sizes.z_global
         z_G = numpyro.sample(f"{self.site}/z_G", dist.Normal(0, 1).expand([size]).to_event(1))
         flat = self.true_prior.flat({name: phi[name] for name in self.true_prior.phi})
-        return SharedLatents(z_G, self.scales.uniform(flat), self.scales.size(flat))
+        return SharedPart(z_G, self.scales.uniform(flat), self.scales.size(flat))
 
     def local(
-        self, shared: SharedLatents, fn: Distribution, phi: Mapping[str, Array], which: Array
+        self, shared: SharedPart, fn: Distribution, phi: Mapping[str, Array], which: Array
     ) -> Array:
         """Sample some blocks (blocks, largest), given what all silos share."""
         z_G, hyper, size = shared
@@ -344,7 +344,7 @@ class SigmaPrior:
             return decoded
         return numpyro.sample(f"{self.site}/values", dist.Normal(decoded, tau).to_event(1))
 
-    def whole(self, shared: SharedLatents, parts: Array, which: Array) -> Array:
+    def whole(self, shared: SharedPart, parts: Array, which: Array) -> Array:
         """Return the site from its blocks."""
         return self.blocks.assemble(parts, which)
 

@@ -19,7 +19,7 @@ import optax
 from jax import Array
 from tqdm.auto import tqdm
 
-from numpyro_fed.basics import html
+from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import ModelError, NonFiniteError
 from numpyro_fed.sigma.fields import DenseField, field_of
 from numpyro_fed.sigma.true_prior import Draws, Scales, TruePrior
@@ -271,7 +271,7 @@ class Check(NamedTuple):
 
     def _repr_html_(self) -> str:
         head, *lines = self._cells()
-        return html.table(head, lines)
+        return display.html_table(head, lines)
 
 
 def compare_draws(
