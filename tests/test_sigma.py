@@ -76,7 +76,7 @@ def test_what_a_site_depends_on_is_read_off_the_text():
     scale = np.exp(phi[:, 0])
     assert 0.2 <= scale.min() < 0.22
     assert 0.48 < scale.max() <= 0.5
-    drawn = jax.vmap(lambda k: true_prior.hyper(k, ranges=False))(jax.random.split(KEY, 2_000))
+    drawn = jax.vmap(lambda k: true_prior.draw_phi(k, ranges=False))(jax.random.split(KEY, 2_000))
     logs = np.log(drawn["scale"])
     assert abs(logs.mean() + 1) < 4.5 * 0.3 / 2_000**0.5
 
@@ -118,7 +118,7 @@ def test_training_comes_near_the_evidence(trained):
     """The bound cannot exceed the true prior's own density of noisy entries, and comes near it."""
     found = []
     for i, key in enumerate(jax.random.split(KEY, 300)):
-        scale = trained.true_prior.hyper(key)
+        scale = trained.true_prior.draw_phi(key)
         fn = trained.true_prior.distribution(scale)
         sd = trained.scales.sd * trained.scales.size(trained.true_prior.flat(scale))
         theta = (fn.sample(jax.random.fold_in(key, i), (20,)) - trained.scales.mean) / sd
@@ -184,7 +184,7 @@ def test_hyperparameters_beyond_the_training_do_not_reach_the_networks(trained):
     places = [
         trained.true_prior.flat({"scale": jnp.array(s)}) for s in (low / 10, low, high, 10 * high)
     ]
-    ends = [trained.scales.uniform(at) for at in places]
+    ends = [trained.scales.ranks(at) for at in places]
     sizes = [trained.scales.size(at) for at in places]
     np.testing.assert_allclose((sizes[0], sizes[2]), (sizes[1], sizes[3]), rtol=1e-5)
     np.testing.assert_allclose(ends[0], ends[1], rtol=1e-5)

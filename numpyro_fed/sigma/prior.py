@@ -65,7 +65,7 @@ class SharedPart(NamedTuple):
     """The latents that silos share, hyperparameters by rank, and the size of the entries."""
 
     z_G: Array
-    hyper: Array
+    ranks: Array
     size: Array
 
 
@@ -273,7 +273,7 @@ class SigmaPrior:
         deterministic = cls(
             true_prior, divided, trained, scales, no_tau, settings, losses, times, False
         )
-        tau = deterministic._missing_sd(for_tau, clip)
+        tau = deterministic._sd_that_draws_lack(for_tau, clip)
         return replace(deterministic, tau=tau, is_auxiliary=True)
 
     @property
@@ -291,12 +291,12 @@ class SigmaPrior:
         """Return the prior with noise that restores the entries' variance (section 4.2.3)."""
         return replace(self, is_auxiliary=True)
 
-    def _missing_sd(self, key: Array, clip: tuple[float, float]) -> np.ndarray:
+    def _sd_that_draws_lack(self, key: Array, clip: tuple[float, float]) -> np.ndarray:
         """Return the standard deviation that draws of the decoder lack (entries,), standardised."""
         for_phi, for_true, for_learnt = jax.random.split(key, 3)
 
         def pair(keys: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-            phi = self.true_prior.hyper(keys[0])
+            phi = self.true_prior.draw_phi(keys[0])
             draw_keys = jax.random.split(keys[2], TAU_DRAWS)
             learnt = jax.vmap(lambda key: self._draw(key, phi))(draw_keys)
             draws = self.true_prior.draws_with_noise(keys[1], phi, TAU_DRAWS)[1], learnt
@@ -319,21 +319,21 @@ class SigmaPrior:
         size = self.networks.sizes.z_global
         z_G = numpyro.sample(f"{self.site}/z_G", dist.Normal(0, 1).expand([size]).to_event(1))
         flat = self.true_prior.flat({name: phi[name] for name in self.true_prior.phi})
-        return SharedPart(z_G, self.scales.uniform(flat), self.scales.size(flat))
+        return SharedPart(z_G, self.scales.ranks(flat), self.scales.size(flat))
 
     def local(
         self, shared: SharedPart, fn: Distribution, phi: Mapping[str, Array], which: Array
     ) -> Array:
         """Sample some blocks (blocks, largest), given what all silos share."""
-        z_G, hyper, size = shared
-        mean, log_variance = jax.vmap(lambda b: self.networks.encode_local(b, z_G, hyper))(which)
+        z_G, ranks, size = shared
+        mean, log_variance = jax.vmap(lambda b: self.networks.encode_local(b, z_G, ranks))(which)
         normal = dist.Normal(mean, jnp.exp(0.5 * log_variance)).to_event(1)
         z_L = numpyro.sample(f"{self.site}/z_L", normal)
 
         def decode(block: Array, z_L: Array) -> tuple[Array, Array]:
             rows, present = self.blocks.rows(block)
             unit = size * self.scales.sd[rows]
-            decoded = self.networks.decode(block, z_G, z_L, hyper)
+            decoded = self.networks.decode(block, z_G, z_L, ranks)
             tau = unit * fresh(self.tau)[rows]
             # Padding becomes a standard normal, which is proper and which nothing reads.
             entries = self.scales.mean[rows] + unit * decoded
@@ -369,16 +369,16 @@ class SigmaPrior:
                     "same at all silos."
                 )
             if j == 0:
-                here.warn_beyond(jax.random.key(0), self.scales)
+                here.warn_if_model_goes_beyond(jax.random.key(0), self.scales)
 
     def sample(self, key: Array, n: int, phi: Mapping[str, Any] | None = None) -> Array:
         """Return draws of the site (n, entries), at ``phi`` or at draws of the hyperparameters."""
         if phi is not None:
-            self.true_prior.warn_outside(phi, self.scales)
+            self.true_prior.warn_if_outside(phi, self.scales)
 
         def draw(key: Array) -> Array:
             for_phi, for_rest = jax.random.split(key)
-            return self._draw(for_rest, self.true_prior.hyper(for_phi) if phi is None else phi)
+            return self._draw(for_rest, self.true_prior.draw_phi(for_phi) if phi is None else phi)
 
         return jax.jit(lambda key: jax.lax.map(draw, jax.random.split(key, n), batch_size=256))(key)
 
@@ -491,7 +491,7 @@ class SigmaPrior:
                 f"{file} was trained for another prior of '{site}': its distribution at the same "
                 "hyperparameters is another one here."
             )
-        true_prior.warn_beyond(jax.random.key(0), scales)
+        true_prior.warn_if_model_goes_beyond(jax.random.key(0), scales)
         return cls(
             replace(true_prior, ranges=ranges),
             divided,

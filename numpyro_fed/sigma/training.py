@@ -101,7 +101,7 @@ def training_draws(true_prior: TruePrior, scales: Scales, settings: Training, ke
     n, each = settings.batch_size, settings.draws_per_phi
     phi, theta, noise = true_prior.draw(key, -(-n // each), each)
     parts = jax.vmap(scales.standardised)(theta, phi), noise
-    phi = jnp.repeat(jax.vmap(scales.uniform)(phi), each, 0)[:n]
+    phi = jnp.repeat(jax.vmap(scales.ranks)(phi), each, 0)[:n]
     theta, noise = jax.tree.map(lambda a: a.reshape(-1, true_prior.size)[:n], parts)
     return Draws(phi, theta, noise)
 
@@ -284,7 +284,7 @@ def compare_draws(
 ) -> Check:
     """Return the comparison of a learnt prior, ``sample(key, n, phi)``, with the true one."""
     if at is None:
-        drawn = jax.vmap(true_prior.hyper)(jax.random.split(key, 1_000))
+        drawn = jax.vmap(true_prior.draw_phi)(jax.random.split(key, 1_000))
         at = [
             {name: np.quantile(np.asarray(v), q, axis=0) for name, v in drawn.items()}
             for q in (QUANTILES if drawn else QUANTILES[:1])

@@ -77,7 +77,7 @@ class Scales(NamedTuple):
         """Return the number of hyperparameters."""
         return self.quantiles.shape[1]
 
-    def uniform(self, phi: Array) -> Array:
+    def ranks(self, phi: Array) -> Array:
         """Return hyperparameters (hyper,) as networks take them: by rank among the training's."""
         # Values beyond its range are set to the ends, since networks do not extrapolate.
         # A uniform distribution on (-sqrt(3), sqrt(3)) has variance 1.
@@ -92,7 +92,7 @@ class Scales(NamedTuple):
         """Return the regressors of the log size, (1 + 2 hyper,)."""
         inside = jnp.clip(phi, self.quantiles[0], self.quantiles[-1])
         linear = (inside - self.centre) / self.width
-        return jnp.concatenate([jnp.ones(1), linear, self.uniform(phi) ** 2])
+        return jnp.concatenate([jnp.ones(1), linear, self.ranks(phi) ** 2])
 
     def standardised(self, theta: Array, phi: Array) -> Array:
         """Return draws (..., entries) at hyperparameters (hyper,) as the networks take them."""
@@ -177,7 +177,7 @@ class TruePrior:
         known = {**phi, self.site: jnp.zeros(self.size)}
         return trace_text(self.model, key, self.kwargs, known)
 
-    def hyper(self, key: Array, ranges: bool = True) -> dict[str, Array]:
+    def draw_phi(self, key: Array, ranges: bool = True) -> dict[str, Array]:
         """Return a draw of the hyperparameters, {name: value}, from ranges and their prior."""
         given: dict[str, Array] = {}
         for i, (name, (low, high)) in enumerate(self.ranges.items() if ranges else ()):
@@ -217,10 +217,10 @@ class TruePrior:
                 numbers += [a @ weights, np.abs(a) @ weights]
         return np.array(numbers)
 
-    def warn_beyond(self, key: Array, scales: Scales) -> None:
+    def warn_if_model_goes_beyond(self, key: Array, scales: Scales) -> None:
         """Warn if the model's prior of the hyperparameters goes beyond the training's range."""
 
-        draw = jax.vmap(lambda key: self.flat(self.hyper(key, ranges=False)))
+        draw = jax.vmap(lambda key: self.flat(self.draw_phi(key, ranges=False)))
         flat = np.asarray(jax.jit(draw)(jax.random.split(key, SCALE_HYPER)))
         low, high = np.asarray(scales.quantiles)[[0, -1]]
         share = float(((flat < low) | (flat > high)).any(1).mean())
@@ -257,7 +257,7 @@ class TruePrior:
 
         def draw(key: Array) -> Draws:
             for_phi, for_theta = jax.random.split(key)
-            phi = self.hyper(for_phi)
+            phi = self.draw_phi(for_phi)
             noise, theta = self.draws_with_noise(for_theta, phi, each)
             return Draws(self.flat(phi), theta, noise)
 
@@ -277,7 +277,7 @@ class TruePrior:
         if not self.ranges:
             return scales
         keys = jax.random.split(for_prior, SCALE_HYPER)
-        by_prior = jax.jit(jax.vmap(partial(self.hyper, ranges=False)))(keys)
+        by_prior = jax.jit(jax.vmap(partial(self.draw_phi, ranges=False)))(keys)
         sites = self.trace(for_prior, {})
         for name, (low, high) in self.ranges.items():
             if is_flat(sites[name]["fn"]):
@@ -295,7 +295,7 @@ class TruePrior:
                 )
         return scales
 
-    def warn_outside(self, phi: Mapping[str, Any], scales: Scales) -> None:
+    def warn_if_outside(self, phi: Mapping[str, Any], scales: Scales) -> None:
         """Warn of given hyperparameters that are outside of the training's range."""
         # Inside of a trace values are not known.
         if any(isinstance(v, jax.core.Tracer) for v in phi.values()):
