@@ -65,8 +65,8 @@ from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.search.mode import Mode
 from numpyro_fed.sfvi.method import SFVI, SFVIAvg
 from numpyro_fed.sigma import fields
+from numpyro_fed.sigma.closed_forms import BlockPrior, LowRankPrior, SeparatorPrior
 from numpyro_fed.sigma.prior import SigmaPrior
-from numpyro_fed.sigma.relatives import BlockPrior, LowRankPrior, SeparatorPrior
 from numpyro_fed.testing.decomposition import check_decomposition
 from numpyro_fed.text import handlers
 from numpyro_fed.text.clients import client_sum

@@ -7,12 +7,20 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
-from typing import Any
+from typing import TypedDict
 
 # Seconds that a call waits for an answer before it returns that there is none yet.
 HOLD = 5.0
 
-Found = dict[str, Any]
+
+class Found(TypedDict, total=False):
+    """What is said to whoever asks: a reply, or why there is none."""
+
+    reply: bytes
+    computes: bool  # there is none yet: ask again by the ticket
+    away: str  # why the silo's process cannot be asked
+    lost: str  # why nobody knows of the message
+    silent: float  # seconds since the site was last heard of, where it is lost
 
 
 class Pending:

@@ -13,7 +13,8 @@ import optax
 
 import numpyro_fed as nf
 from numpyro_fed.data.silo_data import SiloData, read
-from numpyro_fed.guides.objectives import AtDraw, SiloBound, draws_by_plate
+from numpyro_fed.guides.objectives import draws_by_plate
+from numpyro_fed.guides.silo_bounds import AtDraw, SiloBound
 from numpyro_fed.guides.structured import Guide, build_resolved, resolve
 from numpyro_fed.rounds.exchange import FederatedAlgorithm
 from numpyro_fed.sfvi.algorithm import StructuredVI

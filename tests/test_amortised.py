@@ -14,8 +14,9 @@ import pytest
 import numpyro_fed as nf
 from numpyro_fed.data.batches import MinibatchNoise, rows_at
 from numpyro_fed.data.silo_data import read
-from numpyro_fed.guides.amortised import with_encoders
-from numpyro_fed.guides.objectives import AtDraw, SiloBound, draws_by_plate
+from numpyro_fed.guides.local_guides import with_encoders
+from numpyro_fed.guides.objectives import draws_by_plate
+from numpyro_fed.guides.silo_bounds import AtDraw, SiloBound
 from numpyro_fed.guides.structured import build_resolved, resolve
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.step import replayed_part

@@ -98,7 +98,7 @@ def test_the_layers_are_there():
     rooms = {m.split(".")[0] for m in MODULES}
     assert {name.split(".")[0] for row in LAYERS for name in row} <= rooms
     assert {"rounds.exchange", "sfvi.algorithm", "rounds.stack", "sfvi.method"} <= set(MODULES)
-    assert layer("basics.errors") < layer("guides.base") < layer("sfvi.algorithm")
+    assert layer("basics.errors") < layer("guides.global_guides") < layer("sfvi.algorithm")
     assert layer("sfvi.algorithm") < layer("posterior.posterior") < layer("sfvi.method")
     assert layer("sfvi.method") == layer("__init__") == FRONT_DOOR
     assert "text.traces" in GRAPH["text.split"]
@@ -124,7 +124,7 @@ def test_no_module_imports_itself_in_a_circle(module):
 def test_rounds_know_no_algorithm_and_no_model(module):
     ours = {m for m in GRAPH[module] if not m.startswith(("rounds.", "basics.", "privacy."))}
     # What an exchange carries has types of the text and of a guide.
-    types = {"guides.base", "numerics.gaussian", "text.sites"}
+    types = {"guides.global_guides", "numerics.gaussian", "text.sites"}
     assert ours <= {"data.silo_data", "data.batches"} | (types if "exchange" in module else set())
 
 
@@ -162,7 +162,7 @@ def test_no_module_asserts(module):
 
 
 # Of single matrices at the server, and in no program that runs for many of them.
-ALONE = {("numerics.barycenters", "qr"), ("sigma.source", "pinv")}
+ALONE = {("numerics.barycenters", "qr"), ("sigma.true_prior", "pinv")}
 
 
 @pytest.mark.parametrize("module", sorted(set(MODULES) - {"numerics.linalg"}))

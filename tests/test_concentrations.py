@@ -8,7 +8,7 @@ import numpy as np
 import numpyro.distributions as dist
 import pytest
 
-from numpyro_fed.numerics.densities import accurate
+from numpyro_fed.numerics.accurate_densities import accurate
 
 PI = Decimal("3.14159265358979323846264338327950288419716939937510")
 

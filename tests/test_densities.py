@@ -14,7 +14,7 @@ from scipy import special
 
 import numpyro_fed as nf
 from numpyro_fed.data.silo_data import read
-from numpyro_fed.numerics.densities import (
+from numpyro_fed.numerics.accurate_densities import (
     accurate,
     log_prob,
     log_rising,

@@ -15,16 +15,16 @@ from problems import cut, gauss_hermite, glmm, glmm_silos, jitter, parts
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import GuideError
 from numpyro_fed.data.batches import bucket
-from numpyro_fed.guides import base
-from numpyro_fed.guides.base import from_autoguide
-from numpyro_fed.guides.structured import LocalGuide
+from numpyro_fed.guides import global_guides
+from numpyro_fed.guides.global_guides import from_autoguide
+from numpyro_fed.guides.local_guides import LocalGuide
 from numpyro_fed.numerics.gaussian import Coordinates, unit_lower
 
 KEY = jax.random.key(0)
 GLOBALS = {
-    "diagonal": lambda dim: base.Diagonal(dim, 0.5),
-    "full": lambda dim: base.Full(dim, 0.5),
-    "low_rank": lambda dim: base.LowRank(dim, 0.5, 1),
+    "diagonal": lambda dim: global_guides.Diagonal(dim, 0.5),
+    "full": lambda dim: global_guides.Full(dim, 0.5),
+    "low_rank": lambda dim: global_guides.LowRank(dim, 0.5, 1),
 }
 
 
@@ -534,7 +534,7 @@ ORDER = np.array([2, 0, 3, 1])
 
 
 def skewed_guide():
-    guide = base.Skewed(4, 0.3, tuple(ORDER))
+    guide = global_guides.Skewed(4, 0.3, tuple(ORDER))
     start = guide.init(KEY, jnp.arange(4.0))
     return guide, jax.tree.map(lambda a: a + 0.3 * jax.random.normal(KEY, a.shape), start)
 
@@ -571,10 +571,10 @@ def test_a_skewed_guide_begins_at_a_gaussian_and_moves_in_its_coordinates(double
 
 
 KINDS = {
-    "diagonal": base.Diagonal(4, 0.3),
-    "full": base.Full(4, 0.3),
-    "skewed": base.Skewed(4, 0.3, tuple(ORDER)),
-    "low_rank": base.LowRank(4, 0.3, 2),
+    "diagonal": global_guides.Diagonal(4, 0.3),
+    "full": global_guides.Full(4, 0.3),
+    "skewed": global_guides.Skewed(4, 0.3, tuple(ORDER)),
+    "low_rank": global_guides.LowRank(4, 0.3, 2),
 }
 LOC, ROOT = jnp.array([3.0, -2.0, 500.0, 0.0]), np.diag([1e-3, 1.0, 30.0, 2.0])
 

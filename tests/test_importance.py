@@ -26,7 +26,7 @@ from problems import cut, parts
 from scipy.special import logsumexp
 
 import numpyro_fed as nf
-from numpyro_fed.guides.objectives import AtDraw
+from numpyro_fed.guides.silo_bounds import AtDraw
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.plain_loop import compile_visit
 from numpyro_fed.weigh.element_errors import moments

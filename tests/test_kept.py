@@ -18,7 +18,14 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import FederatedWarning, SavedStateError
-from numpyro_fed.basics.files import KEPT, LOCK, Use, log_privately, private_folder, write_npz
+from numpyro_fed.basics.files import (
+    KEPT,
+    LOCK,
+    FolderLock,
+    log_privately,
+    private_folder,
+    write_npz,
+)
 from numpyro_fed.network.cli import main
 from numpyro_fed.network.engines import InMemory
 from numpyro_fed.privacy.budget import PrivacyWarning
@@ -139,8 +146,8 @@ def test_a_file_is_never_open_to_others(tmp_path, open_umask, monkeypatch):
 
 HOLD = """
     import sys, time
-    from numpyro_fed.basics.files import Use
-    use = Use(sys.argv[1])
+    from numpyro_fed.basics.files import FolderLock
+    use = FolderLock(sys.argv[1])
     print("held", flush=True)
     time.sleep(60)
 """
@@ -191,7 +198,7 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, number):
 
     monkeypatch.setattr(fcntl, "flock", refused)
     with pytest.raises(SavedStateError, match=r"file system has no locks.*on a local disk"):
-        Use(tmp_path / "state")
+        FolderLock(tmp_path / "state")
 
 
 def test_the_command_refuses_a_folder_that_another_process_uses(
@@ -224,7 +231,7 @@ def test_a_new_silo_takes_the_folder_over_with_all_that_was_spent(tmp_path):
 
 
 def test_a_copy_of_the_process_does_not_answer(tmp_path, monkeypatch):
-    use = Use(tmp_path / "state")
+    use = FolderLock(tmp_path / "state")
     use.check()
     monkeypatch.setattr(os, "getpid", lambda: -1)
     with pytest.raises(SavedStateError, match="a copy of this process"):

@@ -13,7 +13,8 @@ from problems import build, jitter
 import numpyro_fed as nf
 from numpyro_fed.data.batches import MinibatchNoise, draw_minibatch, rows_at
 from numpyro_fed.data.silo_data import read
-from numpyro_fed.guides.objectives import SiloBound, draws_by_plate
+from numpyro_fed.guides.objectives import draws_by_plate
+from numpyro_fed.guides.silo_bounds import SiloBound
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.exchange import Replies
 from numpyro_fed.rounds.step import replayed_part

@@ -8,8 +8,8 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_fed as nf
+from numpyro_fed.basics.display import caterpillar, checks, conflicts, curve, marginals
 from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.pictures import caterpillar, checks, conflicts, curve, marginals
 
 matplotlib.use("Agg")
 KEY = jax.random.key(0)

@@ -16,7 +16,7 @@ from silo_process import METHODS, NAMES, VERTICAL, model, serve
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import DataError, ModelError, ReplyError
-from numpyro_fed.network.node import MAX_RUNS
+from numpyro_fed.network.silo_runs import MAX_RUNS
 from numpyro_fed.rounds.messages import ACCEPT, read, write
 
 KEY = jax.random.key(0)

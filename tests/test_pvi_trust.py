@@ -267,7 +267,7 @@ def test_the_servers_factor_has_draws_enough_for_many_globals():
     start = family.ordinary(family.fit(lambda z: -2 * z @ z))
     problem = Problem(family, cavity, start, (), noise, log_lik, None, 0, None)
     found = jax.jit(lambda key: for_the_prior(family).solve(problem, key))(KEY)
-    mean, sd = family.spread(family.ordinary(found.eta))
+    mean, sd = family.mean_and_sd(family.ordinary(found.eta))
     assert found.converged
     np.testing.assert_allclose(np.exp(mean[0] + sd[0] ** 2 / 2), tau, atol=0.3 * tau_sd)
     np.testing.assert_allclose((mean[1:] - b) / b_sd, 0.0, atol=0.1)

@@ -16,7 +16,7 @@ from numpyro.infer.util import log_density
 
 import numpyro_fed as nf
 from numpyro_fed.data.silo_data import read
-from numpyro_fed.sigma.fields import Spectral, Spectrum, field_of
+from numpyro_fed.sigma.fields import SpectralField, Spectrum, field_of
 from numpyro_fed.text.split import split
 
 KEY = jax.random.key(0)
@@ -169,7 +169,7 @@ def test_one_eigendecomposition_draws_every_field_of_areas(double, kind):
     for alpha, tau in ((0.5, 1.0), (0.99, 3.0), (0.0, 0.2)):
         fn = kind(0.0, alpha, tau, W)
         field = field_of(fn, "theta", Spectrum.of(fn, "theta"))
-        assert isinstance(field, Spectral)
+        assert isinstance(field, SpectralField)
         U = field.vectors * np.sqrt(field.variances)
         np.testing.assert_allclose(U @ U.T, np.linalg.inv(fn.precision_matrix), atol=1e-9)
         there = jnp.ones(6, bool)

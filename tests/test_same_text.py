@@ -15,7 +15,7 @@ from numpyro.contrib.control_flow import scan
 import numpyro_fed as nf
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.network.engines import InMemory
-from numpyro_fed.network.node import Node
+from numpyro_fed.network.silo_runs import SiloRuns
 from numpyro_fed.text.fingerprint import _term, check_terms, terms_of
 from numpyro_fed.text.split import split
 
@@ -162,7 +162,7 @@ def test_a_silo_of_a_federation_with_another_constant_is_refused():
 def test_parties_with_other_versions_of_jax_compare_values():
     def agreed(text):
         methods = [nf.PVI(one, start=None) for one in (small, text)]
-        nodes = [Node(one, dict(y=np.arange(5.0))) for one in methods]
+        nodes = [SiloRuns(one, dict(y=np.arange(5.0))) for one in methods]
         own = [replace(nf.Facts.from_json(n.facts), software="jax 0.1") for n in nodes]
         plan = nf.PVI(small, start=None).agree(own)
         assert plan.software == ""

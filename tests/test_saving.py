@@ -274,16 +274,6 @@ def test_no_damaged_byte_changes_what_is_loaded(tmp_path, bit):
     assert refused > len(content) / 2
 
 
-def test_a_pair_of_files_of_an_earlier_release_is_read(fit, path):
-    arrays, description = read_npz(path)
-    old = {k: description[k] for k in ("settings", "sites", "sizes", "before")}
-    np.savez(f"{path}.npz", **arrays)
-    Path(f"{path}.json").write_text(json.dumps({"version": 1, **old}))
-    assert nf.load(path).settings["method"] == "SFVI"
-    with pytest.raises(nf.SavedStateError, match="format version 1"):
-        METHOD.load(path, silos())
-
-
 @pytest.mark.slow
 def test_half_precision_states_are_read_back(tmp_path):
     adam = method(optim=optax.adam(1e-2, mu_dtype=jnp.bfloat16))

@@ -14,8 +14,8 @@ from numpyro import handlers
 import numpyro_fed as nf
 from numpyro_fed import sigma
 from numpyro_fed.sigma.networks import Networks, Sizes
-from numpyro_fed.sigma.source import Source, hyperparameters
-from numpyro_fed.sigma.training import Step, energy_test, minus_bound
+from numpyro_fed.sigma.training import DrawAndNoise, energy_test, minus_bound
+from numpyro_fed.sigma.true_prior import TruePrior, hyperparameters
 from numpyro_fed.text.substitution import Blocks
 
 KEY = jax.random.key(0)
@@ -50,7 +50,7 @@ def test_the_bound_is_that_of_the_written_model(double):
     draws = jnp.asarray(np.random.default_rng(1).normal(size=(9, 6)))
     nets = nets.initialised(draws, None, jnp.asarray(blocks.table), gamma)
     r = np.random.default_rng(0)
-    at = Step(*(jnp.asarray(r.normal(size=n)) for n in (6, 1, 3, (2, 2))))
+    at = DrawAndNoise(*(jnp.asarray(r.normal(size=n)) for n in (6, 1, 3, (2, 2))))
     mean, log_variance = nets.encode(at.theta, at.phi)
     q_G = dist.Normal(mean, jnp.exp(log_variance / 2))
     z_G = mean + jnp.exp(log_variance / 2) * at.eps_G
@@ -70,13 +70,13 @@ def test_the_bound_is_that_of_the_written_model(double):
 @pytest.mark.slow
 def test_what_a_site_depends_on_is_read_off_the_text():
     assert hyperparameters(gp, "theta", {}) == ("scale",)
-    source = Source.of(gp, "theta", {}, {"scale": (0.2, 0.5)})
-    phi, theta, _ = source.draw(KEY, 400, 2)
+    true_prior = TruePrior.of(gp, "theta", {}, {"scale": (0.2, 0.5)})
+    phi, theta, _ = true_prior.draw(KEY, 400, 2)
     assert theta.shape == (400, 2, 6)
     scale = np.exp(phi[:, 0])
     assert 0.2 <= scale.min() < 0.22
     assert 0.48 < scale.max() <= 0.5
-    drawn = jax.vmap(lambda k: source.hyper(k, ranges=False))(jax.random.split(KEY, 2_000))
+    drawn = jax.vmap(lambda k: true_prior.draw_phi(k, ranges=False))(jax.random.split(KEY, 2_000))
     logs = np.log(drawn["scale"])
     assert abs(logs.mean() + 1) < 4.5 * 0.3 / 2_000**0.5
 
@@ -88,8 +88,8 @@ def test_cars_are_drawn_by_their_eigenvectors():
         alpha = numpyro.sample("alpha", dist.Uniform(0, 1))
         numpyro.sample("theta", dist.CAR(1.0, alpha, 2.0, W))
 
-    source, n = Source.of(car, "theta", {}, {}), 5_000
-    draws = np.asarray(source.draws_with_noise(KEY, {"alpha": 0.9}, n)[1])
+    true_prior, n = TruePrior.of(car, "theta", {}, {}), 5_000
+    draws = np.asarray(true_prior.draws_with_noise(KEY, {"alpha": 0.9}, n)[1])
     cov = np.linalg.inv(2 * (np.diag(W.sum(0)) - 0.9 * W))
     se = np.sqrt((cov**2 + np.outer(np.diag(cov), np.diag(cov))) / n)
     assert (abs(np.cov(draws.T) - cov) < 4.5 * se).all()
@@ -118,9 +118,9 @@ def test_training_comes_near_the_evidence(trained):
     """The bound cannot exceed the true prior's own density of noisy entries, and comes near it."""
     found = []
     for i, key in enumerate(jax.random.split(KEY, 300)):
-        scale = trained.source.hyper(key)
-        fn = trained.source.distribution(scale)
-        sd = trained.scales.sd * trained.scales.size(trained.source.flat(scale))
+        scale = trained.true_prior.draw_phi(key)
+        fn = trained.true_prior.distribution(scale)
+        sd = trained.scales.sd * trained.scales.size(trained.true_prior.flat(scale))
         theta = (fn.sample(jax.random.fold_in(key, i), (20,)) - trained.scales.mean) / sd
         cov = fn.covariance_matrix / jnp.outer(sd, sd) + 0.2**2 * jnp.eye(6)
         found.append(
@@ -182,9 +182,9 @@ def test_rounds_on_the_substituted_model_reach_what_nuts_makes_of_it(trained):
 def test_hyperparameters_beyond_the_training_do_not_reach_the_networks(trained):
     low, high = (float(np.exp(trained.scales.quantiles[i, 0])) for i in (0, -1))
     places = [
-        trained.source.flat({"scale": jnp.array(s)}) for s in (low / 10, low, high, 10 * high)
+        trained.true_prior.flat({"scale": jnp.array(s)}) for s in (low / 10, low, high, 10 * high)
     ]
-    ends = [trained.scales.uniform(at) for at in places]
+    ends = [trained.scales.ranks(at) for at in places]
     sizes = [trained.scales.size(at) for at in places]
     np.testing.assert_allclose((sizes[0], sizes[2]), (sizes[1], sizes[3]), rtol=1e-5)
     np.testing.assert_allclose(ends[0], ends[1], rtol=1e-5)
@@ -405,4 +405,4 @@ def test_a_flat_prior_is_no_range_to_train_for():
     with pytest.raises(nf.ModelError, match=r"'scale', whose prior is flat .* ranges=\{'scale'"):
         nf.SigmaPrior.fit(KEY, model, "theta", BLOCKS, **QUICK)
     prior = nf.SigmaPrior.fit(KEY, model, "theta", BLOCKS, ranges={"scale": (0.2, 0.6)}, **QUICK)
-    assert prior.source.phi == ("scale",)
+    assert prior.true_prior.phi == ("scale",)

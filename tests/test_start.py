@@ -258,8 +258,8 @@ def test_coordinates_of_a_member_change_no_density(name, double):
         return jax.tree.map(lambda a: jnp.asarray(0.5 * r.normal(size=a.shape)), zeros)
 
     psi, step, eta = member(), member(), family.natural(member())
-    moved = family.natural(family.moved(psi, step))
-    inside = family.into(psi, moved)
+    moved = family.natural(family.composed(psi, step))
+    inside = family.to_coordinates_of(psi, moved)
     np.testing.assert_allclose(
         *(
             jnp.concatenate([a.ravel() for a in jax.tree.leaves(x)])
@@ -268,9 +268,9 @@ def test_coordinates_of_a_member_change_no_density(name, double):
         rtol=1e-9,
         atol=1e-9,
     )
-    back = family.out_of(psi, family.into(psi, eta))
+    back = family.from_coordinates_of(psi, family.to_coordinates_of(psi, eta))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), back, eta)
-    own = family.moved(psi, family.standard(psi))
+    own = family.composed(psi, family.standard(psi))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), own, psi)
 
 
@@ -285,7 +285,7 @@ def test_natural_parameters_around_a_place(family, double):
     curvature = jnp.diag(jnp.array([2.0, 0.7]))
     if family.name == "gaussian":
         curvature += 0.3 * jnp.ones((2, 2))
-    eta = family.around(z, gradient, curvature)
+    eta = family.from_derivatives(z, gradient, curvature)
 
     def f(z):
         return expfam.inner(eta, family.statistics(z))

@@ -11,9 +11,9 @@ import pytest
 from test_compare import corrected_of, nuts_of
 
 import numpyro_fed as nf
-from numpyro_fed.basics.html import table, words
+from numpyro_fed.basics.display import html_table, html_words
 from numpyro_fed.posterior.posterior import Stage
-from numpyro_fed.sigma.training import Check, Row
+from numpyro_fed.sigma.training import Check, CheckRow
 from numpyro_fed.text.sites import Site
 from numpyro_fed.weigh.element_errors import Moments, Rounding
 
@@ -77,8 +77,8 @@ class Cells(HTMLParser):
 
 
 def test_text_stays_text():
-    assert Cells(words("a < b & <i>c</i>")).text == ["a < b & <i>c</i>"]
-    assert Cells(table(["<b>"], [["&"], [""]])).rows == [["<b>"], ["&"], [""]]
+    assert Cells(html_words("a < b & <i>c</i>")).text == ["a < b & <i>c</i>"]
+    assert Cells(html_table(["<b>"], [["&"], [""]])).rows == [["<b>"], ["&"], [""]]
 
 
 normal = models.level()
@@ -88,7 +88,7 @@ def results():
     r = np.random.default_rng(0)
     nuts = nuts_of(**{"<mu>": r.normal(size=(2, 500, 2))})
     cost = nf.SFVI(normal, start=None).cost([{"y": np.zeros(5)}, {"y": np.zeros(7)}])
-    row = Row({"phi": 0.5}, 0.1, 0.2, 1.0, 0.9, 0.01, 0.4)
+    row = CheckRow({"phi": 0.5}, 0.1, 0.2, 1.0, 0.9, 0.01, 0.4)
     none, both = np.zeros(1), np.zeros((2, 1))
     corrected = corrected_of(np.full(200, 1 / 200))
     sites = (Site("mu", "latent", None, start=0, stop=1),)

@@ -12,7 +12,7 @@ from laid_open import laid_open_columns, secret_of
 from vertical_problems import KEY, data, gaussian, linear, one_silo, over_nodes
 
 import numpyro_fed as nf
-from numpyro_fed.network.node import Node
+from numpyro_fed.network.silo_runs import SiloRuns
 from numpyro_fed.rounds.exchange import ExchangeId
 from numpyro_fed.text.clients import digest, read_ids
 
@@ -59,10 +59,10 @@ def test_noise_that_hides_is_of_a_key_that_nobody_else_knows():
     assert not np.allclose(hidden.losses, run(3).losses, rtol=1e-6)  # the same key, other noise
     together = vfl.run(KEY, 3, xs, y, progress_bar=False)
     assert not np.allclose(hidden.losses, together.losses, rtol=1e-6)
-    keys = [jax.random.key_data(secret_of(Node(vfl, xs[0]))) for _ in range(2)]
+    keys = [jax.random.key_data(secret_of(SiloRuns(vfl, xs[0]))) for _ in range(2)]
     assert not np.array_equal(*keys)
     for method in (nf.VFL(gaussian), nf.SFVI(one_silo)):
-        assert secret_of(Node(method, dict(y=y))) is None
+        assert secret_of(SiloRuns(method, dict(y=y))) is None
     with pytest.raises(ValueError, match=r"expected a jax\.random\.key"):
         nf.Silo(data()[0][0], names={}, secret="none")
     with pytest.raises(TypeError, match="one JAX key"):

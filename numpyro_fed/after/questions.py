@@ -34,7 +34,7 @@ from numpyro_fed.after.predict import (
     with_blocks,
 )
 from numpyro_fed.after.sensitivity import PriorSensitivity
-from numpyro_fed.basics import pictures
+from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import ConvergenceWarning, ModelError, positive_int
 from numpyro_fed.basics.precision import in_precision_of_object
 from numpyro_fed.basics.trees import elements
@@ -467,7 +467,7 @@ class Questions(ABC):
             raise ModelError("the model has no globals to plot.")
         prior = drawn_from_prior(run, jax.random.key(1), n)
         before = None if prior is None else elements({name: prior[name] for name in chosen})[1]
-        return pictures.marginals(names, values, before)
+        return display.marginals(names, values, before)
 
     @shows("draw")
     @in_precision_of_object
@@ -507,7 +507,7 @@ class Questions(ABC):
             site = next(iter([*(s.name for s in outer_sites(fm)), *known]), None)
         if site is None or site not in known:
             raise ModelError(f"{site!r} is no latent of silos: the model has {known}.")
-        labels = pictures.labels_of(run.num_silos, names)
+        labels = display.labels_of(run.num_silos, names)
         hosted = run._hosted(0)  # before silos elsewhere are asked for what cannot be shown
         draws = self.sample_posterior(jax.random.key(0), n, silo=ALL)
         before = drawn_given_globals(run, jax.random.key(1), draws, site)
@@ -519,7 +519,7 @@ class Questions(ABC):
         if any(number != 1 for number in rows):
             pairs = zip(labels, rows, strict=True)
             labels = [f"{silo}, {i}" for silo, number in pairs for i in range(number)]
-        return pictures.caterpillar(site, values, prior, labels)
+        return display.caterpillar(site, values, prior, labels)
 
     @shows("predict")
     @in_precision_of_object
@@ -551,17 +551,17 @@ class Questions(ABC):
         """
         self._warn_of_doubt()
         run = self.run_behind
-        labels = pictures.labels_of(run.num_silos, names)
+        labels = display.labels_of(run.num_silos, names)
         chosen = list(range(len(labels)))
         if isinstance(silo, str):
             check_name(silo, OWN_ROWS)
         else:
             chosen = [silo_number(silo)]
-        silos = chosen[: pictures.MOST_PANELS]
+        silos = chosen[: display.MOST_PANELS]
         asked = self._own_rows(jax.random.key(0), silos, n)
         seen = outcomes_of_silos(run, silos)
         predicted = values_at(run, programs_of(run), asked)
-        return pictures.checks(seen, predicted, [labels[j] for j in chosen])
+        return display.checks(seen, predicted, [labels[j] for j in chosen])
 
     def _weighted_draws(self, what: str) -> Any:
         """Return the correction of the fit; raise an error that says ``what`` needs one."""

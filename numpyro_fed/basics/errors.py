@@ -62,14 +62,6 @@ class MissingExtraError(ImportError):
         )
 
 
-def optional(name: str, extra: str = "examples") -> Any:
-    """Return a module that an extra carries; raise an error that names it if it is not there."""
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise MissingExtraError(name.partition(".")[0].replace("_", "-"), extra) from error
-
-
 class NonFiniteError(FloatingPointError):
     """The error for a bound that turned NaN or infinite during a run.
 
@@ -189,6 +181,22 @@ class SiloAwayError(SilosError, ConnectionError):
         self.replies = dict(replies)
 
 
+class CallbackError(Exception):
+    """The error for a callback that raised; ``result`` is the argument of the callback."""
+
+    def __init__(self, message: str, *, result: object):
+        super().__init__(message)
+        self.result: Any = result
+
+
+def optional(name: str, extra: str = "examples") -> Any:
+    """Return a module that an extra carries; raise an error that names it if it is not there."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise MissingExtraError(name.partition(".")[0].replace("_", "-"), extra) from error
+
+
 def positive_number(name: str, value: object) -> None:
     """Raise an error unless ``value`` is a positive finite number, named ``name``."""
     if not is_number(value) or not 0 < value < float("inf"):
@@ -211,11 +219,3 @@ def one_of(name: str, value: object, *options: object) -> None:
     if value not in options:
         first = ", ".join(map(repr, options[:-1]))
         raise ValueError(f"{name}={value!r}: expected {first} or {options[-1]!r}.")
-
-
-class CallbackError(Exception):
-    """The error for a callback that raised; ``result`` is the argument of the callback."""
-
-    def __init__(self, message: str, *, result: object):
-        super().__init__(message)
-        self.result: Any = result

@@ -81,7 +81,7 @@ def private_folder(path: str | Path) -> Path:
     return folder
 
 
-class Use:
+class FolderLock:
     """The use of a folder by one object of one process, and by no other; it is made if missing.
 
     The operating system's lock ends with the process, however that ends. Where another object of
@@ -92,7 +92,7 @@ class Use:
     def __init__(self, folder: str | Path):
         self._folder = os.path.realpath(private_folder(folder))
         known = _LOCKS.get(self._folder)
-        self._lock = _LOCKS[self._folder] = known or _Lock(self._folder)
+        self._lock = _LOCKS[self._folder] = known or _ProcessLock(self._folder)
         self._number = self._lock.count = self._lock.count + 1
 
     def check(self) -> None:
@@ -104,7 +104,7 @@ class Use:
             )
 
 
-class _Lock:
+class _ProcessLock:
     """The operating system's lock of a folder, for all of this process."""
 
     def __init__(self, folder: str):
@@ -127,7 +127,7 @@ class _Lock:
 
 
 # By folder; a lock is let go where no object of this process uses it.
-_LOCKS: weakref.WeakValueDictionary[str, _Lock] = weakref.WeakValueDictionary()
+_LOCKS: weakref.WeakValueDictionary[str, _ProcessLock] = weakref.WeakValueDictionary()
 
 
 class Store:
@@ -287,27 +287,16 @@ def write_npz(
 
 
 def read_npz(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return the arrays and the description of a file of :func:`write_npz`, with their dtypes.
-
-    A file of an early release has its description in a second file, ``path.json``.
-    """
+    """Return the arrays and the description of a file of :func:`write_npz`, with their dtypes."""
     file = npz(path)
-    beside = file.with_suffix(".json")
     if not file.exists():
         raise SavedStateError(f"there is no file {file}: give the path that save was given.")
     try:
         with np.load(file, allow_pickle=False) as members:
             arrays = dict(members)
-        text = arrays.pop(DESCRIPTION, None)
+        return arrays, dict(json.loads(bytes(arrays.pop(DESCRIPTION))))
     except DAMAGE as error:
         raise _damaged(file, error) from error
-    if text is None and not beside.exists():
-        raise SavedStateError(f"there is no file {beside}: give the path that save was given.")
-    try:
-        description = json.loads(beside.read_text() if text is None else bytes(text))
-        return arrays, dict(description)
-    except (OSError, ValueError, TypeError) as error:
-        raise _damaged(beside if text is None else file, error) from error
 
 
 def npz(path: str | Path) -> Path:
@@ -345,7 +334,7 @@ def read_record(kind: type[Record], text: str | bytes) -> Record:
         ) from error
 
 
-def _typed(kind: Any, value: Any) -> Any:
+def _typed(kind: object, value: object) -> Any:
     """Return a value of JSON as a type says."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
@@ -355,14 +344,14 @@ def _typed(kind: Any, value: Any) -> Any:
         if not isinstance(value, list) or (not every and len(value) != len(parts)):
             raise TypeError("something else than a list")
         return tuple(_typed(parts[0 if every else i], v) for i, v in enumerate(value))
-    if origin is dict:
+    if origin is dict and isinstance(value, dict):
         return {name: _typed(parts[1], v) for name, v in value.items()}
     if kind is Any:
         return value
-    if is_dataclass(kind) or issubclass(kind, tuple):
+    if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, tuple)):
         types = get_type_hints(kind)
         named = dict(zip(types, value, strict=True)) if isinstance(value, list) else value
-        if named.keys() != types.keys():
+        if not isinstance(named, dict) or named.keys() != types.keys():
             raise TypeError("other fields")
         return kind(**{name: _typed(types[name], v) for name, v in named.items()})
     if type(value) is not kind and not (kind is float and type(value) is int):

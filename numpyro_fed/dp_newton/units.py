@@ -23,6 +23,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.guides.laplace import LatentSearch
 from numpyro_fed.guides.quadrature import RowIntegrals, silo_integral
 from numpyro_fed.privacy.budget import Privacy
 from numpyro_fed.rounds.exchange import of_stack
@@ -70,7 +71,7 @@ class PrivateUnits:
         if self.per_silo:
             return silo_integral(fm)({}, z, data, start)[0][None]
         # What a row holds must not change the terms of others, such as the end of their search.
-        rows = RowIntegrals(fm, self.nodes or 1, {"apart": True})
+        rows = RowIntegrals(fm, self.nodes or 1, LatentSearch(apart=True))
         near = rows.near({}, z, data, start)
         # The key is for latents of an outer plate, which there are none of here.
         terms = rows.log_rows(jax.random.key(0), {}, z, near, data)

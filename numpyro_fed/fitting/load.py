@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.after.arviz import Coords, Dims, Labels, to_arviz
-from numpyro_fed.basics import html
+from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import SavedStateError, positive_int
 from numpyro_fed.basics.files import npz
 from numpyro_fed.basics.precision import in_precision_of_object, precision
@@ -155,7 +155,7 @@ class Saved:
         return self.verdict
 
     def _repr_html_(self) -> str:
-        return html.words(self.verdict)
+        return display.html_words(self.verdict)
 
 
 def load(

@@ -37,6 +37,25 @@ TOLERANCE = 1e-6  # the decrement, in nats, at which the search ends; a last ste
 FLAT = 1e-6  # least curvature of a direction, as a share of the largest of its block
 
 
+@dataclass(frozen=True)
+class LatentSearch:
+    """The settings of a search for the modes of a silo's latents, by default an exact one.
+
+    It ends where the Newton decrement is at most ``tolerance`` nats, or after so many ``steps``.
+    ``step_sizes`` are the shares of each step that are tried. With ``apart``, where no latents are
+    above the rows, each row's search ends by itself: what a row holds changes no other row's mode,
+    whether it is slow or has none.
+    """
+
+    tolerance: float = TOLERANCE
+    steps: int = MAX_STEPS
+    step_sizes: tuple[float, ...] = STEP_SIZES
+    apart: bool = False
+
+
+EXACT = LatentSearch()
+
+
 class Arrow(NamedTuple):
     """The gradient and the negative Hessian of a silo's log density in its locals.
 
@@ -219,21 +238,16 @@ class Laplace:
         z_G: Array,
         data: SiloData,
         start: Rows,
+        settings: LatentSearch = EXACT,
         *,
         fix_outer: bool = False,
-        tolerance: float = TOLERANCE,
-        steps: int = MAX_STEPS,
-        step_sizes: tuple[float, ...] = STEP_SIZES,
-        apart: bool = False,
     ) -> SearchEnd:
         """Return locals close to their modes, by Newton's method with a line search.
 
         No row's log density decreases. With ``fix_outer`` the latents of outer plates stay as they
-        are in ``start``. The search ends where the Newton decrement is at most ``tolerance`` nats;
-        ``step_sizes`` are the shares of each step that are tried. With ``apart``, where no latents
-        are above the rows, each row's search ends by itself: what a row holds changes no other
-        row's mode, whether it is slow or has none.
+        are in ``start``.
         """
+        tolerance, apart = settings.tolerance, settings.apart
         if apart and self.outer_plates:
             raise ValueError("rows below the latents of an outer plate have no modes of their own.")
 
@@ -241,7 +255,7 @@ class Laplace:
         # each for itself only where nothing above them moves: their terms are then independent.
         def best_of(z: Rows, direction: Rows) -> Rows:
             # A size of zero is always among those tried: a row that no step improves stays.
-            sizes = jnp.array([*step_sizes, 0.0])
+            sizes = jnp.array([*settings.step_sizes, 0.0])
 
             def terms_at(size: Array) -> Rows:
                 moved = jax.tree.map(lambda a, b: a + size * b, z, direction)
@@ -274,7 +288,7 @@ class Laplace:
         def goes_on(carry: tuple[Array, SearchEnd]) -> Array:
             i, near = carry
             on = near.rows_to_move(tolerance, apart=apart)
-            return (i < steps) & jnp.stack([rows.any() for rows in on.values()]).any()
+            return (i < settings.steps) & jnp.stack([rows.any() for rows in on.values()]).any()
 
         first = self.near(theta, z_G, start, data, fix_outer=fix_outer)
         if not first.step:

@@ -21,9 +21,9 @@ An outer plate's latents are integrated in the same tangent around the sum of wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from jax import Array
 from jax.lax import stop_gradient
 
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.laplace import Laplace, SearchEnd
+from numpyro_fed.guides.laplace import EXACT, Laplace, LatentSearch, SearchEnd
 from numpyro_fed.numerics import linalg
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Rows, Theta
@@ -49,7 +49,7 @@ NODES_OF_PAIR = 7
 # it ends within one nat, and few step sizes are tried: the mode is a proposal, not the answer.
 # Without a line search (full Newton steps) it overshot far from the guide, and likelihoods came out
 # too small in the tail (docs/results/never_wrong.md).
-NEARBY: dict[str, Any] = dict(tolerance=1.0, steps=10, step_sizes=(1.0, 2.0**-2, 2.0**-4, 2.0**-7))
+NEARBY = LatentSearch(tolerance=1.0, steps=10, step_sizes=(1.0, 2.0**-2, 2.0**-4, 2.0**-7))
 # Cells from which a row's latents are drawn, and how far they reach on both sides of its mode, in
 # standard deviations by the curvature there. Of a normal conditional an even point of a cell makes
 # the sd 0.15 % too large with one latent, and 0.6 % with two.
@@ -104,20 +104,33 @@ def hermite(nodes: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
     return grid, log_w.sum(1) + (grid**2).sum(1)
 
 
+class OuterIntegrand(NamedTuple):
+    """The density of an outer plate's latents with all that is below them, and where it lies.
+
+    ``mode`` (n, d) and ``root`` (n, d, d), of the covariance, are of each row of the outer plate.
+    ``log_density`` gives (n,) numbers at latents (n, d). Where a row reads several rows of the
+    outer plate, these have no integrals of their own, and it is NaN.
+    """
+
+    mode: Array
+    root: Array
+    log_density: Callable[[Array], Array]
+
+
 @dataclass(frozen=True)
 class RowIntegrals:
     """The integrals over the latents of a silo's rows, below one outer plate at most.
 
-    There are ``nodes`` in each dimension. ``search`` has settings of the search for conditional
-    modes (:meth:`Laplace.search`), by default exact: the modes only place the nodes, after one more
-    step of Newton's method. With ``few_places`` the integrals are evaluated at a few places, so
-    that compiling counts: nodes of an outer plate are then taken side by side. A loop over them has
-    less in memory, and its second derivatives take half as long again to compile.
+    There are ``nodes`` in each dimension. ``search`` is how conditional modes are found: they only
+    place the nodes, after one more step of Newton's method. With ``few_places`` the integrals are
+    evaluated at a few places, so that compiling counts: nodes of an outer plate are then taken side
+    by side. A loop over them has less in memory, and its second derivatives take half as long again
+    to compile.
     """
 
     model: FederatedModel
     nodes: int = NODES
-    search: Mapping[str, Any] = field(default_factory=dict)
+    search: LatentSearch = EXACT
     few_places: bool = False
 
     def log_likelihood(
@@ -131,19 +144,19 @@ class RowIntegrals:
 
     def near(self, theta: Theta, z_G: Array, data: SiloData, start: Rows) -> SearchEnd:
         """Return where the nodes stand: close to the conditional modes, held constant."""
-        return Laplace(self.model).search(*stop_gradient((theta, z_G)), data, start, **self.search)
+        return Laplace(self.model).search(*stop_gradient((theta, z_G)), data, start, self.search)
 
     def at(self, theta: Theta, z_G: Array, near: SearchEnd, data: SiloData) -> Array:
         """Return the log likelihood () by nodes that stand ``near`` the conditional modes."""
         outer = Laplace(self.model).outer_plates
         if not outer:
             return data.total(self._terms(theta, z_G, {}, near, data))
-        place, root, terms = self._outer_terms(theta, z_G, near, data)
-        d = place.shape[1]
-        t, log_w = (jnp.asarray(a, place.dtype) for a in hermite(self.nodes, d))
+        mode, root, log_density = self._outer_integrand(theta, z_G, near, data)
+        d = mode.shape[1]
+        t, log_w = (jnp.asarray(a, mode.dtype) for a in hermite(self.nodes, d))
 
         def at(node: Array) -> Array:
-            return terms(place + jnp.sqrt(2.0) * (root @ node))
+            return log_density(mode + jnp.sqrt(2.0) * (root @ node))
 
         rows = sum(self.model.sizes(data).values())
         few = self.few_places and rows * len(t) <= SIDE_BY_SIDE
@@ -190,31 +203,26 @@ class RowIntegrals:
         outer = Laplace(self.model).outer_plates
         if not outer:
             return {}
-        place, root, terms = self._outer_terms(theta, z_G, near, data)
-        cells, width = _cells(place.shape[1])
-        log_p = jax.lax.map(lambda cell: terms(place + root @ cell), cells)
+        mode, root, log_density = self._outer_integrand(theta, z_G, near, data)
+        cells, width = _cells(mode.shape[1])
+        log_p = jax.lax.map(lambda cell: log_density(mode + root @ cell), cells)
         cell = _drawn_cell(key, log_p, cells, width)
-        return {outer[0]: place + (root @ cell[..., None])[..., 0]}
+        return {outer[0]: mode + (root @ cell[..., None])[..., 0]}
 
-    def _outer_terms(
+    def _outer_integrand(
         self, theta: Theta, z_G: Array, near: SearchEnd, data: SiloData
-    ) -> tuple[Array, Array, Callable[[Array], Array]]:
-        """Return modes (n, d) of the outer plate's latents, and roots (n, d, d) of covariances.
-
-        And the log density (n,) of each row of the outer plate with all that is below it, as a
-        function of the outer plate's latents (n, d). Where a row reads several rows of the outer
-        plate, these have no integrals of their own, and it is NaN.
-        """
+    ) -> OuterIntegrand:
+        """Return what is integrated over the latents of the outer plate, which there must be."""
         laplace = Laplace(self.model)
         (plate,) = laplace.outer_plates
-        place, covariance = laplace.outer_at(near.modes, near.arrow)[plate]
-        n, d = place.shape
+        mode, covariance = laplace.outer_at(near.modes, near.arrow)[plate]
+        n, d = mode.shape
         own = jnp.arange(n * d).reshape(n, d)
         # Each row of the outer plate has its own block; what ties these rows is in the terms.
         root = linalg.cholesky(covariance[own[:, :, None], own[:, None, :]])
         member, apart = self._members(theta, z_G, near.z, data, plate)
 
-        def terms(z: Array) -> Array:
+        def log_density(z: Array) -> Array:
             found = self._terms(theta, z_G, {plate: z}, near, data)
             below = [
                 # A scatter takes each row by itself.
@@ -224,7 +232,7 @@ class RowIntegrals:
             ]
             return jnp.where(apart, found[plate] + sum(below, jnp.zeros(n)), jnp.nan)
 
-        return place, root, terms
+        return OuterIntegrand(mode, root, log_density)
 
     def _terms(
         self, theta: Theta, z_G: Array, z_outer: Rows, near: SearchEnd, data: SiloData
@@ -257,7 +265,7 @@ class RowIntegrals:
             fixed = stop_gradient((theta, z_G))
             start = {**near.z, **stop_gradient(z_outer)}
             laplace = Laplace(self.model)
-            near = laplace.search(*fixed, data, start, fix_outer=True, **self.search)
+            near = laplace.search(*fixed, data, start, self.search, fix_outer=True)
         return {p: (near.modes[p], precision) for p, precision in near.arrow.rows.items()}
 
     def _members(

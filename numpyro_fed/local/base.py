@@ -15,7 +15,7 @@ from jax.lax import stop_gradient
 from numpyro_fed.basics.trees import Tree, drop_weak_types, where
 from numpyro_fed.numerics import expfam
 from numpyro_fed.numerics.expfam import Family
-from numpyro_fed.numerics.expfam.base import Natural, Ordinary
+from numpyro_fed.numerics.expfam.family import Natural, Ordinary
 
 SiloPart = TypeVar("SiloPart")
 # The state of the loop over L-BFGS steps.
@@ -82,19 +82,24 @@ class Problem(NamedTuple, Generic[SiloPart]):
         def log_lik(
             psi: Ordinary, silo_part: SiloPart, noise: LocalNoise, plain: bool
         ) -> tuple[Array, Array]:
-            _, values = self.log_lik(family.moved(frame, psi), from_frame(silo_part), noise, plain)
+            _, values = self.log_lik(
+                family.composed(frame, psi), from_frame(silo_part), noise, plain
+            )
             return jax.vmap(family.draw, (None, 0))(psi, noise.globals), values
 
         def divergence(eta: Natural, cavity: Natural) -> Array:
-            both = (family.out_of(frame, eta), family.out_of(frame, cavity))
+            both = (
+                family.from_coordinates_of(frame, eta),
+                family.from_coordinates_of(frame, cavity),
+            )
             return self.divergence(*both) if self.divergence else jnp.zeros(())
 
         def back_solution(found: Solution[SiloPart]) -> Solution[SiloPart]:
-            eta = family.out_of(frame, found.eta)
+            eta = family.from_coordinates_of(frame, found.eta)
             return found._replace(eta=eta, silo_part=from_frame(found.silo_part))
 
         inside = self._replace(
-            cavity=family.into(frame, self.cavity),
+            cavity=family.to_coordinates_of(frame, self.cavity),
             start=family.standard(frame),
             silo_part=inside_part,
             log_lik=log_lik,

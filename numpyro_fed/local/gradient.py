@@ -26,7 +26,7 @@ from numpyro_fed.local.base import (
     free_energy,
     maximised,
 )
-from numpyro_fed.numerics.expfam.base import Natural, Ordinary
+from numpyro_fed.numerics.expfam.family import Natural, Ordinary
 
 # Adam's step size: ``STEP (1 + count / SETTLE_STEPS)^-DECAY`` near the optimum. An exponent in
 # (1/2, 1] makes the noise of the steps average out (Robbins and Monro 1951). A start near the

@@ -27,7 +27,7 @@ from numpyro_fed.local.base import (
     proper_step,
 )
 from numpyro_fed.numerics import expfam, linalg
-from numpyro_fed.numerics.expfam.base import Natural, Ordinary, move_along
+from numpyro_fed.numerics.expfam.family import Natural, Ordinary, move_along
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +282,7 @@ class FixedPoint(Local):
             factor = family.dual_gradient(expected, eta)
             target = jax.tree.map(jnp.add, problem.cavity, factor)
             after, used = proper_step(better, eta, target, rate)
-            moved = jnp.where(used > 0, expfam.kl(family, after, eta), 0.0)
+            moved = jnp.where(used > 0, family.kl(after, eta), 0.0)
             return i + 1, after, value(after), moved, jnp.where(moved > 0.5 * last, 0.5, 1.0)
 
         def cond_fn(carry: Fixed) -> Array:

@@ -226,7 +226,6 @@ PARTS = {
     and is_dataclass(kind)
     and kind.__module__.startswith(module.__name__)
     and not kind.__name__.startswith("_")
-    and not issubclass(kind, objectives.Bound)  # made of a model, not a setting
 }
 NAMES = {kind: name for name, kind in PARTS.items()}
 PLAIN = bool, int, float, str, type(None)

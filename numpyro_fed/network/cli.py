@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("--patience", type=float, default=600.0, help="seconds to wait for a silo")
 
     kit = commands.add_parser("allow", help="let the NVFLARE of a startup kit run the relay only")
-    kit.set_defaults(command=allowing)
+    kit.set_defaults(command=allow_kit)
     kit.add_argument("kit", type=Path, help="the startup kit of a site or of the server")
     kit.add_argument("--socket", type=Path, help="where the silo listens: for a site")
 
@@ -159,7 +159,7 @@ def _keep_programs(state: Path | None) -> None:
         cache_programs(private_folder(state / PROGRAMS))
 
 
-def allowing(args: argparse.Namespace) -> None:
+def allow_kit(args: argparse.Namespace) -> None:
     """Let the NVFLARE of a startup kit run the relay of this package and nothing else."""
     for file in allow(args.kit, args.socket):
         print(f"written: {file}")

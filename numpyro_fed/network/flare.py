@@ -54,6 +54,9 @@ DENIED = ("byoc", "server-predeployed-flwr", "shell_commands")
 SHARED = "/tmp/nvflare"
 
 
+Json = dict[str, "Json"] | list["Json"] | str | int | float | bool | None
+
+
 @dataclass
 class _Job:
     """A job of NVFLARE."""
@@ -274,7 +277,7 @@ class Flare:
         latest = max((site.last_connect_time for site in sites), default=0.0)
         return {site.name for site in sites if site.last_connect_time > latest - SILENT}
 
-    def _command(self, name: str, *args: Any) -> Any:
+    def _command(self, name: str, *args: str) -> Any:
         """Return what NVFLARE says to a command of its user, in a new session if there is none."""
         api = optional("nvflare.fuel.flare_api.flare_api", "nvflare")
         with self._lock:
@@ -378,7 +381,7 @@ def _read(local: Path, name: str) -> dict[str, Any]:
     raise ModelError(f"the kit lacks {files[1]}.")
 
 
-def _moved(content: Any, old: str, new: str) -> Any:
+def _moved(content: Json, old: str, new: str) -> Any:
     """Return a content of JSON in which texts begin with another folder."""
     if isinstance(content, dict):
         return {name: _moved(value, old, new) for name, value in content.items()}

@@ -24,7 +24,7 @@ from numpyro_fed.basics.errors import (
     ModelError,
     SavedStateError,
 )
-from numpyro_fed.basics.files import Store, Use, read_record
+from numpyro_fed.basics.files import FolderLock, Store, read_record
 from numpyro_fed.basics.precision import is_double, precision
 from numpyro_fed.data.scaling import numbers_of
 from numpyro_fed.data.tables import OTHER, level_counts
@@ -32,9 +32,10 @@ from numpyro_fed.fitting.load import METHODS
 from numpyro_fed.methods.base import FederatedMethod, rebuilt
 from numpyro_fed.methods.of_data import COLUMNS, moments_reply, names_reply
 from numpyro_fed.methods.rows import Method
-from numpyro_fed.network.node import Node
-from numpyro_fed.network.policy import Ledger, Policy, evaluations
-from numpyro_fed.network.sums import Sums, asked_of_all
+from numpyro_fed.network.ledger import Ledger, evaluations
+from numpyro_fed.network.policy import Policy
+from numpyro_fed.network.secure_sums import SecureSums, asked_of_all
+from numpyro_fed.network.silo_runs import SiloRuns
 from numpyro_fed.privacy.budget import PrivacyWarning
 from numpyro_fed.privacy.masks import fingerprint
 from numpyro_fed.rounds.exchange import OUTER_LATENTS
@@ -113,7 +114,7 @@ class Silo:
 
     def __init__(
         self,
-        data: Any,
+        data: Mapping[str, Any],
         *,
         names: Mapping[str, Any],
         policy: Policy | None = None,
@@ -129,13 +130,13 @@ class Silo:
             typed_key(secret)
         self._data, self._names, self._max_bytes = data, dict(names), max_bytes
         self._policy = policy or Policy()
-        self._options: dict[str, Any] = dict(secret=secret, row_ids=row_ids)
+        self._secret, self._row_ids = secret, None if row_ids is None else np.asarray(row_ids)
         self._allow_unhidden = allow_unhidden
         self._state = None if state is None else Path(state)
         self._store = Store(self._state)
         self._agreed: OrderedDict[str, _Agreement] = OrderedDict()
         self._ledger = Ledger(self._policy, self._store)
-        self._use: Use | None = None
+        self._use: FolderLock | None = None
         if state is None and (limits := self._policy.limits):
             warnings.warn(
                 f"the policy limits what this silo answers in all its life ({', '.join(limits)}), "
@@ -143,7 +144,7 @@ class Silo:
                 category=PrivacyWarning,
                 stacklevel=2,
             )
-        self._sums = Sums(self._policy, self._store)
+        self._sums = SecureSums(self._policy, self._store)
         # One message at a time: a silo's state has one next state.
         self._lock = threading.Lock()
 
@@ -172,7 +173,7 @@ class Silo:
         if self._state is None:
             return
         if self._use is None:
-            self._use = Use(self._state)
+            self._use = FolderLock(self._state)
             # What another process has counted until now.
             self._ledger = Ledger(self._policy, self._store)
         self._use.check()
@@ -247,8 +248,8 @@ class Silo:
         >>> y.shape, round(float(y.mean()))
         ((1000, 1), 30)
         """
-        with self._lock, self._node_of(Question.of(read(draws).head).method) as node:
-            posterior, arrays, held = node.at(draws)
+        with self._lock, self._runs_of(Question.of(read(draws).head).method) as runs:
+            posterior, arrays, held = runs.at(draws)
             return posterior.predict(typed_key(key), arrays, held, new, mean=mean)
 
     def sample_posterior(self, key: Array, draws: bytes) -> dict[str, Array]:
@@ -271,8 +272,8 @@ class Silo:
         DataError, ModelError
             As for :meth:`predict`.
         """
-        with self._lock, self._node_of(Question.of(read(draws).head).method) as node:
-            posterior, arrays, held = node.at(draws)
+        with self._lock, self._runs_of(Question.of(read(draws).head).method) as runs:
+            posterior, arrays, held = runs.at(draws)
             return posterior.sample_posterior(typed_key(key), arrays, held)
 
     def draws(self) -> dict[str, Array]:
@@ -286,8 +287,8 @@ class Silo:
         DataError
             If they have not.
         """
-        nodes = [agreed.node for agreed in reversed(self._agreed.values())]
-        sampled = next((n.sampled for n in nodes if n is not None and n.sampled is not None), None)
+        every = [agreed.runs for agreed in reversed(self._agreed.values())]
+        sampled = next((n.sampled for n in every if n is not None and n.sampled is not None), None)
         if sampled is None:
             raise DataError(
                 "there are no draws here: the server draws, and every client with it, by "
@@ -330,28 +331,28 @@ class Silo:
             self._policy.check_sums(False)
             self._policy.check_noise(0.0, f"'{question.exchange}' would be told")
             with self._ledger.spending(question.exchange, {}):
-                return self._of_data(question.exchange, _json(question.settings))
-        with self._node_of(question.method) as node:
-            return self._of_run(node, question, message)
+                return self._reply_of_data(question.exchange, _json(question.settings))
+        with self._runs_of(question.method) as runs:
+            return self._reply_of_run(runs, question, message)
 
-    def _of_run(self, node: Node, question: Question, message: bytes) -> bytes:
+    def _reply_of_run(self, runs: SiloRuns, question: Question, message: bytes) -> bytes:
         """Return the reply to a message of a run."""
-        agreed, size, (head, arrays) = self._agreed[question.method], node.size, read(message)
+        agreed, size, (head, arrays) = self._agreed[question.method], runs.size, read(message)
         if question.exchange in (*BEGINNINGS, GO_ON):
             cost = self._ledger.beginning(size.multiplier, size.delta, size.protects)
-            return node.handle(message, cost)
+            return runs.handle(message, cost)
         if question.exchange == OUTER_LATENTS and not self._policy.tell_latents:
             raise ModelError(
                 "this silo does not tell the latents that its rows share. Its owner may allow it: "
                 "tell_latents = true in the policy."
             )
-        if node.method.sends_unhidden(question.exchange) and not self._allow_unhidden:
+        if runs.method.sends_unhidden(question.exchange) and not self._allow_unhidden:
             raise ModelError(
                 "this silo is asked for predictors without the noise that hides them in a run, and "
                 "does not give them: its owner may say so by Silo(..., allow_unhidden=True)."
             )
         if question.exchange == LOO:
-            self._policy.check_rows(node.rows_that_count())
+            self._policy.check_rows_with_outcome(runs.rows_that_count())
         cost = self._ledger.spending(question.exchange, evaluations(question, arrays))
         if SUM not in head:
             if agreed.secure_sum:
@@ -359,7 +360,7 @@ class Silo:
                     "this silo has agreed to send masked replies alone (secure_sum), and is asked "
                     "for a plain one. Begin again."
                 )
-            return node.handle(message, cost)
+            return runs.handle(message, cost)
         terms = read_record(Terms, head[SUM])
         self._sums.check(terms)
         if size.shares_noise and len(terms.group) < size.num_silos:
@@ -368,15 +369,15 @@ class Silo:
                 "in which each adds a share of the noise: it would have too little. Begin another "
                 "run with those that answer."
             )
-        exchange, down = node.exchange_of(question)
+        exchange, down = runs.exchange_of(question)
         check_summed(exchange)
         message = write(arrays, {name: text for name, text in head.items() if name != SUM})
-        reply = node.handle(message, cost)
+        reply = runs.handle(message, cost)
         plan = str(_json(agreed.plan)["plan"])
         asked = asked_of_all(plan, question, arrays, exchange.scatter, down)
         return self._sums.masked(terms, question, message, reply, exchange, asked)
 
-    def _of_data(self, exchange: str, asked: Mapping[str, Any]) -> bytes:
+    def _reply_of_data(self, exchange: str, asked: Mapping[str, Any]) -> bytes:
         """Return the names of the data's levels, or the moments of its columns."""
         columns, arguments = _names(asked, COLUMNS), _names(asked, "arguments")
         min_count, other = asked.get("min_count", 1), str(asked.get("other", OTHER))
@@ -403,13 +404,13 @@ class Silo:
 
     def _build(self, agreed: _Agreement, settings: str) -> None:
         """Build the algorithm from the agreed plan, if the owner's rules allow it."""
-        found, node = _json(settings), agreed.node
+        found, runs = _json(settings), agreed.runs
         plan, number = found.get("plan"), found.get("number")
-        if node is None or not isinstance(plan, str) or not isinstance(number, int):
+        if runs is None or not isinstance(plan, str) or not isinstance(number, int):
             raise DataError("a plan and this silo's number were expected. Begin again.")
         with precision(double=agreed.double):
             try:
-                node.accept(plan, number)
+                runs.accept(plan, number)
             except (ModelError, DataError, GuideError):
                 raise
             # A plan is JSON of another party: whatever is wrong in it, it is refused.
@@ -418,7 +419,7 @@ class Silo:
                     f"the plan cannot be built ({type(error).__name__}). Server and silos must "
                     "run the same version."
                 ) from error
-        size = node.size
+        size = runs.size
         self._policy.check_plan(size)
         self._policy.check_noise(size.multiplier, "a run would be answered")
         if size.shares_noise and not agreed.secure_sum:
@@ -449,20 +450,22 @@ class Silo:
             if not isinstance(built, Method | VerticalMethod):
                 return _Agreement(settings, double, describe(built, self._data).to_json(), None)
             # The last one of the same settings has the programs that were compiled.
-            same = (a.node for a in reversed(self._agreed.values()) if a.settings == settings)
+            same = (a.runs for a in reversed(self._agreed.values()) if a.settings == settings)
             known = next(same, None)
-            node = known and known.for_other_runs(store)
-            node = node or Node(built, self._data, store=store, **self._options)
-            return _Agreement(settings, double, node.facts, node, secure_sum=secure)
+            runs = known and known.for_other_runs(store)
+            runs = runs or SiloRuns(
+                built, self._data, secret=self._secret, row_ids=self._row_ids, store=store
+            )
+            return _Agreement(settings, double, runs.facts, runs, secure_sum=secure)
 
     @contextmanager
-    def _node_of(self, method: str) -> Iterator[Node]:
-        """Enter the precision of a method, with the node that has accepted its plan."""
+    def _runs_of(self, method: str) -> Iterator[SiloRuns]:
+        """Enter the precision of a method, with the runs of its accepted plan."""
         agreed = self._get(method)
-        if agreed.node is None or not agreed.plan:
+        if agreed.runs is None or not agreed.plan:
             raise ModelError("this silo has not accepted a plan for this method. Begin again.")
         with precision(double=agreed.double):
-            yield agreed.node
+            yield agreed.runs
 
     def _get(self, method: str) -> _Agreement:
         """Return what was agreed on for a method."""
@@ -502,12 +505,12 @@ class Silo:
 
 @dataclass
 class _Agreement:
-    """A silo's part in one method of a server: its facts, and the node once there is a plan."""
+    """A silo's part in one method of a server: its facts, and its runs."""
 
     settings: str  # the message of the server, as it came
     double: bool  # whether the method computes in double precision
     facts: str
-    node: Node | None  # None where only facts were asked for
+    runs: SiloRuns | None  # None where only facts were asked for
     plan: str = ""  # the message with the plan, as it came
     secure_sum: bool = False  # whether replies leave the silo under masks alone
 

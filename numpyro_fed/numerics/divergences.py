@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.basics.errors import GuideError, positive_number
-from numpyro_fed.numerics import expfam
 from numpyro_fed.numerics.expfam import Family
-from numpyro_fed.numerics.expfam.base import Natural
+from numpyro_fed.numerics.expfam.family import Natural
 
 __all__ = ["KL", "AlphaRenyi", "FisherRao", "ReverseKL", "WeightedKL"]
 
@@ -46,7 +45,7 @@ class KL:
     """
 
     def __call__(self, family: Family[Any], eta_q: Natural, eta_p: Natural) -> Array:
-        return expfam.kl(family, eta_q, eta_p)
+        return family.kl(eta_q, eta_p)
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class ReverseKL:
     """
 
     def __call__(self, family: Family[Any], eta_q: Natural, eta_p: Natural) -> Array:
-        return expfam.kl(family, eta_p, eta_q)
+        return family.kl(eta_p, eta_q)
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class WeightedKL:
         object.__setattr__(self, "weight", float(self.weight))
 
     def __call__(self, family: Family[Any], eta_q: Natural, eta_p: Natural) -> Array:
-        return self.weight * expfam.kl(family, eta_q, eta_p)
+        return self.weight * family.kl(eta_q, eta_p)
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class AlphaRenyi:
         exists = alpha < 1 or family.proper(mixed)
         # An improper member would give NaN, also in the gradient of the branch that is not taken.
         mixed = jax.tree.map(lambda m, q: jnp.where(exists, m, q), mixed, eta_q)
-        to_p, to_q = expfam.kl(family, mixed, eta_p), expfam.kl(family, mixed, eta_q)
+        to_p, to_q = family.kl(mixed, eta_p), family.kl(mixed, eta_q)
         return jnp.where(exists, to_p / alpha + to_q / (1 - alpha), jnp.inf)
 
 

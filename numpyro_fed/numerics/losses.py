@@ -24,7 +24,8 @@ from numpyro.distributions import Distribution
 from numpyro.distributions.util import sum_rightmost
 
 from numpyro_fed.basics.errors import ModelError, is_number
-from numpyro_fed.numerics.densities import accurate
+from numpyro_fed.numerics.accurate_densities import accurate
+from numpyro_fed.numerics.gaussian import LOG_2PI
 
 __all__ = ["beta_loss", "gamma_loss", "generalised_cross_entropy", "log_loss"]
 
@@ -32,8 +33,6 @@ __all__ = ["beta_loss", "gamma_loss", "generalised_cross_entropy", "log_loss"]
 def __dir__() -> list[str]:
     return __all__
 
-
-_LOG_2PI = math.log(2 * math.pi)
 
 # Power integrals of counts are a sum of _TERMS up to a variance of _SWITCH, and beyond it the
 # trapezoidal rule at _POINTS, in sds of the power. With a variance of 64 the sum covers all counts,
@@ -269,7 +268,7 @@ def log_power_integral(distribution: Distribution, power: float) -> Array:
     if kind in (dist.CategoricalLogits, dist.CategoricalProbs):
         return logsumexp(power * jax.nn.log_softmax(d.logits), axis=-1)
     if kind is dist.Normal:
-        log_width = jnp.log(d.scale) + 0.5 * _LOG_2PI
+        log_width = jnp.log(d.scale) + 0.5 * LOG_2PI
         return jnp.broadcast_to((1 - power) * log_width - 0.5 * math.log(power), d.batch_shape)
     if kind not in (dist.Poisson, dist.BinomialLogits, dist.BinomialProbs):
         raise ModelError(
@@ -320,7 +319,7 @@ def _binomial_rule(n: Array, p: Array, power: float) -> Array:
         (1 - p)[..., None] * _deviance(t * scale / mean)
         + p[..., None] * _deviance(-t * scale / mean_failures)
     )
-    log_width = 0.5 * (_LOG_2PI + jnp.log(k) + jnp.log(failures / n[..., None]))
+    log_width = 0.5 * (LOG_2PI + jnp.log(k) + jnp.log(failures / n[..., None]))
     stirling = _stirling(k) + _stirling(failures) - _stirling(n[..., None])
     log_step = jnp.log(_STEP * scale[..., 0]) - 0.5 * math.log(power)
     return logsumexp(-power * (deviance + log_width + stirling), axis=-1) + log_step
@@ -337,7 +336,7 @@ def _poisson(d: dist.Poisson, power: float) -> Array:
     t = jnp.asarray(_POINTS, rate.dtype) / math.sqrt(power)
     u = t / jnp.sqrt(many)[..., None]
     k = many[..., None] * (1 + u)
-    log_p = -(t**2) * _deviance(u) - 0.5 * (_LOG_2PI + jnp.log(k)) - _stirling(k)
+    log_p = -(t**2) * _deviance(u) - 0.5 * (LOG_2PI + jnp.log(k)) - _stirling(k)
     log_step = math.log(_STEP) + 0.5 * jnp.log(many / power)
     return jnp.where(rate < _SWITCH, log_sum, logsumexp(power * log_p, axis=-1) + log_step)
 

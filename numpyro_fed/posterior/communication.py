@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from numpyro_fed.basics import html
+from numpyro_fed.basics import display
 from numpyro_fed.data.batches import Bucket
 from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.posterior.run import Built, Fit
@@ -80,7 +80,7 @@ class Communication(NamedTuple):
 
     def _repr_html_(self) -> str:
         head, *lines = self._cells()
-        return html.table(head, lines)
+        return display.html_table(head, lines)
 
 
 def communication(
@@ -163,7 +163,7 @@ class Cost:
         return f"{self._summary()}\n\n{self.communication.messages}"
 
     def _repr_html_(self) -> str:
-        return html.words(self._summary()) + self.communication.messages._repr_html_()
+        return display.html_words(self._summary()) + self.communication.messages._repr_html_()
 
 
 def cost_of(fit: Fit, hosted: Silos) -> Cost:

@@ -23,7 +23,7 @@ from numpyro_fed.after.arviz import Coords, Dims, Labels
 from numpyro_fed.after.groups import groups_to_arviz, log_likelihood
 from numpyro_fed.after.own_rows import WhichSilo, silo_number
 from numpyro_fed.after.questions import Questions
-from numpyro_fed.basics import html
+from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import DataError, ModelError, positive_int
 from numpyro_fed.basics.precision import precision
 from numpyro_fed.posterior.sampler import Sampler
@@ -464,4 +464,4 @@ class Posterior(Questions):
         return self.verdict
 
     def _repr_html_(self) -> str:
-        return html.words(str(self))
+        return display.html_words(str(self))

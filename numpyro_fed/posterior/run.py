@@ -21,7 +21,8 @@ from jax import Array
 from numpyro_fed.basics.errors import DataError, NonFiniteError, SavedStateError
 from numpyro_fed.basics.precision import is_double, precision
 from numpyro_fed.data.silo_data import SiloData, Sizes, signature
-from numpyro_fed.guides.objectives import ELBO, Bound, Objective, bound_of
+from numpyro_fed.guides.objectives import ELBO, Objective
+from numpyro_fed.guides.silo_bounds import Bound, bound_of
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import Provenance, SavedRun

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.basics import html
+from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import Interrupted
 from numpyro_fed.posterior.run import FederatedRun
 from numpyro_fed.posterior.saving import SavedWords
@@ -281,7 +281,7 @@ class Weighted(ABC, Generic[Corrects]):
         return self.report()
 
     def _repr_html_(self) -> str:
-        return html.words(self.report())
+        return display.html_words(self.report())
 
     @property
     @abstractmethod

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import ndtri
 
-from numpyro_fed.basics import html
+from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import FederatedWarning, optional
 
 UNITS = "row", "silo"
@@ -181,7 +181,7 @@ class Spent(NamedTuple):
         )
 
     def _repr_html_(self) -> str:
-        return html.words(str(self))
+        return display.html_words(str(self))
 
 
 @cache

@@ -25,7 +25,7 @@ from numpyro_fed.basics.trees import double
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics import expfam
 from numpyro_fed.numerics.expfam import Family
-from numpyro_fed.numerics.expfam.base import Natural, Ordinary, Product
+from numpyro_fed.numerics.expfam.family import Natural, Ordinary, Product
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Site, Theta
 
@@ -140,10 +140,10 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
         for site in fm.named("latent"):
             place, shape = slice(site.start, site.stop), site.shape
             if kinds[site.name] != GAUSSIAN:
-                found[site.name] = expfam.marginal(family, eta, place, shape, site.event_dim)
+                found[site.name] = family.marginal(eta, place, shape, site.event_dim)
                 continue
             bijection = biject_to(fm.structure.supports[site.name])
-            z = expfam.marginal(family, eta, place, shape, bijection.domain.event_dim)
+            z = family.marginal(eta, place, shape, bijection.domain.event_dim)
             found[site.name] = _on_support(z, bijection)
         return found
 

@@ -23,15 +23,10 @@ from numpyro_fed.basics.errors import (
     positive_int,
 )
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.base import FamilyGuide
-from numpyro_fed.guides.objectives import Objective, bound_of, draws_of, objective_for
-from numpyro_fed.guides.structured import (
-    Structured,
-    amortises,
-    build_resolved,
-    resolve,
-    structured,
-)
+from numpyro_fed.guides.global_guides import FamilyGuide
+from numpyro_fed.guides.objectives import Objective, draws_of, objective_for
+from numpyro_fed.guides.silo_bounds import bound_of
+from numpyro_fed.guides.structured import Structured, amortises, build_resolved, resolve, structured
 from numpyro_fed.local import ClosedForm, Optax
 from numpyro_fed.local.base import Local
 from numpyro_fed.local.natural import FixedPoint

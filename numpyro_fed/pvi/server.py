@@ -22,17 +22,9 @@ from numpyro_fed.local.base import LocalNoise, Problem, minimise, proper_step
 from numpyro_fed.numerics import expfam
 from numpyro_fed.numerics.divergences import KL, WeightedKL
 from numpyro_fed.numerics.expfam import Family
-from numpyro_fed.numerics.expfam.base import Natural, Ordinary, Tree, location_and_log_scale
+from numpyro_fed.numerics.expfam.family import Natural, Ordinary, Parts, location_and_log_scale
 from numpyro_fed.numerics.gaussian import Gaussian
-from numpyro_fed.pvi.silo import (
-    Down,
-    Movement,
-    PVIAtSilo,
-    ServerState,
-    SiloState,
-    Status,
-    Up,
-)
+from numpyro_fed.pvi.silo import Down, Movement, PVIAtSilo, ServerState, SiloState, Status, Up
 from numpyro_fed.rounds.exchange import (
     Ask,
     AskSilos,
@@ -171,7 +163,7 @@ class PartitionedVI(PVIAtSilo):
         # Each silo's term counts once in a round, however many visits a round has.
         weight = self.num_silos / self.visits
         loss = kl_to_prior / self.steps - weight * up.log_lik
-        moved_by = expfam.kl(self.family, guide, before)
+        moved_by = self.family.kl(guide, before)
         # The damping used is 0 for a rejected update; ``own`` is the server's own factor's state.
         report = {"damping": damping, "statuses": up.statuses, "own": converged}
         return after, Info(loss, all_finite(after), moved_by, report)
@@ -191,12 +183,12 @@ class PartitionedVI(PVIAtSilo):
         """Return the KL from posterior to prior, estimated where the prior is not in the family."""
         family = self.family
         if self.globals.prior_outside is None and not self.model.improper:
-            return expfam.kl(family, eta, self.globals.prior(theta))
+            return family.kl(eta, self.globals.prior(theta))
         psi, noise = family.ordinary(eta), family.noise(key, KL_DRAWS)
 
-        def log_ratio_at(noise: Tree) -> Array:
+        def log_ratio_at(noise: Parts) -> Array:
             z = family.draw(psi, noise)
-            return expfam.log_density(family, eta, z) - self.model.log_prior(theta, z)
+            return family.log_density(eta, z) - self.model.log_prior(theta, z)
 
         return jax.vmap(log_ratio_at)(noise).mean()
 
@@ -259,7 +251,7 @@ class PartitionedVI(PVIAtSilo):
         def log_lik(
             psi: Ordinary, silo_part: object, noise: LocalNoise, plain: bool
         ) -> tuple[Array, Array]:
-            def at_draw(noise: Tree) -> tuple[Array, Array]:
+            def at_draw(noise: Parts) -> tuple[Array, Array]:
                 z = family.draw(psi, noise)
                 return z, log_outside(theta, z)
 
@@ -304,7 +296,7 @@ class PartitionedVI(PVIAtSilo):
         """Return the posterior whose frame a start has told."""
         # K'K is the precision of the frame, without inverting its covariance.
         K = self.frame_at(point).inverse_root()
-        return self.family.around(point.centre, jnp.zeros_like(point.centre), K.T @ K)
+        return self.family.from_derivatives(point.centre, jnp.zeros_like(point.centre), K.T @ K)
 
     def _server_factor_at(self, point: StartPoint, none: Natural) -> Natural:
         """Return the parabola of the prior's part outside of the family, or no factor."""
@@ -318,7 +310,7 @@ class PartitionedVI(PVIAtSilo):
             return log_outside(theta, z) + fm.smoothed.log_prior(theta, z) - fm.log_prior(theta, z)
 
         z = point.centre
-        return self.family.around(z, jax.grad(remainder)(z), -jax.hessian(remainder)(z))
+        return self.family.from_derivatives(z, jax.grad(remainder)(z), -jax.hessian(remainder)(z))
 
     def _server_at(
         self, first: ServerState, point: StartPoint, total: Natural, server_factor: Natural
@@ -380,7 +372,7 @@ class PartitionedVI(PVIAtSilo):
         ) -> tuple[Reply[Natural], SiloState]:
             point, place = down.point, jax.tree.map(lambda a: a[down.start], state.place)
             num_theta = len(place.gradient) - fm.dim
-            factor = family.around(
+            factor = family.from_derivatives(
                 point.centre, place.gradient[num_theta:], place.curvature[num_theta:, num_theta:]
             )
             # A silo without a parabola starts with no factor, as in the paper.

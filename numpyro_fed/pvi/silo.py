@@ -20,13 +20,13 @@ from jax import Array
 from numpyro_fed.basics.trees import all_finite, where
 from numpyro_fed.data.batches import Minibatches, draw_minibatch, rows_at
 from numpyro_fed.data.silo_data import SiloData, Sizes
-from numpyro_fed.guides.base import GuideParams
-from numpyro_fed.guides.objectives import AtDraw, Bound, SiloBound, normals
+from numpyro_fed.guides.global_guides import GuideParams
+from numpyro_fed.guides.silo_bounds import AtDraw, Bound, SiloBound, normals
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.local.base import Local, LocalNoise, Problem, SiloPart, Solution
 from numpyro_fed.numerics import expfam
 from numpyro_fed.numerics.expfam import Family
-from numpyro_fed.numerics.expfam.base import Natural, Ordinary, Tree
+from numpyro_fed.numerics.expfam.family import Natural, Ordinary, Parts
 from numpyro_fed.numerics.gaussian import Coordinates, Gaussian, identity
 from numpyro_fed.pvi.families import GAUSSIAN, Globals, misfit, row_terms
 from numpyro_fed.rounds.exchange import Reply, SharedParams, SiloParams
@@ -379,7 +379,7 @@ class PVIAtSilo:
         """Return draws (n, dim) of the globals, and the bound (n,) at each."""
         centre = state.frame.standardise(self.family.centre(psi))
 
-        def at_draw(noise_globals: Tree, noise_rows: Rows) -> tuple[Array, Array]:
+        def at_draw(noise_globals: Parts, noise_rows: Rows) -> tuple[Array, Array]:
             z = self.family.draw(psi, noise_globals)
             coordinates = Coordinates(state.frame.standardise(z), centre)
             given = AtDraw({**theta, **params.private}, params.guide, z, coordinates, data)

@@ -16,7 +16,7 @@ from scipy.stats import gaussian_kde, wasserstein_distance
 
 from numpyro_fed.after.arviz import elpd_data
 from numpyro_fed.after.own_rows import outcomes_of_silos
-from numpyro_fed.basics import html, pictures
+from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import ConvergenceWarning, DataError, NonFiniteError, optional
 from numpyro_fed.basics.precision import double_precision
 from numpyro_fed.basics.trees import element_name
@@ -242,7 +242,7 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         head, *rows = self._cells()
-        return "".join([html.table(head, rows), *map(html.words, self._note())])
+        return "".join([display.html_table(head, rows), *map(display.html_words, self._note())])
 
     def plot(self, *, label: str = "federated", max_panels: int = 24) -> Any:
         """Return a matplotlib figure of the globals' marginal densities, over those of NUTS.
@@ -256,22 +256,22 @@ class Comparison:
             if not _constant(draws)[i]
         ]
         shown = elements[:max_panels]
-        figure, axes = pictures.panels(len(shown))
+        figure, axes = display.panels(len(shown))
         handles: list[Any] = []
         for axis, (name, i) in zip(axes, shown, strict=True):
             nuts, fit = self._nuts[name][:, *i], self._draws[name][:, *i]
             low, high = np.quantile(nuts, [0.001, 0.999])
             grid = np.linspace(low - 0.1 * (high - low), high + 0.1 * (high - low), 200)
             below = gaussian_kde(nuts)(grid)
-            filled = axis.fill_between(grid, below, color=pictures.REFERENCE, lw=0, label="NUTS")
+            filled = axis.fill_between(grid, below, color=display.REFERENCE, lw=0, label="NUTS")
             density = gaussian_kde(fit, weights=self._weights)(grid)
-            (line,) = axis.plot(grid, density, color=pictures.POSTERIOR, label=label)
+            (line,) = axis.plot(grid, density, color=display.POSTERIOR, label=label)
             axis.set(xlabel=element_name(name, i), yticks=[], ylim=(0, None))
             axis.spines["left"].set_visible(False)
             handles = [filled, line]
-        for axis in axes[:: pictures.COLUMNS]:
+        for axis in axes[:: display.COLUMNS]:
             axis.set_ylabel("density")
-        pictures.legend(figure, handles, len(shown), len(elements))
+        display.legend(figure, handles, len(shown), len(elements))
         return figure
 
 
@@ -420,7 +420,7 @@ class ModelComparison:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return html.table(self.HEAD, self._rows)
+        return display.html_table(self.HEAD, self._rows)
 
 
 def compare_models(fits: Mapping[str, Posterior], by: str = ROWS) -> ModelComparison:

@@ -40,7 +40,7 @@ from numpyro_fed.basics.errors import DataError, ModelError, optional, positive_
 from numpyro_fed.basics.precision import in_precision_of_object
 from numpyro_fed.basics.programs import TRACING
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.numerics.densities import log_prob
+from numpyro_fed.numerics.accurate_densities import log_prob
 from numpyro_fed.posterior.leave_out import MAX_K, Loo, RowsOfSilo, RowSums
 from numpyro_fed.posterior.posterior import Posterior
 from numpyro_fed.posterior.sampler import Sampler

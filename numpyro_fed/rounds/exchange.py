@@ -27,7 +27,7 @@ from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.basics.programs import jit_once, readable
 from numpyro_fed.basics.trees import Numbers, all_finite
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.base import GuideParams
+from numpyro_fed.guides.global_guides import GuideParams
 from numpyro_fed.numerics.gaussian import Coordinates, Gaussian
 from numpyro_fed.text.sites import Theta
 

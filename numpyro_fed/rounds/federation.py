@@ -26,7 +26,7 @@ from numpyro_fed.basics.errors import (
     positive_int,
     positive_number,
 )
-from numpyro_fed.basics.files import Store, Use, log_privately
+from numpyro_fed.basics.files import FolderLock, Store, log_privately
 from numpyro_fed.basics.precision import is_double
 from numpyro_fed.rounds.messages import (
     ACCEPT,
@@ -70,7 +70,7 @@ class Journal:
     """All replies so far, in the order in which they came."""
 
     def __init__(self, folder: Path, num_silos: int):
-        self._folder, self._use, store = folder, Use(folder), Store(folder)
+        self._folder, self._use, store = folder, FolderLock(folder), Store(folder)
         self.session = store.get(SESSION) or secrets.token_bytes(12)
         store.put({SESSION: self.session})
         self._store = store.room(REPLIES)

@@ -18,7 +18,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from safetensors.numpy import save
 
-from numpyro_fed.basics import html
+from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import (
     CoupledRowsError,
     DataError,
@@ -295,7 +295,7 @@ class Crossings(NamedTuple):
 
     def _repr_html_(self) -> str:
         head, *lines = self._cells()
-        return html.table(head, lines)
+        return display.html_table(head, lines)
 
 
 def crossings(

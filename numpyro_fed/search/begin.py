@@ -19,7 +19,7 @@ from jax import Array
 
 from numpyro_fed.basics.trees import Numbers
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.base import GlobalGuide, GuideParams
+from numpyro_fed.guides.global_guides import GlobalGuide, GuideParams
 from numpyro_fed.guides.laplace import Laplace
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.numerics import linalg

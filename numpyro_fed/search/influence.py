@@ -34,7 +34,7 @@ import numpy as np
 import scipy.linalg
 from scipy.stats import chi2, f
 
-from numpyro_fed.basics import pictures
+from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import optional
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.laplace import START, Laplace
@@ -206,8 +206,8 @@ class SiloTable:
         -------
         matplotlib.figure.Figure
         """
-        labels = pictures.labels_of(len(self.shift), names)
-        return pictures.conflicts(self.shift, self.conflict, self.flagged, LEVEL, labels)
+        labels = display.labels_of(len(self.shift), names)
+        return display.conflicts(self.shift, self.conflict, self.flagged, LEVEL, labels)
 
     def to_frame(self) -> Any:
         """Return the table as a pandas DataFrame, a row for each silo."""

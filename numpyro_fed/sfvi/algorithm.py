@@ -29,8 +29,8 @@ from jax import Array
 from numpyro_fed.basics.trees import all_finite
 from numpyro_fed.data.batches import Minibatches, MinibatchNoise, draw_minibatch, rows_at
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.base import GuideParams
-from numpyro_fed.guides.objectives import AtDraw, Bound
+from numpyro_fed.guides.global_guides import GuideParams
+from numpyro_fed.guides.silo_bounds import AtDraw, Bound
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.numerics.gaussian import Coordinates, Frame, Gaussian
 from numpyro_fed.rounds import convergence

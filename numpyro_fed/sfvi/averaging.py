@@ -28,7 +28,7 @@ from jax import Array
 from numpyro_fed.basics.trees import Tree, all_finite
 from numpyro_fed.data.batches import MinibatchNoise
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.base import GuideParams
+from numpyro_fed.guides.global_guides import GuideParams
 from numpyro_fed.numerics import barycenters, linalg
 from numpyro_fed.numerics.gaussian import Frame, Gaussian
 from numpyro_fed.rounds import convergence
@@ -45,13 +45,7 @@ from numpyro_fed.rounds.exchange import (
     ascend,
     key_as_noise,
 )
-from numpyro_fed.sfvi.algorithm import (
-    ByGradients,
-    ServerState,
-    SiloState,
-    Start,
-    standardising,
-)
+from numpyro_fed.sfvi.algorithm import ByGradients, ServerState, SiloState, Start, standardising
 
 COUNT = "rows"  # the name of the exchange that adds them up
 

@@ -24,8 +24,9 @@ from numpyro_fed.basics.errors import (
 )
 from numpyro_fed.data.batches import Minibatches
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.amortised import Amortised, with_encoders
-from numpyro_fed.guides.objectives import Bound, Objective, bound_of, draws_of, objective_for
+from numpyro_fed.guides.local_guides import Amortised, with_encoders
+from numpyro_fed.guides.objectives import Objective, draws_of, objective_for
+from numpyro_fed.guides.silo_bounds import Bound, bound_of
 from numpyro_fed.guides.structured import (
     FULL_UP_TO,
     Guide,

@@ -249,7 +249,7 @@ class Spectrum(NamedTuple):
         return cls(values, scale[:, None] * vectors)
 
 
-class Dense(NamedTuple):
+class DenseField(NamedTuple):
     """A field by its covariance (n, n)."""
 
     loc: Array
@@ -273,7 +273,7 @@ class Dense(NamedTuple):
         return self.loc + noise @ linalg.cholesky(self.cov).T
 
 
-class Spectral(NamedTuple):
+class SpectralField(NamedTuple):
     """A field by its variances (n,) along the columns of a fixed matrix (n, n), smoothest last."""
 
     loc: Array
@@ -295,14 +295,14 @@ class Spectral(NamedTuple):
         return self.loc + (noise * jnp.sqrt(self.variances)) @ fresh(self.vectors).T
 
 
-Field = Dense | Spectral
+Field = DenseField | SpectralField
 
 
 def field_of(fn: Distribution, site: str, spectrum: Spectrum | None) -> Field:
     """Return a site's distribution as a field. Autoregressions of areas need their spectrum."""
     fn = unwrapped(fn)
     if isinstance(fn, dist.MultivariateNormal):
-        return Dense(jnp.broadcast_to(fn.loc, fn.event_shape), fn.covariance_matrix)
+        return DenseField(jnp.broadcast_to(fn.loc, fn.event_shape), fn.covariance_matrix)
     if not isinstance(fn, dist.CAR | Leroux):
         raise ModelError(
             f"'{site}' is a {type(fn).__name__}: closed forms are known for MultivariateNormal, "
@@ -316,7 +316,7 @@ def field_of(fn: Distribution, site: str, spectrum: Spectrum | None) -> Field:
     loc, alpha = jnp.broadcast_to(fn.loc, fn.event_shape), fn.correlation
     values = fresh(spectrum.values)
     precisions = 1 - alpha + alpha * values if isinstance(fn, Leroux) else 1 - alpha * values
-    return Spectral(loc, 1 / (fn.conditional_precision * precisions), spectrum.vectors)
+    return SpectralField(loc, 1 / (fn.conditional_precision * precisions), spectrum.vectors)
 
 
 def adjacency_of(fn: Distribution, site: str) -> np.ndarray | None:

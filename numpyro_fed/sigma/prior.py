@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,10 @@ import optax
 from jax import Array
 from numpyro.distributions import Distribution
 
-from numpyro_fed.basics.errors import MissingExtraError, ModelError, SavedStateError, positive_int
+from numpyro_fed.basics.errors import ModelError, SavedStateError, optional, positive_int
 from numpyro_fed.basics.files import npz, read_npz, write_npz
 from numpyro_fed.basics.programs import TRACING
 from numpyro_fed.basics.trees import fresh
-from numpyro_fed.sigma.source import Scales, Source, hyperparameters, signatures_differ
 from numpyro_fed.sigma.training import (
     Check,
     Training,
@@ -38,12 +37,12 @@ from numpyro_fed.sigma.training import (
     weights_of,
     with_weights,
 )
+from numpyro_fed.sigma.true_prior import Scales, TruePrior, hyperparameters, signatures_differ
 from numpyro_fed.text.substitution import Blocks, block_name
 
 if TYPE_CHECKING:
     from numpyro_fed.sigma.networks import Networks
 
-Shared = tuple[Array, Array, Array]
 VERSION = 2
 # Hyperparameters from which tau is measured, and draws of both priors at each: 32,768 draws in all
 # tell a variance to sqrt(2 / 32,768) = 0.8 % of itself. tau**2 is the difference of two of them,
@@ -55,13 +54,19 @@ INITIAL = Training(0, 1_024, 1, 0.0)
 
 
 def _networks() -> ModuleType:
-    try:
-        from numpyro_fed.sigma import networks
-    except ModuleNotFoundError as error:
-        if error.name != "equinox":
-            raise
-        raise MissingExtraError("equinox", "nn") from error
+    """Return the module of the networks, which needs an extra."""
+    optional("equinox", "nn")
+    from numpyro_fed.sigma import networks
+
     return networks
+
+
+class SharedPart(NamedTuple):
+    """The latents that silos share, hyperparameters by rank, and the size of the entries."""
+
+    z_G: Array
+    ranks: Array
+    size: Array
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ class SigmaPrior:
     what blocks do not share.
     """
 
-    source: Source = field(repr=False)
+    true_prior: TruePrior = field(repr=False)
     blocks: Blocks = field(repr=False)
     networks: Networks = field(repr=False)
     scales: Scales = field(repr=False)
@@ -214,22 +219,22 @@ class SigmaPrior:
         nets = _networks()
         if not 0 < clip[0] < clip[1]:
             raise ValueError(f"clip={clip!r}: expected two positive numbers, the least first.")
-        source = Source.of(model, site, dict(model_kwargs or {}), dict(ranges or {}))
-        divided = Blocks.read(blocks, source.size, site)
-        if decoder_only and z_global not in (None, source.size):
+        true_prior = TruePrior.of(model, site, dict(model_kwargs or {}), dict(ranges or {}))
+        divided = Blocks.read(blocks, true_prior.size, site)
+        if decoder_only and z_global not in (None, true_prior.size):
             raise ValueError(
                 f"z_global={z_global!r} with decoder_only=True: silos share a normal for each of "
-                f"the {source.size} entries there. Leave z_global out."
+                f"the {true_prior.size} entries there. Leave z_global out."
             )
         # More shared latents follow rougher fields. But each is a global latent of every fit, and
         # a row and a column of the matrices by which hyperparameters mix them.
-        default = source.size if decoder_only else min(max(source.size // 3, 5), 100)
+        default = true_prior.size if decoder_only else min(max(true_prior.size // 3, 5), 100)
         shared = default if z_global is None else z_global
         positive_int("z_global", shared)
         for_scales, for_initial, for_networks, for_steps, for_tau = jax.random.split(key, 5)
-        scales = source.scales(for_scales)
+        scales = true_prior.scales(for_scales)
         sizes = nets.Sizes(
-            entries=source.size,
+            entries=true_prior.size,
             hyper=scales.hyper,
             blocks=divided.number,
             largest=divided.largest,
@@ -241,8 +246,8 @@ class SigmaPrior:
             encodes=not decoder_only,
         )
         settings = Training(num_steps, batch_size, min(draws_per_phi, batch_size), noise)
-        _, first, normals = training_draws(source, scales, INITIAL, for_initial)
-        if decoder_only and normals is None:
+        initial = training_draws(true_prior, scales, INITIAL, for_initial)
+        if decoder_only and initial.normals is None:
             raise ModelError(
                 f"'{site}' is no Gaussian whose draws are known as functions of standard normals: "
                 "MultivariateNormal, CAR or nf.fields.Leroux. Train with an encoder."
@@ -255,26 +260,26 @@ class SigmaPrior:
         trained, losses, times = train(
             for_steps,
             nets.Networks(sizes, for_networks).initialised(
-                first, normals, jnp.asarray(divided.table), noise
+                initial.theta, initial.normals, jnp.asarray(divided.table), noise
             ),
-            source,
+            true_prior,
             divided,
             scales,
             settings,
             optim,
             progress_bar,
         )
-        no_tau = np.zeros(source.size)
+        no_tau = np.zeros(true_prior.size)
         deterministic = cls(
-            source, divided, trained, scales, no_tau, settings, losses, times, False
+            true_prior, divided, trained, scales, no_tau, settings, losses, times, False
         )
-        tau = deterministic._missing_sd(for_tau, clip)
+        tau = deterministic._sd_that_draws_lack(for_tau, clip)
         return replace(deterministic, tau=tau, is_auxiliary=True)
 
     @property
     def site(self) -> str:
         """Return the site whose prior it is."""
-        return self.source.site
+        return self.true_prior.site
 
     @property
     def deterministic(self) -> SigmaPrior:
@@ -286,16 +291,16 @@ class SigmaPrior:
         """Return the prior with noise that restores the entries' variance (section 4.2.3)."""
         return replace(self, is_auxiliary=True)
 
-    def _missing_sd(self, key: Array, clip: tuple[float, float]) -> np.ndarray:
+    def _sd_that_draws_lack(self, key: Array, clip: tuple[float, float]) -> np.ndarray:
         """Return the standard deviation that draws of the decoder lack (entries,), standardised."""
         for_phi, for_true, for_learnt = jax.random.split(key, 3)
 
         def pair(keys: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-            phi = self.source.hyper(keys[0])
+            phi = self.true_prior.draw_phi(keys[0])
             draw_keys = jax.random.split(keys[2], TAU_DRAWS)
             learnt = jax.vmap(lambda key: self._draw(key, phi))(draw_keys)
-            draws = self.source.draws_with_noise(keys[1], phi, TAU_DRAWS)[1], learnt
-            flat = self.source.flat(phi)
+            draws = self.true_prior.draws_with_noise(keys[1], phi, TAU_DRAWS)[1], learnt
+            flat = self.true_prior.flat(phi)
             return jax.tree.map(lambda theta: self.scales.standardised(theta, flat), draws)
 
         keys = tuple(jax.random.split(k, TAU_HYPER) for k in (for_phi, for_true, for_learnt))
@@ -304,31 +309,31 @@ class SigmaPrior:
         missing = true.var((0, 1)) - learnt.var((0, 1))
         return np.sqrt(np.clip(np.asarray(missing), *clip))
 
-    def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> Shared:
-        """Sample the shared latents; return them, hyperparameters by rank and the entries' size."""
-        if missing := [name for name in self.source.phi if name not in phi]:
+    def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> SharedPart:
+        """Sample the shared latents, given the hyperparameters."""
+        if missing := [name for name in self.true_prior.phi if name not in phi]:
             raise ModelError(
                 f"'{self.site}' depends on '{missing[0]}', which is not sampled before it here. "
                 "Put handlers that replace it (reparam, say) inside substitute_prior, not around."
             )
         size = self.networks.sizes.z_global
         z_G = numpyro.sample(f"{self.site}/z_G", dist.Normal(0, 1).expand([size]).to_event(1))
-        flat = self.source.flat({name: phi[name] for name in self.source.phi})
-        return z_G, self.scales.uniform(flat), self.scales.size(flat)
+        flat = self.true_prior.flat({name: phi[name] for name in self.true_prior.phi})
+        return SharedPart(z_G, self.scales.ranks(flat), self.scales.size(flat))
 
     def local(
-        self, shared: Shared, fn: Distribution, phi: Mapping[str, Array], which: Array
+        self, shared: SharedPart, fn: Distribution, phi: Mapping[str, Array], which: Array
     ) -> Array:
         """Sample some blocks (blocks, largest), given what all silos share."""
-        z_G, hyper, size = shared
-        mean, log_variance = jax.vmap(lambda b: self.networks.encode_local(b, z_G, hyper))(which)
+        z_G, ranks, size = shared
+        mean, log_variance = jax.vmap(lambda b: self.networks.encode_local(b, z_G, ranks))(which)
         normal = dist.Normal(mean, jnp.exp(0.5 * log_variance)).to_event(1)
         z_L = numpyro.sample(f"{self.site}/z_L", normal)
 
         def decode(block: Array, z_L: Array) -> tuple[Array, Array]:
             rows, present = self.blocks.rows(block)
             unit = size * self.scales.sd[rows]
-            decoded = self.networks.decode(block, z_G, z_L, hyper)
+            decoded = self.networks.decode(block, z_G, z_L, ranks)
             tau = unit * fresh(self.tau)[rows]
             # Padding becomes a standard normal, which is proper and which nothing reads.
             entries = self.scales.mean[rows] + unit * decoded
@@ -339,7 +344,7 @@ class SigmaPrior:
             return decoded
         return numpyro.sample(f"{self.site}/values", dist.Normal(decoded, tau).to_event(1))
 
-    def whole(self, shared: Shared, parts: Array, which: Array) -> Array:
+    def whole(self, shared: SharedPart, parts: Array, which: Array) -> Array:
         """Return the site from its blocks."""
         return self.blocks.assemble(parts, which)
 
@@ -348,32 +353,32 @@ class SigmaPrior:
 
         Hyperparameters that go beyond the training's cause a warning.
         """
-        trained = self.source.signature(self.scales)
+        trained = self.true_prior.signature(self.scales)
         for j, silo in enumerate(silos):
             kwargs = {k: v for k, v in silo.items() if k != block_name(self.site)}
-            source = replace(self.source, model=model, kwargs=kwargs)
-            if j == 0 and set(phi := hyperparameters(model, self.site, kwargs)) != set(source.phi):
+            here = replace(self.true_prior, model=model, kwargs=kwargs)
+            if j == 0 and set(phi := hyperparameters(model, self.site, kwargs)) != set(here.phi):
                 raise ModelError(
                     f"'{self.site}' depends on {', '.join(phi) or 'nothing'} here, and on "
-                    f"{', '.join(source.phi) or 'nothing'} where its prior was trained."
+                    f"{', '.join(here.phi) or 'nothing'} where its prior was trained."
                 )
-            if signatures_differ(source.signature(self.scales), trained):
+            if signatures_differ(here.signature(self.scales), trained):
                 raise ModelError(
                     f"silo {j}: '{self.site}' has another distribution than where its prior was "
                     "trained, at the same hyperparameters. Train one anew, for a prior that is the "
                     "same at all silos."
                 )
             if j == 0:
-                source.warn_beyond(jax.random.key(0), self.scales)
+                here.warn_if_model_goes_beyond(jax.random.key(0), self.scales)
 
     def sample(self, key: Array, n: int, phi: Mapping[str, Any] | None = None) -> Array:
         """Return draws of the site (n, entries), at ``phi`` or at draws of the hyperparameters."""
         if phi is not None:
-            self.source.warn_outside(phi, self.scales)
+            self.true_prior.warn_if_outside(phi, self.scales)
 
         def draw(key: Array) -> Array:
             for_phi, for_rest = jax.random.split(key)
-            return self._draw(for_rest, self.source.hyper(for_phi) if phi is None else phi)
+            return self._draw(for_rest, self.true_prior.draw_phi(for_phi) if phi is None else phi)
 
         return jax.jit(lambda key: jax.lax.map(draw, jax.random.split(key, n), batch_size=256))(key)
 
@@ -406,7 +411,7 @@ class SigmaPrior:
         """
         positive_int("num_draws", num_draws)
         block_of = self.blocks.block_of
-        return compare_draws(key, self.source, self.sample, block_of, at, num_draws)
+        return compare_draws(key, self.true_prior, self.sample, block_of, at, num_draws)
 
     def save(self, path: str | Path) -> None:
         """Write weights, scales and sizes to ``path.npz``, without pickle.
@@ -419,13 +424,13 @@ class SigmaPrior:
             "table": self.blocks.table,
             "tau": self.tau,
             "losses": self.losses,
-            "signature": self.source.signature(self.scales),
+            "signature": self.true_prior.signature(self.scales),
         }
         meta = {
             "version": VERSION,
             "site": self.site,
-            "phi": list(self.source.phi),
-            "ranges": {k: list(v) for k, v in self.source.ranges.items()},
+            "phi": list(self.true_prior.phi),
+            "ranges": {k: list(v) for k, v in self.true_prior.ranges.items()},
             "sizes": self.networks.sizes._asdict(),
             "settings": self.settings._asdict(),
             "times": self.times,
@@ -456,12 +461,12 @@ class SigmaPrior:
         if "ranges" not in meta:
             raise SavedStateError(f"{file} holds no SigmaPrior, but a fit: use numpyro_fed.load.")
         ranges = {k: (float(v[0]), float(v[1])) for k, v in meta["ranges"].items()}
-        source = Source.of(model, site, dict(model_kwargs or {}), {})
-        divided = Blocks.read(blocks, source.size, site)
+        true_prior = TruePrior.of(model, site, dict(model_kwargs or {}), {})
+        divided = Blocks.read(blocks, true_prior.size, site)
         for what, saved, expected in (
             ("version", meta["version"], VERSION),
             ("site", meta["site"], site),
-            ("hyperparameters", meta["phi"], list(source.phi)),
+            ("hyperparameters", meta["phi"], list(true_prior.phi)),
         ):
             if saved != expected:
                 raise SavedStateError(f"{file} was trained for the {what} {saved}, not {expected}.")
@@ -481,14 +486,14 @@ class SigmaPrior:
         template = nets.Networks(nets.Sizes(**meta["sizes"]), jax.random.key(0))
         weights = (jnp.asarray(arrays[f"weight{i}"]) for i in count())
         scales = Scales(**{k: jnp.asarray(arrays[f"scale.{k}"]) for k in Scales._fields})
-        if signatures_differ(source.signature(scales), arrays["signature"]):
+        if signatures_differ(true_prior.signature(scales), arrays["signature"]):
             raise SavedStateError(
                 f"{file} was trained for another prior of '{site}': its distribution at the same "
                 "hyperparameters is another one here."
             )
-        source.warn_beyond(jax.random.key(0), scales)
+        true_prior.warn_if_model_goes_beyond(jax.random.key(0), scales)
         return cls(
-            replace(source, ranges=ranges),
+            replace(true_prior, ranges=ranges),
             divided,
             with_weights(template, weights),
             scales,

@@ -19,10 +19,10 @@ import optax
 from jax import Array
 from tqdm.auto import tqdm
 
-from numpyro_fed.basics import html
+from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import ModelError, NonFiniteError
-from numpyro_fed.sigma.fields import Dense, field_of
-from numpyro_fed.sigma.source import Draws, Scales, Source
+from numpyro_fed.sigma.fields import DenseField, field_of
+from numpyro_fed.sigma.true_prior import Draws, Scales, TruePrior
 from numpyro_fed.text.substitution import Blocks
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Training(NamedTuple):
     noise: float
 
 
-class Step(NamedTuple):
+class DrawAndNoise(NamedTuple):
     """One draw of the true prior, and the noise of its bound.
 
     ``theta`` (entries,) is the draw, standardised, and ``phi`` (hyper,) its hyperparameters, as the
@@ -63,7 +63,9 @@ class Step(NamedTuple):
     eps_L: Array
 
 
-def minus_bound(networks: Networks, at: Step, table: Array, present: Array, noise: float) -> Array:
+def minus_bound(
+    networks: Networks, at: DrawAndNoise, table: Array, present: Array, noise: float
+) -> Array:
     """Return minus the evidence bound () of one draw (equation 8).
 
     ``table`` has the blocks' entries and ``present`` says which are no padding, both (blocks,
@@ -92,16 +94,16 @@ def _kl(mean: Array, log_variance: Array) -> Array:
     return 0.5 * jnp.sum(mean**2 + jnp.exp(log_variance) - 1 - log_variance)
 
 
-def training_draws(source: Source, scales: Scales, settings: Training, key: Array) -> Draws:
+def training_draws(true_prior: TruePrior, scales: Scales, settings: Training, key: Array) -> Draws:
     """Return a step's hyperparameters (batch, hyper) and draws (batch, entries), standardised."""
     # Several draws share hyperparameters, since a covariance's Cholesky factor costs more than the
     # draws from it; it is computed once for each phi.
     n, each = settings.batch_size, settings.draws_per_phi
-    phi, theta, noise = source.draw(key, -(-n // each), each)
+    phi, theta, noise = true_prior.draw(key, -(-n // each), each)
     parts = jax.vmap(scales.standardised)(theta, phi), noise
-    phi = jnp.repeat(jax.vmap(scales.uniform)(phi), each, 0)[:n]
-    theta, noise = jax.tree.map(lambda a: a.reshape(-1, source.size)[:n], parts)
-    return phi, theta, noise
+    phi = jnp.repeat(jax.vmap(scales.ranks)(phi), each, 0)[:n]
+    theta, noise = jax.tree.map(lambda a: a.reshape(-1, true_prior.size)[:n], parts)
+    return Draws(phi, theta, noise)
 
 
 def weights_of(networks: Networks) -> list[Array]:
@@ -118,7 +120,7 @@ def with_weights(networks: Networks, weights: Iterable[Array]) -> Networks:
 def train(
     key: Array,
     networks: Networks,
-    source: Source,
+    true_prior: TruePrior,
     blocks: Blocks,
     scales: Scales,
     settings: Training,
@@ -130,7 +132,7 @@ def train(
     present = table < blocks.size
     sizes = networks.sizes
 
-    def loss(weights: list[Array], batch: Step) -> Array:
+    def loss(weights: list[Array], batch: DrawAndNoise) -> Array:
         at, noise = with_weights(networks, weights), settings.noise
         bound = partial(minus_bound, at, table=table, present=present, noise=noise)
         return jax.vmap(bound)(batch).mean()
@@ -138,11 +140,11 @@ def train(
     def step(carry: Trained, key: Array) -> tuple[Trained, Array]:
         weights, opt_state = carry
         for_draws, for_G, for_L = jax.random.split(key, 3)
-        phi, theta, eps_G = training_draws(source, scales, settings, for_draws)
+        phi, theta, eps_G = training_draws(true_prior, scales, settings, for_draws)
         if eps_G is None or networks.encoder is not None:
             eps_G = jax.random.normal(for_G, (len(theta), sizes.z_global))
         eps_L = jax.random.normal(for_L, (len(theta), blocks.number, sizes.z_local))
-        value, gradient = jax.value_and_grad(loss)(weights, Step(theta, phi, eps_G, eps_L))
+        value, gradient = jax.value_and_grad(loss)(weights, DrawAndNoise(theta, phi, eps_G, eps_L))
         updates, opt_state = optim.update(gradient, opt_state, weights)
         return (optax.apply_updates(weights, updates), opt_state), value
 
@@ -181,19 +183,19 @@ def train(
     times = {
         "seconds": seconds,
         "step": step_time,
-        "drawing": _drawing_share(key, source, scales, settings, step_time),
+        "drawing": _drawing_share(key, true_prior, scales, settings, step_time),
     }
     return with_weights(networks, carry[0]), np.concatenate(losses), times
 
 
 def _drawing_share(
-    key: Array, source: Source, scales: Scales, settings: Training, step: float
+    key: Array, true_prior: TruePrior, scales: Scales, settings: Training, step: float
 ) -> float:
     """Return the share of drawing in the seconds of a step; NaN if these are NaN."""
     if not np.isfinite(step):
         return float("nan")
     keys = jax.random.split(key, TIMED)
-    draws = jax.jit(partial(jax.lax.map, partial(training_draws, source, scales, settings)))
+    draws = jax.jit(partial(jax.lax.map, partial(training_draws, true_prior, scales, settings)))
     jax.block_until_ready(draws(keys))
     began = time.perf_counter()
     jax.block_until_ready(draws(keys))
@@ -209,7 +211,7 @@ COMPARED = 300
 PERMUTATIONS = 200
 
 
-class Row(NamedTuple):
+class CheckRow(NamedTuple):
     """The comparison at one setting of the hyperparameters.
 
     Attributes
@@ -241,14 +243,14 @@ class Check(NamedTuple):
 
     Attributes
     ----------
-    rows : tuple of Row
+    rows : tuple of CheckRow
     draws : tuple of arrays (draws, entries)
         Draws of the learnt prior, for each row.
     true, found : tuple of arrays (entries, entries)
         Covariances of the true and of the learnt prior, for each row.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[CheckRow, ...]
     draws: tuple[np.ndarray, ...]
     true: tuple[np.ndarray, ...]
     found: tuple[np.ndarray, ...]
@@ -269,12 +271,12 @@ class Check(NamedTuple):
 
     def _repr_html_(self) -> str:
         head, *lines = self._cells()
-        return html.table(head, lines)
+        return display.html_table(head, lines)
 
 
 def compare_draws(
     key: Array,
-    source: Source,
+    true_prior: TruePrior,
     sample: Callable[[Array, int, Mapping[str, Any]], Array],
     block_of: np.ndarray,
     at: Sequence[Mapping[str, Any]] | None,
@@ -282,7 +284,7 @@ def compare_draws(
 ) -> Check:
     """Return the comparison of a learnt prior, ``sample(key, n, phi)``, with the true one."""
     if at is None:
-        drawn = jax.vmap(source.hyper)(jax.random.split(key, 1_000))
+        drawn = jax.vmap(true_prior.draw_phi)(jax.random.split(key, 1_000))
         at = [
             {name: np.quantile(np.asarray(v), q, axis=0) for name, v in drawn.items()}
             for q in (QUANTILES if drawn else QUANTILES[:1])
@@ -292,16 +294,16 @@ def compare_draws(
     for i, phi in enumerate(at):
         for_learnt, for_true, for_test = jax.random.split(jax.random.fold_in(key, i), 3)
         learnt = np.asarray(sample(for_learnt, num_draws, phi))
-        true_draws = np.asarray(source.draws_with_noise(for_true, phi, num_draws)[1])
+        true_draws = np.asarray(true_prior.draws_with_noise(for_true, phi, num_draws)[1])
         cov = np.cov(learnt.T)
         try:
-            known = field_of(source.distribution(phi), source.site, source.spectrum)
+            known = field_of(true_prior.distribution(phi), true_prior.site, true_prior.spectrum)
         except ModelError:  # no Gaussian: by its draws
             true = np.cov(true_draws.T)
         else:
             true = (
                 np.asarray(known.cov, float)
-                if isinstance(known, Dense)
+                if isinstance(known, DenseField)
                 else (known.vectors * np.asarray(known.variances)) @ known.vectors.T
             )
         unit = np.diagonal(true).mean()
@@ -315,7 +317,7 @@ def compare_draws(
         energy, p_value = energy_test(for_test, learnt[:COMPARED], true_draws[:COMPARED])
         compared.append(
             (
-                Row(
+                CheckRow(
                     dict(phi),
                     float(error[~apart].mean()),
                     float(error[apart].mean()) if apart.any() else 0.0,

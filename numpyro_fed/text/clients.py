@@ -24,7 +24,7 @@ from numpyro import handlers
 from numpyro.primitives import Messenger, apply_stack
 
 from numpyro_fed.basics.errors import DataError, DataWarning, ModelError
-from numpyro_fed.numerics.densities import log_prob
+from numpyro_fed.numerics.accurate_densities import log_prob
 from numpyro_fed.text.jaxprs import provenance
 from numpyro_fed.text.primitives import silo_plate_of
 

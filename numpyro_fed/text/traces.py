@@ -39,7 +39,7 @@ from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.basics.precision import is_double
 from numpyro_fed.basics.programs import TRACING
 from numpyro_fed.data.silo_data import SiloData, signature
-from numpyro_fed.numerics.densities import log_prob, no_more_than_finite
+from numpyro_fed.numerics.accurate_densities import log_prob, no_more_than_finite
 from numpyro_fed.text.jaxprs import (
     MIXED,
     NONE,

@@ -25,7 +25,7 @@ from numpyro.distributions import biject_to
 from numpyro_fed.basics.errors import DataError, ModelError
 from numpyro_fed.basics.programs import TRACING
 from numpyro_fed.data.silo_data import SiloData, read_one, signature
-from numpyro_fed.numerics.densities import log_prob
+from numpyro_fed.numerics.accurate_densities import log_prob
 from numpyro_fed.text.clients import Clients, at_client_sum, check_predictions
 from numpyro_fed.text.jaxprs import provenance
 from numpyro_fed.text.log_density import FederatedModel, packed

@@ -40,16 +40,16 @@ from jax import Array
 
 from numpyro_fed.basics.trees import all_finite
 from numpyro_fed.data.silo_data import SiloData, signature
-from numpyro_fed.guides import coupling
-from numpyro_fed.guides.auxiliary import AuxiliaryGuide, RowInfo
-from numpyro_fed.guides.base import Full, GlobalGuide, GuideParams
-from numpyro_fed.guides.coupling import CouplingStats
+from numpyro_fed.guides.global_guides import Full, GlobalGuide, GuideParams
 from numpyro_fed.guides.structured import Guide, build_resolved
 from numpyro_fed.numerics.gaussian import Gaussian, identity
 from numpyro_fed.rounds import convergence
 from numpyro_fed.rounds.exchange import Ask, Exchange, Info, Reply, Round, Shared
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.vertical import init_theta
+from numpyro_fed.vertical import coupling
+from numpyro_fed.vertical.auxiliary_guide import AuxiliaryGuide, RowInfo
+from numpyro_fed.vertical.coupling import CouplingStats
 from numpyro_fed.vertical.parties import (
     ClientDraw,
     ClientParams,

@@ -1,7 +1,7 @@
 """The base of the vertical algorithms: the parties' parameters, states and draws.
 
 Each client holds some columns of every row, and adds a part to the predictor; the server holds the
-response. Parties' guides are independent, or share noise (:mod:`numpyro_fed.guides.coupling`).
+response. Parties' guides are independent, or share noise (:mod:`numpyro_fed.vertical.coupling`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax import Array
 
 from numpyro_fed.basics.trees import all_finite
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.base import GuideParams
+from numpyro_fed.guides.global_guides import GuideParams
 from numpyro_fed.guides.structured import GuideConfig
 from numpyro_fed.numerics.gaussian import Gaussian
 from numpyro_fed.rounds import convergence

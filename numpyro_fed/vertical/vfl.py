@@ -14,8 +14,7 @@ from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_fed.basics.errors import GuideError, StartWarning, positive_int
 from numpyro_fed.data.silo_data import SiloData, signature
-from numpyro_fed.guides.amortised import Amortised
-from numpyro_fed.guides.auxiliary import auxiliary_guide
+from numpyro_fed.guides.local_guides import Amortised
 from numpyro_fed.guides.structured import Structured, resolve
 from numpyro_fed.posterior.run import Built
 from numpyro_fed.rounds.exchange import (
@@ -35,6 +34,7 @@ from numpyro_fed.text.vertical import (
     hyperparameter_mask,
 )
 from numpyro_fed.vertical.algorithm import Vertical
+from numpyro_fed.vertical.auxiliary_guide import auxiliary_guide
 from numpyro_fed.vertical.method import VerticalMethod
 from numpyro_fed.vertical.parties import PartyType
 from numpyro_fed.vertical.result import SOULResult, VerticalResult
@@ -111,10 +111,11 @@ class VFL(VerticalMethod[VerticalResult]):
         search sends predictors without noise.
     rank : int or "auto"
         The rank of the noise that all parties share, which makes their posteriors dependent:
-        ``numpyro_fed.guides.coupling``. With 0 parties are independent under the guide. A run from
-        the mode begins with the ``rank`` directions of all latents in which parties compensate for
-        each other most. ``"auto"`` is up to 32 for the exact split from the mode, and 0 elsewhere:
-        under a mean-field guide of auxiliary variables parties are independent given these.
+        ``numpyro_fed.vertical.coupling``. With 0 parties are independent under the guide. A run
+        from the mode begins with the ``rank`` directions of all latents in which parties compensate
+        for each other most. ``"auto"`` is up to 32 for the exact split from the mode, and 0
+        elsewhere: under a mean-field guide of auxiliary variables parties are independent given
+        these.
 
     References
     ----------

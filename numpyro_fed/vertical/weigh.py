@@ -27,8 +27,6 @@ from jax import Array
 
 from numpyro_fed.basics.programs import compiled_method
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides import coupling
-from numpyro_fed.guides.coupling import CouplingStats
 from numpyro_fed.rounds.exchange import (
     IMPORTANCE,
     AskSilos,
@@ -39,7 +37,9 @@ from numpyro_fed.rounds.exchange import (
     stacked_visit,
 )
 from numpyro_fed.search.expand import shape
+from numpyro_fed.vertical import coupling
 from numpyro_fed.vertical.algorithm import Vertical
+from numpyro_fed.vertical.coupling import CouplingStats
 from numpyro_fed.vertical.parties import (
     ClientState,
     PartyState,

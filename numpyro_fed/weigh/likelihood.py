@@ -1,6 +1,6 @@
 r"""A silo's likelihood at a draw of the globals: by quadrature, or unbiased estimates by draws.
 
-Quadrature (``objectives.QuadratureBound``) is for rows with one or two latents. By
+Quadrature (``silo_bounds.QuadratureBound``) is for rows with one or two latents. By
 :class:`SiloLikelihood` a silo integrates its latents by weighted draws. Three quarters of them come
 from the normal distribution at the latents' mode given these globals, with the curvature at the
 mode. The mode is searched from the guide's mean; where none is found, the draws come from the
@@ -26,8 +26,8 @@ from jax import Array
 
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.laplace import Laplace
-from numpyro_fed.guides.objectives import EACH_DRAW, AtDraw, Bound, QuadratureBound, SiloBound
 from numpyro_fed.guides.quadrature import NEARBY, RowIntegrals
+from numpyro_fed.guides.silo_bounds import EACH_DRAW, AtDraw, Bound, QuadratureBound, SiloBound
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.search.begin import outer_precision, where_finite
@@ -114,7 +114,7 @@ class SiloLikelihood:
         latents = _LatentsAt(self, theta, guides, start, z_G, at_globals, data)
         if self.guide.outer:
             laplace = Laplace(self.model)
-            z = laplace.search(theta, z_G, data, start, **NEARBY).modes
+            z = laplace.search(theta, z_G, data, start, NEARBY).modes
             found = laplace.outer_given(theta, z_G, z, data)
             precisions = {p: outer_precision(self.guide, p, *found[p]) for p in self.guide.outer}
             latents = replace(latents.with_modes(precisions), start=z)
@@ -163,7 +163,7 @@ class _LatentsAt:
             return self
         outer = jnp.concatenate([jnp.zeros(0), *(z_outer[p].ravel() for p in guide.outer)])
         start = {**self.start, **z_outer}
-        z = laplace.search(self.theta, self.z_G, self.data, start, fix_outer=True, **NEARBY).modes
+        z = laplace.search(self.theta, self.z_G, self.data, start, NEARBY, fix_outer=True).modes
         found = laplace.rows_given(self.theta, self.z_G, outer, z, self.data)
         return self.with_modes({p: found[p] for p in plates})
 

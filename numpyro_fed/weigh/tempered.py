@@ -40,8 +40,8 @@ from numpyro_fed.basics.errors import NonFiniteError
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.basics.trees import Numbers, namespace
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.objectives import AtDraw, QuadratureBound
 from numpyro_fed.guides.quadrature import NEARBY, RowIntegrals
+from numpyro_fed.guides.silo_bounds import AtDraw, QuadratureBound
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.exchange import AskSilos, Exchange, FederatedAlgorithm, stacked_reply

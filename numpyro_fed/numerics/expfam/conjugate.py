@@ -1,4 +1,4 @@
-"""Gamma, Beta, Dirichlet and categorical families: the priors of conjugate models."""
+"""Gamma, Beta and Dirichlet families: the priors of conjugate models."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array, lax
-from jax.nn import log_sigmoid, logsumexp, one_hot
+from jax.nn import log_sigmoid, logsumexp
 from jax.scipy.special import digamma, gammaln, polygamma
 
-from numpyro_fed.numerics.expfam.base import Family, Index, Natural, Ordinary, Tree
+from numpyro_fed.numerics.expfam.family import Family, Index, Natural, Ordinary, Statistics
 
 # Fits take derivatives at z = -8 and 8. Farther out single precision loses 1 - sigmoid(z); closer
 # to zero the two slopes are less different, and their difference has fewer digits.
@@ -48,7 +48,7 @@ def gamma(shape: tuple[int, ...] = ()) -> Family[Array]:
     >>> prior = family.natural({"log_concentration": jnp.log(2.0), "log_rate": jnp.log(1.0)})
     >>> count = family.fit(lambda z: 5 * z[0] - jnp.exp(z[0]))          # Poisson, y = 5
     >>> posterior = {name: prior[name] + count[name] for name in prior}
-    >>> q = expfam.marginal(family, posterior, slice(0, 1), ())
+    >>> q = family.marginal(posterior, slice(0, 1), ())
     >>> round(float(q.concentration), 4), round(float(q.rate), 4)
     (7.0, 2.0)
     """
@@ -102,36 +102,10 @@ def dirichlet(batch_shape: tuple[int, ...], k: int) -> Family[Array]:
     >>> from numpyro_fed import expfam
     >>> family = expfam.dirichlet((), 3)
     >>> eta = {"log": jnp.array([1.0, 2.0, 3.0])}
-    >>> expfam.marginal(family, eta, slice(0, 2), (2,), event_dim=1).concentration
+    >>> family.marginal(eta, slice(0, 2), (2,), event_dim=1).concentration
     Array([2., 3., 4.], dtype=float32)
     """
     return Simplex(math.prod(batch_shape) * (k - 1), batch_shape, k)
-
-
-def categorical(batch_shape: tuple[int, ...], k: int) -> Family[Array]:
-    r"""Return the family of independent integers ``z`` in ``0, ..., k - 1``.
-
-    .. math::
-        T(z)_v = 1\{z = v\}, \quad \eta = \text{logits}
-
-    ``eta`` counts up to a constant for each integer; ``from_mean`` gives normalised logits and
-    ``fit`` those with a zero first. A draw has no gradient to ``psi``.
-
-    Parameters
-    ----------
-    batch_shape : tuple of int
-    k : int
-        ``eta`` and ``psi`` are ``{"logits": (*batch_shape, k)}``; ``z`` is a flat vector of ints.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from numpyro_fed import expfam
-    >>> family = expfam.categorical((), 3)
-    >>> family.fit(lambda z: jnp.array([3.0, 5.0, 4.0])[z[0]])["logits"]
-    Array([0., 2., 1.], dtype=float32)
-    """
-    return Categorical(math.prod(batch_shape), batch_shape, k)
 
 
 @dataclass(frozen=True)
@@ -149,7 +123,7 @@ class _OverSupport(Family[Array]):
         return dist.kl_divergence(self.distribution(eta_q), self.distribution(eta_p)).sum()
 
     def marginal(
-        self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int
+        self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int = 0
     ) -> dist.Distribution:
         if not np.array_equal(np.arange(self.dim)[index], np.arange(self.dim)):
             raise ValueError(
@@ -169,7 +143,7 @@ class Gamma(_OverSupport):
     def distribution(self, eta: Natural) -> dist.Distribution:
         return dist.Gamma(eta["log"] + 1, -eta["linear"])
 
-    def statistics(self, z: Array) -> Tree:
+    def statistics(self, z: Array) -> Statistics:
         z = z.reshape(self.shape)
         return {"log": z, "linear": jnp.exp(z)}
 
@@ -186,14 +160,14 @@ class Gamma(_OverSupport):
     def natural(self, psi: Ordinary) -> Natural:
         return {"log": jnp.expm1(psi["log_concentration"]), "linear": -jnp.exp(psi["log_rate"])}
 
-    def moments(self, psi: Ordinary) -> Tree:
+    def moments(self, psi: Ordinary) -> Statistics:
         log_alpha, log_beta = psi["log_concentration"], psi["log_rate"]
         return {
             "log": digamma(jnp.exp(log_alpha)) - log_beta,
             "linear": jnp.exp(log_alpha - log_beta),
         }
 
-    def from_mean(self, mu: Tree) -> Natural:
+    def from_mean(self, mu: Statistics) -> Natural:
         # Newton steps for 1 / alpha, whose root is log(alpha) - digamma(alpha) = gap (Minka 2002,
         # "Estimating a Gamma distribution"). His closed-form start is within 1.5 %; each step
         # squares the error, so six are plenty.
@@ -214,7 +188,7 @@ class Gamma(_OverSupport):
     def centre(self, psi: Ordinary) -> Array:
         return (psi["log_concentration"] - psi["log_rate"]).reshape(self.dim)
 
-    def spread(self, psi: Ordinary) -> tuple[Array, Array]:
+    def mean_and_sd(self, psi: Ordinary) -> tuple[Array, Array]:
         alpha = jnp.exp(psi["log_concentration"]).reshape(self.dim)
         mean = digamma(alpha) - psi["log_rate"].reshape(self.dim)
         return mean, jnp.sqrt(polygamma(1, alpha))
@@ -227,7 +201,7 @@ class Gamma(_OverSupport):
         slope = (above - below) / (math.exp(_FAR) - math.exp(-_FAR))
         return {"log": below - slope * math.exp(-_FAR), "linear": slope}
 
-    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
+    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Statistics:
         g = jax.grad(f)(self.ordinary(eta))
         by_alpha, by_rate = g["log_concentration"], g["log_rate"]
         alpha = eta["log"] + 1
@@ -267,7 +241,7 @@ class Simplex(_OverSupport):
         rest = lax.cumlogsumexp(logs, axis=len(self.batch_shape), reverse=True)[..., 1:]
         return (logs[..., :-1] - rest + self.balance()).reshape(self.dim)
 
-    def statistics(self, z: Array) -> Tree:
+    def statistics(self, z: Array) -> Statistics:
         z = z.reshape(*self.batch_shape, self.k - 1) - self.balance()
         rest = jnp.cumsum(log_sigmoid(-z), axis=-1)
         first = log_sigmoid(z) + jnp.concatenate([jnp.zeros_like(z[..., :1]), rest[..., :-1]], -1)
@@ -286,11 +260,11 @@ class Simplex(_OverSupport):
     def natural(self, psi: Ordinary) -> Natural:
         return {"log": jnp.expm1(psi["log_concentration"])}
 
-    def moments(self, psi: Ordinary) -> Tree:
+    def moments(self, psi: Ordinary) -> Statistics:
         a = jnp.exp(psi["log_concentration"])
         return {"log": digamma(a) - digamma(a.sum(-1, keepdims=True))}
 
-    def from_mean(self, mu: Tree) -> Natural:
+    def from_mean(self, mu: Statistics) -> Natural:
         # Solve digamma(a) - digamma(sum(a)) = g, by Newton steps for the sum s: it is the root of
         # sum_i digamma^-1(g_i + digamma(s)) - s. That function is concave and the start is above
         # its root, so that the steps decrease to it.
@@ -317,7 +291,7 @@ class Simplex(_OverSupport):
     def centre(self, psi: Ordinary) -> Array:
         return self.from_logs(psi["log_concentration"])
 
-    def spread(self, psi: Ordinary) -> tuple[Array, Array]:
+    def mean_and_sd(self, psi: Ordinary) -> tuple[Array, Array]:
         a = jnp.exp(psi["log_concentration"])
         first, rest = a[..., :-1], jnp.cumsum(a[..., ::-1], -1)[..., -2::-1]
         mean = digamma(first) - digamma(rest) + self.balance()
@@ -341,7 +315,7 @@ class Simplex(_OverSupport):
         by_log_x[-1, -2:] = q, -p
         return {"log": jnp.matmul(slopes, np.linalg.inv(by_log_x).T, precision="highest")}
 
-    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
+    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Statistics:
         # The Fisher matrix is diagonal plus rank one, and is inverted by Sherman and Morrison's
         # formula. ``gap`` is its denominator, written without the cancellation of large ``a``.
         a = eta["log"] + 1
@@ -349,60 +323,6 @@ class Simplex(_OverSupport):
         g = jax.grad(f)({"log_concentration": jnp.log(a)})["log_concentration"] / (a * own)
         gap = (_excess(a) / own).sum(-1, keepdims=True) - _excess(total) / polygamma(1, total)
         return {"log": g + g.sum(-1, keepdims=True) / (gap * own)}
-
-
-@dataclass(frozen=True)
-class Categorical(_OverSupport):
-    """Independent integers: see :func:`categorical`."""
-
-    batch_shape: tuple[int, ...]
-    k: int
-    name = "categorical"
-
-    def distribution(self, eta: Natural) -> dist.Distribution:
-        return dist.Categorical(jax.nn.softmax(eta["logits"]))
-
-    def statistics(self, z: Array) -> Tree:
-        return {"logits": one_hot(z.astype(int).reshape(self.batch_shape), self.k)}
-
-    def log_base(self, z: Array) -> Array:
-        return jnp.zeros(())
-
-    def log_partition(self, eta: Natural) -> Array:
-        return logsumexp(eta["logits"], axis=-1).sum()
-
-    def ordinary(self, eta: Natural) -> Ordinary:
-        return eta
-
-    def natural(self, psi: Ordinary) -> Natural:
-        return psi
-
-    def moments(self, psi: Ordinary) -> Tree:
-        return {"logits": jax.nn.softmax(psi["logits"])}
-
-    def from_mean(self, mu: Tree) -> Natural:
-        return {"logits": jnp.log(mu["logits"])}
-
-    def draw(self, psi: Ordinary, noise: Array) -> Array:
-        return jax.random.categorical(noise, psi["logits"]).reshape(self.dim)
-
-    def centre(self, psi: Ordinary) -> Array:
-        return jnp.argmax(psi["logits"], axis=-1).reshape(self.dim)
-
-    def spread(self, psi: Ordinary) -> tuple[Array, Array]:
-        p = jax.nn.softmax(psi["logits"]).reshape(self.dim, self.k)
-        z = jnp.arange(self.k)
-        mean = p @ z
-        return mean, jnp.sqrt((p * (z - mean[:, None]) ** 2).sum(-1))
-
-    def fit(self, f: Callable[[Array], Array]) -> Natural:
-        first = jnp.zeros(self.dim, int)
-        of_values = jax.vmap(lambda i, value: f(first.at[i].set(value)), (None, 0))
-        table = jax.vmap(of_values, (0, None))(jnp.arange(self.dim), jnp.arange(self.k))
-        return {"logits": (table - table[:, :1]).reshape(*self.batch_shape, self.k)}
-
-    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
-        return {"logits": jax.grad(f)(eta)["logits"] / jax.nn.softmax(eta["logits"])}
 
 
 def _log_gamma(key: Array, log_alpha: Array) -> Array:

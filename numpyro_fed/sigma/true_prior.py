@@ -1,6 +1,6 @@
-"""The source of a SIGMA prior's training: draws of a site and its hyperparameters from the model.
+"""The true prior, which a SIGMA prior learns: draws of a site and its hyperparameters.
 
-``Source`` runs the model's text with some latents substituted. ``Scales`` standardise what the
+``TruePrior`` runs the model's text with some latents substituted. ``Scales`` standardise what the
 networks see: entries by their mean, sd and size, and hyperparameters by their ranks among draws.
 """
 
@@ -77,7 +77,7 @@ class Scales(NamedTuple):
         """Return the number of hyperparameters."""
         return self.quantiles.shape[1]
 
-    def uniform(self, phi: Array) -> Array:
+    def ranks(self, phi: Array) -> Array:
         """Return hyperparameters (hyper,) as networks take them: by rank among the training's."""
         # Values beyond its range are set to the ends, since networks do not extrapolate.
         # A uniform distribution on (-sqrt(3), sqrt(3)) has variance 1.
@@ -92,21 +92,28 @@ class Scales(NamedTuple):
         """Return the regressors of the log size, (1 + 2 hyper,)."""
         inside = jnp.clip(phi, self.quantiles[0], self.quantiles[-1])
         linear = (inside - self.centre) / self.width
-        return jnp.concatenate([jnp.ones(1), linear, self.uniform(phi) ** 2])
+        return jnp.concatenate([jnp.ones(1), linear, self.ranks(phi) ** 2])
 
     def standardised(self, theta: Array, phi: Array) -> Array:
         """Return draws (..., entries) at hyperparameters (hyper,) as the networks take them."""
         return (theta - self.mean) / (self.size(phi) * self.sd)
 
 
-# Hyperparameters (n, hyper), unconstrained, draws of the site (n, each, size) at each of them, and
-# of the same shape the standard normals that draws of a Gaussian prior are made of.
-Draws = tuple[Array, Array, Array | None]
+class Draws(NamedTuple):
+    """Draws of the true prior.
+
+    ``phi`` (n, hyper) are hyperparameters, and ``theta`` (n, each, size) draws of the site at each
+    of them. ``normals``, of the same shape, are what draws of a Gaussian prior are made of.
+    """
+
+    phi: Array
+    theta: Array
+    normals: Array | None
 
 
 @dataclass(frozen=True)
-class Source:
-    """A model from which a site and its hyperparameters are drawn.
+class TruePrior:
+    """The prior of a site and its hyperparameters, by the model from which both are drawn.
 
     Attributes
     ----------
@@ -138,8 +145,8 @@ class Source:
         site: str,
         kwargs: Mapping[str, Any],
         ranges: Mapping[str, tuple[float, float]],
-    ) -> Source:
-        """Return the source of a site after checks of the site, its hyperparameters and ranges."""
+    ) -> TruePrior:
+        """Return the prior of a site after checks of the site, its hyperparameters and ranges."""
         fn = site_of(model, site, kwargs)
         phi = hyperparameters(model, site, kwargs)
         latents = trace_text(model, 0, kwargs)
@@ -170,7 +177,7 @@ class Source:
         known = {**phi, self.site: jnp.zeros(self.size)}
         return trace_text(self.model, key, self.kwargs, known)
 
-    def hyper(self, key: Array, ranges: bool = True) -> dict[str, Array]:
+    def draw_phi(self, key: Array, ranges: bool = True) -> dict[str, Array]:
         """Return a draw of the hyperparameters, {name: value}, from ranges and their prior."""
         given: dict[str, Array] = {}
         for i, (name, (low, high)) in enumerate(self.ranges.items() if ranges else ()):
@@ -210,10 +217,10 @@ class Source:
                 numbers += [a @ weights, np.abs(a) @ weights]
         return np.array(numbers)
 
-    def warn_beyond(self, key: Array, scales: Scales) -> None:
+    def warn_if_model_goes_beyond(self, key: Array, scales: Scales) -> None:
         """Warn if the model's prior of the hyperparameters goes beyond the training's range."""
 
-        draw = jax.vmap(lambda key: self.flat(self.hyper(key, ranges=False)))
+        draw = jax.vmap(lambda key: self.flat(self.draw_phi(key, ranges=False)))
         flat = np.asarray(jax.jit(draw)(jax.random.split(key, SCALE_HYPER)))
         low, high = np.asarray(scales.quantiles)[[0, -1]]
         share = float(((flat < low) | (flat > high)).any(1).mean())
@@ -250,32 +257,32 @@ class Source:
 
         def draw(key: Array) -> Draws:
             for_phi, for_theta = jax.random.split(key)
-            phi = self.hyper(for_phi)
+            phi = self.draw_phi(for_phi)
             noise, theta = self.draws_with_noise(for_theta, phi, each)
-            return self.flat(phi), theta, noise
+            return Draws(self.flat(phi), theta, noise)
 
         return jax.vmap(draw)(jax.random.split(key, n))
 
     def scales(self, key: Array) -> Scales:
         """Return the scales, estimated from draws. Warn if the prior goes beyond the ranges."""
         for_draws, for_prior = jax.random.split(key)
-        phi, theta, _ = jax.jit(partial(self.draw, n=SCALE_HYPER, each=SCALE_DRAWS))(for_draws)
-        if not bool(jnp.isfinite(theta).all()):
+        drawn = jax.jit(partial(self.draw, n=SCALE_HYPER, each=SCALE_DRAWS))(for_draws)
+        if not bool(jnp.isfinite(drawn.theta).all()):
             raise DataError(
                 f"draws of '{self.site}' from its prior are NaN or infinite. Add to the diagonal "
                 "of its covariance what the precision needs (1e-4 of a variance in single), give "
                 "narrower ranges, or use double precision."
             )
-        scales = _scales(phi, theta)
+        scales = _scales(drawn.phi, drawn.theta)
         if not self.ranges:
             return scales
         keys = jax.random.split(for_prior, SCALE_HYPER)
-        drawn = jax.jit(jax.vmap(partial(self.hyper, ranges=False)))(keys)
+        by_prior = jax.jit(jax.vmap(partial(self.draw_phi, ranges=False)))(keys)
         sites = self.trace(for_prior, {})
         for name, (low, high) in self.ranges.items():
             if is_flat(sites[name]["fn"]):
                 continue
-            value = np.asarray(drawn[name])
+            value = np.asarray(by_prior[name])
             share = float(((value < low) | (value > high)).mean())
             if share > OUTSIDE:
                 warnings.warn(
@@ -288,7 +295,7 @@ class Source:
                 )
         return scales
 
-    def warn_outside(self, phi: Mapping[str, Any], scales: Scales) -> None:
+    def warn_if_outside(self, phi: Mapping[str, Any], scales: Scales) -> None:
         """Warn of given hyperparameters that are outside of the training's range."""
         # Inside of a trace values are not known.
         if any(isinstance(v, jax.core.Tracer) for v in phi.values()):

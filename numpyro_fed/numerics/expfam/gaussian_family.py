@@ -15,7 +15,7 @@ from numpyro.distributions.util import vec_to_tril_matrix
 
 from numpyro_fed.basics.trees import all_finite
 from numpyro_fed.numerics import linalg
-from numpyro_fed.numerics.expfam.base import Family, Index, Natural, Ordinary, Tree
+from numpyro_fed.numerics.expfam.family import Family, Index, Natural, Ordinary, Statistics
 from numpyro_fed.numerics.gaussian import LOG_2PI, Gaussian, dot, symmetric
 
 
@@ -61,10 +61,10 @@ class GaussianFamily(Family[Array]):
     def of_normals(self) -> bool:
         return True
 
-    def statistics(self, z: Array) -> Tree:
+    def statistics(self, z: Array) -> Statistics:
         return {"first": z, "second": jnp.outer(z, z) if self.full else z**2}
 
-    def increment(self, z: Array, u: Array) -> Tree:
+    def increment(self, z: Array, u: Array) -> Statistics:
         if not self.full:
             return {"first": u, "second": u * (2 * z + u)}
         # z z' changes by u z' + z u' + u u': twice the symmetric part of u (z + u / 2)'.
@@ -89,11 +89,11 @@ class GaussianFamily(Family[Array]):
         first, second = Gaussian.from_params(psi).natural()
         return {"first": first, "second": second}
 
-    def moments(self, psi: Ordinary) -> Tree:
+    def moments(self, psi: Ordinary) -> Statistics:
         q, outer = Gaussian.from_params(psi), self.statistics(psi["loc"])["second"]
         return {"first": q.loc, "second": q.covariance + outer}
 
-    def from_mean(self, mu: Tree) -> Natural:
+    def from_mean(self, mu: Statistics) -> Natural:
         if not self.full:
             precision = 1 / (mu["second"] - mu["first"] ** 2)
             return {"first": precision * mu["first"], "second": -0.5 * precision}
@@ -113,7 +113,7 @@ class GaussianFamily(Family[Array]):
     def centre(self, psi: Ordinary) -> Array:
         return psi["loc"]
 
-    def spread(self, psi: Ordinary) -> tuple[Array, Array]:
+    def mean_and_sd(self, psi: Ordinary) -> tuple[Array, Array]:
         q = Gaussian.from_params(psi)
         return q.loc, q.sd
 
@@ -128,7 +128,7 @@ class GaussianFamily(Family[Array]):
 
     def proper(self, eta: Natural) -> Array:
         psi = self.ordinary(eta)
-        mean, sd = self.spread(psi)
+        mean, sd = self.mean_and_sd(psi)
         fine = all_finite((eta, psi)) & (jnp.isfinite(mean) & jnp.isfinite(sd) & (sd > 0)).all()
         if not self.full:
             return fine
@@ -150,14 +150,14 @@ class GaussianFamily(Family[Array]):
         curvature, first = jax.jacfwd(gradient, has_aux=True)(zero)
         return {"first": first, "second": 0.5 * symmetric(curvature)}
 
-    def around(self, z: Array, gradient: Array, curvature: Array) -> Natural:
+    def from_derivatives(self, z: Array, gradient: Array, curvature: Array) -> Natural:
         if not self.full:
             diagonal = jnp.diagonal(curvature)
             return {"first": gradient + diagonal * z, "second": -0.5 * diagonal}
         A = symmetric(curvature)
         return {"first": gradient + dot(A, z), "second": -0.5 * A}
 
-    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
+    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Statistics:
         if not self.full:
             psi = self.ordinary(eta)
             g = jax.grad(f)(psi)
@@ -171,7 +171,7 @@ class GaussianFamily(Family[Array]):
         by_covariance = symmetric(linalg.solve(q.root, half.T, transposed=True))
         return {"first": g["loc"] - 2 * dot(by_covariance, q.loc), "second": by_covariance}
 
-    def move(self, psi: Ordinary, gradient: Tree) -> Array:
+    def move(self, psi: Ordinary, gradient: Statistics) -> Array:
         if not self.full:
             by_mean = gradient["loc"] * jnp.exp(psi["log_scale"])
             return jnp.concatenate([by_mean, 0.5 * gradient["log_scale"]])
@@ -184,10 +184,10 @@ class GaussianFamily(Family[Array]):
     def standard(self, psi: Ordinary) -> Ordinary:
         return jax.tree.map(jnp.zeros_like, psi)
 
-    def moved(self, psi: Ordinary, step: Ordinary) -> Ordinary:
+    def composed(self, psi: Ordinary, step: Ordinary) -> Ordinary:
         return Gaussian.from_params(psi).compose(Gaussian.from_params(step)).params()
 
-    def into(self, psi: Ordinary, eta: Natural) -> Natural:
+    def to_coordinates_of(self, psi: Ordinary, eta: Natural) -> Natural:
         if not self.full:
             scale = jnp.exp(psi["log_scale"])
             slope = eta["first"] + 2 * eta["second"] * psi["loc"]
@@ -196,7 +196,7 @@ class GaussianFamily(Family[Array]):
         slope = eta["first"] + 2 * dot(second, psi["loc"])
         return {"first": dot(slope, L), "second": symmetric(dot(L.T, dot(second, L)))}
 
-    def out_of(self, psi: Ordinary, eta: Natural) -> Natural:
+    def from_coordinates_of(self, psi: Ordinary, eta: Natural) -> Natural:
         if not self.full:
             scale = jnp.exp(psi["log_scale"])
             second = eta["second"] / scale**2
@@ -206,7 +206,7 @@ class GaussianFamily(Family[Array]):
         return {"first": dot(eta["first"], K) - 2 * dot(second, psi["loc"]), "second": second}
 
     def marginal(
-        self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int
+        self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int = 0
     ) -> dist.Distribution:
         if not self.full:
             parts = {name: leaf[index].reshape(shape) for name, leaf in eta.items()}
@@ -221,7 +221,7 @@ class GaussianFamily(Family[Array]):
         return dist.MultivariateNormal(loc, covariance).to_event(event_dim - 1)
 
 
-def _by_covariance(q: Gaussian, gradient: Tree) -> Array:
+def _by_covariance(q: Gaussian, gradient: Statistics) -> Array:
     """Return ``L' G L`` for the gradient ``G`` in the covariance, from that in the parameters."""
     dim, L = q.loc.shape[-1], q.root
     if dim < 2:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -43,8 +43,24 @@ class Session:
         return KeyPair(bytes.fromhex(self.private))
 
 
+class LastSum(NamedTuple):
+    """The last sum of a session: its number, and a digest of what was sent in it."""
+
+    number: int = 0
+    digest: str = ""
+
+
+class LastReply(NamedTuple):
+    """The last reply of a run that was sent under masks."""
+
+    session: str = ""
+    question: str = ""  # a digest of the question without the terms of the sum
+    group: Sequence[int] = ()
+    times: int = 0  # how often it was sent under other masks before
+
+
 @dataclass
-class Sums:
+class SecureSums:
     """The keys of a silo, and the sums that it has taken part in."""
 
     policy: Policy
@@ -62,11 +78,13 @@ class Sums:
         return made
 
     @cached_property
-    def _used(self) -> list[dict[str, Any]]:
+    def _used(self) -> tuple[dict[str, LastSum], dict[str, LastReply]]:
         """Return the last sum of each session, and the last reply of each run under masks."""
-        # A sum as its number and a digest; a reply as session, digest of the question without the
-        # terms of the sum, group, and how often it was sent under other masks before.
-        return json.loads(self.store.get(USED) or b"[{}, {}]")
+        sums, replies = json.loads(self.store.get(USED) or b"[{}, {}]")
+        return (
+            {session: LastSum(*one) for session, one in sums.items()},
+            {run: LastReply(*one) for run, one in replies.items()},
+        )
 
     def greet(self, settings: Mapping[str, Any]) -> str:
         """Return this silo's public keys in a session, as JSON."""
@@ -127,7 +145,7 @@ class Sums:
                 f"a sum over {len(group)} silos is asked for, where this silo's policy asks for at "
                 f"least {least} (min_silos)."
             )
-        last = self._used[0].get(terms.session, (0, ""))[0]
+        last = self._used[0].get(terms.session, LastSum()).number
         if terms.number < last or terms.number == 0:
             raise ModelError(
                 f"sum {terms.number} comes after sum {last} of the same session: masks are used "
@@ -168,42 +186,42 @@ class Sums:
 
     def _note(self, terms: Terms, question: Question, message: bytes, reply: bytes) -> None:
         """Note that the masks of a sum are used, on the disk before this returns."""
-        numbers, sent = self._used
+        sums, replies = self._used
         asked = _digest(message)
         all_of_it = _digest(canonical(terms).encode() + message + reply)
-        number, before = numbers.get(terms.session, (0, ""))
-        if terms.number == number:
+        last_sum = sums.get(terms.session, LastSum())
+        if terms.number == last_sum.number:
             # Other words under the same masks would tell by how much they differ.
-            if before != all_of_it:
+            if last_sum.digest != all_of_it:
                 raise ModelError(
-                    f"another reply was sent under the masks of sum {number}. Begin again."
+                    f"another reply was sent under the masks of sum {terms.number}. Begin again."
                 )
             return
         run, times = _digest(f"{question.method}/{question.run}".encode()), 0
-        last_session, last_question, last_group, last_times = sent.get(run, ("", "", (), 0))
-        if last_question == asked:
-            times = last_times + 1
-            if last_session != terms.session or not set(terms.group) < set(last_group):
+        last = replies.get(run, LastReply())
+        if last.question == asked:
+            times = last.times + 1
+            if last.session != terms.session or not set(terms.group) < set(last.group):
                 raise ModelError(
-                    f"a reply that was sent for a sum over silos {list(last_group)} is asked for "
+                    f"a reply that was sent for a sum over silos {list(last.group)} is asked for "
                     f"in one over {list(terms.group)}: it is sent again for some of the same silos "
                     "alone, in the same session. Begin again."
                 )
-            if last_times >= self.policy.sums_again:
+            if last.times >= self.policy.sums_again:
                 raise ModelError(
                     f"a reply was sent under {times} masks already, as often as this silo's "
                     "policy allows (sums_again). Begin again, without the silos that drop out."
                 )
-        numbers = {name: n for name, n in numbers.items() if self._known(name)}
-        numbers[terms.session] = terms.number, all_of_it
-        sent = OrderedDict(sent)
-        sent.pop(run, None)
-        sent[run] = terms.session, asked, terms.group, times
-        while len(sent) > MAX_RUNS:
-            sent.popitem(last=False)
+        sums = {session: one for session, one in sums.items() if self._known(session)}
+        sums[terms.session] = LastSum(terms.number, all_of_it)
+        replies = OrderedDict(replies)
+        replies.pop(run, None)
+        replies[run] = LastReply(terms.session, asked, terms.group, times)
+        while len(replies) > MAX_RUNS:
+            replies.popitem(last=False)
         # First the disk: a silo that cannot write sends nothing.
-        self.store.put({USED: json.dumps([numbers, sent]).encode()})
-        self._used = [numbers, sent]
+        self.store.put({USED: json.dumps([sums, replies]).encode()})
+        self._used = sums, replies
 
     def _keys_of(self, name: str, session: Session) -> dict[int, bytes]:
         """Return the keys in common with the other silos of a session."""

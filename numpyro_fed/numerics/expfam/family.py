@@ -18,9 +18,10 @@ from numpyro.distributions import Distribution
 from numpyro_fed.basics.trees import all_finite
 from numpyro_fed.numerics import linalg
 
-Natural = dict[str, Any]  # eta: natural parameters, or statistics, whose inner product counts
+Natural = dict[str, Any]  # eta: natural parameters, whose inner product with statistics counts
 Ordinary = dict[str, Any]  # psi: unconstrained ordinary parameters, for optimisers
-Tree = dict[str, Any]
+Statistics = dict[str, Any]  # T(z), or mean parameters mu; also gradients in parameters
+Parts = dict[str, Any]  # what belongs to each member of a product, by its name
 Index = slice | np.ndarray
 Eps = TypeVar("Eps")  # the noise of a draw: an array; of a product one for each member
 
@@ -56,7 +57,7 @@ class Family(ABC, Generic[Eps]):
         return False
 
     @abstractmethod
-    def statistics(self, z: Array) -> Tree:
+    def statistics(self, z: Array) -> Statistics:
         """Return the statistics ``T(z)``."""
 
     @abstractmethod
@@ -76,11 +77,11 @@ class Family(ABC, Generic[Eps]):
         """Return natural parameters from ordinary ones."""
 
     @abstractmethod
-    def moments(self, psi: Ordinary) -> Tree:
+    def moments(self, psi: Ordinary) -> Statistics:
         """Return the mean parameters ``E_q[T]``, which are the gradient of ``A``."""
 
     @abstractmethod
-    def from_mean(self, mu: Tree) -> Natural:
+    def from_mean(self, mu: Statistics) -> Natural:
         """Return natural parameters from mean parameters."""
 
     @abstractmethod
@@ -96,7 +97,7 @@ class Family(ABC, Generic[Eps]):
         """Return a central ``z`` (dim,): a Gaussian's mean, else the mean of ``x``, mapped to z."""
 
     @abstractmethod
-    def spread(self, psi: Ordinary) -> tuple[Array, Array]:
+    def mean_and_sd(self, psi: Ordinary) -> tuple[Array, Array]:
         """Return the means (dim,) and the standard deviations (dim,) of ``z``."""
 
     @abstractmethod
@@ -104,24 +105,75 @@ class Family(ABC, Generic[Eps]):
         """Return the natural parameters of ``f(z) = c + <eta, T(z)>``, from its derivatives."""
 
     @abstractmethod
-    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
+    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Statistics:
         """Return the gradient of ``f(psi)`` in ``mu``: the natural gradient in ``eta``."""
 
     @abstractmethod
     def kl(self, eta_q: Natural, eta_p: Natural) -> Array:
-        """Return the Kullback-Leibler divergence: see :func:`kl`."""
+        r"""Return the Kullback-Leibler divergence between two proper members of the family.
+
+        .. math::
+            KL(q \| p) = A(\eta_p) - A(\eta_q) - \langle \eta_p - \eta_q, \mu(\eta_q) \rangle
+
+        Gaussians compute it from their roots, other families by NumPyro's formula.
+
+        Examples
+        --------
+        >>> import jax.numpy as jnp
+        >>> from numpyro_fed import expfam
+        >>> q = {"first": jnp.zeros(1), "second": -0.5 * jnp.ones(1)}
+        >>> p = {"first": jnp.ones(1), "second": -0.5 * jnp.ones(1)}
+        >>> float(expfam.gaussian(1).kl(q, p))
+        0.5
+        """
 
     @abstractmethod
     def marginal(
-        self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int
+        self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int = 0
     ) -> Distribution:
-        """Return the distribution of ``z[index]``, which is one site: see :func:`marginal`."""
+        """Return the marginal distribution of one site, whose coordinates are ``z[index]``.
+
+        Parameters
+        ----------
+        eta : tree
+            Natural parameters.
+        index : slice or int array
+            The site's coordinates: all those of a Gamma, Beta or Dirichlet member, or any part of a
+            Gaussian.
+        shape : tuple of int
+            The site's shape in unconstrained space.
+        event_dim : int
+            The number of the site's axes that belong to one event.
+
+        Returns
+        -------
+        Distribution
+            A Gaussian's marginal is in unconstrained space: a ``MultivariateNormal`` over the last
+            axis if the family is full and that axis is the event, else independent ``Normal``.
+            Marginals of other families are over ``x`` itself.
+
+        Raises
+        ------
+        ValueError
+            For coordinates of several members, and for a part of a member that is not Gaussian.
+
+        Examples
+        --------
+        >>> import jax.numpy as jnp
+        >>> from numpyro_fed import expfam
+        >>> family = expfam.gaussian(3, "full")
+        >>> eta = family.natural({"loc": jnp.zeros(3), "log_scale": jnp.zeros(3),
+        ...                       "below": jnp.array([1.0, 0.0, 0.0])})
+        >>> q = family.marginal(eta, slice(1, 3), (2,), event_dim=1)
+        >>> [round(float(v), 3) for v in q.variance]
+        [1.5, 1.0]
+        """
 
     def from_normals(self, normals: Array) -> Eps:
         """Return standard normals (n, dim) as the noise of ``n`` draws, if :attr:`of_normals`."""
         raise TypeError(f"a draw of the {self.name} family takes more than {self.dim} normals.")
 
-    def increment(self, z: Array, u: Array) -> Tree:
+    def increment(self, z: Array, u: Array) -> Statistics:
         """Return ``T(z + u) - T(z)``, computed without cancellation where ``T`` is a polynomial."""
         return jax.tree.map(jnp.subtract, self.statistics(z + u), self.statistics(z))
 
@@ -135,10 +187,25 @@ class Family(ABC, Generic[Eps]):
         return all_finite((eta, self.ordinary(eta)))
 
     def log_density(self, eta: Natural, z: Array) -> Array:
-        """Return the log density: see :func:`log_density`."""
+        r"""Return the log density () with respect to ``dz``, at ``z`` (dim,).
+
+        .. math::
+            \log q(z) = \log h(z) + \langle \eta, T(z) \rangle - A(\eta)
+
+        Gaussians compute it from their standardised residuals: the three terms cancel far from
+        zero.
+
+        Examples
+        --------
+        >>> import jax.numpy as jnp
+        >>> from numpyro_fed import expfam
+        >>> standard = {"first": jnp.zeros(1), "second": -0.5 * jnp.ones(1)}
+        >>> round(float(expfam.gaussian(1).log_density(standard, jnp.zeros(1))), 4)
+        -0.9189
+        """
         return self.log_base(z) + inner(eta, self.statistics(z)) - self.log_partition(eta)
 
-    def move(self, psi: Ordinary, gradient: Tree) -> Array:
+    def move(self, psi: Ordinary, gradient: Statistics) -> Array:
         """Return how far a full natural-gradient step would move ``q``, to first order (2 dim,).
 
         The first half has the moves of the means, in standard deviations, the second those of log
@@ -148,7 +215,7 @@ class Family(ABC, Generic[Eps]):
         step = self.dual_gradient(lambda psi: inner(gradient, psi), eta)
         return move_along(self, eta, step)
 
-    def around(self, z: Array, gradient: Array, curvature: Array) -> Natural:
+    def from_derivatives(self, z: Array, gradient: Array, curvature: Array) -> Natural:
         """Return natural parameters of a function with this gradient (dim,) at ``z`` (dim,).
 
         ``curvature`` (dim, dim) is its negative Hessian. If no member has both, the result is the
@@ -172,26 +239,26 @@ class Family(ABC, Generic[Eps]):
         """
         return psi
 
-    def moved(self, psi: Ordinary, step: Ordinary) -> Ordinary:
+    def composed(self, psi: Ordinary, step: Ordinary) -> Ordinary:
         """Return the member, in ``z``, that is ``step`` in the coordinates of ``psi``."""
         return step
 
-    def into(self, psi: Ordinary, eta: Natural) -> Natural:
+    def to_coordinates_of(self, psi: Ordinary, eta: Natural) -> Natural:
         """Return natural parameters in the coordinates of ``psi`` from those in ``z``."""
         return eta
 
-    def out_of(self, psi: Ordinary, eta: Natural) -> Natural:
+    def from_coordinates_of(self, psi: Ordinary, eta: Natural) -> Natural:
         """Return natural parameters in ``z`` from those in the coordinates of ``psi``."""
         return eta
 
 
-def location_and_log_scale(family: Family[Any], eta: Tree) -> tuple[Array, Array]:
+def location_and_log_scale(family: Family[Any], eta: Natural) -> tuple[Array, Array]:
     """Return the means (dim,) and log standard deviations (dim,) of ``z``."""
-    mean, sd = family.spread(family.ordinary(eta))
+    mean, sd = family.mean_and_sd(family.ordinary(eta))
     return mean, jnp.log(sd)
 
 
-def move_along(family: Family[Any], eta: Tree, step: Tree) -> Array:
+def move_along(family: Family[Any], eta: Natural, step: Natural) -> Array:
     """Return the move (2 dim,) of ``q`` along ``step`` from ``eta``, as in :meth:`Family.move`."""
     # Forward mode: one step is a single direction, whatever the dimension.
     (_, log_sd), (mean, log_scale) = jax.jvp(
@@ -200,7 +267,7 @@ def move_along(family: Family[Any], eta: Tree, step: Tree) -> Array:
     return jnp.concatenate([mean / jnp.exp(log_sd), log_scale])
 
 
-def inner(a: Tree, b: Tree) -> Array:
+def inner(a: Statistics, b: Statistics) -> Array:
     r"""Return the inner product of two trees of one structure, summed over all leaves.
 
     Examples
@@ -210,102 +277,6 @@ def inner(a: Tree, b: Tree) -> Array:
     11.0
     """
     return sum(jax.tree.leaves(jax.tree.map(lambda x, y: jnp.sum(x * y), a, b)), jnp.zeros(()))
-
-
-def log_density(family: Family[Any], eta: Tree, z: Array) -> Array:
-    r"""Return the log density of the family with respect to ``dz``.
-
-    .. math::
-        \log q(z) = \log h(z) + \langle \eta, T(z) \rangle - A(\eta)
-
-    Gaussians compute it from their standardised residuals: the three terms cancel far from zero.
-
-    Parameters
-    ----------
-    family : Family
-    eta : tree
-        Natural parameters.
-    z : (dim,) array
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from numpyro_fed import expfam
-    >>> standard = {"first": jnp.zeros(1), "second": -0.5 * jnp.ones(1)}
-    >>> round(float(expfam.log_density(expfam.gaussian(1), standard, jnp.zeros(1))), 4)
-    -0.9189
-    """
-    return family.log_density(eta, z)
-
-
-def kl(family: Family[Any], eta_q: Tree, eta_p: Tree) -> Array:
-    r"""Return the Kullback-Leibler divergence between two members of a family.
-
-    .. math::
-        KL(q \| p) = A(\eta_p) - A(\eta_q) - \langle \eta_p - \eta_q, \mu(\eta_q) \rangle
-
-    Gaussians compute it from their roots, other families by NumPyro's formula.
-
-    Parameters
-    ----------
-    family : Family
-    eta_q, eta_p : tree
-        Natural parameters, both proper.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from numpyro_fed import expfam
-    >>> q = {"first": jnp.zeros(1), "second": -0.5 * jnp.ones(1)}
-    >>> p = {"first": jnp.ones(1), "second": -0.5 * jnp.ones(1)}
-    >>> float(expfam.kl(expfam.gaussian(1), q, p))
-    0.5
-    """
-    return family.kl(eta_q, eta_p)
-
-
-def marginal(
-    family: Family[Any], eta: Tree, index: Index, shape: tuple[int, ...], event_dim: int = 0
-) -> Distribution:
-    """Return the marginal distribution of one site, whose coordinates are ``z[index]``.
-
-    Parameters
-    ----------
-    family : Family
-    eta : tree
-        Natural parameters.
-    index : slice or int array
-        The site's coordinates: all those of a Gamma, Beta, Dirichlet or categorical member, or any
-        part of a Gaussian.
-    shape : tuple of int
-        The site's shape in unconstrained space.
-    event_dim : int
-        The number of the site's axes that belong to one event.
-
-    Returns
-    -------
-    Distribution
-        A Gaussian's marginal is in unconstrained space: a ``MultivariateNormal`` over the last axis
-        if the family is full and that axis is the event, else independent ``Normal``. Marginals of
-        other families are over ``x`` itself.
-
-    Raises
-    ------
-    ValueError
-        For coordinates of several members, and for a part of a member that is not Gaussian.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from numpyro_fed import expfam
-    >>> family = expfam.gaussian(3, "full")
-    >>> eta = family.natural({"loc": jnp.zeros(3), "log_scale": jnp.zeros(3),
-    ...                       "below": jnp.array([1.0, 0.0, 0.0])})
-    >>> q = expfam.marginal(family, eta, slice(1, 3), (2,), event_dim=1)
-    >>> [round(float(v), 3) for v in q.variance]
-    [1.5, 1.0]
-    """
-    return family.marginal(eta, index, shape, event_dim)
 
 
 def product(members: Mapping[str, tuple[Index, Family[Any]]]) -> Product:
@@ -362,11 +333,11 @@ class Product(Family[Any]):
         """Return all coordinates, member by member."""
         return np.concatenate([*self.places.values(), np.zeros(0, int)]).astype(int)
 
-    def _cut(self, z: Array) -> Tree:
+    def _cut(self, z: Array) -> Parts:
         """Return each member's coordinates, by name."""
         return {name: z[index] for name, (index, _) in self.members.items()}
 
-    def join(self, parts: Tree) -> Array:
+    def join(self, parts: Parts) -> Array:
         """Return all coordinates (dim,) from those of each member."""
         z = jnp.concatenate([parts[name] for name in self.members])
         if np.array_equal(self.order, np.arange(self.dim)):
@@ -374,14 +345,14 @@ class Product(Family[Any]):
         # JAX reads int32 the same way in both precisions; it would cast int64 in one of them.
         return z[np.argsort(self.order).astype(np.int32)]
 
-    def _each(self, method: str, *args: Tree) -> Tree:
+    def _each(self, method: str, *args: Parts) -> Parts:
         """Return the results of a method at every member, with that member's arguments."""
         return {
             name: getattr(family, method)(*(a[name] for a in args))
             for name, (_, family) in self.members.items()
         }
 
-    def _total(self, method: str, *args: Tree) -> Array:
+    def _total(self, method: str, *args: Parts) -> Array:
         """Return the sum of a method's results over all members."""
         return sum(self._each(method, *args).values(), jnp.zeros(()))
 
@@ -390,9 +361,9 @@ class Product(Family[Any]):
     moments = partialmethod(_each, "moments")
     from_mean = partialmethod(_each, "from_mean")
     standard = partialmethod(_each, "standard")
-    moved = partialmethod(_each, "moved")
-    into = partialmethod(_each, "into")
-    out_of = partialmethod(_each, "out_of")
+    composed = partialmethod(_each, "composed")
+    to_coordinates_of = partialmethod(_each, "to_coordinates_of")
+    from_coordinates_of = partialmethod(_each, "from_coordinates_of")
     log_partition = partialmethod(_total, "log_partition")
     entropy = partialmethod(_total, "entropy")
     kl = partialmethod(_total, "kl")
@@ -401,16 +372,16 @@ class Product(Family[Any]):
     def of_normals(self) -> bool:
         return all(family.of_normals for _, family in self.members.values())
 
-    def statistics(self, z: Array) -> Tree:
+    def statistics(self, z: Array) -> Statistics:
         return self._each("statistics", self._cut(z))
 
-    def increment(self, z: Array, u: Array) -> Tree:
+    def increment(self, z: Array, u: Array) -> Statistics:
         return self._each("increment", self._cut(z), self._cut(u))
 
     def log_base(self, z: Array) -> Array:
         return self._total("log_base", self._cut(z))
 
-    def noise(self, key: Array, n: int) -> Tree:
+    def noise(self, key: Array, n: int) -> Parts:
         if self.of_normals:
             # One draw for all members: each draw is a program to compile.
             return self.from_normals(jax.random.normal(key, (n, self.dim)))
@@ -418,21 +389,21 @@ class Product(Family[Any]):
         each = zip(self.members.items(), keys, strict=True)
         return {name: family.noise(key, n) for (name, (_, family)), key in each}
 
-    def from_normals(self, normals: Array) -> Tree:
+    def from_normals(self, normals: Array) -> Parts:
         stops = np.cumsum([family.dim for _, family in self.members.values()])
         return {
             name: family.from_normals(normals[:, stop - family.dim : stop])
             for (name, (_, family)), stop in zip(self.members.items(), stops, strict=True)
         }
 
-    def draw(self, psi: Ordinary, noise: Tree) -> Array:
+    def draw(self, psi: Ordinary, noise: Parts) -> Array:
         return self.join(self._each("draw", psi, noise))
 
     def centre(self, psi: Ordinary) -> Array:
         return self.join(self._each("centre", psi))
 
-    def spread(self, psi: Ordinary) -> tuple[Array, Array]:
-        parts = self._each("spread", psi)
+    def mean_and_sd(self, psi: Ordinary) -> tuple[Array, Array]:
+        parts = self._each("mean_and_sd", psi)
         means, sds = ({name: part[i] for name, part in parts.items()} for i in (0, 1))
         return self.join(means), self.join(sds)
 
@@ -449,7 +420,7 @@ class Product(Family[Any]):
             found[name] = family.fit(on_coordinates)
         return found
 
-    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
+    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Statistics:
         # One gradient for all members. The dual gradient is linear in it, so each member computes
         # its own from a linear function with that gradient.
         gradient = jax.grad(f)(self.ordinary(eta))
@@ -458,7 +429,7 @@ class Product(Family[Any]):
             for name, (_, family) in self.members.items()
         }
 
-    def move(self, psi: Ordinary, gradient: Tree) -> Array:
+    def move(self, psi: Ordinary, gradient: Statistics) -> Array:
         parts = self._each("move", psi, gradient)
         halves = {name: jnp.split(part, 2) for name, part in parts.items()}
         means, scales = ({name: half[i] for name, half in halves.items()} for i in (0, 1))
@@ -467,12 +438,12 @@ class Product(Family[Any]):
     def log_density(self, eta: Natural, z: Array) -> Array:
         return self._total("log_density", eta, self._cut(z))
 
-    def around(self, z: Array, gradient: Array, curvature: Array) -> Natural:
+    def from_derivatives(self, z: Array, gradient: Array, curvature: Array) -> Natural:
         blocks = {name: curvature[np.ix_(at, at)] for name, at in self.places.items()}
-        return self._each("around", self._cut(z), self._cut(gradient), blocks)
+        return self._each("from_derivatives", self._cut(z), self._cut(gradient), blocks)
 
     def marginal(
-        self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int
+        self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int = 0
     ) -> Distribution:
         wanted = np.arange(self.dim)[index]
         for name, places in self.places.items():

@@ -31,7 +31,7 @@ from numpyro.infer.initialization import init_to_value
 from numpyro_fed.basics.errors import GuideError
 from numpyro_fed.basics.programs import TRACING
 from numpyro_fed.numerics import linalg
-from numpyro_fed.numerics.expfam.base import Eps, Family, Natural
+from numpyro_fed.numerics.expfam.family import Eps, Family, Natural
 from numpyro_fed.numerics.gaussian import (
     Coordinates,
     Gaussian,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from numpyro_fed.basics.errors import ModelError, positive_int
 from numpyro_fed.basics.trees import fresh
 from numpyro_fed.numerics import linalg
 from numpyro_fed.sigma.fields import (
-    Dense,
+    DenseField,
     Field,
     Leroux,
     Spectrum,
@@ -35,8 +35,6 @@ from numpyro_fed.text.primitives import unwrapped
 from numpyro_fed.text.substitution import Blocks, block_name, site_of, trace_text
 
 Shared = TypeVar("Shared")
-LowRank = tuple[Field, Array, Array]  # the field, A (entries, rank) and the mean given z_G
-Areas = tuple[Array, Array, Array]  # precision and mean of all areas, values of areas at borders
 # The share of the variance that the shared part explains by default: blocks keep their own exact
 # covariance, and 5 % of the variance is what is cut between them.
 VARIANCE_SHARE = 0.95
@@ -164,8 +162,16 @@ class BlockPrior(FieldPrior[Field]):
         return jax.vmap(entries)(which, noise)
 
 
+class LowRankPart(NamedTuple):
+    """A field with its loadings ``A`` (entries, rank), and its mean given the shared z_G."""
+
+    field: Field
+    A: Array
+    mean: Array
+
+
 @dataclass(frozen=True)
-class LowRankPrior(FieldPrior[LowRank]):
+class LowRankPrior(FieldPrior[LowRankPart]):
     r"""A shared part of low rank, and the exact residual covariance within each block.
 
     .. math::
@@ -223,7 +229,7 @@ class LowRankPrior(FieldPrior[LowRank]):
         # all covariances at once would take 32 times the memory.
         def add(total: Array, key: Array) -> tuple[Array, None]:
             gaussian = field_of(trace_text(model, key, kwargs)[site]["fn"], site, spectrum)
-            one = gaussian.cov if isinstance(gaussian, Dense) else gaussian.variances
+            one = gaussian.cov if isinstance(gaussian, DenseField) else gaussian.variances
             return total + one, None
 
         keys = jax.random.split(jax.random.key(0), PRIOR_DRAWS)
@@ -242,15 +248,16 @@ class LowRankPrior(FieldPrior[LowRank]):
         columns = min(rank or min(enough, MAX_RANK), size)
         return cls(site, divided, spectrum, areas, vectors[:, :columns])
 
-    def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> LowRank:
-        """Return the field, the loadings A (size, rank), and the mean of all entries given z_G."""
+    def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> LowRankPart:
+        """Return the field with its loadings, and sample the coefficients that silos share."""
         gaussian = field_of(fn, self.site, self.spectrum)
         normal = dist.Normal(0, 1).expand([self.rank]).to_event(1)
         A = gaussian.loadings(self.basis)
-        return gaussian, A, gaussian.loc + A @ numpyro.sample(f"{self.site}/z_G", normal)
+        mean = gaussian.loc + A @ numpyro.sample(f"{self.site}/z_G", normal)
+        return LowRankPart(gaussian, A, mean)
 
     def local(
-        self, shared: LowRank, fn: Distribution, phi: Mapping[str, Array], which: Array
+        self, shared: LowRankPart, fn: Distribution, phi: Mapping[str, Array], which: Array
     ) -> Array:
         """Sample some blocks (blocks, largest), given the shared part."""
         gaussian, A, mean = shared
@@ -266,8 +273,16 @@ class LowRankPrior(FieldPrior[LowRank]):
         return jax.vmap(entries)(which, noise)
 
 
+class BorderPart(NamedTuple):
+    """The precision and mean of all areas of a map, and the values of areas at borders."""
+
+    precision: Array
+    mean: Array
+    at_border: Array
+
+
 @dataclass(frozen=True)
-class SeparatorPrior(FieldPrior[Areas]):
+class SeparatorPrior(FieldPrior[BorderPart]):
     r"""The exact prior of a Markov field: areas at borders are shared, interiors are independent.
 
     ``B`` are the areas that have a neighbour in another block, and ``I_j`` the other areas of block
@@ -329,7 +344,7 @@ class SeparatorPrior(FieldPrior[Areas]):
             row[: len(places)] = places
         return cls(site, Blocks.from_places(interiors, divided.block_of), None, W, border, near)
 
-    def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> Areas:
+    def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> BorderPart:
         """Return precision and mean of all areas, and sample the areas at borders."""
         areas = unwrapped(fn)
         if not isinstance(areas, dist.CAR | Leroux):
@@ -343,7 +358,7 @@ class SeparatorPrior(FieldPrior[Areas]):
         Q = areas.conditional_precision * (jnp.diag(diagonal) - alpha * W)
         loc = jnp.broadcast_to(areas.loc, areas.event_shape)
         if not len(self.border):
-            return Q, loc, jnp.zeros(0)
+            return BorderPart(Q, loc, jnp.zeros(0))
 
         def schur_term(block: Array) -> tuple[Array, Array]:
             near = fresh(self.near)[block]
@@ -359,7 +374,7 @@ class SeparatorPrior(FieldPrior[Areas]):
         P = Q[border[:, None], border]
         P = P.at[near[:, :, None], near[:, None, :]].add(-terms, mode="drop")
         normal = dist.MultivariateNormal(loc[border], precision_matrix=P)
-        return Q, loc, numpyro.sample(f"{self.site}/border", normal)
+        return BorderPart(Q, loc, numpyro.sample(f"{self.site}/border", normal))
 
     def _parts(self, Q: Array, block: Array) -> tuple[Array, Array]:
         """Return the Cholesky factor of Q_II of a block's interior, and Q_IB to its neighbours."""
@@ -372,7 +387,7 @@ class SeparatorPrior(FieldPrior[Areas]):
         return linalg.cholesky(within), across
 
     def local(
-        self, shared: Areas, fn: Distribution, phi: Mapping[str, Array], which: Array
+        self, shared: BorderPart, fn: Distribution, phi: Mapping[str, Array], which: Array
     ) -> Array:
         """Sample interiors (blocks, largest), given the areas at borders."""
         Q, loc, at_border = shared
@@ -389,8 +404,7 @@ class SeparatorPrior(FieldPrior[Areas]):
 
         return jax.vmap(entries)(which, noise)
 
-    def whole(self, shared: Areas, parts: Array, which: Array) -> Array:
+    def whole(self, shared: BorderPart, parts: Array, which: Array) -> Array:
         """Return the site (size,), areas at borders included."""
-        _, _, at_border = shared
         whole = self.blocks.assemble(parts, which)
-        return whole.at[fresh(self.border)].set(at_border) if len(self.border) else whole
+        return whole.at[fresh(self.border)].set(shared.at_border) if len(self.border) else whole

@@ -13,8 +13,8 @@ from jax import Array
 from jax.lax import stop_gradient
 
 from numpyro_fed.basics.errors import GuideError
-from numpyro_fed.guides.amortised import Amortised
-from numpyro_fed.guides.base import GuideParams
+from numpyro_fed.guides.global_guides import GuideParams
+from numpyro_fed.guides.local_guides import Amortised
 
 HIDDEN = 16  # units by default: the network reads one or two numbers of a row
 

@@ -134,7 +134,7 @@ class RunStates:
         return cls(beginning, states, int(head["number"]), head["digest"], reply)
 
 
-class Node:
+class SiloRuns:
     """A silo's part in one method of a server: it answers the messages of its runs.
 
     ``secret`` and ``row_ids`` are those of :class:`numpyro_fed.Silo`. ``facts`` are JSON; ``size``
@@ -144,7 +144,7 @@ class Node:
     def __init__(
         self,
         method: AnyMethod,
-        silo: Any,
+        silo: Mapping[str, Any],
         *,
         secret: Array | str | None = "auto",
         row_ids: ArrayLike | None = None,
@@ -166,7 +166,7 @@ class Node:
         self.size = PlanSize(0, 0, 0)
 
     def for_other_runs(self, store: Store | None) -> Self:
-        """Return a node for another server's runs; it compiles nothing again for the same plan."""
+        """Return the same for another server's runs; one plan is compiled once."""
         other = copy.copy(self)
         other._store, other.sampled = store, None
         other._forget_runs()

@@ -138,7 +138,7 @@ def _floats(*values: ArrayLike) -> list[Array]:
 def _formula(names: str, f: Callable[..., Array]) -> LogProb:
     """Return the log density that is ``f`` of a value and of these parameters, all as floats."""
 
-    def log_density(d: Any, value: ArrayLike) -> Array:
+    def log_density(d: Distribution, value: ArrayLike) -> Array:
         return f(*_floats(value, *(getattr(d, name) for name in names.split())))
 
     return log_density
@@ -204,7 +204,7 @@ def _student_t(y: Array, df: Array, loc: Array, scale: Array) -> Array:
     return ratio - jnp.log(scale) - 0.5 * (df + 1) * jnp.log1p(((y - loc) / scale) ** 2 / df)
 
 
-def _multivariate_student_t(d: Any, value: ArrayLike) -> Array:
+def _multivariate_student_t(d: dist.MultivariateStudentT, value: ArrayLike) -> Array:
     n, df = d.scale_tril.shape[-1], jnp.asarray(d.df, jnp.result_type(d.df, float))
     at_centre = -tri_logabsdet(d.scale_tril) - 0.5 * n * math.log(2 * math.pi)
     away = jnp.asarray(value - d.loc)[..., None]
@@ -228,14 +228,14 @@ def _times_log1m(k: Array, p: Array) -> Array:
     return k * jnp.log1p(-jnp.where(k == 0, 0.0, p))
 
 
-def _poisson(d: Any, value: ArrayLike) -> Array:
+def _poisson(d: dist.Poisson, value: ArrayLike) -> Array:
     if d.is_sparse:
         return jnp.asarray(dist.Poisson.log_prob(d, value))
     rate, y = _floats(d.rate, value)
     return times_log(y, rate) - gammaln(y + 1) - rate
 
 
-def _ordered_logistic(d: Any, value: ArrayLike) -> Array:
+def _ordered_logistic(d: dist.OrderedLogistic, value: ArrayLike) -> Array:
     # The difference of two logistic functions of a and b is that of a, times that of -b, times
     # 1 - exp(b - a).
     beyond = d.cutpoints - d.predictor[..., None]
@@ -250,7 +250,9 @@ def _ordered_logistic(d: Any, value: ArrayLike) -> Array:
     return jnp.take_along_axis(logs, index, -1)[..., 0]
 
 
-def _truncated_on_one_side(d: Any, value: ArrayLike) -> Array:
+def _truncated_on_one_side(
+    d: dist.LeftTruncatedDistribution | dist.RightTruncatedDistribution, value: ArrayLike
+) -> Array:
     base, left = d.base_dist, isinstance(d, dist.LeftTruncatedDistribution)
     if not isinstance(base, dist.Normal):
         kind = dist.LeftTruncatedDistribution if left else dist.RightTruncatedDistribution
@@ -259,7 +261,7 @@ def _truncated_on_one_side(d: Any, value: ArrayLike) -> Array:
     return jnp.asarray(base.log_prob(value)) - log_ndtr(inside / base.scale)
 
 
-def _truncated(d: Any, value: ArrayLike) -> Array:
+def _truncated(d: dist.TwoSidedTruncatedDistribution, value: ArrayLike) -> Array:
     base = d.base_dist
     if not isinstance(base, dist.Normal):
         return jnp.asarray(dist.TwoSidedTruncatedDistribution.log_prob(d, value))

@@ -1,8 +1,9 @@
-"""Pictures of a posterior by matplotlib: globals, effects of silos, and predictive checks."""
+"""Results as people see them: HTML for notebooks, and plots of a posterior by matplotlib."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from textwrap import fill
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,19 @@ GRID = 200
 NUM_PREDICTED = 50  # predictive data sets in a check
 # Share of the prior's precision that a silo must add to an effect's, for an estimate of it alone.
 MIN_TOLD = 0.05
+
+
+def html_words(text: str) -> str:
+    """Return text as a paragraph of HTML; text of several lines keeps its lines."""
+    tag = "pre" if "\n" in text else "p"
+    return f"<{tag}>{escape(text)}</{tag}>"
+
+
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of HTML from the names of its columns and the cells of its rows."""
+    lines = [("th", head), *(("td", row) for row in rows)]
+    cells = ("".join(f"<{tag}>{escape(c)}</{tag}>" for c in line) for tag, line in lines)
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table>"
 
 
 def panels(number: int, size: tuple[float, float] | None = None) -> tuple[Figure, list[Axes]]:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.lax import stop_gradient
 
-from numpyro_fed.guides.base import GlobalGuide, GuideParams
+from numpyro_fed.guides.global_guides import GlobalGuide, GuideParams
 from numpyro_fed.numerics import linalg
 from numpyro_fed.numerics.gaussian import Gaussian
 

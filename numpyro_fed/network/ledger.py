@@ -1,0 +1,152 @@
+"""The count of what a silo has told, in all its life: places, draws and a budget of privacy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from numpyro_fed.basics.errors import DataError, ModelError
+from numpyro_fed.basics.files import Store, log_privately
+from numpyro_fed.network.policy import Policy
+from numpyro_fed.privacy.budget import spent as epsilon_of
+from numpyro_fed.rounds.exchange import IMPORTANCE, OUTER_LATENTS
+from numpyro_fed.rounds.messages import Question
+from numpyro_fed.weigh.log_likelihoods import LEAVE_OUT, LOO
+from numpyro_fed.weigh.tempered import TEMPERED
+
+LEDGER = "ledger"  # the name under which a silo keeps what has been asked
+# A run that may spend the whole budget does so up to the accountant's rounding.
+ROUNDED = 1 + 1e-5
+
+
+@dataclass
+class Ledger:
+    """The count of places and draws at which a silo has evaluated its likelihood for others."""
+
+    policy: Policy
+    store: Store
+    spent: dict[str, float] = field(default_factory=dict)  # ``places`` and ``draws`` so far
+    # The sum of inverse squared noise multipliers, by which Gaussian releases compose, of the runs
+    # that protect the same: ``{"row add": 0.02}``.
+    noise: dict[str, float] = field(default_factory=dict)
+    stage: str = ""  # the exchange farthest down the policy's list that was answered
+
+    def __post_init__(self) -> None:
+        content = self.store.get(LEDGER)
+        none: dict[str, Any] = {"places": 0, "draws": 0, "noise": {}, "stage": ""}
+        kept = none | json.loads(content or b"{}")
+        if set(kept) != set(none):
+            raise DataError(
+                f"the silo's ledger has {sorted(kept)}, where {sorted(none)} were expected: "
+                "another version has written it. Keep that file, and begin with an empty folder "
+                "of states and a policy that allows what is left."
+            )
+        self.stage, self.noise = kept.pop("stage"), kept.pop("noise")
+        self.spent = kept
+
+    @property
+    def left(self) -> dict[str, float]:
+        """Return what is left of the budget."""
+        policy = self.policy
+        return {
+            "places": policy.max_places - self.spent["places"],
+            "draws": policy.max_draws - self.spent["draws"],
+            "epsilon": policy.epsilon - self._epsilon_of(self.noise),
+        }
+
+    def _epsilon_of(self, noise: Mapping[str, float]) -> float:
+        """Return the epsilon of releases by their sums of inverse squared multipliers."""
+        # One row less and another one more are two changes of one row, as far as a silo's clip may
+        # be: so releases that protect different things count four times.
+        total = sum(noise.values()) * (1 if len(noise) < 2 else 4)
+        return epsilon_of((total**-0.5,), self.policy.max_delta) if total else 0.0
+
+    @contextmanager
+    def spending(self, exchange: str, numbers: Mapping[str, float]) -> Iterator[None]:
+        """Enter the answer to an exchange that costs so many places or draws.
+
+        They are counted before anything is computed, and given back if the question is refused.
+        """
+        self.policy.check_exchange(exchange, self.stage)
+        for what, number in numbers.items():
+            if not 0 < number <= self.left[what]:
+                raise ModelError(
+                    f"this silo's policy allows {self.left[what]} more {what} (max_{what}), and "
+                    f"{number} are asked for. Its owner may raise the limit."
+                )
+        with self._counted(numbers, self.policy.later(exchange, self.stage)):
+            yield
+
+    @contextmanager
+    def beginning(self, multiplier: float, delta: float, protects: str) -> Iterator[None]:
+        """Enter the beginning of a run with a noise multiplier; 0 for one without a budget."""
+        if not multiplier:
+            with self._counted({}, self.stage):
+                yield
+            return
+        policy = self.policy
+        if delta > policy.max_delta:
+            raise ModelError(
+                f"this silo's policy allows a delta of {policy.max_delta:g} (max_delta), and the "
+                f"plan has {delta:g}. Its owner may raise the limit."
+            )
+        noise = {**self.noise, protects: self.noise.get(protects, 0.0) + multiplier**-2}
+        together = self._epsilon_of(noise)
+        if together > policy.epsilon * ROUNDED:
+            raise ModelError(
+                f"this silo's policy allows an epsilon of {policy.epsilon:g} at delta "
+                f"{policy.max_delta:g} for all runs together (max_epsilon), and with this one it "
+                f"would be {together:.3g}. Its owner may raise the limit."
+            )
+        with self._counted({}, self.stage, noise):
+            yield
+
+    @contextmanager
+    def _counted(
+        self, numbers: Mapping[str, float], stage: str, noise: dict[str, float] | None = None
+    ) -> Iterator[None]:
+        """Count numbers and a stage before anything is computed; undo it after an error."""
+        before = self.spent, self.stage, self.noise
+        after = {what: n + numbers.get(what, 0) for what, n in self.spent.items()}
+        self._keep(after, stage, self.noise if noise is None else noise)
+        try:
+            yield
+        except BaseException:
+            self._keep(*before)
+            raise
+
+    def _keep(self, spent: dict[str, float], stage: str, noise: dict[str, float]) -> None:
+        self.spent, self.stage, self.noise = spent, stage, noise
+        content = json.dumps({**spent, "stage": stage, "noise": noise}).encode()
+        self.store.put({LEDGER: content})
+
+    def log(self, entry: dict[str, Any]) -> None:
+        """Add a line to the audit log."""
+        if self.policy.audit is None:
+            return
+        try:
+            log_privately(self.policy.audit, {**entry, "left": self.left})
+        except OSError as error:
+            raise DataError(
+                "the silo's audit log cannot be written, so that it says no."
+            ) from error
+
+
+def evaluations(question: Question, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """Return at how many places and draws a silo evaluates its likelihood for a reply.
+
+    A search gets gradient and curvature at each of its places, particles a gradient at each, a
+    correction the log likelihood at each draw, latents are told at each draw, and a round counts as
+    one place.
+    """
+    # Counted on the arrays, whose shapes must be those of the exchange.
+    downs = [len(a) for name, a in arrays.items() if name.startswith("down") and a.ndim]
+    most = max([1, *downs])
+    if question.exchange in (IMPORTANCE, LEAVE_OUT, LOO, OUTER_LATENTS):
+        return {"draws": most}
+    return {"places": most if question.exchange in ("mode", TEMPERED) else 1}
