@@ -33,7 +33,7 @@ from numpyro_fed.dp_newton.method import DPNewton, PrivateResult
 from numpyro_fed.fitting.fit import find_mode, fit
 from numpyro_fed.fitting.load import Saved, load
 from numpyro_fed.guides.objectives import ELBO, LocallyEnhanced, Quadrature
-from numpyro_fed.methods.of_data import levels, moments
+from numpyro_fed.methods.columns import levels, moments
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.network.silo import Silo
 from numpyro_fed.numerics import barycenters, divergences, expfam, losses

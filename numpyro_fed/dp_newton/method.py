@@ -20,6 +20,7 @@ from numpyro_fed.guides.quadrature import default_nodes, quadrature_misfit
 from numpyro_fed.guides.structured import Structured, build_resolved, resolve
 from numpyro_fed.methods.base import RunOptions
 from numpyro_fed.methods.rows import Method
+from numpyro_fed.methods.start import Begun
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.run import Built, Fit
 from numpyro_fed.privacy.budget import Privacy, Spent, noisy
@@ -221,15 +222,10 @@ class DPNewton(Method[PrivateResult, None]):
             )
 
     def _run_rounds(
-        self,
-        fit: Fit,
-        hosted: Silos,
-        key: Array,
-        state: State,
-        start: object,
-        options: RunOptions[PrivateResult],
+        self, begun: Begun, hosted: Silos, key: Array, options: RunOptions[PrivateResult]
     ) -> PrivateResult:
         """Make phases; what drives the rounds of a compiled program drives these, one at a time."""
+        fit = begun.fit
         newton = fit.cached("newton", lambda: self._newton(fit.model, fit.plan))
         transport, number = fit.runtime.transport(hosted.batches), fit.plan.num_silos
 
@@ -257,7 +253,7 @@ class DPNewton(Method[PrivateResult, None]):
             return state, Log(loss), RunStatus(good.all(), good)
 
         fit = replace(fit, runtime=fit.runtime._replace(advance=advance, chunk=1))
-        result = super()._run_rounds(fit, hosted, key, state, start, options)
+        result = super()._run_rounds(replace(begun, fit=fit), hosted, key, options)
         # A search that has ended has no other end than that of its rounds.
         return replace(result, ended="rounds") if result.ended == "converged" else result
 

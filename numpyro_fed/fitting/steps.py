@@ -36,7 +36,7 @@ from numpyro_fed.basics.errors import (
 )
 from numpyro_fed.data.silo_data import ReadSilos, SiloData, SiloInput
 from numpyro_fed.guides.objectives import ELBO, LocallyEnhanced, default_quadrature
-from numpyro_fed.methods.base import method_model
+from numpyro_fed.methods.recipe import method_model
 from numpyro_fed.posterior.corrected import Corrected
 from numpyro_fed.posterior.particles import Particles
 from numpyro_fed.posterior.posterior import Posterior, Stage

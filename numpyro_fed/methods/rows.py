@@ -32,12 +32,11 @@ from numpyro_fed.methods.base import (
     RUNTIMES,
     FederatedMethod,
     RunOptions,
-    for_silos,
     in_process,
-    reached,
-    recipe,
+    over_federation,
 )
-from numpyro_fed.methods.start import begin, with_or_without_start
+from numpyro_fed.methods.recipe import for_silos, recipe
+from numpyro_fed.methods.start import begin_run, with_or_without_start
 from numpyro_fed.posterior.at_silo import AtSilo, outer_round, sampler_by
 from numpyro_fed.posterior.communication import COPIES, Cost, cost_of, state_sizes
 from numpyro_fed.posterior.leave_out import leaving_out, loo_exchange
@@ -78,7 +77,6 @@ from numpyro_fed.weigh.tempered import TEMPERED
 
 Found = TypeVar("Found", bound=Result)
 Prepared = TypeVar("Prepared")
-Used = TypeVar("Used")
 
 
 @dataclass(frozen=True)
@@ -176,11 +174,9 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
         key = typed_key(key)
         options = RunOptions(num_rounds, server_data, progress_bar, stop, callback, every)
         fit, hosted = self._compiled_for(silos, runtime)
-        args = init_state, self.begins_at, progress_bar
-        fit, state, start = begin(fit, key, hosted, *args)
-        self._check_rounds(fit, state, num_rounds)
-
-        return self._run_rounds(fit, hosted, key, state, start, options)
+        begun = begin_run(fit, key, hosted, init_state, self.begins_at, progress_bar)
+        self._check_rounds(begun.fit, begun.state, num_rounds)
+        return self._run_rounds(begun, hosted, key, options)
 
     def cost(self, silos: Sequence[SiloInput]) -> Cost:
         """Return the cost of a run with these silos, without running it.
@@ -495,7 +491,7 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
             # Facts round a number of rows up to n, a power of two: it is above the half of n.
             rounded = [sizes[plate.name] for plate in told.plates if not plate.outer]
             weights.append((sum(n // 2 + 1 for n in rounded), sum(rounded)))
-        return reached(federation, name, plan, make, weights)
+        return over_federation(federation, name, plan, make, weights)
 
 
 def _memory() -> float:

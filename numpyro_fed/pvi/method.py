@@ -36,7 +36,7 @@ from numpyro_fed.local import ClosedForm, Optax
 from numpyro_fed.local.base import Local
 from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.methods.rows import Method
-from numpyro_fed.methods.start import check_start, start_of, start_rounds
+from numpyro_fed.methods.start import check_start, start_kind, start_rounds
 from numpyro_fed.numerics.divergences import KL
 from numpyro_fed.numerics.expfam import Family
 from numpyro_fed.numerics.losses import log_loss
@@ -264,7 +264,7 @@ class PVI(Method[PVIResult, Conjugate]):
         # One visit in closed form is exact from anywhere,
         # unless there is no proper prior to begin at.
         needed = self.deletion == "own" and (fm.improper or not self._local(plan).closed_form)
-        return start_of(self.start, fm) if needed else None
+        return start_kind(self.start, fm) if needed else None
 
     def value_checks(
         self, layout: Layout, prepared: Conjugate, stacks: Sequence[SiloData]

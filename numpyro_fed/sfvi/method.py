@@ -35,7 +35,7 @@ from numpyro_fed.guides.structured import (
     structured,
 )
 from numpyro_fed.methods.rows import Method
-from numpyro_fed.methods.start import SEARCHED, check_start, start_of, start_rounds
+from numpyro_fed.methods.start import SEARCHED, check_start, start_kind, start_rounds
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.run import Built, Fit
 from numpyro_fed.rounds.schedules import Given, Random, Sequential, Spec, in_step
@@ -301,7 +301,7 @@ class SFVI(GradientMethod):
 
     def settings_for(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
         largest, total = dict(plan.largest), dict(plan.total)
-        start = start_of(self.start, fm, wide=True)
+        start = start_kind(self.start, fm, wide=True)
         if amortises(self.guide):
             if start == "result":
                 raise GuideError(
@@ -515,7 +515,7 @@ class SFVIAvg(GradientMethod):
                 "or PVI, or take the parameter out of the silo_plate."
             )
         guide = resolve(self._spec(fm), fm, dict(plan.largest), dict(plan.total))
-        start = start_of(self.start, fm, wide=guide.globals == "diagonal")
+        start = start_kind(self.start, fm, wide=guide.globals == "diagonal")
         start = None if amortises(self.guide) else start
         return {
             "method": "SFVIAvg",

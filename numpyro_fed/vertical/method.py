@@ -28,11 +28,11 @@ from numpyro_fed.methods.base import (
     FederatedMethod,
     Outcome,
     RunOptions,
-    for_silos,
     in_process,
-    reached,
-    recipe,
+    over_federation,
 )
+from numpyro_fed.methods.recipe import for_silos, recipe
+from numpyro_fed.methods.start import Begun
 from numpyro_fed.posterior.run import Built, Fit
 from numpyro_fed.rounds.exchange import ExchangeId, FederatedAlgorithm, Round, asked_directly
 from numpyro_fed.rounds.federation import Federation
@@ -190,7 +190,7 @@ class VerticalMethod(FederatedMethod[Outcome]):
         else:
             state, start = fit.runtime.go_on(fit.check_state(init_state, hosted)), None
         options = replace(options, server_data=fit.server_data)
-        return self._run_rounds(fit, hosted, key, state, start, options)
+        return self._run_rounds(Begun(fit, state, start), hosted, key, options)
 
     def messages(self, *args: object, **kwargs: object) -> Crossings:
         """Return all arrays that cross between server and clients, with their shapes.
@@ -325,7 +325,7 @@ class VerticalMethod(FederatedMethod[Outcome]):
 
         # The server's data may be others than at an earlier run, so that only what clients need of
         # the plan is kept.
-        fit, hosted = reached(federation, name, plan, make)
+        fit, hosted = over_federation(federation, name, plan, make)
         return replace(fit, server_data=roles.server), hosted
 
     def agree(
