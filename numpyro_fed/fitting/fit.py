@@ -43,9 +43,10 @@ from numpyro_fed.search.find_mode import (
     coupling_reason,
     search_for,
 )
+from numpyro_fed.search.lbfgs import LBFGSSearch
 from numpyro_fed.search.mode import Mode
-from numpyro_fed.search.newton import ModeSearch
-from numpyro_fed.search.newton_wide import WideSearch
+from numpyro_fed.search.mode_search import ModeSearch
+from numpyro_fed.search.newton import NewtonSearch
 from numpyro_fed.sfvi.method import SFVI
 from numpyro_fed.text.layout import lay_out, read_all
 from numpyro_fed.text.log_density import FederatedModel
@@ -316,10 +317,9 @@ def find_mode(
     _check(fm)
     if (coupled := coupling_reason(layout.checks, buckets)) is not None:
         raise ModelError(f"{coupled}. Put what rows share outside of the silo_plate.")
-    by: ModeSearch | WideSearch = ModeSearch(fm, len(found), starts, None, effects_of(fm), None)
-    if flat_size(fm) > SEARCHED_UP_TO:
-        by = WideSearch(fm, len(found), starts, None, np.zeros(0, int), None)
-    return search(key, fm, by, simulation(by.algorithm), batches)
+    kind = LBFGSSearch if flat_size(fm) > SEARCHED_UP_TO else NewtonSearch
+    steps: ModeSearch[Any, Any] = kind(fm, len(found), starts, None, None)
+    return search(key, fm, steps, simulation(steps.algorithm), batches)
 
 
 def _check(fm: FederatedModel) -> None:

@@ -37,7 +37,6 @@ from numpyro_fed.rounds.progress import Progress
 from numpyro_fed.rounds.stack import Batches, Silos, State, init_schedule
 from numpyro_fed.rounds.step import AskAll
 from numpyro_fed.rounds.supervise import failed_silos
-from numpyro_fed.search.begin import StartPoint
 from numpyro_fed.search.curvature_check import CurvatureCheck
 from numpyro_fed.search.expand import effects_of, flat_size
 from numpyro_fed.search.find_mode import (
@@ -52,10 +51,11 @@ from numpyro_fed.search.find_mode import (
     reason_or_raise,
     search_end,
 )
+from numpyro_fed.search.lbfgs import LBFGSSearch
 from numpyro_fed.search.mode import Mode
-from numpyro_fed.search.newton import ModeSearch, Search
-from numpyro_fed.search.newton_wide import WideSearch
-from numpyro_fed.search.own_modes import OwnModes
+from numpyro_fed.search.mode_search import SearchEnd
+from numpyro_fed.search.newton import NewtonSearch
+from numpyro_fed.search.start_point import StartPoint
 from numpyro_fed.text.log_density import FederatedModel
 
 # Globals and shared parameters, up to which a mode is searched for by L-BFGS. It trades hundreds of
@@ -107,15 +107,11 @@ def start_rounds(
     """Return the rounds of a start at the mode, with ``begin`` as the last one."""
     effects, most = effects_of(fm), MAX_PLACES[kind]
     if kind == "wide":
-        wide = WideSearch(fm, num_silos, starts, init_loc_fn, np.zeros(0, int), most)
+        wide = LBFGSSearch(fm, num_silos, starts, init_loc_fn, most)
         return StartRounds(wide, wide.algorithm, None, begin, effects)
-    search = ModeSearch(fm, num_silos, starts, init_loc_fn, effects, most)
+    search = NewtonSearch(fm, num_silos, starts, init_loc_fn, most)
     check = CurvatureCheck(fm, effects, starts)
-    algorithm = search.algorithm
-    if not len(effects):
-        own_modes = Round((OwnModes(search).exchange,), asked_directly)
-        algorithm = algorithm._replace(opening=(own_modes,))
-    return StartRounds(search, algorithm, check, begin, effects)
+    return StartRounds(search, search.algorithm, check, begin, effects)
 
 
 class NoModeError(Exception):
@@ -238,7 +234,11 @@ def begin_at_mode(
 
 
 def _checked_mode(
-    fm: FederatedModel, start: StartRounds, search: Search[np.ndarray], ask: AskAll, exchanges: int
+    fm: FederatedModel,
+    start: StartRounds,
+    search: SearchEnd[np.ndarray],
+    ask: AskAll,
+    exchanges: int,
 ) -> Mode:
     """Return the mode of a search, once its curvature and flat priors have been checked."""
     if not curvature_usable(fm, search):

@@ -28,7 +28,7 @@ from numpyro_fed.posterior.saving import SavedRun, SavedWords
 from numpyro_fed.rounds.exchange import Exchange, Private, Up
 from numpyro_fed.rounds.progress import shows
 from numpyro_fed.rounds.remote import Mark
-from numpyro_fed.search.begin import FLAT_OFF_MODE, flat_share
+from numpyro_fed.search.start_point import FLAT_OFF_MODE, flat_share
 from numpyro_fed.search.influence import (
     INFLUENCE,
     MOST_GLOBALS,

@@ -38,8 +38,7 @@ from numpyro_fed.rounds.stack import Runtime, Schedule, ServerData, Silos, Singl
 from numpyro_fed.rounds.step import AskAll
 from numpyro_fed.search.curvature_check import CurvatureCheck
 from numpyro_fed.search.mode import Mode
-from numpyro_fed.search.newton import ModeSearch
-from numpyro_fed.search.newton_wide import WideSearch
+from numpyro_fed.search.mode_search import ModeSearch
 from numpyro_fed.text.facts import Facts, Plan
 from numpyro_fed.text.fingerprint import fingerprint
 from numpyro_fed.text.log_density import FederatedModel
@@ -76,7 +75,7 @@ class StartRounds(NamedTuple):
     coordinates ``effects`` (c,).
     """
 
-    search: ModeSearch | WideSearch
+    search: ModeSearch[Any, Any]
     algorithm: FederatedAlgorithm[Any, Any]
     check: CurvatureCheck | None
     begin: Round

@@ -50,7 +50,10 @@ from numpyro_fed.rounds.exchange import (
     key_as_noise,
     stacked_reply,
 )
-from numpyro_fed.search.begin import (
+from numpyro_fed.search.expand import SiloState as ModeSiloState
+from numpyro_fed.search.expand import shape
+from numpyro_fed.search.mode_search import SearchEnd
+from numpyro_fed.search.start_point import (
     FROM_MODE,
     StartMessage,
     StartPoint,
@@ -58,9 +61,6 @@ from numpyro_fed.search.begin import (
     local_guides_of_result,
     start_at_mode,
 )
-from numpyro_fed.search.expand import SiloState as ModeSiloState
-from numpyro_fed.search.expand import shape
-from numpyro_fed.search.newton import Search
 from numpyro_fed.text.binding import Theta
 
 KL_DRAWS = 256  # for the KL to a prior outside of the family: more make the loss less noisy
@@ -391,7 +391,7 @@ class PartitionedVI(PVIAtSilo):
             draft = first._replace(params=params, pending=factor, frame=frame)
             return Reply(factor, all_finite(eta)), draft
 
-        def run(state: Search[Array], noise: Array, ask: Ask) -> tuple[ServerState, Info]:
+        def run(state: SearchEnd[Array], noise: Array, ask: Ask) -> tuple[ServerState, Info]:
             message = start_at_mode(fm, state)
             point, replies = message.point, ask(FROM_MODE, message)
             first, prior = self.init_server(noise), self.globals.prior(point.theta)

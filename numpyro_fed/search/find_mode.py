@@ -1,12 +1,12 @@
 """The search for the mode of the posterior over silos, and the start of runs at it.
 
-The search is that of :mod:`numpyro_fed.search.newton`, or of :mod:`.newton_wide` for many globals.
+The search is that of :mod:`numpyro_fed.search.newton`, or of :mod:`.lbfgs` for many globals.
 Here its result is judged, from which a run may start (:mod:`numpyro_fed.methods.start`):
 
 1. Search, from one or several places side by side.
 2. Check that the curvature at the best place is that of the posterior (:func:`curvature_usable`).
 3. ``find_mode``, and runs with flat priors, check by one exchange more that the density falls in
-   all directions (:func:`_flat_directions`).
+   all directions (:meth:`.Shape.open_directions`).
 4. A run takes its first states from the mode by one round (``StartRounds.begin``).
 """
 
@@ -29,13 +29,12 @@ from numpyro_fed.rounds.noise import generator
 from numpyro_fed.rounds.progress import Progress, progress_of
 from numpyro_fed.rounds.stack import Batches, Runtime, Stacks
 from numpyro_fed.rounds.step import AskAll
-from numpyro_fed.search.curvature_check import CHECK_DISTANCES, CurvatureCheck, Shape
+from numpyro_fed.search.curvature_check import CurvatureCheck, Shape
 from numpyro_fed.search.expand import ROUNDING_UNITS, SiloState, effects_of, unraveller
 from numpyro_fed.search.influence import Factors, SiloPull
 from numpyro_fed.search.mode import MODES_APART, LocalMode, Mode, OneCopy, distance
-from numpyro_fed.search.newton import MIN_GAIN_NEAR, ModeSearch, Search, best_start
-from numpyro_fed.search.newton_wide import WideSearch
-from numpyro_fed.search.own_modes import OwnModes
+from numpyro_fed.search.mode_search import ModeSearch, SearchEnd, best_start
+from numpyro_fed.search.newton import NewtonSearch
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.not_finite import first_not_finite
 from numpyro_fed.text.row_checks import RowChecks, coupled_rows
@@ -49,11 +48,6 @@ NO_SHARE = 1e-5
 # Nats for each coordinate that another Newton step may promise. A place half a nat off is one sd
 # off, from where a run finds its way; farther off the curvature may be that of another region.
 MAX_GAIN = 0.5
-# Nats by which a density must have fallen three sds from the mode, where a normal density has
-# fallen by 4.5. A heavy tail falls by less than normal; an open direction does not fall at all.
-MIN_FALL = 0.1
-
-
 MANY_EFFECTS = (
     f"above {SEARCHED_UP_TO} globals effects are not integrated out, and together with a scale "
     "that is a global, too, they have no mode"
@@ -63,7 +57,7 @@ MANY_EFFECTS = (
 def search_for(
     key: Array,
     fm: FederatedModel,
-    search: ModeSearch | WideSearch,
+    search: ModeSearch[Any, Any],
     runtime: Runtime,
     batches: Batches,
     *,
@@ -75,7 +69,7 @@ def search_for(
     if not found.known.any():
         raise not_found_error(fm, batches, ask.number, len(found.known), ask.unusable)
     shape, effects = None, effects_of(fm)
-    if isinstance(search, ModeSearch):
+    if isinstance(search, NewtonSearch):
         shape = CurvatureCheck(fm, effects, search.num_starts).ask(ask, found)
     mode = mode_of_search(fm, found, shape, ask.number, effects)
     if mode.flat:
@@ -101,37 +95,30 @@ def search_for(
 
 def search_end(
     key: Array,
-    search: ModeSearch | WideSearch,
+    search: ModeSearch[Any, Any],
     runtime: Runtime,
     batches: Batches,
     max_exchanges: int,
     progress_bar: bool | Progress,
-    near: np.ndarray | None = None,
-) -> tuple[Search[np.ndarray], AskAll]:
-    """Return where a search has ended, and the questions to silos so far, with their states."""
+    places: np.ndarray | None = None,
+) -> tuple[SearchEnd[np.ndarray], AskAll]:
+    """Return where a search has ended, and the questions to silos so far, with their states.
+
+    Half of the ascents of a Newton search begin at ``places`` (k, n), if they are given.
+    """
     first = runtime.init(key, batches)
     ask = AskAll(runtime.transport(batches), key, search.num_silos, first.silos)
-    random, progress = generator(key), progress_of(progress_bar)
-    shown = partial(progress.step, 1)
+    progress = progress_of(progress_bar)
     with progress.under_way(True, max_exchanges):
-        if isinstance(search, WideSearch):
-            return search.run(ask, search.starts(key, random), max_exchanges, shown), ask
-        starts = search.starts(key, random)
-        # Effects and their scale together have no mode that a silo could climb to.
-        if not len(search.effects):
-            OwnModes(search).begin(ask, starts)
-        if near is not None:
-            for start in starts:
-                start.min_gain = MIN_GAIN_NEAR
-            # The other half begins where it did: other data may have modes where there were none.
-            for start, place in zip(starts[: -(-len(starts) // 2)], near, strict=False):
-                start.trial, start.metric = np.asarray(place, start.trial.dtype), None
-                start.done = start.left = False
-        return search.run(ask, starts, max_exchanges, shown), ask
+        ascents = search.first_ascents(key, generator(key))
+        search.open(ask, ascents)
+        if places is not None and isinstance(search, NewtonSearch):
+            search.begin_near(ascents, places)
+        return search.run(ask, ascents, max_exchanges, partial(progress.step, 1)), ask
 
 
 def factors_at_mode(
-    fm: FederatedModel, search: Search[np.ndarray], stacks: Stacks, batches: Batches
+    fm: FederatedModel, search: SearchEnd[np.ndarray], stacks: Stacks, batches: Batches
 ) -> Factors | None:
     """Return what each silo in this process has said of its likelihood at the end of a search.
 
@@ -157,7 +144,7 @@ def factors_at_mode(
     return Factors(told, prior_g[num_theta:], prior_A[num_theta:, num_theta:])
 
 
-def curvature_usable(fm: FederatedModel, search: Search[Any]) -> bool:
+def curvature_usable(fm: FederatedModel, search: SearchEnd[Any]) -> bool:
     """Return whether the curvature at the best place is that of the posterior.
 
     If the search has not come to rest, silos must have a share in the curvature of each coordinate:
@@ -221,40 +208,9 @@ def not_found_error(
     )
 
 
-def _flat_directions(
-    shape: Shape, drops: np.ndarray, min_drop: float, names: Sequence[str]
-) -> tuple[str, ...]:
-    """Return the directions in which the density does not fall, as combinations of ``names``.
-
-    ``drops`` are the falls of the log density at 30, 3 and 1 sds on both sides of each axis of the
-    curvature.
-    """
-    farther, far, near = drops.reshape(len(CHECK_DISTANCES), 2, -1)
-    # Where the density is not finite at three sds, the
-    # fall at one sd decides: of a parabola, a ninth.
-    flat = np.where(
-        np.isnan(far),
-        ~(near >= min_drop * (CHECK_DISTANCES[2] / CHECK_DISTANCES[1]) ** 2),
-        far < min_drop,
-    )
-    # Where the curvature is below what this precision can tell, three of its sds are not far
-    # enough, and a direction that falls at 30 is not open.
-    flat &= ~((farther >= min_drop) & (shape.values <= shape.threshold))
-    # Along an angle three of its sds may be most of a turn, where the density has risen again.
-    angles = np.isfinite(shape.periods)
-    flat &= ~((np.abs(shape.axes[angles]).max(0, initial=0.0) > 0.2) & (near >= min_drop / 9))
-    directions = []
-    for k, axis in enumerate(shape.axes.T):
-        if flat[:, k].any():
-            signed = -axis if flat[1, k] and not flat[0, k] else axis
-            parts = zip(signed, names, strict=True)
-            directions.append(" ".join(f"{w:+.2f} {name}" for w, name in parts if abs(w) > 0.2))
-    return tuple(directions)
-
-
 def mode_of_search(
     fm: FederatedModel,
-    search: Search[Any],
+    search: SearchEnd[Any],
     shape: Shape | None,
     num_exchanges: int,
     effects: np.ndarray,
@@ -273,11 +229,7 @@ def mode_of_search(
             x = x + (axes @ (axes.T @ (gradient / unit) / values) / unit).astype(x.dtype)
     theta, z_G = unraveller(fm)(x)
     if shape is not None:
-        # A fall within rounding of the density itself is no fall.
-        rounding = ROUNDING_UNITS * np.finfo(search.best.x.dtype).eps * abs(value)
-        flat = _flat_directions(
-            shape, value - np.asarray(shape.densities), max(MIN_FALL, rounding), names
-        )
+        flat = shape.open_directions(value, names)
         periods = np.asarray(shape.periods, float)[len(x) - fm.dim :]
         copy = OneCopy(z_G, periods) if np.isfinite(periods).any() else None
     evidence = None if flat else _log_evidence(fm, value, curvature, effects)
@@ -299,7 +251,7 @@ def mode_of_search(
 
 
 def _other_modes(
-    fm: FederatedModel, search: Search[Any], best: int, effects: np.ndarray, copy: OneCopy | None
+    fm: FederatedModel, search: SearchEnd[Any], best: int, effects: np.ndarray, copy: OneCopy | None
 ) -> tuple[LocalMode, ...]:
     """Return the modes of other starts than the best one, each once, in order of their evidence."""
     num_theta = search.best.x.shape[1] - fm.dim

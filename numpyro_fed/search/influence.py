@@ -47,7 +47,7 @@ from numpyro_fed.rounds.exchange import (
     Shared,
 )
 from numpyro_fed.search.expand import Expand, Prior, SiloExpansion, SiloState, flat_size, shape
-from numpyro_fed.search.own_modes import climb
+from numpyro_fed.search.own_modes import climb_to_own_modes
 from numpyro_fed.text.binding import Theta
 from numpyro_fed.text.log_density import FederatedModel
 
@@ -140,9 +140,9 @@ class Influence:
         # With its share of the prior, as in the first exchange of a search, so that there is a mode
         # in directions of which the silo knows nothing.
         at, share = at._replace(z_L=modes), 1 / self.num_silos
-        _, highest, _, is_mode = climb(self.expand, self.prior, share, places, at, data, fixed=f)
-        gain = highest - here.value
-        known = is_mode & np.isfinite(gain)
+        own = climb_to_own_modes(self.expand, self.prior, share, places, at, data, fixed=f)
+        gain = own.likelihood - here.value
+        known = own.arrived & np.isfinite(gain)
         told = SiloPull(
             here.gradient[:, 0, f:],
             here.curvature[:, 0, f:, f:],

@@ -50,7 +50,9 @@ from numpyro_fed.rounds.exchange import (
     ascend,
     key_as_noise,
 )
-from numpyro_fed.search.begin import (
+from numpyro_fed.search.expand import SiloState as ModeSiloState
+from numpyro_fed.search.mode_search import SearchEnd
+from numpyro_fed.search.start_point import (
     FROM_MODE,
     StartMessage,
     StartPoint,
@@ -58,8 +60,6 @@ from numpyro_fed.search.begin import (
     local_guides_of_result,
     start_at_mode,
 )
-from numpyro_fed.search.expand import SiloState as ModeSiloState
-from numpyro_fed.search.newton import Search
 from numpyro_fed.text.binding import Rows, Theta
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.minibatch import Minibatches, MinibatchNoise, draw_minibatch, rows_at
@@ -226,7 +226,7 @@ class ByGradients(ABC):
             after = self.silo_from(state.private, eta, self.start_at(noise, down.point))
             return Reply((), all_finite(eta)), after
 
-        def run(state: Search[Any], noise: Array, ask: Ask) -> tuple[ServerState, Info]:
+        def run(state: SearchEnd[Any], noise: Array, ask: Ask) -> tuple[ServerState, Info]:
             # Silos reply with nothing, but the exchange is needed: each makes its own local guides,
             # from data and modes that never leave it.
             message = start_at_mode(self.model, state)
