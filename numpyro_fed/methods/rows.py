@@ -106,7 +106,7 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
         self,
         key: Array,
         num_rounds: int,
-        silos: Sequence[SiloInput] | Federation,
+        silos: SilosInput | Federation,
         *,
         init_state: State | np.ndarray | None = None,
         progress_bar: bool | Progress = True,

@@ -28,7 +28,6 @@ from numpyro_fed.posterior.saving import SavedRun, SavedWords
 from numpyro_fed.rounds.exchange import Exchange, Private, Up
 from numpyro_fed.rounds.progress import shows
 from numpyro_fed.rounds.remote import Mark
-from numpyro_fed.search.start_point import FLAT_OFF_MODE, flat_share
 from numpyro_fed.search.influence import (
     INFLUENCE,
     MOST_GLOBALS,
@@ -38,6 +37,7 @@ from numpyro_fed.search.influence import (
     table_of,
 )
 from numpyro_fed.search.mode import Mode
+from numpyro_fed.search.start_point import FLAT_OFF_MODE, flat_share
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.text.row_checks import refuse_coupled_rows
 from numpyro_fed.text.values import new_data_check
