@@ -17,7 +17,7 @@ from numpyro_fed.dp_newton.algorithm import NEAR, PrivateNewton
 from numpyro_fed.dp_newton.units import SUMS, PrivateUnits, Releases
 from numpyro_fed.guides.objectives import ELBO, default_quadrature
 from numpyro_fed.guides.quadrature import default_nodes, quadrature_misfit
-from numpyro_fed.guides.structured import Structured, build_resolved, resolve
+from numpyro_fed.guides.structured import GuideConfig, Structured, build_resolved, resolve
 from numpyro_fed.methods.base import RunOptions
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.start import Begun
@@ -47,6 +47,8 @@ from numpyro_fed.text.log_density import FederatedModel
 # Numbers of a row's latents that quadrature takes, and globals of which a matrix is sent.
 GLOBALS_UP_TO = 300
 WHOLE = 2**31 - 1  # rounds, of a run of all that are left
+
+GUIDE = Structured(globals="full")
 
 NOT_PROTECTED = (
     "this would ask silos for numbers without noise, which the privacy of the fit does not cover. "
@@ -148,6 +150,16 @@ class PrivateResult(Result):
 
     def _account(self) -> str:
         return super()._account() if self.stages else str(self.privacy)
+
+
+@dataclass(frozen=True)
+class NewtonSettings:
+    """The settings of a private run, as its plan has them."""
+
+    guide: GuideConfig
+    privacy: str
+    multipliers: tuple[float, ...]  # of the noise of all releases
+    units: int
 
 
 @dataclass(frozen=True)
@@ -347,24 +359,20 @@ class DPNewton(Method[PrivateResult, None]):
                 ) from error
         return ()
 
-    def settings_for(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
+    def settings_for(self, fm: FederatedModel, plan: Plan) -> NewtonSettings:
         units = self._num_units(fm, plan)
         self.privacy.check_units(units)
-        guide = Structured(globals="full")
-        largest, total = dict(plan.largest), dict(plan.total)
-        return {
-            "method": "DPNewton",
-            "guide": resolve(guide, fm, largest, total, at_mode=True),
-            "privacy": repr(self.privacy),
-            "multipliers": [s for _, s in self._schedule(fm, plan).releases()],
-            "units": units,
-        }
+        return NewtonSettings(
+            guide=resolve(GUIDE, fm, dict(plan.largest), dict(plan.total), at_mode=True),
+            privacy=repr(self.privacy),
+            multipliers=tuple(s for _, s in self._schedule(fm, plan).releases()),
+            units=units,
+        )
 
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: None) -> Built:
-        full, chosen = Structured(globals="full"), plan.chosen["guide"]
         return Built(
             model=fm,
-            guide=build_resolved(full, chosen, fm),
+            guide=build_resolved(GUIDE, self.settings_for(fm, plan).guide, fm),
             objective=default_quadrature(fm) or ELBO(),
             algorithm=self._newton(fm, plan).algorithm,
             protected=NOT_PROTECTED,

@@ -12,10 +12,10 @@ import json
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +74,9 @@ from numpyro_fed.text.row_checks import RowChecks, check_rows_apart, refuse_coup
 from numpyro_fed.text.split import split
 from numpyro_fed.weigh.log_likelihoods import LEAVE_OUT, LOO, rows_that_count
 from numpyro_fed.weigh.tempered import TEMPERED
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Found = TypeVar("Found", bound=Result)
 Prepared = TypeVar("Prepared")
@@ -260,8 +263,11 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
         return ()
 
     @abstractmethod
-    def settings_for(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
-        """Return the method's settings with all defaults resolved, as JSON."""
+    def settings_for(self, fm: FederatedModel, plan: Plan) -> DataclassInstance:
+        """Return the method's settings with all defaults resolved, as a dataclass of JSON.
+
+        They become a part of the plan. :meth:`assemble` asks for them, too.
+        """
 
     @abstractmethod
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: Prepared) -> Built:
@@ -407,7 +413,8 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
         """Raise an error for silos that agree with each other, but not with this method."""
 
     def _resolve_plan(self, fm: FederatedModel, plan: Plan) -> Plan:
-        return replace(plan, settings=json.dumps(self.settings_for(fm, plan), sort_keys=True))
+        settings = {"method": type(self).__name__, **asdict(self.settings_for(fm, plan))}
+        return replace(plan, settings=json.dumps(settings, sort_keys=True))
 
     def _compiled_for(self, silos: SilosInput | Federation, runtime: str) -> tuple[Fit, Silos]:
         """Return the compiled fit for these silos, that of an earlier run if there is one."""
