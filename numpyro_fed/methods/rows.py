@@ -82,6 +82,18 @@ Found = TypeVar("Found", bound=Result)
 Prepared = TypeVar("Prepared")
 
 
+@dataclass(frozen=True, eq=False)
+class LaidOut(Generic[Prepared]):
+    """A model laid out over silos of some shapes, with what depends on the shapes alone.
+
+    ``plan`` is without the verdicts on values, and without the method's settings.
+    """
+
+    layout: Layout
+    plan: Plan
+    prepared: Prepared
+
+
 @dataclass(frozen=True)
 class Method(FederatedMethod[Found], Generic[Found, Prepared]):
     """A federated method for silos that hold rows, with its settings in a frozen dataclass.
@@ -91,7 +103,7 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
     layout of silos.
     """
 
-    _layouts: dict[Hashable, tuple[Layout, Plan, Prepared]] = field(
+    _layouts: dict[Hashable, LaidOut[Prepared]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _split_texts: dict[Hashable, FederatedModel] = field(
@@ -423,26 +435,26 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
             return self._over(silos)
         read = read_all(silos, self.model)
         shapes = (str(jnp.result_type(float)), tuple(signature(s) for s in read))
-        cached_layout = self._layouts.get(shapes)
-        layout = layout_of(self._text(), read) if cached_layout is None else cached_layout[0]
+        known = self._layouts.get(shapes)
+        layout = layout_of(self._text(), read) if known is None else known.layout
         # Refuses data that do not fit, before anything that takes long is compiled.
         buckets = layout.arrange(read)
-        if cached_layout is None:
+        if known is None:
             pairs = zip(read, layout.sizes, strict=True)
             facts = [facts_of(layout.model, *pair) for pair in pairs]
             agreed = agree(facts)
             self._check_facts(facts)
-            self._layouts[shapes] = layout, agreed, self.prepare(layout.model)
-        layout, agreed, prepared = self._layouts[shapes]
+            known = LaidOut(layout, agreed, self.prepare(layout.model))
+            self._layouts[shapes] = known
         # Another verdict on new values makes another plan, and so another fit for the same shapes.
-        verdicts = self.value_checks(layout, prepared, [b.data for b in buckets])
-        plan = replace(agreed, facts=replace(agreed.facts, verdicts=verdicts))
+        verdicts = self.value_checks(layout, known.prepared, [b.data for b in buckets])
+        plan = replace(known.plan, facts=replace(known.plan.facts, verdicts=verdicts))
         # Padding is a part of the key: whether rows may
         # be padded is a verdict on this run's values.
         cache_key = (runtime, shapes, any(b.data.masks for b in buckets), plan)
         if cache_key not in self._fits:
             plan = self._resolve_plan(layout.model, plan)
-            built = self._build_checked(layout.model, plan, prepared)
+            built = self._build_checked(layout.model, plan, known.prepared)
             # The state, a copy of it and a gradient.
             needed, available = COPIES * sum(state_sizes(built.algorithm, buckets)), _memory()
             if needed > available:
