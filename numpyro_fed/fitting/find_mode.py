@@ -14,6 +14,7 @@ from jax import Array
 from numpyro_fed.basics.errors import (
     ConvergenceWarning,
     ModelError,
+    ModelWarning,
     positive_int,
 )
 from numpyro_fed.data.silo_data import SiloInput
@@ -22,19 +23,14 @@ from numpyro_fed.privacy.budget import Privacy
 from numpyro_fed.rounds.compiled_loop import simulation
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.messages import SEARCH
-from numpyro_fed.rounds.stack import on_device
+from numpyro_fed.rounds.stack import Batches, Runtime, on_device
+from numpyro_fed.search.curvature_check import CurvatureCheck
 from numpyro_fed.search.expand import effects_of, flat_size
-from numpyro_fed.search.find_mode import (
-    MANY_EFFECTS,
-    SEARCHED_UP_TO,
-    coordinate_names,
-    coupling_reason,
-    search_for,
-)
 from numpyro_fed.search.lbfgs import LBFGSSearch
-from numpyro_fed.search.mode import Mode
+from numpyro_fed.search.mode import Mode, coordinate_names, mode_of_search
 from numpyro_fed.search.mode_search import ModeSearch
-from numpyro_fed.search.newton import NewtonSearch
+from numpyro_fed.search.newton import MANY_EFFECTS, SEARCHED_UP_TO, NewtonSearch
+from numpyro_fed.search.run_search import coupling_reason, not_found_error, run_search
 from numpyro_fed.sfvi.method import SFVI
 from numpyro_fed.text.layout import lay_out, read_all
 from numpyro_fed.text.log_density import FederatedModel
@@ -107,7 +103,7 @@ def find_mode(
                 "there are, of one search. Leave them out."
             )
         return _private_mode(key, model, silos, privacy, progress_bar)
-    search = partial(search_for, max_exchanges=max_exchanges, progress_bar=progress_bar)
+    search = partial(_search, max_exchanges=max_exchanges, progress_bar=progress_bar)
     if isinstance(silos, Federation):
         # Silos know the search as the beginning of a method's run.
         fit, hosted = SFVI(model, starts=starts)._compiled_for(silos, "simulation")
@@ -126,6 +122,45 @@ def find_mode(
     kind = LBFGSSearch if flat_size(fm) > SEARCHED_UP_TO else NewtonSearch
     steps: ModeSearch[Any, Any] = kind(fm, len(found), starts, None, None)
     return search(key, fm, steps, simulation(steps.algorithm), batches)
+
+
+def _search(
+    key: Array,
+    fm: FederatedModel,
+    search: ModeSearch[Any, Any],
+    runtime: Runtime,
+    batches: Batches,
+    *,
+    max_exchanges: int,
+    progress_bar: bool,
+) -> Mode:
+    """Return the mode that a search finds, once its curvature has been checked."""
+    found, ask = run_search(key, search, runtime, batches, max_exchanges, progress_bar)
+    if not found.known.any():
+        raise not_found_error(fm, batches, ask.number, len(found.known), ask.unusable)
+    shape, effects = None, effects_of(fm)
+    if isinstance(search, NewtonSearch):
+        shape = CurvatureCheck(fm, effects, search.num_starts).ask(ask, found)
+    mode = mode_of_search(fm, found, shape, ask.number, effects)
+    if mode.flat:
+        warnings.warn(
+            f"the log density does not fall along {' and '.join(mode.flat)} (unconstrained, each "
+            "in units of its own curvature): data and prior leave it open there, as where two "
+            "classes can be told apart without error, or single precision does. Give it a proper "
+            "prior, leave out a column that others add up to, or "
+            "run in double precision (jax.config.update('jax_enable_x64', True)).",
+            category=ModelWarning,
+            stacklevel=3,
+        )
+    elif not mode.converged:
+        warnings.warn(
+            f"the search had not come to a mode in {mode.num_exchanges} exchanges: run in double "
+            "precision (jax.config.update('jax_enable_x64', True)), in which smaller gains can be "
+            "told from rounding; try several starts; or allow more by max_exchanges.",
+            category=ConvergenceWarning,
+            stacklevel=3,
+        )
+    return mode
 
 
 def _check(fm: FederatedModel) -> None:

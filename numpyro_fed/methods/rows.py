@@ -65,8 +65,8 @@ from numpyro_fed.rounds.stack import (
     on_device,
 )
 from numpyro_fed.search.expand import flat_size
-from numpyro_fed.search.find_mode import coupling_reason
 from numpyro_fed.search.influence import INFLUENCE, Influence
+from numpyro_fed.search.run_search import coupling_reason
 from numpyro_fed.text.facts import Facts, Plan, agree, check_plan, facts_of, with_terms
 from numpyro_fed.text.layout import Layout, layout_of, read_all
 from numpyro_fed.text.log_density import FederatedModel

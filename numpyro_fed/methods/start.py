@@ -39,22 +39,19 @@ from numpyro_fed.rounds.step import AskAll
 from numpyro_fed.rounds.supervise import failed_silos
 from numpyro_fed.search.curvature_check import CurvatureCheck
 from numpyro_fed.search.expand import effects_of, flat_size
-from numpyro_fed.search.find_mode import (
-    MANY_EFFECTS,
-    SEARCHED_UP_TO,
+from numpyro_fed.search.lbfgs import LBFGSSearch
+from numpyro_fed.search.mode import Mode, mode_of_search
+from numpyro_fed.search.mode_search import SearchEnd
+from numpyro_fed.search.newton import MANY_EFFECTS, SEARCHED_UP_TO, NewtonSearch
+from numpyro_fed.search.run_search import (
     at_silos,
     coupling_reason,
     curvature_usable,
     factors_at_mode,
-    mode_of_search,
     not_found_error,
     reason_or_raise,
-    search_end,
+    run_search,
 )
-from numpyro_fed.search.lbfgs import LBFGSSearch
-from numpyro_fed.search.mode import Mode
-from numpyro_fed.search.mode_search import SearchEnd
-from numpyro_fed.search.newton import NewtonSearch
 from numpyro_fed.search.start_point import StartPoint
 from numpyro_fed.text.log_density import FederatedModel
 
@@ -211,7 +208,7 @@ def begin_at_mode(
     key_begin = jax.random.fold_in(key_search, 0)
     # Above the places that a search tries, so that it ends by itself.
     most = max(MAX_PLACES.values()) + 2
-    search, ask = search_end(key_search, start.search, runtime, batches, most, progress_bar, places)
+    search, ask = run_search(key_search, start.search, runtime, batches, most, progress_bar, places)
     unusable, exchanges = ask.unusable, ask.number + 1  # the last one begins the run
     if search.known.any():
         found = _checked_mode(fm, start, search, ask, exchanges)

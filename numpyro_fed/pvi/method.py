@@ -50,7 +50,7 @@ from numpyro_fed.pvi.silo import Status
 from numpyro_fed.rounds.schedules import Adaptive, Asynchronous, ByArrival, Spec, named
 from numpyro_fed.rounds.stack import Silos, State
 from numpyro_fed.rounds.supervise import RunOutcome
-from numpyro_fed.search.find_mode import SEARCHED_UP_TO
+from numpyro_fed.search.newton import SEARCHED_UP_TO
 from numpyro_fed.sfvi.method import check_rows_alone, minibatches_of
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.text.handlers import generalised

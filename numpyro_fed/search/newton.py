@@ -51,6 +51,13 @@ from numpyro_fed.search.expand import (
 from numpyro_fed.search.mode_search import Ascent, ModeSearch, rounding_of
 from numpyro_fed.search.own_modes import FLAT, Parabola, climb_to_own_modes, kicked, where_at
 
+# Shared parameters and globals, up to which silos send Hessians, of 300 x 300 numbers at most. The
+# same limit holds for full covariances of the globals.
+SEARCHED_UP_TO = 300
+MANY_EFFECTS = (
+    f"above {SEARCHED_UP_TO} globals effects are not integrated out, and together with a scale "
+    "that is a global, too, they have no mode"
+)
 DAMPING = 1e-2  # at the start, for curvatures scaled to one: almost a full Newton step
 # Least factor by which a coordinate's scale may change in a step. Without any decay the search took
 # 86 exchanges on posteriordb's mesquite, whose curvature at the start is 1e5 times that at the mode

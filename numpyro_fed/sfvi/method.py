@@ -42,7 +42,7 @@ from numpyro_fed.posterior.run import Built, Fit
 from numpyro_fed.rounds.schedules import Given, Random, Sequential, Spec, in_step
 from numpyro_fed.rounds.stack import Silos
 from numpyro_fed.rounds.supervise import RunOutcome
-from numpyro_fed.search.find_mode import SEARCHED_UP_TO
+from numpyro_fed.search.newton import SEARCHED_UP_TO
 from numpyro_fed.sfvi.algorithm import ByGradients, StructuredVI
 from numpyro_fed.sfvi.averaging import Aggregation, Averaging
 from numpyro_fed.text.facts import Facts, Plan, size_class

@@ -25,7 +25,7 @@ from numpyro_fed.rounds.exchange import (
     Round,
     asked_directly,
 )
-from numpyro_fed.search.find_mode import SEARCHED_UP_TO
+from numpyro_fed.search.newton import SEARCHED_UP_TO
 from numpyro_fed.sfvi.method import default_optimiser
 from numpyro_fed.text.clients import positive_rho
 from numpyro_fed.text.log_density import FederatedModel
