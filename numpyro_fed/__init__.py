@@ -30,8 +30,7 @@ from numpyro_fed.basics.programs import cache_programs
 from numpyro_fed.data.scaling import Scaling
 from numpyro_fed.data.tables import Levels, level_names
 from numpyro_fed.dp_newton.method import DPNewton, PrivateResult
-from numpyro_fed.fitting.find_mode import find_mode
-from numpyro_fed.fitting.fit import fit
+from numpyro_fed.fitting.fit import find_mode, fit
 from numpyro_fed.fitting.load import Saved, load
 from numpyro_fed.guides.objectives import ELBO, LocallyEnhanced, Quadrature
 from numpyro_fed.methods.columns import levels, moments

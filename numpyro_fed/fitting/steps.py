@@ -16,6 +16,9 @@ They are (:meth:`FitSteps.run`):
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,24 +28,25 @@ from jax import Array
 
 from numpyro_fed.basics.errors import (
     CoupledRowsError,
+    FederatedWarning,
     GuideError,
     ModelError,
     NonFiniteError,
     RefusedError,
 )
 from numpyro_fed.fitting.problem import FitProblem
-from numpyro_fed.fitting.stages import Account
 from numpyro_fed.guides.objectives import default_quadrature
 from numpyro_fed.posterior.corrected import Corrected
 from numpyro_fed.posterior.particles import Particles
-from numpyro_fed.posterior.posterior import Posterior
+from numpyro_fed.posterior.posterior import Posterior, Stage
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.tempering import MIN_EFFECTIVE, Tempered
 from numpyro_fed.posterior.weighing import AT_ONCE, InnerDraws, correct_from, importance_correct
 from numpyro_fed.pvi.method import PVI
+from numpyro_fed.rounds.progress import StageBar
 from numpyro_fed.rounds.stack import State
 from numpyro_fed.search.influence import table_of
-from numpyro_fed.search.mode import LocalMode
+from numpyro_fed.search.mode import LocalMode, Mode
 from numpyro_fed.sfvi.method import SFVI
 from numpyro_fed.weigh.mixture import around_modes, matched
 from numpyro_fed.weigh.proposals import FULL_UP_TO, Mixture
@@ -495,6 +499,59 @@ class FitSteps:
             key=lambda c: (c.trusted, c.reliable, -c.monte_carlo_error),
             default=None,
         )
+
+
+class Account:
+    """The stages of a fit so far, which its bar shows, and how many exchanges each silo sent."""
+
+    def __init__(self, max_exchanges: int, bar: StageBar):
+        self.left, self.spent, self.bar = max_exchanges, 0, bar
+        self.stages, self.current = list[Stage](), ""
+        self._warned, self._known_warnings = list[str](), set[str]()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Enter a stage: show its name, and collect its warnings for the verdict, each once."""
+        self.current = name
+        self.bar.stage(name)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+        for w in caught:
+            text = str(w.message).removesuffix(".")
+            # Deprecations and the like are not about the fit: they are passed on.
+            if not issubclass(w.category, FederatedWarning):
+                warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
+            elif text not in self._known_warnings:
+                self._known_warnings.add(text)
+                self._warned.append(text)
+
+    def record(self, name: str, words: str, result: Result | Corrected | None) -> None:
+        """Add a stage with its outcome in words and its warnings."""
+        told = " ".join([words, *map("({})".format, self._warned)])
+        self.stages.append(Stage(name, told, result))
+        self._warned = []
+
+    def spend(self, exchanges: int) -> None:
+        """Subtract exchanges from those that are left, and show how many there were."""
+        self.left -= exchanges
+        self.spent += exchanges
+        self.bar.account(self.spent)
+
+    @property
+    def results(self) -> list[Result]:
+        """Return the fits of all stages so far."""
+        return [stage.result for stage in self.stages if isinstance(stage.result, Result)]
+
+    @property
+    def corrections(self) -> list[Corrected]:
+        """Return the corrections of all stages so far."""
+        return [stage.result for stage in self.stages if isinstance(stage.result, Corrected)]
+
+    @property
+    def mode(self) -> Mode | None:
+        """Return the mode that the first search has found, if it found one."""
+        return next((r.start for r in self.results if r.start is not None), None)
 
 
 def _opening(result: Result) -> int:

@@ -30,7 +30,7 @@ from numpyro_fed.rounds.messages import BEGIN, SEARCH
 from numpyro_fed.rounds.plain_loop import host
 from numpyro_fed.rounds.progress import Progress
 from numpyro_fed.rounds.remote import Channel, Weights, remote
-from numpyro_fed.rounds.stack import Runtime, Schedule, ServerData, Silos
+from numpyro_fed.rounds.stack import Runtime, Schedule, Silos
 from numpyro_fed.rounds.supervise import RunOutcome, drive
 from numpyro_fed.text.facts import Plan
 
@@ -50,7 +50,6 @@ class RunOptions(Generic[Outcome]):
     """
 
     num_rounds: int
-    server_data: ServerData
     progress_bar: bool | Progress
     stop: str | None
     callback: Callable[[Outcome], object] | None = None
@@ -129,7 +128,7 @@ class FederatedMethod(ABC, Generic[Outcome]):
             hosted.batches,
             options.num_rounds,
             options.progress_bar,
-            options.server_data,
+            fit.server_data,
             stop=options.stop is not None,
             callback=None if callback is None else call,
             every=options.every,

@@ -59,7 +59,6 @@ from numpyro_fed.rounds.stack import (
     AnyAlgorithm,
     PlanSize,
     Runtime,
-    ServerData,
     Silos,
     State,
     on_device,
@@ -126,7 +125,6 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
         init_state: State | np.ndarray | None = None,
         progress_bar: bool | Progress = True,
         runtime: str = "simulation",
-        server_data: ServerData = None,
         stop: str | None = None,
         callback: Callable[[Found], object] | None = None,
         every: int = 100,
@@ -157,8 +155,6 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
             One compiled program; the same with few of XLA's optimisations, which is compiled in
             less than half of the time and runs slower, for small data; or a plain loop over silos
             for debugging. The numbers are the same up to rounding.
-        server_data : pytree, optional
-            Data of the server, for algorithms that use it; they are never saved.
         stop : {None, "converged"}
             ``"converged"`` ends the run where it has come to rest: for SFVI when neither bound nor
             posterior differ between windows of rounds by more than their noise, for PVI when a
@@ -187,7 +183,7 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
             that were finished.
         """
         key = typed_key(key)
-        options = RunOptions(num_rounds, server_data, progress_bar, stop, callback, every)
+        options = RunOptions(num_rounds, progress_bar, stop, callback, every)
         fit, hosted = self._compiled_for(silos, runtime)
         begun = begin_run(fit, key, hosted, init_state, self.begins_at, progress_bar)
         self._check_rounds(begun.fit, begun.state, num_rounds)

@@ -181,7 +181,7 @@ class VerticalMethod(FederatedMethod[Outcome]):
             By Ctrl-C, as in :meth:`SFVI.run`.
         """
         key = typed_key(key)
-        options = RunOptions(num_rounds, None, progress_bar, stop, callback, every)
+        options = RunOptions(num_rounds, progress_bar, stop, callback, every)
         fit, hosted = self._compiled_for(args, kwargs, runtime, row_ids)
         if progress_bar:
             tqdm.write(str(_crossings(fit, hosted)))
@@ -189,7 +189,6 @@ class VerticalMethod(FederatedMethod[Outcome]):
             state, start = begin(fit, key, hosted.batches)
         else:
             state, start = fit.runtime.go_on(fit.check_state(init_state, hosted)), None
-        options = replace(options, server_data=fit.server_data)
         return self._run_rounds(Begun(fit, state, start), hosted, key, options)
 
     def messages(self, *args: object, **kwargs: object) -> Crossings:
