@@ -66,6 +66,7 @@ from numpyro_fed.dp_newton.units import (
     Phase,
     PrivateUnits,
     Releases,
+    UnitDerivatives,
     as_symmetric,
     as_vector,
     best_clip,
@@ -223,7 +224,7 @@ class PrivateNewton:
         )
 
     def _exchange(
-        self, name: str, counter: str, steps: int, tell: Callable[..., Any], up: Any
+        self, name: str, counter: str, steps: int, tell: Callable[..., Any], up: object
     ) -> Exchange[Any, Any, Any]:
         """Return the exchange in which a silo tells ``up`` once in so many steps."""
         # ``counter`` is the field of the silo's state that counts its answers.
@@ -241,7 +242,7 @@ class PrivateNewton:
             # Zeros, which cannot be used, where the budget is not planned for an answer.
             nothing = jax.tree.map(lambda a: np.zeros(a.shape), up)
             ups = [
-                tell(down, phases[k], *(a[i] for a in found)) if can else nothing
+                tell(down, phases[k], jax.tree.map(lambda a, i=i: a[i], found)) if can else nothing
                 for i, can in enumerate(planned)
             ]
             after = np.where(planned, number + 1, before).astype(np.int32)
@@ -250,36 +251,35 @@ class PrivateNewton:
 
         return Exchange(name, reply, like=lambda: (asked, up))
 
-    def _tell_units(
-        self, down: NewtonQuestion, phase: Phase, g: np.ndarray, *C: np.ndarray
-    ) -> np.ndarray:
+    def _tell_units(self, down: NewtonQuestion, phase: Phase, units: UnitDerivatives) -> np.ndarray:
         """Return how many units' roots of curvature are of each power of two, by coordinate."""
-        sizes = np.sqrt(np.abs(np.diagonal(C[0], axis1=1, axis2=2))) if C else np.abs(g)
+        if units.hessians is None:
+            sizes = np.abs(units.gradients)
+        else:
+            sizes = np.sqrt(np.abs(np.diagonal(units.hessians, axis1=1, axis2=2)))
         counts = np.stack([histogram(column) for column in sizes.T])
         change = math.sqrt(self.units.model.dim)  # one count in each coordinate
         return self.units.added(counts, change, self.schedule.units)
 
-    def _tell_sizes(
-        self, down: NewtonQuestion, phase: Phase, g: np.ndarray, *C: np.ndarray
-    ) -> np.ndarray:
+    def _tell_sizes(self, down: NewtonQuestion, phase: Phase, units: UnitDerivatives) -> np.ndarray:
         """Return how many gradients, and curvatures, have a length of each power of two."""
-        lengths = np.linalg.norm(g, axis=1)
-        curved = np.linalg.norm(C[0], axis=(1, 2)) if C else lengths**2
+        lengths = np.linalg.norm(units.gradients, axis=1)
+        curved = lengths**2
+        if units.hessians is not None:
+            curved = np.linalg.norm(units.hessians, axis=(1, 2))
         counts = np.stack([histogram(lengths), histogram(curved)])
         return self.units.added(counts, math.sqrt(2.0), phase.sizes)
 
-    def _tell_sums(
-        self, down: NewtonQuestion, phase: Phase, g: np.ndarray, *C: np.ndarray
-    ) -> PrivateSums:
+    def _tell_sums(self, down: NewtonQuestion, phase: Phase, units: UnitDerivatives) -> PrivateSums:
         """Return the sums of the units' clipped gradients and curvatures."""
-        clip, of_curvature = map(float, down[-2:])
+        clip, clip_curvature = float(down.clip), float(down.clip_curvature)
+        g, C = units
         gradient = self.units.sum_of(g, clip, phase.gradient)
-        if not C:
-            clips = clip, of_curvature
-            return PrivateSums(gradient, self.units.sum_of_products(g, *clips, phase.curvature))
-        return PrivateSums(
-            gradient, self.units.sum_of(as_vector(C[0]), of_curvature, phase.curvature)
-        )
+        if C is None:
+            sizes = clip, clip_curvature, phase.curvature
+            return PrivateSums(gradient, self.units.sum_of_products(g, *sizes))
+        curvature = self.units.sum_of(as_vector(C), clip_curvature, phase.curvature)
+        return PrivateSums(gradient, curvature)
 
     # At the server.
 
@@ -328,20 +328,19 @@ class PrivateNewton:
         q = CURVATURE_QUANTILE if self.units.has_products else GRADIENT_QUANTILE
         # If no count stands out there are too few units; one whitened unit is some sqrt(d) long.
         clip = clip or UNSEEN * math.sqrt(d)
-        of_curvature = quantile(counts[1], sd, q) or 1.0 * d
+        clip_curvature = quantile(counts[1], sd, q) or 1.0 * d
         at, moved, told = np.zeros(d), [], []
         for i, exchange in enumerate(sums):
             here = z + L @ at
-            up: PrivateSums = ask(exchange, _place(k * steps + i, here, L, clip, of_curvature))
+            up: PrivateSums = ask(exchange, _place(k * steps + i, here, L, clip, clip_curvature))
             told.append(
                 (up.gradient.astype(float), as_symmetric(up.curvature.astype(float), d), at)
             )
             g, H, place = (np.mean(a, 0) for a in zip(*told, strict=True))
-            edge = of_curvature * noise.curvature * spread * math.sqrt(2 * d / (i + 1))
+            edge = clip_curvature * noise.curvature * spread * math.sqrt(2 * d / (i + 1))
             variance = (clip * noise.gradient * spread) ** 2 / (i + 1)
-            found, step = self._estimate(
-                g, without_noise(H, edge), variance, place - at, here, server
-            )
+            spectrum = Spectrum.without_noise(H, edge)
+            found, step = self._estimate(g, spectrum, variance, place - at, here, server)
             at = at + step
             moved.append(found.moved)
 
@@ -364,7 +363,7 @@ class PrivateNewton:
     def _estimate(
         self,
         g: np.ndarray,
-        spectrum: tuple[np.ndarray, np.ndarray, np.ndarray, int],
+        spectrum: Spectrum,
         variance: float,
         away: np.ndarray,
         z: np.ndarray,
@@ -418,20 +417,30 @@ class PrivateNewton:
         return 1 / np.sqrt(np.maximum((P**2).sum(1), 1e-12))
 
 
-def without_noise(H: np.ndarray, edge: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Return what can be told of a curvature ``H`` (d, d), where the noise's spectrum ends at edge.
+class Spectrum(NamedTuple):
+    """What can be told of a curvature with noise.
 
-    That are its eigenvectors; eigenvalues (d,) as of the matrix without noise; the same for a step,
-    positive, and not below what noise may hide; and the number of directions whose curvature could
-    not be told from noise.
+    ``vectors`` (d, d): Its eigenvectors.
+    ``curved`` (d,): Eigenvalues as of the matrix without noise.
+    ``damped`` (d,): The same for a step: positive, and not below what noise may hide.
+    ``undetermined``: Directions whose curvature could not be told from noise.
     """
-    e, V = np.linalg.eigh(H)
-    above = np.where(e > edge, 0.5 * (e + np.sqrt(np.maximum(e**2 - edge**2, 0.0))), 0.0)
-    apart = (V**2 * np.maximum(np.diagonal(H), 0.0)[:, None]).sum(0)
-    curved = np.maximum(above, np.minimum(edge / 2, apart))
-    # Where the density curves upwards, a step as long as if it curved as much downwards.
-    damped = np.maximum(np.where(e < -edge, -e, above), edge / 2)
-    return V, curved, damped, int((e <= edge).sum())
+
+    vectors: np.ndarray
+    curved: np.ndarray
+    damped: np.ndarray
+    undetermined: int
+
+    @classmethod
+    def without_noise(cls, H: np.ndarray, edge: float) -> Spectrum:
+        """Return that of a curvature ``H`` (d, d), where the noise's spectrum ends at ``edge``."""
+        e, V = np.linalg.eigh(H)
+        above = np.where(e > edge, 0.5 * (e + np.sqrt(np.maximum(e**2 - edge**2, 0.0))), 0.0)
+        apart = (V**2 * np.maximum(np.diagonal(H), 0.0)[:, None]).sum(0)
+        curved = np.maximum(above, np.minimum(edge / 2, apart))
+        # Where the density curves upwards, a step as long as if it curved as much downwards.
+        damped = np.maximum(np.where(e < -edge, -e, above), edge / 2)
+        return cls(V, curved, damped, int((e <= edge).sum()))
 
 
 def root_with_prior(V: np.ndarray, curved: np.ndarray, P: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.basics.errors import CoupledRowsError, GuideError, ModelError, SavedStateError
-from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.data.silo_data import SiloData, SilosInput
 from numpyro_fed.dp_newton.algorithm import NEAR, PrivateNewton
 from numpyro_fed.dp_newton.units import SUMS, PrivateUnits, Releases
 from numpyro_fed.guides.objectives import ELBO, default_quadrature
@@ -204,7 +204,11 @@ class DPNewton(Method[PrivateResult, None]):
     privacy: Privacy = field(kw_only=True)
 
     def run(
-        self, key: Any, num_rounds: int | None = None, silos: Any = None, **options: Any
+        self,
+        key: Array,
+        num_rounds: int | None = None,
+        silos: SilosInput | Federation = (),
+        **options: Any,
     ) -> PrivateResult:
         """Fit the model; see :meth:`SFVI.run`.
 

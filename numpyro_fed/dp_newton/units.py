@@ -46,6 +46,13 @@ HESSIANS_UP_TO = 20
 Noisy = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
+class UnitDerivatives(NamedTuple):
+    """Gradients (units, d) of units' log likelihoods, and negative Hessians for few globals."""
+
+    gradients: np.ndarray
+    hessians: np.ndarray | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class PrivateUnits:
     """The units of a model at silos, and the noise that hides each of them."""
@@ -94,10 +101,10 @@ class PrivateUnits:
 
         return of_stack(at_silo, little=False)
 
-    def derivatives(self, z: np.ndarray, L: np.ndarray, data: SiloData) -> tuple[np.ndarray, ...]:
-        """Return units' gradients (silos, units, d) in the frame, and Hessians for few globals."""
+    def derivatives(self, z: np.ndarray, L: np.ndarray, data: SiloData) -> UnitDerivatives:
+        """Return those of units (silos, units, ...) at ``z``, in the frame ``L``."""
         found = jax.block_until_ready(self._program((), (z, L), (), data))
-        return tuple(np.asarray(a, float) for a in found)
+        return UnitDerivatives(*(np.asarray(a, float) for a in found))
 
     def added(self, counts: np.ndarray, change: float, multiplier: float) -> np.ndarray:
         """Return counts with this silo's noise, which a unit changes by at most ``change``."""

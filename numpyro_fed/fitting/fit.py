@@ -1,4 +1,4 @@
-"""``nf.fit``: from a model and silos to a posterior with a verdict in words; and ``nf.find_mode``."""
+"""``nf.fit``, from a model and silos to a posterior with its verdict; and ``nf.find_mode``."""
 
 from __future__ import annotations
 
