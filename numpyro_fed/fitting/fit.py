@@ -317,10 +317,10 @@ def _search(
     found, ask = run_search(key, search, runtime, batches, max_exchanges, progress_bar)
     if not found.known.any():
         raise not_found_error(fm, batches, ask.number, len(found.known), ask.unusable)
-    shape, effects = None, effects_of(fm)
+    profile = None
     if isinstance(search, NewtonSearch):
-        shape = CurvatureCheck(fm, effects, search.num_starts).ask(ask, found)
-    mode = mode_of_search(fm, found, shape, ask.number, effects)
+        profile = CurvatureCheck(fm, search.num_starts).ask(ask, found)
+    mode = mode_of_search(fm, found, profile, ask.number)
     if mode.flat:
         warnings.warn(
             f"the log density does not fall along {' and '.join(mode.flat)} (unconstrained, each "

@@ -197,7 +197,7 @@ class FitSteps:
         kind: type[PVI] | type[SFVI],
         name: str,
         rounds: int,
-        begin: State | np.ndarray | None,
+        init_state: State | np.ndarray | None,
         caught: tuple[type[Exception], ...],
     ) -> Any:
         """Return the result of a run that begins at a state, or near a place.
@@ -214,7 +214,7 @@ class FitSteps:
                 key,
                 rounds,
                 self.problem.silos,
-                init_state=begin,
+                init_state=init_state,
                 stop="converged",
                 progress_bar=self.account.bar,
                 runtime=self.problem.runtime,
@@ -270,7 +270,7 @@ class FitSteps:
     def run_rounds(
         self,
         kind: type[PVI] | type[SFVI],
-        most: int,
+        max_rounds: int,
         *caught: type[Exception],
         before: Result | None = None,
     ) -> Any:
@@ -279,11 +279,11 @@ class FitSteps:
         The first ones begin at the mode, if there is one.
         """
         at_mode = next((r for r in self.account.results if r.start is not None), None)
-        begin = self.places if before is None else before.state
+        init_state = self.places if before is None else before.state
         if before is None and at_mode is not None:
-            begin = at_mode.state if kind is SFVI else at_mode.start.z_G[None]
+            init_state = at_mode.state if kind is SFVI else at_mode.start.z_G[None]
         name = kind.__name__
-        result = self.run_method(kind, name, most, begin, caught)
+        result = self.run_method(kind, name, max_rounds, init_state, caught)
         if result is not None:
             refused = " until a silo refused" if result.ended == "failure" else ""
             rest = ", come to rest" if result.settled else ", not come to rest"
@@ -299,25 +299,24 @@ class FitSteps:
         own: Mixture | None = None,
         before: Corrected | None = None,
         wider: float = WIDER,
-        *,
-        judge: bool = False,
     ) -> Corrected | None:
         """Return the importance correction of a result; None if it fails.
 
         Most draws come from the mixture ``own``, by default around the fit and other modes. Those
-        of the correction ``before`` are added to them, or it is those before that new ones from the
-        same mixtures ``judge``.
+        of the correction ``before`` are added to them. With it alone, new draws from its mixtures
+        judge it.
         """
         earlier = 0 if before is None else before.num_exchanges
         try:
             with self.account.stage(name):
-                own = self.around(result) if own is None and not judge else own
+                if own is None and before is None:
+                    own = self.around(result)
                 args = self.new_key(), result, draws, self.inner_draws
-                accuracy, start = self.accuracy, self.account.mode
-                if own is None and not judge:
+                accuracy, mode = self.accuracy, self.account.mode
+                if own is None and before is None:
                     correction = importance_correct(*args, accuracy=accuracy)
                 else:
-                    copy = None if start is None else start.copy
+                    copy = None if mode is None else mode.copy
                     correction = correct_from(
                         *args, own, wider=wider, accuracy=accuracy, before=before, copy=copy
                     )
@@ -339,9 +338,9 @@ class FitSteps:
         if not 0 < self.fm.dim <= FULL_UP_TO:
             return None
         z = result.many_draws_of_globals().astype(np.float64)
-        start = self.account.mode
-        others = () if start is None or start.log_evidence is None else start.others
-        first = None if start is None or not others else start.log_evidence
+        mode = self.account.mode
+        others = () if mode is None or mode.log_evidence is None else mode.others
+        first = None if mode is None or not others else mode.log_evidence
         evidence = [first or 0.0, *(p.log_evidence for p in others)]
         modes = [(p.z_G, p.curvature) for p in others]
         return around_modes(z, modes, np.asarray(evidence)) if np.isfinite(z).all() else None
@@ -490,7 +489,7 @@ class FitSteps:
             return best
         if best.pool is None:
             return self.correct(best.result, JUDGED, len(best.weights)) or best
-        return self.correct(best.result, JUDGED, before=best, judge=True) or best
+        return self.correct(best.result, JUDGED, before=best) or best
 
     def most_trusted(self, *corrections: Corrected | None) -> Corrected | None:
         """Return the correction that is the most trustworthy, if there is one."""

@@ -102,13 +102,12 @@ def start_rounds(
     begin: Round,
 ) -> StartRounds:
     """Return the rounds of a start at the mode, with ``begin`` as the last one."""
-    effects, most = effects_of(fm), MAX_PLACES[kind]
+    args = fm, num_silos, starts, init_loc_fn, MAX_PLACES[kind]
     if kind == "wide":
-        wide = LBFGSSearch(fm, num_silos, starts, init_loc_fn, most)
-        return StartRounds(wide, wide.algorithm, None, begin, effects)
-    search = NewtonSearch(fm, num_silos, starts, init_loc_fn, most)
-    check = CurvatureCheck(fm, effects, starts)
-    return StartRounds(search, search.algorithm, check, begin, effects)
+        wide = LBFGSSearch(*args)
+        return StartRounds(wide, wide.algorithm, None, begin)
+    search = NewtonSearch(*args)
+    return StartRounds(search, search.algorithm, CurvatureCheck(fm, starts), begin)
 
 
 class NoModeError(Exception):
@@ -201,7 +200,7 @@ def begin_at_mode(
         return begin_at_zero(fit, key, hosted)
     if (coupled := coupling_reason(fit.checks, hosted.buckets)) is not None:
         raise NoModeError(coupled)
-    if start.check is None and len(start.effects):
+    if start.check is None and len(effects_of(fm)):
         raise NoModeError(MANY_EFFECTS)
     runtime = fit.cached(SEARCH, lambda: fit.reach(start.algorithm, begin=SEARCH))
     key_search = jax.random.fold_in(key, SEARCHING)
@@ -212,7 +211,7 @@ def begin_at_mode(
     unusable, exchanges = ask.unusable, ask.number + 1  # the last one begins the run
     if search.known.any():
         found = _checked_mode(fm, start, search, ask, exchanges)
-        if found.converged and not len(start.effects):
+        if found.converged and not len(effects_of(fm)):
             found = replace(found, factors=factors_at_mode(fm, search, ask.silos, batches))
         begin = fit.quick_round(start.begin, runtime)
         server, silos, info, good = begin(key_begin, search, ask.silos, batches)
@@ -243,11 +242,11 @@ def _checked_mode(
             "no mode to start from was found at which curvature tells how far the posterior "
             "reaches, as where a likelihood has a kink (Laplace)"
         )
-    found = mode_of_search(fm, search, None, exchanges, start.effects)
+    found = mode_of_search(fm, search, None, exchanges)
     if not (fm.improper and start.check is not None and found.converged):
         return found
-    shape = start.check.ask(ask, search)
-    found = mode_of_search(fm, search, shape, exchanges + 1, start.effects)
+    profile = start.check.ask(ask, search)
+    found = mode_of_search(fm, search, profile, exchanges + 1)
     if found.flat:
         raise ModelError(
             "the posterior is improper: it does not fall along "

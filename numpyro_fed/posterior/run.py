@@ -71,15 +71,13 @@ class StartRounds(NamedTuple):
     ``search`` is that for the mode (wide where there are too many globals for Hessians), with the
     first states and exchanges of ``algorithm``. ``check`` sees whether the density falls in all
     directions from the mode, where a prior is flat; None with too many globals for it. ``begin``
-    leads from the states of the search to the first ones of the run. The search integrates out the
-    coordinates ``effects`` (c,).
+    leads from the states of the search to the first ones of the run.
     """
 
     search: ModeSearch[Any, Any]
     algorithm: FederatedAlgorithm[Any, Any]
     check: CurvatureCheck | None
     begin: Round
-    effects: np.ndarray
 
     @property
     def checks(self) -> tuple[Round, ...]:

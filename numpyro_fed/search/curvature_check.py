@@ -23,6 +23,7 @@ from numpyro_fed.search.expand import (
     SIDE_BY_SIDE,
     SiloState,
     columns_at_once,
+    effects_of,
     flat_size,
     prior_of,
     shape,
@@ -55,7 +56,7 @@ class CheckPoints(NamedTuple):
     start: Numbers
 
 
-class Shape(NamedTuple):
+class Profile(NamedTuple):
     """The parabola at the highest point, and the density around it.
 
     ``axes`` (n, 2 n): Directions in columns, in units of each coordinate's curvature: the
@@ -155,12 +156,10 @@ class CurvatureCheck:
     regression, each step predicts a small gain, and the search ends as it does at a mode. Where
     priors are flat, the density may repeat: periods are looked for as well.
 
-    ``effects`` (c,) int array: The coordinates that the search has integrated out.
     ``num_starts``: Searches side by side.
     """
 
     model: FederatedModel
-    effects: np.ndarray
     num_starts: int
 
     @cached_property
@@ -187,7 +186,7 @@ class CurvatureCheck:
     @cached_property
     def _log_prior(self) -> Callable[[Numbers, Numbers], Array]:
         """Return the server's program: ``(A_b, places)`` to log priors at the places."""
-        log_prior = prior_of(self.model, self.effects)
+        log_prior = prior_of(self.model, effects_of(self.model))
 
         def program(of_effects: Numbers, places: Numbers) -> Array:
             size = min(SIDE_BY_SIDE, len(places))
@@ -200,8 +199,8 @@ class CurvatureCheck:
         return jit_once(program)
 
     @np.errstate(all="ignore")
-    def ask(self, ask: AskSilos, search: SearchEnd[np.ndarray]) -> Shape:
-        """Return the shape of the density at the best place of a search, in one exchange."""
+    def ask(self, ask: AskSilos, search: SearchEnd[np.ndarray]) -> Profile:
+        """Return the profile of the density at the best place of a search, in one exchange."""
         i = best_start(search)
         x, curvature = search.best.x[i], Curvature.of(search.best.curvature[i])
         threshold = ROUNDING_UNITS * len(x) * np.finfo(x.dtype).eps
@@ -226,4 +225,4 @@ class CurvatureCheck:
         if len(flat):
             periods = periods.astype(densities.dtype)
             periods[flat] = periods_of(shifts, densities[around:])
-        return Shape(axes, values, threshold, densities[:around], periods)
+        return Profile(axes, values, threshold, densities[:around], periods)

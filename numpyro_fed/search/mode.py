@@ -11,8 +11,8 @@ import numpy as np
 
 from numpyro_fed.basics.trees import element_name
 from numpyro_fed.privacy.budget import Spent
-from numpyro_fed.search.curvature_check import Shape
-from numpyro_fed.search.expand import ROUNDING_UNITS, unraveller
+from numpyro_fed.search.curvature_check import Profile
+from numpyro_fed.search.expand import ROUNDING_UNITS, effects_of, unraveller
 from numpyro_fed.search.influence import Factors
 from numpyro_fed.search.mode_search import SearchEnd, best_start
 from numpyro_fed.text.log_density import FederatedModel
@@ -167,9 +167,8 @@ def distance(mode: LocalMode, z_G: np.ndarray) -> np.ndarray:
 def mode_of_search(
     fm: FederatedModel,
     search: SearchEnd[Any],
-    shape: Shape | None,
+    profile: Profile | None,
     num_exchanges: int,
-    effects: np.ndarray,
 ) -> Mode:
     """Return the mode at the end of a search."""
     i, names, copy = int(best_start(search)), coordinate_names(fm), None
@@ -184,11 +183,11 @@ def mode_of_search(
         if values.min() > ROUNDING_UNITS * len(x) * np.finfo(x.dtype).eps:
             x = x + (axes @ (axes.T @ (gradient / unit) / values) / unit).astype(x.dtype)
     theta, z_G = unraveller(fm)(x)
-    if shape is not None:
-        flat = shape.open_directions(value, names)
-        periods = np.asarray(shape.periods, float)[len(x) - fm.dim :]
+    if profile is not None:
+        flat = profile.open_directions(value, names)
+        periods = np.asarray(profile.periods, float)[len(x) - fm.dim :]
         copy = OneCopy(z_G, periods) if np.isfinite(periods).any() else None
-    evidence = None if flat else _log_evidence(fm, value, curvature, effects)
+    evidence = None if flat else _log_evidence(fm, value, curvature)
     sites = jax.tree.map(np.asarray, fm.constrain_global(theta, jax.device_put(z_G)))
     return Mode(
         sites=sites,
@@ -201,20 +200,20 @@ def mode_of_search(
         values=np.where(search.known, search.best.value, -np.inf),
         names=names,
         flat=flat,
-        others=_other_modes(fm, search, i, effects, copy),
+        others=_other_modes(fm, search, i, copy),
         copy=copy,
     )
 
 
 def _other_modes(
-    fm: FederatedModel, search: SearchEnd[Any], best: int, effects: np.ndarray, copy: OneCopy | None
+    fm: FederatedModel, search: SearchEnd[Any], best: int, copy: OneCopy | None
 ) -> tuple[LocalMode, ...]:
     """Return the modes of other starts than the best one, each once, in order of their evidence."""
     num_theta = search.best.x.shape[1] - fm.dim
     modes: list[LocalMode] = []
     for i in (best, *np.flatnonzero(search.known & search.rests).tolist()):
         curvature = np.asarray(search.best.curvature[i], float)
-        evidence = _log_evidence(fm, float(search.best.value[i]), curvature, effects)
+        evidence = _log_evidence(fm, float(search.best.value[i]), curvature)
         if evidence is not None:
             place = np.asarray(search.best.x[i][num_theta:])
             place = place if copy is None else copy.copy_of(place)
@@ -226,16 +225,14 @@ def _other_modes(
     return tuple(distinct[1:])
 
 
-def _log_evidence(
-    fm: FederatedModel, value: float, curvature: np.ndarray, effects: np.ndarray
-) -> float | None:
+def _log_evidence(fm: FederatedModel, value: float, curvature: np.ndarray) -> float | None:
     """Return Laplace's evidence at a mode with log density ``value``; None for a diagonal.
 
     Effects are integrated out of ``value`` already: their share of the determinant is taken out.
     """
     if curvature.ndim == 1:
         return None
-    num_theta = len(curvature) - fm.dim
+    num_theta, effects = len(curvature) - fm.dim, effects_of(fm)
     number = fm.dim - len(effects)
     log_det = np.linalg.slogdet(curvature[num_theta:, num_theta:])[1]
     log_det -= np.linalg.slogdet(curvature[np.ix_(effects, effects)])[1]
