@@ -24,7 +24,7 @@ from numpyro_fed.dp_newton.algorithm import Answered, NewtonQuestion, PrivateNew
 from numpyro_fed.dp_newton.units import PrivateUnits, Releases
 from numpyro_fed.network.engines import InMemory
 from numpyro_fed.network.policy import LEDGER, Ledger
-from numpyro_fed.privacy.budget import Spent, noisy, spent
+from numpyro_fed.privacy.budget import Spent, epsilon_of, noisy
 from numpyro_fed.rounds import messages
 from numpyro_fed.rounds.exchange import ExchangeId
 from numpyro_fed.text.split import split
@@ -112,7 +112,7 @@ def test_shares_spend_the_budget_and_no_more(parts):
     shares = np.array(parts) / sum(parts)
     multipliers = BUDGET.multipliers(shares)
     assert sum(s**-2 for s in multipliers) <= BUDGET.multiplier() ** -2
-    assert 0.999 < spent(multipliers, BUDGET.delta) <= 1.0
+    assert 0.999 < epsilon_of(multipliers, BUDGET.delta) <= 1.0
 
 
 @pytest.mark.parametrize("dim", [1, 20, 21, 100])
@@ -703,7 +703,7 @@ def test_a_policy_adds_up_the_budgets_of_runs():
     budget = nf.Privacy(2.0, 1e-6)
     nf.fit(jax.random.key(1), normal, federation, privacy=budget, **QUIET)
     # Two releases of epsilon 2 are one with half of the variance, and not one of epsilon 4.
-    together = spent((budget.multiplier() / 2**0.5,), 1e-6)
+    together = epsilon_of((budget.multiplier() / 2**0.5,), 1e-6)
     assert 2.8 < together < 3
     np.testing.assert_allclose(silo._ledger.left["epsilon"], 3 - together, rtol=1e-3)
     with pytest.raises(nf.ModelError, match=r"epsilon of 3 at delta 1e-06 .* \(max_epsilon\)"):
@@ -731,7 +731,7 @@ def test_runs_that_protect_other_things_count_four_times(tmp_path):
     for protects in ("row add", "row add", "silo add"):
         with ledger.beginning(budget.multiplier(), 1e-6, protects):
             pass
-    together = spent((budget.multiplier() / 12**0.5,), 1e-6)
+    together = epsilon_of((budget.multiplier() / 12**0.5,), 1e-6)
     np.testing.assert_allclose(ledger.left["epsilon"], 10 - together, rtol=1e-6)
     # It is on the disk, and that of an earlier version is not taken for an empty one.
     again = Ledger(ledger.policy, Store(tmp_path))

@@ -55,10 +55,10 @@ from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.basics.trees import Numbers
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.dp_newton.units import (
-    COARSE,
-    COUNTS,
     HIGHEST,
     LOWEST,
+    MAX_SHARE_HIDDEN,
+    MIN_SDS_OF_COUNT,
     SIZES,
     SUMS,
     UNCLIPPED,
@@ -95,14 +95,14 @@ GRADIENT_QUANTILE, CURVATURE_QUANTILE = UNCLIPPED, 0.9
 # counts the noise, and cannot count what is cut off. With 1 the posterior of 500 rows with epsilon
 # 0.5 was over two sds off in 88 % of the fits, and with 4 in 25 %. Curvature that is cut off makes
 # the posterior wider, so that its clip may be short.
-UNSEEN = 4.0
+CLIP_IF_UNSEEN = 4.0
 # The longest step, in units of the frame, in which a row's gradient is about one long. With 3 a
 # regression whose log scale began far too low had not come to rest in one of six private fits, and
 # with 30 one of few events in four of ten (docs/results/privacy.md).
 LONGEST = 10.0
 # And in sds of the prior at the start: noise may hide that a density flattens out, as that of the
 # scale of effects does far out.
-MOST_PRIOR = 1.0
+LONGEST_IN_PRIOR = 1.0
 # A step so long, in sds of the posterior with its noise (the root of their mean square over
 # coordinates), may be noise alone.
 NEAR = 2.0
@@ -259,7 +259,7 @@ class PrivateNewton:
             sizes = np.sqrt(np.abs(np.diagonal(units.hessians, axis1=1, axis2=2)))
         counts = np.stack([histogram(column) for column in sizes.T])
         change = math.sqrt(self.units.model.dim)  # one count in each coordinate
-        return self.units.added(counts, change, self.schedule.units)
+        return self.units.noisy_counts(counts, change, self.schedule.units)
 
     def _tell_sizes(self, down: NewtonQuestion, phase: Phase, units: UnitDerivatives) -> np.ndarray:
         """Return how many gradients, and curvatures, have a length of each power of two."""
@@ -268,17 +268,17 @@ class PrivateNewton:
         if units.hessians is not None:
             curved = np.linalg.norm(units.hessians, axis=(1, 2))
         counts = np.stack([histogram(lengths), histogram(curved)])
-        return self.units.added(counts, math.sqrt(2.0), phase.sizes)
+        return self.units.noisy_counts(counts, math.sqrt(2.0), phase.sizes)
 
     def _tell_sums(self, down: NewtonQuestion, phase: Phase, units: UnitDerivatives) -> PrivateSums:
         """Return the sums of the units' clipped gradients and curvatures."""
         clip, clip_curvature = float(down.clip), float(down.clip_curvature)
         g, C = units
-        gradient = self.units.sum_of(g, clip, phase.gradient)
+        gradient = self.units.noisy_sum(g, clip, phase.gradient)
         if C is None:
             sizes = clip, clip_curvature, phase.curvature
-            return PrivateSums(gradient, self.units.sum_of_products(g, *sizes))
-        curvature = self.units.sum_of(as_vector(C), clip_curvature, phase.curvature)
+            return PrivateSums(gradient, self.units.noisy_sum_of_products(g, *sizes))
+        curvature = self.units.noisy_sum(as_vector(C), clip_curvature, phase.curvature)
         return PrivateSums(gradient, curvature)
 
     # At the server.
@@ -327,7 +327,7 @@ class PrivateNewton:
             clip = best_clip(counts[0], sd, noise.gradient * spread / math.sqrt(steps), d)
         q = CURVATURE_QUANTILE if self.units.has_products else GRADIENT_QUANTILE
         # If no count stands out there are too few units; one whitened unit is some sqrt(d) long.
-        clip = clip or UNSEEN * math.sqrt(d)
+        clip = clip or CLIP_IF_UNSEEN * math.sqrt(d)
         clip_curvature = quantile(counts[1], sd, q) or 1.0 * d
         at, moved, told = np.zeros(d), [], []
         for i, exchange in enumerate(sums):
@@ -355,7 +355,7 @@ class PrivateNewton:
             phase=max(k + 1, self.schedule.search) if ended else k + 1,
             z=z + L @ at,
             root=root_of(np.column_stack([found.root, excess])),
-            coarse=bool(COUNTS * sd > COARSE * self.num_units),
+            coarse=bool(MIN_SDS_OF_COUNT * sd > MAX_SHARE_HIDDEN * self.num_units),
             fewest=min(int(found.undetermined), int(server.fewest)),
             waited=waited,
         )
@@ -394,7 +394,7 @@ class PrivateNewton:
         """Return a step (d,) in the frame that is not too long; none if it is not finite."""
         longest = LONGEST * math.sqrt(len(step) * self.rows_in_unit)
         away = np.abs(L @ step) / self._prior_sd
-        share = min(longest / np.linalg.norm(step), MOST_PRIOR / away.max())
+        share = min(longest / np.linalg.norm(step), LONGEST_IN_PRIOR / away.max())
         cut = step * min(1.0, share)
         return cut if np.isfinite(cut).all() else np.zeros_like(step)
 

@@ -46,7 +46,7 @@ from numpyro_fed.text.log_density import FederatedModel
 
 # Numbers of a row's latents that quadrature takes, and globals of which a matrix is sent.
 GLOBALS_UP_TO = 300
-WHOLE = 2**31 - 1  # rounds, of a run of all that are left
+ALL_ROUNDS = 2**31 - 1  # rounds, of a run of all that are left
 
 GUIDE = Structured(globals="full")
 
@@ -220,7 +220,7 @@ class DPNewton(Method[PrivateResult, None]):
         check_trusted(self.privacy, silos)
         if options.get("stop") is not None:
             raise ModelError(f"stop={options['stop']!r}: a private search ends by itself.")
-        return super().run(key, WHOLE if num_rounds is None else num_rounds, silos, **options)
+        return super().run(key, ALL_ROUNDS if num_rounds is None else num_rounds, silos, **options)
 
     def _check_rounds(self, fit: Fit, state: State, num_rounds: int) -> None:
         schedule, found = self._schedule(fit.model, fit.plan), float(state.server.multiplier)
@@ -231,7 +231,7 @@ class DPNewton(Method[PrivateResult, None]):
             )
         planned = len(schedule.phases)
         left = planned - max(int(state.server.phase), 0)
-        if WHOLE > num_rounds > left:
+        if ALL_ROUNDS > num_rounds > left:
             raise ModelError(
                 f"the budget is planned for {planned} rounds, of which {left} are left: "
                 f"{num_rounds} more would spend more than epsilon={self.privacy.epsilon:g}."
