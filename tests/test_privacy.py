@@ -443,37 +443,6 @@ def test_a_step_that_was_cut_short_is_not_near(without_noise):
     assert draws.std() == pytest.approx(float(server.root.item()), rel=0.05)
 
 
-def test_a_private_mode_has_the_covariance_of_the_posterior(without_noise):
-    """Also where the search did not arrive: the data are far away, and each step an sd long."""
-
-    def far(y):
-        mu = numpyro.sample("mu", dist.Normal(0, 1))
-        with nf.silo_plate("row", len(y)):
-            numpyro.sample("y", dist.Normal(mu, 500), obs=y)
-
-    silos = [dict(y=np.random.default_rng(0).normal(40_000, 500, 5_000))]
-    budget = nf.Privacy(epsilon=50.0, delta=1e-5, clip=1e4)
-    server = nf.DPNewton(far, privacy=budget).run(KEY, silos=silos, **QUIET).state.server
-    with pytest.warns(nf.ConvergenceWarning, match="had not ended"):
-        mode = nf.find_mode(KEY, far, silos, privacy=budget, **QUIET)
-    assert float(server.root.item()) > 0.5
-    assert float(mode.covariance.item()) == pytest.approx(float(server.root.item()) ** 2, rel=1e-3)
-
-
-def test_the_mode_of_a_private_search_counts_its_noise():
-    y = np.random.default_rng(0).normal(40, 5, 20_000)
-    silos = cut({"y": y}, (10_000, 6_000, 4_000))
-    found = nf.find_mode(KEY, normal, silos, privacy=BUDGET, **QUIET)
-    assert 0.85 < found.privacy.epsilon <= 1
-    assert found.converged
-    assert found.log_evidence is None
-    sd = math.sqrt(found.covariance.item())
-    assert sd > 5 / 20_000**0.5
-    assert abs(found.sites["mu"] - y.mean()) < 5 * sd
-    with pytest.warns(nf.ConvergenceWarning, match="Do not rely"):
-        nf.find_mode(KEY, normal, [{"y": y[:30]}], privacy=BUDGET, **QUIET)
-
-
 def test_a_search_does_not_end_at_a_short_step_behind_a_long_one():
     """Clips are long while the log scale is far too low, and beside their noise steps look short.
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 from jax import Array
 
@@ -40,7 +39,7 @@ from numpyro_fed.rounds.stack import Batches, Runtime, on_device
 from numpyro_fed.search.curvature_check import CurvatureCheck
 from numpyro_fed.search.expand import effects_of, flat_size
 from numpyro_fed.search.lbfgs import LBFGSSearch
-from numpyro_fed.search.mode import Mode, coordinate_names, mode_of_search
+from numpyro_fed.search.mode import Mode, mode_of_search
 from numpyro_fed.search.mode_search import ModeSearch
 from numpyro_fed.search.newton import MANY_EFFECTS, SEARCHED_UP_TO, NewtonSearch
 from numpyro_fed.search.run_search import coupling_reason, not_found_error, run_search
@@ -223,7 +222,6 @@ def find_mode(
     starts: int = 1,
     max_exchanges: int = 200,
     progress_bar: bool = True,
-    privacy: Privacy | None = None,
 ) -> Mode:
     r"""Find the mode of the globals' posterior density, each silo's own latents integrated out.
 
@@ -245,10 +243,6 @@ def find_mode(
     max_exchanges : int
         Exchanges, at most.
     progress_bar : bool
-    privacy : Privacy, optional
-        A budget of differential privacy: the mode is then that of a run of
-        :class:`numpyro_fed.DPNewton`, from sums with noise. The mode's ``covariance`` counts the
-        noise, ``.privacy`` says what was spent, and there is no evidence.
 
     Returns
     -------
@@ -275,13 +269,6 @@ def find_mode(
     """
     positive_int("starts", starts)
     positive_int("max_exchanges", max_exchanges)
-    if privacy is not None:
-        if starts != 1 or max_exchanges != 200:
-            raise ValueError(
-                "starts= and max_exchanges= under privacy=: the budget decides how many exchanges "
-                "there are, of one search. Leave them out."
-            )
-        return _private_mode(key, model, silos, privacy, progress_bar)
     search = partial(_search, max_exchanges=max_exchanges, progress_bar=progress_bar)
     if isinstance(silos, Federation):
         # Silos know the search as the beginning of a method's run.
@@ -358,31 +345,3 @@ def _check(fm: FederatedModel) -> None:
         raise ModelError(
             f"{MANY_EFFECTS}. Put the effects into a silo_plate, where they are local."
         )
-
-
-def _private_mode(
-    key: Array,
-    model: Callable[..., Any],
-    silos: Sequence[SiloInput] | Federation,
-    privacy: Privacy,
-    progress_bar: bool,
-) -> Mode:
-    """Return the mode of a private run, from sums with noise."""
-    private = DPNewton(model, privacy=privacy).run(key, silos=silos, progress_bar=progress_bar)
-    fm, server = private._fit.model, private.state.server
-    inverse = np.linalg.inv(np.asarray(server.root, float))
-    if not private.settled:
-        warnings.warn(private.judgement, category=ConvergenceWarning, stacklevel=3)
-    return Mode(
-        sites=jax.tree.map(np.asarray, fm.constrain_global({}, jax.device_put(server.loc))),
-        theta={},
-        z_G=np.asarray(server.loc),
-        curvature=inverse.T @ inverse,
-        log_evidence=None,
-        num_exchanges=private.num_exchanges,
-        converged=private.settled,
-        values=np.zeros(0),
-        names=coordinate_names(fm),
-        flat=(),
-        privacy=private.privacy,
-    )

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from numpyro_fed.basics.trees import element_name
-from numpyro_fed.privacy.budget import Spent
 from numpyro_fed.search.curvature_check import Profile
 from numpyro_fed.search.expand import ROUNDING_UNITS, effects_of, unraveller
 from numpyro_fed.search.influence import Factors
@@ -100,8 +99,6 @@ class Mode:
         nothing.
     factors : Factors, optional
         What each silo has said of its likelihood there: not of silos in other processes.
-    privacy : Spent, optional
-        What a private search has spent.
     """
 
     sites: dict[str, np.ndarray]
@@ -117,7 +114,6 @@ class Mode:
     others: tuple[LocalMode, ...] = field(default=(), repr=False)
     copy: OneCopy | None = field(default=None, repr=False)
     factors: Factors | None = field(default=None, repr=False)
-    privacy: Spent | None = field(default=None, repr=False)
 
     @property
     def repeats(self) -> tuple[str, ...]:
