@@ -50,8 +50,7 @@ from numpyro_fed.rounds.exchange import (
     key_as_noise,
     stacked_reply,
 )
-from numpyro_fed.search.expand import SiloState as ModeSiloState
-from numpyro_fed.search.expand import shape
+from numpyro_fed.search.expand import SearchState, shape
 from numpyro_fed.search.mode_search import SearchEnd
 from numpyro_fed.search.start_point import (
     FROM_MODE,
@@ -376,7 +375,7 @@ class PartitionedVI(PVIAtSilo):
         fm, family = self.model, self.family
 
         def silo_factor(
-            noise: Array, down: StartMessage, state: ModeSiloState, data: SiloData
+            noise: Array, down: StartMessage, state: SearchState, data: SiloData
         ) -> tuple[Reply[Natural], SiloState]:
             point, place = down.point, jax.tree.map(lambda a: a[down.start], state.place)
             num_theta = len(place.gradient) - fm.dim

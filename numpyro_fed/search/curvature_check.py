@@ -21,7 +21,7 @@ from numpyro_fed.search.expand import (
     FEW_COORDINATES,
     ROUNDING_UNITS,
     SIDE_BY_SIDE,
-    SiloState,
+    SearchState,
     columns_at_once,
     effects_of,
     flat_size,
@@ -170,7 +170,7 @@ class CurvatureCheck:
         size = 4 * n * len(CHECK_DISTANCES) + (1 + 3 * f * (1 + self.num_starts) if f else 0)
         start: Any = jax.ShapeDtypeStruct((), np.int32)
 
-        def values(noise: object, down: CheckPoints, state: SiloState, data: SiloData) -> Array:
+        def values(noise: object, down: CheckPoints, state: SearchState, data: SiloData) -> Array:
             z_L = jax.tree.map(lambda a: a[down.start], state.z_L)
             of_silo = silo_log_likelihood(fm, state.private, data, z_L)
             side_by_side = min(columns_at_once(fm), len(down.places))

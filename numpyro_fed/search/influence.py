@@ -46,7 +46,7 @@ from numpyro_fed.rounds.exchange import (
     Reply,
     Shared,
 )
-from numpyro_fed.search.expand import Expand, Prior, SiloExpansion, SiloState, flat_size, shape
+from numpyro_fed.search.expand import Expand, Prior, SearchState, SiloExpansion, flat_size, shape
 from numpyro_fed.search.own_modes import climb_to_own_modes
 from numpyro_fed.text.binding import Theta
 from numpyro_fed.text.log_density import FederatedModel
@@ -62,7 +62,7 @@ UNKNOWN = 1e-9
 # Sds of the posterior that a proposal without a silo may be wide, along a direction that hardly
 # anything but the silo knows: the prior's own width may be a million of them.
 WIDEST = 30.0
-FLAT = 0.02  # the same where a silo is accused: beyond it the peak is another one
+NO_PEAK = 0.02  # the same where a silo is accused: beyond it the peak is another one
 LARGEST = 50.0  # likelihood ratio of a row, in nats, above which nothing changes
 LEVEL = 0.01  # of all silos together: honest ones are flagged in one fit of a hundred
 
@@ -133,7 +133,7 @@ class Influence:
         size = len(jax.tree.leaves(data)[0])
         sizes = jax.eval_shape(Laplace(self.model).start, of_one)
         z_L = {p: np.full((size, 1, *a.shape), START, a.dtype) for p, a in sizes.items()}
-        at = SiloState(z_L, SiloExpansion(x, x, x), private, np.zeros((size, 1)))
+        at = SearchState(z_L, SiloExpansion(x, x, x), private, np.zeros((size, 1)))
         places = np.broadcast_to(x, (size, 1, len(x)))
         never = np.full((size, 1), -np.inf, x.dtype)
         here, modes = self.expand(places, never, at, data)
@@ -301,7 +301,7 @@ def table_of(
         gradient = g[j] - A[j] @ top
         # Along a direction in which the others' log density is no peak, theirs is no parabola.
         values, axes = np.linalg.eigh(whitened.told(others))
-        axes = axes[:, values > (UNKNOWN if rows is None else FLAT)]
+        axes = axes[:, values > (UNKNOWN if rows is None else NO_PEAK)]
         of_others = axes.T @ cavity @ axes
         known, directions = scipy.linalg.eigh(axes.T @ A[j] @ axes, of_others)
         along = (directions.T @ axes.T @ gradient) ** 2

@@ -30,8 +30,8 @@ from numpyro_fed.search.expand import (
     NUDGE,
     Aux,
     Expansion,
+    SearchState,
     SiloExpansion,
-    SiloState,
     flat_size,
     shape,
     silo_expansion,
@@ -166,7 +166,7 @@ class LBFGSSearch(ModeSearch[LBFGSAscent, PlacesToTry]):
     def _at_silos(self) -> Callable[..., tuple[SiloExpansion[Array], Any]]:
         """Return the silos' program: replies, and modes and last finite replies, for each start."""
 
-        def at_silo(noise: object, down: PlacesToTry, state: SiloState, data: SiloData) -> Any:
+        def at_silo(noise: object, down: PlacesToTry, state: SearchState, data: SiloData) -> Any:
             derive = partial(with_slope, with_diagonal=jnp.asarray(down.with_diagonal))
 
             def at_start(args: tuple[Array, Rows, SiloExpansion[Array]]) -> Any:
@@ -183,8 +183,8 @@ class LBFGSSearch(ModeSearch[LBFGSAscent, PlacesToTry]):
         return of_stack(at_silo, little=False)
 
     def reply(
-        self, noise: object, down: PlacesToTry, state: SiloState, data: SiloData
-    ) -> tuple[Reply[SiloExpansion[np.ndarray]], SiloState]:
+        self, noise: object, down: PlacesToTry, state: SearchState, data: SiloData
+    ) -> tuple[Reply[SiloExpansion[np.ndarray]], SearchState]:
         found = jax.block_until_ready(self._at_silos((), down, state, data))
         up, (modes, place) = found
         told: SiloExpansion[np.ndarray] = jax.tree.map(np.asarray, up)

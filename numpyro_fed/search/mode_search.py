@@ -36,8 +36,8 @@ from numpyro_fed.rounds.exchange import (
 from numpyro_fed.search.expand import (
     ROUNDING_UNITS,
     Expansion,
+    SearchState,
     SiloExpansion,
-    SiloState,
     flat_size,
     prior_draws,
     unraveller,
@@ -102,8 +102,8 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
 
     @abstractmethod
     def reply(
-        self, noise: object, down: Message, state: SiloState, data: SiloData
-    ) -> tuple[Reply[SiloExpansion[np.ndarray]], SiloState]:
+        self, noise: object, down: Message, state: SearchState, data: SiloData
+    ) -> tuple[Reply[SiloExpansion[np.ndarray]], SearchState]:
         """Return the replies and states of a stack of silos.
 
         Where a silo's numbers are not finite the reply is NaN, and still ``ok``: the step fails,
@@ -163,7 +163,7 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
         )
 
     @cached_property
-    def algorithm(self) -> FederatedAlgorithm[SearchEnd[Any], SiloState]:
+    def algorithm(self) -> FederatedAlgorithm[SearchEnd[Any], SearchState]:
         """Return first states and exchanges, as other parties know them.
 
         The server's state is a placeholder, of the shapes that the search ends with.
@@ -182,11 +182,11 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
             no = jnp.zeros(len(x), bool)
             return SearchEnd(best, jnp.zeros((len(x), c, c)), no, no)
 
-        def init_silo(key: Array, data: SiloData) -> SiloState:
+        def init_silo(key: Array, data: SiloData) -> SearchState:
             none = no_reply()
             z_L = jax.vmap(lambda _: Laplace(fm).start(data))(jnp.arange(len(none.value)))
             unknown = jnp.full_like(none.value, jnp.finfo(none.value.dtype).min)
-            return SiloState(z_L, none, fm.init_private(key, data), unknown)
+            return SearchState(z_L, none, fm.init_private(key, data), unknown)
 
         def shared(state: SearchEnd[Any]) -> Shared:
             theta, z_G = unravel(jnp.asarray(state.best.x)[best_start(state)])

@@ -42,14 +42,20 @@ from numpyro_fed.search.expand import (
     Expand,
     Expansion,
     Prior,
+    SearchState,
     SiloExpansion,
-    SiloState,
     effects_of,
     flat_size,
     shape,
 )
 from numpyro_fed.search.mode_search import Ascent, ModeSearch, rounding_of
-from numpyro_fed.search.own_modes import FLAT, Parabola, climb_to_own_modes, kicked, where_at
+from numpyro_fed.search.own_modes import (
+    MIN_EIGENVALUE,
+    Parabola,
+    climb_to_own_modes,
+    slopes_off_saddles,
+    where_at,
+)
 
 # Shared parameters and globals, up to which silos send Hessians, of 300 x 300 numbers at most. The
 # same limit holds for full covariances of the globals.
@@ -158,7 +164,7 @@ class NewtonAscent(Ascent):
         values, slope = curvature.values, curvature.along(best.gradient)
         flat = ROUNDING_UNITS * len(unit) * np.finfo(best.gradient.dtype).eps
         size = np.maximum(np.abs(values), flat)
-        pull = kicked(curvature, best.gradient)
+        pull = slopes_off_saddles(curvature, best.gradient)
         # Damped until it is short enough in the metric; where none is, the least damped.
         for times in (*DAMPINGS, 1.0) if self.metric is not None else DAMPINGS[:1]:
             u = pull / (size + self.damping * times)
@@ -213,8 +219,8 @@ class NewtonSearch(ModeSearch[NewtonAscent, np.ndarray]):
 
     @np.errstate(all="ignore")
     def own_modes(
-        self, noise: object, down: np.ndarray, state: SiloState, data: SiloData
-    ) -> tuple[Reply[Parabola], SiloState]:
+        self, noise: object, down: np.ndarray, state: SearchState, data: SiloData
+    ) -> tuple[Reply[Parabola], SearchState]:
         """Return the replies and states of a stack of silos, from places (starts, n)."""
         size = len(state.top)
         places = np.broadcast_to(down, (size, *down.shape))
@@ -239,7 +245,7 @@ class NewtonSearch(ModeSearch[NewtonAscent, np.ndarray]):
         for exchange in self.opening:
             total = ask(exchange, np.stack([ascent.trial for ascent in ascents]))
             for i, ascent in enumerate(ascents):
-                curvature = Curvature.of(total.A[i]).positive(FLAT)
+                curvature = Curvature.of(total.A[i]).positive(MIN_EIGENVALUE)
                 x = curvature.solve(total.b[i])
                 if total.arrived[i] > 0 and np.isfinite(x).all():
                     ascent.trial, ascent.metric = x, curvature.matrix()
@@ -260,8 +266,8 @@ class NewtonSearch(ModeSearch[NewtonAscent, np.ndarray]):
         return shape(k, n), SiloExpansion(shape(k), shape(k, n), shape(k, n, n))
 
     def reply(
-        self, noise: object, down: np.ndarray, state: SiloState, data: SiloData
-    ) -> tuple[Reply[SiloExpansion[np.ndarray]], SiloState]:
+        self, noise: object, down: np.ndarray, state: SearchState, data: SiloData
+    ) -> tuple[Reply[SiloExpansion[np.ndarray]], SearchState]:
         size = len(state.top)
         everywhere = np.broadcast_to(down, (size, *down.shape))
         never = np.full(everywhere.shape[:2], -np.inf, down.dtype)

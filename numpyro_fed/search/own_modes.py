@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike
 
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics.gaussian import Curvature
-from numpyro_fed.search.expand import Expand, Expansion, Prior, SiloState
+from numpyro_fed.search.expand import Expand, Expansion, Prior, SearchState
 from numpyro_fed.text.binding import Rows
 
 # Steps of a silo. From zero the six cities take 16. A Poisson rate that is far too high comes down
@@ -41,7 +41,7 @@ DAMPING = 1e-2  # at the start, for curvatures scaled to one
 MAX_DAMPING = 1e8  # steps are then too small to be worth trying
 # Least eigenvalue of a parabola, of the largest: a direction that a silo knows nothing about still
 # has the prior's share, and one that its own rows leave flat must not draw the sum far away.
-FLAT = 1e-6
+MIN_EIGENVALUE = 1e-6
 # The least length of a step along a direction in which the density curves upwards, in sds as if it
 # curved downwards as much: from a symmetric point, as equal means of two clusters, a gradient alone
 # leads away too slowly. It gains 4 nats, which rounding of a log density of 10^6 does not hide.
@@ -66,7 +66,7 @@ class OwnModes(NamedTuple):
 
     def parabolas(self) -> Parabola:
         """Return the messages, zeros of silos that came to no mode."""
-        A = Curvature.of(self.place.curvature).positive(FLAT).matrix()
+        A = Curvature.of(self.place.curvature).positive(MIN_EIGENVALUE).matrix()
         b = (A @ self.place.x[..., None])[..., 0] + self.place.gradient
         where = self.arrived
         return Parabola(where_at(where, A, 0.0), where_at(where, b, 0.0), where.astype(A.dtype))
@@ -88,7 +88,7 @@ def climb_to_own_modes(
     prior: Prior,
     share: float,
     places: np.ndarray,
-    state: SiloState,
+    state: SearchState,
     data: SiloData,
     *,
     fixed: int = 0,
@@ -101,7 +101,7 @@ def climb_to_own_modes(
     side, n = places.shape[:2], places.shape[-1]
 
     def at(
-        places: np.ndarray, least: np.ndarray | float, state: SiloState
+        places: np.ndarray, least: np.ndarray | float, state: SearchState
     ) -> tuple[Expansion[np.ndarray], np.ndarray, Rows]:
         """Return the silos' shares of the posterior, their log likelihoods, and the rows' modes."""
         # Modes move where the share is ``least`` or above.
@@ -118,7 +118,7 @@ def climb_to_own_modes(
     damping, going = np.full(side, DAMPING), np.ones(side, bool)
     for _ in range(MAX_STEPS):
         curvature = Curvature.of(place.curvature)
-        pull = kicked(curvature, place.gradient)
+        pull = slopes_off_saddles(curvature, place.gradient)
         u = pull / (np.abs(curvature.values) + damping[..., None])
         moved = place.x + curvature.across(u) * going[..., None]
         least = np.where(going, place.value, np.inf)
@@ -130,12 +130,12 @@ def climb_to_own_modes(
         going = going & (damping < MAX_DAMPING) & ((pull * u).sum(-1) > MIN_GAIN)
         if not going.any():
             break
-    A = Curvature.of(place.curvature).positive(FLAT).matrix()
+    A = Curvature.of(place.curvature).positive(MIN_EIGENVALUE).matrix()
     promise = 0.5 * (place.gradient * Curvature.of(A).solve(place.gradient)).sum(-1)
     return OwnModes(place, likelihood, z_L, _finite(place) & (promise <= MAX_GAIN * n))
 
 
-def kicked(curvature: Curvature[np.ndarray], gradient: np.ndarray) -> np.ndarray:
+def slopes_off_saddles(curvature: Curvature[np.ndarray], gradient: np.ndarray) -> np.ndarray:
     """Return the slopes (..., n) along eigenvectors, lengthened at a saddle in upward directions.
 
     It is a saddle where the gradient (..., n) alone promises less than :data:`LEAST_PROMISE`, and

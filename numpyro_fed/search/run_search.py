@@ -21,7 +21,7 @@ from numpyro_fed.rounds.noise import generator
 from numpyro_fed.rounds.progress import Progress, progress_of
 from numpyro_fed.rounds.stack import Batches, Runtime, Stacks
 from numpyro_fed.rounds.step import AskAll
-from numpyro_fed.search.expand import ROUNDING_UNITS, SiloState, unraveller
+from numpyro_fed.search.expand import ROUNDING_UNITS, SearchState, unraveller
 from numpyro_fed.search.influence import Factors, SiloPull
 from numpyro_fed.search.mode_search import ModeSearch, SearchEnd, best_start
 from numpyro_fed.search.newton import NewtonSearch
@@ -68,12 +68,12 @@ def factors_at_mode(
 
     It is None for silos in other processes, and where one came to no mode of its own.
     """
-    if search.best.curvature.ndim < 3 or not all(isinstance(s, SiloState) for s in stacks):
+    if search.best.curvature.ndim < 3 or not all(isinstance(s, SearchState) for s in stacks):
         return None
     i, num_theta = int(best_start(search)), search.best.x.shape[1] - fm.dim
     order = np.argsort(np.concatenate([np.asarray(b.silos) for b in batches]))
 
-    def of_silos(leaf: Callable[[SiloState], Array]) -> np.ndarray:
+    def of_silos(leaf: Callable[[SearchState], Array]) -> np.ndarray:
         return np.concatenate([np.asarray(leaf(stack), np.float64) for stack in stacks])[order]
 
     value = of_silos(lambda s: s.place.value[:, i])

@@ -50,7 +50,7 @@ from numpyro_fed.rounds.exchange import (
     ascend,
     key_as_noise,
 )
-from numpyro_fed.search.expand import SiloState as ModeSiloState
+from numpyro_fed.search.expand import SearchState
 from numpyro_fed.search.mode_search import SearchEnd
 from numpyro_fed.search.start_point import (
     FROM_MODE,
@@ -220,7 +220,7 @@ class ByGradients(ABC):
         """Return the round from the states of a search for the mode to those of a run."""
 
         def silo(
-            noise: Array, down: StartMessage, state: ModeSiloState, data: SiloData
+            noise: Array, down: StartMessage, state: SearchState, data: SiloData
         ) -> tuple[Reply[tuple[()]], SiloState]:
             eta = local_guides_at_mode(self.model, self.guide, down, state, data)
             after = self.silo_from(state.private, eta, self.start_at(noise, down.point))
