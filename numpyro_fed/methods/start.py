@@ -110,7 +110,7 @@ def start_rounds(
     return StartRounds(search, search.algorithm, CurvatureCheck(fm, starts), begin)
 
 
-class NoModeError(Exception):
+class NoStartError(Exception):
     """The reason why a run cannot start at the mode."""
 
 
@@ -146,7 +146,7 @@ def begin_run(
     try:
         return begin_at_mode(fit, key, hosted, progress_bar, init_state)
     # No mode is no error: the run starts as with start=None, and says so.
-    except NoModeError as error:
+    except NoStartError as error:
         warnings.warn(
             f"{error}: the run starts at zero in unconstrained space, as start=None does.",
             category=StartWarning,
@@ -199,9 +199,9 @@ def begin_at_mode(
     if start is None:
         return begin_at_zero(fit, key, hosted)
     if (coupled := coupling_reason(fit.checks, hosted.buckets)) is not None:
-        raise NoModeError(coupled)
+        raise NoStartError(coupled)
     if start.check is None and len(effects_of(fm)):
-        raise NoModeError(MANY_EFFECTS)
+        raise NoStartError(MANY_EFFECTS)
     runtime = fit.cached(SEARCH, lambda: fit.reach(start.algorithm, begin=SEARCH))
     key_search = jax.random.fold_in(key, SEARCHING)
     key_begin = jax.random.fold_in(key_search, 0)
@@ -223,7 +223,7 @@ def begin_at_mode(
             return Begun(fit, _after_opening(fit, key, state, batches), found)
     if fm.improper:
         raise not_found_error(fm, batches, exchanges, 1, unusable)
-    raise NoModeError(
+    raise NoStartError(
         "no mode to start from was found where log density, gradient and Hessian are finite"
         f"{at_silos(unusable)}. {reason_or_raise(fm, batches)}"
     )
@@ -238,7 +238,7 @@ def _checked_mode(
 ) -> Mode:
     """Return the mode of a search, once its curvature and flat priors have been checked."""
     if not curvature_usable(fm, search):
-        raise NoModeError(
+        raise NoStartError(
             "no mode to start from was found at which curvature tells how far the posterior "
             "reaches, as where a likelihood has a kink (Laplace)"
         )
