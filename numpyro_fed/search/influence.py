@@ -26,7 +26,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +65,9 @@ WIDEST = 30.0
 NO_PEAK = 0.02  # the same where a silo is accused: beyond it the peak is another one
 LARGEST = 50.0  # likelihood ratio of a row, in nats, above which nothing changes
 LEVEL = 0.01  # of all silos together: honest ones are flagged in one fit of a hundred
+
+
+State = TypeVar("State")  # of a silo, as the fitted algorithm has it
 
 
 class PlaceToTell(NamedTuple):
@@ -124,8 +127,8 @@ class Influence:
 
     @np.errstate(all="ignore")
     def reply(
-        self, noise: object, down: PlaceToTell, state: Any, data: SiloData
-    ) -> tuple[Reply[SiloPull], Any]:
+        self, noise: object, down: PlaceToTell, state: State, data: SiloData
+    ) -> tuple[Reply[SiloPull], State]:
         """Return the replies of a stack of silos, and their states as they are."""
         x, f = down.flat(), flat_size(self.model) - self.model.dim
         private = jax.vmap(lambda one: self.fitted.private(one).theta)(state)
