@@ -339,8 +339,8 @@ class PrivateNewton:
             g, H, place = (np.mean(a, 0) for a in zip(*told, strict=True))
             edge = clip_curvature * noise.curvature * spread * math.sqrt(2 * d / (i + 1))
             variance = (clip * noise.gradient * spread) ** 2 / (i + 1)
-            spectrum = Spectrum.without_noise(H, edge)
-            found, step = self._estimate(g, spectrum, variance, place - at, here, server)
+            curvature = NoisyCurvature.without_noise(H, edge)
+            found, step = self._estimate(g, curvature, variance, place - at, here, server)
             at = at + step
             moved.append(found.moved)
 
@@ -363,7 +363,7 @@ class PrivateNewton:
     def _estimate(
         self,
         g: np.ndarray,
-        spectrum: Spectrum,
+        curvature: NoisyCurvature,
         variance: float,
         away: np.ndarray,
         z: np.ndarray,
@@ -372,7 +372,7 @@ class PrivateNewton:
         """Return the posterior and the next frame at a place ``z`` (d,), and the step from it."""
         # ``g`` (d,) is the mean of the gradients, as of a place ``away`` (d,) from here in the
         # frame, and ``variance`` that of the noise in each of its numbers.
-        L, (V, curved, damped, undetermined) = np.asarray(server.L, float), spectrum
+        L, (V, curved, damped, undetermined) = np.asarray(server.L, float), curvature
         slope, P = self._prior(z)
         slope, P = L.T @ slope, L.T @ P
         b = g + V @ (curved * (V.T @ away))
@@ -417,8 +417,8 @@ class PrivateNewton:
         return 1 / np.sqrt(np.maximum((P**2).sum(1), 1e-12))
 
 
-class Spectrum(NamedTuple):
-    """What can be told of a curvature with noise.
+class NoisyCurvature(NamedTuple):
+    """The part of a curvature that can be told from its noise.
 
     ``vectors`` (d, d): Its eigenvectors.
     ``curved`` (d,): Eigenvalues as of the matrix without noise.
@@ -432,7 +432,7 @@ class Spectrum(NamedTuple):
     undetermined: int
 
     @classmethod
-    def without_noise(cls, H: np.ndarray, edge: float) -> Spectrum:
+    def without_noise(cls, H: np.ndarray, edge: float) -> NoisyCurvature:
         """Return that of a curvature ``H`` (d, d), where the noise's spectrum ends at ``edge``."""
         e, V = np.linalg.eigh(H)
         above = np.where(e > edge, 0.5 * (e + np.sqrt(np.maximum(e**2 - edge**2, 0.0))), 0.0)

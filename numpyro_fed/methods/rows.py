@@ -431,26 +431,26 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
             return self._over(silos)
         read = read_all(silos, self.model)
         shapes = (str(jnp.result_type(float)), tuple(signature(s) for s in read))
-        known = self._layouts.get(shapes)
-        layout = layout_of(self._text(), read) if known is None else known.layout
+        laid_out = self._layouts.get(shapes)
+        layout = layout_of(self._text(), read) if laid_out is None else laid_out.layout
         # Refuses data that do not fit, before anything that takes long is compiled.
         buckets = layout.arrange(read)
-        if known is None:
+        if laid_out is None:
             pairs = zip(read, layout.sizes, strict=True)
             facts = [facts_of(layout.model, *pair) for pair in pairs]
             agreed = agree(facts)
             self._check_facts(facts)
-            known = LaidOut(layout, agreed, self.prepare(layout.model))
-            self._layouts[shapes] = known
+            laid_out = LaidOut(layout, agreed, self.prepare(layout.model))
+            self._layouts[shapes] = laid_out
         # Another verdict on new values makes another plan, and so another fit for the same shapes.
-        verdicts = self.value_checks(layout, known.prepared, [b.data for b in buckets])
-        plan = replace(known.plan, facts=replace(known.plan.facts, verdicts=verdicts))
+        verdicts = self.value_checks(layout, laid_out.prepared, [b.data for b in buckets])
+        plan = replace(laid_out.plan, facts=replace(laid_out.plan.facts, verdicts=verdicts))
         # Padding is a part of the key: whether rows may
         # be padded is a verdict on this run's values.
         cache_key = (runtime, shapes, any(b.data.masks for b in buckets), plan)
         if cache_key not in self._fits:
             plan = self._resolve_plan(layout.model, plan)
-            built = self._build_checked(layout.model, plan, known.prepared)
+            built = self._build_checked(layout.model, plan, laid_out.prepared)
             # The state, a copy of it and a gradient.
             needed, available = COPIES * sum(state_sizes(built.algorithm, buckets)), _memory()
             if needed > available:

@@ -41,7 +41,7 @@ from numpyro_fed.search.curvature_check import CurvatureCheck
 from numpyro_fed.search.expand import effects_of, flat_size
 from numpyro_fed.search.lbfgs import LBFGSSearch
 from numpyro_fed.search.mode import Mode, mode_of_search
-from numpyro_fed.search.mode_search import SearchEnd
+from numpyro_fed.search.mode_search import BestPoints
 from numpyro_fed.search.newton import MANY_EFFECTS, SEARCHED_UP_TO, NewtonSearch
 from numpyro_fed.search.run_search import (
     at_silos,
@@ -232,7 +232,7 @@ def begin_at_mode(
 def _checked_mode(
     fm: FederatedModel,
     start: StartRounds,
-    search: SearchEnd[np.ndarray],
+    search: BestPoints[np.ndarray],
     ask: AskAll,
     exchanges: int,
 ) -> Mode:

@@ -51,7 +51,7 @@ from numpyro_fed.rounds.exchange import (
     stacked_reply,
 )
 from numpyro_fed.search.expand import SearchState, shape
-from numpyro_fed.search.mode_search import SearchEnd
+from numpyro_fed.search.mode_search import BestPoints
 from numpyro_fed.search.start_point import (
     FROM_MODE,
     StartMessage,
@@ -390,7 +390,7 @@ class PartitionedVI(PVIAtSilo):
             draft = first._replace(params=params, pending=factor, frame=frame)
             return Reply(factor, all_finite(eta)), draft
 
-        def run(state: SearchEnd[Array], noise: Array, ask: Ask) -> tuple[ServerState, Info]:
+        def run(state: BestPoints[Array], noise: Array, ask: Ask) -> tuple[ServerState, Info]:
             message = start_at_mode(fm, state)
             point, replies = message.point, ask(FROM_MODE, message)
             first, prior = self.init_server(noise), self.globals.prior(point.theta)

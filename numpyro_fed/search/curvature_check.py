@@ -29,7 +29,7 @@ from numpyro_fed.search.expand import (
     shape,
     silo_log_likelihood,
 )
-from numpyro_fed.search.mode_search import SearchEnd, best_start
+from numpyro_fed.search.mode_search import BestPoints, best_start
 from numpyro_fed.text.log_density import FederatedModel
 
 # Distances from the mode, in sds by the curvature, at which the density is evaluated when a search
@@ -117,7 +117,7 @@ def _flat_coordinates(fm: FederatedModel) -> np.ndarray:
 
 
 def shifted_places(
-    search: SearchEnd[np.ndarray], flat: np.ndarray
+    search: BestPoints[np.ndarray], flat: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return shifts (f, s) of ``flat`` coordinates (f,) after which the density may be the same.
 
@@ -199,7 +199,7 @@ class CurvatureCheck:
         return jit_once(program)
 
     @np.errstate(all="ignore")
-    def ask(self, ask: AskSilos, search: SearchEnd[np.ndarray]) -> Profile:
+    def ask(self, ask: AskSilos, search: BestPoints[np.ndarray]) -> Profile:
         """Return the profile of the density at the best place of a search, in one exchange."""
         i = best_start(search)
         x, curvature = search.best.x[i], Curvature.of(search.best.curvature[i])

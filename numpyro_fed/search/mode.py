@@ -13,7 +13,7 @@ from numpyro_fed.basics.trees import element_name
 from numpyro_fed.search.curvature_check import Profile
 from numpyro_fed.search.expand import ROUNDING_UNITS, effects_of, unraveller
 from numpyro_fed.search.influence import Factors
-from numpyro_fed.search.mode_search import SearchEnd, best_start
+from numpyro_fed.search.mode_search import BestPoints, best_start
 from numpyro_fed.text.log_density import FederatedModel
 
 # Standard deviations from which on two modes count
@@ -162,7 +162,7 @@ def distance(mode: LocalMode, z_G: np.ndarray) -> np.ndarray:
 
 def mode_of_search(
     fm: FederatedModel,
-    search: SearchEnd[Any],
+    search: BestPoints[Any],
     profile: Profile | None,
     num_exchanges: int,
 ) -> Mode:
@@ -202,7 +202,7 @@ def mode_of_search(
 
 
 def _other_modes(
-    fm: FederatedModel, search: SearchEnd[Any], best: int, copy: OneCopy | None
+    fm: FederatedModel, search: BestPoints[Any], best: int, copy: OneCopy | None
 ) -> tuple[LocalMode, ...]:
     """Return the modes of other starts than the best one, each once, in order of their evidence."""
     num_theta = search.best.x.shape[1] - fm.dim

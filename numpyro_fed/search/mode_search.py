@@ -143,7 +143,7 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
         ascents: list[AnyAscent],
         max_exchanges: int,
         shown: Callable[[float], None] = lambda value: None,
-    ) -> SearchEnd[Any]:
+    ) -> BestPoints[Any]:
         """Return where ascents end, after so many exchanges at most."""
         for _ in range(max_exchanges):
             if all(ascent.finished for ascent in ascents):
@@ -155,7 +155,7 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
         unit = np.eye(n) if like.curvature.ndim == 3 else np.ones(n)
         none = Expansion(np.zeros(n), np.zeros(()), np.zeros(n), unit)
         best = [a.best or none._replace(x=a.trial) for a in ascents]
-        return SearchEnd(
+        return BestPoints(
             Expansion(*map(np.stack, zip(*best, strict=True))),
             np.stack([a.likelihood if a.best else np.zeros((c, c)) for a in ascents]),
             np.array([a.best is not None for a in ascents]),
@@ -163,7 +163,7 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
         )
 
     @cached_property
-    def algorithm(self) -> FederatedAlgorithm[SearchEnd[Any], SearchState]:
+    def algorithm(self) -> FederatedAlgorithm[BestPoints[Any], SearchState]:
         """Return first states and exchanges, as other parties know them.
 
         The server's state is a placeholder, of the shapes that the search ends with.
@@ -175,12 +175,12 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
             zeros: SiloExpansion[Array] = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
             return zeros
 
-        def init_server(key: Array) -> SearchEnd[Any]:
+        def init_server(key: Array) -> BestPoints[Any]:
             value, x, curvature = no_reply()
             unit = jnp.eye(x.shape[1]) if curvature.ndim == 3 else jnp.ones(x.shape[1])
             best = Expansion(x, value, x, jnp.broadcast_to(unit, curvature.shape))
             no = jnp.zeros(len(x), bool)
-            return SearchEnd(best, jnp.zeros((len(x), c, c)), no, no)
+            return BestPoints(best, jnp.zeros((len(x), c, c)), no, no)
 
         def init_silo(key: Array, data: SiloData) -> SearchState:
             none = no_reply()
@@ -188,7 +188,7 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
             unknown = jnp.full_like(none.value, jnp.finfo(none.value.dtype).min)
             return SearchState(z_L, none, fm.init_private(key, data), unknown)
 
-        def shared(state: SearchEnd[Any]) -> Shared:
+        def shared(state: BestPoints[Any]) -> Shared:
             theta, z_G = unravel(jnp.asarray(state.best.x)[best_start(state)])
             return Shared(theta, {"loc": z_G}, identity(z_G.shape))
 
@@ -241,7 +241,7 @@ def rounding_of(value: np.ndarray) -> float:
     return float(ROUNDING_UNITS * np.finfo(value.dtype).eps * abs(value))
 
 
-class SearchEnd(NamedTuple, Generic[AnyArray]):
+class BestPoints(NamedTuple, Generic[AnyArray]):
     """The best points of searches from several starts.
 
     ``best`` Expansion, leaves (starts, ...): At the best point of each.
@@ -257,7 +257,7 @@ class SearchEnd(NamedTuple, Generic[AnyArray]):
     rests: AnyArray
 
 
-def best_start(state: SearchEnd[Any]) -> Any:
+def best_start(state: BestPoints[Any]) -> Any:
     """Return the index () of the search whose best point is highest."""
     xp = namespace(state.known)
     return xp.argmax(xp.where(state.known, state.best.value, -xp.inf))

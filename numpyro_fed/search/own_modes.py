@@ -51,7 +51,7 @@ UPWARDS = 0.1  # of a coordinate's curvature: in a valley along which little cha
 
 
 class OwnModes(NamedTuple):
-    """Where climbs of silos have ended, for each start.
+    """The places at which climbs of silos have ended, for each start.
 
     ``place``: The silo's share of the posterior there.
     ``likelihood`` (silos, starts): Its log likelihood.

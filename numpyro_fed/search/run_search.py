@@ -23,7 +23,7 @@ from numpyro_fed.rounds.stack import Batches, Runtime, Stacks
 from numpyro_fed.rounds.step import AskAll
 from numpyro_fed.search.expand import ROUNDING_UNITS, SearchState, unraveller
 from numpyro_fed.search.influence import Factors, SiloPull
-from numpyro_fed.search.mode_search import ModeSearch, SearchEnd, best_start
+from numpyro_fed.search.mode_search import BestPoints, ModeSearch, best_start
 from numpyro_fed.search.newton import NewtonSearch
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.not_finite import first_not_finite
@@ -45,7 +45,7 @@ def run_search(
     max_exchanges: int,
     progress_bar: bool | Progress,
     places: np.ndarray | None = None,
-) -> tuple[SearchEnd[np.ndarray], AskAll]:
+) -> tuple[BestPoints[np.ndarray], AskAll]:
     """Return where a search has ended, and the questions to silos so far, with their states.
 
     Half of the ascents of a Newton search begin at ``places`` (k, n), if they are given.
@@ -62,7 +62,7 @@ def run_search(
 
 
 def factors_at_mode(
-    fm: FederatedModel, search: SearchEnd[np.ndarray], stacks: Stacks, batches: Batches
+    fm: FederatedModel, search: BestPoints[np.ndarray], stacks: Stacks, batches: Batches
 ) -> Factors | None:
     """Return what each silo in this process has said of its likelihood at the end of a search.
 
@@ -88,7 +88,7 @@ def factors_at_mode(
     return Factors(told, prior_g[num_theta:], prior_A[num_theta:, num_theta:])
 
 
-def curvature_usable(fm: FederatedModel, search: SearchEnd[Any]) -> bool:
+def curvature_usable(fm: FederatedModel, search: BestPoints[Any]) -> bool:
     """Return whether the curvature at the best place is that of the posterior.
 
     If the search has not come to rest, silos must have a share in the curvature of each coordinate:

@@ -27,7 +27,7 @@ from numpyro_fed.numerics.gaussian import Curvature, Frame, Gaussian
 from numpyro_fed.rounds.exchange import CarriedSilo
 from numpyro_fed.search.expand import ROUNDING_UNITS, SearchState, unraveller
 from numpyro_fed.search.lbfgs import nonzero
-from numpyro_fed.search.mode_search import SearchEnd, best_start
+from numpyro_fed.search.mode_search import BestPoints, best_start
 from numpyro_fed.text.binding import Theta
 from numpyro_fed.text.log_density import FederatedModel
 
@@ -82,7 +82,7 @@ class StartMessage(NamedTuple):
     start: Array
 
 
-def start_at_mode(fm: FederatedModel, search: SearchEnd[Any]) -> StartMessage:
+def start_at_mode(fm: FederatedModel, search: BestPoints[Any]) -> StartMessage:
     """Return the start at the highest point that the searches found."""
     i, unravel = best_start(search), unraveller(fm)
     x, curvature = search.best.x[i], search.best.curvature[i]

@@ -51,7 +51,7 @@ from numpyro_fed.rounds.exchange import (
     key_as_noise,
 )
 from numpyro_fed.search.expand import SearchState
-from numpyro_fed.search.mode_search import SearchEnd
+from numpyro_fed.search.mode_search import BestPoints
 from numpyro_fed.search.start_point import (
     FROM_MODE,
     StartMessage,
@@ -226,7 +226,7 @@ class ByGradients(ABC):
             after = self.silo_from(state.private, eta, self.start_at(noise, down.point))
             return Reply((), all_finite(eta)), after
 
-        def run(state: SearchEnd[Any], noise: Array, ask: Ask) -> tuple[ServerState, Info]:
+        def run(state: BestPoints[Any], noise: Array, ask: Ask) -> tuple[ServerState, Info]:
             # Silos reply with nothing, but the exchange is needed: each makes its own local guides,
             # from data and modes that never leave it.
             message = start_at_mode(self.model, state)
