@@ -1,10 +1,5 @@
 """Federated Bayesian inference for ordinary NumPyro models."""
 
-from numpyro_fed.basics.threads import make_pool_large_enough
-
-# Before the imports below: the first array that JAX makes fixes the size of its pool.
-make_pool_large_enough()
-
 from numpyro_fed import guides, local, network, testing
 from numpyro_fed.basics.errors import (
     CallbackError,
@@ -27,13 +22,14 @@ from numpyro_fed.basics.errors import (
     SumError,
 )
 from numpyro_fed.basics.programs import cache_programs
+from numpyro_fed.basics.threads import make_pool_large_enough
 from numpyro_fed.data.scaling import Scaling
 from numpyro_fed.data.tables import Levels, level_names
 from numpyro_fed.dp_newton.method import DPNewton, PrivateResult
 from numpyro_fed.fitting.fit import find_mode, fit
 from numpyro_fed.fitting.load import Saved, load
 from numpyro_fed.guides.objectives import ELBO, LocallyEnhanced, Quadrature
-from numpyro_fed.methods.of_data import levels, moments
+from numpyro_fed.methods.columns import levels, moments
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.network.silo import Silo
 from numpyro_fed.numerics import barycenters, divergences, expfam, losses
@@ -74,6 +70,10 @@ from numpyro_fed.text.facts import Facts, Plan, describe
 from numpyro_fed.text.primitives import silo_plate
 from numpyro_fed.vertical.result import VerticalResult
 from numpyro_fed.vertical.vfl import SOUL, VFL
+
+# Before the imports below: the first array that JAX makes fixes the size of its pool.
+make_pool_large_enough()
+
 
 __version__ = "0.1.0"
 

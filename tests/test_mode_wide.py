@@ -7,7 +7,7 @@ import pytest
 
 from numpyro_fed.rounds.exchange import of_stack
 from numpyro_fed.search.expand import Expansion
-from numpyro_fed.search.newton_wide import BACKTRACK, MAX_IDLE, WideStart
+from numpyro_fed.search.lbfgs import BACKTRACK, MAX_IDLE, LBFGSAscent
 
 SCALES = np.array([1.0, 1e4, 1e-3])
 
@@ -23,7 +23,7 @@ def climb(start, f=bowl, exchanges=60):
     """Take exchanges until the search is left; return which of them had the diagonal."""
     asked = []
     for _ in range(exchanges):
-        if start.left:
+        if start.finished:
             break
         asked.append(start.with_diagonal)
         start.take(f(start.trial, start.with_diagonal), None)
@@ -31,10 +31,10 @@ def climb(start, f=bowl, exchanges=60):
 
 
 def test_a_gaussian_of_unlike_scales_is_found_at_once(double):
-    start = WideStart(np.zeros(3))
+    start = LBFGSAscent(np.zeros(3))
     asked = climb(start)
     assert start.rests
-    assert start.left
+    assert start.finished
     np.testing.assert_allclose(start.best.x, [1, 2, 3], rtol=1e-9)
     np.testing.assert_array_equal(start.best.curvature, SCALES)
     # At first and at the end, and after eight steps; never by a start that has left.
@@ -46,7 +46,7 @@ def test_a_gaussian_of_unlike_scales_is_found_at_once(double):
 
 
 def test_a_step_that_fails_is_shortened_and_its_point_is_not_taken(double):
-    start = WideStart(np.zeros(3))
+    start = LBFGSAscent(np.zeros(3))
     start.take(bowl(start.trial), None)
     first, trial = start.best, start.trial
     start.take(bowl(trial)._replace(value=np.asarray(np.nan)), None)
@@ -56,7 +56,7 @@ def test_a_step_that_fails_is_shortened_and_its_point_is_not_taken(double):
 
 
 def test_from_where_nothing_is_finite_it_goes_halfway_to_zero(double):
-    start = WideStart(np.full(3, 8.0))
+    start = LBFGSAscent(np.full(3, 8.0))
     lost = Expansion(start.trial, *[np.asarray(np.nan)] * 3)
     start.take(lost, None)
     np.testing.assert_array_equal(start.trial, 4.0)
@@ -64,26 +64,26 @@ def test_from_where_nothing_is_finite_it_goes_halfway_to_zero(double):
     assert start.with_diagonal
     start.take(lost, max_places=2)
     start.take(lost, max_places=2)
-    assert start.left
+    assert start.finished
     assert start.best is None
     assert start.height == -np.inf
 
 
 @pytest.mark.parametrize("most", [1, 4])
 def test_it_ends_after_so_many_places_at_the_best(double, most):
-    start = WideStart(np.zeros(3))
-    while not start.left:
+    start = LBFGSAscent(np.zeros(3))
+    while not start.finished:
         start.take(bowl(start.trial, start.with_diagonal), most)
     assert start.tried == most < MAX_IDLE
     np.testing.assert_array_equal(start.best.curvature, SCALES)
 
 
 def test_a_direction_along_which_nothing_rises_is_given_up(double):
-    start = WideStart(np.zeros(3))
+    start = LBFGSAscent(np.zeros(3))
     start.take(bowl(start.trial), None)
     for _ in range(30):
         start.take(bowl(start.trial)._replace(value=np.asarray(-1e9)), None)
-    assert start.left
+    assert start.finished
     assert not start.rests
 
 

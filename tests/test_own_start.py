@@ -13,9 +13,8 @@ from numpyro_fed.data.silo_data import read
 from numpyro_fed.rounds.compiled_loop import simulation
 from numpyro_fed.rounds.stack import on_device
 from numpyro_fed.rounds.step import AskAll, transport_of_stacks
-from numpyro_fed.search.expand import Expansion, effects_of
-from numpyro_fed.search.newton import LATE, ModeSearch, Start, without_followers
-from numpyro_fed.search.own_modes import OwnModes
+from numpyro_fed.search.expand import Expansion
+from numpyro_fed.search.newton import LATE, NewtonAscent, NewtonSearch, without_followers
 from numpyro_fed.text.split import lay_out
 
 KEY = jax.random.key(0)
@@ -25,12 +24,12 @@ def first_places(model, silos, starts=2):
     """Where a search with several starts begins, after the silos' own modes."""
     layout, buckets = lay_out(model, read(silos, model))
     fm, batches = layout.model, on_device(buckets)
-    search = ModeSearch(fm, len(silos), starts, None, effects_of(fm), None)
+    search = NewtonSearch(fm, len(silos), starts, None, None)
     state = simulation(search.algorithm, quick=True).init(KEY, batches)
     ask = AskAll(transport_of_stacks(batches), KEY, len(silos), state.silos)
-    first = search.starts(KEY, np.random.default_rng(0))
+    first = search.first_ascents(KEY, np.random.default_rng(0))
     before = np.stack([start.trial for start in first])
-    OwnModes(search).begin(ask, first)
+    search.open(ask, first)
     assert not ask.unusable
     return before, np.stack([start.trial for start in first])
 
@@ -102,10 +101,10 @@ def test_a_start_that_lags_behind_a_mode_is_given_up(after, value, left):
         Expansion(np.array([x]), np.float64(v), np.zeros(1), np.eye(1))
         for x, v in ((0.0, 0.0), (50.0, value))
     ]
-    first = Start(at[0].x, at[0], tried=6, rests=True, done=True, left=True)
-    second = Start(at[1].x, at[1], tried=6 + after)
+    first = NewtonAscent(at[0].x, at[0], tried=6, rests=True, stopped=True, finished=True)
+    second = NewtonAscent(at[1].x, at[1], tried=6 + after)
     without_followers([first, second])
-    assert second.left == bool(left)
-    near = Start(at[0].x, at[0]._replace(x=np.array([1.0]), value=np.float64(-0.5)), tried=1)
+    assert second.finished == bool(left)
+    near = NewtonAscent(at[0].x, at[0]._replace(x=np.array([1.0]), value=np.float64(-0.5)), tried=1)
     without_followers([first, near])
-    assert near.done
+    assert near.stopped

@@ -24,7 +24,7 @@ from numpyro_fed.dp_newton.algorithm import Answered, NewtonQuestion, PrivateNew
 from numpyro_fed.dp_newton.units import PrivateUnits, Releases
 from numpyro_fed.network.engines import InMemory
 from numpyro_fed.network.ledger import LEDGER, Ledger
-from numpyro_fed.privacy.budget import Spent, noisy, spent
+from numpyro_fed.privacy.budget import Spent, epsilon_of, noisy
 from numpyro_fed.rounds import messages
 from numpyro_fed.rounds.exchange import ExchangeId
 from numpyro_fed.text.split import split
@@ -112,7 +112,7 @@ def test_shares_spend_the_budget_and_no_more(parts):
     shares = np.array(parts) / sum(parts)
     multipliers = BUDGET.multipliers(shares)
     assert sum(s**-2 for s in multipliers) <= BUDGET.multiplier() ** -2
-    assert 0.999 < spent(multipliers, BUDGET.delta) <= 1.0
+    assert 0.999 < epsilon_of(multipliers, BUDGET.delta) <= 1.0
 
 
 @pytest.mark.parametrize("dim", [1, 20, 21, 100])
@@ -262,7 +262,7 @@ def test_a_row_without_a_mode_changes_no_other_row():
     for last in (0.3, -300.0, 1e30):
         parts, data = newton(counts, dict(x=np.append(x, last), y=np.append(y, 3)))
         g, _ = parts.units.derivatives(z, L, jax.tree.map(lambda a: a[None], data))
-        sums.append(parts.units.sum_of(g[0], 1.0, 1.0))
+        sums.append(parts.units.noisy_sum(g[0], 1.0, 1.0))
     for other in sums[1:]:
         assert np.linalg.norm(other - sums[0]) <= 2.001
 
@@ -441,37 +441,6 @@ def test_a_step_that_was_cut_short_is_not_near(without_noise):
     assert float(server.root.item()) > excess > 0.5
     draws = np.asarray(first.sample_posterior(KEY, 4_000)["mu"])
     assert draws.std() == pytest.approx(float(server.root.item()), rel=0.05)
-
-
-def test_a_private_mode_has_the_covariance_of_the_posterior(without_noise):
-    """Also where the search did not arrive: the data are far away, and each step an sd long."""
-
-    def far(y):
-        mu = numpyro.sample("mu", dist.Normal(0, 1))
-        with nf.silo_plate("row", len(y)):
-            numpyro.sample("y", dist.Normal(mu, 500), obs=y)
-
-    silos = [dict(y=np.random.default_rng(0).normal(40_000, 500, 5_000))]
-    budget = nf.Privacy(epsilon=50.0, delta=1e-5, clip=1e4)
-    server = nf.DPNewton(far, privacy=budget).run(KEY, silos=silos, **QUIET).state.server
-    with pytest.warns(nf.ConvergenceWarning, match="had not ended"):
-        mode = nf.find_mode(KEY, far, silos, privacy=budget, **QUIET)
-    assert float(server.root.item()) > 0.5
-    assert float(mode.covariance.item()) == pytest.approx(float(server.root.item()) ** 2, rel=1e-3)
-
-
-def test_the_mode_of_a_private_search_counts_its_noise():
-    y = np.random.default_rng(0).normal(40, 5, 20_000)
-    silos = cut({"y": y}, (10_000, 6_000, 4_000))
-    found = nf.find_mode(KEY, normal, silos, privacy=BUDGET, **QUIET)
-    assert 0.85 < found.privacy.epsilon <= 1
-    assert found.converged
-    assert found.log_evidence is None
-    sd = math.sqrt(found.covariance.item())
-    assert sd > 5 / 20_000**0.5
-    assert abs(found.sites["mu"] - y.mean()) < 5 * sd
-    with pytest.warns(nf.ConvergenceWarning, match="Do not rely"):
-        nf.find_mode(KEY, normal, [{"y": y[:30]}], privacy=BUDGET, **QUIET)
 
 
 def test_a_search_does_not_end_at_a_short_step_behind_a_long_one():
@@ -703,7 +672,7 @@ def test_a_policy_adds_up_the_budgets_of_runs():
     budget = nf.Privacy(2.0, 1e-6)
     nf.fit(jax.random.key(1), normal, federation, privacy=budget, **QUIET)
     # Two releases of epsilon 2 are one with half of the variance, and not one of epsilon 4.
-    together = spent((budget.multiplier() / 2**0.5,), 1e-6)
+    together = epsilon_of((budget.multiplier() / 2**0.5,), 1e-6)
     assert 2.8 < together < 3
     np.testing.assert_allclose(silo._ledger.left["epsilon"], 3 - together, rtol=1e-3)
     with pytest.raises(nf.ModelError, match=r"epsilon of 3 at delta 1e-06 .* \(max_epsilon\)"):
@@ -731,7 +700,7 @@ def test_runs_that_protect_other_things_count_four_times(tmp_path):
     for protects in ("row add", "row add", "silo add"):
         with ledger.beginning(budget.multiplier(), 1e-6, protects):
             pass
-    together = spent((budget.multiplier() / 12**0.5,), 1e-6)
+    together = epsilon_of((budget.multiplier() / 12**0.5,), 1e-6)
     np.testing.assert_allclose(ledger.left["epsilon"], 10 - together, rtol=1e-6)
     # It is on the disk, and that of an earlier version is not taken for an empty one.
     again = Ledger(ledger.policy, Store(tmp_path))

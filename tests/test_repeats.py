@@ -14,7 +14,7 @@ from numpyro_fed.posterior.particles import particles_of
 from numpyro_fed.search.curvature_check import periods_of, shifted_places
 from numpyro_fed.search.expand import Expansion
 from numpyro_fed.search.mode import OneCopy
-from numpyro_fed.search.newton import Search
+from numpyro_fed.search.mode_search import BestPoints
 from numpyro_fed.weigh.tempered import Swarm
 
 KEY = jax.random.key(0)
@@ -27,8 +27,8 @@ def periods(f, places, flat):
     x = np.asarray(places, float)
     first, unit = np.arange(len(x)) == 0, np.stack([np.eye(x.shape[1])] * len(x))
     best = Expansion(x, np.where(first, 0.0, -1e-9), np.zeros_like(x), unit)
-    rest = dict.fromkeys(Search._fields[1:])
-    search = Search(best, **{**rest, "known": np.ones(len(x), bool)})
+    rest = dict.fromkeys(BestPoints._fields[1:])
+    search = BestPoints(best, **{**rest, "known": np.ones(len(x), bool)})
     shifts, at = shifted_places(search, np.asarray(flat))
     return periods_of(shifts, np.asarray(jax.jit(jax.vmap(f))(at)))
 

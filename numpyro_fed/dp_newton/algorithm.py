@@ -55,10 +55,10 @@ from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.basics.trees import Numbers
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.dp_newton.units import (
-    COARSE,
-    COUNTS,
     HIGHEST,
     LOWEST,
+    MAX_SHARE_HIDDEN,
+    MIN_SDS_OF_COUNT,
     SIZES,
     SUMS,
     UNCLIPPED,
@@ -66,6 +66,7 @@ from numpyro_fed.dp_newton.units import (
     Phase,
     PrivateUnits,
     Releases,
+    UnitDerivatives,
     as_symmetric,
     as_vector,
     best_clip,
@@ -94,14 +95,14 @@ GRADIENT_QUANTILE, CURVATURE_QUANTILE = UNCLIPPED, 0.9
 # counts the noise, and cannot count what is cut off. With 1 the posterior of 500 rows with epsilon
 # 0.5 was over two sds off in 88 % of the fits, and with 4 in 25 %. Curvature that is cut off makes
 # the posterior wider, so that its clip may be short.
-UNSEEN = 4.0
+CLIP_IF_UNSEEN = 4.0
 # The longest step, in units of the frame, in which a row's gradient is about one long. With 3 a
 # regression whose log scale began far too low had not come to rest in one of six private fits, and
 # with 30 one of few events in four of ten (docs/results/privacy.md).
 LONGEST = 10.0
 # And in sds of the prior at the start: noise may hide that a density flattens out, as that of the
 # scale of effects does far out.
-MOST_PRIOR = 1.0
+LONGEST_IN_PRIOR = 1.0
 # A step so long, in sds of the posterior with its noise (the root of their mean square over
 # coordinates), may be noise alone.
 NEAR = 2.0
@@ -223,7 +224,7 @@ class PrivateNewton:
         )
 
     def _exchange(
-        self, name: str, counter: str, steps: int, tell: Callable[..., Any], up: Any
+        self, name: str, counter: str, steps: int, tell: Callable[..., Any], up: object
     ) -> Exchange[Any, Any, Any]:
         """Return the exchange in which a silo tells ``up`` once in so many steps."""
         # ``counter`` is the field of the silo's state that counts its answers.
@@ -241,7 +242,7 @@ class PrivateNewton:
             # Zeros, which cannot be used, where the budget is not planned for an answer.
             nothing = jax.tree.map(lambda a: np.zeros(a.shape), up)
             ups = [
-                tell(down, phases[k], *(a[i] for a in found)) if can else nothing
+                tell(down, phases[k], jax.tree.map(lambda a, i=i: a[i], found)) if can else nothing
                 for i, can in enumerate(planned)
             ]
             after = np.where(planned, number + 1, before).astype(np.int32)
@@ -250,36 +251,35 @@ class PrivateNewton:
 
         return Exchange(name, reply, like=lambda: (asked, up))
 
-    def _tell_units(
-        self, down: NewtonQuestion, phase: Phase, g: np.ndarray, *C: np.ndarray
-    ) -> np.ndarray:
+    def _tell_units(self, down: NewtonQuestion, phase: Phase, units: UnitDerivatives) -> np.ndarray:
         """Return how many units' roots of curvature are of each power of two, by coordinate."""
-        sizes = np.sqrt(np.abs(np.diagonal(C[0], axis1=1, axis2=2))) if C else np.abs(g)
+        if units.hessians is None:
+            sizes = np.abs(units.gradients)
+        else:
+            sizes = np.sqrt(np.abs(np.diagonal(units.hessians, axis1=1, axis2=2)))
         counts = np.stack([histogram(column) for column in sizes.T])
         change = math.sqrt(self.units.model.dim)  # one count in each coordinate
-        return self.units.added(counts, change, self.schedule.units)
+        return self.units.noisy_counts(counts, change, self.schedule.units)
 
-    def _tell_sizes(
-        self, down: NewtonQuestion, phase: Phase, g: np.ndarray, *C: np.ndarray
-    ) -> np.ndarray:
+    def _tell_sizes(self, down: NewtonQuestion, phase: Phase, units: UnitDerivatives) -> np.ndarray:
         """Return how many gradients, and curvatures, have a length of each power of two."""
-        lengths = np.linalg.norm(g, axis=1)
-        curved = np.linalg.norm(C[0], axis=(1, 2)) if C else lengths**2
+        lengths = np.linalg.norm(units.gradients, axis=1)
+        curved = lengths**2
+        if units.hessians is not None:
+            curved = np.linalg.norm(units.hessians, axis=(1, 2))
         counts = np.stack([histogram(lengths), histogram(curved)])
-        return self.units.added(counts, math.sqrt(2.0), phase.sizes)
+        return self.units.noisy_counts(counts, math.sqrt(2.0), phase.sizes)
 
-    def _tell_sums(
-        self, down: NewtonQuestion, phase: Phase, g: np.ndarray, *C: np.ndarray
-    ) -> PrivateSums:
+    def _tell_sums(self, down: NewtonQuestion, phase: Phase, units: UnitDerivatives) -> PrivateSums:
         """Return the sums of the units' clipped gradients and curvatures."""
-        clip, of_curvature = map(float, down[-2:])
-        gradient = self.units.sum_of(g, clip, phase.gradient)
-        if not C:
-            clips = clip, of_curvature
-            return PrivateSums(gradient, self.units.sum_of_products(g, *clips, phase.curvature))
-        return PrivateSums(
-            gradient, self.units.sum_of(as_vector(C[0]), of_curvature, phase.curvature)
-        )
+        clip, clip_curvature = float(down.clip), float(down.clip_curvature)
+        g, C = units
+        gradient = self.units.noisy_sum(g, clip, phase.gradient)
+        if C is None:
+            sizes = clip, clip_curvature, phase.curvature
+            return PrivateSums(gradient, self.units.noisy_sum_of_products(g, *sizes))
+        curvature = self.units.noisy_sum(as_vector(C), clip_curvature, phase.curvature)
+        return PrivateSums(gradient, curvature)
 
     # At the server.
 
@@ -327,21 +327,20 @@ class PrivateNewton:
             clip = best_clip(counts[0], sd, noise.gradient * spread / math.sqrt(steps), d)
         q = CURVATURE_QUANTILE if self.units.has_products else GRADIENT_QUANTILE
         # If no count stands out there are too few units; one whitened unit is some sqrt(d) long.
-        clip = clip or UNSEEN * math.sqrt(d)
-        of_curvature = quantile(counts[1], sd, q) or 1.0 * d
+        clip = clip or CLIP_IF_UNSEEN * math.sqrt(d)
+        clip_curvature = quantile(counts[1], sd, q) or 1.0 * d
         at, moved, told = np.zeros(d), [], []
         for i, exchange in enumerate(sums):
             here = z + L @ at
-            up: PrivateSums = ask(exchange, _place(k * steps + i, here, L, clip, of_curvature))
+            up: PrivateSums = ask(exchange, _place(k * steps + i, here, L, clip, clip_curvature))
             told.append(
                 (up.gradient.astype(float), as_symmetric(up.curvature.astype(float), d), at)
             )
             g, H, place = (np.mean(a, 0) for a in zip(*told, strict=True))
-            edge = of_curvature * noise.curvature * spread * math.sqrt(2 * d / (i + 1))
+            edge = clip_curvature * noise.curvature * spread * math.sqrt(2 * d / (i + 1))
             variance = (clip * noise.gradient * spread) ** 2 / (i + 1)
-            found, step = self._estimate(
-                g, without_noise(H, edge), variance, place - at, here, server
-            )
+            curvature = NoisyCurvature.without_noise(H, edge)
+            found, step = self._estimate(g, curvature, variance, place - at, here, server)
             at = at + step
             moved.append(found.moved)
 
@@ -356,7 +355,7 @@ class PrivateNewton:
             phase=max(k + 1, self.schedule.search) if ended else k + 1,
             z=z + L @ at,
             root=root_of(np.column_stack([found.root, excess])),
-            coarse=bool(COUNTS * sd > COARSE * self.num_units),
+            coarse=bool(MIN_SDS_OF_COUNT * sd > MAX_SHARE_HIDDEN * self.num_units),
             fewest=min(int(found.undetermined), int(server.fewest)),
             waited=waited,
         )
@@ -364,7 +363,7 @@ class PrivateNewton:
     def _estimate(
         self,
         g: np.ndarray,
-        spectrum: tuple[np.ndarray, np.ndarray, np.ndarray, int],
+        curvature: NoisyCurvature,
         variance: float,
         away: np.ndarray,
         z: np.ndarray,
@@ -373,7 +372,7 @@ class PrivateNewton:
         """Return the posterior and the next frame at a place ``z`` (d,), and the step from it."""
         # ``g`` (d,) is the mean of the gradients, as of a place ``away`` (d,) from here in the
         # frame, and ``variance`` that of the noise in each of its numbers.
-        L, (V, curved, damped, undetermined) = np.asarray(server.L, float), spectrum
+        L, (V, curved, damped, undetermined) = np.asarray(server.L, float), curvature
         slope, P = self._prior(z)
         slope, P = L.T @ slope, L.T @ P
         b = g + V @ (curved * (V.T @ away))
@@ -395,7 +394,7 @@ class PrivateNewton:
         """Return a step (d,) in the frame that is not too long; none if it is not finite."""
         longest = LONGEST * math.sqrt(len(step) * self.rows_in_unit)
         away = np.abs(L @ step) / self._prior_sd
-        share = min(longest / np.linalg.norm(step), MOST_PRIOR / away.max())
+        share = min(longest / np.linalg.norm(step), LONGEST_IN_PRIOR / away.max())
         cut = step * min(1.0, share)
         return cut if np.isfinite(cut).all() else np.zeros_like(step)
 
@@ -418,20 +417,30 @@ class PrivateNewton:
         return 1 / np.sqrt(np.maximum((P**2).sum(1), 1e-12))
 
 
-def without_noise(H: np.ndarray, edge: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Return what can be told of a curvature ``H`` (d, d), where the noise's spectrum ends at edge.
+class NoisyCurvature(NamedTuple):
+    """The part of a curvature that can be told from its noise.
 
-    That are its eigenvectors; eigenvalues (d,) as of the matrix without noise; the same for a step,
-    positive, and not below what noise may hide; and the number of directions whose curvature could
-    not be told from noise.
+    ``vectors`` (d, d): Its eigenvectors.
+    ``curved`` (d,): Eigenvalues as of the matrix without noise.
+    ``damped`` (d,): The same for a step: positive, and not below what noise may hide.
+    ``undetermined``: Directions whose curvature could not be told from noise.
     """
-    e, V = np.linalg.eigh(H)
-    above = np.where(e > edge, 0.5 * (e + np.sqrt(np.maximum(e**2 - edge**2, 0.0))), 0.0)
-    apart = (V**2 * np.maximum(np.diagonal(H), 0.0)[:, None]).sum(0)
-    curved = np.maximum(above, np.minimum(edge / 2, apart))
-    # Where the density curves upwards, a step as long as if it curved as much downwards.
-    damped = np.maximum(np.where(e < -edge, -e, above), edge / 2)
-    return V, curved, damped, int((e <= edge).sum())
+
+    vectors: np.ndarray
+    curved: np.ndarray
+    damped: np.ndarray
+    undetermined: int
+
+    @classmethod
+    def without_noise(cls, H: np.ndarray, edge: float) -> NoisyCurvature:
+        """Return that of a curvature ``H`` (d, d), where the noise's spectrum ends at ``edge``."""
+        e, V = np.linalg.eigh(H)
+        above = np.where(e > edge, 0.5 * (e + np.sqrt(np.maximum(e**2 - edge**2, 0.0))), 0.0)
+        apart = (V**2 * np.maximum(np.diagonal(H), 0.0)[:, None]).sum(0)
+        curved = np.maximum(above, np.minimum(edge / 2, apart))
+        # Where the density curves upwards, a step as long as if it curved as much downwards.
+        damped = np.maximum(np.where(e < -edge, -e, above), edge / 2)
+        return cls(V, curved, damped, int((e <= edge).sum()))
 
 
 def root_with_prior(V: np.ndarray, curved: np.ndarray, P: np.ndarray) -> np.ndarray:

@@ -12,14 +12,15 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.basics.errors import CoupledRowsError, GuideError, ModelError, SavedStateError
-from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.data.silo_data import SiloData, SilosInput
 from numpyro_fed.dp_newton.algorithm import NEAR, PrivateNewton
 from numpyro_fed.dp_newton.units import SUMS, PrivateUnits, Releases
 from numpyro_fed.guides.objectives import ELBO, default_quadrature
 from numpyro_fed.guides.quadrature import default_nodes, quadrature_misfit
-from numpyro_fed.guides.structured import Structured, build_resolved, resolve
+from numpyro_fed.guides.structured import GuideConfig, Structured, build_resolved, resolve
 from numpyro_fed.methods.base import RunOptions
 from numpyro_fed.methods.rows import Method
+from numpyro_fed.methods.start import Begun
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.run import Built, Fit
 from numpyro_fed.privacy.budget import Privacy, Spent, noisy
@@ -45,7 +46,9 @@ from numpyro_fed.text.split import Layout
 
 # Numbers of a row's latents that quadrature takes, and globals of which a matrix is sent.
 GLOBALS_UP_TO = 300
-WHOLE = 2**31 - 1  # rounds, of a run of all that are left
+ALL_ROUNDS = 2**31 - 1  # rounds, of a run of all that are left
+
+GUIDE = Structured(globals="full")
 
 NOT_PROTECTED = (
     "this would ask silos for numbers without noise, which the privacy of the fit does not cover. "
@@ -150,6 +153,16 @@ class PrivateResult(Result):
 
 
 @dataclass(frozen=True)
+class NewtonSettings:
+    """The settings of a private run, as its plan has them."""
+
+    guide: GuideConfig
+    privacy: str
+    multipliers: tuple[float, ...]  # of the noise of all releases
+    units: int
+
+
+@dataclass(frozen=True)
 class DPNewton(Method[PrivateResult, None]):
     r"""Newton's method under differential privacy: a posterior from some noisy sums.
 
@@ -191,7 +204,11 @@ class DPNewton(Method[PrivateResult, None]):
     privacy: Privacy = field(kw_only=True)
 
     def run(
-        self, key: Any, num_rounds: int | None = None, silos: Any = None, **options: Any
+        self,
+        key: Array,
+        num_rounds: int | None = None,
+        silos: SilosInput | Federation = (),
+        **options: Any,
     ) -> PrivateResult:
         """Fit the model; see :meth:`SFVI.run`.
 
@@ -203,7 +220,7 @@ class DPNewton(Method[PrivateResult, None]):
         check_trusted(self.privacy, silos)
         if options.get("stop") is not None:
             raise ModelError(f"stop={options['stop']!r}: a private search ends by itself.")
-        return super().run(key, WHOLE if num_rounds is None else num_rounds, silos, **options)
+        return super().run(key, ALL_ROUNDS if num_rounds is None else num_rounds, silos, **options)
 
     def _check_rounds(self, fit: Fit, state: State, num_rounds: int) -> None:
         schedule, found = self._schedule(fit.model, fit.plan), float(state.server.multiplier)
@@ -214,22 +231,17 @@ class DPNewton(Method[PrivateResult, None]):
             )
         planned = len(schedule.phases)
         left = planned - max(int(state.server.phase), 0)
-        if WHOLE > num_rounds > left:
+        if ALL_ROUNDS > num_rounds > left:
             raise ModelError(
                 f"the budget is planned for {planned} rounds, of which {left} are left: "
                 f"{num_rounds} more would spend more than epsilon={self.privacy.epsilon:g}."
             )
 
     def _run_rounds(
-        self,
-        fit: Fit,
-        hosted: Silos,
-        key: Array,
-        state: State,
-        start: object,
-        options: RunOptions[PrivateResult],
+        self, begun: Begun, hosted: Silos, key: Array, options: RunOptions[PrivateResult]
     ) -> PrivateResult:
         """Make phases; what drives the rounds of a compiled program drives these, one at a time."""
+        fit = begun.fit
         newton = fit.cached("newton", lambda: self._newton(fit.model, fit.plan))
         transport, number = fit.runtime.transport(hosted.batches), fit.plan.num_silos
 
@@ -257,7 +269,7 @@ class DPNewton(Method[PrivateResult, None]):
             return state, Log(loss), RunStatus(good.all(), good)
 
         fit = replace(fit, runtime=fit.runtime._replace(advance=advance, chunk=1))
-        result = super()._run_rounds(fit, hosted, key, state, start, options)
+        result = super()._run_rounds(replace(begun, fit=fit), hosted, key, options)
         # A search that has ended has no other end than that of its rounds.
         return replace(result, ended="rounds") if result.ended == "converged" else result
 
@@ -351,24 +363,20 @@ class DPNewton(Method[PrivateResult, None]):
                 ) from error
         return ()
 
-    def settings_for(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
+    def settings_for(self, fm: FederatedModel, plan: Plan) -> NewtonSettings:
         units = self._num_units(fm, plan)
         self.privacy.check_units(units)
-        guide = Structured(globals="full")
-        largest, total = dict(plan.largest), dict(plan.total)
-        return {
-            "method": "DPNewton",
-            "guide": resolve(guide, fm, largest, total, at_mode=True),
-            "privacy": repr(self.privacy),
-            "multipliers": [s for _, s in self._schedule(fm, plan).releases()],
-            "units": units,
-        }
+        return NewtonSettings(
+            guide=resolve(GUIDE, fm, dict(plan.largest), dict(plan.total), at_mode=True),
+            privacy=repr(self.privacy),
+            multipliers=tuple(s for _, s in self._schedule(fm, plan).releases()),
+            units=units,
+        )
 
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: None) -> Built:
-        full, chosen = Structured(globals="full"), plan.chosen["guide"]
         return Built(
             model=fm,
-            guide=build_resolved(full, chosen, fm),
+            guide=build_resolved(GUIDE, self.settings_for(fm, plan).guide, fm),
             objective=default_quadrature(fm) or ELBO(),
             algorithm=self._newton(fm, plan).algorithm,
             protected=NOT_PROTECTED,

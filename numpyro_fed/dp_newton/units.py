@@ -35,16 +35,23 @@ LOWEST, HIGHEST = -100, 100
 # Counts below so many sds of their noise are taken as zero. A run looks at some ten thousand bins,
 # and one that noise alone lifts above, far from all others, would be taken for a length: with 4.0
 # that came to pass in every sixth run.
-COUNTS = 5.5
+MIN_SDS_OF_COUNT = 5.5
 WITHIN_BIN = 0.625  # the mean length of a bin's units as a share of its end
 UNCLIPPED = 0.98  # the share of units that are never clipped
 # The share of the units below which bins are not seen: above it clips are a guess. The number of
 # units is known up to a half.
-COARSE = 0.08
+MAX_SHARE_HIDDEN = 0.08
 # A unit's Hessian has d^2 numbers. For more globals the product of its gradient with itself stands
 # in its place, whose length is known, which is the same on average at the truth.
 HESSIANS_UP_TO = 20
 Noisy = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+class UnitDerivatives(NamedTuple):
+    """Gradients (units, d) of units' log likelihoods, and negative Hessians for few globals."""
+
+    gradients: np.ndarray
+    hessians: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,20 +102,20 @@ class PrivateUnits:
 
         return of_stack(at_silo, little=False)
 
-    def derivatives(self, z: np.ndarray, L: np.ndarray, data: SiloData) -> tuple[np.ndarray, ...]:
-        """Return units' gradients (silos, units, d) in the frame, and Hessians for few globals."""
+    def derivatives(self, z: np.ndarray, L: np.ndarray, data: SiloData) -> UnitDerivatives:
+        """Return those of units (silos, units, ...) at ``z``, in the frame ``L``."""
         found = jax.block_until_ready(self._program((), (z, L), (), data))
-        return tuple(np.asarray(a, float) for a in found)
+        return UnitDerivatives(*(np.asarray(a, float) for a in found))
 
-    def added(self, counts: np.ndarray, change: float, multiplier: float) -> np.ndarray:
+    def noisy_counts(self, counts: np.ndarray, change: float, multiplier: float) -> np.ndarray:
         """Return counts with this silo's noise, which a unit changes by at most ``change``."""
         return self.noise(counts, self._sd(change, multiplier))
 
-    def sum_of(self, units: np.ndarray, clip: float, multiplier: float) -> np.ndarray:
+    def noisy_sum(self, units: np.ndarray, clip: float, multiplier: float) -> np.ndarray:
         """Return the sum of units (n, m), none of which is longer than ``clip``, with noise."""
         return self.noise(clipped(units, abs(clip)).sum(0), self._sd(clip, multiplier))
 
-    def sum_of_products(
+    def noisy_sum_of_products(
         self, g: np.ndarray, clip: float, clip_product: float, multiplier: float
     ) -> np.ndarray:
         """Return the sum of clipped products of clipped units (n, d) as a vector, with noise."""
@@ -139,12 +146,12 @@ def quantile(counts: np.ndarray, sd: float, q: float) -> float:
 
     Where so few units as lie above it cannot be told from noise it is twice as large.
     """
-    clear = np.where(counts > COUNTS * sd, counts, 0.0)
+    clear = np.where(counts > MIN_SDS_OF_COUNT * sd, counts, 0.0)
     if not clear.any():
         return 0.0
     share = np.cumsum(clear) / clear.sum()
     found = 2.0 ** (int(np.argmax(share >= q)) + LOWEST)
-    return 2 * found if COUNTS * sd > (1 - q) * clear.sum() else found
+    return 2 * found if MIN_SDS_OF_COUNT * sd > (1 - q) * clear.sum() else found
 
 
 def best_clip(counts: np.ndarray, sd: float, noise: float, dim: int) -> float:
@@ -155,7 +162,7 @@ def best_clip(counts: np.ndarray, sd: float, noise: float, dim: int) -> float:
     squares of both is least, among lengths that at most a fiftieth of the units exceeds: a sum of
     which more is cut off has less curvature than its units.
     """
-    clear = np.where(counts > COUNTS * sd, counts, 0.0)
+    clear = np.where(counts > MIN_SDS_OF_COUNT * sd, counts, 0.0)
     if not clear.any():
         return 0.0
     top = int(np.flatnonzero(clear).max())
@@ -200,12 +207,12 @@ def as_symmetric(vector: np.ndarray, d: int) -> np.ndarray:
 
 UNITS, SIZES, SUMS = "private units", "private sizes", "private sums"
 # Shares of the budget: of the first units, of the search, and of the phases after it.
-UNITS_SHARE, SEARCH, LATER = 0.05, 0.2, (0.2, 0.55)
+UNITS_SHARE, SEARCH_SHARE, AFTER_SEARCH_SHARES = 0.05, 0.2, (0.2, 0.55)
 # The first steps go far and need little precision, but lengths must be told from the noise of their
 # histogram. A log scale that begins far too low rises by a half in a step at most, so that a
 # regression of outcomes near 100, whose sd is 12, takes some sixteen steps (eight phases) from 1.
-MOST_SEARCH = 12  # phases
-CLEAR = 0.1  # share of the units from which a bin of a histogram must be told from noise
+MAX_SEARCH_PHASES = 12  # phases
+MIN_SHARE_SEEN = 0.1  # share of the units from which a bin of a histogram must be told from noise
 # For many globals noise hides most directions from a small share, and frames by it are poor: fewer
 # phases of more steps, and no search.
 PHASES_OF_MANY = 0.1, 0.25, 0.6
@@ -243,9 +250,9 @@ class Releases:
             # The share from which a histogram shows a bin with a few of the units.
             whole = privacy.multiplier() * privacy.changes * privacy.noise_share(num_silos)
             sd = whole * math.sqrt(2 * num_silos / kinds[0])
-            least = (COUNTS * sd / (CLEAR * num_units)) ** 2
-            search = min(max(int(SEARCH / least), 1), MOST_SEARCH)
-            shares = (*(SEARCH / search,) * search, *LATER)
+            least = (MIN_SDS_OF_COUNT * sd / (MIN_SHARE_SEEN * num_units)) ** 2
+            search = min(max(int(SEARCH_SHARE / least), 1), MAX_SEARCH_PHASES)
+            shares = (*(SEARCH_SHARE / search,) * search, *AFTER_SEARCH_SHARES)
         # A phase's gradients and curvatures are as many as its steps.
         each = [kinds[0], kinds[1] / steps, kinds[2] / steps]
         units, *rest = privacy.multipliers((UNITS_SHARE, *(s * k for s in shares for k in each)))

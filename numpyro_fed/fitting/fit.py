@@ -1,4 +1,4 @@
-"""``nf.fit``: one call from a model and silos to a posterior, with a verdict in words."""
+"""``nf.fit``, from a model and silos to a posterior with its verdict; and ``nf.find_mode``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 from jax import Array
 
@@ -18,6 +17,7 @@ from numpyro_fed.basics.errors import (
     DataError,
     Interrupted,
     ModelError,
+    ModelWarning,
     SilosError,
     one_of,
     positive_int,
@@ -26,7 +26,8 @@ from numpyro_fed.basics.precision import precision as precision_as
 from numpyro_fed.data.silo_data import read_all
 from numpyro_fed.data.tables import SiloInput
 from numpyro_fed.dp_newton.method import DPNewton
-from numpyro_fed.fitting.steps import FitSteps
+from numpyro_fed.fitting.problem import FitProblem
+from numpyro_fed.fitting.steps import Account, FitSteps
 from numpyro_fed.posterior.posterior import Posterior, Stage
 from numpyro_fed.posterior.verdict import TOLERANCE, check_accuracy
 from numpyro_fed.privacy.budget import Privacy
@@ -35,18 +36,14 @@ from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.messages import SEARCH
 from numpyro_fed.rounds.noise import typed_key
 from numpyro_fed.rounds.progress import StageBar, in_sight
-from numpyro_fed.rounds.stack import on_device
+from numpyro_fed.rounds.stack import Batches, Runtime, on_device
+from numpyro_fed.search.curvature_check import CurvatureCheck
 from numpyro_fed.search.expand import effects_of, flat_size
-from numpyro_fed.search.find_mode import (
-    MANY_EFFECTS,
-    SEARCHED_UP_TO,
-    coordinate_names,
-    coupling_reason,
-    search_for,
-)
-from numpyro_fed.search.mode import Mode
-from numpyro_fed.search.newton import ModeSearch
-from numpyro_fed.search.newton_wide import WideSearch
+from numpyro_fed.search.lbfgs import LBFGSSearch
+from numpyro_fed.search.mode import Mode, mode_of_search
+from numpyro_fed.search.mode_search import ModeSearch
+from numpyro_fed.search.newton import MANY_EFFECTS, SEARCHED_UP_TO, NewtonSearch
+from numpyro_fed.search.run_search import coupling_reason, not_found_error, run_search
 from numpyro_fed.sfvi.method import SFVI
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.split import lay_out
@@ -194,12 +191,13 @@ class FitCall:
             return replace(self, silos=self.silos.of(others))
         return replace(self, silos=[self.silos[i] for i in others])
 
-    def run(self, key: Array, near: np.ndarray | None = None) -> Posterior:
-        """Return the fit; its searches begin ``near`` some places, if they are given."""
+    def run(self, key: Array, places: np.ndarray | None = None) -> Posterior:
+        """Return the fit; its searches begin near some places (k, dim), if they are given."""
         silent = in_sight("fit", shown=False)  # the bar of the stages is the only one
         with precision_as(double=self.double), _LOCK, StageBar(self.progress_bar) as bar, silent:
-            asked = self.model, self.silos, self.accuracy, self.max_exchanges
-            fitting = FitSteps(typed_key(key), *asked, bar, near)
+            problem = FitProblem.of(self.model, self.silos)
+            account = Account(self.max_exchanges, bar)
+            fitting = FitSteps(typed_key(key), problem, self.accuracy, account, places)
             try:
                 return replace(fitting.run(), call=self)
             except SilosError as error:
@@ -225,7 +223,6 @@ def find_mode(
     starts: int = 1,
     max_exchanges: int = 200,
     progress_bar: bool = True,
-    privacy: Privacy | None = None,
 ) -> Mode:
     r"""Find the mode of the globals' posterior density, each silo's own latents integrated out.
 
@@ -247,10 +244,6 @@ def find_mode(
     max_exchanges : int
         Exchanges, at most.
     progress_bar : bool
-    privacy : Privacy, optional
-        A budget of differential privacy: the mode is then that of a run of
-        :class:`numpyro_fed.DPNewton`, from sums with noise. The mode's ``covariance`` counts the
-        noise, ``.privacy`` says what was spent, and there is no evidence.
 
     Returns
     -------
@@ -277,31 +270,7 @@ def find_mode(
     """
     positive_int("starts", starts)
     positive_int("max_exchanges", max_exchanges)
-    if privacy is not None:
-        if starts != 1 or max_exchanges != 200:
-            raise ValueError(
-                "starts= and max_exchanges= under privacy=: the budget decides how many exchanges "
-                "there are, of one search. Leave them out."
-            )
-        private = DPNewton(model, privacy=privacy).run(key, silos=silos, progress_bar=progress_bar)
-        fm, server = private._fit.model, private.state.server
-        inverse = np.linalg.inv(np.asarray(server.root, float))
-        if not private.settled:
-            warnings.warn(private.judgement, category=ConvergenceWarning, stacklevel=2)
-        return Mode(
-            sites=jax.tree.map(np.asarray, fm.constrain_global({}, jax.device_put(server.loc))),
-            theta={},
-            z_G=np.asarray(server.loc),
-            curvature=inverse.T @ inverse,
-            log_evidence=None,
-            num_exchanges=private.num_exchanges,
-            converged=private.settled,
-            values=np.zeros(0),
-            names=coordinate_names(fm),
-            flat=(),
-            privacy=private.privacy,
-        )
-    search = partial(search_for, max_exchanges=max_exchanges, progress_bar=progress_bar)
+    search = partial(_search, max_exchanges=max_exchanges, progress_bar=progress_bar)
     if isinstance(silos, Federation):
         # Silos know the search as the beginning of a method's run.
         fit, hosted = SFVI(model, starts=starts)._compiled_for(silos, "simulation")
@@ -317,10 +286,48 @@ def find_mode(
     _check(fm)
     if (coupled := coupling_reason(layout.checks, buckets)) is not None:
         raise ModelError(f"{coupled}. Put what rows share outside of the silo_plate.")
-    by: ModeSearch | WideSearch = ModeSearch(fm, len(found), starts, None, effects_of(fm), None)
-    if flat_size(fm) > SEARCHED_UP_TO:
-        by = WideSearch(fm, len(found), starts, None, np.zeros(0, int), None)
-    return search(key, fm, by, simulation(by.algorithm), batches)
+    kind = LBFGSSearch if flat_size(fm) > SEARCHED_UP_TO else NewtonSearch
+    steps: ModeSearch[Any, Any] = kind(fm, len(found), starts, None, None)
+    return search(key, fm, steps, simulation(steps.algorithm), batches)
+
+
+def _search(
+    key: Array,
+    fm: FederatedModel,
+    search: ModeSearch[Any, Any],
+    runtime: Runtime,
+    batches: Batches,
+    *,
+    max_exchanges: int,
+    progress_bar: bool,
+) -> Mode:
+    """Return the mode that a search finds, once its curvature has been checked."""
+    found, ask = run_search(key, search, runtime, batches, max_exchanges, progress_bar)
+    if not found.known.any():
+        raise not_found_error(fm, batches, ask.number, len(found.known), ask.unusable)
+    profile = None
+    if isinstance(search, NewtonSearch):
+        profile = CurvatureCheck(fm, search.num_starts).ask(ask, found)
+    mode = mode_of_search(fm, found, profile, ask.number)
+    if mode.flat:
+        warnings.warn(
+            f"the log density does not fall along {' and '.join(mode.flat)} (unconstrained, each "
+            "in units of its own curvature): data and prior leave it open there, as where two "
+            "classes can be told apart without error, or single precision does. Give it a proper "
+            "prior, leave out a column that others add up to, or "
+            "run in double precision (jax.config.update('jax_enable_x64', True)).",
+            category=ModelWarning,
+            stacklevel=3,
+        )
+    elif not mode.converged:
+        warnings.warn(
+            f"the search had not come to a mode in {mode.num_exchanges} exchanges: run in double "
+            "precision (jax.config.update('jax_enable_x64', True)), in which smaller gains can be "
+            "told from rounding; try several starts; or allow more by max_exchanges.",
+            category=ConvergenceWarning,
+            stacklevel=3,
+        )
+    return mode
 
 
 def _check(fm: FederatedModel) -> None:

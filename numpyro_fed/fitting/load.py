@@ -20,11 +20,11 @@ from numpyro_fed.basics.precision import in_precision_of_object, precision
 from numpyro_fed.data.silo_data import read_all
 from numpyro_fed.dp_newton.method import DPNewton
 from numpyro_fed.fitting.fit import MAX_EXCHANGES, FitCall
-from numpyro_fed.methods.base import rebuilt
+from numpyro_fed.methods.recipe import rebuilt
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.posterior.corrected import Corrected
 from numpyro_fed.posterior.particles import Particles
-from numpyro_fed.posterior.posterior import Stage
+from numpyro_fed.posterior.posterior import Posterior, Stage
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.saving import DRAWS, WEIGHTS, read
 from numpyro_fed.posterior.verdict import TOLERANCE
@@ -212,51 +212,72 @@ def load(
         missing = "model" if model is None else "silos"
         raise TypeError(f"give model and silos, or neither of them: {missing}= is missing.")
     # In the precision of the fit: its state would not fit a program of another one.
-    double = is_double(arrays)
-    with precision(double=double):
-        read_silos, methods = read_all(silos, model), dict[str, Method[Any, Any]]()
+    with precision(double=is_double(arrays)):
+        return _whole_fit(path, arrays, saved, model, silos)
 
-        def run_of(part: str) -> Result:
-            """Return a run of the file; those with equal settings share a method."""
-            described = saved["others"][part] if part else saved
-            recipe, name = described.get("recipe") or {}, described["settings"]["method"]
-            why = ""
-            if recipe.get("method") not in METHODS:
-                why = "that nf.load reads without model and silos only"
-            elif recipe["lost"]:
-                settings = " and ".join(f"{setting}=" for setting in recipe["lost"])
-                why = f"with {settings} of its own, which no file can hold"
-            if why:
-                raise SavedStateError(
-                    f"{npz(path)} holds a fit by {name} {why}: build the method as it was and use "
-                    f"{name}(model, ...).load(path, ...)."
-                )
-            key = json.dumps(recipe, sort_keys=True)
-            if key not in methods:
-                methods[key] = rebuilt(METHODS[recipe["method"]], model, recipe["settings"])
-            return methods[key].load_part(path, read_silos, recipe["runtime"], part)
 
-        run, words = run_of(""), saved.get("words", {})
-        corrected = None
-        if "inner_draws" in words:
-            kind = Particles if "reached" in words else Corrected
-            corrected = kind.from_file(run, arrays, words)
-        if "stages" not in words:
-            return run if corrected is None else corrected
-        others = {part: run_of(part) for part in saved["others"]}
-        accuracy = words.get("accuracy", TOLERANCE)
-        call = FitCall(model, silos, accuracy, MAX_EXCHANGES, double, False)
-        # Names are "missed/<number>/<field>", as Posterior.save writes them.
-        numbers = sorted({int(name.split("/")[1]) for name in arrays if name.startswith("missed/")})
-        peaks: list[Any] = [[arrays[f"missed/{i}/{k}"] for k in LocalMode._fields] for i in numbers]
-        missed = tuple(LocalMode(z_G, shape, float(evidence)) for z_G, shape, evidence in peaks)
-        steps = dict(words["fields"], stages=stages_of(words), missed=missed, call=call)
-        steps["_sent"] = steps.pop("num_exchanges")
-        checked = None if corrected is None else replace(corrected, **steps)
-        if checked is not None and words["is_best"]:
-            return checked
-        why_not = "the fit could not be checked"
-        return replace(others.get("best", run), _checked=checked or why_not, **steps)
+def _whole_fit(
+    path: str | Path,
+    arrays: Mapping[str, np.ndarray],
+    saved: Mapping[str, Any],
+    model: Callable[..., Any],
+    silos: Sequence[Mapping[str, Any]],
+) -> Posterior:
+    """Return the saved object itself: a run, its correction, or what ``nf.fit`` led to."""
+    read_silos, methods = read_all(silos, model), dict[str, Method[Any, Any]]()
+
+    def run_of(part: str) -> Result:
+        """Return a run of the file; those with equal settings share a method."""
+        described = saved["others"][part] if part else saved
+        key = json.dumps(described.get("recipe"), sort_keys=True)
+        if key not in methods:
+            methods[key] = _method_of(path, described, model)
+        return methods[key].load_part(path, read_silos, described["recipe"]["runtime"], part)
+
+    run, words = run_of(""), saved.get("words", {})
+    corrected: Corrected | None = None
+    if "inner_draws" in words:
+        kind = Particles if "reached" in words else Corrected
+        corrected = kind.from_file(run, arrays, words)
+    if "stages" not in words:
+        return run if corrected is None else corrected
+    others = {part: run_of(part) for part in saved["others"]}
+    accuracy = words.get("accuracy", TOLERANCE)
+    # Names are "missed/<number>/<field>", as Posterior.save writes them.
+    numbers = sorted({int(name.split("/")[1]) for name in arrays if name.startswith("missed/")})
+    peaks: list[Any] = [[arrays[f"missed/{i}/{k}"] for k in LocalMode._fields] for i in numbers]
+    fields = dict(words["fields"])
+    steps = {
+        "_sent": fields.pop("num_exchanges"),
+        "stages": stages_of(words),
+        "missed": tuple(LocalMode(z_G, shape, float(evidence)) for z_G, shape, evidence in peaks),
+        "call": FitCall(model, silos, accuracy, MAX_EXCHANGES, is_double(arrays), False),
+        **fields,
+    }
+    checked = None if corrected is None else replace(corrected, **steps)
+    if checked is not None and words["is_best"]:
+        return checked
+    why_not = "the fit could not be checked"
+    return replace(others.get("best", run), _checked=checked or why_not, **steps)
+
+
+def _method_of(
+    path: str | Path, described: Mapping[str, Any], model: Callable[..., Any]
+) -> Method[Any, Any]:
+    """Return the method of a run in a file, if the file holds all of its settings."""
+    recipe, name = described.get("recipe") or {}, described["settings"]["method"]
+    why = ""
+    if recipe.get("method") not in METHODS:
+        why = "that nf.load reads without model and silos only"
+    elif recipe["lost"]:
+        settings = " and ".join(f"{setting}=" for setting in recipe["lost"])
+        why = f"with {settings} of its own, which no file can hold"
+    if why:
+        raise SavedStateError(
+            f"{npz(path)} holds a fit by {name} {why}: build the method as it was and use "
+            f"{name}(model, ...).load(path, ...)."
+        )
+    return rebuilt(METHODS[recipe["method"]], model, recipe["settings"])
 
 
 def stages_of(words: Mapping[str, Any]) -> tuple[Stage, ...]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -34,10 +34,8 @@ from numpyro_fed.basics.errors import (
     NonFiniteError,
     RefusedError,
 )
-from numpyro_fed.data.silo_data import ReadSilos, SiloData, read_all
-from numpyro_fed.data.tables import SiloInput
-from numpyro_fed.guides.objectives import ELBO, LocallyEnhanced, default_quadrature
-from numpyro_fed.methods.base import method_model
+from numpyro_fed.fitting.problem import FitProblem
+from numpyro_fed.guides.objectives import default_quadrature
 from numpyro_fed.posterior.corrected import Corrected
 from numpyro_fed.posterior.particles import Particles
 from numpyro_fed.posterior.posterior import Posterior, Stage
@@ -45,16 +43,11 @@ from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.tempering import MIN_EFFECTIVE, Tempered
 from numpyro_fed.posterior.weighing import AT_ONCE, InnerDraws, correct_from, importance_correct
 from numpyro_fed.pvi.method import PVI
-from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.progress import StageBar
 from numpyro_fed.rounds.stack import State
-from numpyro_fed.search.find_mode import SEARCHED_UP_TO
 from numpyro_fed.search.influence import table_of
 from numpyro_fed.search.mode import LocalMode, Mode
 from numpyro_fed.sfvi.method import SFVI
-from numpyro_fed.text.facts import Facts, agree, size_class
-from numpyro_fed.text.fingerprint import fingerprint
-from numpyro_fed.text.split import layout_of, split
 from numpyro_fed.weigh.mixture import around_modes, matched
 from numpyro_fed.weigh.proposals import FULL_UP_TO, Mixture
 
@@ -96,86 +89,39 @@ TRIES_WITHOUT_JUDGE = 3
 ENOUGH_COUNT = 0.6
 # The name of the stage whose draws judge a correction that was chosen.
 JUDGED = "judged by new draws"
-# Draws of each row's latents in the bound, and of latents of outer plates. Twenty bring the six
-# cities to 0.053 sd of NUTS. Draws at an outer plate multiply those of the rows below, and did not
-# pay on three levels (docs/results/importance.md).
-ROW_DRAWS, OUTER_DRAWS = 20, 5
-# Numbers in all data up to which programs are compiled with few optimisations: steps over them take
-# less time than optimising would. A regression with 270 rows took 38 s instead of 73, the six
-# cities, which are above, would take 92 instead of 75 (docs/results/compilation.md).
-SMALL_DATA = 20_000
 # Effective draws for each global, from which on their covariance is a proposal. With one a
 # covariance is singular.
 MIN_DRAWS_PER_GLOBAL = 3
 # Times as many draws where tails decide: each time they look farther out.
 TAIL_FACTOR = 2
-# Searches for the mode, side by side: the first from zero, the others from the prior. More find
-# more modes and take longer, in proportion.
-NUM_STARTS = 4
-# Methods whose compiled programs are kept for the next call, each for a model and its draws. More
-# keep more programs in memory.
-MAX_CACHED_METHODS = 8
-
-_method_cache: dict[Any, PVI | SFVI] = {}
 
 
 class FitSteps:
-    """One call of ``fit``: its steps, and their results so far.
+    """The steps of one fit, with their results so far.
 
-    Its searches begin ``near`` the modes of a fit of nearly the same silos, if there is one.
+    Its searches begin near ``places`` (k, dim), the modes of a fit of nearly the same silos, if
+    there is one.
     """
 
     def __init__(
         self,
         key: Array,
-        model: Callable[..., Any],
-        silos: Sequence[SiloInput] | Federation,
+        problem: FitProblem,
         accuracy: float,
-        max_exchanges: int,
-        bar: StageBar,
-        near: np.ndarray | None = None,
+        account: Account,
+        places: np.ndarray | None = None,
     ):
-        self.silos: ReadSilos | Federation
-        shown: Sequence[SiloData]
-        if isinstance(silos, Federation):
-            _, texts = silos.describe(method_model(model, silos.names))
-            plan = agree([Facts.from_json(text) for text in texts])
-            self.silos, shown = silos, [plan.template()]
-            fm, sizes = split(model, shown), [dict(plan.total)]
-            rows = max(sizes[0].values(), default=1)
-            # The numbers in all arrays, and the rows of plates with latents of their own.
-            self.num_values = rows * sum(math.prod(a.shape) for a in plan.facts.arguments)
-        else:
-            self.silos = shown = read = read_all(silos, model)
-            fm = layout_of(model, read).model
-            # Each silo's number of rows is rounded up to a power of two: a silo elsewhere tells no
-            # more of it, and a fit must be the same in both cases.
-            sizes = [{p: size_class(n) for p, n in fm.sizes(silo).items()} for silo in shown]
-            self.num_values = sum(a.size for s in shown for a in s.arrays.values())
-        plates = [p.name for p in fm.plates if p.dim and not p.outer]
-        self.num_rows = max((sum(s[p] for s in sizes) for p in plates), default=0)
-        self.text = fingerprint(fm, shown)
-        self.key, self.fm, self.model, self.near = key, fm, model, near
-        self.accuracy, self.exchanges_left, self.bar = accuracy, max_exchanges, bar
-        self.coupled = self.has_more_inner = False
-        quadrature = default_quadrature(fm)
-        # The number of draws of each row's latents in a correction.
-        self.num_inner = int(
-            min(max(self.num_rows / ROWS_PER_DRAW, INNER_RANGE[0]), INNER_RANGE[1])
-        )
-        self.inner_draws: InnerDraws = quadrature or self.num_inner
-        # The number of data of all silos, times the draws of each row's latents.
-        data_size = self.num_values * (ROW_DRAWS if any(p.dim for p in fm.plates) else 1)
-        self.runtime = "quick" if data_size <= SMALL_DATA else "simulation"
-        self.stages, self.warned, self.known_warnings = list[Stage](), list[str](), set[str]()
-        self.spent = self.sent_by_particles = self.num_keys = 0
-        self.stage_name = ""
+        self.key, self.problem, self.fm, self.places = key, problem, problem.fm, places
+        self.accuracy, self.account = accuracy, account
+        least, most = INNER_RANGE
+        self.num_inner = int(min(max(problem.num_rows / ROWS_PER_DRAW, least), most))
+        self.inner_draws: InnerDraws = default_quadrature(self.fm) or self.num_inner
+        self.has_more_inner = self.coupled = False
+        self.num_keys = self.sent_by_particles = 0
 
     def run(self) -> Posterior:
         """Return the result of all steps; they go on while more may help and exchanges are left."""
-        # PVI suits a model with globals, few enough for a full covariance, and without parameters.
-        suits = 0 < self.fm.dim <= SEARCHED_UP_TO and not self.fm.named("param")
-        result = self.find_mode() if suits else None
+        result = self.find_mode() if self.problem.suits_pvi else None
         best: Corrected | None = None
         # Without a mode the run would begin at zero, where there is nothing to weigh draws around.
         if result is not None and result.start is not None:
@@ -195,80 +141,63 @@ class FitSteps:
         if result is None:
             result = self.run_rounds(SFVI, MAX_SFVI_ROUNDS)  # it suits every model
             best = self.settle(self.correct(result))
-        elif self.may_go_on(best) and self.exchanges_left > MIN_FOR_SFVI:
+        elif self.may_go_on(best) and self.account.left > MIN_FOR_SFVI:
             sfvi = self.run_rounds(SFVI, MAX_SFVI_ROUNDS, NonFiniteError, RefusedError)
             if sfvi is not None:
                 corrected = self.settle(self.correct(sfvi))
                 best = self.most_trusted(best, corrected)
                 result = sfvi if corrected is not None and best is corrected else result
-        best = self.judged_anew(best)
+        best, mode = self.judged_anew(best), self.account.mode
         missed = tuple[LocalMode, ...]()
-        if best is not None and self.start is not None:
-            missed = self.start.missed(best.z_G, best.weights)
+        if best is not None and mode is not None:
+            missed = mode.missed(best.z_G, best.weights)
         # Which silo contradicts the others at the mode, if that was seen there.
         contradiction = ""
-        if self.start is not None and self.start.factors is not None:
-            rows = [max(size.values()) for size in self.results()[0].sizes]
-            words = table_of(self.start.factors, any(p.dim for p in self.fm.plates), rows).words
+        if mode is not None and mode.factors is not None:
+            rows = [max(size.values()) for size in self.account.results[0].sizes]
+            words = table_of(mode.factors, any(p.dim for p in self.fm.plates), rows).words
             contradiction = words and f"{words} disagreement() says more."
-        return self.posterior(result, best, missed=missed, contradiction=contradiction)
+        return self.posterior(result, best, missed, contradiction)
 
-    def posterior(self, fit: Result, best: Corrected | None, **more: Any) -> Posterior:
+    def posterior(
+        self,
+        fit: Result,
+        best: Corrected | None,
+        missed: tuple[LocalMode, ...] = (),
+        contradiction: str = "",
+        *,
+        interrupted: bool = False,
+    ) -> Posterior:
         """Return the correction, if its weights are reliable, else the fit, with all steps."""
-        steps = dict(stages=tuple(self.stages), _sent=self.spent, **more)
+        steps: dict[str, Any] = dict(
+            stages=tuple(self.account.stages),
+            _sent=self.account.spent,
+            missed=missed,
+            contradiction=contradiction,
+            interrupted=interrupted,
+        )
         checked = None if best is None else replace(best, **steps)
         if checked is not None and checked.reliable:
             return checked
         return replace(fit, _checked=checked or "the fit could not be checked", **steps)
 
-    def reached_so_far(self, partial: Any) -> Posterior | None:
+    def reached_so_far(self, partial: Result | Corrected | None) -> Posterior | None:
         """Return what was reached when a stage ended by an error with this result, if anything."""
         if isinstance(partial, Particles):
-            self.spend(partial.num_exchanges - self.sent_by_particles)
+            self.account.spend(partial.num_exchanges - self.sent_by_particles)
         if partial is not None:
-            self.record(self.stage_name, "interrupted", partial)
-        if not self.results():
+            self.account.record(self.account.current, "interrupted", partial)
+        if not self.account.results:
             return None
-        corrections = (s.result for s in self.stages if isinstance(s.result, Corrected))
-        best = self.most_trusted(*corrections)
-        return self.posterior(self.results()[-1], best, interrupted=True)
-
-    def method(self, kind: type[PVI] | type[SFVI]) -> Any:
-        """Return a method, with the locally enhanced bound if silos have latents.
-
-        It is that of an earlier call with all that was compiled for it, if there is one.
-        """
-        plates = [p for p in self.fm.plates if p.dim and not self.coupled]
-        below = any(not p.outer for p in plates)
-        outer = OUTER_DRAWS if below else ROW_DRAWS
-        draws = tuple((p.name, outer if p.outer else ROW_DRAWS) for p in plates)
-        model: Any = self.model
-        try:
-            hash(model)
-        except TypeError:
-            # An id is safe: the method that is kept keeps the model alive.
-            model = id(model)
-        # A variable that the model reads from outside may have changed: the text's fingerprint.
-        key = (kind, model, self.text, draws)
-        method = _method_cache.pop(key, None)
-        if method is None:
-            while len(_method_cache) >= MAX_CACHED_METHODS:
-                _method_cache.pop(next(iter(_method_cache)))
-            objective = LocallyEnhanced(draws=dict(draws)) if draws else ELBO()
-            method = kind(self.model, objective=objective, starts=NUM_STARTS)
-        _method_cache[key] = method  # put back at the end: the least recently used is dropped first
-        silos = self.silos
-        if isinstance(method, PVI) and isinstance(silos, Federation) and silos.secure_sum:
-            # One silo after the other there would be no sum.
-            return replace(method, schedule="synchronous")
-        return method
+        best = self.most_trusted(*self.account.corrections)
+        return self.posterior(self.account.results[-1], best, interrupted=True)
 
     def run_method(
         self,
         kind: type[PVI] | type[SFVI],
         name: str,
         rounds: int,
-        begin: State | np.ndarray | None,
+        init_state: State | np.ndarray | None,
         caught: tuple[type[Exception], ...],
     ) -> Any:
         """Return the result of a run that begins at a state, or near a place.
@@ -277,16 +206,27 @@ class FitSteps:
         bound if rows read latents of other rows. A silo may refuse further rounds, by its policy:
         then the run ends with those before.
         """
-        rounds = min(rounds, max(self.exchanges_left, 0 if not rounds else 1))
-        settings = {"stop": "converged", "progress_bar": self.bar, "runtime": self.runtime}
-        settings["init_state"], key = begin, self.new_key()
+        rounds = min(rounds, max(self.account.left, 0 if not rounds else 1))
+        key = self.new_key()
+
+        def run() -> Result:
+            return self.problem.method(kind, coupled=self.coupled).run(
+                key,
+                rounds,
+                self.problem.silos,
+                init_state=init_state,
+                stop="converged",
+                progress_bar=self.account.bar,
+                runtime=self.problem.runtime,
+            )
+
         try:
-            with self.stage(name):
+            with self.account.stage(name):
                 try:
-                    result = self.method(kind).run(key, rounds, self.silos, **settings)
+                    result = run()
                 except CoupledRowsError:
                     self.coupled, self.inner_draws = True, 1
-                    result = self.method(kind).run(key, rounds, self.silos, **settings)
+                    result = run()
                 except RefusedError as error:
                     if error.result is None or not len(error.result.losses):
                         raise
@@ -294,12 +234,13 @@ class FitSteps:
         except caught as error:
             # Each silo had sent so many messages.
             if isinstance(error, NonFiniteError):
-                found = error.result
-                in_search = not isinstance(found, Result)
-                self.spend(error.round if in_search else len(found.losses) + 1 + _opening(found))
-            self.record(name, f"not possible ({error})", None)
+                found, sent = error.result, error.round
+                if isinstance(found, Result):  # not in the search for the mode
+                    sent = len(found.losses) + 1 + _opening(found)
+                self.account.spend(sent)
+            self.account.record(name, f"not possible ({error})", None)
             return None
-        self.spend(len(result.losses) + _opening(result))
+        self.account.spend(len(result.losses) + _opening(result))
         return result
 
     def new_key(self) -> Array:
@@ -313,23 +254,23 @@ class FitSteps:
         None does if the precision cannot hold the posterior, or where nothing but some mean or sd
         is unknown, which rests on a heavy tail.
         """
-        if best is None or self.exchanges_left <= 0:
-            return self.exchanges_left > 0
+        if best is None or self.account.left <= 0:
+            return self.account.left > 0
         quantiles = best.reliable and best.quantiles_known
         return best.precise and not (best.trusted or quantiles)
 
     def find_mode(self) -> Result | None:
         """Return the normal approximation at the mode, where SFVI begins; None if it fails."""
-        result = self.run_method(SFVI, "mode", 0, self.near, (GuideError, NonFiniteError))
+        result = self.run_method(SFVI, "mode", 0, self.places, (GuideError, NonFiniteError))
         if result is not None and result.start is not None:
             words = [f"found in {_opening(result)} exchanges", *result.start.repeats]
-            self.record("mode", ", ".join(words), result)
+            self.account.record("mode", ", ".join(words), result)
         return result
 
     def run_rounds(
         self,
         kind: type[PVI] | type[SFVI],
-        most: int,
+        max_rounds: int,
         *caught: type[Exception],
         before: Result | None = None,
     ) -> Any:
@@ -337,17 +278,17 @@ class FitSteps:
 
         The first ones begin at the mode, if there is one.
         """
-        at_mode = next((r for r in self.results() if r.start is not None), None)
-        begin = self.near if before is None else before.state
+        at_mode = next((r for r in self.account.results if r.start is not None), None)
+        init_state = self.places if before is None else before.state
         if before is None and at_mode is not None:
-            begin = at_mode.state if kind is SFVI else at_mode.start.z_G[None]
+            init_state = at_mode.state if kind is SFVI else at_mode.start.z_G[None]
         name = kind.__name__
-        result = self.run_method(kind, name, most, begin, caught)
+        result = self.run_method(kind, name, max_rounds, init_state, caught)
         if result is not None:
             refused = " until a silo refused" if result.ended == "failure" else ""
             rest = ", come to rest" if result.settled else ", not come to rest"
             words = f"{len(result.losses)} rounds{refused}{rest if kind is PVI else ''}"
-            self.record(name, words, result)
+            self.account.record(name, words, result)
         return result
 
     def correct(
@@ -358,39 +299,38 @@ class FitSteps:
         own: Mixture | None = None,
         before: Corrected | None = None,
         wider: float = WIDER,
-        *,
-        judge: bool = False,
     ) -> Corrected | None:
         """Return the importance correction of a result; None if it fails.
 
         Most draws come from the mixture ``own``, by default around the fit and other modes. Those
-        of the correction ``before`` are added to them, or it is those before that new ones from the
-        same mixtures ``judge``.
+        of the correction ``before`` are added to them. With it alone, new draws from its mixtures
+        judge it.
         """
         earlier = 0 if before is None else before.num_exchanges
         try:
-            with self.stage(name):
-                own = self.around(result) if own is None and not judge else own
+            with self.account.stage(name):
+                if own is None and before is None:
+                    own = self.around(result)
                 args = self.new_key(), result, draws, self.inner_draws
-                accuracy, start = self.accuracy, self.start
-                if own is None and not judge:
+                accuracy, mode = self.accuracy, self.account.mode
+                if own is None and before is None:
                     correction = importance_correct(*args, accuracy=accuracy)
                 else:
-                    copy = None if start is None else start.copy
+                    copy = None if mode is None else mode.copy
                     correction = correct_from(
                         *args, own, wider=wider, accuracy=accuracy, before=before, copy=copy
                     )
         except (ValueError, NonFiniteError) as error:
             sent = isinstance(error, NonFiniteError)  # the others are found before anything is sent
-            self.spend(math.ceil(draws / AT_ONCE) if sent else 0)
-            self.record(name, f"not possible ({error})", None)
+            self.account.spend(math.ceil(draws / AT_ONCE) if sent else 0)
+            self.account.record(name, f"not possible ({error})", None)
             return None
-        self.spend(correction.num_exchanges - earlier)
+        self.account.spend(correction.num_exchanges - earlier)
         share = f"{correction.ess:,.0f} of {len(correction.weights):,} draws count"
         if correction.integration.gave_way:
             share += f", rows' latents by {correction.integration}"
         short = "" if correction.trusted else f", not enough: {correction.doubt}"
-        self.record(name, f"k-hat {correction.pareto_k:.2f}, {share}{short}", correction)
+        self.account.record(name, f"k-hat {correction.pareto_k:.2f}, {share}{short}", correction)
         return correction
 
     def around(self, result: Result) -> Mixture | None:
@@ -398,9 +338,9 @@ class FitSteps:
         if not 0 < self.fm.dim <= FULL_UP_TO:
             return None
         z = result.many_draws_of_globals().astype(np.float64)
-        start = self.start
-        others = () if start is None or start.log_evidence is None else start.others
-        first = None if start is None or not others else start.log_evidence
+        mode = self.account.mode
+        others = () if mode is None or mode.log_evidence is None else mode.others
+        first = None if mode is None or not others else mode.log_evidence
         evidence = [first or 0.0, *(p.log_evidence for p in others)]
         modes = [(p.z_G, p.curvature) for p in others]
         return around_modes(z, modes, np.asarray(evidence)) if np.isfinite(z).all() else None
@@ -427,7 +367,7 @@ class FitSteps:
     def more_inner_draws(self, best: Corrected) -> Corrected:
         """Return the better of a correction and one with more draws of each row's latents."""
         by_draws = best.integration.by_draws and not (self.coupled or self.has_more_inner)
-        if best.reliable or not by_draws or self.exchanges_left <= 0:
+        if best.reliable or not by_draws or self.account.left <= 0:
             return best
         self.has_more_inner, self.inner_draws = True, 4 * self.num_inner
         own = best.pool and best.pool.mixtures[0]
@@ -441,7 +381,7 @@ class FitSteps:
         """
         for _ in range(MAX_MATCHES):
             lacks_only_draws = best.reliable and best.moments_known and best.share > ENOUGH_COUNT
-            if best.trusted or self.exchanges_left <= 0 or lacks_only_draws:
+            if best.trusted or self.account.left <= 0 or lacks_only_draws:
                 break
             too_few = best.pool is None or best.ess <= MIN_DRAWS_PER_GLOBAL * self.fm.dim
             own = None if too_few else matched(np.asarray(best.z_G), best.weights)
@@ -457,7 +397,7 @@ class FitSteps:
     def look_farther(self, best: Corrected) -> Corrected:
         """Return the better of a correction without a mixture and one with more draws."""
         unsure_of_tails = best.pool is None and not best.reliable and best.many_count
-        if not unsure_of_tails or self.exchanges_left <= 0:
+        if not unsure_of_tails or self.account.left <= 0:
             return best
         new = self.correct(best.result, "more draws", TAIL_FACTOR * AT_ONCE)
         return self.most_trusted(best, new) or best
@@ -472,7 +412,7 @@ class FitSteps:
         factor = 1.3 * (best.monte_carlo_error / best.max_error) ** 2
         needed = len(best.weights) * (factor if best.moments_known else max(factor, TAIL_FACTOR))
         added = needed - (len(best.weights) if best.pool is not None else 0)
-        draws = min(MAX_DRAWS, math.ceil(added / AT_ONCE) * AT_ONCE, self.exchanges_left * AT_ONCE)
+        draws = min(MAX_DRAWS, math.ceil(added / AT_ONCE) * AT_ONCE, self.account.left * AT_ONCE)
         if draws <= 0:
             return best
         before = best if best.pool is not None else None
@@ -483,7 +423,7 @@ class FitSteps:
 
     def temper(self, before: Corrected | None) -> Particles | None:
         """Return particles moved to the posterior, if what was reached before is not enough."""
-        left = self.exchanges_left - 2 * MIN_FOR_SFVI
+        left = self.account.left - 2 * MIN_FOR_SFVI
         if before is None or not self.may_go_on(before) or left < MIN_FOR_PARTICLES:
             return None
         # Particles from a mixture that is far from the posterior agree on what they found, and may
@@ -500,63 +440,56 @@ class FitSteps:
         name = "particles"
         many = self.fm.dim > FEW_GLOBALS and start == "prior"
         tempered = Tempered(num_particles=MANY_PARTICLES if many else FEW_PARTICLES, start=start)
-        work = max(self.num_values, 1) * before.integration.work_of_row(self.fm)
+        work = max(self.problem.num_values, 1) * before.integration.work_of_row(self.fm)
         affordable = int(MAX_WORK / (work * tempered.num_particles))
         found: Particles | None = None
         self.sent_by_particles = 0
         for _ in range(1 + MORE_PARTICLES):
-            left = min(affordable, self.exchanges_left - 2 * MIN_FOR_SFVI)
+            left = min(affordable, self.account.left - 2 * MIN_FOR_SFVI)
             if left < MIN_FOR_PARTICLES:
                 if found is None:
-                    self.record(name, "not tried, since they would take silos too long", None)
+                    self.account.record(
+                        name, "not tried, since they would take silos too long", None
+                    )
                 break
             try:
-                with self.stage(name):
+                with self.account.stage(name):
                     found = tempered.run(
                         self.new_key(),
                         min(MAX_PARTICLE_EXCHANGES, left),
                         found or before,
-                        progress_bar=self.bar,
-                        quick=self.runtime == "quick",
+                        progress_bar=self.account.bar,
+                        quick=self.problem.runtime == "quick",
                     )
             except (ModelError, NonFiniteError, ValueError) as error:
-                self.spend(error.round + 1 if isinstance(error, NonFiniteError) else 0)
-                self.record(name, f"not possible ({error})", None)
+                self.account.spend(error.round + 1 if isinstance(error, NonFiniteError) else 0)
+                self.account.record(name, f"not possible ({error})", None)
                 break
-            self.spend(found.num_exchanges - self.sent_by_particles)
+            self.account.spend(found.num_exchanges - self.sent_by_particles)
             self.sent_by_particles = found.num_exchanges
             if not found.nearly:
                 break
         if found is not None:
             doubt = "" if found.trusted else f", not enough: {found.doubt}"
-            self.record(name, f"{found.figures}{doubt}", found)
+            self.account.record(name, f"{found.figures}{doubt}", found)
         return found
 
     def judged_anew(self, best: Corrected | None) -> Corrected | None:
         """Return the best of several corrections, judged by draws that did not choose it."""
-        judged = any(stage.name == JUDGED and stage.result is best for stage in self.stages)
+        judged = any(stage.name == JUDGED and stage.result is best for stage in self.account.stages)
         # Nothing chose particles, or what judged before.
         if isinstance(best, Particles) or judged:
             return best
         # The best of several k-hats is too good by selection: on one model it was 0.43, and 0.72 on
         # new draws (docs/results/raw_data.md).
-        tried = sum(isinstance(stage.result, Corrected) for stage in self.stages)
+        tried = len(self.account.corrections)
         # Draws that were added to all before them choose less.
         few = TRIES_WITHOUT_JUDGE if best is not None and best.pool is not None else 2
-        if best is None or not best.trusted or tried <= few or self.exchanges_left <= 0:
+        if best is None or not best.trusted or tried <= few or self.account.left <= 0:
             return best
         if best.pool is None:
             return self.correct(best.result, JUDGED, len(best.weights)) or best
-        return self.correct(best.result, JUDGED, before=best, judge=True) or best
-
-    @property
-    def start(self) -> Mode | None:
-        """Return the mode that the first search has found, if it found one."""
-        return next((r.start for r in self.results() if r.start is not None), None)
-
-    def results(self) -> list[Result]:
-        """Return the fits of all stages so far."""
-        return [stage.result for stage in self.stages if isinstance(stage.result, Result)]
+        return self.correct(best.result, JUDGED, before=best) or best
 
     def most_trusted(self, *corrections: Corrected | None) -> Corrected | None:
         """Return the correction that is the most trustworthy, if there is one."""
@@ -566,10 +499,19 @@ class FitSteps:
             default=None,
         )
 
+
+class Account:
+    """The stages of a fit so far, which its bar shows, and how many exchanges each silo sent."""
+
+    def __init__(self, max_exchanges: int, bar: StageBar):
+        self.left, self.spent, self.bar = max_exchanges, 0, bar
+        self.stages, self.current = list[Stage](), ""
+        self._warned, self._known_warnings = list[str](), set[str]()
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Enter a stage: show its name, and collect its warnings for the verdict, each once."""
-        self.stage_name = name
+        self.current = name
         self.bar.stage(name)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -579,20 +521,36 @@ class FitSteps:
             # Deprecations and the like are not about the fit: they are passed on.
             if not issubclass(w.category, FederatedWarning):
                 warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
-            elif text not in self.known_warnings:
-                self.known_warnings.add(text)
-                self.warned.append(text)
+            elif text not in self._known_warnings:
+                self._known_warnings.add(text)
+                self._warned.append(text)
 
     def record(self, name: str, words: str, result: Result | Corrected | None) -> None:
         """Add a stage with its outcome in words and its warnings."""
-        self.stages.append(Stage(name, " ".join([words, *map("({})".format, self.warned)]), result))
-        self.warned = []
+        told = " ".join([words, *map("({})".format, self._warned)])
+        self.stages.append(Stage(name, told, result))
+        self._warned = []
 
     def spend(self, exchanges: int) -> None:
         """Subtract exchanges from those that are left, and show how many there were."""
-        self.exchanges_left -= exchanges
+        self.left -= exchanges
         self.spent += exchanges
         self.bar.account(self.spent)
+
+    @property
+    def results(self) -> list[Result]:
+        """Return the fits of all stages so far."""
+        return [stage.result for stage in self.stages if isinstance(stage.result, Result)]
+
+    @property
+    def corrections(self) -> list[Corrected]:
+        """Return the corrections of all stages so far."""
+        return [stage.result for stage in self.stages if isinstance(stage.result, Corrected)]
+
+    @property
+    def mode(self) -> Mode | None:
+        """Return the mode that the first search has found, if it found one."""
+        return next((r.start for r in self.results if r.start is not None), None)
 
 
 def _opening(result: Result) -> int:

@@ -1,34 +1,28 @@
-"""The base class of all methods: it runs rounds and loads fits; and methods as JSON and back."""
+"""The base class of all methods, whose silos hold rows or columns: it runs rounds, and loads."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from jax import Array
 
-from numpyro_fed import guides, local
 from numpyro_fed.basics.errors import (
     CallbackError,
-    DataError,
     Interrupted,
     ModelError,
     NonFiniteError,
-    SavedStateError,
     one_of,
     positive_int,
 )
-from numpyro_fed.guides import objectives
-from numpyro_fed.numerics import divergences, losses
+from numpyro_fed.methods.start import Begun
 from numpyro_fed.posterior.at_silo import AtSilo
-from numpyro_fed.posterior.run import FederatedRun, Fit, MethodSpec
+from numpyro_fed.posterior.run import Built, FederatedRun, Fit
 from numpyro_fed.posterior.saving import load_state
-from numpyro_fed.privacy import budget
-from numpyro_fed.rounds import schedules
 from numpyro_fed.rounds.compiled_loop import simulation
 from numpyro_fed.rounds.exchange import FederatedAlgorithm
 from numpyro_fed.rounds.federation import Federation
@@ -36,34 +30,15 @@ from numpyro_fed.rounds.messages import BEGIN, SEARCH
 from numpyro_fed.rounds.plain_loop import host
 from numpyro_fed.rounds.progress import Progress
 from numpyro_fed.rounds.remote import Channel, Weights, remote
-from numpyro_fed.rounds.stack import Runtime, Schedule, ServerData, Silos, State
+from numpyro_fed.rounds.stack import Runtime, Schedule, Silos
 from numpyro_fed.rounds.supervise import RunOutcome, drive
 from numpyro_fed.text.facts import Plan
-from numpyro_fed.text.fingerprint import source_hash
 
-QUICK = partial(simulation, quick=True)
 RUNTIMES: dict[str, Callable[..., Runtime]] = {
     "simulation": simulation,
-    "quick": QUICK,
+    "quick": partial(simulation, quick=True),
     "host": host,
 }
-# A search for the mode has some 15 rounds, which
-# take less time than optimising their program would.
-SEARCHES: dict[str, Callable[..., Runtime]] = {**RUNTIMES, "simulation": QUICK}
-
-
-def in_process(
-    name: str,
-    algorithm: FederatedAlgorithm[Any, Any],
-    schedule: Schedule | None = None,
-    *,
-    begin: str = BEGIN,
-) -> Runtime:
-    """Return a runtime of this process by its name, for what runs ``begin`` with."""
-    return (SEARCHES if begin == SEARCH else RUNTIMES)[name](algorithm, schedule)
-
-
-Made = TypeVar("Made")
 Outcome = TypeVar("Outcome", bound=FederatedRun)
 
 
@@ -75,7 +50,6 @@ class RunOptions(Generic[Outcome]):
     """
 
     num_rounds: int
-    server_data: ServerData
     progress_bar: bool | Progress
     stop: str | None
     callback: Callable[[Outcome], object] | None = None
@@ -90,7 +64,7 @@ class RunOptions(Generic[Outcome]):
 
 @dataclass(frozen=True)
 class FederatedMethod(ABC, Generic[Outcome]):
-    """A federated method, whose silos may hold rows or columns."""
+    """A federated method, with its settings in a frozen dataclass."""
 
     model: Callable[..., Any]
 
@@ -108,7 +82,7 @@ class FederatedMethod(ABC, Generic[Outcome]):
         With ``quiet`` there are no warnings, as for a callback in the middle of a run.
         """
 
-    def posterior_at(self, plan: Any, built: Any, settings: Mapping[str, Any]) -> AtSilo:
+    def posterior_at(self, plan: Plan, built: Built, settings: Mapping[str, Any]) -> AtSilo:
         """Return the posterior at a silo; raise an error for parties that hold columns."""
         raise ModelError(
             "a client that holds columns draws its latents with all others: "
@@ -128,16 +102,10 @@ class FederatedMethod(ABC, Generic[Outcome]):
         return self.result_of(RunOutcome(state, losses, None, None), fit, hosted), description
 
     def _run_rounds(
-        self,
-        fit: Fit,
-        hosted: Silos,
-        key: Array,
-        state: State,
-        start: object,
-        options: RunOptions[Outcome],
+        self, begun: Begun, hosted: Silos, key: Array, options: RunOptions[Outcome]
     ) -> Outcome:
         """Run rounds and return their result, or raise an error that carries it."""
-        callback = options.callback
+        fit, start, callback = begun.fit, begun.start, options.callback
 
         def call(run: RunOutcome) -> bool:
             shown = self.result_of(run, fit, hosted, quiet=True)
@@ -156,11 +124,11 @@ class FederatedMethod(ABC, Generic[Outcome]):
         run = drive(
             fit.runtime,
             key,
-            state,
+            begun.state,
             hosted.batches,
             options.num_rounds,
             options.progress_bar,
-            options.server_data,
+            fit.server_data,
             stop=options.stop is not None,
             callback=None if callback is None else call,
             every=options.every,
@@ -194,19 +162,33 @@ class FederatedMethod(ABC, Generic[Outcome]):
         )
 
 
-def reached(
+def in_process(
+    name: str,
+    algorithm: FederatedAlgorithm[Any, Any],
+    schedule: Schedule | None = None,
+    *,
+    begin: str = BEGIN,
+) -> Runtime:
+    """Return the runtime of this process by its name; ``begin`` says for which part of a run."""
+    # A search for the mode has some 15 rounds, which take less time than optimising their program.
+    if begin == SEARCH and name == "simulation":
+        name = "quick"
+    return RUNTIMES[name](algorithm, schedule)
+
+
+def over_federation(
     federation: Federation,
     name: str,
     plan: Plan,
-    make: Callable[[Callable[..., Runtime]], Made],
+    make: Callable[[Callable[..., Runtime]], Fit],
     weights: Sequence[Weights] | None = None,
-) -> tuple[Made, Silos]:
-    """Return the fit of a plan that silos know by a name, made at its first use.
+) -> tuple[Fit, Silos]:
+    """Return the fit of a plan at silos elsewhere, who know it by a name; made at its first use.
 
     ``make`` is given the function that makes runtimes, ``weights`` how many rows silos have.
     """
 
-    def made() -> tuple[Made, Silos]:
+    def made() -> tuple[Fit, Silos]:
         channel = Channel(federation, plan.num_silos, weights, name)
         fit = make(partial(remote, template=plan.template, channel=channel))
         # Once all is built: where that is refused, silos have built nothing.
@@ -214,105 +196,3 @@ def reached(
         return fit, Silos((), (), channel.batches)
 
     return federation.cached(("fit", name, plan.to_json()), made)
-
-
-# The classes of settings that are objects. A file may name one of these; nothing else in a file is
-# ever called, so that a file from a stranger runs no code.
-PARTS = {
-    f"{module.__name__.rpartition('.')[2]}.{kind.__name__}": kind
-    for module in (divergences, guides, local, losses, objectives, schedules, budget)
-    for kind in vars(module).values()
-    if isinstance(kind, type)
-    and is_dataclass(kind)
-    and kind.__module__.startswith(module.__name__)
-    and not kind.__name__.startswith("_")
-}
-NAMES = {kind: name for name, kind in PARTS.items()}
-PLAIN = bool, int, float, str, type(None)
-
-
-class LostError(TypeError):
-    """The error for a setting that JSON cannot hold."""
-
-
-def recipe(method: FederatedMethod[Any], runtime: str) -> MethodSpec:
-    """Return the record from which a method can be rebuilt, given its model."""
-    settings, lost = {}, []
-    for f in fields(method):
-        value = getattr(method, f.name)
-        is_default = type(value) is type(f.default) and bool(value == f.default)
-        if not f.init or f.name == "model" or is_default:
-            continue
-        try:
-            settings[f.name] = encoded(value)
-        except LostError:
-            lost.append(f.name)
-    source = source_hash(method.model)
-    return MethodSpec(type(method).__name__, settings, tuple(lost), runtime, source)
-
-
-def rebuilt(
-    kind: Callable[..., Any], model: Callable[..., Any], settings: Mapping[str, Any]
-) -> Any:
-    """Return the method of a recipe's settings."""
-    return kind(model, **{name: decoded(value) for name, value in settings.items()})
-
-
-def name_of(thing: object, names: Mapping[str, Any]) -> str:
-    """Return the name by which silos know an object; empty if they know none."""
-    return next((name for name, known in names.items() if known is thing), "")
-
-
-def for_silos(method: FederatedMethod[Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the description of a method from which silos build the same."""
-    model = method_model(method.model, names)
-    if name := name_of(method, names):
-        return {**model, "named": name}
-    spec = recipe(method, "")
-    if spec.lost:
-        raise DataError(
-            f"{spec.method}'s {spec.lost[0]}= cannot be sent to silos in other processes. Give the "
-            "method a name that silos know: a variable of the study's file beside the model, or "
-            "Federation(names={...}) and Silo(names={...})."
-        )
-    return {**model, "method": spec.method, "settings": spec.settings}
-
-
-def method_model(model: Callable[..., Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the description of a model: the name that silos know, and a hash of its source."""
-    name = name_of(model, names) or getattr(model, "__name__", "")
-    return {"model": name, "source": source_hash(model)}
-
-
-def encoded(value: object) -> Any:
-    """Return a setting as JSON."""
-    if type(value) in PLAIN:
-        return value
-    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-        return {"of": "dict", "items": {name: encoded(v) for name, v in value.items()}}
-    # Exact types: a subclass, such as a NamedTuple, would come back as another type.
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return {"of": type(value).__name__, "items": [encoded(v) for v in value]}
-    if is_dataclass(value) and not isinstance(value, type) and type(value) in NAMES:
-        parts = {f.name: encoded(getattr(value, f.name)) for f in fields(value) if f.init}
-        return {"of": NAMES[type(value)], "items": parts}
-    raise LostError(f"{type(value).__name__} cannot be written down.")
-
-
-def decoded(stored: object) -> Any:
-    """Return a setting from the JSON of :func:`encoded`."""
-    if not isinstance(stored, dict):
-        return stored
-    kind, items = stored["of"], stored["items"]
-    if kind in ("list", "tuple"):
-        return (list if kind == "list" else tuple)(map(decoded, items))
-    parts = {name: decoded(value) for name, value in items.items()}
-    if kind == "dict":
-        return parts
-    try:
-        return PARTS[kind](**parts)
-    except TypeError as error:
-        raise SavedStateError(
-            f"a setting is {kind}({', '.join(parts)}), which this version of numpyro_fed has not: "
-            "use the version that wrote it."
-        ) from error

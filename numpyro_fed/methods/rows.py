@@ -12,10 +12,10 @@ import json
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +33,11 @@ from numpyro_fed.methods.base import (
     RUNTIMES,
     FederatedMethod,
     RunOptions,
-    for_silos,
     in_process,
-    reached,
-    recipe,
+    over_federation,
 )
-from numpyro_fed.methods.start import begin, with_or_without_start
+from numpyro_fed.methods.recipe import for_silos, recipe
+from numpyro_fed.methods.start import begin_run, with_or_without_start
 from numpyro_fed.posterior.at_silo import AtSilo, outer_round, sampler_by
 from numpyro_fed.posterior.communication import COPIES, Cost, cost_of, state_sizes
 from numpyro_fed.posterior.leave_out import leaving_out, loo_exchange
@@ -57,18 +56,10 @@ from numpyro_fed.rounds.exchange import (
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.noise import typed_key
 from numpyro_fed.rounds.progress import Progress
-from numpyro_fed.rounds.stack import (
-    AnyAlgorithm,
-    PlanSize,
-    Runtime,
-    ServerData,
-    Silos,
-    State,
-    on_device,
-)
+from numpyro_fed.rounds.stack import AnyAlgorithm, PlanSize, Runtime, Silos, State, on_device
 from numpyro_fed.search.expand import flat_size
-from numpyro_fed.search.find_mode import coupling_reason
 from numpyro_fed.search.influence import INFLUENCE, Influence
+from numpyro_fed.search.run_search import coupling_reason
 from numpyro_fed.text.facts import Facts, Plan, agree, check_plan, facts_of, with_terms
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
@@ -76,9 +67,23 @@ from numpyro_fed.text.split import Layout, layout_of, split
 from numpyro_fed.weigh.log_likelihoods import LEAVE_OUT, LOO, rows_that_count
 from numpyro_fed.weigh.tempered import TEMPERED
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 Found = TypeVar("Found", bound=Result)
 Prepared = TypeVar("Prepared")
-Used = TypeVar("Used")
+
+
+@dataclass(frozen=True, eq=False)
+class LaidOut(Generic[Prepared]):
+    """A model laid out over silos of some shapes, with what depends on the shapes alone.
+
+    ``plan`` is without the verdicts on values, and without the method's settings.
+    """
+
+    layout: Layout
+    plan: Plan
+    prepared: Prepared
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
     layout of silos.
     """
 
-    _layouts: dict[Hashable, tuple[Layout, Plan, Prepared]] = field(
+    _layouts: dict[Hashable, LaidOut[Prepared]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _split_texts: dict[Hashable, FederatedModel] = field(
@@ -108,12 +113,11 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
         self,
         key: Array,
         num_rounds: int,
-        silos: Sequence[SiloInput] | Federation,
+        silos: SilosInput | Federation,
         *,
         init_state: State | np.ndarray | None = None,
         progress_bar: bool | Progress = True,
         runtime: str = "simulation",
-        server_data: ServerData = None,
         stop: str | None = None,
         callback: Callable[[Found], object] | None = None,
         every: int = 100,
@@ -144,8 +148,6 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
             One compiled program; the same with few of XLA's optimisations, which is compiled in
             less than half of the time and runs slower, for small data; or a plain loop over silos
             for debugging. The numbers are the same up to rounding.
-        server_data : pytree, optional
-            Data of the server, for algorithms that use it; they are never saved.
         stop : {None, "converged"}
             ``"converged"`` ends the run where it has come to rest: for SFVI when neither bound nor
             posterior differ between windows of rounds by more than their noise, for PVI when a
@@ -174,13 +176,11 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
             that were finished.
         """
         key = typed_key(key)
-        options = RunOptions(num_rounds, server_data, progress_bar, stop, callback, every)
+        options = RunOptions(num_rounds, progress_bar, stop, callback, every)
         fit, hosted = self._compiled_for(silos, runtime)
-        args = init_state, self.begins_at, progress_bar
-        fit, state, start = begin(fit, key, hosted, *args)
-        self._check_rounds(fit, state, num_rounds)
-
-        return self._run_rounds(fit, hosted, key, state, start, options)
+        begun = begin_run(fit, key, hosted, init_state, self.begins_at, progress_bar)
+        self._check_rounds(begun.fit, begun.state, num_rounds)
+        return self._run_rounds(begun, hosted, key, options)
 
     def cost(self, silos: Sequence[SiloInput]) -> Cost:
         """Return the cost of a run with these silos, without running it.
@@ -264,8 +264,11 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
         return ()
 
     @abstractmethod
-    def settings_for(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
-        """Return the method's settings with all defaults resolved, as JSON."""
+    def settings_for(self, fm: FederatedModel, plan: Plan) -> DataclassInstance:
+        """Return the method's settings with all defaults resolved, as a dataclass of JSON.
+
+        They become a part of the plan. :meth:`assemble` asks for them, too.
+        """
 
     @abstractmethod
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: Prepared) -> Built:
@@ -411,7 +414,8 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
         """Raise an error for silos that agree with each other, but not with this method."""
 
     def _resolve_plan(self, fm: FederatedModel, plan: Plan) -> Plan:
-        return replace(plan, settings=json.dumps(self.settings_for(fm, plan), sort_keys=True))
+        settings = {"method": type(self).__name__, **asdict(self.settings_for(fm, plan))}
+        return replace(plan, settings=json.dumps(settings, sort_keys=True))
 
     def _compiled_for(self, silos: SilosInput | Federation, runtime: str) -> tuple[Fit, Silos]:
         """Return the compiled fit for these silos, that of an earlier run if there is one."""
@@ -420,26 +424,26 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
             return self._over(silos)
         read = read_all(silos, self.model)
         shapes = (str(jnp.result_type(float)), tuple(signature(s) for s in read))
-        cached_layout = self._layouts.get(shapes)
-        layout = layout_of(self._text(), read) if cached_layout is None else cached_layout[0]
+        laid_out = self._layouts.get(shapes)
+        layout = layout_of(self._text(), read) if laid_out is None else laid_out.layout
         # Refuses data that do not fit, before anything that takes long is compiled.
         buckets = layout.arrange(read)
-        if cached_layout is None:
+        if laid_out is None:
             pairs = zip(read, layout.sizes, strict=True)
             facts = [facts_of(layout.model, *pair) for pair in pairs]
             agreed = agree(facts)
             self._check_facts(facts)
-            self._layouts[shapes] = layout, agreed, self.prepare(layout.model)
-        layout, agreed, prepared = self._layouts[shapes]
+            laid_out = LaidOut(layout, agreed, self.prepare(layout.model))
+            self._layouts[shapes] = laid_out
         # Another verdict on new values makes another plan, and so another fit for the same shapes.
-        verdicts = self.value_checks(layout, prepared, [b.data for b in buckets])
-        plan = replace(agreed, facts=replace(agreed.facts, verdicts=verdicts))
+        verdicts = self.value_checks(layout, laid_out.prepared, [b.data for b in buckets])
+        plan = replace(laid_out.plan, facts=replace(laid_out.plan.facts, verdicts=verdicts))
         # Padding is a part of the key: whether rows may
         # be padded is a verdict on this run's values.
         cache_key = (runtime, shapes, any(b.data.masks for b in buckets), plan)
         if cache_key not in self._fits:
             plan = self._resolve_plan(layout.model, plan)
-            built = self._build_checked(layout.model, plan, prepared)
+            built = self._build_checked(layout.model, plan, laid_out.prepared)
             # The state, a copy of it and a gradient.
             needed, available = COPIES * sum(state_sizes(built.algorithm, buckets)), _memory()
             if needed > available:
@@ -495,7 +499,7 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
             # Facts round a number of rows up to n, a power of two: it is above the half of n.
             rounded = [sizes[plate.name] for plate in told.plates if not plate.outer]
             weights.append((sum(n // 2 + 1 for n in rounded), sum(rounded)))
-        return reached(federation, name, plan, make, weights)
+        return over_federation(federation, name, plan, make, weights)
 
 
 def _memory() -> float:

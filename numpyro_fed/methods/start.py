@@ -1,4 +1,7 @@
-"""Where a run starts: zero, the mode, near places, another result's posterior, or a saved state."""
+"""The start of a run: a saved state, an earlier result, the mode, or zero.
+
+:func:`begin_run` chooses. All of them return one type, :class:`Begun`.
+"""
 
 from __future__ import annotations
 
@@ -32,26 +35,24 @@ from numpyro_fed.rounds.exchange import CarriedSilo, Private, Round, Shared, ask
 from numpyro_fed.rounds.messages import SEARCH
 from numpyro_fed.rounds.progress import Progress
 from numpyro_fed.rounds.stack import Batches, Silos, State, init_schedule
+from numpyro_fed.rounds.step import AskAll
 from numpyro_fed.rounds.supervise import failed_silos
-from numpyro_fed.search.begin import StartPoint
 from numpyro_fed.search.curvature_check import CurvatureCheck
 from numpyro_fed.search.expand import effects_of, flat_size
-from numpyro_fed.search.find_mode import (
-    MANY_EFFECTS,
-    SEARCHED_UP_TO,
+from numpyro_fed.search.lbfgs import LBFGSSearch
+from numpyro_fed.search.mode import Mode, mode_of_search
+from numpyro_fed.search.mode_search import BestPoints
+from numpyro_fed.search.newton import MANY_EFFECTS, SEARCHED_UP_TO, NewtonSearch
+from numpyro_fed.search.run_search import (
     at_silos,
     coupling_reason,
     curvature_usable,
     factors_at_mode,
-    mode_of_search,
     not_found_error,
     reason_or_raise,
-    search_end,
+    run_search,
 )
-from numpyro_fed.search.mode import Mode
-from numpyro_fed.search.newton import ModeSearch
-from numpyro_fed.search.newton_wide import WideSearch
-from numpyro_fed.search.own_modes import OwnModes
+from numpyro_fed.search.start_point import StartPoint
 from numpyro_fed.text.log_density import FederatedModel
 
 # Globals and shared parameters, up to which a mode is searched for by L-BFGS. It trades hundreds of
@@ -70,17 +71,13 @@ DRAWS = 20_000
 Used = TypeVar("Used")
 
 
-class NoStartError(Exception):
-    """The reason why a run cannot start at the mode."""
-
-
 def check_start(start: object) -> None:
     """Raise an error unless ``start`` is ``"mode"``, None or a result."""
     if start not in ("mode", None) and not isinstance(start, Result):
         raise ValueError(f"start={start!r:.200}: expected 'mode', None or a result.")
 
 
-def start_of(start: str | Result | None, fm: FederatedModel, *, wide: bool = False) -> str | None:
+def start_kind(start: str | Result | None, fm: FederatedModel, *, wide: bool = False) -> str | None:
     """Return the kind of a run's start: ``"mode"``, ``"wide"``, ``"result"`` or None.
 
     ``"mode"`` is a search by Newton's method, ``"wide"`` one by L-BFGS for methods that allow it,
@@ -105,41 +102,49 @@ def start_rounds(
     begin: Round,
 ) -> StartRounds:
     """Return the rounds of a start at the mode, with ``begin`` as the last one."""
-    effects, most = effects_of(fm), MAX_PLACES[kind]
+    args = fm, num_silos, starts, init_loc_fn, MAX_PLACES[kind]
     if kind == "wide":
-        wide = WideSearch(fm, num_silos, starts, init_loc_fn, np.zeros(0, int), most)
-        return StartRounds(wide, wide.algorithm, None, begin, effects)
-    search = ModeSearch(fm, num_silos, starts, init_loc_fn, effects, most)
-    check = CurvatureCheck(fm, effects, starts)
-    algorithm = search.algorithm
-    if not len(effects):
-        own_modes = Round((OwnModes(search).exchange,), asked_directly)
-        algorithm = algorithm._replace(opening=(own_modes,))
-    return StartRounds(search, algorithm, check, begin, effects)
+        wide = LBFGSSearch(*args)
+        return StartRounds(wide, wide.algorithm, None, begin)
+    search = NewtonSearch(*args)
+    return StartRounds(search, search.algorithm, CurvatureCheck(fm, starts), begin)
 
 
-def begin(
+class NoStartError(Exception):
+    """The reason why a run cannot start at the mode."""
+
+
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """A run before its first round: the fit that runs, its first state, and where it starts.
+
+    ``start`` is a :class:`Mode`, or what was :class:`Carried` over from a result; None at zero and
+    at a saved state.
+    """
+
+    fit: Fit
+    state: State
+    start: object = None
+
+
+def begin_run(
     fit: Fit,
     key: Array,
     hosted: Silos,
     init_state: State | np.ndarray | None,
     result: Result | None,
     progress_bar: bool | Progress,
-) -> tuple[Fit, State, Mode | Carried | None]:
-    """Return the fit that runs, its first state, and where the run starts.
+) -> Begun:
+    """Return a run that begins at a saved state, at a result, or at the mode.
 
-    It is at ``init_state``, near it where that is places (k, dim), at a ``result``, or where the
-    method begins.
+    ``init_state`` is the saved state, or places (k, dim) at which the search for the mode begins.
     """
-    if init_state is None and result is not None:
-        return fit, *carry_over(fit, key, hosted, result)
     if not (init_state is None or isinstance(init_state, np.ndarray)):
-        fit, state = with_or_without_start(
-            fit, lambda fit: (fit, fit.check_state(init_state, hosted))
-        )
-        return fit, fit.runtime.go_on(state), None
+        return begin_at_state(fit, hosted, init_state)
+    if init_state is None and result is not None:
+        return begin_at_result(fit, key, hosted, result)
     try:
-        return fit, *at_mode(fit, key, hosted, progress_bar, init_state)
+        return begin_at_mode(fit, key, hosted, progress_bar, init_state)
     # No mode is no error: the run starts as with start=None, and says so.
     except NoStartError as error:
         warnings.warn(
@@ -147,8 +152,13 @@ def begin(
             category=StartWarning,
             stacklevel=3,
         )
-        fit = fit.without_start or fit
-        return fit, *at_mode(fit, key, hosted)
+        return begin_at_zero(fit.without_start or fit, key, hosted)
+
+
+def begin_at_state(fit: Fit, hosted: Silos, saved: State) -> Begun:
+    """Return a run that goes on from the state of an earlier one."""
+    fit, state = with_or_without_start(fit, lambda fit: (fit, fit.check_state(saved, hosted)))
+    return Begun(fit, fit.runtime.go_on(state))
 
 
 def with_or_without_start(fit: Fit, use: Callable[[Fit], Used]) -> Used:
@@ -168,63 +178,49 @@ def with_or_without_start(fit: Fit, use: Callable[[Fit], Used]) -> Used:
             raise error from None
 
 
-def at_mode(
+def begin_at_zero(fit: Fit, key: Array, hosted: Silos) -> Begun:
+    """Return a run that begins at its algorithm's own first state."""
+    state = fit.runtime.init(key, hosted.batches)
+    return Begun(fit, _after_opening(fit, key, state, hosted.batches))
+
+
+def begin_at_mode(
     fit: Fit,
     key: Array,
     hosted: Silos,
     progress_bar: bool | Progress = False,
-    near: np.ndarray | None = None,
-) -> tuple[State, Mode | None]:
-    """Return the first state of a run that starts at the mode, and the mode.
+    places: np.ndarray | None = None,
+) -> Begun:
+    """Return a run that begins at the mode, or at zero if the method has no start.
 
-    Half of the searches begin ``near`` places (k, dim), if they are given. A fit without a start
-    begins at its algorithm's own first state.
+    Half of the searches begin at ``places`` (k, dim), if they are given.
     """
     fm, start, batches = fit.model, fit.built.start, hosted.batches
     if start is None:
-        state = fit.runtime.init(key, batches)
-        return after_opening(fit, key, state, batches), None
+        return begin_at_zero(fit, key, hosted)
     if (coupled := coupling_reason(fit.checks, hosted.buckets)) is not None:
         raise NoStartError(coupled)
-    if start.check is None and len(start.effects):
+    if start.check is None and len(effects_of(fm)):
         raise NoStartError(MANY_EFFECTS)
     runtime = fit.cached(SEARCH, lambda: fit.reach(start.algorithm, begin=SEARCH))
     key_search = jax.random.fold_in(key, SEARCHING)
     key_begin = jax.random.fold_in(key_search, 0)
     # Above the places that a search tries, so that it ends by itself.
     most = max(MAX_PLACES.values()) + 2
-    search, ask = search_end(key_search, start.search, runtime, batches, most, progress_bar, near)
+    search, ask = run_search(key_search, start.search, runtime, batches, most, progress_bar, places)
     unusable, exchanges = ask.unusable, ask.number + 1  # the last one begins the run
-    if search.known.any() and not curvature_usable(fm, search):
-        raise NoStartError(
-            "no mode to start from was found at which curvature tells how far the posterior "
-            "reaches, as where a likelihood has a kink (Laplace)"
-        )
     if search.known.any():
-        found = mode_of_search(fm, search, None, exchanges, start.effects)
-        if fm.improper and start.check is not None and found.converged:
-            shape = start.check.ask(ask, search)
-            found = mode_of_search(fm, search, shape, exchanges + 1, start.effects)
-            if found.flat:
-                raise ModelError(
-                    "the posterior is improper: it does not fall along "
-                    f"{' and '.join(found.flat)} (unconstrained, each in units of its own "
-                    f"curvature), where the prior of '{fm.improper[0]}' is flat. Give it a proper "
-                    "prior, or leave out a column that others add up to. Where columns are merely "
-                    "alike, double precision (jax.config.update('jax_enable_x64', True)) tells "
-                    "them apart."
-                )
-        if found.converged and not len(start.effects):
+        found = _checked_mode(fm, start, search, ask, exchanges)
+        if found.converged and not len(effects_of(fm)):
             found = replace(found, factors=factors_at_mode(fm, search, ask.silos, batches))
-        begin_run = fit.quick_round(start.begin, runtime)
-        server, silos, info, good = begin_run(key_begin, search, ask.silos, batches)
+        begin = fit.quick_round(start.begin, runtime)
+        server, silos, info, good = begin(key_begin, search, ask.silos, batches)
         unusable = failed_silos(good, (), ())
         if info.ok:
             carry = init_schedule(fit.built.schedule, key, fit.plan.num_silos)
             zero = jax.device_put(np.zeros((), np.int32))
             state = drop_weak_types(State(zero, server, silos, carry))
-            state = after_opening(fit, key, state, batches)
-            return state, found
+            return Begun(fit, _after_opening(fit, key, state, batches), found)
     if fm.improper:
         raise not_found_error(fm, batches, exchanges, 1, unusable)
     raise NoStartError(
@@ -233,7 +229,37 @@ def at_mode(
     )
 
 
-def after_opening(fit: Fit, key: Array, state: State, batches: Batches) -> State:
+def _checked_mode(
+    fm: FederatedModel,
+    start: StartRounds,
+    search: BestPoints[np.ndarray],
+    ask: AskAll,
+    exchanges: int,
+) -> Mode:
+    """Return the mode of a search, once its curvature and flat priors have been checked."""
+    if not curvature_usable(fm, search):
+        raise NoStartError(
+            "no mode to start from was found at which curvature tells how far the posterior "
+            "reaches, as where a likelihood has a kink (Laplace)"
+        )
+    found = mode_of_search(fm, search, None, exchanges)
+    if not (fm.improper and start.check is not None and found.converged):
+        return found
+    profile = start.check.ask(ask, search)
+    found = mode_of_search(fm, search, profile, exchanges + 1)
+    if found.flat:
+        raise ModelError(
+            "the posterior is improper: it does not fall along "
+            f"{' and '.join(found.flat)} (unconstrained, each in units of its own "
+            f"curvature), where the prior of '{fm.improper[0]}' is flat. Give it a proper "
+            "prior, or leave out a column that others add up to. Where columns are merely "
+            "alike, double precision (jax.config.update('jax_enable_x64', True)) tells "
+            "them apart."
+        )
+    return found
+
+
+def _after_opening(fit: Fit, key: Array, state: State, batches: Batches) -> State:
     """Return the state after the opening rounds of an algorithm."""
     key = jax.random.fold_in(key, OPENING)
     for i, round_ in enumerate(fit.built.algorithm.opening):
@@ -277,8 +303,8 @@ class Carried:
         return f"From a result of {self.method}: {'; '.join(parts)}."
 
 
-def carry_over(fit: Fit, key: Array, hosted: Silos, result: Result) -> tuple[State, Carried]:
-    """Return the first state of a run that begins at a result, and what it took over."""
+def begin_at_result(fit: Fit, key: Array, hosted: Silos, result: Result) -> Begun:
+    """Return a run that begins at the posterior of a result on the same silos."""
     carry = fit.algorithm.carry
     if carry is None:
         raise GuideError("this method cannot begin at another one's result. Use start='mode'.")
@@ -343,7 +369,7 @@ def carry_over(fit: Fit, key: Array, hosted: Silos, result: Result) -> tuple[Sta
         what_is_known,
         tuple(privates[0].guide),
     )
-    return drop_weak_types(state), taken
+    return Begun(fit, drop_weak_types(state), taken)
 
 
 def _globals_as_normal(result: Result) -> tuple[StartPoint, str]:

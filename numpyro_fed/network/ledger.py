@@ -13,7 +13,7 @@ import numpy as np
 from numpyro_fed.basics.errors import DataError, ModelError
 from numpyro_fed.basics.files import Store, log_privately
 from numpyro_fed.network.policy import Policy
-from numpyro_fed.privacy.budget import spent as epsilon_of
+from numpyro_fed.privacy.budget import epsilon_of
 from numpyro_fed.rounds.exchange import IMPORTANCE, OUTER_LATENTS
 from numpyro_fed.rounds.messages import Question
 from numpyro_fed.weigh.log_likelihoods import LEAVE_OUT, LOO

@@ -29,8 +29,9 @@ from numpyro_fed.basics.precision import is_double, precision
 from numpyro_fed.data.scaling import numbers_of
 from numpyro_fed.data.tables import OTHER, level_counts
 from numpyro_fed.fitting.load import METHODS
-from numpyro_fed.methods.base import FederatedMethod, rebuilt
-from numpyro_fed.methods.of_data import COLUMNS, moments_reply, names_reply
+from numpyro_fed.methods.base import FederatedMethod
+from numpyro_fed.methods.columns import COLUMNS, moments_reply, names_reply
+from numpyro_fed.methods.recipe import rebuilt
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.network.ledger import Ledger, evaluations
 from numpyro_fed.network.policy import Policy

@@ -28,7 +28,6 @@ from numpyro_fed.posterior.saving import SavedRun, SavedWords
 from numpyro_fed.rounds.exchange import Exchange, Private, Up
 from numpyro_fed.rounds.progress import shows
 from numpyro_fed.rounds.remote import Mark
-from numpyro_fed.search.begin import FLAT_OFF_MODE, flat_share
 from numpyro_fed.search.influence import (
     INFLUENCE,
     MOST_GLOBALS,
@@ -38,6 +37,7 @@ from numpyro_fed.search.influence import (
     table_of,
 )
 from numpyro_fed.search.mode import Mode
+from numpyro_fed.search.start_point import MIN_CURVATURE_OFF_MODE, min_curvature
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.text.indices import new_data_check
 from numpyro_fed.text.row_checks import refuse_coupled_rows
@@ -396,7 +396,7 @@ class Result(Posterior, FederatedRun):
             return np.asarray(self.draw_globals(jax.random.key(0), MANY)[0])
         # Where the fit stands at its mode nothing has to be compiled for it.
         A = start.curvature[-self._fit.model.dim :, -self._fit.model.dim :]
-        least = flat_share(start.z_G) if start.converged else FLAT_OFF_MODE
+        least = min_curvature(start.z_G) if start.converged else MIN_CURVATURE_OFF_MODE
         root = Curvature.of(A).positive(least).root_of_inverse()
         normal = np.random.default_rng(0).standard_normal((MANY, len(A)))
         return (start.z_G + normal @ root.T).astype(start.z_G.dtype)

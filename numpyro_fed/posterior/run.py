@@ -39,8 +39,7 @@ from numpyro_fed.rounds.stack import Runtime, Schedule, ServerData, Silos, Singl
 from numpyro_fed.rounds.step import AskAll
 from numpyro_fed.search.curvature_check import CurvatureCheck
 from numpyro_fed.search.mode import Mode
-from numpyro_fed.search.newton import ModeSearch
-from numpyro_fed.search.newton_wide import WideSearch
+from numpyro_fed.search.mode_search import ModeSearch
 from numpyro_fed.text.facts import Facts, Plan
 from numpyro_fed.text.fingerprint import fingerprint
 from numpyro_fed.text.log_density import FederatedModel
@@ -73,15 +72,13 @@ class StartRounds(NamedTuple):
     ``search`` is that for the mode (wide where there are too many globals for Hessians), with the
     first states and exchanges of ``algorithm``. ``check`` sees whether the density falls in all
     directions from the mode, where a prior is flat; None with too many globals for it. ``begin``
-    leads from the states of the search to the first ones of the run. The search integrates out the
-    coordinates ``effects`` (c,).
+    leads from the states of the search to the first ones of the run.
     """
 
-    search: ModeSearch | WideSearch
+    search: ModeSearch[Any, Any]
     algorithm: FederatedAlgorithm[Any, Any]
     check: CurvatureCheck | None
     begin: Round
-    effects: np.ndarray
 
     @property
     def checks(self) -> tuple[Round, ...]:

@@ -161,8 +161,8 @@ class Spent(NamedTuple):
         """Return what releases with these names and noise multipliers have spent."""
         names = dict.fromkeys(name for name, _ in releases)
         own = {name: tuple(s for n, s in releases if n == name) for name in names}
-        each = tuple((name, spent(s, budget.delta)) for name, s in own.items())
-        return cls(budget, each, spent(tuple(s for _, s in releases), budget.delta))
+        each = tuple((name, epsilon_of(s, budget.delta)) for name, s in own.items())
+        return cls(budget, each, epsilon_of(tuple(s for _, s in releases), budget.delta))
 
     def __str__(self) -> str:
         b = self.budget
@@ -185,7 +185,7 @@ class Spent(NamedTuple):
 
 
 @cache
-def spent(multipliers: tuple[float, ...], delta: float) -> float:
+def epsilon_of(multipliers: tuple[float, ...], delta: float) -> float:
     """Return the epsilon of Gaussian releases with these noise multipliers, at ``delta``."""
     accounting = optional("dp_accounting", "privacy")
     account = optional("dp_accounting.pld", "privacy").PLDAccountant()

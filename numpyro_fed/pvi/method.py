@@ -26,12 +26,19 @@ from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_guides import FamilyGuide
 from numpyro_fed.guides.objectives import Objective, draws_of, objective_for
 from numpyro_fed.guides.silo_bounds import bound_of
-from numpyro_fed.guides.structured import Structured, amortises, build_resolved, resolve, structured
+from numpyro_fed.guides.structured import (
+    GuideConfig,
+    Structured,
+    amortises,
+    build_resolved,
+    resolve,
+    structured,
+)
 from numpyro_fed.local import ClosedForm, Optax
 from numpyro_fed.local.base import Local
 from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.methods.rows import Method
-from numpyro_fed.methods.start import check_start, start_of, start_rounds
+from numpyro_fed.methods.start import check_start, start_kind, start_rounds
 from numpyro_fed.numerics.divergences import KL
 from numpyro_fed.numerics.expfam import Family
 from numpyro_fed.numerics.losses import log_loss
@@ -44,7 +51,7 @@ from numpyro_fed.pvi.silo import Status
 from numpyro_fed.rounds.schedules import Adaptive, Asynchronous, ByArrival, Spec, named
 from numpyro_fed.rounds.stack import Silos, State
 from numpyro_fed.rounds.supervise import RunOutcome
-from numpyro_fed.search.find_mode import SEARCHED_UP_TO
+from numpyro_fed.search.newton import SEARCHED_UP_TO
 from numpyro_fed.sfvi.method import check_rows_alone, minibatches_of
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.text.handlers import generalised
@@ -53,20 +60,6 @@ from numpyro_fed.text.split import Layout
 
 # The family of the globals, and whether the likelihood of stacks of silos is conjugate to it.
 Conjugate = tuple[Globals, Callable[[Sequence[SiloData]], bool]]
-# Settings that stand in the plan: silos and saved states must agree on them.
-SAVED = (
-    "schedule",
-    "damping",
-    "family",
-    "prior",
-    "start_scale",
-    "evidence_draws",
-    "loss",
-    "divergence",
-    "prior_divergence",
-    "deletion",
-    "prior_share",
-)
 REMEDY = (
     "Double precision (jax.config.update('jax_enable_x64', True)), covariates and outcomes scaled "
     "to about one, or a smaller start_scale usually help; so may damping below 1."
@@ -74,6 +67,30 @@ REMEDY = (
 
 
 Divergence = Callable[[Any, Any, Any], Array]
+
+
+@dataclass(frozen=True)
+class PVISettings:
+    """The settings of a run, as its plan has them: silos and saved states must agree on them."""
+
+    schedule: str
+    damping: float
+    adaptive: bool
+    family: str
+    prior: str
+    start: str | None
+    starts: int
+    start_scale: str
+    evidence_draws: str
+    local: str
+    guide: GuideConfig
+    objective: str
+    loss: str
+    divergence: str
+    prior_divergence: str
+    deletion: str
+    prior_share: str
+    conjugate: bool
 
 
 @dataclass(frozen=True)
@@ -259,7 +276,7 @@ class PVI(Method[PVIResult, Conjugate]):
         # One visit in closed form is exact from anywhere,
         # unless there is no proper prior to begin at.
         needed = self.deletion == "own" and (fm.improper or not self._local(plan).closed_form)
-        return start_of(self.start, fm) if needed else None
+        return start_kind(self.start, fm) if needed else None
 
     def value_checks(
         self, layout: Layout, prepared: Conjugate, stacks: Sequence[SiloData]
@@ -274,7 +291,7 @@ class PVI(Method[PVIResult, Conjugate]):
         exact = plan.facts.verdict("conjugate") and isinstance(self.divergence, KL)
         return self.local or (ClosedForm() if exact else Optax())
 
-    def settings_for(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
+    def settings_for(self, fm: FederatedModel, plan: Plan) -> PVISettings:
         if amortises(self.guide):
             raise GuideError(
                 "guides.Amortised: a silo of PVI settles its own guides on its own, and a network "
@@ -282,18 +299,27 @@ class PVI(Method[PVIResult, Conjugate]):
             )
         spec = named(self.schedule)
         auto, damping = self._damping == "auto", self._damping
-        return {
-            "method": "PVI",
-            **{name: in_words(getattr(self, name)) for name in SAVED},
-            "local": in_words(self._local(plan)),
-            "start": (start := self._start(fm, plan)),
-            "starts": self.starts,
-            "objective": in_words(self._objective(fm, start)),
-            "guide": resolve(self.guide, fm, dict(plan.largest), dict(plan.total)),
-            "conjugate": plan.facts.verdict("conjugate"),
-            "damping": spec.damping(plan.num_silos) if auto else float(damping),
-            "adaptive": auto or isinstance(self.damping, Adaptive),
-        }
+        start = self._start(fm, plan)
+        return PVISettings(
+            schedule=in_words(self.schedule),
+            damping=spec.damping(plan.num_silos) if auto else float(damping),
+            adaptive=auto or isinstance(self.damping, Adaptive),
+            family=in_words(self.family),
+            prior=in_words(self.prior),
+            start=start,
+            starts=self.starts,
+            start_scale=in_words(self.start_scale),
+            evidence_draws=in_words(self.evidence_draws),
+            local=in_words(self._local(plan)),
+            guide=resolve(self.guide, fm, dict(plan.largest), dict(plan.total)),
+            objective=in_words(self._objective(fm, start)),
+            loss=in_words(self.loss),
+            divergence=in_words(self.divergence),
+            prior_divergence=in_words(self.prior_divergence),
+            deletion=in_words(self.deletion),
+            prior_share=in_words(self.prior_share),
+            conjugate=plan.facts.verdict("conjugate"),
+        )
 
     def _objective(self, fm: FederatedModel, start: str | None) -> Objective:
         """Return the objective of a run with this kind of start."""
@@ -303,14 +329,14 @@ class PVI(Method[PVIResult, Conjugate]):
         return objective_for(self.objective, fm, self.guide, start if whole else None)
 
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: Conjugate) -> Built:
-        (chosen, _), resolved = prepared, plan.chosen
-        guide = build_resolved(self.guide, resolved["guide"], fm)
+        (chosen, _), settings = prepared, self.settings_for(fm, plan)
+        guide = build_resolved(self.guide, settings.guide, fm)
         # The factors' family takes the place of the guide's own part for the globals.
         guide = replace(guide, globals=FamilyGuide(fm.dim, chosen.family))
-        objective = self._objective(fm, resolved["start"])
+        objective = self._objective(fm, settings.start)
         draws = draws_of(self.objective, objective, guide)
         local, closed = self._local(plan), plan.facts.verdict("conjugate")
-        if fm.improper and resolved["start"] is None:
+        if fm.improper and settings.start is None:
             raise ModelError(
                 f"the prior of the global site '{fm.improper[0]}' is flat (ImproperUniform, or "
                 "masked), and so improper: without a start at the mode there is no posterior "
@@ -344,8 +370,8 @@ class PVI(Method[PVIResult, Conjugate]):
             num_silos=num_silos,
             steps=1 if schedule is None else schedule.steps,
             participants=num_silos if schedule is None else schedule.size,
-            damping=resolved["damping"],
-            adaptive=resolved["adaptive"],
+            damping=settings.damping,
+            adaptive=settings.adaptive,
             deletion=self.deletion,
             prior_share=1.0 if self.prior_share == "whole" else 1 / num_silos,
             asynchronous=isinstance(spec, Asynchronous | ByArrival),
@@ -358,16 +384,16 @@ class PVI(Method[PVIResult, Conjugate]):
             and self.deletion == "own"
             and isinstance(local, ClosedForm)
             and isinstance(self.prior_divergence, KL),
-            from_mode=resolved["start"] is not None,
+            from_mode=settings.start is not None,
             has_loss=self.loss not in (None, log_loss),
             has_divergence=not all(
                 isinstance(d, KL) for d in (self.divergence, self.prior_divergence)
             ),
         )
         algorithm, start = pvi.algorithm(), None
-        if resolved["start"] == "result":
+        if settings.start == "result":
             algorithm = algorithm._replace(carry=pvi.carry())
-        if resolved["start"] == "mode":
+        if settings.start == "mode":
             init_loc_fn = structured(self.guide).init_loc_fn
             start = start_rounds("mode", fm, num_silos, self.starts, init_loc_fn, pvi.begin())
         return Built(

@@ -42,7 +42,9 @@ from numpyro_fed.rounds.exchange import (
     key_as_noise,
     stacked_reply,
 )
-from numpyro_fed.search.begin import (
+from numpyro_fed.search.expand import SearchState, shape
+from numpyro_fed.search.mode_search import BestPoints
+from numpyro_fed.search.start_point import (
     FROM_MODE,
     StartMessage,
     StartPoint,
@@ -50,9 +52,6 @@ from numpyro_fed.search.begin import (
     local_guides_of_result,
     start_at_mode,
 )
-from numpyro_fed.search.expand import SiloState as ModeSiloState
-from numpyro_fed.search.expand import shape
-from numpyro_fed.search.newton import Search
 from numpyro_fed.text.sites import Theta
 
 KL_DRAWS = 256  # for the KL to a prior outside of the family: more make the loss less noisy
@@ -368,7 +367,7 @@ class PartitionedVI(PVIAtSilo):
         fm, family = self.model, self.family
 
         def silo_factor(
-            noise: Array, down: StartMessage, state: ModeSiloState, data: SiloData
+            noise: Array, down: StartMessage, state: SearchState, data: SiloData
         ) -> tuple[Reply[Natural], SiloState]:
             point, place = down.point, jax.tree.map(lambda a: a[down.start], state.place)
             num_theta = len(place.gradient) - fm.dim
@@ -383,7 +382,7 @@ class PartitionedVI(PVIAtSilo):
             draft = first._replace(params=params, pending=factor, frame=frame)
             return Reply(factor, all_finite(eta)), draft
 
-        def run(state: Search[Array], noise: Array, ask: Ask) -> tuple[ServerState, Info]:
+        def run(state: BestPoints[Array], noise: Array, ask: Ask) -> tuple[ServerState, Info]:
             message = start_at_mode(fm, state)
             point, replies = message.point, ask(FROM_MODE, message)
             first, prior = self.init_server(noise), self.globals.prior(point.theta)

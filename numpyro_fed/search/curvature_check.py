@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -21,20 +21,24 @@ from numpyro_fed.search.expand import (
     FEW_COORDINATES,
     ROUNDING_UNITS,
     SIDE_BY_SIDE,
-    SiloState,
+    SearchState,
     columns_at_once,
+    effects_of,
     flat_size,
     prior_of,
     shape,
     silo_log_likelihood,
 )
-from numpyro_fed.search.newton import Search, best_start
+from numpyro_fed.search.mode_search import BestPoints, best_start
 from numpyro_fed.text.log_density import FederatedModel
 
 # Distances from the mode, in sds by the curvature, at which the density is evaluated when a search
 # has ended. At 1 and 3 it must fall as the parabola says. 30 is for directions whose curvature is
 # no more than rounding, and which may be flat or only very wide.
 CHECK_DISTANCES = (30.0, 3.0, 1.0)
+# Nats by which a density must have fallen three sds from the mode, where a normal density has
+# fallen by 4.5. A heavy tail falls by less than normal; an open direction does not fall at all.
+MIN_FALL = 0.1
 # A density that repeats is the same after one period and two, up to this share of it in units of
 # eps, and differs after a PART of one by TELLS times as much. It is tried ASIDE sds off the mode,
 # where it has a slope. A PART of a half or a third would miss a density that repeats
@@ -52,7 +56,7 @@ class CheckPoints(NamedTuple):
     start: Numbers
 
 
-class Shape(NamedTuple):
+class Profile(NamedTuple):
     """The parabola at the highest point, and the density around it.
 
     ``axes`` (n, 2 n): Directions in columns, in units of each coordinate's curvature: the
@@ -73,6 +77,37 @@ class Shape(NamedTuple):
     densities: np.ndarray
     periods: np.ndarray
 
+    def open_directions(self, value: float, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the directions in which the density does not fall, as combinations of ``names``.
+
+        ``value`` is the log density at the mode.
+        """
+        # A fall within rounding of the density itself is no fall.
+        rounding = ROUNDING_UNITS * np.finfo(self.axes.dtype).eps * abs(value)
+        least = max(MIN_FALL, rounding)
+        drops = value - np.asarray(self.densities)
+        farther, far, near = drops.reshape(len(CHECK_DISTANCES), 2, -1)
+        # Where the density is not finite at three sds, the
+        # fall at one sd decides: of a parabola, a ninth.
+        flat = np.where(
+            np.isnan(far),
+            ~(near >= least * (CHECK_DISTANCES[2] / CHECK_DISTANCES[1]) ** 2),
+            far < least,
+        )
+        # Where the curvature is below what this precision can tell, three of its sds are not far
+        # enough, and a direction that falls at 30 is not open.
+        flat &= ~((farther >= least) & (self.values <= self.threshold))
+        # Along an angle three of its sds may be most of a turn, where the density has risen again.
+        angles = np.isfinite(self.periods)
+        flat &= ~((np.abs(self.axes[angles]).max(0, initial=0.0) > 0.2) & (near >= least / 9))
+        directions = []
+        for k, axis in enumerate(self.axes.T):
+            if flat[:, k].any():
+                signed = -axis if flat[1, k] and not flat[0, k] else axis
+                parts = zip(signed, names, strict=True)
+                directions.append(" ".join(f"{w:+.2f} {name}" for w, name in parts if abs(w) > 0.2))
+        return tuple(directions)
+
 
 def _flat_coordinates(fm: FederatedModel) -> np.ndarray:
     """Return the coordinates whose prior is flat."""
@@ -81,7 +116,9 @@ def _flat_coordinates(fm: FederatedModel) -> np.ndarray:
     return flat_size(fm) - fm.dim + np.concatenate([np.zeros(0, int), *ranges])
 
 
-def shifted_places(search: Search[np.ndarray], flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def shifted_places(
+    search: BestPoints[np.ndarray], flat: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Return shifts (f, s) of ``flat`` coordinates (f,) after which the density may be the same.
 
     They are a turn, in radians, and the distances from the mode to where other starts came to rest.
@@ -119,12 +156,10 @@ class CurvatureCheck:
     regression, each step predicts a small gain, and the search ends as it does at a mode. Where
     priors are flat, the density may repeat: periods are looked for as well.
 
-    ``effects`` (c,) int array: The coordinates that the search has integrated out.
     ``num_starts``: Searches side by side.
     """
 
     model: FederatedModel
-    effects: np.ndarray
     num_starts: int
 
     @cached_property
@@ -135,7 +170,7 @@ class CurvatureCheck:
         size = 4 * n * len(CHECK_DISTANCES) + (1 + 3 * f * (1 + self.num_starts) if f else 0)
         start: Any = jax.ShapeDtypeStruct((), np.int32)
 
-        def values(noise: object, down: CheckPoints, state: SiloState, data: SiloData) -> Array:
+        def values(noise: object, down: CheckPoints, state: SearchState, data: SiloData) -> Array:
             z_L = jax.tree.map(lambda a: a[down.start], state.z_L)
             of_silo = silo_log_likelihood(fm, state.private, data, z_L)
             side_by_side = min(columns_at_once(fm), len(down.places))
@@ -151,7 +186,7 @@ class CurvatureCheck:
     @cached_property
     def _log_prior(self) -> Callable[[Numbers, Numbers], Array]:
         """Return the server's program: ``(A_b, places)`` to log priors at the places."""
-        log_prior = prior_of(self.model, self.effects)
+        log_prior = prior_of(self.model, effects_of(self.model))
 
         def program(of_effects: Numbers, places: Numbers) -> Array:
             size = min(SIDE_BY_SIDE, len(places))
@@ -164,8 +199,8 @@ class CurvatureCheck:
         return jit_once(program)
 
     @np.errstate(all="ignore")
-    def ask(self, ask: AskSilos, search: Search[np.ndarray]) -> Shape:
-        """Return the shape of the density at the best place of a search, in one exchange."""
+    def ask(self, ask: AskSilos, search: BestPoints[np.ndarray]) -> Profile:
+        """Return the profile of the density at the best place of a search, in one exchange."""
         i = best_start(search)
         x, curvature = search.best.x[i], Curvature.of(search.best.curvature[i])
         threshold = ROUNDING_UNITS * len(x) * np.finfo(x.dtype).eps
@@ -190,4 +225,4 @@ class CurvatureCheck:
         if len(flat):
             periods = periods.astype(densities.dtype)
             periods[flat] = periods_of(shifts, densities[around:])
-        return Shape(axes, values, threshold, densities[:around], periods)
+        return Profile(axes, values, threshold, densities[:around], periods)

@@ -72,7 +72,7 @@ class SiloExpansion(NamedTuple, Generic[AnyArray]):
     curvature: AnyArray
 
 
-class SiloState(NamedTuple):
+class SearchState(NamedTuple):
     """A silo's state: modes of its locals, its last reply, for each start, and private parameters.
 
     The modes are the start of the next search for them. The private parameters stay as they are.
@@ -123,7 +123,7 @@ class Expand:
         return jit_once(self.at_silos), jax.jit(self.at_silos)
 
     def __call__(
-        self, places: np.ndarray, least: np.ndarray, state: SiloState, data: SiloData
+        self, places: np.ndarray, least: np.ndarray, state: SearchState, data: SiloData
     ) -> tuple[SiloExpansion[np.ndarray], Rows]:
         """Return the replies as NumPy arrays, and the modes, as :meth:`at_silos` does."""
         values = sum(a.size for a in jax.tree.leaves(data))

@@ -26,7 +26,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +46,8 @@ from numpyro_fed.rounds.exchange import (
     Reply,
     Shared,
 )
-from numpyro_fed.search.expand import Expand, Prior, SiloExpansion, SiloState, flat_size, shape
-from numpyro_fed.search.own_modes import climb
+from numpyro_fed.search.expand import Expand, Prior, SearchState, SiloExpansion, flat_size, shape
+from numpyro_fed.search.own_modes import climb_to_own_modes
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Theta
 
@@ -62,9 +62,12 @@ UNKNOWN = 1e-9
 # Sds of the posterior that a proposal without a silo may be wide, along a direction that hardly
 # anything but the silo knows: the prior's own width may be a million of them.
 WIDEST = 30.0
-FLAT = 0.02  # the same where a silo is accused: beyond it the peak is another one
+NO_PEAK = 0.02  # the same where a silo is accused: beyond it the peak is another one
 LARGEST = 50.0  # likelihood ratio of a row, in nats, above which nothing changes
 LEVEL = 0.01  # of all silos together: honest ones are flagged in one fit of a hundred
+
+
+State = TypeVar("State")  # of a silo, as the fitted algorithm has it
 
 
 class PlaceToTell(NamedTuple):
@@ -124,8 +127,8 @@ class Influence:
 
     @np.errstate(all="ignore")
     def reply(
-        self, noise: object, down: PlaceToTell, state: Any, data: SiloData
-    ) -> tuple[Reply[SiloPull], Any]:
+        self, noise: object, down: PlaceToTell, state: State, data: SiloData
+    ) -> tuple[Reply[SiloPull], State]:
         """Return the replies of a stack of silos, and their states as they are."""
         x, f = down.flat(), flat_size(self.model) - self.model.dim
         private = jax.vmap(lambda one: self.fitted.private(one).theta)(state)
@@ -133,16 +136,16 @@ class Influence:
         size = len(jax.tree.leaves(data)[0])
         sizes = jax.eval_shape(Laplace(self.model).start, of_one)
         z_L = {p: np.full((size, 1, *a.shape), START, a.dtype) for p, a in sizes.items()}
-        at = SiloState(z_L, SiloExpansion(x, x, x), private, np.zeros((size, 1)))
+        at = SearchState(z_L, SiloExpansion(x, x, x), private, np.zeros((size, 1)))
         places = np.broadcast_to(x, (size, 1, len(x)))
         never = np.full((size, 1), -np.inf, x.dtype)
         here, modes = self.expand(places, never, at, data)
         # With its share of the prior, as in the first exchange of a search, so that there is a mode
         # in directions of which the silo knows nothing.
         at, share = at._replace(z_L=modes), 1 / self.num_silos
-        _, highest, _, is_mode = climb(self.expand, self.prior, share, places, at, data, fixed=f)
-        gain = highest - here.value
-        known = is_mode & np.isfinite(gain)
+        own = climb_to_own_modes(self.expand, self.prior, share, places, at, data, fixed=f)
+        gain = own.likelihood - here.value
+        known = own.arrived & np.isfinite(gain)
         told = SiloPull(
             here.gradient[:, 0, f:],
             here.curvature[:, 0, f:, f:],
@@ -301,7 +304,7 @@ def table_of(
         gradient = g[j] - A[j] @ top
         # Along a direction in which the others' log density is no peak, theirs is no parabola.
         values, axes = np.linalg.eigh(whitened.told(others))
-        axes = axes[:, values > (UNKNOWN if rows is None else FLAT)]
+        axes = axes[:, values > (UNKNOWN if rows is None else NO_PEAK)]
         of_others = axes.T @ cavity @ axes
         known, directions = scipy.linalg.eigh(axes.T @ A[j] @ axes, of_others)
         along = (directions.T @ axes.T @ gradient) ** 2

@@ -1,4 +1,4 @@
-"""The mode of a posterior, and other modes, as a search found them."""
+"""The mode of a posterior, and other modes, from the end of a search."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from numpyro_fed.privacy.budget import Spent
+from numpyro_fed.basics.trees import element_name
+from numpyro_fed.search.curvature_check import Profile
+from numpyro_fed.search.expand import ROUNDING_UNITS, effects_of, unraveller
 from numpyro_fed.search.influence import Factors
+from numpyro_fed.search.mode_search import BestPoints, best_start
+from numpyro_fed.text.log_density import FederatedModel
 
 # Standard deviations from which on two modes count
 # as two: their normal approximations hardly overlap.
@@ -94,8 +99,6 @@ class Mode:
         nothing.
     factors : Factors, optional
         What each silo has said of its likelihood there: not of silos in other processes.
-    privacy : Spent, optional
-        What a private search has spent.
     """
 
     sites: dict[str, np.ndarray]
@@ -111,7 +114,6 @@ class Mode:
     others: tuple[LocalMode, ...] = field(default=(), repr=False)
     copy: OneCopy | None = field(default=None, repr=False)
     factors: Factors | None = field(default=None, repr=False)
-    privacy: Spent | None = field(default=None, repr=False)
 
     @property
     def repeats(self) -> tuple[str, ...]:
@@ -156,3 +158,86 @@ def distance(mode: LocalMode, z_G: np.ndarray) -> np.ndarray:
     """Return the distances (n,) of draws (n, dim) from a mode, in its standard deviations."""
     away = np.asarray(z_G, float) - mode.z_G
     return np.sqrt(np.maximum(np.einsum("ni,ij,nj->n", away, mode.curvature, away), 0.0))
+
+
+def mode_of_search(
+    fm: FederatedModel,
+    search: BestPoints[Any],
+    profile: Profile | None,
+    num_exchanges: int,
+) -> Mode:
+    """Return the mode at the end of a search."""
+    i, names, copy = int(best_start(search)), coordinate_names(fm), None
+    curvature = np.asarray(search.best.curvature[i], float)
+    value, flat = float(search.best.value[i]), tuple[str, ...]()
+    x, _, gradient, metric = (np.asarray(a[i]) for a in search.best)
+    if metric.ndim == 2 and search.rests[i]:
+        # A last step of Newton's method, at most a hundredth of an sd long, needs no exchange:
+        # gradient and curvature at the point are known.
+        unit = np.sqrt(np.maximum(np.diagonal(metric), np.finfo(float).tiny))
+        values, axes = np.linalg.eigh(metric / unit / unit[:, None])
+        if values.min() > ROUNDING_UNITS * len(x) * np.finfo(x.dtype).eps:
+            x = x + (axes @ (axes.T @ (gradient / unit) / values) / unit).astype(x.dtype)
+    theta, z_G = unraveller(fm)(x)
+    if profile is not None:
+        flat = profile.open_directions(value, names)
+        periods = np.asarray(profile.periods, float)[len(x) - fm.dim :]
+        copy = OneCopy(z_G, periods) if np.isfinite(periods).any() else None
+    evidence = None if flat else _log_evidence(fm, value, curvature)
+    sites = jax.tree.map(np.asarray, fm.constrain_global(theta, jax.device_put(z_G)))
+    return Mode(
+        sites=sites,
+        theta=jax.tree.map(np.asarray, fm.constrain_theta(theta)),
+        z_G=z_G,
+        curvature=curvature,
+        log_evidence=evidence,
+        num_exchanges=num_exchanges,
+        converged=bool(search.rests[i]) and not flat,
+        values=np.where(search.known, search.best.value, -np.inf),
+        names=names,
+        flat=flat,
+        others=_other_modes(fm, search, i, copy),
+        copy=copy,
+    )
+
+
+def _other_modes(
+    fm: FederatedModel, search: BestPoints[Any], best: int, copy: OneCopy | None
+) -> tuple[LocalMode, ...]:
+    """Return the modes of other starts than the best one, each once, in order of their evidence."""
+    num_theta = search.best.x.shape[1] - fm.dim
+    modes: list[LocalMode] = []
+    for i in (best, *np.flatnonzero(search.known & search.rests).tolist()):
+        curvature = np.asarray(search.best.curvature[i], float)
+        evidence = _log_evidence(fm, float(search.best.value[i]), curvature)
+        if evidence is not None:
+            place = np.asarray(search.best.x[i][num_theta:])
+            place = place if copy is None else copy.copy_of(place)
+            modes.append(LocalMode(place, curvature[num_theta:, num_theta:], evidence))
+    distinct = modes[:1]
+    for p in sorted(modes[1:], key=lambda p: -p.log_evidence):
+        if all(distance(q, p.z_G[None])[0] > MODES_APART for q in distinct):
+            distinct.append(p)
+    return tuple(distinct[1:])
+
+
+def _log_evidence(fm: FederatedModel, value: float, curvature: np.ndarray) -> float | None:
+    """Return Laplace's evidence at a mode with log density ``value``; None for a diagonal.
+
+    Effects are integrated out of ``value`` already: their share of the determinant is taken out.
+    """
+    if curvature.ndim == 1:
+        return None
+    num_theta, effects = len(curvature) - fm.dim, effects_of(fm)
+    number = fm.dim - len(effects)
+    log_det = np.linalg.slogdet(curvature[num_theta:, num_theta:])[1]
+    log_det -= np.linalg.slogdet(curvature[np.ix_(effects, effects)])[1]
+    return float(value + 0.5 * (number * np.log(2 * np.pi) - log_det))
+
+
+def coordinate_names(fm: FederatedModel) -> tuple[str, ...]:
+    """Return the names of the search's coordinates: shared parameters, then globals."""
+    theta = jax.eval_shape(lambda: fm.init_theta(jax.random.key(0)))
+    sites = [(name, theta[name].shape) for name in sorted(theta)]
+    sites += [(site.name, site.shape) for site in fm.named("latent")]
+    return tuple(element_name(name, i) for name, shape in sites for i in np.ndindex(shape))

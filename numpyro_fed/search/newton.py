@@ -25,31 +25,16 @@ one compiled program, :class:`~.expand.Expand`.
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from functools import cached_property, partial
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
-from numpyro_fed.basics.trees import AnyArray, namespace
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.laplace import Laplace
-from numpyro_fed.numerics.gaussian import Curvature, identity
-from numpyro_fed.rounds.exchange import (
-    AskSilos,
-    Exchange,
-    FederatedAlgorithm,
-    Reply,
-    Round,
-    Shared,
-    asked_directly,
-)
+from numpyro_fed.numerics.gaussian import Curvature
+from numpyro_fed.rounds.exchange import AskSilos, Exchange, Reply
 from numpyro_fed.search.expand import (
     ASIDE,
     ROUNDING_UNITS,
@@ -57,39 +42,28 @@ from numpyro_fed.search.expand import (
     Expand,
     Expansion,
     Prior,
+    SearchState,
     SiloExpansion,
-    SiloState,
+    effects_of,
     flat_size,
-    prior_draws,
     shape,
-    unraveller,
 )
-from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.search.mode_search import Ascent, ModeSearch, rounding_of
+from numpyro_fed.search.own_modes import (
+    MIN_EIGENVALUE,
+    Parabola,
+    climb_to_own_modes,
+    slopes_off_saddles,
+    where_at,
+)
 
-# The least length of a step along a direction in which the density curves upwards, in sds as if it
-# curved downwards as much: from a symmetric point, as equal means of two clusters, a gradient alone
-# leads away too slowly. It gains 4 nats, which rounding of a log density of 10^6 does not hide.
-KICK = 3.0
-LEAST_PROMISE = 1.0  # nats by the gradient alone, below which a point may be a saddle
-UPWARDS = 0.1  # of a coordinate's curvature: in a valley along which little changes signs are noise
-
-
-def kicked(curvature: Curvature[np.ndarray], gradient: np.ndarray) -> np.ndarray:
-    """Return the slopes (..., n) along eigenvectors, lengthened at a saddle in upward directions.
-
-    It is a saddle where the gradient (..., n) alone promises less than :data:`LEAST_PROMISE`, and
-    directions are upward along which the density clearly curves upwards.
-    """
-    values, slope = curvature.values, curvature.along(gradient)
-    size = np.maximum(np.abs(values), UPWARDS)
-    at_rest = 0.5 * (slope**2 / size).sum(-1, keepdims=True) < LEAST_PROMISE
-    least = np.where((values < -UPWARDS) & at_rest, KICK * np.sqrt(np.abs(values)), 0.0)
-    # The sign of a slope near zero is rounding's. That of a fixed vector is the same at all silos.
-    fixed = (1.0 + np.arange(values.shape[-1])) @ curvature.vectors
-    side = np.where(np.abs(slope) < least, fixed, slope)
-    return np.where(side < 0, -1.0, 1.0) * np.maximum(np.abs(slope), least)
-
-
+# Shared parameters and globals, up to which silos send Hessians, of 300 x 300 numbers at most. The
+# same limit holds for full covariances of the globals.
+SEARCHED_UP_TO = 300
+MANY_EFFECTS = (
+    f"above {SEARCHED_UP_TO} globals effects are not integrated out, and together with a scale "
+    "that is a global, too, they have no mode"
+)
 DAMPING = 1e-2  # at the start, for curvatures scaled to one: almost a full Newton step
 # Least factor by which a coordinate's scale may change in a step. Without any decay the search took
 # 86 exchanges on posteriordb's mesquite, whose curvature at the start is 1e5 times that at the mode
@@ -114,72 +88,11 @@ MERGED = 1.5
 # modes of silos' own, the six cities took sixteen; with Poisson counts a start took a hundred where
 # another one had come to the mode after forty (docs/results/few_messages.md).
 LATE = 20
-MAX_HALVINGS = 30  # of a start at which some number is not finite: 2^-30 of it is zero in effect
-
-AStart = TypeVar("AStart", bound="AnyStart")
-
-
-class Search(NamedTuple, Generic[AnyArray]):
-    """The best points of searches from several starts.
-
-    ``best`` Expansion, leaves (starts, ...): At the best point of each.
-    ``likelihood`` (starts, c, c): The silos' negative Hessian there, among the effects.
-    ``known`` (starts,) bool: Whether some point had finite numbers; without one ``best`` is a
-        placeholder.
-    ``rests`` (starts,) bool: Whether each ended at a mode.
-    """
-
-    best: Expansion[AnyArray]
-    likelihood: AnyArray
-    known: AnyArray
-    rests: AnyArray
+MIN_SHARE = 0.5  # of the silos that came to a mode from the best start, for another start to go on
 
 
 @dataclass
-class AnyStart:
-    """The search from one place, between two exchanges, of either kind.
-
-    ``trial`` (n,): The point to try next.
-    ``best``: At the best point so far, or None before some point had finite numbers.
-    ``likelihood`` (c, c): The silos' negative Hessian there, among the effects.
-    ``idle, tried``: Accepted steps in a row that gained little, and points tried.
-    ``done``: Whether the search has ended. Unless it rests at its last trial, one more exchange
-        follows, at ``best``.
-    ``rests``: Whether it ended at a mode.
-    ``left``: Whether the last exchange was at ``best``: silos' own modes are then those there.
-    """
-
-    trial: np.ndarray
-    best: Expansion[np.ndarray] | None = None
-    likelihood: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
-    idle: int = 0
-    tried: int = 0
-    done: bool = False
-    rests: bool = False
-    left: bool = False
-
-    @property
-    def height(self) -> float:
-        """Return the log density at the best point, minus infinity where there is none."""
-        return -math.inf if self.best is None else float(self.best.value)
-
-    def halve(self, ended: bool) -> None:
-        """Go halfway back to zero from a start at which something is not finite."""
-        self.done = ended or self.tried > MAX_HALVINGS or not self.trial.any()
-        self.trial = self.trial if self.done else 0.5 * self.trial
-
-
-def rounding_of(value: np.ndarray) -> float:
-    """Return the nats within which another log density counts as equal to ``value``.
-
-    One of size 1e5 is known to about 0.01 in single precision: without this allowance a search
-    would reject steps at the mode, where gains are smaller than that.
-    """
-    return float(ROUNDING_UNITS * np.finfo(value.dtype).eps * abs(value))
-
-
-@dataclass
-class Start(AnyStart):
+class NewtonAscent(Ascent):
     """The search from one place by Newton's method.
 
     ``promise``: The gain, in nats, that is predicted for the trial.
@@ -199,11 +112,24 @@ class Start(AnyStart):
         self, point: Expansion[np.ndarray], of_effects: np.ndarray, max_places: int | None
     ) -> None:
         """Keep the trial if it is better than the best point, and choose the next one."""
-        if self.done:
-            self.left = True
+        if self.stopped:
+            self.finished = True
             return
         self.tried += 1
         ended = max_places is not None and self.tried >= max_places
+        better = self._accept(point, of_effects)
+        if self.best is None:
+            self.halve(ended)
+            return
+        move, gain = self._step(self.best)
+        # Where it rests the trial was the best point, and silos' modes are those there.
+        self.rests = self.finished = better and gain <= self.min_gain
+        stuck = self.damping > MAX_DAMPING or self.idle >= MAX_IDLE
+        self.stopped = self.rests or stuck or ended
+        self.trial = self.best.x if self.stopped else self.best.x + move
+
+    def _accept(self, point: Expansion[np.ndarray], of_effects: np.ndarray) -> bool:
+        """Keep the point if it is better than the best one, adapt the damping; return whether."""
         finite = all(np.isfinite(a).all() for a in point[1:])
         if self.best is None:
             better = gained = finite
@@ -229,15 +155,16 @@ class Start(AnyStart):
             shrunk = SCALE_DECAY * self.scale if self.best is not None else 0.0
             self.best, self.likelihood = point, of_effects
             self.scale = np.maximum(diagonal, shrunk)
-        if self.best is None:
-            self.halve(ended)
-            return
-        best, scale = self.best, self.scale
-        curvature = Curvature.of(best.curvature, np.sqrt(np.where(scale > 0, scale, 1.0)))
+        return better
+
+    def _step(self, best: Expansion[np.ndarray]) -> tuple[np.ndarray, float]:
+        """Return the damped step (n,) from the best point, and what an undamped one would gain."""
+        unit = np.sqrt(np.where(self.scale > 0, self.scale, 1.0))
+        curvature = Curvature.of(best.curvature, unit)
         values, slope = curvature.values, curvature.along(best.gradient)
-        flat = ROUNDING_UNITS * len(scale) * np.finfo(best.gradient.dtype).eps
+        flat = ROUNDING_UNITS * len(unit) * np.finfo(best.gradient.dtype).eps
         size = np.maximum(np.abs(values), flat)
-        pull = kicked(curvature, best.gradient)
+        pull = slopes_off_saddles(curvature, best.gradient)
         # Damped until it is short enough in the metric; where none is, the least damped.
         for times in (*DAMPINGS, 1.0) if self.metric is not None else DAMPINGS[:1]:
             u = pull / (size + self.damping * times)
@@ -246,170 +173,23 @@ class Start(AnyStart):
                 break
         self.damping = self.damping * times
         self.promise = float(slope @ u - 0.5 * (values * u**2).sum())
-        # The gain of an undamped step, infinite at a saddle, says whether the point is a mode.
-        gain = float(0.5 * (slope**2 / size).sum()) if (values > -flat).all() else np.inf
-        # Where it rests the trial was the best point, and silos' modes are those there.
-        self.rests = self.left = better and gain <= self.min_gain
-        stuck = self.damping > MAX_DAMPING or self.idle >= MAX_IDLE
-        self.done = self.rests or stuck or ended
-        self.trial = best.x if self.done else best.x + move
-
-
-def without_followers(starts: list[Start]) -> None:
-    """End the starts that come to where a better one rests, or lag behind it."""
-    first = max((s for s in starts if s.rests), key=lambda start: start.height, default=None)
-    if first is None or first.best is None:
-        return
-    for start in starts:
-        if start.rests or start.height > first.height:
-            continue
-        follows = start.tried > first.tried + LATE
-        if start.best is not None:
-            away = start.best.x - first.best.x  # in sds by the curvature at the mode
-            apart = np.sqrt(np.maximum(away @ first.best.curvature @ away, 0.0))
-            follows = follows or apart <= MERGED
-        if follows:
-            start.done = start.left = True
+        # The gain, infinite at a saddle, says whether the point is a mode.
+        at_peak = (values > -flat).all()
+        return move, float(0.5 * (slope**2 / size).sum()) if at_peak else np.inf
 
 
 @dataclass(frozen=True, eq=False)
-class AnySearch(ABC, Generic[AStart]):
-    """The search of silos and server for the mode, of either kind.
-
-    ``model``: Its parameters inside silo plates keep their first values.
-    ``num_starts``: Searches side by side. The first starts from ``init_loc_fn``, or zero in
-        unconstrained space; the others from draws of the prior, or standard normals where there are
-        none.
-    ``effects`` (c,) int array: The coordinates that are integrated out, by :func:`effects_of`.
-    ``max_places``: The largest number of points to try. One more exchange follows, at the best of
-        them.
-    """
-
-    model: FederatedModel
-    num_silos: int
-    num_starts: int
-    init_loc_fn: Callable[..., Any] | None
-    effects: np.ndarray
-    max_places: int | None
-    aside: ClassVar[float]  # the distance of the first start from the model's own
-    start: ClassVar[Any]  # the class of the searches from one place
-
-    @cached_property
-    def prior_draws(self) -> np.ndarray | None:
-        """Return draws (n, dim) of the prior, if it can be drawn from."""
-        return prior_draws(self.model)
-
-    @cached_property
-    def exchange(self) -> Exchange[Any, Any, Any]:
-        """Return the exchange in which silos expand their log likelihoods at the starts' points."""
-        return Exchange("mode", self.reply, lenient=True, like=self.messages)
-
-    @abstractmethod
-    def messages(self) -> tuple[Any, SiloExpansion[Any]]:
-        """Return the shapes of the messages."""
-
-    @abstractmethod
-    def reply(
-        self, noise: object, down: Any, state: SiloState, data: SiloData
-    ) -> tuple[Reply[SiloExpansion[np.ndarray]], SiloState]:
-        """Return the replies and states of a stack of silos.
-
-        Where a silo's numbers are not finite the reply is NaN, and still ``ok``: the step fails,
-        not the exchange.
-        """
-
-    @abstractmethod
-    def move(self, ask: AskSilos, starts: list[AStart], places: np.ndarray) -> None:
-        """Let each of the starts take its place (starts, n), in one exchange."""
-
-    def starts(self, key: Array, random: np.random.Generator) -> list[AStart]:
-        """Return the searches at their first places: shared parameters and globals as one vector.
-
-        The first one is close to the model's own; the others are among draws of the prior, or
-        standard normals.
-        """
-        fm, real = self.model, jnp.result_type(float)
-        theta = [np.ravel(a) for a in jax.tree.leaves(fm.init_theta(key))]
-        flat_theta = np.concatenate([np.zeros(0), *theta])
-        draws = self.prior_draws if self.num_starts > 1 else None
-        z_G = random.standard_normal((self.num_starts, fm.dim))
-        if draws is not None:
-            z_G = random.choice(draws, self.num_starts)
-        own = self.init_loc_fn and fm.init_global(key, self.init_loc_fn)
-        first = np.zeros(fm.dim) if own is None else np.asarray(own, float)
-        least = np.maximum(self.aside, ROUNDING_UNITS * np.finfo(real).eps * np.abs(first))
-        z_G[0] = first + least * random.standard_normal(fm.dim)
-        jitter = random.standard_normal((self.num_starts, len(flat_theta)))
-        jitter[0] = 0.0
-        places = np.nan_to_num(np.concatenate([flat_theta + jitter, z_G], 1).astype(real))
-        return [self.start(place) for place in places]
-
-    @np.errstate(all="ignore")  # of points that are too far
-    def run(
-        self,
-        ask: AskSilos,
-        starts: list[AStart],
-        max_exchanges: int,
-        shown: Callable[[float], None] = lambda value: None,
-    ) -> Search[Any]:
-        """Return where searches from some starts end, after so many exchanges at most."""
-        for _ in range(max_exchanges):
-            if all(start.left for start in starts):
-                break
-            places = np.stack([start.trial for start in starts])
-            self.move(ask, starts, places.astype(jnp.result_type(float)))
-            shown(max(start.height for start in starts))
-        (_, like), n, c = self.messages(), flat_size(self.model), len(self.effects)
-        unit = np.eye(n) if like.curvature.ndim == 3 else np.ones(n)
-        none = Expansion(np.zeros(n), np.zeros(()), np.zeros(n), unit)
-        best = [s.best or none._replace(x=s.trial) for s in starts]
-        return Search(
-            Expansion(*map(np.stack, zip(*best, strict=True))),
-            np.stack([s.likelihood if s.best else np.zeros((c, c)) for s in starts]),
-            np.array([s.best is not None for s in starts]),
-            np.array([s.rests for s in starts]),
-        )
-
-    @cached_property
-    def algorithm(self) -> FederatedAlgorithm[Search[Any], SiloState]:
-        """Return first states and exchanges, as other parties know them.
-
-        The server's state is a placeholder, of the shapes that the search ends with.
-        """
-        fm, (_, like), c = self.model, self.messages(), len(self.effects)
-        unravel = unraveller(fm)
-
-        def no_reply() -> SiloExpansion[Array]:
-            zeros: SiloExpansion[Array] = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
-            return zeros
-
-        def init_server(key: Array) -> Search[Any]:
-            value, x, curvature = no_reply()
-            unit = jnp.eye(x.shape[1]) if curvature.ndim == 3 else jnp.ones(x.shape[1])
-            best = Expansion(x, value, x, jnp.broadcast_to(unit, curvature.shape))
-            no = jnp.zeros(len(x), bool)
-            return Search(best, jnp.zeros((len(x), c, c)), no, no)
-
-        def init_silo(key: Array, data: SiloData) -> SiloState:
-            none = no_reply()
-            z_L = jax.vmap(lambda _: Laplace(fm).start(data))(jnp.arange(len(none.value)))
-            unknown = jnp.full_like(none.value, jnp.finfo(none.value.dtype).min)
-            return SiloState(z_L, none, fm.init_private(key, data), unknown)
-
-        def shared(state: Search[Any]) -> Shared:
-            theta, z_G = unravel(jnp.asarray(state.best.x)[best_start(state)])
-            return Shared(theta, {"loc": z_G}, identity(z_G.shape))
-
-        round_ = Round((self.exchange,), asked_directly)
-        return FederatedAlgorithm(init_server, init_silo, round_, shared)
-
-
-@dataclass(frozen=True, eq=False)
-class ModeSearch(AnySearch[Start]):
-    """The search by Newton's method."""
+class NewtonSearch(ModeSearch[NewtonAscent, np.ndarray]):
+    """The search by Newton's method, which begins at the sum of silos' own modes."""
 
     aside = ASIDE
-    start = Start
+
+    @cached_property
+    def effects(self) -> np.ndarray:
+        return effects_of(self.model)
+
+    def ascent(self, place: np.ndarray) -> NewtonAscent:
+        return NewtonAscent(place)
 
     @cached_property
     def expand(self) -> Expand:
@@ -422,38 +202,103 @@ class ModeSearch(AnySearch[Start]):
         side_by_side = self.num_silos * self.num_starts
         return Prior(self.model, self.effects, min(side_by_side, SIDE_BY_SIDE))
 
+    @cached_property
+    def opening(self) -> tuple[Exchange[Any, Any, Any], ...]:
+        """Return the exchange in which silos tell the parabolas at their own modes."""
+        # Effects and their scale together have no mode that a silo could climb to.
+        if len(self.effects):
+            return ()
+        k, n = self.num_starts, flat_size(self.model)
+        return (
+            Exchange(
+                "own modes",
+                self.own_modes,
+                like=lambda: (shape(k, n), Parabola(shape(k, n, n), shape(k, n), shape(k))),
+            ),
+        )
+
+    @np.errstate(all="ignore")
+    def own_modes(
+        self, noise: object, down: np.ndarray, state: SearchState, data: SiloData
+    ) -> tuple[Reply[Parabola], SearchState]:
+        """Return the replies and states of a stack of silos, from places (starts, n)."""
+        size = len(state.top)
+        places = np.broadcast_to(down, (size, *down.shape))
+        share = 1 / self.num_silos
+        found = climb_to_own_modes(self.expand, self.prior, share, places, state, data)
+        # A silo that came to no mode says nothing, and the others decide: where nothing is finite,
+        # or a likelihood has kinks and so no curvature but the prior's.
+        known = found.arrived & np.isfinite(found.likelihood)
+        modes = found.modes_of_rows.items()
+        z_L = {p: where_at(found.arrived, new, state.z_L[p]) for p, new in modes}
+        tops = np.where(known, found.likelihood, state.top).astype(down.dtype)
+        after = state._replace(z_L=z_L, top=tops)
+        return Reply(found.parabolas(), np.ones(size, bool)), after
+
+    @np.errstate(all="ignore")
+    def open(self, ask: AskSilos, ascents: list[NewtonAscent]) -> None:
+        """Let all ascents begin at the highest point of the sum of the silos' parabolas.
+
+        One whose sum is not finite stays where it is. Those from where only few silos came to a
+        mode are given up, if others led somewhere.
+        """
+        for exchange in self.opening:
+            total = ask(exchange, np.stack([ascent.trial for ascent in ascents]))
+            for i, ascent in enumerate(ascents):
+                curvature = Curvature.of(total.A[i]).positive(MIN_EIGENVALUE)
+                x = curvature.solve(total.b[i])
+                if total.arrived[i] > 0 and np.isfinite(x).all():
+                    ascent.trial, ascent.metric = x, curvature.matrix()
+                if total.arrived[i] < MIN_SHARE * total.arrived.max():
+                    ascent.stopped = ascent.finished = True
+
+    def begin_near(self, ascents: list[NewtonAscent], places: np.ndarray) -> None:
+        """Let half of the ascents begin at places (k, n), at modes of nearly the same data."""
+        for ascent in ascents:
+            ascent.min_gain = MIN_GAIN_NEAR
+        # The other half begins where it did: other data may have modes where there were none.
+        for ascent, place in zip(ascents[: -(-len(ascents) // 2)], places, strict=False):
+            ascent.trial, ascent.metric = np.asarray(place, ascent.trial.dtype), None
+            ascent.stopped = ascent.finished = False
+
     def messages(self) -> tuple[Any, SiloExpansion[Any]]:
         k, n = self.num_starts, flat_size(self.model)
         return shape(k, n), SiloExpansion(shape(k), shape(k, n), shape(k, n, n))
 
     def reply(
-        self, noise: object, down: np.ndarray, state: SiloState, data: SiloData
-    ) -> tuple[Reply[SiloExpansion[np.ndarray]], SiloState]:
+        self, noise: object, down: np.ndarray, state: SearchState, data: SiloData
+    ) -> tuple[Reply[SiloExpansion[np.ndarray]], SearchState]:
         size = len(state.top)
         everywhere = np.broadcast_to(down, (size, *down.shape))
         never = np.full(everywhere.shape[:2], -np.inf, down.dtype)
         up, modes = self.expand(everywhere, never, state, data)
-        finite = np.isfinite(up.value)
-
-        def kept(new: np.ndarray, old: Array) -> np.ndarray:
-            return np.where(finite.reshape(*finite.shape, *[1] * (new.ndim - 2)), new, old)
-
-        place = jax.tree.map(kept, up, state.place)
+        place = jax.tree.map(partial(where_at, np.isfinite(up.value)), up, state.place)
         return Reply(up, np.ones(size, bool)), state._replace(z_L=modes, place=place)
 
-    def move(self, ask: AskSilos, starts: list[Start], places: np.ndarray) -> None:
+    def move(self, ask: AskSilos, ascents: list[NewtonAscent], places: np.ndarray) -> None:
         up = ask(self.exchange, places)
         # The prior's integral over the effects needs the silos' curvature at the same point, so
         # the server's part is computed after the replies.
-        of_effects = up.curvature[np.ix_(np.arange(len(starts)), self.effects, self.effects)]
+        of_effects = up.curvature[np.ix_(np.arange(len(ascents)), self.effects, self.effects)]
         prior = self.prior(of_effects, places)
-        for i, start in enumerate(starts):
+        for i, ascent in enumerate(ascents):
             total = (a[i] + b[i] for a, b in zip(prior[1:], up, strict=True))
-            start.take(Expansion(places[i], *total), of_effects[i], self.max_places)
-        without_followers(starts)
+            ascent.take(Expansion(places[i], *total), of_effects[i], self.max_places)
+        without_followers(ascents)
 
 
-def best_start(state: Search[Any]) -> Any:
-    """Return the index () of the search whose best point is highest."""
-    xp = namespace(state.known)
-    return xp.argmax(xp.where(state.known, state.best.value, -xp.inf))
+def without_followers(ascents: list[NewtonAscent]) -> None:
+    """Stop the ascents that come to where a better one rests, or lag behind it."""
+    first = max((a for a in ascents if a.rests), key=lambda a: a.height, default=None)
+    if first is None or first.best is None:
+        return
+    for ascent in ascents:
+        if ascent.rests or ascent.height > first.height:
+            continue
+        follows = ascent.tried > first.tried + LATE
+        if ascent.best is not None:
+            away = ascent.best.x - first.best.x  # in sds by the curvature at the mode
+            apart = np.sqrt(np.maximum(away @ first.best.curvature @ away, 0.0))
+            follows = follows or apart <= MERGED
+        if follows:
+            ascent.stopped = ascent.finished = True

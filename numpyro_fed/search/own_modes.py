@@ -20,16 +20,14 @@ process climb side by side, so that a step of all of them is one call of the sea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics.gaussian import Curvature
-from numpyro_fed.rounds.exchange import AskSilos, Exchange, Reply
-from numpyro_fed.search.expand import Expand, Expansion, Prior, SiloState, flat_size, shape
-from numpyro_fed.search.newton import ModeSearch, Start, kicked
+from numpyro_fed.search.expand import Expand, Expansion, Prior, SearchState
 from numpyro_fed.text.sites import Rows
 
 # Steps of a silo. From zero the six cities take 16. A Poisson rate that is far too high comes down
@@ -39,12 +37,39 @@ MIN_GAIN = 1e-2  # predicted gain, in nats, at which a silo stops: the search go
 # Nats for each coordinate that another step may promise where a climb has ended; with more it ended
 # somewhere else than at a mode, and its parabola says nothing about the sum's.
 MAX_GAIN = 0.5
-MIN_SHARE = 0.5  # of the silos that came to a mode from the best start, for another start to go on
 DAMPING = 1e-2  # at the start, for curvatures scaled to one
 MAX_DAMPING = 1e8  # steps are then too small to be worth trying
 # Least eigenvalue of a parabola, of the largest: a direction that a silo knows nothing about still
 # has the prior's share, and one that its own rows leave flat must not draw the sum far away.
-FLAT = 1e-6
+MIN_EIGENVALUE = 1e-6
+# The least length of a step along a direction in which the density curves upwards, in sds as if it
+# curved downwards as much: from a symmetric point, as equal means of two clusters, a gradient alone
+# leads away too slowly. It gains 4 nats, which rounding of a log density of 10^6 does not hide.
+KICK = 3.0
+LEAST_PROMISE = 1.0  # nats by the gradient alone, below which a point may be a saddle
+UPWARDS = 0.1  # of a coordinate's curvature: in a valley along which little changes signs are noise
+
+
+class OwnModes(NamedTuple):
+    """The places at which climbs of silos have ended, for each start.
+
+    ``place``: The silo's share of the posterior there.
+    ``likelihood`` (silos, starts): Its log likelihood.
+    ``modes_of_rows``: Those of its latents, given the place.
+    ``arrived`` (silos, starts) bool: Whether it is a mode, where another step promises little.
+    """
+
+    place: Expansion[np.ndarray]
+    likelihood: np.ndarray
+    modes_of_rows: Rows
+    arrived: np.ndarray
+
+    def parabolas(self) -> Parabola:
+        """Return the messages, zeros of silos that came to no mode."""
+        A = Curvature.of(self.place.curvature).positive(MIN_EIGENVALUE).matrix()
+        b = (A @ self.place.x[..., None])[..., 0] + self.place.gradient
+        where = self.arrived
+        return Parabola(where_at(where, A, 0.0), where_at(where, b, 0.0), where.astype(A.dtype))
 
 
 class Parabola(NamedTuple):
@@ -58,27 +83,25 @@ class Parabola(NamedTuple):
     arrived: np.ndarray
 
 
-def climb(
+def climb_to_own_modes(
     expand: Expand,
     prior: Prior,
     share: float,
     places: np.ndarray,
-    state: SiloState,
+    state: SearchState,
     data: SiloData,
     *,
     fixed: int = 0,
-) -> tuple[Expansion[np.ndarray], np.ndarray, Rows, np.ndarray]:
+) -> OwnModes:
     """Return where damped Newton climbs of silos end, from places (silos, starts, n).
 
-    It is the silo's share of the posterior there, its log likelihood (silos, starts), the modes of
-    its rows, and whether the end is a mode, where another step promises little.
     ``share`` is a silo's of the ``prior``, which has no effects. The ``fixed`` first coordinates
     stay as they are.
     """
     side, n = places.shape[:2], places.shape[-1]
 
     def at(
-        places: np.ndarray, least: np.ndarray | float, state: SiloState
+        places: np.ndarray, least: np.ndarray | float, state: SearchState
     ) -> tuple[Expansion[np.ndarray], np.ndarray, Rows]:
         """Return the silos' shares of the posterior, their log likelihoods, and the rows' modes."""
         # Modes move where the share is ``least`` or above.
@@ -95,74 +118,37 @@ def climb(
     damping, going = np.full(side, DAMPING), np.ones(side, bool)
     for _ in range(MAX_STEPS):
         curvature = Curvature.of(place.curvature)
-        pull = kicked(curvature, place.gradient)
+        pull = slopes_off_saddles(curvature, place.gradient)
         u = pull / (np.abs(curvature.values) + damping[..., None])
         moved = place.x + curvature.across(u) * going[..., None]
         least = np.where(going, place.value, np.inf)
         trial, of_rows, z_L = at(moved.astype(places.dtype), least, state._replace(z_L=z_L))
         better = going & _finite(trial) & (trial.value >= place.value)
-        place = Expansion(*(_where(better, a, b) for a, b in zip(trial, place, strict=True)))
+        place = Expansion(*(where_at(better, a, b) for a, b in zip(trial, place, strict=True)))
         likelihood = np.where(better, of_rows, likelihood)
         damping = damping * np.where(better, 0.2, 10.0)
         going = going & (damping < MAX_DAMPING) & ((pull * u).sum(-1) > MIN_GAIN)
         if not going.any():
             break
-    A = Curvature.of(place.curvature).positive(FLAT).matrix()
+    A = Curvature.of(place.curvature).positive(MIN_EIGENVALUE).matrix()
     promise = 0.5 * (place.gradient * Curvature.of(A).solve(place.gradient)).sum(-1)
-    return place, likelihood, z_L, _finite(place) & (promise <= MAX_GAIN * n)
+    return OwnModes(place, likelihood, z_L, _finite(place) & (promise <= MAX_GAIN * n))
 
 
-@dataclass(frozen=True, eq=False)
-class OwnModes:
-    """The exchange in which silos climb to modes of their own, from each start of a search."""
+def slopes_off_saddles(curvature: Curvature[np.ndarray], gradient: np.ndarray) -> np.ndarray:
+    """Return the slopes (..., n) along eigenvectors, lengthened at a saddle in upward directions.
 
-    search: ModeSearch
-
-    @property
-    def exchange(self) -> Exchange[Any, Any, Any]:
-        """Return the exchange in which silos tell their parabolas."""
-        k, n = self.search.num_starts, flat_size(self.search.model)
-        return Exchange(
-            "own modes",
-            self.reply,
-            like=lambda: (shape(k, n), Parabola(shape(k, n, n), shape(k, n), shape(k))),
-        )
-
-    @np.errstate(all="ignore")
-    def reply(
-        self, noise: object, down: np.ndarray, state: SiloState, data: SiloData
-    ) -> tuple[Reply[Parabola], SiloState]:
-        """Return the replies and states of a stack of silos, from places (starts, n)."""
-        size = len(state.top)
-        search, places = self.search, np.broadcast_to(down, (size, *down.shape))
-        place, likelihood, modes, arrived = climb(
-            search.expand, search.prior, 1 / search.num_silos, places, state, data
-        )
-        A = Curvature.of(place.curvature).positive(FLAT).matrix()
-        b = (A @ place.x[..., None])[..., 0] + place.gradient
-        # A silo that came to no mode says nothing, and the others decide: where nothing is finite,
-        # or a likelihood has kinks and so no curvature but the prior's.
-        known = arrived & np.isfinite(likelihood)
-        up = Parabola(_where(arrived, A, 0.0), _where(arrived, b, 0.0), arrived.astype(A.dtype))
-        z_L = {p: _where(arrived, new, state.z_L[p]) for p, new in modes.items()}
-        tops = np.where(known, likelihood, state.top).astype(down.dtype)
-        return Reply(up, np.ones(size, bool)), state._replace(z_L=z_L, top=tops)
-
-    @np.errstate(all="ignore")
-    def begin(self, ask: AskSilos, starts: list[Start]) -> None:
-        """Let all starts begin at the highest point of the sum of the silos' parabolas.
-
-        A start whose sum is not finite stays where it is. Starts from where only few silos came to
-        a mode are given up, if others led somewhere.
-        """
-        total = ask(self.exchange, np.stack([start.trial for start in starts]))
-        for i, start in enumerate(starts):
-            curvature = Curvature.of(total.A[i]).positive(FLAT)
-            x = curvature.solve(total.b[i])
-            if total.arrived[i] > 0 and np.isfinite(x).all():
-                start.trial, start.metric = x, curvature.matrix()
-            if total.arrived[i] < MIN_SHARE * total.arrived.max():
-                start.done = start.left = True
+    It is a saddle where the gradient (..., n) alone promises less than :data:`LEAST_PROMISE`, and
+    directions are upward along which the density clearly curves upwards.
+    """
+    values, slope = curvature.values, curvature.along(gradient)
+    size = np.maximum(np.abs(values), UPWARDS)
+    at_rest = 0.5 * (slope**2 / size).sum(-1, keepdims=True) < LEAST_PROMISE
+    least = np.where((values < -UPWARDS) & at_rest, KICK * np.sqrt(np.abs(values)), 0.0)
+    # The sign of a slope near zero is rounding's. That of a fixed vector is the same at all silos.
+    fixed = (1.0 + np.arange(values.shape[-1])) @ curvature.vectors
+    side = np.where(np.abs(slope) < least, fixed, slope)
+    return np.where(side < 0, -1.0, 1.0) * np.maximum(np.abs(slope), least)
 
 
 def _finite(place: Expansion[np.ndarray]) -> np.ndarray:
@@ -171,6 +157,6 @@ def _finite(place: Expansion[np.ndarray]) -> np.ndarray:
     return np.asarray(np.logical_and.reduce(flat))
 
 
-def _where(condition: np.ndarray, one: Any, other: Any) -> np.ndarray:
+def where_at(condition: np.ndarray, one: ArrayLike, other: ArrayLike) -> np.ndarray:
     """Return one or the other array (silos, starts, ...) by a condition (silos, starts)."""
     return np.where(condition.reshape(*condition.shape, *[1] * (np.ndim(one) - 2)), one, other)

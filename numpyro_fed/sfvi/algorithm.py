@@ -51,7 +51,9 @@ from numpyro_fed.rounds.exchange import (
     ascend,
     key_as_noise,
 )
-from numpyro_fed.search.begin import (
+from numpyro_fed.search.expand import SearchState
+from numpyro_fed.search.mode_search import BestPoints
+from numpyro_fed.search.start_point import (
     FROM_MODE,
     StartMessage,
     StartPoint,
@@ -59,8 +61,6 @@ from numpyro_fed.search.begin import (
     local_guides_of_result,
     start_at_mode,
 )
-from numpyro_fed.search.expand import SiloState as ModeSiloState
-from numpyro_fed.search.newton import Search
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Rows, Theta
 
@@ -220,13 +220,13 @@ class ByGradients(ABC):
         """Return the round from the states of a search for the mode to those of a run."""
 
         def silo(
-            noise: Array, down: StartMessage, state: ModeSiloState, data: SiloData
+            noise: Array, down: StartMessage, state: SearchState, data: SiloData
         ) -> tuple[Reply[tuple[()]], SiloState]:
             eta = local_guides_at_mode(self.model, self.guide, down, state, data)
             after = self.silo_from(state.private, eta, self.start_at(noise, down.point))
             return Reply((), all_finite(eta)), after
 
-        def run(state: Search[Any], noise: Array, ask: Ask) -> tuple[ServerState, Info]:
+        def run(state: BestPoints[Any], noise: Array, ask: Ask) -> tuple[ServerState, Info]:
             # Silos reply with nothing, but the exchange is needed: each makes its own local guides,
             # from data and modes that never leave it.
             message = start_at_mode(self.model, state)

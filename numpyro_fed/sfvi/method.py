@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from numpyro_fed.guides.silo_bounds import Bound, bound_of
 from numpyro_fed.guides.structured import (
     FULL_UP_TO,
     Guide,
+    GuideConfig,
     Structured,
     amortises,
     build_resolved,
@@ -37,13 +38,13 @@ from numpyro_fed.guides.structured import (
     structured,
 )
 from numpyro_fed.methods.rows import Method
-from numpyro_fed.methods.start import SEARCHED, check_start, start_of, start_rounds
+from numpyro_fed.methods.start import SEARCHED, check_start, start_kind, start_rounds
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.run import Built, Fit
 from numpyro_fed.rounds.schedules import Given, Random, Sequential, Spec, in_step
 from numpyro_fed.rounds.stack import Silos
 from numpyro_fed.rounds.supervise import RunOutcome
-from numpyro_fed.search.find_mode import SEARCHED_UP_TO
+from numpyro_fed.search.newton import SEARCHED_UP_TO
 from numpyro_fed.sfvi.algorithm import ByGradients, StructuredVI
 from numpyro_fed.sfvi.averaging import Aggregation, Averaging
 from numpyro_fed.text.facts import Facts, Plan, size_class
@@ -113,7 +114,32 @@ def check_rows_alone(layout: Layout, size: int | None, stacks: Sequence[SiloData
 
 
 @dataclass(frozen=True)
-class GradientMethod(Method[Result, None]):
+class GradientSettings:
+    """The settings of a run by gradients, as its plan has them."""
+
+    num_particles: int
+    start: str | None
+    starts: int
+    objective: str
+    schedule: str
+    batch_size: int | None
+    guide: GuideConfig
+
+
+@dataclass(frozen=True)
+class AveragingSettings(GradientSettings):
+    """The settings of a run that averages, as its plan has them."""
+
+    local_steps: int
+    aggregate: str
+    by_rows: bool
+
+
+Settings = TypeVar("Settings", bound=GradientSettings)
+
+
+@dataclass(frozen=True)
+class GradientMethod(Method[Result, None], Generic[Settings]):
     """A method by stochastic gradients; a run warns if its bound has not settled."""
 
     optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
@@ -149,8 +175,17 @@ class GradientMethod(Method[Result, None]):
         in_step(self.schedule)
 
     @abstractmethod
+    def settings_for(self, fm: FederatedModel, plan: Plan) -> Settings:
+        """Return the settings with all defaults resolved."""
+
+    @abstractmethod
     def _parts(
-        self, fm: FederatedModel, plan: Plan, bound: Bound, minibatches: Minibatches | None
+        self,
+        settings: Settings,
+        fm: FederatedModel,
+        plan: Plan,
+        bound: Bound,
+        minibatches: Minibatches | None,
     ) -> ByGradients:
         """Return the parts of the method's algorithm, for a bound with a guide that is built."""
 
@@ -163,28 +198,36 @@ class GradientMethod(Method[Result, None]):
         whole = start if self.batch_size is None else None
         return objective_for(self.objective, fm, self._spec(fm), whole)
 
-    def _settings(self, fm: FederatedModel, start: str | None) -> dict[str, Any]:
-        return {
-            "num_particles": self.num_particles,
-            "start": start,
-            "starts": self.starts,
-            "objective": repr(self._objective(fm, start)),
-            "schedule": repr(in_step(self.schedule)),
-            "batch_size": self.batch_size,
-        }
+    def _settings(
+        self, fm: FederatedModel, start: str | None, guide: GuideConfig
+    ) -> GradientSettings:
+        return GradientSettings(
+            num_particles=self.num_particles,
+            start=start,
+            starts=self.starts,
+            objective=repr(self._objective(fm, start)),
+            schedule=repr(in_step(self.schedule)),
+            batch_size=self.batch_size,
+            guide=guide,
+        )
 
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: None) -> Built:
-        chosen, spec = plan.chosen, self._spec(fm)
-        guide = build_resolved(spec, chosen["guide"], fm, plan.row_of)
+        settings, spec = self.settings_for(fm, plan), self._spec(fm)
+        guide = build_resolved(spec, settings.guide, fm, plan.row_of)
         fm = with_encoders(fm, guide.encoders)
-        objective = self._objective(fm, chosen["start"])
+        objective = self._objective(fm, settings.start)
         draws = draws_of(self.objective, objective, guide)
         bound = bound_of(fm, guide, objective)
         minibatches = minibatches_of(fm, plan.plates_of_arrays, self.batch_size, guide, draws)
-        parts, start = self._parts(fm, plan, bound, minibatches), None
-        if (kind := chosen["start"]) in SEARCHED:
+        parts, start = self._parts(settings, fm, plan, bound, minibatches), None
+        if settings.start in SEARCHED:
             start = start_rounds(
-                kind, fm, plan.num_silos, self.starts, structured(spec).init_loc_fn, parts.begin()
+                settings.start,
+                fm,
+                plan.num_silos,
+                self.starts,
+                structured(spec).init_loc_fn,
+                parts.begin(),
             )
         return Built(
             model=fm,
@@ -222,7 +265,7 @@ class GradientMethod(Method[Result, None]):
 
 
 @dataclass(frozen=True)
-class SFVI(GradientMethod):
+class SFVI(GradientMethod[GradientSettings]):
     r"""Structured federated variational inference.
 
     Each round, all silos and the server take one stochastic gradient step on
@@ -300,9 +343,9 @@ class SFVI(GradientMethod):
         check_start(self.start)
         super().__post_init__()
 
-    def settings_for(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
+    def settings_for(self, fm: FederatedModel, plan: Plan) -> GradientSettings:
         largest, total = dict(plan.largest), dict(plan.total)
-        start = start_of(self.start, fm, wide=True)
+        start = start_kind(self.start, fm, wide=True)
         if amortises(self.guide):
             if start == "result":
                 raise GuideError(
@@ -310,16 +353,18 @@ class SFVI(GradientMethod):
                     "the guides that they have there. Go on by init_state=, or use start=None."
                 )
             start = None
-        return {
-            "method": "SFVI",
-            **self._settings(fm, start),
-            "guide": resolve(self._spec(fm), fm, largest, total, at_mode=start == "mode"),
-        }
+        guide = resolve(self._spec(fm), fm, largest, total, at_mode=start == "mode")
+        return self._settings(fm, start, guide)
 
     def _parts(
-        self, fm: FederatedModel, plan: Plan, bound: Bound, minibatches: Minibatches | None
+        self,
+        settings: GradientSettings,
+        fm: FederatedModel,
+        plan: Plan,
+        bound: Bound,
+        minibatches: Minibatches | None,
     ) -> StructuredVI:
-        kind, schedule = plan.chosen["start"], in_step(self.schedule).build(plan.num_silos)
+        kind, schedule = settings.start, in_step(self.schedule).build(plan.num_silos)
         return StructuredVI(
             fm,
             bound.guide,
@@ -379,7 +424,7 @@ def _step_size_of(path: tuple[Any, ...], _: object) -> str:
 
 
 @dataclass(frozen=True)
-class SFVIAvg(GradientMethod):
+class SFVIAvg(GradientMethod[AveragingSettings]):
     r"""Structured federated variational inference with averages: fewer rounds, more work in each.
 
     In each round every silo takes ``local_steps`` stochastic gradient steps on
@@ -508,7 +553,7 @@ class SFVIAvg(GradientMethod):
                         "if all were like them. Use SFVI or PVI."
                     )
 
-    def settings_for(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
+    def settings_for(self, fm: FederatedModel, plan: Plan) -> AveragingSettings:
         if private := [s.name for p in fm.plates for s in fm.named("param", p.name)]:
             raise ModelError(
                 f"the parameter '{private[0]}' is each silo's own, so that rows are not alike at "
@@ -516,16 +561,14 @@ class SFVIAvg(GradientMethod):
                 "or PVI, or take the parameter out of the silo_plate."
             )
         guide = resolve(self._spec(fm), fm, dict(plan.largest), dict(plan.total))
-        start = start_of(self.start, fm, wide=guide.globals == "diagonal")
+        start = start_kind(self.start, fm, wide=guide.globals == "diagonal")
         start = None if amortises(self.guide) else start
-        return {
-            "method": "SFVIAvg",
-            "local_steps": self.local_steps,
-            "aggregate": self.aggregate,
-            "by_rows": self.weights == "rows" and self.aggregate != "product",
-            **self._settings(fm, start),
-            "guide": guide,
-        }
+        return AveragingSettings(
+            **vars(self._settings(fm, start, guide)),
+            local_steps=self.local_steps,
+            aggregate=self.aggregate,
+            by_rows=self.weights == "rows" and self.aggregate != "product",
+        )
 
     def _spec(self, fm: FederatedModel) -> Structured:
         """Return the guide, with a family of the globals whose barycenter is known."""
@@ -547,10 +590,14 @@ class SFVIAvg(GradientMethod):
         return replace(spec, globals=kind) if isinstance(spec, Structured) else Structured()
 
     def _parts(
-        self, fm: FederatedModel, plan: Plan, bound: Bound, minibatches: Minibatches | None
+        self,
+        settings: AveragingSettings,
+        fm: FederatedModel,
+        plan: Plan,
+        bound: Bound,
+        minibatches: Minibatches | None,
     ) -> Averaging:
-        chosen = plan.chosen
-        kind, family = chosen["start"], chosen["guide"][0]
+        kind, family = settings.start, settings.guide.globals
         return Averaging(
             model=fm,
             guide=bound.guide,
@@ -560,7 +607,7 @@ class SFVIAvg(GradientMethod):
             aggregation=Aggregation(self.aggregate, family == "diagonal", plan.num_silos),
             local_steps=self.local_steps,
             num_silos=plan.num_silos,
-            by_rows=chosen["by_rows"],
+            by_rows=settings.by_rows,
             minibatches=minibatches,
             from_mode=kind is not None,
             wide=kind == "wide",

@@ -28,11 +28,11 @@ from numpyro_fed.methods.base import (
     FederatedMethod,
     Outcome,
     RunOptions,
-    for_silos,
     in_process,
-    reached,
-    recipe,
+    over_federation,
 )
+from numpyro_fed.methods.recipe import for_silos, recipe
+from numpyro_fed.methods.start import Begun
 from numpyro_fed.posterior.run import Built, Fit
 from numpyro_fed.rounds.exchange import ExchangeId, FederatedAlgorithm, Round, asked_directly
 from numpyro_fed.rounds.federation import Federation
@@ -53,12 +53,7 @@ from numpyro_fed.text.facts import VERSION, Facts, Plan, facts_of_columns, share
 from numpyro_fed.text.fingerprint import SOFTWARE, check_terms, terms_of
 from numpyro_fed.text.row_checks import RowChecks
 from numpyro_fed.text.values import SupportCheck, as_bucket
-from numpyro_fed.text.vertical import (
-    Text,
-    VerticalSplit,
-    is_array,
-    split,
-)
+from numpyro_fed.text.vertical import Text, VerticalSplit, is_array, split
 from numpyro_fed.vertical.algorithm import Vertical
 from numpyro_fed.vertical.curvature import NoModeError
 from numpyro_fed.vertical.parties import SAMPLE, Parties
@@ -178,7 +173,7 @@ class VerticalMethod(FederatedMethod[Outcome]):
             By Ctrl-C, as in :meth:`SFVI.run`.
         """
         key = typed_key(key)
-        options = RunOptions(num_rounds, None, progress_bar, stop, callback, every)
+        options = RunOptions(num_rounds, progress_bar, stop, callback, every)
         fit, hosted = self._compiled_for(args, kwargs, runtime, row_ids)
         if progress_bar:
             tqdm.write(str(_crossings(fit, hosted)))
@@ -186,8 +181,7 @@ class VerticalMethod(FederatedMethod[Outcome]):
             state, start = begin(fit, key, hosted.batches)
         else:
             state, start = fit.runtime.go_on(fit.check_state(init_state, hosted)), None
-        options = replace(options, server_data=fit.server_data)
-        return self._run_rounds(fit, hosted, key, state, start, options)
+        return self._run_rounds(Begun(fit, state, start), hosted, key, options)
 
     def messages(self, *args: object, **kwargs: object) -> Crossings:
         """Return all arrays that cross between server and clients, with their shapes.
@@ -322,7 +316,7 @@ class VerticalMethod(FederatedMethod[Outcome]):
 
         # The server's data may be others than at an earlier run, so that only what clients need of
         # the plan is kept.
-        fit, hosted = reached(federation, name, plan, make)
+        fit, hosted = over_federation(federation, name, plan, make)
         return replace(fit, server_data=roles.server), hosted
 
     def agree(

@@ -24,15 +24,11 @@ from numpyro_fed.rounds.exchange import (
     Round,
     asked_directly,
 )
-from numpyro_fed.search.find_mode import SEARCHED_UP_TO
+from numpyro_fed.search.newton import SEARCHED_UP_TO
 from numpyro_fed.sfvi.method import default_optimiser
 from numpyro_fed.text.clients import positive_rho
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.vertical import (
-    VerticalSplit,
-    check_batches,
-    hyperparameter_mask,
-)
+from numpyro_fed.text.vertical import VerticalSplit, check_batches, hyperparameter_mask
 from numpyro_fed.vertical.algorithm import Vertical
 from numpyro_fed.vertical.auxiliary_guide import auxiliary_guide
 from numpyro_fed.vertical.method import VerticalMethod

@@ -30,8 +30,8 @@ from numpyro_fed.guides.quadrature import NEARBY, RowIntegrals
 from numpyro_fed.guides.silo_bounds import EACH_DRAW, AtDraw, Bound, QuadratureBound, SiloBound
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.numerics.gaussian import Coordinates
-from numpyro_fed.search.begin import outer_precision, where_finite
 from numpyro_fed.search.expand import ROUNDING_UNITS
+from numpyro_fed.search.start_point import outer_precision, where_finite
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Rows, Theta
 

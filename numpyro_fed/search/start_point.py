@@ -25,10 +25,9 @@ from numpyro_fed.guides.structured import Guide
 from numpyro_fed.numerics import linalg
 from numpyro_fed.numerics.gaussian import Curvature, Frame, Gaussian
 from numpyro_fed.rounds.exchange import CarriedSilo
-from numpyro_fed.search.expand import ROUNDING_UNITS, unraveller
-from numpyro_fed.search.expand import SiloState as ModeSiloState
-from numpyro_fed.search.newton import Search, best_start
-from numpyro_fed.search.newton_wide import nonzero
+from numpyro_fed.search.expand import ROUNDING_UNITS, SearchState, unraveller
+from numpyro_fed.search.lbfgs import nonzero
+from numpyro_fed.search.mode_search import BestPoints, best_start
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Theta
 
@@ -36,10 +35,10 @@ from numpyro_fed.text.sites import Theta
 # precision. A smaller share lets rounding decide how wide a start is; a larger one starts too
 # narrow along a real ridge, as of a line over a covariate whose values differ by 10^-7 of their
 # size: draws of such a start hardly met the ridge, and its width was said to be a hundredth.
-FLAT, FLAT_IN_DOUBLE = 1e-6, 1e-13
+MIN_CURVATURE, MIN_CURVATURE_IN_DOUBLE = 1e-6, 1e-13
 # The same where the search ended away from a mode. The parabola there need not be like the
 # posterior, so a start may be at most 1 / sqrt(0.05), some 4.5, times as wide as a scaled unit.
-FLAT_OFF_MODE = 0.05
+MIN_CURVATURE_OFF_MODE = 0.05
 FROM_MODE = "from the mode"  # the name of the exchange
 # The standard deviation of a row whose mode was not found: that of a guide that starts without a
 # mode (``Structured.init_scale``).
@@ -83,7 +82,7 @@ class StartMessage(NamedTuple):
     start: Array
 
 
-def start_at_mode(fm: FederatedModel, search: Search[Any]) -> StartMessage:
+def start_at_mode(fm: FederatedModel, search: BestPoints[Any]) -> StartMessage:
     """Return the start at the highest point that the searches found."""
     i, unravel = best_start(search), unraveller(fm)
     x, curvature = search.best.x[i], search.best.curvature[i]
@@ -92,7 +91,7 @@ def start_at_mode(fm: FederatedModel, search: Search[Any]) -> StartMessage:
     if curvature.ndim == 1:
         sd = 1 / jnp.sqrt(nonzero(curvature))
         return StartMessage(StartPoint(theta, unravel(sd)[0], centre, sd[num_theta:]), i)
-    least = jnp.where(search.rests[i], flat_share(x), FLAT_OFF_MODE)
+    least = jnp.where(search.rests[i], min_curvature(x), MIN_CURVATURE_OFF_MODE)
     # The units of theta are marginal sds, from the inverse of the whole matrix. The root of the
     # globals is from their own block, which is their covariance given theta.
     unit, _ = unravel(jnp.linalg.norm(covariance_root(curvature, least), axis=1))
@@ -102,10 +101,10 @@ def start_at_mode(fm: FederatedModel, search: Search[Any]) -> StartMessage:
     )
 
 
-def flat_share(x: Numbers) -> float:
+def min_curvature(x: Numbers) -> float:
     """Return the share of the largest curvature below which others are not known, at ``x`` (n,)."""
     rounding = ROUNDING_UNITS * len(x) * float(np.finfo(x.dtype).eps)
-    return max(FLAT_IN_DOUBLE, rounding) if x.dtype == np.float64 else FLAT
+    return max(MIN_CURVATURE_IN_DOUBLE, rounding) if x.dtype == np.float64 else MIN_CURVATURE
 
 
 def covariance_root(precision: Array, least: Array | float) -> Array:
@@ -116,7 +115,7 @@ def covariance_root(precision: Array, least: Array | float) -> Array:
 
 
 def local_guides_at_mode(
-    fm: FederatedModel, guide: Guide, message: StartMessage, state: ModeSiloState, data: SiloData
+    fm: FederatedModel, guide: Guide, message: StartMessage, state: SearchState, data: SiloData
 ) -> Guides:
     """Return a silo's local guides at the start of a run, by plate.
 

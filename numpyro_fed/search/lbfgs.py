@@ -30,15 +30,15 @@ from numpyro_fed.search.expand import (
     NUDGE,
     Aux,
     Expansion,
+    SearchState,
     SiloExpansion,
-    SiloState,
     flat_size,
     shape,
     silo_expansion,
     silo_log_likelihood,
     unraveller,
 )
-from numpyro_fed.search.newton import AnySearch, AnyStart, rounding_of
+from numpyro_fed.search.mode_search import Ascent, ModeSearch, rounding_of
 from numpyro_fed.text.sites import Rows
 
 # Pairs that L-BFGS keeps. An exchange with silos costs far more than the products with the pairs,
@@ -66,7 +66,7 @@ class PlacesToTry(NamedTuple):
 
 
 @dataclass
-class WideStart(AnyStart):
+class LBFGSAscent(Ascent):
     """The search from one place by L-BFGS; its best point has the latest diagonal of the Hessian.
 
     ``direction`` (n,): The next point is ``best.x + share * direction``.
@@ -85,13 +85,13 @@ class WideStart(AnyStart):
 
     def take(self, point: Expansion[np.ndarray], max_places: int | None) -> None:
         """Keep the trial if it is better than the best point, and choose the next one."""
-        if self.left:
+        if self.finished:
             return
         finite = all(np.isfinite(a).all() for a in point[1:])
-        if self.done:  # the last exchange was for the diagonal
+        if self.stopped:  # the last exchange was for the diagonal
             if self.best is not None and finite:
                 self.best = self.best._replace(curvature=point.curvature)
-            self.left, self.with_diagonal = True, False
+            self.finished, self.with_diagonal = True, False
             return
         self.tried += 1
         ended = max_places is not None and self.tried >= max_places
@@ -100,8 +100,8 @@ class WideStart(AnyStart):
             return
         stuck = self._step(point if self.best is None else self.best, point, finite)
         self.rests = self.idle >= MAX_IDLE
-        self.done = self.rests or stuck or ended
-        self.with_diagonal |= self.done
+        self.stopped = self.rests or stuck or ended
+        self.with_diagonal |= self.stopped
         x = point.x if self.best is None else self.best.x
         self.trial = x if self.with_diagonal else x + self.share * self.direction
 
@@ -145,13 +145,19 @@ class WideStart(AnyStart):
 
 
 @dataclass(frozen=True, eq=False)
-class WideSearch(AnySearch[WideStart]):
+class LBFGSSearch(ModeSearch[LBFGSAscent, PlacesToTry]):
     """The search by L-BFGS; it integrates no effects out."""
 
     aside = NUDGE
-    start = WideStart
 
-    def messages(self) -> tuple[Any, SiloExpansion[Any]]:
+    @property
+    def effects(self) -> np.ndarray:
+        return np.zeros(0, int)
+
+    def ascent(self, place: np.ndarray) -> LBFGSAscent:
+        return LBFGSAscent(place)
+
+    def messages(self) -> tuple[PlacesToTry, SiloExpansion[Any]]:
         k, n = self.num_starts, flat_size(self.model)
         yes: Any = jax.ShapeDtypeStruct((), bool)
         return PlacesToTry(shape(k, n), yes), SiloExpansion(shape(k), shape(k, n), shape(k, n))
@@ -160,7 +166,7 @@ class WideSearch(AnySearch[WideStart]):
     def _at_silos(self) -> Callable[..., tuple[SiloExpansion[Array], Any]]:
         """Return the silos' program: replies, and modes and last finite replies, for each start."""
 
-        def at_silo(noise: object, down: PlacesToTry, state: SiloState, data: SiloData) -> Any:
+        def at_silo(noise: object, down: PlacesToTry, state: SearchState, data: SiloData) -> Any:
             derive = partial(with_slope, with_diagonal=jnp.asarray(down.with_diagonal))
 
             def at_start(args: tuple[Array, Rows, SiloExpansion[Array]]) -> Any:
@@ -177,8 +183,8 @@ class WideSearch(AnySearch[WideStart]):
         return of_stack(at_silo, little=False)
 
     def reply(
-        self, noise: object, down: PlacesToTry, state: SiloState, data: SiloData
-    ) -> tuple[Reply[SiloExpansion[np.ndarray]], SiloState]:
+        self, noise: object, down: PlacesToTry, state: SearchState, data: SiloData
+    ) -> tuple[Reply[SiloExpansion[np.ndarray]], SearchState]:
         found = jax.block_until_ready(self._at_silos((), down, state, data))
         up, (modes, place) = found
         told: SiloExpansion[np.ndarray] = jax.tree.map(np.asarray, up)
@@ -198,13 +204,13 @@ class WideSearch(AnySearch[WideStart]):
 
         return jax.jit(program)
 
-    def move(self, ask: AskSilos, starts: list[WideStart], places: np.ndarray) -> None:
-        diagonal = np.asarray(any(start.with_diagonal for start in starts))
+    def move(self, ask: AskSilos, ascents: list[LBFGSAscent], places: np.ndarray) -> None:
+        diagonal = np.asarray(any(ascent.with_diagonal for ascent in ascents))
         up = ask(self.exchange, PlacesToTry(places, diagonal))
         prior = jax.block_until_ready(self._prior(places, diagonal))
-        for i, start in enumerate(starts):
+        for i, ascent in enumerate(ascents):
             total = (np.asarray(a)[i] + b[i] for a, b in zip(prior[1:], up, strict=True))
-            start.take(Expansion(places[i], *total), self.max_places)
+            ascent.take(Expansion(places[i], *total), self.max_places)
 
 
 def with_slope(

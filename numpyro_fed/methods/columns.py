@@ -14,7 +14,7 @@ import numpy as np
 
 from numpyro_fed.basics.errors import DataError, ReplyError, positive_int
 from numpyro_fed.data.scaling import Numbers, Scaling, moments_of, united
-from numpyro_fed.data.silo_data import listed
+from numpyro_fed.data.silo_data import SiloInput, listed
 from numpyro_fed.data.tables import MIN_COUNT, OTHER, Levels, level_names, listed_names
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.messages import LEVELS, MOMENTS, read, write
@@ -158,13 +158,13 @@ def moments(silos: Sequence[Any] | Federation, arguments: Sequence[str] | None =
     return whole
 
 
-def names_reply(silo: Any, columns: Sequence[str], min_count: int, other: str) -> bytes:
+def names_reply(silo: SiloInput, columns: Sequence[str], min_count: int, other: str) -> bytes:
     """Return a silo's reply to the question for the names of its levels."""
     names = level_names(silo, columns, min_count, other)
     return write({}, {NAMES: json.dumps(names, sort_keys=True), REST: other})
 
 
-def moments_reply(silo: Any, arguments: Sequence[str] | None) -> bytes:
+def moments_reply(silo: SiloInput, arguments: Sequence[str] | None) -> bytes:
     """Return a silo's reply to the question for means, sds and numbers of rows."""
     part = moments_of("the silo", silo, arguments)
     kinds = {"mean": part.mean, "sd": part.sd, "count": part.count}
