@@ -19,6 +19,7 @@ from numpyro_fed.guides.objectives import ELBO, default_quadrature
 from numpyro_fed.guides.quadrature import default_nodes, quadrature_misfit
 from numpyro_fed.guides.structured import Structured, build_resolved, resolve
 from numpyro_fed.methods.base import RunOptions
+from numpyro_fed.methods.minibatches import check_rows_alone
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.run import Built, Fit
@@ -38,7 +39,6 @@ from numpyro_fed.rounds.stack import (
 from numpyro_fed.rounds.step import AskAll
 from numpyro_fed.rounds.supervise import RunOutcome
 from numpyro_fed.search.influence import Factors
-from numpyro_fed.sfvi.method import check_rows_alone
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.text.layout import Layout
 from numpyro_fed.text.log_density import FederatedModel

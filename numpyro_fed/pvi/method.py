@@ -35,6 +35,7 @@ from numpyro_fed.guides.structured import (
 from numpyro_fed.local import ClosedForm, Optax
 from numpyro_fed.local.base import Local
 from numpyro_fed.local.natural import FixedPoint
+from numpyro_fed.methods.minibatches import check_rows_alone, minibatches_of
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.start import check_start, start_of, start_rounds
 from numpyro_fed.numerics.divergences import KL
@@ -50,7 +51,6 @@ from numpyro_fed.rounds.schedules import Adaptive, Asynchronous, ByArrival, Spec
 from numpyro_fed.rounds.stack import Silos, State
 from numpyro_fed.rounds.supervise import RunOutcome
 from numpyro_fed.search.find_mode import SEARCHED_UP_TO
-from numpyro_fed.sfvi.method import check_rows_alone, minibatches_of
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.text.handlers import generalised
 from numpyro_fed.text.layout import Layout

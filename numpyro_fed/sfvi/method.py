@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,13 +27,13 @@ from numpyro_fed.guides.amortised import Amortised, with_encoders
 from numpyro_fed.guides.objectives import Bound, Objective, bound_of, draws_of, objective_for
 from numpyro_fed.guides.structured import (
     FULL_UP_TO,
-    Guide,
     Structured,
     amortises,
     build_resolved,
     resolve,
     structured,
 )
+from numpyro_fed.methods.minibatches import check_rows_alone, minibatches_of
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.start import SEARCHED, check_start, start_of, start_rounds
 from numpyro_fed.posterior.result import Result
@@ -42,12 +42,13 @@ from numpyro_fed.rounds.schedules import Given, Random, Sequential, Spec, in_ste
 from numpyro_fed.rounds.stack import Silos
 from numpyro_fed.rounds.supervise import RunOutcome
 from numpyro_fed.search.find_mode import SEARCHED_UP_TO
-from numpyro_fed.sfvi.algorithm import ByGradients, StructuredVI
+from numpyro_fed.sfvi.algorithm import StructuredVI
 from numpyro_fed.sfvi.averaging import Aggregation, Averaging
+from numpyro_fed.sfvi.common import ByGradients
 from numpyro_fed.text.facts import Facts, Plan, size_class
 from numpyro_fed.text.layout import Layout
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.minibatch import WHOLE, Minibatches
+from numpyro_fed.text.minibatch import Minibatches
 
 # Adam's step is STEP * (1 + round / SETTLES) ** -DECAY, in coordinates in which the posterior is
 # about standard: the first steps are three hundredths of a standard deviation. With a power between
@@ -61,54 +62,6 @@ MIN_ROUNDS = 200
 def default_optimiser() -> optax.GradientTransformation:
     """Return Adam with decaying steps, for coordinates in which the posterior is about standard."""
     return optax.adam(lambda count: STEP * (1 + count / SETTLES) ** -DECAY)
-
-
-def minibatches_of(
-    fm: FederatedModel,
-    plates_of: Mapping[str, tuple[str, ...]],
-    size: int | None,
-    guide: Guide,
-    draws: Mapping[str, int],
-) -> Minibatches | None:
-    """Return the rule by which rows are drawn, or None without minibatches.
-
-    Guides and bounds that cannot be cut are refused.
-    """
-    if size is None:
-        return None
-    minibatches = Minibatches.of(fm, plates_of, size)
-    words = f"batch_size={size} cannot go with"
-    if joint := [p for p in minibatches.plates if p in guide.locals and guide.locals[p].joint]:
-        raise GuideError(
-            f"{words} locals='joint' for silo_plate '{joint[0]}': one covariance over all rows has "
-            f"no part for a minibatch. Use locals='full' or 'diagonal'. {WHOLE}"
-        )
-    if weighted := [p for p in guide.outer if draws[p] > 1]:
-        raise GuideError(
-            f"{words} {draws[weighted[0]]} draws at silo_plate '{weighted[0]}', above the rows of "
-            "others: a silo is weighed as a whole there, of which some rows say nothing without "
-            f"bias. Use one draw there. {WHOLE}"
-        )
-    return minibatches
-
-
-def check_rows_alone(layout: Layout, size: int | None, stacks: Sequence[SiloData]) -> None:
-    """Raise an error if a row's log density changes when other rows are left out."""
-    if size is None:
-        return
-    for rows in Minibatches.of(layout.model, layout.plates_of_arrays, size).cut:
-        try:
-            alone = all(bool(layout.checks.minibatch(*rows, stack)) for stack in stacks)
-        # A model may fail on fewer rows than it has lengths for, which is an answer, too.
-        except (TypeError, ValueError, IndexError):
-            alone = False
-        if not alone:
-            raise GuideError(
-                f"batch_size={size}: the log density of a row of '{rows.plates[0]}' changes when "
-                f"other rows are left out of {list(rows.arrays)}, so that a minibatch is another "
-                "model. Compute what sums up rows (x.mean(0), say) before the run and pass it as "
-                f"data, or put plates that share rows into one. {WHOLE}"
-            )
 
 
 @dataclass(frozen=True)
