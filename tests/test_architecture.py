@@ -97,7 +97,7 @@ GRAPH = {module: imports(module) for module in MODULES}
 def test_the_layers_are_there():
     rooms = {m.split(".")[0] for m in MODULES}
     assert {name.split(".")[0] for row in LAYERS for name in row} <= rooms
-    assert {"rounds.exchange", "sfvi.algorithm", "rounds.stack", "sfvi.method"} <= set(MODULES)
+    assert {"rounds.exchange", "sfvi.algorithm", "rounds.silos", "sfvi.method"} <= set(MODULES)
     assert layer("basics.errors") < layer("guides.base") < layer("sfvi.algorithm")
     assert layer("sfvi.algorithm") < layer("posterior.posterior") < layer("sfvi.method")
     assert layer("sfvi.method") == layer("__init__") == FRONT_DOOR

@@ -14,14 +14,14 @@ from laid_open import times_compiled
 
 from numpyro_fed.data.padding import Bucket
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.rounds import stack as base
-from numpyro_fed.rounds.compiled_loop import simulation
+from numpyro_fed.rounds import compiled_loop, schedules
+from numpyro_fed.rounds.compiled_loop import compiled_runtime
 from numpyro_fed.rounds.exchange import Combine, Exchange, FederatedAlgorithm, Info, Reply, Round
 from numpyro_fed.rounds.noise import exchange_key, server_key, silo_key
-from numpyro_fed.rounds.plain_loop import host
-from numpyro_fed.rounds.schedules import Asynchronous, Random, Sequential
-from numpyro_fed.rounds.stack import Schedule, on_device
-from numpyro_fed.rounds.supervise import drive
+from numpyro_fed.rounds.plain_loop import plain_runtime
+from numpyro_fed.rounds.runtime import run_rounds
+from numpyro_fed.rounds.schedules import Asynchronous, Random, Schedule, Sequential
+from numpyro_fed.rounds.silos import on_device
 
 KEY = jax.random.key(0)
 SILOS = 5
@@ -223,9 +223,9 @@ def toy(how=Combine.SUM, limit=1_000, exchanges=1):
 TOTALS = np.array([3.0, 1.0, 5.0, 2.0, 4.0], np.float32)
 LENGTHS = (2, 3, 3, 2, 2)
 RUNTIMES = {
-    "one bucket": (simulation, [(0, 1, 2, 3, 4)]),
-    "buckets": (simulation, [(0, 3, 4), (2, 1)]),
-    "host": (host, [(j,) for j in range(SILOS)]),
+    "one bucket": (compiled_runtime, [(0, 1, 2, 3, 4)]),
+    "buckets": (compiled_runtime, [(0, 3, 4), (2, 1)]),
+    "host": (plain_runtime, [(j,) for j in range(SILOS)]),
 }
 
 
@@ -250,7 +250,7 @@ def runner(name, where, **settings):
 def run(name, where, rounds=4, **settings):
     """A run, and the silos' states in the order of their numbers."""
     runtime, batches, groups = runner(name, where, **settings)
-    ran = drive(runtime, KEY, runtime.init(KEY, batches), batches, rounds, False)
+    ran = run_rounds(runtime, KEY, runtime.init(KEY, batches), batches, rounds, False)
     order = np.argsort(np.concatenate(groups))
     return ran, jax.tree.map(lambda *a: np.concatenate(a)[order], *ran.state.silos)
 
@@ -259,7 +259,7 @@ def run(name, where, rounds=4, **settings):
 def by_hand(name, rounds):
     """Visits, replies (rounds, steps, size) and the server's noise, by the rules written down."""
     schedule, change = SCHEDULES[name], np.full(SILOS, np.inf, np.float32)
-    key = base.schedule_key(KEY)
+    key = schedules.schedule_key(KEY)
     carry, visits, replies, drawn = schedule.init(key), [], [], []
     plan = jax.jit(schedule.visits)
     for r in range(rounds):
@@ -370,7 +370,7 @@ def test_a_bad_reply_in_any_exchange_ends_the_round_that_forgets_to_look(where, 
         reply, after = first.silo(noise, down, state, data)
         return reply._replace(ok=data.arrays["y"].sum() != TOTALS[2]), after
 
-    bad = first._replace(silo=silo, lenient=lenient)
+    bad = replace(first, silo=silo, lenient=lenient)
     runtime = make(algorithm._replace(round=replace(algorithm.round, exchanges=(bad, last))))
     state, _, ended = runtime.advance(KEY, runtime.init(KEY, batches), batches, 3)
     np.testing.assert_array_equal(ended.replies, np.arange(SILOS) != 2)
@@ -391,7 +391,7 @@ def in_grad(ask):
 
 
 @pytest.mark.parametrize("how", [in_cond, in_scan, in_grad])
-@pytest.mark.parametrize("make", [simulation, host])
+@pytest.mark.parametrize("make", [compiled_runtime, plain_runtime])
 def test_a_round_that_asks_inside_of_a_transformation_is_refused_in_words(make, how):
     def run(state, noise, ask):
         return state, Info(how(ask), jnp.array(True))
@@ -400,7 +400,7 @@ def test_a_round_that_asks_inside_of_a_transformation_is_refused_in_words(make, 
         one_round(make, run)
 
 
-@pytest.mark.parametrize("make", [simulation, host])
+@pytest.mark.parametrize("make", [compiled_runtime, plain_runtime])
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
@@ -430,7 +430,7 @@ def test_a_round_that_catches_its_questions_sends_nothing_else():
         return state, Info(jnp.asarray(up), jnp.array(True))
 
     with pytest.raises(TypeError, match="exception"):
-        one_round(host, run)
+        one_round(plain_runtime, run)
 
 
 @pytest.mark.parametrize("names", [(), ("a", "b", "a")])
@@ -470,8 +470,8 @@ def identical(a, b):
 def test_two_runs_are_one_and_chunks_do_not_matter(name, where):
     whole, _ = run(name, where)
     runtime, batches, _ = runner(name, where)
-    a = drive(runtime, KEY, runtime.init(KEY, batches), batches, 1, False)
-    b = drive(runtime._replace(chunk=2), KEY, a.state, batches, 3, False)
+    a = run_rounds(runtime, KEY, runtime.init(KEY, batches), batches, 1, False)
+    b = run_rounds(runtime._replace(chunk=2), KEY, a.state, batches, 3, False)
     identical(b.state, whole.state)
     parts = jax.tree.map(lambda *p: np.concatenate(p), a.log, b.log)
     identical(parts, whole.log)
@@ -490,18 +490,18 @@ def test_what_is_drawn_ahead_is_what_would_be_drawn_step_by_step(where, size, ex
     assert schedule.ahead
     batches = batches_of(RUNTIMES[where][1])
     for ahead in (True, False):
-        runtime = simulation(toy(exchanges=exchanges), schedule._replace(ahead=ahead))
+        runtime = compiled_runtime(toy(exchanges=exchanges), schedule._replace(ahead=ahead))
         state = runtime.init(KEY, batches)
         state, first, _ = runtime.advance(KEY, state, batches, 3)
-        found.append((first, *runtime.advance(KEY, state, batches, base.BLOCK + 3)))
+        found.append((first, *runtime.advance(KEY, state, batches, compiled_loop.BLOCK + 3)))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *found)
 
 
 def test_a_call_logs_fewer_rounds_where_a_round_has_many_visits():
-    assert simulation(toy()).chunk == base.CHUNK == 1024
-    assert simulation(toy(), Sequential().build(SILOS)).chunk == 1024
-    assert simulation(toy(), Sequential().build(10_000)).chunk == 104
-    assert host(toy(), Random(2**21).build(2**21)).chunk == 1
+    assert compiled_runtime(toy()).chunk == schedules.CHUNK == 1024
+    assert compiled_runtime(toy(), Sequential().build(SILOS)).chunk == 1024
+    assert compiled_runtime(toy(), Sequential().build(10_000)).chunk == 104
+    assert plain_runtime(toy(), Random(2**21).build(2**21)).chunk == 1
 
 
 @pytest.mark.parametrize("where", RUNTIMES)
@@ -517,7 +517,7 @@ def test_a_run_stops_at_the_step_that_is_not_ok(where):
     np.testing.assert_array_equal(after.server.counts, [1, 1, 1, 1, 3])
 
 
-@pytest.mark.parametrize("make", [simulation, host])
+@pytest.mark.parametrize("make", [compiled_runtime, plain_runtime])
 def test_a_schedule_must_be_for_as_many_silos_as_there_are(make):
     batches = batches_of(RUNTIMES["host"][1])
     with pytest.raises(ValueError, match=r"4 silos, .* 5"):
@@ -543,7 +543,7 @@ def test_stacks_stay_in_place_while_rounds_run(buckets, exchanges):
         ]
     )
     algorithm = toy(exchanges=exchanges)._replace(watch=None)
-    runtime = simulation(algorithm, Random(2).build(60))
+    runtime = compiled_runtime(algorithm, Random(2).build(60))
     state = runtime.init(KEY, batches)
     wide = tuple(s._replace(replies=jnp.zeros((size, width))) for s in state.silos)
     program = runtime.advance.lower(KEY, state._replace(silos=wide), batches, 3).compile()
@@ -560,7 +560,7 @@ def test_a_second_run_compiles_nothing(name, where, compiled):
     runtime, batches, _ = runner(name, where)
 
     def go(key, rounds):
-        return drive(runtime, key, runtime.init(key, batches), batches, rounds, False)
+        return run_rounds(runtime, key, runtime.init(key, batches), batches, rounds, False)
 
     go(KEY, 1)
     other = jax.random.key(1)

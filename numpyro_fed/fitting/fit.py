@@ -29,12 +29,12 @@ from numpyro_fed.fitting.steps import FitSteps
 from numpyro_fed.posterior.posterior import Posterior, Stage
 from numpyro_fed.posterior.verdict import TOLERANCE, check_accuracy
 from numpyro_fed.privacy.budget import Privacy
-from numpyro_fed.rounds.compiled_loop import simulation
+from numpyro_fed.rounds.compiled_loop import compiled_runtime
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.messages import SEARCH
 from numpyro_fed.rounds.noise import typed_key
 from numpyro_fed.rounds.progress import StageBar, in_sight
-from numpyro_fed.rounds.stack import on_device
+from numpyro_fed.rounds.silos import on_device
 from numpyro_fed.search.expand import effects_of, flat_size
 from numpyro_fed.search.find_mode import (
     MANY_EFFECTS,
@@ -319,7 +319,7 @@ def find_mode(
     by: ModeSearch | WideSearch = ModeSearch(fm, len(found), starts, None, effects_of(fm), None)
     if flat_size(fm) > SEARCHED_UP_TO:
         by = WideSearch(fm, len(found), starts, None, np.zeros(0, int), None)
-    return search(key, fm, by, simulation(by.algorithm), batches)
+    return search(key, fm, by, compiled_runtime(by.algorithm), batches)
 
 
 def _check(fm: FederatedModel) -> None:

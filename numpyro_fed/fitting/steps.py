@@ -46,7 +46,7 @@ from numpyro_fed.posterior.weighing import AT_ONCE, InnerDraws, correct_from, im
 from numpyro_fed.pvi.method import PVI
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.progress import StageBar
-from numpyro_fed.rounds.stack import State
+from numpyro_fed.rounds.runtime import State
 from numpyro_fed.search.find_mode import SEARCHED_UP_TO
 from numpyro_fed.search.influence import table_of
 from numpyro_fed.search.mode import LocalMode, Mode

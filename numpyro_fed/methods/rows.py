@@ -31,6 +31,7 @@ from numpyro_fed.data.silo_data import SiloData, SiloInput, SilosInput, signatur
 from numpyro_fed.methods.base import (
     RUNTIMES,
     FederatedMethod,
+    PlanSize,
     RunOptions,
     for_silos,
     in_process,
@@ -48,23 +49,16 @@ from numpyro_fed.posterior.weighing import weighing
 from numpyro_fed.rounds.exchange import (
     IMPORTANCE,
     OUTER_LATENTS,
+    AnyAlgorithm,
     Exchange,
     ExchangeId,
     Round,
-    asked_directly,
 )
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.noise import typed_key
 from numpyro_fed.rounds.progress import Progress
-from numpyro_fed.rounds.stack import (
-    AnyAlgorithm,
-    PlanSize,
-    Runtime,
-    ServerData,
-    Silos,
-    State,
-    on_device,
-)
+from numpyro_fed.rounds.runtime import Runtime, State
+from numpyro_fed.rounds.silos import ServerData, Silos, on_device
 from numpyro_fed.search.expand import flat_size
 from numpyro_fed.search.find_mode import coupling_reason
 from numpyro_fed.search.influence import INFLUENCE, Influence
@@ -374,7 +368,7 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
         }
         if asked.name in questions:
             question = questions[asked.name](built, asked.read_settings())
-            return Round((question,), asked_directly), built.algorithm
+            return Round((question,)), built.algorithm
         if asked.name == OUTER_LATENTS:
             return outer_round(built, asked.read_settings()), built.algorithm
         return built.round_of(asked.name)

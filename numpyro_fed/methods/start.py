@@ -28,11 +28,12 @@ from numpyro_fed.numerics import linalg
 from numpyro_fed.numerics.gaussian import Gaussian
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.run import Fit, StartRounds
-from numpyro_fed.rounds.exchange import CarriedSilo, Private, Round, Shared, asked_directly
+from numpyro_fed.rounds.exchange import CarriedSilo, Private, Round, Shared
 from numpyro_fed.rounds.messages import SEARCH
 from numpyro_fed.rounds.progress import Progress
-from numpyro_fed.rounds.stack import Batches, Silos, State, init_schedule
-from numpyro_fed.rounds.supervise import failed_silos
+from numpyro_fed.rounds.runtime import State, failed_silos
+from numpyro_fed.rounds.schedules import init_schedule
+from numpyro_fed.rounds.silos import Batches, Silos
 from numpyro_fed.search.begin import StartPoint
 from numpyro_fed.search.curvature_check import CurvatureCheck
 from numpyro_fed.search.expand import effects_of, flat_size
@@ -113,7 +114,7 @@ def start_rounds(
     check = CurvatureCheck(fm, effects, starts)
     algorithm = search.algorithm
     if not len(effects):
-        own_modes = Round((OwnModes(search).exchange,), asked_directly)
+        own_modes = Round((OwnModes(search).exchange,))
         algorithm = algorithm._replace(opening=(own_modes,))
     return StartRounds(search, algorithm, check, begin, effects)
 
@@ -237,7 +238,7 @@ def after_opening(fit: Fit, key: Array, state: State, batches: Batches) -> State
     """Return the state after the opening rounds of an algorithm."""
     key = jax.random.fold_in(key, OPENING)
     for i, round_ in enumerate(fit.built.algorithm.opening):
-        if round_.run is asked_directly:  # by the method itself
+        if not round_.is_run:  # by the method itself
             continue
         key_round, once = jax.random.fold_in(key, i), fit.quick_round(round_)
         server, silos, info, good = once(key_round, state.server, state.silos, batches)

@@ -15,10 +15,10 @@ import numpy as np
 from numpyro_fed.basics.errors import DataError, ModelError, is_number
 from numpyro_fed.basics.files import Store, log_privately
 from numpyro_fed.data.tables import MIN_COUNT
+from numpyro_fed.methods.base import PlanSize
 from numpyro_fed.privacy.budget import spent as epsilon_of
 from numpyro_fed.rounds.exchange import IMPORTANCE, OUTER_LATENTS
 from numpyro_fed.rounds.messages import Question
-from numpyro_fed.rounds.stack import PlanSize
 from numpyro_fed.weigh.log_likelihoods import LEAVE_OUT, LOO
 from numpyro_fed.weigh.tempered import TEMPERED
 

@@ -47,9 +47,9 @@ from numpyro_fed.pvi.families import Globals, conjugacy, globals_of
 from numpyro_fed.pvi.result import PVIResult
 from numpyro_fed.pvi.server import PartitionedVI, aggregate
 from numpyro_fed.pvi.silo import Status
+from numpyro_fed.rounds.runtime import RunOutcome, State
 from numpyro_fed.rounds.schedules import Adaptive, Asynchronous, ByArrival, Spec, named
-from numpyro_fed.rounds.stack import Silos, State
-from numpyro_fed.rounds.supervise import RunOutcome
+from numpyro_fed.rounds.silos import Silos
 from numpyro_fed.search.find_mode import SEARCHED_UP_TO
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.text.handlers import generalised

@@ -46,7 +46,9 @@ from numpyro_fed.rounds.exchange import (
     Shared,
     SharedParams,
     SiloParams,
+    StackedExchange,
     WarmStart,
+    WhenAway,
     key_as_noise,
     stacked_reply,
 )
@@ -95,8 +97,8 @@ class PartitionedVI(PVIAtSilo):
             watch_reply=lambda up: worst(up.statuses),
             done=self.done,
             # A factor that is not renewed stays in the posterior as it is.
-            without="exact",
-            away=jnp.int32(Status.AWAY),
+            when_away=WhenAway.GO_ON,
+            watched_away=jnp.int32(Status.AWAY),
         )
 
     def init_server(self, key: Array) -> ServerState:
@@ -288,7 +290,7 @@ class PartitionedVI(PVIAtSilo):
             return Down(first.params.theta, first.total), shape()
 
         visit = stacked_reply(expect, little=True)
-        return Exchange("evaluation", visit, silo_noise=key_as_noise, like=messages)
+        return StackedExchange("evaluation", visit, silo_noise=key_as_noise, messages=messages)
 
     def free_energy(self, ask: AskSilos, key: Array, state: ServerState) -> float:
         """Return the free energy of the posterior, in one exchange."""

@@ -39,25 +39,9 @@ from numpyro_fed.rounds.noise import (
     server_key,
     silo_key,
 )
-from numpyro_fed.rounds.stack import (
-    BLOCK,
-    NOISE,
-    Batches,
-    Log,
-    RunStatus,
-    Runtime,
-    Schedule,
-    ServerData,
-    Single,
-    Stacks,
-    State,
-    Watch,
-    chunk_of,
-    in_order,
-    init_schedule,
-    num_silos,
-    visits,
-)
+from numpyro_fed.rounds.runtime import Log, RunStatus, Runtime, Single, State
+from numpyro_fed.rounds.schedules import Schedule, chunk_of, init_schedule, visits
+from numpyro_fed.rounds.silos import Batches, ServerData, Stacks, Watch, in_order, num_silos
 from numpyro_fed.rounds.step import (
     Answers,
     RoundNoise,
@@ -68,13 +52,20 @@ from numpyro_fed.rounds.step import (
     transport_of_stacks,
 )
 
+# Rounds for which noise is drawn at once. One draw for many rounds costs less than many small ones:
+# a round with 100 of 10,000 silos took 2.36 times as long as one of 100 silos before, 2.02 times
+# now (docs/results/speed.md). More rounds at once were tried and gained nothing (compilation.md).
+BLOCK = 64
+# Numbers that are drawn at once, about, which bounds the memory: 4 MB in single precision.
+NOISE = 2**20
+
 Positions = tuple[Array, Array]  # each silo's bucket and its row there, (silos,) each
 Participants = Array | tuple[()]  # who takes part; empty where everyone does
 StepCarry = tuple[Array, Any, Stacks, Any, Log, RunStatus]  # of the loop over steps
 RoundCarry = tuple[Array, State, Log, RunStatus]  # of the loop over rounds
 
 
-def simulation(
+def compiled_runtime(
     algorithm: FederatedAlgorithm[Server, Silo],
     schedule: Schedule | None = None,
     *,
@@ -102,15 +93,13 @@ def simulation(
         return readable(drop_weak_types(State(jnp.zeros((), jnp.int32), server, silos, carry)))
 
     advance = jit(_Loop(algorithm, schedule).advance)
-    quick_single = partial(single, jit=jit_once)
-    chunk = chunk_of(schedule)
-    return Runtime(init, advance, single, transport_of_stacks, chunk, quick_single)
+    return Runtime(init, advance, single, transport_of_stacks, chunk_of(schedule))
 
 
-def single(round_: Round, jit: Callable[..., Callable[..., Any]] = jax.jit) -> Single:
-    """Return one round with every silo, compiled."""
+def single(round_: Round) -> Single:
+    """Return one round with every silo, compiled quickly."""
 
-    @jit
+    @jit_once
     def run(
         key: Array, server: object, silos: Stacks, batches: Batches, server_data: ServerData = None
     ) -> tuple[Any, Stacks, Info, Array]:

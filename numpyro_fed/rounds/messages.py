@@ -27,11 +27,22 @@ from numpyro_fed.basics.errors import (
     ReplyError,
     SumError,
 )
-from numpyro_fed.basics.trees import Tree
+from numpyro_fed.basics.trees import Tree, drop_weak_types
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.rounds.exchange import Combine, Exchange, ExchangeId, FederatedAlgorithm, Round
-from numpyro_fed.rounds.stack import ServerData
-from numpyro_fed.rounds.step import message_shapes
+from numpyro_fed.rounds.exchange import (
+    Combine,
+    Down,
+    Exchange,
+    ExchangeId,
+    FederatedAlgorithm,
+    Reply,
+    Round,
+    Silo,
+    StackedExchange,
+    Up,
+)
+from numpyro_fed.rounds.silos import ServerData
+from numpyro_fed.rounds.step import Answers, combine, for_participants, step
 
 DTYPES = {
     "BOOL": np.bool_,
@@ -248,6 +259,64 @@ def unpack(prefix: str, like: Tree, arrays: Mapping[str, np.ndarray]) -> Tree:
     if unknown := sorted(name for name in arrays if name.startswith(prefix) and name not in names):
         raise DataError(f"a message holds '{unknown[0]}', which was not agreed.")
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+# An exchange with the shapes of what it sends down to a silo, and of the silo's reply.
+MessageShapes = tuple[Exchange[Any, Any, Any], Any, Reply[Any]]
+
+
+def message_shapes(
+    algorithm: FederatedAlgorithm[Any, Any],
+    rounds: Sequence[Round],
+    data: SiloData,
+    server_data: ServerData = None,
+) -> list[MessageShapes]:
+    """Return the shapes of all messages of rounds with one silo that holds ``data``.
+
+    The rounds follow each other from the algorithm's first states; nothing is computed. Without
+    ``server_data`` the algorithm's ``server_like`` gives the shapes of what the server holds.
+    """
+    if server_data is None:
+        server_data = algorithm.server_like
+    exchanges: list[Exchange[Any, Any, Any]] = []
+
+    def trace(key: Array, data: SiloData, server_data: ServerData) -> list[tuple[Any, Reply[Any]]]:
+        server, silo = algorithm.init_server(key), algorithm.init_silo(key, data)
+        crossed: list[tuple[Any, Reply[Any]]] = []
+
+        def transport(
+            exchange: Exchange[Silo, Down, Up], noise: Array, down: Down, who: Array, silos: Silo
+        ) -> Answers[Silo]:
+            sent = for_participants(exchange.scatter, down, 0)
+            reply, after = exchange.visit(exchange.silo_noise(noise, silos), sent, silos, data)
+            exchanges.append(exchange)
+            crossed.append((drop_weak_types(sent), reply))
+            # A single silo is a stack of one, so that the server sees replies as in a real round.
+            stack = jax.tree.map(lambda a: jnp.asarray(a)[None], reply)
+            return Answers(combine(exchange.combine, [stack]), stack.ok, after)
+
+        for round_ in rounds:
+            if not round_.is_run:
+                continue  # its exchanges leave states of the same shapes
+            noise = round_.noise(key), [key] * len(round_.exchanges)
+            server, silo, *_ = step(
+                round_, transport, noise, server, silo, jnp.arange(1), server_data
+            )
+        return crossed
+
+    shapes = jax.eval_shape(trace, jax.random.key(0), data, server_data)
+    traced = {x.name: (x, *both) for x, both in zip(exchanges, shapes, strict=True)}
+    asked = [x for round_ in rounds for x in round_.exchanges]
+    return [
+        shapes_of_stacked(x) if isinstance(x, StackedExchange) else traced[x.name] for x in asked
+    ]
+
+
+def shapes_of_stacked(exchange: StackedExchange[Any, Any, Any]) -> MessageShapes:
+    """Return the shapes of the messages of a stacked exchange, which says them itself."""
+    down, up = exchange.messages()
+    ok: Any = jax.ShapeDtypeStruct((), bool)
+    return exchange, down, Reply(up, ok)
 
 
 class Crossing(NamedTuple):

@@ -1,4 +1,4 @@
-"""The host loop: a Python loop over rounds and silos, for debugging and as the reference.
+"""The plain runtime: a Python loop over rounds and silos, for debugging and as the reference.
 
 :class:`PlainLoop` takes any transport: that to silos elsewhere, too.
 """
@@ -19,7 +19,6 @@ from jax.typing import ArrayLike
 from numpyro_fed.basics.errors import SiloAwayError
 from numpyro_fed.basics.trees import Tree, drop_weak_types
 from numpyro_fed.data.padding import stacked
-from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.rounds.exchange import (
     Down,
     Exchange,
@@ -30,29 +29,14 @@ from numpyro_fed.rounds.exchange import (
     Server,
     Silo,
     Up,
-    as_drafted,
 )
 from numpyro_fed.rounds.noise import exchange_key, init_keys, server_key, silo_key
-from numpyro_fed.rounds.stack import (
-    Batches,
-    Log,
-    RunStatus,
-    Runtime,
-    Schedule,
-    ServerData,
-    Single,
-    Stacks,
-    State,
-    Watch,
-    chunk_of,
-    init_schedule,
-    num_silos,
-    visits,
-)
+from numpyro_fed.rounds.runtime import Log, RunStatus, Runtime, Single, State
+from numpyro_fed.rounds.schedules import Schedule, chunk_of, init_schedule, visits
+from numpyro_fed.rounds.silos import Batches, ServerData, Stacks, Watch, num_silos
 from numpyro_fed.rounds.step import (
     Answers,
     Transport,
-    checked,
     combine,
     compiled_in_parts,
     for_participants,
@@ -61,7 +45,9 @@ from numpyro_fed.rounds.step import (
 )
 
 
-def host(algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule | None = None) -> Runtime:
+def plain_runtime(
+    algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule | None = None
+) -> Runtime:
     """Return the runtime that visits silos one after the other from Python, without padding.
 
     Every function is compiled on its own; under ``jax.disable_jit()`` all of it is ordinary
@@ -81,8 +67,8 @@ def host(algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule | None 
         return State(jnp.zeros((), jnp.int32), server, states, carry)
 
     def loop(round_: Round, watch: Watch, schedule: Schedule | None = None) -> PlainLoop:
-        transport_of = partial(_host_transport, watch=watch)
-        exchanges = tuple(map(compile_visit, round_.exchanges))
+        transport_of = partial(_transport_one_by_one, watch=watch)
+        exchanges = tuple(exchange.compiled() for exchange in round_.exchanges)
         compiled = replace(compiled_in_parts(round_), exchanges=exchanges)
         return PlainLoop(compiled, schedule, transport_of, algorithm.done)
 
@@ -91,7 +77,7 @@ def host(algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule | None 
     def single(round_: Round) -> Single:
         return loop(round_, lambda state: ()).single
 
-    return Runtime(init, advance, single, transport_of_stacks, chunk_of(schedule), single)
+    return Runtime(init, advance, single, transport_of_stacks, chunk_of(schedule))
 
 
 @dataclass(eq=False)
@@ -224,7 +210,7 @@ def _noise(round_: Round, key: Array, number: Array | int) -> tuple[Any, list[Ar
     return round_.noise(server_key(keys[0])), keys
 
 
-def _host_transport(batches: Batches, watch: Watch) -> Transport[Array, Stacks]:
+def _transport_one_by_one(batches: Batches, watch: Watch) -> Transport[Array, Stacks]:
     """Return the transport that visits participants one by one; its noise is the exchange's key."""
     bucket_of = {int(b.silos[0]): i for i, b in enumerate(batches)}
 
@@ -245,28 +231,6 @@ def _host_transport(batches: Batches, watch: Watch) -> Transport[Array, Stacks]:
         return Answers(combine(exchange.combine, replies), ok, tuple(after), stacked(watched))
 
     return transport
-
-
-def compile_visit(exchange: Exchange[Silo, Down, Up]) -> Exchange[Silo, Down, Up]:
-    """Return the same exchange with the silo's part compiled.
-
-    Its ``silo`` is the whole visit: the reply that it returns is checked, and its draft is the
-    silo's next state, so that nothing is left to commit.
-    """
-    if not exchange.stacked:
-        visit, noise = jax.jit(exchange.visit), jax.jit(exchange.silo_noise)
-        return exchange._replace(silo=visit, commit=as_drafted, silo_noise=noise)
-
-    def alone(noise: object, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Up], Silo]:
-        here = jax.tree.map(lambda a: np.asarray(a)[None], (state, data))
-        keys = noise if isinstance(noise, tuple) else jnp.reshape(jnp.asarray(noise), (1,))
-        reply, after = exchange.silo(keys, jax.tree.map(np.asarray, down), *here)
-        found: tuple[Reply[Up], Silo] = jax.tree.map(
-            lambda a: np.asarray(a)[0], (checked(exchange, reply), after)
-        )
-        return found
-
-    return exchange._replace(silo=alone)
 
 
 def _first(stack: Tree) -> Tree:

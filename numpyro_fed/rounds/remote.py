@@ -42,7 +42,9 @@ from numpyro_fed.rounds.exchange import (
     Replies,
     Reply,
     Round,
+    StackedExchange,
     Up,
+    WhenAway,
 )
 from numpyro_fed.rounds.federation import Arrivals, Federation
 from numpyro_fed.rounds.messages import (
@@ -55,33 +57,23 @@ from numpyro_fed.rounds.messages import (
     Terms,
     at_silo,
     check_summed,
+    message_shapes,
     pack,
     read,
+    shapes_of_stacked,
     unpack,
     write,
 )
 from numpyro_fed.rounds.noise import exchange_key, init_keys, server_key
 from numpyro_fed.rounds.plain_loop import PlainLoop
-from numpyro_fed.rounds.stack import (
-    Batch,
-    Batches,
-    EndedError,
-    RunStatus,
-    Runtime,
-    Schedule,
-    ServerData,
-    Single,
-    Stacks,
-    State,
-    init_schedule,
-)
+from numpyro_fed.rounds.runtime import EndedError, RunStatus, Runtime, Single, State
+from numpyro_fed.rounds.schedules import Schedule, init_schedule
+from numpyro_fed.rounds.silos import Batch, Batches, ServerData, Stacks
 from numpyro_fed.rounds.step import (
     Answers,
     combine,
     compiled_in_parts,
-    declared,
     for_participants,
-    message_shapes,
     replayed_part,
 )
 
@@ -250,7 +242,7 @@ class Channel:
         return check(reply)
 
 
-def remote(
+def remote_runtime(
     algorithm: FederatedAlgorithm[Any, Any],
     schedule: Schedule | None = None,
     *,
@@ -275,12 +267,13 @@ def remote(
                 silos=(),
                 exchange=algorithm.round.name,
             )
-    without, missing = algorithm.without, channel.federation.missing
-    goes_on = without == "exact" or (without == "scaled" and missing == "reweight")
+    when_away, missing = algorithm.when_away, channel.federation.missing
+    scales = when_away is WhenAway.SCALE and missing == "reweight"
+    goes_on = when_away is WhenAway.GO_ON or scales
     parts = silos.prepared(algorithm.round), schedule, silos.transport_of, algorithm.done
-    loop = PlainLoop(*parts, algorithm.away, goes_on)
+    loop = PlainLoop(*parts, algorithm.watched_away, goes_on)
     if schedule is not None and schedule.by_arrival:
-        loop = ArrivalRounds(*parts, algorithm.away, silos=silos)
+        loop = ArrivalRounds(*parts, algorithm.watched_away, silos=silos)
     # One round a call: a chunk that is run again after a failure would ask silos again.
     return Runtime(
         silos.init,
@@ -288,7 +281,6 @@ def remote(
         silos.single,
         silos.transport_of,
         1,
-        silos.single,
         like=silos.like,
         go_on=silos.go_on,
     )
@@ -344,9 +336,7 @@ class _Remote:
             for exchange in round_.exchanges:
                 check_summed(exchange)
         self.rounds.update((exchange.id, round_) for exchange in round_.exchanges)
-        if any(exchange.stacked for exchange in round_.exchanges):
-            return round_
-        return compiled_in_parts(round_)
+        return compiled_in_parts(round_) if round_.is_run else round_
 
     @cached_property
     def watch_reply(self) -> Callable[[Any], Any] | None:
@@ -358,8 +348,9 @@ class _Remote:
         asked = exchange.id
         if asked not in self.expectations:
             # The replies to a stacked exchange belong to no round, which says their shapes itself.
-            crossed = [declared(exchange)] if exchange.stacked else []
-            if not crossed:
+            if isinstance(exchange, StackedExchange):
+                crossed = [shapes_of_stacked(exchange)]
+            else:
                 crossed = message_shapes(self.algorithm, (self.rounds[asked],), self.template())
             for one, _, reply in crossed:
                 self.expectations[one.id] = reply, jax.jit(one.checked)
@@ -376,7 +367,7 @@ class _Remote:
             drop_weak_types(for_participants(exchange.scatter, down, i))
             for i in range(len(numbers))
         ]
-        if exchange.stacked and secure:
+        if isinstance(exchange, StackedExchange) and secure:
             check_summed(exchange)
         expected = self.expected(exchange)
         answers, mark = self.channel.ask(numbers, exchange, noise, downs, silos[0])

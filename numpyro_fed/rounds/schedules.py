@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,48 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from numpyro_fed.basics.errors import positive_int
-from numpyro_fed.rounds.stack import Schedule
+from numpyro_fed.basics.trees import drop_weak_types
+from numpyro_fed.rounds.noise import schedule_key
 
 __all__ = ["Adaptive", "Asynchronous", "Given", "Random", "Sequential", "Synchronous"]
 ORDERS = ("fixed", "random", "largest_change")
+# The compiled loop writes its log into an array of fixed length, the most rounds of one call. A
+# longer one takes memory in every run, however short; a shorter one returns to Python more often.
+CHUNK = 1024
+# Visits that one call can log, about: 4 MB an array of one number a visit.
+VISITS = 2**20
 
 
 def __dir__() -> list[str]:
     return __all__
+
+
+Planned = tuple[Any, Array]  # the carry of a schedule, and each silo's last ``change``
+
+
+class Schedule(NamedTuple):
+    """The rule by which silos take part in steps, as pure functions.
+
+    A run in which all silos take part in every round has no schedule. Under a schedule every silo
+    must take part some time, or its data count for nothing.
+    """
+
+    steps: int  # updates of the server in a round
+    size: int  # participants of each update
+    # The first carry, by a key: arrays that are handed on from round to round in a run's state.
+    init: Callable[[Array], Any]
+    # (key, round, carry, change) -> (who, carry): the silos that take part in each step of a round,
+    # (steps, size) int, distinct within a step. ``change`` (num_silos,) is the last ``Info.change``
+    # of a step in which a silo took part alone, infinite before the first. The key is the same in
+    # all rounds.
+    visits: Callable[[Array, Array, Any, Array], tuple[Array, Any]]
+    num_silos: int
+    # Whether ``visits`` reads neither the carry nor ``change``, so that the participants of many
+    # rounds can be drawn ahead.
+    ahead: bool = False
+    # Whether replies are used one by one in the order in which they come, by the real clock. Then
+    # nobody calls ``visits``, and silos must be in processes of their own.
+    by_arrival: bool = False
 
 
 @dataclass(frozen=True)
@@ -345,6 +379,36 @@ def in_step(spec: str | Spec) -> Sequential | Synchronous | Random | Given:
                 "every silo come equally often, or use PVI, where it makes no difference."
             )
     return chosen
+
+
+def chunk_of(schedule: Schedule | None) -> int:
+    """Return how many rounds one call of ``advance`` can log."""
+    if schedule is None:
+        return CHUNK
+    return max(1, min(CHUNK, VISITS // (schedule.steps * schedule.size)))
+
+
+def init_schedule(schedule: Schedule | None, key: Array, num_silos: int) -> tuple[()] | Planned:
+    """Return the first ``State.schedule`` of a run."""
+    if schedule is None:
+        return ()
+    if schedule.num_silos != num_silos:
+        raise ValueError(
+            f"the schedule is for {schedule.num_silos} silos, but there are {num_silos}. Build it "
+            "for as many silos as are passed to run."
+        )
+    return schedule.init(schedule_key(key)), jnp.full(num_silos, jnp.inf)
+
+
+def visits(schedule: Schedule, key: Array, round: Array, state: Planned) -> tuple[Array, Any]:
+    """Return who takes part in each step (steps, size), and the schedule's next carry."""
+    who, carry = schedule.visits(schedule_key(key), round, *state)
+    if jnp.shape(who) != (schedule.steps, schedule.size):
+        raise ValueError(
+            f"the schedule's visits have shape {jnp.shape(who)}: expected (steps, size) = "
+            f"{(schedule.steps, schedule.size)}."
+        )
+    return jnp.asarray(who, jnp.int32), drop_weak_types(carry)
 
 
 def _stateless(

@@ -27,8 +27,9 @@ from numpyro_fed.basics.trees import element_name
 from numpyro_fed.data.padding import Bucket
 from numpyro_fed.rounds.noise import generator
 from numpyro_fed.rounds.progress import Progress, progress_of
-from numpyro_fed.rounds.stack import Batches, Runtime, Stacks
-from numpyro_fed.rounds.step import AskAll
+from numpyro_fed.rounds.runtime import Runtime
+from numpyro_fed.rounds.silos import Batches, Stacks
+from numpyro_fed.rounds.step import Conversation
 from numpyro_fed.search.curvature_check import CHECK_DISTANCES, CurvatureCheck, Shape
 from numpyro_fed.search.expand import ROUNDING_UNITS, SiloState, effects_of, unraveller
 from numpyro_fed.search.influence import Factors, SiloPull
@@ -107,10 +108,10 @@ def search_end(
     max_exchanges: int,
     progress_bar: bool | Progress,
     near: np.ndarray | None = None,
-) -> tuple[Search[np.ndarray], AskAll]:
+) -> tuple[Search[np.ndarray], Conversation]:
     """Return where a search has ended, and the questions to silos so far, with their states."""
     first = runtime.init(key, batches)
-    ask = AskAll(runtime.transport(batches), key, search.num_silos, first.silos)
+    ask = Conversation(runtime.transport(batches), key, search.num_silos, first.silos)
     random, progress = generator(key), progress_of(progress_bar)
     shown = partial(progress.step, 1)
     with progress.under_way(True, max_exchanges):

@@ -48,7 +48,7 @@ from numpyro_fed.rounds.exchange import (
     Reply,
     Round,
     Shared,
-    asked_directly,
+    StackedExchange,
 )
 from numpyro_fed.search.expand import (
     ASIDE,
@@ -302,7 +302,7 @@ class AnySearch(ABC, Generic[AStart]):
     @cached_property
     def exchange(self) -> Exchange[Any, Any, Any]:
         """Return the exchange in which silos expand their log likelihoods at the starts' points."""
-        return Exchange("mode", self.reply, lenient=True, like=self.messages)
+        return StackedExchange("mode", self.reply, lenient=True, messages=self.messages)
 
     @abstractmethod
     def messages(self) -> tuple[Any, SiloExpansion[Any]]:
@@ -400,7 +400,7 @@ class AnySearch(ABC, Generic[AStart]):
             theta, z_G = unravel(jnp.asarray(state.best.x)[best_start(state)])
             return Shared(theta, {"loc": z_G}, identity(z_G.shape))
 
-        round_ = Round((self.exchange,), asked_directly)
+        round_ = Round((self.exchange,))
         return FederatedAlgorithm(init_server, init_silo, round_, shared)
 
 

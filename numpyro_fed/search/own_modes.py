@@ -27,7 +27,7 @@ import numpy as np
 
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics.gaussian import Curvature
-from numpyro_fed.rounds.exchange import AskSilos, Exchange, Reply
+from numpyro_fed.rounds.exchange import AskSilos, Exchange, Reply, StackedExchange
 from numpyro_fed.search.expand import Expand, Expansion, Prior, SiloState, flat_size, shape
 from numpyro_fed.search.newton import ModeSearch, Start, kicked
 from numpyro_fed.text.binding import Rows
@@ -122,10 +122,10 @@ class OwnModes:
     def exchange(self) -> Exchange[Any, Any, Any]:
         """Return the exchange in which silos tell their parabolas."""
         k, n = self.search.num_starts, flat_size(self.search.model)
-        return Exchange(
+        return StackedExchange(
             "own modes",
             self.reply,
-            like=lambda: (shape(k, n), Parabola(shape(k, n, n), shape(k, n), shape(k))),
+            messages=lambda: (shape(k, n), Parabola(shape(k, n, n), shape(k, n), shape(k))),
         )
 
     @np.errstate(all="ignore")

@@ -43,6 +43,7 @@ from numpyro_fed.rounds.exchange import (
     SharedParams,
     SiloParams,
     WarmStart,
+    WhenAway,
     ascend,
 )
 from numpyro_fed.search.begin import StartPoint, local_guides_of_result
@@ -127,7 +128,7 @@ class StructuredVI(ByGradients):
             done=lambda state: convergence.settled(state.course),
             opening=standardising_rounds(self.guide),
             carry=WarmStart(self.init_server, self.carried_silo),
-            without="scaled",
+            when_away=WhenAway.SCALE,
         )
 
     @cached_property

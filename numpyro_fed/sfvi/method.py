@@ -38,9 +38,9 @@ from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.start import SEARCHED, check_start, start_of, start_rounds
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.run import Built, Fit
+from numpyro_fed.rounds.runtime import RunOutcome
 from numpyro_fed.rounds.schedules import Given, Random, Sequential, Spec, in_step
-from numpyro_fed.rounds.stack import Silos
-from numpyro_fed.rounds.supervise import RunOutcome
+from numpyro_fed.rounds.silos import Silos
 from numpyro_fed.search.find_mode import SEARCHED_UP_TO
 from numpyro_fed.sfvi.algorithm import StructuredVI
 from numpyro_fed.sfvi.averaging import Aggregation, Averaging

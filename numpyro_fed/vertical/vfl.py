@@ -23,7 +23,6 @@ from numpyro_fed.rounds.exchange import (
     ExchangeId,
     FederatedAlgorithm,
     Round,
-    asked_directly,
 )
 from numpyro_fed.search.find_mode import SEARCHED_UP_TO
 from numpyro_fed.sfvi.method import default_optimiser
@@ -252,7 +251,7 @@ class VFL(VerticalMethod[VerticalResult]):
     ) -> tuple[Round, FederatedAlgorithm[Any, Any]]:
         if asked.name == IMPORTANCE:
             question = WeighParties(cast(Vertical, built.parties), **asked.read_settings()).exchange
-            return Round((question,), asked_directly), built.algorithm
+            return Round((question,)), built.algorithm
         return super().round_of(built, asked)
 
     def sends_unhidden(self, name: str) -> bool:

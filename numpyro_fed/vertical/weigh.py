@@ -35,6 +35,7 @@ from numpyro_fed.rounds.exchange import (
     Exchange,
     Reply,
     Shared,
+    StackedExchange,
     key_as_noise,
     stacked_visit,
 )
@@ -95,13 +96,13 @@ class WeighParties:
             down = Down(shape(n, v.rank), shape(v.rank))
             tie = CouplingStats(shape(n, parts, v.rank), shape(v.rank, v.rank))
         up = Up(shape(n, *v.model.shape), shape(n), shape(n, parts), tie)
-        return Exchange(
+        return StackedExchange(
             IMPORTANCE,
             stacked_visit(self.silo, little=False),
             silo_noise=key_as_noise,
             usable=self.usable,
             settings=json.dumps({"num_draws": n, "at_once": self.at_once}),
-            like=lambda: (down, up),
+            messages=lambda: (down, up),
         )
 
     @cached_property
