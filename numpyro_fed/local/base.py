@@ -18,8 +18,6 @@ from numpyro_fed.numerics.expfam import Family
 from numpyro_fed.numerics.expfam.base import Natural, Ordinary
 
 SiloPart = TypeVar("SiloPart")
-# The state of the loop over L-BFGS steps.
-Search = tuple[Array, Tree, optax.OptState, Array, Array, Array]
 
 
 class LocalNoise(NamedTuple):
@@ -220,6 +218,17 @@ def proper_step(
     return where(is_proper, candidate(r), eta), jnp.where(is_proper, r, 0.0)
 
 
+class Minimisation(NamedTuple, Generic[Tree]):
+    """The state of L-BFGS: its largest slope, its best value, and steps since then."""
+
+    number: Array
+    params: Tree
+    opt_state: optax.OptState
+    slope: Array
+    best: Array
+    stalled: Array
+
+
 def minimise(
     loss: Callable[[Tree], Array], start: Tree, steps: int, tolerance: float
 ) -> tuple[Tree, Array, Array]:
@@ -231,8 +240,8 @@ def minimise(
     optim = optax.lbfgs()
     value_and_grad = optax.value_and_grad_from_state(loss)
 
-    def step(carry: Search[Tree]) -> Search[Tree]:
-        i, params, opt_state, _, best, stalled = carry
+    def step(state: Minimisation[Tree]) -> Minimisation[Tree]:
+        number, params, opt_state, _, best, stalled = state
         value, gradient = value_and_grad(params, state=opt_state)
         updates, opt_state = optim.update(
             gradient, opt_state, params, value=value, grad=gradient, value_fn=loss
@@ -240,20 +249,20 @@ def minimise(
         params = optax.apply_updates(params, updates)
         # The line search has evaluated the gradient at the new parameters; it is not done again.
         after = jax.tree.leaves(optax.tree_utils.tree_get(opt_state, "grad"))
-        size = jnp.stack([jnp.abs(g).max(initial=0.0) for g in after]).max()
+        slope = jnp.stack([jnp.abs(g).max(initial=0.0) for g in after]).max()
         # By more than rounding: L-BFGS at the end of its precision goes up and down by that.
         lower = value < best - jnp.finfo(value.dtype).eps * jnp.abs(value)
         best, stalled = jnp.minimum(best, value), jnp.where(lower, 0, stalled + 1)
-        return i + 1, params, opt_state, size, best, stalled
+        return Minimisation(number + 1, params, opt_state, slope, best, stalled)
 
-    def cond_fn(carry: Search[Tree]) -> Array:
-        i, _, _, size, _, stalled = carry
-        return (i < steps) & (size > tolerance) & (stalled < MAX_STALLED)
+    def unfinished(state: Minimisation[Tree]) -> Array:
+        lowers = (state.slope > tolerance) & (state.stalled < MAX_STALLED)
+        return (state.number < steps) & lowers
 
     zero, infinity = jnp.zeros((), jnp.int32), jnp.array(jnp.inf)
-    carry = (zero, start, optim.init(start), infinity, infinity, zero)
-    _, params, opt_state, size, _, _ = jax.lax.while_loop(cond_fn, step, drop_weak_types(carry))
-    return params, optax.tree_utils.tree_get(opt_state, "value"), size
+    first = Minimisation(zero, start, optim.init(start), infinity, infinity, zero)
+    end = jax.lax.while_loop(unfinished, step, drop_weak_types(first))
+    return end.params, optax.tree_utils.tree_get(end.opt_state, "value"), end.slope
 
 
 # Estimates of the step that are averaged. With fewer than eight the standard error is itself too

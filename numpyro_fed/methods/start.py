@@ -218,7 +218,7 @@ def at_mode(
         if found.converged and not len(start.effects):
             found = replace(found, factors=factors_at_mode(fm, search, ask.silos, batches))
         begin_run = fit.quick_round(start.begin, runtime)
-        server, silos, info, good = begin_run(key_begin, search, ask.silos, batches)
+        server, silos, info, good, _ = begin_run(key_begin, search, ask.silos, batches)
         unusable = failed_silos(good, (), ())
         if info.ok:
             carry = init_schedule(fit.built.schedule, key, fit.plan.num_silos)
@@ -241,7 +241,7 @@ def after_opening(fit: Fit, key: Array, state: State, batches: Batches) -> State
         if not round_.is_run:  # by the method itself
             continue
         key_round, once = jax.random.fold_in(key, i), fit.quick_round(round_)
-        server, silos, info, good = once(key_round, state.server, state.silos, batches)
+        server, silos, info, good, _ = once(key_round, state.server, state.silos, batches)
         if not bool(info.ok):
             bad = failed_silos(good, (), ())
             raise NonFiniteError(

@@ -225,7 +225,7 @@ def told_by_silos(
     given = SiloData({DRAWS: jnp.asarray(z_G), KEYS: jax.random.key_data(keys)})
     state, batches = result.state, result._silos.batches
     told: SharedLatents
-    told, silos, info, good = jax.block_until_ready(
+    told, silos, info, good, _ = jax.block_until_ready(
         exchange(key, state.server, state.silos, batches, given)
     )
     if not bool(info.ok):

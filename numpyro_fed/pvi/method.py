@@ -47,6 +47,7 @@ from numpyro_fed.pvi.families import Globals, conjugacy, globals_of
 from numpyro_fed.pvi.result import PVIResult
 from numpyro_fed.pvi.server import PartitionedVI, aggregate
 from numpyro_fed.pvi.silo import Status
+from numpyro_fed.pvi.start import at_mode, at_result
 from numpyro_fed.rounds.runtime import RunOutcome, State
 from numpyro_fed.rounds.schedules import Adaptive, Asynchronous, ByArrival, Spec, named
 from numpyro_fed.rounds.silos import Silos
@@ -231,6 +232,10 @@ class PVI(Method[PVIResult, Conjugate]):
     def _damping(self) -> str | float:
         return self.damping.damping if isinstance(self.damping, Adaptive) else self.damping
 
+    @property
+    def _plain_divergences(self) -> bool:
+        return isinstance(self.divergence, KL) and isinstance(self.prior_divergence, KL)
+
     def _check_rounds(self, fit: Fit, state: State, num_rounds: int) -> None:
         if self.max_rounds is not None and int(state.round) + num_rounds > self.max_rounds:
             raise ValueError(
@@ -302,8 +307,7 @@ class PVI(Method[PVIResult, Conjugate]):
 
     def _objective(self, fm: FederatedModel, start: str | None) -> Objective:
         """Return the objective of a run with this kind of start."""
-        divergences = (self.divergence, self.prior_divergence)
-        plain = self.loss is None and all(isinstance(d, KL) for d in divergences)
+        plain = self.loss is None and self._plain_divergences
         whole = plain and (self.local is None or self.local.batch_size is None)
         return objective_for(self.objective, fm, self.guide, start if whole else None)
 
@@ -365,16 +369,14 @@ class PVI(Method[PVIResult, Conjugate]):
             and isinstance(self.prior_divergence, KL),
             from_mode=resolved["start"] is not None,
             has_loss=self.loss not in (None, log_loss),
-            has_divergence=not all(
-                isinstance(d, KL) for d in (self.divergence, self.prior_divergence)
-            ),
+            has_divergence=not self._plain_divergences,
         )
         algorithm, start = pvi.algorithm(), None
         if resolved["start"] == "result":
-            algorithm = algorithm._replace(carry=pvi.carry())
+            algorithm = algorithm._replace(carry=at_result(pvi))
         if resolved["start"] == "mode":
             init_loc_fn = structured(self.guide).init_loc_fn
-            start = start_rounds("mode", fm, num_silos, self.starts, init_loc_fn, pvi.begin())
+            start = start_rounds("mode", fm, num_silos, self.starts, init_loc_fn, at_mode(pvi))
         return Built(
             model=fm,
             guide=guide,

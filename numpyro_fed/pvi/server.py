@@ -23,7 +23,6 @@ from numpyro_fed.numerics import expfam
 from numpyro_fed.numerics.divergences import KL, WeightedKL
 from numpyro_fed.numerics.expfam import Family
 from numpyro_fed.numerics.expfam.base import Natural, Ordinary, Tree, location_and_log_scale
-from numpyro_fed.numerics.gaussian import Gaussian
 from numpyro_fed.pvi.silo import (
     Down,
     Movement,
@@ -36,33 +35,19 @@ from numpyro_fed.pvi.silo import (
 from numpyro_fed.rounds.exchange import (
     Ask,
     AskSilos,
-    CarriedSilo,
     Exchange,
     FederatedAlgorithm,
     Info,
     Private,
-    Reply,
     Round,
     Shared,
     SharedParams,
-    SiloParams,
     StackedExchange,
-    WarmStart,
     WhenAway,
     key_as_noise,
     stacked_reply,
 )
-from numpyro_fed.search.begin import (
-    FROM_MODE,
-    StartMessage,
-    StartPoint,
-    local_guides_at_mode,
-    local_guides_of_result,
-    start_at_mode,
-)
-from numpyro_fed.search.expand import SiloState as ModeSiloState
 from numpyro_fed.search.expand import shape
-from numpyro_fed.search.newton import Search
 from numpyro_fed.text.binding import Theta
 
 KL_DRAWS = 256  # for the KL to a prior outside of the family: more make the loss less noisy
@@ -297,136 +282,6 @@ class PartitionedVI(PVIAtSilo):
         log_lik = ask(self.evaluation, Down(state.params.theta, state.total))
         kl = jit_once(self.kl_to_prior)(key, state.params.theta, state.params.guide)
         return float(log_lik) - float(kl)
-
-    def frame_at(self, point: StartPoint) -> Gaussian:
-        """Return the frame in which silos' local guides measure the globals."""
-        return point.frame(self.guide.globals).globals
-
-    def _posterior_at(self, point: StartPoint) -> Natural:
-        """Return the posterior whose frame a start has told."""
-        # K'K is the precision of the frame, without inverting its covariance.
-        K = self.frame_at(point).inverse_root()
-        return self.family.around(point.centre, jnp.zeros_like(point.centre), K.T @ K)
-
-    def _server_factor_at(self, point: StartPoint, none: Natural) -> Natural:
-        """Return the parabola of the prior's part outside of the family, or no factor."""
-        fm, log_outside, theta = self.model, self.globals.prior_outside, point.theta
-        if log_outside is None:
-            return none
-
-        # The search for the mode rounds off the kinks of priors. A parabola of the kink itself
-        # would have the curvature of zero or infinity, so the smooth version replaces it here, too.
-        def remainder(z: Array) -> Array:
-            return log_outside(theta, z) + fm.smoothed.log_prior(theta, z) - fm.log_prior(theta, z)
-
-        z = point.centre
-        return self.family.around(z, jax.grad(remainder)(z), -jax.hessian(remainder)(z))
-
-    def _server_at(
-        self, first: ServerState, point: StartPoint, total: Natural, server_factor: Natural
-    ) -> ServerState:
-        guide = self.aggregate(self.globals.prior(point.theta), total)
-        return first._replace(
-            params=SharedParams(guide, point.theta),
-            total=total,
-            server_factor=server_factor,
-            opt_state=self.optim.init(point.theta),
-            frame=self.frame_at(point),
-        )
-
-    def carry(self) -> WarmStart:
-        """Return the functions by which PVI starts at the result of another method.
-
-        The first posterior is the normal distribution of that result. The silos have equal shares
-        of its difference from the prior: it does not say how much each of them contributed.
-        """
-
-        def begin_server(key: Array, point: StartPoint) -> ServerState:
-            first, prior = self.init_server(key), self.globals.prior(point.theta)
-            total = jax.tree.map(jnp.subtract, self._posterior_at(point), prior)
-            server_factor = self._server_factor_at(point, first.server_factor)
-            return self._server_at(first, point, total, server_factor)
-
-        def begin_silo(
-            key: Array, carried: CarriedSilo, point: StartPoint, data: SiloData
-        ) -> SiloState:
-            server = begin_server(key, point)
-            share = jax.tree.map(
-                lambda a, b: (a - b) / self.num_silos, server.total, server.server_factor
-            )
-            eta = local_guides_of_result(self.guide, carried, point, data)
-            params = SiloParams(eta, carried.theta)
-            return self.init_silo(key, data)._replace(
-                params=params, factor=share, frame=server.frame
-            )
-
-        return WarmStart(begin_server, begin_silo)
-
-    def begin(self) -> Round:
-        r"""Return the round that leads from the states of a search for the mode to those of PVI.
-
-        With gradient :math:`g_m` and negative Hessian :math:`A_m` of silo ``m``'s log likelihood at
-        the mode :math:`\hat z`, its own latents integrated by Laplace's method, its factor is
-
-        .. math::
-            t_m(z) = \exp\big(g_m' (z - \hat z) - \tfrac12 (z - \hat z)' A_m (z - \hat z)\big),
-
-        so that the first posterior is Laplace's approximation of the joint one, and visits improve
-        on the parabolas. A flat prior has natural parameters of zero: only the sum has to be
-        proper.
-        """
-        fm, family = self.model, self.family
-
-        def silo_factor(
-            noise: Array, down: StartMessage, state: ModeSiloState, data: SiloData
-        ) -> tuple[Reply[Natural], SiloState]:
-            point, place = down.point, jax.tree.map(lambda a: a[down.start], state.place)
-            num_theta = len(place.gradient) - fm.dim
-            factor = family.around(
-                point.centre, place.gradient[num_theta:], place.curvature[num_theta:, num_theta:]
-            )
-            # A silo without a parabola starts with no factor, as in the paper.
-            factor = jax.tree.map(lambda a: jnp.where(all_finite(factor), a, 0.0), factor)
-            eta = local_guides_at_mode(fm, self.guide, down, state, data)
-            params, frame = SiloParams(eta, state.private), self.frame_at(point)
-            first = self.init_silo(noise, data)
-            draft = first._replace(params=params, pending=factor, frame=frame)
-            return Reply(factor, all_finite(eta)), draft
-
-        def run(state: Search[Array], noise: Array, ask: Ask) -> tuple[ServerState, Info]:
-            message = start_at_mode(fm, state)
-            point, replies = message.point, ask(FROM_MODE, message)
-            first, prior = self.init_server(noise), self.globals.prior(point.theta)
-            server_factor = self._server_factor_at(point, first.server_factor)
-            total = jax.tree.map(jnp.add, replies.up, server_factor)
-
-            def proper(total: Natural) -> Array:
-                return family.proper(self.aggregate(prior, total))
-
-            if self.globals.prior_outside is not None:
-                # Effects and their scale together (both globals) need not be at a peak of the
-                # joint density where the search is, since it has integrated the effects. Then the
-                # server's factor makes the posterior that of the search, until a round renews it.
-                posterior = self._posterior_at(point)
-                needed = jax.tree.map(lambda q, p, t: q - p - t, posterior, prior, replies.up)
-                server_factor = where(proper(total), server_factor, needed)
-                total = jax.tree.map(jnp.add, replies.up, server_factor)
-            none = jax.tree.map(jnp.zeros_like, total)
-            # A silo's own parabola may be concave upwards, and so may the family's diagonal of the
-            # sum. A smaller share of all factors is then proper under a proper prior.
-            total, taken = proper_step(proper, none, total, 1.0)
-            server_factor = jax.tree.map(lambda a: taken * a, server_factor)
-            after = self._server_at(first, point, total, server_factor)
-            after = after._replace(taken=jnp.full_like(first.taken, taken))
-            return after, Info(jnp.zeros(()), all_finite(after) & proper(total))
-
-        exchange = Exchange(
-            FROM_MODE,
-            silo_factor,
-            commit=lambda draft, sent: draft._replace(pending=sent),
-            silo_noise=key_as_noise,
-        )
-        return Round((exchange,), run, key_as_noise)
 
 
 STEPS = 200  # of L-BFGS, at most

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,7 @@ from numpyro_fed.rounds.silos import Batches, ServerData, Stacks, Watch, in_orde
 from numpyro_fed.rounds.step import (
     Answers,
     RoundNoise,
+    StepDone,
     Transport,
     combine,
     for_participants,
@@ -61,8 +62,26 @@ NOISE = 2**20
 
 Positions = tuple[Array, Array]  # each silo's bucket and its row there, (silos,) each
 Participants = Array | tuple[()]  # who takes part; empty where everyone does
-StepCarry = tuple[Array, Any, Stacks, Any, Log, RunStatus]  # of the loop over steps
-RoundCarry = tuple[Array, State, Log, RunStatus]  # of the loop over rounds
+
+
+class RoundsSoFar(NamedTuple):
+    """The carry of the loop over rounds."""
+
+    number: Array
+    state: State
+    log: Log
+    status: RunStatus
+
+
+class StepsSoFar(NamedTuple):
+    """The carry of the loop over the steps of a round."""
+
+    number: Array
+    server: Any
+    silos: Stacks
+    planned: Any
+    log: Log
+    status: RunStatus
 
 
 def compiled_runtime(
@@ -102,15 +121,13 @@ def single(round_: Round) -> Single:
     @jit_once
     def run(
         key: Array, server: object, silos: Stacks, batches: Batches, server_data: ServerData = None
-    ) -> tuple[Any, Stacks, Info, Array]:
+    ) -> StepDone[Stacks]:
         noise = _noise_of_all(round_, key, jnp.zeros(1, jnp.int32), silos, batches)
         noise = jax.tree.map(lambda a: a[0], noise)
         who, order = jnp.arange(num_silos(batches)), in_order(batches)
         transport = _transport_to_all(batches, order, None)
-        server, silos, info, good, _ = step(
-            round_, transport, noise, server, silos, who, server_data
-        )
-        return readable(drop_weak_types((server, silos, info, good[order])))
+        done = step(round_, transport, noise, server, silos, who, server_data)
+        return readable(drop_weak_types(done._replace(good=done.good[order])))
 
     return run
 
@@ -212,35 +229,37 @@ class _Loop:
         empty = jax.tree.map(lambda a: jnp.zeros((*room, *a.shape), a.dtype), reported)
         log = Log(jnp.zeros(room[0]), *empty)
 
-        def continues(carry: RoundCarry) -> Array:
-            i, state, _, status = carry
+        def continues(so_far: RoundsSoFar) -> Array:
+            status = so_far.status
             # The last round may be kept, and the algorithm is not done.
-            goes_on = status.ok & ~(stop & done(state.server)) if done else status.ok
-            return (i < n) & goes_on
+            goes_on = status.ok & ~(stop & done(so_far.state.server)) if done else status.ok
+            return (so_far.number < n) & goes_on
 
-        def one_block(carry: RoundCarry) -> RoundCarry:
-            begun, state, _, _ = carry
+        def one_block(so_far: RoundsSoFar) -> RoundsSoFar:
+            begun, state = so_far.number, so_far.state
             drawn = self._draw(key, state.round + jnp.arange(block), state, batches)
 
-            def body(carry: RoundCarry) -> RoundCarry:
-                i, state, log, _ = carry
+            def body(so_far: RoundsSoFar) -> RoundsSoFar:
+                i, state, log, _ = so_far
                 of_round = jax.tree.map(lambda a: a[i - begun], drawn)
                 inputs = of_round, state.server, state.silos
                 server, silos, info, good, watched = one_step(*inputs, *rest)
                 planned = _planned(state.schedule, of_round[0], info)
                 state = State(state.round + 1, server, silos, planned)
                 log = _write(log, i, 0, info, of_round[0], watched)
-                return i + 1, state, log, RunStatus(info.ok, good)
+                return RoundsSoFar(i + 1, state, log, RunStatus(info.ok, good))
 
-            return jax.lax.while_loop(
-                lambda carry: (carry[0] - begun < block) & continues(carry), body, carry
-            )
+            def within(so_far: RoundsSoFar) -> Array:
+                return (so_far.number - begun < block) & continues(so_far)
+
+            return jax.lax.while_loop(within, body, so_far)
 
         # Few rounds a block where a round's noise is large: the block stands in memory at once.
         drawn_at_once = sum(a.size for a in jax.tree.leaves(drawn))
         block = max(1, min(BLOCK, NOISE // max(drawn_at_once, 1)))
         all_good = jnp.ones(good.shape if ahead else size, bool)
-        start = (jnp.zeros((), jnp.int32), state, log, RunStatus(jnp.array(True), all_good))
+        status = RunStatus(jnp.array(True), all_good)
+        start = RoundsSoFar(jnp.zeros((), jnp.int32), state, log, status)
         if not ahead:
             one_round = partial(self._run_steps, one_step, key, rest)
             return readable(jax.lax.while_loop(continues, one_round, start)[1:])
@@ -274,7 +293,7 @@ class _Loop:
         batches: Batches,
         order: Any,
         server_data: ServerData,
-    ) -> tuple[Any, Stacks, Info, Array, Any]:
+    ) -> StepDone[Stacks]:
         """Run a step with its participants and its noise."""
         (who, noise), watch = drawn, self.algorithm.watch
         transport: Transport[Any, Stacks]
@@ -290,29 +309,32 @@ class _Loop:
         one_step: Callable[..., Any],
         key: Array,
         rest: tuple[Batches, Any, ServerData],
-        carry: RoundCarry,
-    ) -> RoundCarry:
+        so_far: RoundsSoFar,
+    ) -> RoundsSoFar:
         """Run a round of several steps, or one whose participants the last round has decided."""
-        (i, state, log, _), schedule = carry, cast(Schedule, self.schedule)
+        (i, state, log, _), schedule = so_far, cast(Schedule, self.schedule)
         who, plan = visits(schedule, key, state.round, state.schedule)
 
-        def continues(carry: StepCarry) -> Array:
-            return (carry[0] < len(who)) & carry[-1].ok
+        def continues(steps: StepsSoFar) -> Array:
+            return (steps.number < len(who)) & steps.status.ok
 
-        def body(carry: StepCarry) -> StepCarry:
-            s, server, silos, planned, log, status = carry
+        def body(steps: StepsSoFar) -> StepsSoFar:
+            s, server, silos, planned, log, status = steps
             number = state.round * len(who) + s
             noise = _noise_of_participants(self.algorithm.round, key, number, who[s], silos)
             server, silos, info, good, watched = one_step((who[s], noise), server, silos, *rest)
             log = _write(log, i, s, info, who[s], watched)
             status = RunStatus(info.ok, status.replies.at[who[s]].set(good))
-            return s + 1, server, silos, _planned(planned, who[s], info), log, status
+            planned = _planned(planned, who[s], info)
+            return StepsSoFar(s + 1, server, silos, planned, log, status)
 
         status = RunStatus(jnp.array(True), jnp.ones(num_silos(rest[0]), bool))
         zero = jnp.zeros((), jnp.int32)
-        first = (zero, state.server, state.silos, (plan, state.schedule[1]), log, status)
+        planned = plan, state.schedule[1]
+        first = StepsSoFar(zero, state.server, state.silos, planned, log, status)
         _, server, silos, planned, log, status = jax.lax.while_loop(continues, body, first)
-        return i + 1, State(state.round + 1, server, silos, planned), log, status
+        after = State(state.round + 1, server, silos, planned)
+        return RoundsSoFar(i + 1, after, log, status)
 
 
 def _planned(planned: Any, who: Participants, info: Info) -> Any:

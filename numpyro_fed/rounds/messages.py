@@ -299,9 +299,8 @@ def message_shapes(
             if not round_.is_run:
                 continue  # its exchanges leave states of the same shapes
             noise = round_.noise(key), [key] * len(round_.exchanges)
-            server, silo, *_ = step(
-                round_, transport, noise, server, silo, jnp.arange(1), server_data
-            )
+            who = jnp.arange(1)
+            server, silo, *_ = step(round_, transport, noise, server, silo, who, server_data)
         return crossed
 
     shapes = jax.eval_shape(trace, jax.random.key(0), data, server_data)

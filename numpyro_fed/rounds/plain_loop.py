@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ from numpyro_fed.rounds.exchange import (
     Down,
     Exchange,
     FederatedAlgorithm,
-    Info,
     Reply,
     Round,
     Server,
@@ -36,6 +35,7 @@ from numpyro_fed.rounds.schedules import Schedule, chunk_of, init_schedule, visi
 from numpyro_fed.rounds.silos import Batches, ServerData, Stacks, Watch, num_silos
 from numpyro_fed.rounds.step import (
     Answers,
+    StepDone,
     Transport,
     combine,
     compiled_in_parts,
@@ -80,6 +80,15 @@ def plain_runtime(
     return Runtime(init, advance, single, transport_of_stacks, chunk_of(schedule))
 
 
+class RoundDone(NamedTuple):
+    """One round, as the plain loop has run it; ``row`` is its row of the log."""
+
+    state: State
+    loss: float
+    status: RunStatus
+    row: Any
+
+
 @dataclass(eq=False)
 class PlainLoop:
     """A Python loop over rounds and their steps, with any transport to the silos.
@@ -120,8 +129,8 @@ class PlainLoop:
 
     def one_round(
         self, key: Array, state: State, batches: Batches, server_data: ServerData
-    ) -> tuple[State, float, RunStatus, Any]:
-        """Run one round; return the next state, the loss, the outcome, and the row of the log."""
+    ) -> RoundDone:
+        """Run one round from a state."""
         size = num_silos(batches)
         plan, change = (np.arange(size)[None], ()), None
         if self.schedule is not None:
@@ -147,10 +156,10 @@ class PlainLoop:
             if after is None:  # nobody answers
                 rows.append(None)
                 continue
-            server, silos, info, good[present], watched = after
+            server, silos, info, good[present] = after.server, after.silos, after.info, after.good
             if change is not None and len(present) == 1:
                 change = change.at[present[0]].set(info.change)
-            watched = _with_missing(watched, self.away, who, present)
+            watched = _with_missing(after.watched, self.away, who, present)
             rows.append(jax.tree.map(np.asarray, (info.report, who, watched)))
             loss, ok = loss + float(info.loss), bool(info.ok)
             # The driver drops a round that is not ok, and its row of the log with it. The row is
@@ -169,7 +178,7 @@ class PlainLoop:
             rows = [(report, who, nobody) if row is None else row for row, who in pairs]
         carry = () if change is None else (plan[1], change)
         after_it = State(state.round + 1, server, silos, carry)
-        return after_it, loss, RunStatus(ok, good), stacked(rows)
+        return RoundDone(after_it, loss, RunStatus(ok, good), stacked(rows))
 
     @cached_property
     def _who_when(self) -> Callable[..., Any]:
@@ -182,11 +191,11 @@ class PlainLoop:
         silos: Stacks,
         batches: Batches,
         server_data: ServerData = None,
-    ) -> tuple[Any, Stacks, Info, Array]:
+    ) -> StepDone[Stacks]:
         """Run one round with all silos, as :class:`Runtime` says."""
         noise, who = _noise(self.round_, key, 0), jnp.arange(num_silos(batches))
         transport = self.transport_of(batches)
-        return step(self.round_, transport, noise, server, silos, who, server_data)[:4]
+        return step(self.round_, transport, noise, server, silos, who, server_data)
 
 
 def _with_missing(watched: Any, away: object, who: np.ndarray, present: np.ndarray) -> Any:

@@ -65,7 +65,7 @@ from numpyro_fed.rounds.messages import (
     write,
 )
 from numpyro_fed.rounds.noise import exchange_key, init_keys, server_key
-from numpyro_fed.rounds.plain_loop import PlainLoop
+from numpyro_fed.rounds.plain_loop import PlainLoop, RoundDone
 from numpyro_fed.rounds.runtime import EndedError, RunStatus, Runtime, Single, State
 from numpyro_fed.rounds.schedules import Schedule, init_schedule
 from numpyro_fed.rounds.silos import Batch, Batches, ServerData, Stacks
@@ -99,6 +99,15 @@ class Mark(NamedTuple):
         return self._replace(used=used)
 
 
+class Unfinished(NamedTuple):
+    """What a silo was asked in an exchange that not all have answered."""
+
+    content: str  # a digest of the message
+    number: int
+    terms: Terms | None  # of a sum
+    reply: bytes | None  # if it came
+
+
 class Channel:
     """The server's connection to the silos of one plan: it numbers and checks messages."""
 
@@ -110,9 +119,8 @@ class Channel:
         method: str = "",
     ):
         self.federation, self.num_silos, self._method = federation, num_silos, method
-        # Of an exchange that some silos have not answered, by silo: a digest of what it was asked,
-        # the number of the message, the terms of the sum if there is one, and its reply if it came.
-        self._unfinished = dict[int, tuple[str, int, Terms | None, bytes | None]]()
+        # Of an exchange that some silos have not answered, by silo.
+        self._unfinished = dict[int, Unfinished]()
         self.weights = weights or [(0.0, float(np.finfo(np.float64).max))] * num_silos
         self._numbers: Counter[str] = Counter()
         self.num_asked = 0  # exchanges in which all replies were waited for
@@ -171,12 +179,12 @@ class Channel:
             j: sha256(self.message(j, exchange, key, down, mark, 0)).hexdigest()
             for j, down in asked.items()
         }
-        same = {j for j in who if j in last and contents[j] == last[j][0]}
+        same = {j for j in who if j in last and contents[j] == last[j].content}
         # Under its old number a silo does not compute the reply a second time.
-        numbers = {j: last[j][1] if j in same else number for j in who}
-        terms: Mapping[int, Terms | None] = {j: last[j][2] if j in same else None for j in who}
-        answers = {j: reply for j in same if (reply := last[j][3]) is not None}
-        if secure and contents != {j: content for j, (content, *_) in last.items()}:
+        numbers = {j: last[j].number if j in same else number for j in who}
+        terms: Mapping[int, Terms | None] = {j: last[j].terms if j in same else None for j in who}
+        answers = {j: reply for j in same if (reply := last[j].reply) is not None}
+        if secure and contents != {j: one.content for j, one in last.items()}:
             terms, answers = self.federation.sum_terms(who), {}
         messages = {}
         for j in who:
@@ -189,7 +197,9 @@ class Channel:
             found = self.federation.ask(list(messages), list(messages.values()), exchange.name)
         except SiloAwayError as error:
             come = answers | error.replies
-            self._unfinished = {j: (contents[j], numbers[j], terms[j], come.get(j)) for j in who}
+            self._unfinished = {
+                j: Unfinished(contents[j], numbers[j], terms[j], come.get(j)) for j in who
+            }
             raise
         self._unfinished = {}
         answers |= dict(zip(messages, found, strict=True))
@@ -385,6 +395,15 @@ class _Remote:
         return Answers(combine(exchange.combine, replies), ok, (mark,), stacked(watched))
 
 
+class UnderWay(NamedTuple):
+    """The messages that are under way between two rounds."""
+
+    state: State  # after the step that sent the last message
+    num_asked: int  # how often the channel had asked anything else
+    arrivals: Arrivals
+    numbers: dict[int, int]  # of the last message to each silo
+
+
 @dataclass(eq=False)
 class ArrivalRounds(PlainLoop):
     """The loop over rounds of as many steps as there are silos, by the real clock.
@@ -396,9 +415,7 @@ class ArrivalRounds(PlainLoop):
     """
 
     silos: _Remote = field(kw_only=True)
-    # The state after the step that sent the last message, how often the channel had asked anything
-    # else, the messages that are under way, and the number of the last one to each silo.
-    under_way: tuple[State, int, Arrivals, dict[int, int]] | None = field(default=None, init=False)
+    under_way: UnderWay | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         round_ = self.silos.algorithm.round
@@ -408,14 +425,14 @@ class ArrivalRounds(PlainLoop):
 
     def one_round(
         self, key: Array, state: State, batches: Batches, server_data: ServerData
-    ) -> tuple[State, float, RunStatus, Any]:
-        """Run one round from a state, and return the state after it."""
+    ) -> RoundDone:
+        """Run one round from a state, as replies arrive."""
         channel, exchange = self.silos.channel, self.exchange
         size, expected = channel.num_silos, self.silos.expected(exchange)
         first, rows, loss = int(state.round) * size, list[Any](), 0.0
         before, watch = self.under_way, self.silos.watch_reply
-        if before and before[0] is state and before[1] == channel.num_asked:
-            way, numbers = before[2:]
+        if before and before.state is state and before.num_asked == channel.num_asked:
+            way, numbers = before.arrivals, before.numbers
         else:  # nothing is under way from this state: all are asked
             way, mark = channel.federation.arrivals(exchange.name), state.silos[0]
             key_next = exchange_key(key, first, 0, 1)
@@ -443,8 +460,8 @@ class ArrivalRounds(PlainLoop):
         except (KeyboardInterrupt, ModelError, DataError) as error:
             raise EndedError(state, ()) from error
         state = state._replace(round=state.round + 1)
-        self.under_way = state, channel.num_asked, way, numbers
-        return state, loss, RunStatus(True, np.ones(size, bool)), stacked(rows)
+        self.under_way = UnderWay(state, channel.num_asked, way, numbers)
+        return RoundDone(state, loss, RunStatus(True, np.ones(size, bool)), stacked(rows))
 
     def _send(self, way: Arrivals, silo: int, key: Array, server: Any, mark: Mark) -> int:
         """Send a silo the server's message, and return its number."""

@@ -21,10 +21,10 @@ from jax.typing import ArrayLike
 from numpyro_fed.basics.errors import SilosError
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.basics.trees import all_finite
-from numpyro_fed.rounds.exchange import Info, Round
+from numpyro_fed.rounds.exchange import Round
 from numpyro_fed.rounds.progress import Progress, progress_of
 from numpyro_fed.rounds.silos import Batches, ServerData, Stacks
-from numpyro_fed.rounds.step import Transport
+from numpyro_fed.rounds.step import StepDone, Transport
 
 # Seconds between updates of the progress bar. Each is a return from the compiled loop to Python,
 # whose cost is felt in short rounds if there are many more of them.
@@ -78,9 +78,8 @@ class EndedError(Exception):
 # (key, state, batches, n, server_data, stop) -> the last state, the log of the rounds, the outcome
 # of the last one.
 Advance = Callable[..., tuple[State, Log, RunStatus]]
-# (key, server, silos, batches, server_data) -> both new states, the server's report, and which
-# replies were good (silos,).
-Single = Callable[..., tuple[Any, Stacks, Info, Array]]
+# (key, server, silos, batches, server_data) -> what a step with all silos has led to.
+Single = Callable[..., StepDone[Stacks]]
 
 
 class Runtime(NamedTuple):

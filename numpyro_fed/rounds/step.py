@@ -131,7 +131,7 @@ class _Asker:
         if _trace_state() != self._trace_state:
             raise TypeError(
                 f"a round asks for '{name}' inside of a transformation (cond, scan, grad, vmap or "
-                "jit). States answer outside of these: ask first, and transform what is done with "
+                "jit). Silos answer outside of these: ask first, and transform what is done with "
                 "the replies; for gradients, pull the replies back by jax.vjp of what is sent."
             )
         self._num_asked = number + 1
@@ -149,6 +149,20 @@ class _Asker:
         return info._replace(ok=info.ok & self.ok)
 
 
+class StepDone(NamedTuple, Generic[States]):
+    """What one step has led to.
+
+    ``info.ok`` is true only if all replies were good. ``good`` (k,) says of which participants they
+    were in all exchanges, in the runtime's order.
+    """
+
+    server: Any
+    silos: States
+    info: Info
+    good: Array
+    watched: Any = ()  # (k, ...): as in ``Answers``
+
+
 def step(
     round_: Round,
     transport: Transport[Any, States],
@@ -157,12 +171,8 @@ def step(
     silos: States,
     who: Array,
     server_data: ServerData = None,
-) -> tuple[Any, States, Info, Array, Any]:
-    """Run one step, and return both new states, the server's report, good replies, what is watched.
-
-    The report's ``ok`` is true only if all replies were good; which participants' were in all
-    exchanges (k,) is in the runtime's order.
-    """
+) -> StepDone[States]:
+    """Run one step of the server with the silos ``who`` (k,)."""
     good: Any = jnp.ones(jnp.shape(who), bool)
     watched: Any = ()
 
@@ -174,7 +184,7 @@ def step(
 
     ask = _Asker(round_.exchanges, who, server_data, answer)
     server, info = round_.run(server, noise[0], ask)
-    return server, silos, ask.finish(info), good, watched
+    return StepDone(server, silos, ask.finish(info), good, watched)
 
 
 class _MessageReady(BaseException):
