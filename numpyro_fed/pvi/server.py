@@ -158,10 +158,9 @@ class PartitionedVI(PVIAtSilo):
         # Each silo's term counts once in a round, however many visits a round has.
         weight = self.num_silos / self.visits
         loss = kl_to_prior / self.steps - weight * up.log_lik
-        moved_by = expfam.kl(self.family, guide, before)
         # The damping used is 0 for a rejected update; ``own`` is the server's own factor's state.
         report = {"damping": damping, "statuses": up.statuses, "own": converged}
-        return after, Info(loss, all_finite(after), moved_by, report)
+        return after, Info(loss, all_finite(after), report)
 
     def done(self, state: ServerState) -> Array:
         """Return whether the last round moved the posterior little, and used every proposal."""

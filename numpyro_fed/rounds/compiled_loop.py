@@ -79,7 +79,6 @@ class StepsSoFar(NamedTuple):
     number: Array
     server: Any
     silos: Stacks
-    planned: Any
     log: Log
     status: RunStatus
 
@@ -244,8 +243,7 @@ class _Loop:
                 of_round = jax.tree.map(lambda a: a[i - begun], drawn)
                 inputs = of_round, state.server, state.silos
                 server, silos, info, good, watched = one_step(*inputs, *rest)
-                planned = _planned(state.schedule, of_round[0], info)
-                state = State(state.round + 1, server, silos, planned)
+                state = State(state.round + 1, server, silos, state.schedule)
                 log = _write(log, i, 0, info, of_round[0], watched)
                 return RoundsSoFar(i + 1, state, log, RunStatus(info.ok, good))
 
@@ -313,37 +311,26 @@ class _Loop:
     ) -> RoundsSoFar:
         """Run a round of several steps, or one whose participants the last round has decided."""
         (i, state, log, _), schedule = so_far, cast(Schedule, self.schedule)
-        who, plan = visits(schedule, key, state.round, state.schedule)
+        who, carry = visits(schedule, key, state.round, state.schedule)
 
         def continues(steps: StepsSoFar) -> Array:
             return (steps.number < len(who)) & steps.status.ok
 
         def body(steps: StepsSoFar) -> StepsSoFar:
-            s, server, silos, planned, log, status = steps
+            s, server, silos, log, status = steps
             number = state.round * len(who) + s
             noise = _noise_of_participants(self.algorithm.round, key, number, who[s], silos)
             server, silos, info, good, watched = one_step((who[s], noise), server, silos, *rest)
             log = _write(log, i, s, info, who[s], watched)
             status = RunStatus(info.ok, status.replies.at[who[s]].set(good))
-            planned = _planned(planned, who[s], info)
-            return StepsSoFar(s + 1, server, silos, planned, log, status)
+            return StepsSoFar(s + 1, server, silos, log, status)
 
         status = RunStatus(jnp.array(True), jnp.ones(num_silos(rest[0]), bool))
         zero = jnp.zeros((), jnp.int32)
-        planned = plan, state.schedule[1]
-        first = StepsSoFar(zero, state.server, state.silos, planned, log, status)
-        _, server, silos, planned, log, status = jax.lax.while_loop(continues, body, first)
-        after = State(state.round + 1, server, silos, planned)
+        first = StepsSoFar(zero, state.server, state.silos, log, status)
+        _, server, silos, log, status = jax.lax.while_loop(continues, body, first)
+        after = State(state.round + 1, server, silos, carry)
         return RoundsSoFar(i + 1, after, log, status)
-
-
-def _planned(planned: Any, who: Participants, info: Info) -> Any:
-    """Return a schedule's carry and changes after a step; nothing without a schedule."""
-    if isinstance(who, tuple):
-        return ()
-    carry, change = planned
-    # Only with one participant is the change of the server's state that silo's doing.
-    return carry, change.at[who[0]].set(info.change) if len(who) == 1 else change
 
 
 def _noise_of_participants(
@@ -386,7 +373,7 @@ def _transport_to_some(
         return drop_weak_types((reply, state, watch(state) if watch else ()))
 
     def visit_one(
-        exchange: Exchange[Any, Down, Up], noise: Any, down: Down, j: Array, silos: Stacks
+        exchange: Exchange[Any, Down, Up], noise: object, down: Down, j: Array, silos: Stacks
     ) -> tuple[Stacks, tuple[Reply[Up], Any]]:
         """Visit participant ``j``, from whichever bucket."""
         # From each other bucket one silo's state is taken out and put back unchanged. XLA copies
@@ -398,7 +385,7 @@ def _transport_to_some(
         )
 
         def in_bucket(
-            b: int, noise: Any, down: Down, states: Stacks
+            b: int, noise: object, down: Down, states: Stacks
         ) -> tuple[Reply[Up], Stacks, Any]:
             data = jax.tree.map(partial(take, index=at[b]), batches[b].data)
             reply, state, watched = visit(exchange, noise, down, states[b], data)
@@ -413,7 +400,7 @@ def _transport_to_some(
         return silos, (reply, watched)
 
     def transport(
-        exchange: Exchange[Any, Down, Up], noise: Any, down: Down, who: Array, silos: Stacks
+        exchange: Exchange[Any, Down, Up], noise: object, down: Down, who: Array, silos: Stacks
     ) -> Answers[Stacks]:
         def body(silos: Stacks, i: Array | int) -> tuple[Stacks, tuple[Reply[Up], Any]]:
             sent = for_participants(exchange.scatter, down, i)

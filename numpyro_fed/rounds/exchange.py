@@ -58,8 +58,6 @@ class Info(NamedTuple):
     # () bool: whether the server's numbers allow the round to be kept. The runtime checks the
     # replies by itself. A run stops before a round that may not be kept.
     ok: Array
-    # () float: how far the round moved the server's state; 0 where that is not measured.
-    change: Array | float = 0.0
     report: Any = ()  # logged for each step
 
 
@@ -359,7 +357,7 @@ def of_stack(
     ``down`` is one for all silos. With ``little`` work it is compiled quickly.
     """
 
-    def of_silos(noise: Any, down: Down, states: Silo, data: SiloData) -> Found:
+    def of_silos(noise: object, down: Down, states: Silo, data: SiloData) -> Found:
         def of_silo(one: tuple[Any, Silo, SiloData]) -> Found:
             return f(one[0], down, *one[1:])
 
@@ -382,7 +380,7 @@ def stacked_reply(
     """
     compiled = of_stack(f, little=little)
 
-    def reply(noise: Any, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Up], Silo]:
+    def reply(noise: object, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Up], Silo]:
         # Waited for in a way that Ctrl-C can end.
         told = jax.block_until_ready(compiled(noise, down, state, data))
         up: Up = jax.tree.map(np.asarray, told)
@@ -395,7 +393,7 @@ def stacked_visit(visit: Visit[Down, Silo, Up], *, little: bool) -> Visit[Down, 
     """Return a silo's part of an exchange for a stack of silos, compiled, as of NumPy arrays."""
     compiled = of_stack(visit, little=little)
 
-    def reply(noise: Any, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Up], Any]:
+    def reply(noise: object, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Up], Any]:
         # Waited for in a way that Ctrl-C can end.
         told, after = jax.block_until_ready(compiled(noise, down, state, data))
         found: Reply[Up] = jax.tree.map(np.asarray, told)

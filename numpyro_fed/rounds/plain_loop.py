@@ -132,10 +132,10 @@ class PlainLoop:
     ) -> RoundDone:
         """Run one round from a state."""
         size = num_silos(batches)
-        plan, change = (np.arange(size)[None], ()), None
+        steps, carry = np.arange(size)[None], state.schedule
         if self.schedule is not None:
-            plan, change = self._who_when(key, state.round, state.schedule), state.schedule[1]
-        steps = np.asarray(plan[0])
+            who_when, carry = self._who_when(key, state.round, state.schedule)
+            steps = np.asarray(who_when)
         loss, ok, good = 0.0, True, np.ones(size, bool)
         rows: list[Any] = []
         server, silos, transport = state.server, state.silos, self.transport_of(batches)
@@ -157,8 +157,6 @@ class PlainLoop:
                 rows.append(None)
                 continue
             server, silos, info, good[present] = after.server, after.silos, after.info, after.good
-            if change is not None and len(present) == 1:
-                change = change.at[present[0]].set(info.change)
             watched = _with_missing(after.watched, self.away, who, present)
             rows.append(jax.tree.map(np.asarray, (info.report, who, watched)))
             loss, ok = loss + float(info.loss), bool(info.ok)
@@ -176,7 +174,6 @@ class PlainLoop:
             nobody = jax.tree.map(lambda a, none: np.full_like(a, none), watched, self.away)
             pairs = zip(rows, steps, strict=True)
             rows = [(report, who, nobody) if row is None else row for row, who in pairs]
-        carry = () if change is None else (plan[1], change)
         after_it = State(state.round + 1, server, silos, carry)
         return RoundDone(after_it, loss, RunStatus(ok, good), stacked(rows))
 
@@ -198,7 +195,7 @@ class PlainLoop:
         return step(self.round_, transport, noise, server, silos, who, server_data)
 
 
-def _with_missing(watched: Any, away: object, who: np.ndarray, present: np.ndarray) -> Any:
+def _with_missing(watched: object, away: object, who: np.ndarray, present: np.ndarray) -> Any:
     """Return the watched numbers of silos ``who``, of whom those ``present`` have answered."""
     if len(who) == len(present):
         return watched

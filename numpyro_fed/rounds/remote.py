@@ -447,9 +447,8 @@ class ArrivalRounds(PlainLoop):
                 server, info = self._replayed(state.server, noise, who, None, replies)
                 if not (reply.ok and info.ok):
                     raise EndedError(state, () if reply.ok else (silo,))
-                mark, (carry, change) = state.silos[0].after({silo: numbers[silo]}), state.schedule
-                change = change.at[silo].set(info.change)
-                state = state._replace(server=server, silos=(mark,), schedule=(carry, change))
+                mark = state.silos[0].after({silo: numbers[silo]})
+                state = state._replace(server=server, silos=(mark,))
                 watched = () if watch is None else jax.tree.map(lambda a: a[None], watch(reply.up))
                 rows.append(jax.tree.map(np.asarray, (info.report, np.array([silo]), watched)))
                 loss += float(info.loss)
@@ -463,7 +462,7 @@ class ArrivalRounds(PlainLoop):
         self.under_way = UnderWay(state, channel.num_asked, way, numbers)
         return RoundDone(state, loss, RunStatus(True, np.ones(size, bool)), stacked(rows))
 
-    def _send(self, way: Arrivals, silo: int, key: Array, server: Any, mark: Mark) -> int:
+    def _send(self, way: Arrivals, silo: int, key: Array, server: object, mark: Mark) -> int:
         """Send a silo the server's message, and return its number."""
         exchange, channel = self.exchange, self.silos.channel
         down = self._replayed(server, self._noise(server_key(key)), jnp.array([silo]), None, ())

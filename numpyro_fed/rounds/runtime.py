@@ -42,9 +42,7 @@ class State(NamedTuple):
     round: Array  # () int: rounds done so far
     server: Any
     silos: Stacks  # one stack of silo states for each bucket
-    # The carry of the schedule, and each silo's last ``Info.change``; empty where all silos take
-    # part in every round.
-    schedule: Any = ()
+    schedule: Any = ()  # the carry of the schedule, if there is one
 
 
 class Log(NamedTuple):

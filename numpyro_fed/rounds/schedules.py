@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.rounds.noise import schedule_key
 
 __all__ = ["Adaptive", "Asynchronous", "Given", "Random", "Sequential", "Synchronous"]
-ORDERS = ("fixed", "random", "largest_change")
+ORDERS = ("fixed", "random")
 # The compiled loop writes its log into an array of fixed length, the most rounds of one call. A
 # longer one takes memory in every run, however short; a shorter one returns to Python more often.
 CHUNK = 1024
@@ -28,9 +29,6 @@ VISITS = 2**20
 
 def __dir__() -> list[str]:
     return __all__
-
-
-Planned = tuple[Any, Array]  # the carry of a schedule, and each silo's last ``change``
 
 
 class Schedule(NamedTuple):
@@ -44,14 +42,12 @@ class Schedule(NamedTuple):
     size: int  # participants of each update
     # The first carry, by a key: arrays that are handed on from round to round in a run's state.
     init: Callable[[Array], Any]
-    # (key, round, carry, change) -> (who, carry): the silos that take part in each step of a round,
-    # (steps, size) int, distinct within a step. ``change`` (num_silos,) is the last ``Info.change``
-    # of a step in which a silo took part alone, infinite before the first. The key is the same in
-    # all rounds.
-    visits: Callable[[Array, Array, Any, Array], tuple[Array, Any]]
+    # (key, round, carry) -> (who, carry): the silos that take part in each step of a round,
+    # (steps, size) int, distinct within a step. The key is the same in all rounds.
+    visits: Callable[[Array, Array, Any], tuple[Array, Any]]
     num_silos: int
-    # Whether ``visits`` reads neither the carry nor ``change``, so that the participants of many
-    # rounds can be drawn ahead.
+    # Whether ``visits`` does not read the carry, so that the participants of many rounds can be
+    # drawn ahead.
     ahead: bool = False
     # Whether replies are used one by one in the order in which they come, by the real clock. Then
     # nobody calls ``visits``, and silos must be in processes of their own.
@@ -64,10 +60,9 @@ class Sequential:
 
     Parameters
     ----------
-    order : {"fixed", "random", "largest_change"} or sequence of int
-        ``"fixed"``: by number. ``"random"``: a new random order in each round.
-        ``"largest_change"``: those first whose last visit changed the posterior most. Or an order
-        that names every silo.
+    order : {"fixed", "random"} or sequence of int
+        ``"fixed"``: by number. ``"random"``: a new random order in each round. Or an order that
+        names every silo.
 
     Examples
     --------
@@ -88,16 +83,12 @@ class Sequential:
                 "of silo numbers."
             )
 
-        def who(key: Array, change: Array) -> Array:
-            if order == "random":
-                return jax.random.permutation(key, num_silos)
-            return jnp.argsort(change, descending=True)
-
-        if isinstance(order, str) and order != "fixed":
-            return _stateless(num_silos, num_silos, 1, who, ahead=order == "random")
+        if order == "random":
+            in_random_order = partial(jax.random.permutation, x=num_silos)
+            return _stateless(num_silos, num_silos, 1, in_random_order)
         numbers = range(num_silos) if isinstance(order, str) else order
         fixed = _checked_order(num_silos, numbers, "order")
-        return _stateless(num_silos, len(fixed), 1, lambda key, change: jnp.asarray(fixed))
+        return _stateless(num_silos, len(fixed), 1, lambda key: jnp.asarray(fixed))
 
     def damping(self, num_silos: int) -> float:
         """Return a safe damping: 1, which is none."""
@@ -148,7 +139,7 @@ class Random:
                 f"between 1 and {num_silos}."
             )
 
-        def subset(key: Array, change: Array) -> Array:
+        def subset(key: Array) -> Array:
             # Distinct silos in ascending order, by Floyd's algorithm: its work depends on ``size``
             # alone, where a permutation would cost as much as all silos.
             last = num_silos - size + jnp.arange(size)
@@ -208,7 +199,7 @@ class Given:
                 "equally often."
             )
 
-        def visits(key: Array, round: Array, carry: Any, change: Array) -> tuple[Array, Any]:
+        def visits(key: Array, round: Array, carry: object) -> tuple[Array, Any]:
             return jnp.asarray(table)[round % len(table)][None], carry
 
         return Schedule(1, table.shape[1], lambda key: (), visits, num_silos, ahead=True)
@@ -281,7 +272,7 @@ class Asynchronous:
             jobs = jnp.zeros(num_silos, jnp.int32)
             return jax.vmap(duration, (None, 0, 0))(key, silos, jobs) * 1.0, jobs
 
-        def visits(key: Array, round: Array, carry: Any, change: Array) -> tuple[Array, Any]:
+        def visits(key: Array, round: Array, carry: tuple[Array, Array]) -> tuple[Array, Any]:
             def event(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], Array]:
                 finish, jobs = carry
                 silo = jnp.argmin(finish)
@@ -388,7 +379,7 @@ def chunk_of(schedule: Schedule | None) -> int:
     return max(1, min(CHUNK, VISITS // (schedule.steps * schedule.size)))
 
 
-def init_schedule(schedule: Schedule | None, key: Array, num_silos: int) -> tuple[()] | Planned:
+def init_schedule(schedule: Schedule | None, key: Array, num_silos: int) -> Any:
     """Return the first ``State.schedule`` of a run."""
     if schedule is None:
         return ()
@@ -397,12 +388,12 @@ def init_schedule(schedule: Schedule | None, key: Array, num_silos: int) -> tupl
             f"the schedule is for {schedule.num_silos} silos, but there are {num_silos}. Build it "
             "for as many silos as are passed to run."
         )
-    return schedule.init(schedule_key(key)), jnp.full(num_silos, jnp.inf)
+    return schedule.init(schedule_key(key))
 
 
-def visits(schedule: Schedule, key: Array, round: Array, state: Planned) -> tuple[Array, Any]:
+def visits(schedule: Schedule, key: Array, round: Array, carry: object) -> tuple[Array, Any]:
     """Return who takes part in each step (steps, size), and the schedule's next carry."""
-    who, carry = schedule.visits(schedule_key(key), round, *state)
+    who, carry = schedule.visits(schedule_key(key), round, carry)
     if jnp.shape(who) != (schedule.steps, schedule.size):
         raise ValueError(
             f"the schedule's visits have shape {jnp.shape(who)}: expected (steps, size) = "
@@ -415,16 +406,15 @@ def _stateless(
     num_silos: int,
     steps: int,
     size: int,
-    who: Callable[[Array, Array], Array],
-    ahead: bool = True,
+    who: Callable[[Array], Array],
 ) -> Schedule:
-    """Return a schedule without a carry; ``who`` reads the round's key and ``change``."""
+    """Return a schedule without a carry; ``who`` reads the round's key."""
 
-    def visits(key: Array, round: Array, carry: Any, change: Array) -> tuple[Array, Any]:
+    def visits(key: Array, round: Array, carry: object) -> tuple[Array, Any]:
         # The key is the same in all rounds; the round's own comes from its number.
-        return who(jax.random.fold_in(key, round), change).reshape(steps, size), carry
+        return who(jax.random.fold_in(key, round)).reshape(steps, size), carry
 
-    return Schedule(steps, size, lambda key: (), visits, num_silos, ahead)
+    return Schedule(steps, size, lambda key: (), visits, num_silos, ahead=True)
 
 
 def _checked_order(num_silos: int, order: ArrayLike | Sequence[int], name: str) -> np.ndarray:

@@ -281,7 +281,7 @@ def transport_of_stacks(batches: Batches) -> Transport[Any, Stacks]:
     numbers = np.concatenate([np.asarray(b.silos) for b in batches])
 
     def transport(
-        exchange: Exchange[Any, Down, Up], noise: Array, down: Down, who: Any, silos: Stacks
+        exchange: Exchange[Any, Down, Up], noise: Array, down: Down, who: Array, silos: Stacks
     ) -> Answers[Stacks]:
         replies, after = [], []
         for batch, states in zip(batches, silos, strict=True):
