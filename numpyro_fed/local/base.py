@@ -271,7 +271,7 @@ MIN_ESTIMATES, MAX_ESTIMATES = 8, 64
 PARTICLES = 16  # draws in each estimate; two, on all rows, where the visit used minibatches
 
 
-class Tally(NamedTuple):
+class StationarityTest(NamedTuple):
     """A sequential test whether a full natural-gradient step from a point is zero.
 
     It has the number of estimates of the step, by :attr:`expfam.Family.move`, their mean and the
@@ -285,16 +285,16 @@ class Tally(NamedTuple):
     squares: Array
 
     @classmethod
-    def none(cls, family: Family[Any]) -> Tally:
+    def empty(cls, family: Family[Any]) -> StationarityTest:
         """Return the statistics of no estimates."""
         zeros = jnp.zeros(2 * family.dim)
         return cls(jnp.zeros((), jnp.int32), zeros, zeros)
 
-    def add(self, move: Array) -> Tally:
+    def add(self, move: Array) -> StationarityTest:
         """Return the statistics with one more estimate (2 dim,)."""
         number = self.number + 1
         mean = self.mean + (move - self.mean) / number
-        return Tally(number, mean, self.squares + (move - self.mean) * (move - mean))
+        return StationarityTest(number, mean, self.squares + (move - self.mean) * (move - mean))
 
     @property
     def error(self) -> Array:
@@ -333,8 +333,8 @@ def maximised(
 ) -> Array:
     """Return whether the local free energy has its maximum at ``psi``, up to ``tolerance``.
 
-    See :class:`Tally`. ``work`` bounds the number of evaluations of rows. If it is too small for
-    ``MIN_ESTIMATES`` estimates the answer is no.
+    See :class:`StationarityTest`. ``work`` bounds the number of evaluations of rows. If it is too
+    small for ``MIN_ESTIMATES`` estimates the answer is no.
     """
     family, eta = problem.family, problem.family.natural(psi)
     most = int(min(MAX_ESTIMATES, work // (particles * max(problem.rows, 1))))
@@ -354,9 +354,9 @@ def maximised(
         noise = problem.noise(jax.random.fold_in(key, i), particles, None)
         return family.move(psi, jax.grad(excess)(psi, noise))
 
-    tally = jax.lax.while_loop(
-        lambda tally: tally.wants_more(tolerance, most),
-        lambda tally: tally.add(move(tally.number)),
-        Tally.none(family),
+    test = jax.lax.while_loop(
+        lambda test: test.wants_more(tolerance, most),
+        lambda test: test.add(move(test.number)),
+        StationarityTest.empty(family),
     )
-    return tally.holds(tolerance)
+    return test.holds(tolerance)

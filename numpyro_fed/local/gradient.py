@@ -22,7 +22,7 @@ from numpyro_fed.local.base import (
     Problem,
     SiloPart,
     Solution,
-    Tally,
+    StationarityTest,
     free_energy,
     maximised,
     minimise,
@@ -49,7 +49,7 @@ class VisitState(NamedTuple):
     """The state of a visit: gradients computed, parameters, optimiser state and the last value.
 
     After ``steps`` gradients the parameters stay. Further gradients are averaged in ``estimate``, a
-    few at a time, and estimates in ``tally``, for the check of convergence. For early stopping,
+    few at a time, and estimates in ``test``, for the check of convergence. For early stopping,
     ``total`` is the sum of the expected log likelihood in this window, ``best`` the best mean of a
     window, ``waited`` the number of windows since, and ``best_params`` the parameters after it.
     """
@@ -59,7 +59,7 @@ class VisitState(NamedTuple):
     opt_state: optax.OptState
     value: Array
     estimate: Ordinary
-    tally: Tally
+    test: StationarityTest
     total: Array
     best: Array
     waited: Array
@@ -168,9 +168,10 @@ class Optax(Local):
             else optax.cosine_decay_schedule(STEP, self.steps, 0.01)
         )
         zero, none = jnp.zeros(()), jnp.zeros((), jnp.int32)
-        estimate, tally = jax.tree.map(jnp.zeros_like, problem.start), Tally.none(problem.family)
+        estimate = jax.tree.map(jnp.zeros_like, problem.start)
+        test = StationarityTest.empty(problem.family)
         first_best = zero, jnp.array(-jnp.inf), none, params if self.patience is not None else ()
-        start = VisitState(none, params, optim.init(params), zero, estimate, tally, *first_best)
+        start = VisitState(none, params, optim.init(params), zero, estimate, test, *first_best)
 
         def noise_of(i: Array | int) -> LocalNoise:
             return problem.noise(jax.random.fold_in(key, i), self.num_particles, self.batch_size)
@@ -183,7 +184,7 @@ class Optax(Local):
             moving = state.i < self.steps
             if not self.checks_by_own_gradients:
                 return moving
-            return moving | state.tally.wants_more(self.tolerance)
+            return moving | state.test.wants_more(self.tolerance)
 
         def run_block(state: VisitState) -> VisitState:
             first = state.i
@@ -206,7 +207,7 @@ class Optax(Local):
         if not self.checks_convergence:
             converged = jnp.array(True)
         elif self.batch_size is None:
-            converged = state.tally.holds(self.tolerance)
+            converged = state.test.holds(self.tolerance)
         else:
             # By all rows. It costs at most half as much as the steps did.
             converged = maximised(
@@ -256,15 +257,15 @@ class Optax(Local):
             params = optax.apply_updates(state.params, updates)
             state = after._replace(i=state.i + 1, params=params, opt_state=opt_state, value=value)
             if may_end_early:
-                # It ends if the last ``CHECK_EVERY`` gradients show convergence. The tally starts
+                # It ends if the last ``CHECK_EVERY`` gradients show convergence. The test starts
                 # anew after each check, and at the end, where the final decision begins.
                 full = (state.i % CHECK_EVERY == 0) & (state.i < self.steps)
-                arrived = full & state.tally.arrived(self.tolerance)
-                begun = Tally.none(problem.family)
-                tally = where(full & ~arrived, begun, state.tally)
-                tally = where(state.i == self.steps, begun, tally)
+                arrived = full & state.test.arrived(self.tolerance)
+                begun = StationarityTest.empty(problem.family)
+                test = where(full & ~arrived, begun, state.test)
+                test = where(state.i == self.steps, begun, test)
                 i = jnp.where(arrived, self.steps, state.i)
-                state = state._replace(i=i, tally=tally)
+                state = state._replace(i=i, test=test)
             return state if self.patience is None else self._stop_early(state, log_lik)
 
         def add_gradient(state: VisitState) -> VisitState:
@@ -307,8 +308,8 @@ class Optax(Local):
 
         def full(state: VisitState) -> VisitState:
             none = jax.tree.map(jnp.zeros_like, estimate)
-            tally = state.tally.add(family.move(psi, estimate))
-            return state._replace(estimate=none, tally=tally)
+            test = state.test.add(family.move(psi, estimate))
+            return state._replace(estimate=none, test=test)
 
         state = state._replace(estimate=estimate)
         done = (state.i + 1 - self.steps) % count == 0

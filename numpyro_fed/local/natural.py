@@ -20,7 +20,7 @@ from numpyro_fed.local.base import (
     Problem,
     SiloPart,
     Solution,
-    Tally,
+    StationarityTest,
     free_energy,
     maximised,
     proper_step,
@@ -35,14 +35,14 @@ MAX_MISFIT = 0.1  # nats: a larger departure from a conjugate likelihood changes
 
 
 class DampedSteps(NamedTuple, Generic[SiloPart]):
-    """The state of a visit by damped steps; ``tally`` has the estimates after the last one."""
+    """The state of a visit by damped steps; ``test`` has the estimates after the last one."""
 
     number: Array
     eta: Natural
     silo_part: SiloPart
     opt_state: optax.OptState
     finite: Array
-    tally: Tally
+    test: StationarityTest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +91,12 @@ class Damped(Local):
                 updates, opt_state = optim.update(descent, state.opt_state, state.silo_part)
                 params = optax.apply_updates(state.silo_part, updates)
                 finite = all_finite(target)
-                return DampedSteps(state.number + 1, moved, params, opt_state, finite, state.tally)
+                return DampedSteps(state.number + 1, moved, params, opt_state, finite, state.test)
 
             def add_estimate(state: DampedSteps[SiloPart]) -> DampedSteps[SiloPart]:
                 full = jax.tree.map(jnp.subtract, target, state.eta)
-                tally = state.tally.add(move_along(family, state.eta, full))
-                return state._replace(number=state.number + 1, tally=tally)
+                test = state.test.add(move_along(family, state.eta, full))
+                return state._replace(number=state.number + 1, test=test)
 
             if not checks:
                 return move(state)
@@ -104,7 +104,7 @@ class Damped(Local):
 
         def unfinished(state: DampedSteps[SiloPart]) -> Array:
             moving = state.number < self.steps
-            return moving | state.tally.wants_more(self.tolerance) if checks else moving
+            return moving | state.test.wants_more(self.tolerance) if checks else moving
 
         first = DampedSteps(
             number=jnp.zeros((), jnp.int32),
@@ -112,10 +112,10 @@ class Damped(Local):
             silo_part=problem.silo_part,
             opt_state=optim.init(problem.silo_part),
             finite=jnp.array(True),
-            tally=Tally.none(family),
+            test=StationarityTest.empty(family),
         )
         end = jax.lax.while_loop(unfinished, step, drop_weak_types(first))
-        rests = end.tally.holds(self.tolerance) if checks else jnp.array(True)
+        rests = end.test.holds(self.tolerance) if checks else jnp.array(True)
         suited = _suited(problem, end.eta) if self.closed_form else True
         return Solution(end.eta, end.silo_part, rests, end.finite, suited)
 

@@ -280,8 +280,8 @@ class Carried:
 
 def carry_over(fit: Fit, key: Array, hosted: Silos, result: Result) -> tuple[State, Carried]:
     """Return the first state of a run that begins at a result, and what it took over."""
-    carry = fit.algorithm.carry
-    if carry is None:
+    warm_start = fit.algorithm.warm_start
+    if warm_start is None:
         raise GuideError("this method cannot begin at another one's result. Use start='mode'.")
     facts, their_facts = fit.plan.facts, result.plan.facts
     for name, ours, theirs in (
@@ -331,11 +331,11 @@ def carry_over(fit: Fit, key: Array, hosted: Silos, result: Result) -> tuple[Sta
             )
         # By bucket, as a run keeps the states; ``privates`` are by number.
         silos.append(
-            jax.jit(jax.vmap(carry.silo, (None, 0, None, 0)))(
+            jax.jit(jax.vmap(warm_start.silo, (None, 0, None, 0)))(
                 key_silos, silo_guides, start_point, batch.real(batch.data)
             )
         )
-    server, round_ = carry.server(key_server, start_point), jnp.zeros((), jnp.int32)
+    server, round_ = warm_start.server(key_server, start_point), jnp.zeros((), jnp.int32)
     schedule = init_schedule(fit.built.schedule, key, fit.plan.num_silos)
     state = State(round_, server, tuple(silos), schedule)
     taken = Carried(

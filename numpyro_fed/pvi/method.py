@@ -373,7 +373,7 @@ class PVI(Method[PVIResult, Conjugate]):
         )
         algorithm, start = pvi.algorithm(), None
         if resolved["start"] == "result":
-            algorithm = algorithm._replace(carry=at_result(pvi))
+            algorithm = algorithm._replace(warm_start=at_result(pvi))
         if resolved["start"] == "mode":
             init_loc_fn = structured(self.guide).init_loc_fn
             start = start_rounds("mode", fm, num_silos, self.starts, init_loc_fn, at_mode(pvi))

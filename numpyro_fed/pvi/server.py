@@ -1,6 +1,12 @@
-"""PVI: the server adds proposals to the posterior, and may have a factor for the prior.
+"""PVI at the server, which adds proposals to the posterior, and may have a factor for the prior.
 
-Ashman et al. 2022, arXiv 2202.12275, Algorithm 1.
+Ashman et al. 2022, arXiv 2202.12275, Algorithm 1. At each update
+
+1. the server sends the sum of all factors to the silos that take part;
+2. each of them solves its own problem, and replies with the change of its factor (``silo.py``);
+3. the server adds the changes, times a damping, as far as the posterior stays proper.
+
+A start at a mode or at a result is in ``start.py``.
 """
 
 from __future__ import annotations
@@ -91,8 +97,7 @@ class PartitionedVI(PVIAtSilo):
         theta = self.model.init_theta(key)
         prior = self.globals.prior(theta)
         server_factor, converged = jax.tree.map(jnp.zeros_like, prior), jnp.array(True)
-        # A run from the mode has the parabola of the prior's outside part as this factor instead:
-        # ``begin``.
+        # A run from the mode has the parabola of the prior's outside part as this factor instead.
         if (outside := self.globals.prior_outside) is not None and not self.from_mode:
             start = jax.tree.map(
                 lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(self.family.ordinary, prior)
@@ -100,16 +105,16 @@ class PartitionedVI(PVIAtSilo):
             server_factor, converged = self._visit_prior(
                 outside, key, theta, prior, start, server_factor
             )
-        none = jnp.zeros(self.model.dim)
+        none, zero = jnp.zeros(self.model.dim), jnp.zeros(())
         return ServerState(
-            SharedParams(self.aggregate(prior, server_factor), theta),
-            server_factor,
-            server_factor,
-            self.optim.init(theta),
-            jnp.asarray(self.damping, jnp.result_type(float)),
-            jnp.zeros(self.num_silos),
-            Movement(none, none, jnp.zeros((), jnp.int32), jnp.zeros(()), converged, jnp.zeros(())),
-            self.first_frame(),
+            params=SharedParams(self.aggregate(prior, server_factor), theta),
+            total=server_factor,
+            server_factor=server_factor,
+            opt_state=self.optim.init(theta),
+            damping=jnp.asarray(self.damping, jnp.result_type(float)),
+            taken=jnp.zeros(self.num_silos),
+            progress=Movement(none, none, jnp.zeros((), jnp.int32), zero, converged, zero),
+            frame=self.first_frame(),
         )
 
     def round(self, state: ServerState, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
@@ -145,15 +150,14 @@ class PartitionedVI(PVIAtSilo):
             )
             total = jax.tree.map(jnp.add, others, server_factor)
         theta, opt_state, guide = self._update_theta(state, noise, total, up.theta)
-        after = ServerState(
-            SharedParams(guide, theta),
-            total,
-            server_factor,
-            opt_state,
-            next_damping,
-            state.taken.at[ask.who].set(damping),
-            self._progress(state.progress, before, guide, converged, up.statuses),
-            state.frame,
+        after = state._replace(
+            params=SharedParams(guide, theta),
+            total=total,
+            server_factor=server_factor,
+            opt_state=opt_state,
+            damping=next_damping,
+            taken=state.taken.at[ask.who].set(damping),
+            progress=self._progress(state.progress, before, guide, converged, up.statuses),
         )
         # Each silo's term counts once in a round, however many visits a round has.
         weight = self.num_silos / self.visits

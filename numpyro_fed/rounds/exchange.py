@@ -497,7 +497,7 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
         Whether the algorithm has converged. No round follows after that.
     opening : tuple of Round
         Rounds that are run once, from the first states, before the first round.
-    carry : WarmStart, optional
+    warm_start : WarmStart, optional
     server_like : pytree
         Shapes of the server's data, in a vertical model.
     when_away : WhenAway
@@ -515,7 +515,7 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     watch_reply: Callable[[Any], Any] | None = None
     done: Callable[[Server], Array] | None = None
     opening: tuple[Round, ...] = ()
-    carry: WarmStart | None = None
+    warm_start: WarmStart | None = None
     server_like: Any = None
     when_away: WhenAway = WhenAway.WAIT
     watched_away: Any = ()

@@ -127,7 +127,7 @@ class StructuredVI(ByGradients):
             self.private,
             done=lambda state: convergence.settled(state.course),
             opening=standardising_rounds(self.guide),
-            carry=WarmStart(self.init_server, self.carried_silo),
+            warm_start=WarmStart(self.init_server, self.carried_silo),
             when_away=WhenAway.SCALE,
         )
 
