@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from numpyro_fed.basics.errors import one_of, positive_int
+from numpyro_fed.basics.errors import positive_int
 from numpyro_fed.basics.trees import all_finite, drop_weak_types
 from numpyro_fed.local.base import (
     AT_REST,
@@ -116,8 +116,7 @@ class Damped(Local):
         )
         end = jax.lax.while_loop(unfinished, step, drop_weak_types(first))
         rests = end.test.holds(self.tolerance) if checks else jnp.array(True)
-        suited = _suited(problem, end.eta) if self.closed_form else True
-        return Solution(end.eta, end.silo_part, rests, end.finite, suited)
+        return Solution(end.eta, end.silo_part, rests, end.finite)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +137,6 @@ class NaturalGradient(Damped):
         Draws for the expectation in each step.
     batch_size : int, optional
         Rows in each step; all by default.
-    expectation : {"monte_carlo", "closed_form"}
-        ``"closed_form"`` for models whose likelihood is conjugate.
     optim : optax.GradientTransformation, optional
         The optimiser of the silo's own parameters and local guide, which take one step for each of
         these; by default Adam at 0.02.
@@ -159,35 +156,24 @@ class NaturalGradient(Damped):
     steps: int = 100
     num_particles: int = 16
     batch_size: int | None = None
-    expectation: str = "monte_carlo"
-
-    @property
-    def closed_form(self) -> bool:
-        """Return whether expectations are computed in closed form."""
-        return self.expectation == "closed_form"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.batch_size is not None:
             positive_int("batch_size", self.batch_size)
-        one_of("expectation", self.expectation, "monte_carlo", "closed_form")
 
     def target(
         self, problem: Problem[SiloPart], eta: Natural, silo_part: SiloPart, key: Array
     ) -> tuple[Natural, SiloPart]:
         """Return the cavity times the factor of a natural-gradient step, and the gradient."""
-        if self.closed_form:
-            factor = problem.likelihood()[0]
-            gradient = jax.tree.map(jnp.zeros_like, silo_part)
-        else:
-            noise = problem.noise(key, self.num_particles, self.batch_size)
+        noise = problem.noise(key, self.num_particles, self.batch_size)
 
-            def expected(psi: Ordinary, silo_part: SiloPart) -> Array:
-                return problem.log_lik(psi, silo_part, noise, False)[1].mean()
+        def expected(psi: Ordinary, silo_part: SiloPart) -> Array:
+            return problem.log_lik(psi, silo_part, noise, False)[1].mean()
 
-            psi = problem.family.ordinary(eta)
-            g_psi, gradient = jax.grad(expected, (0, 1))(psi, silo_part)
-            factor = problem.family.dual_gradient(partial(expfam.inner, g_psi), eta)
+        psi = problem.family.ordinary(eta)
+        g_psi, gradient = jax.grad(expected, (0, 1))(psi, silo_part)
+        factor = problem.family.dual_gradient(partial(expfam.inner, g_psi), eta)
         return jax.tree.map(jnp.add, problem.cavity, factor), gradient
 
 
@@ -273,9 +259,10 @@ class ClosedForm(Local):
 
     def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
         """Add the likelihood's natural parameters to the cavity's."""
-        eta = jax.tree.map(jnp.add, problem.cavity, problem.likelihood()[0])
+        likelihood, misfit = problem.likelihood()
+        eta = jax.tree.map(jnp.add, problem.cavity, likelihood)
         # The text was checked before the run; this is a guard where the closed form has led.
-        suited = _suited(problem, eta)
+        suited = misfit(problem.family.ordinary(eta)) <= MAX_MISFIT
         return Solution(eta, problem.silo_part, jnp.array(True), all_finite(eta), suited)
 
 
@@ -339,9 +326,3 @@ class PowerEP(Damped):
         matched = family.from_mean(jax.tree.map(lambda t: jnp.tensordot(w, t, 1), T))
         # The silo's likelihood counted for alpha of itself, so its change is scaled up.
         return jax.tree.map(lambda a, b: a + (b - a) / self.alpha, eta, matched), gradient
-
-
-def _suited(problem: Problem[SiloPart], eta: Natural) -> Array:
-    """Return whether the likelihood is conjugate close to ``eta``, and from the start to it."""
-    misfit = problem.likelihood()[1]
-    return misfit(problem.family.ordinary(eta)) <= MAX_MISFIT

@@ -43,20 +43,15 @@ from numpyro_fed.rounds.messages import (
     BEGINNINGS,
     DESCRIBE,
     GO_ON,
-    KEYS,
     LEVELS,
     OF_DATA,
-    PEERS,
-    SECURE,
-    SUM,
     Question,
-    Terms,
-    check_summed,
     read,
     refusal,
     write,
 )
 from numpyro_fed.rounds.noise import typed_key
+from numpyro_fed.rounds.secure_sums import KEYS, PEERS, SECURE, SUM, Terms, check_summed
 from numpyro_fed.text.facts import describe
 from numpyro_fed.text.fingerprint import source_hash
 from numpyro_fed.vertical.method import VerticalMethod

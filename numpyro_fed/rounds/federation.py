@@ -31,17 +31,14 @@ from numpyro_fed.basics.precision import is_double
 from numpyro_fed.rounds.messages import (
     ACCEPT,
     DESCRIBE,
-    KEYS,
-    PEERS,
-    SECURE,
     Question,
-    Terms,
     at_silo,
     is_refusal,
     raise_refusal,
     read,
     write,
 )
+from numpyro_fed.rounds.secure_sums import KEYS, PEERS, SECURE, Terms
 
 # Seconds between two tries to reach a silo: the first is short, since most failures are, and a silo
 # that restarts is found within the last.

@@ -25,7 +25,6 @@ from numpyro_fed.basics.errors import (
     GuideError,
     RefusedError,
     ReplyError,
-    SumError,
 )
 from numpyro_fed.basics.trees import Tree, drop_weak_types
 from numpyro_fed.data.silo_data import SiloData
@@ -80,15 +79,6 @@ OF_DATA = LEVELS, MOMENTS
 DRAWS = "draws for a silo"  # draws of the globals, by which a silo predicts; there is no reply
 GO_ON = "go on"  # at a state of an earlier run, whose id is in the settings
 BEGINNINGS = BEGIN, SEARCH, WITHOUT_START
-# Messages of sums that nobody sees. Before the first one silos tell each other public keys through
-# the server. Then a question has Terms in its head, and the reply has, in the place of the numbers
-# of ``Reply.up`` and of the weight, one array of masked words. ``ok`` stays as it is.
-KEYS = "keys"  # the question for a silo's public keys in a session
-PEERS = "peers"  # all silos' public keys
-SECURE = "secure_sum"  # the setting that all agree on
-SUM = "sum"  # the text in the head of a question to which a masked reply is wanted
-MASKED = "masked"  # the array of a masked reply
-LEAST = 2  # silos of a sum; that of one is its reply
 
 
 class Message(NamedTuple):
@@ -140,35 +130,6 @@ class Question(NamedTuple):
                 f"{sorted(head)}, or something else as a number. A Federation makes them."
             )
         return cls(exchange, settings, run, int(number), int(used), method)
-
-
-class Terms(NamedTuple):
-    """The terms of a sum: whose masks are in it, and which ones."""
-
-    session: str  # the id of the keys, at this silo
-    number: int  # in a session numbers grow; a sum that is asked anew has a new one
-    group: tuple[int, ...]  # the silos whose replies are added up
-
-    def purpose(self, session: str, exchange: str, asked: str) -> bytes:
-        """Return what the masks are for, the same at all silos of the sum.
-
-        ``asked`` is a digest of what all silos are asked alike: masks of silos that were asked
-        different things do not cancel. Otherwise a server could ask all silos but one for noise
-        that is nearly zero.
-        """
-        return json.dumps([session, exchange, self.number, self.group, asked]).encode()
-
-
-def check_summed(exchange: Exchange[Any, Any, Any]) -> None:
-    """Raise an error for an exchange whose replies are not added up."""
-    if exchange.combine is not Combine.SUM:
-        raise SumError(
-            "is not enough for it: it needs the reply of each silo by itself, and with "
-            "secure_sum=True sums alone are told. Nothing was sent. Leave it out, or ask it over a "
-            "Federation without secure_sum, if the silos' owners agree.",
-            silos=(),
-            exchange=exchange.name,
-        )
 
 
 def write(arrays: Mapping[str, ArrayLike], head: Mapping[str, str] | None = None) -> bytes:

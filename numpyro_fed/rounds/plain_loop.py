@@ -160,8 +160,8 @@ class PlainLoop:
             watched = _with_missing(after.watched, self.away, who, present)
             rows.append(jax.tree.map(np.asarray, (info.report, who, watched)))
             loss, ok = loss + float(info.loss), bool(info.ok)
-            # The driver drops a round that is not ok, and its row of the log with it. The row is
-            # filled up only so that all rows of this call have one shape and can be stacked.
+            # The loop around drops a round that is not ok, and its row of the log with it. The row
+            # is filled up only so that all rows of this call have one shape and can be stacked.
             if not ok:
                 rows += rows[-1:] * (len(steps) - len(rows))
                 break

@@ -32,14 +32,12 @@ from numpyro_fed.basics.files import canonical
 from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.data.padding import stacked
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.privacy.masks import MAX_PARTIES, decode
+from numpyro_fed.privacy.masks import MAX_PARTIES
 from numpyro_fed.rounds.exchange import (
-    Combine,
     Down,
     Exchange,
     ExchangeId,
     FederatedAlgorithm,
-    Replies,
     Reply,
     Round,
     StackedExchange,
@@ -50,13 +48,8 @@ from numpyro_fed.rounds.federation import Arrivals, Federation
 from numpyro_fed.rounds.messages import (
     BEGIN,
     GO_ON,
-    LEAST,
-    MASKED,
-    SUM,
     Question,
-    Terms,
     at_silo,
-    check_summed,
     message_shapes,
     pack,
     read,
@@ -68,6 +61,7 @@ from numpyro_fed.rounds.noise import exchange_key, init_keys, server_key
 from numpyro_fed.rounds.plain_loop import PlainLoop, RoundDone
 from numpyro_fed.rounds.runtime import EndedError, RunStatus, Runtime, Single, State
 from numpyro_fed.rounds.schedules import Schedule, init_schedule
+from numpyro_fed.rounds.secure_sums import MIN_SUMMED, SUM, Terms, check_summed, sum_of
 from numpyro_fed.rounds.silos import Batch, Batches, ServerData, Stacks
 from numpyro_fed.rounds.step import (
     Answers,
@@ -164,10 +158,10 @@ class Channel:
         them, they send the same replies under other masks.
         """
         secure = self.federation.secure_sum
-        if secure and not LEAST <= len(who) <= MAX_PARTIES:
+        if secure and not MIN_SUMMED <= len(who) <= MAX_PARTIES:
             raise SumError(
-                f"would be over {len(who)} silos, where sums over {LEAST} to {MAX_PARTIES} are "
-                "formed under secure_sum=True. Take more silos into each step, or wait for those "
+                f"would be over {len(who)} silos, where sums over {MIN_SUMMED} to {MAX_PARTIES} "
+                "are formed under secure_sum=True. Take more silos into each step, or wait for those "
                 "that are away.",
                 silos=tuple(who),
                 exchange=exchange.name,
@@ -269,7 +263,7 @@ def remote_runtime(
     if channel.federation.secure_sum:
         for exchange in (x for r in (*algorithm.opening, algorithm.round) for x in r.exchanges):
             check_summed(exchange)
-        if schedule is not None and (schedule.by_arrival or schedule.size < LEAST):
+        if schedule is not None and (schedule.by_arrival or schedule.size < MIN_SUMMED):
             raise SumError(
                 "would be over one silo at a time, which is its reply: with secure_sum=True the "
                 "schedule must let two or more take part in each step. Nothing was sent. Take "
@@ -470,66 +464,3 @@ class ArrivalRounds(PlainLoop):
         number = channel.next_number([silo], mark)
         way.send(silo, channel.message(silo, exchange, key, down, mark, number))
         return number
-
-
-def sum_of(
-    answers: Mapping[int, bytes],
-    exchange: Exchange[Any, Any, Any],
-    shapes: Reply[Any],
-    weights: tuple[float, float],
-) -> tuple[Replies[Any], Array]:
-    """Return the sum of masked replies by silo, of agreed ``shapes``, and each silo's ``ok``.
-
-    The sum of the weights, where the exchange is weighted, must lie in the range ``weights``.
-    """
-    leaves, who = pack("reply.up", shapes.up), tuple(answers)
-    names = sorted(leaves)
-    sizes = [int(np.prod(leaves[name].shape)) for name in names]
-    size = sum(sizes) + exchange.weighted
-    total, ok = np.zeros((size, 2), np.uint64), []
-    wanted = {MASKED: ((size, 2), np.dtype(np.uint64)), "ok": ((), np.dtype(bool))}
-    for silo, answer in answers.items():
-        wrong = partial(ReplyError, silo=silo, exchange=exchange.name)
-        try:
-            arrays = read(answer).arrays
-        except DataError as error:
-            raise wrong(f"is refused: {error}") from error
-        came = {name: (a.shape, a.dtype) for name, a in arrays.items()}
-        if came != wanted:
-            raise wrong(
-                f"holds {came}, where {wanted} was agreed for a sum. Both sides must have built "
-                "from the same plan, with the same version."
-            )
-        total += arrays[MASKED]
-        ok.append(bool(arrays["ok"]))
-    refused = partial(SumError, silos=who, exchange=exchange.name)
-    try:
-        numbers = decode(total, len(who))
-    except DataError as error:
-        raise refused(
-            f"is refused: {error}. A reply was changed on its way, a silo does not keep to the "
-            "protocol, or silos were given different lists of keys, or asked different things."
-        ) from error
-    weight = float(numbers[-1]) if exchange.weighted else float(len(who))
-    if exchange.weighted and not weights[0] <= weight <= weights[1]:
-        raise refused(
-            f"has weight {weight:g}, where {weights[0]:g} to {weights[1]:g} is allowed by what the "
-            "silos have said of their numbers of rows. Their facts must be of the data that they "
-            "hold; or use weights='even'."
-        )
-    # A part of the sum has the shape and dtype that a sum of plain replies has.
-    stacks = jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype), shapes)
-    like = jax.eval_shape(lambda stack: combine(Combine.SUM, [stack]), stacks)
-    given, found = pack("reply.up", like.up), {}
-    parts = np.split(numbers[: sum(sizes)], np.cumsum(sizes)[:-1]) if sizes else []
-    for name, part in zip(names, parts, strict=True):
-        to = given[name]
-        if not jnp.issubdtype(to.dtype, jnp.inexact) and (part != np.rint(part)).any():
-            raise refused(
-                "has fractions or infinite numbers where whole ones are added up. A silo does not "
-                "keep to the protocol."
-            )
-        found[name] = jnp.asarray(part.reshape(to.shape).astype(to.dtype))
-    up = jax.tree.unflatten(jax.tree.structure(like.up), [found[name] for name in given])
-    flags = jnp.asarray(ok)
-    return Replies(up, flags.all(), jnp.asarray(weight, like.weight.dtype)), flags
