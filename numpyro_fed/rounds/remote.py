@@ -160,9 +160,9 @@ class Channel:
         secure = self.federation.secure_sum
         if secure and not MIN_SUMMED <= len(who) <= MAX_PARTIES:
             raise SumError(
-                f"would be over {len(who)} silos, where sums over {MIN_SUMMED} to {MAX_PARTIES} "
-                "are formed under secure_sum=True. Take more silos into each step, or wait for those "
-                "that are away.",
+                f"would be over {len(who)} silos, where sums over {MIN_SUMMED} to "
+                f"{MAX_PARTIES} are formed under secure_sum=True. Take more silos into each step, "
+                "or wait for those that are away.",
                 silos=tuple(who),
                 exchange=exchange.name,
             )
