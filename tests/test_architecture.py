@@ -141,7 +141,7 @@ ALGORITHMS = [m for m in MODULES if layer("search") <= layer(m) <= layer("sfvi")
 def test_algorithms_know_no_loop(module):
     """What they know of rounds is what an exchange is, and when a run has come to rest."""
     rounds = {m for m in GRAPH[module] if m.startswith("rounds.")}
-    assert rounds <= {"rounds.exchange", "rounds.convergence", "rounds.noise"}
+    assert rounds <= {"rounds.exchange", "rounds.convergence", "rounds.keys"}
 
 
 def test_importing_the_package_needs_no_extra():

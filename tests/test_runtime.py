@@ -22,7 +22,7 @@ from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.posterior.run import Built
 from numpyro_fed.rounds.compiled_loop import BLOCK, compiled_runtime
 from numpyro_fed.rounds.exchange import Combine, Exchange, FederatedAlgorithm, Info, Reply, Round
-from numpyro_fed.rounds.noise import (
+from numpyro_fed.rounds.keys import (
     exchange_key,
     init_keys,
     participant_keys,

@@ -17,7 +17,7 @@ from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.rounds import compiled_loop, schedules
 from numpyro_fed.rounds.compiled_loop import compiled_runtime
 from numpyro_fed.rounds.exchange import Combine, Exchange, FederatedAlgorithm, Info, Reply, Round
-from numpyro_fed.rounds.noise import exchange_key, server_key, silo_key
+from numpyro_fed.rounds.keys import exchange_key, server_key, silo_key
 from numpyro_fed.rounds.plain_loop import plain_runtime
 from numpyro_fed.rounds.runtime import run_rounds
 from numpyro_fed.rounds.schedules import Asynchronous, Random, Schedule, Sequential

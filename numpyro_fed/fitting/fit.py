@@ -31,8 +31,8 @@ from numpyro_fed.posterior.verdict import TOLERANCE, check_accuracy
 from numpyro_fed.privacy.budget import Privacy
 from numpyro_fed.rounds.compiled_loop import compiled_runtime
 from numpyro_fed.rounds.federation import Federation
+from numpyro_fed.rounds.keys import typed_key
 from numpyro_fed.rounds.messages import SEARCH
-from numpyro_fed.rounds.noise import typed_key
 from numpyro_fed.rounds.progress import StageBar, in_sight
 from numpyro_fed.rounds.silos import on_device
 from numpyro_fed.search.expand import effects_of, flat_size

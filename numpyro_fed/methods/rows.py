@@ -55,7 +55,7 @@ from numpyro_fed.rounds.exchange import (
     Round,
 )
 from numpyro_fed.rounds.federation import Federation
-from numpyro_fed.rounds.noise import typed_key
+from numpyro_fed.rounds.keys import typed_key
 from numpyro_fed.rounds.progress import Progress
 from numpyro_fed.rounds.runtime import Runtime, State
 from numpyro_fed.rounds.silos import ServerData, Silos, on_device

@@ -41,6 +41,7 @@ from numpyro_fed.rounds.exchange import (
     Sampled,
     unknown_exchange,
 )
+from numpyro_fed.rounds.keys import silo_key
 from numpyro_fed.rounds.messages import (
     BEGIN,
     BEGINNINGS,
@@ -56,7 +57,6 @@ from numpyro_fed.rounds.messages import (
     unpack,
     write,
 )
-from numpyro_fed.rounds.noise import silo_key
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.vertical.method import VerticalMethod
 

@@ -38,6 +38,7 @@ from numpyro_fed.network.sums import Sums, asked_of_all
 from numpyro_fed.privacy.budget import PrivacyWarning
 from numpyro_fed.privacy.masks import fingerprint
 from numpyro_fed.rounds.exchange import OUTER_LATENTS
+from numpyro_fed.rounds.keys import typed_key
 from numpyro_fed.rounds.messages import (
     ACCEPT,
     BEGINNINGS,
@@ -50,7 +51,6 @@ from numpyro_fed.rounds.messages import (
     refusal,
     write,
 )
-from numpyro_fed.rounds.noise import typed_key
 from numpyro_fed.rounds.secure_sums import KEYS, PEERS, SECURE, SUM, Terms, check_summed
 from numpyro_fed.text.facts import describe
 from numpyro_fed.text.fingerprint import source_hash

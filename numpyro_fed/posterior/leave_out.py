@@ -38,7 +38,7 @@ from numpyro_fed.rounds.exchange import (
     key_as_noise,
     stacked_reply,
 )
-from numpyro_fed.rounds.noise import generator
+from numpyro_fed.rounds.keys import generator
 from numpyro_fed.search.expand import shape
 from numpyro_fed.sfvi.algorithm import Down, down_of
 from numpyro_fed.text.row_checks import refuse_coupled_rows, refuse_parameters_of_rows

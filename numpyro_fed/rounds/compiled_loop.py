@@ -32,7 +32,7 @@ from numpyro_fed.rounds.exchange import (
     Silo,
     Up,
 )
-from numpyro_fed.rounds.noise import (
+from numpyro_fed.rounds.keys import (
     exchange_key,
     init_keys,
     participant_keys,

@@ -29,7 +29,7 @@ from numpyro_fed.rounds.exchange import (
     Silo,
     Up,
 )
-from numpyro_fed.rounds.noise import exchange_key, init_keys, server_key, silo_key
+from numpyro_fed.rounds.keys import exchange_key, init_keys, server_key, silo_key
 from numpyro_fed.rounds.runtime import Log, RunStatus, Runtime, Single, State
 from numpyro_fed.rounds.schedules import Schedule, chunk_of, init_schedule, visits
 from numpyro_fed.rounds.silos import Batches, ServerData, Stacks, Watch, num_silos

@@ -45,6 +45,7 @@ from numpyro_fed.rounds.exchange import (
     WhenAway,
 )
 from numpyro_fed.rounds.federation import Arrivals, Federation
+from numpyro_fed.rounds.keys import exchange_key, init_keys, server_key
 from numpyro_fed.rounds.messages import (
     BEGIN,
     GO_ON,
@@ -57,7 +58,6 @@ from numpyro_fed.rounds.messages import (
     unpack,
     write,
 )
-from numpyro_fed.rounds.noise import exchange_key, init_keys, server_key
 from numpyro_fed.rounds.plain_loop import PlainLoop, RoundDone
 from numpyro_fed.rounds.runtime import EndedError, RunStatus, Runtime, Single, State
 from numpyro_fed.rounds.schedules import Schedule, init_schedule

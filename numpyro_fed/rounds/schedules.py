@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from numpyro_fed.basics.errors import positive_int
 from numpyro_fed.basics.trees import drop_weak_types
-from numpyro_fed.rounds.noise import schedule_key
+from numpyro_fed.rounds.keys import schedule_key
 
 __all__ = ["Adaptive", "Asynchronous", "Given", "Random", "Sequential", "Synchronous"]
 ORDERS = ("fixed", "random")

@@ -31,7 +31,7 @@ from numpyro_fed.rounds.exchange import (
     Round,
     Up,
 )
-from numpyro_fed.rounds.noise import exchange_key, silo_key
+from numpyro_fed.rounds.keys import exchange_key, silo_key
 from numpyro_fed.rounds.silos import Batches, ServerData, Stacks
 
 Source = TypeVar("Source")  # silos' noise, or keys that it is drawn from

@@ -25,7 +25,7 @@ from numpyro_fed.basics.errors import ConvergenceWarning, ModelError, ModelWarni
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.basics.trees import element_name
 from numpyro_fed.data.padding import Bucket
-from numpyro_fed.rounds.noise import generator
+from numpyro_fed.rounds.keys import generator
 from numpyro_fed.rounds.progress import Progress, progress_of
 from numpyro_fed.rounds.runtime import Runtime
 from numpyro_fed.rounds.silos import Batches, Stacks

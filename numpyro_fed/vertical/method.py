@@ -37,8 +37,8 @@ from numpyro_fed.methods.base import (
 from numpyro_fed.posterior.run import Built, Fit
 from numpyro_fed.rounds.exchange import ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.rounds.federation import Federation
+from numpyro_fed.rounds.keys import exchange_key, server_key, typed_key
 from numpyro_fed.rounds.messages import SEARCH, Crossings
-from numpyro_fed.rounds.noise import exchange_key, server_key, typed_key
 from numpyro_fed.rounds.runtime import RunOutcome, Runtime, State
 from numpyro_fed.rounds.silos import Batches, Silos, on_device
 from numpyro_fed.rounds.step import Conversation
