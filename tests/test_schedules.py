@@ -511,7 +511,7 @@ def test_a_schedule_must_be_for_as_many_silos_as_there_are(make):
     batches = batches_of(RUNTIMES["host"][1])
     with pytest.raises(ValueError, match=r"4 silos, .* 5"):
         make(toy(), Sequential().build(4)).init(KEY, batches)
-    wrong = Schedule(2, 1, lambda key: (), lambda k, r, c, d: (jnp.zeros(2, int), c), SILOS)
+    wrong = Schedule(2, 1, lambda key: (), lambda k, r, c: (jnp.zeros(2, int), c), SILOS)
     runtime = make(toy(), wrong)
     with pytest.raises(ValueError, match=r"shape \(2,\): expected .* \(2, 1\)"):
         runtime.advance(KEY, runtime.init(KEY, batches), batches, 1)
