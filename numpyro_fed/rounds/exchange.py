@@ -226,7 +226,7 @@ class StackedExchange(Exchange[Silo, Down, Up]):
 
     messages: Callable[[], tuple[Any, Any]] = field(kw_only=True)
 
-    def checked(self, reply: Reply[Up]) -> Reply[Up]:
+    def checked_stack(self, reply: Reply[Up]) -> Reply[Up]:
         """Return the replies of a stack, each as :meth:`Exchange.checked` returns it.
 
         Numbers are sent in the precision of this moment, whatever a silo has computed in.
@@ -257,7 +257,7 @@ class StackedExchange(Exchange[Silo, Down, Up]):
             keys = noise if isinstance(noise, tuple) else jnp.reshape(jnp.asarray(noise), (1,))
             reply, after = self.silo(keys, jax.tree.map(np.asarray, down), *here)
             found: tuple[Reply[Up], Silo] = jax.tree.map(
-                lambda a: np.asarray(a)[0], (self.checked(reply), after)
+                lambda a: np.asarray(a)[0], (self.checked_stack(reply), after)
             )
             return found
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from numpyro_fed.rounds.exchange import (
     Replies,
     Reply,
     Round,
+    StackedExchange,
     Up,
 )
 from numpyro_fed.rounds.keys import exchange_key, silo_key
@@ -283,6 +284,7 @@ def transport_of_stacks(batches: Batches) -> Transport[Any, Stacks]:
     def transport(
         exchange: Exchange[Any, Down, Up], noise: Array, down: Down, who: Array, silos: Stacks
     ) -> Answers[Stacks]:
+        stacked = cast(StackedExchange[Any, Any, Any], exchange)
         replies, after = [], []
         for batch, states in zip(batches, silos, strict=True):
             states = batch.padded(states)
@@ -291,7 +293,7 @@ def transport_of_stacks(batches: Batches) -> Transport[Any, Stacks]:
                 keys = _keys_of(noise, batch.padded(np.asarray(batch.silos)))
             answer = exchange.silo(keys, down, states, batch.data)
             reply, states = batch.real(answer)
-            replies.append(exchange.checked(reply))
+            replies.append(stacked.checked_stack(reply))
             after.append(states)
         order = np.argsort(numbers)
         ok = np.concatenate([reply.ok for reply in replies])[order]
