@@ -460,7 +460,7 @@ class WarmStart(NamedTuple):
 
 
 class WhenAway(Enum):
-    """What a round does without silos that do not answer.
+    """The way of a round without silos that do not answer.
 
     It waits for them (``WAIT``). Or it is run with the others, and is as exact as with all
     (``GO_ON``). Or it scales up the sum over the others, which is right on average over the silos

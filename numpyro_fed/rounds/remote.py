@@ -94,7 +94,7 @@ class Mark(NamedTuple):
 
 
 class Unfinished(NamedTuple):
-    """What a silo was asked in an exchange that not all have answered."""
+    """The question to a silo in an exchange that not all have answered."""
 
     content: str  # a digest of the message
     number: int

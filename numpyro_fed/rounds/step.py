@@ -151,7 +151,7 @@ class _Asker:
 
 
 class StepDone(NamedTuple, Generic[States]):
-    """What one step has led to.
+    """The outcome of one step.
 
     ``info.ok`` is true only if all replies were good. ``good`` (k,) says of which participants they
     were in all exchanges, in the runtime's order.
