@@ -24,7 +24,7 @@ import numpy as np
 
 import numpyro_fed as nf
 from numpyro_fed.posterior.saving import SavedRun, SavedWords, save
-from numpyro_fed.rounds.stack import State
+from numpyro_fed.rounds.runtime import State
 
 NUMBER = struct.Struct("q")
 

@@ -47,8 +47,8 @@ from numpyro_fed.dp_newton.algorithm import NEAR, NewtonServer, PrivateNewton
 from numpyro_fed.dp_newton.units import PrivateUnits, Releases
 from numpyro_fed.privacy.budget import noisy
 from numpyro_fed.rounds.exchange import AskSilos
-from numpyro_fed.rounds.stack import Batch
-from numpyro_fed.rounds.step import AskAll, transport_of_stacks
+from numpyro_fed.rounds.silos import Batch
+from numpyro_fed.rounds.step import Conversation, transport_of_stacks
 from numpyro_fed.text.split import split
 
 # Clients, epsilon, whether clients differ in size by a factor of up to 20, delta.
@@ -198,12 +198,12 @@ def studies() -> None:
         )
 
 
-def one_silo(silo: object) -> AskAll:
+def one_silo(silo: object) -> Conversation:
     """Return the questions to a single silo, which adds nothing up."""
     stack: Any = jax.tree.map(lambda a: np.asarray(a)[None], silo)
     transport = transport_of_stacks((Batch(np.zeros(1, np.int32), stack),))
     first = private_newton.Answered(*np.zeros((3, 1), np.int32))
-    return AskAll(transport, jax.random.key(0), 1, (first,))
+    return Conversation(transport, jax.random.key(0), 1, (first,))
 
 
 def searched(parts: PrivateNewton, ask: AskSilos) -> NewtonServer:

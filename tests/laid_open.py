@@ -18,8 +18,8 @@ from numpyro_fed.posterior.weighing import _inner_draws as inner_draws
 from numpyro_fed.pvi.method import prior_optimiser as for_the_prior
 from numpyro_fed.reference.nuts import _joint_density as joint_density
 from numpyro_fed.reference.nuts import _parameters as parameters
-from numpyro_fed.rounds import supervise
-from numpyro_fed.rounds.stack import Silos
+from numpyro_fed.rounds import runtime
+from numpyro_fed.rounds.silos import Silos
 from numpyro_fed.vertical.method import begin
 from numpyro_fed.vertical.result import VerticalResult
 from numpyro_fed.weigh.proposals import root_of_draws as root
@@ -206,8 +206,8 @@ PLACES = {
     "batch_size": "numpyro_fed.posterior.run.Fit.batch_size",
     "question_of_a_correction": "numpyro_fed.posterior.run.Fit.question",
     "factor_for_the_prior": "numpyro_fed.pvi.method.prior_optimiser",
-    "rounds_of_a_log": "numpyro_fed.rounds.supervise._first",
-    "all_finite": "numpyro_fed.rounds.supervise._all_finite",
+    "rounds_of_a_log": "numpyro_fed.rounds.runtime._first",
+    "all_finite": "numpyro_fed.rounds.runtime._all_finite",
 }
 
 
@@ -218,7 +218,7 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch, name: str, function: Any) -> N
 
 def at_checks(monkeypatch: pytest.MonkeyPatch, look: Any) -> None:
     """Call ``look(state)`` wherever rounds are over and their state is checked."""
-    finite = supervise._all_finite
+    finite = runtime._all_finite
 
     def looked(state: Any, batches: Any) -> bool:
         look(state)

@@ -20,7 +20,7 @@ def sent_otherwise(
             reply, draft = exchange.silo(noise, down, state, data)
             return reply._replace(up=change(reply.up)), draft
 
-        return exchange._replace(silo=silo)
+        return replace(exchange, silo=silo)
 
     exchanges = tuple(map(changed, algorithm.round.exchanges))
     return algorithm._replace(round=replace(algorithm.round, exchanges=exchanges))

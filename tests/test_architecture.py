@@ -97,7 +97,7 @@ GRAPH = {module: imports(module) for module in MODULES}
 def test_the_layers_are_there():
     rooms = {m.split(".")[0] for m in MODULES}
     assert {name.split(".")[0] for row in LAYERS for name in row} <= rooms
-    assert {"rounds.exchange", "sfvi.algorithm", "rounds.stack", "sfvi.method"} <= set(MODULES)
+    assert {"rounds.exchange", "sfvi.algorithm", "rounds.silos", "sfvi.method"} <= set(MODULES)
     assert layer("basics.errors") < layer("guides.global_guides") < layer("sfvi.algorithm")
     assert layer("sfvi.algorithm") < layer("posterior.posterior") < layer("sfvi.method")
     assert layer("sfvi.method") == layer("__init__") == FRONT_DOOR
@@ -141,7 +141,7 @@ ALGORITHMS = [m for m in MODULES if layer("search") <= layer(m) <= layer("sfvi")
 def test_algorithms_know_no_loop(module):
     """What they know of rounds is what an exchange is, and when a run has come to rest."""
     rounds = {m for m in GRAPH[module] if m.startswith("rounds.")}
-    assert rounds <= {"rounds.exchange", "rounds.convergence", "rounds.noise"}
+    assert rounds <= {"rounds.exchange", "rounds.convergence", "rounds.keys"}
 
 
 def test_importing_the_package_needs_no_extra():

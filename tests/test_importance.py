@@ -13,22 +13,13 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from laid_open import (
-    globals_drawn,
-    inner_draws,
-    inside,
-    laid_open,
-    put_in_place,
-    root,
-    with_errors,
-)
+from laid_open import globals_drawn, inner_draws, inside, laid_open, put_in_place, root, with_errors
 from problems import cut, parts
 from scipy.special import logsumexp
 
 import numpyro_fed as nf
 from numpyro_fed.guides.silo_bounds import AtDraw
 from numpyro_fed.numerics.gaussian import Coordinates
-from numpyro_fed.rounds.plain_loop import compile_visit
 from numpyro_fed.weigh.element_errors import moments
 from numpyro_fed.weigh.likelihood import SiloLikelihood
 from numpyro_fed.weigh.log_likelihoods import Weigh
@@ -525,11 +516,11 @@ def test_a_reply_has_one_number_a_draw_and_one_more_whatever_the_silo_holds():
         weigh = Weigh(p.model, p.guide, likelihood, p.algorithm, 13, 13, 4)
         shared = p.algorithm.shared(p.algorithm.init_server(KEY))
         _, down = weigh.of_server(shared, jnp.zeros((13, 1)))
-        like, told = weigh.exchange.like()
+        like, told = weigh.exchange.messages()
         assert jax.tree.map(jnp.shape, down) == jax.tree.map(jnp.shape, like)
         for data in p.silos:
             state = p.algorithm.init_silo(KEY, data)
-            reply, after = compile_visit(weigh.exchange).silo(KEY, down, state, data)
+            reply, after = weigh.exchange.compiled().silo(KEY, down, state, data)
             jax.tree.map(np.testing.assert_array_equal, after, state)
             shapes.append([(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(reply.up)])
             assert shapes[-1] == [(a.shape, str(a.dtype)) for a in jax.tree.leaves(told)]

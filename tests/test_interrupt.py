@@ -15,8 +15,8 @@ from laid_open import at_checks, put_in_place
 import numpyro_fed as nf
 from numpyro_fed.fitting import steps as fit_steps
 from numpyro_fed.posterior import weighing as importance
-from numpyro_fed.rounds import supervise as drive_module
-from numpyro_fed.rounds.step import AskAll
+from numpyro_fed.rounds import runtime as runtime_module
+from numpyro_fed.rounds.step import Conversation
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}
@@ -122,7 +122,7 @@ def test_before_the_first_round_is_done(monkeypatch, method):
 @pytest.mark.slow
 def test_in_the_search_there_is_nothing_to_keep(monkeypatch):
     """It is not swallowed there either."""
-    monkeypatch.setattr(AskAll, "__call__", ctrl_c)
+    monkeypatch.setattr(Conversation, "__call__", ctrl_c)
     for call in (
         lambda: nf.SFVI(model).run(KEY, 3, SILOS, **QUIET),
         lambda: nf.find_mode(KEY, model, SILOS, progress_bar=False),
@@ -138,7 +138,7 @@ def test_a_second_one_gets_through(monkeypatch):
         ctrl_c()
 
     def look(result):
-        monkeypatch.setattr(drive_module.np, "concatenate", concatenate)
+        monkeypatch.setattr(runtime_module.np, "concatenate", concatenate)
         ctrl_c()
 
     with pytest.raises(KeyboardInterrupt) as caught:
@@ -236,7 +236,7 @@ def test_stages_of_a_fit_before_it_are_kept(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_a_stage_of_a_fit_is_kept_as_far_as_it_came(monkeypatch):
     def look(state):
-        if int(state.round) > drive_module.FIRST_CHUNK:  # the search has fewer rounds
+        if int(state.round) > runtime_module.FIRST_CHUNK:  # the search has fewer rounds
             ctrl_c()
 
     at_checks(monkeypatch, look)
@@ -245,7 +245,7 @@ def test_a_stage_of_a_fit_is_kept_as_far_as_it_came(monkeypatch):
     (stage,) = caught.value.result.stages
     assert (stage.name, stage.words) == ("SFVI", "interrupted")
     assert stage.result.ended == "interrupted"
-    assert len(stage.result.losses) == drive_module.FIRST_CHUNK
+    assert len(stage.result.losses) == runtime_module.FIRST_CHUNK
 
 
 by_param = models.level_and_scale(10)

@@ -10,9 +10,9 @@ from problems import cut
 
 import numpyro_fed as nf
 from numpyro_fed.data.silo_data import read
-from numpyro_fed.rounds.compiled_loop import simulation
-from numpyro_fed.rounds.stack import on_device
-from numpyro_fed.rounds.step import AskAll, transport_of_stacks
+from numpyro_fed.rounds.compiled_loop import compiled_runtime
+from numpyro_fed.rounds.silos import on_device
+from numpyro_fed.rounds.step import Conversation, transport_of_stacks
 from numpyro_fed.search.expand import Expansion
 from numpyro_fed.search.newton import LATE, NewtonAscent, NewtonSearch, without_followers
 from numpyro_fed.text.split import lay_out
@@ -25,8 +25,8 @@ def first_places(model, silos, starts=2):
     layout, buckets = lay_out(model, read(silos, model))
     fm, batches = layout.model, on_device(buckets)
     search = NewtonSearch(fm, len(silos), starts, None, None)
-    state = simulation(search.algorithm, quick=True).init(KEY, batches)
-    ask = AskAll(transport_of_stacks(batches), KEY, len(silos), state.silos)
+    state = compiled_runtime(search.algorithm, quick=True).init(KEY, batches)
+    ask = Conversation(transport_of_stacks(batches), KEY, len(silos), state.silos)
     first = search.first_ascents(KEY, np.random.default_rng(0))
     before = np.stack([start.trial for start in first])
     search.open(ask, first)

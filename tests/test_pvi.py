@@ -254,9 +254,7 @@ def test_local_latents_stay_at_their_silos_and_both_runtimes_agree():
 @pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_and_compiles_once(tmp_path):
     silos = cut(logistic_rows(), (8, 8, 8))
-    pvi = nf.PVI(
-        logistic, schedule=nf.schedules.Sequential("largest_change"), local=QUICK, start=None
-    )
+    pvi = nf.PVI(logistic, schedule=nf.schedules.Sequential("random"), local=QUICK, start=None)
     whole = pvi.run(KEY, 3, silos, **QUIET)
     part = pvi.run(KEY, 1, silos, **QUIET)
     part.save(tmp_path / "part")

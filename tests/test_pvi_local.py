@@ -28,10 +28,7 @@ SOLVERS = {
     "alpha": (nf.local.Optax(steps=600, alpha=0.5, num_particles=64), 3e-2),
     "lbfgs": (nf.local.LBFGS(tolerance=1e-8), 1e-6),
     "natural gradient": (nf.local.NaturalGradient(rate=0.1, num_particles=64), 3e-2),
-    "closed expectation": (
-        nf.local.NaturalGradient(rate=1.0, steps=1, expectation="closed_form"),
-        1e-9,
-    ),
+    "closed form": (nf.local.ClosedForm(), 1e-9),
     "power ep": (nf.local.PowerEP(alpha=0.5, steps=300, num_particles=512), 3e-2),
 }
 

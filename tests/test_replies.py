@@ -17,7 +17,7 @@ import numpyro_fed as nf
 from numpyro_fed.basics.errors import DataError, NonFiniteError, ReplyError
 from numpyro_fed.methods.base import RUNTIMES
 from numpyro_fed.rounds.messages import ACCEPT, DESCRIBE, read, write
-from numpyro_fed.rounds.supervise import drive
+from numpyro_fed.rounds.runtime import run_rounds
 
 KEY = jax.random.key(0)
 ROWS = [{"y": np.arange(n, dtype=np.float32)} for n in (3, 5, 4)]
@@ -328,5 +328,5 @@ def test_a_reply_that_is_spoilt_on_its_way_is_that_of_its_silo(schedule, runtime
 
     algorithm = sent_otherwise(opened.algorithm, broken)
     spoilt = RUNTIMES[runtime](algorithm, opened.built.schedule)
-    run = drive(spoilt, KEY, spoilt.init(KEY, opened.batches), opened.batches, 5, False)
+    run = run_rounds(spoilt, KEY, spoilt.init(KEY, opened.batches), opened.batches, 5, False)
     assert run.failure[1] == (BAD,)

@@ -10,22 +10,21 @@ from pvi_problems import KEY, logistic, logistic_rows
 from sent_otherwise import on_grid, sent_otherwise
 
 import numpyro_fed as nf
-from numpyro_fed.rounds.compiled_loop import simulation
-from numpyro_fed.rounds.plain_loop import host
+from numpyro_fed.methods.base import RUNTIMES
 
 
-def run(change, schedule, make, rounds=2):
+def run(change, schedule, runtime, rounds=2):
     """States after a few rounds, and the fit; with with replies that are changed or not."""
     pvi = nf.PVI(
         logistic, schedule=schedule, local=nf.local.LBFGS(steps=20, num_particles=16), start=None
     )
-    opened = laid_open(pvi, cut(logistic_rows(), (8, 10, 6)), make.__name__)
+    opened = laid_open(pvi, cut(logistic_rows(), (8, 10, 6)), runtime)
     algorithm = opened.algorithm
     if change is not None:
         algorithm = sent_otherwise(algorithm, change)
-    runtime = make(algorithm, opened.built.schedule)
-    state = runtime.init(KEY, opened.batches)
-    after, _, ended = runtime.advance(KEY, state, opened.batches, rounds)
+    run_by = RUNTIMES[runtime](algorithm, opened.built.schedule)
+    state = run_by.init(KEY, opened.batches)
+    after, _, ended = run_by.advance(KEY, state, opened.batches, rounds)
     assert bool(ended.ok)
     return after, opened
 
@@ -43,12 +42,12 @@ def factors_sum(state, held):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("schedule", "make"),
-    [("sequential", simulation), ("synchronous", simulation), ("sequential", host)],
+    ("schedule", "runtime"),
+    [("sequential", "simulation"), ("synchronous", "simulation"), ("sequential", "host")],
 )
-def test_the_silos_factors_sum_to_the_servers_whatever_is_sent(schedule, make):
-    state, held = run(on_grid(0.25), schedule, make)
-    plain, _ = run(None, schedule, make)
+def test_the_silos_factors_sum_to_the_servers_whatever_is_sent(schedule, runtime):
+    state, held = run(on_grid(0.25), schedule, runtime)
+    plain, _ = run(None, schedule, runtime)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
         factors_sum(state, held),

@@ -20,9 +20,9 @@ import numpyro_fed as nf
 from numpyro_fed.data.batches import Bucket
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.posterior.run import Built
-from numpyro_fed.rounds.compiled_loop import simulation
+from numpyro_fed.rounds.compiled_loop import BLOCK, compiled_runtime
 from numpyro_fed.rounds.exchange import Combine, Exchange, FederatedAlgorithm, Info, Reply, Round
-from numpyro_fed.rounds.noise import (
+from numpyro_fed.rounds.keys import (
     exchange_key,
     init_keys,
     participant_keys,
@@ -30,9 +30,10 @@ from numpyro_fed.rounds.noise import (
     server_key,
     silo_key,
 )
-from numpyro_fed.rounds.plain_loop import host
-from numpyro_fed.rounds.stack import BLOCK, CHUNK, on_device
-from numpyro_fed.rounds.supervise import drive
+from numpyro_fed.rounds.plain_loop import plain_runtime
+from numpyro_fed.rounds.runtime import run_rounds
+from numpyro_fed.rounds.schedules import CHUNK
+from numpyro_fed.rounds.silos import on_device
 from numpyro_fed.text.jaxprs import inner_programs, trace_program
 
 KEY = jax.random.key(0)
@@ -409,10 +410,10 @@ def toy_batches(*groups):
 
 
 def toy_run(runtime, combine, scatter, n=3):
-    groups = [(j,) for j in range(5)] if runtime is host else [(0, 3, 4), (2, 1)]
+    groups = [(j,) for j in range(5)] if runtime is plain_runtime else [(0, 3, 4), (2, 1)]
     batches = toy_batches(*groups)
     driver = runtime(toy(combine, scatter))
-    run = drive(driver, KEY, driver.init(KEY, batches), batches, n, False)
+    run = run_rounds(driver, KEY, driver.init(KEY, batches), batches, n, False)
     order = np.argsort(np.concatenate(groups))
     silos = jax.tree.map(lambda *a: jnp.concatenate(a)[order], *run.state.silos)
     return run, silos
@@ -425,7 +426,7 @@ def toy_noise(n):
     return np.asarray(draw), [jax.random.normal(jax.random.fold_in(k, 0)) for k in exchanges]
 
 
-@pytest.mark.parametrize("runtime", [simulation, host])
+@pytest.mark.parametrize("runtime", [compiled_runtime, plain_runtime])
 @pytest.mark.parametrize("scatter", [False, True])
 @pytest.mark.parametrize("combine", [Combine.SUM, Combine.GATHER])
 def test_replies_and_slices_reach_who_they_are_meant_for(runtime, combine, scatter):
@@ -469,13 +470,15 @@ def counting(how, bad=None):
     )
 
 
-@pytest.mark.parametrize("runtime", [simulation, host])
+@pytest.mark.parametrize("runtime", [compiled_runtime, plain_runtime])
 @pytest.mark.parametrize("how", Combine)
 def test_weights_belong_to_replies_and_the_server_may_hold_data(runtime, how):
-    batches = toy_batches(*([(j,) for j in range(5)] if runtime is host else [(0, 3, 4), (2, 1)]))
+    batches = toy_batches(
+        *([(j,) for j in range(5)] if runtime is plain_runtime else [(0, 3, 4), (2, 1)])
+    )
     driver = runtime(counting(how))
     held = {"offset": jnp.array(7.0)}
-    run = drive(driver, KEY, driver.init(KEY, batches), batches, 1, False, held)
+    run = run_rounds(driver, KEY, driver.init(KEY, batches), batches, 1, False, held)
     up, ok, weight, offset = jax.tree.map(lambda a: a[0, 0], run.log.reports)
     means, weights = TOY_DATA[:, 0] + 7, np.arange(1, 6)
     assert offset == 7
@@ -489,13 +492,15 @@ def test_weights_belong_to_replies_and_the_server_may_hold_data(runtime, how):
     assert jax.tree.leaves(run.state.server) == [0.0]  # what the server holds is not in its state
 
 
-@pytest.mark.parametrize("runtime", [simulation, host])
+@pytest.mark.parametrize("runtime", [compiled_runtime, plain_runtime])
 @pytest.mark.parametrize("how", Combine)
 def test_a_reply_that_is_not_good_is_named_by_its_silo(runtime, how):
-    batches = toy_batches(*([(j,) for j in range(5)] if runtime is host else [(0, 3, 4), (2, 1)]))
+    batches = toy_batches(
+        *([(j,) for j in range(5)] if runtime is plain_runtime else [(0, 3, 4), (2, 1)])
+    )
     driver = runtime(counting(how, bad=3))
     held = {"offset": jnp.zeros(())}
-    run = drive(driver, KEY, driver.init(KEY, batches), batches, 2, False, held)
+    run = run_rounds(driver, KEY, driver.init(KEY, batches), batches, 2, False, held)
     assert run.failure == (0, (3,))
 
 

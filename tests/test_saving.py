@@ -438,12 +438,3 @@ def test_a_state_that_is_not_finite_is_refused_by_its_leaf(path, value):
     rewritten(path, spoil)
     with pytest.raises(nf.SavedStateError, match=r"state\..*loc.*: 1 of 2 .*NaN"):
         METHOD.load(path, silos())
-
-
-def test_silos_that_were_not_visited_yet_stand_as_infinite(tmp_path):
-    one = method(model=simple, schedule=nf.schedules.Random(1))
-    held = [{"y": np.arange(3.0) + j} for j in range(3)]
-    result = one.run(KEY, 1, held, **quiet)
-    assert np.isinf(result.state.schedule[1]).any()
-    result.save(tmp_path / "fit")
-    assert identical(one.load(tmp_path / "fit", held).state, result.state)

@@ -19,7 +19,8 @@ import numpyro_fed as nf
 from numpyro_fed.basics.errors import ModelError, RefusedError, ReplyError, SumError
 from numpyro_fed.basics.files import read_record
 from numpyro_fed.network import InMemory
-from numpyro_fed.rounds.messages import MASKED, SUM, Question, Terms, read, write
+from numpyro_fed.rounds.messages import Question, read, write
+from numpyro_fed.rounds.secure_sums import MASKED, SUM, Terms
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}

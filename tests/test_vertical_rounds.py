@@ -27,9 +27,8 @@ from vertical_problems import (
 )
 
 import numpyro_fed as nf
-from numpyro_fed.rounds.compiled_loop import simulation
-from numpyro_fed.rounds.noise import exchange_key, server_key
-from numpyro_fed.rounds.plain_loop import host
+from numpyro_fed.methods.base import RUNTIMES
+from numpyro_fed.rounds.keys import exchange_key, server_key
 from numpyro_fed.rounds.step import combine, replayed_part
 
 
@@ -255,10 +254,10 @@ def test_what_clients_send_may_be_changed_on_its_way(method):
     """Replies on a grid: both runtimes alike, and other than with replies as they are."""
     xs, y = data()
     found = []
-    for make, transform in ((simulation, True), (host, True), (host, False)):
-        opened = laid_open_columns(method, xs, y, runtime=make.__name__)
+    for name, transform in (("simulation", True), ("host", True), ("host", False)):
+        opened = laid_open_columns(method, xs, y, runtime=name)
         to_grid = sent_otherwise(opened.algorithm, on_grid(0.5))
-        runtime = make(to_grid if transform else opened.algorithm, None)
+        runtime = RUNTIMES[name](to_grid if transform else opened.algorithm, None)
         state = runtime.init(KEY, opened.batches)
         after, *_ = runtime.advance(KEY, state, opened.batches, 12, opened.server_data)
         reached = jax.tree.leaves(after.server.params)

@@ -21,7 +21,7 @@ from jax import Array
 from numpyro_fed.after.predict import SEEN, Draws, Programs, compiled, global_latents, predictor
 from numpyro_fed.data.batches import arrays_with_rows
 from numpyro_fed.data.silo_data import SiloData, Sizes
-from numpyro_fed.rounds.stack import Silos
+from numpyro_fed.rounds.silos import Silos
 from numpyro_fed.text.log_density import outcomes_at
 from numpyro_fed.text.row_checks import default_rtol
 

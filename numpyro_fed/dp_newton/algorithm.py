@@ -81,7 +81,7 @@ from numpyro_fed.rounds.exchange import (
     Reply,
     Round,
     Shared,
-    asked_directly,
+    StackedExchange,
 )
 from numpyro_fed.search.expand import ASIDE, Prior, shape
 
@@ -199,9 +199,9 @@ class PrivateNewton:
         return FederatedAlgorithm(
             init_server=init_server,
             init_silo=lambda key, data: Answered(*jnp.zeros((3,), jnp.int32)),
-            round=Round(self.exchanges[1:], asked_directly),
+            round=Round(self.exchanges[1:]),
             shared=_shared,
-            opening=(Round(self.exchanges[:1], asked_directly),),
+            opening=(Round(self.exchanges[:1]),),
         )
 
     # At silos.
@@ -249,7 +249,7 @@ class PrivateNewton:
             stack = jax.tree.map(lambda *parts: np.stack(parts), *ups)
             return Reply(stack, planned), state._replace(**{counter: after})
 
-        return Exchange(name, reply, like=lambda: (asked, up))
+        return StackedExchange(name, reply, messages=lambda: (asked, up))
 
     def _tell_units(self, down: NewtonQuestion, phase: Phase, units: UnitDerivatives) -> np.ndarray:
         """Return how many units' roots of curvature are of each power of two, by coordinate."""

@@ -18,28 +18,19 @@ from numpyro_fed.dp_newton.units import SUMS, PrivateUnits, Releases
 from numpyro_fed.guides.objectives import ELBO, default_quadrature
 from numpyro_fed.guides.quadrature import default_nodes, quadrature_misfit
 from numpyro_fed.guides.structured import GuideConfig, Structured, build_resolved, resolve
-from numpyro_fed.methods.base import RunOptions
+from numpyro_fed.methods.base import PlanSize, RunOptions
+from numpyro_fed.methods.minibatches import check_rows_alone
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.start import Begun
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.run import Built, Fit
 from numpyro_fed.privacy.budget import Privacy, Spent, noisy
-from numpyro_fed.rounds.exchange import Exchange, ExchangeId, Round, Up
+from numpyro_fed.rounds.exchange import AnyAlgorithm, Exchange, ExchangeId, Round, Up
 from numpyro_fed.rounds.federation import Federation
-from numpyro_fed.rounds.stack import (
-    AnyAlgorithm,
-    Batches,
-    Log,
-    PlanSize,
-    RunStatus,
-    ServerData,
-    Silos,
-    State,
-)
-from numpyro_fed.rounds.step import AskAll
-from numpyro_fed.rounds.supervise import RunOutcome
+from numpyro_fed.rounds.runtime import Log, RunOutcome, RunStatus, State
+from numpyro_fed.rounds.silos import Batches, ServerData, Silos
+from numpyro_fed.rounds.step import Conversation
 from numpyro_fed.search.influence import Factors
-from numpyro_fed.sfvi.method import check_rows_alone
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.split import Layout
@@ -256,7 +247,9 @@ class DPNewton(Method[PrivateResult, None]):
             good, server = np.ones(number, bool), state.server
             if not n or server.phase == len(newton.schedule.phases):
                 return state, Log(np.zeros(0)), RunStatus(True, good)
-            silos = AskAll(transport, jax.random.fold_in(key, state.round), number, state.silos)
+            silos = Conversation(
+                transport, jax.random.fold_in(key, state.round), number, state.silos
+            )
 
             def ask(exchange: Exchange[Any, Any, Up], down: object) -> Up:
                 up = silos(exchange, down)

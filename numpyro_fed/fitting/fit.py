@@ -31,12 +31,13 @@ from numpyro_fed.fitting.steps import Account, FitSteps
 from numpyro_fed.posterior.posterior import Posterior, Stage
 from numpyro_fed.posterior.verdict import TOLERANCE, check_accuracy
 from numpyro_fed.privacy.budget import Privacy
-from numpyro_fed.rounds.compiled_loop import simulation
+from numpyro_fed.rounds.compiled_loop import compiled_runtime
 from numpyro_fed.rounds.federation import Federation
+from numpyro_fed.rounds.keys import typed_key
 from numpyro_fed.rounds.messages import SEARCH
-from numpyro_fed.rounds.noise import typed_key
 from numpyro_fed.rounds.progress import StageBar, in_sight
-from numpyro_fed.rounds.stack import Batches, Runtime, on_device
+from numpyro_fed.rounds.runtime import Runtime
+from numpyro_fed.rounds.silos import Batches, on_device
 from numpyro_fed.search.curvature_check import CurvatureCheck
 from numpyro_fed.search.expand import effects_of, flat_size
 from numpyro_fed.search.lbfgs import LBFGSSearch
@@ -288,7 +289,7 @@ def find_mode(
         raise ModelError(f"{coupled}. Put what rows share outside of the silo_plate.")
     kind = LBFGSSearch if flat_size(fm) > SEARCHED_UP_TO else NewtonSearch
     steps: ModeSearch[Any, Any] = kind(fm, len(found), starts, None, None)
-    return search(key, fm, steps, simulation(steps.algorithm), batches)
+    return search(key, fm, steps, compiled_runtime(steps.algorithm), batches)
 
 
 def _search(

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from numpyro_fed.data.silo_data import ReadSilos, SiloData, SiloInput, read_all
+from numpyro_fed.data.silo_data import ReadSilos, SiloData, read_all
+from numpyro_fed.data.tables import SiloInput
 from numpyro_fed.guides.objectives import ELBO, LocallyEnhanced
 from numpyro_fed.methods.recipe import method_model
 from numpyro_fed.pvi.method import PVI

@@ -44,7 +44,7 @@ from numpyro_fed.posterior.tempering import MIN_EFFECTIVE, Tempered
 from numpyro_fed.posterior.weighing import AT_ONCE, InnerDraws, correct_from, importance_correct
 from numpyro_fed.pvi.method import PVI
 from numpyro_fed.rounds.progress import StageBar
-from numpyro_fed.rounds.stack import State
+from numpyro_fed.rounds.runtime import State
 from numpyro_fed.search.influence import table_of
 from numpyro_fed.search.mode import LocalMode, Mode
 from numpyro_fed.sfvi.method import SFVI

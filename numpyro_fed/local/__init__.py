@@ -10,8 +10,8 @@ where the cavity :math:`q_{\setminus m}` is the posterior without the silo's own
 silo has local latents, a bound by its local guide replaces the log likelihood.
 """
 
-from numpyro_fed.local.gradient import Optax
-from numpyro_fed.local.natural import LBFGS, ClosedForm, NaturalGradient, PowerEP
+from numpyro_fed.local.gradient import LBFGS, Optax
+from numpyro_fed.local.natural import ClosedForm, NaturalGradient, PowerEP
 
 __all__ = ["LBFGS", "ClosedForm", "NaturalGradient", "Optax", "PowerEP"]
 

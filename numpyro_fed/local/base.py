@@ -18,8 +18,6 @@ from numpyro_fed.numerics.expfam import Family
 from numpyro_fed.numerics.expfam.family import Natural, Ordinary
 
 SiloPart = TypeVar("SiloPart")
-# The state of the loop over L-BFGS steps.
-Search = tuple[Array, Tree, optax.OptState, Array, Array, Array]
 
 
 class LocalNoise(NamedTuple):
@@ -225,6 +223,17 @@ def proper_step(
     return where(is_proper, candidate(r), eta), jnp.where(is_proper, r, 0.0)
 
 
+class Minimisation(NamedTuple, Generic[Tree]):
+    """The state of L-BFGS: its largest slope, its best value, and steps since then."""
+
+    number: Array
+    params: Tree
+    opt_state: optax.OptState
+    slope: Array
+    best: Array
+    stalled: Array
+
+
 def minimise(
     loss: Callable[[Tree], Array], start: Tree, steps: int, tolerance: float
 ) -> tuple[Tree, Array, Array]:
@@ -236,8 +245,8 @@ def minimise(
     optim = optax.lbfgs()
     value_and_grad = optax.value_and_grad_from_state(loss)
 
-    def step(carry: Search[Tree]) -> Search[Tree]:
-        i, params, opt_state, _, best, stalled = carry
+    def step(state: Minimisation[Tree]) -> Minimisation[Tree]:
+        number, params, opt_state, _, best, stalled = state
         value, gradient = value_and_grad(params, state=opt_state)
         updates, opt_state = optim.update(
             gradient, opt_state, params, value=value, grad=gradient, value_fn=loss
@@ -245,20 +254,20 @@ def minimise(
         params = optax.apply_updates(params, updates)
         # The line search has evaluated the gradient at the new parameters; it is not done again.
         after = jax.tree.leaves(optax.tree_utils.tree_get(opt_state, "grad"))
-        size = jnp.stack([jnp.abs(g).max(initial=0.0) for g in after]).max()
+        slope = jnp.stack([jnp.abs(g).max(initial=0.0) for g in after]).max()
         # By more than rounding: L-BFGS at the end of its precision goes up and down by that.
         lower = value < best - jnp.finfo(value.dtype).eps * jnp.abs(value)
         best, stalled = jnp.minimum(best, value), jnp.where(lower, 0, stalled + 1)
-        return i + 1, params, opt_state, size, best, stalled
+        return Minimisation(number + 1, params, opt_state, slope, best, stalled)
 
-    def cond_fn(carry: Search[Tree]) -> Array:
-        i, _, _, size, _, stalled = carry
-        return (i < steps) & (size > tolerance) & (stalled < MAX_STALLED)
+    def unfinished(state: Minimisation[Tree]) -> Array:
+        lowers = (state.slope > tolerance) & (state.stalled < MAX_STALLED)
+        return (state.number < steps) & lowers
 
     zero, infinity = jnp.zeros((), jnp.int32), jnp.array(jnp.inf)
-    carry = (zero, start, optim.init(start), infinity, infinity, zero)
-    _, params, opt_state, size, _, _ = jax.lax.while_loop(cond_fn, step, drop_weak_types(carry))
-    return params, optax.tree_utils.tree_get(opt_state, "value"), size
+    first = Minimisation(zero, start, optim.init(start), infinity, infinity, zero)
+    end = jax.lax.while_loop(unfinished, step, drop_weak_types(first))
+    return end.params, optax.tree_utils.tree_get(end.opt_state, "value"), end.slope
 
 
 # Estimates of the step that are averaged. With fewer than eight the standard error is itself too
@@ -267,7 +276,7 @@ MIN_ESTIMATES, MAX_ESTIMATES = 8, 64
 PARTICLES = 16  # draws in each estimate; two, on all rows, where the visit used minibatches
 
 
-class Tally(NamedTuple):
+class StationarityTest(NamedTuple):
     """A sequential test whether a full natural-gradient step from a point is zero.
 
     It has the number of estimates of the step, by :attr:`expfam.Family.move`, their mean and the
@@ -281,16 +290,16 @@ class Tally(NamedTuple):
     squares: Array
 
     @classmethod
-    def none(cls, family: Family[Any]) -> Tally:
+    def empty(cls, family: Family[Any]) -> StationarityTest:
         """Return the statistics of no estimates."""
         zeros = jnp.zeros(2 * family.dim)
         return cls(jnp.zeros((), jnp.int32), zeros, zeros)
 
-    def add(self, move: Array) -> Tally:
+    def add(self, move: Array) -> StationarityTest:
         """Return the statistics with one more estimate (2 dim,)."""
         number = self.number + 1
         mean = self.mean + (move - self.mean) / number
-        return Tally(number, mean, self.squares + (move - self.mean) * (move - mean))
+        return StationarityTest(number, mean, self.squares + (move - self.mean) * (move - mean))
 
     @property
     def error(self) -> Array:
@@ -329,8 +338,8 @@ def maximised(
 ) -> Array:
     """Return whether the local free energy has its maximum at ``psi``, up to ``tolerance``.
 
-    See :class:`Tally`. ``work`` bounds the number of evaluations of rows. If it is too small for
-    ``MIN_ESTIMATES`` estimates the answer is no.
+    See :class:`StationarityTest`. ``work`` bounds the number of evaluations of rows. If it is too
+    small for ``MIN_ESTIMATES`` estimates the answer is no.
     """
     family, eta = problem.family, problem.family.natural(psi)
     most = int(min(MAX_ESTIMATES, work // (particles * max(problem.rows, 1))))
@@ -350,9 +359,9 @@ def maximised(
         noise = problem.noise(jax.random.fold_in(key, i), particles, None)
         return family.move(psi, jax.grad(excess)(psi, noise))
 
-    tally = jax.lax.while_loop(
-        lambda tally: tally.wants_more(tolerance, most),
-        lambda tally: tally.add(move(tally.number)),
-        Tally.none(family),
+    test = jax.lax.while_loop(
+        lambda test: test.wants_more(tolerance, most),
+        lambda test: test.add(move(test.number)),
+        StationarityTest.empty(family),
     )
-    return tally.holds(tolerance)
+    return test.holds(tolerance)

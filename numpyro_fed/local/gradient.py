@@ -1,4 +1,4 @@
-"""The local optimiser by stochastic gradients, with any of Optax's optimisers."""
+"""Local optimisers by gradients: any of Optax's optimisers, and L-BFGS on fixed noise."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from numpyro_fed.local.base import (
     Problem,
     SiloPart,
     Solution,
-    Tally,
+    StationarityTest,
     free_energy,
     maximised,
+    minimise,
 )
+from numpyro_fed.numerics import linalg
 from numpyro_fed.numerics.expfam.family import Natural, Ordinary
 
 # Adam's step size: ``STEP (1 + count / SETTLE_STEPS)^-DECAY`` near the optimum. An exponent in
@@ -47,7 +49,7 @@ class VisitState(NamedTuple):
     """The state of a visit: gradients computed, parameters, optimiser state and the last value.
 
     After ``steps`` gradients the parameters stay. Further gradients are averaged in ``estimate``, a
-    few at a time, and estimates in ``tally``, for the check of convergence. For early stopping,
+    few at a time, and estimates in ``test``, for the check of convergence. For early stopping,
     ``total`` is the sum of the expected log likelihood in this window, ``best`` the best mean of a
     window, ``waited`` the number of windows since, and ``best_params`` the parameters after it.
     """
@@ -57,7 +59,7 @@ class VisitState(NamedTuple):
     opt_state: optax.OptState
     value: Array
     estimate: Ordinary
-    tally: Tally
+    test: StationarityTest
     total: Array
     best: Array
     waited: Array
@@ -166,9 +168,10 @@ class Optax(Local):
             else optax.cosine_decay_schedule(STEP, self.steps, 0.01)
         )
         zero, none = jnp.zeros(()), jnp.zeros((), jnp.int32)
-        estimate, tally = jax.tree.map(jnp.zeros_like, problem.start), Tally.none(problem.family)
+        estimate = jax.tree.map(jnp.zeros_like, problem.start)
+        test = StationarityTest.empty(problem.family)
         first_best = zero, jnp.array(-jnp.inf), none, params if self.patience is not None else ()
-        start = VisitState(none, params, optim.init(params), zero, estimate, tally, *first_best)
+        start = VisitState(none, params, optim.init(params), zero, estimate, test, *first_best)
 
         def noise_of(i: Array | int) -> LocalNoise:
             return problem.noise(jax.random.fold_in(key, i), self.num_particles, self.batch_size)
@@ -181,7 +184,7 @@ class Optax(Local):
             moving = state.i < self.steps
             if not self.checks_by_own_gradients:
                 return moving
-            return moving | state.tally.wants_more(self.tolerance)
+            return moving | state.test.wants_more(self.tolerance)
 
         def run_block(state: VisitState) -> VisitState:
             first = state.i
@@ -204,7 +207,7 @@ class Optax(Local):
         if not self.checks_convergence:
             converged = jnp.array(True)
         elif self.batch_size is None:
-            converged = state.tally.holds(self.tolerance)
+            converged = state.test.holds(self.tolerance)
         else:
             # By all rows. It costs at most half as much as the steps did.
             converged = maximised(
@@ -254,15 +257,15 @@ class Optax(Local):
             params = optax.apply_updates(state.params, updates)
             state = after._replace(i=state.i + 1, params=params, opt_state=opt_state, value=value)
             if may_end_early:
-                # It ends if the last ``CHECK_EVERY`` gradients show convergence. The tally starts
+                # It ends if the last ``CHECK_EVERY`` gradients show convergence. The test starts
                 # anew after each check, and at the end, where the final decision begins.
                 full = (state.i % CHECK_EVERY == 0) & (state.i < self.steps)
-                arrived = full & state.tally.arrived(self.tolerance)
-                begun = Tally.none(problem.family)
-                tally = where(full & ~arrived, begun, state.tally)
-                tally = where(state.i == self.steps, begun, tally)
+                arrived = full & state.test.arrived(self.tolerance)
+                begun = StationarityTest.empty(problem.family)
+                test = where(full & ~arrived, begun, state.test)
+                test = where(state.i == self.steps, begun, test)
                 i = jnp.where(arrived, self.steps, state.i)
-                state = state._replace(i=i, tally=tally)
+                state = state._replace(i=i, test=test)
             return state if self.patience is None else self._stop_early(state, log_lik)
 
         def add_gradient(state: VisitState) -> VisitState:
@@ -305,9 +308,79 @@ class Optax(Local):
 
         def full(state: VisitState) -> VisitState:
             none = jax.tree.map(jnp.zeros_like, estimate)
-            tally = state.tally.add(family.move(psi, estimate))
-            return state._replace(estimate=none, tally=tally)
+            test = state.test.add(family.move(psi, estimate))
+            return state._replace(estimate=none, test=test)
 
         state = state._replace(estimate=estimate)
         done = (state.i + 1 - self.steps) % count == 0
         return jax.lax.cond(done, full, lambda state: state, state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LBFGS(Local):
+    """Optax's L-BFGS on fixed noise: deterministic, and quick for few parameters.
+
+    Parameters
+    ----------
+    steps : int
+        The largest number of steps.
+    num_particles : int
+        Draws of the globals, the same in every step. Their number sets the error of the optimum.
+        With more draws than dimensions, standard normal noise is standardised, so that the optimum
+        is exact for a Gaussian. With twice as many, draws come in pairs of opposite sign. With
+        fewer draws than dimensions, a full covariance is fitted to the draws.
+    tolerance : float
+        The search ends when no component of the gradient is larger. Convergence of the visit is
+        then checked as for :class:`Optax`, by fresh draws, with a tolerance of a tenth of a
+        standard deviation.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.local.LBFGS(num_particles=256).steps
+    200
+    """
+
+    steps: int = 200
+    num_particles: int = 64
+    tolerance: float = 1e-3
+    any_divergence = True
+
+    def __post_init__(self) -> None:
+        positive_int("steps", self.steps)
+        positive_int("num_particles", self.num_particles)
+
+    def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
+        """Run L-BFGS; see the class."""
+        # Fresh draws for the check: at those of the fit the gradient vanishes whatever they are.
+        key_fit, key_judge = jax.random.split(key)
+        noise = fixed_noise(problem, key_fit, self.num_particles)
+
+        def loss(params: tuple[Ordinary, SiloPart]) -> Array:
+            return -free_energy(problem, *params, noise, plain=True)[0]
+
+        start = (problem.start, problem.silo_part)
+        (psi, silo_part), value, _ = minimise(loss, start, self.steps, self.tolerance)
+        converged = maximised(problem, psi, silo_part, key_judge, AT_REST)
+        return Solution(problem.family.natural(psi), silo_part, converged, jnp.isfinite(value))
+
+
+def standardised(noise: Array) -> Array:
+    """Return normal noise (n, dim) with sample mean zero and, for enough draws, covariance one."""
+    # The noise of Gamma and other families is keys, which are no floats.
+    if not jnp.issubdtype(noise.dtype, jnp.floating):
+        return noise
+    n, dim = noise.shape
+    if n % 2 == 0 and n > 2 * dim:
+        noise = jnp.concatenate([noise[: n // 2], -noise[: n // 2]])
+    centred = noise - noise.mean(0)
+    if n <= dim + 1:
+        return centred / jnp.maximum(centred.std(0), 1e-3) if n > 2 else noise
+    L = linalg.cholesky(centred.T @ centred / len(noise))
+    return linalg.solve(L, centred.T).T
+
+
+def fixed_noise(problem: Problem[SiloPart], key: Array, draws: int) -> LocalNoise:
+    """Return the noise of a fit at fixed draws, standardised for the globals."""
+    noise = problem.noise(key, draws, None)
+    return noise._replace(globals=jax.tree.map(standardised, noise.globals))

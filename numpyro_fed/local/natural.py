@@ -5,105 +5,44 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
-from numpyro_fed.basics.errors import one_of, positive_int
+from numpyro_fed.basics.errors import positive_int
 from numpyro_fed.basics.trees import all_finite, drop_weak_types
 from numpyro_fed.local.base import (
     AT_REST,
     Local,
-    LocalNoise,
     Problem,
     SiloPart,
     Solution,
-    Tally,
+    StationarityTest,
     free_energy,
     maximised,
-    minimise,
     proper_step,
 )
-from numpyro_fed.numerics import expfam, linalg
+from numpyro_fed.local.gradient import fixed_noise
+from numpyro_fed.numerics import expfam
 from numpyro_fed.numerics.expfam.family import Natural, Ordinary, move_along
-
-
-@dataclass(frozen=True, kw_only=True)
-class LBFGS(Local):
-    """Optax's L-BFGS on fixed noise: deterministic, and quick for few parameters.
-
-    Parameters
-    ----------
-    steps : int
-        The largest number of steps.
-    num_particles : int
-        Draws of the globals, the same in every step. Their number sets the error of the optimum.
-        With more draws than dimensions, standard normal noise is standardised, so that the optimum
-        is exact for a Gaussian. With twice as many, draws come in pairs of opposite sign. With
-        fewer draws than dimensions, a full covariance is fitted to the draws.
-    tolerance : float
-        The search ends when no component of the gradient is larger. Convergence of the visit is
-        then checked as for :class:`Optax`, by fresh draws, with a tolerance of a tenth of a
-        standard deviation.
-
-    Examples
-    --------
-    >>> import numpyro_fed as nf
-    >>> nf.local.LBFGS(num_particles=256).steps
-    200
-    """
-
-    steps: int = 200
-    num_particles: int = 64
-    tolerance: float = 1e-3
-    any_divergence = True
-
-    def __post_init__(self) -> None:
-        positive_int("steps", self.steps)
-        positive_int("num_particles", self.num_particles)
-
-    def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
-        """Run L-BFGS; see the class."""
-        # Fresh draws for the check: at those of the fit the gradient vanishes whatever they are.
-        key_fit, key_judge = jax.random.split(key)
-        noise = _fixed_noise(problem, key_fit, self.num_particles)
-
-        def loss(params: tuple[Ordinary, SiloPart]) -> Array:
-            return -free_energy(problem, *params, noise, plain=True)[0]
-
-        start = (problem.start, problem.silo_part)
-        (psi, silo_part), value, _ = minimise(loss, start, self.steps, self.tolerance)
-        converged = maximised(problem, psi, silo_part, key_judge, AT_REST)
-        return Solution(problem.family.natural(psi), silo_part, converged, jnp.isfinite(value))
-
-
-def standardised(noise: Array) -> Array:
-    """Return normal noise (n, dim) with sample mean zero and, for enough draws, covariance one."""
-    # The noise of Gamma and other families is keys, which are no floats.
-    if not jnp.issubdtype(noise.dtype, jnp.floating):
-        return noise
-    n, dim = noise.shape
-    if n % 2 == 0 and n > 2 * dim:
-        noise = jnp.concatenate([noise[: n // 2], -noise[: n // 2]])
-    centred = noise - noise.mean(0)
-    if n <= dim + 1:
-        return centred / jnp.maximum(centred.std(0), 1e-3) if n > 2 else noise
-    L = linalg.cholesky(centred.T @ centred / len(noise))
-    return linalg.solve(L, centred.T).T
-
-
-def _fixed_noise(problem: Problem[SiloPart], key: Array, draws: int) -> LocalNoise:
-    noise = problem.noise(key, draws, None)
-    return noise._replace(globals=jax.tree.map(standardised, noise.globals))
-
 
 # A KL grows as the square of a move: 1e-4 nats are 0.014 sds, well below ``AT_REST``.
 MIN_MOVE = 1e-4  # KL of a step, in nats, below which a fixed point has been reached
-Carry = tuple[Array, Natural, SiloPart, optax.OptState, Array, Tally]
-Fixed = tuple[Array, Natural, Array, Array, Array]
 MAX_MISFIT = 0.1  # nats: a larger departure from a conjugate likelihood changes the posterior
+
+
+class DampedSteps(NamedTuple, Generic[SiloPart]):
+    """The state of a visit by damped steps; ``test`` has the estimates after the last one."""
+
+    number: Array
+    eta: Natural
+    silo_part: SiloPart
+    opt_state: optax.OptState
+    finite: Array
+    test: StationarityTest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,39 +80,43 @@ class Damped(Local):
         family, optim = problem.family, self.optim or optax.adam(0.02)
         checks = self.steps > 1
 
-        def step(carry: Carry[SiloPart]) -> Carry[SiloPart]:
-            i, eta, silo_part, *_ = carry
-            target, gradient = self.target(problem, eta, silo_part, jax.random.fold_in(key, i))
+        def step(state: DampedSteps[SiloPart]) -> DampedSteps[SiloPart]:
+            number, eta, silo_part = state.number, state.eta, state.silo_part
+            key_step = jax.random.fold_in(key, number)
+            target, gradient = self.target(problem, eta, silo_part, key_step)
 
-            def move(carry: Carry[SiloPart]) -> Carry[SiloPart]:
-                i, eta, silo_part, opt_state, _, tally = carry
-                moved, _ = proper_step(family.proper, eta, target, self.rate)
+            def move(state: DampedSteps[SiloPart]) -> DampedSteps[SiloPart]:
+                moved, _ = proper_step(family.proper, state.eta, target, self.rate)
                 descent = jax.tree.map(jnp.negative, gradient)
-                updates, opt_state = optim.update(descent, opt_state, silo_part)
-                silo_part = optax.apply_updates(silo_part, updates)
-                return i + 1, moved, silo_part, opt_state, all_finite(target), tally
+                updates, opt_state = optim.update(descent, state.opt_state, state.silo_part)
+                params = optax.apply_updates(state.silo_part, updates)
+                finite = all_finite(target)
+                return DampedSteps(state.number + 1, moved, params, opt_state, finite, state.test)
 
-            def add_estimate(carry: Carry[SiloPart]) -> Carry[SiloPart]:
-                i, eta, silo_part, opt_state, fine, tally = carry
-                full = jax.tree.map(jnp.subtract, target, eta)
-                tally = tally.add(move_along(family, eta, full))
-                return i + 1, eta, silo_part, opt_state, fine, tally
+            def add_estimate(state: DampedSteps[SiloPart]) -> DampedSteps[SiloPart]:
+                full = jax.tree.map(jnp.subtract, target, state.eta)
+                test = state.test.add(move_along(family, state.eta, full))
+                return state._replace(number=state.number + 1, test=test)
 
             if not checks:
-                return move(carry)
-            return jax.lax.cond(i < self.steps, move, add_estimate, carry)
+                return move(state)
+            return jax.lax.cond(number < self.steps, move, add_estimate, state)
 
-        def cond_fn(carry: Carry[SiloPart]) -> Array:
-            moving = carry[0] < self.steps
-            return moving | carry[5].wants_more(self.tolerance) if checks else moving
+        def unfinished(state: DampedSteps[SiloPart]) -> Array:
+            moving = state.number < self.steps
+            return moving | state.test.wants_more(self.tolerance) if checks else moving
 
-        start, none = family.natural(problem.start), jnp.zeros((), jnp.int32)
-        first = (none, start, problem.silo_part, optim.init(problem.silo_part), jnp.array(True))
-        carry = drop_weak_types((*first, Tally.none(family)))
-        _, eta, silo_part, _, finite, tally = jax.lax.while_loop(cond_fn, step, carry)
-        rests = tally.holds(self.tolerance) if checks else jnp.array(True)
-        suited = _suited(problem, eta) if self.closed_form else True
-        return Solution(eta, silo_part, rests, finite, suited)
+        first = DampedSteps(
+            number=jnp.zeros((), jnp.int32),
+            eta=family.natural(problem.start),
+            silo_part=problem.silo_part,
+            opt_state=optim.init(problem.silo_part),
+            finite=jnp.array(True),
+            test=StationarityTest.empty(family),
+        )
+        end = jax.lax.while_loop(unfinished, step, drop_weak_types(first))
+        rests = end.test.holds(self.tolerance) if checks else jnp.array(True)
+        return Solution(end.eta, end.silo_part, rests, end.finite)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,8 +137,6 @@ class NaturalGradient(Damped):
         Draws for the expectation in each step.
     batch_size : int, optional
         Rows in each step; all by default.
-    expectation : {"monte_carlo", "closed_form"}
-        ``"closed_form"`` for models whose likelihood is conjugate.
     optim : optax.GradientTransformation, optional
         The optimiser of the silo's own parameters and local guide, which take one step for each of
         these; by default Adam at 0.02.
@@ -215,36 +156,35 @@ class NaturalGradient(Damped):
     steps: int = 100
     num_particles: int = 16
     batch_size: int | None = None
-    expectation: str = "monte_carlo"
-
-    @property
-    def closed_form(self) -> bool:
-        """Return whether expectations are computed in closed form."""
-        return self.expectation == "closed_form"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.batch_size is not None:
             positive_int("batch_size", self.batch_size)
-        one_of("expectation", self.expectation, "monte_carlo", "closed_form")
 
     def target(
         self, problem: Problem[SiloPart], eta: Natural, silo_part: SiloPart, key: Array
     ) -> tuple[Natural, SiloPart]:
         """Return the cavity times the factor of a natural-gradient step, and the gradient."""
-        if self.closed_form:
-            factor = problem.likelihood()[0]
-            gradient = jax.tree.map(jnp.zeros_like, silo_part)
-        else:
-            noise = problem.noise(key, self.num_particles, self.batch_size)
+        noise = problem.noise(key, self.num_particles, self.batch_size)
 
-            def expected(psi: Ordinary, silo_part: SiloPart) -> Array:
-                return problem.log_lik(psi, silo_part, noise, False)[1].mean()
+        def expected(psi: Ordinary, silo_part: SiloPart) -> Array:
+            return problem.log_lik(psi, silo_part, noise, False)[1].mean()
 
-            psi = problem.family.ordinary(eta)
-            g_psi, gradient = jax.grad(expected, (0, 1))(psi, silo_part)
-            factor = problem.family.dual_gradient(partial(expfam.inner, g_psi), eta)
+        psi = problem.family.ordinary(eta)
+        g_psi, gradient = jax.grad(expected, (0, 1))(psi, silo_part)
+        factor = problem.family.dual_gradient(partial(expfam.inner, g_psi), eta)
         return jax.tree.map(jnp.add, problem.cavity, factor), gradient
+
+
+class FixedPointSteps(NamedTuple):
+    """The state of a search for a fixed point: the last step's KL, ``moved``, and the next rate."""
+
+    number: Array
+    eta: Natural
+    value: Array
+    moved: Array
+    rate: Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +203,7 @@ class FixedPoint(Local):
         """Run the steps; see the class."""
         family = problem.family
         key_fit, key_judge = jax.random.split(key)
-        noise = _fixed_noise(problem, key_fit, self.num_particles)
+        noise = fixed_noise(problem, key_fit, self.num_particles)
         silo_part = problem.silo_part
 
         def value(eta: Natural) -> Array:
@@ -272,8 +212,8 @@ class FixedPoint(Local):
         def expected(psi: Ordinary) -> Array:
             return problem.log_lik(psi, silo_part, noise, True)[1].mean()
 
-        def move(carry: Fixed) -> Fixed:
-            i, eta, before, last, rate = carry
+        def move(state: FixedPointSteps) -> FixedPointSteps:
+            number, eta, before, last, rate = state
             min_value = before - jnp.finfo(before.dtype).eps * jnp.abs(before)
 
             def better(eta: Natural) -> Array:
@@ -283,23 +223,22 @@ class FixedPoint(Local):
             target = jax.tree.map(jnp.add, problem.cavity, factor)
             after, used = proper_step(better, eta, target, rate)
             moved = jnp.where(used > 0, family.kl(after, eta), 0.0)
-            return i + 1, after, value(after), moved, jnp.where(moved > 0.5 * last, 0.5, 1.0)
+            next_rate = jnp.where(moved > 0.5 * last, 0.5, 1.0)
+            return FixedPointSteps(number + 1, after, value(after), moved, next_rate)
 
-        def cond_fn(carry: Fixed) -> Array:
-            return (carry[0] < self.steps) & (carry[3] > MIN_MOVE)
+        def unfinished(state: FixedPointSteps) -> Array:
+            return (state.number < self.steps) & (state.moved > MIN_MOVE)
 
         start = family.natural(problem.start)
         first = value(start)
         # From a start that is not finite every proper step counts as better.
         first = jnp.where(jnp.isfinite(first), first, -jnp.finfo(first.dtype).max)
-        infinity = jnp.asarray(jnp.inf, first.dtype)
-        none = jnp.zeros((), jnp.int32)
-        carry = jax.lax.while_loop(
-            cond_fn, move, (none, start, first, infinity, jnp.ones_like(infinity))
-        )
-        psi = family.ordinary(carry[1])
+        infinity, zero = jnp.asarray(jnp.inf, first.dtype), jnp.zeros((), jnp.int32)
+        begun = FixedPointSteps(zero, start, first, infinity, jnp.ones_like(infinity))
+        end = jax.lax.while_loop(unfinished, move, begun)
+        psi = family.ordinary(end.eta)
         converged = maximised(problem, psi, silo_part, key_judge, AT_REST)
-        return Solution(carry[1], silo_part, converged, jnp.isfinite(carry[2]))
+        return Solution(end.eta, silo_part, converged, jnp.isfinite(end.value))
 
 
 @dataclass(frozen=True)
@@ -320,9 +259,10 @@ class ClosedForm(Local):
 
     def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
         """Add the likelihood's natural parameters to the cavity's."""
-        eta = jax.tree.map(jnp.add, problem.cavity, problem.likelihood()[0])
+        likelihood, misfit = problem.likelihood()
+        eta = jax.tree.map(jnp.add, problem.cavity, likelihood)
         # The text was checked before the run; this is a guard where the closed form has led.
-        suited = _suited(problem, eta)
+        suited = misfit(problem.family.ordinary(eta)) <= MAX_MISFIT
         return Solution(eta, problem.silo_part, jnp.array(True), all_finite(eta), suited)
 
 
@@ -386,9 +326,3 @@ class PowerEP(Damped):
         matched = family.from_mean(jax.tree.map(lambda t: jnp.tensordot(w, t, 1), T))
         # The silo's likelihood counted for alpha of itself, so its change is scaled up.
         return jax.tree.map(lambda a, b: a + (b - a) / self.alpha, eta, matched), gradient
-
-
-def _suited(problem: Problem[SiloPart], eta: Natural) -> Array:
-    """Return whether the likelihood is conjugate close to ``eta``, and from the start to it."""
-    misfit = problem.likelihood()[1]
-    return misfit(problem.family.ordinary(eta)) <= MAX_MISFIT

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from jax import Array
 
@@ -23,22 +23,42 @@ from numpyro_fed.methods.start import Begun
 from numpyro_fed.posterior.at_silo import AtSilo
 from numpyro_fed.posterior.run import Built, FederatedRun, Fit
 from numpyro_fed.posterior.saving import load_state
-from numpyro_fed.rounds.compiled_loop import simulation
+from numpyro_fed.rounds.compiled_loop import compiled_runtime
 from numpyro_fed.rounds.exchange import FederatedAlgorithm
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.messages import BEGIN, SEARCH
-from numpyro_fed.rounds.plain_loop import host
+from numpyro_fed.rounds.plain_loop import plain_runtime
 from numpyro_fed.rounds.progress import Progress
-from numpyro_fed.rounds.remote import Channel, Weights, remote
-from numpyro_fed.rounds.stack import Runtime, Schedule, Silos
-from numpyro_fed.rounds.supervise import RunOutcome, drive
+from numpyro_fed.rounds.remote import Channel, Weights, remote_runtime
+from numpyro_fed.rounds.runtime import RunOutcome, Runtime, run_rounds
+from numpyro_fed.rounds.schedules import Schedule
+from numpyro_fed.rounds.silos import Silos
 from numpyro_fed.text.facts import Plan
 
 RUNTIMES: dict[str, Callable[..., Runtime]] = {
-    "simulation": simulation,
-    "quick": partial(simulation, quick=True),
-    "host": host,
+    "simulation": compiled_runtime,
+    "quick": partial(compiled_runtime, quick=True),
+    "host": plain_runtime,
 }
+
+
+class PlanSize(NamedTuple):
+    """The size of a plan, as a silo's owner sees it."""
+
+    num_silos: int
+    num_rows: int  # the rows of this silo
+    num_parameters: int  # globals and shared parameters, or a client's own latents
+    delta: float = 0.0  # the probability with which the bound of a budget of privacy may fail
+    # The noise multiplier of a Gaussian release that tells as much as all exchanges of a run; 0 for
+    # a method without a budget.
+    multiplier: float = 0.0
+    # The unit that the budget is for, and which data are neighbours: ``"row add"``.
+    protects: str = ""
+    # Whether a silo's reply has a share of the noise alone, so that it must be seen in a sum over
+    # all silos.
+    shares_noise: bool = False
+
+
 Outcome = TypeVar("Outcome", bound=FederatedRun)
 
 
@@ -121,7 +141,7 @@ class FederatedMethod(ABC, Generic[Outcome]):
                     result=shown,
                 ) from error
 
-        run = drive(
+        run = run_rounds(
             fit.runtime,
             key,
             begun.state,
@@ -190,7 +210,7 @@ def over_federation(
 
     def made() -> tuple[Fit, Silos]:
         channel = Channel(federation, plan.num_silos, weights, name)
-        fit = make(partial(remote, template=plan.template, channel=channel))
+        fit = make(partial(remote_runtime, template=plan.template, channel=channel))
         # Once all is built: where that is refused, silos have built nothing.
         federation.accept(name, plan.to_json())
         return fit, Silos((), (), channel.batches)

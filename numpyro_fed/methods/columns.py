@@ -14,8 +14,8 @@ import numpy as np
 
 from numpyro_fed.basics.errors import DataError, ReplyError, positive_int
 from numpyro_fed.data.scaling import Numbers, Scaling, moments_of, united
-from numpyro_fed.data.silo_data import SiloInput, listed
-from numpyro_fed.data.tables import MIN_COUNT, OTHER, Levels, level_names, listed_names
+from numpyro_fed.data.silo_data import listed
+from numpyro_fed.data.tables import MIN_COUNT, OTHER, Levels, SiloInput, level_names, listed_names
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.messages import LEVELS, MOMENTS, read, write
 

@@ -32,6 +32,7 @@ from numpyro_fed.data.tables import SiloInput
 from numpyro_fed.methods.base import (
     RUNTIMES,
     FederatedMethod,
+    PlanSize,
     RunOptions,
     in_process,
     over_federation,
@@ -48,15 +49,16 @@ from numpyro_fed.posterior.weighing import weighing
 from numpyro_fed.rounds.exchange import (
     IMPORTANCE,
     OUTER_LATENTS,
+    AnyAlgorithm,
     Exchange,
     ExchangeId,
     Round,
-    asked_directly,
 )
 from numpyro_fed.rounds.federation import Federation
-from numpyro_fed.rounds.noise import typed_key
+from numpyro_fed.rounds.keys import typed_key
 from numpyro_fed.rounds.progress import Progress
-from numpyro_fed.rounds.stack import AnyAlgorithm, PlanSize, Runtime, Silos, State, on_device
+from numpyro_fed.rounds.runtime import Runtime, State
+from numpyro_fed.rounds.silos import Silos, on_device
 from numpyro_fed.search.expand import flat_size
 from numpyro_fed.search.influence import INFLUENCE, Influence
 from numpyro_fed.search.run_search import coupling_reason
@@ -377,7 +379,7 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
         }
         if asked.name in questions:
             question = questions[asked.name](built, asked.read_settings())
-            return Round((question,), asked_directly), built.algorithm
+            return Round((question,)), built.algorithm
         if asked.name == OUTER_LATENTS:
             return outer_round(built, asked.read_settings()), built.algorithm
         return built.round_of(asked.name)

@@ -31,12 +31,13 @@ from numpyro_fed.numerics import linalg
 from numpyro_fed.numerics.gaussian import Gaussian
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.run import Fit, StartRounds
-from numpyro_fed.rounds.exchange import CarriedSilo, Private, Round, Shared, asked_directly
+from numpyro_fed.rounds.exchange import CarriedSilo, Private, Round, Shared
 from numpyro_fed.rounds.messages import SEARCH
 from numpyro_fed.rounds.progress import Progress
-from numpyro_fed.rounds.stack import Batches, Silos, State, init_schedule
-from numpyro_fed.rounds.step import AskAll
-from numpyro_fed.rounds.supervise import failed_silos
+from numpyro_fed.rounds.runtime import State, failed_silos
+from numpyro_fed.rounds.schedules import init_schedule
+from numpyro_fed.rounds.silos import Batches, Silos
+from numpyro_fed.rounds.step import Conversation
 from numpyro_fed.search.curvature_check import CurvatureCheck
 from numpyro_fed.search.expand import effects_of, flat_size
 from numpyro_fed.search.lbfgs import LBFGSSearch
@@ -214,7 +215,7 @@ def begin_at_mode(
         if found.converged and not len(effects_of(fm)):
             found = replace(found, factors=factors_at_mode(fm, search, ask.silos, batches))
         begin = fit.quick_round(start.begin, runtime)
-        server, silos, info, good = begin(key_begin, search, ask.silos, batches)
+        server, silos, info, good, _ = begin(key_begin, search, ask.silos, batches)
         unusable = failed_silos(good, (), ())
         if info.ok:
             carry = init_schedule(fit.built.schedule, key, fit.plan.num_silos)
@@ -233,7 +234,7 @@ def _checked_mode(
     fm: FederatedModel,
     start: StartRounds,
     search: BestPoints[np.ndarray],
-    ask: AskAll,
+    ask: Conversation,
     exchanges: int,
 ) -> Mode:
     """Return the mode of a search, once its curvature and flat priors have been checked."""
@@ -263,10 +264,10 @@ def _after_opening(fit: Fit, key: Array, state: State, batches: Batches) -> Stat
     """Return the state after the opening rounds of an algorithm."""
     key = jax.random.fold_in(key, OPENING)
     for i, round_ in enumerate(fit.built.algorithm.opening):
-        if round_.run is asked_directly:  # by the method itself
+        if not round_.is_run:  # by the method itself
             continue
         key_round, once = jax.random.fold_in(key, i), fit.quick_round(round_)
-        server, silos, info, good = once(key_round, state.server, state.silos, batches)
+        server, silos, info, good, _ = once(key_round, state.server, state.silos, batches)
         if not bool(info.ok):
             bad = failed_silos(good, (), ())
             raise NonFiniteError(
@@ -305,8 +306,8 @@ class Carried:
 
 def begin_at_result(fit: Fit, key: Array, hosted: Silos, result: Result) -> Begun:
     """Return a run that begins at the posterior of a result on the same silos."""
-    carry = fit.algorithm.carry
-    if carry is None:
+    warm_start = fit.algorithm.warm_start
+    if warm_start is None:
         raise GuideError("this method cannot begin at another one's result. Use start='mode'.")
     facts, their_facts = fit.plan.facts, result.plan.facts
     for name, ours, theirs in (
@@ -356,11 +357,11 @@ def begin_at_result(fit: Fit, key: Array, hosted: Silos, result: Result) -> Begu
             )
         # By bucket, as a run keeps the states; ``privates`` are by number.
         silos.append(
-            jax.jit(jax.vmap(carry.silo, (None, 0, None, 0)))(
+            jax.jit(jax.vmap(warm_start.silo, (None, 0, None, 0)))(
                 key_silos, silo_guides, start_point, batch.real(batch.data)
             )
         )
-    server, round_ = carry.server(key_server, start_point), jnp.zeros((), jnp.int32)
+    server, round_ = warm_start.server(key_server, start_point), jnp.zeros((), jnp.int32)
     schedule = init_schedule(fit.built.schedule, key, fit.plan.num_silos)
     state = State(round_, server, tuple(silos), schedule)
     taken = Carried(

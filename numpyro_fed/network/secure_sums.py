@@ -18,7 +18,8 @@ from numpyro_fed.basics.files import Store, canonical, read_record
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.privacy.masks import MAX_PARTIES, Greeting, KeyPair, encode, masked, pair_keys
 from numpyro_fed.rounds.exchange import Exchange
-from numpyro_fed.rounds.messages import LEAST, MASKED, Question, Terms, pack, read, write
+from numpyro_fed.rounds.messages import Question, pack, read, write
+from numpyro_fed.rounds.secure_sums import MASKED, MIN_SUMMED, Terms
 
 # The names under which a silo keeps its key and what is used, and the room of sessions' keys.
 IDENTITY, USED, SESSIONS = "identity", "sums", "sessions"
@@ -112,7 +113,7 @@ class SecureSums:
         met = Session(session.private, name.rpartition(".")[0], me, told)
         if session.told and session != met:
             raise ModelError("other keys were told in this session before. Begin again.")
-        least = max(LEAST, int(self.policy.min_silos))
+        least = max(MIN_SUMMED, int(self.policy.min_silos))
         different = {key for greeting in told for key in greeting}
         if not least <= len(told) <= MAX_PARTIES or len(different) < 2 * len(told):
             raise ModelError(
@@ -132,7 +133,7 @@ class SecureSums:
     def check(self, terms: Terms) -> None:
         """Raise an error for a sum that this silo does not take part in."""
         session, group = self._session(terms.session), terms.group
-        least = max(LEAST, int(self.policy.min_silos))
+        least = max(MIN_SUMMED, int(self.policy.min_silos))
         whole = list(group) == sorted(set(group)) and set(group) <= set(range(len(session.told)))
         if not whole or session.me not in group:
             raise ModelError(

@@ -40,25 +40,20 @@ from numpyro_fed.network.silo_runs import SiloRuns
 from numpyro_fed.privacy.budget import PrivacyWarning
 from numpyro_fed.privacy.masks import fingerprint
 from numpyro_fed.rounds.exchange import OUTER_LATENTS
+from numpyro_fed.rounds.keys import typed_key
 from numpyro_fed.rounds.messages import (
     ACCEPT,
     BEGINNINGS,
     DESCRIBE,
     GO_ON,
-    KEYS,
     LEVELS,
     OF_DATA,
-    PEERS,
-    SECURE,
-    SUM,
     Question,
-    Terms,
-    check_summed,
     read,
     refusal,
     write,
 )
-from numpyro_fed.rounds.noise import typed_key
+from numpyro_fed.rounds.secure_sums import KEYS, PEERS, SECURE, SUM, Terms, check_summed
 from numpyro_fed.text.facts import describe
 from numpyro_fed.text.fingerprint import source_hash
 from numpyro_fed.vertical.method import VerticalMethod

@@ -32,14 +32,11 @@ from numpyro_fed.basics.errors import DataError, ModelError
 from numpyro_fed.basics.files import Store
 from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.methods.base import PlanSize
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.posterior.at_silo import AtSilo, Held
-from numpyro_fed.rounds.exchange import (
-    Exchange,
-    ExchangeId,
-    Sampled,
-    unknown_exchange,
-)
+from numpyro_fed.rounds.exchange import Exchange, ExchangeId, Sampled, unknown_exchange
+from numpyro_fed.rounds.keys import silo_key
 from numpyro_fed.rounds.messages import (
     BEGIN,
     BEGINNINGS,
@@ -47,16 +44,14 @@ from numpyro_fed.rounds.messages import (
     GO_ON,
     SEARCH,
     WITHOUT_START,
+    MessageShapes,
     Question,
+    message_shapes,
     pack,
     read,
     unpack,
     write,
 )
-from numpyro_fed.rounds.noise import silo_key
-from numpyro_fed.rounds.plain_loop import compile_visit
-from numpyro_fed.rounds.stack import PlanSize
-from numpyro_fed.rounds.step import MessageShapes, message_shapes
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.vertical.method import VerticalMethod
 
@@ -403,7 +398,7 @@ class _Programs:
             self._shapes[round_.id] = message_shapes(sender, (round_,), self.data)
         for exchange, down, _ in self._shapes[round_.id]:
             if exchange.id == asked:
-                return compile_visit(exchange), down
+                return exchange.compiled(), down
         raise unknown_exchange(asked.name)
 
 

@@ -33,7 +33,7 @@ from numpyro_fed.posterior.run import Built, FederatedRun
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.rounds.exchange import OUTER_LATENTS, Ask, Combine, Exchange, Info, Reply, Round
 from numpyro_fed.rounds.messages import unpack
-from numpyro_fed.rounds.supervise import failed_silos
+from numpyro_fed.rounds.runtime import failed_silos
 from numpyro_fed.sfvi.algorithm import Down, coordinates_of, down_of
 from numpyro_fed.text.facts import Facts
 from numpyro_fed.weigh.likelihood import Integration
@@ -220,12 +220,12 @@ def told_by_silos(
         **sampler.settings,
     }
     name = "outer latents", json.dumps(settings)
-    exchange = fit.cached(name, lambda: fit.runtime.quick(outer_round(fit.built, settings)))
+    exchange = fit.cached(name, lambda: fit.runtime.single(outer_round(fit.built, settings)))
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(number))
     given = SiloData({DRAWS: jnp.asarray(z_G), KEYS: jax.random.key_data(keys)})
     state, batches = result.state, result._silos.batches
     told: SharedLatents
-    told, silos, info, good = jax.block_until_ready(
+    told, silos, info, good, _ = jax.block_until_ready(
         exchange(key, state.server, state.silos, batches, given)
     )
     if not bool(info.ok):

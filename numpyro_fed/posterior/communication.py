@@ -16,7 +16,7 @@ from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.posterior.run import Built, Fit
 from numpyro_fed.rounds.exchange import FederatedAlgorithm
 from numpyro_fed.rounds.messages import Crossings
-from numpyro_fed.rounds.stack import Silos
+from numpyro_fed.rounds.silos import Silos
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
 # Copies of the state in memory at once: the old one, the new one and a gradient.

@@ -31,8 +31,14 @@ from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.run import Built
-from numpyro_fed.rounds.exchange import Combine, Exchange, key_as_noise, stacked_reply
-from numpyro_fed.rounds.noise import generator
+from numpyro_fed.rounds.exchange import (
+    Combine,
+    Exchange,
+    StackedExchange,
+    key_as_noise,
+    stacked_reply,
+)
+from numpyro_fed.rounds.keys import generator
 from numpyro_fed.search.expand import shape
 from numpyro_fed.sfvi.algorithm import Down, down_of
 from numpyro_fed.text.row_checks import refuse_coupled_rows, refuse_parameters_of_rows
@@ -185,13 +191,13 @@ def leaving_out(
         shift = jnp.abs(v @ z_G - mean) / jnp.where(sd > 0, sd, 1.0)
         return LeftOut(density, k, shift.max(initial=0.0))
 
-    return Exchange(
+    return StackedExchange(
         LEAVE_OUT,
         stacked_reply(silo, little=little),
         combine=Combine.GATHER,
         silo_noise=key_as_noise,
         settings=json.dumps(dict(settings)),
-        like=lambda: (
+        messages=lambda: (
             LeaveOutDown(shape_of_draws(guide, built.algorithm, (n, fm.dim)), shape(n)),
             LeftOut(shape(), shape(), shape()),
         ),
@@ -320,12 +326,12 @@ def loo_exchange(
 ) -> Exchange[Any, Any, Any]:
     """Return the exchange in which silos tell the sums of their rows' scores (:class:`RowSums`)."""
     n, fitted, scores = settings["num_draws"], built.algorithm, _scores(built, settings)
-    return Exchange(
+    return StackedExchange(
         LOO,
         stacked_reply(lambda *of_silo: RowSums.of(*scores(*of_silo)), little=True),
         silo_noise=key_as_noise,
         settings=json.dumps(dict(settings)),
-        like=lambda: (
+        messages=lambda: (
             LeaveOutDown(shape_of_draws(built.guide, fitted, (n, built.model.dim)), shape(n)),
             RowSums(*[shape()] * len(RowSums._fields)),
         ),

@@ -27,16 +27,12 @@ from numpyro_fed.guides.structured import Guide
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import Provenance, SavedRun
 from numpyro_fed.pvi.server import PartitionedVI
-from numpyro_fed.rounds.exchange import (
-    FederatedAlgorithm,
-    Round,
-    Shared,
-    asked_directly,
-    unknown_exchange,
-)
+from numpyro_fed.rounds.exchange import FederatedAlgorithm, Round, Shared, unknown_exchange
 from numpyro_fed.rounds.messages import BEGINNINGS, GO_ON, WITHOUT_START, Crossings, crossings
-from numpyro_fed.rounds.stack import Runtime, Schedule, ServerData, Silos, Single, State
-from numpyro_fed.rounds.step import AskAll
+from numpyro_fed.rounds.runtime import Runtime, Single, State
+from numpyro_fed.rounds.schedules import Schedule
+from numpyro_fed.rounds.silos import ServerData, Silos
+from numpyro_fed.rounds.step import Conversation
 from numpyro_fed.search.curvature_check import CurvatureCheck
 from numpyro_fed.search.mode import Mode
 from numpyro_fed.search.mode_search import ModeSearch
@@ -83,7 +79,7 @@ class StartRounds(NamedTuple):
     @property
     def checks(self) -> tuple[Round, ...]:
         """Return the exchange of the check, if there is one, as other parties know it."""
-        return () if self.check is None else (Round((self.check.exchange,), asked_directly),)
+        return () if self.check is None else (Round((self.check.exchange,)),)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -158,7 +154,7 @@ class Built:
         """Return the evaluation of PVI, if silos answer it, or no round."""
         if self.factors is None or self.protected:
             return ()
-        return (Round((self.factors.evaluation,), asked_directly),)
+        return (Round((self.factors.evaluation,)),)
 
     def visits(self, num_silos: int) -> int:
         """Return the number of visits in a round, over all silos."""
@@ -256,7 +252,7 @@ class Fit:
 
         ``runtime`` is another one than the run's, such as that of the search.
         """
-        return self.cached(round_.id, lambda: (runtime or self.runtime).quick(round_))
+        return self.cached(round_.id, lambda: (runtime or self.runtime).single(round_))
 
     def cached(self, name: Hashable, make: Callable[[], Made]) -> Made:
         """Return the object of this name, made at its first use."""
@@ -425,10 +421,10 @@ class FederatedRun:
         """Return a silo's state."""
         return self._hosted(silo).at(silo, self.state.silos)
 
-    def _asking(self, key: Array) -> AskAll:
+    def _asking(self, key: Array) -> Conversation:
         """Return the function that asks all silos, whose states stay as they are."""
         transport = self._fit.runtime.transport(self._silos.batches)
-        return AskAll(transport, key, self.num_silos, self.state.silos)
+        return Conversation(transport, key, self.num_silos, self.state.silos)
 
     def unusable(self, message: str, silos: tuple[int, ...] = ()) -> NonFiniteError:
         """Return the error for numbers that cannot be used, of silos or of the server."""

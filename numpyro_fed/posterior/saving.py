@@ -277,15 +277,13 @@ def _restored(leaf: Array, numbers: np.ndarray, name: str) -> Array:
     if _is_key(leaf):
         return jax.random.wrap_key_data(jnp.asarray(numbers), impl=jax.random.key_impl(leaf))
     numbers = numbers.view(leaf.dtype)
-    if jnp.issubdtype(numbers.dtype, jnp.inexact):
-        # A schedule holds infinities for silos that have not been visited yet.
-        allowed = (numbers == np.inf) & ("state.schedule" in name)
-        if bad := int((~(np.isfinite(numbers) | allowed)).sum()):
-            raise SavedStateError(
-                f"{name}: {bad} of {numbers.size} numbers are NaN or infinite, which no run leaves "
-                "behind. The file was changed, or is damaged: copy it again from where it was "
-                "saved, or run the fit again."
-            )
+    real = jnp.issubdtype(numbers.dtype, jnp.inexact)
+    if real and (bad := int((~np.isfinite(numbers)).sum())):
+        raise SavedStateError(
+            f"{name}: {bad} of {numbers.size} numbers are NaN or infinite, which no run leaves "
+            "behind. The file was changed, or is damaged: copy it again from where it was "
+            "saved, or run the fit again."
+        )
     return jnp.asarray(numbers)
 
 

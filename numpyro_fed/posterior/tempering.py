@@ -27,7 +27,7 @@ from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.run import Built, Fit
 from numpyro_fed.posterior.verdict import TOLERANCE
 from numpyro_fed.posterior.weighing import check_weighable, of_text
-from numpyro_fed.rounds.noise import generator, typed_key
+from numpyro_fed.rounds.keys import generator, typed_key
 from numpyro_fed.rounds.progress import Progress, progress_of
 from numpyro_fed.text.row_checks import refuse_coupled_rows
 from numpyro_fed.text.sites import Theta

@@ -44,7 +44,7 @@ from numpyro_fed.posterior.verdict import (
     unless_interrupted,
     until_interrupted,
 )
-from numpyro_fed.rounds.noise import generator
+from numpyro_fed.rounds.keys import generator
 from numpyro_fed.rounds.progress import in_sight
 from numpyro_fed.search.expand import prior_draws
 from numpyro_fed.search.mode import Mode, OneCopy

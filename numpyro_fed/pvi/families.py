@@ -39,23 +39,6 @@ ROUNDING = 1e-10
 # Rounding errors, in units of eps times the size of all terms, that a likelihood of few rows may
 # have. Of many rows they add up as a random walk, by the square root of the number.
 ROUNDINGS = 8
-
-
-def departure(
-    rows: Callable[[Array], Array], family: Family[Any], eta: Natural, centre: Array, z: Array
-) -> tuple[Array, Array]:
-    """Return the departure of a sum of ``rows`` from ``<eta, T>`` between two points, in nats.
-
-    The second value is the size of the terms, for an allowance for rounding. Differences are taken
-    row by row, so that little cancels where the two points are close.
-    """
-    at_z, at_centre = rows(z), rows(centre)
-    linear = jax.tree.map(jnp.multiply, eta, family.increment(centre, z - centre))
-    linear_terms = [part.ravel() for part in jax.tree.leaves(linear)]
-    size = sum(jnp.abs(part).sum() for part in [at_z, at_centre, *linear_terms])
-    return (at_z - at_centre).sum() - sum(part.sum() for part in linear_terms), jnp.asarray(size)
-
-
 # Globals, up to which the Gaussian is full by default. A visit's steps cost the square of their
 # number (3 ms each at 300, docs/results/pvi.md).
 FULL_UP_TO = 300
@@ -86,6 +69,27 @@ class Globals(NamedTuple):
     points: np.ndarray
     reach: np.ndarray
     prior_outside: Callable[[dict[str, Any], Array], Array] | None = None
+
+
+class Density(NamedTuple):
+    """A density to test for a family: its logarithm is a sum of ``terms``.
+
+    It is tested at ``points`` (n, dim), whose coordinates are at most ``reach`` (dim,).
+    """
+
+    terms: Callable[[Array], Array]
+    family: Product
+    points: np.ndarray
+    reach: np.ndarray
+
+
+class PriorInFamily(NamedTuple):
+    """The family of each site, their product, the prior in it, and sites whose prior is outside."""
+
+    kinds: dict[str, str]
+    family: Product
+    eta: Natural
+    outside: list[str]
 
 
 def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "exact") -> Globals:
@@ -158,8 +162,8 @@ def _choose(
     prior: str,
     points: np.ndarray,
     reach: np.ndarray,
-) -> tuple[dict[str, str], Product, Natural, list[str]]:
-    """Return the families of the sites, their product, the prior in it and sites outside of it."""
+) -> PriorInFamily:
+    """Return the prior in a product of families, one for each site."""
     # A site's family is the one that the user asks for. Else it is the Gaussian, if the whole prior
     # is Gaussian; and else the first candidate that contains the site's own prior. Natural
     # parameters of the prior's part in the family follow, and the sites whose prior is not in it.
@@ -179,7 +183,7 @@ def _choose(
 
         member = _member(site, kind, covariance)
         family = expfam.product({kind: (np.arange(member.dim), member)})
-        return term, family, points[:, place], reach[place]
+        return Density(term, family, points[:, place], reach[place])
 
     def of_site(name: str, family: Product) -> Density:
         """Return the terms of a site's log prior, relative to the base measure."""
@@ -192,7 +196,7 @@ def _choose(
                 found.append(-member.log_base(z[site.start : site.stop]))
             return jnp.stack(found)
 
-        return terms, family, points, reach
+        return Density(terms, family, points, reach)
 
     # Single precision could not tell an affine function from one that is nearly so.
     with double_precision():
@@ -206,10 +210,10 @@ def _choose(
         each = [alone(*pair) for pair in pairs]
         # Where a site has other candidates the whole is hardly Gaussian: one program for both.
         many = len({s.name for s, _ in pairs}) < len(pairs)
-        whole: Density = (all_terms, family, points, reach)
+        whole = Density(all_terms, family, points, reach)
         (eta, affine), *fits = _fit_densities([whole, *(each if many else [])])
         if affine:
-            return kinds, family, eta, []
+            return PriorInFamily(kinds, family, eta, [])
         # Not all Gaussian: each site by itself, with all others at fixed values. Then all sites
         # together, since priors may be coupled in a way that no product of families holds.
         found: dict[str, str] = {}
@@ -229,7 +233,7 @@ def _choose(
         inside = [eta for name, (eta, _) in zip(names, fits, strict=True) if name not in outside]
         nothing = jax.tree.map(np.zeros_like, fits[0][0])
         eta = jax.tree.map(lambda *parts: sum(map(np.asarray, parts)), nothing, *inside)
-    return kinds, family, eta, outside
+    return PriorInFamily(kinds, family, eta, outside)
 
 
 def _reach_and_points(fm: FederatedModel) -> tuple[np.ndarray, np.ndarray]:
@@ -291,10 +295,6 @@ def generic_parameters(fm: FederatedModel) -> dict[str, Any]:
     )
 
 
-# A density, whose logarithm is a sum of terms, the family to test it in, test points, and reach.
-Density = tuple[Callable[[Array], Array], Product, np.ndarray, np.ndarray]
-
-
 def _fit_densities(densities: Sequence[Density]) -> list[tuple[Natural, bool]]:
     """Return natural parameters of each density, and whether they describe it exactly."""
     # All densities are tested in one program: compiling one for each site takes much longer.
@@ -312,7 +312,9 @@ def _fit_densities(densities: Sequence[Density]) -> list[tuple[Natural, bool]]:
             found.append(_fitted(over_base, family, reach, at))
         return found
 
-    return [(eta, bool(affine)) for eta, affine in fit_all([points for *_, points, _ in densities])]
+    return [
+        (eta, bool(affine)) for eta, affine in fit_all([density.points for density in densities])
+    ]
 
 
 def _fitted(
@@ -333,6 +335,54 @@ def _fitted(
     departure_at = partial(departure, rows, family, eta, centre)
     nats, size = jax.lax.map(departure_at, jnp.concatenate([points, close]), batch_size=4)
     return eta, (jnp.isfinite(nats) & (jnp.abs(nats) <= NATS + ROUNDING * size)).all()
+
+
+def departure(
+    rows: Callable[[Array], Array], family: Family[Any], eta: Natural, centre: Array, z: Array
+) -> tuple[Array, Array]:
+    """Return the departure of a sum of ``rows`` from ``<eta, T>`` between two points, in nats.
+
+    The second value is the size of the terms, for an allowance for rounding. Differences are taken
+    row by row, so that little cancels where the two points are close.
+    """
+    at_z, at_centre = rows(z), rows(centre)
+    linear = jax.tree.map(jnp.multiply, eta, family.increment(centre, z - centre))
+    linear_terms = [part.ravel() for part in jax.tree.leaves(linear)]
+    size = sum(jnp.abs(part).sum() for part in [at_z, at_centre, *linear_terms])
+    return (at_z - at_centre).sum() - sum(part.sum() for part in linear_terms), jnp.asarray(size)
+
+
+def _product(sites: Sequence[Site], kinds: Mapping[str, str], covariance: str) -> Product:
+    """Return the product of one joint Gaussian, and one member for each other site."""
+    members: dict[str, tuple[np.ndarray, Family[Any]]] = {}
+    # In int32, which JAX reads alike in either precision.
+    places = {s.name: np.arange(s.start, s.stop, dtype=np.int32) for s in sites}
+    joint = [places[s.name] for s in sites if kinds[s.name] == GAUSSIAN]
+    if joint:
+        together = np.concatenate(joint)
+        members[GAUSSIAN] = (together, expfam.gaussian(len(together), covariance))
+    for s in sites:
+        if kinds[s.name] != GAUSSIAN:
+            members[s.name] = (places[s.name], _member(s, kinds[s.name], covariance))
+    return expfam.product(members)
+
+
+def _on_support(z: dist.Distribution, bijection: transforms.Transform) -> dist.Distribution:
+    """Return the distribution on the site's support of a Gaussian in unconstrained space."""
+    elementwise = _elementwise(bijection)
+    if isinstance(elementwise, transforms.IdentityTransform):
+        return z
+    independent = z.base_dist if isinstance(z, dist.Independent) else z
+    if isinstance(elementwise, transforms.ExpTransform) and isinstance(independent, dist.Normal):
+        return dist.LogNormal(independent.loc, independent.scale).to_event(z.event_dim)
+    return dist.TransformedDistribution(z, bijection)
+
+
+def _elementwise(bijection: transforms.Transform) -> transforms.Transform:
+    """Return the bijection of one event, without the wrappers for independent axes."""
+    while isinstance(bijection, transforms.IndependentTransform):
+        bijection = bijection.base_transform
+    return bijection
 
 
 def _candidates(site: Site) -> list[str]:
@@ -373,39 +423,6 @@ def _coupled_error(name: str, covariance: str) -> ModelError:
         "it, or a non-centred form (numpyro.handlers.reparam with LocScaleReparam(0)) in which the "
         "sites are independent; or SFVI, which takes any prior."
     )
-
-
-def _product(sites: Sequence[Site], kinds: Mapping[str, str], covariance: str) -> Product:
-    """Return the product of one joint Gaussian, and one member for each other site."""
-    members: dict[str, tuple[np.ndarray, Family[Any]]] = {}
-    # In int32, which JAX reads alike in either precision.
-    places = {s.name: np.arange(s.start, s.stop, dtype=np.int32) for s in sites}
-    joint = [places[s.name] for s in sites if kinds[s.name] == GAUSSIAN]
-    if joint:
-        together = np.concatenate(joint)
-        members[GAUSSIAN] = (together, expfam.gaussian(len(together), covariance))
-    for s in sites:
-        if kinds[s.name] != GAUSSIAN:
-            members[s.name] = (places[s.name], _member(s, kinds[s.name], covariance))
-    return expfam.product(members)
-
-
-def _on_support(z: dist.Distribution, bijection: transforms.Transform) -> dist.Distribution:
-    """Return the distribution on the site's support of a Gaussian in unconstrained space."""
-    elementwise = _elementwise(bijection)
-    if isinstance(elementwise, transforms.IdentityTransform):
-        return z
-    independent = z.base_dist if isinstance(z, dist.Independent) else z
-    if isinstance(elementwise, transforms.ExpTransform) and isinstance(independent, dist.Normal):
-        return dist.LogNormal(independent.loc, independent.scale).to_event(z.event_dim)
-    return dist.TransformedDistribution(z, bijection)
-
-
-def _elementwise(bijection: transforms.Transform) -> transforms.Transform:
-    """Return the bijection of one event, without the wrappers for independent axes."""
-    while isinstance(bijection, transforms.IndependentTransform):
-        bijection = bijection.base_transform
-    return bijection
 
 
 def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloData]], bool]:

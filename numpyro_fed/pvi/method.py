@@ -37,6 +37,7 @@ from numpyro_fed.guides.structured import (
 from numpyro_fed.local import ClosedForm, Optax
 from numpyro_fed.local.base import Local
 from numpyro_fed.local.natural import FixedPoint
+from numpyro_fed.methods.minibatches import check_rows_alone, minibatches_of
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.start import check_start, start_kind, start_rounds
 from numpyro_fed.numerics.divergences import KL
@@ -48,11 +49,11 @@ from numpyro_fed.pvi.families import Globals, conjugacy, globals_of
 from numpyro_fed.pvi.result import PVIResult
 from numpyro_fed.pvi.server import PartitionedVI, aggregate
 from numpyro_fed.pvi.silo import Status
+from numpyro_fed.pvi.start import at_mode, at_result
+from numpyro_fed.rounds.runtime import RunOutcome, State
 from numpyro_fed.rounds.schedules import Adaptive, Asynchronous, ByArrival, Spec, named
-from numpyro_fed.rounds.stack import Silos, State
-from numpyro_fed.rounds.supervise import RunOutcome
+from numpyro_fed.rounds.silos import Silos
 from numpyro_fed.search.newton import SEARCHED_UP_TO
-from numpyro_fed.sfvi.method import check_rows_alone, minibatches_of
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.text.handlers import generalised
 from numpyro_fed.text.log_density import FederatedModel
@@ -243,6 +244,10 @@ class PVI(Method[PVIResult, Conjugate]):
     def _damping(self) -> str | float:
         return self.damping.damping if isinstance(self.damping, Adaptive) else self.damping
 
+    @property
+    def _plain_divergences(self) -> bool:
+        return isinstance(self.divergence, KL) and isinstance(self.prior_divergence, KL)
+
     def _check_rounds(self, fit: Fit, state: State, num_rounds: int) -> None:
         if self.max_rounds is not None and int(state.round) + num_rounds > self.max_rounds:
             raise ValueError(
@@ -323,8 +328,7 @@ class PVI(Method[PVIResult, Conjugate]):
 
     def _objective(self, fm: FederatedModel, start: str | None) -> Objective:
         """Return the objective of a run with this kind of start."""
-        divergences = (self.divergence, self.prior_divergence)
-        plain = self.loss is None and all(isinstance(d, KL) for d in divergences)
+        plain = self.loss is None and self._plain_divergences
         whole = plain and (self.local is None or self.local.batch_size is None)
         return objective_for(self.objective, fm, self.guide, start if whole else None)
 
@@ -386,16 +390,14 @@ class PVI(Method[PVIResult, Conjugate]):
             and isinstance(self.prior_divergence, KL),
             from_mode=settings.start is not None,
             has_loss=self.loss not in (None, log_loss),
-            has_divergence=not all(
-                isinstance(d, KL) for d in (self.divergence, self.prior_divergence)
-            ),
+            has_divergence=not self._plain_divergences,
         )
         algorithm, start = pvi.algorithm(), None
         if settings.start == "result":
-            algorithm = algorithm._replace(carry=pvi.carry())
+            algorithm = algorithm._replace(warm_start=at_result(pvi))
         if settings.start == "mode":
             init_loc_fn = structured(self.guide).init_loc_fn
-            start = start_rounds("mode", fm, num_silos, self.starts, init_loc_fn, pvi.begin())
+            start = start_rounds("mode", fm, num_silos, self.starts, init_loc_fn, at_mode(pvi))
         return Built(
             model=fm,
             guide=guide,

@@ -1,6 +1,12 @@
-"""PVI: the server adds proposals to the posterior, and may have a factor for the prior.
+"""PVI at the server, which adds proposals to the posterior, and may have a factor for the prior.
 
-Ashman et al. 2022, arXiv 2202.12275, Algorithm 1.
+Ashman et al. 2022, arXiv 2202.12275, Algorithm 1. At each update
+
+1. the server sends the sum of all factors to the silos that take part;
+2. each of them solves its own problem, and replies with the change of its factor (``silo.py``);
+3. the server adds the changes, times a damping, as far as the posterior stays proper.
+
+A start at a mode or at a result is in ``start.py``.
 """
 
 from __future__ import annotations
@@ -23,35 +29,23 @@ from numpyro_fed.numerics import expfam
 from numpyro_fed.numerics.divergences import KL, WeightedKL
 from numpyro_fed.numerics.expfam import Family
 from numpyro_fed.numerics.expfam.family import Natural, Ordinary, Parts, location_and_log_scale
-from numpyro_fed.numerics.gaussian import Gaussian
 from numpyro_fed.pvi.silo import Down, Movement, PVIAtSilo, ServerState, SiloState, Status, Up
 from numpyro_fed.rounds.exchange import (
     Ask,
     AskSilos,
-    CarriedSilo,
     Exchange,
     FederatedAlgorithm,
     Info,
     Private,
-    Reply,
     Round,
     Shared,
     SharedParams,
-    SiloParams,
-    WarmStart,
+    StackedExchange,
+    WhenAway,
     key_as_noise,
     stacked_reply,
 )
-from numpyro_fed.search.expand import SearchState, shape
-from numpyro_fed.search.mode_search import BestPoints
-from numpyro_fed.search.start_point import (
-    FROM_MODE,
-    StartMessage,
-    StartPoint,
-    local_guides_at_mode,
-    local_guides_of_result,
-    start_at_mode,
-)
+from numpyro_fed.search.expand import shape
 from numpyro_fed.text.sites import Theta
 
 KL_DRAWS = 256  # for the KL to a prior outside of the family: more make the loss less noisy
@@ -86,8 +80,8 @@ class PartitionedVI(PVIAtSilo):
             watch_reply=lambda up: worst(up.statuses),
             done=self.done,
             # A factor that is not renewed stays in the posterior as it is.
-            without="exact",
-            away=jnp.int32(Status.AWAY),
+            when_away=WhenAway.GO_ON,
+            watched_away=jnp.int32(Status.AWAY),
         )
 
     def init_server(self, key: Array) -> ServerState:
@@ -95,8 +89,7 @@ class PartitionedVI(PVIAtSilo):
         theta = self.model.init_theta(key)
         prior = self.globals.prior(theta)
         server_factor, converged = jax.tree.map(jnp.zeros_like, prior), jnp.array(True)
-        # A run from the mode has the parabola of the prior's outside part as this factor instead:
-        # ``begin``.
+        # A run from the mode has the parabola of the prior's outside part as this factor instead.
         if (outside := self.globals.prior_outside) is not None and not self.from_mode:
             start = jax.tree.map(
                 lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(self.family.ordinary, prior)
@@ -104,16 +97,16 @@ class PartitionedVI(PVIAtSilo):
             server_factor, converged = self._visit_prior(
                 outside, key, theta, prior, start, server_factor
             )
-        none = jnp.zeros(self.model.dim)
+        none, zero = jnp.zeros(self.model.dim), jnp.zeros(())
         return ServerState(
-            SharedParams(self.aggregate(prior, server_factor), theta),
-            server_factor,
-            server_factor,
-            self.optim.init(theta),
-            jnp.asarray(self.damping, jnp.result_type(float)),
-            jnp.zeros(self.num_silos),
-            Movement(none, none, jnp.zeros((), jnp.int32), jnp.zeros(()), converged, jnp.zeros(())),
-            self.first_frame(),
+            params=SharedParams(self.aggregate(prior, server_factor), theta),
+            total=server_factor,
+            server_factor=server_factor,
+            opt_state=self.optim.init(theta),
+            damping=jnp.asarray(self.damping, jnp.result_type(float)),
+            taken=jnp.zeros(self.num_silos),
+            progress=Movement(none, none, jnp.zeros((), jnp.int32), zero, converged, zero),
+            frame=self.first_frame(),
         )
 
     def round(self, state: ServerState, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
@@ -149,23 +142,21 @@ class PartitionedVI(PVIAtSilo):
             )
             total = jax.tree.map(jnp.add, others, server_factor)
         theta, opt_state, guide = self._update_theta(state, noise, total, up.theta)
-        after = ServerState(
-            SharedParams(guide, theta),
-            total,
-            server_factor,
-            opt_state,
-            next_damping,
-            state.taken.at[ask.who].set(damping),
-            self._progress(state.progress, before, guide, converged, up.statuses),
-            state.frame,
+        after = state._replace(
+            params=SharedParams(guide, theta),
+            total=total,
+            server_factor=server_factor,
+            opt_state=opt_state,
+            damping=next_damping,
+            taken=state.taken.at[ask.who].set(damping),
+            progress=self._progress(state.progress, before, guide, converged, up.statuses),
         )
         # Each silo's term counts once in a round, however many visits a round has.
         weight = self.num_silos / self.visits
         loss = kl_to_prior / self.steps - weight * up.log_lik
-        moved_by = self.family.kl(guide, before)
         # The damping used is 0 for a rejected update; ``own`` is the server's own factor's state.
         report = {"damping": damping, "statuses": up.statuses, "own": converged}
-        return after, Info(loss, all_finite(after), moved_by, report)
+        return after, Info(loss, all_finite(after), report)
 
     def done(self, state: ServerState) -> Array:
         """Return whether the last round moved the posterior little, and used every proposal."""
@@ -279,143 +270,13 @@ class PartitionedVI(PVIAtSilo):
             return Down(first.params.theta, first.total), shape()
 
         visit = stacked_reply(expect, little=True)
-        return Exchange("evaluation", visit, silo_noise=key_as_noise, like=messages)
+        return StackedExchange("evaluation", visit, silo_noise=key_as_noise, messages=messages)
 
     def free_energy(self, ask: AskSilos, key: Array, state: ServerState) -> float:
         """Return the free energy of the posterior, in one exchange."""
         log_lik = ask(self.evaluation, Down(state.params.theta, state.total))
         kl = jit_once(self.kl_to_prior)(key, state.params.theta, state.params.guide)
         return float(log_lik) - float(kl)
-
-    def frame_at(self, point: StartPoint) -> Gaussian:
-        """Return the frame in which silos' local guides measure the globals."""
-        return point.frame(self.guide.globals).globals
-
-    def _posterior_at(self, point: StartPoint) -> Natural:
-        """Return the posterior whose frame a start has told."""
-        # K'K is the precision of the frame, without inverting its covariance.
-        K = self.frame_at(point).inverse_root()
-        return self.family.from_derivatives(point.centre, jnp.zeros_like(point.centre), K.T @ K)
-
-    def _server_factor_at(self, point: StartPoint, none: Natural) -> Natural:
-        """Return the parabola of the prior's part outside of the family, or no factor."""
-        fm, log_outside, theta = self.model, self.globals.prior_outside, point.theta
-        if log_outside is None:
-            return none
-
-        # The search for the mode rounds off the kinks of priors. A parabola of the kink itself
-        # would have the curvature of zero or infinity, so the smooth version replaces it here, too.
-        def remainder(z: Array) -> Array:
-            return log_outside(theta, z) + fm.smoothed.log_prior(theta, z) - fm.log_prior(theta, z)
-
-        z = point.centre
-        return self.family.from_derivatives(z, jax.grad(remainder)(z), -jax.hessian(remainder)(z))
-
-    def _server_at(
-        self, first: ServerState, point: StartPoint, total: Natural, server_factor: Natural
-    ) -> ServerState:
-        guide = self.aggregate(self.globals.prior(point.theta), total)
-        return first._replace(
-            params=SharedParams(guide, point.theta),
-            total=total,
-            server_factor=server_factor,
-            opt_state=self.optim.init(point.theta),
-            frame=self.frame_at(point),
-        )
-
-    def carry(self) -> WarmStart:
-        """Return the functions by which PVI starts at the result of another method.
-
-        The first posterior is the normal distribution of that result. The silos have equal shares
-        of its difference from the prior: it does not say how much each of them contributed.
-        """
-
-        def begin_server(key: Array, point: StartPoint) -> ServerState:
-            first, prior = self.init_server(key), self.globals.prior(point.theta)
-            total = jax.tree.map(jnp.subtract, self._posterior_at(point), prior)
-            server_factor = self._server_factor_at(point, first.server_factor)
-            return self._server_at(first, point, total, server_factor)
-
-        def begin_silo(
-            key: Array, carried: CarriedSilo, point: StartPoint, data: SiloData
-        ) -> SiloState:
-            server = begin_server(key, point)
-            share = jax.tree.map(
-                lambda a, b: (a - b) / self.num_silos, server.total, server.server_factor
-            )
-            eta = local_guides_of_result(self.guide, carried, point, data)
-            params = SiloParams(eta, carried.theta)
-            return self.init_silo(key, data)._replace(
-                params=params, factor=share, frame=server.frame
-            )
-
-        return WarmStart(begin_server, begin_silo)
-
-    def begin(self) -> Round:
-        r"""Return the round that leads from the states of a search for the mode to those of PVI.
-
-        With gradient :math:`g_m` and negative Hessian :math:`A_m` of silo ``m``'s log likelihood at
-        the mode :math:`\hat z`, its own latents integrated by Laplace's method, its factor is
-
-        .. math::
-            t_m(z) = \exp\big(g_m' (z - \hat z) - \tfrac12 (z - \hat z)' A_m (z - \hat z)\big),
-
-        so that the first posterior is Laplace's approximation of the joint one, and visits improve
-        on the parabolas. A flat prior has natural parameters of zero: only the sum has to be
-        proper.
-        """
-        fm, family = self.model, self.family
-
-        def silo_factor(
-            noise: Array, down: StartMessage, state: SearchState, data: SiloData
-        ) -> tuple[Reply[Natural], SiloState]:
-            point, place = down.point, jax.tree.map(lambda a: a[down.start], state.place)
-            num_theta = len(place.gradient) - fm.dim
-            factor = family.from_derivatives(
-                point.centre, place.gradient[num_theta:], place.curvature[num_theta:, num_theta:]
-            )
-            # A silo without a parabola starts with no factor, as in the paper.
-            factor = jax.tree.map(lambda a: jnp.where(all_finite(factor), a, 0.0), factor)
-            eta = local_guides_at_mode(fm, self.guide, down, state, data)
-            params, frame = SiloParams(eta, state.private), self.frame_at(point)
-            first = self.init_silo(noise, data)
-            draft = first._replace(params=params, pending=factor, frame=frame)
-            return Reply(factor, all_finite(eta)), draft
-
-        def run(state: BestPoints[Array], noise: Array, ask: Ask) -> tuple[ServerState, Info]:
-            message = start_at_mode(fm, state)
-            point, replies = message.point, ask(FROM_MODE, message)
-            first, prior = self.init_server(noise), self.globals.prior(point.theta)
-            server_factor = self._server_factor_at(point, first.server_factor)
-            total = jax.tree.map(jnp.add, replies.up, server_factor)
-
-            def proper(total: Natural) -> Array:
-                return family.proper(self.aggregate(prior, total))
-
-            if self.globals.prior_outside is not None:
-                # Effects and their scale together (both globals) need not be at a peak of the
-                # joint density where the search is, since it has integrated the effects. Then the
-                # server's factor makes the posterior that of the search, until a round renews it.
-                posterior = self._posterior_at(point)
-                needed = jax.tree.map(lambda q, p, t: q - p - t, posterior, prior, replies.up)
-                server_factor = where(proper(total), server_factor, needed)
-                total = jax.tree.map(jnp.add, replies.up, server_factor)
-            none = jax.tree.map(jnp.zeros_like, total)
-            # A silo's own parabola may be concave upwards, and so may the family's diagonal of the
-            # sum. A smaller share of all factors is then proper under a proper prior.
-            total, taken = proper_step(proper, none, total, 1.0)
-            server_factor = jax.tree.map(lambda a: taken * a, server_factor)
-            after = self._server_at(first, point, total, server_factor)
-            after = after._replace(taken=jnp.full_like(first.taken, taken))
-            return after, Info(jnp.zeros(()), all_finite(after) & proper(total))
-
-        exchange = Exchange(
-            FROM_MODE,
-            silo_factor,
-            commit=lambda draft, sent: draft._replace(pending=sent),
-            silo_noise=key_as_noise,
-        )
-        return Round((exchange,), run, key_as_noise)
 
 
 STEPS = 200  # of L-BFGS, at most

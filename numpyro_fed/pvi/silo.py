@@ -270,8 +270,14 @@ class PVIAtSilo:
         centre = state.frame.standardise(family.centre(family.ordinary(solution.eta)))
         params, centre = where(usable, (solution.silo_part, centre), (state.params, state.centre))
         stale = current if self.delayed else ()
-        draft = SiloState(
-            params, centre, factor, change, state.visits + 1, status, stale, state.frame
+        draft = state._replace(
+            params=params,
+            centre=centre,
+            factor=factor,
+            pending=change,
+            visits=state.visits + 1,
+            status=status,
+            stale=stale,
         )
         return Reply(Up(change, log_lik, g_theta, statuses), jnp.array(True)), draft
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,35 +32,20 @@ from numpyro_fed.rounds.exchange import (
     Silo,
     Up,
 )
-from numpyro_fed.rounds.noise import (
+from numpyro_fed.rounds.keys import (
     exchange_key,
     init_keys,
     participant_keys,
     server_key,
     silo_key,
 )
-from numpyro_fed.rounds.stack import (
-    BLOCK,
-    NOISE,
-    Batches,
-    Log,
-    RunStatus,
-    Runtime,
-    Schedule,
-    ServerData,
-    Single,
-    Stacks,
-    State,
-    Watch,
-    chunk_of,
-    in_order,
-    init_schedule,
-    num_silos,
-    visits,
-)
+from numpyro_fed.rounds.runtime import Log, RunStatus, Runtime, Single, State
+from numpyro_fed.rounds.schedules import Schedule, chunk_of, init_schedule, visits
+from numpyro_fed.rounds.silos import Batches, ServerData, Stacks, Watch, in_order, num_silos
 from numpyro_fed.rounds.step import (
     Answers,
     RoundNoise,
+    StepDone,
     Transport,
     combine,
     for_participants,
@@ -68,13 +53,37 @@ from numpyro_fed.rounds.step import (
     transport_of_stacks,
 )
 
+# Rounds for which noise is drawn at once. One draw for many rounds costs less than many small ones:
+# a round with 100 of 10,000 silos took 2.36 times as long as one of 100 silos before, 2.02 times
+# now (docs/results/speed.md). More rounds at once were tried and gained nothing (compilation.md).
+BLOCK = 64
+# Numbers that are drawn at once, about, which bounds the memory: 4 MB in single precision.
+NOISE = 2**20
+
 Positions = tuple[Array, Array]  # each silo's bucket and its row there, (silos,) each
 Participants = Array | tuple[()]  # who takes part; empty where everyone does
-StepCarry = tuple[Array, Any, Stacks, Any, Log, RunStatus]  # of the loop over steps
-RoundCarry = tuple[Array, State, Log, RunStatus]  # of the loop over rounds
 
 
-def simulation(
+class RoundsSoFar(NamedTuple):
+    """The carry of the loop over rounds."""
+
+    number: Array
+    state: State
+    log: Log
+    status: RunStatus
+
+
+class StepsSoFar(NamedTuple):
+    """The carry of the loop over the steps of a round."""
+
+    number: Array
+    server: Any
+    silos: Stacks
+    log: Log
+    status: RunStatus
+
+
+def compiled_runtime(
     algorithm: FederatedAlgorithm[Server, Silo],
     schedule: Schedule | None = None,
     *,
@@ -102,26 +111,22 @@ def simulation(
         return readable(drop_weak_types(State(jnp.zeros((), jnp.int32), server, silos, carry)))
 
     advance = jit(_Loop(algorithm, schedule).advance)
-    quick_single = partial(single, jit=jit_once)
-    chunk = chunk_of(schedule)
-    return Runtime(init, advance, single, transport_of_stacks, chunk, quick_single)
+    return Runtime(init, advance, single, transport_of_stacks, chunk_of(schedule))
 
 
-def single(round_: Round, jit: Callable[..., Callable[..., Any]] = jax.jit) -> Single:
-    """Return one round with every silo, compiled."""
+def single(round_: Round) -> Single:
+    """Return one round with every silo, compiled quickly."""
 
-    @jit
+    @jit_once
     def run(
         key: Array, server: object, silos: Stacks, batches: Batches, server_data: ServerData = None
-    ) -> tuple[Any, Stacks, Info, Array]:
+    ) -> StepDone[Stacks]:
         noise = _noise_of_all(round_, key, jnp.zeros(1, jnp.int32), silos, batches)
         noise = jax.tree.map(lambda a: a[0], noise)
         who, order = jnp.arange(num_silos(batches)), in_order(batches)
         transport = _transport_to_all(batches, order, None)
-        server, silos, info, good, _ = step(
-            round_, transport, noise, server, silos, who, server_data
-        )
-        return readable(drop_weak_types((server, silos, info, good[order])))
+        done = step(round_, transport, noise, server, silos, who, server_data)
+        return readable(drop_weak_types(done._replace(good=done.good[order])))
 
     return run
 
@@ -223,35 +228,36 @@ class _Loop:
         empty = jax.tree.map(lambda a: jnp.zeros((*room, *a.shape), a.dtype), reported)
         log = Log(jnp.zeros(room[0]), *empty)
 
-        def continues(carry: RoundCarry) -> Array:
-            i, state, _, status = carry
+        def continues(so_far: RoundsSoFar) -> Array:
+            status = so_far.status
             # The last round may be kept, and the algorithm is not done.
-            goes_on = status.ok & ~(stop & done(state.server)) if done else status.ok
-            return (i < n) & goes_on
+            goes_on = status.ok & ~(stop & done(so_far.state.server)) if done else status.ok
+            return (so_far.number < n) & goes_on
 
-        def one_block(carry: RoundCarry) -> RoundCarry:
-            begun, state, _, _ = carry
+        def one_block(so_far: RoundsSoFar) -> RoundsSoFar:
+            begun, state = so_far.number, so_far.state
             drawn = self._draw(key, state.round + jnp.arange(block), state, batches)
 
-            def body(carry: RoundCarry) -> RoundCarry:
-                i, state, log, _ = carry
+            def body(so_far: RoundsSoFar) -> RoundsSoFar:
+                i, state, log, _ = so_far
                 of_round = jax.tree.map(lambda a: a[i - begun], drawn)
                 inputs = of_round, state.server, state.silos
                 server, silos, info, good, watched = one_step(*inputs, *rest)
-                planned = _planned(state.schedule, of_round[0], info)
-                state = State(state.round + 1, server, silos, planned)
+                state = State(state.round + 1, server, silos, state.schedule)
                 log = _write(log, i, 0, info, of_round[0], watched)
-                return i + 1, state, log, RunStatus(info.ok, good)
+                return RoundsSoFar(i + 1, state, log, RunStatus(info.ok, good))
 
-            return jax.lax.while_loop(
-                lambda carry: (carry[0] - begun < block) & continues(carry), body, carry
-            )
+            def within(so_far: RoundsSoFar) -> Array:
+                return (so_far.number - begun < block) & continues(so_far)
+
+            return jax.lax.while_loop(within, body, so_far)
 
         # Few rounds a block where a round's noise is large: the block stands in memory at once.
         drawn_at_once = sum(a.size for a in jax.tree.leaves(drawn))
         block = max(1, min(BLOCK, NOISE // max(drawn_at_once, 1)))
         all_good = jnp.ones(good.shape if ahead else size, bool)
-        start = (jnp.zeros((), jnp.int32), state, log, RunStatus(jnp.array(True), all_good))
+        status = RunStatus(jnp.array(True), all_good)
+        start = RoundsSoFar(jnp.zeros((), jnp.int32), state, log, status)
         if not ahead:
             one_round = partial(self._run_steps, one_step, key, rest)
             return readable(jax.lax.while_loop(continues, one_round, start)[1:])
@@ -285,7 +291,7 @@ class _Loop:
         batches: Batches,
         order: Any,
         server_data: ServerData,
-    ) -> tuple[Any, Stacks, Info, Array, Any]:
+    ) -> StepDone[Stacks]:
         """Run a step with its participants and its noise."""
         (who, noise), watch = drawn, self.algorithm.watch
         transport: Transport[Any, Stacks]
@@ -301,38 +307,30 @@ class _Loop:
         one_step: Callable[..., Any],
         key: Array,
         rest: tuple[Batches, Any, ServerData],
-        carry: RoundCarry,
-    ) -> RoundCarry:
+        so_far: RoundsSoFar,
+    ) -> RoundsSoFar:
         """Run a round of several steps, or one whose participants the last round has decided."""
-        (i, state, log, _), schedule = carry, cast(Schedule, self.schedule)
-        who, plan = visits(schedule, key, state.round, state.schedule)
+        (i, state, log, _), schedule = so_far, cast(Schedule, self.schedule)
+        who, carry = visits(schedule, key, state.round, state.schedule)
 
-        def continues(carry: StepCarry) -> Array:
-            return (carry[0] < len(who)) & carry[-1].ok
+        def continues(steps: StepsSoFar) -> Array:
+            return (steps.number < len(who)) & steps.status.ok
 
-        def body(carry: StepCarry) -> StepCarry:
-            s, server, silos, planned, log, status = carry
+        def body(steps: StepsSoFar) -> StepsSoFar:
+            s, server, silos, log, status = steps
             number = state.round * len(who) + s
             noise = _noise_of_participants(self.algorithm.round, key, number, who[s], silos)
             server, silos, info, good, watched = one_step((who[s], noise), server, silos, *rest)
             log = _write(log, i, s, info, who[s], watched)
             status = RunStatus(info.ok, status.replies.at[who[s]].set(good))
-            return s + 1, server, silos, _planned(planned, who[s], info), log, status
+            return StepsSoFar(s + 1, server, silos, log, status)
 
         status = RunStatus(jnp.array(True), jnp.ones(num_silos(rest[0]), bool))
         zero = jnp.zeros((), jnp.int32)
-        first = (zero, state.server, state.silos, (plan, state.schedule[1]), log, status)
-        _, server, silos, planned, log, status = jax.lax.while_loop(continues, body, first)
-        return i + 1, State(state.round + 1, server, silos, planned), log, status
-
-
-def _planned(planned: Any, who: Participants, info: Info) -> Any:
-    """Return a schedule's carry and changes after a step; nothing without a schedule."""
-    if isinstance(who, tuple):
-        return ()
-    carry, change = planned
-    # Only with one participant is the change of the server's state that silo's doing.
-    return carry, change.at[who[0]].set(info.change) if len(who) == 1 else change
+        first = StepsSoFar(zero, state.server, state.silos, log, status)
+        _, server, silos, log, status = jax.lax.while_loop(continues, body, first)
+        after = State(state.round + 1, server, silos, carry)
+        return RoundsSoFar(i + 1, after, log, status)
 
 
 def _noise_of_participants(
@@ -375,7 +373,7 @@ def _transport_to_some(
         return drop_weak_types((reply, state, watch(state) if watch else ()))
 
     def visit_one(
-        exchange: Exchange[Any, Down, Up], noise: Any, down: Down, j: Array, silos: Stacks
+        exchange: Exchange[Any, Down, Up], noise: object, down: Down, j: Array, silos: Stacks
     ) -> tuple[Stacks, tuple[Reply[Up], Any]]:
         """Visit participant ``j``, from whichever bucket."""
         # From each other bucket one silo's state is taken out and put back unchanged. XLA copies
@@ -387,7 +385,7 @@ def _transport_to_some(
         )
 
         def in_bucket(
-            b: int, noise: Any, down: Down, states: Stacks
+            b: int, noise: object, down: Down, states: Stacks
         ) -> tuple[Reply[Up], Stacks, Any]:
             data = jax.tree.map(partial(take, index=at[b]), batches[b].data)
             reply, state, watched = visit(exchange, noise, down, states[b], data)
@@ -402,7 +400,7 @@ def _transport_to_some(
         return silos, (reply, watched)
 
     def transport(
-        exchange: Exchange[Any, Down, Up], noise: Any, down: Down, who: Array, silos: Stacks
+        exchange: Exchange[Any, Down, Up], noise: object, down: Down, who: Array, silos: Stacks
     ) -> Answers[Stacks]:
         def body(silos: Stacks, i: Array | int) -> tuple[Stacks, tuple[Reply[Up], Any]]:
             sent = for_participants(exchange.scatter, down, i)

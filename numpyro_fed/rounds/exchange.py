@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -58,8 +58,6 @@ class Info(NamedTuple):
     # () bool: whether the server's numbers allow the round to be kept. The runtime checks the
     # replies by itself. A run stops before a round that may not be kept.
     ok: Array
-    # () float: how far the round moved the server's state; 0 where that is not measured.
-    change: Array | float = 0.0
     report: Any = ()  # logged for each step
 
 
@@ -128,7 +126,8 @@ def unknown_exchange(name: str) -> ModelError:
     )
 
 
-class Exchange(NamedTuple, Generic[Silo, Down, Up]):
+@dataclass(frozen=True, eq=False)
+class Exchange(Generic[Silo, Down, Up]):
     """A question to a silo: one message down to it, and one reply up from it.
 
     Randomness is an argument: a runtime turns keys into noise by ``silo_noise``, for many rounds
@@ -161,10 +160,6 @@ class Exchange(NamedTuple, Generic[Silo, Down, Up]):
         exchange is not kept if a reply cannot be used.
     settings : str
         JSON, from which a silo in another process builds an exchange that belongs to no run.
-    like : () -> (down, up), optional
-        The shapes of the messages, where ``silo`` is a plain function of a stack of silos (silos,
-        ...), which cannot be traced and compiles by itself what depends on the text. Its noise is
-        none, or a key for each silo, and its reply is of NumPy arrays.
     """
 
     name: str
@@ -178,17 +173,11 @@ class Exchange(NamedTuple, Generic[Silo, Down, Up]):
     usable: Callable[[Any], Array] = all_finite
     lenient: bool = False
     settings: str = ""
-    like: Callable[[], tuple[Any, Any]] | None = None
 
     @property
     def id(self) -> ExchangeId:
         """Return the record by which other parties know the exchange."""
         return ExchangeId(self.name, self.settings)
-
-    @property
-    def stacked(self) -> bool:
-        """Whether the silo's function is one of a stack of silos."""
-        return self.like is not None
 
     def visit(
         self, noise: object, down: Down, state: Silo, data: SiloData
@@ -210,6 +199,69 @@ class Exchange(NamedTuple, Generic[Silo, Down, Up]):
         # keep the sum finite, and ``ok`` says that the round must not be kept.
         up = jax.tree.map(lambda a: jnp.where(ok, a, jnp.zeros_like(a)), reply.up)
         return reply._replace(up=up, ok=ok)
+
+    def compiled(self) -> Exchange[Silo, Down, Up]:
+        """Return the same exchange for a single silo, whose part is compiled.
+
+        Its ``silo`` is the whole visit: the reply that it returns is checked, and its draft is the
+        silo's next state, so that nothing is left to commit.
+        """
+        visit, noise = jax.jit(self.visit), jax.jit(self.silo_noise)
+        return replace(self, silo=visit, commit=as_drafted, silo_noise=noise)
+
+
+@dataclass(frozen=True, eq=False)
+class StackedExchange(Exchange[Silo, Down, Up]):
+    """An exchange that a plain program at the server asks, with silos of one shape as a stack.
+
+    ``silo`` is a plain function of a stack of silos (silos, ...), which cannot be traced and
+    compiles by itself what depends on the text. Its noise is none, or a key for each silo, and its
+    reply is of NumPy arrays.
+
+    Attributes
+    ----------
+    messages : () -> (down, up)
+        The shapes of the messages.
+    """
+
+    messages: Callable[[], tuple[Any, Any]] = field(kw_only=True)
+
+    def checked_stack(self, reply: Reply[Up]) -> Reply[Up]:
+        """Return the replies of a stack, each as :meth:`Exchange.checked` returns it.
+
+        Numbers are sent in the precision of this moment, whatever a silo has computed in.
+        """
+        real = jnp.result_type(float)
+        as_agreed = jax.tree.map(lambda a: a.astype(real) if a.dtype.kind == "f" else a, reply.up)
+        reply = reply._replace(up=as_agreed)
+        if self.usable is all_finite:
+            leaves = [np.isfinite(a).reshape(len(a), -1).all(1) for a in jax.tree.leaves(reply.up)]
+            usable = np.logical_and.reduce(leaves)
+        else:
+            silos = range(len(np.asarray(reply.ok)))
+            each = (jax.tree.map(lambda a, i=i: a[i], reply.up) for i in silos)
+            usable = np.array([bool(self.usable(up)) for up in each])
+        ok: np.ndarray = np.asarray(reply.ok) & usable
+        if self.lenient:
+            return reply._replace(ok=ok)
+        zeroed = jax.tree.map(
+            lambda a: np.where(ok.reshape(-1, *[1] * (a.ndim - 1)), a, np.zeros_like(a)), reply.up
+        )
+        return reply._replace(up=zeroed, ok=ok)
+
+    def compiled(self) -> Exchange[Silo, Down, Up]:
+        """Return the same exchange for a single silo, which is a stack of one."""
+
+        def alone(noise: object, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Up], Silo]:
+            here = jax.tree.map(lambda a: np.asarray(a)[None], (state, data))
+            keys = noise if isinstance(noise, tuple) else jnp.reshape(jnp.asarray(noise), (1,))
+            reply, after = self.silo(keys, jax.tree.map(np.asarray, down), *here)
+            found: tuple[Reply[Up], Silo] = jax.tree.map(
+                lambda a: np.asarray(a)[0], (self.checked_stack(reply), after)
+            )
+            return found
+
+        return replace(self, silo=alone)
 
 
 class Ask(Protocol):
@@ -239,6 +291,11 @@ class Ask(Protocol):
 AskSilos = Callable[[Exchange[Any, Any, Any], Any], Any]
 
 
+def _no_round(state: object, noise: object, ask: Ask) -> tuple[Any, Info]:
+    """Refuse to run exchanges that a plain program at the server asks one by one."""
+    raise TypeError("these exchanges belong to no round: a search asks them by itself.")
+
+
 @dataclass(frozen=True, eq=False)
 class Round:
     """One step of the server, and the exchanges that it makes with silos.
@@ -252,13 +309,14 @@ class Round:
     Attributes
     ----------
     exchanges : tuple of Exchange
-    run : (server_state, noise, ask) -> (server_state, Info)
+    run : (server_state, noise, ask) -> (server_state, Info), optional
+        There is none for exchanges that a plain program at the server asks one by one.
     noise : key -> noise
         The server's noise.
     """
 
     exchanges: tuple[Exchange[Any, Any, Any], ...]
-    run: Callable[[Any, Any, Ask], tuple[Any, Info]]
+    run: Callable[[Any, Any, Ask], tuple[Any, Info]] = _no_round
     noise: Callable[[Array], Any] = no_noise
 
     def __post_init__(self) -> None:
@@ -271,6 +329,11 @@ class Round:
             )
 
     @property
+    def is_run(self) -> bool:
+        """Return whether a runtime runs the round; else a plain program asks its exchanges."""
+        return self.run is not _no_round
+
+    @property
     def name(self) -> str:
         """Return the name of the first exchange, by which the round is known."""
         return self.exchanges[0].name
@@ -279,11 +342,6 @@ class Round:
     def id(self) -> ExchangeId:
         """Return the id of the first exchange, by which other parties know the round."""
         return self.exchanges[0].id
-
-
-def asked_directly(state: object, noise: object, ask: Ask) -> tuple[Any, Info]:
-    """Refuse to run as a round: a plain program at the server asks its exchanges one by one."""
-    raise TypeError("these exchanges belong to no round: a search asks them by itself.")
 
 
 def key_as_noise(key: Array, state: object = None) -> Array:
@@ -299,7 +357,7 @@ def of_stack(
     ``down`` is one for all silos. With ``little`` work it is compiled quickly.
     """
 
-    def of_silos(noise: Any, down: Down, states: Silo, data: SiloData) -> Found:
+    def of_silos(noise: object, down: Down, states: Silo, data: SiloData) -> Found:
         def of_silo(one: tuple[Any, Silo, SiloData]) -> Found:
             return f(one[0], down, *one[1:])
 
@@ -322,7 +380,7 @@ def stacked_reply(
     """
     compiled = of_stack(f, little=little)
 
-    def reply(noise: Any, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Up], Silo]:
+    def reply(noise: object, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Up], Silo]:
         # Waited for in a way that Ctrl-C can end.
         told = jax.block_until_ready(compiled(noise, down, state, data))
         up: Up = jax.tree.map(np.asarray, told)
@@ -335,7 +393,7 @@ def stacked_visit(visit: Visit[Down, Silo, Up], *, little: bool) -> Visit[Down, 
     """Return a silo's part of an exchange for a stack of silos, compiled, as of NumPy arrays."""
     compiled = of_stack(visit, little=little)
 
-    def reply(noise: Any, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Up], Any]:
+    def reply(noise: object, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Up], Any]:
         # Waited for in a way that Ctrl-C can end.
         told, after = jax.block_until_ready(compiled(noise, down, state, data))
         found: Reply[Up] = jax.tree.map(np.asarray, told)
@@ -401,6 +459,19 @@ class WarmStart(NamedTuple):
     silo: Callable[..., Any]  # (key, CarriedSilo, StartPoint, data) -> silo_state
 
 
+class WhenAway(Enum):
+    """The way of a round without silos that do not answer.
+
+    It waits for them (``WAIT``). Or it is run with the others, and is as exact as with all
+    (``GO_ON``). Or it scales up the sum over the others, which is right on average over the silos
+    that are missing (``SCALE``).
+    """
+
+    WAIT = "wait"
+    GO_ON = "go on"
+    SCALE = "scale"
+
+
 class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     """An algorithm as pure functions; a runtime has the loop.
 
@@ -426,14 +497,11 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
         Whether the algorithm has converged. No round follows after that.
     opening : tuple of Round
         Rounds that are run once, from the first states, before the first round.
-    carry : WarmStart, optional
+    warm_start : WarmStart, optional
     server_like : pytree
         Shapes of the server's data, in a vertical model.
-    without : {"wait", "exact", "scaled"}
-        What a round does without silos that do not answer: it waits for them; it is run with the
-        others and is as exact as with all; or it scales up the sum over the others, which is right
-        on average over the silos that are missing.
-    away : pytree, optional
+    when_away : WhenAway
+    watched_away : pytree, optional
         The watched numbers of a silo that did not answer.
     """
 
@@ -447,10 +515,13 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     watch_reply: Callable[[Any], Any] | None = None
     done: Callable[[Server], Array] | None = None
     opening: tuple[Round, ...] = ()
-    carry: WarmStart | None = None
+    warm_start: WarmStart | None = None
     server_like: Any = None
-    without: str = "wait"
-    away: Any = ()
+    when_away: WhenAway = WhenAway.WAIT
+    watched_away: Any = ()
+
+
+AnyAlgorithm = FederatedAlgorithm[Any, Any]
 
 
 def ascend(

@@ -25,13 +25,23 @@ from numpyro_fed.basics.errors import (
     GuideError,
     RefusedError,
     ReplyError,
-    SumError,
 )
-from numpyro_fed.basics.trees import Tree
+from numpyro_fed.basics.trees import Tree, drop_weak_types
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.rounds.exchange import Combine, Exchange, ExchangeId, FederatedAlgorithm, Round
-from numpyro_fed.rounds.stack import ServerData
-from numpyro_fed.rounds.step import message_shapes
+from numpyro_fed.rounds.exchange import (
+    Combine,
+    Down,
+    Exchange,
+    ExchangeId,
+    FederatedAlgorithm,
+    Reply,
+    Round,
+    Silo,
+    StackedExchange,
+    Up,
+)
+from numpyro_fed.rounds.silos import ServerData
+from numpyro_fed.rounds.step import Answers, combine, for_participants, step
 
 DTYPES = {
     "BOOL": np.bool_,
@@ -69,15 +79,6 @@ OF_DATA = LEVELS, MOMENTS
 DRAWS = "draws for a silo"  # draws of the globals, by which a silo predicts; there is no reply
 GO_ON = "go on"  # at a state of an earlier run, whose id is in the settings
 BEGINNINGS = BEGIN, SEARCH, WITHOUT_START
-# Messages of sums that nobody sees. Before the first one silos tell each other public keys through
-# the server. Then a question has Terms in its head, and the reply has, in the place of the numbers
-# of ``Reply.up`` and of the weight, one array of masked words. ``ok`` stays as it is.
-KEYS = "keys"  # the question for a silo's public keys in a session
-PEERS = "peers"  # all silos' public keys
-SECURE = "secure_sum"  # the setting that all agree on
-SUM = "sum"  # the text in the head of a question to which a masked reply is wanted
-MASKED = "masked"  # the array of a masked reply
-LEAST = 2  # silos of a sum; that of one is its reply
 
 
 class Message(NamedTuple):
@@ -129,35 +130,6 @@ class Question(NamedTuple):
                 f"{sorted(head)}, or something else as a number. A Federation makes them."
             )
         return cls(exchange, settings, run, int(number), int(used), method)
-
-
-class Terms(NamedTuple):
-    """The terms of a sum: whose masks are in it, and which ones."""
-
-    session: str  # the id of the keys, at this silo
-    number: int  # in a session numbers grow; a sum that is asked anew has a new one
-    group: tuple[int, ...]  # the silos whose replies are added up
-
-    def purpose(self, session: str, exchange: str, asked: str) -> bytes:
-        """Return what the masks are for, the same at all silos of the sum.
-
-        ``asked`` is a digest of what all silos are asked alike: masks of silos that were asked
-        different things do not cancel. Otherwise a server could ask all silos but one for noise
-        that is nearly zero.
-        """
-        return json.dumps([session, exchange, self.number, self.group, asked]).encode()
-
-
-def check_summed(exchange: Exchange[Any, Any, Any]) -> None:
-    """Raise an error for an exchange whose replies are not added up."""
-    if exchange.combine is not Combine.SUM:
-        raise SumError(
-            "is not enough for it: it needs the reply of each silo by itself, and with "
-            "secure_sum=True sums alone are told. Nothing was sent. Leave it out, or ask it over a "
-            "Federation without secure_sum, if the silos' owners agree.",
-            silos=(),
-            exchange=exchange.name,
-        )
 
 
 def write(arrays: Mapping[str, ArrayLike], head: Mapping[str, str] | None = None) -> bytes:
@@ -248,6 +220,63 @@ def unpack(prefix: str, like: Tree, arrays: Mapping[str, np.ndarray]) -> Tree:
     if unknown := sorted(name for name in arrays if name.startswith(prefix) and name not in names):
         raise DataError(f"a message holds '{unknown[0]}', which was not agreed.")
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+# An exchange with the shapes of what it sends down to a silo, and of the silo's reply.
+MessageShapes = tuple[Exchange[Any, Any, Any], Any, Reply[Any]]
+
+
+def message_shapes(
+    algorithm: FederatedAlgorithm[Any, Any],
+    rounds: Sequence[Round],
+    data: SiloData,
+    server_data: ServerData = None,
+) -> list[MessageShapes]:
+    """Return the shapes of all messages of rounds with one silo that holds ``data``.
+
+    The rounds follow each other from the algorithm's first states; nothing is computed. Without
+    ``server_data`` the algorithm's ``server_like`` gives the shapes of what the server holds.
+    """
+    if server_data is None:
+        server_data = algorithm.server_like
+    exchanges: list[Exchange[Any, Any, Any]] = []
+
+    def trace(key: Array, data: SiloData, server_data: ServerData) -> list[tuple[Any, Reply[Any]]]:
+        server, silo = algorithm.init_server(key), algorithm.init_silo(key, data)
+        crossed: list[tuple[Any, Reply[Any]]] = []
+
+        def transport(
+            exchange: Exchange[Silo, Down, Up], noise: Array, down: Down, who: Array, silos: Silo
+        ) -> Answers[Silo]:
+            sent = for_participants(exchange.scatter, down, 0)
+            reply, after = exchange.visit(exchange.silo_noise(noise, silos), sent, silos, data)
+            exchanges.append(exchange)
+            crossed.append((drop_weak_types(sent), reply))
+            # A single silo is a stack of one, so that the server sees replies as in a real round.
+            stack = jax.tree.map(lambda a: jnp.asarray(a)[None], reply)
+            return Answers(combine(exchange.combine, [stack]), stack.ok, after)
+
+        for round_ in rounds:
+            if not round_.is_run:
+                continue  # its exchanges leave states of the same shapes
+            noise = round_.noise(key), [key] * len(round_.exchanges)
+            who = jnp.arange(1)
+            server, silo, *_ = step(round_, transport, noise, server, silo, who, server_data)
+        return crossed
+
+    shapes = jax.eval_shape(trace, jax.random.key(0), data, server_data)
+    traced = {x.name: (x, *both) for x, both in zip(exchanges, shapes, strict=True)}
+    asked = [x for round_ in rounds for x in round_.exchanges]
+    return [
+        shapes_of_stacked(x) if isinstance(x, StackedExchange) else traced[x.name] for x in asked
+    ]
+
+
+def shapes_of_stacked(exchange: StackedExchange[Any, Any, Any]) -> MessageShapes:
+    """Return the shapes of the messages of a stacked exchange, which says them itself."""
+    down, up = exchange.messages()
+    ok: Any = jax.ShapeDtypeStruct((), bool)
+    return exchange, down, Reply(up, ok)
 
 
 class Crossing(NamedTuple):

@@ -1,4 +1,4 @@
-"""The host loop: a Python loop over rounds and silos, for debugging and as the reference.
+"""The plain runtime: a Python loop over rounds and silos, for debugging and as the reference.
 
 :class:`PlainLoop` takes any transport: that to silos elsewhere, too.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,40 +19,24 @@ from jax.typing import ArrayLike
 from numpyro_fed.basics.errors import SiloAwayError
 from numpyro_fed.basics.trees import Tree, drop_weak_types
 from numpyro_fed.data.batches import stacked
-from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.rounds.exchange import (
     Down,
     Exchange,
     FederatedAlgorithm,
-    Info,
     Reply,
     Round,
     Server,
     Silo,
     Up,
-    as_drafted,
 )
-from numpyro_fed.rounds.noise import exchange_key, init_keys, server_key, silo_key
-from numpyro_fed.rounds.stack import (
-    Batches,
-    Log,
-    RunStatus,
-    Runtime,
-    Schedule,
-    ServerData,
-    Single,
-    Stacks,
-    State,
-    Watch,
-    chunk_of,
-    init_schedule,
-    num_silos,
-    visits,
-)
+from numpyro_fed.rounds.keys import exchange_key, init_keys, server_key, silo_key
+from numpyro_fed.rounds.runtime import Log, RunStatus, Runtime, Single, State
+from numpyro_fed.rounds.schedules import Schedule, chunk_of, init_schedule, visits
+from numpyro_fed.rounds.silos import Batches, ServerData, Stacks, Watch, num_silos
 from numpyro_fed.rounds.step import (
     Answers,
+    StepDone,
     Transport,
-    checked,
     combine,
     compiled_in_parts,
     for_participants,
@@ -61,7 +45,9 @@ from numpyro_fed.rounds.step import (
 )
 
 
-def host(algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule | None = None) -> Runtime:
+def plain_runtime(
+    algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule | None = None
+) -> Runtime:
     """Return the runtime that visits silos one after the other from Python, without padding.
 
     Every function is compiled on its own; under ``jax.disable_jit()`` all of it is ordinary
@@ -81,8 +67,8 @@ def host(algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule | None 
         return State(jnp.zeros((), jnp.int32), server, states, carry)
 
     def loop(round_: Round, watch: Watch, schedule: Schedule | None = None) -> PlainLoop:
-        transport_of = partial(_host_transport, watch=watch)
-        exchanges = tuple(map(compile_visit, round_.exchanges))
+        transport_of = partial(_transport_one_by_one, watch=watch)
+        exchanges = tuple(exchange.compiled() for exchange in round_.exchanges)
         compiled = replace(compiled_in_parts(round_), exchanges=exchanges)
         return PlainLoop(compiled, schedule, transport_of, algorithm.done)
 
@@ -91,7 +77,16 @@ def host(algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule | None 
     def single(round_: Round) -> Single:
         return loop(round_, lambda state: ()).single
 
-    return Runtime(init, advance, single, transport_of_stacks, chunk_of(schedule), single)
+    return Runtime(init, advance, single, transport_of_stacks, chunk_of(schedule))
+
+
+class RoundDone(NamedTuple):
+    """One round, as the plain loop has run it; ``row`` is its row of the log."""
+
+    state: State
+    loss: float
+    status: RunStatus
+    row: Any
 
 
 @dataclass(eq=False)
@@ -134,13 +129,13 @@ class PlainLoop:
 
     def one_round(
         self, key: Array, state: State, batches: Batches, server_data: ServerData
-    ) -> tuple[State, float, RunStatus, Any]:
-        """Run one round; return the next state, the loss, the outcome, and the row of the log."""
+    ) -> RoundDone:
+        """Run one round from a state."""
         size = num_silos(batches)
-        plan, change = (np.arange(size)[None], ()), None
+        steps, carry = np.arange(size)[None], state.schedule
         if self.schedule is not None:
-            plan, change = self._who_when(key, state.round, state.schedule), state.schedule[1]
-        steps = np.asarray(plan[0])
+            who_when, carry = self._who_when(key, state.round, state.schedule)
+            steps = np.asarray(who_when)
         loss, ok, good = 0.0, True, np.ones(size, bool)
         rows: list[Any] = []
         server, silos, transport = state.server, state.silos, self.transport_of(batches)
@@ -161,14 +156,12 @@ class PlainLoop:
             if after is None:  # nobody answers
                 rows.append(None)
                 continue
-            server, silos, info, good[present], watched = after
-            if change is not None and len(present) == 1:
-                change = change.at[present[0]].set(info.change)
-            watched = _with_missing(watched, self.away, who, present)
+            server, silos, info, good[present] = after.server, after.silos, after.info, after.good
+            watched = _with_missing(after.watched, self.away, who, present)
             rows.append(jax.tree.map(np.asarray, (info.report, who, watched)))
             loss, ok = loss + float(info.loss), bool(info.ok)
-            # The driver drops a round that is not ok, and its row of the log with it. The row is
-            # filled up only so that all rows of this call have one shape and can be stacked.
+            # The loop around drops a round that is not ok, and its row of the log with it. The row
+            # is filled up only so that all rows of this call have one shape and can be stacked.
             if not ok:
                 rows += rows[-1:] * (len(steps) - len(rows))
                 break
@@ -181,9 +174,8 @@ class PlainLoop:
             nobody = jax.tree.map(lambda a, none: np.full_like(a, none), watched, self.away)
             pairs = zip(rows, steps, strict=True)
             rows = [(report, who, nobody) if row is None else row for row, who in pairs]
-        carry = () if change is None else (plan[1], change)
         after_it = State(state.round + 1, server, silos, carry)
-        return after_it, loss, RunStatus(ok, good), stacked(rows)
+        return RoundDone(after_it, loss, RunStatus(ok, good), stacked(rows))
 
     @cached_property
     def _who_when(self) -> Callable[..., Any]:
@@ -196,14 +188,14 @@ class PlainLoop:
         silos: Stacks,
         batches: Batches,
         server_data: ServerData = None,
-    ) -> tuple[Any, Stacks, Info, Array]:
+    ) -> StepDone[Stacks]:
         """Run one round with all silos, as :class:`Runtime` says."""
         noise, who = _noise(self.round_, key, 0), jnp.arange(num_silos(batches))
         transport = self.transport_of(batches)
-        return step(self.round_, transport, noise, server, silos, who, server_data)[:4]
+        return step(self.round_, transport, noise, server, silos, who, server_data)
 
 
-def _with_missing(watched: Any, away: object, who: np.ndarray, present: np.ndarray) -> Any:
+def _with_missing(watched: object, away: object, who: np.ndarray, present: np.ndarray) -> Any:
     """Return the watched numbers of silos ``who``, of whom those ``present`` have answered."""
     if len(who) == len(present):
         return watched
@@ -224,7 +216,7 @@ def _noise(round_: Round, key: Array, number: Array | int) -> tuple[Any, list[Ar
     return round_.noise(server_key(keys[0])), keys
 
 
-def _host_transport(batches: Batches, watch: Watch) -> Transport[Array, Stacks]:
+def _transport_one_by_one(batches: Batches, watch: Watch) -> Transport[Array, Stacks]:
     """Return the transport that visits participants one by one; its noise is the exchange's key."""
     bucket_of = {int(b.silos[0]): i for i, b in enumerate(batches)}
 
@@ -245,28 +237,6 @@ def _host_transport(batches: Batches, watch: Watch) -> Transport[Array, Stacks]:
         return Answers(combine(exchange.combine, replies), ok, tuple(after), stacked(watched))
 
     return transport
-
-
-def compile_visit(exchange: Exchange[Silo, Down, Up]) -> Exchange[Silo, Down, Up]:
-    """Return the same exchange with the silo's part compiled.
-
-    Its ``silo`` is the whole visit: the reply that it returns is checked, and its draft is the
-    silo's next state, so that nothing is left to commit.
-    """
-    if not exchange.stacked:
-        visit, noise = jax.jit(exchange.visit), jax.jit(exchange.silo_noise)
-        return exchange._replace(silo=visit, commit=as_drafted, silo_noise=noise)
-
-    def alone(noise: object, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Up], Silo]:
-        here = jax.tree.map(lambda a: np.asarray(a)[None], (state, data))
-        keys = noise if isinstance(noise, tuple) else jnp.reshape(jnp.asarray(noise), (1,))
-        reply, after = exchange.silo(keys, jax.tree.map(np.asarray, down), *here)
-        found: tuple[Reply[Up], Silo] = jax.tree.map(
-            lambda a: np.asarray(a)[0], (checked(exchange, reply), after)
-        )
-        return found
-
-    return exchange._replace(silo=alone)
 
 
 def _first(stack: Tree) -> Tree:

@@ -32,56 +32,42 @@ from numpyro_fed.basics.files import canonical
 from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.data.batches import stacked
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.privacy.masks import MAX_PARTIES, decode
+from numpyro_fed.privacy.masks import MAX_PARTIES
 from numpyro_fed.rounds.exchange import (
-    Combine,
     Down,
     Exchange,
     ExchangeId,
     FederatedAlgorithm,
-    Replies,
     Reply,
     Round,
+    StackedExchange,
     Up,
+    WhenAway,
 )
 from numpyro_fed.rounds.federation import Arrivals, Federation
+from numpyro_fed.rounds.keys import exchange_key, init_keys, server_key
 from numpyro_fed.rounds.messages import (
     BEGIN,
     GO_ON,
-    LEAST,
-    MASKED,
-    SUM,
     Question,
-    Terms,
     at_silo,
-    check_summed,
+    message_shapes,
     pack,
     read,
+    shapes_of_stacked,
     unpack,
     write,
 )
-from numpyro_fed.rounds.noise import exchange_key, init_keys, server_key
-from numpyro_fed.rounds.plain_loop import PlainLoop
-from numpyro_fed.rounds.stack import (
-    Batch,
-    Batches,
-    EndedError,
-    RunStatus,
-    Runtime,
-    Schedule,
-    ServerData,
-    Single,
-    Stacks,
-    State,
-    init_schedule,
-)
+from numpyro_fed.rounds.plain_loop import PlainLoop, RoundDone
+from numpyro_fed.rounds.runtime import EndedError, RunStatus, Runtime, Single, State
+from numpyro_fed.rounds.schedules import Schedule, init_schedule
+from numpyro_fed.rounds.secure_sums import MIN_SUMMED, SUM, Terms, check_summed, sum_of
+from numpyro_fed.rounds.silos import Batch, Batches, ServerData, Stacks
 from numpyro_fed.rounds.step import (
     Answers,
     combine,
     compiled_in_parts,
-    declared,
     for_participants,
-    message_shapes,
     replayed_part,
 )
 
@@ -107,6 +93,15 @@ class Mark(NamedTuple):
         return self._replace(used=used)
 
 
+class Unfinished(NamedTuple):
+    """The question to a silo in an exchange that not all have answered."""
+
+    content: str  # a digest of the message
+    number: int
+    terms: Terms | None  # of a sum
+    reply: bytes | None  # if it came
+
+
 class Channel:
     """The server's connection to the silos of one plan: it numbers and checks messages."""
 
@@ -118,9 +113,8 @@ class Channel:
         method: str = "",
     ):
         self.federation, self.num_silos, self._method = federation, num_silos, method
-        # Of an exchange that some silos have not answered, by silo: a digest of what it was asked,
-        # the number of the message, the terms of the sum if there is one, and its reply if it came.
-        self._unfinished = dict[int, tuple[str, int, Terms | None, bytes | None]]()
+        # Of an exchange that some silos have not answered, by silo.
+        self._unfinished = dict[int, Unfinished]()
         self.weights = weights or [(0.0, float(np.finfo(np.float64).max))] * num_silos
         self._numbers: Counter[str] = Counter()
         self.num_asked = 0  # exchanges in which all replies were waited for
@@ -164,11 +158,11 @@ class Channel:
         them, they send the same replies under other masks.
         """
         secure = self.federation.secure_sum
-        if secure and not LEAST <= len(who) <= MAX_PARTIES:
+        if secure and not MIN_SUMMED <= len(who) <= MAX_PARTIES:
             raise SumError(
-                f"would be over {len(who)} silos, where sums over {LEAST} to {MAX_PARTIES} are "
-                "formed under secure_sum=True. Take more silos into each step, or wait for those "
-                "that are away.",
+                f"would be over {len(who)} silos, where sums over {MIN_SUMMED} to "
+                f"{MAX_PARTIES} are formed under secure_sum=True. Take more silos into each step, "
+                "or wait for those that are away.",
                 silos=tuple(who),
                 exchange=exchange.name,
             )
@@ -179,12 +173,12 @@ class Channel:
             j: sha256(self.message(j, exchange, key, down, mark, 0)).hexdigest()
             for j, down in asked.items()
         }
-        same = {j for j in who if j in last and contents[j] == last[j][0]}
+        same = {j for j in who if j in last and contents[j] == last[j].content}
         # Under its old number a silo does not compute the reply a second time.
-        numbers = {j: last[j][1] if j in same else number for j in who}
-        terms: Mapping[int, Terms | None] = {j: last[j][2] if j in same else None for j in who}
-        answers = {j: reply for j in same if (reply := last[j][3]) is not None}
-        if secure and contents != {j: content for j, (content, *_) in last.items()}:
+        numbers = {j: last[j].number if j in same else number for j in who}
+        terms: Mapping[int, Terms | None] = {j: last[j].terms if j in same else None for j in who}
+        answers = {j: reply for j in same if (reply := last[j].reply) is not None}
+        if secure and contents != {j: one.content for j, one in last.items()}:
             terms, answers = self.federation.sum_terms(who), {}
         messages = {}
         for j in who:
@@ -197,7 +191,9 @@ class Channel:
             found = self.federation.ask(list(messages), list(messages.values()), exchange.name)
         except SiloAwayError as error:
             come = answers | error.replies
-            self._unfinished = {j: (contents[j], numbers[j], terms[j], come.get(j)) for j in who}
+            self._unfinished = {
+                j: Unfinished(contents[j], numbers[j], terms[j], come.get(j)) for j in who
+            }
             raise
         self._unfinished = {}
         answers |= dict(zip(messages, found, strict=True))
@@ -250,7 +246,7 @@ class Channel:
         return check(reply)
 
 
-def remote(
+def remote_runtime(
     algorithm: FederatedAlgorithm[Any, Any],
     schedule: Schedule | None = None,
     *,
@@ -267,7 +263,7 @@ def remote(
     if channel.federation.secure_sum:
         for exchange in (x for r in (*algorithm.opening, algorithm.round) for x in r.exchanges):
             check_summed(exchange)
-        if schedule is not None and (schedule.by_arrival or schedule.size < LEAST):
+        if schedule is not None and (schedule.by_arrival or schedule.size < MIN_SUMMED):
             raise SumError(
                 "would be over one silo at a time, which is its reply: with secure_sum=True the "
                 "schedule must let two or more take part in each step. Nothing was sent. Take "
@@ -275,12 +271,13 @@ def remote(
                 silos=(),
                 exchange=algorithm.round.name,
             )
-    without, missing = algorithm.without, channel.federation.missing
-    goes_on = without == "exact" or (without == "scaled" and missing == "reweight")
+    when_away, missing = algorithm.when_away, channel.federation.missing
+    scales = when_away is WhenAway.SCALE and missing == "reweight"
+    goes_on = when_away is WhenAway.GO_ON or scales
     parts = silos.prepared(algorithm.round), schedule, silos.transport_of, algorithm.done
-    loop = PlainLoop(*parts, algorithm.away, goes_on)
+    loop = PlainLoop(*parts, algorithm.watched_away, goes_on)
     if schedule is not None and schedule.by_arrival:
-        loop = ArrivalRounds(*parts, algorithm.away, silos=silos)
+        loop = ArrivalRounds(*parts, algorithm.watched_away, silos=silos)
     # One round a call: a chunk that is run again after a failure would ask silos again.
     return Runtime(
         silos.init,
@@ -288,7 +285,6 @@ def remote(
         silos.single,
         silos.transport_of,
         1,
-        silos.single,
         like=silos.like,
         go_on=silos.go_on,
     )
@@ -344,9 +340,7 @@ class _Remote:
             for exchange in round_.exchanges:
                 check_summed(exchange)
         self.rounds.update((exchange.id, round_) for exchange in round_.exchanges)
-        if any(exchange.stacked for exchange in round_.exchanges):
-            return round_
-        return compiled_in_parts(round_)
+        return compiled_in_parts(round_) if round_.is_run else round_
 
     @cached_property
     def watch_reply(self) -> Callable[[Any], Any] | None:
@@ -358,8 +352,9 @@ class _Remote:
         asked = exchange.id
         if asked not in self.expectations:
             # The replies to a stacked exchange belong to no round, which says their shapes itself.
-            crossed = [declared(exchange)] if exchange.stacked else []
-            if not crossed:
+            if isinstance(exchange, StackedExchange):
+                crossed = [shapes_of_stacked(exchange)]
+            else:
                 crossed = message_shapes(self.algorithm, (self.rounds[asked],), self.template())
             for one, _, reply in crossed:
                 self.expectations[one.id] = reply, jax.jit(one.checked)
@@ -376,7 +371,7 @@ class _Remote:
             drop_weak_types(for_participants(exchange.scatter, down, i))
             for i in range(len(numbers))
         ]
-        if exchange.stacked and secure:
+        if isinstance(exchange, StackedExchange) and secure:
             check_summed(exchange)
         expected = self.expected(exchange)
         answers, mark = self.channel.ask(numbers, exchange, noise, downs, silos[0])
@@ -394,6 +389,15 @@ class _Remote:
         return Answers(combine(exchange.combine, replies), ok, (mark,), stacked(watched))
 
 
+class UnderWay(NamedTuple):
+    """The messages that are under way between two rounds."""
+
+    state: State  # after the step that sent the last message
+    num_asked: int  # how often the channel had asked anything else
+    arrivals: Arrivals
+    numbers: dict[int, int]  # of the last message to each silo
+
+
 @dataclass(eq=False)
 class ArrivalRounds(PlainLoop):
     """The loop over rounds of as many steps as there are silos, by the real clock.
@@ -405,9 +409,7 @@ class ArrivalRounds(PlainLoop):
     """
 
     silos: _Remote = field(kw_only=True)
-    # The state after the step that sent the last message, how often the channel had asked anything
-    # else, the messages that are under way, and the number of the last one to each silo.
-    under_way: tuple[State, int, Arrivals, dict[int, int]] | None = field(default=None, init=False)
+    under_way: UnderWay | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         round_ = self.silos.algorithm.round
@@ -417,14 +419,14 @@ class ArrivalRounds(PlainLoop):
 
     def one_round(
         self, key: Array, state: State, batches: Batches, server_data: ServerData
-    ) -> tuple[State, float, RunStatus, Any]:
-        """Run one round from a state, and return the state after it."""
+    ) -> RoundDone:
+        """Run one round from a state, as replies arrive."""
         channel, exchange = self.silos.channel, self.exchange
         size, expected = channel.num_silos, self.silos.expected(exchange)
         first, rows, loss = int(state.round) * size, list[Any](), 0.0
         before, watch = self.under_way, self.silos.watch_reply
-        if before and before[0] is state and before[1] == channel.num_asked:
-            way, numbers = before[2:]
+        if before and before.state is state and before.num_asked == channel.num_asked:
+            way, numbers = before.arrivals, before.numbers
         else:  # nothing is under way from this state: all are asked
             way, mark = channel.federation.arrivals(exchange.name), state.silos[0]
             key_next = exchange_key(key, first, 0, 1)
@@ -439,9 +441,8 @@ class ArrivalRounds(PlainLoop):
                 server, info = self._replayed(state.server, noise, who, None, replies)
                 if not (reply.ok and info.ok):
                     raise EndedError(state, () if reply.ok else (silo,))
-                mark, (carry, change) = state.silos[0].after({silo: numbers[silo]}), state.schedule
-                change = change.at[silo].set(info.change)
-                state = state._replace(server=server, silos=(mark,), schedule=(carry, change))
+                mark = state.silos[0].after({silo: numbers[silo]})
+                state = state._replace(server=server, silos=(mark,))
                 watched = () if watch is None else jax.tree.map(lambda a: a[None], watch(reply.up))
                 rows.append(jax.tree.map(np.asarray, (info.report, np.array([silo]), watched)))
                 loss += float(info.loss)
@@ -452,10 +453,10 @@ class ArrivalRounds(PlainLoop):
         except (KeyboardInterrupt, ModelError, DataError) as error:
             raise EndedError(state, ()) from error
         state = state._replace(round=state.round + 1)
-        self.under_way = state, channel.num_asked, way, numbers
-        return state, loss, RunStatus(True, np.ones(size, bool)), stacked(rows)
+        self.under_way = UnderWay(state, channel.num_asked, way, numbers)
+        return RoundDone(state, loss, RunStatus(True, np.ones(size, bool)), stacked(rows))
 
-    def _send(self, way: Arrivals, silo: int, key: Array, server: Any, mark: Mark) -> int:
+    def _send(self, way: Arrivals, silo: int, key: Array, server: object, mark: Mark) -> int:
         """Send a silo the server's message, and return its number."""
         exchange, channel = self.exchange, self.silos.channel
         down = self._replayed(server, self._noise(server_key(key)), jnp.array([silo]), None, ())
@@ -463,66 +464,3 @@ class ArrivalRounds(PlainLoop):
         number = channel.next_number([silo], mark)
         way.send(silo, channel.message(silo, exchange, key, down, mark, number))
         return number
-
-
-def sum_of(
-    answers: Mapping[int, bytes],
-    exchange: Exchange[Any, Any, Any],
-    shapes: Reply[Any],
-    weights: tuple[float, float],
-) -> tuple[Replies[Any], Array]:
-    """Return the sum of masked replies by silo, of agreed ``shapes``, and each silo's ``ok``.
-
-    The sum of the weights, where the exchange is weighted, must lie in the range ``weights``.
-    """
-    leaves, who = pack("reply.up", shapes.up), tuple(answers)
-    names = sorted(leaves)
-    sizes = [int(np.prod(leaves[name].shape)) for name in names]
-    size = sum(sizes) + exchange.weighted
-    total, ok = np.zeros((size, 2), np.uint64), []
-    wanted = {MASKED: ((size, 2), np.dtype(np.uint64)), "ok": ((), np.dtype(bool))}
-    for silo, answer in answers.items():
-        wrong = partial(ReplyError, silo=silo, exchange=exchange.name)
-        try:
-            arrays = read(answer).arrays
-        except DataError as error:
-            raise wrong(f"is refused: {error}") from error
-        came = {name: (a.shape, a.dtype) for name, a in arrays.items()}
-        if came != wanted:
-            raise wrong(
-                f"holds {came}, where {wanted} was agreed for a sum. Both sides must have built "
-                "from the same plan, with the same version."
-            )
-        total += arrays[MASKED]
-        ok.append(bool(arrays["ok"]))
-    refused = partial(SumError, silos=who, exchange=exchange.name)
-    try:
-        numbers = decode(total, len(who))
-    except DataError as error:
-        raise refused(
-            f"is refused: {error}. A reply was changed on its way, a silo does not keep to the "
-            "protocol, or silos were given different lists of keys, or asked different things."
-        ) from error
-    weight = float(numbers[-1]) if exchange.weighted else float(len(who))
-    if exchange.weighted and not weights[0] <= weight <= weights[1]:
-        raise refused(
-            f"has weight {weight:g}, where {weights[0]:g} to {weights[1]:g} is allowed by what the "
-            "silos have said of their numbers of rows. Their facts must be of the data that they "
-            "hold; or use weights='even'."
-        )
-    # A part of the sum has the shape and dtype that a sum of plain replies has.
-    stacks = jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype), shapes)
-    like = jax.eval_shape(lambda stack: combine(Combine.SUM, [stack]), stacks)
-    given, found = pack("reply.up", like.up), {}
-    parts = np.split(numbers[: sum(sizes)], np.cumsum(sizes)[:-1]) if sizes else []
-    for name, part in zip(names, parts, strict=True):
-        to = given[name]
-        if not jnp.issubdtype(to.dtype, jnp.inexact) and (part != np.rint(part)).any():
-            raise refused(
-                "has fractions or infinite numbers where whole ones are added up. A silo does not "
-                "keep to the protocol."
-            )
-        found[name] = jnp.asarray(part.reshape(to.shape).astype(to.dtype))
-    up = jax.tree.unflatten(jax.tree.structure(like.up), [found[name] for name in given])
-    flags = jnp.asarray(ok)
-    return Replies(up, flags.all(), jnp.asarray(weight, like.weight.dtype)), flags

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +15,43 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from numpyro_fed.basics.errors import positive_int
-from numpyro_fed.rounds.stack import Schedule
+from numpyro_fed.basics.trees import drop_weak_types
+from numpyro_fed.rounds.keys import schedule_key
 
 __all__ = ["Adaptive", "Asynchronous", "Given", "Random", "Sequential", "Synchronous"]
-ORDERS = ("fixed", "random", "largest_change")
+ORDERS = ("fixed", "random")
+# The compiled loop writes its log into an array of fixed length, the most rounds of one call. A
+# longer one takes memory in every run, however short; a shorter one returns to Python more often.
+CHUNK = 1024
+# Visits that one call can log, about: 4 MB an array of one number a visit.
+VISITS = 2**20
 
 
 def __dir__() -> list[str]:
     return __all__
+
+
+class Schedule(NamedTuple):
+    """The rule by which silos take part in steps, as pure functions.
+
+    A run in which all silos take part in every round has no schedule. Under a schedule every silo
+    must take part some time, or its data count for nothing.
+    """
+
+    steps: int  # updates of the server in a round
+    size: int  # participants of each update
+    # The first carry, by a key: arrays that are handed on from round to round in a run's state.
+    init: Callable[[Array], Any]
+    # (key, round, carry) -> (who, carry): the silos that take part in each step of a round,
+    # (steps, size) int, distinct within a step. The key is the same in all rounds.
+    visits: Callable[[Array, Array, Any], tuple[Array, Any]]
+    num_silos: int
+    # Whether ``visits`` does not read the carry, so that the participants of many rounds can be
+    # drawn ahead.
+    ahead: bool = False
+    # Whether replies are used one by one in the order in which they come, by the real clock. Then
+    # nobody calls ``visits``, and silos must be in processes of their own.
+    by_arrival: bool = False
 
 
 @dataclass(frozen=True)
@@ -30,10 +60,9 @@ class Sequential:
 
     Parameters
     ----------
-    order : {"fixed", "random", "largest_change"} or sequence of int
-        ``"fixed"``: by number. ``"random"``: a new random order in each round.
-        ``"largest_change"``: those first whose last visit changed the posterior most. Or an order
-        that names every silo.
+    order : {"fixed", "random"} or sequence of int
+        ``"fixed"``: by number. ``"random"``: a new random order in each round. Or an order that
+        names every silo.
 
     Examples
     --------
@@ -54,16 +83,12 @@ class Sequential:
                 "of silo numbers."
             )
 
-        def who(key: Array, change: Array) -> Array:
-            if order == "random":
-                return jax.random.permutation(key, num_silos)
-            return jnp.argsort(change, descending=True)
-
-        if isinstance(order, str) and order != "fixed":
-            return _stateless(num_silos, num_silos, 1, who, ahead=order == "random")
+        if order == "random":
+            in_random_order = partial(jax.random.permutation, x=num_silos)
+            return _stateless(num_silos, num_silos, 1, in_random_order)
         numbers = range(num_silos) if isinstance(order, str) else order
         fixed = _checked_order(num_silos, numbers, "order")
-        return _stateless(num_silos, len(fixed), 1, lambda key, change: jnp.asarray(fixed))
+        return _stateless(num_silos, len(fixed), 1, lambda key: jnp.asarray(fixed))
 
     def damping(self, num_silos: int) -> float:
         """Return a safe damping: 1, which is none."""
@@ -114,7 +139,7 @@ class Random:
                 f"between 1 and {num_silos}."
             )
 
-        def subset(key: Array, change: Array) -> Array:
+        def subset(key: Array) -> Array:
             # Distinct silos in ascending order, by Floyd's algorithm: its work depends on ``size``
             # alone, where a permutation would cost as much as all silos.
             last = num_silos - size + jnp.arange(size)
@@ -174,7 +199,7 @@ class Given:
                 "equally often."
             )
 
-        def visits(key: Array, round: Array, carry: Any, change: Array) -> tuple[Array, Any]:
+        def visits(key: Array, round: Array, carry: object) -> tuple[Array, Any]:
             return jnp.asarray(table)[round % len(table)][None], carry
 
         return Schedule(1, table.shape[1], lambda key: (), visits, num_silos, ahead=True)
@@ -247,7 +272,7 @@ class Asynchronous:
             jobs = jnp.zeros(num_silos, jnp.int32)
             return jax.vmap(duration, (None, 0, 0))(key, silos, jobs) * 1.0, jobs
 
-        def visits(key: Array, round: Array, carry: Any, change: Array) -> tuple[Array, Any]:
+        def visits(key: Array, round: Array, carry: tuple[Array, Array]) -> tuple[Array, Any]:
             def event(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], Array]:
                 finish, jobs = carry
                 silo = jnp.argmin(finish)
@@ -347,20 +372,49 @@ def in_step(spec: str | Spec) -> Sequential | Synchronous | Random | Given:
     return chosen
 
 
+def chunk_of(schedule: Schedule | None) -> int:
+    """Return how many rounds one call of ``advance`` can log."""
+    if schedule is None:
+        return CHUNK
+    return max(1, min(CHUNK, VISITS // (schedule.steps * schedule.size)))
+
+
+def init_schedule(schedule: Schedule | None, key: Array, num_silos: int) -> Any:
+    """Return the first ``State.schedule`` of a run."""
+    if schedule is None:
+        return ()
+    if schedule.num_silos != num_silos:
+        raise ValueError(
+            f"the schedule is for {schedule.num_silos} silos, but there are {num_silos}. Build it "
+            "for as many silos as are passed to run."
+        )
+    return schedule.init(schedule_key(key))
+
+
+def visits(schedule: Schedule, key: Array, round: Array, carry: object) -> tuple[Array, Any]:
+    """Return who takes part in each step (steps, size), and the schedule's next carry."""
+    who, carry = schedule.visits(schedule_key(key), round, carry)
+    if jnp.shape(who) != (schedule.steps, schedule.size):
+        raise ValueError(
+            f"the schedule's visits have shape {jnp.shape(who)}: expected (steps, size) = "
+            f"{(schedule.steps, schedule.size)}."
+        )
+    return jnp.asarray(who, jnp.int32), drop_weak_types(carry)
+
+
 def _stateless(
     num_silos: int,
     steps: int,
     size: int,
-    who: Callable[[Array, Array], Array],
-    ahead: bool = True,
+    who: Callable[[Array], Array],
 ) -> Schedule:
-    """Return a schedule without a carry; ``who`` reads the round's key and ``change``."""
+    """Return a schedule without a carry; ``who`` reads the round's key."""
 
-    def visits(key: Array, round: Array, carry: Any, change: Array) -> tuple[Array, Any]:
+    def visits(key: Array, round: Array, carry: object) -> tuple[Array, Any]:
         # The key is the same in all rounds; the round's own comes from its number.
-        return who(jax.random.fold_in(key, round), change).reshape(steps, size), carry
+        return who(jax.random.fold_in(key, round)).reshape(steps, size), carry
 
-    return Schedule(steps, size, lambda key: (), visits, num_silos, ahead)
+    return Schedule(steps, size, lambda key: (), visits, num_silos, ahead=True)
 
 
 def _checked_order(num_silos: int, order: ArrayLike | Sequence[int], name: str) -> np.ndarray:

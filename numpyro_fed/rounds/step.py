@@ -19,26 +19,24 @@ import numpy as np
 from jax import Array
 from jax.extend.core import get_opaque_trace_state
 
-from numpyro_fed.basics.trees import Numbers, all_finite, drop_weak_types, namespace
-from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.basics.trees import Numbers, namespace
 from numpyro_fed.rounds.exchange import (
     Ask,
     Combine,
     Down,
     Exchange,
-    FederatedAlgorithm,
     Info,
     Replies,
     Reply,
     Round,
-    Silo,
+    StackedExchange,
     Up,
 )
-from numpyro_fed.rounds.noise import exchange_key, silo_key
-from numpyro_fed.rounds.stack import Batches, ServerData, Stacks
+from numpyro_fed.rounds.keys import exchange_key, silo_key
+from numpyro_fed.rounds.silos import Batches, ServerData, Stacks
 
 Source = TypeVar("Source")  # silos' noise, or keys that it is drawn from
-Silos = TypeVar("Silos")  # all silos' states, in the form in which a runtime keeps them
+States = TypeVar("States")  # all silos' states, in the form in which a runtime keeps them
 Exchanges = Sequence[Exchange[Any, Any, Any]]
 # Returns a token of the transformation that is being traced; equal tokens, the same one.
 _trace_state = partial(get_opaque_trace_state, convention="nnx")
@@ -88,19 +86,19 @@ def for_participants(scatter: object, down: Down, index: Array | int) -> Down:
     return jax.tree.map(lambda scattered, all_: one(all_) if scattered else all_, scatter, down)
 
 
-class Answers(NamedTuple, Generic[Silos]):
+class Answers(NamedTuple, Generic[States]):
     """The replies of one exchange, and the silos' states after it."""
 
     replies: Replies[Any]  # added up or stacked, as the exchange declares
     ok: Numbers  # (k,) bool, in the order in which the runtime keeps silos
-    silos: Silos  # the silos' states afterwards, in whatever form the runtime keeps them
+    silos: States  # the silos' states afterwards, in whatever form the runtime keeps them
     watched: Any = ()  # (k, ...): ``FederatedAlgorithm.watch`` of the participants' new states
 
 
 # A way to send a message to silos and get replies: the only part in which runtimes differ. It is
 # given the exchange, silos' noise or keys to draw it from, the message, participants (k,), and all
 # silos' states.
-Transport = Callable[[Exchange[Any, Any, Any], Source, Any, Array, Silos], Answers[Silos]]
+Transport = Callable[[Exchange[Any, Any, Any], Source, Any, Array, States], Answers[States]]
 # The server's noise in a round, and for each exchange the silos' noise or the keys of it.
 RoundNoise = tuple[Any, Sequence[Any]]
 
@@ -152,20 +150,30 @@ class _Asker:
         return info._replace(ok=info.ok & self.ok)
 
 
+class StepDone(NamedTuple, Generic[States]):
+    """The outcome of one step.
+
+    ``info.ok`` is true only if all replies were good. ``good`` (k,) says of which participants they
+    were in all exchanges, in the runtime's order.
+    """
+
+    server: Any
+    silos: States
+    info: Info
+    good: Array
+    watched: Any = ()  # (k, ...): as in ``Answers``
+
+
 def step(
     round_: Round,
-    transport: Transport[Any, Silos],
+    transport: Transport[Any, States],
     noise: RoundNoise,
     server: object,
-    silos: Silos,
+    silos: States,
     who: Array,
     server_data: ServerData = None,
-) -> tuple[Any, Silos, Info, Array, Any]:
-    """Run one step, and return both new states, the server's report, good replies, what is watched.
-
-    The report's ``ok`` is true only if all replies were good; which participants' were in all
-    exchanges (k,) is in the runtime's order.
-    """
+) -> StepDone[States]:
+    """Run one step of the server with the silos ``who`` (k,)."""
     good: Any = jnp.ones(jnp.shape(who), bool)
     watched: Any = ()
 
@@ -177,7 +185,7 @@ def step(
 
     ask = _Asker(round_.exchanges, who, server_data, answer)
     server, info = round_.run(server, noise[0], ask)
-    return server, silos, ask.finish(info), good, watched
+    return StepDone(server, silos, ask.finish(info), good, watched)
 
 
 class _MessageReady(BaseException):
@@ -248,64 +256,8 @@ def compiled_in_parts(round_: Round) -> Round:
     return replace(round_, run=run, noise=jax.jit(round_.noise))
 
 
-# An exchange with the shapes of what it sends down to a silo, and of the silo's reply.
-MessageShapes = tuple[Exchange[Any, Any, Any], Any, Reply[Any]]
-
-
-def message_shapes(
-    algorithm: FederatedAlgorithm[Any, Any],
-    rounds: Sequence[Round],
-    data: SiloData,
-    server_data: ServerData = None,
-) -> list[MessageShapes]:
-    """Return the shapes of all messages of rounds with one silo that holds ``data``.
-
-    The rounds follow each other from the algorithm's first states; nothing is computed. Without
-    ``server_data`` the algorithm's ``server_like`` gives the shapes of what the server holds.
-    """
-    if server_data is None:
-        server_data = algorithm.server_like
-    exchanges: list[Exchange[Any, Any, Any]] = []
-
-    def trace(key: Array, data: SiloData, server_data: ServerData) -> list[tuple[Any, Reply[Any]]]:
-        server, silo = algorithm.init_server(key), algorithm.init_silo(key, data)
-        crossed: list[tuple[Any, Reply[Any]]] = []
-
-        def transport(
-            exchange: Exchange[Silo, Down, Up], noise: Array, down: Down, who: Array, silos: Silo
-        ) -> Answers[Silo]:
-            sent = for_participants(exchange.scatter, down, 0)
-            reply, after = exchange.visit(exchange.silo_noise(noise, silos), sent, silos, data)
-            exchanges.append(exchange)
-            crossed.append((drop_weak_types(sent), reply))
-            # A single silo is a stack of one, so that the server sees replies as in a real round.
-            stack = jax.tree.map(lambda a: jnp.asarray(a)[None], reply)
-            return Answers(combine(exchange.combine, [stack]), stack.ok, after)
-
-        for round_ in rounds:
-            if any(x.stacked for x in round_.exchanges):
-                continue  # they leave states of the same shapes
-            noise = round_.noise(key), [key] * len(round_.exchanges)
-            server, silo, *_ = step(
-                round_, transport, noise, server, silo, jnp.arange(1), server_data
-            )
-        return crossed
-
-    shapes = jax.eval_shape(trace, jax.random.key(0), data, server_data)
-    traced = {x.name: (x, *both) for x, both in zip(exchanges, shapes, strict=True)}
-    asked = [x for round_ in rounds for x in round_.exchanges]
-    return [declared(x) if x.stacked else traced[x.name] for x in asked]
-
-
-def declared(exchange: Exchange[Any, Any, Any]) -> MessageShapes:
-    """Return the shapes of the messages of a stacked exchange, which says them itself."""
-    down, up = cast(Callable[[], tuple[Any, Any]], exchange.like)()
-    ok: Any = jax.ShapeDtypeStruct((), bool)
-    return exchange, down, Reply(up, ok)
-
-
-class AskAll:
-    """The function that asks all silos; it knows their states, and who was unusable last."""
+class Conversation:
+    """A plain program's questions to all silos, their states so far, and who was unusable last."""
 
     def __init__(
         self, transport: Transport[Array, Stacks], key: Array, num_silos: int, silos: Stacks
@@ -330,8 +282,9 @@ def transport_of_stacks(batches: Batches) -> Transport[Any, Stacks]:
     numbers = np.concatenate([np.asarray(b.silos) for b in batches])
 
     def transport(
-        exchange: Exchange[Any, Down, Up], noise: Array, down: Down, who: Any, silos: Stacks
+        exchange: Exchange[Any, Down, Up], noise: Array, down: Down, who: Array, silos: Stacks
     ) -> Answers[Stacks]:
+        stacked = cast(StackedExchange[Any, Any, Any], exchange)
         replies, after = [], []
         for batch, states in zip(batches, silos, strict=True):
             states = batch.padded(states)
@@ -340,7 +293,7 @@ def transport_of_stacks(batches: Batches) -> Transport[Any, Stacks]:
                 keys = _keys_of(noise, batch.padded(np.asarray(batch.silos)))
             answer = exchange.silo(keys, down, states, batch.data)
             reply, states = batch.real(answer)
-            replies.append(checked(exchange, reply))
+            replies.append(stacked.checked_stack(reply))
             after.append(states)
         order = np.argsort(numbers)
         ok = np.concatenate([reply.ok for reply in replies])[order]
@@ -353,27 +306,3 @@ def transport_of_stacks(batches: Batches) -> Transport[Any, Stacks]:
 def _keys_of(key: Array, silos: Array) -> Array:
     """Return the keys (n,) of silos in an exchange."""
     return jax.vmap(partial(silo_key, key))(silos)
-
-
-def checked(exchange: Exchange[Any, Any, Up], reply: Reply[Up]) -> Reply[Up]:
-    """Return the replies of a stack of silos, checked as by :meth:`Exchange.checked`.
-
-    Numbers are sent in the precision of this moment, whatever a silo has computed in.
-    """
-    real = jnp.result_type(float)
-    as_agreed = jax.tree.map(lambda a: a.astype(real) if a.dtype.kind == "f" else a, reply.up)
-    reply = reply._replace(up=as_agreed)
-    if exchange.usable is all_finite:
-        leaves = [np.isfinite(a).reshape(len(a), -1).all(1) for a in jax.tree.leaves(reply.up)]
-        usable = np.logical_and.reduce(leaves)
-    else:
-        silos = range(len(np.asarray(reply.ok)))
-        each = (jax.tree.map(lambda a, i=i: a[i], reply.up) for i in silos)
-        usable = np.array([bool(exchange.usable(up)) for up in each])
-    ok: np.ndarray = np.asarray(reply.ok) & usable
-    if exchange.lenient:
-        return reply._replace(ok=ok)
-    zeroed = jax.tree.map(
-        lambda a: np.where(ok.reshape(-1, *[1] * (a.ndim - 1)), a, np.zeros_like(a)), reply.up
-    )
-    return reply._replace(up=zeroed, ok=ok)

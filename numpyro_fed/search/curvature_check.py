@@ -16,7 +16,7 @@ from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.basics.trees import Numbers
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics.gaussian import Curvature
-from numpyro_fed.rounds.exchange import AskSilos, Exchange, stacked_reply
+from numpyro_fed.rounds.exchange import AskSilos, Exchange, StackedExchange, stacked_reply
 from numpyro_fed.search.expand import (
     FEW_COORDINATES,
     ROUNDING_UNITS,
@@ -176,11 +176,11 @@ class CurvatureCheck:
             side_by_side = min(columns_at_once(fm), len(down.places))
             return jax.lax.map(lambda x: of_silo(x)[0], down.places, batch_size=side_by_side)
 
-        return Exchange(
+        return StackedExchange(
             "around the mode",
             stacked_reply(values, little=n <= FEW_COORDINATES),
             lenient=True,
-            like=lambda: (CheckPoints(shape(size, n), start), shape(size)),
+            messages=lambda: (CheckPoints(shape(size, n), start), shape(size)),
         )
 
     @cached_property

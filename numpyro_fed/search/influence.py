@@ -45,6 +45,7 @@ from numpyro_fed.rounds.exchange import (
     FederatedAlgorithm,
     Reply,
     Shared,
+    StackedExchange,
 )
 from numpyro_fed.search.expand import Expand, Prior, SearchState, SiloExpansion, flat_size, shape
 from numpyro_fed.search.own_modes import climb_to_own_modes
@@ -114,12 +115,12 @@ class Influence:
     ) -> None:
         self.model, self.fitted, self.num_silos, n = fm, fitted, num_silos, fm.dim
         self.expand, self.prior = Expand(fm), Prior(fm, np.zeros(0, int))
-        self.exchange: Exchange[Any, Any, Any] = Exchange(
+        self.exchange: Exchange[Any, Any, Any] = StackedExchange(
             INFLUENCE,
             self.reply,
             combine=Combine.GATHER,
             settings=json.dumps({"num_silos": num_silos}),
-            like=lambda: (
+            messages=lambda: (
                 PlaceToTell(jax.eval_shape(lambda: fm.init_theta(jax.random.key(0))), shape(n)),
                 SiloPull(shape(n), shape(n, n), shape()),
             ),

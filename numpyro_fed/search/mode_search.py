@@ -31,7 +31,7 @@ from numpyro_fed.rounds.exchange import (
     Reply,
     Round,
     Shared,
-    asked_directly,
+    StackedExchange,
 )
 from numpyro_fed.search.expand import (
     ROUNDING_UNITS,
@@ -86,7 +86,7 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
     @cached_property
     def exchange(self) -> Exchange[Any, Any, Any]:
         """Return the exchange in which silos expand their log likelihoods at the starts' points."""
-        return Exchange("mode", self.reply, lenient=True, like=self.messages)
+        return StackedExchange("mode", self.reply, lenient=True, messages=self.messages)
 
     @property
     def opening(self) -> tuple[Exchange[Any, Any, Any], ...]:
@@ -192,8 +192,8 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
             theta, z_G = unravel(jnp.asarray(state.best.x)[best_start(state)])
             return Shared(theta, {"loc": z_G}, identity(z_G.shape))
 
-        round_ = Round((self.exchange,), asked_directly)
-        opening = tuple(Round((first,), asked_directly) for first in self.opening)
+        round_ = Round((self.exchange,))
+        opening = tuple(Round((first,)) for first in self.opening)
         return FederatedAlgorithm(init_server, init_silo, round_, shared, opening=opening)
 
 

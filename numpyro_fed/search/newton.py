@@ -34,7 +34,7 @@ import numpy as np
 
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics.gaussian import Curvature
-from numpyro_fed.rounds.exchange import AskSilos, Exchange, Reply
+from numpyro_fed.rounds.exchange import AskSilos, Exchange, Reply, StackedExchange
 from numpyro_fed.search.expand import (
     ASIDE,
     ROUNDING_UNITS,
@@ -210,10 +210,10 @@ class NewtonSearch(ModeSearch[NewtonAscent, np.ndarray]):
             return ()
         k, n = self.num_starts, flat_size(self.model)
         return (
-            Exchange(
+            StackedExchange(
                 "own modes",
                 self.own_modes,
-                like=lambda: (shape(k, n), Parabola(shape(k, n, n), shape(k, n), shape(k))),
+                messages=lambda: (shape(k, n), Parabola(shape(k, n, n), shape(k, n), shape(k))),
             ),
         )
 

@@ -17,10 +17,11 @@ from jax import Array
 from numpyro_fed.basics.errors import ModelError, NonFiniteError
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.data.batches import Bucket
-from numpyro_fed.rounds.noise import generator
+from numpyro_fed.rounds.keys import generator
 from numpyro_fed.rounds.progress import Progress, progress_of
-from numpyro_fed.rounds.stack import Batches, Runtime, Stacks
-from numpyro_fed.rounds.step import AskAll
+from numpyro_fed.rounds.runtime import Runtime
+from numpyro_fed.rounds.silos import Batches, Stacks
+from numpyro_fed.rounds.step import Conversation
 from numpyro_fed.search.expand import ROUNDING_UNITS, SearchState, unraveller
 from numpyro_fed.search.influence import Factors, SiloPull
 from numpyro_fed.search.mode_search import BestPoints, ModeSearch, best_start
@@ -45,13 +46,13 @@ def run_search(
     max_exchanges: int,
     progress_bar: bool | Progress,
     places: np.ndarray | None = None,
-) -> tuple[BestPoints[np.ndarray], AskAll]:
+) -> tuple[BestPoints[np.ndarray], Conversation]:
     """Return where a search has ended, and the questions to silos so far, with their states.
 
     Half of the ascents of a Newton search begin at ``places`` (k, n), if they are given.
     """
     first = runtime.init(key, batches)
-    ask = AskAll(runtime.transport(batches), key, search.num_silos, first.silos)
+    ask = Conversation(runtime.transport(batches), key, search.num_silos, first.silos)
     progress = progress_of(progress_bar)
     with progress.under_way(True, max_exchanges):
         ascents = search.first_ascents(key, generator(key))

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
 
 from numpyro_fed.basics.trees import Tree, all_finite
@@ -32,6 +33,7 @@ from numpyro_fed.guides.global_guides import GuideParams
 from numpyro_fed.numerics import barycenters, linalg
 from numpyro_fed.numerics.gaussian import Frame, Gaussian
 from numpyro_fed.rounds import convergence
+from numpyro_fed.rounds.convergence import ConvergenceStats
 from numpyro_fed.rounds.exchange import (
     Ask,
     Combine,
@@ -45,9 +47,37 @@ from numpyro_fed.rounds.exchange import (
     ascend,
     key_as_noise,
 )
-from numpyro_fed.sfvi.algorithm import ByGradients, ServerState, SiloState, Start, standardising
+from numpyro_fed.search.start_point import StartPoint
+from numpyro_fed.sfvi.common import ByGradients, Start, standardising_rounds
 
 COUNT = "rows"  # the name of the exchange that adds them up
+
+
+class ServerState(NamedTuple):
+    """The server's state: shared parameters as coordinates of a ``frame``.
+
+    ``rows`` is the total weight of all silos.
+    """
+
+    params: SharedParams
+    course: ConvergenceStats[SharedParams]
+    frame: Frame
+    rows: Array
+
+
+class SiloState(NamedTuple):
+    """A silo's state: its parameters, the frames of its rows, and the optimisers of its steps.
+
+    ``centre`` (dim,) is the point from which its local guides measure the globals. A silo steps on
+    the shared parameters, too, in the ``shared_frame``.
+    """
+
+    params: SiloParams
+    opt_state: optax.OptState
+    frames: dict[str, Gaussian]
+    centre: Array
+    shared_opt_state: optax.OptState
+    shared_frame: Frame
 
 
 class Down(NamedTuple):
@@ -152,7 +182,7 @@ class Averaging(ByGradients):
             self.shared,
             self.private,
             done=lambda state: convergence.settled(state.course),
-            opening=(*standardising(self.guide), *((self.count,) if self.by_rows else ())),
+            opening=(*standardising_rounds(self.guide), *((self.count,) if self.by_rows else ())),
         )
 
     @cached_property
@@ -192,15 +222,18 @@ class Averaging(ByGradients):
         )
         return sum((r.sum() for r in rows), jnp.zeros(()))
 
-    def server_at(self, params: SharedParams, frame: Frame) -> ServerState:
+    def init_server(self, key: Array, point: StartPoint | None = None) -> ServerState:
+        params, frame = self.first_params(key, point)
         # No rows until the opening round has counted them.
         total = jnp.array(0.0 if self.by_rows else float(self.num_silos))
-        return ServerState(params, convergence.init(params), frame, rows=total)
+        return ServerState(params, convergence.init(params), frame, total)
 
-    def silo_at(self, params: SiloParams, frames: dict[str, Gaussian], start: Start) -> SiloState:
+    def silo_state(
+        self, params: SiloParams, frames: dict[str, Gaussian], start: Start
+    ) -> SiloState:
         opt_state, centre = self.optim.init(params), jnp.zeros(self.model.dim)
-        shared_opt_state = self.optim.init(start[0])
-        return SiloState(params, opt_state, frames, centre, shared_opt_state, start[1])
+        shared_opt_state = self.optim.init(start.params)
+        return SiloState(params, opt_state, frames, centre, shared_opt_state, start.frame)
 
     def round(self, state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:
         """Send the guide, and replace it by an average of the silos' guides."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -29,7 +29,6 @@ from numpyro_fed.guides.objectives import Objective, draws_of, objective_for
 from numpyro_fed.guides.silo_bounds import Bound, bound_of
 from numpyro_fed.guides.structured import (
     FULL_UP_TO,
-    Guide,
     GuideConfig,
     Structured,
     amortises,
@@ -37,19 +36,21 @@ from numpyro_fed.guides.structured import (
     resolve,
     structured,
 )
+from numpyro_fed.methods.minibatches import check_rows_alone, minibatches_of
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.start import SEARCHED, check_start, start_kind, start_rounds
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.run import Built, Fit
+from numpyro_fed.rounds.runtime import RunOutcome
 from numpyro_fed.rounds.schedules import Given, Random, Sequential, Spec, in_step
-from numpyro_fed.rounds.stack import Silos
-from numpyro_fed.rounds.supervise import RunOutcome
+from numpyro_fed.rounds.silos import Silos
 from numpyro_fed.search.newton import SEARCHED_UP_TO
-from numpyro_fed.sfvi.algorithm import ByGradients, StructuredVI
+from numpyro_fed.sfvi.algorithm import StructuredVI
 from numpyro_fed.sfvi.averaging import Aggregation, Averaging
+from numpyro_fed.sfvi.common import ByGradients
 from numpyro_fed.text.facts import Facts, Plan, size_class
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.split import WHOLE, Layout, cut_plates
+from numpyro_fed.text.split import Layout
 
 # Adam's step is STEP * (1 + round / SETTLES) ** -DECAY, in coordinates in which the posterior is
 # about standard: the first steps are three hundredths of a standard deviation. With a power between
@@ -63,54 +64,6 @@ MIN_ROUNDS = 200
 def default_optimiser() -> optax.GradientTransformation:
     """Return Adam with decaying steps, for coordinates in which the posterior is about standard."""
     return optax.adam(lambda count: STEP * (1 + count / SETTLES) ** -DECAY)
-
-
-def minibatches_of(
-    fm: FederatedModel,
-    plates_of: Mapping[str, tuple[str, ...]],
-    size: int | None,
-    guide: Guide,
-    draws: Mapping[str, int],
-) -> Minibatches | None:
-    """Return the rule by which rows are drawn, or None without minibatches.
-
-    Guides and bounds that cannot be cut are refused.
-    """
-    if size is None:
-        return None
-    minibatches = cut_plates(fm, plates_of, size)
-    words = f"batch_size={size} cannot go with"
-    if joint := [p for p in minibatches.plates if p in guide.locals and guide.locals[p].joint]:
-        raise GuideError(
-            f"{words} locals='joint' for silo_plate '{joint[0]}': one covariance over all rows has "
-            f"no part for a minibatch. Use locals='full' or 'diagonal'. {WHOLE}"
-        )
-    if weighted := [p for p in guide.outer if draws[p] > 1]:
-        raise GuideError(
-            f"{words} {draws[weighted[0]]} draws at silo_plate '{weighted[0]}', above the rows of "
-            "others: a silo is weighed as a whole there, of which some rows say nothing without "
-            f"bias. Use one draw there. {WHOLE}"
-        )
-    return minibatches
-
-
-def check_rows_alone(layout: Layout, size: int | None, stacks: Sequence[SiloData]) -> None:
-    """Raise an error if a row's log density changes when other rows are left out."""
-    if size is None:
-        return
-    for rows in cut_plates(layout.model, layout.plates_of_arrays, size).cut:
-        try:
-            alone = all(bool(layout.checks.minibatch(*rows, stack)) for stack in stacks)
-        # A model may fail on fewer rows than it has lengths for, which is an answer, too.
-        except (TypeError, ValueError, IndexError):
-            alone = False
-        if not alone:
-            raise GuideError(
-                f"batch_size={size}: the log density of a row of '{rows.plates[0]}' changes when "
-                f"other rows are left out of {list(rows.arrays)}, so that a minibatch is another "
-                "model. Compute what sums up rows (x.mean(0), say) before the run and pass it as "
-                f"data, or put plates that share rows into one. {WHOLE}"
-            )
 
 
 @dataclass(frozen=True)

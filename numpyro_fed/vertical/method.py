@@ -27,6 +27,7 @@ from numpyro_fed.methods.base import (
     RUNTIMES,
     FederatedMethod,
     Outcome,
+    PlanSize,
     RunOptions,
     in_process,
     over_federation,
@@ -34,13 +35,13 @@ from numpyro_fed.methods.base import (
 from numpyro_fed.methods.recipe import for_silos, recipe
 from numpyro_fed.methods.start import Begun
 from numpyro_fed.posterior.run import Built, Fit
-from numpyro_fed.rounds.exchange import ExchangeId, FederatedAlgorithm, Round, asked_directly
+from numpyro_fed.rounds.exchange import ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.rounds.federation import Federation
+from numpyro_fed.rounds.keys import exchange_key, server_key, typed_key
 from numpyro_fed.rounds.messages import SEARCH, Crossings
-from numpyro_fed.rounds.noise import exchange_key, server_key, typed_key
-from numpyro_fed.rounds.stack import Batches, PlanSize, Runtime, Silos, State, on_device
-from numpyro_fed.rounds.step import AskAll
-from numpyro_fed.rounds.supervise import RunOutcome
+from numpyro_fed.rounds.runtime import RunOutcome, Runtime, State
+from numpyro_fed.rounds.silos import Batches, Silos, on_device
+from numpyro_fed.rounds.step import Conversation
 from numpyro_fed.text.clients import (
     LATENT_OF_SUM,
     check_same_digests,
@@ -414,7 +415,7 @@ class VerticalMethod(FederatedMethod[Outcome]):
         if asked.name == SAMPLE:
             number = asked.read_settings()["num_draws"]
             question, _ = cast(Parties, built.parties).sampling(number)
-            return Round((question,), asked_directly), built.algorithm
+            return Round((question,)), built.algorithm
         return built.round_of(asked.name)
 
     def size_of(self, plan: Plan, built: Built, data: SiloData) -> PlanSize:
@@ -449,7 +450,7 @@ def begin(fit: Fit, key: Array, batches: Batches) -> tuple[State, VerticalStart 
     runtime = fit.cached(SEARCH, lambda: fit.reach(search.algorithm, begin=SEARCH))
     key_search = jax.random.fold_in(key, OPENING)
     first = runtime.init(key_search, batches)
-    ask = AskAll(runtime.transport(batches), key_search, fit.plan.num_silos, first.silos)
+    ask = Conversation(runtime.transport(batches), key_search, fit.plan.num_silos, first.silos)
     key_server = server_key(exchange_key(key_search, 0, 0, 1))
     try:
         server, log_density = search.run(

@@ -32,6 +32,7 @@ from numpyro_fed.rounds.exchange import (
     Round,
     Sampled,
     Shared,
+    StackedExchange,
     ascend,
     key_as_noise,
     stacked_visit,
@@ -279,11 +280,11 @@ class Parties(ABC):
             values = jax.lax.map(lambda z: latents_of(model, theta, z, data), z, batch_size=AT_ONCE)
             return Reply((), all_finite(values)), Sampled(values)
 
-        exchange = Exchange(
+        exchange = StackedExchange(
             SAMPLE,
             stacked_visit(silo, little=True),
             silo_noise=key_as_noise,
             settings=json.dumps({"num_draws": n}),
-            like=lambda: (shape(n, self.rank) if self.rank else None, ()),
+            messages=lambda: (shape(n, self.rank) if self.rank else None, ()),
         )
         return exchange, jax.jit(lambda key, state: self.server_draws(key, state, n))

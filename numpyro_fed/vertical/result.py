@@ -28,7 +28,7 @@ from numpyro_fed.posterior.verdict import (
     until_interrupted,
 )
 from numpyro_fed.rounds.exchange import IMPORTANCE
-from numpyro_fed.rounds.noise import exchange_key, server_key
+from numpyro_fed.rounds.keys import exchange_key, server_key
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Site, Theta
 from numpyro_fed.text.vertical import latents_of

@@ -64,7 +64,7 @@ from numpyro_fed.rounds.exchange import (
     Reply,
     Round,
     Shared,
-    asked_directly,
+    StackedExchange,
     key_as_noise,
     stacked_visit,
 )
@@ -238,8 +238,8 @@ class VerticalSearch:
         def exchange(name: str, silo: Any, *like: Any, **options: Any) -> Exchange[Any, Any, Any]:
             visit = stacked_visit(silo, little=True)
             # A point that is too far for a client is a failed step, which the server sees.
-            options = {"lenient": True, "like": lambda: like, **options}
-            return Exchange(name, visit, **options)
+            options = {"lenient": True, "messages": lambda: like, **options}
+            return StackedExchange(name, visit, **options)
 
         to_begin = ToBegin(slopes, shape(width, rank) if rank and width else None, shape())
         begin = self.first, to_begin, ()
@@ -261,7 +261,7 @@ class VerticalSearch:
         return FederatedAlgorithm(
             lambda key: self._init(v.server, key, v.zeros_at_server(self.server_like)),
             lambda key, data: self._init(v.kind(data), key, data),
-            Round(self.exchanges, asked_directly),
+            Round(self.exchanges),
             lambda party: Shared(party.theta, {}, identity(party.z.shape)),
             lambda party: Private(party.theta, {}),
             server_like=self.server_like,

@@ -17,13 +17,7 @@ from numpyro_fed.data.silo_data import SiloData, signature
 from numpyro_fed.guides.local_guides import Amortised
 from numpyro_fed.guides.structured import Structured, resolve
 from numpyro_fed.posterior.run import Built
-from numpyro_fed.rounds.exchange import (
-    IMPORTANCE,
-    ExchangeId,
-    FederatedAlgorithm,
-    Round,
-    asked_directly,
-)
+from numpyro_fed.rounds.exchange import IMPORTANCE, ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.search.newton import SEARCHED_UP_TO
 from numpyro_fed.sfvi.method import default_optimiser
 from numpyro_fed.text.clients import positive_rho
@@ -249,7 +243,7 @@ class VFL(VerticalMethod[VerticalResult]):
     ) -> tuple[Round, FederatedAlgorithm[Any, Any]]:
         if asked.name == IMPORTANCE:
             question = WeighParties(cast(Vertical, built.parties), **asked.read_settings()).exchange
-            return Round((question,), asked_directly), built.algorithm
+            return Round((question,)), built.algorithm
         return super().round_of(built, asked)
 
     def sends_unhidden(self, name: str) -> bool:

@@ -33,6 +33,7 @@ from numpyro_fed.rounds.exchange import (
     Exchange,
     Reply,
     Shared,
+    StackedExchange,
     key_as_noise,
     stacked_visit,
 )
@@ -40,12 +41,7 @@ from numpyro_fed.search.expand import shape
 from numpyro_fed.vertical import coupling
 from numpyro_fed.vertical.algorithm import Vertical
 from numpyro_fed.vertical.coupling import CouplingStats
-from numpyro_fed.vertical.parties import (
-    ClientState,
-    PartyState,
-    PartyType,
-    ServerState,
-)
+from numpyro_fed.vertical.parties import ClientState, PartyState, PartyType, ServerState
 
 # Widths of the mixture's parts as multiples of the guides', and their shares of the draws. All
 # latents of all parties are scaled at once, so a factor of 8 in many dimensions would leave the
@@ -95,13 +91,13 @@ class WeighParties:
             down = Down(shape(n, v.rank), shape(v.rank))
             tie = CouplingStats(shape(n, parts, v.rank), shape(v.rank, v.rank))
         up = Up(shape(n, *v.model.shape), shape(n), shape(n, parts), tie)
-        return Exchange(
+        return StackedExchange(
             IMPORTANCE,
             stacked_visit(self.silo, little=False),
             silo_noise=key_as_noise,
             usable=self.usable,
             settings=json.dumps({"num_draws": n, "at_once": self.at_once}),
-            like=lambda: (down, up),
+            messages=lambda: (down, up),
         )
 
     @cached_property

@@ -40,6 +40,7 @@ from numpyro_fed.rounds.exchange import (
     Server,
     Shared,
     Silo,
+    StackedExchange,
     key_as_noise,
     no_noise,
     of_stack,
@@ -87,7 +88,7 @@ class Weigh(Generic[Server, Silo]):
     @property
     def exchange(self) -> Exchange[Any, Any, Any]:
         """Return the exchange, in which a silo sends :class:`Estimates` and keeps its state."""
-        return Exchange(
+        return StackedExchange(
             IMPORTANCE,
             self.reply,
             silo_noise=key_as_noise if self.guide.locals else no_noise,
@@ -96,7 +97,7 @@ class Weigh(Generic[Server, Silo]):
                 (up.log_likelihood < jnp.inf).all() & (up.log_likelihood > -jnp.inf).any()
             ),
             settings=self.settings,
-            like=lambda: (
+            messages=lambda: (
                 shape_of_draws(self.guide, self.fitted, (self.num_draws, self.model.dim)),
                 Estimates(shape(self.num_draws), shape()),
             ),

@@ -12,7 +12,7 @@ import math
 import numpy as np
 from jax import Array
 
-from numpyro_fed.rounds.noise import generator
+from numpyro_fed.rounds.keys import generator
 
 # Log weight, less the largest, below which a draw weighs nothing: e^-100 is 4e-44, which
 # changes no average.

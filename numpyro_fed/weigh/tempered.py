@@ -44,7 +44,13 @@ from numpyro_fed.guides.quadrature import NEARBY, RowIntegrals
 from numpyro_fed.guides.silo_bounds import AtDraw, QuadratureBound
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.numerics.gaussian import Coordinates
-from numpyro_fed.rounds.exchange import AskSilos, Exchange, FederatedAlgorithm, stacked_reply
+from numpyro_fed.rounds.exchange import (
+    AskSilos,
+    Exchange,
+    FederatedAlgorithm,
+    StackedExchange,
+    stacked_reply,
+)
 from numpyro_fed.search.expand import shape
 from numpyro_fed.sfvi.algorithm import Down, coordinates_of
 from numpyro_fed.text.log_density import FederatedModel
@@ -199,7 +205,7 @@ class Tempering:
     def exchange(self) -> Exchange[Any, Any, Any]:
         """Return the exchange in which silos tell their densities at all particles."""
         n, dim = self.num_particles, self.model.dim
-        return Exchange(
+        return StackedExchange(
             TEMPERED,
             stacked_reply(self.at_silo, little=self.little),
             # No log likelihood is NaN or infinite above, and all gradients are finite.
@@ -208,7 +214,7 @@ class Tempering:
                 & namespace(up.gradient).isfinite(up.gradient).all()
             ),
             settings=json.dumps({"num_particles": n, "nodes": self.nodes}),
-            like=lambda: (
+            messages=lambda: (
                 shape_of_draws(self.guide, self.fitted, (n, dim)),
                 AtParticles(shape(n), shape(n, dim)),
             ),

@@ -1,8 +1,8 @@
-"""The loop around a runtime: chunks of rounds, a progress bar, and a stop at the last good state.
+"""What runs rounds: a runtime, and the loop around it.
 
-A round is a function of the key, its number and the state. So a chunk in which something fails is
-run again from its first state, up to the round before the failure, and no state is kept for each
-round.
+The loop runs chunks of rounds under a progress bar, and stops at the last good state. A round is a
+function of the key, its number and the state. So a chunk in which something fails is run again from
+its first state, up to the round before the failure, and no state is kept for each round.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,10 @@ from jax.typing import ArrayLike
 from numpyro_fed.basics.errors import SilosError
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.basics.trees import all_finite
+from numpyro_fed.rounds.exchange import Round
 from numpyro_fed.rounds.progress import Progress, progress_of
-from numpyro_fed.rounds.stack import Batches, EndedError, Log, Runtime, ServerData, Stacks, State
+from numpyro_fed.rounds.silos import Batches, ServerData, Stacks
+from numpyro_fed.rounds.step import StepDone, Transport
 
 # Seconds between updates of the progress bar. Each is a return from the compiled loop to Python,
 # whose cost is felt in short rounds if there are many more of them.
@@ -32,6 +34,69 @@ REFRESH = 0.25
 MAX_SECONDS_LOST = 2.0
 # Rounds in the first chunk of a run without a bar; their time sets the length of the next ones.
 FIRST_CHUNK = 64
+
+
+class State(NamedTuple):
+    """The state of a run: everything that it needs to go on."""
+
+    round: Array  # () int: rounds done so far
+    server: Any
+    silos: Stacks  # one stack of silo states for each bucket
+    schedule: Any = ()  # the carry of the schedule, if there is one
+
+
+class Log(NamedTuple):
+    """The reports of rounds; a round has one step, or as many as its schedule says."""
+
+    losses: Any  # (rounds,): the sum of ``Info.loss`` over the steps of a round
+    reports: Any = ()  # pytree, leaves (rounds, steps, ...): ``Info.report``
+    visits: Any = ()  # (rounds, steps, size) int, or (): who took part; empty where all silos do
+    watched: Any = ()  # (rounds, steps, size): what is watched of each participant's new state
+
+
+class RunStatus(NamedTuple):
+    """The outcome of the last round that was run."""
+
+    ok: Any  # () bool: whether it may be kept
+    replies: Any  # (silos,) bool: which replies were good; true for a silo that took no part
+
+
+class EndedError(Exception):
+    """The signal that a run ends within a round: its last good state, and the silos at fault.
+
+    Its cause is the error that ended it; there is none for a reply that cannot be used. Silos have
+    no earlier state any more.
+    """
+
+    def __init__(self, state: State, silos: tuple[int, ...]):
+        super().__init__(f"the run ends within a round, at silos {silos}")
+        self.state, self.silos = state, silos
+
+
+# (key, state, batches, n, server_data, stop) -> the last state, the log of the rounds, the outcome
+# of the last one.
+Advance = Callable[..., tuple[State, Log, RunStatus]]
+# (key, server, silos, batches, server_data) -> what a step with all silos has led to.
+Single = Callable[..., StepDone[Stacks]]
+
+
+class Runtime(NamedTuple):
+    """An algorithm with a way to run it."""
+
+    init: Callable[[Array, Batches], State]
+    # It runs up to ``n`` rounds, and stops after the first one that is not ok, and with ``stop``
+    # where the algorithm is done.
+    advance: Advance
+    # Any single round with all silos, from any states, compiled quickly where that can be done.
+    single: Callable[[Round], Single]
+    # Batches -> Transport: the way of a plain program's questions to the silos.
+    transport: Callable[[Batches], Transport[Array, Stacks]]
+    chunk: int  # rounds that one call of ``advance`` can log, at most
+    # For the shapes of a state alone, where ``init`` has effects outside of this process.
+    like: Callable[[Array, Batches], State] | None = None
+    # The state from which a new run goes on where another one has ended. By default
+    # it is the same; silos in other processes begin a new run there.
+    go_on: Callable[[State], State] = lambda state: state
 
 
 class RunOutcome(NamedTuple):
@@ -48,7 +113,7 @@ class RunOutcome(NamedTuple):
     refused: SilosError | None = None
 
 
-def drive(
+def run_rounds(
     runtime: Runtime,
     key: Array,
     state: State,
