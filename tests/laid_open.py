@@ -14,7 +14,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.numerics.divergences import _squared_arsinh_of_root as squared_arsinh_of_root
-from numpyro_fed.posterior.weighing import _inner_draws as inner_draws
+from numpyro_fed.posterior.importance import _inner_draws as inner_draws
 from numpyro_fed.pvi.method import prior_optimiser as for_the_prior
 from numpyro_fed.reference.nuts import _joint_density as joint_density
 from numpyro_fed.reference.nuts import _parameters as parameters
@@ -22,7 +22,7 @@ from numpyro_fed.rounds import supervise
 from numpyro_fed.rounds.stack import Silos
 from numpyro_fed.vertical.method import begin
 from numpyro_fed.vertical.result import VerticalResult
-from numpyro_fed.weigh.proposals import root_of_draws as root
+from numpyro_fed.weigh.mixture import root_of_draws as root
 
 __all__ = [
     "LaidOpen",

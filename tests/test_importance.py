@@ -30,9 +30,9 @@ from numpyro_fed.guides.objectives import AtDraw
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.plain_loop import compile_visit
 from numpyro_fed.weigh.element_errors import moments
-from numpyro_fed.weigh.likelihood import SiloLikelihood
-from numpyro_fed.weigh.log_likelihoods import Weigh
-from numpyro_fed.weigh.pareto import systematic_resample
+from numpyro_fed.weigh.integration import SiloLikelihood
+from numpyro_fed.weigh.log_likelihoods import LogLikelihoodExchange
+from numpyro_fed.weigh.weights import systematic_resample
 
 KEY = jax.random.key(0)
 Y = np.array([0.3, -1.2, 0.8, 2.0, -0.4, 1.1, 3.0, 0.2, 1.6, 0.9])
@@ -522,7 +522,8 @@ def test_a_reply_has_one_number_a_draw_and_one_more_whatever_the_silo_holds():
     for sizes in [(2, 2), (9, 1)]:
         p = parts(conjugate, cut({"y": Y}, sizes))
         likelihood = SiloLikelihood(p.model, p.guide, {"row": 5})
-        weigh = Weigh(p.model, p.guide, likelihood, p.algorithm, 13, 13, 4)
+        args = p.model, p.guide, likelihood, p.algorithm
+        weigh = LogLikelihoodExchange(*args, num_draws=13, num_own=13, batch_size=4)
         shared = p.algorithm.shared(p.algorithm.init_server(KEY))
         _, down = weigh.of_server(shared, jnp.zeros((13, 1)))
         like, told = weigh.exchange.like()

@@ -20,7 +20,7 @@ from numpyro_fed.basics.precision import in_precision_of_object
 from numpyro_fed.posterior.corrected import Corrected, Pool
 from numpyro_fed.rounds import progress
 from numpyro_fed.rounds.progress import in_sight, shows
-from numpyro_fed.weigh.proposals import Mixture
+from numpyro_fed.weigh.mixture import Mixture
 
 KEY = jax.random.key(0)
 

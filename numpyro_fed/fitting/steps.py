@@ -38,11 +38,10 @@ from numpyro_fed.data.silo_data import ReadSilos, SiloData, SiloInput
 from numpyro_fed.guides.objectives import ELBO, LocallyEnhanced, default_quadrature
 from numpyro_fed.methods.base import method_model
 from numpyro_fed.posterior.corrected import Corrected
-from numpyro_fed.posterior.particles import Particles
+from numpyro_fed.posterior.importance import AT_ONCE, InnerDraws, correct_from, importance_correct
+from numpyro_fed.posterior.particles import MIN_EFFECTIVE, Particles, Tempered
 from numpyro_fed.posterior.posterior import Posterior, Stage
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.posterior.tempering import MIN_EFFECTIVE, Tempered
-from numpyro_fed.posterior.weighing import AT_ONCE, InnerDraws, correct_from, importance_correct
 from numpyro_fed.pvi.method import PVI
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.progress import StageBar
@@ -55,8 +54,7 @@ from numpyro_fed.text.facts import Facts, agree, size_class
 from numpyro_fed.text.fingerprint import fingerprint
 from numpyro_fed.text.layout import layout_of, read_all
 from numpyro_fed.text.split import split
-from numpyro_fed.weigh.mixture import around_modes, matched
-from numpyro_fed.weigh.proposals import FULL_UP_TO, Mixture
+from numpyro_fed.weigh.mixture import FULL_UP_TO, Mixture, around_modes, matched
 
 # Rounds at most; runs end sooner if they come to rest. From the mode PVI was right after
 # two or three rounds, SFVI after a thousand (docs/results/six_cities.md, raw_data.md).
@@ -378,7 +376,7 @@ class FitSteps:
                 else:
                     copy = None if start is None else start.copy
                     correction = correct_from(
-                        *args, own, wider=wider, accuracy=accuracy, before=before, copy=copy
+                        *args, own, wider=wider, accuracy=accuracy, earlier=before, copy=copy
                     )
         except (ValueError, NonFiniteError) as error:
             sent = isinstance(error, NonFiniteError)  # the others are found before anything is sent

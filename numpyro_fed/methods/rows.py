@@ -40,11 +40,11 @@ from numpyro_fed.methods.base import (
 from numpyro_fed.methods.start import begin, with_or_without_start
 from numpyro_fed.posterior.at_silo import AtSilo, outer_round, sampler_by
 from numpyro_fed.posterior.communication import COPIES, Cost, cost_of, state_sizes
+from numpyro_fed.posterior.importance import log_likelihood_exchange
 from numpyro_fed.posterior.leave_out import leaving_out, loo_exchange
+from numpyro_fed.posterior.particles import tempering_of
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.run import Built, Fit
-from numpyro_fed.posterior.tempering import tempering_of
-from numpyro_fed.posterior.weighing import weighing
 from numpyro_fed.rounds.exchange import (
     IMPORTANCE,
     OUTER_LATENTS,
@@ -74,7 +74,7 @@ from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
 from numpyro_fed.text.split import split
 from numpyro_fed.weigh.log_likelihoods import LEAVE_OUT, LOO, rows_that_count
-from numpyro_fed.weigh.tempered import TEMPERED
+from numpyro_fed.weigh.smc import TEMPERED
 
 Found = TypeVar("Found", bound=Result)
 Prepared = TypeVar("Prepared")
@@ -364,7 +364,7 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
     def round_of(self, built: Built, asked: ExchangeId) -> tuple[Round, AnyAlgorithm]:
         """Return the round that declares an exchange, and the algorithm whose states it has."""
         questions: dict[str, Callable[..., Exchange[Any, Any, Any]]] = {
-            IMPORTANCE: lambda built, settings: weighing(built, settings).exchange,
+            IMPORTANCE: lambda built, settings: log_likelihood_exchange(built, settings).exchange,
             INFLUENCE: lambda built, settings: (
                 Influence(built.model, built.algorithm, settings["num_silos"]).exchange
             ),

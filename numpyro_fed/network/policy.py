@@ -20,7 +20,7 @@ from numpyro_fed.rounds.exchange import IMPORTANCE, OUTER_LATENTS
 from numpyro_fed.rounds.messages import Question
 from numpyro_fed.rounds.stack import PlanSize
 from numpyro_fed.weigh.log_likelihoods import LEAVE_OUT, LOO
-from numpyro_fed.weigh.tempered import TEMPERED
+from numpyro_fed.weigh.smc import TEMPERED
 
 # A run that may spend the whole budget does so up to the accountant's rounding.
 ROUNDED = 1 + 1e-5

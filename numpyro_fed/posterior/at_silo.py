@@ -36,7 +36,7 @@ from numpyro_fed.rounds.messages import unpack
 from numpyro_fed.rounds.supervise import failed_silos
 from numpyro_fed.sfvi.algorithm import Down, coordinates_of, down_of
 from numpyro_fed.text.facts import Facts
-from numpyro_fed.weigh.likelihood import Integration
+from numpyro_fed.weigh.integration import Integration
 from numpyro_fed.weigh.log_likelihoods import shape_of_draws
 
 # The arrays of the server's data: draws of the globals (n, dim), and the words of a key a silo.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -25,15 +25,14 @@ from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.run import Fit
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedWords
-from numpyro_fed.posterior.verdict import Weighted
+from numpyro_fed.posterior.weighted_draws import WeightedDraws
 from numpyro_fed.search.influence import SiloTable, Whitened
 from numpyro_fed.search.mode import OneCopy
 from numpyro_fed.text.sites import Site
 from numpyro_fed.weigh.element_errors import ElementErrors, Moments, Rounding
-from numpyro_fed.weigh.likelihood import Integration
-from numpyro_fed.weigh.mixture import mixture_at
-from numpyro_fed.weigh.pareto import systematic_resample
-from numpyro_fed.weigh.proposals import NUM_PARTS, Mixture
+from numpyro_fed.weigh.integration import Integration
+from numpyro_fed.weigh.mixture import NUM_PARTS, Mixture, mixture_at
+from numpyro_fed.weigh.weights import systematic_resample
 
 # Draws where the posterior without a silo may be, an exchange of them, and the share of those that
 # look beyond, as in nf.fit, which has compiled both.
@@ -62,9 +61,39 @@ class Pool(NamedTuple):
     numbers: tuple[int, ...]
     copy: OneCopy | None = None
 
+    @classmethod
+    def empty(cls, dim: int, dtype: np.dtype[Any], copy: OneCopy | None) -> Pool:
+        """Return a pool without draws."""
+        none = np.zeros(0, dtype)
+        return cls(np.zeros((0, dim), dtype), none, np.zeros(0, bool), (), (), (), copy)
+
+    def with_mixture(self, mixture: Mixture, wider: float) -> Pool:
+        """Return the pool with one more mixture, the first one, of which there are no draws yet."""
+        return self._replace(
+            mixtures=(mixture, *self.mixtures),
+            wider=(wider, *self.wider),
+            numbers=(0, *self.numbers),
+        )
+
+    def with_draws(
+        self,
+        z_G: np.ndarray,
+        log_joint: np.ndarray,
+        from_own: np.ndarray,
+        numbers: Sequence[int],
+    ) -> Pool:
+        """Return the pool with further draws before the others, by how many of each mixture."""
+        more = [*numbers, *[0] * (len(self.numbers) - len(numbers))]
+        return self._replace(
+            z_G=np.concatenate([z_G, self.z_G]),
+            log_joint=np.concatenate([log_joint, self.log_joint]),
+            from_own=np.concatenate([from_own, self.from_own]),
+            numbers=tuple(n + m for n, m in zip(self.numbers, more, strict=True)),
+        )
+
 
 @dataclass(frozen=True, eq=False)
-class Corrected(Posterior, Weighted[Result]):
+class Corrected(Posterior, WeightedDraws[Result]):
     """An importance-corrected fit of silos that hold rows.
 
     Attributes
@@ -116,15 +145,6 @@ class Corrected(Posterior, Weighted[Result]):
         return self
 
     @property
-    def trusted(self) -> bool:
-        """Whether the globals, as their user sees them, are right to the ``accuracy=``.
-
-        That holds for quantiles, and for means and sds that exist; :attr:`reservation` names those
-        that do not.
-        """
-        return self.sound and not (self.missed or self.interrupted)
-
-    @property
     def known_doubt(self) -> str:
         """Return why the correction is not to be trusted."""
         return "" if self.trusted else self.judgement
@@ -155,7 +175,7 @@ class Corrected(Posterior, Weighted[Result]):
         first = table = self._left_out_by(few)
         if not table.unknown:
             return table
-        from numpyro_fed.posterior.weighing import correct_from
+        from numpyro_fed.posterior.importance import correct_from
 
         # Draws around the posteriors without the silos whose rows are not known. It takes an
         # exchange in which silos tell gradient and Hessian of their log likelihoods, and two more
@@ -165,19 +185,14 @@ class Corrected(Posterior, Weighted[Result]):
             whitened = Whitened.of(self.result.factors_at(mean))
             table = replace(table, num_exchanges=table.num_exchanges + 1)
             # With the new draws as many as before, for which the exchange is compiled.
-            before, key = self._some(few - MORE_DRAWS if few > MORE_DRAWS else few), self._key
+            earlier = self._some(few - MORE_DRAWS if few > MORE_DRAWS else few)
             for i in range(0, len(first.unknown), NUM_PARTS):
                 silos = first.unknown[i : i + NUM_PARTS]
                 moves, covariances = zip(*(whitened.without(j) for j in silos), strict=True)
                 own = mixture_at([mean + move for move in moves], list(covariances))
+                key = random.fold_in(self._key, 3)
                 more = correct_from(
-                    random.fold_in(key, 3),
-                    self.result,
-                    MORE_DRAWS,
-                    None,
-                    own,
-                    wider=WIDER,
-                    before=before,
+                    key, self.result, MORE_DRAWS, None, own, wider=WIDER, earlier=earlier
                 )
                 found = more._left_out_by(len(more.weights))
                 sent = more.num_exchanges - (self.num_exchanges if self.pool else 0)
@@ -282,7 +297,7 @@ class Corrected(Posterior, Weighted[Result]):
 
     def saved_words(self, draws: int | None = None) -> SavedWords:
         """Return the form in which a file keeps the correction; ``from_file`` reads it."""
-        saved = Weighted.saved_words(self)
+        saved = WeightedDraws.saved_words(self)
         key = random.key_data(self._key)
         errors = self.errors._asdict()
         names = errors.pop("names")

@@ -36,7 +36,7 @@ from numpyro_fed.rounds.noise import generator
 from numpyro_fed.search.expand import shape
 from numpyro_fed.sfvi.algorithm import Down, down_of
 from numpyro_fed.text.row_checks import refuse_coupled_rows, refuse_parameters_of_rows
-from numpyro_fed.weigh.likelihood import Integration
+from numpyro_fed.weigh.integration import Integration
 from numpyro_fed.weigh.log_likelihoods import (
     LEAVE_OUT,
     LOO,

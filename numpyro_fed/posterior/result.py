@@ -157,7 +157,7 @@ class Result(Posterior, FederatedRun):
         """
         if self._checked is not None:
             return self._checked
-        from numpyro_fed.posterior.weighing import importance_correct
+        from numpyro_fed.posterior.importance import importance_correct
 
         try:
             return importance_correct(jax.random.key(0), self)

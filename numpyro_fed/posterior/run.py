@@ -46,7 +46,7 @@ from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_checks import RowChecks
 from numpyro_fed.vertical.parties import Parties
 from numpyro_fed.vertical.search import VerticalSearch
-from numpyro_fed.weigh.likelihood import Integration
+from numpyro_fed.weigh.integration import Integration
 
 # Batches of rounds in each quarter of a run, whose means show how noisy the bound is. Rounds are
 # correlated, so that single losses would show too little noise; fewer batches estimate it badly.
