@@ -244,7 +244,7 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
         result, description = with_or_without_start(
             fit, lambda fit: self._load_run(path, fit, hosted, part)
         )
-        return replace(result, _before=description.get("before"))
+        return replace(result, _opening_of_file=description.get("before"))
 
     def _check_rounds(self, fit: Fit, state: State, num_rounds: int) -> None:
         """Raise an error for a number of rounds that the method cannot run."""

@@ -78,12 +78,12 @@ class Held(NamedTuple):
     """A silo's number, its state at the end of a run, and its data; they never leave it."""
 
     number: int
-    state: Any
+    state: object
     data: SiloData
 
 
 def local_draws(
-    built: Built, sampler: Sampler, key: Array, down: Down, state: Any, data: SiloData
+    built: Built, sampler: Sampler, key: Array, down: Down, state: object, data: SiloData
 ) -> dict[str, Array]:
     """Return local sites (n, ...) at the server's draws of the globals, made at the silo."""
     private, coordinates = built.algorithm.private(state), coordinates_of(down)
@@ -162,8 +162,8 @@ def outer_round(built: Built, settings: Mapping[str, Any]) -> Round:
     sampler, sites = sampler_by(built, settings), outer_sites(fm)
 
     def silo(
-        noise: object, down: LatentsQuestion, state: Any, data: SiloData
-    ) -> tuple[Reply[SharedLatents], Any]:
+        noise: object, down: LatentsQuestion, state: object, data: SiloData
+    ) -> tuple[Reply[SharedLatents], object]:
         key = jax.random.wrap_key_data(down.keys)
         found = local_draws(built, sampler, key, down.draws, state, data)
         sizes = fm.sizes(data)
@@ -181,7 +181,7 @@ def outer_round(built: Built, settings: Mapping[str, Any]) -> Round:
         plates = {str(s.plate): jnp.asarray(sizes[str(s.plate)]) for s in sites}
         return Reply(SharedLatents(values, plates), jnp.array(True)), state
 
-    def run(state: Any, noise: object, ask: Ask) -> tuple[SharedLatents, Info]:
+    def run(state: object, noise: object, ask: Ask) -> tuple[SharedLatents, Info]:
         words = jax.random.key_data(jax.random.key(0)).shape
         z_G = jnp.zeros((settings["num_draws"], fm.dim))
         keys = jnp.zeros((settings["num_silos"], *words), jnp.uint32)

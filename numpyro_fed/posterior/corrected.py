@@ -19,13 +19,14 @@ from numpyro_fed.after.sensitivity import PriorSensitivity, log_prior_on_support
 from numpyro_fed.basics.errors import ModelError, NonFiniteError
 from numpyro_fed.basics.precision import in_precision_of_object
 from numpyro_fed.basics.trees import elements
-from numpyro_fed.posterior.leave_out import LeaveOut, Loo, rows_left_out, table_of
+from numpyro_fed.posterior.leave_out import LeaveOut, Loo, rows_left_out, silos_left_out
 from numpyro_fed.posterior.posterior import Posterior
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.run import Fit
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedWords
 from numpyro_fed.posterior.weighted_draws import WeightedDraws
+from numpyro_fed.rounds.stack import State
 from numpyro_fed.search.influence import SiloTable, Whitened
 from numpyro_fed.search.mode import OneCopy
 from numpyro_fed.text.sites import Site
@@ -135,6 +136,11 @@ class Corrected(Posterior, WeightedDraws[Result]):
         return self.result
 
     @property
+    def state(self) -> State:
+        """Return the state of the fit, from which a run goes on: ``run(..., init_state=)``."""
+        return self.result.state
+
+    @property
     def sampler(self) -> Sampler:
         """Return the functions by which locals are drawn, from their density given the globals."""
         return self._sampler
@@ -156,7 +162,7 @@ class Corrected(Posterior, WeightedDraws[Result]):
     def _advice(self) -> str:
         if not self.stages:
             return super()._advice
-        more = "importance_correct(key, fitted.corrected.result, num_draws=100_000)"
+        more = "importance_correct(key, fitted, num_draws=100_000)"
         if self.reliable:
             return f"{more}, or more max_exchanges"
         if self.many_count:
@@ -241,7 +247,7 @@ class Corrected(Posterior, WeightedDraws[Result]):
     def _left_out_by(self, number: int) -> LeaveOut:
         """Return the table of silos left out of so many draws."""
         key = random.fold_in(self._key, 2)
-        return table_of(key, self.result, self.integration, *self._some(number)._as_weighed)
+        return silos_left_out(key, self.result, self.integration, *self._some(number)._as_weighed)
 
     def _some(self, number: int) -> Corrected:
         """Return the correction by some of its draws, any of each proposal's."""

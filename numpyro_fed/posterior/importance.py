@@ -84,7 +84,7 @@ JUMP = 3.0
 @overload
 def importance_correct(
     key: Array,
-    result: Result,
+    result: Result | Corrected,
     num_draws: int = ...,
     inner_draws: InnerDraws = ...,
     *,
@@ -101,7 +101,7 @@ def importance_correct(
 
 def importance_correct(
     key: Array,
-    result: Result | VerticalResult,
+    result: Result | Corrected | VerticalResult,
     num_draws: int = 4_000,
     inner_draws: InnerDraws = None,
     *,
@@ -127,10 +127,11 @@ def importance_correct(
     Parameters
     ----------
     key : jax.Array
-    result : Result or VerticalResult
-        A fit, under any bound. Of a vertical one the latents of all parties are weighed, towards
-        the model as it is written: clients send their predictors at ``num_draws`` draws, and
-        ``inner_draws`` and ``wider`` have no meaning there.
+    result : Result, Corrected or VerticalResult
+        A fit, under any bound; of a correction it is the fit that was corrected. Of a vertical one
+        the latents of all parties are weighed, towards the model as it is written: clients send
+        their predictors at ``num_draws`` draws, and ``inner_draws`` and ``wider`` have no meaning
+        there.
     num_draws : int
         Draws of the globals, four thousand in an exchange at most; their number is rounded up to a
         multiple of that.
@@ -182,6 +183,8 @@ def importance_correct(
     """
     positive_int("num_draws", num_draws)
     check_accuracy(accuracy)
+    if isinstance(result, Corrected):
+        result = result.result
     if isinstance(result, SOULResult):
         raise TypeError(
             "what SOUL has drawn has no density by which it could be weighed: correct a fit of "

@@ -175,7 +175,7 @@ class Built:
         path = (*search.opening, search.round, self.start.begin, *self.algorithm.opening)
         return (path, self.start.checks) if self.model.improper and self.start.checks else (path,)
 
-    def exchanged_before(self, start: object) -> dict[str, int]:
+    def opening_exchanges(self, start: object) -> dict[str, int]:
         """Return how often each exchange took place before the first round, by name.
 
         ``start`` is where the run began; it did not go on from the state of another run.

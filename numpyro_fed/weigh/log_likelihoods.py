@@ -257,7 +257,7 @@ def log_likelihoods_of_rows(
     """Return the function to log likelihoods (draws, rows), and whether rows count (rows,)."""
     plates = plates_of_rows(fm)
 
-    def values_of(key: Array, down: Down, state: Any, data: SiloData) -> tuple[Array, Array]:
+    def values_of(key: Array, down: Down, state: object, data: SiloData) -> tuple[Array, Array]:
         given, counts = at_draws(fitted, down, state, data), rows_that_count(fm, data)
 
         def rows_at(draw: tuple[Array, Array, Array]) -> Array:

@@ -50,7 +50,7 @@ from numpyro_fed.sfvi.algorithm import Down
 from numpyro_fed.text.binding import Theta
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.weigh.log_likelihoods import at_draws, shape_of_draws, with_globals
-from numpyro_fed.weigh.mixture import root_of_draws
+from numpyro_fed.weigh.mixture import Mixture, root_of_draws
 
 TEMPERED = "tempered"  # the name of the exchange
 NUM_ISLANDS = 4
@@ -141,7 +141,7 @@ class SMCState:
 
     begun_at: str
     theta: Theta
-    reference: Any
+    reference: Mixture | tuple[()]
     particles: Evaluated
     exchanges: int = 0
     b: float = 0.0
@@ -154,7 +154,9 @@ class SMCState:
     kept: list[Evaluated] = field(default_factory=list)
 
     @classmethod
-    def at(cls, begun_at: str, theta: Theta, reference: Any, z: np.ndarray) -> SMCState:
+    def at(
+        cls, begun_at: str, theta: Theta, reference: Mixture | tuple[()], z: np.ndarray
+    ) -> SMCState:
         """Return particles at draws (N, dim) of the reference."""
         zeros = np.zeros(len(z))
         state = cls(begun_at, theta, reference, Evaluated(z, zeros, zeros, 0 * z, 0 * z))
@@ -218,7 +220,7 @@ class TemperedSMC:
             ),
         )
 
-    def at_silo(self, noise: object, down: Down, state: Any, data: SiloData) -> AtParticles:
+    def at_silo(self, noise: object, down: Down, state: object, data: SiloData) -> AtParticles:
         """Return what a silo tells."""
         given = at_draws(self.fitted, down, state, data)
         bound = QuadratureBound(self.model, self.guide, self.nodes)
@@ -317,7 +319,7 @@ class TemperedSMC:
     def _ends(self) -> Callable[[Theta, Any, Any], tuple[Array, ...]]:
         """Return the server's program: prior and reference, each with its gradient."""
 
-        def ends(theta: Theta, reference: Any, z: Any) -> tuple[Array, ...]:
+        def ends(theta: Theta, reference: Mixture | tuple[()], z: Array) -> tuple[Array, ...]:
             log_q = partial(self.log_q, theta, reference)
             of_prior = jax.vmap(jax.value_and_grad(partial(self.model.log_prior, theta)))(z)
             return *of_prior, *jax.vmap(jax.value_and_grad(log_q))(z)
@@ -379,7 +381,7 @@ def temper(state: SMCState, random: np.random.Generator) -> None:
     state.measure_moves()
 
 
-def or_zero(slopes: Any) -> Any:
+def or_zero(slopes: Numbers) -> Numbers:
     """Return the gradients (N, dim), zero where one is not finite, as on a kink with a root.
 
     Any function of the place alone may stand in for the gradient of a trajectory: it stays
