@@ -54,7 +54,7 @@ class LaidOpen:
 
     Attributes
     ----------
-    fit : Fit
+    fit : CompiledMethod
         The compiled functions; the same object for runs of the same shapes.
     held : Silos
         What silos or clients hold: ``data`` as read, ``buckets``, and ``batches`` on the device.
@@ -203,8 +203,8 @@ def private(module: Any, name: str) -> Any:
 PLACES = {
     "memory": "numpyro_fed.methods.rows._memory",
     "pareto_k": "numpyro_fed.reference.compare._pareto_k",
-    "batch_size": "numpyro_fed.posterior.run.Fit.batch_size",
-    "question_of_a_correction": "numpyro_fed.posterior.run.Fit.question",
+    "batch_size": "numpyro_fed.posterior.built.CompiledMethod.batch_size",
+    "question_of_a_correction": "numpyro_fed.posterior.built.CompiledMethod.question",
     "factor_for_the_prior": "numpyro_fed.pvi.method.prior_optimiser",
     "rounds_of_a_log": "numpyro_fed.rounds.supervise._first",
     "all_finite": "numpyro_fed.rounds.supervise._all_finite",

@@ -25,8 +25,9 @@ from numpyro_fed.basics.errors import (
 from numpyro_fed.guides import objectives
 from numpyro_fed.numerics import divergences, losses
 from numpyro_fed.posterior.at_silo import AtSilo
-from numpyro_fed.posterior.run import FederatedRun, Fit, MethodSpec
-from numpyro_fed.posterior.saving import load_state
+from numpyro_fed.posterior.built import CompiledMethod
+from numpyro_fed.posterior.run import FederatedRun
+from numpyro_fed.posterior.saving import MethodSpec, load_state
 from numpyro_fed.privacy import budget
 from numpyro_fed.rounds import schedules
 from numpyro_fed.rounds.compiled_loop import simulation
@@ -101,7 +102,7 @@ class FederatedMethod(ABC, Generic[Outcome]):
 
     @abstractmethod
     def result_of(
-        self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False
+        self, run: RunOutcome, fit: CompiledMethod, hosted: Silos, *, quiet: bool = False
     ) -> Outcome:
         """Return the result of a run; ``run.log`` is None for a loaded one.
 
@@ -120,7 +121,7 @@ class FederatedMethod(ABC, Generic[Outcome]):
         return False
 
     def _load_run(
-        self, path: str | Path, fit: Fit, hosted: Silos, part: str = ""
+        self, path: str | Path, fit: CompiledMethod, hosted: Silos, part: str = ""
     ) -> tuple[Outcome, dict[str, Any]]:
         """Return the run ``part`` of a file as a result, and its description in the file."""
         like, made = fit.initial_state(hosted), fit.provenance(hosted)
@@ -129,7 +130,7 @@ class FederatedMethod(ABC, Generic[Outcome]):
 
     def _run_rounds(
         self,
-        fit: Fit,
+        fit: CompiledMethod,
         hosted: Silos,
         key: Array,
         state: State,

@@ -39,12 +39,12 @@ from numpyro_fed.methods.base import (
 )
 from numpyro_fed.methods.start import begin, with_or_without_start
 from numpyro_fed.posterior.at_silo import AtSilo, outer_round, sampler_by
+from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.communication import COPIES, Cost, cost_of, state_sizes
 from numpyro_fed.posterior.importance import log_likelihood_exchange
 from numpyro_fed.posterior.leave_out import leaving_out, loo_exchange
 from numpyro_fed.posterior.particles import tempering_of
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.posterior.run import Built, Fit
 from numpyro_fed.rounds.exchange import (
     IMPORTANCE,
     OUTER_LATENTS,
@@ -96,7 +96,9 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
     _split_texts: dict[Hashable, FederatedModel] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _fits: dict[Hashable, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _fits: dict[Hashable, CompiledMethod] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def begins_at(self) -> Result | None:
@@ -246,7 +248,7 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
         )
         return replace(result, _opening_of_file=description.get("before"))
 
-    def _check_rounds(self, fit: Fit, state: State, num_rounds: int) -> None:
+    def _check_rounds(self, fit: CompiledMethod, state: State, num_rounds: int) -> None:
         """Raise an error for a number of rounds that the method cannot run."""
 
     def _text(self) -> Callable[..., Any]:
@@ -413,7 +415,9 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
     def _resolve_plan(self, fm: FederatedModel, plan: Plan) -> Plan:
         return replace(plan, settings=json.dumps(self.settings_for(fm, plan), sort_keys=True))
 
-    def _compiled_for(self, silos: SilosInput | Federation, runtime: str) -> tuple[Fit, Silos]:
+    def _compiled_for(
+        self, silos: SilosInput | Federation, runtime: str
+    ) -> tuple[CompiledMethod, Silos]:
         """Return the compiled fit for these silos, that of an earlier run if there is one."""
         one_of("runtime", runtime, *RUNTIMES)
         if isinstance(silos, Federation):
@@ -450,7 +454,7 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
                     "couple_mean=False and couple_scale=False, or guides.MeanField()."
                 )
             reach = partial(in_process, runtime)
-            self._fits[cache_key] = Fit(
+            self._fits[cache_key] = CompiledMethod(
                 plan=plan,
                 built=built,
                 runtime=reach(built.algorithm, built.schedule),
@@ -466,7 +470,7 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
             buckets = one_by_one(read, layout.sizes)
         return fit, Silos(tuple(read), tuple(buckets), on_device(buckets))
 
-    def _over(self, federation: Federation) -> tuple[Fit, Silos]:
+    def _over(self, federation: Federation) -> tuple[CompiledMethod, Silos]:
         """Return the fit for the silos of a federation, once all have agreed on a plan."""
         if self.begins_at is not None:
             raise DataError(
@@ -478,9 +482,9 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
         # Each time: a variable that the text reads may have changed since the last run.
         plan = self.agree(facts)
 
-        def make(reach: Callable[..., Runtime]) -> Fit:
+        def make(reach: Callable[..., Runtime]) -> CompiledMethod:
             built = self.build(plan)
-            return Fit(
+            return CompiledMethod(
                 plan=plan,
                 built=built,
                 runtime=reach(built.algorithm, built.schedule),

@@ -26,8 +26,8 @@ from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.guides.structured import FULL_UP_TO
 from numpyro_fed.numerics import linalg
 from numpyro_fed.numerics.gaussian import Gaussian
+from numpyro_fed.posterior.built import CompiledMethod, StartRounds
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.posterior.run import Fit, StartRounds
 from numpyro_fed.rounds.exchange import CarriedSilo, Private, Round, Shared, asked_directly
 from numpyro_fed.rounds.messages import SEARCH
 from numpyro_fed.rounds.progress import Progress
@@ -119,13 +119,13 @@ def start_rounds(
 
 
 def begin(
-    fit: Fit,
+    fit: CompiledMethod,
     key: Array,
     hosted: Silos,
     init_state: State | np.ndarray | None,
     result: Result | None,
     progress_bar: bool | Progress,
-) -> tuple[Fit, State, Mode | Carried | None]:
+) -> tuple[CompiledMethod, State, Mode | Carried | None]:
     """Return the fit that runs, its first state, and where the run starts.
 
     It is at ``init_state``, near it where that is places (k, dim), at a ``result``, or where the
@@ -151,7 +151,7 @@ def begin(
         return fit, *at_mode(fit, key, hosted)
 
 
-def with_or_without_start(fit: Fit, use: Callable[[Fit], Used]) -> Used:
+def with_or_without_start(fit: CompiledMethod, use: Callable[[CompiledMethod], Used]) -> Used:
     """Return ``use(fit)``, or if its state does not fit, ``use`` of the fit without a start.
 
     A state or a file may come from a run whose search had found no mode.
@@ -169,7 +169,7 @@ def with_or_without_start(fit: Fit, use: Callable[[Fit], Used]) -> Used:
 
 
 def at_mode(
-    fit: Fit,
+    fit: CompiledMethod,
     key: Array,
     hosted: Silos,
     progress_bar: bool | Progress = False,
@@ -233,7 +233,7 @@ def at_mode(
     )
 
 
-def after_opening(fit: Fit, key: Array, state: State, batches: Batches) -> State:
+def after_opening(fit: CompiledMethod, key: Array, state: State, batches: Batches) -> State:
     """Return the state after the opening rounds of an algorithm."""
     key = jax.random.fold_in(key, OPENING)
     for i, round_ in enumerate(fit.built.algorithm.opening):
@@ -277,7 +277,9 @@ class Carried:
         return f"From a result of {self.method}: {'; '.join(parts)}."
 
 
-def carry_over(fit: Fit, key: Array, hosted: Silos, result: Result) -> tuple[State, Carried]:
+def carry_over(
+    fit: CompiledMethod, key: Array, hosted: Silos, result: Result
+) -> tuple[State, Carried]:
     """Return the first state of a run that begins at a result, and what it took over."""
     carry = fit.algorithm.carry
     if carry is None:

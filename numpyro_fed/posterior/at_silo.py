@@ -29,7 +29,8 @@ from numpyro_fed.after.predict import (
 )
 from numpyro_fed.basics.errors import DataError, ModelError, ReplyError
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.posterior.run import Built, FederatedRun
+from numpyro_fed.posterior.built import Built
+from numpyro_fed.posterior.run import FederatedRun
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.rounds.exchange import OUTER_LATENTS, Ask, Combine, Exchange, Info, Reply, Round
 from numpyro_fed.rounds.messages import unpack

@@ -13,7 +13,7 @@ import numpy as np
 from numpyro_fed.basics import html
 from numpyro_fed.data.padding import Bucket
 from numpyro_fed.data.silo_data import SiloData, Sizes
-from numpyro_fed.posterior.run import Built, Fit
+from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.rounds.exchange import FederatedAlgorithm
 from numpyro_fed.rounds.messages import Crossings
 from numpyro_fed.rounds.stack import Silos
@@ -167,7 +167,7 @@ class Cost:
         return html.words(self._summary()) + self.communication.messages._repr_html_()
 
 
-def cost_of(fit: Fit, hosted: Silos) -> Cost:
+def cost_of(fit: CompiledMethod, hosted: Silos) -> Cost:
     """Return the cost of a run of a compiled fit."""
     model, built = fit.model, fit.built
     server, silos = state_sizes(built.algorithm, hosted.buckets)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +19,20 @@ from numpyro_fed.after.sensitivity import PriorSensitivity, log_prior_on_support
 from numpyro_fed.basics.errors import ModelError, NonFiniteError
 from numpyro_fed.basics.precision import in_precision_of_object
 from numpyro_fed.basics.trees import elements
+from numpyro_fed.posterior.built import CompiledMethod
 from numpyro_fed.posterior.leave_out import LeaveOut, Loo, rows_left_out, silos_left_out
 from numpyro_fed.posterior.posterior import Posterior
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.posterior.run import Fit
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedWords
 from numpyro_fed.posterior.weighted_draws import WeightedDraws
 from numpyro_fed.rounds.stack import State
 from numpyro_fed.search.influence import SiloTable, Whitened
-from numpyro_fed.search.mode import OneCopy
 from numpyro_fed.text.sites import Site
 from numpyro_fed.weigh.element_errors import ElementErrors, Moments, Rounding
 from numpyro_fed.weigh.integration import Integration
-from numpyro_fed.weigh.mixture import NUM_PARTS, Mixture, mixture_at
+from numpyro_fed.weigh.mixture import NUM_PARTS, mixture_at
+from numpyro_fed.weigh.proposals import Pool
 from numpyro_fed.weigh.weights import systematic_resample
 
 # Draws where the posterior without a silo may be, an exchange of them, and the share of those that
@@ -41,56 +41,6 @@ MORE_DRAWS, WIDER = 4_000, 0.16
 AT_ONCE = 4_000  # draws that are brought to their supports at a time
 LEFT_OUT = 1_000  # effective draws that silos are left out of: densities are right to 0.03 nats
 PREFIX = "correction/"  # of the names of its arrays in a file
-
-
-class Pool(NamedTuple):
-    """Draws from mixtures as they were weighed, to which further draws can be added.
-
-    ``z_G`` (n, dim): As they were weighed; a correction has others in the place of draws without
-        weight.
-    ``log_joint`` (n,): The log joint density of all silos there, locals integrated out.
-    ``from_own`` (n,) bool: Whether a draw is from a mixture, and not from the parts around it.
-    ``mixtures, wider, numbers``: Each mixture, the share of wider parts, the number of its draws.
-    ``copy``: Where a density that repeats was weighed.
-    """
-
-    z_G: np.ndarray
-    log_joint: np.ndarray
-    from_own: np.ndarray
-    mixtures: tuple[Mixture, ...]
-    wider: tuple[float, ...]
-    numbers: tuple[int, ...]
-    copy: OneCopy | None = None
-
-    @classmethod
-    def empty(cls, dim: int, dtype: np.dtype[Any], copy: OneCopy | None) -> Pool:
-        """Return a pool without draws."""
-        none = np.zeros(0, dtype)
-        return cls(np.zeros((0, dim), dtype), none, np.zeros(0, bool), (), (), (), copy)
-
-    def with_mixture(self, mixture: Mixture, wider: float) -> Pool:
-        """Return the pool with one more mixture, the first one, of which there are no draws yet."""
-        return self._replace(
-            mixtures=(mixture, *self.mixtures),
-            wider=(wider, *self.wider),
-            numbers=(0, *self.numbers),
-        )
-
-    def with_draws(
-        self,
-        z_G: np.ndarray,
-        log_joint: np.ndarray,
-        from_own: np.ndarray,
-        numbers: Sequence[int],
-    ) -> Pool:
-        """Return the pool with further draws before the others, by how many of each mixture."""
-        more = [*numbers, *[0] * (len(self.numbers) - len(numbers))]
-        return self._replace(
-            z_G=np.concatenate([z_G, self.z_G]),
-            log_joint=np.concatenate([log_joint, self.log_joint]),
-            from_own=np.concatenate([from_own, self.from_own]),
-            numbers=tuple(n + m for n, m in zip(self.numbers, more, strict=True)),
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +99,47 @@ class Corrected(Posterior, WeightedDraws[Result]):
     def correction(self) -> Corrected:
         """Return the correction itself."""
         return self
+
+    @in_precision_of_object
+    def sample_posterior(
+        self, key: Array, n: int, *, silo: WhichSilo | None = None
+    ) -> dict[str, Array]:
+        """Draw from the corrected posterior; with ``silo``, also that silo's locals.
+
+        Globals are resampled by their weights. Locals are drawn anew at them: under quadrature
+        from their conditional density on a grid around its mode (64 cells for one latent, which
+        reach six standard deviations), else each from ``inner_draws`` draws by weight, which is
+        exact as their number grows.
+        """
+        if silo is None:
+            chosen = systematic_resample(random.fold_in(key, 0), self.weights, n)
+            return {site: jax.device_put(np.asarray(a)[chosen]) for site, a in self.draws.items()}
+        z_G = self.unconstrained(key, n)
+        return self.result.sites_at(jax.random.fold_in(key, 1), z_G, silo, self.sampler)
+
+    def unconstrained(self, key: Array, n: int) -> Array:
+        """Return the unconstrained globals (n, dim) behind ``sample_posterior(key, n)``."""
+        chosen = systematic_resample(random.fold_in(key, 0), self.weights, n)
+        return jax.device_put(self.z_G[chosen])
+
+    @cached_property
+    def samples(self) -> dict[str, Array]:
+        """Return draws of the globals, resampled by their weights, as many as were weighed."""
+        return self.sample_posterior(self._key, len(self.weights))
+
+    @cached_property
+    @in_precision_of_object
+    def draws(self) -> dict[str, Array]:
+        """Return draws of the globals on their own supports, to be weighted by ``weights``."""
+        return on_supports(self.sampler, self.result, self.z_G)
+
+    @cached_property
+    def silos(self) -> SiloTable:
+        """Return how far each silo moves the posterior, as :attr:`numpyro_fed.Result.silos` does.
+
+        The place is the mean of the weighted draws.
+        """
+        return self.result.silos_at(self.weights @ self.z_G)
 
     @property
     def known_doubt(self) -> str:
@@ -291,12 +282,6 @@ class Corrected(Posterior, WeightedDraws[Result]):
     def _sites(self) -> tuple[Site, ...]:
         return self.result._fit.model.named("latent")
 
-    @cached_property
-    @in_precision_of_object
-    def draws(self) -> dict[str, Array]:
-        """Return draws of the globals on their own supports, to be weighted by ``weights``."""
-        return on_supports(self.sampler, self.result, self.z_G)
-
     @property
     def _for_arviz(self) -> tuple[float, dict[str, float | str]]:
         return self.ess, {**self.attributes, **super()._for_arviz[1]}
@@ -351,41 +336,6 @@ class Corrected(Posterior, WeightedDraws[Result]):
             log_joint=stored.get("log_joint"),
         )
 
-    @cached_property
-    def silos(self) -> SiloTable:
-        """Return how far each silo moves the posterior, as :attr:`numpyro_fed.Result.silos` does.
-
-        The place is the mean of the weighted draws.
-        """
-        return self.result.silos_at(self.weights @ self.z_G)
-
-    @cached_property
-    def samples(self) -> dict[str, Array]:
-        """Return draws of the globals, resampled by their weights, as many as were weighed."""
-        return self.sample_posterior(self._key, len(self.weights))
-
-    @in_precision_of_object
-    def sample_posterior(
-        self, key: Array, n: int, *, silo: WhichSilo | None = None
-    ) -> dict[str, Array]:
-        """Draw from the corrected posterior; with ``silo``, also that silo's locals.
-
-        Globals are resampled by their weights. Locals are drawn anew at them: under quadrature
-        from their conditional density on a grid around its mode (64 cells for one latent, which
-        reach six standard deviations), else each from ``inner_draws`` draws by weight, which is
-        exact as their number grows.
-        """
-        if silo is None:
-            chosen = systematic_resample(random.fold_in(key, 0), self.weights, n)
-            return {site: jax.device_put(np.asarray(a)[chosen]) for site, a in self.draws.items()}
-        z_G = self.unconstrained(key, n)
-        return self.result.sites_at(jax.random.fold_in(key, 1), z_G, silo, self.sampler)
-
-    def unconstrained(self, key: Array, n: int) -> Array:
-        """Return the unconstrained globals (n, dim) behind ``sample_posterior(key, n)``."""
-        chosen = systematic_resample(random.fold_in(key, 0), self.weights, n)
-        return jax.device_put(self.z_G[chosen])
-
 
 def on_supports(sampler: Sampler, result: Result, z_G: np.ndarray) -> dict[str, Array]:
     """Return draws (n, dim) of the globals on the supports of their sites."""
@@ -402,7 +352,7 @@ def on_supports(sampler: Sampler, result: Result, z_G: np.ndarray) -> dict[str, 
     return jax.device_put(together)
 
 
-def sampler_of(fit: Fit, integration: Integration) -> Sampler:
+def sampler_of(fit: CompiledMethod, integration: Integration) -> Sampler:
     """Return the sampling functions, with locals drawn by weight."""
     settings = json.dumps(integration.settings)
     return fit.cached(("sampler", settings), lambda: fit.built.sampler(integration))

@@ -32,9 +32,9 @@ from numpyro_fed.guides.objectives import (
     draws_by_plate,
 )
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.posterior.corrected import Corrected, Pool, on_supports, sampler_of
+from numpyro_fed.posterior.built import Built, CompiledMethod
+from numpyro_fed.posterior.corrected import Corrected, on_supports, sampler_of
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.posterior.run import Built, Fit
 from numpyro_fed.posterior.verdict import TOLERANCE, check_accuracy
 from numpyro_fed.posterior.weighted_draws import (
     NO_WEIGHTS,
@@ -58,7 +58,7 @@ from numpyro_fed.weigh.element_errors import ElementErrors, Rounding, moments
 from numpyro_fed.weigh.integration import Integration
 from numpyro_fed.weigh.log_likelihoods import Estimates, LogLikelihoodExchange
 from numpyro_fed.weigh.mixture import LocationScale, Mixture, root_of_draws
-from numpyro_fed.weigh.proposals import SHARE, Part, WideParts, wider_parts
+from numpyro_fed.weigh.proposals import SHARE, Part, Pool, WideParts, wider_parts
 from numpyro_fed.weigh.weights import Weights
 
 InnerDraws = Quadrature | int | Mapping[str, int] | None
@@ -201,7 +201,7 @@ def importance_correct(
         copy = result.start.copy if isinstance(result.start, Mode) else None
         guide = fit.guide.globals
         share = wider if guide.density_everywhere else 0.0
-        wide = WideParts.of(of_text(fit), size, share)
+        wide = WideParts.of(wider_parts_of(fit), size, share)
         weighing = Weighing(result, size, wide.num_own, integration, copy, accuracy)
 
         def exchange(i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -227,7 +227,7 @@ def importance_correct(
         return unless_interrupted(correction, interrupted, num_draws)
 
 
-def of_text(fit: Fit) -> tuple[Part, ...]:
+def wider_parts_of(fit: CompiledMethod) -> tuple[Part, ...]:
     """Return the wider parts of proposals for the text of a fit, found once."""
     fm, start = fit.model, fit.built.start
     return fit.cached(
@@ -435,7 +435,7 @@ def correct_from(
             # Whole numbers with the sum ``size`` that are to each other as those so far.
             ends = np.rint(np.cumsum(pool.numbers) * (size / sum(pool.numbers)))
             numbers = np.diff(ends.astype(int), prepend=0).tolist()
-        text = of_text(fit)
+        text = wider_parts_of(fit)
         mixtures, proposals = pool.mixtures, [WideParts.of(text, size, w) for w in pool.wider]
 
         def exchange(i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -471,7 +471,7 @@ def correct_from(
         return unless_interrupted(correction, interrupted, num_draws)
 
 
-def check_weighable(fit: Fit) -> None:
+def check_weighable(fit: CompiledMethod) -> None:
     """Raise an error for a fit whose posterior is not proportional to a joint density."""
     if fit.built.protected:
         raise ModelError(fit.built.protected)

@@ -29,8 +29,8 @@ from numpyro_fed.after.arviz import elpd_data
 from numpyro_fed.basics.errors import DataError, optional
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.posterior.built import Built
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.posterior.run import Built
 from numpyro_fed.rounds.exchange import Combine, Exchange, key_as_noise, stacked_reply
 from numpyro_fed.rounds.noise import generator
 from numpyro_fed.search.expand import shape

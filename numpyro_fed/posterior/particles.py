@@ -28,16 +28,16 @@ from numpyro_fed.basics.errors import (
 from numpyro_fed.basics.precision import precision
 from numpyro_fed.guides.objectives import default_quadrature
 from numpyro_fed.guides.quadrature import default_nodes, quadrature_misfit
+from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.corrected import Corrected, on_supports, sampler_of
 from numpyro_fed.posterior.importance import (
     AT_ONCE,
     Weighing,
     check_weighable,
     integration_of,
-    of_text,
+    wider_parts_of,
 )
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.posterior.run import Built, Fit
 from numpyro_fed.posterior.saving import SavedWords
 from numpyro_fed.posterior.verdict import QUANTILES_KNOWN, TOLERANCE, Doubt, Spoils
 from numpyro_fed.rounds.noise import generator, typed_key
@@ -214,14 +214,14 @@ class Tempered:
             )
         return found
 
-    def _parts(self, fit: Fit, nodes: int, quick: bool) -> TemperedSMC:
+    def _parts(self, fit: CompiledMethod, nodes: int, quick: bool) -> TemperedSMC:
         number = self.num_particles
 
         def make() -> TemperedSMC:
             smc = replace(tempering_of(fit.built, number, nodes), little=quick)
             if self.start == "prior":
                 return smc
-            density = WideParts.of(of_text(fit), number, WIDER).log_density_with
+            density = WideParts.of(wider_parts_of(fit), number, WIDER).log_density_with
             return replace(smc, log_q=lambda theta, own, z: density(theta, own, z[None])[0])
 
         return fit.cached(("tempering", number, self.start, nodes, quick), make)
@@ -246,7 +246,8 @@ class Tempered:
             z_G = fit.many_draws_of_globals().astype(np.float64)
             own = around_modes(z_G, (), np.zeros(1))
         own = own._replace(log_shares=np.maximum(own.log_shares, LOST))  # of a finite slope
-        draws, wide = generator(key), WideParts.of(of_text(fit._fit), self.num_particles, WIDER)
+        draws = generator(key)
+        wide = WideParts.of(wider_parts_of(fit._fit), self.num_particles, WIDER)
         chosen = wide.draw_with(draws, theta, own)
         # The first draws are of the mixture, the others of wider parts: islands must be alike.
         z: np.ndarray = draws.permutation(chosen).astype(jnp.result_type(float))

@@ -22,7 +22,7 @@ from numpyro_fed.numerics.gaussian import Curvature
 from numpyro_fed.posterior.at_silo import told_by_silos
 from numpyro_fed.posterior.communication import Communication, communication
 from numpyro_fed.posterior.posterior import Posterior
-from numpyro_fed.posterior.run import FederatedRun, Fit
+from numpyro_fed.posterior.run import FederatedRun
 from numpyro_fed.posterior.sampler import Sampler, real_rows
 from numpyro_fed.posterior.saving import SavedRun, SavedWords
 from numpyro_fed.rounds.exchange import Exchange, Private, Up
@@ -41,8 +41,6 @@ from numpyro_fed.search.mode import Mode
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.text.row_checks import refuse_coupled_rows
 from numpyro_fed.text.values import new_data_check
-
-__all__ = ["Fit", "Result"]
 
 # Draws whose mean is the place at which silos are compared: within 2 % of an sd of the mean.
 MEAN_DRAWS = 4_000

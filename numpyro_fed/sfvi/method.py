@@ -36,8 +36,8 @@ from numpyro_fed.guides.structured import (
 )
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.start import SEARCHED, check_start, start_of, start_rounds
+from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.posterior.run import Built, Fit
 from numpyro_fed.rounds.schedules import Given, Random, Sequential, Spec, in_step
 from numpyro_fed.rounds.stack import Silos
 from numpyro_fed.rounds.supervise import RunOutcome
@@ -205,7 +205,9 @@ class GradientMethod(Method[Result, None]):
         check_rows_alone(layout, self.batch_size, stacks)
         return ()
 
-    def result_of(self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False) -> Result:
+    def result_of(
+        self, run: RunOutcome, fit: CompiledMethod, hosted: Silos, *, quiet: bool = False
+    ) -> Result:
         result = Result(run.losses, run.state, fit, hosted)
         if quiet or run.ended == "converged":
             return result

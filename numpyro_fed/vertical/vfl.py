@@ -17,7 +17,7 @@ from numpyro_fed.data.silo_data import SiloData, signature
 from numpyro_fed.guides.amortised import Amortised
 from numpyro_fed.guides.auxiliary import auxiliary_guide
 from numpyro_fed.guides.structured import Structured, resolve
-from numpyro_fed.posterior.run import Built
+from numpyro_fed.posterior.built import Built
 from numpyro_fed.rounds.exchange import (
     IMPORTANCE,
     ExchangeId,

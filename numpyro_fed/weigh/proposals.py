@@ -26,9 +26,10 @@ these.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -36,6 +37,7 @@ from jax import Array
 
 from numpyro_fed.basics.trees import Numbers, namespace
 from numpyro_fed.numerics.gaussian import root_of
+from numpyro_fed.search.mode import OneCopy
 from numpyro_fed.text.binding import Theta
 from numpyro_fed.text.log_density import FederatedModel, Funnel
 from numpyro_fed.weigh.mixture import OWN_FREEDOM, LocationScale, Mixture, log_sum_exp
@@ -227,6 +229,56 @@ class WideParts:
     def log_density_with(self, theta: Theta, own: Mixture, z: Numbers) -> Numbers:
         """Return the log density (m,) of the whole proposal around a mixture, at ``z`` (m, dim)."""
         return self.log_density(own.log_prob(z), theta, own.moments, z)
+
+
+class Pool(NamedTuple):
+    """Draws from mixtures as they were weighed, to which further draws can be added.
+
+    ``z_G`` (n, dim): As they were weighed; a correction has others in the place of draws without
+        weight.
+    ``log_joint`` (n,): The log joint density of all silos there, locals integrated out.
+    ``from_own`` (n,) bool: Whether a draw is from a mixture, and not from the parts around it.
+    ``mixtures, wider, numbers``: Each mixture, the share of wider parts, the number of its draws.
+    ``copy``: Where a density that repeats was weighed.
+    """
+
+    z_G: np.ndarray
+    log_joint: np.ndarray
+    from_own: np.ndarray
+    mixtures: tuple[Mixture, ...]
+    wider: tuple[float, ...]
+    numbers: tuple[int, ...]
+    copy: OneCopy | None = None
+
+    @classmethod
+    def empty(cls, dim: int, dtype: np.dtype[Any], copy: OneCopy | None) -> Pool:
+        """Return a pool without draws."""
+        none = np.zeros(0, dtype)
+        return cls(np.zeros((0, dim), dtype), none, np.zeros(0, bool), (), (), (), copy)
+
+    def with_mixture(self, mixture: Mixture, wider: float) -> Pool:
+        """Return the pool with one more mixture, the first one, of which there are no draws yet."""
+        return self._replace(
+            mixtures=(mixture, *self.mixtures),
+            wider=(wider, *self.wider),
+            numbers=(0, *self.numbers),
+        )
+
+    def with_draws(
+        self,
+        z_G: np.ndarray,
+        log_joint: np.ndarray,
+        from_own: np.ndarray,
+        numbers: Sequence[int],
+    ) -> Pool:
+        """Return the pool with further draws before the others, by how many of each mixture."""
+        more = [*numbers, *[0] * (len(self.numbers) - len(numbers))]
+        return self._replace(
+            z_G=np.concatenate([z_G, self.z_G]),
+            log_joint=np.concatenate([log_joint, self.log_joint]),
+            from_own=np.concatenate([from_own, self.from_own]),
+            numbers=tuple(n + m for n, m in zip(self.numbers, more, strict=True)),
+        )
 
 
 def spread_of(draws: np.ndarray | None) -> LocationScale | None:
