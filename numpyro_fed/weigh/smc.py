@@ -264,10 +264,7 @@ class TemperedSMC:
         """
 
         def evaluate(z: np.ndarray) -> Evaluated:
-            at: Any = np.asarray(z, jnp.result_type(float))
-            # Local guides say where searches begin, at the centre of the globals' guide.
-            centre: Any = Coordinates(np.zeros_like(at), np.zeros_like(at[0]))
-            down = Down(state.theta, at, centre if self.guide.uses_globals else ())
+            down = self.message(state.theta, z)
             up: AtParticles = ask(self.exchange, down)
             ends = self._ends(state.theta, state.reference, down.z_G)
             log_prior, slope_prior, log_q, slope_q = (np.asarray(a, float) for a in ends)
@@ -314,6 +311,13 @@ class TemperedSMC:
                 state.measure_moves()
             else:
                 temper(state, random)
+
+    def message(self, theta: Theta, z: np.ndarray) -> Down:
+        """Return the message to the silos: the points (N, dim) to evaluate."""
+        at: Any = np.asarray(z, jnp.result_type(float))
+        # Local guides say where searches begin, at the centre of the globals' guide.
+        centre: Any = Coordinates(np.zeros_like(at), np.zeros_like(at[0]))
+        return Down(theta, at, centre if self.guide.uses_globals else ())
 
     @cached_property
     def _ends(self) -> Callable[[Theta, Any, Any], tuple[Array, ...]]:
