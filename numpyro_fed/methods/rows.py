@@ -42,7 +42,7 @@ from numpyro_fed.posterior.at_silo import AtSilo, outer_round, sampler_by
 from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.communication import COPIES, Cost, cost_of, state_sizes
 from numpyro_fed.posterior.importance import log_likelihood_exchange
-from numpyro_fed.posterior.leave_out import leaving_out, loo_exchange
+from numpyro_fed.posterior.leave_out import leave_out_exchange, loo_exchange
 from numpyro_fed.posterior.particles import tempering_of
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.rounds.exchange import (
@@ -370,7 +370,7 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
             INFLUENCE: lambda built, settings: (
                 Influence(built.model, built.algorithm, settings["num_silos"]).exchange
             ),
-            LEAVE_OUT: leaving_out,
+            LEAVE_OUT: leave_out_exchange,
             LOO: loo_exchange,
             TEMPERED: lambda built, settings: tempering_of(built, **settings).exchange,
         }

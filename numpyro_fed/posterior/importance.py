@@ -117,7 +117,7 @@ def importance_correct(
     .. math::
         \log w_s = \log p(z_G^s) - \log q(z_G^s) + \sum_j \log \hat p(y_j \mid z_G^s).
 
-    The weights are Pareto-smoothed (``numpyro_fed.weigh.pareto``). Their shape ``k`` says
+    The weights are Pareto-smoothed (``numpyro_fed.weigh.weights``). Their shape ``k`` says
     whether guide and posterior are close enough to trust, with no pooled run to compare with.
     ``q`` is the guide and, for some of the draws, wider distributions around it and the prior's
     spread (``numpyro_fed.weigh.proposals``), which show what a narrow guide, or

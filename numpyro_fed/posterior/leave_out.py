@@ -169,7 +169,7 @@ class LeaveOut:
     __repr__ = __str__
 
 
-def leaving_out(
+def leave_out_exchange(
     built: Built, settings: Mapping[str, Any], *, little: bool = False
 ) -> Exchange[Any, Any, Any]:
     """Return the exchange in which each silo tells what the others say of it (:class:`LeftOut`)."""
@@ -205,7 +205,7 @@ def silos_left_out(
 ) -> LeaveOut:
     """Return the table by draws (n, dim) with log weights (n,), in one exchange."""
     fit, n = result._fit, len(log_weights)
-    question = fit.question("leave out", leaving_out, integration, n)
+    question = fit.question("leave out", leave_out_exchange, integration, n)
     draws = down_of(fit.guide, result.shared, jnp.asarray(z_G))
     found: LeftOut = result.ask_once(
         question, LeaveOutDown(draws, jnp.asarray(log_weights)), key, NOT_FINITE
