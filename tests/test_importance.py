@@ -136,6 +136,15 @@ def test_an_exact_guide_gives_the_evidence_at_every_draw():
     assert "The globals of the fit can be trusted" in fixed.report()
 
 
+def test_a_correction_is_corrected_anew_from_its_fit():
+    fit = conjugate_at((3, 7))
+    first = nf.importance_correct(KEY, fit, 200, 5)
+    again = nf.importance_correct(KEY, first, 200, 5)
+    np.testing.assert_array_equal(again.weights, first.weights)
+    assert again.result is fit
+    assert first.state is fit.state
+
+
 @pytest.mark.parametrize("sizes", [pytest.param((10,), marks=pytest.mark.slow), (3, 7), (1,) * 10])
 def test_weights_are_posterior_over_guide_where_the_locals_are_exact(sizes):
     """The guide is wider than the posterior, so that no weight is smoothed."""

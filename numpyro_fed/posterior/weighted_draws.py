@@ -222,14 +222,12 @@ class WeightedDraws(ABC, Generic[Corrects]):
 
     def report(self) -> str:
         """Return in words whether to trust the corrected posterior, and the fit."""
-        has_evidence = self.log_evidence is not None
-        evidence = f"Log evidence {self.log_evidence:.2f}." if has_evidence else ""
-        tells_of_fit = self.reliable and self.precise and len(self.weights) >= MIN_DRAWS
-        return " ".join(
-            filter(
-                None, (str(self.verdict_of_draws), evidence, self._of_fit() if tells_of_fit else "")
-            )
-        )
+        parts = [str(self.verdict_of_draws)]
+        if self.log_evidence is not None:
+            parts.append(f"Log evidence {self.log_evidence:.2f}.")
+        if self.reliable and self.precise and len(self.weights) >= MIN_DRAWS:
+            parts.append(self._of_fit())
+        return " ".join(filter(None, parts))
 
     @property
     def attributes(self) -> dict[str, float | str]:

@@ -144,8 +144,8 @@ class ElementErrors(NamedTuple):
             latent[varies],
             np.array([one.error for one in found]).reshape(number, 3).T,
             np.array([one.shape for one in found]).reshape(number, 2).T,
-            np.array([one.tail.order for one in found], float),
-            np.array([one.tail.is_power for one in found], bool),
+            np.array([one.tail_index for one in found], float),
+            np.array([one.is_power for one in found], bool),
         )
 
     def known(self, bound: float) -> np.ndarray:
@@ -194,27 +194,21 @@ class ElementErrors(NamedTuple):
         return ", ".join(names[:3] if more else names) + more
 
 
-class Tail(NamedTuple):
-    """From which order on a tail has no moments (its index), and whether it is a power far out."""
-
-    order: float
-    is_power: bool
-
-
 class OneElement(NamedTuple):
-    """The errors (3,), the shapes (2,) and the heavier tail of one element."""
+    """What :class:`ElementErrors` has of one element."""
 
     error: tuple[float, float, float]
     shape: tuple[float, float]
-    tail: Tail
+    tail_index: float
+    is_power: bool
 
 
 def _one_element(x: np.ndarray, w: np.ndarray, islands: np.ndarray | None) -> OneElement:
     """Return what draws (n,) with weights (n,) know of one element."""
     if np.isnan(x).any():
-        return OneElement((np.inf,) * 3, (np.inf,) * 2, Tail(np.nan, False))
+        return OneElement((np.inf,) * 3, (np.inf,) * 2, np.nan, False)
     if len(w) < 2:
-        return OneElement((np.inf,) * 3, (np.inf,) * 2, Tail(np.inf, False))
+        return OneElement((np.inf,) * 3, (np.inf,) * 2, np.inf, False)
     x = np.clip(x, -LARGEST, LARGEST)
     order = np.argsort(x, kind="stable")
     below = np.cumsum(w[order])
@@ -229,13 +223,13 @@ def _one_element(x: np.ndarray, w: np.ndarray, islands: np.ndarray | None) -> On
     mean = w @ x
     sd = np.sqrt(w @ (x - mean) ** 2)
     if not sd > 0:
-        return OneElement((np.inf, np.inf, score_error), (np.inf, np.inf), Tail(0.0, True))
+        return OneElement((np.inf, np.inf, score_error), (np.inf, np.inf), 0.0, True)
     standard = (x - mean) / sd
     with np.errstate(divide="ignore"):
         log_w, log_x = np.log(w), np.log(np.abs(standard))
     shape = tail_shape(log_w + log_x), tail_shape(log_w + 2 * log_x)
     tail = min(_tail(side[side > 0], w[side > 0]) for side in (x, -x))
-    return OneElement((*_errors(standard, w, islands), score_error), shape, tail)
+    return OneElement((*_errors(standard, w, islands), score_error), shape, *tail)
 
 
 def _errors(standard: np.ndarray, w: np.ndarray, islands: np.ndarray | None) -> tuple[float, float]:
@@ -272,12 +266,12 @@ def tail_shape(log_terms: np.ndarray) -> float:
     return fit_pareto(above).shape if len(above) >= 5 else 0.0
 
 
-def _tail(distance: np.ndarray, w: np.ndarray) -> Tail:
-    """Return the tail of draws at these distances (n,) from the median, on one side.
+def _tail(distance: np.ndarray, w: np.ndarray) -> tuple[float, bool]:
+    """Return the index of the tail of draws at these distances (n,), and if far out it is a power.
 
-    The index is the slope of the log of the mass beyond a distance over the log of the distance. A
-    tail that falls faster than any power, as that of a log-normal distribution, has a larger index
-    farther out.
+    They lie on one side of the median. The index is the slope of the log of the mass beyond a
+    distance over the log of the distance. A tail that falls faster than any power, as that of a
+    log-normal distribution, has a larger index farther out.
     """
     order = np.argsort(-distance)
     log_distance, w = np.log(distance[order]), w[order]
@@ -288,15 +282,15 @@ def _tail(distance: np.ndarray, w: np.ndarray) -> Tail:
     if near < len(w):  # closer by than draws that are as far as can be
         near = max(near, np.searchsorted(-log_distance, -log_distance[far], side="right"))
     if near >= len(w):
-        return Tail(np.inf, False)
+        return np.inf, False
 
     def slope(i: int, j: int) -> float:
         return float(np.log(beyond[j] / beyond[i]) / (log_distance[i] - log_distance[j]))
 
     index = slope(far, near)
     if beyond[far] > DEEP or not nearest > near or not log_distance[near] > log_distance[nearest]:
-        return Tail(index, False)
-    return Tail(index, index <= STEADY * slope(near, nearest))
+        return index, False
+    return index, index <= STEADY * slope(near, nearest)
 
 
 # Gaps between neighbouring numbers that an sd must have: with fewer, rounding
