@@ -40,35 +40,6 @@ from numpyro_fed.text.facts import Facts
 from numpyro_fed.weigh.integration import Integration
 from numpyro_fed.weigh.log_likelihoods import shape_of_draws
 
-# The arrays of the server's data: draws of the globals (n, dim), and the words of a key a silo.
-DRAWS, KEYS = "draws", "keys"
-
-
-class LatentsQuestion(NamedTuple):
-    """A message of the server: draws of the globals, and the words of the silo's key.
-
-    It is the key with which a run in one process draws the silo's latents.
-    """
-
-    draws: Down
-    keys: Array
-
-
-class SharedLatents(NamedTuple):
-    """The reply of a silo to the question for its shared latents.
-
-    ``values`` dict of str to array: The draws of each latent of an outer plate, (n, ...), on its
-        support. Zeros follow those of the silo, up to a number of rows that is the same for all
-        silos.
-    ``rows`` dict of str to int array (): The number of rows of each outer plate at the silo.
-    """
-
-    values: dict[str, Array]
-    rows: dict[str, Array]
-
-
-MESSAGE = "the draws of the latents that rows share are not finite at {}."
-
 
 def sampler_by(built: Built, settings: Mapping[str, Any]) -> Sampler:
     """Return the sampling functions of a fit, or those of its correction, from settings."""
@@ -151,6 +122,36 @@ class AtSilo:
         if mean:
             check_means(fm, found)
         return found
+
+
+# The arrays of the server's data: draws of the globals (n, dim), and the words of a key a silo.
+DRAWS, KEYS = "draws", "keys"
+
+
+class LatentsQuestion(NamedTuple):
+    """A message of the server: draws of the globals, and the words of the silo's key.
+
+    It is the key with which a run in one process draws the silo's latents.
+    """
+
+    draws: Down
+    keys: Array
+
+
+class SharedLatents(NamedTuple):
+    """The reply of a silo to the question for its shared latents.
+
+    ``values`` dict of str to array: The draws of each latent of an outer plate, (n, ...), on its
+        support. Zeros follow those of the silo, up to a number of rows that is the same for all
+        silos.
+    ``rows`` dict of str to int array (): The number of rows of each outer plate at the silo.
+    """
+
+    values: dict[str, Array]
+    rows: dict[str, Array]
+
+
+MESSAGE = "the draws of the latents that rows share are not finite at {}."
 
 
 def outer_round(built: Built, settings: Mapping[str, Any]) -> Round:
