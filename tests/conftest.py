@@ -44,7 +44,7 @@ SLOW_EXAMPLES = (  # in docstrings, where no mark can stand
     "reference.compare.compare",
     "reference.compare.compare_models",
     "reference.nuts.run_nuts",
-    "posterior.weighing.importance_correct",
+    "posterior.importance.importance_correct",
     "sigma.prior.SigmaPrior.fit",
 )
 

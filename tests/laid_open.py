@@ -14,7 +14,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.numerics.divergences import _squared_arsinh_of_root as squared_arsinh_of_root
-from numpyro_fed.posterior.weighing import _inner_draws as inner_draws
+from numpyro_fed.posterior.importance import _inner_draws as inner_draws
 from numpyro_fed.pvi.method import prior_optimiser as for_the_prior
 from numpyro_fed.reference.nuts import _joint_density as joint_density
 from numpyro_fed.reference.nuts import _parameters as parameters
@@ -22,7 +22,7 @@ from numpyro_fed.rounds import runtime
 from numpyro_fed.rounds.silos import Silos
 from numpyro_fed.vertical.method import begin
 from numpyro_fed.vertical.result import VerticalResult
-from numpyro_fed.weigh.proposals import root_of_draws as root
+from numpyro_fed.weigh.mixture import root_of_draws as root
 
 __all__ = [
     "LaidOpen",
@@ -54,7 +54,7 @@ class LaidOpen:
 
     Attributes
     ----------
-    fit : Fit
+    fit : CompiledMethod
         The compiled functions; the same object for runs of the same shapes.
     held : Silos
         What silos or clients hold: ``data`` as read, ``buckets``, and ``batches`` on the device.
@@ -203,8 +203,8 @@ def private(module: Any, name: str) -> Any:
 PLACES = {
     "memory": "numpyro_fed.methods.rows._memory",
     "pareto_k": "numpyro_fed.reference.compare._pareto_k",
-    "batch_size": "numpyro_fed.posterior.run.Fit.batch_size",
-    "question_of_a_correction": "numpyro_fed.posterior.run.Fit.question",
+    "batch_size": "numpyro_fed.posterior.built.CompiledMethod.batch_size",
+    "question_of_a_correction": "numpyro_fed.posterior.built.CompiledMethod.question",
     "factor_for_the_prior": "numpyro_fed.pvi.method.prior_optimiser",
     "rounds_of_a_log": "numpyro_fed.rounds.runtime._first",
     "all_finite": "numpyro_fed.rounds.runtime._all_finite",

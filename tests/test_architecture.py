@@ -72,7 +72,7 @@ def imports(module):
     nodes = tree.body if module in ASKED_LATE else list(ast.walk(tree))
     if module in ASKED_LATE:
         late = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n not in tree.body]
-        assert {n.module for n in late} == {"numpyro_fed.posterior.weighing"}
+        assert {n.module for n in late} == {"numpyro_fed.posterior.importance"}
     for node in nodes:
         if isinstance(node, ast.Import):
             found |= {inside(a.name) for a in node.names}

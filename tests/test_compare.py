@@ -21,7 +21,7 @@ from numpyro_fed.posterior.corrected import Corrected
 from numpyro_fed.reference.compare import _sinkhorn, compare, joint_divergence
 from numpyro_fed.reference.nuts_result import NutsResult
 from numpyro_fed.weigh.element_errors import ElementErrors
-from numpyro_fed.weigh.likelihood import Integration
+from numpyro_fed.weigh.integration import Integration
 
 mpl.use("Agg")
 KEY = jax.random.key(0)

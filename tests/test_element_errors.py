@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from numpyro_fed.weigh.element_errors import ElementErrors, tail_shape
-from numpyro_fed.weigh.pareto import smoothed, weights_of
+from numpyro_fed.weigh.weights import Weights, smooth_tail
 
 BOUND = 0.03
 
@@ -137,14 +137,14 @@ def test_weights_are_smoothed_as_by_blackjax(spread, n, double):
     """Light tails, which stay as they are, heavy ones, and too few weights for either."""
     log_w = np.random.default_rng(n).normal(0, spread, n)
     theirs, k = map(np.asarray, psis_weights(jnp.asarray(log_w)))
-    ours, own_k = smoothed(log_w)
+    ours, own_k = smooth_tail(log_w)
     assert own_k == pytest.approx(float(k), rel=1e-9)
     np.testing.assert_allclose(ours - np.logaddexp.reduce(ours), theirs, rtol=1e-9, atol=1e-12)
 
 
 def test_equal_weights_are_not_smoothed():
-    assert smoothed(np.zeros(500))[1] == 0.0
-    assert weights_of(np.zeros(500))[0] == 0.0
+    assert smooth_tail(np.zeros(500)).pareto_k == 0.0
+    assert Weights.of(np.zeros(500)).pareto_k == 0.0
 
 
 @given(st.integers(0, 1_000))

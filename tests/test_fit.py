@@ -17,7 +17,7 @@ from problems import cut, grouped
 import numpyro_fed as nf
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.fitting.steps import FitSteps
-from numpyro_fed.posterior.weighing import correct_from
+from numpyro_fed.posterior.importance import correct_from
 from numpyro_fed.text.fingerprint import fingerprint
 from numpyro_fed.text.split import split
 from numpyro_fed.weigh.mixture import around_modes

@@ -21,9 +21,9 @@ import numpyro_fed as nf
 from numpyro_fed.guides.silo_bounds import AtDraw
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.weigh.element_errors import moments
-from numpyro_fed.weigh.likelihood import SiloLikelihood
-from numpyro_fed.weigh.log_likelihoods import Weigh
-from numpyro_fed.weigh.pareto import systematic_resample
+from numpyro_fed.weigh.integration import SiloLikelihood
+from numpyro_fed.weigh.log_likelihoods import LogLikelihoodExchange
+from numpyro_fed.weigh.weights import systematic_resample
 
 KEY = jax.random.key(0)
 Y = np.array([0.3, -1.2, 0.8, 2.0, -0.4, 1.1, 3.0, 0.2, 1.6, 0.9])
@@ -125,6 +125,15 @@ def test_an_exact_guide_gives_the_evidence_at_every_draw():
     assert fixed.pareto_k < 0.5
     assert fixed.fit_trusted
     assert "The globals of the fit can be trusted" in fixed.report()
+
+
+def test_a_correction_is_corrected_anew_from_its_fit():
+    fit = conjugate_at((3, 7))
+    first = nf.importance_correct(KEY, fit, 200, 5)
+    again = nf.importance_correct(KEY, first, 200, 5)
+    np.testing.assert_array_equal(again.weights, first.weights)
+    assert again.result is fit
+    assert first.state is fit.state
 
 
 @pytest.mark.parametrize("sizes", [pytest.param((10,), marks=pytest.mark.slow), (3, 7), (1,) * 10])
@@ -513,7 +522,8 @@ def test_a_reply_has_one_number_a_draw_and_one_more_whatever_the_silo_holds():
     for sizes in [(2, 2), (9, 1)]:
         p = parts(conjugate, cut({"y": Y}, sizes))
         likelihood = SiloLikelihood(p.model, p.guide, {"row": 5})
-        weigh = Weigh(p.model, p.guide, likelihood, p.algorithm, 13, 13, 4)
+        args = p.model, p.guide, likelihood, p.algorithm
+        weigh = LogLikelihoodExchange(*args, num_draws=13, num_own=13, batch_size=4)
         shared = p.algorithm.shared(p.algorithm.init_server(KEY))
         _, down = weigh.of_server(shared, jnp.zeros((13, 1)))
         like, told = weigh.exchange.messages()

@@ -14,7 +14,7 @@ from laid_open import at_checks, put_in_place
 
 import numpyro_fed as nf
 from numpyro_fed.fitting import steps as fit_steps
-from numpyro_fed.posterior import weighing as importance
+from numpyro_fed.posterior import importance
 from numpyro_fed.rounds import runtime as runtime_module
 from numpyro_fed.rounds.step import Conversation
 

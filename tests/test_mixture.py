@@ -14,18 +14,16 @@ from scipy import stats
 
 import numpyro_fed as nf
 from numpyro_fed.data.silo_data import read
-from numpyro_fed.posterior.weighing import Weighing, correct_from
+from numpyro_fed.posterior.importance import Weighing, correct_from
 from numpyro_fed.search.expand import prior_draws
 from numpyro_fed.text.split import split
-from numpyro_fed.weigh.mixture import around_modes, matched
+from numpyro_fed.weigh.mixture import OWN_FREEDOM, around_modes, matched, standard_points
 from numpyro_fed.weigh.proposals import (
     FREEDOM,
-    OWN_FREEDOM,
     SCALES,
     STRETCHES,
     WideParts,
     spread_of,
-    standard_points,
     wider_parts,
 )
 
@@ -59,7 +57,7 @@ def test_the_density_of_a_proposal_is_that_of_its_parts(fm, double):
     wide = WideParts.of(wider_parts(fm, prior_draws(fm)), 1_000, 0.3)
     z = np.array(wide.draw_with(np.random.default_rng(0), {}, own))
     assert z.shape == (1_000, 2)
-    centre, root = map(np.asarray, own.place)
+    centre, root = map(np.asarray, own.moments)
     np.testing.assert_allclose(
         root @ root.T, _covariance(own), rtol=1e-10, err_msg="the mixture's own covariance"
     )
@@ -124,7 +122,7 @@ def test_a_match_has_the_moments_of_the_weighted_draws(number):
     mean = w @ z
     cov = (z - mean).T @ ((z - mean) * w[:, None])
     np.testing.assert_allclose(np.exp(found.log_shares).sum(), 1, rtol=1e-5)
-    np.testing.assert_allclose(found.place.centre, mean, rtol=0.02)
+    np.testing.assert_allclose(found.moments.loc, mean, rtol=0.02)
     np.testing.assert_allclose(_covariance(found), cov, rtol=0.12, atol=0.05)
     units = np.array([[1e6, 0.0], [1e6, 1e-3]])
     with jax.enable_x64(True):
@@ -193,7 +191,7 @@ def test_draws_of_several_proposals_are_weighed_as_one():
     first = correct_from(KEY, result, 2_000, None, off, wider=0.16)
     assert not first.trusted
     own = matched(np.asarray(first.z_G), first.weights)
-    both = correct_from(jax.random.key(1), result, 2_000, None, own, wider=0.16, before=first)
+    both = correct_from(jax.random.key(1), result, 2_000, None, own, wider=0.16, earlier=first)
     assert both.trusted
     assert len(both.weights) == 4_000
     mu = np.asarray(both.pool.z_G, np.float64)
@@ -202,13 +200,13 @@ def test_draws_of_several_proposals_are_weighed_as_one():
     np.testing.assert_allclose(np.asarray(both.pool.log_joint)[near], log_joint[near], rtol=1e-4)
     assert both.num_exchanges == first.num_exchanges + 1
     # New draws that judge come from all mixtures, in the shares that they have.
-    judged = correct_from(KEY, result, 2_000, None, None, before=both)
+    judged = correct_from(KEY, result, 2_000, None, None, earlier=both)
     assert judged.trusted
     assert judged.pool.numbers == (3_000, 3_000)
     assert judged.pool.mixtures == both.pool.mixtures
     chosen = replace(first, pareto_k=0.1)
-    assert not correct_from(KEY, result, 2_000, None, None, before=chosen).reliable
-    assert correct_from(KEY, result, 2_000, None, off, wider=0.16, before=both).reliable
+    assert not correct_from(KEY, result, 2_000, None, None, earlier=chosen).reliable
+    assert correct_from(KEY, result, 2_000, None, off, wider=0.16, earlier=both).reliable
     assert abs(both.log_evidence - exact) < 0.1
     mean = y.sum() / (12 + 1 / 4)
     assert abs(both.weights @ np.asarray(both.z_G)[:, 0] - mean) < 4 * 0.03 * 12**-0.5
@@ -220,9 +218,9 @@ def test_a_draw_whose_weight_was_rounding_has_none_among_further_draws(monkeypat
     off = around_modes(np.random.default_rng(1).normal(4, 0.2, (4_000, 1)), [], np.zeros(1))
     rough, answers = np.array([3, 8]), [np.array([3, 8]), np.zeros(0, int)]
     monkeypatch.setattr(Weighing, "_rough_draws", lambda *args: answers.pop(0))
-    monkeypatch.setattr("numpyro_fed.posterior.weighing.max_k_hat", lambda n: -np.inf)
+    monkeypatch.setattr("numpyro_fed.weigh.weights.max_k_hat", lambda n: -np.inf)
     first = correct_from(KEY, result, 400, None, off, wider=0.5)
     assert (first.pool.log_joint[rough] == -np.inf).all()
     answers.append(np.zeros(0, int))
-    both = correct_from(jax.random.key(1), result, 400, None, off, wider=0.5, before=first)
+    both = correct_from(jax.random.key(1), result, 400, None, off, wider=0.5, earlier=first)
     assert (both.weights[400 + rough] == 0).all()

@@ -15,7 +15,7 @@ from numpyro_fed.search.curvature_check import periods_of, shifted_places
 from numpyro_fed.search.expand import Expansion
 from numpyro_fed.search.mode import OneCopy
 from numpyro_fed.search.mode_search import BestPoints
-from numpyro_fed.weigh.tempered import Swarm
+from numpyro_fed.weigh.smc import SMCState
 
 KEY = jax.random.key(0)
 TURN = 2 * np.pi
@@ -113,10 +113,10 @@ def test_particles_remember_where_they_were_in_one_copy():
     turned[:, 1 - angle] = r.permutation(turned[:, 1 - angle])
     turned[:, angle] += TURN * r.integers(-9, 9, 400)
     here = np.asarray(here)
-    swarm = Swarm.at("fit", {}, None, here)
-    swarm.kept, swarm.arrived = [swarm.here], turned
-    swarm.b, swarm.exchanges = 1.0, 1
-    found = particles_of(KEY, fit, swarm, near=True, accuracy=0.2)
+    state = SMCState.at("fit", {}, None, here)
+    state.kept, state.arrived = [state.particles], turned
+    state.b, state.exchanges = 1.0, 1
+    found = particles_of(KEY, fit, state, near=True, accuracy=0.2)
     np.testing.assert_allclose(found.memory, 1.0, atol=1e-3)
 
 

@@ -19,7 +19,7 @@ from laid_open import inside, laid_open, times_compiled
 import numpyro_fed as nf
 from numpyro_fed.data.batches import Bucket
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.posterior.run import Built
+from numpyro_fed.posterior.built import Built
 from numpyro_fed.rounds.compiled_loop import BLOCK, compiled_runtime
 from numpyro_fed.rounds.exchange import Combine, Exchange, FederatedAlgorithm, Info, Reply, Round
 from numpyro_fed.rounds.keys import (

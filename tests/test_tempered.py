@@ -13,7 +13,7 @@ import numpyro_fed as nf
 from numpyro_fed.basics.precision import precision
 from numpyro_fed.posterior.particles import memory_of, modes_apart
 from numpyro_fed.weigh.element_errors import disagreement
-from numpyro_fed.weigh.tempered import correlation
+from numpyro_fed.weigh.smc import correlation
 
 KEY = jax.random.key(0)
 QUIET = dict(progress_bar=False)

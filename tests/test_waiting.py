@@ -17,10 +17,11 @@ from test_interrupt import ctrl_c, ctrl_c_raises  # noqa: F401  (the fixture act
 import numpyro_fed as nf
 from numpyro_fed.after.questions import Questions
 from numpyro_fed.basics.precision import in_precision_of_object
-from numpyro_fed.posterior.corrected import Corrected, Pool
+from numpyro_fed.posterior.corrected import Corrected
 from numpyro_fed.rounds import progress
 from numpyro_fed.rounds.progress import in_sight, shows
-from numpyro_fed.weigh.proposals import Mixture
+from numpyro_fed.weigh.mixture import Mixture
+from numpyro_fed.weigh.proposals import Pool
 
 KEY = jax.random.key(0)
 

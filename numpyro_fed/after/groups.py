@@ -40,7 +40,7 @@ from numpyro_fed.data.batches import arrays_with_rows
 from numpyro_fed.sfvi.algorithm import down_of
 from numpyro_fed.text.log_density import axes_of
 from numpyro_fed.text.row_checks import refuse_coupled_rows
-from numpyro_fed.weigh.likelihood import Integration
+from numpyro_fed.weigh.integration import Integration
 from numpyro_fed.weigh.log_likelihoods import log_likelihoods_of_rows, plates_of_rows
 
 GROUPS = (

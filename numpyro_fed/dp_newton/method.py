@@ -22,8 +22,8 @@ from numpyro_fed.methods.base import PlanSize, RunOptions
 from numpyro_fed.methods.minibatches import check_rows_alone
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.start import Begun
+from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.posterior.run import Built, Fit
 from numpyro_fed.privacy.budget import Privacy, Spent, noisy
 from numpyro_fed.rounds.exchange import AnyAlgorithm, Exchange, ExchangeId, Round, Up
 from numpyro_fed.rounds.federation import Federation
@@ -213,7 +213,7 @@ class DPNewton(Method[PrivateResult, None]):
             raise ModelError(f"stop={options['stop']!r}: a private search ends by itself.")
         return super().run(key, ALL_ROUNDS if num_rounds is None else num_rounds, silos, **options)
 
-    def _check_rounds(self, fit: Fit, state: State, num_rounds: int) -> None:
+    def _check_rounds(self, fit: CompiledMethod, state: State, num_rounds: int) -> None:
         schedule, found = self._schedule(fit.model, fit.plan), float(state.server.multiplier)
         if not math.isclose(found, schedule.units, rel_tol=1e-5):
             raise SavedStateError(
@@ -376,7 +376,7 @@ class DPNewton(Method[PrivateResult, None]):
         )
 
     def result_of(
-        self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False
+        self, run: RunOutcome, fit: CompiledMethod, hosted: Silos, *, quiet: bool = False
     ) -> PrivateResult:
         server, ended = run.state.server, run.ended
         made = np.array(server.made)

@@ -31,7 +31,7 @@ from numpyro_fed.posterior.verdict import TOLERANCE
 from numpyro_fed.pvi.method import PVI
 from numpyro_fed.search.mode import LocalMode
 from numpyro_fed.sfvi.method import SFVI, SFVIAvg
-from numpyro_fed.weigh.pareto import systematic_resample
+from numpyro_fed.weigh.weights import systematic_resample
 
 METHODS: dict[str, type[Method[Any, Any]]] = {
     kind.__name__: kind for kind in (PVI, SFVI, SFVIAvg, DPNewton)

@@ -37,19 +37,17 @@ from numpyro_fed.basics.errors import (
 from numpyro_fed.fitting.problem import FitProblem
 from numpyro_fed.guides.objectives import default_quadrature
 from numpyro_fed.posterior.corrected import Corrected
-from numpyro_fed.posterior.particles import Particles
+from numpyro_fed.posterior.importance import AT_ONCE, InnerDraws, correct_from, importance_correct
+from numpyro_fed.posterior.particles import MIN_EFFECTIVE, Particles, Tempered
 from numpyro_fed.posterior.posterior import Posterior, Stage
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.posterior.tempering import MIN_EFFECTIVE, Tempered
-from numpyro_fed.posterior.weighing import AT_ONCE, InnerDraws, correct_from, importance_correct
 from numpyro_fed.pvi.method import PVI
 from numpyro_fed.rounds.progress import StageBar
 from numpyro_fed.rounds.runtime import State
 from numpyro_fed.search.influence import table_of
 from numpyro_fed.search.mode import LocalMode, Mode
 from numpyro_fed.sfvi.method import SFVI
-from numpyro_fed.weigh.mixture import around_modes, matched
-from numpyro_fed.weigh.proposals import FULL_UP_TO, Mixture
+from numpyro_fed.weigh.mixture import FULL_UP_TO, Mixture, around_modes, matched
 
 # Rounds at most; runs end sooner if they come to rest. From the mode PVI was right after
 # two or three rounds, SFVI after a thousand (docs/results/six_cities.md, raw_data.md).
@@ -318,7 +316,7 @@ class FitSteps:
                 else:
                     copy = None if mode is None else mode.copy
                     correction = correct_from(
-                        *args, own, wider=wider, accuracy=accuracy, before=before, copy=copy
+                        *args, own, wider=wider, accuracy=accuracy, earlier=before, copy=copy
                     )
         except (ValueError, NonFiniteError) as error:
             sent = isinstance(error, NonFiniteError)  # the others are found before anything is sent

@@ -21,7 +21,8 @@ from numpyro_fed.basics.errors import (
 )
 from numpyro_fed.methods.start import Begun
 from numpyro_fed.posterior.at_silo import AtSilo
-from numpyro_fed.posterior.run import Built, FederatedRun, Fit
+from numpyro_fed.posterior.built import Built, CompiledMethod
+from numpyro_fed.posterior.run import FederatedRun
 from numpyro_fed.posterior.saving import load_state
 from numpyro_fed.rounds.compiled_loop import compiled_runtime
 from numpyro_fed.rounds.exchange import FederatedAlgorithm
@@ -95,7 +96,7 @@ class FederatedMethod(ABC, Generic[Outcome]):
 
     @abstractmethod
     def result_of(
-        self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False
+        self, run: RunOutcome, fit: CompiledMethod, hosted: Silos, *, quiet: bool = False
     ) -> Outcome:
         """Return the result of a run; ``run.log`` is None for a loaded one.
 
@@ -114,7 +115,7 @@ class FederatedMethod(ABC, Generic[Outcome]):
         return False
 
     def _load_run(
-        self, path: str | Path, fit: Fit, hosted: Silos, part: str = ""
+        self, path: str | Path, fit: CompiledMethod, hosted: Silos, part: str = ""
     ) -> tuple[Outcome, dict[str, Any]]:
         """Return the run ``part`` of a file as a result, and its description in the file."""
         like, made = fit.initial_state(hosted), fit.provenance(hosted)
@@ -200,15 +201,15 @@ def over_federation(
     federation: Federation,
     name: str,
     plan: Plan,
-    make: Callable[[Callable[..., Runtime]], Fit],
+    make: Callable[[Callable[..., Runtime]], CompiledMethod],
     weights: Sequence[Weights] | None = None,
-) -> tuple[Fit, Silos]:
+) -> tuple[CompiledMethod, Silos]:
     """Return the fit of a plan at silos elsewhere, who know it by a name; made at its first use.
 
     ``make`` is given the function that makes runtimes, ``weights`` how many rows silos have.
     """
 
-    def made() -> tuple[Fit, Silos]:
+    def made() -> tuple[CompiledMethod, Silos]:
         channel = Channel(federation, plan.num_silos, weights, name)
         fit = make(partial(remote_runtime, template=plan.template, channel=channel))
         # Once all is built: where that is refused, silos have built nothing.

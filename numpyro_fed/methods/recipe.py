@@ -11,7 +11,7 @@ from numpyro_fed.basics.errors import DataError, SavedStateError
 from numpyro_fed.guides import objectives
 from numpyro_fed.methods.base import FederatedMethod
 from numpyro_fed.numerics import divergences, losses
-from numpyro_fed.posterior.run import MethodSpec
+from numpyro_fed.posterior.saving import MethodSpec
 from numpyro_fed.privacy import budget
 from numpyro_fed.rounds import schedules
 from numpyro_fed.text.fingerprint import source_hash

@@ -40,12 +40,12 @@ from numpyro_fed.methods.base import (
 from numpyro_fed.methods.recipe import for_silos, recipe
 from numpyro_fed.methods.start import begin_run, with_or_without_start
 from numpyro_fed.posterior.at_silo import AtSilo, outer_round, sampler_by
+from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.communication import COPIES, Cost, cost_of, state_sizes
-from numpyro_fed.posterior.leave_out import leaving_out, loo_exchange
+from numpyro_fed.posterior.importance import log_likelihood_exchange
+from numpyro_fed.posterior.leave_out import leave_out_exchange, loo_exchange
+from numpyro_fed.posterior.particles import tempering_of
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.posterior.run import Built, Fit
-from numpyro_fed.posterior.tempering import tempering_of
-from numpyro_fed.posterior.weighing import weighing
 from numpyro_fed.rounds.exchange import (
     IMPORTANCE,
     OUTER_LATENTS,
@@ -67,7 +67,7 @@ from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
 from numpyro_fed.text.split import Layout, layout_of, split
 from numpyro_fed.weigh.log_likelihoods import LEAVE_OUT, LOO, rows_that_count
-from numpyro_fed.weigh.tempered import TEMPERED
+from numpyro_fed.weigh.smc import TEMPERED
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -103,7 +103,9 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
     _split_texts: dict[Hashable, FederatedModel] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _fits: dict[Hashable, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _fits: dict[Hashable, CompiledMethod] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def begins_at(self) -> Result | None:
@@ -246,9 +248,9 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
         result, description = with_or_without_start(
             fit, lambda fit: self._load_run(path, fit, hosted, part)
         )
-        return replace(result, _before=description.get("before"))
+        return replace(result, _opening_of_file=description.get("before"))
 
-    def _check_rounds(self, fit: Fit, state: State, num_rounds: int) -> None:
+    def _check_rounds(self, fit: CompiledMethod, state: State, num_rounds: int) -> None:
         """Raise an error for a number of rounds that the method cannot run."""
 
     def _text(self) -> Callable[..., Any]:
@@ -369,11 +371,11 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
     def round_of(self, built: Built, asked: ExchangeId) -> tuple[Round, AnyAlgorithm]:
         """Return the round that declares an exchange, and the algorithm whose states it has."""
         questions: dict[str, Callable[..., Exchange[Any, Any, Any]]] = {
-            IMPORTANCE: lambda built, settings: weighing(built, settings).exchange,
+            IMPORTANCE: lambda built, settings: log_likelihood_exchange(built, settings).exchange,
             INFLUENCE: lambda built, settings: (
                 Influence(built.model, built.algorithm, settings["num_silos"]).exchange
             ),
-            LEAVE_OUT: leaving_out,
+            LEAVE_OUT: leave_out_exchange,
             LOO: loo_exchange,
             TEMPERED: lambda built, settings: tempering_of(built, **settings).exchange,
         }
@@ -419,7 +421,9 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
         settings = {"method": type(self).__name__, **asdict(self.settings_for(fm, plan))}
         return replace(plan, settings=json.dumps(settings, sort_keys=True))
 
-    def _compiled_for(self, silos: SilosInput | Federation, runtime: str) -> tuple[Fit, Silos]:
+    def _compiled_for(
+        self, silos: SilosInput | Federation, runtime: str
+    ) -> tuple[CompiledMethod, Silos]:
         """Return the compiled fit for these silos, that of an earlier run if there is one."""
         one_of("runtime", runtime, *RUNTIMES)
         if isinstance(silos, Federation):
@@ -456,7 +460,7 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
                     "couple_mean=False and couple_scale=False, or guides.MeanField()."
                 )
             reach = partial(in_process, runtime)
-            self._fits[cache_key] = Fit(
+            self._fits[cache_key] = CompiledMethod(
                 plan=plan,
                 built=built,
                 runtime=reach(built.algorithm, built.schedule),
@@ -472,7 +476,7 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
             buckets = one_by_one(read, layout.sizes)
         return fit, Silos(tuple(read), tuple(buckets), on_device(buckets))
 
-    def _over(self, federation: Federation) -> tuple[Fit, Silos]:
+    def _over(self, federation: Federation) -> tuple[CompiledMethod, Silos]:
         """Return the fit for the silos of a federation, once all have agreed on a plan."""
         if self.begins_at is not None:
             raise DataError(
@@ -484,9 +488,9 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
         # Each time: a variable that the text reads may have changed since the last run.
         plan = self.agree(facts)
 
-        def make(reach: Callable[..., Runtime]) -> Fit:
+        def make(reach: Callable[..., Runtime]) -> CompiledMethod:
             built = self.build(plan)
-            return Fit(
+            return CompiledMethod(
                 plan=plan,
                 built=built,
                 runtime=reach(built.algorithm, built.schedule),

@@ -29,8 +29,8 @@ from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.guides.structured import FULL_UP_TO
 from numpyro_fed.numerics import linalg
 from numpyro_fed.numerics.gaussian import Gaussian
+from numpyro_fed.posterior.built import CompiledMethod, StartRounds
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.posterior.run import Fit, StartRounds
 from numpyro_fed.rounds.exchange import CarriedSilo, Private, Round, Shared
 from numpyro_fed.rounds.messages import SEARCH
 from numpyro_fed.rounds.progress import Progress
@@ -123,13 +123,13 @@ class Begun:
     at a saved state.
     """
 
-    fit: Fit
+    fit: CompiledMethod
     state: State
     start: object = None
 
 
 def begin_run(
-    fit: Fit,
+    fit: CompiledMethod,
     key: Array,
     hosted: Silos,
     init_state: State | np.ndarray | None,
@@ -156,13 +156,13 @@ def begin_run(
         return begin_at_zero(fit.without_start or fit, key, hosted)
 
 
-def begin_at_state(fit: Fit, hosted: Silos, saved: State) -> Begun:
+def begin_at_state(fit: CompiledMethod, hosted: Silos, saved: State) -> Begun:
     """Return a run that goes on from the state of an earlier one."""
     fit, state = with_or_without_start(fit, lambda fit: (fit, fit.check_state(saved, hosted)))
     return Begun(fit, fit.runtime.go_on(state))
 
 
-def with_or_without_start(fit: Fit, use: Callable[[Fit], Used]) -> Used:
+def with_or_without_start(fit: CompiledMethod, use: Callable[[CompiledMethod], Used]) -> Used:
     """Return ``use(fit)``, or if its state does not fit, ``use`` of the fit without a start.
 
     A state or a file may come from a run whose search had found no mode.
@@ -179,14 +179,14 @@ def with_or_without_start(fit: Fit, use: Callable[[Fit], Used]) -> Used:
             raise error from None
 
 
-def begin_at_zero(fit: Fit, key: Array, hosted: Silos) -> Begun:
+def begin_at_zero(fit: CompiledMethod, key: Array, hosted: Silos) -> Begun:
     """Return a run that begins at its algorithm's own first state."""
     state = fit.runtime.init(key, hosted.batches)
     return Begun(fit, _after_opening(fit, key, state, hosted.batches))
 
 
 def begin_at_mode(
-    fit: Fit,
+    fit: CompiledMethod,
     key: Array,
     hosted: Silos,
     progress_bar: bool | Progress = False,
@@ -260,7 +260,7 @@ def _checked_mode(
     return found
 
 
-def _after_opening(fit: Fit, key: Array, state: State, batches: Batches) -> State:
+def _after_opening(fit: CompiledMethod, key: Array, state: State, batches: Batches) -> State:
     """Return the state after the opening rounds of an algorithm."""
     key = jax.random.fold_in(key, OPENING)
     for i, round_ in enumerate(fit.built.algorithm.opening):
@@ -304,7 +304,7 @@ class Carried:
         return f"From a result of {self.method}: {'; '.join(parts)}."
 
 
-def begin_at_result(fit: Fit, key: Array, hosted: Silos, result: Result) -> Begun:
+def begin_at_result(fit: CompiledMethod, key: Array, hosted: Silos, result: Result) -> Begun:
     """Return a run that begins at the posterior of a result on the same silos."""
     warm_start = fit.algorithm.warm_start
     if warm_start is None:

@@ -17,7 +17,7 @@ from numpyro_fed.privacy.budget import epsilon_of
 from numpyro_fed.rounds.exchange import IMPORTANCE, OUTER_LATENTS
 from numpyro_fed.rounds.messages import Question
 from numpyro_fed.weigh.log_likelihoods import LEAVE_OUT, LOO
-from numpyro_fed.weigh.tempered import TEMPERED
+from numpyro_fed.weigh.smc import TEMPERED
 
 LEDGER = "ledger"  # the name under which a silo keeps what has been asked
 # A run that may spend the whole budget does so up to the accountant's rounding.

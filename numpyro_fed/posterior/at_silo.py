@@ -29,44 +29,16 @@ from numpyro_fed.after.predict import (
 )
 from numpyro_fed.basics.errors import DataError, ModelError, ReplyError
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.posterior.run import Built, FederatedRun
+from numpyro_fed.posterior.built import Built
+from numpyro_fed.posterior.run import FederatedRun
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.rounds.exchange import OUTER_LATENTS, Ask, Combine, Exchange, Info, Reply, Round
 from numpyro_fed.rounds.messages import unpack
 from numpyro_fed.rounds.runtime import failed_silos
 from numpyro_fed.sfvi.algorithm import Down, coordinates_of, down_of
 from numpyro_fed.text.facts import Facts
-from numpyro_fed.weigh.likelihood import Integration
+from numpyro_fed.weigh.integration import Integration
 from numpyro_fed.weigh.log_likelihoods import shape_of_draws
-
-# The arrays of the server's data: draws of the globals (n, dim), and the words of a key a silo.
-DRAWS, KEYS = "draws", "keys"
-
-
-class LatentsQuestion(NamedTuple):
-    """A message of the server: draws of the globals, and the words of the silo's key.
-
-    It is the key with which a run in one process draws the silo's latents.
-    """
-
-    draws: Down
-    keys: Array
-
-
-class SharedLatents(NamedTuple):
-    """The reply of a silo to the question for its shared latents.
-
-    ``values`` dict of str to array: The draws of each latent of an outer plate, (n, ...), on its
-        support. Zeros follow those of the silo, up to a number of rows that is the same for all
-        silos.
-    ``rows`` dict of str to int array (): The number of rows of each outer plate at the silo.
-    """
-
-    values: dict[str, Array]
-    rows: dict[str, Array]
-
-
-MESSAGE = "the draws of the latents that rows share are not finite at {}."
 
 
 def sampler_by(built: Built, settings: Mapping[str, Any]) -> Sampler:
@@ -78,12 +50,12 @@ class Held(NamedTuple):
     """A silo's number, its state at the end of a run, and its data; they never leave it."""
 
     number: int
-    state: Any
+    state: object
     data: SiloData
 
 
 def local_draws(
-    built: Built, sampler: Sampler, key: Array, down: Down, state: Any, data: SiloData
+    built: Built, sampler: Sampler, key: Array, down: Down, state: object, data: SiloData
 ) -> dict[str, Array]:
     """Return local sites (n, ...) at the server's draws of the globals, made at the silo."""
     private, coordinates = built.algorithm.private(state), coordinates_of(down)
@@ -152,6 +124,36 @@ class AtSilo:
         return found
 
 
+# The arrays of the server's data: draws of the globals (n, dim), and the words of a key a silo.
+DRAWS, KEYS = "draws", "keys"
+
+
+class LatentsQuestion(NamedTuple):
+    """A message of the server: draws of the globals, and the words of the silo's key.
+
+    It is the key with which a run in one process draws the silo's latents.
+    """
+
+    draws: Down
+    keys: Array
+
+
+class SharedLatents(NamedTuple):
+    """The reply of a silo to the question for its shared latents.
+
+    ``values`` dict of str to array: The draws of each latent of an outer plate, (n, ...), on its
+        support. Zeros follow those of the silo, up to a number of rows that is the same for all
+        silos.
+    ``rows`` dict of str to int array (): The number of rows of each outer plate at the silo.
+    """
+
+    values: dict[str, Array]
+    rows: dict[str, Array]
+
+
+MESSAGE = "the draws of the latents that rows share are not finite at {}."
+
+
 def outer_round(built: Built, settings: Mapping[str, Any]) -> Round:
     """Return the round in which silos tell outer latents, which they build from these settings.
 
@@ -162,8 +164,8 @@ def outer_round(built: Built, settings: Mapping[str, Any]) -> Round:
     sampler, sites = sampler_by(built, settings), outer_sites(fm)
 
     def silo(
-        noise: object, down: LatentsQuestion, state: Any, data: SiloData
-    ) -> tuple[Reply[SharedLatents], Any]:
+        noise: object, down: LatentsQuestion, state: object, data: SiloData
+    ) -> tuple[Reply[SharedLatents], object]:
         key = jax.random.wrap_key_data(down.keys)
         found = local_draws(built, sampler, key, down.draws, state, data)
         sizes = fm.sizes(data)
@@ -181,7 +183,7 @@ def outer_round(built: Built, settings: Mapping[str, Any]) -> Round:
         plates = {str(s.plate): jnp.asarray(sizes[str(s.plate)]) for s in sites}
         return Reply(SharedLatents(values, plates), jnp.array(True)), state
 
-    def run(state: Any, noise: object, ask: Ask) -> tuple[SharedLatents, Info]:
+    def run(state: object, noise: object, ask: Ask) -> tuple[SharedLatents, Info]:
         words = jax.random.key_data(jax.random.key(0)).shape
         z_G = jnp.zeros((settings["num_draws"], fm.dim))
         keys = jnp.zeros((settings["num_silos"], *words), jnp.uint32)

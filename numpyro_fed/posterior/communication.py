@@ -13,7 +13,7 @@ import numpy as np
 from numpyro_fed.basics import display
 from numpyro_fed.data.batches import Bucket
 from numpyro_fed.data.silo_data import SiloData, Sizes
-from numpyro_fed.posterior.run import Built, Fit
+from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.rounds.exchange import FederatedAlgorithm
 from numpyro_fed.rounds.messages import Crossings
 from numpyro_fed.rounds.silos import Silos
@@ -84,19 +84,20 @@ class Communication(NamedTuple):
 
 
 def communication(
-    built: Built, data: SiloData, num_silos: int, rounds: int, before: Mapping[str, int]
+    built: Built, data: SiloData, num_silos: int, rounds: int, opening: Mapping[str, int]
 ) -> Communication:
     """Return the bytes of a run of ``rounds`` rounds.
 
-    ``before`` counts the exchanges before the first round by name: :meth:`Built.exchanged_before`.
+    ``opening`` counts the exchanges before the first round by name:
+    :meth:`Built.opening_exchanges`.
     """
     messages = built.messages(data)
     start_rows = [row for row in messages.rows if row.when == "start"]
     down, up = (
-        sum(before.get(row.exchange, 0) * row.nbytes for row in start_rows if row.up is way)
+        sum(opening.get(row.exchange, 0) * row.nbytes for row in start_rows if row.up is way)
         for way in (False, True)
     )
-    visits, exchanges = built.visits(num_silos), sum(before.values())
+    visits, exchanges = built.visits(num_silos), sum(opening.values())
     return Communication(messages, visits, num_silos, rounds, exchanges, (down, up))
 
 
@@ -166,13 +167,13 @@ class Cost:
         return display.html_words(self._summary()) + self.communication.messages._repr_html_()
 
 
-def cost_of(fit: Fit, hosted: Silos) -> Cost:
+def cost_of(fit: CompiledMethod, hosted: Silos) -> Cost:
     """Return the cost of a run of a compiled fit."""
     model, built = fit.model, fit.built
     server, silos = state_sizes(built.algorithm, hosted.buckets)
     data = sum(np.asarray(a).nbytes for b in hosted.buckets for a in jax.tree.leaves(b.data))
-    before = built.exchanged_before(None)
-    messages = communication(built, hosted.data[0], len(hosted.data), 1, before)
+    opening = built.opening_exchanges(None)
+    messages = communication(built, hosted.data[0], len(hosted.data), 1, opening)
     theta = jax.eval_shape(model.init_theta, jax.random.key(0))
     has_private = any(model.named("param", p.name) for p in model.plates)
     local = []

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,21 +19,21 @@ from numpyro_fed.after.sensitivity import PriorSensitivity, log_prior_on_support
 from numpyro_fed.basics.errors import ModelError, NonFiniteError
 from numpyro_fed.basics.precision import in_precision_of_object
 from numpyro_fed.basics.trees import elements
-from numpyro_fed.posterior.leave_out import LeaveOut, Loo, rows_left_out, table_of
+from numpyro_fed.posterior.built import CompiledMethod
+from numpyro_fed.posterior.leave_out import LeaveOut, Loo, rows_left_out, silos_left_out
 from numpyro_fed.posterior.posterior import Posterior
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.posterior.run import Fit
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedWords
-from numpyro_fed.posterior.verdict import Weighted
+from numpyro_fed.posterior.weighted_draws import WeightedDraws
+from numpyro_fed.rounds.runtime import State
 from numpyro_fed.search.influence import SiloTable, Whitened
-from numpyro_fed.search.mode import OneCopy
 from numpyro_fed.text.sites import Site
 from numpyro_fed.weigh.element_errors import ElementErrors, Moments, Rounding
-from numpyro_fed.weigh.likelihood import Integration
-from numpyro_fed.weigh.mixture import mixture_at
-from numpyro_fed.weigh.pareto import systematic_resample
-from numpyro_fed.weigh.proposals import NUM_PARTS, Mixture
+from numpyro_fed.weigh.integration import Integration
+from numpyro_fed.weigh.mixture import NUM_PARTS, mixture_at
+from numpyro_fed.weigh.proposals import Pool
+from numpyro_fed.weigh.weights import systematic_resample
 
 # Draws where the posterior without a silo may be, an exchange of them, and the share of those that
 # look beyond, as in nf.fit, which has compiled both.
@@ -43,28 +43,8 @@ LEFT_OUT = 1_000  # effective draws that silos are left out of: densities are ri
 PREFIX = "correction/"  # of the names of its arrays in a file
 
 
-class Pool(NamedTuple):
-    """Draws from mixtures as they were weighed, to which further draws can be added.
-
-    ``z_G`` (n, dim): As they were weighed; a correction has others in the place of draws without
-        weight.
-    ``log_joint`` (n,): The log joint density of all silos there, locals integrated out.
-    ``from_own`` (n,) bool: Whether a draw is from a mixture, and not from the parts around it.
-    ``mixtures, wider, numbers``: Each mixture, the share of wider parts, the number of its draws.
-    ``copy``: Where a density that repeats was weighed.
-    """
-
-    z_G: np.ndarray
-    log_joint: np.ndarray
-    from_own: np.ndarray
-    mixtures: tuple[Mixture, ...]
-    wider: tuple[float, ...]
-    numbers: tuple[int, ...]
-    copy: OneCopy | None = None
-
-
 @dataclass(frozen=True, eq=False)
-class Corrected(Posterior, Weighted[Result]):
+class Corrected(Posterior, WeightedDraws[Result]):
     """An importance-corrected fit of silos that hold rows.
 
     Attributes
@@ -106,6 +86,11 @@ class Corrected(Posterior, Weighted[Result]):
         return self.result
 
     @property
+    def state(self) -> State:
+        """Return the state of the fit, from which a run goes on: ``run(..., init_state=)``."""
+        return self.result.state
+
+    @property
     def sampler(self) -> Sampler:
         """Return the functions by which locals are drawn, from their density given the globals."""
         return self._sampler
@@ -115,14 +100,46 @@ class Corrected(Posterior, Weighted[Result]):
         """Return the correction itself."""
         return self
 
-    @property
-    def trusted(self) -> bool:
-        """Whether the globals, as their user sees them, are right to the ``accuracy=``.
+    @in_precision_of_object
+    def sample_posterior(
+        self, key: Array, n: int, *, silo: WhichSilo | None = None
+    ) -> dict[str, Array]:
+        """Draw from the corrected posterior; with ``silo``, also that silo's locals.
 
-        That holds for quantiles, and for means and sds that exist; :attr:`reservation` names those
-        that do not.
+        Globals are resampled by their weights. Locals are drawn anew at them: under quadrature
+        from their conditional density on a grid around its mode (64 cells for one latent, which
+        reach six standard deviations), else each from ``inner_draws`` draws by weight, which is
+        exact as their number grows.
         """
-        return self.sound and not (self.missed or self.interrupted)
+        if silo is None:
+            chosen = systematic_resample(random.fold_in(key, 0), self.weights, n)
+            return {site: jax.device_put(np.asarray(a)[chosen]) for site, a in self.draws.items()}
+        z_G = self.unconstrained(key, n)
+        return self.result.sites_at(jax.random.fold_in(key, 1), z_G, silo, self.sampler)
+
+    def unconstrained(self, key: Array, n: int) -> Array:
+        """Return the unconstrained globals (n, dim) behind ``sample_posterior(key, n)``."""
+        chosen = systematic_resample(random.fold_in(key, 0), self.weights, n)
+        return jax.device_put(self.z_G[chosen])
+
+    @cached_property
+    def samples(self) -> dict[str, Array]:
+        """Return draws of the globals, resampled by their weights, as many as were weighed."""
+        return self.sample_posterior(self._key, len(self.weights))
+
+    @cached_property
+    @in_precision_of_object
+    def draws(self) -> dict[str, Array]:
+        """Return draws of the globals on their own supports, to be weighted by ``weights``."""
+        return on_supports(self.sampler, self.result, self.z_G)
+
+    @cached_property
+    def silos(self) -> SiloTable:
+        """Return how far each silo moves the posterior, as :attr:`numpyro_fed.Result.silos` does.
+
+        The place is the mean of the weighted draws.
+        """
+        return self.result.silos_at(self.weights @ self.z_G)
 
     @property
     def known_doubt(self) -> str:
@@ -136,7 +153,7 @@ class Corrected(Posterior, Weighted[Result]):
     def _advice(self) -> str:
         if not self.stages:
             return super()._advice
-        more = "importance_correct(key, fitted.corrected.result, num_draws=100_000)"
+        more = "importance_correct(key, fitted, num_draws=100_000)"
         if self.reliable:
             return f"{more}, or more max_exchanges"
         if self.many_count:
@@ -155,7 +172,7 @@ class Corrected(Posterior, Weighted[Result]):
         first = table = self._left_out_by(few)
         if not table.unknown:
             return table
-        from numpyro_fed.posterior.weighing import correct_from
+        from numpyro_fed.posterior.importance import correct_from
 
         # Draws around the posteriors without the silos whose rows are not known. It takes an
         # exchange in which silos tell gradient and Hessian of their log likelihoods, and two more
@@ -165,19 +182,14 @@ class Corrected(Posterior, Weighted[Result]):
             whitened = Whitened.of(self.result.factors_at(mean))
             table = replace(table, num_exchanges=table.num_exchanges + 1)
             # With the new draws as many as before, for which the exchange is compiled.
-            before, key = self._some(few - MORE_DRAWS if few > MORE_DRAWS else few), self._key
+            earlier = self._some(few - MORE_DRAWS if few > MORE_DRAWS else few)
             for i in range(0, len(first.unknown), NUM_PARTS):
                 silos = first.unknown[i : i + NUM_PARTS]
                 moves, covariances = zip(*(whitened.without(j) for j in silos), strict=True)
                 own = mixture_at([mean + move for move in moves], list(covariances))
+                key = random.fold_in(self._key, 3)
                 more = correct_from(
-                    random.fold_in(key, 3),
-                    self.result,
-                    MORE_DRAWS,
-                    None,
-                    own,
-                    wider=WIDER,
-                    before=before,
+                    key, self.result, MORE_DRAWS, None, own, wider=WIDER, earlier=earlier
                 )
                 found = more._left_out_by(len(more.weights))
                 sent = more.num_exchanges - (self.num_exchanges if self.pool else 0)
@@ -226,7 +238,7 @@ class Corrected(Posterior, Weighted[Result]):
     def _left_out_by(self, number: int) -> LeaveOut:
         """Return the table of silos left out of so many draws."""
         key = random.fold_in(self._key, 2)
-        return table_of(key, self.result, self.integration, *self._some(number)._as_weighed)
+        return silos_left_out(key, self.result, self.integration, *self._some(number)._as_weighed)
 
     def _some(self, number: int) -> Corrected:
         """Return the correction by some of its draws, any of each proposal's."""
@@ -270,19 +282,13 @@ class Corrected(Posterior, Weighted[Result]):
     def _sites(self) -> tuple[Site, ...]:
         return self.result._fit.model.named("latent")
 
-    @cached_property
-    @in_precision_of_object
-    def draws(self) -> dict[str, Array]:
-        """Return draws of the globals on their own supports, to be weighted by ``weights``."""
-        return on_supports(self.sampler, self.result, self.z_G)
-
     @property
     def _for_arviz(self) -> tuple[float, dict[str, float | str]]:
         return self.ess, {**self.attributes, **super()._for_arviz[1]}
 
     def saved_words(self, draws: int | None = None) -> SavedWords:
         """Return the form in which a file keeps the correction; ``from_file`` reads it."""
-        saved = Weighted.saved_words(self)
+        saved = WeightedDraws.saved_words(self)
         key = random.key_data(self._key)
         errors = self.errors._asdict()
         names = errors.pop("names")
@@ -330,41 +336,6 @@ class Corrected(Posterior, Weighted[Result]):
             log_joint=stored.get("log_joint"),
         )
 
-    @cached_property
-    def silos(self) -> SiloTable:
-        """Return how far each silo moves the posterior, as :attr:`numpyro_fed.Result.silos` does.
-
-        The place is the mean of the weighted draws.
-        """
-        return self.result.silos_at(self.weights @ self.z_G)
-
-    @cached_property
-    def samples(self) -> dict[str, Array]:
-        """Return draws of the globals, resampled by their weights, as many as were weighed."""
-        return self.sample_posterior(self._key, len(self.weights))
-
-    @in_precision_of_object
-    def sample_posterior(
-        self, key: Array, n: int, *, silo: WhichSilo | None = None
-    ) -> dict[str, Array]:
-        """Draw from the corrected posterior; with ``silo``, also that silo's locals.
-
-        Globals are resampled by their weights. Locals are drawn anew at them: under quadrature
-        from their conditional density on a grid around its mode (64 cells for one latent, which
-        reach six standard deviations), else each from ``inner_draws`` draws by weight, which is
-        exact as their number grows.
-        """
-        if silo is None:
-            chosen = systematic_resample(random.fold_in(key, 0), self.weights, n)
-            return {site: jax.device_put(np.asarray(a)[chosen]) for site, a in self.draws.items()}
-        z_G = self.unconstrained(key, n)
-        return self.result.sites_at(jax.random.fold_in(key, 1), z_G, silo, self.sampler)
-
-    def unconstrained(self, key: Array, n: int) -> Array:
-        """Return the unconstrained globals (n, dim) behind ``sample_posterior(key, n)``."""
-        chosen = systematic_resample(random.fold_in(key, 0), self.weights, n)
-        return jax.device_put(self.z_G[chosen])
-
 
 def on_supports(sampler: Sampler, result: Result, z_G: np.ndarray) -> dict[str, Array]:
     """Return draws (n, dim) of the globals on the supports of their sites."""
@@ -381,7 +352,7 @@ def on_supports(sampler: Sampler, result: Result, z_G: np.ndarray) -> dict[str, 
     return jax.device_put(together)
 
 
-def sampler_of(fit: Fit, integration: Integration) -> Sampler:
+def sampler_of(fit: CompiledMethod, integration: Integration) -> Sampler:
     """Return the sampling functions, with locals drawn by weight."""
     settings = json.dumps(integration.settings)
     return fit.cached(("sampler", settings), lambda: fit.built.sampler(integration))

@@ -29,8 +29,8 @@ from numpyro_fed.after.arviz import elpd_data
 from numpyro_fed.basics.errors import DataError, optional
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.posterior.built import Built
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.posterior.run import Built
 from numpyro_fed.rounds.exchange import (
     Combine,
     Exchange,
@@ -42,7 +42,7 @@ from numpyro_fed.rounds.keys import generator
 from numpyro_fed.search.expand import shape
 from numpyro_fed.sfvi.algorithm import Down, down_of
 from numpyro_fed.text.row_checks import refuse_coupled_rows, refuse_parameters_of_rows
-from numpyro_fed.weigh.likelihood import Integration
+from numpyro_fed.weigh.integration import Integration
 from numpyro_fed.weigh.log_likelihoods import (
     LEAVE_OUT,
     LOO,
@@ -80,19 +80,21 @@ class LeftOut(NamedTuple):
     shift: Array
 
 
-def without(log_weights: Array, values: Array) -> tuple[Array, Array, Array]:
-    """Return what remains of draws once a part of the likelihood is taken out of their weights.
+class WithoutPart(NamedTuple):
+    """Draws of the posterior once a part of the likelihood is taken out of their weights.
 
-    ``log_weights`` (n,) are those of the draws, and ``values`` (n,) the log likelihood of the part.
-
-    Returns
-    -------
-    log_v : (n,)
-        The log weights without the part, their tail smoothed; they sum to one.
-    log_density : ()
-        The log predictive density of the part.
-    pareto_k : ()
+    ``log_weights`` (n,): Their tail smoothed; the weights sum to one.
+    ``log_density`` (): The log predictive density of the part.
+    ``pareto_k`` ().
     """
+
+    log_weights: Array
+    log_density: Array
+    pareto_k: Array
+
+
+def without(log_weights: Array, values: Array) -> WithoutPart:
+    """Take a part with log likelihoods ``values`` (n,) out of draws with log weights (n,)."""
     from blackjax.diagnostics import psis_weights  # here: its import starts JAX's backend
 
     counts = (log_weights > -jnp.inf) & (values > -jnp.inf)
@@ -104,7 +106,7 @@ def without(log_weights: Array, values: Array) -> tuple[Array, Array, Array]:
     known = jnp.isfinite(k) & jnp.isfinite(smoothed).all()
     log_v = jax.nn.log_softmax(jnp.where(known, smoothed, near)) + (ratios - near)
     density = jax.nn.logsumexp(jnp.where(counts, log_v + values, -jnp.inf))
-    return log_v, density, jnp.where(known, k, NOT_KNOWN)
+    return WithoutPart(log_v, density, jnp.where(known, k, NOT_KNOWN))
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +175,7 @@ class LeaveOut:
     __repr__ = __str__
 
 
-def leaving_out(
+def leave_out_exchange(
     built: Built, settings: Mapping[str, Any], *, little: bool = False
 ) -> Exchange[Any, Any, Any]:
     """Return the exchange in which each silo tells what the others say of it (:class:`LeftOut`)."""
@@ -182,14 +184,14 @@ def leaving_out(
     likelihood = integration.likelihood(fm, guide)
     evaluate = log_likelihoods(likelihood, built.algorithm, n, settings["batch_size"])
 
-    def silo(noise: Array, down: LeaveOutDown, state: Any, data: SiloData) -> LeftOut:
+    def silo(noise: Array, down: LeaveOutDown, state: object, data: SiloData) -> LeftOut:
         z_G, values = down.draws.z_G, evaluate(noise, down.draws, state, data)
-        log_v, density, k = without(down.log_weights, values)
-        w, v = jax.nn.softmax(down.log_weights), jnp.exp(log_v)
+        left = without(down.log_weights, values)
+        w, v = jax.nn.softmax(down.log_weights), jnp.exp(left.log_weights)
         mean = w @ z_G
         sd = jnp.sqrt(w @ jnp.square(z_G - mean))
         shift = jnp.abs(v @ z_G - mean) / jnp.where(sd > 0, sd, 1.0)
-        return LeftOut(density, k, shift.max(initial=0.0))
+        return LeftOut(left.log_density, left.pareto_k, shift.max(initial=0.0))
 
     return StackedExchange(
         LEAVE_OUT,
@@ -204,12 +206,12 @@ def leaving_out(
     )
 
 
-def table_of(
+def silos_left_out(
     key: Array, result: Result, integration: Integration, z_G: np.ndarray, log_weights: np.ndarray
 ) -> LeaveOut:
     """Return the table by draws (n, dim) with log weights (n,), in one exchange."""
     fit, n = result._fit, len(log_weights)
-    question = fit.question("leave out", leaving_out, integration, n)
+    question = fit.question("leave out", leave_out_exchange, integration, n)
     draws = down_of(fit.guide, result.shared, jnp.asarray(z_G))
     found: LeftOut = result.ask_once(
         question, LeaveOutDown(draws, jnp.asarray(log_weights)), key, NOT_FINITE
@@ -314,11 +316,27 @@ class RowSums(NamedTuple):
     num_rows: Array
 
     @classmethod
-    def of(cls, density: Array, k: Array, of_fit: Array, counts: Array) -> RowSums:
-        """Return the sums over the rows of a silo, from their scores (:func:`_scores`)."""
+    def of(cls, rows: RowScores) -> RowSums:
+        """Return the sums over the rows of a silo."""
+        density, k, of_fit, counts = rows
         bad = (~(k <= MAX_K)).astype(of_fit.dtype)
         parts = density, density**2, of_fit, bad, jnp.ones_like(of_fit)
         return cls(*(jnp.where(counts, part, 0.0).sum() for part in parts))
+
+
+class RowScores(NamedTuple):
+    """What is known of each row of a silo, all (rows,).
+
+    ``log_density, pareto_k``: The log predictive density without the row, and the shape of its
+        tail.
+    ``of_fit``: The log of the mean likelihood under the posterior, which has seen the row.
+    ``counts`` bool: Not so for padded rows, and those whose outcome is missing.
+    """
+
+    log_density: Array
+    pareto_k: Array
+    of_fit: Array
+    counts: Array
 
 
 def loo_exchange(
@@ -328,7 +346,7 @@ def loo_exchange(
     n, fitted, scores = settings["num_draws"], built.algorithm, _scores(built, settings)
     return StackedExchange(
         LOO,
-        stacked_reply(lambda *of_silo: RowSums.of(*scores(*of_silo)), little=True),
+        stacked_reply(lambda *of_silo: RowSums.of(scores(*of_silo)), little=True),
         silo_noise=key_as_noise,
         settings=json.dumps(dict(settings)),
         messages=lambda: (
@@ -340,27 +358,20 @@ def loo_exchange(
 
 def _scores(
     built: Built, settings: Mapping[str, Any]
-) -> Callable[[Array, LeaveOutDown, Any, SiloData], tuple[Array, Array, Array, Array]]:
-    """Return the function ``(key, down, silo_state, data)`` to the scores of a silo's rows.
-
-    They are log predictive densities, shapes of tails, and logs of mean likelihoods under the
-    posterior, which has seen the rows, all (rows,); and which rows count, as padded ones and those
-    whose outcome is missing do not.
-    """
+) -> Callable[[Array, LeaveOutDown, Any, SiloData], RowScores]:
+    """Return the function ``(key, down, silo_state, data)`` to the scores of a silo's rows."""
     integration = Integration.of(settings)
     likelihood = integration.likelihood(built.model, built.guide)
     row_values = log_likelihoods_of_rows(
         built.model, likelihood, built.algorithm, settings["batch_size"]
     )
 
-    def scores(
-        key: Array, down: LeaveOutDown, state: Any, data: SiloData
-    ) -> tuple[Array, Array, Array, Array]:
+    def scores(key: Array, down: LeaveOutDown, state: object, data: SiloData) -> RowScores:
         values, counts = row_values(key, down.draws, state, data)
-        _, density, k = jax.vmap(without, (None, 1))(down.log_weights, values)
+        left = jax.vmap(without, (None, 1))(down.log_weights, values)
         log_w = jax.nn.log_softmax(down.log_weights)
         of_fit = jax.nn.logsumexp(values + log_w[:, None], 0)
-        return density, k, of_fit, counts
+        return RowScores(left.log_density, left.pareto_k, of_fit, counts)
 
     return scores
 
@@ -402,7 +413,8 @@ def rows_left_out(
         data = result._silos.at(j, [batch.data for batch in result._silos.batches])
         state = result._silo_state(j)
         found = jax.block_until_ready(scores(jax.random.fold_in(key, j), down, state, data))
-        counts = np.asarray(found[3])
-        silos.append(RowsOfSilo(*(np.asarray(a, float)[counts] for a in found[:2])))
-        total = jax.tree.map(np.add, total, RowSums.of(*found))
+        counts = np.asarray(found.counts)
+        known = found.log_density, found.pareto_k
+        silos.append(RowsOfSilo(*(np.asarray(a, float)[counts] for a in known)))
+        total = jax.tree.map(np.add, total, RowSums.of(found))
     return Loo.of(total, worth, 0, tuple(silos))

@@ -1,27 +1,62 @@
-"""Particles at the posterior, and the disagreement of their islands."""
+r"""Particles that go to a posterior that is like no Gaussian, and what their islands know of it.
+
+:class:`Tempered` moves them (:mod:`numpyro_fed.weigh.smc`), and :class:`Particles` is the posterior
+that they are: like weighted draws, with even weights and an error from the disagreement of islands.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.basics.errors import NonFiniteError
+from numpyro_fed.basics.errors import (
+    Interrupted,
+    ModelError,
+    NonFiniteError,
+    SilosError,
+    one_of,
+    positive_int,
+)
+from numpyro_fed.basics.precision import precision
+from numpyro_fed.guides.objectives import default_quadrature
+from numpyro_fed.guides.quadrature import default_nodes, quadrature_misfit
+from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.corrected import Corrected, on_supports, sampler_of
+from numpyro_fed.posterior.importance import (
+    AT_ONCE,
+    Weighing,
+    check_weighable,
+    integration_of,
+    wider_parts_of,
+)
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.saving import SavedWords
-from numpyro_fed.posterior.weighing import AT_ONCE, Weighing, integration_of
+from numpyro_fed.posterior.verdict import QUANTILES_KNOWN, TOLERANCE, Doubt, Spoils
+from numpyro_fed.rounds.keys import generator, typed_key
+from numpyro_fed.rounds.progress import Progress, progress_of
 from numpyro_fed.search.mode import Mode
+from numpyro_fed.text.row_checks import refuse_coupled_rows
+from numpyro_fed.text.sites import Theta
 from numpyro_fed.weigh.element_errors import ElementErrors, Rounding, disagreement, moments
-from numpyro_fed.weigh.likelihood import Integration
-from numpyro_fed.weigh.tempered import LOST, NUM_ISLANDS, Swarm, log_mean, with_squares
+from numpyro_fed.weigh.integration import Integration
+from numpyro_fed.weigh.mixture import around_modes
+from numpyro_fed.weigh.proposals import WideParts
+from numpyro_fed.weigh.smc import LOST, NUM_ISLANDS, SMCState, TemperedSMC, log_mean, with_squares
 
+STARTS = "fit", "prior"
+# Effective draws of a correction from which particles that begin at its mixture can be trusted.
+# With 17 a Gaussian process over forty times came to a part of the posterior: islands agreed to
+# 0.05 sd, and its length scale was 1.5 sd off. A horseshoe has three, a test of 30 items five.
+MIN_EFFECTIVE = 40
+WIDER = 0.5  # share of the first particles that come from distributions wider than the fit
 # Standard error, as a share of the accuracy, up to which means and sds count as known. It is
 # estimated from four islands alone, and the largest of all coordinates is looked at, which is about
 # twice the true one. With few coordinates the largest is no larger, and it is that of weighted
@@ -44,6 +79,217 @@ GAP, MIN_SHARE = 1.0, 0.02
 MAX_MODES = 8
 # Fields of a file's words.
 SAVED = "near", "reached", "num_kept", "memory", "coarse", "evidence_error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tempered:
+    r"""Particles that go from a fit, or from the prior, to a posterior that is like no Gaussian.
+
+    Particles at the server move through
+
+    .. math::
+        \pi_b(z_G) \propto q(z_G)^{1 - b} \Big(p(z_G) \prod_j p(y_j \mid z_G)\Big)^b,
+        \qquad b = 0, \dots, 1,
+
+    by steps that keep half of the draws effective, each followed by Hamiltonian trajectories whose
+    leapfrog steps are one exchange each: silos reply with their log likelihood at every particle
+    and its gradient, which are added up. Latents of rows are integrated by quadrature.
+
+    Parameters
+    ----------
+    num_particles : int
+        Their number, a multiple of four: they live on four islands, whose disagreement is the
+        Monte Carlo error.
+    start : {"fit", "prior"}
+        Where particles begin: at the mixture around a fit, or that of its latest correction, with
+        wider distributions around it; or at the prior. From a fit they are trusted only where a
+        correction of it is given of which forty draws count: else they may miss a part of the
+        posterior, and their islands agree all the same.
+
+    References
+    ----------
+    Del Moral, Doucet, Jasra (2006), Sequential Monte Carlo samplers.
+
+    Examples
+    --------
+    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist, numpyro_fed as nf
+    >>> def model(y):
+    ...     rate = numpyro.sample("rate", dist.HalfCauchy(5))
+    ...     with nf.silo_plate("row", y.shape[0]):
+    ...         numpyro.sample("y", dist.Poisson(rate), obs=y)
+    >>> silos = [dict(y=np.array([3, 0])), dict(y=np.array([1, 0, 2]))]
+    >>> fit = nf.PVI(model).run(jax.random.key(0), 0, silos, progress_bar=False)
+    >>> tempered = nf.Tempered(start="prior")
+    >>> particles = tempered.run(jax.random.key(1), 300, fit, progress_bar=False)
+    >>> particles.trusted
+    True
+    """
+
+    num_particles: int = 1_000
+    start: str = "fit"
+
+    def __post_init__(self) -> None:
+        positive_int("num_particles", self.num_particles)
+        if self.num_particles % NUM_ISLANDS:
+            raise ValueError(
+                f"num_particles={self.num_particles}: expected a multiple of {NUM_ISLANDS}, since "
+                f"particles live on {NUM_ISLANDS} islands."
+            )
+        one_of("start", self.start, *STARTS)
+
+    def run(
+        self,
+        key: Array,
+        num_exchanges: int,
+        result: Result | Corrected,
+        *,
+        progress_bar: bool | Progress = True,
+        quick: bool = False,
+    ) -> Particles:
+        """Move particles to the posterior of a fit's model.
+
+        Parameters
+        ----------
+        key : jax.Array
+        num_exchanges : int
+            Exchanges, at most.
+        result : Result, Corrected or Particles
+            A fit, or a correction of one. From particles of an earlier run with the same settings
+            it goes on, and adds what it keeps; from others it begins anew at their fit.
+        progress_bar : bool
+        quick : bool
+            Compile with few of XLA's optimisations, for small data.
+
+        Returns
+        -------
+        Particles
+            Like a correction, with even weights.
+
+        Raises
+        ------
+        ModelError
+            For rows of three and more latents, rows that read each other's latents, and latents for
+            which quadrature is too coarse.
+        ValueError
+            For a fit under a divergence other than KL.
+        NonFiniteError
+            If the density is not finite at any particle of an island.
+        """
+        positive_int("num_exchanges", num_exchanges)
+        fit = result.result if isinstance(result, Corrected) else result
+        accuracy = result.accuracy if isinstance(result, Corrected) else TOLERANCE
+        key = typed_key(key)
+        with precision(double=fit.double):
+            check_weighable(fit._fit)
+            key_begin, key_run, key_draws = jax.random.split(key, 3)
+            smc = self._parts(fit._fit, nodes_for(fit, result), quick)
+            reached = result._state if isinstance(result, Particles) else None
+            settings = self.start, self.num_particles
+            if reached and (reached.begun_at, len(reached.particles.z)) == settings:
+                state, near = reached.copy(), isinstance(result, Particles) and result.near
+            else:
+                state = self._begin(key_begin, fit, result)
+                near = self.start == "prior"
+                # Particles of another run are not known to cover the posterior.
+                if isinstance(result, Corrected) and not isinstance(result, Particles):
+                    near = near or result.ess >= MIN_EFFECTIVE
+            words = "log likelihoods at particles, or their gradients, are not finite at {}."
+            ask = partial(fit.ask_once, key=key_run, message=words)
+            interrupted, progress = False, progress_of(progress_bar)
+            try:
+                with progress.under_way(False, num_exchanges):
+                    shown = partial(progress.step, 1)
+                    smc.run(ask, state, num_exchanges, generator(key_run), shown)
+            except KeyboardInterrupt:
+                interrupted = True
+            except (SilosError, NonFiniteError) as error:
+                error.result = fit
+                raise
+            found = particles_of(key_draws, fit, state, near=near, accuracy=accuracy)
+        if interrupted:
+            raise Interrupted(
+                f"interrupted after {found.num_exchanges} exchanges; the particles as they are "
+                "then are in the error's .result.",
+                result=found,
+            )
+        return found
+
+    def _parts(self, fit: CompiledMethod, nodes: int, quick: bool) -> TemperedSMC:
+        number = self.num_particles
+
+        def make() -> TemperedSMC:
+            smc = replace(tempering_of(fit.built, number, nodes), little=quick)
+            if self.start == "prior":
+                return smc
+            density = WideParts.of(wider_parts_of(fit), number, WIDER).log_density_with
+            return replace(smc, log_q=lambda theta, own, z: density(theta, own, z[None])[0])
+
+        return fit.cached(("tempering", number, self.start, nodes, quick), make)
+
+    def _begin(self, key: Array, fit: Result, result: Result | Corrected) -> SMCState:
+        """Return the particles before the first exchange: draws of the reference."""
+        theta, fm = fit.shared.theta, fit._fit.model
+        if self.start == "prior":
+            prior = fm.global_prior
+            if not prior.drawable:
+                raise ModelError(
+                    "start='prior': some global cannot be drawn from its prior. Use start='fit'."
+                )
+            keys = jax.random.split(key, self.num_particles)
+            zeros = jnp.zeros(fm.dim)
+            latents = fm.named("latent")
+            drawn = jax.vmap(lambda key: prior.draw(key, theta, zeros, latents))(keys)
+            return SMCState.at(self.start, theta, (), np.asarray(drawn))
+        if isinstance(result, Corrected) and result.pool is not None:
+            own = result.pool.mixtures[0]  # the latest one
+        else:
+            z_G = fit.many_draws_of_globals().astype(np.float64)
+            own = around_modes(z_G, (), np.zeros(1))
+        own = own._replace(log_shares=np.maximum(own.log_shares, LOST))  # of a finite slope
+        draws = generator(key)
+        wide = WideParts.of(wider_parts_of(fit._fit), self.num_particles, WIDER)
+        chosen = wide.draw_with(draws, theta, own)
+        # The first draws are of the mixture, the others of wider parts: islands must be alike.
+        z: np.ndarray = draws.permutation(chosen).astype(jnp.result_type(float))
+        own = jax.tree.map(lambda a: np.asarray(a, z.dtype), own)
+        return SMCState.at(self.start, theta, own, z)
+
+
+def tempering_of(built: Built, num_particles: int, nodes: int) -> TemperedSMC:
+    """Return the algorithm of particles from the prior; silos do the same for any reference."""
+    fm = built.model
+
+    def log_prior(theta: Theta, parameters: object, z: Array) -> Array:
+        # Factors and scaled sites are left out.
+        return fm.global_prior.log_density(theta, z, fm.named("latent"))
+
+    return TemperedSMC(fm, built.guide, log_prior, built.algorithm, num_particles, nodes)
+
+
+def nodes_for(fit: Result, result: Result | Corrected) -> int:
+    """Return the nodes of the quadrature: more where a correction has found the default too few.
+
+    A model is refused whose silos cannot reply with gradients of their likelihood.
+    """
+    fm = fit._fit.model
+    nodes = default_nodes(fm)
+    if not fm.dim:
+        raise ModelError("there are no global latents that particles could move.")
+    if any(p.dim for p in fm.plates) and (why := quadrature_misfit(fm)) is not None:
+        raise ModelError(f"particles need rows' latents integrated by quadrature, but {why}.")
+    if any(p.dim for p in fm.plates) and not nodes:
+        raise ModelError("particles need rows of at most two latents, with those of outer plates.")
+    refuse_coupled_rows(fit._fit.checks, fit._silos.buckets, "particles need")
+    if not isinstance(result, Corrected) or not nodes:
+        return nodes
+    if result.integration.gave_way:
+        raise ModelError(
+            "particles need rows' latents integrated by quadrature, and a correction has found it "
+            "too coarse."
+        )
+    usual = default_quadrature(fm)
+    more = usual is not None and result.integration.nodes > usual.nodes
+    return result.integration.nodes if more else nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +320,7 @@ class Particles(Corrected):
     memory: float = 1.0
     coarse: float = 0.0
     evidence_error: float = 0.0
-    _swarm: Swarm | None = field(default=None, repr=False)
+    _state: SMCState | None = field(default=None, repr=False)
 
     @property
     def reliable(self) -> bool:
@@ -111,39 +357,41 @@ class Particles(Corrected):
         return super().monte_carlo_error if self.num_kept else math.inf
 
     @property
-    def sound(self) -> bool:
-        """Whether quantiles, and means and sds that exist, are right to the ``accuracy=``."""
-        return self.evidence_error <= MAX_EVIDENCE_ERROR and super().sound
-
-    @property
     def _advice(self) -> str:
         return "more max_exchanges, or NUTS on pooled data where that is allowed"
 
-    @property
-    def doubt(self) -> str:
-        """Return the reason why the particles are not ``trusted``; empty where they are."""
-        if self.sound:
-            return ""
+    def doubts(self) -> Iterator[Doubt]:
+        """Yield all that speaks against the particles, the gravest first."""
+        remedy = f"Try {self._advice}."
+        spoils: Spoils = "details" if self.many_count else "all"
         if not self.precise:
-            return self._rounding.words(self._sites)
+            yield Doubt(self._rounding.words(self._sites), self._rounding.remedy)
         if self.reached < 1:
-            return f"the particles came to {self.reached:.2g} of the way to the posterior"
-        if not self._arrived or self.memory > MAX_MEMORY:
-            return "the particles have not moved enough at the posterior"
+            came = f"the particles came to {self.reached:.2g} of the way to the posterior"
+            yield Doubt(came, remedy, spoils)
+        elif not (self._arrived and self.memory <= MAX_MEMORY):
+            yield Doubt("the particles have not moved enough at the posterior", remedy, spoils)
         if not self.near:
-            return (
+            why = (
                 "the particles began at a fit that is not known to cover the posterior, and may "
                 "have missed a part of it: give a correction of which draws count, or start='prior'"
             )
-        if self.coarse > MAX_COARSE:
-            return "the quadrature over rows' latents is too coarse"
-        if self.evidence_error > MAX_EVIDENCE_ERROR:
+            yield Doubt(why, remedy, spoils)
+        if not self.coarse <= MAX_COARSE:
+            yield Doubt("the quadrature over rows' latents is too coarse", remedy, spoils)
+        spoils = "details" if self.moments_known else "spreads"
+        if self.quantiles_known:
+            remedy = f"{QUANTILES_KNOWN} {remedy}"
+        if not self.evidence_error <= MAX_EVIDENCE_ERROR:
             error = f"{self.evidence_error:.2g}"
-            return f"islands of particles differ: the log evidence is known to {error} nats"
-        if not self.moments_known and self.quantiles_known:
-            return self.reservation
-        error = f"{self.monte_carlo_error:.2g}"
-        return f"islands of particles differ: means and sds are known to {error} sd"
+            why = f"islands of particles differ: the log evidence is known to {error} nats"
+            yield Doubt(why, remedy, spoils)
+        if not self.quantiles_known:
+            error = f"{self.monte_carlo_error:.2g}"
+            why = f"islands of particles differ: means and sds are known to {error} sd"
+            yield Doubt(why, remedy, spoils)
+        elif not self.moments_known:
+            yield Doubt(self.reservation, remedy, spoils)
 
     @property
     def figures(self) -> str:
@@ -171,13 +419,13 @@ class Particles(Corrected):
     def report(self) -> str:
         """Return in words whether to trust the posterior."""
         if self.log_evidence is None:
-            return self.judged
+            return str(self.verdict_of_draws)
         error = f"(+- {self.evidence_error:.2f})"
-        return f"{self.judged} Log evidence {self.log_evidence:.2f} {error}."
+        return f"{self.verdict_of_draws} Log evidence {self.log_evidence:.2f} {error}."
 
 
 def particles_of(
-    key: Array, fit: Result, swarm: Swarm, *, near: bool, accuracy: float
+    key: Array, fit: Result, state: SMCState, *, near: bool, accuracy: float
 ) -> Particles:
     """Return the particles that were kept, or those on their way, with their quality.
 
@@ -186,21 +434,21 @@ def particles_of(
     key_check, key_draws = jax.random.split(key)
     # The first half still has something of where particles came to the posterior: those from a
     # narrow mixture reach a long tail last.
-    num_kept, real = len(swarm.kept), jnp.result_type(float)
-    counted = swarm.kept[num_kept // 2 :] or [swarm.here]
+    num_kept, real = len(state.kept), jnp.result_type(float)
+    counted = state.kept[num_kept // 2 :] or [state.particles]
     kept, log_p = np.stack([at.z for at in counted]), np.stack([at.log_p for at in counted])
-    arrived, dim = swarm.arrived, kept.shape[2]
+    arrived, dim = state.arrived, kept.shape[2]
     if isinstance(fit.start, Mode) and (copy := fit.start.copy) is not None:
         # They pass from one copy of a mode to the next.
         kept, arrived = copy.copy_of(kept), copy.copy_of(arrived)
     z, log_p = kept.reshape(-1, dim).astype(real), log_p.ravel()
-    integration, coarse = integration_of(fit, None), 0.0
-    if num_kept and integration.nodes:
-        integration, coarse, sent = checked(key_check, fit, integration, z, log_p)
-        swarm.exchanges += sent
+    check = QuadratureCheck(integration_of(fit, None))
+    if num_kept and check.integration.nodes:
+        check = checked(key_check, fit, check.integration, z, log_p)
+        state.exchanges += check.exchanges
     even = np.full(len(z), 1 / len(z))
     computed = moments(z, even, np.zeros(len(z), bool), fit.many_draws_of_globals())
-    sampler = sampler_of(fit._fit, integration)
+    sampler = sampler_of(fit._fit, check.integration)
     draws = on_supports(sampler, fit, z)
     latents = {s.name for s in fit._fit.model.named("latent")}
     index = np.arange(len(z)).reshape(len(kept), NUM_ISLANDS, -1)
@@ -208,8 +456,8 @@ def particles_of(
     errors = ElementErrors.of(draws, latents, even, by_islands)
     shift_error = disagreement(z[by_islands], computed.sd)
     counts = log_p > LOST / 2
-    of_islands = swarm.log_evidence
-    of_density = swarm.b >= 1 and not (fit._fit.factors and fit._fit.factors.has_loss)
+    of_islands = state.log_evidence
+    of_density = state.b >= 1 and not (fit._fit.factors and fit._fit.factors.has_loss)
     return Particles(
         log_evidence=float(log_mean(of_islands)) if of_density else None,
         ess=float(min(len(z), 1 / max(shift_error[0].max(initial=0.0), len(z) ** -0.5) ** 2)),
@@ -225,36 +473,44 @@ def particles_of(
         _rounding=Rounding.of(z[counts], even[counts], log_p[counts], computed.mean, computed.sd),
         z_G=z,
         _sampler=sampler,
-        _sent=swarm.exchanges,
-        integration=integration,
+        _sent=state.exchanges,
+        integration=check.integration,
         near=near,
-        reached=swarm.b,
+        reached=state.b,
         num_kept=num_kept,
         memory=memory_of(arrived, kept[0]) if num_kept else 1.0,
-        coarse=coarse,
+        coarse=check.coarse,
         evidence_error=float(of_islands.std(ddof=1)) / math.sqrt(NUM_ISLANDS),
-        _swarm=swarm,
+        _state=state,
     )
+
+
+class QuadratureCheck(NamedTuple):
+    """How a correction would integrate rows' latents at particles, and how much that differs.
+
+    ``coarse`` is the sd, in nats, by which it moves the log density: by so much particles would be
+    weighed otherwise. It is infinite where draws take the place of quadrature.
+    """
+
+    integration: Integration
+    coarse: float = 0.0
+    exchanges: int = 0
 
 
 def checked(
     key: Array, fit: Result, integration: Integration, z: np.ndarray, log_p: np.ndarray
-) -> tuple[Integration, float, int]:
-    """Return how a correction integrates rows' latents at particles ``z`` (n, dim), how it differs.
-
-    That is the sd, in nats, of its log density less ``log_p`` (n,): by so much particles would be
-    weighed otherwise. It is infinite where draws take the place of quadrature. The last number is
-    that of the exchanges.
-    """
+) -> QuadratureCheck:
+    """Return the check of a quadrature at particles ``z`` (n, dim) of log density ``log_p``."""
     key_points, key_exchange = jax.random.split(key)
     points = np.asarray(jax.random.choice(key_points, len(z), (AT_ONCE,)))
     weighing = Weighing(fit, AT_ONCE, 0, integration)
     try:
-        found = weighing.exchange(key_exchange, z[points])
+        found = weighing.log_joint(key_exchange, z[points])
     except NonFiniteError:
-        return integration, math.inf, weighing.sent
+        return QuadratureCheck(integration, math.inf, weighing.sent)
     coarse = math.inf if weighing.integration.gave_way else float((found - log_p[points]).std())
-    return weighing.integration, coarse if math.isfinite(coarse) else math.inf, weighing.sent
+    coarse = coarse if math.isfinite(coarse) else math.inf
+    return QuadratureCheck(weighing.integration, coarse, weighing.sent)
 
 
 def memory_of(before: np.ndarray, after: np.ndarray) -> float:
@@ -282,18 +538,28 @@ def modes_apart(z: np.ndarray) -> np.ndarray:
     least = max(int(MIN_SHARE * len(z)), 2)
     for new in range(1, MAX_MODES):
         gaps = [_widest_gap(z, modes == mode, least) for mode in range(new)]
-        width, coordinate, place, inside = max(gaps, key=lambda gap: gap[0])
-        if width <= GAP:
+        widest = max(gaps, key=lambda gap: gap.width)
+        if widest.width <= GAP:
             break
-        modes[inside & (z[:, coordinate] > place)] = new
+        modes[widest.inside & (z[:, widest.coordinate] > widest.middle)] = new
     return modes
 
 
-def _widest_gap(
-    z: np.ndarray, inside: np.ndarray, least: int
-) -> tuple[float, int, float, np.ndarray]:
-    """Return the widest gap, ``least`` particles on each side: width, coordinate, place, them."""
-    widest = 0.0, 0, 0.0, inside
+class Gap(NamedTuple):
+    """A gap between particles along a coordinate: its width in spreads, its middle, and of whom.
+
+    ``inside`` (n,) marks the particles among which it was looked for.
+    """
+
+    width: float
+    coordinate: int
+    middle: float
+    inside: np.ndarray
+
+
+def _widest_gap(z: np.ndarray, inside: np.ndarray, least: int) -> Gap:
+    """Return the widest gap with ``least`` particles on each side, of width zero without one."""
+    widest = Gap(0.0, 0, 0.0, inside)
     if inside.sum() < 2 * least:
         return widest
     ordered = np.sort(z[inside], axis=0)
@@ -304,6 +570,6 @@ def _widest_gap(
         i = places[np.argmax(x[places] - x[places - 1])] if len(places) else 0
         spread = x[:i].std() + x[i:].std()
         width = (x[i] - x[i - 1]) / spread if spread > 0 else 0.0
-        if width > widest[0]:
-            widest = float(width), coordinate, float(x[i - 1] + x[i]) / 2, inside
+        if width > widest.width:
+            widest = Gap(float(width), coordinate, float(x[i - 1] + x[i]) / 2, inside)
     return widest

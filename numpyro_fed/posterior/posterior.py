@@ -28,6 +28,7 @@ from numpyro_fed.basics.errors import DataError, ModelError, positive_int
 from numpyro_fed.basics.precision import precision
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedRun, SavedWords, save
+from numpyro_fed.posterior.verdict import Doubt, Verdict
 from numpyro_fed.privacy.budget import Spent
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.messages import DRAWS, Question, at_silo, pack, write
@@ -90,13 +91,13 @@ class Posterior(Questions):
         """Return the functions by which locals are drawn."""
 
     @property
-    @abstractmethod
     def trusted(self) -> bool:
         """Whether the globals, as their user sees them, are right to the accuracy asked for.
 
         That holds for quantiles, and for means and sds that exist; :attr:`verdict` names those that
         do not.
         """
+        return self.judged.trusted
 
     @property
     def corrected(self) -> Any:
@@ -128,27 +129,31 @@ class Posterior(Questions):
     @property
     def judgement(self) -> str:
         """Return in words whether to trust the posterior."""
+        return str(self.judged)
+
+    @property
+    def judged(self) -> Verdict:
+        """Return the verdict on the weighted draws, and on what the search has found or left."""
         correction = self.correction
         if isinstance(correction, str):
             why = "the fit was interrupted" if self.interrupted else "it could not be checked"
-            return (
-                f"Do not trust this posterior: {why}. What follows says more; "
-                "NUTS on pooled data (run_nuts), where that is allowed, would show it."
-            )
+            more = "NUTS on pooled data (run_nuts), where that is allowed, would show it."
+            return Verdict((Doubt(why, f"What follows says more; {more}"),))
+        verdict: Verdict = correction.verdict_of_draws
         if self.interrupted:
-            return (
-                "Do not trust this posterior: the fit was interrupted before its check was done "
-                f"({correction.figures})."
-            )
+            why = "the fit was interrupted before its check was done"
+            return verdict.with_gravest(Doubt(why))
         if self.missed:
-            return (
-                "Do not trust this posterior: it is that around one of "
-                f"{1 + len(self.missed)} modes"
-                " that the search has found, and others hold about as much of the mass "
-                f"({correction.figures}). A prior or a constraint that tells them apart (a sign, "
-                "an order) leaves one; .missed has the others."
+            why = (
+                f"it is that around one of {1 + len(self.missed)} modes that the search has found, "
+                "and others hold about as much of the mass"
             )
-        return correction.judged
+            remedy = (
+                "A prior or a constraint that tells them apart (a sign, an order) leaves one; "
+                ".missed has the others."
+            )
+            return verdict.with_gravest(Doubt(why, remedy))
+        return verdict
 
     def _account(self) -> str:
         """Return in words what was done, and which sites are in no draws."""

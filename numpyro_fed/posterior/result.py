@@ -22,7 +22,7 @@ from numpyro_fed.numerics.gaussian import Curvature
 from numpyro_fed.posterior.at_silo import told_by_silos
 from numpyro_fed.posterior.communication import Communication, communication
 from numpyro_fed.posterior.posterior import Posterior
-from numpyro_fed.posterior.run import FederatedRun, Fit
+from numpyro_fed.posterior.run import FederatedRun
 from numpyro_fed.posterior.sampler import Sampler, real_rows
 from numpyro_fed.posterior.saving import SavedRun, SavedWords
 from numpyro_fed.rounds.exchange import Exchange, Private, Up
@@ -41,8 +41,6 @@ from numpyro_fed.search.start_point import MIN_CURVATURE_OFF_MODE, min_curvature
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.text.indices import new_data_check
 from numpyro_fed.text.row_checks import refuse_coupled_rows
-
-__all__ = ["Fit", "Result"]
 
 # Draws whose mean is the place at which silos are compared: within 2 % of an sd of the mean.
 MEAN_DRAWS = 4_000
@@ -68,7 +66,7 @@ class Result(Posterior, FederatedRun):
 
     # Exchanges before the first round, by name, of a run that was loaded: its start is not in the
     # file.
-    _before: Mapping[str, int] | None = field(default=None, repr=False, kw_only=True)
+    _opening_of_file: Mapping[str, int] | None = field(default=None, repr=False, kw_only=True)
     # The correction by which nf.fit judged it, or why there is none.
     _checked: Any = field(default=None, repr=False, kw_only=True)
 
@@ -106,7 +104,7 @@ class Result(Posterior, FederatedRun):
     def num_exchanges(self) -> int:
         """Return the number of messages that each silo sent for it, about."""
         own = len(self.losses) * len(self._fit.algorithm.round.exchanges)
-        return self._sent or own + sum(self._exchanged_before.values())
+        return self._sent or own + sum(self._opening_exchanges.values())
 
     @property
     def log_evidence(self) -> Any:
@@ -136,17 +134,17 @@ class Result(Posterior, FederatedRun):
         A run that goes on from another's state counts its own rounds alone.
         """
         data = self.plan.template() if self._silos.elsewhere else self._silos.data[0]
-        rounds, number, before = len(self.losses), self.num_silos, self._exchanged_before
-        return communication(self._fit.built, data, number, rounds, before)
+        rounds, opening = len(self.losses), self._opening_exchanges
+        return communication(self._fit.built, data, self.num_silos, rounds, opening)
 
     @property
-    def _exchanged_before(self) -> Mapping[str, int]:
+    def _opening_exchanges(self) -> Mapping[str, int]:
         """Return how often each exchange took place before the first round of this run."""
-        if self._before is not None:
-            return self._before
+        if self._opening_of_file is not None:
+            return self._opening_of_file
         # The state counts all rounds: more of them than losses are those of the run before.
         goes_on = int(self.state.round) > len(self.losses)
-        return {} if goes_on else self._fit.built.exchanged_before(self.start)
+        return {} if goes_on else self._fit.built.opening_exchanges(self.start)
 
     @cached_property
     @in_precision_of_object
@@ -157,7 +155,7 @@ class Result(Posterior, FederatedRun):
         """
         if self._checked is not None:
             return self._checked
-        from numpyro_fed.posterior.weighing import importance_correct
+        from numpyro_fed.posterior.importance import importance_correct
 
         try:
             return importance_correct(jax.random.key(0), self)
@@ -221,7 +219,9 @@ class Result(Posterior, FederatedRun):
         factors: Factors = question.ask(ask, self.shared, z_G)
         return factors
 
-    def ask_once(self, exchange: Exchange[Any, Any, Up], down: Any, key: Array, message: str) -> Up:
+    def ask_once(
+        self, exchange: Exchange[Any, Any, Up], down: object, key: Array, message: str
+    ) -> Up:
         """Return the silos' replies to a question that leaves their states as they are.
 
         An error has the text ``message``, in which ``{}`` stands for the silos at fault.
@@ -467,7 +467,7 @@ class Result(Posterior, FederatedRun):
         recipe = {} if self._fit.recipe is None else self._fit.recipe._asdict()
         description = {
             **self._fit.description(),
-            "before": dict(self._exchanged_before),
+            "before": dict(self._opening_exchanges),
             "recipe": {k: v for k, v in recipe.items() if k != "source"} or None,
         }
         return description, self.losses, self.state

@@ -20,7 +20,7 @@ from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.exchange import Private, Shared
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Rows, Theta
-from numpyro_fed.weigh.likelihood import Integration
+from numpyro_fed.weigh.integration import Integration
 
 # Draws x rows up to which silos' latents are drawn by a program with few optimisations: running it
 # takes less time than more of them would.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -141,6 +141,21 @@ VERSION = 7
 # this version alone.
 READABLE = 1, 2, 3, 4, 5, 6, 7
 DRAWS, WEIGHTS = "draws/", "weights"  # names of arrays that can be used without the model
+
+
+class MethodSpec(NamedTuple):
+    """A record from which the method of a fit can be rebuilt, given the model.
+
+    ``method`` is the name of its class, ``settings`` what is not the default, as JSON, ``lost``
+    settings that JSON cannot hold (an optimiser, a function), ``source`` a hash of the model's
+    source.
+    """
+
+    method: str
+    settings: dict[str, Any]
+    lost: tuple[str, ...]
+    runtime: str
+    source: str
 
 
 # One run in the form in which a file keeps it: what a fit must agree with in order to load it, its

@@ -1,31 +1,21 @@
-"""The verdict on weighted draws: effective draws, Monte Carlo errors, and words.
+"""The verdict on a posterior: what speaks against it, in words.
 
-Rows and columns share this module. A correction is trusted if four things hold: k-hat of the
-weights is below the threshold of Vehtari et al. (2024); quantiles of all globals, and all means and
-sds that exist, have standard errors below :data:`MAX_ERROR`, on the scale on which their user sees
-them; none of these rests on a few draws far out (:mod:`.element_errors`); and the precision of the
-computation can hold the posterior.
+A posterior is trusted where nothing speaks against it. What may is one :class:`Doubt` each: of
+weighted draws (:meth:`.WeightedDraws.doubts`) that
+
+- the precision of the computation cannot hold the posterior,
+- k-hat of the weights is above the threshold of Vehtari et al. (2024),
+- quantiles, or means and sds that exist, have standard errors above :data:`MAX_ERROR`, on the scale
+  on which their user sees them, or rest on a few draws far out (:mod:`.element_errors`);
+
+of particles besides that they did not arrive or move, and that their islands differ; and of any
+posterior (:attr:`.Posterior.judged`) that the search has found other modes, or was interrupted.
 """
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
-
-import jax.numpy as jnp
-import numpy as np
-from jax import Array
-
-from numpyro_fed.basics import display
-from numpyro_fed.basics.errors import Interrupted
-from numpyro_fed.posterior.run import FederatedRun
-from numpyro_fed.posterior.saving import SavedWords
-from numpyro_fed.text.sites import Site
-from numpyro_fed.weigh.element_errors import ORDERS, ElementErrors, Moments, Rounding, moments
-from numpyro_fed.weigh.pareto import max_k_hat
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 # Draws below which k-hat is not judged: its generalised
 # Pareto is fitted to at most a fifth of them.
@@ -36,303 +26,62 @@ TOLERANCE = 0.1
 # errors are the tolerance. Half of it needs four times as many draws; with twice of it one mean in
 # ten would be off by more.
 MAX_ERROR = 0.3
-# Share of effective draws above which only tails are unsure:
-# nf.fit then tries more draws before a better proposal.
-MANY_SHARE = 0.3
-USE_QUANTILES = "use medians and quantiles there"
-NO_WEIGHTS = (
-    "the importance weights are NaN, or all zero, at {}. Fit for more rounds, or look at the data "
-    "and the supports of the sites there."
-)
+QUANTILES_KNOWN = "Medians and quantiles are known: use these."
 
 
-Corrects = TypeVar("Corrects", bound=FederatedRun)
+Spoils = Literal["all", "details", "spreads"]
 
 
-@dataclass(frozen=True, eq=False)
-class Weighted(ABC, Generic[Corrects]):
-    """Draws of latents that all parties share, with importance weights (:class:`.Corrected`).
+class Doubt(NamedTuple):
+    """What speaks against a posterior, what to do about it, and what of the posterior it spoils."""
 
-    ``errors`` are those of each element of the globals, as users see them, and ``accuracy`` is the
-    number of sds to which means are to be right, and the share to which sds are.
+    reason: str
+    remedy: str = ""
+    spoils: Spoils = "all"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a posterior can be trusted, and why not.
+
+    ``doubts``: The gravest one first, which is the one that is told.
+    ``figures``: The numbers that it rests on, in words.
+    ``reservation``: Which means and sds do not exist, in words, where quantiles are known.
+    ``enough_draws``: Whether there are draws enough to tell.
     """
 
-    log_evidence: float | None
-    ess: float
-    pareto_k: float
-    weights: np.ndarray = field(repr=False)
-    result: Corrects = field(repr=False)
-    _key: Array = field(repr=False)
-    _moments: Moments = field(repr=False)
-    _rounding: Rounding = field(repr=False)
-    errors: ElementErrors = field(repr=False)
-    accuracy: float = field(default=TOLERANCE, repr=False, kw_only=True)
-
-    @property
-    @abstractmethod
-    def _sites(self) -> tuple[Site, ...]:
-        """Return the latents with their slices of the vector of coordinates."""
-
-    @property
-    def threshold(self) -> float:
-        """Return the largest ``pareto_k`` for which this many draws are enough.
-
-        ``min(1 - 1 / log10(S), 0.7)`` (Vehtari et al. 2024, section 3.2.4).
-        """
-        return max_k_hat(len(self.weights))
-
-    @property
-    def reliable(self) -> bool:
-        """Whether the weights' tail lets averages over them converge as they should."""
-        return self.pareto_k <= self.threshold
-
-    @property
-    def max_error(self) -> float:
-        """Return the largest standard error, in sds, of a mean, an sd or quantiles that are known.
-
-        It is 0.3 times the ``accuracy=`` that was asked for.
-        """
-        return MAX_ERROR * self.accuracy
-
-    @property
-    def moments_known(self) -> bool:
-        """Whether every global's mean and sd that exist are known, on the user's scale.
-
-        They are not where they rest on a few draws far out, which another sample might show more
-        of.
-        """
-        return not self.errors.unknown(self.max_error)[:, self.errors.latent].any()
-
-    @property
-    def quantiles_known(self) -> bool:
-        """Whether every global's quantiles are known, on the user's scale."""
-        return bool((self.errors.error[2, self.errors.latent] <= self.max_error).all())
-
-    @property
-    def reservation(self) -> str:
-        """Return in words which means and sds do not exist or are not known; empty where all are.
-
-        Quantiles are known all the same where the correction is :attr:`trusted`.
-        """
-        return self.errors.words(self.max_error)
-
-    @property
-    def share(self) -> float:
-        """The effective draws as a share of all."""
-        return self.ess / len(self.weights)
-
-    @property
-    def many_count(self) -> bool:
-        """Whether many draws share the weight, so that only tails are unsure."""
-        return self.share > MANY_SHARE
-
-    @property
-    def monte_carlo_error(self) -> float:
-        """The largest standard error of a global's mean, sd or quantiles, in posterior sds.
-
-        It is that of the elements of latents as their user sees them. Means and sds that do not
-        exist do not count. Errors of quantiles are those of normal scores, which are sds where the
-        posterior is normal.
-        """
-        error, infinite = self.errors.error, self.errors.infinite
-        there = np.concatenate([np.where(infinite, 0.0, error[:2]), error[2:]])
-        return float(there[:, self.errors.latent].max(initial=0.0))
-
-    @property
-    def sound(self) -> bool:
-        """Whether quantiles, and means and sds that exist, are right to the ``accuracy=``.
-
-        That is as far as the weights tell.
-        """
-        return self.reliable and self.quantiles_known and self.moments_known and self.precise
+    doubts: tuple[Doubt, ...]
+    figures: str = ""
+    reservation: str = ""
+    enough_draws: bool = True
 
     @property
     def trusted(self) -> bool:
-        """Whether quantiles, and means and sds that exist, are right to the ``accuracy=``."""
-        return self.sound
+        """Whether nothing speaks against it."""
+        return not self.doubts
 
     @property
-    def precise(self) -> bool:
-        """Whether the precision of the computation can hold the posterior.
+    def reason(self) -> str:
+        """The gravest reason not to trust it; empty where there is none."""
+        return self.doubts[0].reason if self.doubts else ""
 
-        If an sd is less than fifty gaps between numbers at its mean, or the rounding of a log
-        density moves it by a tenth of a nat, draws and weights are made of rounding.
-        """
-        return self._rounding.fine
-
-    @property
-    def doubt(self) -> str:
-        """Return the reason why the correction is not :attr:`trusted`; empty where it is."""
-        if self.sound:
-            return ""
-        if not self.precise:
-            return self._rounding.words(self._sites)
-        if not self.reliable and self.many_count:
-            return "its tails reach beyond what was drawn"
-        if not self.reliable:
-            return "a few draws carry the weight"
-        if not self.quantiles_known:
-            return f"means, sds and quantiles are known to {self.monte_carlo_error:.2g} sd only"
-        return self.reservation
-
-    @property
-    def fit_error(self) -> dict[str, dict[str, np.ndarray]]:
-        """The errors of the fit by site, each with ``"mean_error_sd"`` and ``"sd_ratio"``.
-
-        They are those of unconstrained coordinates, in which guides are fitted.
-        """
-        shift = self._moments.shift
-        return {
-            s.name: {
-                "mean_error_sd": np.abs(shift[0, s.start : s.stop]).reshape(s.shape),
-                "sd_ratio": 1 + shift[1, s.start : s.stop].reshape(s.shape),
-            }
-            for s in self._sites
-        }
-
-    @property
-    def fit_trusted(self) -> bool:
-        """Whether the fit's own means and sds are right to a tenth of an sd.
-
-        They are those of unconstrained coordinates. The correction has to know all moments that
-        exist on the user's scale, besides: where it does not, its own errors look too small.
-        """
-        shift, error = np.abs(self._moments.shift), self._moments.shift_error
-        enough = self.reliable and self.moments_known and len(self.weights) >= MIN_DRAWS
-        return enough and self.precise and bool((shift + 2 * error <= self.accuracy).all())
-
-    @property
-    def figures(self) -> str:
-        """Return the numbers that a verdict rests on, in words."""
-        return (
-            f"{self.ess:,.0f} effective draws, Pareto k-hat {self.pareto_k:.2f}, "
-            f"Monte Carlo error of means and sds at most {self.monte_carlo_error:.2g} sd"
-        )
-
-    @property
-    def judged(self) -> str:
-        """Return in words whether to trust the draws, as far as these tell."""
-        if len(self.weights) < MIN_DRAWS:
-            return "Too few draws to tell: k-hat needs 100 or more."
-        if self.sound:
-            but = f", but {self.reservation}: {USE_QUANTILES}" if self.reservation else ""
-            return f"The posterior of the globals can be trusted ({self.figures}){but}."
-        doubt = f"{self.doubt} ({self.figures})."
-        if not self.precise:
-            return f"Do not trust this posterior: {doubt} {self._rounding.remedy}"
-        if not (self.reliable or self.many_count):
-            return f"Do not trust this posterior: {doubt} Try {self._advice}."
-        details = not self.reliable or self.moments_known
-        known = ""
-        if self.reliable and self.quantiles_known:
-            known = " Medians and quantiles are known: use these."
-        part = "details" if details else "spreads"
-        return f"Do not rely on the posterior's {part}: {doubt}{known} Try {self._advice}."
-
-    @property
-    def _advice(self) -> str:
-        """Return in words what to try where the draws are not to be trusted."""
-        if self.reliable:
-            return "more num_draws, or a longer fit"
-        if self.many_count:
-            return "more num_draws"
-        return "more rounds, a richer guide or LocallyEnhanced, or more inner_draws"
-
-    def report(self) -> str:
-        """Return in words whether to trust the corrected posterior, and the fit."""
-        has_evidence = self.log_evidence is not None
-        evidence = f"Log evidence {self.log_evidence:.2f}." if has_evidence else ""
-        tells_of_fit = self.reliable and self.precise and len(self.weights) >= MIN_DRAWS
-        return " ".join(
-            filter(None, (self.judged, evidence, self._of_fit() if tells_of_fit else ""))
-        )
-
-    @property
-    def attributes(self) -> dict[str, float | str]:
-        """Return the attributes that go with the draws into ArviZ."""
-        found = dict[str, float | str](ess=self.ess)
-        if not math.isnan(self.pareto_k):  # particles have none
-            found["pareto_k"] = self.pareto_k
-        found["verdict"] = self.report()
-        for order, infinite in zip(ORDERS, self.errors.infinite, strict=True):
-            names = [n for n, no in zip(self.errors.names, infinite, strict=True) if no]
-            if names:
-                found[f"no_{order}"] = ", ".join(names)
-        return found
-
-    def _of_fit(self) -> str:
-        """Return in words whether to trust the fit that was corrected."""
-        shift = np.abs(self._moments.shift)
-        if not shift.size:
-            return "There are no globals to compare."
-        moment, coordinate = np.unravel_index(shift.argmax(), shift.shape)
-        name = next(s.name for s in self._sites if s.start <= coordinate < s.stop)
-        worst = (
-            f"the {('mean', 'sd')[moment]} of '{name}' is {shift[moment, coordinate]:.2g} sd off"
-        )
-        if self.fit_trusted:
-            also = " as well" if self.trusted else ""
-            return f"The globals of the fit can be trusted{also}: at worst {worst}."
-        if (shift + 2 * self._moments.shift_error <= self.accuracy).all():
-            return ""  # the fit is as close as can be told: what is unknown is not its fault
-        return f"The globals of the fit itself cannot: {worst}. Use the correction."
+    def with_gravest(self, doubt: Doubt) -> Verdict:
+        """Return the verdict with one more doubt, graver than all others."""
+        return replace(self, doubts=(doubt, *self.doubts), enough_draws=True)
 
     def __str__(self) -> str:
-        return self.report()
-
-    def _repr_html_(self) -> str:
-        return display.html_words(self.report())
-
-    @property
-    @abstractmethod
-    def draws(self) -> dict[str, Array]:
-        """Draws on their supports, to be weighted by ``weights``."""
-
-    def saved_words(self, draws: int | None = None) -> SavedWords:
-        """Return the correction in the form in which a file keeps it, with all of its draws."""
-        words = {
-            "verdict": self.report(),
-            "trusted": self.trusted,
-            "log_evidence": self.log_evidence,
-            "ess": self.ess,
-            "pareto_k": self.pareto_k,
-            "accuracy": self.accuracy,
-        }
-        return SavedWords(type(self).__name__, words, self.draws, self.weights)
-
-
-Part = TypeVar("Part")
-Draws = TypeVar("Draws", np.ndarray, Array)
-Correction = TypeVar("Correction", bound=Weighted[Any])
-
-
-def quality_fields(
-    z: np.ndarray,
-    from_guide: np.ndarray,
-    log_weights: np.ndarray,
-    known: tuple[float, np.ndarray],
-    draws: Mapping[str, Array | np.ndarray],
-    latents: Collection[str],
-    of_fit: np.ndarray | None = None,
-) -> dict[str, Any]:
-    """Return the fields of a correction that measure its draws ``z`` (n, dim).
-
-    ``from_guide`` (n,) marks the draws that come from the fit's guide itself; ``known`` is the
-    k-hat and the weights of :func:`weights_of`. ``draws`` are the same on the supports of the
-    sites, of which ``latents`` are no functions of others. Draws ``of_fit`` (m, dim) take the place
-    of those that are marked, where another proposal than the guide was weighed.
-    """
-    pareto_k, weights = known
-    computed = moments(z, weights, from_guide, of_fit)
-    rounding = Rounding.of(z, weights, log_weights, computed.mean, computed.sd)
-    return dict(
-        ess=float(1 / (weights**2).sum()),
-        pareto_k=pareto_k,
-        weights=weights,
-        _moments=computed,
-        _rounding=rounding,
-        errors=ElementErrors.of(draws, latents, weights),
-    )
+        if not self.enough_draws:
+            return f"Too few draws to tell: k-hat needs {MIN_DRAWS} or more."
+        figures = f" ({self.figures})" if self.figures else ""
+        if self.trusted:
+            trusted = f"The posterior of the globals can be trusted{figures}"
+            but = f", but {self.reservation}: use medians and quantiles there"
+            return f"{trusted}{but if self.reservation else ''}."
+        reason, remedy, spoils = self.doubts[0]
+        do_not = "Do not trust this posterior"
+        if spoils != "all":
+            do_not = f"Do not rely on the posterior's {spoils}"
+        return f"{do_not}: {reason}{figures}. {remedy}".rstrip()
 
 
 def check_accuracy(accuracy: float) -> None:
@@ -342,37 +91,3 @@ def check_accuracy(accuracy: float) -> None:
             f"accuracy={accuracy!r}: expected a number of posterior sds between 0 and 1, such as "
             "0.1 (the default) or 0.2 for a first look."
         )
-
-
-def replace_weightless(z: Draws, weights: np.ndarray) -> Draws:
-    """Return the draws ``z`` (n, dim) with the heaviest one in the place of all without weight.
-
-    Draws without weight may lie so far out that they overflow on their own support, and infinity
-    times a weight of zero is NaN.
-    """
-    xp = np if isinstance(z, np.ndarray) else jnp
-    return xp.where((weights > 0)[:, None], z, z[weights.argmax()])
-
-
-def until_interrupted(exchange: Callable[[int], Part], number: int) -> tuple[list[Part], bool]:
-    """Return the results of ``number`` exchanges, or those before Ctrl-C, and whether it came."""
-    results: list[Part] = []
-    try:
-        for i in range(number):
-            results.append(exchange(i))
-    except KeyboardInterrupt:
-        if not results:
-            raise
-        return results, True
-    return results, False
-
-
-def unless_interrupted(correction: Correction, interrupted: bool, num_draws: int) -> Correction:
-    """Return the correction, or raise ``Interrupted`` that carries it."""
-    if not interrupted:
-        return correction
-    raise Interrupted(
-        f"interrupted after {len(correction.weights):,} of {num_draws:,} draws: the correction by "
-        "these is in the error's .result, and error.result.save(path) keeps it.",
-        result=correction,
-    )

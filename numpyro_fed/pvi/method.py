@@ -43,8 +43,8 @@ from numpyro_fed.methods.start import check_start, start_kind, start_rounds
 from numpyro_fed.numerics.divergences import KL
 from numpyro_fed.numerics.expfam import Family
 from numpyro_fed.numerics.losses import log_loss
+from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.posterior.run import Built, Fit
 from numpyro_fed.pvi.families import Globals, conjugacy, globals_of
 from numpyro_fed.pvi.result import PVIResult
 from numpyro_fed.pvi.server import PartitionedVI, aggregate
@@ -248,7 +248,7 @@ class PVI(Method[PVIResult, Conjugate]):
     def _plain_divergences(self) -> bool:
         return isinstance(self.divergence, KL) and isinstance(self.prior_divergence, KL)
 
-    def _check_rounds(self, fit: Fit, state: State, num_rounds: int) -> None:
+    def _check_rounds(self, fit: CompiledMethod, state: State, num_rounds: int) -> None:
         if self.max_rounds is not None and int(state.round) + num_rounds > self.max_rounds:
             raise ValueError(
                 f"this method makes {self.max_rounds} round, but would come to "
@@ -410,7 +410,7 @@ class PVI(Method[PVIResult, Conjugate]):
         )
 
     def result_of(
-        self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False
+        self, run: RunOutcome, fit: CompiledMethod, hosted: Silos, *, quiet: bool = False
     ) -> PVIResult:
         if run.log is None:
             return PVIResult(run.losses, run.state, fit, hosted)

@@ -21,9 +21,9 @@ from numpyro_fed.basics.errors import ConvergenceWarning, DataError, NonFiniteEr
 from numpyro_fed.basics.precision import double_precision
 from numpyro_fed.basics.trees import element_name
 from numpyro_fed.posterior.corrected import Corrected
+from numpyro_fed.posterior.importance import importance_correct
 from numpyro_fed.posterior.posterior import Posterior
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.posterior.weighing import importance_correct
 from numpyro_fed.reference.nuts_result import NutsResult
 
 # A spread below this share of the mean is rounding: such elements are constants.

@@ -39,8 +39,8 @@ from numpyro_fed.guides.structured import (
 from numpyro_fed.methods.minibatches import check_rows_alone, minibatches_of
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.start import SEARCHED, check_start, start_kind, start_rounds
+from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.posterior.run import Built, Fit
 from numpyro_fed.rounds.runtime import RunOutcome
 from numpyro_fed.rounds.schedules import Given, Random, Sequential, Spec, in_step
 from numpyro_fed.rounds.silos import Silos
@@ -202,7 +202,9 @@ class GradientMethod(Method[Result, None], Generic[Settings]):
         check_rows_alone(layout, self.batch_size, stacks)
         return ()
 
-    def result_of(self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False) -> Result:
+    def result_of(
+        self, run: RunOutcome, fit: CompiledMethod, hosted: Silos, *, quiet: bool = False
+    ) -> Result:
         result = Result(run.losses, run.state, fit, hosted)
         if quiet or run.ended == "converged":
             return result

@@ -34,7 +34,7 @@ from numpyro_fed.methods.base import (
 )
 from numpyro_fed.methods.recipe import for_silos, recipe
 from numpyro_fed.methods.start import Begun
-from numpyro_fed.posterior.run import Built, Fit
+from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.rounds.exchange import ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.keys import exchange_key, server_key, typed_key
@@ -86,7 +86,9 @@ class VerticalMethod(FederatedMethod[Outcome]):
 
     likelihood: str = field(default="augmented", kw_only=True)
     share_response: bool = field(default=False, kw_only=True)
-    _fits: dict[Hashable, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _fits: dict[Hashable, CompiledMethod] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.likelihood not in ("augmented", "power"):
@@ -126,7 +128,9 @@ class VerticalMethod(FederatedMethod[Outcome]):
             search=search,
         )
 
-    def result_of(self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False) -> Any:
+    def result_of(
+        self, run: RunOutcome, fit: CompiledMethod, hosted: Silos, *, quiet: bool = False
+    ) -> Any:
         return self.kind(run.losses, run.state, fit, hosted)
 
     def run(
@@ -253,7 +257,7 @@ class VerticalMethod(FederatedMethod[Outcome]):
         kwargs: dict[str, Any],
         runtime: str,
         row_ids: Sequence[ArrayLike] | None = None,
-    ) -> tuple[Fit, Silos]:
+    ) -> tuple[CompiledMethod, Silos]:
         one_of("runtime", runtime, *RUNTIMES)
         inputs = (*args, *kwargs.values())
         clients = next((a for a in inputs if isinstance(a, Federation)), None)
@@ -268,7 +272,7 @@ class VerticalMethod(FederatedMethod[Outcome]):
         cache_key = (runtime, precision, roles.arguments, *map(signature, roles.clients))
         if cache_key not in self._fits:
             built, reach = self.assemble(roles), partial(in_process, runtime)
-            self._fits[cache_key] = Fit(
+            self._fits[cache_key] = CompiledMethod(
                 built=built,
                 runtime=reach(built.algorithm),
                 reach=reach,
@@ -294,7 +298,7 @@ class VerticalMethod(FederatedMethod[Outcome]):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         row_ids: ArrayLike | None,
-    ) -> tuple[Fit, Silos]:
+    ) -> tuple[CompiledMethod, Silos]:
         """Return the fit for clients that a federation stands for among the model's arguments."""
         bound = inspect.signature(self.model).bind(*args, **kwargs).arguments
 
@@ -304,9 +308,9 @@ class VerticalMethod(FederatedMethod[Outcome]):
         name, facts = federation.describe(for_silos(self, federation.names))
         plan, roles = self.agree(tuple(map(Facts.from_json, facts)), arguments, row_ids)
 
-        def make(reach: Callable[..., Runtime]) -> Fit:
+        def make(reach: Callable[..., Runtime]) -> CompiledMethod:
             built = self.assemble(roles)
-            return Fit(
+            return CompiledMethod(
                 built=built,
                 runtime=reach(built.algorithm),
                 reach=reach,
@@ -436,13 +440,13 @@ class VerticalMethod(FederatedMethod[Outcome]):
         return split(text, share_response=self.share_response)
 
 
-def _crossings(fit: Fit, hosted: Silos) -> Crossings:
+def _crossings(fit: CompiledMethod, hosted: Silos) -> Crossings:
     """Return all arrays that cross between the server and the first client."""
     data = fit.plan.template() if hosted.elsewhere else hosted.data[0]
     return fit.built.messages(data, fit.server_data, silo="client")
 
 
-def begin(fit: Fit, key: Array, batches: Batches) -> tuple[State, VerticalStart | None]:
+def begin(fit: CompiledMethod, key: Array, batches: Batches) -> tuple[State, VerticalStart | None]:
     """Return the first state of a run, and the mode if the run starts at one."""
     search = fit.built.search
     if search is None:

@@ -19,10 +19,9 @@ from numpyro_fed.basics.errors import ModelError, positive_int
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.posterior.run import FederatedRun
 from numpyro_fed.posterior.saving import SavedWords, save
-from numpyro_fed.posterior.verdict import (
+from numpyro_fed.posterior.weighted_draws import (
     NO_WEIGHTS,
-    Weighted,
-    quality_fields,
+    WeightedDraws,
     replace_weightless,
     unless_interrupted,
     until_interrupted,
@@ -34,7 +33,8 @@ from numpyro_fed.text.sites import Site, Theta
 from numpyro_fed.text.vertical import latents_of
 from numpyro_fed.vertical.parties import SAMPLE, PartyState
 from numpyro_fed.vertical.weigh import WeighParties
-from numpyro_fed.weigh.pareto import systematic_resample, weights_of
+from numpyro_fed.weigh.element_errors import ElementErrors, Rounding, moments
+from numpyro_fed.weigh.weights import Weights, systematic_resample
 
 TOGETHER = (
     "A row's predictor is the sum of what all clients compute on their columns: bring the draws of "
@@ -342,7 +342,7 @@ SIDE_BY_SIDE = 2**20
 
 
 @dataclass(frozen=True, eq=False)
-class VerticalCorrected(ColumnsAfterFit, Weighted[VerticalResult]):
+class VerticalCorrected(ColumnsAfterFit, WeightedDraws[VerticalResult]):
     """An importance-corrected vertical fit: the posterior of the model as it is written.
 
     Attributes
@@ -415,21 +415,25 @@ def vertical_correct(
     server, own, evidence = zip(*weighed, strict=True)
     z, log_w = (jnp.concatenate(part) for part in zip(*server, strict=True))
     log_weights = np.asarray(log_w, np.float64)
-    tail_and_weights = weights_of(log_weights)
+    weights = Weights.of(log_weights)
     parts = z, *(jnp.concatenate(part) for part in zip(*own, strict=True))
-    z, *own_draws = (replace_weightless(a, tail_and_weights[1]) for a in parts)
+    z, *own_draws = (replace_weightless(a, weights.values) for a in parts)
     on_supports = result.sites_at(z, tuple(own_draws))
     from_guide = np.tile(weighing.parts[1] == 0, len(server))
     all_draws = np.concatenate([np.asarray(a) for a in (z, *own_draws)], 1)
     latents = {s.name for s in result.sites}
+    found = moments(all_draws, weights.values, from_guide)
     corrected = VerticalCorrected(
         log_evidence=float(np.logaddexp.reduce(evidence) - np.log(len(evidence))),
+        ess=weights.ess,
+        pareto_k=weights.pareto_k,
+        weights=weights.values,
         result=result,
         _key=key,
+        _moments=found,
+        _rounding=Rounding.of(all_draws, weights.values, log_weights, found.mean, found.sd),
+        errors=ElementErrors.of(on_supports, latents, weights.values),
         accuracy=accuracy,
-        **quality_fields(
-            all_draws, from_guide, log_weights, tail_and_weights, on_supports, latents
-        ),
         _z=z,
         _own=tuple(own_draws),
     )

@@ -16,7 +16,7 @@ from numpyro_fed.basics.errors import GuideError, StartWarning, positive_int
 from numpyro_fed.data.silo_data import SiloData, signature
 from numpyro_fed.guides.local_guides import Amortised
 from numpyro_fed.guides.structured import Structured, resolve
-from numpyro_fed.posterior.run import Built
+from numpyro_fed.posterior.built import Built
 from numpyro_fed.rounds.exchange import IMPORTANCE, ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.search.newton import SEARCHED_UP_TO
 from numpyro_fed.sfvi.method import default_optimiser

@@ -25,7 +25,7 @@ from scipy.special import ndtri
 
 from numpyro_fed.basics.trees import elements
 from numpyro_fed.text.sites import Site
-from numpyro_fed.weigh.pareto import pareto_fit
+from numpyro_fed.weigh.weights import fit_pareto
 
 
 class Moments(NamedTuple):
@@ -135,18 +135,18 @@ class ElementErrors(NamedTuple):
         number = sum(int(np.prod(np.shape(v)[1:])) for v in of_latents.values())
         names, values = names[: number + MOST_FUNCTIONS], values[:, : number + MOST_FUNCTIONS]
         latent = np.arange(len(names)) < number
-        counts = weights > 0
-        w, columns, moves = weights[counts], [], []
-        for values_of_one in values.T:
-            x = values_of_one[counts]
-            moves.append(len(x) < 2 or not (x == x[0]).all())
-            columns += [_column(x, w, islands)] * moves[-1]
-        error, shape, tail = (
-            np.array([c[i] for c in columns]).reshape(len(columns), size).T
-            for i, size in enumerate([3, 2, 2])
+        w, columns = weights[weights > 0], [x[weights > 0] for x in values.T]
+        varies = np.array([len(w) < 2 or not (x == x[0]).all() for x in columns], bool)
+        found = [_one_element(x, w, islands) for x, v in zip(columns, varies, strict=True) if v]
+        number = len(found)
+        return cls(
+            tuple(name for name, v in zip(names, varies, strict=True) if v),
+            latent[varies],
+            np.array([one.error for one in found]).reshape(number, 3).T,
+            np.array([one.shape for one in found]).reshape(number, 2).T,
+            np.array([one.tail_index for one in found], float),
+            np.array([one.is_power for one in found], bool),
         )
-        kept = tuple(name for name, m in zip(names, moves, strict=True) if m)
-        return cls(kept, latent[np.array(moves, bool)], error, shape, tail[0], tail[1] > 0)
 
     def known(self, bound: float) -> np.ndarray:
         """Return whether each mean and sd (2, m) is known to a standard error of ``bound`` sds."""
@@ -194,14 +194,21 @@ class ElementErrors(NamedTuple):
         return ", ".join(names[:3] if more else names) + more
 
 
-def _column(
-    x: np.ndarray, w: np.ndarray, islands: np.ndarray | None
-) -> tuple[tuple[float, ...], ...]:
-    """Return the errors (3,), the shapes (2,), index and kind of the tail of one element (n,)."""
+class OneElement(NamedTuple):
+    """What :class:`ElementErrors` has of one element."""
+
+    error: tuple[float, float, float]
+    shape: tuple[float, float]
+    tail_index: float
+    is_power: bool
+
+
+def _one_element(x: np.ndarray, w: np.ndarray, islands: np.ndarray | None) -> OneElement:
+    """Return what draws (n,) with weights (n,) know of one element."""
     if np.isnan(x).any():
-        return (np.inf,) * 3, (np.inf,) * 2, (np.nan, False)
+        return OneElement((np.inf,) * 3, (np.inf,) * 2, np.nan, False)
     if len(w) < 2:
-        return (np.inf,) * 3, (np.inf,) * 2, (np.inf, False)
+        return OneElement((np.inf,) * 3, (np.inf,) * 2, np.inf, False)
     x = np.clip(x, -LARGEST, LARGEST)
     order = np.argsort(x, kind="stable")
     below = np.cumsum(w[order])
@@ -216,13 +223,13 @@ def _column(
     mean = w @ x
     sd = np.sqrt(w @ (x - mean) ** 2)
     if not sd > 0:
-        return (np.inf, np.inf, score_error), (np.inf, np.inf), (0.0, True)
+        return OneElement((np.inf, np.inf, score_error), (np.inf, np.inf), 0.0, True)
     standard = (x - mean) / sd
     with np.errstate(divide="ignore"):
         log_w, log_x = np.log(w), np.log(np.abs(standard))
-    shapes = [tail_shape(log_w + power * log_x) for power in (1, 2)]
+    shape = tail_shape(log_w + log_x), tail_shape(log_w + 2 * log_x)
     tail = min(_tail(side[side > 0], w[side > 0]) for side in (x, -x))
-    return (*_errors(standard, w, islands), score_error), tuple(shapes), tail
+    return OneElement((*_errors(standard, w, islands), score_error), shape, *tail)
 
 
 def _errors(standard: np.ndarray, w: np.ndarray, islands: np.ndarray | None) -> tuple[float, float]:
@@ -256,15 +263,15 @@ def tail_shape(log_terms: np.ndarray) -> float:
     last = np.sort(log_terms)[-number - 1 :]
     above = np.exp(last[1:]) - np.exp(last[0])
     above = above[above > 0]
-    return pareto_fit(above)[0] if len(above) >= 5 else 0.0
+    return fit_pareto(above).shape if len(above) >= 5 else 0.0
 
 
 def _tail(distance: np.ndarray, w: np.ndarray) -> tuple[float, bool]:
-    """Return the index of a tail, and whether it is a power that was measured far out.
+    """Return the index of the tail of draws at these distances (n,), and if far out it is a power.
 
-    ``distance`` (n,) is that of draws on one side from the median. The index is the slope of the
-    log of the mass beyond a distance over the log of the distance. A tail that falls faster than
-    any power, as that of a log-normal distribution, has a larger index farther out.
+    They lie on one side of the median. The index is the slope of the log of the mass beyond a
+    distance over the log of the distance. A tail that falls faster than any power, as that of a
+    log-normal distribution, has a larger index farther out.
     """
     order = np.argsort(-distance)
     log_distance, w = np.log(distance[order]), w[order]

@@ -31,7 +31,6 @@ from numpyro_fed.basics.trees import Numbers
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.silo_bounds import EACH_DRAW, AtDraw, QuadratureBound
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.exchange import (
     IMPORTANCE,
     Exchange,
@@ -48,7 +47,7 @@ from numpyro_fed.rounds.exchange import (
 from numpyro_fed.search.expand import shape
 from numpyro_fed.sfvi.algorithm import Down, coordinates_of, down_of
 from numpyro_fed.text.log_density import FederatedModel, outcomes_at
-from numpyro_fed.weigh.likelihood import CHECKED, LikelihoodEstimate, too_coarse
+from numpyro_fed.weigh.integration import CHECKED, LikelihoodEstimate, too_coarse
 
 LEAVE_OUT, LOO = "leave out", "loo"  # names of exchanges
 MAX_LOST = 0.01  # share of draws near the fit at which a quadrature may fail; as much mass is lost
@@ -65,7 +64,7 @@ class Estimates(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Weigh(Generic[Server, Silo]):
+class LogLikelihoodExchange(Generic[Server, Silo]):
     """The question to silos how likely their rows are at draws of the globals.
 
     ``fitted``: The algorithm whose states server and silos have.
@@ -129,12 +128,10 @@ class Weigh(Generic[Server, Silo]):
 
         def of_silo(noise: tuple[Array, Array], down: Down, state: Silo, data: SiloData) -> Array:
             key, values = noise
-            private = self.fitted.private(state)
-            u, centre = coordinates_of(down)
+            few = slice(len(values))
             keys = jax.vmap(fold_in, (None, 0))(key, jnp.arange(len(values)))
-            coordinates = private.recentred(Coordinates(u[: len(values)], centre))
-            theta, z_G = {**down.theta, **private.theta}, down.z_G[: len(values)]
-            given = AtDraw(theta, private.guide, z_G, coordinates, data)
+            given = at_draws(self.fitted, down, state, data)
+            given = with_globals(given, given.z_G[few], given.coordinates.u[few])
             return too_coarse(quadrature, keys, given, values)
 
         # By itself it is compiled with few optimisations: it looks at a few draws.
@@ -182,6 +179,20 @@ def shape_of_draws(
     return found
 
 
+def at_draws(
+    fitted: FederatedAlgorithm[Any, Silo], down: Down, state: Silo, data: SiloData
+) -> AtDraw:
+    """Return all that a silo's likelihood depends on, at all draws of the server's message."""
+    private = fitted.private(state)
+    coordinates = private.recentred(coordinates_of(down))
+    return AtDraw({**down.theta, **private.theta}, private.guide, down.z_G, coordinates, data)
+
+
+def with_globals(given: AtDraw, z_G: Array, u: Array) -> AtDraw:
+    """Return the same at other draws of the globals, with coordinates ``u``."""
+    return given._replace(z_G=z_G, coordinates=given.coordinates._replace(u=u))
+
+
 def log_likelihoods(
     likelihood: LikelihoodEstimate,
     fitted: FederatedAlgorithm[Server, Silo],
@@ -191,18 +202,16 @@ def log_likelihoods(
     """Return the function to a silo's log likelihood at each draw (n,)."""
 
     def evaluate(noise: Array | tuple[()], down: Down, state: Silo, data: SiloData) -> Array:
-        private = fitted.private(state)
-        theta = {**down.theta, **private.theta}
-        u, centre = coordinates_of(down)
+        given, offset = at_draws(fitted, down, state, data), coordinates_of(down).offset
 
         def estimate(batch: tuple[Array, Array, Array]) -> Array:
             s, z_G, u = batch
             # Without latents nothing is drawn: any key will do.
             key = jax.random.key(0) if isinstance(noise, tuple) else noise
             keys = jax.vmap(fold_in, (None, 0))(key, s)
-            coordinates = private.recentred(Coordinates(u, centre))
-            given = AtDraw(theta, private.guide, z_G, coordinates, data)
-            return jax.vmap(likelihood.log_estimate, (0, EACH_DRAW))(keys, given)
+            return jax.vmap(likelihood.log_estimate, (0, EACH_DRAW))(
+                keys, with_globals(given, z_G, u)
+            )
 
         # In batches: all draws at once would hold a silo's rows, times inner draws, thousands of
         # times in memory. The last batch is filled up by the first draws: a batch of another size
@@ -211,8 +220,9 @@ def log_likelihoods(
         index = jnp.arange(num_batches * -(-num_draws // num_batches)) % num_draws
         # In order of their distance: a batch of draws close by needs no search for the modes of
         # rows, or a short one.
-        index = index[jnp.argsort(jnp.square(u - centre).sum(-1)[index])]
+        index = index[jnp.argsort(jnp.square(offset).sum(-1)[index])]
         batches = index.reshape(num_batches, -1)
+        u = given.coordinates.u
         values = jax.lax.map(estimate, (batches, down.z_G[batches], u[batches]))
         return jnp.zeros(num_draws, values.dtype).at[index].set(values.ravel())
 
@@ -248,21 +258,16 @@ def log_likelihoods_of_rows(
     """Return the function to log likelihoods (draws, rows), and whether rows count (rows,)."""
     plates = plates_of_rows(fm)
 
-    def values_of(key: Array, down: Down, state: Any, data: SiloData) -> tuple[Array, Array]:
-        private = fitted.private(state)
-        theta = {**down.theta, **private.theta}
-        u, centre = coordinates_of(down)
-        counts = rows_that_count(fm, data)
+    def values_of(key: Array, down: Down, state: object, data: SiloData) -> tuple[Array, Array]:
+        given, counts = at_draws(fitted, down, state, data), rows_that_count(fm, data)
 
         def rows_at(draw: tuple[Array, Array, Array]) -> Array:
             s, z_G, u = draw
-            coordinates = private.recentred(Coordinates(u, centre))
-            given = AtDraw(theta, private.guide, z_G, coordinates, data)
-            rows = likelihood.log_rows(fold_in(key, s), given)
+            rows = likelihood.log_rows(fold_in(key, s), with_globals(given, z_G, u))
             return jnp.concatenate([jnp.zeros(0), *(rows[p] for p in plates)])
 
-        index = jnp.arange(len(down.z_G))
-        values = jax.lax.map(rows_at, (index, down.z_G, u), batch_size=batch_size)
+        draws = jnp.arange(len(down.z_G)), down.z_G, given.coordinates.u
+        values = jax.lax.map(rows_at, draws, batch_size=batch_size)
         return values, counts
 
     return values_of

@@ -41,7 +41,7 @@ from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.basics.trees import Numbers, namespace
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.quadrature import NEARBY, RowIntegrals
-from numpyro_fed.guides.silo_bounds import AtDraw, QuadratureBound
+from numpyro_fed.guides.silo_bounds import QuadratureBound
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.exchange import (
@@ -52,11 +52,11 @@ from numpyro_fed.rounds.exchange import (
     stacked_reply,
 )
 from numpyro_fed.search.expand import shape
-from numpyro_fed.sfvi.algorithm import Down, coordinates_of
+from numpyro_fed.sfvi.algorithm import Down
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Theta
-from numpyro_fed.weigh.log_likelihoods import shape_of_draws
-from numpyro_fed.weigh.proposals import root_of_draws
+from numpyro_fed.weigh.log_likelihoods import at_draws, shape_of_draws, with_globals
+from numpyro_fed.weigh.mixture import Mixture, root_of_draws
 
 TEMPERED = "tempered"  # the name of the exchange
 NUM_ISLANDS = 4
@@ -95,7 +95,7 @@ class AtParticles(NamedTuple):
     gradient: Numbers
 
 
-class Places(NamedTuple):
+class Evaluated(NamedTuple):
     """Particles with the log densities of the path's ends, and their gradients.
 
     ``z`` (N, dim).
@@ -123,64 +123,70 @@ class Places(NamedTuple):
         """Return whether all numbers of each particle are finite (N,)."""
         return np.asarray(self.log_p > LOST / 2)
 
-    def at(self, index: np.ndarray) -> Places:
+    def at(self, index: np.ndarray) -> Evaluated:
         """Return the particles of these numbers."""
-        return Places(*(a[index] for a in self))
+        return Evaluated(*(a[index] for a in self))
 
 
 @dataclass
-class Swarm:
+class SMCState:
     """Particles between two trajectories, and what was kept of them.
 
-    ``start``: Where they began: :class:`numpyro_fed.Tempered`.
+    ``begun_at``: Where they began: :class:`numpyro_fed.Tempered`.
     ``theta``: Shared parameters, held fixed.
     ``reference``: Parameters of the distribution at ``b = 0``.
-    ``b``: At zero the densities of ``here`` are not known yet.
+    ``b``: At zero the densities of ``particles`` are not known yet.
     ``log_step``: The log of the common step size.
     ``root`` (dim, dim): A root of the particles' covariance.
-    ``before, moves`` (N, dim), int: The particles when they were last drawn again, or kept, and the
-        trajectories since.
+    ``moved_from`` (N, dim): The particles when they were last drawn again, or kept.
+    ``moves``: The trajectories since.
     ``arrived`` (N, dim): The particles when they came to the posterior.
     ``log_evidence`` (NUM_ISLANDS,).
     ``kept``: The particles each time that they were kept at the posterior.
     """
 
-    start: str
+    begun_at: str
     theta: Theta
-    reference: Any
-    here: Places
+    reference: Mixture | tuple[()]
+    particles: Evaluated
     exchanges: int = 0
     b: float = 0.0
     log_step: float = math.log(FIRST_STEP)
     root: np.ndarray = field(init=False)
-    before: np.ndarray = field(init=False)
+    moved_from: np.ndarray = field(init=False)
     moves: int = 0
     arrived: np.ndarray = field(init=False)
     log_evidence: np.ndarray = field(default_factory=lambda: np.zeros(NUM_ISLANDS))
-    kept: list[Places] = field(default_factory=list)
+    kept: list[Evaluated] = field(default_factory=list)
 
     @classmethod
-    def at(cls, start: str, theta: Theta, reference: Any, z: np.ndarray) -> Swarm:
+    def at(
+        cls, begun_at: str, theta: Theta, reference: Mixture | tuple[()], z: np.ndarray
+    ) -> SMCState:
         """Return particles at draws (N, dim) of the reference."""
         zeros = np.zeros(len(z))
-        swarm = cls(start, theta, reference, Places(z, zeros, zeros, 0 * z, 0 * z))
-        swarm.arrived = z
-        swarm.stand()
-        return swarm
+        state = cls(begun_at, theta, reference, Evaluated(z, zeros, zeros, 0 * z, 0 * z))
+        state.arrived = z
+        state.measure_moves()
+        return state
 
-    def copy(self) -> Swarm:
+    def copy(self) -> SMCState:
         """Return the same particles, to move on with; arrays are never written to."""
         other = copy.copy(self)
         other.kept = list(self.kept)
         return other
 
-    def stand(self) -> None:
+    def measure_moves(self) -> None:
         """Measure from here how far particles move, in units of their spread."""
-        self.before, self.moves, self.root = self.here.z, 0, root_of_draws(self.here.z)
+        self.moved_from, self.moves, self.root = (
+            self.particles.z,
+            0,
+            root_of_draws(self.particles.z),
+        )
 
 
 @dataclass(frozen=True, eq=False)
-class Tempering:
+class TemperedSMC:
     """The parts of the algorithm, for one model.
 
     ``guide``: Its local means are where searches for modes of rows begin.
@@ -220,23 +226,22 @@ class Tempering:
             ),
         )
 
-    def at_silo(self, noise: object, down: Down, state: Any, data: SiloData) -> AtParticles:
+    def at_silo(self, noise: object, down: Down, state: object, data: SiloData) -> AtParticles:
         """Return what a silo tells."""
-        private = self.fitted.private(state)
-        theta = {**down.theta, **private.theta}
-        u, centre = coordinates_of(down)
+        given = at_draws(self.fitted, down, state, data)
         bound = QuadratureBound(self.model, self.guide, self.nodes)
         integrals = RowIntegrals(self.model, self.nodes, NEARBY)
 
         def log_likelihood(z_G: Array, u: Array) -> Array:
-            at = private.recentred(Coordinates(u, centre))
-            start = bound.start(AtDraw(theta, private.guide, z_G, at, data))
-            return integrals.log_likelihood(theta, z_G, data, start)[0]
+            modes_near = bound.start(with_globals(given, z_G, u))
+            return integrals.log_likelihood(given.theta, z_G, data, modes_near)[0]
 
         size = BATCH if any(p.dim for p in self.model.plates) else 1
         found = AtParticles(
             *jax.lax.map(
-                lambda at: jax.value_and_grad(log_likelihood)(*at), (down.z_G, u), batch_size=size
+                lambda draw: jax.value_and_grad(log_likelihood)(*draw),
+                (given.z_G, given.coordinates.u),
+                batch_size=size,
             )
         )
         # A particle that is too far away for one silo is lost, and the others go on.
@@ -248,12 +253,12 @@ class Tempering:
     def run(
         self,
         ask: AskSilos,
-        swarm: Swarm,
-        most: int,
+        state: SMCState,
+        max_exchanges: int,
         random: np.random.Generator,
         shown: Callable[[float], None],
     ) -> None:
-        """Move particles until they were kept often enough, or for ``most`` exchanges.
+        """Move particles until they were kept often enough, or for ``max_exchanges``.
 
         The last trajectory is as short as the exchanges that are left. ``shown`` is told the log
         evidence so far after each exchange.
@@ -264,16 +269,16 @@ class Tempering:
             If the density is not finite at any particle of an island.
         """
 
-        def places(z: np.ndarray) -> Places:
-            down = self.message(swarm.theta, z)
+        def evaluate(z: np.ndarray) -> Evaluated:
+            down = self.message(state.theta, z)
             up: AtParticles = ask(self.exchange, down)
-            ends = self._ends(swarm.theta, swarm.reference, down.z_G)
+            ends = self._ends(state.theta, state.reference, down.z_G)
             log_prior, slope_prior, log_q, slope_q = (np.asarray(a, float) for a in ends)
             log_p, slope_p = log_prior + up.log_likelihood, slope_prior + up.gradient
             finite = np.isfinite(log_p) & np.isfinite(log_q)
-            swarm.exchanges += 1
-            shown(float(log_mean(swarm.log_evidence)))
-            return Places(
+            state.exchanges += 1
+            shown(float(log_mean(state.log_evidence)))
+            return Evaluated(
                 np.asarray(down.z_G),
                 np.where(finite, log_q, 0.0),
                 np.where(finite, log_p, LOST),
@@ -281,67 +286,42 @@ class Tempering:
                 np.where(finite[:, None], or_zero(slope_p), 0.0),
             )
 
-        last, goal = swarm.exchanges + most, len(swarm.kept) + KEPT
-        if not swarm.b:
-            swarm.here = places(swarm.here.z)
-            if not swarm.here.found.reshape(NUM_ISLANDS, -1).any(1).all():
+        last, goal = state.exchanges + max_exchanges, len(state.kept) + KEPT
+        if not state.b:
+            state.particles = evaluate(state.particles.z)
+            if not state.particles.found.reshape(NUM_ISLANDS, -1).any(1).all():
                 raise NonFiniteError(NO_DENSITY, result=None, round=0, silos=())
-            temper(swarm, random)
-        while len(swarm.kept) < goal and swarm.exchanges < last:
-            common = math.exp(swarm.log_step)
-            leaps = int(np.clip(math.ceil(LENGTH / common), 1, MAX_LEAPS))
-            end, gain = self._trajectory(
-                places, swarm, common, min(leaps, last - swarm.exchanges), random
-            )
+            temper(state, random)
+        while len(state.kept) < goal and state.exchanges < last:
+            step_size = math.exp(state.log_step)
+            leaps = int(np.clip(math.ceil(LENGTH / step_size), 1, MAX_LEAPS))
+            leaps = min(leaps, last - state.exchanges)
+            end, gain = trajectories(evaluate, state, step_size, leaps, random)
             accepted = np.log(random.uniform(size=len(gain))) < gain
-            swarm.here = Places(
+            state.particles = Evaluated(
                 *(
                     np.where(accepted.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-                    for new, old in zip(end, swarm.here, strict=True)
+                    for new, old in zip(end, state.particles, strict=True)
                 )
             )
             rate = np.exp(np.minimum(gain, 0.0)).mean()
-            swarm.log_step = float(np.clip(swarm.log_step + GAIN * (rate - ACCEPTED), *LOG_STEPS))
-            swarm.moves += 1
-            at_posterior = swarm.b >= 1
+            state.log_step = float(np.clip(state.log_step + GAIN * (rate - ACCEPTED), *LOG_STEPS))
+            state.moves += 1
+            at_posterior = state.b >= 1
             enough = MOVED_AT_POSTERIOR if at_posterior else MOVED
             longest = MOVES_AT_POSTERIOR if at_posterior else MOVES
-            if swarm.moves < longest and correlation(swarm.here.z, swarm.before) > enough:
+            if state.moves < longest and correlation(state.particles.z, state.moved_from) > enough:
                 continue
             if at_posterior:
-                swarm.kept.append(swarm.here)
-                swarm.stand()
+                state.kept.append(state.particles)
+                state.measure_moves()
             else:
-                temper(swarm, random)
-
-    def _trajectory(
-        self,
-        places: Callable[[np.ndarray], Places],
-        swarm: Swarm,
-        common: float,
-        leaps: int,
-        random: np.random.Generator,
-    ) -> tuple[Places, np.ndarray]:
-        """Return where trajectories end, and the gain of each (N,) in log density."""
-        at, b, root = swarm.here, swarm.b, swarm.root
-        momentum = random.standard_normal(at.z.shape)
-        step = common * random.uniform(SHORTEST, 1.0, (len(at.z), 1))
-        energy = at.log_density(b) - 0.5 * (momentum**2).sum(1)
-        alive = at.found  # all numbers of the trajectory are finite
-        for _ in range(leaps):
-            momentum = momentum + 0.5 * step * (at.slope(b) @ root)
-            z = at.z + (step * momentum) @ root.T
-            alive = alive & np.isfinite(z).all(1)
-            at = places(np.where(alive[:, None], z, swarm.here.z))
-            alive = alive & at.found
-            momentum = momentum + 0.5 * step * (at.slope(b) @ root)
-        gain = at.log_density(b) - 0.5 * (momentum**2).sum(1) - energy
-        return at, np.where(alive & ~np.isnan(gain), gain, -np.inf)
+                temper(state, random)
 
     def message(self, theta: Theta, z: np.ndarray) -> Down:
         """Return the message to the silos: the points (N, dim) to evaluate."""
         at: Any = np.asarray(z, jnp.result_type(float))
-        # Local guides give the places where searches begin, at the centre of the globals' guide.
+        # Local guides say where searches begin, at the centre of the globals' guide.
         centre: Any = Coordinates(np.zeros_like(at), np.zeros_like(at[0]))
         return Down(theta, at, centre if self.guide.uses_globals else ())
 
@@ -349,7 +329,7 @@ class Tempering:
     def _ends(self) -> Callable[[Theta, Any, Any], tuple[Array, ...]]:
         """Return the server's program: prior and reference, each with its gradient."""
 
-        def ends(theta: Theta, reference: Any, z: Any) -> tuple[Array, ...]:
+        def ends(theta: Theta, reference: Mixture | tuple[()], z: Array) -> tuple[Array, ...]:
             log_q = partial(self.log_q, theta, reference)
             of_prior = jax.vmap(jax.value_and_grad(partial(self.model.log_prior, theta)))(z)
             return *of_prior, *jax.vmap(jax.value_and_grad(log_q))(z)
@@ -357,9 +337,33 @@ class Tempering:
         return jit_once(ends)
 
 
-def temper(swarm: Swarm, random: np.random.Generator) -> None:
+def trajectories(
+    evaluate: Callable[[np.ndarray], Evaluated],
+    state: SMCState,
+    step_size: float,
+    leaps: int,
+    random: np.random.Generator,
+) -> tuple[Evaluated, np.ndarray]:
+    """Return where trajectories end, and the gain of each (N,) in log density."""
+    at, b, root = state.particles, state.b, state.root
+    momentum = random.standard_normal(at.z.shape)
+    step = step_size * random.uniform(SHORTEST, 1.0, (len(at.z), 1))
+    energy = at.log_density(b) - 0.5 * (momentum**2).sum(1)
+    alive = at.found  # all numbers of the trajectory are finite
+    for _ in range(leaps):
+        momentum = momentum + 0.5 * step * (at.slope(b) @ root)
+        z = at.z + (step * momentum) @ root.T
+        alive = alive & np.isfinite(z).all(1)
+        at = evaluate(np.where(alive[:, None], z, state.particles.z))
+        alive = alive & at.found
+        momentum = momentum + 0.5 * step * (at.slope(b) @ root)
+    gain = at.log_density(b) - 0.5 * (momentum**2).sum(1) - energy
+    return at, np.where(alive & ~np.isnan(gain), gain, -np.inf)
+
+
+def temper(state: SMCState, random: np.random.Generator) -> None:
     """Take the next density of the path, and draw particles again by their weights."""
-    here, n = swarm.here, len(swarm.here.z)
+    here, n = state.particles, len(state.particles.z)
     change = here.log_p - here.log_q
 
     def effective(delta: float) -> float:
@@ -368,9 +372,9 @@ def temper(swarm: Swarm, random: np.random.Generator) -> None:
         ess = np.exp(2 * logsumexp(log_w) - logsumexp(2 * log_w))
         return float(ess / n - EFFECTIVE * here.found.mean())
 
-    most = 1 - swarm.b
-    b = 1.0 if effective(most) > 0 else swarm.b + float(brentq(effective, 0.0, most))
-    log_weights = np.where(here.found, (b - swarm.b) * change, -np.inf)
+    most = 1 - state.b
+    b = 1.0 if effective(most) > 0 else state.b + float(brentq(effective, 0.0, most))
+    log_weights = np.where(here.found, (b - state.b) * change, -np.inf)
     log_weights = log_weights.reshape(NUM_ISLANDS, -1)
     size = log_weights.shape[1]
     weights = np.exp(log_weights - logsumexp(log_weights, axis=1, keepdims=True))
@@ -381,13 +385,13 @@ def temper(swarm: Swarm, random: np.random.Generator) -> None:
         points = (np.arange(size) + random.uniform()) / size
         index = np.searchsorted(np.cumsum(w), points).clip(max=size - 1)
         chosen.append(size * island + np.where(w[index] > 0, index, w.argmax()))
-    swarm.b, swarm.here = b, here.at(np.concatenate(chosen))
-    swarm.arrived = swarm.here.z
-    swarm.log_evidence = swarm.log_evidence + log_mean(log_weights)
-    swarm.stand()
+    state.b, state.particles = b, here.at(np.concatenate(chosen))
+    state.arrived = state.particles.z
+    state.log_evidence = state.log_evidence + log_mean(log_weights)
+    state.measure_moves()
 
 
-def or_zero(slopes: Any) -> Any:
+def or_zero(slopes: Numbers) -> Numbers:
     """Return the gradients (N, dim), zero where one is not finite, as on a kink with a root.
 
     Any function of the place alone may stand in for the gradient of a trajectory: it stays

@@ -171,9 +171,9 @@ class _LatentsAt:
         """Return a copy with uncoupled guides at modes with precisions, where these are finite."""
         eta = dict(self.eta)
         for p, mode in found.items():
-            params, before = self.likelihood.guide.locals[p].from_mode(*mode), eta[p]
-            uncoupled = {k: jnp.zeros_like(a) for k, a in before.items() if k not in params}
-            eta[p] = where_finite({**params, **uncoupled}, before)
+            params, fitted = self.likelihood.guide.locals[p].from_mode(*mode), eta[p]
+            uncoupled = {k: jnp.zeros_like(a) for k, a in fitted.items() if k not in params}
+            eta[p] = where_finite({**params, **uncoupled}, fitted)
         return replace(self, eta=eta)
 
     def log_likelihood(self, z_outer: Rows, key: Array) -> Array:

@@ -32,14 +32,12 @@ from numpyro_fed.guides.objectives import (
     draws_by_plate,
 )
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.posterior.corrected import Corrected, Pool, on_supports, sampler_of
+from numpyro_fed.posterior.built import Built, CompiledMethod
+from numpyro_fed.posterior.corrected import Corrected, on_supports, sampler_of
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.posterior.run import Built, Fit
-from numpyro_fed.posterior.verdict import (
+from numpyro_fed.posterior.verdict import TOLERANCE, check_accuracy
+from numpyro_fed.posterior.weighted_draws import (
     NO_WEIGHTS,
-    TOLERANCE,
-    check_accuracy,
-    quality_fields,
     replace_weightless,
     unless_interrupted,
     until_interrupted,
@@ -56,18 +54,12 @@ from numpyro_fed.vertical.result import (
     VerticalResult,
     vertical_correct,
 )
-from numpyro_fed.weigh.likelihood import Integration
-from numpyro_fed.weigh.log_likelihoods import Estimates, Weigh
-from numpyro_fed.weigh.pareto import max_k_hat, weights_of
-from numpyro_fed.weigh.proposals import (
-    SHARE,
-    Mixture,
-    Part,
-    Place,
-    WideParts,
-    root_of_draws,
-    wider_parts,
-)
+from numpyro_fed.weigh.element_errors import ElementErrors, Rounding, moments
+from numpyro_fed.weigh.integration import Integration
+from numpyro_fed.weigh.log_likelihoods import Estimates, LogLikelihoodExchange
+from numpyro_fed.weigh.mixture import LocationScale, Mixture, root_of_draws
+from numpyro_fed.weigh.proposals import SHARE, Part, Pool, WideParts, wider_parts
+from numpyro_fed.weigh.weights import Weights
 
 InnerDraws = Quadrature | int | Mapping[str, int] | None
 # Draws of each row's latents where they are integrated by draws, or drawn from the posterior.
@@ -92,7 +84,7 @@ JUMP = 3.0
 @overload
 def importance_correct(
     key: Array,
-    result: Result,
+    result: Result | Corrected,
     num_draws: int = ...,
     inner_draws: InnerDraws = ...,
     *,
@@ -109,7 +101,7 @@ def importance_correct(
 
 def importance_correct(
     key: Array,
-    result: Result | VerticalResult,
+    result: Result | Corrected | VerticalResult,
     num_draws: int = 4_000,
     inner_draws: InnerDraws = None,
     *,
@@ -125,7 +117,7 @@ def importance_correct(
     .. math::
         \log w_s = \log p(z_G^s) - \log q(z_G^s) + \sum_j \log \hat p(y_j \mid z_G^s).
 
-    The weights are Pareto-smoothed (``numpyro_fed.weigh.pareto``). Their shape ``k`` says
+    The weights are Pareto-smoothed (``numpyro_fed.weigh.weights``). Their shape ``k`` says
     whether guide and posterior are close enough to trust, with no pooled run to compare with.
     ``q`` is the guide and, for some of the draws, wider distributions around it and the prior's
     spread (``numpyro_fed.weigh.proposals``), which show what a narrow guide, or
@@ -135,10 +127,11 @@ def importance_correct(
     Parameters
     ----------
     key : jax.Array
-    result : Result or VerticalResult
-        A fit, under any bound. Of a vertical one the latents of all parties are weighed, towards
-        the model as it is written: clients send their predictors at ``num_draws`` draws, and
-        ``inner_draws`` and ``wider`` have no meaning there.
+    result : Result, Corrected or VerticalResult
+        A fit, under any bound; of a correction it is the fit that was corrected. Of a vertical one
+        the latents of all parties are weighed, towards the model as it is written: clients send
+        their predictors at ``num_draws`` draws, and ``inner_draws`` and ``wider`` have no meaning
+        there.
     num_draws : int
         Draws of the globals, four thousand in an exchange at most; their number is rounded up to a
         multiple of that.
@@ -190,6 +183,8 @@ def importance_correct(
     """
     positive_int("num_draws", num_draws)
     check_accuracy(accuracy)
+    if isinstance(result, Corrected):
+        result = result.result
     if isinstance(result, SOULResult):
         raise TypeError(
             "what SOUL has drawn has no density by which it could be weighed: correct a fit of "
@@ -206,7 +201,7 @@ def importance_correct(
         copy = result.start.copy if isinstance(result.start, Mode) else None
         guide = fit.guide.globals
         share = wider if guide.density_everywhere else 0.0
-        wide = WideParts.of(of_text(fit), size, share)
+        wide = WideParts.of(wider_parts_of(fit), size, share)
         weighing = Weighing(result, size, wide.num_own, integration, copy, accuracy)
 
         def exchange(i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -216,12 +211,13 @@ def importance_correct(
             key_exchange = random.fold_in(key, i) if i else key
             z_G, log_q = map(np.asarray, result.draw_globals(key_exchange, wide.num_own))
             if wide.numbers:
-                theta, place = result.shared.theta, Place(z_G.mean(0, float), root_of_draws(z_G))
-                far = wide.sample(generator(key_exchange), theta, place).astype(z_G.dtype)
+                theta = result.shared.theta
+                around = LocationScale(z_G.mean(0, float), root_of_draws(z_G))
+                far = wide.sample(generator(key_exchange), theta, around).astype(z_G.dtype)
                 of_far = fit.sampler.log_density(result.shared, jnp.asarray(far))
                 z_G, log_own = np.concatenate([z_G, far]), np.append(log_q, of_far)
-                log_q = np.asarray(wide.log_density(log_own, theta, place, z_G))
-            return z_G, log_q, weighing.exchange(key_exchange, z_G)
+                log_q = np.asarray(wide.log_density(log_own, theta, around, z_G))
+            return z_G, log_q, weighing.log_joint(key_exchange, z_G)
 
         parts, interrupted = until_interrupted(exchange, -(-num_draws // size))
         z_G, log_q, log_joint = (np.concatenate(part) for part in zip(*parts, strict=True))
@@ -231,7 +227,7 @@ def importance_correct(
         return unless_interrupted(correction, interrupted, num_draws)
 
 
-def of_text(fit: Fit) -> tuple[Part, ...]:
+def wider_parts_of(fit: CompiledMethod) -> tuple[Part, ...]:
     """Return the wider parts of proposals for the text of a fit, found once."""
     fm, start = fit.model, fit.built.start
     return fit.cached(
@@ -265,16 +261,16 @@ class Weighing:
     accuracy: float = TOLERANCE
     sent: int = 0
 
-    def exchange(self, key: Array, z_G: np.ndarray, *, near: bool = True) -> np.ndarray:
+    def log_joint(self, key: Array, z_G: np.ndarray, *, anywhere: bool = False) -> np.ndarray:
         """Return the log joint density (n,) of all silos at draws (n, dim).
 
-        It takes another exchange if a silo's integrals turn out to be too coarse. Draws that are
-        not ``near`` may lie anywhere.
+        It takes another exchange if a silo's integrals turn out to be too coarse. Draws that lie
+        ``anywhere`` are none of the fit, all of which must have a density.
         """
         while True:
-            num_own = self.num_own if near else 0
-            weigh: Weigh[Any, Any] = self.result._fit.question(
-                "importance", weighing, self.integration, self.size, num_own=num_own
+            num_own = 0 if anywhere else self.num_own
+            weigh: LogLikelihoodExchange[Any, Any] = self.result._fit.question(
+                "importance", log_likelihood_exchange, self.integration, self.size, num_own=num_own
             )
             log_prior, down = weigh.of_server(self.result.shared, z_G)
             up: Estimates = self.result.ask_once(weigh.exchange, down, key, NO_WEIGHTS)
@@ -303,11 +299,11 @@ class Weighing:
         guide or, with a ``pool``, of mixtures in its place.
         """
         fit = self.result._fit
-        tail_and_weights = weights_of(log_weights)
+        weights = Weights.of(log_weights)
         # With locals a silo's estimate may be noisy itself,
         # so that a jump between neighbours shows nothing.
         for _ in range(0 if self.integration.draws else MAX_CHECKS):
-            if tail_and_weights[0] <= max_k_hat(len(z_G)):
+            if weights.reliable:
                 break
             rough = self._rough_draws(key, z_G, log_weights, from_own)
             if not rough.size:
@@ -315,23 +311,27 @@ class Weighing:
             log_weights[rough] = -np.inf
             if pool is not None:  # a rough draw has no weight among further draws, either
                 pool.log_joint[rough] = -np.inf
-            tail_and_weights = weights_of(log_weights)
+            weights = Weights.of(log_weights)
         no_density = self._no_density(z_G, log_joint, from_own)
-        z_G = replace_weightless(z_G, tail_and_weights[1])
+        z_G = replace_weightless(z_G, weights.values)
         log_evidence = float(np.logaddexp.reduce(log_weights) - np.log(len(z_G)))
         of_fit = None if pool is None else self.result.many_draws_of_globals()
         sampler = sampler_of(fit, self.integration)
         draws = on_supports(sampler, self.result, z_G)
         latents = {s.name for s in fit.model.named("latent")}
-        quality = quality_fields(
-            z_G, from_own, log_weights, tail_and_weights, draws, latents, of_fit
-        )
-        quality["_rounding"] = quality["_rounding"]._replace(no_density=no_density)
+        found = moments(z_G, weights.values, from_own, of_fit)
+        rounding = Rounding.of(z_G, weights.values, log_weights, found.mean, found.sd)
         return Corrected(
             log_evidence=None if fit.factors and fit.factors.has_loss else log_evidence,
+            ess=weights.ess,
+            pareto_k=weights.pareto_k,
+            weights=weights.values,
             result=self.result,
-            accuracy=self.accuracy,
             _key=random.fold_in(key, 1),
+            _moments=found,
+            _rounding=rounding._replace(no_density=no_density),
+            errors=ElementErrors.of(draws, latents, weights.values),
+            accuracy=self.accuracy,
             z_G=z_G,
             _sampler=sampler,
             _sent=self.sent,
@@ -339,7 +339,6 @@ class Weighing:
             log_weights=log_weights,
             log_joint=np.asarray(log_joint, np.float64),
             pool=pool,
-            **quality,
         )
 
     def _no_density(self, z_G: np.ndarray, log_joint: np.ndarray, from_own: np.ndarray) -> str:
@@ -385,7 +384,7 @@ class Weighing:
         # draws; the mean fills the places that are left.
         spare = np.broadcast_to(z[from_own].mean(0), (self.size - 3 * len(heavy), z.shape[1]))
         points = np.concatenate([*three, spare]).astype(z_G.dtype)
-        density = np.asarray(self.exchange(key, points, near=False), np.float64)
+        density = np.asarray(self.log_joint(key, points, anywhere=True), np.float64)
         below, at, above = density[: 3 * len(heavy)].reshape(3, -1)
         with np.errstate(invalid="ignore"):  # a neighbour may have no density
             smooth = np.abs(above - 2 * at + below) <= JUMP
@@ -401,97 +400,78 @@ def correct_from(
     *,
     wider: float = 0.0,
     accuracy: float = TOLERANCE,
-    before: Corrected | None = None,
+    earlier: Corrected | None = None,
     copy: OneCopy | None = None,
 ) -> Corrected:
     r"""Return a correction with draws from a mixture ``own``, in the place of the fit's guide.
 
-    Draws of ``before``, a correction of the same kind, are added: all draws together count as from
-    the mixture of all proposals ``k``, with the numbers :math:`n_k` that came from each,
+    Draws of an ``earlier`` correction by mixtures are added: all draws together count as from the
+    mixture of all proposals ``k``, with the numbers :math:`n_k` that came from each,
 
     .. math::
         \log w_s = \log p(z_G^s, y) - \log \sum_k \tfrac{n_k}{n}\, q_k(z_G^s),
 
     so that no weight is larger than under the best of them (Owen and Zhou 2000). A density that
-    repeats is weighed in ``copy`` alone, by default that of ``before``.
+    repeats is weighed in ``copy`` alone, by default that of the earlier one.
 
-    Without ``own`` the new draws judge ``before``, since they had no part in the choice of a
-    mixture. They come from all its mixtures, in their shares ``n_k / n``, as what they judge does:
-    if their own k-hat is larger than that of all draws, it is the correction's.
+    Without ``own`` the new draws judge the earlier correction, since they had no part in the choice
+    of a mixture. They come from all its mixtures, in their shares ``n_k / n``, as what they judge
+    does: if their own k-hat is larger than that of all draws, it is the correction's.
     """
     fit, size = result._fit, min(num_draws, AT_ONCE)
-    earlier = None if before is None else before.pool
-    if earlier is not None:
-        copy = earlier.copy
     check_weighable(fit)
-    if own is None and earlier is None:
+    pool = None if earlier is None else earlier.pool
+    if own is None and pool is None:
         raise ValueError("without a mixture there must be a correction by mixtures to judge.")
     with precision(double=result.double):
-        chosen = integration_of(result, inner_draws) if before is None else before.integration
-        weighing = Weighing(result, size, 0, chosen, copy, accuracy)
-        theta, dtype = result.shared.theta, jnp.result_type(float)
-
-        new = [] if own is None else [(own, wider)]
-        of_before = (
-            [] if earlier is None else list(zip(earlier.mixtures, earlier.wider, strict=True))
-        )
-        before_numbers = () if earlier is None else earlier.numbers
-        # Whole numbers with the sum ``size`` that are to each other as those before.
-        ends = np.rint(np.cumsum(before_numbers) * (size / max(sum(before_numbers), 1)))
-        numbers = [size] if new else np.diff(ends.astype(int), prepend=0).tolist()
-        sources = new + of_before
-        text = of_text(fit)
-        proposals = [WideParts.of(text, size, share) for _, share in sources]
+        dtype, theta = jnp.result_type(float), result.shared.theta
+        chosen = integration_of(result, inner_draws) if earlier is None else earlier.integration
+        sent = earlier.num_exchanges if earlier is not None and pool is not None else 0
+        pool = pool or Pool.empty(fit.model.dim, dtype, copy)
+        weighing = Weighing(result, size, 0, chosen, pool.copy, accuracy, sent)
+        if own is not None:
+            pool, numbers = pool.with_mixture(own, wider), [size]
+        else:
+            # Whole numbers with the sum ``size`` that are to each other as those so far.
+            ends = np.rint(np.cumsum(pool.numbers) * (size / sum(pool.numbers)))
+            numbers = np.diff(ends.astype(int), prepend=0).tolist()
+        text = wider_parts_of(fit)
+        mixtures, proposals = pool.mixtures, [WideParts.of(text, size, w) for w in pool.wider]
 
         def exchange(i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             random_numbers, drawn, is_own = generator(key, i), [], []
-            # Without new ones the draws are from all mixtures.
-            for (mixture, _), wide, n in zip(sources, proposals, numbers, strict=False):
+            # With a new mixture the draws are from it alone.
+            for mixture, wide, n in zip(mixtures, proposals, numbers, strict=False):
                 some = np.sort(random_numbers.permutation(size)[:n])
                 drawn.append(wide.draw_with(random_numbers, theta, mixture)[some])
                 is_own.append((np.arange(size) < wide.num_own)[some])
             z_G = np.concatenate(drawn).astype(dtype)
-            log_joint = weighing.exchange(random.fold_in(key, i) if i else key, z_G)
+            log_joint = weighing.log_joint(random.fold_in(key, i) if i else key, z_G)
             return z_G, log_joint, np.concatenate(is_own)
 
         parts, interrupted = until_interrupted(exchange, -(-num_draws // size))
-        z_G, log_joint, from_own = map(list, zip(*parts, strict=True))
-        drawn = np.array([0] * len(new) + [*before_numbers])
-        drawn[: len(numbers)] += len(parts) * np.array(numbers)
-        if before is not None and earlier is not None:
-            z_G.append(earlier.z_G)
-            log_joint.append(earlier.log_joint)
-            from_own.append(earlier.from_own)
-            weighing.sent += before.num_exchanges
-        mixtures, shares = zip(*sources, strict=True)
-        pool = Pool(
-            np.concatenate(z_G),
-            np.concatenate(log_joint),
-            np.concatenate(from_own),
-            mixtures,
-            shares,
-            tuple(drawn.tolist()),
-            copy,
-        )
+        for z_G, log_joint, from_own in reversed(parts):
+            pool = pool.with_draws(z_G, log_joint, from_own, numbers)
+        shares = np.array(pool.numbers)
         log_q = [
             wide.log_density_with(theta, mixture, pool.z_G)
-            for (mixture, _), wide in zip(sources, proposals, strict=True)
+            for mixture, wide in zip(mixtures, proposals, strict=True)
         ]
-        log_shares = np.log(drawn / drawn.sum())
+        log_shares = np.log(shares / shares.sum())
         log_pooled = np.logaddexp.reduce(log_shares[:, None] + np.stack(log_q), 0)
         log_weights = _log_ratio(pool.log_joint, log_pooled)
         correction = weighing.correction(
             key, pool.z_G, log_weights, pool.log_joint, pool.from_own, pool
         )
-        if own is None and correction.pool is not None:
+        if own is None:
             # Rough draws have lost their density by then.
-            lost = correction.pool.log_joint == -np.inf
-            k_of_new = weights_of(np.where(lost, -np.inf, log_weights)[: size * len(parts)])[0]
+            of_new = np.where(pool.log_joint == -np.inf, -np.inf, log_weights)[: size * len(parts)]
+            k_of_new = Weights.of(of_new).pareto_k
             correction = replace(correction, pareto_k=max(correction.pareto_k, k_of_new))
         return unless_interrupted(correction, interrupted, num_draws)
 
 
-def check_weighable(fit: Fit) -> None:
+def check_weighable(fit: CompiledMethod) -> None:
     """Raise an error for a fit whose posterior is not proportional to a joint density."""
     if fit.built.protected:
         raise ModelError(fit.built.protected)
@@ -503,10 +483,12 @@ def check_weighable(fit: Fit) -> None:
         )
 
 
-def weighing(built: Built, settings: Mapping[str, Any], *, little: bool = False) -> Weigh[Any, Any]:
-    """Return the question of a correction."""
+def log_likelihood_exchange(
+    built: Built, settings: Mapping[str, Any], *, little: bool = False
+) -> LogLikelihoodExchange[Any, Any]:
+    """Return the question of a correction, from its settings, at the server or at a silo."""
     integration = Integration.of(settings)
-    return Weigh(
+    return LogLikelihoodExchange(
         built.model,
         built.guide,
         integration.likelihood(built.model, built.guide),
