@@ -38,7 +38,7 @@ SLOW_EXAMPLES = (  # in docstrings, where no mark can stand
     "posterior.posterior.Posterior.add",
     "fitting.load.load",
     "sfvi.method.SFVI",
-    "vertical.vfl.SOUL",
+    "vertical.soul.SOUL",
     "vertical.vfl.VFL",
     "text.substitution.substitute_prior",
     "reference.compare.compare",

@@ -24,10 +24,10 @@ from numpyro_fed.after.arviz import (
     Labels,
     Named,
     chains_to_arviz,
+    groups_to_arviz,
 )
-from numpyro_fed.after.groups import groups_to_arviz
 from numpyro_fed.after.own_rows import (
-    OwnRows,
+    SiloAtDraws,
     WhichSilo,
     chosen_silos,
     outcomes_and_rows,
@@ -247,13 +247,14 @@ class NutsResult(Posterior):
         programs = run._fit.cached(ROWS, lambda: compiled(at))
         shared: dict[str, Any] = {s.name: samples[s.name] for s in fm.named("latent")}
         local = [s.name for s in fm.sites if s.kind == "latent" and s.plate is not None]
-        asked = []
+        at_draws = []
         for j in range(run.num_silos):
             latents = shared | {name: samples[local_name(j, name)] for name in local}
-            asked.append(OwnRows(j, jax.random.key(0), parameters_of(run, j), latents))
+            at_draws.append(SiloAtDraws(j, jax.random.key(0), parameters_of(run, j), latents))
         plate_of = {SEEN + s.name: s.plate for s in fm.sites if s.kind == "observed"}
         values = []
-        parts, outcomes = values_at(run, programs, asked), outcomes_and_rows(run, range(len(asked)))
+        parts = values_at(run, programs, at_draws)
+        outcomes = outcomes_and_rows(run, range(run.num_silos))
         for rows, seen_at in zip(parts, outcomes, strict=True):
             kept = {}
             for plate in plates:
