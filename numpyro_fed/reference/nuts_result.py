@@ -426,13 +426,13 @@ class NutsResult(Posterior):
         """Say in words whether these draws can be trusted."""
         error = self.monte_carlo_error
         if self.divergences >= self._transitions > 0:
-            known = "that is every transition, so that the draws say nothing"
+            certainty = "that is every transition, so that the draws say nothing"
         elif self._rounded:
-            known = self._rounded
+            certainty = self._rounded
         elif np.isinf(error):
-            known = "the chains do not agree (or stand still): run more of them, and longer"
+            certainty = "the chains do not agree (or stand still): run more of them, and longer"
         else:
-            known = f"means and sds of the globals are known to {error:.2g} sd"
+            certainty = f"means and sds of the globals are known to {error:.2g} sd"
         verdict = "They can be trusted."
         if self.accurate and not self.trusted:
             verdict = (
@@ -445,7 +445,7 @@ class NutsResult(Posterior):
                 "transitions are): take more num_samples, a higher target_accept_prob, or "
                 "another form of the model."
             )
-        return f"{self.divergences} divergent transitions; {known}. {verdict}"
+        return f"{self.divergences} divergent transitions; {certainty}. {verdict}"
 
     def ess(self) -> dict[str, np.ndarray]:
         """Return the effective sample size of each element of global sites; NaN for constants."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -115,11 +115,11 @@ class SOULAlgorithm(VerticalAlgorithm):
         self, noise: Array, down: AtServer | tuple[()], state: ClientState, data: SiloData
     ) -> tuple[Reply[Up | Gradients], ClientState]:
         """Take a client's Langevin steps, and send its auxiliary variables or its likelihood."""
-        if not isinstance(down, AtServer):
+        if not self.power:
             after, own_log_p, _ = self.langevin(noise, state, data, (), lambda g, context: 0.0)
             drawn = Up(self.auxiliary(state), own_log_p, None)
             return Reply(drawn, all_finite((drawn, after.chain))), after
-        at_server = SiloData(dict(data.kwargs["shared"]))
+        at_server, down = SiloData(dict(data.kwargs["shared"])), cast(AtServer, down)
 
         def likelihood(g: Array, context: tuple[Any, Array, Array]) -> Array:
             theta, z, others = context
