@@ -44,8 +44,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, Generic, NamedTuple
+from functools import cached_property
+from typing import Any, Generic, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,7 @@ from numpyro_fed.rounds.exchange import (
     Reply,
     Round,
     Shared,
+    Visit,
     asked_directly,
     key_as_noise,
     stacked_visit,
@@ -75,6 +76,7 @@ from numpyro_fed.vertical.curvature import (
     Function,
     NoModeError,
     PartyExpansion,
+    Point,
     at_point,
     diagonal_curvature,
     finite,
@@ -109,8 +111,7 @@ QUIET_ROUNDS = 2  # such rounds in a row
 COMPLETE, OTHERWISE = 3, 10
 # Newton steps of the server by itself, and the shares of a step that are tried.
 OWN_STEPS, SHARES = 30, tuple(2.0**-i for i in range(12))
-# The names of the exchanges.
-TRY, TURN, SPREAD = "try", "turn", "spread"
+TRY, TURN, SPREAD = "try", "turn", "spread"  # names of exchanges
 BEGIN_AT_MODE, BEGIN_AT_ZERO = "begin at the mode", "begin at zero"
 
 
@@ -194,15 +195,9 @@ class ToBegin(NamedTuple, Generic[AnyArray]):
     tau: AnyArray
 
 
-class Point(NamedTuple, Generic[AnyArray]):
-    """The server's log density at a point of its latents and a sum, with its derivatives."""
-
-    value: AnyArray
-    total: AnyArray
-    slope: AnyArray  # of the log likelihood with respect to the sum, of its shape
-    curvature: AnyArray
-    by_z: AnyArray  # (dim,) slope and (dim, dim) curvature in its own latents
-    by_zz: AnyArray
+ServerSearch: TypeAlias = SearchState[np.ndarray]
+ClientSearch: TypeAlias = SearchState[Array]
+ServerPoint: TypeAlias = Point[np.ndarray]
 
 
 class JointCurvature(NamedTuple):
@@ -224,7 +219,7 @@ class VerticalSearch:
 
     @np.errstate(all="ignore")  # of points that are too far
     def run(
-        self, ask: AskSilos, key: Array, state: SearchState[np.ndarray], data: SiloData
+        self, ask: AskSilos, key: Array, state: ServerSearch, data: SiloData
     ) -> tuple[ServerState, float]:
         """Return the server's first state of a run, and the log density where it begins.
 
@@ -242,7 +237,8 @@ class VerticalSearch:
             state, best = self.own_mode(state, data)
             total = best.total
             slopes = Slopes(np.array(True), total, np.full_like(total, (v.rho or np.inf) ** -2))
-        ask(self.exchanges[self.beginning], real(ToBegin(slopes, combine, tau)))
+        *_, begin = self.exchanges.values()
+        ask(begin, real(ToBegin(slopes, combine, tau)))
         root = root_of(best.by_zz)
         server = self._first_state(key, real(state), real(root), real(combine), real(tau))
         if not finite(server):
@@ -250,8 +246,8 @@ class VerticalSearch:
         return server, float(best.value)
 
     def mode(
-        self, ask: AskSilos, state: SearchState[np.ndarray], data: SiloData
-    ) -> tuple[SearchState[np.ndarray], Point[np.ndarray], JointCurvature]:
+        self, ask: AskSilos, state: ServerSearch, data: SiloData
+    ) -> tuple[ServerSearch, ServerPoint, JointCurvature]:
         """Return the server's state and its log density at the mode, and the curvature there."""
         v, width = self.vertical, self.vertical.basis_width
         pull = np.zeros((0 if self.is_complete else width, *v.model.shape))
@@ -276,11 +272,11 @@ class VerticalSearch:
     def climb(
         self,
         ask: AskSilos,
-        state: SearchState[np.ndarray],
-        best: Point[np.ndarray] | None,
+        state: ServerSearch,
+        best: ServerPoint | None,
         newton: np.ndarray,
         data: SiloData,
-    ) -> tuple[SearchState[np.ndarray], Point[np.ndarray]]:
+    ) -> tuple[ServerSearch, ServerPoint]:
         """Return the server's state where conjugate gradients end, from a step along the basis."""
         ab, quiet, rounds = np.zeros(2), 0, 0
         while best is None or (rounds < MAX_ROUNDS and quiet < QUIET_ROUNDS):
@@ -314,22 +310,27 @@ class VerticalSearch:
     def look_along_basis(
         self,
         ask: AskSilos,
-        state: SearchState[np.ndarray],
-        best: Point[np.ndarray],
+        state: ServerSearch,
+        best: ServerPoint,
         last: JointCurvature,
         data: SiloData,
-    ) -> tuple[SearchState[np.ndarray], JointCurvature]:
+    ) -> tuple[ServerSearch, JointCurvature]:
         """Return the server's state, and the curvature along the next basis."""
         ritz, T = last.ritz, root_of(best.by_zz)
         slopes = Slopes(np.array(True), best.slope, best.curvature, ritz)
         up: Along[np.ndarray] = ask(self.exchanges[SPREAD], real(slopes))
         basis = self._next_basis(state.basis, ritz, lambda new: last.turned)
-        directions = T @ basis
-        state = state._replace(basis=basis, directions=directions)
+        state = state._replace(basis=basis, directions=T @ basis)
         changes = self._changes(real(state), real(best.total), real(up.predictor), data)
         change_z, change_total = jax.tree.map(np.asarray, changes)
-        curvature = (change_z @ directions).T + up.curvature + products(up.predictor, change_total)
-        slope = directions.T @ best.by_z + up.slope + products(up.predictor, best.slope[None])[:, 0]
+        curvature = (
+            (change_z @ state.directions).T + up.curvature + products(up.predictor, change_total)
+        )
+        slope = (
+            state.directions.T @ best.by_z
+            + up.slope
+            + products(up.predictor, best.slope[None])[:, 0]
+        )
         combine, curvatures = ritz_vectors(up.gram + basis.T @ basis, curvature)
         along = combine.T @ slope
         newton = along / positive(curvatures)
@@ -355,9 +356,7 @@ class VerticalSearch:
         left, _, right = np.linalg.svd(size[:, None] * joint.angles)
         return joint.ritz.combine[:, : v.rank] * size @ (left @ right), tau
 
-    def own_mode(
-        self, state: SearchState[np.ndarray], data: SiloData
-    ) -> tuple[SearchState[np.ndarray], Point[np.ndarray]]:
+    def own_mode(self, state: ServerSearch, data: SiloData) -> tuple[ServerSearch, ServerPoint]:
         """Return the server's state at the mode of its own latents, for a sum of zero."""
         total = np.zeros(self.vertical.model.shape, jnp.result_type(float))
         best = self._at(state, total, data)
@@ -374,7 +373,7 @@ class VerticalSearch:
         return state, best
 
     @cached_property
-    def algorithm(self) -> FederatedAlgorithm[SearchState[Array], SearchState[Array]]:
+    def algorithm(self) -> FederatedAlgorithm[ClientSearch, ClientSearch]:
         """Return first states and exchanges, as other parties know them."""
         v = self.vertical
         return FederatedAlgorithm(
@@ -385,11 +384,6 @@ class VerticalSearch:
             lambda state: Private(state.theta, {}),
             server_like=self.server_like,
         )
-
-    @property
-    def beginning(self) -> str:
-        """Return the name of the exchange that begins the run."""
-        return BEGIN_AT_MODE if self.vertical.basis_width else BEGIN_AT_ZERO
 
     @property
     def is_complete(self) -> bool:
@@ -406,7 +400,7 @@ class VerticalSearch:
         slopes = Slopes(yes, total, total)
         to_begin = ToBegin(slopes, shape(width, rank) if rank and width else None, shape())
         begin = Exchange(
-            self.beginning,
+            BEGIN_AT_MODE if width else BEGIN_AT_ZERO,
             stacked_visit(self.first, little=True),
             silo_noise=key_as_noise,
             like=lambda: (to_begin, ()),
@@ -421,24 +415,22 @@ class VerticalSearch:
         in_basis = along(width)._replace(gram=shape(width, width), anchor=shape(width, rank))
         pull = shape(0 if self.is_complete else width, *v.model.shape)
         ritz = RitzValues(number, shape(width, width), shape(width), pull)
-        # A point that is too far for a client is a failed step, which the server sees.
-        lenient = partial(Exchange[Any, Any, Any], lenient=True)
-        trying, turning, looking = (
-            stacked_visit(self.try_point, little=True),
-            stacked_visit(self.turn, little=True),
-            stacked_visit(self.along_basis, little=True),
-        )
+
+        def asking(name: str, silo: Visit[Any, Any, Any], *like: object) -> Exchange[Any, Any, Any]:
+            # A point that is too far for a client is a failed step, which the server sees.
+            visit = stacked_visit(silo, little=True)
+            return Exchange(name, visit, lenient=True, like=lambda: (like[0], like[1]))
+
+        trial, tried = Trial(shape(2), shape(width)), Tried(total, shape())
         asked = (
-            lenient(
-                TRY, trying, like=lambda: (Trial(shape(2), shape(width)), Tried(total, shape()))
-            ),
-            lenient(TURN, turning, like=lambda: (slopes, in_plane)),
-            lenient(SPREAD, looking, like=lambda: (slopes._replace(ritz=ritz), in_basis)),
+            asking(TRY, self.try_point, trial, tried),
+            asking(TURN, self.turn, slopes, in_plane),
+            asking(SPREAD, self.along_basis, slopes._replace(ritz=ritz), in_basis),
             begin,
         )
         return {exchange.name: exchange for exchange in asked}
 
-    def _init(self, party: PartyType, key: Array, data: SiloData) -> SearchState[Array]:
+    def _init(self, party: PartyType, key: Array, data: SiloData) -> ClientSearch:
         v, dim = self.vertical, party.model.dim
         key_pin, key_theta, key_basis = jax.random.split(key, 3)
         pinned = party.pin(key_pin, data)
@@ -456,16 +448,16 @@ class VerticalSearch:
         )
 
     def try_point(
-        self, noise: object, down: Trial[Array], state: SearchState[Array], data: SiloData
-    ) -> tuple[Reply[Tried[Array]], SearchState[Array]]:
+        self, noise: object, down: Trial[Array], state: ClientSearch, data: SiloData
+    ) -> tuple[Reply[Tried[Array]], ClientSearch]:
         """Send a client's predictor and log density at the trial point."""
         state = moved(state, down)
         tried = Tried(*(f(state.z + state.step) for f in self._functions(state, data)))
         return Reply(tried, all_finite(tried)), state
 
     def turn(
-        self, noise: object, down: Slopes[Array], state: SearchState[Array], data: SiloData
-    ) -> tuple[Reply[Along[Array]], SearchState[Array]]:
+        self, noise: object, down: Slopes[Array], state: ClientSearch, data: SiloData
+    ) -> tuple[Reply[Along[Array]], ClientSearch]:
         """Take the next direction at a client, and send the changes in the plane."""
         state = where(down.better, accepted(state), state)
         local = self._local(state, data, down)
@@ -474,8 +466,8 @@ class VerticalSearch:
         return Reply(up, all_finite(up)), state
 
     def along_basis(
-        self, noise: object, down: Slopes[Array], state: SearchState[Array], data: SiloData
-    ) -> tuple[Reply[Along[Array]], SearchState[Array]]:
+        self, noise: object, down: Slopes[Array], state: ClientSearch, data: SiloData
+    ) -> tuple[Reply[Along[Array]], ClientSearch]:
         """Take a client's rows of the next basis, and send the changes along it."""
         local = self._local(state, data, down)
         T = root_of(local.curvature)
@@ -492,7 +484,7 @@ class VerticalSearch:
         return Reply(up, all_finite(up)), after
 
     def first(
-        self, noise: Array, down: ToBegin[Array], state: SearchState[Array], data: SiloData
+        self, noise: Array, down: ToBegin[Array], state: ClientSearch, data: SiloData
     ) -> tuple[Reply[tuple[()]], ClientState]:
         """Take a client's first state of a run."""
         root = root_of(self._local(state, data, down.at_best).curvature)
@@ -513,7 +505,7 @@ class VerticalSearch:
             new = xp.concatenate([new[:, : width - half], residual[:, :half]], 1)
         return xp.where(ritz.looks == 0, basis, new)
 
-    def _functions(self, state: SearchState[Array], data: SiloData) -> tuple[Function, Function]:
+    def _functions(self, state: ClientSearch, data: SiloData) -> tuple[Function, Function]:
         """Return a client's predictor, and its own log density, as functions of its latents."""
         party = self.vertical.type_of(data)
 
@@ -524,14 +516,12 @@ class VerticalSearch:
 
         return lambda z: density_at(z)[0], lambda z: density_at(z)[1]
 
-    def _local(
-        self, state: SearchState[Array], data: SiloData, at_best: Slopes[Array]
-    ) -> PartyExpansion:
+    def _local(self, state: ClientSearch, data: SiloData, at_best: Slopes[Array]) -> PartyExpansion:
         predict, own_log_p = self._functions(state, data)
         return PartyExpansion.at(predict, own_log_p, state.z, at_best.slope, at_best.curvature)
 
     def _along(
-        self, state: SearchState[Array], data: SiloData, local: PartyExpansion, directions: Array
+        self, state: ClientSearch, data: SiloData, local: PartyExpansion, directions: Array
     ) -> Along[Array]:
         """Return what a client says of some directions (dim, k)."""
         predict = self._functions(state, data)[0]
@@ -540,7 +530,7 @@ class VerticalSearch:
         return Along(change, directions.T @ local.own_slope, curvature)
 
     def _start(
-        self, state: SearchState[Array], root: Array, combine: Array | None, tau: Array, key: Array
+        self, state: ClientSearch, root: Array, combine: Array | None, tau: Array, key: Array
     ) -> PartyStart:
         """Return the start of a party's guide."""
         v, z = self.vertical, jnp.asarray(state.z)
@@ -549,7 +539,7 @@ class VerticalSearch:
         coupling = v.random_coupling(key, len(z)) if combine is None else state.basis @ combine
         return PartyStart(z, jnp.sqrt(tau) * root, coupling)
 
-    def _log_p(self, state: SearchState[Array], data: SiloData) -> Callable[[Array, Array], Array]:
+    def _log_p(self, state: ClientSearch, data: SiloData) -> Callable[[Array, Array], Array]:
         """Return the server's log density, as a function of its latents and the sum."""
         v = self.vertical
 
@@ -559,14 +549,11 @@ class VerticalSearch:
 
         return density_at
 
-    def _at(
-        self, state: SearchState[np.ndarray], total: np.ndarray, data: SiloData
-    ) -> Point[np.ndarray]:
-        """Return the log density at the server's best point, as NumPy arrays."""
+    def _at(self, state: ServerSearch, total: np.ndarray, data: SiloData) -> ServerPoint:
         return jax.tree.map(np.asarray, self._expand(real(state), real(total), data))
 
     @compiled_method(jit_once)
-    def _expand(self, state: SearchState[Array], total: Array, data: SiloData) -> Point[Array]:
+    def _expand(self, state: ClientSearch, total: Array, data: SiloData) -> Point[Array]:
         """Return the log density at the server's best point and a sum."""
         log_p, z = self._log_p(state, data), state.z
         value, slope = jax.value_and_grad(log_p, 1)(z, total)
@@ -575,7 +562,7 @@ class VerticalSearch:
 
     @compiled_method(jit_once)
     def _in_plane(
-        self, state: SearchState[Array], total: Array, up: Along[Array], data: SiloData
+        self, state: ClientSearch, total: Array, up: Along[Array], data: SiloData
     ) -> tuple[Array, Array]:
         """Return the best point (2,) of the plane, and its gain."""
         log_p, plane = self._log_p(state, data), jnp.stack([state.direction, state.last])
@@ -589,7 +576,7 @@ class VerticalSearch:
 
     @compiled_method(jit_once)
     def _changes(
-        self, state: SearchState[Array], total: Array, along: Array, data: SiloData
+        self, state: ClientSearch, total: Array, along: Array, data: SiloData
     ) -> tuple[Array, Array]:
         """Return minus the changes of the slopes in latents and in the sum along the basis."""
         slopes = jax.grad(self._log_p(state, data), (0, 1))
@@ -602,7 +589,7 @@ class VerticalSearch:
 
     @compiled_method(jit_once)
     def _first_state(
-        self, key: Array, state: SearchState[Array], root: Array, combine: Array | None, tau: Array
+        self, key: Array, state: ClientSearch, root: Array, combine: Array | None, tau: Array
     ) -> ServerState:
         """Return the server's first state of a run."""
         start = self._start(state, root, combine, tau, key)
