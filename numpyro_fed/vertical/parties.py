@@ -164,7 +164,7 @@ class ClientDraw(NamedTuple):
 
 
 class PartyStart(NamedTuple):
-    """Where a party's guide starts."""
+    """The start of a party's guide: a point, and a covariance there."""
 
     loc: Array  # (dim,)
     root: Array  # (dim, dim) of the covariance
