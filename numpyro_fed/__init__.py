@@ -68,7 +68,8 @@ from numpyro_fed.text.clients import client_sum
 from numpyro_fed.text.facts import Facts, Plan, describe
 from numpyro_fed.text.primitives import silo_plate
 from numpyro_fed.vertical.result import VerticalResult
-from numpyro_fed.vertical.vfl import SOUL, VFL
+from numpyro_fed.vertical.soul import SOUL
+from numpyro_fed.vertical.vfl import VFL
 
 # Before the imports below: the first array that JAX makes fixes the size of its pool.
 make_pool_large_enough()

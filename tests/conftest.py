@@ -6,6 +6,10 @@ import os
 import sys
 from pathlib import Path
 
+import jax
+import jax.monitoring
+import numpy as np
+import pytest
 from xla_flags import remembered_flags
 
 CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
@@ -26,10 +30,6 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     with contextlib.suppress(ImportError):
         import arviz  # noqa: F401
 
-import jax
-import jax.monitoring
-import numpy as np
-import pytest
 
 ENOUGH = 3 << 29  # bytes of a worker: more than any one file takes
 SLOW_EXAMPLES = (  # in docstrings, where no mark can stand
@@ -38,7 +38,7 @@ SLOW_EXAMPLES = (  # in docstrings, where no mark can stand
     "posterior.posterior.Posterior.add",
     "fitting.load.load",
     "sfvi.method.SFVI",
-    "vertical.vfl.SOUL",
+    "vertical.soul.SOUL",
     "vertical.vfl.VFL",
     "text.substitution.substitute_prior",
     "reference.compare.compare",

@@ -28,13 +28,13 @@ LAYERS = [
     # The algorithms: what silos and server compute.
     {"weigh", "sfvi", "pvi", "vertical", "dp_newton"},
     {"after"},
-    {"posterior", "pvi.result", "vertical.result"},
+    {"posterior", "pvi.result", "vertical.result", "vertical.correction"},
     {"reference"},
 ]
 # What users call stands in its method's folder, above all rows.
 METHODS = {
     *("sfvi.method", "pvi.method", "pvi.recipes", "vertical.method", "vertical.vfl"),
-    "dp_newton.method",
+    *("vertical.soul", "dp_newton.method"),
 }
 FRONT_DOOR = len(LAYERS)
 

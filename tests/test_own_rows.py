@@ -60,7 +60,9 @@ def same(parts, others):
 
 
 def asked_of(run, n=20):
-    return run._own_rows(KEY, range(run.num_silos), n)
+    silos = range(run.num_silos)
+    draws = run.sample_posterior(KEY, n, silo=list(silos))
+    return own_rows.silos_at_draws(run, jax.random.fold_in(KEY, 2), draws, silos)
 
 
 def test_silos_of_many_sizes_share_a_program_and_keep_their_numbers(run, silos, monkeypatch):
@@ -88,7 +90,7 @@ def test_padded_rows_are_real_rows(run, silos):
     asked = asked_of(run)
     paddings = own_rows.paddings_of(run, programs_of(run), asked)
     assert sorted(paddings) == [0, 1, 2, 3]
-    latents, data = paddings[0].of(asked[0].latents, run._silos.data_of(0))
+    latents, data = paddings[0].pad(asked[0].latents, run._silos.data_of(0))
     b = np.asarray(asked[0].latents["b"])
     first = silos[0]["x"][:1].astype(np.float32)
     np.testing.assert_array_equal(data.arrays["x"][5:], np.repeat(first, 4, 0))

@@ -42,7 +42,7 @@ def test_all_questions_of_a_fit_are_answered_in_words():
     public = {name for name in dir(nf.Posterior) if not name.startswith("_")}
     methods = {name for name in public if callable(getattr(nf.Posterior, name))}
     others = {"sample_posterior", "silo_params", "to_arviz", "save", "report", "draws_for_silo"}
-    others |= {"unconstrained", "log_likelihoods", "saved_words", "saved_runs"}
+    others |= {"unconstrained", "log_likelihoods", "saved_words", "saved_runs", "run_behind"}
     known = {name for name in dir(ColumnsAfterFit) if not name.startswith("_")} - others
     assert methods - others - known == set()
     assert known == set(WORDS)

@@ -20,7 +20,7 @@ from vertical_problems import (
 )
 
 import numpyro_fed as nf
-from numpyro_fed.vertical.weigh import WeighParties
+from numpyro_fed.vertical.correction import WeighParties
 
 
 @pytest.mark.slow
@@ -35,7 +35,7 @@ def test_weights_are_those_of_the_joint_density(settings):
     weighing, ask = WeighParties(v, 40, 7), asking(fit, KEY)
     at_server, log_weights = weighing.run(ask, KEY, fit.state.server, opened.server_data)
     own = opened.one_by_one(ask.silos)
-    scales, of = weighing.parts
+    scales, of = weighing.mixture
     assert list(np.bincount(of)) == [32, 4, 4]
     mean, covariance = joint_normal(fit)
     for s in range(0, 40, 3):

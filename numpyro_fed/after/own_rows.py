@@ -19,11 +19,15 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.after.predict import SEEN, Draws, Programs, compiled, global_latents, predictor
+from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.data.batches import arrays_with_rows
 from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.rounds.silos import Silos
+from numpyro_fed.sfvi.algorithm import down_of
 from numpyro_fed.text.log_density import outcomes_at
-from numpyro_fed.text.row_checks import default_rtol
+from numpyro_fed.text.row_checks import default_rtol, refuse_coupled_rows
+from numpyro_fed.weigh.integration import Integration
+from numpyro_fed.weigh.log_likelihoods import log_likelihoods_of_rows, plates_of_rows
 
 NEW, OWN_ROWS = "new", "own rows"
 ALL = "all"
@@ -56,6 +60,13 @@ class Run(Protocol):
         """Return a silo's private parameters on their supports, and its guide as ``"guide"``."""
 
 
+class RunWithStates(Run, Protocol):
+    """A run whose silos have states."""
+
+    def _silo_state(self, silo: int) -> Any:
+        """Return a silo's state."""
+
+
 def chosen_silos(silo: WhichSilo, number: int) -> list[int]:
     """Return the numbers of the silos that are asked for."""
     if isinstance(silo, str):
@@ -68,24 +79,24 @@ def chosen_silos(silo: WhichSilo, number: int) -> list[int]:
     return silos
 
 
-def silo_number(silo: Any) -> int:
+def silo_number(silo: object) -> int:
     """Return the number of a silo; raise an error for what is no whole number."""
     if isinstance(silo, bool | np.bool_) or not isinstance(silo, int | np.integer):
         raise ValueError(f"silo={silo!r}: expected a whole number, from 0 on.")
     return int(silo)
 
 
-def check_name(silo: str, known: str) -> None:
-    """Raise an error for another name than the one that is known."""
-    if silo != known:
+def check_name(silo: str, expected: str) -> None:
+    """Raise an error for another name than the expected one."""
+    if silo != expected:
         raise ValueError(
             f"silo={silo!r}: expected the number of a silo, 'new' for new data, or 'own rows' "
             "without any."
         )
 
 
-class OwnRows(NamedTuple):
-    """A silo whose rows are predicted, with its noise, parameters and draws of latents.
+class SiloAtDraws(NamedTuple):
+    """A silo at whose rows the text is run: its noise, parameters and draws of latents.
 
     ``theta`` has shared and private parameters on their supports, and ``latents`` draws (n, ...).
     """
@@ -109,7 +120,7 @@ class Padding:
     rows: dict[str, str]
     axes: dict[str, tuple[str, int]]
 
-    def of(self, latents: Draws, data: SiloData, way: int = 0) -> tuple[Draws, SiloData]:
+    def pad(self, latents: Draws, data: SiloData, way: int = 0) -> tuple[Draws, SiloData]:
         """Return latents and data, padded in one of the :data:`WAYS`."""
         source = {}  # the row from which each row is taken
         for plate, padded in self.target.items():
@@ -126,15 +137,37 @@ class Padding:
         return found, replace(data, arrays=arrays)
 
 
-def values_at(run: Run, programs: Programs, asked: Sequence[OwnRows]) -> list[dict[str, Array]]:
+def silos_at_draws(
+    run: Run, key: Array, draws: Mapping[str, Array], silos: Sequence[int]
+) -> list[SiloAtDraws]:
+    """Return silos at draws of all latents, whose rows stand side by side in ``draws``."""
+    fm = run._fit.model
+    shared = {s.name: draws[s.name] for s in fm.named("latent")}
+    local = [s for s in fm.sites if s.kind == "latent" and s.plate is not None]
+    # On the host: a slice on the device is a program for each size.
+    values = {s.name: np.asarray(draws[s.name]) for s in local}
+    first_rows = dict.fromkeys(values, 0)
+    found = []
+    for j in silos:
+        latents: dict[str, Any] = dict(shared)
+        for s in local:
+            first = first_rows[s.name]
+            first_rows[s.name] = end = first + run._hosted(j).sizes_of(j)[s.plate or ""]
+            latents[s.name] = values[s.name].take(range(first, end), 1 + (s.axis or 0))
+        key_silo = jax.random.fold_in(key, 1 + j)
+        found.append(SiloAtDraws(j, key_silo, parameters_of(run, j), latents))
+    return found
+
+
+def values_at(run: Run, programs: Programs, silos: Sequence[SiloAtDraws]) -> list[dict[str, Array]]:
     """Return the values of sites (n, ...) that a text has at the rows of some silos of a run."""
-    paddings, found = paddings_of(run, programs, asked), []
-    for one in asked:
-        data, padding = run._hosted(one.silo).data_of(one.silo), paddings.get(one.silo)
-        latents, padded = (one.latents, data) if padding is None else padding.of(one.latents, data)
-        values = jax.block_until_ready(programs.many(one.key, one.theta, latents, padded))
+    paddings, found = paddings_of(run, programs, silos), []
+    for at in silos:
+        data, padding = run._hosted(at.silo).data_of(at.silo), paddings.get(at.silo)
+        latents, padded = (at.latents, data) if padding is None else padding.pad(at.latents, data)
+        values = jax.block_until_ready(programs.many(at.key, at.theta, latents, padded))
         if padding is not None:
-            shapes = _shapes(programs, one, data)
+            shapes = _shapes(programs, at, data)
             # On the host: a slice on the device is a program for each size.
             values = {
                 name: jnp.asarray(_cut(np.asarray(value), (len(value), *shapes[name])))
@@ -144,51 +177,51 @@ def values_at(run: Run, programs: Programs, asked: Sequence[OwnRows]) -> list[di
     return found
 
 
-def paddings_of(run: Run, programs: Programs, asked: Sequence[OwnRows]) -> dict[int, Padding]:
+def paddings_of(run: Run, programs: Programs, silos: Sequence[SiloAtDraws]) -> dict[int, Padding]:
     """Return how silos are padded, by number; silos that must not be are left out."""
     fm, hosted = run._fit.model, run._silos
     private = any(s.kind == "param" and s.plate is not None for s in fm.sites)
-    if private or len(asked) <= FEW_SIZES:
+    if private or len(silos) <= FEW_SIZES:
         return {}
     sizes = [run._hosted(j).sizes_of(j) for j in range(run.num_silos)]
     rows = arrays_with_rows(hosted.data, sizes)
-    groups: dict[int, list[OwnRows]] = {}
-    for one in asked:
-        groups.setdefault(hosted.place(one.silo)[0], []).append(one)
+    by_bucket: dict[int, list[SiloAtDraws]] = {}
+    for at in silos:
+        by_bucket.setdefault(hosted.place(at.silo)[0], []).append(at)
     found: dict[int, Padding] = {}
-    for bucket, group in groups.items():
+    for bucket, members in by_bucket.items():
         masks = hosted.buckets[bucket].data.masks
         target = {plate: mask.shape[1] for plate, mask in masks.items()}
-        if len({tuple(sizes[a.silo].items()) for a in group}) <= FEW_SIZES or not target:
+        if len({tuple(sizes[at.silo].items()) for at in members}) <= FEW_SIZES or not target:
             continue
         axes = {
             s.name: (s.plate, s.axis or 0)
             for s in fm.sites
             if s.kind == "latent" and s.plate in target
         }
-        paddings = {a.silo: Padding(sizes[a.silo], target, rows, axes) for a in group}
+        paddings = {at.silo: Padding(sizes[at.silo], target, rows, axes) for at in members}
         # The silo with the fewest rows has the most padding.
-        most = min(group, key=lambda a: sum(sizes[a.silo].values()))
+        most = min(members, key=lambda at: sum(sizes[at.silo].values()))
         if all(
-            _harmless(programs, a, hosted.data[a.silo], paddings[a.silo], whole=a is most)
-            for a in group
+            _harmless(programs, at, hosted.data[at.silo], paddings[at.silo], whole=at is most)
+            for at in members
         ):
             found |= paddings
     return found
 
 
 def _harmless(
-    programs: Programs, asked: OwnRows, data: SiloData, padding: Padding, *, whole: bool
+    programs: Programs, at: SiloAtDraws, data: SiloData, padding: Padding, *, whole: bool
 ) -> bool:
     """Return whether nothing that is predicted for a silo's own rows depends on padded ones."""
-    first = {name: value[:1] for name, value in asked.latents.items()}
-    shapes, rtol = _shapes(programs, asked, data), default_rtol()
+    first = {name: value[:1] for name, value in at.latents.items()}
+    shapes, rtol = _shapes(programs, at, data), default_rtol()
 
     def value(latents: Draws, data: SiloData) -> dict[str, np.ndarray]:
-        found = programs.one(asked.key, asked.theta, latents, data)
+        found = programs.one(at.key, at.theta, latents, data)
         return {name: _cut(np.asarray(a), shapes[name]) for name, a in found.items()}
 
-    padded = [value(*padding.of(first, data, way)) for way in range(WAYS)]
+    padded = [value(*padding.pad(first, data, way)) for way in range(WAYS)]
     # The silo as it is, too, which compiles a program of its size.
     others = [*padded[1:], *([value(first, data)] if whole else [])]
     return all(
@@ -200,10 +233,10 @@ def _harmless(
     )
 
 
-def _shapes(programs: Programs, asked: OwnRows, data: SiloData) -> dict[str, tuple[int, ...]]:
+def _shapes(programs: Programs, at: SiloAtDraws, data: SiloData) -> dict[str, tuple[int, ...]]:
     """Return the shape of each site's value at a silo as it is."""
-    first = {name: value[:1] for name, value in asked.latents.items()}
-    found = jax.eval_shape(programs.one, asked.key, asked.theta, first, data)
+    first = {name: value[:1] for name, value in at.latents.items()}
+    found = jax.eval_shape(programs.one, at.key, at.theta, first, data)
     return {name: value.shape for name, value in found.items()}
 
 
@@ -240,11 +273,11 @@ def drawn_given_globals(run: Run, key: Array, draws: Mapping[str, Array], site: 
     given = {name: draws[name] for name in global_latents(fm)}
     programs = run._fit.cached("latents", lambda: predictor(fm, ("latent",)))
     axis = next(1 + (s.axis or 0) for s in fm.sites if s.name == site)
-    asked = [
-        OwnRows(j, jax.random.fold_in(key, j), parameters_of(run, j), given)
+    at = [
+        SiloAtDraws(j, jax.random.fold_in(key, j), parameters_of(run, j), given)
         for j in range(run.num_silos)
     ]
-    parts = values_at(run, programs, asked)
+    parts = values_at(run, programs, at)
     return np.concatenate([np.asarray(found[site]) for found in parts], axis)
 
 
@@ -258,7 +291,7 @@ def outcomes_and_rows(run: Run, silos: Sequence[int]) -> list[dict[str, np.ndarr
         return {name: outcome.value for name, outcome in found.items()} | seen
 
     programs = run._fit.cached("outcomes", lambda: compiled(at))
-    found = values_at(run, programs, [OwnRows(j, jax.random.key(0), {}, {}) for j in silos])
+    found = values_at(run, programs, [SiloAtDraws(j, jax.random.key(0), {}, {}) for j in silos])
     return [{name: np.asarray(value)[0] for name, value in part.items()} for part in found]
 
 
@@ -268,3 +301,33 @@ def outcomes_of_silos(run: Run, silos: Sequence[int]) -> list[dict[str, np.ndarr
         {name: value for name, value in part.items() if not name.startswith(SEEN)}
         for part in outcomes_and_rows(run, silos)
     ]
+
+
+def log_likelihoods_at(
+    run: RunWithStates, integration: Integration, key: Array, z_G: Array
+) -> list[dict[str, np.ndarray]]:
+    """Return the log likelihoods {plate: (n, rows)} of the rows of each silo at draws (n, dim).
+
+    Their own latents are integrated out; those of outer plates (a hospital's effect) are drawn at
+    each draw of the globals.
+    """
+    fit, n = run._fit, len(z_G)
+    refuse_coupled_rows(fit.checks, run._silos.buckets, "log likelihoods of rows need")
+    likelihood = integration.likelihood(fit.model, fit.guide)
+    size = fit.batch_size(integration, n)
+    values = fit.cached(
+        ("rows", n, str(integration)),
+        lambda: jit_once(log_likelihoods_of_rows(fit.model, likelihood, fit.algorithm, size)),
+    )
+    down = down_of(fit.guide, run.shared, jnp.asarray(z_G))
+    parts = []
+    for j in range(run.num_silos):
+        data = run._silos.at(j, [batch.data for batch in run._silos.batches])
+        key_silo, state = jax.random.fold_in(key, j), run._silo_state(j)
+        found, counts = jax.block_until_ready(values(key_silo, down, state, data))
+        by_plate, first = {}, 0
+        for plate in plates_of_rows(fit.model):
+            rows = slice(first, first := first + fit.model.sizes(data)[plate])
+            by_plate[plate] = np.asarray(found)[:, rows][:, np.asarray(counts)[rows]]
+        parts.append(by_plate)
+    return parts

@@ -198,21 +198,21 @@ def _read_new(
     fm: FederatedModel, new: Mapping[str, Any], facts: Facts, silos: Sequence[SiloData]
 ) -> SiloData:
     signature = inspect.signature(fm.text)
-    known, found = dict(facts.columns), column_names(new)
+    fitted_columns, new_columns = dict(facts.columns), column_names(new)
     arguments = model_arguments(fm.text)
     new = as_dict("new data", new, arguments and arguments._replace(needed=[]))
     if not isinstance(new, Mapping):
         raise DataError(f"new data must be a dict of keyword arguments, got {type(new).__name__}.")
-    kinds = {a.name: a for a in facts.arguments}
+    fitted = {a.name: a for a in facts.arguments}
     # Where all arguments of a plate are one row, they get an axis of length one.
     as_given = dict(new)
-    for plates in {kinds[name].plates for name in new if name in kinds if kinds[name].plates}:
-        own = {n: v for n, v in as_given.items() if n in kinds and kinds[n].plates == plates}
+    for plates in {fitted[name].plates for name in new if name in fitted if fitted[name].plates}:
+        own = {n: v for n, v in as_given.items() if n in fitted and fitted[n].plates == plates}
         rows = {n: a for n, v in own.items() if (a := np.asarray(v)).dtype.kind in "fiub"}
-        if rows and all(a.ndim == len(kinds[n].shape) for n, a in rows.items()):
+        if rows and all(a.ndim == len(fitted[n].shape) for n, a in rows.items()):
             new = {**new, **{n: a[None] for n, a in rows.items()}}
-    for name, columns in found.items():
-        check_columns("new data", name, columns, known.get(name, columns), "the fit")
+    for name, columns in new_columns.items():
+        check_columns("new data", name, columns, fitted_columns.get(name, columns), "the fit")
     try:
         signature.bind(**new)
     except TypeError as error:
@@ -231,7 +231,7 @@ def _read_new(
             )
     for name in silos[0].arrays if silos else ():
         lacking = name not in data.arrays
-        if lacking and new.get(name) is not None and kinds[name].plates:
+        if lacking and new.get(name) is not None and fitted[name].plates:
             raise DataError(
                 f"new data, '{name}' is a single value ({new[name]!r:.40}), where the fit had one "
                 "for each row: pass an array, or all arguments of one row without an axis."
@@ -249,9 +249,9 @@ def _read_new(
                     f"new data, '{name}' has rows of the shape {data.arrays[name].shape[1:]}, "
                     f"where the fit had {shape}: a column is missing, or one too many is there."
                 )
-    arrays = {k: _like(k, a, kinds[k]) if k in kinds else a for k, a in data.arrays.items()}
+    arrays = {k: _like(k, a, fitted[k]) if k in fitted else a for k, a in data.arrays.items()}
     read = replace(data, arrays=arrays, missing=())
-    whole = [k for k, argument in kinds.items() if np.dtype(argument.dtype).kind in "iu"]
+    whole = [k for k, argument in fitted.items() if np.dtype(argument.dtype).kind in "iu"]
     if fractions := [k for k, a in arrays.items() if k in whole and a.dtype.kind == "f"]:
         _check_fractions(fm, read, fractions)
     return read

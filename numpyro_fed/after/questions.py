@@ -15,7 +15,7 @@ from numpyro_fed.after.own_rows import (
     ALL,
     NEW,
     OWN_ROWS,
-    OwnRows,
+    SiloAtDraws,
     WhichSilo,
     check_name,
     drawn_from_prior,
@@ -24,6 +24,7 @@ from numpyro_fed.after.own_rows import (
     parameters_of,
     programs_of,
     silo_number,
+    silos_at_draws,
     values_at,
 )
 from numpyro_fed.after.predict import (
@@ -89,27 +90,6 @@ class Questions(ABC):
             words = f"what follows is no better than the fit: {doubt}"
             # Above are the decorator of the call and the call itself.
             warnings.warn(words, category=ConvergenceWarning, stacklevel=5)
-
-    def _own_rows(self, key: Array, silos: Sequence[int], n: int) -> list[OwnRows]:
-        """Return silos with draws of all latents, those of ``sample_posterior`` with that key."""
-        run, key_new = self.run_behind, jax.random.fold_in(key, 2)
-        draws = self.sample_posterior(key, n, silo=list(silos))
-        fm = run._fit.model
-        shared = {s.name: draws[s.name] for s in fm.named("latent")}
-        own = [s for s in fm.sites if s.kind == "latent" and s.plate is not None]
-        # On the host: a slice on the device is a program for each size.
-        values = {s.name: np.asarray(draws[s.name]) for s in own}
-        places = dict.fromkeys(values, 0)
-        asked = []
-        for j in silos:
-            latents: dict[str, Any] = dict(shared)
-            for s in own:
-                first = places[s.name]
-                places[s.name] = last = first + run._hosted(j).sizes_of(j)[s.plate or ""]
-                latents[s.name] = values[s.name].take(range(first, last), 1 + (s.axis or 0))
-            key_silo = jax.random.fold_in(key_new, 1 + j)
-            asked.append(OwnRows(j, key_silo, parameters_of(run, j), latents))
-        return asked
 
     @property
     def double(self) -> bool:
@@ -187,42 +167,55 @@ class Questions(ABC):
         """
         self._warn_of_doubt()
         positive_int("n", n)
-        run, model, number = self.run_behind, self.run_behind._fit.model, None
-        programs = programs_of(run, mean=mean)
-        if not isinstance(silo, str):
-            number = silo_number(silo)
+        number = None if isinstance(silo, str) else silo_number(silo)
         found: Any
         if new is None:
             if silo == NEW:
                 raise ValueError("pass new data to predict for, or silo='own rows'.")
             if number is None:
                 check_name(str(silo), OWN_ROWS)
-            silos = range(run.num_silos) if number is None else [number]
-            parts = values_at(run, programs, self._own_rows(key, silos, n))
-            found = parts if number is None else parts[0]
+                found = self._at_own_rows(key, range(self.run_behind.num_silos), n, mean=mean)
+            else:
+                (found,) = self._at_own_rows(key, [number], n, mean=mean)
         else:
             if silo == OWN_ROWS:
                 raise ValueError(
                     f'silo="{silo}" predicts for the rows of the fit: pass no new data.'
                 )
-            own, sizes, names = None, None, global_latents(model)
             if number is None:
                 check_name(str(silo), NEW)
-            else:
-                hosted, names = run._hosted(number), [*names, *(s.name for s in outer_sites(model))]
-                own, sizes = hosted.data_of(number), hosted.sizes_of(number)
-            new = with_blocks(model, new, number, own)
-            data = new_rows(model, new, run._fit.facts, run._silos.data, number, sizes)
-            # The latents are those that sample_posterior draws with the same key.
-            draws = self.sample_posterior(key, n, silo=number)
-            latents = {name: draws[name] for name in names if name in draws}
-            own_number = 0 if number is None else 1 + number
-            key_new = jax.random.fold_in(jax.random.fold_in(key, 2), own_number)
-            parameters = parameters_of(run, number)
-            found = jax.block_until_ready(programs.many(key_new, parameters, latents, data))
+            found = self._at_new_rows(key, new, number, n, mean=mean)
         if mean:
-            check_means(model, found)
+            check_means(self.run_behind._fit.model, found)
         return found
+
+    def _at_own_rows(
+        self, key: Array, silos: Sequence[int], n: int, *, mean: bool = False
+    ) -> list[dict[str, Array]]:
+        """Return predictions for the rows of silos of the fit, at draws of all of its latents."""
+        run = self.run_behind
+        draws = self.sample_posterior(key, n, silo=list(silos))
+        at_draws = silos_at_draws(run, jax.random.fold_in(key, 2), draws, silos)
+        return values_at(run, programs_of(run, mean=mean), at_draws)
+
+    def _at_new_rows(
+        self, key: Array, new: Mapping[str, Any], silo: int | None, n: int, *, mean: bool
+    ) -> dict[str, Array]:
+        """Return predictions for new rows of a silo of the fit, or of a new one."""
+        run, model = self.run_behind, self.run_behind._fit.model
+        own, sizes, names = None, None, global_latents(model)
+        if silo is not None:
+            hosted, names = run._hosted(silo), [*names, *(s.name for s in outer_sites(model))]
+            own, sizes = hosted.data_of(silo), hosted.sizes_of(silo)
+        new = with_blocks(model, new, silo, own)
+        data = new_rows(model, new, run._fit.facts, run._silos.data, silo, sizes)
+        # The latents are those that sample_posterior draws with the same key.
+        draws = self.sample_posterior(key, n, silo=silo)
+        latents = {name: draws[name] for name in names if name in draws}
+        own_number = 0 if silo is None else 1 + silo
+        key_new = jax.random.fold_in(jax.random.fold_in(key, 2), own_number)
+        many = programs_of(run, mean=mean).many
+        return jax.block_until_ready(many(key_new, parameters_of(run, silo), latents, data))
 
     @shows("predict from the prior")
     @in_precision_of_object
@@ -260,11 +253,11 @@ class Questions(ABC):
             data = new_rows(model, new, run._fit.facts, run._silos.data)
             key_new, parameters = jax.random.fold_in(key, 1), parameters_of(run, None)
             return jax.block_until_ready(programs.many(key_new, parameters, latents, data))
-        asked = [
-            OwnRows(j, jax.random.fold_in(key, 1 + j), parameters_of(run, j), latents)
+        at_draws = [
+            SiloAtDraws(j, jax.random.fold_in(key, 1 + j), parameters_of(run, j), latents)
             for j in range(run.num_silos)
         ]
-        return values_at(run, programs, asked)
+        return values_at(run, programs, at_draws)
 
     @shows("leave silos out")
     def leave_out(self) -> Any:
@@ -466,8 +459,8 @@ class Questions(ABC):
         if not names:
             raise ModelError("the model has no globals to plot.")
         prior = drawn_from_prior(run, jax.random.key(1), n)
-        before = None if prior is None else elements({name: prior[name] for name in chosen})[1]
-        return display.marginals(names, values, before)
+        of_prior = None if prior is None else elements({name: prior[name] for name in chosen})[1]
+        return display.marginals(names, values, of_prior)
 
     @shows("draw")
     @in_precision_of_object
@@ -502,18 +495,18 @@ class Questions(ABC):
         """
         self._warn_of_doubt()
         run, fm = self.run_behind, self.run_behind._fit.model
-        known = [s.name for s in fm.sites if s.kind == "latent" and s.plate is not None]
+        of_silos = [s.name for s in fm.sites if s.kind == "latent" and s.plate is not None]
         if site is None:
-            site = next(iter([*(s.name for s in outer_sites(fm)), *known]), None)
-        if site is None or site not in known:
-            raise ModelError(f"{site!r} is no latent of silos: the model has {known}.")
+            site = next(iter([*(s.name for s in outer_sites(fm)), *of_silos]), None)
+        if site is None or site not in of_silos:
+            raise ModelError(f"{site!r} is no latent of silos: the model has {of_silos}.")
         labels = display.labels_of(run.num_silos, names)
         hosted = run._hosted(0)  # before silos elsewhere are asked for what cannot be shown
         draws = self.sample_posterior(jax.random.key(0), n, silo=ALL)
-        before = drawn_given_globals(run, jax.random.key(1), draws, site)
+        from_prior = drawn_given_globals(run, jax.random.key(1), draws, site)
         plate, axis = next((s.plate, 1 + (s.axis or 0)) for s in fm.sites if s.name == site)
         values, prior = (
-            np.moveaxis(np.asarray(a, np.float64), axis, 1) for a in (draws[site], before)
+            np.moveaxis(np.asarray(a, np.float64), axis, 1) for a in (draws[site], from_prior)
         )
         rows = [hosted.sizes_of(j)[plate] for j in range(run.num_silos)]
         if any(number != 1 for number in rows):
@@ -558,9 +551,8 @@ class Questions(ABC):
         else:
             chosen = [silo_number(silo)]
         silos = chosen[: display.MOST_PANELS]
-        asked = self._own_rows(jax.random.key(0), silos, n)
+        predicted = self._at_own_rows(jax.random.key(0), silos, n)
         seen = outcomes_of_silos(run, silos)
-        predicted = values_at(run, programs_of(run), asked)
         return display.checks(seen, predicted, [labels[j] for j in chosen])
 
     def _weighted_draws(self, what: str) -> Any:

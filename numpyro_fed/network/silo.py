@@ -57,7 +57,8 @@ from numpyro_fed.rounds.secure_sums import KEYS, PEERS, SECURE, SUM, Terms, chec
 from numpyro_fed.text.facts import describe
 from numpyro_fed.text.fingerprint import source_hash
 from numpyro_fed.vertical.method import VerticalMethod
-from numpyro_fed.vertical.vfl import SOUL, VFL
+from numpyro_fed.vertical.soul import SOUL
+from numpyro_fed.vertical.vfl import VFL
 from numpyro_fed.weigh.log_likelihoods import LOO
 
 # Methods that a silo keeps, the one that was used least recently is forgotten first. Each call of

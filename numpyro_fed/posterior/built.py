@@ -42,7 +42,7 @@ from numpyro_fed.text.facts import Facts, Plan
 from numpyro_fed.text.fingerprint import fingerprint
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_checks import RowChecks
-from numpyro_fed.vertical.parties import Parties
+from numpyro_fed.vertical.parties import VerticalAlgorithm
 from numpyro_fed.vertical.search import VerticalSearch
 from numpyro_fed.weigh.integration import Integration
 
@@ -104,7 +104,7 @@ class Built:
     factors: PartitionedVI | None = None
     start: StartRounds | None = None
     protected: str = ""
-    parties: Parties | None = None
+    parties: VerticalAlgorithm | None = None
     search: VerticalSearch | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 

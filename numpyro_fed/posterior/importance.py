@@ -48,12 +48,8 @@ from numpyro_fed.search.expand import prior_draws
 from numpyro_fed.search.mode import Mode, OneCopy
 from numpyro_fed.text.row_checks import check_rows_apart, coupled_rows
 from numpyro_fed.text.values import first_without_density
-from numpyro_fed.vertical.result import (
-    SOULResult,
-    VerticalCorrected,
-    VerticalResult,
-    vertical_correct,
-)
+from numpyro_fed.vertical.correction import VerticalCorrected, vertical_correct
+from numpyro_fed.vertical.result import SOULResult, VerticalResult
 from numpyro_fed.weigh.element_errors import ElementErrors, Rounding, moments
 from numpyro_fed.weigh.integration import Integration
 from numpyro_fed.weigh.log_likelihoods import Estimates, LogLikelihoodExchange

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import Array
 
-from numpyro_fed.after.arviz import Coords, Dims, Labels
-from numpyro_fed.after.groups import groups_to_arviz, log_likelihood
-from numpyro_fed.after.own_rows import WhichSilo, silo_number
+from numpyro_fed.after.arviz import Coords, Dims, Labels, groups_to_arviz
+from numpyro_fed.after.own_rows import WhichSilo, log_likelihoods_at, silo_number
 from numpyro_fed.after.questions import Questions
 from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import DataError, ModelError, positive_int
@@ -289,7 +288,7 @@ class Posterior(Questions):
         if isinstance(correction, str):
             raise ModelError(f"log likelihoods of rows are not known: {correction}.")
         z_G = self.unconstrained(key, n)
-        return log_likelihood(self.run_behind, correction.integration, key, z_G)
+        return log_likelihoods_at(self.run_behind, correction.integration, key, z_G)
 
     def draws_for_silo(self, key: Array, n: int, *, silo: int) -> bytes:
         """Return draws of the globals for a silo in another process, as a message.

@@ -1,4 +1,4 @@
-"""The comparison of a federated posterior with NUTS, element by element."""
+"""Comparisons: of a posterior with NUTS, element by element, and of models with each other."""
 
 from __future__ import annotations
 
@@ -31,9 +31,14 @@ ROUNDING = 1e-5
 # Effective draws below which NUTS is no reference: its own error of a mean is 0.05 sd at 400.
 MIN_EFFECTIVE = 400
 ABSENT = "-"  # in a table, where there is nothing to compare
+MEASURES = "mean_error_sd", "sd_ratio", "wasserstein_sd"
 # Draws of each side that the joint distance takes: its time grows with their square, and its noise
 # falls as they grow. With 1,000 it took 0.5 s on two cores.
 JOINT_DRAWS = 1_000
+# What is left out where models are compared, and silos whose outcomes are compared first, which
+# takes a run of the text for each.
+ROWS, SILOS = "rows", "silos"
+MOST_COMPARED = 10
 
 
 def compare(
@@ -122,24 +127,22 @@ def compare(
             f"the fit has the global sites {sorted(draws)}, NUTS has {sorted(nuts)}. Compare runs "
             "of one model."
         )
-    least = np.inf, ""
-    for name, effective in reference.ess().items():
-        effective = effective[~_constant(nuts[name])]
-        if effective.size and (number := float(np.nanmin(effective))) < least[0]:
-            least = number, name
-    if least[0] < MIN_EFFECTIVE:
+    effective = {name: e[~_constant(nuts[name])] for name, e in reference.ess().items()}
+    fewest = {name: float(np.nanmin(e)) for name, e in effective.items() if e.size}
+    name = min(fewest, key=lambda name: fewest[name], default="")
+    if fewest and (number := fewest[name]) < MIN_EFFECTIVE:
         warnings.warn(
-            f"NUTS has only {least[0]:.0f} effective draws for '{least[1]}', so its own error of "
-            f"the mean there is about {least[0] ** -0.5:.2f} sd. Run it with more num_samples or "
+            f"NUTS has only {number:.0f} effective draws for '{name}', so its own error of "
+            f"the mean there is about {number**-0.5:.2f} sd. Run it with more num_samples or "
             "num_chains before judging by it.",
             category=ConvergenceWarning,
             stacklevel=2,
         )
     pareto_k = _pareto_k(result, key_weights)
-    absent: set[str] = set()
+    without_sd: set[str] = set()
     if isinstance(result, Corrected):
         errors = result.errors
-        absent = {n for n, no in zip(errors.names, errors.infinite[1], strict=True) if no}
+        without_sd = {n for n, no in zip(errors.names, errors.infinite[1], strict=True) if no}
     sites = {}
     for name, expected in nuts.items():
         mean = np.average(draws[name], axis=0, weights=weights)
@@ -149,14 +152,14 @@ def compare(
         for i in np.ndindex(scale.shape):
             at = draws[name][:, *i], expected[:, *i]
             distance[i] = wasserstein_distance(*at, u_weights=weights)
-            no_sd[i] = element_name(name, i) in absent
+            no_sd[i] = element_name(name, i) in without_sd
         # A constant has an sd of zero: errors are then absolute, and the ratio is one.
         constant = _constant(expected) & (sd <= ROUNDING * abs(mean))
         scale = np.where(constant, 1.0, scale)
         measures = (abs(mean - center) / scale, np.where(constant, 1.0, sd / scale))
         sites[name] = {
             m: np.where(no_sd, np.nan, value)
-            for m, value in zip(_MEASURES, (*measures, distance / scale), strict=True)
+            for m, value in zip(MEASURES, (*measures, distance / scale), strict=True)
         }
     return Comparison(sites, pareto_k, draws, weights, nuts)
 
@@ -218,7 +221,7 @@ class Comparison:
             constant = _constant(self._nuts[name]) & _constant(self._draws[name])
             for i in np.ndindex(constant.shape):
                 if not constant[i]:
-                    values = (measures[m][i] for m in _MEASURES)
+                    values = (measures[m][i] for m in MEASURES)
                     cells = (ABSENT if np.isnan(v) else f"{v:.3f}" for v in values)
                     rows.append((element_name(name, i), *cells))
         return rows
@@ -318,9 +321,6 @@ def _sinkhorn() -> Callable[..., Array]:
     )
 
 
-_MEASURES = ("mean_error_sd", "sd_ratio", "wasserstein_sd")
-
-
 def _constant(draws: np.ndarray) -> np.ndarray:
     """Return which elements do not vary, such as the first row of a Cholesky factor."""
     return draws.std(0) <= ROUNDING * abs(draws.mean(0))
@@ -339,10 +339,6 @@ def _pareto_k(result: Result | Corrected | NutsResult, key: Array) -> float:
     except ValueError:
         # Under a divergence other than KL there are no weights.
         return float("nan")
-
-
-ROWS, SILOS = "rows", "silos"
-MOST_COMPARED = 10  # silos whose outcomes are compared, which takes a run of the text for each
 
 
 @dataclass(frozen=True, eq=False)

@@ -175,18 +175,24 @@ def run_nuts(
     constrain = jax.jit(jax.vmap(jax.vmap(fm.constrain_global, (None, 0)), (None, 0)))
     globals_ = {k: np.asarray(v) for k, v in constrain(shared, draws["z_G"]).items()}
 
-    z_G, words = join_chains(np.asarray(draws["z_G"])), ""
+    z_G, rounded = join_chains(np.asarray(draws["z_G"])), ""
     if z_G.size:
         exact = z_G.astype(np.float64)
         rounding = Rounding(str(z_G.dtype), exact.mean(0), exact.std(0), 0.0)
         if not rounding.fine:
-            words = f"{rounding.words(fm.named('latent'))} ({rounding.remedy})"
-    facts, hosted = facts_of(fm, read[0], sizes[0]), Silos(tuple(read), tuple(buckets), ())
-    known = Shared(shared, {}, identity((fm.dim,)))
-    run = PooledRun(fm, facts, is_double(), hosted, known, private, z_G)
+            rounded = f"{rounding.words(fm.named('latent'))} ({rounding.remedy})"
+    run = PooledRun(
+        model=fm,
+        facts=facts_of(fm, read[0], sizes[0]),
+        double=is_double(),
+        _silos=Silos(tuple(read), tuple(buckets), ()),
+        shared=Shared(shared, {}, identity((fm.dim,))),
+        private=private,
+        z_G=z_G,
+    )
     thetas = [{**shared, **theta} for theta in private]
     local_sites = cache(partial(_local_sites, fm, read, sizes, draws, thetas))
-    result = NutsResult(globals_, int(divergences), local_sites, words, run)
+    result = NutsResult(globals_, int(divergences), local_sites, rounded, run)
     if num_samples >= MIN_SAMPLES and not result.accurate:
         warnings.warn(f"NUTS: {result.report()}", category=ConvergenceWarning, stacklevel=2)
     return result

@@ -24,10 +24,10 @@ from numpyro_fed.after.arviz import (
     Labels,
     Named,
     chains_to_arviz,
+    groups_to_arviz,
 )
-from numpyro_fed.after.groups import groups_to_arviz
 from numpyro_fed.after.own_rows import (
-    OwnRows,
+    SiloAtDraws,
     WhichSilo,
     chosen_silos,
     outcomes_and_rows,
@@ -247,13 +247,14 @@ class NutsResult(Posterior):
         programs = run._fit.cached(ROWS, lambda: compiled(at))
         shared: dict[str, Any] = {s.name: samples[s.name] for s in fm.named("latent")}
         local = [s.name for s in fm.sites if s.kind == "latent" and s.plate is not None]
-        asked = []
+        at_draws = []
         for j in range(run.num_silos):
             latents = shared | {name: samples[local_name(j, name)] for name in local}
-            asked.append(OwnRows(j, jax.random.key(0), parameters_of(run, j), latents))
+            at_draws.append(SiloAtDraws(j, jax.random.key(0), parameters_of(run, j), latents))
         plate_of = {SEEN + s.name: s.plate for s in fm.sites if s.kind == "observed"}
         values = []
-        parts, outcomes = values_at(run, programs, asked), outcomes_and_rows(run, range(len(asked)))
+        parts = values_at(run, programs, at_draws)
+        outcomes = outcomes_and_rows(run, range(run.num_silos))
         for rows, seen_at in zip(parts, outcomes, strict=True):
             kept = {}
             for plate in plates:
@@ -425,13 +426,13 @@ class NutsResult(Posterior):
         """Say in words whether these draws can be trusted."""
         error = self.monte_carlo_error
         if self.divergences >= self._transitions > 0:
-            known = "that is every transition, so that the draws say nothing"
+            certainty = "that is every transition, so that the draws say nothing"
         elif self._rounded:
-            known = self._rounded
+            certainty = self._rounded
         elif np.isinf(error):
-            known = "the chains do not agree (or stand still): run more of them, and longer"
+            certainty = "the chains do not agree (or stand still): run more of them, and longer"
         else:
-            known = f"means and sds of the globals are known to {error:.2g} sd"
+            certainty = f"means and sds of the globals are known to {error:.2g} sd"
         verdict = "They can be trusted."
         if self.accurate and not self.trusted:
             verdict = (
@@ -444,7 +445,7 @@ class NutsResult(Posterior):
                 "transitions are): take more num_samples, a higher target_accept_prob, or "
                 "another form of the model."
             )
-        return f"{self.divergences} divergent transitions; {known}. {verdict}"
+        return f"{self.divergences} divergent transitions; {certainty}. {verdict}"
 
     def ess(self) -> dict[str, np.ndarray]:
         """Return the effective sample size of each element of global sites; NaN for constants."""

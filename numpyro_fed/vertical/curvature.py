@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,17 @@ class PartyExpansion(NamedTuple):
         own_slope, own_hessian = jax.grad(own_log_p)(z), jax.hessian(own_log_p)(z)
         rows = J.T @ (jnp.ravel(curvature)[:, None] * J)
         return cls(J.T @ jnp.ravel(slope) + own_slope, rows - own_hessian, own_slope, own_hessian)
+
+
+class Point(NamedTuple, Generic[AnyArray]):
+    """The server's log density at a point of its latents and a sum, with its derivatives."""
+
+    value: AnyArray
+    total: AnyArray
+    slope: AnyArray  # of the log likelihood with respect to the sum, of its shape
+    curvature: AnyArray
+    by_z: AnyArray  # (dim,) slope and (dim, dim) curvature in its own latents
+    by_zz: AnyArray
 
 
 def at_point(log_density: Function, z: Array) -> tuple[Array, Array]:

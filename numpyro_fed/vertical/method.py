@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ from numpyro_fed.basics.errors import DataError, ModelError, StartWarning, one_o
 from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.data.batches import bucket, one_by_one
 from numpyro_fed.data.silo_data import SiloData, read_one, signature
-from numpyro_fed.guides.structured import build_resolved, resolve
 from numpyro_fed.methods.base import (
     RUNTIMES,
     FederatedMethod,
@@ -55,9 +54,8 @@ from numpyro_fed.text.fingerprint import SOFTWARE, check_terms, terms_of
 from numpyro_fed.text.row_checks import RowChecks
 from numpyro_fed.text.values import SupportCheck, as_bucket
 from numpyro_fed.text.vertical import Text, VerticalSplit, is_array, split
-from numpyro_fed.vertical.algorithm import Vertical
 from numpyro_fed.vertical.curvature import NoModeError
-from numpyro_fed.vertical.parties import SAMPLE, Parties
+from numpyro_fed.vertical.parties import SAMPLE, VerticalAlgorithm
 from numpyro_fed.vertical.result import VerticalResult, VerticalStart
 from numpyro_fed.vertical.search import VerticalSearch
 
@@ -69,8 +67,11 @@ OTHER_COLUMNS = (
 )
 
 
+Algorithm = TypeVar("Algorithm", bound=VerticalAlgorithm)
+
+
 @dataclass(frozen=True)
-class VerticalMethod(FederatedMethod[Outcome]):
+class VerticalMethod(FederatedMethod[Outcome], Generic[Outcome, Algorithm]):
     """A method for models whose clients hold some columns of every row.
 
     Parameters
@@ -82,7 +83,7 @@ class VerticalMethod(FederatedMethod[Outcome]):
         Whether clients know the response and the rest of the server's data.
     """
 
-    kind: ClassVar[type[VerticalResult]] = VerticalResult
+    result_class: ClassVar[type[VerticalResult]] = VerticalResult
 
     likelihood: str = field(default="augmented", kw_only=True)
     share_response: bool = field(default=False, kw_only=True)
@@ -99,39 +100,6 @@ class VerticalMethod(FederatedMethod[Outcome]):
                 "which it must know the response: say share_response=True, or use the augmented "
                 "model."
             )
-
-    @abstractmethod
-    def parties(self, roles: VerticalSplit) -> Parties:
-        """Return a model that is split over clients, with the method's algorithm."""
-
-    @abstractmethod
-    def settings_of(self, v: Any) -> dict[str, Any]:
-        """Return the settings that a saved state must agree with."""
-
-    def assemble(self, roles: VerticalSplit) -> Built:
-        """Return the algorithm for a model that is split over clients."""
-        if self.likelihood == "power" and roles.model.below:
-            raise ModelError(LATENT_OF_SUM.format(roles.model.below[0]))
-        v = self.parties(roles)
-        like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), roles.server)
-        server = roles.model.server
-        search: VerticalSearch | None = None
-        guide = build_resolved(None, resolve(None, server, {}, {}), server)
-        if isinstance(v, Vertical):
-            guide, search = v.guide(v.server), VerticalSearch(v, like) if v.from_start else None
-        return Built(
-            model=server,
-            guide=guide,
-            algorithm=v.algorithm(like),
-            parties=v,
-            settings={"method": type(self).__name__, **self.settings_of(v)},
-            search=search,
-        )
-
-    def result_of(
-        self, run: RunOutcome, fit: CompiledMethod, hosted: Silos, *, quiet: bool = False
-    ) -> Any:
-        return self.kind(run.losses, run.state, fit, hosted)
 
     def run(
         self,
@@ -230,7 +198,7 @@ class VerticalMethod(FederatedMethod[Outcome]):
         start  begin at zero  server  client  tau                ()      float32
         start  begin at zero  client  server  ok                 ()      bool     summed
         round  draw           client  server  part               (1, 3)  float32  summed
-        round  draw           client  server  own                ()      float32  summed
+        round  draw           client  server  term               ()      float32  summed
         round  draw           client  server  ok                 ()      bool     summed
         round  step           server  client  part               (1, 3)  float32
         round  step           client  server  resting            ()      float32  summed
@@ -265,32 +233,32 @@ class VerticalMethod(FederatedMethod[Outcome]):
             own = None if row_ids is None else row_ids[-1]
             return self._over(clients, args, kwargs, own)
         whole = Text.of(self.model, args, kwargs)
-        roles = split(whole, share_response=self.share_response)
+        parts = split(whole, share_response=self.share_response)
         if row_ids is not None:
-            check_same_ids(row_ids, roles.model.rows, len(roles.clients))
+            check_same_ids(row_ids, parts.model.rows, len(parts.clients))
         precision = str(jnp.result_type(float))
-        cache_key = (runtime, precision, roles.arguments, *map(signature, roles.clients))
+        cache_key = (runtime, precision, parts.arguments, *map(signature, parts.clients))
         if cache_key not in self._fits:
-            built, reach = self.assemble(roles), partial(in_process, runtime)
+            built, reach = self.assemble(parts), partial(in_process, runtime)
             self._fits[cache_key] = CompiledMethod(
                 built=built,
                 runtime=reach(built.algorithm),
                 reach=reach,
                 checks=RowChecks(built.model),
-                plan=Plan(facts_of_columns(whole.data), len(roles.clients), (), ()),
+                plan=Plan(facts_of_columns(whole.data), len(parts.clients), (), ()),
                 recipe=recipe(self, runtime),
             )
-        fit = replace(self._fits[cache_key], server_data=roles.server)
+        fit = replace(self._fits[cache_key], server_data=parts.server)
         # At every run, since the response's values may be other ones than at the first.
-        checks = fit.cached("supports", lambda: SupportCheck.of_server(roles.model))
-        checks.check(as_bucket(roles.server))
-        sizes: list[dict[str, int]] = [{} for _ in roles.clients]
+        checks = fit.cached("supports", lambda: SupportCheck.of_server(parts.model))
+        checks.check(as_bucket(parts.server))
+        sizes: list[dict[str, int]] = [{} for _ in parts.clients]
         buckets = (
-            one_by_one(roles.clients, sizes)
+            one_by_one(parts.clients, sizes)
             if runtime == "host"
-            else bucket(roles.clients, sizes, may_pad=False)
+            else bucket(parts.clients, sizes, may_pad=False)
         )
-        return fit, Silos(roles.clients, tuple(buckets), on_device(buckets))
+        return fit, Silos(parts.clients, tuple(buckets), on_device(buckets))
 
     def _over(
         self,
@@ -306,23 +274,23 @@ class VerticalMethod(FederatedMethod[Outcome]):
             return {k: columns if a is federation else a for k, a in bound.items()}
 
         name, facts = federation.describe(for_silos(self, federation.names))
-        plan, roles = self.agree(tuple(map(Facts.from_json, facts)), arguments, row_ids)
+        plan, parts = self.agree(tuple(map(Facts.from_json, facts)), arguments, row_ids)
 
         def make(reach: Callable[..., Runtime]) -> CompiledMethod:
-            built = self.assemble(roles)
+            built = self.assemble(parts)
             return CompiledMethod(
                 built=built,
                 runtime=reach(built.algorithm),
                 reach=reach,
                 checks=RowChecks(built.model),
-                server_data=roles.server,
+                server_data=parts.server,
                 plan=plan,
             )
 
         # The server's data may be others than at an earlier run, so that only what clients need of
         # the plan is kept.
         fit, hosted = over_federation(federation, name, plan, make)
-        return replace(fit, server_data=roles.server), hosted
+        return replace(fit, server_data=parts.server), hosted
 
     def agree(
         self,
@@ -363,18 +331,18 @@ class VerticalMethod(FederatedMethod[Outcome]):
                     "columns."
                 )
         given = dict(arguments(zeros))
-        roles = split(Text.of(self.model, (), given), share_response=self.share_response)
-        SupportCheck.of_server(roles.model).check(as_bucket(roles.server))
-        shared = shared_text(roles.server.arrays) if self.share_response else ""
+        parts = split(Text.of(self.model, (), given), share_response=self.share_response)
+        SupportCheck.of_server(parts.model).check(as_bucket(parts.server))
+        shared = shared_text(parts.server.arrays) if self.share_response else ""
         if row_ids is not None:
-            digests["the server"] = digest(read_ids(row_ids, roles.model.rows, "the server"))
+            digests["the server"] = digest(read_ids(row_ids, parts.model.rows, "the server"))
         check_same_digests(digests)
         facts = facts_of_columns(read_one("the server", given))
         software = SOFTWARE if all(c.software == SOFTWARE for c in clients) else ""
-        clients_data = zip(roles.model.clients, roles.clients, strict=True)
+        clients_data = zip(parts.model.clients, parts.clients, strict=True)
         terms = tuple(terms_of(p.traces, data, by_value=not software) for p, data in clients_data)
         plan = Plan(facts, len(clients), (), (), "{}", terms, software, clients, shared)
-        return plan, roles
+        return plan, parts
 
     def describe(self, silo: object, row_ids: ArrayLike | None = None) -> Facts:
         """Return the facts of a client's columns: shapes, dtypes, plain values, digest of ids."""
@@ -388,7 +356,7 @@ class VerticalMethod(FederatedMethod[Outcome]):
         """Return a client's columns, checked; with the plan, as the algorithm takes them."""
         if plan is None:
             return read_one("a client", {"columns": silo})
-        expected = self._roles(plan).clients[number]
+        expected = self._split(plan).clients[number]
         own = {"columns": silo, "predictor": expected.kwargs["predictor"]}
         data = plan.client_data(own, f"client {number}")
         if signature(data) != signature(expected):
@@ -400,14 +368,46 @@ class VerticalMethod(FederatedMethod[Outcome]):
         own = replace(Facts.from_json(facts), ids="")
         if not 0 <= number < plan.num_silos or plan.clients[number] != own:
             raise DataError(OTHER_COLUMNS.format(number))
-        roles, by_value = self._roles(plan), not plan.software
-        traces = roles.model.clients[number].traces
-        mine = terms_of(traces, roles.clients[number], by_value=by_value)
+        parts, by_value = self._split(plan), not plan.software
+        traces = parts.model.clients[number].traces
+        mine = terms_of(traces, parts.clients[number], by_value=by_value)
         check_terms(plan.terms[number], mine, f"client {number}", by_value=by_value)
+
+    @abstractmethod
+    def algorithm_for(self, parts: VerticalSplit) -> Algorithm:
+        """Return the method's algorithm for a model that is split over its parties."""
+
+    @abstractmethod
+    def settings_of(self, v: Algorithm) -> dict[str, Any]:
+        """Return the settings that a saved state must agree with."""
+
+    def search_for(self, v: Algorithm, server_like: SiloData) -> VerticalSearch | None:
+        """Return the search by which a run begins; None if it begins without one."""
+        return None
+
+    def assemble(self, parts: VerticalSplit) -> Built:
+        """Return the algorithm for a model that is split over its parties."""
+        if self.likelihood == "power" and parts.model.below:
+            raise ModelError(LATENT_OF_SUM.format(parts.model.below[0]))
+        v = self.algorithm_for(parts)
+        like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), parts.server)
+        return Built(
+            model=parts.model.server,
+            guide=v.server_guide,
+            algorithm=v.algorithm(like),
+            parties=v,
+            settings={"method": type(self).__name__, **self.settings_of(v)},
+            search=self.search_for(v, like),
+        )
+
+    def result_of(
+        self, run: RunOutcome, fit: CompiledMethod, hosted: Silos, *, quiet: bool = False
+    ) -> Any:
+        return self.result_class(run.losses, run.state, fit, hosted)
 
     def build(self, plan: Plan) -> Built:
         """Return the algorithm from model and plan, the same at every party."""
-        return self.assemble(self._roles(plan))
+        return self.assemble(self._split(plan))
 
     def round_of(
         self, built: Built, asked: ExchangeId
@@ -418,26 +418,30 @@ class VerticalMethod(FederatedMethod[Outcome]):
         """
         if asked.name == SAMPLE:
             number = asked.read_settings()["num_draws"]
-            question, _ = cast(Parties, built.parties).sampling(number)
+            question, _ = _algorithm(built).sampling(number)
             return Round((question,)), built.algorithm
         return built.round_of(asked.name)
 
     def size_of(self, plan: Plan, built: Built, data: SiloData) -> PlanSize:
         """Return how large a plan is, as a client's owner sees it."""
-        model = cast(Parties, built.parties).model
+        model = _algorithm(built).model
         return PlanSize(plan.num_silos, model.rows, max(party.dim for party in model.clients))
 
     def rows_that_count(self, built: Built, data: SiloData) -> int:
         """Return the number of rows, whose outcomes a client does not know."""
-        return cast(Parties, built.parties).model.rows
+        return _algorithm(built).model.rows
 
     def check_exchange(self, built: Built, asked: ExchangeId, number: int, data: SiloData) -> None:
         """Do nothing: any exchange suits any client."""
         return
 
-    def _roles(self, plan: Plan) -> VerticalSplit:
+    def _split(self, plan: Plan) -> VerticalSplit:
         text = Text.of(self.model, (), plan.facts.zeros())
         return split(text, share_response=self.share_response)
+
+
+def _algorithm(built: Built) -> VerticalAlgorithm:
+    return cast(VerticalAlgorithm, built.parties)
 
 
 def _crossings(fit: CompiledMethod, hosted: Silos) -> Crossings:
@@ -471,4 +475,4 @@ def begin(fit: CompiledMethod, key: Array, batches: Batches) -> tuple[State, Ver
         )
         return fit.runtime.init(key, batches), None
     state = drop_weak_types(State(jnp.zeros((), jnp.int32), server, ask.silos))
-    return state, VerticalStart(log_density, ask.number) if search.vertical.width else None
+    return state, VerticalStart(log_density, ask.number) if search.vertical.basis_width else None

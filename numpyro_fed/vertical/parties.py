@@ -1,4 +1,4 @@
-"""The base of the vertical algorithms: the parties' parameters, states and draws.
+"""The parties of a vertical model: their guides, parameters and states; the base of algorithms.
 
 Each client holds some columns of every row, and adds a part to the predictor; the server holds the
 response. Parties' guides are independent, or share noise (:mod:`numpyro_fed.vertical.coupling`).
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -17,10 +18,10 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from numpyro_fed.basics.trees import all_finite
+from numpyro_fed.basics.trees import all_finite, where
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.global_guides import GuideParams
-from numpyro_fed.guides.structured import GuideConfig
+from numpyro_fed.guides.global_guides import GlobalGuide, GuideParams
+from numpyro_fed.guides.structured import Guide, GuideConfig, Spec, build_resolved, resolve
 from numpyro_fed.numerics.gaussian import Gaussian
 from numpyro_fed.rounds import convergence
 from numpyro_fed.rounds.convergence import ConvergenceStats
@@ -43,53 +44,63 @@ from numpyro_fed.text.vertical import VerticalModel, latents_of, prior_draw
 
 SAMPLE = "sample"  # the name of the exchange in which all parties draw
 AT_ONCE = 64  # draws whose values are computed side by side; more of them use more memory
-PRIOR_DRAWS = 500  # for the median and spread of hyperparameters
-# Least spread with which their guide starts: a prior of a single value would have none, and the log
-# of its spread would be infinite.
-MIN_SPREAD = 1e-6
+PRIOR_DRAWS = 500  # for the median and sd of hyperparameters
+# Least sd with which their guide starts: a prior of a single value would have none, and its log
+# would be infinite.
+MIN_SD = 1e-6
 
 
 class PinnedLatents(NamedTuple):
     """Fixed values (dim,) of hyperparameters, unconstrained, during the search for a mode."""
 
-    place: Array  # the median of their prior; zero for other latents
-    spread: Array  # of the prior, at most one, with which their guide starts; one for others
+    value: Array  # the median of their prior; zero for other latents
+    sd: Array  # of the prior, at most one, with which their guide starts; one for others
 
 
-class PartyType(NamedTuple):
-    """The clients of one shape."""
+@dataclass(frozen=True, eq=False)
+class PartyType:
+    """The server, or the clients of one shape: their part of the model, and their guide."""
 
     model: FederatedModel
-    resolved: GuideConfig  # of their guide
-    above: tuple[bool, ...]  # which coordinates are hyperparameters, as priors of others read them
+    guide_spec: Spec | None  # as the user gave it
+    guide_config: GuideConfig  # with a choice for each "auto"
+    hyperparameters: tuple[bool, ...]  # the coordinates on which priors of other latents depend
+
+    def guide_at(self, data: SiloData | None) -> Guide:
+        """Return the party's guide, whose first parameters may depend on the party's data."""
+        model = self.model if data is None else replace(self.model, silo=data)
+        return build_resolved(self.guide_spec, self.guide_config, model)
+
+    @cached_property
+    def guide(self) -> GlobalGuide[Array]:
+        """Return the guide of the party's latents."""
+        return self.guide_at(None).globals
 
     def pin(self, key: Array, data: SiloData) -> PinnedLatents:
         """Return the fixed values of hyperparameters; zeros if the prior has no draws."""
         unpinned = PinnedLatents(jnp.zeros(self.model.dim), jnp.ones(self.model.dim))
-        if not any(self.above):
+        if not any(self.hyperparameters):
             return unpinned
         keys = jax.random.split(key, PRIOR_DRAWS)
         try:
             draws = jax.vmap(lambda key: prior_draw(self.model, key, data))(keys)
         except NotImplementedError:  # flat priors
             return unpinned
-        low, place, high = jnp.quantile(draws, jnp.array([0.16, 0.5, 0.84]), axis=0)
-        spread = jnp.clip(0.5 * (high - low), MIN_SPREAD, 1.0)
-        is_pinned = jnp.array(self.above, bool) & jnp.isfinite(place) & jnp.isfinite(spread)
-        return PinnedLatents(
-            *(jnp.where(is_pinned, a, b) for a, b in zip((place, spread), unpinned, strict=True))
-        )
+        low, median, high = jnp.quantile(draws, jnp.array([0.16, 0.5, 0.84]), axis=0)
+        sd = jnp.clip(0.5 * (high - low), MIN_SD, 1.0)
+        is_pinned = jnp.array(self.hyperparameters) & jnp.isfinite(median) & jnp.isfinite(sd)
+        return where(is_pinned, PinnedLatents(median, sd), unpinned)
 
-    def below(self, z: Array, pinned: PinnedLatents) -> tuple[Array, Array]:
+    def at_pinned(self, z: Array, pinned: PinnedLatents) -> tuple[Array, Array]:
         """Return a point with hyperparameters at their fixed values, and a normal log density."""
         # It takes the place of these latents' own density: a scale and the effects under it have no
         # joint mode but where the scale is zero.
         # Static: clients without such latents have a smaller program.
-        if not any(self.above):
+        if not any(self.hyperparameters):
             return z, jnp.zeros(())
-        is_pinned = jnp.array(self.above, bool)
-        standardised = jnp.where(is_pinned, (z - pinned.place) / pinned.spread, 0.0)
-        return jnp.where(is_pinned, pinned.place, z), -0.5 * jnp.sum(standardised**2)
+        is_pinned = jnp.array(self.hyperparameters)
+        standardised = jnp.where(is_pinned, (z - pinned.value) / pinned.sd, 0.0)
+        return jnp.where(is_pinned, pinned.value, z), -0.5 * jnp.sum(standardised**2)
 
 
 class PartyParams(NamedTuple):
@@ -141,6 +152,7 @@ class ClientState(NamedTuple):
 
 
 State = TypeVar("State", ServerState, ClientState)
+Params = TypeVar("Params")
 
 
 class ClientDraw(NamedTuple):
@@ -148,12 +160,16 @@ class ClientDraw(NamedTuple):
 
     g: Array  # (particles, rows, ...) its predictor
     part: Array  # (particles, rows, ...) its part of the sum
-    own: Array  # its term of the bound
-    b: Any = None  # (particles, rank) its coupling statistic
+    term: Array  # its term of the bound
+    b: Array | None = None  # (particles, rank) its coupling statistic
 
 
-# A party's start: a point, a root of the covariance there, its share in the shared noise.
-PartyStart = tuple[Array, Array, Array | None]
+class PartyStart(NamedTuple):
+    """The start of a party's guide: a point, and a covariance there."""
+
+    loc: Array  # (dim,)
+    root: Array  # (dim, dim) of the covariance
+    coupling: Array | None  # (dim, rank) its share in the shared noise
 
 
 class PartyState(NamedTuple):
@@ -164,24 +180,9 @@ class PartyState(NamedTuple):
     frame: Gaussian
 
 
-class SumMessage(NamedTuple):
-    """The sum of all parts and the coupling statistic, or the gradients with respect to both."""
-
-    part: Array  # (particles, rows, ...)
-    b: Any  # (particles, rank), or None
-
-
-class ServerNoise(NamedTuple):
-    """The noise of a round: of the server's latents, of the shared noise, and the round's rows."""
-
-    eps: Array
-    xi: Array | None
-    rows: Array | None
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Parties(ABC):
-    """A vertical model with an algorithm, as pure functions for all parties."""
+class VerticalAlgorithm(ABC):
+    """An algorithm for a vertical model, as pure functions for all parties."""
 
     model: VerticalModel
     rho: float | None  # standard deviation of the auxiliary variables; None for none
@@ -195,8 +196,14 @@ class Parties(ABC):
         return len(self.model.clients)
 
     @property
+    def server_guide(self) -> Guide:
+        """Return the guide of the server's latents; a default one where it is not used."""
+        server = self.model.server
+        return build_resolved(None, resolve(None, server, {}, {}), server)
+
+    @property
     @abstractmethod
-    def rounds(self) -> Round:
+    def round(self) -> Round:
         """Return the round of a run."""
 
     def algorithm(self, server_like: SiloData) -> FederatedAlgorithm[ServerState, ClientState]:
@@ -204,7 +211,7 @@ class Parties(ABC):
         return FederatedAlgorithm(
             lambda key: self.init_server(key, server_like),
             self.init_client,
-            self.rounds,
+            self.round,
             self.shared,
             lambda state: Private(state.params.own.theta, {}),
             done=self.done,
@@ -224,6 +231,14 @@ class Parties(ABC):
         """Return the server's parameters and guide."""
 
     @abstractmethod
+    def private(self, state: ClientState, data: SiloData) -> PartyState:
+        """Return a client's parameters, and its guides or draws."""
+
+    @abstractmethod
+    def in_z(self, party: Shared | PartyState, data: SiloData | None) -> dict[str, Any]:
+        """Return a party's guides in units of its latents; ``data`` is None at the server."""
+
+    @abstractmethod
     def server_draws(self, key: Array, state: ServerState, n: int) -> tuple[Array | None, Array]:
         """Return the shared noise, and ``n`` draws of the server's latents (n, dim)."""
 
@@ -240,20 +255,20 @@ class Parties(ABC):
 
     def init_optim(self, params: ServerParams | ClientParams) -> dict[str, optax.OptState]:
         """Return the optimiser's first state for each field of a party's parameters."""
-        return {part: self.optim.init(value) for part, value in params._asdict().items()}
+        return {name: self.optim.init(value) for name, value in params._asdict().items()}
 
     def first_server(self, params: ServerParams, frame: Gaussian) -> ServerState:
         """Return the server's first state with these parameters."""
         course, zero = convergence.init(params), jnp.zeros(())
         return ServerState(params, self.init_optim(params), course, zero, frame)
 
-    def ascend(self, state: State, part: str, gradient: Any) -> State:
-        """Take one step up the bound on one field of a party's parameters."""
-        before = getattr(state.params, part)
-        after, opt_state = ascend(self.optim, gradient, state.opt_state[part], before)
+    def ascend(self, state: State, name: str, gradient: Params) -> State:
+        """Take one step up the bound on the field ``name`` of a party's parameters."""
+        current = getattr(state.params, name)
+        stepped, opt_state = ascend(self.optim, gradient, state.opt_state[name], current)
         return state._replace(
-            params=state.params._replace(**{part: after}),
-            opt_state={**state.opt_state, part: opt_state},
+            params=state.params._replace(**{name: stepped}),
+            opt_state={**state.opt_state, name: opt_state},
         )
 
     def done(self, state: ServerState) -> Array:
@@ -274,7 +289,7 @@ class Parties(ABC):
         """
 
         def silo(
-            noise: Array, down: Any, state: ClientState, data: SiloData
+            noise: Array, down: Array | None, state: ClientState, data: SiloData
         ) -> tuple[Reply[tuple[()]], Sampled]:
             model, theta, z = self.client_draws(noise, down, state, data, n)
             values = jax.lax.map(lambda z: latents_of(model, theta, z, data), z, batch_size=AT_ONCE)

@@ -1,11 +1,12 @@
-"""The fit of a model whose clients hold columns, and its result."""
+"""The result of a run over clients that hold columns."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -19,22 +20,11 @@ from numpyro_fed.basics.errors import ModelError, positive_int
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.posterior.run import FederatedRun
 from numpyro_fed.posterior.saving import SavedWords, save
-from numpyro_fed.posterior.weighted_draws import (
-    NO_WEIGHTS,
-    WeightedDraws,
-    replace_weightless,
-    unless_interrupted,
-    until_interrupted,
-)
-from numpyro_fed.rounds.exchange import IMPORTANCE
 from numpyro_fed.rounds.keys import exchange_key, server_key
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Site, Theta
 from numpyro_fed.text.vertical import latents_of
-from numpyro_fed.vertical.parties import SAMPLE, PartyState
-from numpyro_fed.vertical.weigh import WeighParties
-from numpyro_fed.weigh.element_errors import ElementErrors, Rounding, moments
-from numpyro_fed.weigh.weights import Weights, systematic_resample
+from numpyro_fed.vertical.parties import SAMPLE, PartyState, VerticalAlgorithm
 
 TOGETHER = (
     "A row's predictor is the sum of what all clients compute on their columns: bring the draws of "
@@ -45,14 +35,14 @@ TOGETHER = (
 def _refusal(what: str, instead: str) -> Callable[..., NoReturn]:
     """Return a method that refuses a question, whatever its arguments are."""
 
-    def refuse(self: object, *args: Any, **kwargs: Any) -> NoReturn:
+    def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
         raise ModelError(f"clients hold columns: {what}. {instead}")
 
     refuse.__doc__ = f"Refuse, since {what}."
     return refuse
 
 
-class ColumnsAfterFit:
+class ColumnsAfterFit(ABC):
     """All that fits of columns answer alike, and the questions of rows that they refuse.
 
     Raises
@@ -61,8 +51,26 @@ class ColumnsAfterFit:
         By each question of rows, whatever its arguments are, with what to do instead.
     """
 
+    @property
+    @abstractmethod
+    def run_behind(self) -> VerticalResult:
+        """Return the run that the posterior rests on."""
+
+    @abstractmethod
+    def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
+        """Draw from the posterior."""
+
+    @abstractmethod
+    def saved_words(self, draws: int) -> SavedWords:
+        """Return the form in which a file keeps the verdict, and so many draws."""
+
+    @property
+    @abstractmethod
+    def _for_arviz(self) -> tuple[float, dict[str, float | str] | None]:
+        """Return how many independent draws it is worth, at most, and attributes for ArviZ."""
+
     def to_arviz(
-        self: Any,
+        self,
         key: Array | None = None,
         num_samples: int = 1_000,
         *,
@@ -85,7 +93,7 @@ class ColumnsAfterFit:
             labels=Labels.of(coords, dims),
         )
 
-    def save(self: Any, path: str | Path, *, draws: int = 0) -> None:
+    def save(self, path: str | Path, *, draws: int = 0) -> None:
         """Write the fit to ``path.npz``: its state and a description, no data and no pickle.
 
         The file is whole or not there: a save that is cut short leaves the one before as it is.
@@ -168,7 +176,7 @@ class VerticalStart(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class VerticalResult(ColumnsAfterFit, FederatedRun):
+class VerticalResult(FederatedRun, ColumnsAfterFit):
     """A vertical fit by variational inference.
 
     Attributes
@@ -191,12 +199,14 @@ class VerticalResult(ColumnsAfterFit, FederatedRun):
     )
     PARTY = "client"
 
-    _for_arviz = math.inf, None  # what its draws are worth, and attributes of theirs
-
     @property
     def run_behind(self) -> VerticalResult:
         """Return the run itself."""
         return self
+
+    @property
+    def _for_arviz(self) -> tuple[float, None]:
+        return math.inf, None
 
     @property
     def num_clients(self) -> int:
@@ -204,9 +214,9 @@ class VerticalResult(ColumnsAfterFit, FederatedRun):
         return self.num_silos
 
     @property
-    def _parties(self) -> Any:
-        """Return the model and the guides of all parties, or their chains."""
-        return self._fit.built.parties
+    def algorithm(self) -> VerticalAlgorithm:
+        """Return the algorithm, with the model of all parties."""
+        return cast(VerticalAlgorithm, self._fit.built.parties)
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -214,27 +224,27 @@ class VerticalResult(ColumnsAfterFit, FederatedRun):
 
         The coordinates are those of all parties: the server's first, then each client's.
         """
-        model = self._parties.model
-        known = model.server.sites if self._silos.elsewhere else model.sites.values()
-        return tuple(s for s in known if s.kind == "latent")
+        model = self.algorithm.model
+        sites = model.server.sites if self._silos.elsewhere else model.sites.values()
+        return tuple(s for s in sites if s.kind == "latent")
 
     @property
     def params(self) -> dict[str, Any]:
         """Return the server's parameters on their supports; its guides as ``"guide"``."""
-        shared, v = self.shared, self._parties
+        shared, v = self.shared, self.algorithm
         guide = v.in_z(shared, None)
         return {**v.model.server.constrain_theta(shared.theta), "guide": guide}
 
     def client_params(self, client: int) -> dict[str, Any]:
         """Return a client's parameters on their supports, and its guides as ``"guide"``."""
-        private, v = self.private(client), self._parties
+        private, v = self.private(client), self.algorithm
         guide = v.in_z(private, self._hosted(client).data[client])
         return {**v.model.clients[client].constrain_theta(private.theta), "guide": guide}
 
     def private(self, client: int) -> PartyState:
         """Return a client's parameters, unconstrained, and its guides."""
         data = self._hosted(client).data[client]
-        return self._parties.private(self._silo_state(client), data)
+        return self.algorithm.private(self._silo_state(client), data)
 
     def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
         """Draw from the fitted posterior.
@@ -293,25 +303,25 @@ class VerticalResult(ColumnsAfterFit, FederatedRun):
 
     def _drawn(self, key: Array, n: int, alone: bool) -> tuple[dict[str, Array], tuple[int, ...]]:
         """Return all draws in this process, and clients at fault; the server may draw alone."""
-        fit, state, ask = self._fit, self.state.server, self._asking(key)
+        ask = self._asking(key)
         positive_int("n", n)
-        exchange, draw = fit.cached((SAMPLE, n), lambda: self._parties.sampling(n))
-        sent, z = draw(server_key(exchange_key(key, 0, 0, 1)), state)
+        exchange, draw = self._fit.cached((SAMPLE, n), lambda: self.algorithm.sampling(n))
+        sent, z = draw(server_key(exchange_key(key, 0, 0, 1)), self.state.server)
         sites = self.sites_at(z, ())
         if alone:
             return sites, ()
         ask(exchange, sent)
         for j in range(len(self._silos.data)):
             values = self._hosted(j).at(j, [stack.values for stack in ask.silos])
-            sites |= self._parties.model.scoped(j, values)
+            sites |= self.algorithm.model.scoped(j, values)
         return sites, ask.unusable
 
     def sites_at(self, z: Array, own: tuple[Array, ...]) -> dict[str, Array]:
         """Return latents on their supports at unconstrained draws ``z``, ``own`` (n, dim)."""
-        model, theta = self._parties.model, self.shared.theta
+        model, theta = self.algorithm.model, self.shared.theta
         # Latents at given draws do not read the sum of the predictors: zeros stand in for it.
         total = jnp.zeros(model.shape, model.dtype)
-        server = model.with_total(self._fit.server_data, total)
+        server = model.with_total(cast(SiloData, self._fit.server_data), total)
         sites = dict(_values(model.server, theta, z, server))
         for j, data in enumerate(self._silos.data if own else ()):
             values = _values(model.clients[j], self.private(j).theta, own[j], data)
@@ -330,111 +340,3 @@ class SOULResult(VerticalResult):
 @partial(jax.jit, static_argnums=0)
 def _values(party: FederatedModel, theta: Theta, z: Array, data: SiloData) -> dict[str, Array]:
     return jax.lax.map(lambda z: latents_of(party, theta, z, data), z, batch_size=64)
-
-
-# Draws in an exchange, as for silos with rows: more make replies larger, fewer more exchanges.
-AT_ONCE = 4_000
-# Numbers in a client's reply, one for each draw and row: 64 MB in single precision. With more rows
-# an exchange has fewer draws, and there are more exchanges.
-NUMBERS = 2**24
-# Numbers (draws x rows) that a party computes side by side, which bounds its memory.
-SIDE_BY_SIDE = 2**20
-
-
-@dataclass(frozen=True, eq=False)
-class VerticalCorrected(ColumnsAfterFit, WeightedDraws[VerticalResult]):
-    """An importance-corrected vertical fit: the posterior of the model as it is written.
-
-    Attributes
-    ----------
-    log_evidence : float
-        Estimate of ``log p(y)``.
-    ess : float
-        Effective number of draws.
-    pareto_k : float
-        Shape of the weights' tail: the smaller the better (:attr:`numpyro_fed.Corrected.reliable`).
-    weights : array (num_draws,)
-        Smoothed weights, which sum to one.
-    result : VerticalResult
-        The fit that was corrected.
-    """
-
-    _z: Array = field(repr=False)  # the server's draws
-    _own: tuple[Array, ...] = field(repr=False)  # the clients'
-
-    @property
-    def _sites(self) -> tuple[Site, ...]:
-        return self.result.sites
-
-    @cached_property
-    def draws(self) -> dict[str, Array]:
-        """Return draws of all latents on their supports, to be weighted by ``weights``."""
-        return self.result.sites_at(self._z, self._own)
-
-    def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
-        """Draw from the corrected posterior: latents of all parties, resampled by their weights."""
-        chosen = systematic_resample(key, self.weights, n)
-        return self.result.sites_at(self._z[chosen], tuple(z[chosen] for z in self._own))
-
-    @property
-    def run_behind(self) -> VerticalResult:
-        """Return the fit that was corrected."""
-        return self.result
-
-    @property
-    def _for_arviz(self) -> tuple[float, dict[str, float | str]]:
-        return self.ess, self.attributes
-
-
-def vertical_correct(
-    key: Array, result: VerticalResult, num_draws: int, accuracy: float
-) -> VerticalCorrected:
-    """Return the correction of a vertical fit: draws of all parties' latents, weighed.
-
-    See :func:`numpyro_fed.importance_correct`.
-    """
-    fit, hosted = result._fit, result._silos
-    v, server_data = result._parties, cast(SiloData, fit.server_data)
-    row_numbers = int(np.prod(v.model.shape))
-    size = max(1, min(num_draws, AT_ONCE, NUMBERS // row_numbers))
-    at_once = max(1, min(size, SIDE_BY_SIDE // row_numbers))
-    weighing: WeighParties = fit.cached((IMPORTANCE, size), lambda: WeighParties(v, size, at_once))
-
-    def exchange(i: int) -> tuple[tuple[Array, Array], list[Any], float]:
-        """Return the server's draws with weights, the clients' draws, and the log evidence."""
-        key_exchange = jax.random.fold_in(key, i)
-        ask = result._asking(key_exchange)
-        key_server = server_key(exchange_key(key_exchange, 0, 0, 1))
-        weighed = weighing.run(ask, key_server, result.state.server, server_data)
-        evidence = float(np.logaddexp.reduce(np.asarray(weighed[1], np.float64)) - np.log(size))
-        if ask.unusable or not np.isfinite(evidence):
-            raise result.unusable(NO_WEIGHTS, ask.unusable)
-        return weighed, [hosted.at(j, ask.silos) for j in range(len(hosted.data))], evidence
-
-    weighed, interrupted = until_interrupted(exchange, -(-num_draws // size))
-    server, own, evidence = zip(*weighed, strict=True)
-    z, log_w = (jnp.concatenate(part) for part in zip(*server, strict=True))
-    log_weights = np.asarray(log_w, np.float64)
-    weights = Weights.of(log_weights)
-    parts = z, *(jnp.concatenate(part) for part in zip(*own, strict=True))
-    z, *own_draws = (replace_weightless(a, weights.values) for a in parts)
-    on_supports = result.sites_at(z, tuple(own_draws))
-    from_guide = np.tile(weighing.parts[1] == 0, len(server))
-    all_draws = np.concatenate([np.asarray(a) for a in (z, *own_draws)], 1)
-    latents = {s.name for s in result.sites}
-    found = moments(all_draws, weights.values, from_guide)
-    corrected = VerticalCorrected(
-        log_evidence=float(np.logaddexp.reduce(evidence) - np.log(len(evidence))),
-        ess=weights.ess,
-        pareto_k=weights.pareto_k,
-        weights=weights.values,
-        result=result,
-        _key=key,
-        _moments=found,
-        _rounding=Rounding.of(all_draws, weights.values, log_weights, found.mean, found.sd),
-        errors=ElementErrors.of(on_supports, latents, weights.values),
-        accuracy=accuracy,
-        _z=z,
-        _own=tuple(own_draws),
-    )
-    return unless_interrupted(corrected, interrupted, num_draws)

@@ -26,7 +26,7 @@ In coordinates in which each party's own curvature is one, the curvature of the 
 
 with ``T_p`` a root of the party's own covariance. Along directions of small curvature, changes of
 one party are compensated by others. They are found by a locally optimal block method (Knyazev
-2001), and a Newton step along them leads on (:meth:`VerticalSearch.spread`):
+2001), and a Newton step along them leads on (:meth:`VerticalSearch.look_along_basis`):
 
 1. every party holds its rows of a random basis, and sends the change of its predictor along each
    basis vector; the server receives the sum over parties;
@@ -45,7 +45,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -65,16 +65,18 @@ from numpyro_fed.rounds.exchange import (
     Round,
     Shared,
     StackedExchange,
+    Visit,
     key_as_noise,
     stacked_visit,
 )
 from numpyro_fed.search.expand import shape
 from numpyro_fed.text.vertical import init_theta
-from numpyro_fed.vertical.algorithm import Vertical
+from numpyro_fed.vertical.algorithm import VFLAlgorithm
 from numpyro_fed.vertical.curvature import (
     Function,
     NoModeError,
     PartyExpansion,
+    Point,
     at_point,
     diagonal_curvature,
     finite,
@@ -109,104 +111,99 @@ QUIET_ROUNDS = 2  # such rounds in a row
 COMPLETE, OTHERWISE = 3, 10
 # Newton steps of the server by itself, and the shares of a step that are tried.
 OWN_STEPS, SHARES = 30, tuple(2.0**-i for i in range(12))
+TRY, TURN, SPREAD = "try", "turn", "spread"  # names of exchanges
+BEGIN_AT_MODE, BEGIN_AT_ZERO = "begin at the mode", "begin at zero"
 
 
-Either = Any  # an array, of NumPy at the server and of JAX at a client
-
-
-class Party(NamedTuple):
-    """A party's state of the search."""
+class SearchState(NamedTuple, Generic[AnyArray]):
+    """A party's state of the search: arrays of NumPy at the server, of JAX at a client."""
 
     theta: dict[str, Any]
     pinned: PinnedLatents
-    z: Either  # the best point so far
-    direction: Either  # with ``last`` it spans the plane of the next step
-    last: Either
-    step: Either  # leads to the point that is tried
-    basis: Either  # (dim, width) its rows of a basis for directions of all parties' latents
-    directions: Either  # the same in the latents' own units
-    anchor: Either  # (dim, rank) the first columns of the first basis
-
-    def moved(self, trial: Trial) -> Party:
-        """Return the party with its own step (dim,) from the best point to the trial point."""
-        plane = trial.ab[0] * self.direction + trial.ab[1] * self.last
-        return self._replace(step=plane + self.directions @ trial.newton)
-
-    def accepted(self) -> Party:
-        """Return the party with the trial point as its best one."""
-        return self._replace(z=self.z + self.step, last=self.step)
+    z: AnyArray  # the best point so far
+    direction: AnyArray  # with ``last`` it spans the plane of the next step
+    last: AnyArray
+    step: AnyArray  # leads to the point that is tried
+    basis: AnyArray  # (dim, width) its rows of a basis for directions of all parties' latents
+    directions: AnyArray  # the same in the latents' own units
+    anchor: AnyArray  # (dim, rank) the first columns of the first basis
 
 
-class Trial(NamedTuple):
+class Trial(NamedTuple, Generic[AnyArray]):
     """The point to try: coordinates in the plane (2,), and a step along the basis (width,)."""
 
-    ab: Either
-    newton: Either
+    ab: AnyArray
+    newton: AnyArray
 
 
-class Tried(NamedTuple):
+def moved(state: SearchState[AnyArray], trial: Trial[AnyArray]) -> SearchState[AnyArray]:
+    """Return the party with its own step (dim,) from the best point to the trial point."""
+    plane = trial.ab[0] * state.direction + trial.ab[1] * state.last
+    return state._replace(step=plane + state.directions @ trial.newton)
+
+
+def accepted(state: SearchState[AnyArray]) -> SearchState[AnyArray]:
+    """Return the party with the trial point as its best one."""
+    return state._replace(z=state.z + state.step, last=state.step)
+
+
+class Tried(NamedTuple, Generic[AnyArray]):
     """A client's message on a trial point: its predictor, and its own log density."""
 
-    predictor: Either
-    own: Either
+    predictor: AnyArray
+    log_p: AnyArray
 
 
-class Slopes(NamedTuple):
+class Slopes(NamedTuple, Generic[AnyArray]):
     """A message of the server: whether the trial was accepted, slope and curvature in the sum.
 
     Where the basis is improved, ``ritz`` has the findings on it (:class:`RitzValues`).
     """
 
-    better: Either
-    slope: Either
-    curvature: Either
+    better: AnyArray  # () bool
+    slope: AnyArray
+    curvature: AnyArray
     ritz: Any = ()
 
 
-class Along(NamedTuple):
+class Along(NamedTuple, Generic[AnyArray]):
     """A client's message on some directions: the two of its plane, or those of its basis."""
 
-    predictor: Either  # (k, rows, ...) the change of its predictor along each
-    slope: Either  # (k,) of its own log density
-    curvature: Either  # (k, k)
+    predictor: AnyArray  # (k, rows, ...) the change of its predictor along each
+    slope: AnyArray  # (k,) of its own log density
+    curvature: AnyArray  # (k, k)
     gram: Any = ()  # (k, k) products of its rows of a basis
     anchor: Any = ()  # (k, rank) those with its rows of the anchor
 
 
-class RitzValues(NamedTuple):
+class RitzValues(NamedTuple, Generic[AnyArray]):
     """The server's findings on the basis, which it sends."""
 
-    looks: Either  # counts exchanges
-    combine: Either  # (width, width) combinations of the basis
-    curvatures: Either  # (width,) along these, smallest first
+    looks: AnyArray  # counts exchanges
+    combine: AnyArray  # (width, width) combinations of the basis
+    curvatures: AnyArray  # (width,) along these, smallest first
     # (width, rows, ...) minus the change of the slope with respect to the sum along each; empty if
     # the basis spans all directions
-    pull: Either
+    pull: AnyArray
 
 
-class ToBegin(NamedTuple):
+class ToBegin(NamedTuple, Generic[AnyArray]):
     """A message of the server at the start of a run."""
 
-    at_best: Slopes
+    at_best: Slopes[AnyArray]
     combine: Any  # (width, rank) makes the shares in the shared noise of the basis
-    tau: Either
+    tau: AnyArray
 
 
-class Point(NamedTuple):
-    """The server's log density at a point of its latents and a sum, with its derivatives."""
-
-    value: Either
-    total: Either
-    slope: Either  # of the log likelihood with respect to the sum, of its shape
-    curvature: Either
-    by_z: Either  # (dim,) slope and (dim, dim) curvature in its own latents
-    by_zz: Either
+ServerSearch: TypeAlias = SearchState[np.ndarray]
+ClientSearch: TypeAlias = SearchState[Array]
+ServerPoint: TypeAlias = Point[np.ndarray]
 
 
-class Spread(NamedTuple):
+class JointCurvature(NamedTuple):
     """The server's findings on the basis, besides those that it sends (``ritz``)."""
 
-    ritz: RitzValues
+    ritz: RitzValues[np.ndarray]
     turned: np.ndarray  # (dim, width) its own rows of the curvature times the directions
     newton: np.ndarray  # (width,) a step along them to try, whose gain is ``gain`` nats
     angles: np.ndarray  # (rank, rank) products of the best directions with the anchor
@@ -217,291 +214,77 @@ class Spread(NamedTuple):
 class VerticalSearch:
     """The search, and the first states of a run, as a plain program of questions to clients."""
 
-    vertical: Vertical  # without a basis (a ``width`` of zero) nothing is searched for
+    vertical: VFLAlgorithm  # without a basis (a width of zero) nothing is searched for
     server_like: SiloData  # shapes of the server's data
-
-    @cached_property
-    def exchanges(self) -> tuple[Exchange[Any, Any, Any], ...]:
-        """Return the exchanges by which a search asks, the last one begins the run."""
-        v, sum_ = self.vertical, self.vertical.model.shape
-        width, rank = v.width, v.rank
-        yes: Any = jax.ShapeDtypeStruct((), bool)
-        number: Any = jax.ShapeDtypeStruct((), jnp.int32)
-        slopes = Slopes(yes, shape(*sum_), shape(*sum_))
-        pull = shape(0 if v.complete else width, *sum_)
-        ritz = RitzValues(number, shape(width, width), shape(width), pull)
-        basis = Along(
-            *(shape(width, *sum_), shape(width), shape(width, width)),
-            *(shape(width, width), shape(width, rank)),
-        )
-
-        def exchange(name: str, silo: Any, *like: Any, **options: Any) -> Exchange[Any, Any, Any]:
-            visit = stacked_visit(silo, little=True)
-            # A point that is too far for a client is a failed step, which the server sees.
-            options = {"lenient": True, "messages": lambda: like, **options}
-            return StackedExchange(name, visit, **options)
-
-        to_begin = ToBegin(slopes, shape(width, rank) if rank and width else None, shape())
-        begin = self.first, to_begin, ()
-        if not width:
-            return (exchange("begin at zero", *begin, lenient=False, silo_noise=key_as_noise),)
-        tried = Tried(shape(*sum_), shape())
-        in_plane = Along(shape(2, *sum_), shape(2), shape(2, 2))
-        return (
-            exchange("try", self.try_point, Trial(shape(2), shape(width)), tried),
-            exchange("turn", self.turn, slopes, in_plane),
-            exchange("spread", self.along_basis, slopes._replace(ritz=ritz), basis),
-            exchange("begin at the mode", *begin, lenient=False, silo_noise=key_as_noise),
-        )
-
-    @cached_property
-    def algorithm(self) -> FederatedAlgorithm[Party, Party]:
-        """Return first states and exchanges, as other parties know them."""
-        v = self.vertical
-        return FederatedAlgorithm(
-            lambda key: self._init(v.server, key, v.zeros_at_server(self.server_like)),
-            lambda key, data: self._init(v.kind(data), key, data),
-            Round(self.exchanges),
-            lambda party: Shared(party.theta, {}, identity(party.z.shape)),
-            lambda party: Private(party.theta, {}),
-            server_like=self.server_like,
-        )
-
-    def _init(self, kind: PartyType, key: Array, data: SiloData) -> Party:
-        v, dim = self.vertical, kind.model.dim
-        key_pin, key_theta, key_basis = jax.random.split(key, 3)
-        theta, pinned = init_theta(kind.model, key_theta, data), kind.pin(key_pin, data)
-        zeros, basis = jnp.zeros(dim), jax.random.normal(key_basis, (dim, v.width))
-        anchor = basis[:, : v.rank]
-        return Party(
-            theta, pinned, pinned.place, zeros, zeros, zeros, basis, jnp.zeros_like(basis), anchor
-        )
-
-    def _functions(self, party: Party, data: SiloData) -> tuple[Function, Function]:
-        """Return a client's predictor, and its own log density, as functions of its latents."""
-        kind = self.vertical.kind(data)
-
-        def density_at(z: Array) -> tuple[Array, Array]:
-            point, log_pinned = kind.below(z, party.pinned)
-            g, own_log_p = self.vertical.model.predict(kind.model, party.theta, point, data)
-            return g, own_log_p + log_pinned
-
-        return lambda z: density_at(z)[0], lambda z: density_at(z)[1]
-
-    def _local(self, party: Party, data: SiloData, at_best: Slopes) -> PartyExpansion:
-        predict, own_log_p = self._functions(party, data)
-        return PartyExpansion.at(predict, own_log_p, party.z, at_best.slope, at_best.curvature)
-
-    def _along(
-        self, party: Party, data: SiloData, local: PartyExpansion, directions: Array
-    ) -> Along:
-        """Return what a client says of some directions (dim, k)."""
-        predict = self._functions(party, data)[0]
-        change = jax.vmap(lambda d: jax.jvp(predict, (party.z,), (d,))[1])(directions.T)
-        curvature = -directions.T @ local.own_hessian @ directions
-        return Along(change, directions.T @ local.own_slope, curvature)
-
-    def try_point(
-        self, noise: object, down: Trial, party: Party, data: SiloData
-    ) -> tuple[Reply[Tried], Party]:
-        party = party.moved(down)
-        tried = Tried(*(f(party.z + party.step) for f in self._functions(party, data)))
-        return Reply(tried, all_finite(tried)), party
-
-    def turn(
-        self, noise: object, down: Slopes, party: Party, data: SiloData
-    ) -> tuple[Reply[Along], Party]:
-        party = where(down.better, party.accepted(), party)
-        local = self._local(party, data, down)
-        party = party._replace(direction=newton_step(local.curvature, local.slope))
-        up = self._along(party, data, local, jnp.stack([party.direction, party.last], 1))
-        return Reply(up, all_finite(up)), party
-
-    def along_basis(
-        self, noise: object, down: Slopes, party: Party, data: SiloData
-    ) -> tuple[Reply[Along], Party]:
-        local = self._local(party, data, down)
-        T = root_of(local.curvature)
-
-        def rows(basis: Array) -> Array:
-            _, vjp = jax.vjp(self._functions(party, data)[0], party.z)
-            pulled = jax.vmap(lambda pull: vjp(pull)[0])(down.ritz.pull)
-            return (pulled @ T).T - T.T @ local.own_hessian @ T @ basis
-
-        basis = self._next_basis(party.basis, down.ritz, rows)
-        party = party._replace(basis=basis, directions=T @ basis)
-        up = self._along(party, data, local, party.directions)
-        up = up._replace(gram=basis.T @ basis, anchor=basis.T @ party.anchor)
-        return Reply(up, all_finite(up)), party
-
-    def _next_basis(
-        self, basis: AnyArray, ritz: RitzValues, rows: Callable[[AnyArray], AnyArray]
-    ) -> AnyArray:
-        """Return a party's rows of the next basis; ``rows`` gives those of ``P`` times a basis."""
-        v, xp = self.vertical, namespace(basis)
-        new = basis @ ritz.combine
-        if not v.complete:
-            half = v.width // 2
-            residual = rows(new) - new * ritz.curvatures
-            new = xp.concatenate([new[:, : v.width - half], residual[:, :half]], 1)
-        return xp.where(ritz.looks == 0, basis, new)
-
-    def first(
-        self, noise: Array, down: ToBegin, party: Party, data: SiloData
-    ) -> tuple[Reply[tuple[()]], ClientState]:
-        root = root_of(self._local(party, data, down.at_best).curvature)
-        start = self._start(party, root, down.combine, down.tau, noise)
-        centre = self._functions(party, data)[0](party.z)
-        after = self.vertical.client_at(noise, data, party.theta, start, centre)
-        return Reply((), all_finite(after)), after
-
-    def _start(
-        self, party: Party, root: Array, combine: Array | None, tau: Array, key: Array
-    ) -> PartyStart:
-        """Return the start of a party's guide."""
-        v, z = self.vertical, jnp.asarray(party.z)
-        if not v.rank:
-            return z, root, None
-        coupling = v.random_coupling(key, len(z)) if combine is None else party.basis @ combine
-        return z, jnp.sqrt(tau) * root, coupling
-
-    def _log_p(self, party: Party, data: SiloData) -> Callable[[Array, Array], Array]:
-        """Return the server's log density, as a function of its latents and the sum."""
-        v = self.vertical
-
-        def density_at(z: Array, total: Array) -> Array:
-            point, log_pinned = v.server.below(z, party.pinned)
-            return sum(v.model.log_server(party.theta, point, total, data), log_pinned)
-
-        return density_at
-
-    @compiled_method(jit_once)
-    def _expand(self, party: Party, total: Array, data: SiloData) -> Point:
-        """Return the log density at a party's best point and a sum."""
-        log_p, z = self._log_p(party, data), party.z
-        value, slope = jax.value_and_grad(log_p, 1)(z, total)
-        curvature = diagonal_curvature(lambda total: log_p(z, total), total)
-        return Point(value, total, slope, curvature, *at_point(lambda z: log_p(z, total), z))
-
-    @compiled_method(jit_once)
-    def _in_plane(
-        self, party: Party, total: Array, up: Along, data: SiloData
-    ) -> tuple[Array, Array]:
-        """Return the best point (2,) of the plane, and its gain."""
-        log_p, plane = self._log_p(party, data), jnp.stack([party.direction, party.last])
-
-        def log_p_at(ab: Array) -> Array:
-            own_log_p = ab @ up.slope - 0.5 * ab @ up.curvature @ ab
-            total_at = total + jnp.tensordot(ab, up.predictor, 1)
-            return log_p(party.z + ab @ plane, total_at) + own_log_p
-
-        return maximise_in_plane(log_p_at)
-
-    @compiled_method(jit_once)
-    def _changes(
-        self, party: Party, total: Array, along: Array, data: SiloData
-    ) -> tuple[Array, Array]:
-        """Return minus the changes of the slopes in latents and in the sum along the basis."""
-        slopes = jax.grad(self._log_p(party, data), (0, 1))
-
-        def change(by_z: Array, by_total: Array) -> tuple[Array, Array]:
-            changed = jax.jvp(slopes, (party.z, total), (by_z, by_total))[1]
-            return jax.tree.map(jnp.negative, changed)
-
-        return jax.vmap(change)(party.directions.T, along)
-
-    @compiled_method(jit_once)
-    def _first_state(
-        self, key: Array, party: Party, root: Array, combine: Array | None, tau: Array
-    ) -> ServerState:
-        """Return the server's first state of a run."""
-        start = self._start(party, root, combine, tau, key)
-        return self.vertical.server_at(key, party.theta, start)
 
     @np.errstate(all="ignore")  # of points that are too far
     def run(
-        self, ask: AskSilos, key: Array, party: Party, data: SiloData
+        self, ask: AskSilos, key: Array, state: ServerSearch, data: SiloData
     ) -> tuple[ServerState, float]:
         """Return the server's first state of a run, and the log density where it begins.
 
         Clients have their first states then. Numbers that are not finite are a NoModeError.
         """
-        v, sum_ = self.vertical, np.zeros(self.vertical.model.shape, jnp.result_type(float))
-        party = jax.tree.map(np.asarray, party)
-        combine: np.ndarray | None = None
-        tau = np.ones(())
-        if v.width:
-            party, best, spread = self.mode(ask, party, data)
+        v, state = self.vertical, jax.tree.map(np.asarray, state)
+        combine, tau = None, np.ones(())
+        if v.basis_width:
+            state, best, joint = self.mode(ask, state, data)
             slopes = Slopes(np.array(True), best.slope, best.curvature)
             if v.rank:
-                curvatures = positive(spread.ritz.curvatures)
-                # A rank of one less than the number of latents is enough: the direction of the
-                # largest eigenvalue has no share in the shared noise, since tau is one over that.
-                if v.complete and v.rank >= v.dim - 1:
-                    tau = np.asarray(1 / curvatures.max())
-                size = np.sqrt(np.maximum(1 / (tau * curvatures) - 1, 0.0))[: v.rank]
-                # The shared noise may be rotated without changing the guide. This rotation brings
-                # V close to the anchor (a Procrustes problem): eigenvectors of nearly equal
-                # eigenvalues depend on rounding, and without it so would the draws.
-                left, _, right = np.linalg.svd(size[:, None] * spread.angles)
-                combine = spread.ritz.combine[:, : v.rank] * size @ (left @ right)
+                combine, tau = self.shared_directions(joint)
         else:
-            # Clients start at zero, and the server at the mode of its own latents for such a sum.
-            best = self._at(party, sum_, data)
-            for _ in range(OWN_STEPS if len(party.z) else 0):
-                move, value = newton_step(best.by_zz, best.by_z), best.value
-                for share in SHARES:
-                    trial = party._replace(z=party.z + share * move)
-                    found = self._at(trial, sum_, data)
-                    if found.value > value:
-                        party, best = trial, found
-                        break
-                else:
-                    break
-            slopes = Slopes(np.array(True), sum_, np.full_like(sum_, (v.rho or np.inf) ** -2))
-        ask(self.exchanges[-1], real(ToBegin(slopes, combine, tau)))
+            # Clients start at zero, with the curvature that follows from their noise.
+            state, best = self.own_mode(state, data)
+            total = best.total
+            slopes = Slopes(np.array(True), total, np.full_like(total, (v.rho or np.inf) ** -2))
+        *_, begin = self.exchanges.values()
+        ask(begin, real(ToBegin(slopes, combine, tau)))
         root = root_of(best.by_zz)
-        server = self._first_state(key, real(party), real(root), real(combine), real(tau))
+        server = self._first_state(key, real(state), real(root), real(combine), real(tau))
         if not finite(server):
             raise NoModeError
         return server, float(best.value)
 
-    def mode(self, ask: AskSilos, party: Party, data: SiloData) -> tuple[Party, Point, Spread]:
+    def mode(
+        self, ask: AskSilos, state: ServerSearch, data: SiloData
+    ) -> tuple[ServerSearch, ServerPoint, JointCurvature]:
         """Return the server's state and its log density at the mode, and the curvature there."""
-        v, width = self.vertical, self.vertical.width
-        pull = np.zeros((0 if v.complete else width, *v.model.shape))
-        ritz = RitzValues(np.zeros((), np.int32), np.eye(width), np.ones(width), pull)
-        spread = Spread(ritz, np.zeros_like(party.basis), np.zeros(width), np.eye(v.rank), np.inf)
-        party, best = self.climb(ask, party, None, spread.newton, data)
+        v, width = self.vertical, self.vertical.basis_width
+        pull = np.zeros((0 if self.is_complete else width, *v.model.shape))
+        number: np.ndarray = np.zeros((), np.int32)
+        ritz = RitzValues(number, np.eye(width), np.ones(width), pull)
+        newton, turned = np.zeros(width), np.zeros_like(state.basis)
+        joint = JointCurvature(ritz, turned, newton, np.eye(v.rank), np.inf)
+        state, best = self.climb(ask, state, None, joint.newton, data)
         for cycle in range(MAX_CYCLES):
             if cycle:
-                party, best = self.climb(ask, party, best, spread.newton, data)
+                state, best = self.climb(ask, state, best, joint.newton, data)
             # The first estimate of the curvature begins at nothing and takes several exchanges;
             # later ones begin at the last one.
-            for _ in range(1 if cycle else COMPLETE if v.complete else OTHERWISE):
-                party, spread = self.spread(ask, party, best, spread, data)
+            for _ in range(1 if cycle else COMPLETE if self.is_complete else OTHERWISE):
+                state, joint = self.look_along_basis(ask, state, best, joint, data)
             # Steps that each party preconditions by itself are slow along ridges on which parties
             # compensate for each other. The Newton step of all parties shows how far the mode is.
-            if spread.gain <= LITTLE_GAIN:
+            if joint.gain <= LITTLE_GAIN:
                 break
-        return party, best, spread
+        return state, best, joint
 
     def climb(
         self,
         ask: AskSilos,
-        party: Party,
-        best: Point | None,
+        state: ServerSearch,
+        best: ServerPoint | None,
         newton: np.ndarray,
         data: SiloData,
-    ) -> tuple[Party, Point]:
+    ) -> tuple[ServerSearch, ServerPoint]:
         """Return the server's state where conjugate gradients end, from a step along the basis."""
         ab, quiet, rounds = np.zeros(2), 0, 0
         while best is None or (rounds < MAX_ROUNDS and quiet < QUIET_ROUNDS):
             trial, rounds = Trial(ab, newton), rounds + 1
-            tried: Tried = ask(self.exchanges[0], real(trial))
-            party = party.moved(trial)
-            found = self._at(party.accepted(), tried.predictor, data)
-            found = found._replace(value=found.value + tried.own)
+            tried: Tried[np.ndarray] = ask(self.exchanges[TRY], real(trial))
+            state = moved(state, trial)
+            found = self._at(accepted(state), tried.predictor, data)
+            found = found._replace(value=found.value + tried.log_p)
             better = finite(found)
             if best is None and not better:
                 raise NoModeError
@@ -509,11 +292,11 @@ class VerticalSearch:
                 rounding = 1e-6 * abs(best.value) if quiet else 0.0
                 better = better and bool(found.value >= best.value - rounding)
             if best is None or better:
-                party, best = party.accepted(), found
+                state, best = accepted(state), found
             slopes = Slopes(np.array(better), best.slope, best.curvature)
-            along: Along = ask(self.exchanges[1], slopes)
-            party = party._replace(direction=newton_step(best.by_zz, best.by_z))
-            in_plane = self._in_plane(real(party), real(best.total), real(along), data)
+            along: Along[np.ndarray] = ask(self.exchanges[TURN], slopes)
+            state = state._replace(direction=newton_step(best.by_zz, best.by_z))
+            in_plane = self._in_plane(real(state), real(best.total), real(along), data)
             at_best, gain = jax.tree.map(np.asarray, in_plane)
             # After a step that was rejected, a quarter of it is tried: the quadratic model of the
             # plane was wrong there, and would give the same point again.
@@ -522,32 +305,292 @@ class VerticalSearch:
             quiet = quiet + 1 if no_gain else 0
             if not np.isfinite(ab).all():
                 raise NoModeError
-        return party, best
+        return state, best
 
-    def spread(
-        self, ask: AskSilos, party: Party, best: Point, before: Spread, data: SiloData
-    ) -> tuple[Party, Spread]:
-        """Return the server's state and its findings after a look along the basis."""
-        ritz, T = before.ritz, root_of(best.by_zz)
+    def look_along_basis(
+        self,
+        ask: AskSilos,
+        state: ServerSearch,
+        best: ServerPoint,
+        last: JointCurvature,
+        data: SiloData,
+    ) -> tuple[ServerSearch, JointCurvature]:
+        """Return the server's state, and the curvature along the next basis."""
+        ritz, T = last.ritz, root_of(best.by_zz)
         slopes = Slopes(np.array(True), best.slope, best.curvature, ritz)
-        up: Along = ask(self.exchanges[2], real(slopes))
-        basis = self._next_basis(party.basis, ritz, lambda new: before.turned)
-        directions = T @ basis
-        party = party._replace(basis=basis, directions=directions)
-        changes = self._changes(real(party), real(best.total), real(up.predictor), data)
+        up: Along[np.ndarray] = ask(self.exchanges[SPREAD], real(slopes))
+        basis = self._next_basis(state.basis, ritz, lambda new: last.turned)
+        state = state._replace(basis=basis, directions=T @ basis)
+        changes = self._changes(real(state), real(best.total), real(up.predictor), data)
         change_z, change_total = jax.tree.map(np.asarray, changes)
-        curvature = (change_z @ directions).T + up.curvature + products(up.predictor, change_total)
-        slope = directions.T @ best.by_z + up.slope + products(up.predictor, best.slope[None])[:, 0]
+        curvature = (
+            (change_z @ state.directions).T + up.curvature + products(up.predictor, change_total)
+        )
+        slope = (
+            state.directions.T @ best.by_z
+            + up.slope
+            + products(up.predictor, best.slope[None])[:, 0]
+        )
         combine, curvatures = ritz_vectors(up.gram + basis.T @ basis, curvature)
         along = combine.T @ slope
         newton = along / positive(curvatures)
         pull = np.tensordot(combine.T[: len(ritz.pull)], change_total, 1)
-        after = RitzValues(ritz.looks + np.int32(1), combine, curvatures, pull)
-        if not finite(after):
+        found = RitzValues(ritz.looks + np.int32(1), combine, curvatures, pull)
+        if not finite(found):
             raise NoModeError
-        angles = (combine.T @ (basis.T @ party.anchor + up.anchor))[: self.vertical.rank]
+        angles = (combine.T @ (basis.T @ state.anchor + up.anchor))[: self.vertical.rank]
         turned, gain = T.T @ change_z.T @ combine, float(0.5 * along @ newton)
-        return party, Spread(after, turned, combine @ newton, angles, gain)
+        return state, JointCurvature(found, turned, combine @ newton, angles, gain)
 
-    def _at(self, party: Party, total: Either, data: SiloData) -> Point:
-        return jax.tree.map(np.asarray, self._expand(real(party), real(total), data))
+    def shared_directions(self, joint: JointCurvature) -> tuple[np.ndarray, np.ndarray]:
+        """Return the combinations of the basis that make shares in the shared noise, and tau."""
+        v, curvatures, tau = self.vertical, positive(joint.ritz.curvatures), np.ones(())
+        # A rank of one less than the number of latents is enough: the direction of the largest
+        # eigenvalue has no share in the shared noise, since tau is one over that.
+        if self.is_complete and v.rank >= v.dim - 1:
+            tau = np.asarray(1 / curvatures.max())
+        size = np.sqrt(np.maximum(1 / (tau * curvatures) - 1, 0.0))[: v.rank]
+        # The shared noise may be rotated without changing the guide. This rotation brings V close
+        # to the anchor (a Procrustes problem): eigenvectors of nearly equal eigenvalues depend on
+        # rounding, and without it so would the draws.
+        left, _, right = np.linalg.svd(size[:, None] * joint.angles)
+        return joint.ritz.combine[:, : v.rank] * size @ (left @ right), tau
+
+    def own_mode(self, state: ServerSearch, data: SiloData) -> tuple[ServerSearch, ServerPoint]:
+        """Return the server's state at the mode of its own latents, for a sum of zero."""
+        total = np.zeros(self.vertical.model.shape, jnp.result_type(float))
+        best = self._at(state, total, data)
+        for _ in range(OWN_STEPS if len(state.z) else 0):
+            move = newton_step(best.by_zz, best.by_z)
+            for share in SHARES:
+                trial = state._replace(z=state.z + share * move)
+                found = self._at(trial, total, data)
+                if found.value > best.value:
+                    state, best = trial, found
+                    break
+            else:
+                break
+        return state, best
+
+    @cached_property
+    def algorithm(self) -> FederatedAlgorithm[ClientSearch, ClientSearch]:
+        """Return first states and exchanges, as other parties know them."""
+        v = self.vertical
+        return FederatedAlgorithm(
+            lambda key: self._init(v.server, key, v.zeros_at_server(self.server_like)),
+            lambda key, data: self._init(v.type_of(data), key, data),
+            Round(tuple(self.exchanges.values())),
+            lambda state: Shared(state.theta, {}, identity(state.z.shape)),
+            lambda state: Private(state.theta, {}),
+            server_like=self.server_like,
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the basis spans all directions."""
+        return self.vertical.basis_width > self.vertical.dim
+
+    @cached_property
+    def exchanges(self) -> dict[str, Exchange[Any, Any, Any]]:
+        """Return the exchanges by name, the last one begins the run."""
+        v, total = self.vertical, shape(*self.vertical.model.shape)
+        width, rank = v.basis_width, v.rank
+        yes: Any = jax.ShapeDtypeStruct((), bool)
+        number: Any = jax.ShapeDtypeStruct((), jnp.int32)
+        slopes = Slopes(yes, total, total)
+        to_begin = ToBegin(slopes, shape(width, rank) if rank and width else None, shape())
+        begin = StackedExchange(
+            BEGIN_AT_MODE if width else BEGIN_AT_ZERO,
+            stacked_visit(self.first, little=True),
+            silo_noise=key_as_noise,
+            messages=lambda: (to_begin, ()),
+        )
+        if not width:
+            return {begin.name: begin}
+
+        def along(k: int) -> Along[Array]:
+            return Along(shape(k, *v.model.shape), shape(k), shape(k, k))
+
+        in_plane = along(2)
+        in_basis = along(width)._replace(gram=shape(width, width), anchor=shape(width, rank))
+        pull = shape(0 if self.is_complete else width, *v.model.shape)
+        ritz = RitzValues(number, shape(width, width), shape(width), pull)
+
+        def asking(name: str, silo: Visit[Any, Any, Any], *like: object) -> Exchange[Any, Any, Any]:
+            # A point that is too far for a client is a failed step, which the server sees.
+            visit = stacked_visit(silo, little=True)
+            return StackedExchange(name, visit, lenient=True, messages=lambda: (like[0], like[1]))
+
+        trial, tried = Trial(shape(2), shape(width)), Tried(total, shape())
+        asked = (
+            asking(TRY, self.try_point, trial, tried),
+            asking(TURN, self.turn, slopes, in_plane),
+            asking(SPREAD, self.along_basis, slopes._replace(ritz=ritz), in_basis),
+            begin,
+        )
+        return {exchange.name: exchange for exchange in asked}
+
+    def _init(self, party: PartyType, key: Array, data: SiloData) -> ClientSearch:
+        v, dim = self.vertical, party.model.dim
+        key_pin, key_theta, key_basis = jax.random.split(key, 3)
+        pinned = party.pin(key_pin, data)
+        zeros, basis = jnp.zeros(dim), jax.random.normal(key_basis, (dim, v.basis_width))
+        return SearchState(
+            theta=init_theta(party.model, key_theta, data),
+            pinned=pinned,
+            z=pinned.value,
+            direction=zeros,
+            last=zeros,
+            step=zeros,
+            basis=basis,
+            directions=jnp.zeros_like(basis),
+            anchor=basis[:, : v.rank],
+        )
+
+    def try_point(
+        self, noise: object, down: Trial[Array], state: ClientSearch, data: SiloData
+    ) -> tuple[Reply[Tried[Array]], ClientSearch]:
+        """Send a client's predictor and log density at the trial point."""
+        state = moved(state, down)
+        tried = Tried(*(f(state.z + state.step) for f in self._functions(state, data)))
+        return Reply(tried, all_finite(tried)), state
+
+    def turn(
+        self, noise: object, down: Slopes[Array], state: ClientSearch, data: SiloData
+    ) -> tuple[Reply[Along[Array]], ClientSearch]:
+        """Take the next direction at a client, and send the changes in the plane."""
+        state = where(down.better, accepted(state), state)
+        local = self._local(state, data, down)
+        state = state._replace(direction=newton_step(local.curvature, local.slope))
+        up = self._along(state, data, local, jnp.stack([state.direction, state.last], 1))
+        return Reply(up, all_finite(up)), state
+
+    def along_basis(
+        self, noise: object, down: Slopes[Array], state: ClientSearch, data: SiloData
+    ) -> tuple[Reply[Along[Array]], ClientSearch]:
+        """Take a client's rows of the next basis, and send the changes along it."""
+        local = self._local(state, data, down)
+        T = root_of(local.curvature)
+
+        def rows(basis: Array) -> Array:
+            _, vjp = jax.vjp(self._functions(state, data)[0], state.z)
+            pulled = jax.vmap(lambda pull: vjp(pull)[0])(down.ritz.pull)
+            return (pulled @ T).T - T.T @ local.own_hessian @ T @ basis
+
+        basis = self._next_basis(state.basis, down.ritz, rows)
+        after = state._replace(basis=basis, directions=T @ basis)
+        up = self._along(after, data, local, after.directions)
+        up = up._replace(gram=basis.T @ basis, anchor=basis.T @ after.anchor)
+        return Reply(up, all_finite(up)), after
+
+    def first(
+        self, noise: Array, down: ToBegin[Array], state: ClientSearch, data: SiloData
+    ) -> tuple[Reply[tuple[()]], ClientState]:
+        """Take a client's first state of a run."""
+        root = root_of(self._local(state, data, down.at_best).curvature)
+        start = self._start(state, root, down.combine, down.tau, noise)
+        centre = self._functions(state, data)[0](state.z)
+        after = self.vertical.client_at(noise, data, state.theta, start, centre)
+        return Reply((), all_finite(after)), after
+
+    def _next_basis(
+        self, basis: AnyArray, ritz: RitzValues[AnyArray], rows: Callable[[AnyArray], AnyArray]
+    ) -> AnyArray:
+        """Return a party's rows of the next basis; ``rows`` gives those of ``P`` times a basis."""
+        width, xp = self.vertical.basis_width, namespace(basis)
+        new = basis @ ritz.combine
+        if not self.is_complete:
+            half = width // 2
+            residual = rows(new) - new * ritz.curvatures
+            new = xp.concatenate([new[:, : width - half], residual[:, :half]], 1)
+        return xp.where(ritz.looks == 0, basis, new)
+
+    def _functions(self, state: ClientSearch, data: SiloData) -> tuple[Function, Function]:
+        """Return a client's predictor, and its own log density, as functions of its latents."""
+        party = self.vertical.type_of(data)
+
+        def density_at(z: Array) -> tuple[Array, Array]:
+            point, log_pinned = party.at_pinned(z, state.pinned)
+            g, own_log_p = self.vertical.model.predict(party.model, state.theta, point, data)
+            return g, own_log_p + log_pinned
+
+        return lambda z: density_at(z)[0], lambda z: density_at(z)[1]
+
+    def _local(self, state: ClientSearch, data: SiloData, at_best: Slopes[Array]) -> PartyExpansion:
+        predict, own_log_p = self._functions(state, data)
+        return PartyExpansion.at(predict, own_log_p, state.z, at_best.slope, at_best.curvature)
+
+    def _along(
+        self, state: ClientSearch, data: SiloData, local: PartyExpansion, directions: Array
+    ) -> Along[Array]:
+        """Return what a client says of some directions (dim, k)."""
+        predict = self._functions(state, data)[0]
+        change = jax.vmap(lambda d: jax.jvp(predict, (state.z,), (d,))[1])(directions.T)
+        curvature = -directions.T @ local.own_hessian @ directions
+        return Along(change, directions.T @ local.own_slope, curvature)
+
+    def _start(
+        self, state: ClientSearch, root: Array, combine: Array | None, tau: Array, key: Array
+    ) -> PartyStart:
+        """Return the start of a party's guide."""
+        v, z = self.vertical, jnp.asarray(state.z)
+        if not v.rank:
+            return PartyStart(z, root, None)
+        coupling = v.random_coupling(key, len(z)) if combine is None else state.basis @ combine
+        return PartyStart(z, jnp.sqrt(tau) * root, coupling)
+
+    def _log_p(self, state: ClientSearch, data: SiloData) -> Callable[[Array, Array], Array]:
+        """Return the server's log density, as a function of its latents and the sum."""
+        v = self.vertical
+
+        def density_at(z: Array, total: Array) -> Array:
+            point, log_pinned = v.server.at_pinned(z, state.pinned)
+            return sum(v.model.log_server(state.theta, point, total, data), log_pinned)
+
+        return density_at
+
+    def _at(self, state: ServerSearch, total: np.ndarray, data: SiloData) -> ServerPoint:
+        return jax.tree.map(np.asarray, self._expand(real(state), real(total), data))
+
+    @compiled_method(jit_once)
+    def _expand(self, state: ClientSearch, total: Array, data: SiloData) -> Point[Array]:
+        """Return the log density at the server's best point and a sum."""
+        log_p, z = self._log_p(state, data), state.z
+        value, slope = jax.value_and_grad(log_p, 1)(z, total)
+        curvature = diagonal_curvature(lambda total: log_p(z, total), total)
+        return Point(value, total, slope, curvature, *at_point(lambda z: log_p(z, total), z))
+
+    @compiled_method(jit_once)
+    def _in_plane(
+        self, state: ClientSearch, total: Array, up: Along[Array], data: SiloData
+    ) -> tuple[Array, Array]:
+        """Return the best point (2,) of the plane, and its gain."""
+        log_p, plane = self._log_p(state, data), jnp.stack([state.direction, state.last])
+
+        def log_p_at(ab: Array) -> Array:
+            own_log_p = ab @ up.slope - 0.5 * ab @ up.curvature @ ab
+            total_at = total + jnp.tensordot(ab, up.predictor, 1)
+            return log_p(state.z + ab @ plane, total_at) + own_log_p
+
+        return maximise_in_plane(log_p_at)
+
+    @compiled_method(jit_once)
+    def _changes(
+        self, state: ClientSearch, total: Array, along: Array, data: SiloData
+    ) -> tuple[Array, Array]:
+        """Return minus the changes of the slopes in latents and in the sum along the basis."""
+        slopes = jax.grad(self._log_p(state, data), (0, 1))
+
+        def change(by_z: Array, by_total: Array) -> tuple[Array, Array]:
+            changed = jax.jvp(slopes, (state.z, total), (by_z, by_total))[1]
+            return jax.tree.map(jnp.negative, changed)
+
+        return jax.vmap(change)(state.directions.T, along)
+
+    @compiled_method(jit_once)
+    def _first_state(
+        self, key: Array, state: ClientSearch, root: Array, combine: Array | None, tau: Array
+    ) -> ServerState:
+        """Return the server's first state of a run."""
+        start = self._start(state, root, combine, tau, key)
+        return self.vertical.server_at(key, state.theta, start)

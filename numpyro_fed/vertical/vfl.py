@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import jax.numpy as jnp
 import optax
@@ -15,7 +15,7 @@ from numpyro.infer.autoguide import AutoGuide
 from numpyro_fed.basics.errors import GuideError, StartWarning, positive_int
 from numpyro_fed.data.silo_data import SiloData, signature
 from numpyro_fed.guides.local_guides import Amortised
-from numpyro_fed.guides.structured import Structured, resolve
+from numpyro_fed.guides.structured import Spec, Structured, resolve
 from numpyro_fed.posterior.built import Built
 from numpyro_fed.rounds.exchange import IMPORTANCE, ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.search.newton import SEARCHED_UP_TO
@@ -23,13 +23,13 @@ from numpyro_fed.sfvi.method import default_optimiser
 from numpyro_fed.text.clients import positive_rho
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.vertical import VerticalSplit, check_batches, hyperparameter_mask
-from numpyro_fed.vertical.algorithm import Vertical
+from numpyro_fed.vertical.algorithm import VFLAlgorithm
 from numpyro_fed.vertical.auxiliary_guide import auxiliary_guide
+from numpyro_fed.vertical.correction import WeighParties
 from numpyro_fed.vertical.method import VerticalMethod
 from numpyro_fed.vertical.parties import PartyType
-from numpyro_fed.vertical.result import SOULResult, VerticalResult
-from numpyro_fed.vertical.soul import Soul
-from numpyro_fed.vertical.weigh import WeighParties
+from numpyro_fed.vertical.result import VerticalResult
+from numpyro_fed.vertical.search import VerticalSearch
 
 # Rows up to which each auxiliary variable has a normal of its own by default. Above, an amortised
 # guide has fewer parameters, but its messages tell more of the columns (docs/results/vertical.md).
@@ -43,7 +43,7 @@ SPARE = 5  # columns of a basis beyond all directions: square random ones may be
 
 
 @dataclass(frozen=True)
-class VFL(VerticalMethod[VerticalResult]):
+class VFL(VerticalMethod[VerticalResult, VFLAlgorithm]):
     r"""Structured federated variational inference for vertical models.
 
     Each client holds some columns of every row and the parameters that belong to them; the server
@@ -184,34 +184,34 @@ class VFL(VerticalMethod[VerticalResult]):
     def hides_by_noise(self) -> bool:
         return self.rho is not None
 
-    def parties(self, roles: VerticalSplit) -> Vertical:
-        model = roles.model
+    def algorithm_for(self, parts: VerticalSplit) -> VFLAlgorithm:
+        model = parts.model
         if self.batch_size is not None:
-            check_batches(roles, self.batch_size)
+            check_batches(parts, self.batch_size)
 
-        def party_type(spec: Any, party: FederatedModel, data: SiloData) -> PartyType:
-            return PartyType(party, resolve(spec, party, {}, {}), hyperparameter_mask(party, data))
+        def party_type(spec: Spec | None, party: FederatedModel, data: SiloData) -> PartyType:
+            config = resolve(spec, party, {}, {})
+            return PartyType(party, spec, config, hyperparameter_mask(party, data))
 
-        pairs = zip(model.clients, roles.clients, strict=True)
-        # The response's numbers for each row, which clients give to their guides if they know it.
-        known = sum(
-            int(roles.server.arrays[n].size / model.rows) if self.share_response else 0
-            for n in model.response
-        )
-        start = self._start(roles)
-        at_zero = model.with_total(roles.server, jnp.zeros(model.shape, model.dtype))
+        pairs = zip(model.clients, parts.clients, strict=True)
+        start, at_zero = self._start(parts), jnp.zeros(model.shape, model.dtype)
         auxiliary = None
         if self.rho is not None:
+            # Numbers of the response for each row, which clients that know it give to their guides.
+            of_response = [int(parts.server.arrays[n].size / model.rows) for n in model.response]
+            num_responses = sum(of_response) if self.share_response else 0
             spec = self._auxiliary(model.rows)
-            auxiliary = auxiliary_guide(spec, model.shape, self.rho, known)
-        vertical = Vertical(
+            auxiliary = auxiliary_guide(spec, model.shape, self.rho, num_responses)
+        v = VFLAlgorithm(
             model=model,
             power=self.likelihood == "power",
-            server=party_type(self.server_guide, model.server, at_zero),
+            server=party_type(
+                self.server_guide, model.server, model.with_total(parts.server, at_zero)
+            ),
             # Clients of equal shapes share one program, and one guide up to its parameters.
-            kinds={signature(data): party_type(self.guide, party, data) for party, data in pairs},
-            spec=self.guide,
-            server_spec=self.server_guide,
+            client_types={
+                signature(data): party_type(self.guide, party, data) for party, data in pairs
+            },
             rho=self.rho,
             auxiliary=auxiliary,
             optim=self.optim or default_optimiser(),
@@ -220,42 +220,44 @@ class VFL(VerticalMethod[VerticalResult]):
             from_start=start is not None,
             local_steps=self.local_steps,
         )
-        rank = self._rank(vertical, start)
+        rank = self._rank(v, start)
+        if start != "mode":
+            return replace(v, rank=rank)
+        # A basis for all directions or of twice the rank.
         max_width = max(MAX_JACOBIAN // math.prod(model.shape), 1)
-        # A basis for all directions or of twice the rank, if there is to be a search.
-        width = min(vertical.dim + SPARE, 2 * max(rank, MAX_RANK), max_width)
-        width = width if start == "mode" else 0
-        return replace(vertical, rank=min(rank, width) if width else rank, width=width)
+        width = min(v.dim + SPARE, 2 * max(rank, MAX_RANK), max_width)
+        return replace(v, rank=min(rank, width), basis_width=width)
 
-    def settings_of(self, v: Vertical) -> dict[str, Any]:
-        guides = [v.server.resolved, *(kind.resolved for kind in v.kinds.values())]
+    def settings_of(self, v: VFLAlgorithm) -> dict[str, Any]:
         names = "rho", "likelihood", "num_particles", "batch_size", "local_steps"
         return {
             **{name: getattr(self, name) for name in names},
             "auxiliary": None if self.rho is None else repr(self._auxiliary(v.model.rows)),
             "from_start": v.from_start,
             "rank": v.rank,
-            "guides": json.loads(json.dumps(guides)),
+            "guides": json.loads(json.dumps([party.guide_config for party in v.all_types])),
         }
+
+    def search_for(self, v: VFLAlgorithm, server_like: SiloData) -> VerticalSearch | None:
+        return VerticalSearch(v, server_like) if v.from_start else None
 
     def round_of(
         self, built: Built, asked: ExchangeId
     ) -> tuple[Round, FederatedAlgorithm[Any, Any]]:
-        if asked.name == IMPORTANCE:
-            question = WeighParties(cast(Vertical, built.parties), **asked.read_settings()).exchange
-            return Round((question,)), built.algorithm
-        return super().round_of(built, asked)
+        if asked.name != IMPORTANCE:
+            return super().round_of(built, asked)
+        weighing = WeighParties(cast(VFLAlgorithm, built.parties), **asked.read_settings())
+        return Round((weighing.exchange,)), built.algorithm
 
     def sends_unhidden(self, name: str) -> bool:
         """Return whether an exchange is the correction, which sends predictors without noise."""
         return self.hides_by_noise and name == IMPORTANCE
 
-    def _rank(self, v: Vertical, start: str | None) -> int:
+    def _rank(self, v: VFLAlgorithm, start: str | None) -> int:
         """Return the resolved rank of the noise that all parties share."""
-        guides = [v.guide(kind).globals for kind in (v.server, *v.kinds.values())]
         # With latents at one party alone there is nothing to share.
         has_several = sum(party.dim > 0 for party in v.model.parties) > 1
-        can_share = all(guide.has_standard_noise for guide in guides)
+        can_share = all(party.guide.has_standard_noise for party in v.all_types)
         if self.rank == "auto":
             shares = can_share and has_several and start == "mode" and v.rho is None
             return min(v.dim - 1, MAX_RANK) if shares else 0
@@ -267,19 +269,19 @@ class VFL(VerticalMethod[VerticalResult]):
             )
         return min(int(self.rank), v.dim - 1) if has_several else 0
 
-    def _start(self, roles: VerticalSplit) -> str | None:
+    def _start(self, parts: VerticalSplit) -> str | None:
         """Return the resolved ``start``: the first one that is possible for the model."""
-        kind = self.start
-        if kind == "auto":
-            kind = "mode" if self.rho is None else "own"
-        model = roles.model
+        model, without_mode = parts.model, None if self.rho is None else "own"
+        start = self.start
+        if start == "auto":
+            start = without_mode or "mode"
         # A search for the mode is not possible with parameters without a prior.
-        if kind == "mode" and any(party.named("param") for party in model.parties):
-            kind = None if self.rho is None else "own"
+        if start == "mode" and any(party.named("param") for party in model.parties):
+            start = without_mode
         # Each party's curvature can be computed of some latents, and not of too many.
         largest = max(party.dim for party in model.parties)
-        few = 0 < largest <= SEARCHED_UP_TO and largest * math.prod(model.shape) <= MAX_JACOBIAN
-        start = kind if few else None
+        if not 0 < largest <= SEARCHED_UP_TO or largest * math.prod(model.shape) > MAX_JACOBIAN:
+            start = None
         if self.start in ("mode", "own") and start != self.start:
             warnings.warn(
                 f"start={self.start!r} is not possible for this model (see numpyro_fed.VFL): the "
@@ -294,107 +296,3 @@ class VFL(VerticalMethod[VerticalResult]):
             return self.auxiliary
         many_rows = self.batch_size is not None or rows > MEAN_FIELD_UP_TO
         return "amortised" if many_rows and self.local_steps == 1 else "mean_field"
-
-
-@dataclass(frozen=True)
-class SOUL(VerticalMethod[SOULResult]):
-    r"""Langevin draws of clients' latents, with auxiliary variables at their mode (SOUL).
-
-    .. math::
-        \hat z = \arg\max_z \log p(y, z), \qquad
-        \theta_j \sim p(\theta_j \mid \hat z, y)
-
-    for the augmented model, or with ``likelihood="power"`` the other one
-    (:class:`~numpyro_fed.VFL`). The server's latents and parameters are at their mode, too. Since
-    ``z`` is fixed, posteriors are narrower than those of the model: given ``z``, a linear predictor
-    with ``n`` rows has a variance of the order of :math:`\rho^2 / n`, whatever the response says.
-
-    A client sends its mode :math:`\hat z_j` without added noise: it is the predictor at the
-    client's draws, moved by up to some :math:`\rho` towards the response. The draws are made with a
-    key that only the client knows. Do not count on ``rho`` to hide a predictor here.
-
-    Parameters
-    ----------
-    model : callable
-        A NumPyro model with one :func:`~numpyro_fed.client_sum`.
-    rho : float
-        Standard deviation of the auxiliary variables, in the units of the predictor.
-    likelihood : {"augmented", "power"}
-    share_response : bool
-        Whether clients know the response and what else the server holds.
-    optim : optax.GradientTransformation, optional
-        The optimiser of auxiliary variables, in units of ``rho``, and of the server. By default
-        Adam whose step decays from 0.03.
-    num_steps : int
-        Langevin steps of each client in a round.
-    step_size : float
-        The size of a Langevin step, in coordinates in which a client's curvature under ``rho`` is
-        one. Variances come out too large by half of it.
-    num_kept : int
-        The number of draws that a client keeps, the last ones, one of each round.
-
-    References
-    ----------
-    Hassan, Sutton, Mira, Mengersen (2024), arXiv 2405.04043, Appendix A; De Bortoli, Durmus,
-    Pereyra, Vidal (2021), Statistics and Computing 31. Unlike there, the server sees sums over
-    clients instead of each client's part.
-
-    Examples
-    --------
-    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
-    >>> import numpyro_fed as nf
-    >>> def predictor(x):
-    ...     beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
-    ...     return x @ beta
-    >>> def model(xs, y=None):
-    ...     eta = nf.client_sum("client", predictor, xs)
-    ...     with numpyro.plate("row", eta.shape[0]):
-    ...         numpyro.sample("y", dist.Normal(eta, 1), obs=y)
-    >>> rng = np.random.default_rng(0)
-    >>> xs = [rng.normal(size=(200, 1)), rng.normal(size=(200, 2))]
-    >>> y = 2 * xs[0][:, 0] + rng.normal(size=200)
-    >>> result = nf.SOUL(model, rho=1.0).run(jax.random.key(0), 1_000, xs, y, progress_bar=False)
-    >>> draws = result.sample_posterior(jax.random.key(1), 500)
-    >>> bool(abs(draws["client_0/beta"].mean() - 2) < 0.3), draws["client_1/beta"].shape
-    (True, (500, 2))
-    """
-
-    kind: ClassVar[type[VerticalResult]] = SOULResult
-
-    rho: float = field(kw_only=True)
-    optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
-    num_steps: int = field(default=20, kw_only=True)
-    step_size: float = field(default=0.05, kw_only=True)
-    num_kept: int = field(default=1_000, kw_only=True)
-
-    def __post_init__(self) -> None:
-        positive_rho(self.rho)
-        positive_int("num_steps", self.num_steps)
-        positive_int("num_kept", self.num_kept)
-        if not 0 < self.step_size < 2:
-            raise ValueError(
-                f"step_size={self.step_size!r}: Langevin steps are stable between 0 and 2, and "
-                "nearly right below 0.2."
-            )
-        super().__post_init__()
-
-    @property
-    def hides_by_noise(self) -> bool:
-        return True
-
-    def parties(self, roles: VerticalSplit) -> Soul:
-        pairs = zip(roles.model.clients, roles.clients, strict=True)
-        return Soul(
-            model=roles.model,
-            kinds={signature(data): party_model for party_model, data in pairs},
-            rho=self.rho,
-            optim=self.optim or default_optimiser(),
-            num_steps=self.num_steps,
-            step_size=self.step_size,
-            num_kept=self.num_kept,
-            power=self.likelihood == "power",
-        )
-
-    def settings_of(self, v: Soul) -> dict[str, Any]:
-        names = "rho", "likelihood", "num_steps", "step_size", "num_kept"
-        return {name: getattr(self, name) for name in names}
