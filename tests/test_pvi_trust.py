@@ -16,7 +16,7 @@ import numpyro_fed as nf
 from numpyro_fed import expfam
 from numpyro_fed.data.silo_data import SiloData, read
 from numpyro_fed.local import LBFGS
-from numpyro_fed.local.base import LocalNoise, Problem
+from numpyro_fed.local.problem import LocalNoise, Problem
 from numpyro_fed.pvi.families import conjugacy, globals_of
 from numpyro_fed.pvi.silo import Status
 from numpyro_fed.text.split import split

@@ -15,7 +15,7 @@ from sent_otherwise import sent_otherwise
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import DataError, NonFiniteError, ReplyError
-from numpyro_fed.methods.base import RUNTIMES
+from numpyro_fed.methods.method import RUNTIMES
 from numpyro_fed.rounds.messages import ACCEPT, DESCRIBE, read, write
 from numpyro_fed.rounds.runtime import run_rounds
 

@@ -10,7 +10,7 @@ from pvi_problems import KEY, logistic, logistic_rows
 from sent_otherwise import on_grid, sent_otherwise
 
 import numpyro_fed as nf
-from numpyro_fed.methods.base import RUNTIMES
+from numpyro_fed.methods.method import RUNTIMES
 
 
 def run(change, schedule, runtime, rounds=2):

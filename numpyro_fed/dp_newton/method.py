@@ -18,7 +18,7 @@ from numpyro_fed.dp_newton.units import SUMS, PrivateUnits, Releases
 from numpyro_fed.guides.objectives import ELBO, default_quadrature
 from numpyro_fed.guides.quadrature import default_nodes, quadrature_misfit
 from numpyro_fed.guides.structured import GuideConfig, Structured, build_resolved, resolve
-from numpyro_fed.methods.base import PlanSize, RunOptions
+from numpyro_fed.methods.method import PlanSize, RunOptions
 from numpyro_fed.methods.minibatches import check_rows_alone
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.start import Begun

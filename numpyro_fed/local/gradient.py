@@ -14,7 +14,7 @@ from jax import Array
 from numpyro_fed.basics.errors import one_of, positive_int
 from numpyro_fed.basics.programs import while_loop
 from numpyro_fed.basics.trees import drop_weak_types, where
-from numpyro_fed.local.base import (
+from numpyro_fed.local.problem import (
     AT_REST,
     PARTICLES,
     Local,

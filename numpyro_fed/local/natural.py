@@ -14,7 +14,8 @@ from jax import Array
 
 from numpyro_fed.basics.errors import positive_int
 from numpyro_fed.basics.trees import all_finite, drop_weak_types
-from numpyro_fed.local.base import (
+from numpyro_fed.local.gradient import fixed_noise
+from numpyro_fed.local.problem import (
     AT_REST,
     Local,
     Problem,
@@ -25,7 +26,6 @@ from numpyro_fed.local.base import (
     maximised,
     proper_step,
 )
-from numpyro_fed.local.gradient import fixed_noise
 from numpyro_fed.numerics import expfam
 from numpyro_fed.numerics.expfam.family import Natural, Ordinary, move_along
 

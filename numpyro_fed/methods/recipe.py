@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from numpyro_fed import guides, local
 from numpyro_fed.basics.errors import DataError, SavedStateError
 from numpyro_fed.guides import objectives
-from numpyro_fed.methods.base import FederatedMethod
+from numpyro_fed.methods.method import FederatedMethod
 from numpyro_fed.numerics import divergences, losses
 from numpyro_fed.posterior.saving import MethodSpec
 from numpyro_fed.privacy import budget

@@ -29,7 +29,7 @@ from numpyro_fed.data import silo_data
 from numpyro_fed.data.batches import Bucket, one_by_one
 from numpyro_fed.data.silo_data import SiloData, SilosInput, read_all, signature
 from numpyro_fed.data.tables import SiloInput
-from numpyro_fed.methods.base import (
+from numpyro_fed.methods.method import (
     RUNTIMES,
     FederatedMethod,
     PlanSize,

@@ -22,7 +22,7 @@ from numpyro.primitives import Messenger
 from numpyro_fed.basics.errors import DataError, MissingExtraError, ModelError, SavedStateError
 from numpyro_fed.basics.files import private_folder, write_atomically
 from numpyro_fed.basics.programs import cache_programs
-from numpyro_fed.methods.base import FederatedMethod
+from numpyro_fed.methods.method import FederatedMethod
 from numpyro_fed.network.engines import Sockets, listen, short_folder
 from numpyro_fed.network.flare import Flare, allow
 from numpyro_fed.network.policy import Policy

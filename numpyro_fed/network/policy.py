@@ -10,7 +10,7 @@ import numpy as np
 
 from numpyro_fed.basics.errors import ModelError, is_number
 from numpyro_fed.data.tables import MIN_COUNT
-from numpyro_fed.methods.base import PlanSize
+from numpyro_fed.methods.method import PlanSize
 
 MAX_EPSILON = 10.0  # of runs with noise, where the owner has set none
 

@@ -29,14 +29,14 @@ from numpyro_fed.basics.precision import is_double, precision
 from numpyro_fed.data.scaling import numbers_of
 from numpyro_fed.data.tables import OTHER, level_counts
 from numpyro_fed.fitting.load import METHODS
-from numpyro_fed.methods.base import FederatedMethod
 from numpyro_fed.methods.columns import COLUMNS, moments_reply, names_reply
+from numpyro_fed.methods.method import FederatedMethod
 from numpyro_fed.methods.recipe import rebuilt
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.network.ledger import Ledger, evaluations
 from numpyro_fed.network.policy import Policy
-from numpyro_fed.network.secure_sums import SecureSums, asked_of_all
 from numpyro_fed.network.silo_runs import SiloRuns
+from numpyro_fed.network.silo_sums import SecureSums, asked_of_all
 from numpyro_fed.privacy.budget import PrivacyWarning
 from numpyro_fed.privacy.masks import fingerprint
 from numpyro_fed.rounds.exchange import OUTER_LATENTS

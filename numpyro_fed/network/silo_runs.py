@@ -32,7 +32,7 @@ from numpyro_fed.basics.errors import DataError, ModelError
 from numpyro_fed.basics.files import Store
 from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.methods.base import PlanSize
+from numpyro_fed.methods.method import PlanSize
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.posterior.at_silo import AtSilo, Held
 from numpyro_fed.rounds.exchange import Exchange, ExchangeId, Sampled, unknown_exchange

@@ -35,8 +35,8 @@ from numpyro_fed.guides.structured import (
     structured,
 )
 from numpyro_fed.local import ClosedForm, Optax
-from numpyro_fed.local.base import Local
 from numpyro_fed.local.natural import FixedPoint
+from numpyro_fed.local.problem import Local
 from numpyro_fed.methods.minibatches import check_rows_alone, minibatches_of
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.start import check_start, start_kind, start_rounds

@@ -13,7 +13,7 @@ import optax
 
 from numpyro_fed import local
 from numpyro_fed.basics.errors import one_of
-from numpyro_fed.local.base import Local
+from numpyro_fed.local.problem import Local
 from numpyro_fed.numerics.divergences import KL
 from numpyro_fed.pvi.method import PVI, Divergence
 from numpyro_fed.rounds.schedules import Adaptive, Sequential, Spec, named

@@ -24,7 +24,7 @@ from jax import Array
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.basics.trees import all_finite, where
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.local.base import LocalNoise, Problem, minimise, proper_step
+from numpyro_fed.local.problem import LocalNoise, Problem, minimise, proper_step
 from numpyro_fed.numerics import expfam
 from numpyro_fed.numerics.divergences import KL, WeightedKL
 from numpyro_fed.numerics.expfam import Family

@@ -23,7 +23,7 @@ from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.guides.global_guides import GuideParams
 from numpyro_fed.guides.silo_bounds import AtDraw, Bound, SiloBound, normals
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.local.base import Local, LocalNoise, Problem, SiloPart, Solution
+from numpyro_fed.local.problem import Local, LocalNoise, Problem, SiloPart, Solution
 from numpyro_fed.numerics import expfam
 from numpyro_fed.numerics.expfam import Family
 from numpyro_fed.numerics.expfam.family import Natural, Ordinary, Parts

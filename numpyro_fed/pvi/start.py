@@ -18,7 +18,7 @@ from jax import Array
 
 from numpyro_fed.basics.trees import all_finite, where
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.local.base import proper_step
+from numpyro_fed.local.problem import proper_step
 from numpyro_fed.numerics.expfam.family import Natural
 from numpyro_fed.numerics.gaussian import Gaussian
 from numpyro_fed.pvi.server import PartitionedVI

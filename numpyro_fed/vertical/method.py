@@ -22,7 +22,7 @@ from numpyro_fed.basics.errors import DataError, ModelError, StartWarning, one_o
 from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.data.batches import bucket, one_by_one
 from numpyro_fed.data.silo_data import SiloData, read_one, signature
-from numpyro_fed.methods.base import (
+from numpyro_fed.methods.method import (
     RUNTIMES,
     FederatedMethod,
     Outcome,

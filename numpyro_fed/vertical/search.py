@@ -115,7 +115,7 @@ TRY, TURN, SPREAD = "try", "turn", "spread"  # names of exchanges
 BEGIN_AT_MODE, BEGIN_AT_ZERO = "begin at the mode", "begin at zero"
 
 
-class SearchState(NamedTuple, Generic[AnyArray]):
+class PartySearch(NamedTuple, Generic[AnyArray]):
     """A party's state of the search: arrays of NumPy at the server, of JAX at a client."""
 
     theta: dict[str, Any]
@@ -136,13 +136,13 @@ class Trial(NamedTuple, Generic[AnyArray]):
     newton: AnyArray
 
 
-def moved(state: SearchState[AnyArray], trial: Trial[AnyArray]) -> SearchState[AnyArray]:
+def moved(state: PartySearch[AnyArray], trial: Trial[AnyArray]) -> PartySearch[AnyArray]:
     """Return the party with its own step (dim,) from the best point to the trial point."""
     plane = trial.ab[0] * state.direction + trial.ab[1] * state.last
     return state._replace(step=plane + state.directions @ trial.newton)
 
 
-def accepted(state: SearchState[AnyArray]) -> SearchState[AnyArray]:
+def accepted(state: PartySearch[AnyArray]) -> PartySearch[AnyArray]:
     """Return the party with the trial point as its best one."""
     return state._replace(z=state.z + state.step, last=state.step)
 
@@ -195,8 +195,8 @@ class ToBegin(NamedTuple, Generic[AnyArray]):
     tau: AnyArray
 
 
-ServerSearch: TypeAlias = SearchState[np.ndarray]
-ClientSearch: TypeAlias = SearchState[Array]
+ServerSearch: TypeAlias = PartySearch[np.ndarray]
+ClientSearch: TypeAlias = PartySearch[Array]
 ServerPoint: TypeAlias = Point[np.ndarray]
 
 
@@ -435,7 +435,7 @@ class VerticalSearch:
         key_pin, key_theta, key_basis = jax.random.split(key, 3)
         pinned = party.pin(key_pin, data)
         zeros, basis = jnp.zeros(dim), jax.random.normal(key_basis, (dim, v.basis_width))
-        return SearchState(
+        return PartySearch(
             theta=init_theta(party.model, key_theta, data),
             pinned=pinned,
             z=pinned.value,
