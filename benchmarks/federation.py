@@ -422,7 +422,9 @@ def lines(report: dict[str, Any]) -> list[dict[str, Any]]:
     for r in report.get("lies", []):
         number = sum(r.get(kind, 0) for kind in ("named", "refused", "accepted"))
         rows.append(
-            table_row(f"malformed replies, {r['what']}: named by silo", r["named"], "", number)
+            table_row(
+                f"malformed replies, {r['what']}: named by silo", r.get("named", 0), "", number
+            )
         )
     return rows
 

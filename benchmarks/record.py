@@ -84,9 +84,8 @@ def write(path: str | Path, rows: list[dict[str, Any]], *, details: object) -> N
         "rows": rows,
         "details": details,
     }
-    text = json.dumps(record, indent=1, default=float)
-    Path(path).write_text(text + "\n")
     _check(record, f"the record of {sys.argv[0]}")
+    Path(path).write_text(json.dumps(record, indent=1, default=float) + "\n")
 
 
 def read(page: str) -> list[dict[str, Any]]:

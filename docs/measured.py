@@ -2,8 +2,8 @@
 
 ``{measured} few_messages`` draws a table for each record of ``few_messages.json``, and below it
 where its numbers are from. Names of records after the page's draw these alone. ``{measured} index``
-draws one table of the rows of all pages that have a line for it. A missing file, record, or field
-of a row ends the build.
+and the names of pages draw one table of their rows that have a line for it. A missing file, record,
+or field of a row ends the build.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Measured(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         page, *names = self.arguments
         try:
-            found = self.index() if page == "index" else self.page(page, names)
+            found = self.index(names) if page == "index" else self.page(page, names)
         except (ValueError, KeyError, json.JSONDecodeError) as error:
             raise ExtensionError(f"{self.env.docname}: {error}") from error
         return self.parse_text_to_nodes(found)
@@ -80,16 +80,16 @@ class Measured(SphinxDirective):
             parts += [f"**{record['title']}**", table(CELLS, lines), source(record, link)]
         return "\n\n".join(parts)
 
-    def index(self) -> str:
+    def index(self, pages: list[str]) -> str:
         """Return the table of what a reader asks for first, with where each number is from."""
         lines = []
-        for file in sorted(RESULTS.glob("*.json")):
-            self.env.note_dependency(str(file))
-            for record in read(file.stem):
+        for page in pages:
+            self.env.note_dependency(str(RESULTS / f"{page}.json"))
+            for record in read(page):
                 jax = record["versions"].get("jax", "not noted")
                 where = f"{record['date']}; {record['machine']}; jax {jax}"
                 for row in (row for row in record["rows"] if "also" in row):
-                    what = f"[{row['also']}]({file.stem}.md)"
+                    what = f"[{row['also']}]({page}.md)"
                     lines.append([what, *cells(row)[1:], where])
         return table((*CELLS, "measured"), lines)
 
