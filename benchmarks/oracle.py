@@ -488,7 +488,7 @@ def rows_of(found: dict[str, Counter[str]]) -> list[dict[str, object]]:
     rows = []
     for name in METHODS:
         if number := found.get(name, Counter()).total():
-            words = ", ".join(f"{found[name][o]} {o}" for o in OUTCOMES)
+            words = "; ".join(f"{found[name][o]} {o}" for o in OUTCOMES)
             rows.append(table_row(name, words, f"exact, {number} sets", "0 wrong, 0 crashed"))
     return rows
 

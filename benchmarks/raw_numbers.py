@@ -268,7 +268,7 @@ def lines(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for name in (*CASES, "all"):
         counts = Counter(f["outcome"] for f in found if name in (f["model"], "all"))
-        words = ", ".join(f"{number} {outcome}" for outcome, number in counts.most_common())
+        words = "; ".join(f"{number} {outcome}" for outcome, number in counts.most_common())
         if words:
             target = "0 wrong, 0 crashed"
             rows.append(table_row(name, words, f"exact, {counts.total()} cases", target))
