@@ -54,7 +54,8 @@ import numpyro.distributions as dist
 import optax
 import sigma_training
 from pvi_step import CLASSES, HIDDEN, logistic, logistic_by_hand, network, network_by_hand, rows
-from sfvi_vs_pooled import alternate, federated, machine
+from record import machine, table_row, write
+from sfvi_vs_pooled import alternate, federated
 
 import numpyro_fed as nf
 
@@ -313,7 +314,7 @@ def run_on_cpu(report: dict[str, Any], quick: bool) -> list[Row]:
         file = Path(folder) / "cpu.json"
         command = [sys.executable, __file__, "--json", str(file), *["--quick"] * quick]
         subprocess.run(command, env={**os.environ, "JAX_PLATFORMS": "cpu"})
-        report["on_cpu"] = json.loads(file.read_text())
+        report["on_cpu"] = json.loads(file.read_text())["details"]
     return []
 
 
@@ -345,6 +346,26 @@ def table(found: Sequence[Row]) -> str:
     )
 
 
+def lines(found: Sequence[Row]) -> list[Row]:
+    """Return the rows of the record."""
+
+    def beside(r: Row) -> str:
+        words = [f"{r['by_hand']:.3f} {r['unit']} by hand"] if "by_hand" in r else []
+        if "cpu_ours" in r:
+            words.append(f"{r['cpu_ours']:.3f} {r['unit']} on the CPU")
+        return ", ".join(words)
+
+    return [
+        table_row(
+            r["what"],
+            f"{r['ours']:.3f} {r['unit']}",
+            beside(r),
+            f"at most {r['target']} of by hand" if "target" in r else "",
+        )
+        for r in found
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
@@ -368,7 +389,7 @@ def main() -> None:
         report["rows"] = [with_cpu(row, report["on_cpu"]["rows"]) for row in report["rows"]]
         report["machine"] = machine()
         if args.json:
-            args.json.write_text(json.dumps(report, indent=1) + "\n")
+            write(args.json, lines(report["rows"]), details=report)
 
     run("regression", lambda: regression(work, silos))
     run("PVI", lambda: pvi(work, silos))

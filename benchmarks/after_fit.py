@@ -28,8 +28,8 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from few_messages import in_silos, registry, unconstrained
+from record import distance, machine, table_row, write
 from scipy.special import expit, gammaln, logsumexp
-from sfvi_vs_pooled import machine
 
 import numpyro_fed as nf
 
@@ -315,6 +315,29 @@ def changed(name: str) -> list[dict[str, Any]]:
     return found
 
 
+def lines(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of the record."""
+    rows = []
+    for name in ("known", "new") if "coverage" in report else ():
+        found = report["coverage"]
+        share = f"{found[name]:.1%} (error {found[f'{name}_error']:.1%})"
+        what = f"90 % intervals of patients of {name} hospitals that hold the outcome"
+        rows.append(table_row(what, share, "90 %", "88 to 92 %"))
+    if "planted" in report:
+        found = report["planted"]
+        of = f"{found['first']} of {found['simulations']}"
+        rows.append(table_row("a shifted silo is the first that disagrees", of, "", "95 %"))
+    for r in report.get("left_out", []):
+        error = f"silo {r['error']:.3f}, row {r['row_error']:.3f} nats"
+        what = f"{r['model']}: left out, worst error"
+        rows.append(table_row(what, error, "NUTS without it", "0.1 nats"))
+    for r in (r for found in report.get("changed", []) for r in found):
+        ours = f"{r['exchanges']} exchanges, {distance(r['error'], r['ratios'])}"
+        anew = f"{r['of_new_fit']} exchanges, a fit anew"
+        rows.append(table_row(f"{r['model']}: {r['what']}", ours, anew, "4 exchanges, 0.1 sd"))
+    return rows
+
+
 def main() -> None:
     """Measure, and print the numbers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -340,7 +363,7 @@ def main() -> None:
             report[part].append(found)
             print(json.dumps(found), flush=True)
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1))
+        write(args.json, lines(report), details=report)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ import jax
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from sfvi_vs_pooled import machine
+from record import machine, table_row
+from record import write as write_record
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import ModelError
@@ -213,7 +214,14 @@ def main() -> None:
         print(f"{name:28}", row)
     print("a fit asks for", report["honest"])
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1))
+        rows = [
+            table_row(
+                f"rows found of {ROWS}, {name}",
+                f"{r['rows_found']}, outcomes {r['outcomes_found']}, places {r['places_asked']}",
+            )
+            for name, r in table.items()
+        ]
+        write_record(args.json, rows, details=report)
 
 
 if __name__ == "__main__":

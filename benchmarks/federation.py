@@ -39,6 +39,8 @@ import jax
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from record import table_row
+from record import write as write_record
 
 import numpyro_fed as nf
 from numpyro_fed.basics.precision import precision
@@ -400,6 +402,33 @@ def lies(quick: bool) -> list[dict[str, Any]]:
     return found
 
 
+def lines(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of the record."""
+    rows = [
+        table_row(r["what"], f"{r['seconds']:.3f} s", "", f"{r['target']} s" if r["target"] else "")
+        for r in report.get("times", [])
+    ]
+    for r in report.get("storms", []):
+        faults = f"{sum(r['faults'].values()):,} faults"
+        rows.append(
+            table_row(f"storms, {r['what']}: runs right", r.get("right", 0), faults, r["runs"])
+        )
+    for r in report.get("strangers", []):
+        if "MiB" in r["what"]:
+            rows.append(table_row(f"strangers: {r['what']}", f"{r['answered']:.2f}"))
+            continue
+        words = ", ".join(f"{number:,} {kind}" for kind, number in r.items() if kind != "what")
+        rows.append(table_row(f"strangers: {r['what']}", words))
+    for r in report.get("lies", []):
+        number = sum(r.get(kind, 0) for kind in ("named", "refused", "accepted"))
+        rows.append(
+            table_row(
+                f"malformed replies, {r['what']}: named by silo", r.get("named", 0), "", number
+            )
+        )
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = ["times", "storms", "strangers", "lies"]
@@ -427,7 +456,7 @@ def main() -> None:
         for row in report[name]:
             print("  ", ", ".join(f"{k} {v}" for k, v in row.items()))
         if args.json:
-            args.json.write_text(json.dumps(report, indent=1) + "\n")
+            write_record(args.json, lines(report), details=report)
 
 
 if __name__ == "__main__":

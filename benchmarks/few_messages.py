@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from record import distance, table_row, write
 
 import numpyro_fed as nf
 
@@ -176,6 +177,25 @@ def measure_rounds(quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
+def lines(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of the record."""
+    rows = []
+    for r in found:
+        error = distance(r["error"], r["ratios"])
+        if "method" in r:
+            what = f"{r['model']}: {r['method']}, {r['rounds']} rounds"
+            rows.append(table_row(what, error, "NUTS", "0.1 sd, 0.9 to 1.1"))
+            continue
+        number = f"{r['first_exchanges']} and {r['second_exchanges']}"
+        rows.append(table_row(f"{r['model']}: exchanges, two calls", number, "", "at most 10"))
+        words = f"{error}, {r['share']:.0%} of the draws count"
+        rows.append(table_row(f"{r['model']}: error", words, "NUTS", "0.1 sd, 0.9 to 1.1"))
+        seconds = f"{r['first_cpu']:.1f} and {r['second_cpu']:.1f} s of CPU"
+        nuts = f"{r['nuts_cpu']:.1f} s, NUTS"
+        rows.append(table_row(f"{r['model']}: two calls", seconds, nuts))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
@@ -190,7 +210,7 @@ def main() -> None:
     if args.rounds:
         rows = measure_rounds(args.quick)
         if args.json:
-            args.json.write_text(json.dumps(rows, indent=1, default=float))
+            write(args.json, lines(rows), details=rows)
         return
     rows = []
     print("model     exchanges  effective  error (sd)  sd ratios    seconds     CPU        NUTS")
@@ -208,7 +228,7 @@ def main() -> None:
             flush=True,
         )
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=1, default=float))
+        write(args.json, lines(rows), details=rows)
 
 
 if __name__ == "__main__":

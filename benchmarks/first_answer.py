@@ -33,6 +33,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from few_messages import registry
+from record import table_row, write
 
 import numpyro_fed as nf
 
@@ -196,6 +197,21 @@ def _alone(name: str, what: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def lines(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of the record."""
+    rows = []
+    for r in found:
+        nuts = f"{r['nuts_s']} s, NUTS" if "nuts_s" in r else ""
+        seconds = f"{r['first_s']} and {r['second_s']} s of CPU"
+        rows.append(table_row(f"{r['work']}: a first and a second call", seconds, nuts))
+        rows.append(table_row(f"{r['work']}: programs, runs of the text", _counted(r), "", "12, 6"))
+    return rows
+
+
+def _counted(found: dict[str, Any]) -> str:
+    return f"{found['programs']}, {found['runs_of_the_text']}"
+
+
 def main() -> None:
     """Measure all works, each in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -216,7 +232,7 @@ def main() -> None:
         print(one, flush=True)
         found.append(one)
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+        write(args.json, lines(found), details=found)
 
 
 if __name__ == "__main__":

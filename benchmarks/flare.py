@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
 from flare_place import SERVER, SITES, USER, Place, of_folder
+from record import table_row, write
 
 import numpyro_fed as nf
 from numpyro_fed.network import Flare
@@ -166,6 +168,27 @@ def fits() -> dict[str, object]:
     return {"seconds": medians, "all": taken, "exchanges": fitted.num_exchanges, "allowed": allowed}
 
 
+def lines(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of the record."""
+    targets = {10_000: "0.03 s", 10_000_000: "0.6 s"}
+    rows = [
+        table_row(
+            f"an exchange of {r['bytes']:,} bytes, one silo and three",
+            f"{r['one_silo']:.3f} and {r['three_silos']:.3f} s",
+            target=targets.get(r["bytes"], ""),
+        )
+        for r in report["exchange"]
+    ]
+    for name, seconds in report.get("after_the_death_of", {}).items():
+        rows.append(table_row(f"goes on after the death of: {name}", str(seconds), unit="s"))
+    if fits := report.get("nf.fit of the six cities"):
+        where = fits["seconds"]
+        words = f"{where['over three sites']:.1f} s over three sites"
+        one = f"{where['in one process']:.1f} s in one process"
+        rows.append(table_row("nf.fit of the six cities", words, one, f"{fits['allowed']:.1f} s"))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="a file for the report")
@@ -176,7 +199,7 @@ def main() -> None:
         place.start_all(place.start_echo)
         began = time.perf_counter()
         with Flare(place.kit(USER), SITES, patience=300) as engine:
-            report: dict[str, object] = {"job_starts": round(time.perf_counter() - began, 1)}
+            report: dict[str, Any] = {"job_starts": round(time.perf_counter() - began, 1)}
             engine.send(0, b"first", 60.0)
             sizes = SIZES[:3] if args.quick else SIZES
             report["exchange"] = [
@@ -191,10 +214,9 @@ def main() -> None:
                 report["after_the_death_of"] = deaths(place, engine)
     if not args.quick:
         report["nf.fit of the six cities"] = fits()
-    text = json.dumps(report, indent=2)
-    print(text)
+    print(json.dumps(report, indent=2))
     if args.json is not None:
-        args.json.write_text(text)
+        write(args.json, lines(report), details=report)
 
 
 if __name__ == "__main__":

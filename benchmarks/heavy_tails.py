@@ -24,7 +24,6 @@ the draws besides, as in the oracle.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -36,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from record import table_row, write
 from scipy.special import ndtri
 from scipy.stats import norm
 
@@ -253,6 +253,19 @@ def outcomes(fitted: nf.Posterior, exact: dict[str, Marginal]) -> dict[str, list
     return found
 
 
+def lines(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of the record."""
+    words = Counter(word for r in records for found in r["found"].values() for word in found)
+    of = f"of {words.total()} statements"
+    rows = [
+        table_row("statements wrong and trusted", words["wrong"], of, 0),
+        table_row("moments that exist and are said not to", words["denied"], of, 0),
+        table_row("moments that exist and are not known", words["unknown"], of),
+    ]
+    trusted = sum(r["trusted"] for r in records)
+    return [*rows, table_row("fits trusted", trusted, f"of {len(records)}")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -281,7 +294,7 @@ def main() -> None:
         records.append(record)
         print({k: v for k, v in record.items() if k != "verdict"}, flush=True)
         if args.json:
-            args.json.write_text(json.dumps(records, indent=1))
+            write(args.json, lines(records), details=records)
         jax.clear_caches()
     print(Counter(word for r in records for words in r["found"].values() for word in words))
     print("trusted", sum(r["trusted"] for r in records), "of", len(records))

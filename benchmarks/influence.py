@@ -12,7 +12,6 @@ share in which the liar is flagged, and in which an honest silo is flagged besid
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from sfvi_vs_pooled import machine
+from record import machine, table_row, write
 
 import numpyro_fed as nf
 
@@ -112,6 +111,21 @@ def flagged(name: str, number: int, lie: float) -> tuple[float, float]:
     return float(np.mean(found)), float(np.mean(wrongly))
 
 
+def lines(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of the record."""
+    rows = []
+    for r in found:
+        lie, liar, honest = r["lie"], f"{r['flagged']:.1%}", f"{r['honest_flagged']:.1%}"
+        if not lie:
+            rows.append(table_row(f"{r['model']}, no lie: some silo flagged", honest, "", "1 %"))
+            continue
+        target = "95 %" if lie == 10 else ""
+        beside = f"{honest}: an honest one beside it"
+        what = f"{r['model']}, a lie of {lie:.0f} standard errors: flagged"
+        rows.append(table_row(what, liar, beside, target))
+    return rows
+
+
 def main() -> None:
     """Simulate, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -127,7 +141,7 @@ def main() -> None:
             rows.append({"model": name, "lie": lie, "flagged": found, "honest_flagged": wrongly})
             print(f"{name:10} {lie:5.0f} {found:6.3f} {wrongly:6.3f}", flush=True)
     if args.json:
-        args.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1))
+        write(args.json, lines(rows), details={"machine": machine(), "rows": rows})
 
 
 if __name__ == "__main__":

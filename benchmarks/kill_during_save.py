@@ -10,7 +10,6 @@ done, or the one that it was at. The next child goes on over the same file.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import struct
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from record import table_row, write
 
 import numpyro_fed as nf
 from numpyro_fed.posterior.saving import SavedRun, SavedWords, save
@@ -109,6 +109,10 @@ def trial(kills: int, size: int, longest: float, seed: int) -> dict[str, Any]:
     return counts
 
 
+def _whole(report: dict[str, Any]) -> str:
+    return f"{report['last']}, {report['next']}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--kills", type=int, default=1_000)
@@ -120,7 +124,11 @@ def main() -> None:
     report = trial(args.kills, args.numbers, args.longest, args.seed)
     print(", ".join(f"{name} {value}" for name, value in report.items()))
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        rows = [
+            table_row("saved files lost", report["lost"], f"of {report['kills']} kills", 0),
+            table_row("the last save that the child said was done, or the next", _whole(report)),
+        ]
+        write(args.json, rows, details=report)
 
 
 if __name__ == "__main__":

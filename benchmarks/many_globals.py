@@ -9,7 +9,6 @@ has a full covariance up to 300 dimensions, 45,150 parameters, and each of them 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import warnings
 from pathlib import Path
@@ -19,7 +18,7 @@ import jax
 import numpy as np
 import optax
 from pvi_step import logistic
-from sfvi_vs_pooled import machine
+from record import distance, machine, table_row, write
 
 import numpyro_fed as nf
 
@@ -74,7 +73,15 @@ def main() -> None:
     fits = [fit for dim in dims for fit in measure(dim, *settings)]
     print(machine())
     if args.json:
-        args.json.write_text(json.dumps({"machine": machine(), "fits": fits}, indent=1) + "\n")
+        rows = [
+            table_row(
+                f"{fit['globals']} globals, {fit['fit']}",
+                f"{distance(fit['mean_error_sd'], fit['sd_ratio'])}, {fit['seconds']:.0f} s",
+                f"NUTS, at least {fit['nuts_ess']:,.0f} effective draws",
+            )
+            for fit in fits
+        ]
+        write(args.json, rows, details={"machine": machine(), "fits": fits})
 
 
 if __name__ == "__main__":

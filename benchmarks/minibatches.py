@@ -14,7 +14,6 @@ Run it with nothing else running::
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -26,7 +25,8 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
-from sfvi_vs_pooled import alternate, machine, table
+from record import machine, write
+from sfvi_vs_pooled import alternate, lines, table
 
 import numpyro_fed as nf
 
@@ -164,7 +164,7 @@ def main() -> None:
     print("'pooled' is the step by hand, and in the last two lines the round with few silos.")
     print(machine())
     if args.json:
-        args.json.write_text(json.dumps({"machine": machine(), "steps": found}, indent=1) + "\n")
+        write(args.json, lines(found), details={"machine": machine(), "steps": found})
 
 
 if __name__ == "__main__":

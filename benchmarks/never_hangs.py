@@ -18,7 +18,6 @@ what is then tested is the programs alone, without the larger pool that is made 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -34,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from record import table_row, write
 
 import numpyro_fed as nf
 
@@ -227,7 +227,13 @@ def main() -> None:
     done, still = (sum(run[what] for run in runs) for what in ("done", "still"))
     print(f"{done + still} fits, of which {still} stood still")
     if options.json:
-        options.json.write_text(json.dumps({"runs": runs, "still": still}, indent=2))
+        rows = [
+            table_row(
+                f"{r['model']}, {r['where']}: fits that hang", r["still"], f"of {r['done']}", 0
+            )
+            for r in runs
+        ]
+        write(options.json, rows, details={"runs": runs, "still": still})
 
 
 if __name__ == "__main__":

@@ -76,6 +76,7 @@ import oracle_ledger
 from numpyro.diagnostics import effective_sample_size
 from oracle_exact import Moments, NotConverged, as_seen, exact, unconstrain
 from oracle_models import DATA_SETS, Global, Spec, random_silos, random_spec, text
+from record import table_row, write
 
 import numpyro_fed as nf
 
@@ -443,13 +444,18 @@ def _spawn(args: argparse.Namespace, models: range) -> None:
 # ------------------------------------------------------------------ the table
 
 
-def table(records: dict[tuple[int, int, str], dict], seed: int) -> str:
-    """Counts by method, and every case that is wrong in silence or crashed."""
+def outcomes_of(records: dict[tuple[int, int, str], dict]) -> dict[str, Counter[str]]:
+    """Outcomes by method."""
     found: dict[str, Counter[str]] = {}
     for (_, _, method), r in records.items():
         if method in METHODS:
             found.setdefault(method, Counter())[r["outcome"]] += 1
-    lines = [counted(found)]
+    return found
+
+
+def table(records: dict[tuple[int, int, str], dict], seed: int) -> str:
+    """Counts by method, and every case that is wrong in silence or crashed."""
+    lines = [counted(outcomes_of(records))]
     exact_ = [r for (_, _, m), r in records.items() if m == "exact"]
     again = sum(r["attempt"] or 0 for r in exact_)
     given_up = sum(r["attempt"] is None for r in exact_)
@@ -475,6 +481,16 @@ def counted(found: dict[str, Counter[str]]) -> str:
             outcomes = " | ".join(str(found[name][o]) for o in OUTCOMES)
             lines.append(f"| {name} | {number} | {outcomes} |")
     return "\n".join(lines)
+
+
+def rows_of(found: dict[str, Counter[str]]) -> list[dict[str, object]]:
+    """The rows of the record: what came of the sets of each method."""
+    rows = []
+    for name in METHODS:
+        if number := found.get(name, Counter()).total():
+            words = "; ".join(f"{found[name][o]} {o}" for o in OUTCOMES)
+            rows.append(table_row(name, words, f"exact, {number} sets", "0 wrong, 0 crashed"))
+    return rows
 
 
 def ledger(path: Path, records: dict[tuple[int, int, str], dict], commit: str | None) -> str:
@@ -514,7 +530,13 @@ def main() -> None:
     parser.add_argument("--commit", help="before that, enter --models of --out as run on this")
     parser.add_argument("--table", action="store_true", help="only print the table of --out")
     parser.add_argument("--verbose", action="store_true", help="print each record")
+    parser.add_argument("--json", type=Path, help="also write the table to this file")
     args = parser.parse_args()
+
+    def kept(found: dict[str, Counter[str]]) -> None:
+        if args.json:
+            write(args.json, rows_of(found), details=found)
+
     names = list(METHODS) if args.methods == "all" else args.methods.split(",")
     if unknown := set(names) - set(METHODS):
         parser.error(f"unknown methods {sorted(unknown)}: expected some of {list(METHODS)}")
@@ -522,16 +544,16 @@ def main() -> None:
         records = read_records(args.out, args.seed)
         wanted = {k: r for k, r in records.items() if k[0] in args.models}
         print(ledger(args.ledger, wanted, args.commit))
-        return
+        return kept(oracle_ledger.counts(oracle_ledger.read(args.ledger)))
     if args.table:
         print(table(read_records(args.out, args.seed), args.seed))
-        return
+        return kept(outcomes_of(read_records(args.out, args.seed)))
     if args.jobs > 1:
         if args.out is None:
             parser.error("--jobs needs --out")
         _spawn(args, args.models)
         print(table(read_records(args.out, args.seed), args.seed))
-        return
+        return kept(outcomes_of(read_records(args.out, args.seed)))
     done = read_records(args.out, args.seed)
 
     def out(record: dict) -> None:
@@ -548,6 +570,7 @@ def main() -> None:
         run_model(args.seed, model, _span(args.datasets), names, done, out)
     if args.out is None:
         print(table(done, args.seed))
+    return kept(outcomes_of(done))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ are of the mean, in the reference's sds, and ratios of sds, the worst over all g
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ import jax
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from record import distance, table_row, write
 
 import numpyro_fed as nf
 
@@ -162,6 +162,20 @@ def by_fit(silos: list[dict[str, Any]]) -> tuple[np.ndarray, dict[str, Any]]:
 METHODS = dict(mode=by_mode, sfvi=by_sfvi, pvi=by_pvi, fit=by_fit)
 
 
+def lines(report: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of the record: how many are right, then each."""
+    errors = [
+        r["mean_error_sd"] < 0.1 and min(r["sd_ratio"]) > 0.9 and max(r["sd_ratio"]) < 1.1
+        for r in report.values()
+    ]
+    rows = [table_row("posteriors that are right", sum(errors), f"of {len(errors)}", len(errors))]
+    for name, r in report.items():
+        error = distance(r["mean_error_sd"], r["sd_ratio"])
+        words = f"{error}, {r['exchanges']} exchanges" + ", doubted" * (not r["trusted"])
+        rows.append(table_row(name, words, "Stan's draws", "0.1 sd, 0.9 to 1.1"))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="posteriordb_some.npz")
@@ -188,7 +202,7 @@ def main() -> None:
             flush=True,
         )
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1))
+        write(args.json, lines(report), details=report)
 
 
 if __name__ == "__main__":

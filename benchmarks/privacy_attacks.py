@@ -19,11 +19,13 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from private import one_silo, searched, wide_logistic
+from record import table_row, write
 from scipy.stats import beta
 
 import numpyro_fed as nf
@@ -190,17 +192,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fits", type=int, default=1_000, help="with the canary, and without")
     parser.add_argument("--sets", type=int, default=100)
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args()
-    for epsilon in (1.0, 4.0):
-        print(f"canary, claimed epsilon {epsilon}: at least {members(args.fits, epsilon):.2f}")
-    silent = members(args.fits, 1.0, lambda total, sd: total)
-    print(f"canary, without noise: at least {silent:.2f}")
-    for quiet in (False, True):
-        found = [rows(seed, 1.0, quiet=quiet) for seed in range(args.sets)]
-        words = "without noise" if quiet else "epsilon 1"
-        print(f"rows of {ROWS}, {words}: {sum(found)} in {args.sets} sets, at most {max(found)}")
-    large = [rows(seed, 50.0, quiet=False) for seed in range(args.sets)]
-    print(f"rows of {ROWS}, epsilon 50: {sum(large)} in {args.sets} sets, at most {max(large)}")
+    canaries, found = {}, {}
+    for words, epsilon in {"epsilon 1": 1.0, "epsilon 4": 4.0, "without noise": None}.items():
+        noise = noisy if epsilon else (lambda total, sd: total)
+        canaries[words] = members(args.fits, epsilon or 1.0, noise)
+        print(f"canary, {words}: at least {canaries[words]:.2f}", flush=True)
+    for words, epsilon in {"epsilon 1": 1.0, "without noise": None, "epsilon 50": 50.0}.items():
+        sets = range(args.sets)
+        found[words] = [rows(seed, epsilon or 1.0, quiet=epsilon is None) for seed in sets]
+        number, most = sum(found[words]), max(found[words])
+        print(f"rows of {ROWS}, {words}: {number} in {args.sets} sets, at most {most}", flush=True)
+    if args.json:
+        lines = [
+            table_row(
+                f"a canary, {words}: epsilon is at least", f"{least:.2f}", f"{args.fits} fits"
+            )
+            for words, least in canaries.items()
+        ]
+        for words, numbers in found.items():
+            ours = f"{sum(numbers)}, at most {max(numbers)} in a set"
+            of = f"{args.sets} sets of {ROWS} rows"
+            lines.append(table_row(f"rows found by chosen places, {words}", ours, of))
+        write(args.json, lines, details={"canary": canaries, "rows": found})
 
 
 if __name__ == "__main__":

@@ -26,8 +26,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -38,6 +39,7 @@ import numpyro.distributions as dist
 from federated_data import load_tabular
 from few_messages import hospitals, six_cities
 from jax import Array
+from record import table_row, write
 
 import numpyro_fed as nf
 from numpyro_fed.basics.precision import precision
@@ -50,6 +52,8 @@ from numpyro_fed.rounds.exchange import AskSilos
 from numpyro_fed.rounds.silos import Batch
 from numpyro_fed.rounds.step import Conversation, transport_of_stacks
 from numpyro_fed.text.split import split
+
+Lines = Iterator[list[str]]  # of a table, as cells
 
 # Clients, epsilon, whether clients differ in size by a factor of up to 20, delta.
 ADULT = (
@@ -124,8 +128,8 @@ def pooled(x: np.ndarray, y: np.ndarray, seed: int) -> np.ndarray:
     return mode + np.random.default_rng(seed).normal(size=(1_000, len(mode))) @ root.T
 
 
-def adult(seeds: int) -> None:
-    """Print accuracy and log likelihood of private fits of Adult, and of fits without noise."""
+def adult(seeds: int) -> Lines:
+    """Yield accuracy and log likelihood of private fits of Adult, and of fits without noise."""
     for number, epsilon, uneven in (*ADULT, (1, None, False)):
         found = []
         for seed in range(seeds):
@@ -145,11 +149,14 @@ def adult(seeds: int) -> None:
             found.append((*quality(draws, x_test, y_test), exchanges, seconds))
         mean, sd = np.mean(found, 0), np.std(found, 0)
         kind = "uneven" if uneven else "even"
-        print(
-            f"| {number}, {kind} | {epsilon} | {mean[0]:.4f} ({sd[0]:.4f}) | "
-            f"{mean[1]:.4f} ({sd[1]:.4f}) | {mean[2]:.0f} | {mean[3]:.0f} s |",
-            flush=True,
-        )
+        yield [
+            f"{number}, {kind}",
+            f"{epsilon}",
+            f"{mean[0]:.4f} ({sd[0]:.4f})",
+            f"{mean[1]:.4f} ({sd[1]:.4f})",
+            f"{mean[2]:.0f}",
+            f"{mean[3]:.0f} s",
+        ]
 
 
 def with_effects(hospitals: int) -> Callable[..., None]:
@@ -173,8 +180,8 @@ def registry() -> list[dict[str, np.ndarray]]:
     ]
 
 
-def studies() -> None:
-    """Print errors and widths of private fits of two studies against NUTS."""
+def studies() -> Lines:
+    """Yield errors and widths of private fits of two studies against NUTS."""
     for name, model, silos in (
         ("six cities", six_cities.model, six_cities.silos()),
         ("registry", with_effects(6), registry()),
@@ -191,11 +198,14 @@ def studies() -> None:
         error, width, of_noise = (
             np.concatenate([np.ravel(part) for part in found]) for found in (error, width, of_noise)
         )
-        print(
-            f"| {name} | {result.num_globals} | {np.median(error):.1f} | {np.median(width):.1f} | "
-            f"{of_noise.max():.1f} | {'yes' if result.settled else result.doubt} |",
-            flush=True,
-        )
+        yield [
+            f"{name}",
+            f"{result.num_globals}",
+            f"{np.median(error):.1f}",
+            f"{np.median(width):.1f}",
+            f"{of_noise.max():.1f}",
+            f"{'yes' if result.settled else result.doubt}",
+        ]
 
 
 def one_silo(silo: object) -> Conversation:
@@ -272,29 +282,32 @@ def fits(
     return error, sds, all_settled
 
 
-def coverage(kind: str, n: int, epsilon: float, sets: int) -> None:
-    """Print how often 90 % intervals hold the truth, and how often a fit is trusted."""
+def coverage(kind: str, n: int, epsilon: float, sets: int) -> Lines:
+    """Yield how often 90 % intervals hold the truth, and how often a fit is trusted."""
     z, sd, settled = fits(kind, n, epsilon, sets)
     z = z / sd
     inside = np.abs(z) < WIDTH
     error = np.sqrt(0.09 / (settled.sum() * z.shape[1]))
-    print(
-        f"| {kind} | {n:,} | {epsilon} | {settled.mean():.1%} | {inside[settled].mean():.1%} "
-        f"({error:.1%}) | {np.round(inside[settled].mean(0), 3)} | "
-        f"{np.round(z[settled].mean(0), 2)} |",
-        flush=True,
-    )
+    yield [
+        f"{kind}",
+        f"{n:,}",
+        f"{epsilon}",
+        f"{settled.mean():.1%}",
+        f"{inside[settled].mean():.1%} ({error:.1%})",
+        f"{np.round(inside[settled].mean(0), 3)}",
+        f"{np.round(z[settled].mean(0), 2)}",
+    ]
 
 
-def shards(sets: int) -> None:
-    """Print what it costs to clip the updates of several rows together."""
+def shards(sets: int) -> Lines:
+    """Yield what it costs to clip the updates of several rows together."""
     alone = None
     for shard in (1, 2, 5, 20):
         errors, sds, settled = fits("logistic", 10_000, 1.0, sets, shard)
         found = np.median(np.abs(errors), 0), np.median(sds, 0)
         alone = found if alone is None else alone
         error, sd = (np.median(now / then) for now, then in zip(found, alone, strict=True))
-        print(f"| {shard} | {settled.mean():.1%} | {error:.2f} | {sd:.2f} |", flush=True)
+        yield [f"{shard}", f"{settled.mean():.1%}", f"{error:.2f}", f"{sd:.2f}"]
 
 
 def poisson(x: Array, y: Array | None = None) -> None:
@@ -379,23 +392,28 @@ def _flat(fitted: Any) -> np.ndarray:
     return np.concatenate([np.reshape(draw, (4_000, -1)) for draw in draws.values()], 1)
 
 
-def search(patience: int, longest: float) -> None:
-    """Print how private fits do by the constants of the search, once in a process."""
+def search(patience: int, longest: float) -> Lines:
+    """Yield how private fits do by the constants of the search, once in a process."""
     private_newton.PATIENCE, private_newton.LONGEST = patience, longest
     for name, (model, silos) in raw_studies().items():
         for epsilon in (1.0, 3.0):
             budget = nf.Privacy(epsilon=epsilon, delta=1e-6, trusted="sum")
             fits = Repeats.of(model, silos, budget, 12)
             own = fits.own[fits.trusted].max(initial=0)
-            print(
-                f"| {name} | {epsilon} | {patience} | {longest} | {fits.trusted.mean():.0%} | "
-                f"{own:.1f} | {np.median(fits.error):.2f} | {fits.exchanges:.0f} |",
-                flush=True,
-            )
+            yield [
+                f"{name}",
+                f"{epsilon}",
+                f"{patience}",
+                f"{longest}",
+                f"{fits.trusted.mean():.0%}",
+                f"{own:.1f}",
+                f"{np.median(fits.error):.2f}",
+                f"{fits.exchanges:.0f}",
+            ]
 
 
-def few_rows() -> None:
-    """Print how far off fits of few rows are in the sds that they say, in two silos each."""
+def few_rows() -> Lines:
+    """Yield how far off fits of few rows are in the sds that they say, in two silos each."""
     r = np.random.default_rng(5)
     for kind, n, epsilon in FEW:
         data: dict[str, Any]
@@ -414,41 +432,75 @@ def few_rows() -> None:
         fits = Repeats.of(model, silos, nf.Privacy(epsilon=epsilon, delta=DELTA), 80)
         off = fits.own.max(1)
         furthest = off[fits.trusted].max(initial=0)
-        print(
-            f"| {kind} | {n} | {epsilon} | {fits.trusted.mean():.0%} | {(off > 3).mean():.0%} | "
-            f"{(off > 5).mean():.0%} | {furthest:.1f} | {np.median(fits.width):.1f} |",
-            flush=True,
-        )
+        yield [
+            f"{kind}",
+            f"{n}",
+            f"{epsilon}",
+            f"{fits.trusted.mean():.0%}",
+            f"{(off > 3).mean():.0%}",
+            f"{(off > 5).mean():.0%}",
+            f"{furthest:.1f}",
+            f"{np.median(fits.width):.1f}",
+        ]
+
+
+# Of each part the heads of its columns; the first ones say what a line is about.
+HEADS = {
+    "adult": (2, ["clients", "epsilon", "accuracy", "log likelihood", "exchanges", "time"]),
+    "coverage": (
+        3,
+        ["model", "rows", "epsilon", "trusted", "covered (error)", "by coordinate", "bias, sds"],
+    ),
+    "shards": (
+        1,
+        ["rows in a shard", "trusted", "error, to that of rows alone", "sd, to the same"],
+    ),
+    "search": (
+        4,
+        ["data", "epsilon", "patience", "longest", "trusted", "furthest", "error", "exchanges"],
+    ),
+    "few": (
+        3,
+        ["model", "rows", "epsilon", "trusted", "3 sds off", "5", "trusted, furthest", "width"],
+    ),
+    "studies": (1, ["study", "globals", "error", "width", "furthest, in own sds", "trusted"]),
+}
 
 
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", nargs="+", default=["adult", "coverage", "studies"])
+    parser.add_argument(
+        "--parts", nargs="+", choices=HEADS, default=["adult", "coverage", "studies"]
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--sets", type=int, default=500)
     parser.add_argument("--patience", type=int, default=private_newton.PATIENCE)
     parser.add_argument("--longest", type=float, default=private_newton.LONGEST)
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args()
-    if "adult" in args.parts:
-        print("| clients | epsilon | accuracy | log likelihood | exchanges | time |")
-        adult(args.seeds)
-    if "coverage" in args.parts:
-        print("| model | rows | epsilon | trusted | covered (error) | by coordinate | bias, sds |")
-        for kind, n, epsilon in COVERAGE:
-            coverage(kind, n, epsilon, args.sets)
-    if "shards" in args.parts:
-        print("| rows in a shard | trusted | error, to that of rows alone | sd, to the same |")
-        shards(args.sets)
-    if "search" in args.parts:
-        print("| data | epsilon | patience | longest | trusted | furthest | error | exchanges |")
-        search(args.patience, args.longest)
-    if "few" in args.parts:
-        print("| model | rows | epsilon | trusted | 3 sds off | 5 | trusted, furthest | width |")
-        few_rows()
-    if "studies" in args.parts:
-        print("| study | method | globals | error | width | furthest, in own sds | trusted |")
-        studies()
+    parts: dict[str, Callable[[], Iterable[list[str]]]] = {
+        "adult": lambda: adult(args.seeds),
+        "coverage": lambda: (line for case in COVERAGE for line in coverage(*case, args.sets)),
+        "shards": lambda: shards(args.sets),
+        "search": lambda: search(args.patience, args.longest),
+        "few": few_rows,
+        "studies": studies,
+    }
+    report: dict[str, list[dict[str, str]]] = {}
+    rows = []
+    for part in args.parts:
+        (about, heads), report[part] = HEADS[part], []
+        print("| " + " | ".join(heads) + " |")
+        for cells in parts[part]():
+            print("| " + " | ".join(cells) + " |", flush=True)
+            report[part].append(dict(zip(heads, cells, strict=True)))
+            words = [f"{head} {cell}" for head, cell in zip(heads, cells, strict=True)]
+            what = f"{part}: {', '.join(words[:about])}"
+            target = "88 to 92 %" if part == "coverage" else ""
+            rows.append(table_row(what, ", ".join(words[about:]), target=target))
+    if args.json:
+        write(args.json, rows, details=report)
 
 
 if __name__ == "__main__":

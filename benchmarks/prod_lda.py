@@ -17,7 +17,6 @@ The data are those of ``federated_data.py``. ``--quick`` shows that everything r
 """
 
 import argparse
-import json
 import time
 import warnings
 
@@ -28,6 +27,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 from federated_data import load_newsgroups
+from record import table_row, write
 
 import numpyro_fed as nf
 
@@ -127,8 +127,16 @@ def main():
         for k in np.argsort(-found)[:3]:
             print("    ", " ".join(shown[k]), flush=True)
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(report, file, indent=1)
+        rows = [
+            table_row(
+                f"coherence, {name}: mean, median of topics",
+                f"{np.mean(r['coherence']):.1f}, {np.median(r['coherence']):.1f}",
+                "",
+                "" if "alone" in name else "better than each silo alone",
+            )
+            for name, r in report.items()
+        ]
+        write(args.json, rows, details=report)
     if args.plot:
         plot(report).savefig(args.plot, dpi=130)
 

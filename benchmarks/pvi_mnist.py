@@ -25,7 +25,6 @@ few rows and with few hidden units, and without the run that does not stop early
 """
 
 import argparse
-import json
 import time
 import warnings
 from collections import Counter
@@ -39,6 +38,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 from federated_data import load_mnist, split_homogeneous, split_two_classes
+from record import table_row, write
 
 import numpyro_fed as nf
 
@@ -163,6 +163,20 @@ def cut_down(split, clients):
     return split._replace(clients=clients, **QUICK)
 
 
+def lines(report):
+    """The rows of the record: where each fit ends."""
+
+    def line(what, run, reference):
+        end = {m: run[m][-1] for m in ("communications", "error", "log_likelihood", "pruned")}
+        words = "{error:.2f} %, {log_likelihood:.3f}, {pruned:.0f} units pruned".format(**end)
+        return table_row(f"{what}, {end['communications']:.0f} replies", words, reference)
+
+    fits = [(name, each, run) for name in SPLITS for each, run in report.get(name, {}).items()]
+    pooled = f"{report['pooled']['error'][-1]:.2f} %, pooled VI"
+    rows = [line(f"{name}, {each}", run, pooled) for name, each, run in fits]
+    return [line("pooled VI", report["pooled"], ""), *rows]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--splits", nargs="+", choices=list(SPLITS), default=list(SPLITS))
@@ -191,8 +205,7 @@ def main():
             print(f"{name}: {label}")
             report[name][label] = fit(model, silos, split, method, test, args.seed)
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(report, file, indent=1)
+        write(args.json, lines(report), details=report)
     if args.plot:
         plot(report).savefig(args.plot, dpi=100)
 

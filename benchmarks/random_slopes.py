@@ -13,7 +13,6 @@ effects as their root times standard normals: else it has divergences, and is no
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import time
@@ -28,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from record import distance, table_row, write
 
 import numpyro_fed as nf
 
@@ -114,6 +114,19 @@ def moments(draws: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     return of_all.mean(0)[sd > 1e-12], sd[sd > 1e-12]
 
 
+def lines(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of the record."""
+    rows = []
+    for r in records:
+        words = f"{r['exchanges']} exchanges, {r['seconds'][0]} and {r['seconds'][1]} s"
+        if "mean_error" in r:
+            words += f", {distance(r['mean_error'], r['ratios'])}"
+        words += ", doubted" * (not r["trusted"])
+        nuts = f"NUTS, {r['nuts_seconds']} s, error {r['nuts_error']}" if "nuts_error" in r else ""
+        rows.append(table_row(r["words"], words, nuts, "14 exchanges, half of NUTS's time"))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sets", default="0:20")
@@ -153,7 +166,7 @@ def main() -> None:
         records.append(record)
         print({k: v for k, v in record.items() if k != "verdict"}, flush=True)
         if args.json:
-            args.json.write_text(json.dumps(records, indent=1))
+            write(args.json, lines(records), details=records)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from record import table_row, write
 
 import numpyro_fed as nf
 
@@ -253,14 +254,25 @@ def outcome(case: Case, key: Any) -> dict[str, Any]:
     return {**shown, "outcome": what, **found, "seconds": round(seconds, 1), "said": said}
 
 
-def table(file: Path) -> None:
-    """Count the outcomes of a file."""
-    found = [json.loads(line) for line in file.read_text().splitlines()]
+def table(found: list[dict[str, Any]]) -> None:
+    """Count the outcomes of cases."""
     for by in ("model", "rows"):
         for value in sorted({f[by] for f in found}):
             counted = Counter(f["outcome"] for f in found if f[by] == value)
             print(f"{value!s:>10}", dict(counted))
     print(f"{len(found):>10}", dict(Counter(f["outcome"] for f in found)))
+
+
+def lines(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of the record."""
+    rows = []
+    for name in (*CASES, "all"):
+        counts = Counter(f["outcome"] for f in found if name in (f["model"], "all"))
+        words = "; ".join(f"{number} {outcome}" for outcome, number in counts.most_common())
+        if words:
+            target = "0 wrong, 0 crashed"
+            rows.append(table_row(name, words, f"exact, {counts.total()} cases", target))
+    return rows
 
 
 def main() -> None:
@@ -271,6 +283,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(CASES))
     parser.add_argument("--out", type=Path, default=Path("raw_numbers.jsonl"))
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args()
     if not args.table:
         done = args.out.read_text().splitlines() if args.out.exists() else []
@@ -285,7 +298,10 @@ def main() -> None:
                 found = outcome(case(args.seed, i), jax.random.key(i))
             with args.out.open("a") as file:
                 file.write(json.dumps({"case": i, **found}) + "\n")
-    table(args.out)
+    found = [json.loads(line) for line in args.out.read_text().splitlines()]
+    table(found)
+    if args.json:
+        write(args.json, lines(found), details=found)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ costs next to nothing, and gains less.
 """
 
 import argparse
-import json
 import time
 import warnings
 
@@ -33,6 +32,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from federated_data import load_tabular, split_homogeneous
+from record import table_row, write
 
 import numpyro_fed as nf
 
@@ -161,6 +161,20 @@ def pair(values, i):
     return f"{values['mean'][i]:.4f}" + ("" if se is None else f" +- {se:.4f}")
 
 
+def lines(table, rates):
+    """The rows of the record: log likelihoods, and what they are better than PVI by."""
+    rows = []
+    for name, of in table.items():
+        for i, rate in enumerate(rates):
+            gain = of["minus_pvi"]["log_likelihood"] if "minus_pvi" in of else None
+            better = "" if gain is None else f"better than PVI by {pair(gain, i)}"
+            found = pair(of["log_likelihood"], i)
+            rows.append(
+                table_row(f"{name}, {rate:.0%} of labels wrong: log likelihood", found, better)
+            )
+    return rows
+
+
 def plot(table, args):
     """Test log likelihood and error against contamination, with two standard errors."""
     import matplotlib.pyplot as plt
@@ -213,8 +227,8 @@ def main():
     print(f"\nseconds, compilation included: {took}")
     settings = {k: v for k, v in vars(args).items() if k not in ("json", "plot")}
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"settings": settings, "methods": table, "seconds": seconds}, file, indent=1)
+        details = {"settings": settings, "methods": table, "seconds": seconds}
+        write(args.json, lines(table, args.rates), details=details)
     if args.plot:
         plot(table, args).savefig(args.plot, dpi=100)
 

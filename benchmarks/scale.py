@@ -17,7 +17,6 @@ Run it from anywhere::
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import sys
@@ -31,6 +30,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
+from record import table_row, write
 
 import numpyro_fed as nf
 
@@ -131,7 +131,13 @@ def main() -> None:
             continue
         print(f"{name:>24}  {value:.4g}" if isinstance(value, float) else f"{name:>24}  {value}")
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        what = f"{silos:,} silos of {rows:,} rows"
+        lines = [
+            table_row(f"{what}: peak memory", f"{peak:.2f} GiB", "", f"{report['target_gib']} GiB"),
+            table_row(f"{what}: an iteration", f"{1e3 * min(seconds):.1f} ms"),
+            table_row(f"{what}: all-reduces in a program", report["all_reduces"]),
+        ]
+        write(args.json, lines, details=report)
 
 
 if __name__ == "__main__":

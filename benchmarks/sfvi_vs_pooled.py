@@ -16,9 +16,6 @@ Run it from anywhere, with nothing else running::
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,6 +31,7 @@ import optax
 from from_examples import load_example
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
+from record import machine, table_row, write
 
 import numpyro_fed as nf
 
@@ -208,22 +206,6 @@ def compile_times(many: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def machine() -> str:
-    """The machine in words."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [x for x in cpuinfo.read_text().splitlines() if x.startswith("model name")]
-        model = names[0].split(":", 1)[1].strip() if names else model
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    load = f", load {os.getloadavg()[0]:.1f} at the end" if hasattr(os, "getloadavg") else ""
-    device = jax.devices()[0].device_kind
-    return (
-        f"{cores} cores of {model}{load}; jax {jax.__version__}, numpyro {numpyro.__version__}, "
-        f"device {device}"
-    )
-
-
 def table(rows: Sequence[dict[str, Any]]) -> str:
     header = ("what", "ours", "pooled", "ratio", "target")
     cells = [
@@ -243,6 +225,19 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def lines(timed: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of a record of times against a reference."""
+    return [
+        table_row(
+            r["what"],
+            f"{r['ours']:.3f} {r['unit']}, ratio {r['ratio']:.2f}",
+            f"{r['pooled']:.3f} {r['unit']}",
+            f"ratio at most {r['target']}",
+        )
+        for r in timed
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
@@ -259,7 +254,7 @@ def main() -> None:
     print(machine())
     if args.json:
         report = {"machine": machine(), "iterations": rows, "runs": runs, "compilation": compiled}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        write(args.json, lines([*rows, *runs, compiled]), details=report)
 
 
 if __name__ == "__main__":

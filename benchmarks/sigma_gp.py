@@ -13,7 +13,6 @@ grid of length scales, and a decoder without an encoder (DeepRV, arXiv 2503.2147
 """
 
 import argparse
-import json
 import time
 
 import jax
@@ -22,6 +21,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
+from record import table_row, write
 
 import numpyro_fed as nf
 
@@ -244,8 +244,21 @@ def main():
         )
         numbers = {"training_seconds": seconds, "times": sigma.times, "check": rows}
         numbers["check_of_decoder_alone"] = alone
-        with open(args.json, "w") as file:
-            json.dump(numbers | {"posterior": found}, file, indent=1)
+        lines = [
+            table_row(
+                f"covariances at length scale {r['phi']:g}",
+                ", ".join(f"{name} {value:.3f}" for name, value in r.items() if name != "phi"),
+                target="0.1",
+            )
+            for r in rows
+        ]
+        for name, r in found.items():
+            words = f"{r['error']:.3f}, {r['worst']:.3f} sd, {r['sd_ratio']:.3f}"
+            lines.append(
+                table_row(f"a curve, {name}: mean error, worst, ratio of sds", words, "exact")
+            )
+        lines.append(table_row("training", f"{seconds:.0f} s", target="180 s"))
+        write(args.json, lines, details=numbers | {"posterior": found})
     if args.plot:
         plot(args.plot, sigma, report, curves, silos, 3 if args.quick else 25)
 

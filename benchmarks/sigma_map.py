@@ -27,7 +27,6 @@ trains and draws little, for two of the priors; of the counties it takes New Eng
 """
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable
@@ -39,6 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from record import table_row, write
 
 import numpyro_fed as nf
 
@@ -306,8 +306,13 @@ def main():
                 flush=True,
             )
     if args.json:
-        with open(args.json, "w") as out:
-            json.dump(numbers, out, indent=1)
+        lines = [
+            table_row(f"{name}: rmse, worst, ratio of sds", words)
+            for name, r in numbers.items()
+            if "rmse" in r
+            for words in [f"{r['rmse']:.3f}, {r['worst']:.3f} sd, {r['sd_ratio']:.3f}"]
+        ]
+        write(args.json, lines, details=numbers)
     if args.plot:
         plot(args.plot, here.places, here.areas, (mean, sd), fits)
 

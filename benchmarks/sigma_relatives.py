@@ -11,7 +11,6 @@ ratio of standard deviations, on average over areas. No sampling, no optimisatio
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,18 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from sfvi_vs_pooled import machine
+from record import machine, table_row, write
 
 import numpyro_fed as nf
 from numpyro_fed.sigma.fields import field_of
 
 NOISE = 0.5
+TARGETS = {  # figures of a sketch
+    **{("independent blocks", a): f"{t} sd" for a, t in ((0.5, 0.04), (0.9, 0.11), (0.99, 0.16))},
+    **{
+        ("150 shared, and blocks", a): f"{t} sd" for a, t in ((0.5, 0.08), (0.9, 0.08), (0.99, 0.1))
+    },
+}
 
 
 def counties() -> tuple[np.ndarray, np.ndarray]:
@@ -105,7 +110,16 @@ def main() -> None:
             print(f"{alpha:6} {name:28} {rmse:10.3f} {ratio:9.3f}", flush=True)
     if args.json:
         report = {"machine": machine(), "border": len(separator.border), "relatives": found}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        rows = [
+            table_row(
+                f"{r['prior']}, alpha {r['alpha']}: rmse, ratio of sds",
+                f"{r['rmse']:.3f} sd, {r['sd_ratio']:.3f}",
+                "exact",
+                TARGETS.get((r["prior"], r["alpha"]), ""),
+            )
+            for r in found
+        ]
+        write(args.json, rows, details=report)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ rounds and draws to judge by.
 """
 
 import argparse
-import json
 import time
 import warnings
 
 import jax
 import numpy as np
 from from_examples import load_example
+from record import distance, table_row, write
 
 import numpyro_fed as nf
 
@@ -134,10 +134,19 @@ def main():
     effective = ", ".join(f"{k} {v:.0f}" for k, v in report["nuts"]["effective_draws"].items())
     print(f"\nnuts on all data: {seconds['nuts']:.1f} s, effective draws: {effective}")
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(report, file, indent=1)
+        rows = [
+            table_row(name, f"{_worst(r)}, {r['seconds']:.0f} s", "NUTS", "0.1 sd, 0.9 to 1.1")
+            for name, r in report.items()
+            if "sd_ratio" in r
+        ]
+        write(args.json, rows, details=report)
     if args.plot:
         plot(fits, reference).savefig(args.plot, dpi=150)
+
+
+def _worst(found):
+    """The worst error of a mean and the ratios of sds, as a cell."""
+    return distance(max(found["mean_error_sd"].values()), found["sd_ratio"].values())
 
 
 def averaged(sizes, rule, quick):

@@ -23,7 +23,6 @@ Run it from anywhere (some minutes)::
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable
@@ -37,6 +36,7 @@ import numpyro.distributions as dist
 import optax
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoMultivariateNormal
+from record import distance, table_row, write
 
 import numpyro_fed as nf
 
@@ -143,6 +143,20 @@ def met(name: str, found: dict[str, dict[str, float]], ess: dict[str, float]) ->
         and low - 2 * (2 * ess[k]) ** -0.5 <= v["sd_ratio"] <= high + 2 * (2 * ess[k]) ** -0.5
         for k, v in found.items()
     )
+
+
+def lines(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of the record."""
+    rows = []
+    for name, found in report["fits"].items():
+        sites = found["sites"].values()
+        error = max(v["mean_error_sd"] for v in sites)
+        words = f"{distance(error, [v['sd_ratio'] for v in sites])}, {found['seconds']:.0f} s"
+        target = "{} sd, {} to {}".format(*TARGETS[name]) if name in TARGETS else ""
+        rows.append(table_row(f"{report['model']}, {name}", words, "NUTS", target))
+    fixed = report["correction"]
+    share = f"{fixed['ess'] / fixed['draws']:.0%}, {fixed['pareto_k']:.2f}"
+    return [*rows, table_row("effective draws, k-hat of the correction", share)]
 
 
 def main() -> None:
@@ -256,7 +270,7 @@ def main() -> None:
     if args.plot:
         nf.compare(fixed, nuts).plot(label="federated, corrected").savefig(args.plot, dpi=150)
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        write(args.json, lines(report), details=report)
 
 
 if __name__ == "__main__":

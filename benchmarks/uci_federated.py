@@ -18,7 +18,6 @@ w.x; the paper prints it without the division by 8, which its authors' code has.
 """
 
 import argparse
-import json
 import time
 import warnings
 from functools import partial
@@ -31,6 +30,7 @@ import optax
 from federated_data import SPLIT_B, load_tabular, split_clients
 from numpyro.infer import SVI, TraceMeanField_ELBO, init_to_median
 from numpyro.infer.autoguide import AutoDiagonalNormal
+from record import table_row, write
 
 import numpyro_fed as nf
 
@@ -256,10 +256,26 @@ def main():
     if "sequential" in chosen:
         verdict(reports)
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(reports, file, indent=1)
+        write(args.json, lines(reports), details=reports)
     if args.plot:
         plot(reports).savefig(args.plot, dpi=100)
+
+
+GAP = "{log_likelihood:+.4f} nats, {error:+.2f} points"
+
+
+def lines(reports):
+    """The rows of the record: the differences to pooled VI."""
+    rows = []
+    for name, by_split in reports.items():
+        for split, report in by_split.items():
+            own = "{log_likelihood:.4f} nats, {error:.2f} %".format(**report["pooled"])
+            for each, found in report["methods"].items():
+                gap = GAP.format(**found["difference"])
+                target = "0.005 nats, 0.5 points" if each == "sequential" else ""
+                what = f"{name} {split}, {LABELS[each]}"
+                rows.append(table_row(what, gap, f"pooled VI: {own}", target))
+    return rows
 
 
 def verdict(reports):

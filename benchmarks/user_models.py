@@ -17,7 +17,6 @@ the verdict. ``--models slopes,schools`` takes some.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import warnings
 from collections.abc import Callable
@@ -32,6 +31,7 @@ import numpyro.distributions as dist
 from more_models import MODELS as MORE
 from more_models import Silos, cut
 from numpyro.contrib.control_flow import scan
+from record import distance, table_row, write
 
 import numpyro_fed as nf
 
@@ -264,6 +264,17 @@ def one(name: str, warmup: int, samples: int) -> dict[str, Any]:
     )
 
 
+def lines(report: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of the record."""
+    rows = []
+    for name, r in report.items():
+        words = f"{distance(r['mean_error_sd'], r['sd_ratio'])}, {r['exchanges']} exchanges"
+        words += ", doubted" * (not r["trusted"])
+        nuts = f"NUTS, {r['nuts_effective_draws']:,.0f} effective draws"
+        rows.append(table_row(name, words, nuts, "0.1 sd, 0.9 to 1.1"))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", help="some of them, with commas between; else all")
@@ -287,7 +298,7 @@ def main() -> None:
         )
         print(f"    {r['verdict']}", flush=True)
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1))
+        write(args.json, lines(report), details=report)
 
 
 if __name__ == "__main__":

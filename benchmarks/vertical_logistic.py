@@ -14,7 +14,6 @@ same with few rows and draws.
 """
 
 import argparse
-import json
 import time
 import warnings
 
@@ -23,6 +22,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS
+from record import distance, table_row, write
 
 import numpyro_fed as nf
 
@@ -178,6 +178,12 @@ def plot(path, samples, rhos):
     figure.savefig(path, dpi=120)
 
 
+TARGETS = {
+    "exact split": "0.1 sd, 0.93 to 1.07",
+    "exact split, corrected": "0.05 sd, 0.95 to 1.05",
+}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="write the numbers")
@@ -193,8 +199,16 @@ def main():
         found, drawn = measured(clients, args, draws, rounds, rhos)
         numbers[clients], samples[clients] = found, drawn
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(numbers, file, indent=1)
+        rows = [
+            table_row(
+                f"{clients} clients, {name}", distance(r["error"], r["ratios"]), "NUTS", target
+            )
+            for clients, found in numbers.items()
+            for name, r in found.items()
+            if "error" in r
+            for target in [TARGETS.get(name, "")]
+        ]
+        write(args.json, rows, details=numbers)
     if args.plot:
         plot(args.plot, samples, rhos)
 

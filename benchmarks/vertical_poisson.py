@@ -13,7 +13,6 @@ rounds.
 """
 
 import argparse
-import json
 import time
 import warnings
 from functools import partial
@@ -27,6 +26,7 @@ import optax
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
+from record import distance, table_row, write
 
 import numpyro_fed as nf
 
@@ -221,8 +221,14 @@ def main():
             note(f"NUTS, augmented, rho {rho:g}", found, began)
             print(f"{ess:.0f} effective draws")
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(numbers, file, indent=1)
+        words = {"b": "intercept", "beta": "slopes", "mu": "their means", "sigma": "their scales"}
+        rows = [
+            table_row(f"{name}: {words[site]}", distance(r["error"], r["ratios"]), "NUTS")
+            for name, found in numbers.items()
+            for site, r in found.items()
+            if site in words
+        ]
+        write(args.json, rows, details=numbers)
     if args.plot:
         plot(args.plot, samples, truth, rhos)
 

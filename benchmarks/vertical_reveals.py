@@ -18,13 +18,12 @@ of a fit do not depend on a round's predictor, amortised ones move with it.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from sfvi_vs_pooled import machine
+from record import machine, table_row, write
 from vertical_step import model, simulate
 
 import numpyro_fed as nf
@@ -106,7 +105,15 @@ def main() -> None:
                 )
     if args.json:
         report = {"machine": machine(), "reveals": found}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        lines = [
+            table_row(
+                "exact split" if r["rho"] is None else f"rho {r['rho']}, {r['auxiliary']}",
+                f"predictor {r['predictor']:.3f} sd, share of columns {r['columns']:.2f}",
+                f"{r['rounds']:,} rounds" + ", once fitted" * (r["when"] == "fitted"),
+            )
+            for r in found
+        ]
+        write(args.json, lines, details=report)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ Run it with nothing else running::
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -28,7 +27,8 @@ import numpyro.distributions as dist
 import optax
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
-from sfvi_vs_pooled import alternate, machine, table
+from record import machine, write
+from sfvi_vs_pooled import alternate, lines, table
 
 import numpyro_fed as nf
 
@@ -146,7 +146,7 @@ def main() -> None:
     print(machine())
     if args.json:
         report = {"machine": machine(), "rounds": rounds_found, "rows": growth}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        write(args.json, lines([*rounds_found, *growth]), details=report)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from importlib.metadata import version as installed
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "tests"))
+sys.path += [str(HERE), str(HERE.parent / "tests")]
 
 from xla_flags import remembered_flags
 
@@ -31,6 +31,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
+    "measured",  # tables of benchmarks/results
 ]
 exclude_patterns = ["_build"]
 needs_sphinx = "8.2"

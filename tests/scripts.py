@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import runpy
 import sys
@@ -46,3 +47,13 @@ def run_script(script: Path, folder: Path, *options: str, data: Path | None = No
             if Path(file).parent == script.parent:
                 del sys.modules[name]
     return printed.getvalue()
+
+
+def details(record: Path):
+    """The report of a benchmark, in a record that has all that a page draws."""
+    found = json.loads(record.read_text())
+    assert {"command", "date", "machine", "versions"} <= set(found)
+    assert found["rows"]
+    assert all({"what", "ours", "reference", "target"} <= set(row) for row in found["rows"])
+    assert all(row["what"] and row["ours"] != "" for row in found["rows"])
+    return found["details"]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
-from scripts import run_script
+from scripts import details, run_script
 
 pytestmark = pytest.mark.slow
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -16,7 +15,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 def run_quickly(script: str, tmp_path: Path, *options: str) -> dict:
     run_script(BENCHMARKS / script, tmp_path, *(options or ("--quick",)), "--json", "report.json")
-    return json.loads((tmp_path / "report.json").read_text())
+    return details(tmp_path / "report.json")
 
 
 def test_sfvi_vs_pooled(tmp_path):

@@ -1,6 +1,5 @@
 """How programs are compiled."""
 
-import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from scripts import details
 
 import numpyro_fed as nf
 from numpyro_fed.basics.programs import compiled_method, jit_once
@@ -79,7 +79,7 @@ def test_a_first_fit_compiles_few_programs_and_runs_the_text_a_few_times(tmp_pat
     script = Path(__file__).resolve().parents[1] / "benchmarks" / "first_answer.py"
     options = ["--works", "readme", "--no-nuts", "--json", str(tmp_path / "report.json")]
     subprocess.run([sys.executable, str(script), *options], check=True, capture_output=True)
-    (found,) = json.loads((tmp_path / "report.json").read_text())
+    (found,) = details(tmp_path / "report.json")
     assert found["trusted"]
     assert found["programs"] <= 15
     assert found["runs_of_the_text"] <= 5

@@ -1,6 +1,5 @@
 """Benchmarks that repeat experiments of papers run, and report what they promise."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import matplotlib
 import matplotlib.image
 import numpy as np
 import pytest
-from scripts import run_script
+from scripts import details, run_script
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -19,7 +18,7 @@ def reported(script, folder, *options, data=None):
     """The report and the figure of a benchmark."""
     options = ("--quick", *options, "--json", "out.json", "--plot", "out.png")
     run_script(BENCHMARKS / script, folder, *options, data=data)
-    report = json.loads((folder / "out.json").read_text())
+    report = details(folder / "out.json")
     return report, matplotlib.image.imread(folder / "out.png")
 
 
@@ -105,7 +104,7 @@ def test_pvi_mnist_reports_and_draws(tmp_path):
     options = ("--quick", "--splits", "two_digits", "--json", "out.json", "--plot", "out.png")
     printed = run_script(BENCHMARKS / "pvi_mnist.py", tmp_path, *options, data=tmp_path)
     assert "rejected_updates" in printed
-    report = json.loads((tmp_path / "out.json").read_text())
+    report = details(tmp_path / "out.json")
     assert set(report) == {"pooled", "two_digits"}
     assert set(report["two_digits"]) == {"sequential", "synchronous"}
     for run in report["two_digits"].values():
@@ -166,7 +165,7 @@ def test_the_vertical_benchmark_measures_models_against_nuts(tmp_path):
 def test_the_process_benchmark_compares_priors_with_the_exact_posterior(tmp_path):
     options = ("--quick", "--json", "out.json", "--plot", "out")
     run_script(BENCHMARKS / "sigma_gp.py", tmp_path, *options)
-    found = json.loads((tmp_path / "out.json").read_text())
+    found = details(tmp_path / "out.json")
     assert [row["phi"] for row in found["check"]] == pytest.approx([0.2, 0.5, 0.8])
     ways = {"SIGMA, auxiliary, NUTS", "low rank and blocks, NUTS", "low rank and blocks, SFVI"}
     assert set(found["posterior"]) == ways
@@ -179,7 +178,7 @@ def test_the_process_benchmark_compares_priors_with_the_exact_posterior(tmp_path
 def test_the_map_benchmark_compares_priors_with_nuts(tmp_path):
     options = ("--quick", "--methods", "SFVI", "--json", "out.json", "--plot", "out")
     run_script(BENCHMARKS / "sigma_map.py", tmp_path, *options)
-    found = json.loads((tmp_path / "out.json").read_text())
+    found = details(tmp_path / "out.json")
     assert len(found) == 4
     assert found["low rank and blocks, SFVI"]["rmse"] < 3
     for name in ("effects", "means"):

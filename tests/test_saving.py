@@ -21,6 +21,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from laid_open import laid_open
+from scripts import details
 
 import numpyro_fed as nf
 from numpyro_fed.basics.files import read_npz, write_atomically, write_npz
@@ -324,7 +325,7 @@ def test_after_a_kill_the_last_save_or_the_one_before_is_there(tmp_path):
     report = tmp_path / "report.json"
     command = [sys.executable, script, "--kills", "20", "--json", report]
     subprocess.run([*map(str, command)], check=True, capture_output=True)
-    found = json.loads(report.read_text())
+    found = details(report)
     assert found["kills"] == 20
     assert found["lost"] == 0
     assert found["last"] + found["next"] == 20
