@@ -87,7 +87,7 @@ class Corrected(Posterior, WeightedDraws[Result]):
 
     @property
     def state(self) -> State:
-        """Return the state of the fit, from which a run goes on: ``run(..., init_state=)``."""
+        """Return the state of the fit, from which ``run(..., init_state=)`` goes on."""
         return self.result.state
 
     @property
