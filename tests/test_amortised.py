@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.data.batches import MinibatchNoise, rows_at
+from numpyro_fed.data.minibatches import MinibatchNoise, rows_at
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.guides.local_guides import with_encoders
 from numpyro_fed.guides.objectives import draws_by_plate

@@ -125,7 +125,7 @@ def test_rounds_know_no_algorithm_and_no_model(module):
     ours = {m for m in GRAPH[module] if not m.startswith(("rounds.", "basics.", "privacy."))}
     # What an exchange carries has types of the text and of a guide.
     types = {"guides.global_guides", "numerics.gaussian", "text.sites"}
-    assert ours <= {"data.silo_data", "data.batches"} | (types if "exchange" in module else set())
+    assert ours <= {"data.silo_data", "data.padding"} | (types if "exchange" in module else set())
 
 
 def test_nothing_needs_an_engine():

@@ -9,7 +9,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import DataError, ModelError
-from numpyro_fed.data.batches import arrays_with_rows, bucket, group_lengths
+from numpyro_fed.data.padding import arrays_with_rows, bucket, group_lengths
 from numpyro_fed.data.silo_data import SiloData, read
 from numpyro_fed.testing import check_decomposition
 from numpyro_fed.text.primitives import silo_plate

@@ -18,7 +18,7 @@ from problems import cut, jitter
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.data import batches
+from numpyro_fed.data import padding
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.reference.nuts import good_starts, some_from_prior, uniform
 from numpyro_fed.reference.nuts_result import NutsResult
@@ -108,7 +108,7 @@ DENSITIES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", DENSITIES)
 def test_the_density_and_its_gradient_are_those_of_the_joint_model(x64, case, monkeypatch):
-    monkeypatch.setattr(batches, "FEW_ROWS", 0)  # else silos of so few rows have one shape
+    monkeypatch.setattr(padding, "FEW_ROWS", 0)  # else silos of so few rows have one shape
     model, silos, num_buckets = DENSITIES[case]
     data = read(silos)
     layout, buckets = lay_out(model, data)

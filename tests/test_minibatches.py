@@ -11,7 +11,7 @@ import pytest
 from problems import build, jitter
 
 import numpyro_fed as nf
-from numpyro_fed.data.batches import MinibatchNoise, draw_minibatch, rows_at
+from numpyro_fed.data.minibatches import MinibatchNoise, draw_minibatch, rows_at
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.guides.objectives import draws_by_plate
 from numpyro_fed.guides.silo_bounds import SiloBound

@@ -13,7 +13,8 @@ import pytest
 from problems import cut, gauss_hermite, glmm, glmm_silos, jitter, parts
 
 import numpyro_fed as nf
-from numpyro_fed.data.batches import MinibatchNoise, bucket
+from numpyro_fed.data.minibatches import MinibatchNoise
+from numpyro_fed.data.padding import bucket
 from numpyro_fed.guides.silo_bounds import AtDraw, SiloBound, normals
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds import convergence

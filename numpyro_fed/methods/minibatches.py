@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from numpyro_fed.basics.errors import GuideError
-from numpyro_fed.data.batches import Minibatches
+from numpyro_fed.data.minibatches import Minibatches
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.text.log_density import FederatedModel

@@ -26,7 +26,7 @@ from jax.typing import ArrayLike
 from numpyro_fed.basics.errors import DataError, GuideError, ModelError, one_of, positive_int
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.data import silo_data
-from numpyro_fed.data.batches import Bucket, one_by_one
+from numpyro_fed.data.padding import Bucket, one_by_one
 from numpyro_fed.data.silo_data import SiloData, SilosInput, read_all, signature
 from numpyro_fed.data.tables import SiloInput
 from numpyro_fed.methods.method import (

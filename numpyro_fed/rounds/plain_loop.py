@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from numpyro_fed.basics.errors import SiloAwayError
 from numpyro_fed.basics.trees import Tree, drop_weak_types
-from numpyro_fed.data.batches import stacked
+from numpyro_fed.data.padding import stacked
 from numpyro_fed.rounds.exchange import (
     Down,
     Exchange,

@@ -30,7 +30,7 @@ from numpyro_fed.basics.errors import (
 )
 from numpyro_fed.basics.files import canonical
 from numpyro_fed.basics.trees import drop_weak_types
-from numpyro_fed.data.batches import stacked
+from numpyro_fed.data.padding import stacked
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.privacy.masks import MAX_PARTIES
 from numpyro_fed.rounds.exchange import (

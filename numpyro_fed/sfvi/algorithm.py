@@ -26,7 +26,7 @@ import optax
 from jax import Array
 
 from numpyro_fed.basics.trees import all_finite
-from numpyro_fed.data.batches import MinibatchNoise
+from numpyro_fed.data.minibatches import MinibatchNoise
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.numerics.gaussian import Coordinates, Frame, Gaussian

@@ -27,7 +27,7 @@ import optax
 from jax import Array
 
 from numpyro_fed.basics.trees import Tree, all_finite
-from numpyro_fed.data.batches import MinibatchNoise
+from numpyro_fed.data.minibatches import MinibatchNoise
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_guides import GuideParams
 from numpyro_fed.numerics import barycenters, linalg

@@ -12,7 +12,7 @@ import optax
 from jax import Array
 
 from numpyro_fed.basics.trees import all_finite
-from numpyro_fed.data.batches import Minibatches, MinibatchNoise, draw_minibatch, rows_at
+from numpyro_fed.data.minibatches import Minibatches, MinibatchNoise, draw_minibatch, rows_at
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_guides import GuideParams
 from numpyro_fed.guides.silo_bounds import AtDraw, Bound

@@ -22,7 +22,7 @@ from numpyro_fed.basics.errors import (
     one_of,
     positive_int,
 )
-from numpyro_fed.data.batches import Minibatches
+from numpyro_fed.data.minibatches import Minibatches
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.local_guides import Amortised, with_encoders
 from numpyro_fed.guides.objectives import Objective, draws_of, objective_for

@@ -21,7 +21,7 @@ from numpyro.infer.util import potential_energy, unconstrain_fn
 
 from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.basics.programs import TRACING
-from numpyro_fed.data.batches import Bucket
+from numpyro_fed.data.padding import Bucket
 from numpyro_fed.data.silo_data import SiloData, read
 from numpyro_fed.text.handlers import joint, leaving_out_missing, local_name
 from numpyro_fed.text.row_checks import (

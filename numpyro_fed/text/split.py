@@ -23,7 +23,8 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.basics.errors import DataError, GuideError, ModelError, ModelWarning
-from numpyro_fed.data.batches import Bucket, CutPlates, Minibatches, arrays_with_rows, bucket
+from numpyro_fed.data.minibatches import CutPlates, Minibatches
+from numpyro_fed.data.padding import Bucket, arrays_with_rows, bucket
 from numpyro_fed.data.silo_data import ReadSilos, SiloData, Sizes
 from numpyro_fed.text.handlers import leaving_out_missing, localised, rounded
 from numpyro_fed.text.indices import IndexCheck

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from numpyro_fed.basics.errors import DataError, ModelError, StartWarning, one_of
 from numpyro_fed.basics.trees import drop_weak_types
-from numpyro_fed.data.batches import bucket, one_by_one
+from numpyro_fed.data.padding import bucket, one_by_one
 from numpyro_fed.data.silo_data import SiloData, read_one, signature
 from numpyro_fed.methods.method import (
     RUNTIMES,
