@@ -30,8 +30,9 @@ import numpyro_fed as nf
 from numpyro_fed.basics.precision import precision
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.dp_newton.algorithm import Answered, NewtonQuestion, PrivateNewton
-from numpyro_fed.dp_newton.units import SIZES, SUMS, UNITS, PrivateUnits, Releases
+from numpyro_fed.dp_newton.units import PrivateUnits, Releases
 from numpyro_fed.privacy.budget import noisy
+from numpyro_fed.rounds.names import PRIVATE_SIZES, PRIVATE_SUMS, PRIVATE_UNITS
 from numpyro_fed.text.split import split
 
 ROWS, FAR = 200, 1e6
@@ -77,12 +78,12 @@ class Eavesdropper:
     def deviations(self, name: str, down: NewtonQuestion) -> list[float]:
         """Return the sd of the noise in each part of a reply."""
         parts = self.parts
-        if name == UNITS:
+        if name == PRIVATE_UNITS:
             return [parts.units.model.dim**0.5 * parts.schedule.units]
         phase = parts.schedule.phases[int(down.step) // parts.schedule.steps]
-        if name == SIZES:
+        if name == PRIVATE_SIZES:
             return [2**0.5 * phase.sizes]
-        assert name.startswith(SUMS)
+        assert name.startswith(PRIVATE_SUMS)
         return [float(down.clip) * phase.gradient, float(down.clip_curvature) * phase.curvature]
 
 

@@ -46,28 +46,21 @@ from numpyro_fed.posterior.importance import log_likelihood_exchange
 from numpyro_fed.posterior.leave_out import leave_out_exchange, loo_exchange
 from numpyro_fed.posterior.particles import tempering_of
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.rounds.exchange import (
-    IMPORTANCE,
-    OUTER_LATENTS,
-    AnyAlgorithm,
-    Exchange,
-    ExchangeId,
-    Round,
-)
+from numpyro_fed.rounds.exchange import AnyAlgorithm, Exchange, ExchangeId, Round
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.keys import typed_key
+from numpyro_fed.rounds.names import IMPORTANCE, INFLUENCE, LEAVE_OUT, LOO, OUTER_LATENTS, TEMPERED
 from numpyro_fed.rounds.progress import Progress
 from numpyro_fed.rounds.runtime import Runtime, State
 from numpyro_fed.rounds.silos import Silos, on_device
 from numpyro_fed.search.expand import flat_size
-from numpyro_fed.search.influence import INFLUENCE, Influence
+from numpyro_fed.search.influence import Influence
 from numpyro_fed.search.run_search import coupling_reason
 from numpyro_fed.text.facts import Facts, Plan, agree, check_plan, facts_of, with_terms
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
 from numpyro_fed.text.split import Layout, layout_of, split
-from numpyro_fed.weigh.log_likelihoods import LEAVE_OUT, LOO, rows_that_count
-from numpyro_fed.weigh.smc import TEMPERED
+from numpyro_fed.weigh.log_likelihoods import rows_that_count
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

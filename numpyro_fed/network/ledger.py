@@ -14,10 +14,8 @@ from numpyro_fed.basics.errors import DataError, ModelError
 from numpyro_fed.basics.files import Store, log_privately
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.privacy.budget import epsilon_of
-from numpyro_fed.rounds.exchange import IMPORTANCE, OUTER_LATENTS
 from numpyro_fed.rounds.messages import Question
-from numpyro_fed.weigh.log_likelihoods import LEAVE_OUT, LOO
-from numpyro_fed.weigh.smc import TEMPERED
+from numpyro_fed.rounds.names import IMPORTANCE, LEAVE_OUT, LOO, MODE, OUTER_LATENTS, TEMPERED
 
 LEDGER = "ledger"  # the name under which a silo keeps what has been asked
 # A run that may spend the whole budget does so up to the accountant's rounding.
@@ -149,4 +147,4 @@ def evaluations(question: Question, arrays: Mapping[str, np.ndarray]) -> dict[st
     most = max([1, *downs])
     if question.exchange in (IMPORTANCE, LEAVE_OUT, LOO, OUTER_LATENTS):
         return {"draws": most}
-    return {"places": most if question.exchange in ("mode", TEMPERED) else 1}
+    return {"places": most if question.exchange in (MODE, TEMPERED) else 1}

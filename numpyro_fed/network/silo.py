@@ -39,7 +39,6 @@ from numpyro_fed.network.silo_runs import SiloRuns
 from numpyro_fed.network.silo_sums import SecureSums, asked_of_all
 from numpyro_fed.privacy.budget import PrivacyWarning
 from numpyro_fed.privacy.masks import fingerprint
-from numpyro_fed.rounds.exchange import OUTER_LATENTS
 from numpyro_fed.rounds.keys import typed_key
 from numpyro_fed.rounds.messages import (
     ACCEPT,
@@ -53,13 +52,13 @@ from numpyro_fed.rounds.messages import (
     refusal,
     write,
 )
+from numpyro_fed.rounds.names import LOO, OUTER_LATENTS
 from numpyro_fed.rounds.secure_sums import KEYS, PEERS, SECURE, SUM, Terms, check_summed
 from numpyro_fed.text.facts import describe
 from numpyro_fed.text.fingerprint import source_hash
 from numpyro_fed.vertical.method import VerticalMethod
 from numpyro_fed.vertical.soul import SOUL
 from numpyro_fed.vertical.vfl import VFL
-from numpyro_fed.weigh.log_likelihoods import LOO
 
 # Methods that a silo keeps, the one that was used least recently is forgotten first. Each call of
 # nf.fit describes three.

@@ -29,7 +29,8 @@ from numpyro_fed.numerics.expfam import Family
 from numpyro_fed.numerics.expfam.family import Natural, Ordinary, Parts
 from numpyro_fed.numerics.gaussian import Coordinates, Gaussian, identity
 from numpyro_fed.pvi.families import GAUSSIAN, Globals, misfit, row_terms
-from numpyro_fed.rounds.exchange import Reply, SharedParams, SiloParams
+from numpyro_fed.rounds.exchange import Reply
+from numpyro_fed.rounds.states import SharedParams, SiloParams
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Rows, Theta
 

@@ -26,8 +26,8 @@ from numpyro_fed.data.tables import SiloInput
 from numpyro_fed.numerics.gaussian import identity
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.reference.nuts_result import NutsResult, PooledRun, join_chains
-from numpyro_fed.rounds.exchange import Shared
 from numpyro_fed.rounds.silos import Silos
+from numpyro_fed.rounds.states import Shared
 from numpyro_fed.search.mode import Mode
 from numpyro_fed.text.facts import facts_of
 from numpyro_fed.text.handlers import local_name
