@@ -326,7 +326,7 @@ class Silo:
         if question.exchange in OF_DATA:
             self._policy.check_sums(False)
             self._policy.check_noise(0.0, f"'{question.exchange}' would be told")
-            with self._ledger.spending(question.exchange, {}):
+            with self._ledger.spending_evaluations(question.exchange, {}):
                 return self._reply_of_data(question.exchange, _json(question.settings))
         with self._runs_of(question.method) as runs:
             return self._reply_of_run(runs, question, message)
@@ -335,7 +335,7 @@ class Silo:
         """Return the reply to a message of a run."""
         agreed, size, (head, arrays) = self._agreed[question.method], runs.size, read(message)
         if question.exchange in (*BEGINNINGS, GO_ON):
-            cost = self._ledger.beginning(size.multiplier, size.delta, size.protects)
+            cost = self._ledger.spending_privacy(size.multiplier, size.delta, size.protects)
             return runs.handle(message, cost)
         if question.exchange == OUTER_LATENTS and not self._policy.tell_latents:
             raise ModelError(
@@ -349,7 +349,7 @@ class Silo:
             )
         if question.exchange == LOO:
             self._policy.check_rows_with_outcome(runs.rows_that_count())
-        cost = self._ledger.spending(question.exchange, evaluations(question, arrays))
+        cost = self._ledger.spending_evaluations(question.exchange, evaluations(question, arrays))
         if SUM not in head:
             if agreed.secure_sum:
                 raise ModelError(
