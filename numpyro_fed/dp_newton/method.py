@@ -33,8 +33,8 @@ from numpyro_fed.rounds.silos import Batches, ServerData, Silos
 from numpyro_fed.rounds.step import Conversation
 from numpyro_fed.search.influence import Factors
 from numpyro_fed.text.facts import Plan
+from numpyro_fed.text.layout import Layout
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.split import Layout
 
 # Numbers of a row's latents that quadrature takes, and globals of which a matrix is sent.
 GLOBALS_UP_TO = 300

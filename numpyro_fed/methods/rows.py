@@ -57,9 +57,10 @@ from numpyro_fed.search.expand import flat_size
 from numpyro_fed.search.influence import Influence
 from numpyro_fed.search.run_search import coupling_reason
 from numpyro_fed.text.facts import Facts, Plan, agree, check_plan, facts_of, with_terms
+from numpyro_fed.text.layout import Layout, layout_of
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
-from numpyro_fed.text.split import Layout, layout_of, split
+from numpyro_fed.text.split import split
 from numpyro_fed.weigh.log_likelihoods import rows_that_count
 
 if TYPE_CHECKING:
@@ -298,7 +299,7 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
             )
         (data,) = silo_data.read([silo], self.model)
         layout = layout_of(self._text(), [data])
-        layout.arrange([data])
+        layout.checked_buckets([data])
         fm = layout.model
         facts = facts_of(fm, data, layout.sizes[0], with_globals=True)
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
@@ -426,7 +427,7 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
         laid_out = self._layouts.get(shapes)
         layout = layout_of(self._text(), read) if laid_out is None else laid_out.layout
         # Refuses data that do not fit, before anything that takes long is compiled.
-        buckets = layout.arrange(read)
+        buckets = layout.checked_buckets(read)
         if laid_out is None:
             pairs = zip(read, layout.sizes, strict=True)
             facts = [facts_of(layout.model, *pair) for pair in pairs]

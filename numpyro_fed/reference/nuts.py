@@ -31,9 +31,9 @@ from numpyro_fed.rounds.states import Shared
 from numpyro_fed.search.mode import Mode
 from numpyro_fed.text.facts import facts_of
 from numpyro_fed.text.handlers import local_name
+from numpyro_fed.text.layout import layout_and_buckets
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Rows
-from numpyro_fed.text.split import lay_out
 from numpyro_fed.weigh.element_errors import Rounding
 
 # Samples of each chain from which run_nuts warns by itself: shorter runs are trials, which would
@@ -125,7 +125,7 @@ def run_nuts(
             f"params comes from a fit of {params.num_silos} silos, but there are {len(read)} here. "
             "Pass the silos that it was fitted to."
         )
-    layout, buckets = lay_out(model, read)
+    layout, buckets = layout_and_buckets(model, read)
     fm, sizes = layout.model, layout.sizes
     shared, private = _parameters(fm, read, params)
     key_init, key_run = jax.random.split(key)
