@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.data.batches import MinibatchNoise, rows_at
+from numpyro_fed.data.minibatches import MinibatchNoise, rows_at
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.guides.local_guides import with_encoders
 from numpyro_fed.guides.objectives import draws_by_plate
@@ -22,7 +22,8 @@ from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.step import replayed_part
 from numpyro_fed.sfvi.algorithm import StructuredVI
 from numpyro_fed.text.facts import agree, facts_of
-from numpyro_fed.text.split import cut_plates, lay_out
+from numpyro_fed.text.layout import layout_and_buckets
+from numpyro_fed.text.row_arrays import minibatches_of_plates
 
 KEY, QUIET = jax.random.key(0), dict(progress_bar=False)
 WIDTH, NOISE = 0.8, 0.5
@@ -64,7 +65,7 @@ class Split:
 
     def __init__(self, spec, *sizes, objective=nf.ELBO(), text=model):  # noqa: B008
         held = read(silos_of(*sizes))
-        self.layout, (bucket,) = lay_out(text, held)
+        self.layout, (bucket,) = layout_and_buckets(text, held)
         fm = self.layout.model
         pairs = zip(held, self.layout.sizes, strict=True)
         self.plan = agree([facts_of(fm, data, size) for data, size in pairs])
@@ -132,7 +133,7 @@ def test_gradients_are_those_of_the_bound(double, objective):
 @pytest.mark.slow
 def test_gradients_of_minibatches_are_unbiased(double):
     split = Split(nf.guides.Amortised(hidden=3), 9, 4)
-    cut = cut_plates(split.fm, split.layout.plates_of_arrays, 4)
+    cut = minibatches_of_plates(split.fm, split.layout.possible_plates, 4)
     settings = split.guide, split.bound, optax.sgd(1.0), 1, 2
     whole, some = (
         StructuredVI(split.fm, *settings, minibatches=batches) for batches in (None, cut)

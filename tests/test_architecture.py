@@ -123,9 +123,9 @@ def test_no_module_imports_itself_in_a_circle(module):
 @pytest.mark.parametrize("module", sorted(m for m in MODULES if m.startswith("rounds.")))
 def test_rounds_know_no_algorithm_and_no_model(module):
     ours = {m for m in GRAPH[module] if not m.startswith(("rounds.", "basics.", "privacy."))}
-    # What an exchange carries has types of the text and of a guide.
+    # The shared parts of states have types of the text and of a guide.
     types = {"guides.global_guides", "numerics.gaussian", "text.sites"}
-    assert ours <= {"data.silo_data", "data.batches"} | (types if "exchange" in module else set())
+    assert ours <= {"data.silo_data", "data.padding"} | (types if "states" in module else set())
 
 
 def test_nothing_needs_an_engine():
@@ -141,7 +141,8 @@ ALGORITHMS = [m for m in MODULES if layer("search") <= layer(m) <= layer("sfvi")
 def test_algorithms_know_no_loop(module):
     """What they know of rounds is what an exchange is, and when a run has come to rest."""
     rounds = {m for m in GRAPH[module] if m.startswith("rounds.")}
-    assert rounds <= {"rounds.exchange", "rounds.convergence", "rounds.keys"}
+    known = {"exchange", "states", "stacks", "names", "convergence", "keys"}
+    assert rounds <= {f"rounds.{name}" for name in known}
 
 
 def test_importing_the_package_needs_no_extra():

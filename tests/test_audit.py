@@ -12,7 +12,7 @@ from laid_open import questions
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.data.batches import bucket
+from numpyro_fed.data.padding import bucket
 from numpyro_fed.data.silo_data import SiloData, read
 from numpyro_fed.text.fingerprint import fingerprint
 from numpyro_fed.text.jaxprs import (

@@ -9,11 +9,11 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import DataError, ModelError
-from numpyro_fed.data.batches import arrays_with_rows, bucket, group_lengths
+from numpyro_fed.data.padding import arrays_with_rows, bucket, group_lengths
 from numpyro_fed.data.silo_data import SiloData, read
 from numpyro_fed.testing import check_decomposition
+from numpyro_fed.text.layout import layout_and_buckets
 from numpyro_fed.text.primitives import silo_plate
-from numpyro_fed.text.split import lay_out
 
 
 def normal(y, w=None):
@@ -86,7 +86,7 @@ def test_an_array_is_padded_iff_its_length_is_the_size_of_one_plate_everywhere()
 
 
 def test_padded_rows_are_copies_of_a_real_one_and_masked():
-    _, (b,) = lay_out(normal, read(rows(2, 5, 3)))
+    _, (b,) = layout_and_buckets(normal, read(rows(2, 5, 3)))
     assert b.data.arrays["y"].shape == (3, 5)
     assert b.silos == (0, 1, 2)
     np.testing.assert_array_equal(b.data.masks["row"].sum(1), [2, 5, 3])
@@ -95,7 +95,7 @@ def test_padded_rows_are_copies_of_a_real_one_and_masked():
 
 
 def test_padded_rows_are_exactly_zero_in_value_and_gradient():
-    layout, (b,) = lay_out(normal, read(rows(2, 5)))
+    layout, (b,) = layout_and_buckets(normal, read(rows(2, 5)))
     silo = jax.tree.map(lambda a: a[0], b.data)
     z = jnp.array([0.1, 0.2, 3.0, -4.0, 0.0])[:, None]
 
@@ -110,7 +110,7 @@ def test_padded_rows_are_exactly_zero_in_value_and_gradient():
 
 
 def test_silos_of_one_size_need_no_mask():
-    _, (b,) = lay_out(normal, read(rows(4, 4)))
+    _, (b,) = layout_and_buckets(normal, read(rows(4, 4)))
     assert b.data.masks == {}
     assert not b.data.masks
 
@@ -121,13 +121,13 @@ def test_python_values_divide_silos_into_buckets():
             numpyro.sample("y", dist.Normal(0, 1 if kind == "a" else 2), obs=y)
 
     held = read([{**s, "kind": k} for s, k in zip(rows(2, 3, 4), "aba", strict=True)])
-    _, buckets = lay_out(model, held)
+    _, buckets = layout_and_buckets(model, held)
     assert [b.silos for b in buckets] == [(0, 2), (1,)]
 
 
 def test_very_different_sizes_are_divided_so_that_memory_grows_with_rows():
     held = read(rows(*[2, 3] * 10, 500))
-    _, buckets = lay_out(normal, held)
+    _, buckets = layout_and_buckets(normal, held)
     assert [len(b.silos) for b in buckets] == [20, 1]
     assert sum(b.data.arrays["y"].size for b in buckets) <= 2 * sum(
         s.arrays["y"].size for s in held
@@ -148,7 +148,7 @@ def test_two_plates_are_padded_each_to_its_own_size():
         {"y": np.zeros(2), "of": np.zeros(2, int), "w": np.zeros(1)},
         {"y": np.zeros(5), "of": np.zeros(5, int), "w": np.zeros(1)},
     ]
-    _, (b,) = lay_out(grouped, read(held))
+    _, (b,) = layout_and_buckets(grouped, read(held))
     assert b.data.masks["group"].shape == (3, 2)
     assert b.data.masks["row"].shape == (3, 5)
     assert b.data.masks
@@ -161,7 +161,7 @@ def test_two_plates_over_the_same_rows_are_both_masked():
         with silo_plate("second", y.shape[0]):
             numpyro.sample("y", dist.Normal(b, 1), obs=y)
 
-    _, (b,) = lay_out(model, read(rows(2, 4)))
+    _, (b,) = layout_and_buckets(model, read(rows(2, 4)))
     assert set(b.data.masks) == {"first", "second"}
     assert b.data.masks
 
@@ -173,7 +173,7 @@ def test_a_model_whose_rows_read_each_others_latents_stays_unpadded_with_a_warni
             numpyro.sample("y", dist.Normal(b - b.mean(0), 1), obs=y)
 
     with pytest.warns(UserWarning, match="summaries"):
-        _, buckets = lay_out(model, read(rows(2, 4, 4)))
+        _, buckets = layout_and_buckets(model, read(rows(2, 4, 4)))
     assert not any(b.data.masks for b in buckets)
     assert [b.silos for b in buckets] == [(0,), (1, 2)]
     assert all(b.data.masks == {} for b in buckets)
@@ -187,7 +187,8 @@ def test_nested_silo_plates_are_never_padded():
             with silo_plate("b", y.shape[1], dim=-1):
                 numpyro.sample("y", dist.Normal(u, 1), obs=y)
 
-    layout, buckets = lay_out(model, read([{"y": np.zeros((2, 3))}, {"y": np.zeros((4, 3))}]))
+    held = read([{"y": np.zeros((2, 3))}, {"y": np.zeros((4, 3))}])
+    layout, buckets = layout_and_buckets(model, held)
     assert layout.model.structure.nested
     assert not any(b.data.masks for b in buckets)
     assert len(buckets) == 2
@@ -239,7 +240,7 @@ def test_trees_ragged_visits_and_what_one_silo_lacks_give_the_exact_posterior():
     names = ["noise", *(f"patients.{name}" for name in ("age", "offset", "y.0", "y.1"))]
     assert [*data[0].arrays] == names
     assert data[3].kwargs["patients"]["offset"] is None
-    _, buckets = lay_out(visits, data)
+    _, buckets = layout_and_buckets(visits, data)
     assert [b.silos for b in buckets] == [(0, 2), (1,), (3,)]
     assert any(b.data.masks for b in buckets)
     check_decomposition(visits, held, num_points=1)
@@ -278,9 +279,9 @@ def test_sites_of_different_sizes_are_refused_with_the_way_out():
 
     held = read([{"x": np.zeros((2, t)), "y": np.zeros(2)} for t in (3, 2)])
     with pytest.raises(ModelError, match=r"'beta' .*\(2,\).*\(3,\).*silo 0"):
-        lay_out(wide, held)
+        layout_and_buckets(wide, held)
     with pytest.raises(ModelError, match=r"local site 'c'.*Pad the axis.*handlers.mask"):
-        lay_out(a_latent_a_visit, held)
+        layout_and_buckets(a_latent_a_visit, held)
 
 
 @pytest.mark.slow

@@ -19,7 +19,8 @@ from numpyro.infer.util import log_density
 import numpyro_fed as nf
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.text.facts import agree, check_plan, with_terms
-from numpyro_fed.text.split import lay_out, split
+from numpyro_fed.text.layout import layout_and_buckets
+from numpyro_fed.text.split import split
 
 LIBRARIES = pytest.mark.parametrize("lib", [pd, pl], ids=["pandas", "polars"])
 KEY = jax.random.key(0)
@@ -239,7 +240,7 @@ OUTCOMES = {
 
 def total(model, silo, at):
     """The log density of a silo's rows, and its gradient, at one value of the latents."""
-    layout, (b,) = lay_out(model, read([silo], model))
+    layout, (b,) = layout_and_buckets(model, read([silo], model))
     fm = layout.model
     data = jax.tree.map(lambda a: jnp.asarray(a[0]), b.data)
     size = layout.sizes[0]["row"]
@@ -352,7 +353,7 @@ def test_whole_numbers_may_miss_at_one_silo_alone(lib):
     ]
     found = read(silos, model)
     assert [a.arrays["y"].dtype.kind for a in found] == ["f", "f"]
-    lay_out(model, found)
+    layout_and_buckets(model, found)
     booleans = lib.Series([True, None, False], dtype="boolean" if lib is pd else pl.Boolean)
     np.testing.assert_array_equal(read([dict(y=booleans)])[0].arrays["y"], [1.0, NAN, 0.0])
 
@@ -415,12 +416,12 @@ def test_what_may_not_miss_is_refused(name):
     model, silo, words = NOT_MISSING[name]
     good = dict(x=GOOD, y=np.array([1.0, 2.0, 0.0]))
     with pytest.raises(nf.DataError, match=f"silo 1, {words}"):
-        lay_out(model, read([good, silo], model))
+        layout_and_buckets(model, read([good, silo], model))
 
 
 def test_a_row_that_counts_as_one_cannot_miss_a_part():
     with pytest.raises(nf.ModelError, match=r"site 'y': .*MultivariateNormal.* \(2,\) numbers"):
-        lay_out(gaussian, read([dict(x=GOOD, y=np.stack([GOOD, HOLED], 1))]))
+        layout_and_buckets(gaussian, read([dict(x=GOOD, y=np.stack([GOOD, HOLED], 1))]))
 
 
 def test_numbers_that_the_text_computes_are_no_missing_outcomes():
@@ -431,7 +432,7 @@ def test_numbers_that_the_text_computes_are_no_missing_outcomes():
             numpyro.sample("y", dist.Normal(b, 1), obs=y)
 
     with pytest.raises(nf.DataError, match=r"site 'x': the observed value nan of row 0"):
-        lay_out(root, read([dict(x=-GOOD, y=HOLED)]))
+        layout_and_buckets(root, read([dict(x=-GOOD, y=HOLED)]))
 
 
 # --- new data --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from problems import cut, gauss_hermite, glmm, glmm_silos, jitter, parts
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import GuideError
-from numpyro_fed.data.batches import bucket
+from numpyro_fed.data.padding import bucket
 from numpyro_fed.guides import global_guides
 from numpyro_fed.guides.global_guides import from_autoguide
 from numpyro_fed.guides.local_guides import LocalGuide

@@ -18,12 +18,12 @@ from problems import cut, jitter
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.data import batches
+from numpyro_fed.data import padding
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.reference.nuts import good_starts, some_from_prior, uniform
 from numpyro_fed.reference.nuts_result import NutsResult
 from numpyro_fed.text.handlers import joint, local_name
-from numpyro_fed.text.split import lay_out
+from numpyro_fed.text.layout import layout_and_buckets
 
 KEY = jax.random.key(0)
 positive = dist.constraints.positive
@@ -108,10 +108,10 @@ DENSITIES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", DENSITIES)
 def test_the_density_and_its_gradient_are_those_of_the_joint_model(x64, case, monkeypatch):
-    monkeypatch.setattr(batches, "FEW_ROWS", 0)  # else silos of so few rows have one shape
+    monkeypatch.setattr(padding, "FEW_ROWS", 0)  # else silos of so few rows have one shape
     model, silos, num_buckets = DENSITIES[case]
     data = read(silos)
-    layout, buckets = lay_out(model, data)
+    layout, buckets = layout_and_buckets(model, data)
     fm, sizes = layout.model, layout.sizes
     assert len(buckets) == num_buckets
     assert any(b.data.masks for b in buckets)
@@ -303,7 +303,7 @@ def test_samples_are_on_their_supports_with_parameters_held_at_the_fit():
 
 def test_without_a_fit_parameters_are_at_their_initial_values():
     data = read(centred_silos())
-    layout, buckets = lay_out(centred, data)
+    layout, buckets = layout_and_buckets(centred, data)
     shared, private = parameters(layout.model, data, None)
     np.testing.assert_allclose(layout.model.constrain_theta(shared)["theta"], 1.0, rtol=1e-6)
     for own, n in zip(private, SIZES, strict=True):
@@ -372,7 +372,7 @@ def smooth(x, y):
 def test_chains_start_where_the_gradient_is_finite(num_chains):
     """Of the first draws in (-2, 2) some have a density, and no gradient."""
     x = np.linspace(-1, 1, 12)
-    layout, buckets = lay_out(smooth, read(cut({"x": x, "y": np.sin(4 * x)}, (5, 7))))
+    layout, buckets = layout_and_buckets(smooth, read(cut({"x": x, "y": np.sin(4 * x)}, (5, 7))))
     density = joint_density(layout.model, layout.sizes, buckets, {}, [{}, {}])
     look = jax.jit(jax.vmap(jax.value_and_grad(density)))
     shapes = {"z_G": (num_chains, layout.model.dim), "z_L": {"row": (num_chains, 12, 0)}}

@@ -11,7 +11,7 @@ import pytest
 from problems import build, jitter
 
 import numpyro_fed as nf
-from numpyro_fed.data.batches import MinibatchNoise, draw_minibatch, rows_at
+from numpyro_fed.data.minibatches import MinibatchNoise, draw_minibatch, rows_at
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.guides.objectives import draws_by_plate
 from numpyro_fed.guides.silo_bounds import SiloBound
@@ -19,7 +19,8 @@ from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.exchange import Replies
 from numpyro_fed.rounds.step import replayed_part
 from numpyro_fed.sfvi.algorithm import StructuredVI
-from numpyro_fed.text.split import cut_plates, lay_out
+from numpyro_fed.text.layout import layout_and_buckets
+from numpyro_fed.text.row_arrays import minibatches_of_plates
 
 KEY, QUIET = jax.random.key(0), dict(progress_bar=False)
 
@@ -85,11 +86,11 @@ class Split:
 
     def __init__(self, name, size, objective=nf.ELBO()):  # noqa: B008
         held = read(silos_of(name))
-        layout, (bucket,) = lay_out(MODELS[name], held)
+        layout, (bucket,) = layout_and_buckets(MODELS[name], held)
         self.fm, self.data = layout.model, jax.tree.map(jnp.asarray, bucket.data)
         guide = build(nf.guides.Structured(locals="full"), self.fm, layout.sizes)
         bound = SiloBound(self.fm, guide, draws_by_plate(objective, guide))
-        self.minibatches = cut_plates(self.fm, layout.plates_of_arrays, size)
+        self.minibatches = minibatches_of_plates(self.fm, layout.possible_plates, size)
         settings = guide, bound, optax.sgd(1.0), 1, len(held)
         self.whole = StructuredVI(self.fm, *settings)
         self.some = StructuredVI(self.fm, *settings, minibatches=self.minibatches)

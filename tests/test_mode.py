@@ -13,7 +13,8 @@ from scipy import optimize, stats
 import numpyro_fed as nf
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.guides.laplace import Arrow, Laplace, SearchEnd
-from numpyro_fed.text.split import lay_out, split
+from numpyro_fed.text.layout import layout_and_buckets
+from numpyro_fed.text.split import split
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -118,7 +119,7 @@ def test_gaussian_locals_are_integrated_exactly_with_two_derivatives(padded, dou
     rows = gaussian_rows()
     silos = cut(rows, (9, 4))
     fm, z = split(mixed, read(silos)), jnp.array([0.3, -0.2, 0.4])
-    laplace, (_, buckets) = Laplace(fm), lay_out(mixed, read(silos))
+    laplace, (_, buckets) = Laplace(fm), layout_and_buckets(mixed, read(silos))
     assert len(buckets) == 1
     data = jax.tree.map(lambda a: jnp.asarray(a)[1], buckets[0].data) if padded else read(silos)[1]
     assert bool(data.masks) == padded

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_fed.rounds.exchange import of_stack
+from numpyro_fed.rounds.stacks import of_stack
 from numpyro_fed.search.expand import Expansion
 from numpyro_fed.search.lbfgs import BACKTRACK, MAX_IDLE, LBFGSAscent
 

@@ -13,12 +13,14 @@ import pytest
 from problems import cut, gauss_hermite, glmm, glmm_silos, jitter, parts
 
 import numpyro_fed as nf
-from numpyro_fed.data.batches import MinibatchNoise, bucket
+from numpyro_fed.data.minibatches import MinibatchNoise
+from numpyro_fed.data.padding import bucket
 from numpyro_fed.guides.silo_bounds import AtDraw, SiloBound, normals
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds import convergence
+from numpyro_fed.rounds.combine import combine
 from numpyro_fed.rounds.exchange import Combine
-from numpyro_fed.rounds.step import combine, replayed_part
+from numpyro_fed.rounds.step import replayed_part
 
 KEY = jax.random.key(0)
 

@@ -15,14 +15,14 @@ from numpyro_fed.rounds.silos import on_device
 from numpyro_fed.rounds.step import Conversation, transport_of_stacks
 from numpyro_fed.search.expand import Expansion
 from numpyro_fed.search.newton import LATE, NewtonAscent, NewtonSearch, without_followers
-from numpyro_fed.text.split import lay_out
+from numpyro_fed.text.layout import layout_and_buckets
 
 KEY = jax.random.key(0)
 
 
 def first_places(model, silos, starts=2):
     """Where a search with several starts begins, after the silos' own modes."""
-    layout, buckets = lay_out(model, read(silos, model))
+    layout, buckets = layout_and_buckets(model, read(silos, model))
     fm, batches = layout.model, on_device(buckets)
     search = NewtonSearch(fm, len(silos), starts, None, None)
     state = compiled_runtime(search.algorithm, quick=True).init(KEY, batches)

@@ -698,13 +698,13 @@ def test_runs_that_protect_other_things_count_four_times(tmp_path):
     budget = nf.Privacy(1.0, 1e-6)
     ledger = Ledger(nf.Policy(max_epsilon=10.0, max_delta=1e-6), Store(tmp_path))
     for protects in ("row add", "row add", "silo add"):
-        with ledger.beginning(budget.multiplier(), 1e-6, protects):
+        with ledger.spending_privacy(budget.multiplier(), 1e-6, protects):
             pass
     together = epsilon_of((budget.multiplier() / 12**0.5,), 1e-6)
     np.testing.assert_allclose(ledger.left["epsilon"], 10 - together, rtol=1e-6)
     # It is on the disk, and that of an earlier version is not taken for an empty one.
     again = Ledger(ledger.policy, Store(tmp_path))
-    assert again.noise == ledger.noise
+    assert again.inverse_squares_by_protection == ledger.inverse_squares_by_protection
     old = b'{"places": 0, "draws": 0, "epsilon": 9.0, "delta": 1e-3}'
     Store(tmp_path).put({LEDGER: old})
     with pytest.raises(nf.DataError, match="another version has written it"):

@@ -17,7 +17,7 @@ from cases import mark_slow
 from laid_open import inside, laid_open, times_compiled
 
 import numpyro_fed as nf
-from numpyro_fed.data.batches import Bucket
+from numpyro_fed.data.padding import Bucket
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.posterior.built import Built
 from numpyro_fed.rounds.compiled_loop import BLOCK, compiled_runtime

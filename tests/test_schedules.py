@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from laid_open import times_compiled
 
-from numpyro_fed.data.batches import Bucket
+from numpyro_fed.data.padding import Bucket
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.rounds import compiled_loop, schedules
 from numpyro_fed.rounds.compiled_loop import compiled_runtime

@@ -16,7 +16,8 @@ import numpyro_fed as nf
 from numpyro_fed.basics.precision import double_precision
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.text.fingerprint import fingerprint
-from numpyro_fed.text.split import lay_out, split
+from numpyro_fed.text.layout import layout_and_buckets
+from numpyro_fed.text.split import split
 from numpyro_fed.text.traces import DENSITY, EDGE, INITIAL, INSIDE, LATENT, Traces
 from numpyro_fed.text.values import SupportCheck, as_bucket
 
@@ -67,7 +68,7 @@ def silos_of(*sizes):
 def test_a_regression_is_run_once_for_each_silo_and_once_with_a_row_less():
     model = Counted(regression)
     silos = read(silos_of(9, 6, 12), model)
-    layout, (bucket,) = lay_out(model, silos)
+    layout, (bucket,) = layout_and_buckets(model, silos)
     fm = layout.model
     fingerprint(fm, silos)
     assert bucket.data.arrays["y"].shape == (3, 12)  # as long as silo 2
@@ -195,7 +196,7 @@ def test_what_sets_the_prior_of_a_global():
 
 
 def test_a_regression_is_checked_by_its_operations_and_drawn_from_by_one_program(compiled):
-    layout, _ = lay_out(regression, read(silos_of(7, 5, 11)))
+    layout, _ = layout_and_buckets(regression, read(silos_of(7, 5, 11)))
     assert layout.model.draw_prior(1, 16).shape == (16, 4)
     some = layout.model.draw_prior(2, 5)
     np.testing.assert_array_equal(some, layout.model.draw_prior(2, 40)[:5])

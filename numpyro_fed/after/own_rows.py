@@ -20,7 +20,7 @@ from jax import Array
 
 from numpyro_fed.after.predict import SEEN, Draws, Programs, compiled, global_latents, predictor
 from numpyro_fed.basics.programs import jit_once
-from numpyro_fed.data.batches import arrays_with_rows
+from numpyro_fed.data.padding import Filling, arrays_with_rows, padded_arrays, source_rows
 from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.rounds.silos import Silos
 from numpyro_fed.sfvi.algorithm import down_of
@@ -34,8 +34,6 @@ ALL = "all"
 WhichSilo = int | str | Sequence[int]  # a silo, some of them, or "all"
 # Sizes up to which each has its own program: the comparison compiles two small ones.
 FEW_SIZES = 2
-# Ways to fill padded rows: the first row, the last one, and all in turn.
-WAYS = 3
 
 
 class Run(Protocol):
@@ -120,21 +118,19 @@ class Padding:
     rows: dict[str, str]
     axes: dict[str, tuple[str, int]]
 
-    def pad(self, latents: Draws, data: SiloData, way: int = 0) -> tuple[Draws, SiloData]:
-        """Return latents and data, padded in one of the :data:`WAYS`."""
-        source = {}  # the row from which each row is taken
-        for plate, padded in self.target.items():
-            n, row = self.sizes[plate], np.arange(padded)
-            source[plate] = np.where(row < n, row, (0 * row, 0 * row + n - 1, row % n)[way])
-        arrays = {
-            k: np.asarray(a)[source[self.rows[k]]] if self.rows.get(k) in source else a
-            for k, a in data.arrays.items()
+    def pad(
+        self, latents: Draws, data: SiloData, filling: Filling = Filling.FIRST
+    ) -> tuple[Draws, SiloData]:
+        """Return latents and data, padded by copies of some rows."""
+        sources = {
+            plate: source_rows(self.sizes[plate], padded, filling)
+            for plate, padded in self.target.items()
         }
         found: dict[str, Any] = {k: np.asarray(value) for k, value in latents.items()}
         for name, (plate, axis) in self.axes.items():
             if name in found:
-                found[name] = found[name].take(source[plate], 1 + axis)
-        return found, replace(data, arrays=arrays)
+                found[name] = found[name].take(sources[plate], 1 + axis)
+        return found, replace(data, arrays=padded_arrays(data.arrays, self.rows, sources))
 
 
 def silos_at_draws(
@@ -221,7 +217,7 @@ def _harmless(
         found = programs.one(at.key, at.theta, latents, data)
         return {name: _cut(np.asarray(a), shapes[name]) for name, a in found.items()}
 
-    padded = [value(*padding.pad(first, data, way)) for way in range(WAYS)]
+    padded = [value(*padding.pad(first, data, filling)) for filling in Filling]
     # The silo as it is, too, which compiles a program of its size.
     others = [*padded[1:], *([value(first, data)] if whole else [])]
     return all(

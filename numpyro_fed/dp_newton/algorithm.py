@@ -59,10 +59,7 @@ from numpyro_fed.dp_newton.units import (
     LOWEST,
     MAX_SHARE_HIDDEN,
     MIN_SDS_OF_COUNT,
-    SIZES,
-    SUMS,
     UNCLIPPED,
-    UNITS,
     Phase,
     PrivateUnits,
     Releases,
@@ -74,15 +71,10 @@ from numpyro_fed.dp_newton.units import (
     quantile,
 )
 from numpyro_fed.numerics.gaussian import Gaussian, identity, root_of
-from numpyro_fed.rounds.exchange import (
-    AskSilos,
-    Exchange,
-    FederatedAlgorithm,
-    Reply,
-    Round,
-    Shared,
-    StackedExchange,
-)
+from numpyro_fed.rounds.exchange import AskSilos, Exchange, FederatedAlgorithm, Reply, Round
+from numpyro_fed.rounds.names import PRIVATE_SIZES, PRIVATE_SUMS, PRIVATE_UNITS
+from numpyro_fed.rounds.stacks import StackedExchange
+from numpyro_fed.rounds.states import Shared
 from numpyro_fed.search.expand import ASIDE, Prior, shape
 
 # Of the roots of curvature, for the first units of the frame. A lower one takes the many zeros of a
@@ -215,10 +207,10 @@ class PrivateNewton:
             PrivateSums(shape(d), shape(d * (d + 1) // 2)),
         )
         return (
-            self._exchange(UNITS, "units", num_steps, self._tell_units, shape(d, bins)),
-            self._exchange(SIZES, "sizes", steps, self._tell_sizes, shape(2, bins)),
+            self._exchange(PRIVATE_UNITS, "units", num_steps, self._tell_units, shape(d, bins)),
+            self._exchange(PRIVATE_SIZES, "sizes", steps, self._tell_sizes, shape(2, bins)),
             *(
-                self._exchange(f"{SUMS} {i + 1}", "sums", 1, self._tell_sums, sums)
+                self._exchange(f"{PRIVATE_SUMS} {i + 1}", "sums", 1, self._tell_sums, sums)
                 for i in range(self.schedule.steps)
             ),
         )

@@ -14,7 +14,7 @@ from jax import Array
 from numpyro_fed.basics.errors import CoupledRowsError, GuideError, ModelError, SavedStateError
 from numpyro_fed.data.silo_data import SiloData, SilosInput
 from numpyro_fed.dp_newton.algorithm import NEAR, PrivateNewton
-from numpyro_fed.dp_newton.units import SUMS, PrivateUnits, Releases
+from numpyro_fed.dp_newton.units import PrivateUnits, Releases
 from numpyro_fed.guides.objectives import ELBO, default_quadrature
 from numpyro_fed.guides.quadrature import default_nodes, quadrature_misfit
 from numpyro_fed.guides.structured import GuideConfig, Structured, build_resolved, resolve
@@ -27,13 +27,14 @@ from numpyro_fed.posterior.result import Result
 from numpyro_fed.privacy.budget import Privacy, Spent, noisy
 from numpyro_fed.rounds.exchange import AnyAlgorithm, Exchange, ExchangeId, Round, Up
 from numpyro_fed.rounds.federation import Federation
+from numpyro_fed.rounds.names import PRIVATE_SUMS
 from numpyro_fed.rounds.runtime import Log, RunOutcome, RunStatus, State
 from numpyro_fed.rounds.silos import Batches, ServerData, Silos
 from numpyro_fed.rounds.step import Conversation
 from numpyro_fed.search.influence import Factors
 from numpyro_fed.text.facts import Plan
+from numpyro_fed.text.layout import Layout
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.split import Layout
 
 # Numbers of a row's latents that quadrature takes, and globals of which a matrix is sent.
 GLOBALS_UP_TO = 300
@@ -302,8 +303,8 @@ class DPNewton(Method[PrivateResult, None]):
             )
         if not 0 < fm.dim <= GLOBALS_UP_TO:
             raise ModelError(
-                f"the model has {fm.dim} globals: {SUMS} are of 1 to {GLOBALS_UP_TO} of them, "
-                "since a matrix of them is sent."
+                f"the model has {fm.dim} globals: {PRIVATE_SUMS} are of 1 to {GLOBALS_UP_TO} of "
+                "them, since a matrix of them is sent."
             )
         if fm.improper:
             raise ModelError(

@@ -26,7 +26,8 @@ from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.laplace import LatentSearch
 from numpyro_fed.guides.quadrature import RowIntegrals, silo_integral
 from numpyro_fed.privacy.budget import Privacy
-from numpyro_fed.rounds.exchange import of_stack
+from numpyro_fed.rounds.names import PRIVATE_SIZES, PRIVATE_SUMS, PRIVATE_UNITS
+from numpyro_fed.rounds.stacks import of_stack
 from numpyro_fed.text.log_density import FederatedModel
 
 # Bins of a histogram: powers of two. What is zero, as in rows that only fill up a shape, is not
@@ -205,7 +206,6 @@ def as_symmetric(vector: np.ndarray, d: int) -> np.ndarray:
     return half + half.T
 
 
-UNITS, SIZES, SUMS = "private units", "private sizes", "private sums"
 # Shares of the budget: of the first units, of the search, and of the phases after it.
 UNITS_SHARE, SEARCH_SHARE, AFTER_SEARCH_SHARES = 0.05, 0.2, (0.2, 0.55)
 # The first steps go far and need little precision, but lengths must be told from the noise of their
@@ -261,9 +261,9 @@ class Releases:
 
     def releases(self, made: Iterable[bool] | None = None) -> tuple[tuple[str, float], ...]:
         """Return what is sent by kind of exchange, with its noise multiplier, in phases made."""
-        releases = [(UNITS, self.units)]
+        releases = [(PRIVATE_UNITS, self.units)]
         was_made = [True] * len(self.phases) if made is None else made
         for phase in itertools.compress(self.phases, was_made):
-            sums = (SUMS, phase.gradient), (SUMS, phase.curvature)
-            releases += [(SIZES, phase.sizes), *sums * self.steps]
+            sums = (PRIVATE_SUMS, phase.gradient), (PRIVATE_SUMS, phase.curvature)
+            releases += [(PRIVATE_SIZES, phase.sizes), *sums * self.steps]
         return tuple(releases)

@@ -46,8 +46,8 @@ from numpyro_fed.search.mode_search import ModeSearch
 from numpyro_fed.search.newton import MANY_EFFECTS, SEARCHED_UP_TO, NewtonSearch
 from numpyro_fed.search.run_search import coupling_reason, not_found_error, run_search
 from numpyro_fed.sfvi.method import SFVI
+from numpyro_fed.text.layout import layout_and_buckets
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.split import lay_out
 
 MAX_EXCHANGES = 10_000  # messages of each silo, at most
 PRECISIONS = ("double", "single")
@@ -282,7 +282,7 @@ def find_mode(
         runtime = fit.reach(start.algorithm, begin=SEARCH)
         return search(key, fit.model, start.search, runtime, hosted.batches)
     found = read_all(silos, model)
-    layout, buckets = lay_out(model, found)
+    layout, buckets = layout_and_buckets(model, found)
     fm, batches = layout.model, on_device(buckets)
     _check(fm)
     if (coupled := coupling_reason(layout.checks, buckets)) is not None:

@@ -18,8 +18,9 @@ from numpyro_fed.search.newton import SEARCHED_UP_TO
 from numpyro_fed.sfvi.method import SFVI
 from numpyro_fed.text.facts import Facts, agree, size_class
 from numpyro_fed.text.fingerprint import fingerprint
+from numpyro_fed.text.layout import layout_of
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.split import layout_of, split
+from numpyro_fed.text.split import split
 
 # Draws of each row's latents in the bound, and of latents of outer plates. Twenty bring the six
 # cities to 0.053 sd of NUTS. Draws at an outer plate multiply those of the rows below, and did not

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from numpyro_fed.basics.errors import GuideError
-from numpyro_fed.data.batches import Minibatches
+from numpyro_fed.data.minibatches import Minibatches
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.structured import Guide
+from numpyro_fed.text.layout import Layout
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.split import WHOLE, Layout, cut_plates
+from numpyro_fed.text.row_arrays import WHOLE, minibatches_of_plates
 
 
 def minibatches_of(
@@ -25,7 +26,7 @@ def minibatches_of(
     """
     if size is None:
         return None
-    minibatches = cut_plates(fm, plates_of, size)
+    minibatches = minibatches_of_plates(fm, plates_of, size)
     words = f"batch_size={size} cannot go with"
     if joint := [p for p in minibatches.plates if p in guide.locals and guide.locals[p].joint]:
         raise GuideError(
@@ -45,7 +46,7 @@ def check_rows_alone(layout: Layout, size: int | None, stacks: Sequence[SiloData
     """Raise an error if a row's log density changes when other rows are left out."""
     if size is None:
         return
-    for rows in cut_plates(layout.model, layout.plates_of_arrays, size).cut:
+    for rows in minibatches_of_plates(layout.model, layout.possible_plates, size).cut:
         try:
             alone = all(bool(layout.checks.minibatch(*rows, stack)) for stack in stacks)
         # A model may fail on fewer rows than it has lengths for, which is an answer, too.

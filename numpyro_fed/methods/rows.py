@@ -26,7 +26,7 @@ from jax.typing import ArrayLike
 from numpyro_fed.basics.errors import DataError, GuideError, ModelError, one_of, positive_int
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.data import silo_data
-from numpyro_fed.data.batches import Bucket, one_by_one
+from numpyro_fed.data.padding import Bucket, one_by_one
 from numpyro_fed.data.silo_data import SiloData, SilosInput, read_all, signature
 from numpyro_fed.data.tables import SiloInput
 from numpyro_fed.methods.method import (
@@ -46,28 +46,22 @@ from numpyro_fed.posterior.importance import log_likelihood_exchange
 from numpyro_fed.posterior.leave_out import leave_out_exchange, loo_exchange
 from numpyro_fed.posterior.particles import tempering_of
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.rounds.exchange import (
-    IMPORTANCE,
-    OUTER_LATENTS,
-    AnyAlgorithm,
-    Exchange,
-    ExchangeId,
-    Round,
-)
+from numpyro_fed.rounds.exchange import AnyAlgorithm, Exchange, ExchangeId, Round
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.keys import typed_key
+from numpyro_fed.rounds.names import IMPORTANCE, INFLUENCE, LEAVE_OUT, LOO, OUTER_LATENTS, TEMPERED
 from numpyro_fed.rounds.progress import Progress
 from numpyro_fed.rounds.runtime import Runtime, State
 from numpyro_fed.rounds.silos import Silos, on_device
 from numpyro_fed.search.expand import flat_size
-from numpyro_fed.search.influence import INFLUENCE, Influence
+from numpyro_fed.search.influence import Influence
 from numpyro_fed.search.run_search import coupling_reason
 from numpyro_fed.text.facts import Facts, Plan, agree, check_plan, facts_of, with_terms
+from numpyro_fed.text.layout import Layout, layout_of
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
-from numpyro_fed.text.split import Layout, layout_of, split
-from numpyro_fed.weigh.log_likelihoods import LEAVE_OUT, LOO, rows_that_count
-from numpyro_fed.weigh.smc import TEMPERED
+from numpyro_fed.text.split import split
+from numpyro_fed.weigh.log_likelihoods import rows_that_count
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -305,7 +299,7 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
             )
         (data,) = silo_data.read([silo], self.model)
         layout = layout_of(self._text(), [data])
-        layout.arrange([data])
+        layout.checked_buckets([data])
         fm = layout.model
         facts = facts_of(fm, data, layout.sizes[0], with_globals=True)
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
@@ -433,7 +427,7 @@ class Method(FederatedMethod[Found], Generic[Found, Prepared]):
         laid_out = self._layouts.get(shapes)
         layout = layout_of(self._text(), read) if laid_out is None else laid_out.layout
         # Refuses data that do not fit, before anything that takes long is compiled.
-        buckets = layout.arrange(read)
+        buckets = layout.checked_buckets(read)
         if laid_out is None:
             pairs = zip(read, layout.sizes, strict=True)
             facts = [facts_of(layout.model, *pair) for pair in pairs]

@@ -31,12 +31,13 @@ from numpyro_fed.numerics import linalg
 from numpyro_fed.numerics.gaussian import Gaussian
 from numpyro_fed.posterior.built import CompiledMethod, StartRounds
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.rounds.exchange import CarriedSilo, Private, Round, Shared
+from numpyro_fed.rounds.exchange import Round
 from numpyro_fed.rounds.messages import SEARCH
 from numpyro_fed.rounds.progress import Progress
 from numpyro_fed.rounds.runtime import State, failed_silos
 from numpyro_fed.rounds.schedules import init_schedule
 from numpyro_fed.rounds.silos import Batches, Silos
+from numpyro_fed.rounds.states import CarriedSilo, Private, Shared
 from numpyro_fed.rounds.step import Conversation
 from numpyro_fed.search.curvature_check import CurvatureCheck
 from numpyro_fed.search.expand import effects_of, flat_size

@@ -14,10 +14,8 @@ from numpyro_fed.basics.errors import DataError, ModelError
 from numpyro_fed.basics.files import Store, log_privately
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.privacy.budget import epsilon_of
-from numpyro_fed.rounds.exchange import IMPORTANCE, OUTER_LATENTS
 from numpyro_fed.rounds.messages import Question
-from numpyro_fed.weigh.log_likelihoods import LEAVE_OUT, LOO
-from numpyro_fed.weigh.smc import TEMPERED
+from numpyro_fed.rounds.names import IMPORTANCE, LEAVE_OUT, LOO, MODE, OUTER_LATENTS, TEMPERED
 
 LEDGER = "ledger"  # the name under which a silo keeps what has been asked
 # A run that may spend the whole budget does so up to the accountant's rounding.
@@ -30,11 +28,13 @@ class Ledger:
 
     policy: Policy
     store: Store
-    spent: dict[str, float] = field(default_factory=dict)  # ``places`` and ``draws`` so far
+    # Read from the store, which keeps them: ``places`` and ``draws`` so far.
+    spent: dict[str, float] = field(init=False)
     # The sum of inverse squared noise multipliers, by which Gaussian releases compose, of the runs
     # that protect the same: ``{"row add": 0.02}``.
-    noise: dict[str, float] = field(default_factory=dict)
-    stage: str = ""  # the exchange farthest down the policy's list that was answered
+    inverse_squares_by_protection: dict[str, float] = field(init=False)
+    # The exchange farthest down the policy's list that was answered.
+    farthest_exchange: str = field(init=False)
 
     def __post_init__(self) -> None:
         content = self.store.get(LEDGER)
@@ -46,7 +46,8 @@ class Ledger:
                 "another version has written it. Keep that file, and begin with an empty folder "
                 "of states and a policy that allows what is left."
             )
-        self.stage, self.noise = kept.pop("stage"), kept.pop("noise")
+        self.farthest_exchange = kept.pop("stage")
+        self.inverse_squares_by_protection = kept.pop("noise")
         self.spent = kept
 
     @property
@@ -56,37 +57,37 @@ class Ledger:
         return {
             "places": policy.max_places - self.spent["places"],
             "draws": policy.max_draws - self.spent["draws"],
-            "epsilon": policy.epsilon - self._epsilon_of(self.noise),
+            "epsilon": policy.epsilon - self._epsilon_of(self.inverse_squares_by_protection),
         }
 
-    def _epsilon_of(self, noise: Mapping[str, float]) -> float:
+    def _epsilon_of(self, inverse_squares: Mapping[str, float]) -> float:
         """Return the epsilon of releases by their sums of inverse squared multipliers."""
         # One row less and another one more are two changes of one row, as far as a silo's clip may
         # be: so releases that protect different things count four times.
-        total = sum(noise.values()) * (1 if len(noise) < 2 else 4)
+        total = sum(inverse_squares.values()) * (1 if len(inverse_squares) < 2 else 4)
         return epsilon_of((total**-0.5,), self.policy.max_delta) if total else 0.0
 
     @contextmanager
-    def spending(self, exchange: str, numbers: Mapping[str, float]) -> Iterator[None]:
+    def spending_evaluations(self, exchange: str, numbers: Mapping[str, float]) -> Iterator[None]:
         """Enter the answer to an exchange that costs so many places or draws.
 
         They are counted before anything is computed, and given back if the question is refused.
         """
-        self.policy.check_exchange(exchange, self.stage)
+        self.policy.check_exchange(exchange, self.farthest_exchange)
         for what, number in numbers.items():
             if not 0 < number <= self.left[what]:
                 raise ModelError(
                     f"this silo's policy allows {self.left[what]} more {what} (max_{what}), and "
                     f"{number} are asked for. Its owner may raise the limit."
                 )
-        with self._counted(numbers, self.policy.later(exchange, self.stage)):
+        with self._counted(numbers, self.policy.later(exchange, self.farthest_exchange)):
             yield
 
     @contextmanager
-    def beginning(self, multiplier: float, delta: float, protects: str) -> Iterator[None]:
+    def spending_privacy(self, multiplier: float, delta: float, protects: str) -> Iterator[None]:
         """Enter the beginning of a run with a noise multiplier; 0 for one without a budget."""
         if not multiplier:
-            with self._counted({}, self.stage):
+            with self._counted({}, self.farthest_exchange):
                 yield
             return
         policy = self.policy
@@ -95,34 +96,41 @@ class Ledger:
                 f"this silo's policy allows a delta of {policy.max_delta:g} (max_delta), and the "
                 f"plan has {delta:g}. Its owner may raise the limit."
             )
-        noise = {**self.noise, protects: self.noise.get(protects, 0.0) + multiplier**-2}
-        together = self._epsilon_of(noise)
+        before = self.inverse_squares_by_protection
+        after = {**before, protects: before.get(protects, 0.0) + multiplier**-2}
+        together = self._epsilon_of(after)
         if together > policy.epsilon * ROUNDED:
             raise ModelError(
                 f"this silo's policy allows an epsilon of {policy.epsilon:g} at delta "
                 f"{policy.max_delta:g} for all runs together (max_epsilon), and with this one it "
                 f"would be {together:.3g}. Its owner may raise the limit."
             )
-        with self._counted({}, self.stage, noise):
+        with self._counted({}, self.farthest_exchange, after):
             yield
 
     @contextmanager
     def _counted(
-        self, numbers: Mapping[str, float], stage: str, noise: dict[str, float] | None = None
+        self,
+        numbers: Mapping[str, float],
+        farthest: str,
+        inverse_squares: dict[str, float] | None = None,
     ) -> Iterator[None]:
-        """Count numbers and a stage before anything is computed; undo it after an error."""
-        before = self.spent, self.stage, self.noise
+        """Count numbers and an exchange before anything is computed; undo it after an error."""
+        before = self.spent, self.farthest_exchange, self.inverse_squares_by_protection
         after = {what: n + numbers.get(what, 0) for what, n in self.spent.items()}
-        self._keep(after, stage, self.noise if noise is None else noise)
+        self._keep(after, farthest, before[2] if inverse_squares is None else inverse_squares)
         try:
             yield
         except BaseException:
             self._keep(*before)
             raise
 
-    def _keep(self, spent: dict[str, float], stage: str, noise: dict[str, float]) -> None:
-        self.spent, self.stage, self.noise = spent, stage, noise
-        content = json.dumps({**spent, "stage": stage, "noise": noise}).encode()
+    def _keep(
+        self, spent: dict[str, float], farthest: str, inverse_squares: dict[str, float]
+    ) -> None:
+        self.spent, self.farthest_exchange = spent, farthest
+        self.inverse_squares_by_protection = inverse_squares
+        content = json.dumps({**spent, "stage": farthest, "noise": inverse_squares}).encode()
         self.store.put({LEDGER: content})
 
     def log(self, entry: dict[str, Any]) -> None:
@@ -149,4 +157,4 @@ def evaluations(question: Question, arrays: Mapping[str, np.ndarray]) -> dict[st
     most = max([1, *downs])
     if question.exchange in (IMPORTANCE, LEAVE_OUT, LOO, OUTER_LATENTS):
         return {"draws": most}
-    return {"places": most if question.exchange in ("mode", TEMPERED) else 1}
+    return {"places": most if question.exchange in (MODE, TEMPERED) else 1}

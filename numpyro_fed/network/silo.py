@@ -39,7 +39,6 @@ from numpyro_fed.network.silo_runs import SiloRuns
 from numpyro_fed.network.silo_sums import SecureSums, asked_of_all
 from numpyro_fed.privacy.budget import PrivacyWarning
 from numpyro_fed.privacy.masks import fingerprint
-from numpyro_fed.rounds.exchange import OUTER_LATENTS
 from numpyro_fed.rounds.keys import typed_key
 from numpyro_fed.rounds.messages import (
     ACCEPT,
@@ -53,13 +52,13 @@ from numpyro_fed.rounds.messages import (
     refusal,
     write,
 )
+from numpyro_fed.rounds.names import LOO, OUTER_LATENTS
 from numpyro_fed.rounds.secure_sums import KEYS, PEERS, SECURE, SUM, Terms, check_summed
 from numpyro_fed.text.facts import describe
 from numpyro_fed.text.fingerprint import source_hash
 from numpyro_fed.vertical.method import VerticalMethod
 from numpyro_fed.vertical.soul import SOUL
 from numpyro_fed.vertical.vfl import VFL
-from numpyro_fed.weigh.log_likelihoods import LOO
 
 # Methods that a silo keeps, the one that was used least recently is forgotten first. Each call of
 # nf.fit describes three.
@@ -327,7 +326,7 @@ class Silo:
         if question.exchange in OF_DATA:
             self._policy.check_sums(False)
             self._policy.check_noise(0.0, f"'{question.exchange}' would be told")
-            with self._ledger.spending(question.exchange, {}):
+            with self._ledger.spending_evaluations(question.exchange, {}):
                 return self._reply_of_data(question.exchange, _json(question.settings))
         with self._runs_of(question.method) as runs:
             return self._reply_of_run(runs, question, message)
@@ -336,7 +335,7 @@ class Silo:
         """Return the reply to a message of a run."""
         agreed, size, (head, arrays) = self._agreed[question.method], runs.size, read(message)
         if question.exchange in (*BEGINNINGS, GO_ON):
-            cost = self._ledger.beginning(size.multiplier, size.delta, size.protects)
+            cost = self._ledger.spending_privacy(size.multiplier, size.delta, size.protects)
             return runs.handle(message, cost)
         if question.exchange == OUTER_LATENTS and not self._policy.tell_latents:
             raise ModelError(
@@ -350,7 +349,7 @@ class Silo:
             )
         if question.exchange == LOO:
             self._policy.check_rows_with_outcome(runs.rows_that_count())
-        cost = self._ledger.spending(question.exchange, evaluations(question, arrays))
+        cost = self._ledger.spending_evaluations(question.exchange, evaluations(question, arrays))
         if SUM not in head:
             if agreed.secure_sum:
                 raise ModelError(

@@ -35,7 +35,7 @@ from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.methods.method import PlanSize
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.posterior.at_silo import AtSilo, Held
-from numpyro_fed.rounds.exchange import Exchange, ExchangeId, Sampled, unknown_exchange
+from numpyro_fed.rounds.exchange import Exchange, ExchangeId, unknown_exchange
 from numpyro_fed.rounds.keys import silo_key
 from numpyro_fed.rounds.messages import (
     BEGIN,
@@ -52,6 +52,7 @@ from numpyro_fed.rounds.messages import (
     unpack,
     write,
 )
+from numpyro_fed.rounds.states import Sampled
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.vertical.method import VerticalMethod
 

@@ -32,8 +32,9 @@ from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.posterior.built import Built
 from numpyro_fed.posterior.run import FederatedRun
 from numpyro_fed.posterior.sampler import Sampler
-from numpyro_fed.rounds.exchange import OUTER_LATENTS, Ask, Combine, Exchange, Info, Reply, Round
+from numpyro_fed.rounds.exchange import Ask, Combine, Exchange, Info, Reply, Round
 from numpyro_fed.rounds.messages import unpack
+from numpyro_fed.rounds.names import OUTER_LATENTS
 from numpyro_fed.rounds.runtime import failed_silos
 from numpyro_fed.sfvi.algorithm import Down, coordinates_of, down_of
 from numpyro_fed.text.facts import Facts

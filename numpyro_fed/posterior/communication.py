@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from numpyro_fed.basics import display
-from numpyro_fed.data.batches import Bucket
+from numpyro_fed.data.padding import Bucket
 from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.rounds.exchange import FederatedAlgorithm

@@ -31,21 +31,15 @@ from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.posterior.built import Built
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.rounds.exchange import (
-    Combine,
-    Exchange,
-    StackedExchange,
-    key_as_noise,
-    stacked_reply,
-)
+from numpyro_fed.rounds.exchange import Combine, Exchange, key_as_noise
 from numpyro_fed.rounds.keys import generator
+from numpyro_fed.rounds.names import LEAVE_OUT, LOO
+from numpyro_fed.rounds.stacks import StackedExchange, stacked_reply
 from numpyro_fed.search.expand import shape
 from numpyro_fed.sfvi.algorithm import Down, down_of
 from numpyro_fed.text.row_checks import refuse_coupled_rows, refuse_parameters_of_rows
 from numpyro_fed.weigh.integration import Integration
 from numpyro_fed.weigh.log_likelihoods import (
-    LEAVE_OUT,
-    LOO,
     log_likelihoods,
     log_likelihoods_of_rows,
     shape_of_draws,

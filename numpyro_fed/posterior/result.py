@@ -25,17 +25,12 @@ from numpyro_fed.posterior.posterior import Posterior
 from numpyro_fed.posterior.run import FederatedRun
 from numpyro_fed.posterior.sampler import Sampler, real_rows
 from numpyro_fed.posterior.saving import SavedRun, SavedWords
-from numpyro_fed.rounds.exchange import Exchange, Private, Up
+from numpyro_fed.rounds.exchange import Exchange, Up
+from numpyro_fed.rounds.names import INFLUENCE
 from numpyro_fed.rounds.progress import shows
 from numpyro_fed.rounds.remote import Mark
-from numpyro_fed.search.influence import (
-    INFLUENCE,
-    MOST_GLOBALS,
-    Factors,
-    Influence,
-    SiloTable,
-    table_of,
-)
+from numpyro_fed.rounds.states import Private
+from numpyro_fed.search.influence import MOST_GLOBALS, Factors, Influence, SiloTable, table_of
 from numpyro_fed.search.mode import Mode
 from numpyro_fed.search.start_point import MIN_CURVATURE_OFF_MODE, min_curvature
 from numpyro_fed.text.facts import Plan

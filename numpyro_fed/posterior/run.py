@@ -11,9 +11,9 @@ from jax import Array
 from numpyro_fed.basics.errors import DataError, NonFiniteError
 from numpyro_fed.posterior.built import CompiledMethod
 from numpyro_fed.posterior.saving import Provenance, SavedRun
-from numpyro_fed.rounds.exchange import Shared
 from numpyro_fed.rounds.runtime import State
 from numpyro_fed.rounds.silos import Silos
+from numpyro_fed.rounds.states import Shared
 from numpyro_fed.rounds.step import Conversation
 
 # Batches of rounds in each quarter of a run, whose means show how noisy the bound is. Rounds are

@@ -17,7 +17,7 @@ from numpyro_fed.guides.global_guides import GuideParams
 from numpyro_fed.guides.silo_bounds import AtDraw, Bound
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.numerics.gaussian import Coordinates
-from numpyro_fed.rounds.exchange import Private, Shared
+from numpyro_fed.rounds.states import Private, Shared
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Rows, Theta
 from numpyro_fed.weigh.integration import Integration

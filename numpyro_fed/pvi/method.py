@@ -56,8 +56,8 @@ from numpyro_fed.rounds.silos import Silos
 from numpyro_fed.search.newton import SEARCHED_UP_TO
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.text.handlers import generalised
+from numpyro_fed.text.layout import Layout
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.split import Layout
 
 # The family of the globals, and whether the likelihood of stacks of silos is conjugate to it.
 Conjugate = tuple[Globals, Callable[[Sequence[SiloData]], bool]]

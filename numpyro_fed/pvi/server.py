@@ -36,15 +36,13 @@ from numpyro_fed.rounds.exchange import (
     Exchange,
     FederatedAlgorithm,
     Info,
-    Private,
     Round,
-    Shared,
-    SharedParams,
-    StackedExchange,
     WhenAway,
     key_as_noise,
-    stacked_reply,
 )
+from numpyro_fed.rounds.names import EVALUATION, PVI_ROUND
+from numpyro_fed.rounds.stacks import StackedExchange, stacked_reply
+from numpyro_fed.rounds.states import Private, Shared, SharedParams
 from numpyro_fed.search.expand import shape
 from numpyro_fed.text.sites import Theta
 
@@ -62,7 +60,7 @@ class PartitionedVI(PVIAtSilo):
     def algorithm(self) -> FederatedAlgorithm[ServerState, SiloState]:
         """Return the algorithm, without a start."""
         exchange = Exchange(
-            "pvi",
+            PVI_ROUND,
             self.visit,
             commit=lambda draft, sent: draft._replace(pending=sent.change),
             silo_noise=key_as_noise,
@@ -112,7 +110,7 @@ class PartitionedVI(PVIAtSilo):
     def round(self, state: ServerState, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
         """Ask for changes, take as much as leaves the posterior proper, and step on theta."""
         theta, before, converged = state.params.theta, state.params.guide, state.progress.own
-        up: Up = ask("pvi", Down(theta, state.total, state.taken[ask.who])).up
+        up: Up = ask(PVI_ROUND, Down(theta, state.total, state.taken[ask.who])).up
         kl_to_prior, prior = self.kl_to_prior(noise, theta, before), self.globals.prior(theta)
 
         def proper(total: Natural) -> Array:
@@ -270,7 +268,7 @@ class PartitionedVI(PVIAtSilo):
             return Down(first.params.theta, first.total), shape()
 
         visit = stacked_reply(expect, little=True)
-        return StackedExchange("evaluation", visit, silo_noise=key_as_noise, messages=messages)
+        return StackedExchange(EVALUATION, visit, silo_noise=key_as_noise, messages=messages)
 
     def free_energy(self, ask: AskSilos, key: Array, state: ServerState) -> float:
         """Return the free energy of the posterior, in one exchange."""

@@ -18,7 +18,7 @@ import optax
 from jax import Array
 
 from numpyro_fed.basics.trees import all_finite, where
-from numpyro_fed.data.batches import Minibatches, draw_minibatch, rows_at
+from numpyro_fed.data.minibatches import Minibatches, draw_minibatch, rows_at
 from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.guides.global_guides import GuideParams
 from numpyro_fed.guides.silo_bounds import AtDraw, Bound, SiloBound, normals
@@ -29,7 +29,8 @@ from numpyro_fed.numerics.expfam import Family
 from numpyro_fed.numerics.expfam.family import Natural, Ordinary, Parts
 from numpyro_fed.numerics.gaussian import Coordinates, Gaussian, identity
 from numpyro_fed.pvi.families import GAUSSIAN, Globals, misfit, row_terms
-from numpyro_fed.rounds.exchange import Reply, SharedParams, SiloParams
+from numpyro_fed.rounds.exchange import Reply
+from numpyro_fed.rounds.states import SharedParams, SiloParams
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Rows, Theta
 

@@ -23,22 +23,12 @@ from numpyro_fed.numerics.expfam.family import Natural
 from numpyro_fed.numerics.gaussian import Gaussian
 from numpyro_fed.pvi.server import PartitionedVI
 from numpyro_fed.pvi.silo import ServerState, SiloState
-from numpyro_fed.rounds.exchange import (
-    Ask,
-    CarriedSilo,
-    Exchange,
-    Info,
-    Reply,
-    Round,
-    SharedParams,
-    SiloParams,
-    WarmStart,
-    key_as_noise,
-)
+from numpyro_fed.rounds.exchange import Ask, Exchange, Info, Reply, Round, key_as_noise
+from numpyro_fed.rounds.names import FROM_MODE
+from numpyro_fed.rounds.states import CarriedSilo, SharedParams, SiloParams, WarmStart
 from numpyro_fed.search.expand import SearchState as ModeSiloState
 from numpyro_fed.search.mode_search import BestPoints
 from numpyro_fed.search.start_point import (
-    FROM_MODE,
     StartMessage,
     StartPoint,
     local_guides_at_mode,

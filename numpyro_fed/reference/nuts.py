@@ -20,20 +20,20 @@ from numpyro.infer import MCMC, NUTS
 
 from numpyro_fed.basics.errors import ConvergenceWarning, ModelError, positive_int
 from numpyro_fed.basics.precision import is_double
-from numpyro_fed.data.batches import Bucket, grouped, stacked
+from numpyro_fed.data.padding import Bucket, grouped, stacked
 from numpyro_fed.data.silo_data import SiloData, Sizes, read_all, signature
 from numpyro_fed.data.tables import SiloInput
 from numpyro_fed.numerics.gaussian import identity
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.reference.nuts_result import NutsResult, PooledRun, join_chains
-from numpyro_fed.rounds.exchange import Shared
 from numpyro_fed.rounds.silos import Silos
+from numpyro_fed.rounds.states import Shared
 from numpyro_fed.search.mode import Mode
 from numpyro_fed.text.facts import facts_of
 from numpyro_fed.text.handlers import local_name
+from numpyro_fed.text.layout import layout_and_buckets
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Rows
-from numpyro_fed.text.split import lay_out
 from numpyro_fed.weigh.element_errors import Rounding
 
 # Samples of each chain from which run_nuts warns by itself: shorter runs are trials, which would
@@ -125,7 +125,7 @@ def run_nuts(
             f"params comes from a fit of {params.num_silos} silos, but there are {len(read)} here. "
             "Pass the silos that it was fitted to."
         )
-    layout, buckets = lay_out(model, read)
+    layout, buckets = layout_and_buckets(model, read)
     fm, sizes = layout.model, layout.sizes
     shared, private = _parameters(fm, read, params)
     key_init, key_run = jax.random.split(key)

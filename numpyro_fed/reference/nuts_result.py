@@ -45,8 +45,8 @@ from numpyro_fed.posterior.leave_out import MAX_K, Loo, RowsOfSilo, RowSums
 from numpyro_fed.posterior.posterior import Posterior
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedWords
-from numpyro_fed.rounds.exchange import Shared
 from numpyro_fed.rounds.silos import Silos
+from numpyro_fed.rounds.states import Shared
 from numpyro_fed.text.facts import Facts
 from numpyro_fed.text.handlers import local_name
 from numpyro_fed.text.log_density import FederatedModel

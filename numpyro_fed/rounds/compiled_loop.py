@@ -21,6 +21,7 @@ from jax import Array
 from numpyro_fed.basics.programs import jit_once, readable
 from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.rounds.combine import combine, for_participants
 from numpyro_fed.rounds.exchange import (
     Down,
     Exchange,
@@ -47,8 +48,6 @@ from numpyro_fed.rounds.step import (
     RoundNoise,
     StepDone,
     Transport,
-    combine,
-    for_participants,
     step,
     transport_of_stacks,
 )

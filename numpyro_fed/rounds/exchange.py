@@ -13,30 +13,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from jax import Array
 
 from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.programs import jit_once, readable
 from numpyro_fed.basics.trees import Numbers, all_finite
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.global_guides import GuideParams
-from numpyro_fed.numerics.gaussian import Coordinates, Gaussian
-from numpyro_fed.text.sites import Theta
+from numpyro_fed.rounds.states import Private, Shared, WarmStart
 
 Server = TypeVar("Server")
 Silo = TypeVar("Silo")
 Down = TypeVar("Down")
 Up = TypeVar("Up")
-Params = TypeVar("Params")
-Found = TypeVar("Found")
 
 
 class Combine(Enum):
@@ -93,13 +86,14 @@ def no_noise(*args: object) -> tuple[()]:
     return ()
 
 
+def key_as_noise(key: Array, state: object = None) -> Array:
+    """Return the key itself, as the noise of a function that draws from it later."""
+    return key
+
+
 def as_drafted(draft: Silo, sent: object) -> Silo:
     """Return the draft, for a silo whose state does not depend on what was sent."""
     return draft
-
-
-IMPORTANCE = "importance"  # the name of the exchange of an importance correction
-OUTER_LATENTS = "outer latents"  # of the one in which silos tell the latents that rows share
 
 
 class ExchangeId(NamedTuple):
@@ -210,60 +204,6 @@ class Exchange(Generic[Silo, Down, Up]):
         return replace(self, silo=visit, commit=as_drafted, silo_noise=noise)
 
 
-@dataclass(frozen=True, eq=False)
-class StackedExchange(Exchange[Silo, Down, Up]):
-    """An exchange that a plain program at the server asks, with silos of one shape as a stack.
-
-    ``silo`` is a plain function of a stack of silos (silos, ...), which cannot be traced and
-    compiles by itself what depends on the text. Its noise is none, or a key for each silo, and its
-    reply is of NumPy arrays.
-
-    Attributes
-    ----------
-    messages : () -> (down, up)
-        The shapes of the messages.
-    """
-
-    messages: Callable[[], tuple[Any, Any]] = field(kw_only=True)
-
-    def checked_stack(self, reply: Reply[Up]) -> Reply[Up]:
-        """Return the replies of a stack, each as :meth:`Exchange.checked` returns it.
-
-        Numbers are sent in the precision of this moment, whatever a silo has computed in.
-        """
-        real = jnp.result_type(float)
-        as_agreed = jax.tree.map(lambda a: a.astype(real) if a.dtype.kind == "f" else a, reply.up)
-        reply = reply._replace(up=as_agreed)
-        if self.usable is all_finite:
-            leaves = [np.isfinite(a).reshape(len(a), -1).all(1) for a in jax.tree.leaves(reply.up)]
-            usable = np.logical_and.reduce(leaves)
-        else:
-            silos = range(len(np.asarray(reply.ok)))
-            each = (jax.tree.map(lambda a, i=i: a[i], reply.up) for i in silos)
-            usable = np.array([bool(self.usable(up)) for up in each])
-        ok: np.ndarray = np.asarray(reply.ok) & usable
-        if self.lenient:
-            return reply._replace(ok=ok)
-        zeroed = jax.tree.map(
-            lambda a: np.where(ok.reshape(-1, *[1] * (a.ndim - 1)), a, np.zeros_like(a)), reply.up
-        )
-        return reply._replace(up=zeroed, ok=ok)
-
-    def compiled(self) -> Exchange[Silo, Down, Up]:
-        """Return the same exchange for a single silo, which is a stack of one."""
-
-        def alone(noise: object, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Up], Silo]:
-            here = jax.tree.map(lambda a: np.asarray(a)[None], (state, data))
-            keys = noise if isinstance(noise, tuple) else jnp.reshape(jnp.asarray(noise), (1,))
-            reply, after = self.silo(keys, jax.tree.map(np.asarray, down), *here)
-            found: tuple[Reply[Up], Silo] = jax.tree.map(
-                lambda a: np.asarray(a)[0], (self.checked_stack(reply), after)
-            )
-            return found
-
-        return replace(self, silo=alone)
-
-
 class Ask(Protocol):
     """The function by which a round asks silos; each runtime has its own.
 
@@ -344,121 +284,6 @@ class Round:
         return self.exchanges[0].id
 
 
-def key_as_noise(key: Array, state: object = None) -> Array:
-    """Return the key itself, as the noise of a function that draws from it later."""
-    return key
-
-
-def of_stack(
-    f: Callable[[Any, Down, Silo, SiloData], Found], *, little: bool
-) -> Callable[[Any, Down, Silo, SiloData], Found]:
-    """Return a silo's function ``(noise, down, state, data)`` for a stack of silos, compiled.
-
-    ``down`` is one for all silos. With ``little`` work it is compiled quickly.
-    """
-
-    def of_silos(noise: object, down: Down, states: Silo, data: SiloData) -> Found:
-        def of_silo(one: tuple[Any, Silo, SiloData]) -> Found:
-            return f(one[0], down, *one[1:])
-
-        # On one CPU one silo after the other: side by side all would wait where one searches for
-        # modes, and their numbers would not fit into a core's own memory. Several devices have
-        # silos of their own.
-        if jax.default_backend() == "cpu" and len(jax.devices()) == 1:
-            return jax.lax.map(of_silo, (noise, states, data))
-        return readable(jax.vmap(of_silo)((noise, states, data)))
-
-    return jit_once(of_silos) if little else jax.jit(of_silos)
-
-
-def stacked_reply(
-    f: Callable[[Any, Down, Silo, SiloData], Up], *, little: bool
-) -> Visit[Down, Silo, Up]:
-    """Return the part of a stack of silos in an exchange that leaves their states as they are.
-
-    ``f`` is what one silo tells: ``(noise, down, state, data) -> up``.
-    """
-    compiled = of_stack(f, little=little)
-
-    def reply(noise: object, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Up], Silo]:
-        # Waited for in a way that Ctrl-C can end.
-        told = jax.block_until_ready(compiled(noise, down, state, data))
-        up: Up = jax.tree.map(np.asarray, told)
-        return Reply(up, np.ones(len(jax.tree.leaves(up)[0]), bool)), state
-
-    return reply
-
-
-def stacked_visit(visit: Visit[Down, Silo, Up], *, little: bool) -> Visit[Down, Silo, Up]:
-    """Return a silo's part of an exchange for a stack of silos, compiled, as of NumPy arrays."""
-    compiled = of_stack(visit, little=little)
-
-    def reply(noise: object, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Up], Any]:
-        # Waited for in a way that Ctrl-C can end.
-        told, after = jax.block_until_ready(compiled(noise, down, state, data))
-        found: Reply[Up] = jax.tree.map(np.asarray, told)
-        return found, after
-
-    return reply
-
-
-class SharedParams(NamedTuple):
-    """The parameters of the globals' guide, and the shared parameters, unconstrained."""
-
-    guide: Any
-    theta: Theta
-
-
-class SiloParams(NamedTuple):
-    """The parameters of a silo's local guides, and its private parameters, unconstrained."""
-
-    guide: dict[str, GuideParams]
-    private: Theta
-
-
-class Shared(NamedTuple):
-    """The part of a server's state that all parties may know."""
-
-    theta: dict[str, Any]  # shared parameters, unconstrained
-    guide: Any  # parameters of the globals' guide, in its frame
-    frame: Gaussian
-
-
-class Private(NamedTuple):
-    """The part of a silo's state that never leaves it."""
-
-    theta: dict[str, Any]  # the silo's private parameters, unconstrained
-    guide: dict[str, Any]  # parameters of its local guides
-    # (dim,): the point of the globals' frame from which the local guides measure. By default it is
-    # the centre of the globals' guide. A silo that missed rounds still has an earlier centre.
-    centre: Array | None = None
-
-    def recentred(self, coordinates: Coordinates) -> Coordinates:
-        """Return coordinates of the globals, measured from the silo's own ``centre``."""
-        return coordinates if self.centre is None else coordinates._replace(centre=self.centre)
-
-
-class CarriedSilo(NamedTuple):
-    """A silo's part of an earlier result; its guides measure ``z_G`` from ``centre`` (dim,)."""
-
-    theta: Theta
-    guide: dict[str, GuideParams]
-    centre: Array
-
-
-class Sampled(NamedTuple):
-    """A silo's draws of its latents on their supports, ``{site: (n, ...)}``; they stay there."""
-
-    values: dict[str, Array]
-
-
-class WarmStart(NamedTuple):
-    """The functions by which an algorithm starts where an earlier run has ended."""
-
-    server: Callable[..., Any]  # (key, StartPoint) -> server_state
-    silo: Callable[..., Any]  # (key, CarriedSilo, StartPoint, data) -> silo_state
-
-
 class WhenAway(Enum):
     """The way of a round without silos that do not answer.
 
@@ -522,13 +347,3 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
 
 
 AnyAlgorithm = FederatedAlgorithm[Any, Any]
-
-
-def ascend(
-    optim: optax.GradientTransformation, gradient: Params, opt_state: optax.OptState, params: Params
-) -> tuple[Params, optax.OptState]:
-    """Take one optimiser step up the bound, and return parameters and optimiser state."""
-    # Optax minimises.
-    descent = jax.tree.map(jnp.negative, gradient)
-    updates, opt_state = optim.update(descent, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state

@@ -28,6 +28,7 @@ from numpyro_fed.basics.errors import (
 )
 from numpyro_fed.basics.trees import Tree, drop_weak_types
 from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.rounds.combine import combine, for_participants
 from numpyro_fed.rounds.exchange import (
     Combine,
     Down,
@@ -37,11 +38,11 @@ from numpyro_fed.rounds.exchange import (
     Reply,
     Round,
     Silo,
-    StackedExchange,
     Up,
 )
 from numpyro_fed.rounds.silos import ServerData
-from numpyro_fed.rounds.step import Answers, combine, for_participants, step
+from numpyro_fed.rounds.stacks import StackedExchange
+from numpyro_fed.rounds.step import Answers, step
 
 DTYPES = {
     "BOOL": np.bool_,

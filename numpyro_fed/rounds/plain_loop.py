@@ -18,7 +18,8 @@ from jax.typing import ArrayLike
 
 from numpyro_fed.basics.errors import SiloAwayError
 from numpyro_fed.basics.trees import Tree, drop_weak_types
-from numpyro_fed.data.batches import stacked
+from numpyro_fed.data.padding import stacked
+from numpyro_fed.rounds.combine import combine, for_participants
 from numpyro_fed.rounds.exchange import (
     Down,
     Exchange,
@@ -37,9 +38,7 @@ from numpyro_fed.rounds.step import (
     Answers,
     StepDone,
     Transport,
-    combine,
     compiled_in_parts,
-    for_participants,
     step,
     transport_of_stacks,
 )

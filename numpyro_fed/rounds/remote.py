@@ -30,9 +30,10 @@ from numpyro_fed.basics.errors import (
 )
 from numpyro_fed.basics.files import canonical
 from numpyro_fed.basics.trees import drop_weak_types
-from numpyro_fed.data.batches import stacked
+from numpyro_fed.data.padding import stacked
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.privacy.masks import MAX_PARTIES
+from numpyro_fed.rounds.combine import combine, for_participants
 from numpyro_fed.rounds.exchange import (
     Down,
     Exchange,
@@ -40,7 +41,6 @@ from numpyro_fed.rounds.exchange import (
     FederatedAlgorithm,
     Reply,
     Round,
-    StackedExchange,
     Up,
     WhenAway,
 )
@@ -63,13 +63,8 @@ from numpyro_fed.rounds.runtime import EndedError, RunStatus, Runtime, Single, S
 from numpyro_fed.rounds.schedules import Schedule, init_schedule
 from numpyro_fed.rounds.secure_sums import MIN_SUMMED, SUM, Terms, check_summed, sum_of
 from numpyro_fed.rounds.silos import Batch, Batches, ServerData, Stacks
-from numpyro_fed.rounds.step import (
-    Answers,
-    combine,
-    compiled_in_parts,
-    for_participants,
-    replayed_part,
-)
+from numpyro_fed.rounds.stacks import StackedExchange
+from numpyro_fed.rounds.step import Answers, compiled_in_parts, replayed_part
 
 Weights = tuple[float, float]  # the range of weights that a silo's replies may have
 # The shapes of a reply to an exchange, and the exchange's own check of it.

@@ -19,9 +19,9 @@ from jax import Array
 
 from numpyro_fed.basics.errors import DataError, ReplyError, SumError
 from numpyro_fed.privacy.masks import decode
+from numpyro_fed.rounds.combine import combine
 from numpyro_fed.rounds.exchange import Combine, Exchange, Replies, Reply
 from numpyro_fed.rounds.messages import pack, read
-from numpyro_fed.rounds.step import combine
 
 KEYS = "keys"  # the question for a silo's public keys in a session
 PEERS = "peers"  # all silos' public keys

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from numpyro_fed.basics.programs import on_all_devices
 from numpyro_fed.basics.trees import Tree
-from numpyro_fed.data.batches import Bucket
+from numpyro_fed.data.padding import Bucket
 from numpyro_fed.data.silo_data import SiloData, Sizes
 
 Stacks = tuple[Any, ...]  # silos' states, stacked in each bucket

@@ -16,7 +16,9 @@ from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.basics.trees import Numbers
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics.gaussian import Curvature
-from numpyro_fed.rounds.exchange import AskSilos, Exchange, StackedExchange, stacked_reply
+from numpyro_fed.rounds.exchange import AskSilos, Exchange
+from numpyro_fed.rounds.names import AROUND_MODE
+from numpyro_fed.rounds.stacks import StackedExchange, stacked_reply
 from numpyro_fed.search.expand import (
     FEW_COORDINATES,
     ROUNDING_UNITS,
@@ -177,7 +179,7 @@ class CurvatureCheck:
             return jax.lax.map(lambda x: of_silo(x)[0], down.places, batch_size=side_by_side)
 
         return StackedExchange(
-            "around the mode",
+            AROUND_MODE,
             stacked_reply(values, little=n <= FEW_COORDINATES),
             lenient=True,
             messages=lambda: (CheckPoints(shape(size, n), start), shape(size)),

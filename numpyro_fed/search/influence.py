@@ -38,21 +38,15 @@ from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import optional
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.laplace import START, Laplace
-from numpyro_fed.rounds.exchange import (
-    AskSilos,
-    Combine,
-    Exchange,
-    FederatedAlgorithm,
-    Reply,
-    Shared,
-    StackedExchange,
-)
+from numpyro_fed.rounds.exchange import AskSilos, Combine, Exchange, FederatedAlgorithm, Reply
+from numpyro_fed.rounds.names import INFLUENCE
+from numpyro_fed.rounds.stacks import StackedExchange
+from numpyro_fed.rounds.states import Shared
 from numpyro_fed.search.expand import Expand, Prior, SearchState, SiloExpansion, flat_size, shape
 from numpyro_fed.search.own_modes import climb_to_own_modes
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Theta
 
-INFLUENCE = "influence"  # the name of the exchange
 MOST_GLOBALS = 300  # as in the search for the mode: silos send Hessians
 # Precision of a silo along a direction, of that of all others, below which it knows nothing there:
 # rounding in single precision is 1e-7 of the whole.

@@ -24,7 +24,8 @@ from jax import Array
 
 from numpyro_fed.basics.trees import Numbers, namespace, where
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.rounds.exchange import AskSilos, Reply, of_stack
+from numpyro_fed.rounds.exchange import AskSilos, Reply
+from numpyro_fed.rounds.stacks import of_stack
 from numpyro_fed.search.expand import (
     BATCH,
     NUDGE,

@@ -24,15 +24,10 @@ from numpyro_fed.basics.trees import AnyArray, namespace
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.laplace import Laplace
 from numpyro_fed.numerics.gaussian import identity
-from numpyro_fed.rounds.exchange import (
-    AskSilos,
-    Exchange,
-    FederatedAlgorithm,
-    Reply,
-    Round,
-    Shared,
-    StackedExchange,
-)
+from numpyro_fed.rounds.exchange import AskSilos, Exchange, FederatedAlgorithm, Reply, Round
+from numpyro_fed.rounds.names import MODE
+from numpyro_fed.rounds.stacks import StackedExchange
+from numpyro_fed.rounds.states import Shared
 from numpyro_fed.search.expand import (
     ROUNDING_UNITS,
     Expansion,
@@ -86,7 +81,7 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
     @cached_property
     def exchange(self) -> Exchange[Any, Any, Any]:
         """Return the exchange in which silos expand their log likelihoods at the starts' points."""
-        return StackedExchange("mode", self.reply, lenient=True, messages=self.messages)
+        return StackedExchange(MODE, self.reply, lenient=True, messages=self.messages)
 
     @property
     def opening(self) -> tuple[Exchange[Any, Any, Any], ...]:

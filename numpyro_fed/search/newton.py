@@ -34,7 +34,9 @@ import numpy as np
 
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics.gaussian import Curvature
-from numpyro_fed.rounds.exchange import AskSilos, Exchange, Reply, StackedExchange
+from numpyro_fed.rounds.exchange import AskSilos, Exchange, Reply
+from numpyro_fed.rounds.names import OWN_MODES
+from numpyro_fed.rounds.stacks import StackedExchange
 from numpyro_fed.search.expand import (
     ASIDE,
     ROUNDING_UNITS,
@@ -211,7 +213,7 @@ class NewtonSearch(ModeSearch[NewtonAscent, np.ndarray]):
         k, n = self.num_starts, flat_size(self.model)
         return (
             StackedExchange(
-                "own modes",
+                OWN_MODES,
                 self.own_modes,
                 messages=lambda: (shape(k, n), Parabola(shape(k, n, n), shape(k, n), shape(k))),
             ),

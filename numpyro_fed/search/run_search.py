@@ -16,7 +16,7 @@ from jax import Array
 
 from numpyro_fed.basics.errors import ModelError, NonFiniteError
 from numpyro_fed.basics.programs import jit_once
-from numpyro_fed.data.batches import Bucket
+from numpyro_fed.data.padding import Bucket
 from numpyro_fed.rounds.keys import generator
 from numpyro_fed.rounds.progress import Progress, progress_of
 from numpyro_fed.rounds.runtime import Runtime

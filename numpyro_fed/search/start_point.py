@@ -24,7 +24,7 @@ from numpyro_fed.guides.laplace import Laplace
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.numerics import linalg
 from numpyro_fed.numerics.gaussian import Curvature, Frame, Gaussian
-from numpyro_fed.rounds.exchange import CarriedSilo
+from numpyro_fed.rounds.states import CarriedSilo
 from numpyro_fed.search.expand import ROUNDING_UNITS, SearchState, unraveller
 from numpyro_fed.search.lbfgs import nonzero
 from numpyro_fed.search.mode_search import BestPoints, best_start
@@ -39,7 +39,6 @@ MIN_CURVATURE, MIN_CURVATURE_IN_DOUBLE = 1e-6, 1e-13
 # The same where the search ended away from a mode. The parabola there need not be like the
 # posterior, so a start may be at most 1 / sqrt(0.05), some 4.5, times as wide as a scaled unit.
 MIN_CURVATURE_OFF_MODE = 0.05
-FROM_MODE = "from the mode"  # the name of the exchange
 # The standard deviation of a row whose mode was not found: that of a guide that starts without a
 # mode (``Structured.init_scale``).
 FALLBACK_SD = 0.1

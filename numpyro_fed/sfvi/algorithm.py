@@ -25,8 +25,9 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from numpyro_fed.basics.optimisers import ascend
 from numpyro_fed.basics.trees import all_finite
-from numpyro_fed.data.batches import MinibatchNoise
+from numpyro_fed.data.minibatches import MinibatchNoise
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.numerics.gaussian import Coordinates, Frame, Gaussian
@@ -34,19 +35,15 @@ from numpyro_fed.rounds import convergence
 from numpyro_fed.rounds.convergence import ConvergenceStats
 from numpyro_fed.rounds.exchange import (
     Ask,
-    CarriedSilo,
     Exchange,
     FederatedAlgorithm,
     Info,
     Reply,
     Round,
-    Shared,
-    SharedParams,
-    SiloParams,
-    WarmStart,
     WhenAway,
-    ascend,
 )
+from numpyro_fed.rounds.names import SFVI_STEP
+from numpyro_fed.rounds.states import CarriedSilo, Shared, SharedParams, SiloParams, WarmStart
 from numpyro_fed.search.start_point import (
     StartPoint,
     local_guides_of_result,
@@ -137,7 +134,7 @@ class StructuredVI(ByGradients):
     @cached_property
     def exchange(self) -> Exchange[SiloState, Down, Up]:
         """Return the exchange of a step."""
-        return Exchange("sfvi", self.silo, silo_noise=self.step_noise)
+        return Exchange(SFVI_STEP, self.silo, silo_noise=self.step_noise)
 
     def init_server(self, key: Array, point: StartPoint | None = None) -> ServerState:
         params, frame = self.first_params(key, point)

@@ -26,8 +26,9 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from numpyro_fed.basics.optimisers import ascend
 from numpyro_fed.basics.trees import Tree, all_finite
-from numpyro_fed.data.batches import MinibatchNoise
+from numpyro_fed.data.minibatches import MinibatchNoise
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_guides import GuideParams
 from numpyro_fed.numerics import barycenters, linalg
@@ -42,15 +43,12 @@ from numpyro_fed.rounds.exchange import (
     Info,
     Reply,
     Round,
-    SharedParams,
-    SiloParams,
-    ascend,
     key_as_noise,
 )
+from numpyro_fed.rounds.names import ROWS, SFVI_AVG_ROUND
+from numpyro_fed.rounds.states import SharedParams, SiloParams
 from numpyro_fed.search.start_point import StartPoint
 from numpyro_fed.sfvi.common import ByGradients, Start, standardising_rounds
-
-COUNT = "rows"  # the name of the exchange that adds them up
 
 
 class ServerState(NamedTuple):
@@ -189,7 +187,7 @@ class Averaging(ByGradients):
     def exchange(self) -> Exchange[SiloState, Down, Up]:
         """Return the exchange of a round."""
         return Exchange(
-            "sfvi_avg",
+            SFVI_AVG_ROUND,
             self.silo,
             silo_noise=key_as_noise,
             combine=self.aggregation.combine,
@@ -201,11 +199,11 @@ class Averaging(ByGradients):
         """Return the round that adds up all silos' rows, once before the first one."""
 
         def run(state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:
-            rows = ask(COUNT, ()).weight
+            rows = ask(ROWS, ()).weight
             return state._replace(rows=rows), Info(jnp.zeros(()), jnp.array(True))
 
         exchange: Exchange[SiloState, Any, tuple[()]] = Exchange(
-            COUNT,
+            ROWS,
             lambda noise, down, state, data: (Reply((), jnp.array(True), self.weight(data)), state),
             weighted=True,
         )

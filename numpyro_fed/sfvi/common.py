@@ -12,7 +12,7 @@ import optax
 from jax import Array
 
 from numpyro_fed.basics.trees import all_finite
-from numpyro_fed.data.batches import Minibatches, MinibatchNoise, draw_minibatch, rows_at
+from numpyro_fed.data.minibatches import Minibatches, MinibatchNoise, draw_minibatch, rows_at
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_guides import GuideParams
 from numpyro_fed.guides.silo_bounds import AtDraw, Bound
@@ -23,18 +23,15 @@ from numpyro_fed.rounds.exchange import (
     Exchange,
     FederatedAlgorithm,
     Info,
-    Private,
     Reply,
     Round,
-    Shared,
-    SharedParams,
-    SiloParams,
     key_as_noise,
 )
+from numpyro_fed.rounds.names import DEVIATIONS, FROM_MODE, MEANS
+from numpyro_fed.rounds.states import Private, Shared, SharedParams, SiloParams
 from numpyro_fed.search.expand import SearchState as ModeSiloState
 from numpyro_fed.search.mode_search import BestPoints
 from numpyro_fed.search.start_point import (
-    FROM_MODE,
     StartMessage,
     StartPoint,
     local_guides_at_mode,
@@ -248,4 +245,4 @@ def standardising_rounds(guide: Guide) -> tuple[Round, ...]:
 
         return Round((Exchange(name, silo),), run)
 
-    return (round_of("means", 1), round_of("deviations", 2)) if encoders else ()
+    return (round_of(MEANS, 1), round_of(DEVIATIONS, 2)) if encoders else ()

@@ -22,7 +22,7 @@ from numpyro_fed.basics.errors import (
     one_of,
     positive_int,
 )
-from numpyro_fed.data.batches import Minibatches
+from numpyro_fed.data.minibatches import Minibatches
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.local_guides import Amortised, with_encoders
 from numpyro_fed.guides.objectives import Objective, draws_of, objective_for
@@ -49,8 +49,8 @@ from numpyro_fed.sfvi.algorithm import StructuredVI
 from numpyro_fed.sfvi.averaging import Aggregation, Averaging
 from numpyro_fed.sfvi.common import ByGradients
 from numpyro_fed.text.facts import Facts, Plan, size_class
+from numpyro_fed.text.layout import Layout
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.split import Layout
 
 # Adam's step is STEP * (1 + round / SETTLES) ** -DECAY, in coordinates in which the posterior is
 # about standard: the first steps are three hundredths of a standard deviation. With a power between

@@ -21,9 +21,11 @@ from numpyro.infer.util import potential_energy, unconstrain_fn
 
 from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.basics.programs import TRACING
-from numpyro_fed.data.batches import Bucket
+from numpyro_fed.data.padding import Bucket
 from numpyro_fed.data.silo_data import SiloData, read
 from numpyro_fed.text.handlers import joint, leaving_out_missing, local_name
+from numpyro_fed.text.layout import layout_and_buckets
+from numpyro_fed.text.row_arrays import plate_follows_arrays
 from numpyro_fed.text.row_checks import (
     ROWS_AT_ONCE,
     ChangedRow,
@@ -35,7 +37,6 @@ from numpyro_fed.text.row_checks import (
     summary_message,
 )
 from numpyro_fed.text.sites import Rows, Theta, unpack
-from numpyro_fed.text.split import lay_out, plate_follows_arrays
 
 
 def check_decomposition(
@@ -132,7 +133,7 @@ class _Check:
         self, model: Callable[..., object], data: Sequence[SiloData], key: Array, rtol: float
     ):
         # Summaries are checked here, at this check's own points.
-        self.layout, self.buckets = lay_out(model, data, summaries=False)
+        self.layout, self.buckets = layout_and_buckets(model, data, summaries=False)
         fm = self.fm = self.layout.model
         self.sizes = self.layout.sizes
         self.data, self.key, self.rtol = data, key, rtol

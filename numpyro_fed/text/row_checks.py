@@ -27,7 +27,7 @@ from jax.typing import ArrayLike
 
 from numpyro_fed.basics.errors import CoupledRowsError, ModelError
 from numpyro_fed.basics.programs import compiled_method, jit_once
-from numpyro_fed.data.batches import Bucket
+from numpyro_fed.data.padding import Bucket
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.text.jaxprs import same_but_for_sizes
 from numpyro_fed.text.log_density import FederatedModel

@@ -24,7 +24,7 @@ from jax import Array
 from numpyro_fed.basics.errors import DataError
 from numpyro_fed.basics.programs import compiled_method, jit_once
 from numpyro_fed.basics.trees import all_finite
-from numpyro_fed.data.batches import Bucket, arrays_with_rows
+from numpyro_fed.data.padding import Bucket, arrays_with_rows
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_checks import hashed_normals

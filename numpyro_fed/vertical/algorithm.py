@@ -44,7 +44,9 @@ from numpyro_fed.guides.global_guides import Full, GlobalGuide, GuideParams
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.numerics.gaussian import Gaussian, identity
 from numpyro_fed.rounds import convergence
-from numpyro_fed.rounds.exchange import Ask, Exchange, Info, Reply, Round, Shared
+from numpyro_fed.rounds.exchange import Ask, Exchange, Info, Reply, Round
+from numpyro_fed.rounds.names import DRAW, LIKELIHOOD, STEP
+from numpyro_fed.rounds.states import Shared
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.vertical import init_theta
 from numpyro_fed.vertical import coupling
@@ -66,7 +68,6 @@ from numpyro_fed.vertical.parties import (
 # Standard deviation of the first random shares in the shared noise, where a run does not start at
 # the mode: small against one, so that parties start almost independent.
 COUPLING_SD = 0.1
-DRAW, LIKELIHOOD, STEP = "draw", "likelihood", "step"  # the names of the exchanges
 
 
 class ServerNoise(NamedTuple):

@@ -35,17 +35,11 @@ from numpyro_fed.posterior.weighted_draws import (
     unless_interrupted,
     until_interrupted,
 )
-from numpyro_fed.rounds.exchange import (
-    IMPORTANCE,
-    AskSilos,
-    Exchange,
-    Reply,
-    Shared,
-    StackedExchange,
-    key_as_noise,
-    stacked_visit,
-)
+from numpyro_fed.rounds.exchange import AskSilos, Exchange, Reply, key_as_noise
 from numpyro_fed.rounds.keys import exchange_key, server_key
+from numpyro_fed.rounds.names import IMPORTANCE
+from numpyro_fed.rounds.stacks import StackedExchange, stacked_visit
+from numpyro_fed.rounds.states import Shared
 from numpyro_fed.search.expand import shape
 from numpyro_fed.text.sites import Site
 from numpyro_fed.vertical import coupling

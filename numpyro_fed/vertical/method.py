@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from numpyro_fed.basics.errors import DataError, ModelError, StartWarning, one_of
 from numpyro_fed.basics.trees import drop_weak_types
-from numpyro_fed.data.batches import bucket, one_by_one
+from numpyro_fed.data.padding import bucket, one_by_one
 from numpyro_fed.data.silo_data import SiloData, read_one, signature
 from numpyro_fed.methods.method import (
     RUNTIMES,
@@ -38,6 +38,7 @@ from numpyro_fed.rounds.exchange import ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.keys import exchange_key, server_key, typed_key
 from numpyro_fed.rounds.messages import SEARCH, Crossings
+from numpyro_fed.rounds.names import SAMPLE
 from numpyro_fed.rounds.runtime import RunOutcome, Runtime, State
 from numpyro_fed.rounds.silos import Batches, Silos, on_device
 from numpyro_fed.rounds.step import Conversation
@@ -55,7 +56,7 @@ from numpyro_fed.text.row_checks import RowChecks
 from numpyro_fed.text.values import SupportCheck, as_bucket
 from numpyro_fed.text.vertical import Text, VerticalSplit, is_array, split
 from numpyro_fed.vertical.curvature import NoModeError
-from numpyro_fed.vertical.parties import SAMPLE, VerticalAlgorithm
+from numpyro_fed.vertical.parties import VerticalAlgorithm
 from numpyro_fed.vertical.result import VerticalResult, VerticalStart
 from numpyro_fed.vertical.search import VerticalSearch
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from numpyro_fed.basics.optimisers import ascend
 from numpyro_fed.basics.trees import all_finite, where
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_guides import GlobalGuide, GuideParams
@@ -25,24 +26,14 @@ from numpyro_fed.guides.structured import Guide, GuideConfig, Spec, build_resolv
 from numpyro_fed.numerics.gaussian import Gaussian
 from numpyro_fed.rounds import convergence
 from numpyro_fed.rounds.convergence import ConvergenceStats
-from numpyro_fed.rounds.exchange import (
-    Exchange,
-    FederatedAlgorithm,
-    Private,
-    Reply,
-    Round,
-    Sampled,
-    Shared,
-    StackedExchange,
-    ascend,
-    key_as_noise,
-    stacked_visit,
-)
+from numpyro_fed.rounds.exchange import Exchange, FederatedAlgorithm, Reply, Round, key_as_noise
+from numpyro_fed.rounds.names import SAMPLE
+from numpyro_fed.rounds.stacks import StackedExchange, stacked_visit
+from numpyro_fed.rounds.states import Private, Sampled, Shared
 from numpyro_fed.search.expand import shape
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.vertical import VerticalModel, latents_of, prior_draw
 
-SAMPLE = "sample"  # the name of the exchange in which all parties draw
 AT_ONCE = 64  # draws whose values are computed side by side; more of them use more memory
 PRIOR_DRAWS = 500  # for the median and sd of hyperparameters
 # Least sd with which their guide starts: a prior of a single value would have none, and its log

@@ -21,10 +21,11 @@ from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.posterior.run import FederatedRun
 from numpyro_fed.posterior.saving import SavedWords, save
 from numpyro_fed.rounds.keys import exchange_key, server_key
+from numpyro_fed.rounds.names import SAMPLE
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Site, Theta
 from numpyro_fed.text.vertical import latents_of
-from numpyro_fed.vertical.parties import SAMPLE, PartyState, VerticalAlgorithm
+from numpyro_fed.vertical.parties import PartyState, VerticalAlgorithm
 
 TOGETHER = (
     "A row's predictor is the sum of what all clients compute on their columns: bring the draws of "

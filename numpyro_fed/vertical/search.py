@@ -60,15 +60,14 @@ from numpyro_fed.rounds.exchange import (
     AskSilos,
     Exchange,
     FederatedAlgorithm,
-    Private,
     Reply,
     Round,
-    Shared,
-    StackedExchange,
     Visit,
     key_as_noise,
-    stacked_visit,
 )
+from numpyro_fed.rounds.names import BEGIN_AT_MODE, BEGIN_AT_ZERO, SPREAD, TRY, TURN
+from numpyro_fed.rounds.stacks import StackedExchange, stacked_visit
+from numpyro_fed.rounds.states import Private, Shared
 from numpyro_fed.search.expand import shape
 from numpyro_fed.text.vertical import init_theta
 from numpyro_fed.vertical.algorithm import VFLAlgorithm
@@ -111,8 +110,6 @@ QUIET_ROUNDS = 2  # such rounds in a row
 COMPLETE, OTHERWISE = 3, 10
 # Newton steps of the server by itself, and the shares of a step that are tried.
 OWN_STEPS, SHARES = 30, tuple(2.0**-i for i in range(12))
-TRY, TURN, SPREAD = "try", "turn", "spread"  # names of exchanges
-BEGIN_AT_MODE, BEGIN_AT_ZERO = "begin at the mode", "begin at zero"
 
 
 class PartySearch(NamedTuple, Generic[AnyArray]):

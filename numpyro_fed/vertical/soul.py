@@ -37,20 +37,14 @@ from numpyro_fed.basics.trees import all_finite
 from numpyro_fed.data.silo_data import SiloData, signature
 from numpyro_fed.numerics.gaussian import identity
 from numpyro_fed.rounds import convergence
-from numpyro_fed.rounds.exchange import (
-    Ask,
-    Exchange,
-    Info,
-    Reply,
-    Round,
-    Shared,
-    key_as_noise,
-)
+from numpyro_fed.rounds.exchange import Ask, Exchange, Info, Reply, Round, key_as_noise
+from numpyro_fed.rounds.names import DRAW, SHOW, STEP
+from numpyro_fed.rounds.states import Shared
 from numpyro_fed.sfvi.method import default_optimiser
 from numpyro_fed.text.clients import positive_rho
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.vertical import VerticalSplit, init_theta
-from numpyro_fed.vertical.algorithm import DRAW, STEP, AtServer, Gradients, Stepped, Up
+from numpyro_fed.vertical.algorithm import AtServer, Gradients, Stepped, Up
 from numpyro_fed.vertical.curvature import PartyExpansion, diagonal_curvature, root_of
 from numpyro_fed.vertical.method import VerticalMethod
 from numpyro_fed.vertical.parties import (
@@ -63,8 +57,6 @@ from numpyro_fed.vertical.parties import (
     VerticalAlgorithm,
 )
 from numpyro_fed.vertical.result import SOULResult, VerticalResult
-
-SHOW = "show"  # the name of the exchange in which clients send auxiliary variables
 
 Context = TypeVar("Context")  # arguments of a likelihood besides a client's own predictor
 

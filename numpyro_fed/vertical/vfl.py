@@ -17,7 +17,8 @@ from numpyro_fed.data.silo_data import SiloData, signature
 from numpyro_fed.guides.local_guides import Amortised
 from numpyro_fed.guides.structured import Spec, Structured, resolve
 from numpyro_fed.posterior.built import Built
-from numpyro_fed.rounds.exchange import IMPORTANCE, ExchangeId, FederatedAlgorithm, Round
+from numpyro_fed.rounds.exchange import ExchangeId, FederatedAlgorithm, Round
+from numpyro_fed.rounds.names import IMPORTANCE
 from numpyro_fed.search.newton import SEARCHED_UP_TO
 from numpyro_fed.sfvi.method import default_optimiser
 from numpyro_fed.text.clients import positive_rho

@@ -32,24 +32,22 @@ from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.silo_bounds import EACH_DRAW, AtDraw, QuadratureBound
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.rounds.exchange import (
-    IMPORTANCE,
     Exchange,
     FederatedAlgorithm,
     Reply,
     Server,
-    Shared,
     Silo,
-    StackedExchange,
     key_as_noise,
     no_noise,
-    of_stack,
 )
+from numpyro_fed.rounds.names import IMPORTANCE
+from numpyro_fed.rounds.stacks import StackedExchange, of_stack
+from numpyro_fed.rounds.states import Shared
 from numpyro_fed.search.expand import shape
 from numpyro_fed.sfvi.algorithm import Down, coordinates_of, down_of
 from numpyro_fed.text.log_density import FederatedModel, outcomes_at
 from numpyro_fed.weigh.integration import CHECKED, LikelihoodEstimate, too_coarse
 
-LEAVE_OUT, LOO = "leave out", "loo"  # names of exchanges
 MAX_LOST = 0.01  # share of draws near the fit at which a quadrature may fail; as much mass is lost
 
 

@@ -44,13 +44,9 @@ from numpyro_fed.guides.quadrature import NEARBY, RowIntegrals
 from numpyro_fed.guides.silo_bounds import QuadratureBound
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.numerics.gaussian import Coordinates
-from numpyro_fed.rounds.exchange import (
-    AskSilos,
-    Exchange,
-    FederatedAlgorithm,
-    StackedExchange,
-    stacked_reply,
-)
+from numpyro_fed.rounds.exchange import AskSilos, Exchange, FederatedAlgorithm
+from numpyro_fed.rounds.names import TEMPERED
+from numpyro_fed.rounds.stacks import StackedExchange, stacked_reply
 from numpyro_fed.search.expand import shape
 from numpyro_fed.sfvi.algorithm import Down
 from numpyro_fed.text.log_density import FederatedModel
@@ -58,7 +54,6 @@ from numpyro_fed.text.sites import Theta
 from numpyro_fed.weigh.log_likelihoods import at_draws, shape_of_draws, with_globals
 from numpyro_fed.weigh.mixture import Mixture, root_of_draws
 
-TEMPERED = "tempered"  # the name of the exchange
 NUM_ISLANDS = 4
 KEPT = 8  # times that a run keeps all particles at the posterior
 EFFECTIVE = 0.5  # share of effective draws after a step from one density to the next

@@ -1,23 +1,19 @@
-"""Rows of silos in the shapes of compiled programs: padded in buckets, or drawn in minibatches.
+"""Rows of silos padded to one shape, so that silos of similar size share a compiled program.
 
-Silos of similar size get one shape and are stacked. Their rows are padded by copies of the silo's
-first row and masked. Not by zeros: a likelihood may be infinite there (``log(0)``), and a masked
-infinity still makes gradients NaN.
-
-Minibatches are drawn outside of the model, by index. A subsampling plate of NumPyro draws a
-permutation in a sequential loop, which made a step 13 to 20 times slower on a CPU.
+Padded silos are stacked in buckets. Their rows are padded by copies of the silo's first row and
+masked. Not by zeros: a likelihood may be infinite there (``log(0)``), and a masked infinity still
+makes gradients NaN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from numpyro_fed.data.silo_data import SiloData, Sizes, signature
 
@@ -126,6 +122,35 @@ def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
     return list(groups.values())
 
 
+class Filling(Enum):
+    """The row that padded rows are copies of: the first one, the last one, or each in turn."""
+
+    FIRST = "first"
+    LAST = "last"
+    IN_TURN = "in turn"
+
+
+def source_rows(size: int, target: int, filling: Filling = Filling.FIRST) -> np.ndarray:
+    """Return the row of ``size`` real ones that each of ``target`` rows is, or is a copy of."""
+    row = np.arange(target)
+    if filling is Filling.IN_TURN:
+        return row % size
+    return np.where(row < size, row, 0 if filling is Filling.FIRST else size - 1)
+
+
+def padded_arrays(
+    arrays: Mapping[str, Any], rows: Mapping[str, str], sources: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    """Return arrays whose rows are taken from ``sources`` of their plate, and others as they are.
+
+    ``rows`` has the silo plate of each array that holds rows.
+    """
+    return {
+        key: np.asarray(a)[sources[rows[key]]] if rows.get(key) in sources else a
+        for key, a in arrays.items()
+    }
+
+
 def _stack(
     group: Sequence[int],
     silos: Sequence[SiloData],
@@ -136,14 +161,9 @@ def _stack(
     target = {p: max(sizes[j][p] for j in group) for p in sizes[0]}
     members = [silos[j] for j in group]
     if any(sizes[j] != target for j in group):
-        # Each silo is padded to the target by masked copies of its first row.
         for i, j in enumerate(group):
-            arrays = dict(silos[j].arrays)
-            for key, plate in rows.items():
-                if key in arrays:
-                    a = arrays[key]
-                    more = np.repeat(a[:1], target[plate] - len(a), axis=0)
-                    arrays[key] = np.concatenate([a, more])
+            sources = {p: source_rows(sizes[j][p], target[p]) for p in set(rows.values())}
+            arrays = padded_arrays(silos[j].arrays, rows, sources)
             masks = {p: np.arange(target[p]) < sizes[j][p] for p in sorted(plates)}
             members[i] = replace(silos[j], arrays=arrays, masks=masks)
     return Bucket(tuple(group), tuple(sizes[j] for j in group), stacked(members))
@@ -157,88 +177,3 @@ def stacked(trees: Sequence[Any]) -> Any:
 def one_by_one(silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> list[Bucket]:
     """Return each silo in a bucket of its own, unpadded."""
     return [_stack([j], silos, sizes, {}, set()) for j in range(len(silos))]
-
-
-class CutPlates(NamedTuple):
-    """Silo plates of one size that are cut together, and the arrays that hold their rows."""
-
-    plates: tuple[str, ...]
-    arrays: tuple[str, ...]
-
-
-class MinibatchNoise(NamedTuple):
-    """The noise of a silo's step: for its rows' latents, and for the choice of rows if any."""
-
-    rows: Any
-    which: Array | None = None
-
-
-@dataclass(frozen=True)
-class Minibatches:
-    r"""Minibatches of ``B`` rows, drawn by index with replacement.
-
-    Each row that is drawn counts :math:`n / B` times, if the silo has ``n`` rows in the plate. The
-    weighted sum over the minibatch is then an unbiased estimate of the sum over all rows:
-
-    .. math::
-        \sum_{i=1}^{n} f_i = \mathbb{E} \Big[\frac{n}{B} \sum_{b=1}^{B} f_{i_b}\Big].
-
-    A silo with at most ``B`` rows takes each of them once. Outer plates (hospitals above patients)
-    are not cut.
-    """
-
-    size: int  # B, the same for each group of plates
-    cut: tuple[CutPlates, ...]  # the groups of plates that are cut
-
-    @property
-    def plates(self) -> tuple[str, ...]:
-        """Return the silo plates that are cut."""
-        return tuple(plate for rows in self.cut for plate in rows.plates)
-
-    def noise(self, key: Array) -> Array:
-        """Return the noise by which rows are drawn, (groups, B) of 32 bits."""
-        return jax.random.bits(key, (len(self.cut), self.size), "uint32")
-
-    def sizes(self, sizes: Sizes) -> Sizes:
-        """Return the number of rows of each plate in a minibatch, given those of the silo."""
-        return {p: min(n, self.size) if p in self.plates else n for p, n in sizes.items()}
-
-    def draw(self, noise: Array, data: SiloData) -> tuple[SiloData, dict[str, Array]]:
-        """Return a minibatch of a silo's data, and the rows (B,) of each plate that was cut."""
-        arrays, masks, weights = dict(data.arrays), dict(data.masks), dict(data.weights)
-        places: dict[str, Array] = {}
-        for rows, bits in zip(self.cut, noise, strict=True):
-            length = len(arrays[rows.arrays[0]])
-            if length <= self.size:
-                continue
-            real = data.masks.get(rows.plates[0])
-            n = jnp.asarray(length if real is None else real.sum())
-            # A padded silo may have fewer than B real rows in an array that is longer: it takes
-            # these in order, and masks the rest.
-            all_fit, in_order = n <= self.size, jnp.arange(self.size)
-            # 32 random bits modulo n: no row is more likely than another by more than n / 2**32.
-            random = (bits % n.astype(jnp.uint32)).astype(jnp.int32)
-            index = jnp.where(all_fit, in_order, random)
-            arrays |= {key: jnp.asarray(arrays[key])[index] for key in rows.arrays}
-            for plate in rows.plates:
-                masks[plate] = ~all_fit | (in_order < n)
-                weights[plate] = jnp.where(all_fit, 1.0, n / self.size)
-                places[plate] = index
-        return replace(data, arrays=arrays, masks=masks, weights=weights), places
-
-
-def draw_minibatch(
-    minibatches: Minibatches | None, noise: Array | None, data: SiloData
-) -> tuple[SiloData, dict[str, Array]]:
-    """Return a minibatch and its rows by plate; all data and {} if there are no minibatches."""
-    if minibatches is None or noise is None:
-        return data, {}
-    return minibatches.draw(noise, data)
-
-
-def rows_at(tree: Mapping[str, Any], places: Mapping[str, Array]) -> dict[str, Any]:
-    """Return the parts of ``{plate: tree with leading axis of rows}`` at a minibatch's rows."""
-    return {
-        plate: jax.tree.map(lambda a, i=places[plate]: a[i], part) if plate in places else part
-        for plate, part in tree.items()
-    }
