@@ -20,7 +20,7 @@ from numpyro_fed.guides.quadrature import default_nodes, quadrature_misfit
 from numpyro_fed.guides.structured import GuideConfig, Structured, build_resolved, resolve
 from numpyro_fed.methods.method import PlanSize, RunOptions
 from numpyro_fed.methods.minibatches import check_rows_alone
-from numpyro_fed.methods.rows import Method
+from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.methods.start import Begun
 from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.result import Result
@@ -154,7 +154,7 @@ class NewtonSettings:
 
 
 @dataclass(frozen=True)
-class DPNewton(Method[PrivateResult, None]):
+class DPNewton(RowMethod[PrivateResult, None]):
     r"""Newton's method under differential privacy: a posterior from some noisy sums.
 
     Silos send sums of clipped gradients and curvatures of their rows, with Gaussian noise
@@ -213,8 +213,9 @@ class DPNewton(Method[PrivateResult, None]):
             raise ModelError(f"stop={options['stop']!r}: a private search ends by itself.")
         return super().run(key, ALL_ROUNDS if num_rounds is None else num_rounds, silos, **options)
 
-    def _check_rounds(self, fit: CompiledMethod, state: State, num_rounds: int) -> None:
-        schedule, found = self._schedule(fit.model, fit.plan), float(state.server.multiplier)
+    def _check_rounds(self, compiled: CompiledMethod, state: State, num_rounds: int) -> None:
+        schedule = self._schedule(compiled.model, compiled.plan)
+        found = float(state.server.multiplier)
         if not math.isclose(found, schedule.units, rel_tol=1e-5):
             raise SavedStateError(
                 "init_state comes from a run with another budget, whose noise is other than this "
@@ -232,7 +233,7 @@ class DPNewton(Method[PrivateResult, None]):
         self, begun: Begun, hosted: Silos, key: Array, options: RunOptions[PrivateResult]
     ) -> PrivateResult:
         """Make phases; what drives the rounds of a compiled program drives these, one at a time."""
-        fit = begun.fit
+        fit = begun.compiled
         newton = fit.cached("newton", lambda: self._newton(fit.model, fit.plan))
         transport, number = fit.runtime.transport(hosted.batches), fit.plan.num_silos
 
@@ -262,7 +263,7 @@ class DPNewton(Method[PrivateResult, None]):
             return state, Log(loss), RunStatus(good.all(), good)
 
         fit = replace(fit, runtime=fit.runtime._replace(advance=advance, chunk=1))
-        result = super()._run_rounds(replace(begun, fit=fit), hosted, key, options)
+        result = super()._run_rounds(replace(begun, compiled=fit), hosted, key, options)
         # A search that has ended has no other end than that of its rounds.
         return replace(result, ended="rounds") if result.ended == "converged" else result
 
@@ -376,7 +377,7 @@ class DPNewton(Method[PrivateResult, None]):
         )
 
     def result_of(
-        self, run: RunOutcome, fit: CompiledMethod, hosted: Silos, *, quiet: bool = False
+        self, run: RunOutcome, compiled: CompiledMethod, hosted: Silos, *, quiet: bool = False
     ) -> PrivateResult:
         server, ended = run.state.server, run.ended
         made = np.array(server.made)
@@ -386,9 +387,9 @@ class DPNewton(Method[PrivateResult, None]):
             made[lost:][:1] = True
             server = server._replace(phase=np.int32(min(lost + 1, len(made))), made=made)
             run = run._replace(state=run.state._replace(server=server))
-        schedule = self._schedule(fit.model, fit.plan)
+        schedule = self._schedule(compiled.model, compiled.plan)
         spent = Spent.of(self.privacy, schedule.releases(made.tolist()))
-        return PrivateResult(run.losses, run.state, fit, hosted, privacy=spent)
+        return PrivateResult(run.losses, run.state, compiled, hosted, privacy=spent)
 
 
 def check_trusted(privacy: Privacy, silos: object) -> None:

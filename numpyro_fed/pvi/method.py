@@ -38,7 +38,7 @@ from numpyro_fed.local import ClosedForm, Optax
 from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.local.problem import Local
 from numpyro_fed.methods.minibatches import check_rows_alone, minibatches_of
-from numpyro_fed.methods.rows import Method
+from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.methods.start import check_start, start_kind, start_rounds
 from numpyro_fed.numerics.divergences import KL
 from numpyro_fed.numerics.expfam import Family
@@ -95,7 +95,7 @@ class PVISettings:
 
 
 @dataclass(frozen=True)
-class PVI(Method[PVIResult, Conjugate]):
+class PVI(RowMethod[PVIResult, Conjugate]):
     r"""Partitioned variational inference, with or without local latents.
 
     The posterior of the globals is the prior times one factor for each silo, all in one
@@ -235,7 +235,7 @@ class PVI(Method[PVIResult, Conjugate]):
             )
 
     @property
-    def elsewhere(self) -> PVI:
+    def as_remote(self) -> PVI:
         if not isinstance(named(self.schedule), Asynchronous):
             return self
         return replace(self, schedule=ByArrival())
@@ -248,7 +248,7 @@ class PVI(Method[PVIResult, Conjugate]):
     def _plain_divergences(self) -> bool:
         return isinstance(self.divergence, KL) and isinstance(self.prior_divergence, KL)
 
-    def _check_rounds(self, fit: CompiledMethod, state: State, num_rounds: int) -> None:
+    def _check_rounds(self, compiled: CompiledMethod, state: State, num_rounds: int) -> None:
         if self.max_rounds is not None and int(state.round) + num_rounds > self.max_rounds:
             raise ValueError(
                 f"this method makes {self.max_rounds} round, but would come to "
@@ -410,20 +410,20 @@ class PVI(Method[PVIResult, Conjugate]):
         )
 
     def result_of(
-        self, run: RunOutcome, fit: CompiledMethod, hosted: Silos, *, quiet: bool = False
+        self, run: RunOutcome, compiled: CompiledMethod, hosted: Silos, *, quiet: bool = False
     ) -> PVIResult:
         if run.log is None:
-            return PVIResult(run.losses, run.state, fit, hosted)
+            return PVIResult(run.losses, run.state, compiled, hosted)
         rounds, visits = len(run.losses), np.asarray(run.log.visits)
         # Without a schedule nobody is drawn, and the log has no visits: all silos, in order.
         if not visits.size:
-            num_silos = fit.plan.num_silos
+            num_silos = compiled.plan.num_silos
             visits = np.broadcast_to(np.arange(num_silos), (rounds, 1, num_silos))
         status = np.asarray(run.log.watched).reshape(visits.shape)
         result = PVIResult(
             run.losses,
             run.state,
-            fit,
+            compiled,
             hosted,
             visits=visits,
             damping=np.asarray(run.log.reports["damping"]),

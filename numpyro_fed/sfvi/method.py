@@ -37,8 +37,8 @@ from numpyro_fed.guides.structured import (
     structured,
 )
 from numpyro_fed.methods.minibatches import check_rows_alone, minibatches_of
-from numpyro_fed.methods.rows import Method
-from numpyro_fed.methods.start import SEARCHED, check_start, start_kind, start_rounds
+from numpyro_fed.methods.row_method import RowMethod
+from numpyro_fed.methods.start import SEARCH_KINDS, check_start, start_kind, start_rounds
 from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.rounds.runtime import RunOutcome
@@ -92,7 +92,7 @@ Settings = TypeVar("Settings", bound=GradientSettings)
 
 
 @dataclass(frozen=True)
-class GradientMethod(Method[Result, None], Generic[Settings]):
+class GradientMethod(RowMethod[Result, None], Generic[Settings]):
     """A method by stochastic gradients; a run warns if its bound has not settled."""
 
     optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
@@ -173,7 +173,7 @@ class GradientMethod(Method[Result, None], Generic[Settings]):
         bound = bound_of(fm, guide, objective)
         minibatches = minibatches_of(fm, plan.plates_of_arrays, self.batch_size, guide, draws)
         parts, start = self._parts(settings, fm, plan, bound, minibatches), None
-        if settings.start in SEARCHED:
+        if settings.start in SEARCH_KINDS:
             start = start_rounds(
                 settings.start,
                 fm,
@@ -203,9 +203,9 @@ class GradientMethod(Method[Result, None], Generic[Settings]):
         return ()
 
     def result_of(
-        self, run: RunOutcome, fit: CompiledMethod, hosted: Silos, *, quiet: bool = False
+        self, run: RunOutcome, compiled: CompiledMethod, hosted: Silos, *, quiet: bool = False
     ) -> Result:
-        result = Result(run.losses, run.state, fit, hosted)
+        result = Result(run.losses, run.state, compiled, hosted)
         if quiet or run.ended == "converged":
             return result
         if len(run.losses) >= MIN_ROUNDS and run.log is not None and not result.settled:
