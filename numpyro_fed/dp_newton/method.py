@@ -17,7 +17,7 @@ from numpyro_fed.dp_newton.algorithm import NEAR, PrivateNewton
 from numpyro_fed.dp_newton.units import SUMS, PrivateUnits, Releases
 from numpyro_fed.guides.objectives import ELBO, default_quadrature
 from numpyro_fed.guides.quadrature import default_nodes, quadrature_misfit
-from numpyro_fed.guides.structured import GuideConfig, Structured, build_resolved, resolve
+from numpyro_fed.guides.structured import GuideConfig, Structured, build_guide, resolve_guide
 from numpyro_fed.methods.method import PlanSize, RunOptions
 from numpyro_fed.methods.minibatches import check_rows_alone
 from numpyro_fed.methods.row_method import RowMethod
@@ -361,7 +361,7 @@ class DPNewton(RowMethod[PrivateResult, None]):
         units = self._num_units(fm, plan)
         self.privacy.check_units(units)
         return NewtonSettings(
-            guide=resolve(GUIDE, fm, dict(plan.largest), dict(plan.total), at_mode=True),
+            guide=resolve_guide(GUIDE, fm, dict(plan.largest), dict(plan.total), at_mode=True),
             privacy=repr(self.privacy),
             multipliers=tuple(s for _, s in self._schedule(fm, plan).releases()),
             units=units,
@@ -370,7 +370,7 @@ class DPNewton(RowMethod[PrivateResult, None]):
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: None) -> Built:
         return Built(
             model=fm,
-            guide=build_resolved(GUIDE, self.settings_for(fm, plan).guide, fm),
+            guide=build_guide(GUIDE, self.settings_for(fm, plan).guide, fm),
             objective=default_quadrature(fm) or ELBO(),
             algorithm=self._newton(fm, plan).algorithm,
             protected=NOT_PROTECTED,

@@ -14,14 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.basics.errors import (
-    DataError,
-    GuideError,
-)
+from numpyro_fed.basics.errors import DataError, GuideError
 from numpyro_fed.basics.precision import to_current_precision
 from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.structured import FULL_UP_TO, Guide
+from numpyro_fed.guides.guide import Guide
+from numpyro_fed.guides.structured import FULL_UP_TO
 from numpyro_fed.numerics import linalg
 from numpyro_fed.numerics.gaussian import Gaussian
 from numpyro_fed.posterior.built import CompiledMethod
@@ -121,7 +119,7 @@ def _guides_in_own_units(result: Result) -> list[CarriedSilo]:
         frame = shared.frame
         coordinates = partial(their_guide.globals.coordinates, frame)
         zero = jnp.zeros_like(frame.loc)
-        silo_guides = their_guide.composed_with(coordinates, private.guide, zero)
+        silo_guides = their_guide.in_coordinates(coordinates, private.guide, zero)
         coords = their_guide.globals.centred_coordinates(frame, shared.guide, frame.loc[None])
         centre = their_guide.globals.place(frame, private.recentred(coords).centre)
         return CarriedSilo(private.theta, silo_guides, centre)

@@ -29,10 +29,10 @@ from numpyro_fed.guides.silo_bounds import bound_of
 from numpyro_fed.guides.structured import (
     GuideConfig,
     Structured,
-    amortises,
-    build_resolved,
-    resolve,
-    structured,
+    as_structured,
+    build_guide,
+    resolve_guide,
+    uses_amortised,
 )
 from numpyro_fed.local import ClosedForm, Optax
 from numpyro_fed.local.natural import FixedPoint
@@ -297,7 +297,7 @@ class PVI(RowMethod[PVIResult, Conjugate]):
         return self.local or (ClosedForm() if exact else Optax())
 
     def settings_for(self, fm: FederatedModel, plan: Plan) -> PVISettings:
-        if amortises(self.guide):
+        if uses_amortised(self.guide):
             raise GuideError(
                 "guides.Amortised: a silo of PVI settles its own guides on its own, and a network "
                 "is learnt by all silos together. Use SFVI or SFVIAvg."
@@ -316,7 +316,7 @@ class PVI(RowMethod[PVIResult, Conjugate]):
             start_scale=in_words(self.start_scale),
             evidence_draws=in_words(self.evidence_draws),
             local=in_words(self._local(plan)),
-            guide=resolve(self.guide, fm, dict(plan.largest), dict(plan.total)),
+            guide=resolve_guide(self.guide, fm, dict(plan.largest), dict(plan.total)),
             objective=in_words(self._objective(fm, start)),
             loss=in_words(self.loss),
             divergence=in_words(self.divergence),
@@ -334,7 +334,7 @@ class PVI(RowMethod[PVIResult, Conjugate]):
 
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: Conjugate) -> Built:
         (chosen, _), settings = prepared, self.settings_for(fm, plan)
-        guide = build_resolved(self.guide, settings.guide, fm)
+        guide = build_guide(self.guide, settings.guide, fm)
         # The factors' family takes the place of the guide's own part for the globals.
         guide = replace(guide, globals=FamilyGuide(fm.dim, chosen.family))
         objective = self._objective(fm, settings.start)
@@ -396,7 +396,7 @@ class PVI(RowMethod[PVIResult, Conjugate]):
         if settings.start == "result":
             algorithm = algorithm._replace(warm_start=at_result(pvi))
         if settings.start == "mode":
-            init_loc_fn = structured(self.guide).init_loc_fn
+            init_loc_fn = as_structured(self.guide).init_loc_fn
             start = start_rounds("mode", fm, num_silos, self.starts, init_loc_fn, at_mode(pvi))
         return Built(
             model=fm,

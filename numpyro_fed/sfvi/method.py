@@ -31,10 +31,10 @@ from numpyro_fed.guides.structured import (
     FULL_UP_TO,
     GuideConfig,
     Structured,
-    amortises,
-    build_resolved,
-    resolve,
-    structured,
+    as_structured,
+    build_guide,
+    resolve_guide,
+    uses_amortised,
 )
 from numpyro_fed.methods.minibatches import check_rows_alone, minibatches_of
 from numpyro_fed.methods.row_method import RowMethod
@@ -166,7 +166,7 @@ class GradientMethod(RowMethod[Result, None], Generic[Settings]):
 
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: None) -> Built:
         settings, spec = self.settings_for(fm, plan), self._spec(fm)
-        guide = build_resolved(spec, settings.guide, fm, plan.row_of)
+        guide = build_guide(spec, settings.guide, fm, plan.row_of)
         fm = with_encoders(fm, guide.encoders)
         objective = self._objective(fm, settings.start)
         draws = draws_of(self.objective, objective, guide)
@@ -179,7 +179,7 @@ class GradientMethod(RowMethod[Result, None], Generic[Settings]):
                 fm,
                 plan.num_silos,
                 self.starts,
-                structured(spec).init_loc_fn,
+                as_structured(spec).init_loc_fn,
                 parts.begin(),
             )
         return Built(
@@ -301,14 +301,14 @@ class SFVI(GradientMethod[GradientSettings]):
     def settings_for(self, fm: FederatedModel, plan: Plan) -> GradientSettings:
         largest, total = dict(plan.largest), dict(plan.total)
         start = start_kind(self.start, fm, wide=True)
-        if amortises(self.guide):
+        if uses_amortised(self.guide):
             if start == "result":
                 raise GuideError(
                     "start=result with guides.Amortised: nothing says which network gives the rows "
                     "the guides that they have there. Go on by init_state=, or use start=None."
                 )
             start = None
-        guide = resolve(self._spec(fm), fm, largest, total, at_mode=start == "mode")
+        guide = resolve_guide(self._spec(fm), fm, largest, total, at_mode=start == "mode")
         return self._settings(fm, start, guide)
 
     def _parts(
@@ -515,9 +515,9 @@ class SFVIAvg(GradientMethod[AveragingSettings]):
                 "all of them: SFVIAvg weighs each silo's rows as if all were like them. Use SFVI "
                 "or PVI, or take the parameter out of the silo_plate."
             )
-        guide = resolve(self._spec(fm), fm, dict(plan.largest), dict(plan.total))
+        guide = resolve_guide(self._spec(fm), fm, dict(plan.largest), dict(plan.total))
         start = start_kind(self.start, fm, wide=guide.globals == "diagonal")
-        start = None if amortises(self.guide) else start
+        start = None if uses_amortised(self.guide) else start
         return AveragingSettings(
             **vars(self._settings(fm, start, guide)),
             local_steps=self.local_steps,
