@@ -82,8 +82,8 @@ class Guide:
         self, eta: dict[str, GuideParams], offset: Array, data: SiloData
     ) -> dict[str, GuideParams]:
         """Return the same local guides, measured from a centre moved by ``offset`` (dim,)."""
-        above = self.offsets_by_plate(eta, offset, data)
-        return {p: self.locals[p].recentre(eta[p], above[p]) for p in eta}
+        offsets = self.offsets_by_plate(eta, offset, data)
+        return {p: self.locals[p].recentre(eta[p], offsets[p]) for p in eta}
 
     def at_globals(
         self,
@@ -101,13 +101,13 @@ class Guide:
         self, eta: dict[str, GuideParams], offset: Array, data: SiloData
     ) -> dict[str, Array]:
         """Return the values (width,) that rows are coupled to at an ``offset`` (dim,)."""
-        above: dict[str, Array] = {}
+        offsets: dict[str, Array] = {}
         z_outer: dict[str, Array] = {}
         for p in (*self.outer_plates, *self.row_plates):
-            above[p] = self.offset_of_plate(p, eta, offset, z_outer, data)
+            offsets[p] = self.offset_of_plate(p, eta, offset, z_outer, data)
             if p in self.outer_plates:
-                z_outer[p] = self.locals[p].recentre(eta[p], above[p])["loc"]
-        return above
+                z_outer[p] = self.locals[p].recentre(eta[p], offsets[p])["loc"]
+        return offsets
 
     def in_coordinates(
         self, f: Callable[[Array], Array], eta: dict[str, GuideParams], at: Array
@@ -120,8 +120,8 @@ class Guide:
         if not eta:
             return eta
         width, (_, vjp) = len(at), jax.vjp(f, at)
-        composed = {p: dict(params) for p, params in eta.items()}
-        for params in composed.values():
+        rewritten = {p: dict(params) for p, params in eta.items()}
+        for params in rewritten.values():
             for name in ("mean_coupling", "scale_coupling"):
                 if name not in params:
                     continue
@@ -129,7 +129,7 @@ class Guide:
                 rows = jax.vmap(lambda row: vjp(row)[0])(C[..., :width].reshape(-1, width))
                 own = rows.reshape(*C.shape[:-1], width)
                 params[name] = jnp.concatenate([own, C[..., width:]], -1)
-        return composed
+        return rewritten
 
     def to_frame(
         self, eta: dict[str, GuideParams]

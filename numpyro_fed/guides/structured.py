@@ -169,33 +169,17 @@ def resolve_guide(
     plates = []
     for p in with_latents:
         width = fm.dim + (0 if p.outer else width_outer)
-        row_covariance = _local_covariance(spec, fm, p, largest[p.name] * p.dim)
+        row_covariance = _row_covariance(spec, fm, p, largest[p.name] * p.dim)
         couple = 0 < total[p.name] * p.dim * width <= COUPLINGS_UP_TO
         mean, scale = spec.couple_mean, spec.couple_scale
         if row_covariance == AMORTISED:
             mean = scale = False
         mean, scale = (couple if own is None else own for own in (mean, scale))
         plates.append(LocalConfig(p.name, row_covariance, mean, scale))
-    globals_covariance, dim = spec.globals, fm.dim
-    if isinstance(globals_covariance, AutoGuide):
-        return GuideConfig(type(globals_covariance).__name__, None, tuple(plates))
-    if globals_covariance == "auto":
-        latents = fm.named("latent")
-        # A bounded site beside another one is most often a scale and its effects.
-        scales = len(latents) > 1 and not all(_unbounded(fm, site) for site in latents)
-        small, medium = dim <= FULL_UP_TO, dim <= LOW_RANK_UP_TO
-        globals_covariance = "full" if small else "low_rank" if medium else "diagonal"
-        if at_mode and scales and dim <= SKEWED_UP_TO:
-            globals_covariance = "skewed"
-    if globals_covariance not in ("diagonal", "full", "skewed", "low_rank"):
-        raise GuideError(
-            f"globals={globals_covariance!r}: expected 'auto', 'diagonal', 'full', 'skewed', "
-            "'low_rank' or a NumPyro autoguide."
-        )
     # About the square root, as NumPyro's AutoLowRankMultivariateNormal has it, and at most 20.
-    rank = spec.rank or min(int(dim**0.5) + 1, 20)
-    rank_used = rank if globals_covariance == "low_rank" else None
-    return GuideConfig(globals_covariance, rank_used, tuple(plates))
+    rank = spec.rank or min(int(fm.dim**0.5) + 1, 20)
+    covariance = _globals_covariance(spec, fm, at_mode)
+    return GuideConfig(covariance, rank if covariance == "low_rank" else None, tuple(plates))
 
 
 def build_guide(
@@ -209,7 +193,7 @@ def build_guide(
     Settings may be the lists that JSON makes of them.
     """
     spec, (chosen, rank, plates) = as_structured(spec), resolved
-    dims, dim, init_scale = {p.name: p.dim for p in fm.plates}, fm.dim, spec.init_scale
+    dims, init_scale = {p.name: p.dim for p in fm.plates}, spec.init_scale
     locals_: dict[str, LocalGuide] = {}
     encoders: dict[str, Encoder] = {}
     for plate, kind, mean, scale in plates:
@@ -217,22 +201,9 @@ def build_guide(
         locals_[plate] = LocalGuide(width, kind, mean, scale, init_scale)
         # The server and the plan need the guide's shapes only, and know no rows.
         if kind == AMORTISED and row_of is not None:
-            setting = _local_spec(spec, fm, plate)
+            setting = _setting_of_plate(spec, fm, plate)
             encoders[plate] = encoder_of(setting, fm, plate, width, row_of(plate), init_scale)
-    globals_: GlobalGuide[Array]
-    if isinstance(spec.globals, AutoGuide):
-        globals_ = from_autoguide(spec.globals, dim)
-    elif chosen == "diagonal":
-        globals_ = Diagonal(dim, init_scale)
-    elif chosen == "full":
-        globals_ = Full(dim, init_scale)
-    elif chosen == "skewed":
-        # Bounded sites first: scales before their effects.
-        sites = sorted(fm.named("latent"), key=lambda site: _unbounded(fm, site))
-        order = tuple(i for s in sites for i in range(s.start, s.stop))
-        globals_ = Skewed(dim, init_scale, order)
-    else:
-        globals_ = LowRank(dim, init_scale, rank or 1)
+    globals_ = _global_guide(spec, chosen, rank, fm)
     return Guide(fm, globals_, locals_, spec.init_loc_fn, encoders)
 
 
@@ -262,12 +233,52 @@ def as_structured(spec: Spec | None) -> Structured:
 
 
 def _unbounded(fm: FederatedModel, site: Site) -> bool:
+    """Return whether a site's support is all numbers."""
     support = fm.structure.supports[site.name]
     base = getattr(support, "base_constraint", support)
     return base in (constraints.real, constraints.real_vector)
 
 
-def _local_spec(spec: Structured, fm: FederatedModel, plate: str) -> Any:
+def _globals_covariance(spec: Structured, fm: FederatedModel, at_mode: bool) -> str:
+    """Return the kind of the globals' covariance, or the name of an autoguide."""
+    setting, dim = spec.globals, fm.dim
+    if isinstance(setting, AutoGuide):
+        return type(setting).__name__
+    if setting == "auto":
+        latents = fm.named("latent")
+        # A bounded site beside another one is most often a scale and its effects.
+        scales = len(latents) > 1 and not all(_unbounded(fm, site) for site in latents)
+        if at_mode and scales and dim <= SKEWED_UP_TO:
+            return "skewed"
+        return "full" if dim <= FULL_UP_TO else "low_rank" if dim <= LOW_RANK_UP_TO else "diagonal"
+    if setting not in ("diagonal", "full", "skewed", "low_rank"):
+        raise GuideError(
+            f"globals={setting!r}: expected 'auto', 'diagonal', 'full', 'skewed', 'low_rank' or a "
+            "NumPyro autoguide."
+        )
+    return setting
+
+
+def _global_guide(
+    spec: Structured, covariance: str, rank: int | None, fm: FederatedModel
+) -> GlobalGuide[Array]:
+    """Return the guide of the globals with complete settings."""
+    dim, init_scale = fm.dim, spec.init_scale
+    if isinstance(spec.globals, AutoGuide):
+        return from_autoguide(spec.globals, dim)
+    if covariance == "diagonal":
+        return Diagonal(dim, init_scale)
+    if covariance == "full":
+        return Full(dim, init_scale)
+    if covariance == "skewed":
+        # Bounded sites first: scales before their effects.
+        sites = sorted(fm.named("latent"), key=lambda site: _unbounded(fm, site))
+        order = tuple(i for s in sites for i in range(s.start, s.stop))
+        return Skewed(dim, init_scale, order)
+    return LowRank(dim, init_scale, rank or 1)
+
+
+def _setting_of_plate(spec: Structured, fm: FederatedModel, plate: str) -> Any:
     """Return the user's setting for a plate."""
     setting = spec.locals
     if isinstance(setting, Mapping):
@@ -281,8 +292,9 @@ def _local_spec(spec: Structured, fm: FederatedModel, plate: str) -> Any:
     return setting
 
 
-def _local_covariance(spec: Structured, fm: FederatedModel, p: Plate, size: int) -> str:
-    setting = _local_spec(spec, fm, p.name)
+def _row_covariance(spec: Structured, fm: FederatedModel, p: Plate, size: int) -> str:
+    """Return the kind of a plate's rows, with ``size`` latents at the largest silo."""
+    setting = _setting_of_plate(spec, fm, p.name)
     if isinstance(setting, Amortised):
         if p.outer:
             raise GuideError(

@@ -222,11 +222,13 @@ class PartySide(FederatedMethod[Found], Generic[Found, Prepared]):
 
     @staticmethod
     def _split_key(plan: Plan) -> Hashable:
+        """Return what a split model depends on."""
         # The precision is a part of the key: constants of a traced model have the dtype of their
         # trace. So are the terms, which a variable that the text reads has changed since.
         return str(jnp.result_type(float)), plan.facts, plan.terms
 
     def _resolve_plan(self, fm: FederatedModel, plan: Plan) -> Plan:
+        """Return the plan with the settings that the method resolves for it."""
         settings = {"method": type(self).__name__, **asdict(self.settings_for(fm, plan))}
         return replace(plan, settings=json.dumps(settings, sort_keys=True))
 
@@ -247,4 +249,5 @@ class PartySide(FederatedMethod[Found], Generic[Found, Prepared]):
 
 
 def _alone(exchange: Exchange[Any, Any, Any]) -> Round:
+    """Return the round of one exchange."""
     return Round((exchange,))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic
+from typing import Generic
 
 import jax
 import jax.numpy as jnp
@@ -24,21 +24,14 @@ from numpyro_fed.basics.errors import DataError, GuideError, one_of
 from numpyro_fed.data.batches import Bucket, one_by_one
 from numpyro_fed.data.silo_data import SiloData, SilosInput, read_all, signature
 from numpyro_fed.data.tables import SiloInput
-from numpyro_fed.methods.method import (
-    RUNTIMES,
-    RunOptions,
-    in_process,
-    over_federation,
-)
+from numpyro_fed.methods.method import RUNTIMES, RunOptions, in_process, over_federation
 from numpyro_fed.methods.party_side import Found, PartySide, Prepared
 from numpyro_fed.methods.recipe import for_silos, recipe
 from numpyro_fed.methods.start import begin_run, with_or_without_start
 from numpyro_fed.posterior.built import CompiledMethod
 from numpyro_fed.posterior.communication import COPIES, Cost, cost_of, state_sizes
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.rounds.exchange import (
-    AnyAlgorithm,
-)
+from numpyro_fed.rounds.exchange import AnyAlgorithm
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.keys import typed_key
 from numpyro_fed.rounds.progress import Progress
@@ -47,9 +40,6 @@ from numpyro_fed.rounds.silos import Silos, on_device
 from numpyro_fed.text.facts import Facts, Plan, agree, facts_of
 from numpyro_fed.text.row_checks import RowChecks, check_rows_apart
 from numpyro_fed.text.split import Layout, layout_of
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,8 +263,7 @@ class RowMethod(PartySide[Found, Prepared], Generic[Found, Prepared]):
         # Another verdict on new values makes another plan, and so another fit for the same shapes.
         verdicts = self.value_checks(layout, planned.prepared, stacks)
         plan = replace(planned.plan, facts=replace(planned.plan.facts, verdicts=verdicts))
-        # Padding is a part of the key: whether rows may be padded is a verdict on this run's
-        # values.
+        # Padding is a part of the key: whether rows may be padded is a verdict on these values.
         cache_key = (runtime, shapes, any(stack.masks for stack in stacks), plan)
         if cache_key not in self._fits:
             plan = self._resolve_plan(layout.model, plan)
@@ -338,6 +327,7 @@ def _check_memory(algorithm: AnyAlgorithm, buckets: Sequence[Bucket]) -> None:
 
 
 def _memory() -> float:
+    """Return the bytes of memory that the first device has."""
     stats = jax.local_devices()[0].memory_stats()
     # An accelerator's own memory; a CPU reports no limit, and there the machine's memory counts.
     if stats and "bytes_limit" in stats:
