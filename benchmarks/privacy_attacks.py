@@ -21,29 +21,21 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+
 import jax
 import numpy as np
-from private import one_silo
-from private import searched
-from private import wide_logistic
-from record import table_row
-from record import write
+from private import one_silo, searched, wide_logistic
+from record import table_row, write
 from scipy.stats import beta
+
 import numpyro_fed as nf
 from numpyro_fed.basics.precision import precision
 from numpyro_fed.data.silo_data import read
-from numpyro_fed.dp_newton.algorithm import Answered
-from numpyro_fed.dp_newton.algorithm import NewtonQuestion
-from numpyro_fed.dp_newton.algorithm import PrivateNewton
-from numpyro_fed.dp_newton.units import PrivateUnits
-from numpyro_fed.dp_newton.units import Releases
+from numpyro_fed.dp_newton.algorithm import Answered, NewtonQuestion, PrivateNewton
+from numpyro_fed.dp_newton.units import PrivateUnits, Releases
 from numpyro_fed.privacy.budget import noisy
+from numpyro_fed.rounds.names import PRIVATE_SIZES, PRIVATE_SUMS, PRIVATE_UNITS
 from numpyro_fed.text.split import split
-from numpyro_fed.rounds.names import PRIVATE_SIZES
-from numpyro_fed.rounds.names import PRIVATE_SUMS
-from numpyro_fed.rounds.names import PRIVATE_UNITS
-
-
 
 ROWS, FAR = 200, 1e6
 

@@ -201,7 +201,7 @@ def private(module: Any, name: str) -> Any:
 
 
 PLACES = {
-    "memory": "numpyro_fed.methods.rows._memory",
+    "memory": "numpyro_fed.methods.row_method._memory",
     "pareto_k": "numpyro_fed.reference.compare._pareto_k",
     "batch_size": "numpyro_fed.posterior.built.CompiledMethod.batch_size",
     "question_of_a_correction": "numpyro_fed.posterior.built.CompiledMethod.question",

@@ -13,9 +13,10 @@ import optax
 
 import numpyro_fed as nf
 from numpyro_fed.data.silo_data import SiloData, read
+from numpyro_fed.guides.guide import Guide
 from numpyro_fed.guides.objectives import draws_by_plate
 from numpyro_fed.guides.silo_bounds import AtDraw, SiloBound
-from numpyro_fed.guides.structured import Guide, build_resolved, resolve
+from numpyro_fed.guides.structured import build_guide, resolve_guide
 from numpyro_fed.rounds.exchange import FederatedAlgorithm
 from numpyro_fed.sfvi.algorithm import StructuredVI
 from numpyro_fed.text.log_density import FederatedModel
@@ -27,7 +28,7 @@ def build(spec, fm, sizes):
     """The guide for a model and the rows of each silo plate at each silo."""
     largest = {p.name: max(size[p.name] for size in sizes) for p in fm.plates}
     total = {p.name: sum(size[p.name] for size in sizes) for p in fm.plates}
-    return build_resolved(spec, resolve(spec, fm, largest, total), fm)
+    return build_guide(spec, resolve_guide(spec, fm, largest, total), fm)
 
 
 def glmm(x, y=None):

@@ -17,7 +17,7 @@ from numpyro_fed.data.silo_data import read
 from numpyro_fed.guides.local_guides import with_encoders
 from numpyro_fed.guides.objectives import draws_by_plate
 from numpyro_fed.guides.silo_bounds import AtDraw, SiloBound
-from numpyro_fed.guides.structured import build_resolved, resolve
+from numpyro_fed.guides.structured import build_guide, resolve_guide
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.step import replayed_part
 from numpyro_fed.sfvi.algorithm import StructuredVI
@@ -69,8 +69,8 @@ class Split:
         fm = self.layout.model
         pairs = zip(held, self.layout.sizes, strict=True)
         self.plan = agree([facts_of(fm, data, size) for data, size in pairs])
-        resolved = resolve(spec, fm, dict(self.plan.largest), dict(self.plan.total))
-        self.guide = build_resolved(spec, resolved, fm, self.plan.row_of)
+        resolved = resolve_guide(spec, fm, dict(self.plan.largest), dict(self.plan.total))
+        self.guide = build_guide(spec, resolved, fm, self.plan.row_of)
         self.fm = with_encoders(fm, self.guide.encoders)
         self.bound = SiloBound(self.fm, self.guide, draws_by_plate(objective, self.guide))
         self.held, self.data = held, jax.tree.map(jnp.asarray, bucket.data)

@@ -271,10 +271,10 @@ def test_what_stands_above_a_row_is_measured_from_the_centres(x64):
     z_G = jnp.array([0.5])
     seen = Coordinates(z_G, jnp.array([0.2]))
     z_outer = {"hospital": jnp.array([[1.0], [-1.0]])}
-    assert (p.guide.outer, p.guide.rows) == (("hospital",), ("patient",))
-    above = p.guide.above("hospital", eta, seen.offset, {}, p.silos[0])
+    assert (p.guide.outer_plates, p.guide.row_plates) == (("hospital",), ("patient",))
+    above = p.guide.offset_of_plate("hospital", eta, seen.offset, {}, p.silos[0])
     np.testing.assert_allclose(above, z_G - seen.centre)
-    above = p.guide.above("patient", eta, seen.offset, z_outer, p.silos[0])
+    above = p.guide.offset_of_plate("patient", eta, seen.offset, z_outer, p.silos[0])
     offsets = (z_outer["hospital"] - eta["hospital"]["loc"]).ravel()
     np.testing.assert_allclose(above, jnp.concatenate([z_G - seen.centre, offsets]))
     assert eta["patient"]["mean_coupling"].shape == (5, 1, 3)

@@ -333,8 +333,8 @@ def test_a_silo_that_was_away_has_the_guide_that_it_had(double, framed):
     def draws(state):
         eta, seen = split.whole.private(state).guide, Coordinates(u, state.centre)
         outer = {}
-        for p in (*guide.outer, *guide.rows):
-            above = guide.above(p, eta, seen.offset, outer, data)
+        for p in (*guide.outer_plates, *guide.row_plates):
+            above = guide.offset_of_plate(p, eta, seen.offset, outer, data)
             eps = jnp.asarray(np.random.default_rng(1).normal(size=eta[p]["loc"].shape))
             outer[p] = guide.locals[p].draw(eta[p], above, eps)
         return outer

@@ -153,10 +153,10 @@ def run(there, model=small):
 
 def test_a_silo_of_a_federation_with_another_constant_is_refused():
     method = nf.PVI(small, start=None)
-    method._over(federation(small, elsewhere(small)))
+    method._fit_over_federation(federation(small, elsewhere(small)))
     words = r"silo 1 refuses .* another constant in 'y' where the server's has 3\."
     with pytest.raises(nf.RefusedError, match=words):
-        method._over(federation(small, elsewhere(small, NOISE=2.0)))
+        method._fit_over_federation(federation(small, elsewhere(small, NOISE=2.0)))
 
 
 def test_parties_with_other_versions_of_jax_compare_values():

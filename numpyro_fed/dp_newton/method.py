@@ -17,10 +17,10 @@ from numpyro_fed.dp_newton.algorithm import NEAR, PrivateNewton
 from numpyro_fed.dp_newton.units import PrivateUnits, Releases
 from numpyro_fed.guides.objectives import ELBO, default_quadrature
 from numpyro_fed.guides.quadrature import default_nodes, quadrature_misfit
-from numpyro_fed.guides.structured import GuideConfig, Structured, build_resolved, resolve
+from numpyro_fed.guides.structured import GuideConfig, Structured, build_guide, resolve_guide
 from numpyro_fed.methods.method import PlanSize, RunOptions
 from numpyro_fed.methods.minibatches import check_rows_alone
-from numpyro_fed.methods.rows import Method
+from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.methods.start import Begun
 from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.result import Result
@@ -155,7 +155,7 @@ class NewtonSettings:
 
 
 @dataclass(frozen=True)
-class DPNewton(Method[PrivateResult, None]):
+class DPNewton(RowMethod[PrivateResult, None]):
     r"""Newton's method under differential privacy: a posterior from some noisy sums.
 
     Silos send sums of clipped gradients and curvatures of their rows, with Gaussian noise
@@ -214,8 +214,9 @@ class DPNewton(Method[PrivateResult, None]):
             raise ModelError(f"stop={options['stop']!r}: a private search ends by itself.")
         return super().run(key, ALL_ROUNDS if num_rounds is None else num_rounds, silos, **options)
 
-    def _check_rounds(self, fit: CompiledMethod, state: State, num_rounds: int) -> None:
-        schedule, found = self._schedule(fit.model, fit.plan), float(state.server.multiplier)
+    def _check_rounds(self, compiled: CompiledMethod, state: State, num_rounds: int) -> None:
+        schedule = self._schedule(compiled.model, compiled.plan)
+        found = float(state.server.multiplier)
         if not math.isclose(found, schedule.units, rel_tol=1e-5):
             raise SavedStateError(
                 "init_state comes from a run with another budget, whose noise is other than this "
@@ -233,7 +234,7 @@ class DPNewton(Method[PrivateResult, None]):
         self, begun: Begun, hosted: Silos, key: Array, options: RunOptions[PrivateResult]
     ) -> PrivateResult:
         """Make phases; what drives the rounds of a compiled program drives these, one at a time."""
-        fit = begun.fit
+        fit = begun.compiled
         newton = fit.cached("newton", lambda: self._newton(fit.model, fit.plan))
         transport, number = fit.runtime.transport(hosted.batches), fit.plan.num_silos
 
@@ -263,7 +264,7 @@ class DPNewton(Method[PrivateResult, None]):
             return state, Log(loss), RunStatus(good.all(), good)
 
         fit = replace(fit, runtime=fit.runtime._replace(advance=advance, chunk=1))
-        result = super()._run_rounds(replace(begun, fit=fit), hosted, key, options)
+        result = super()._run_rounds(replace(begun, compiled=fit), hosted, key, options)
         # A search that has ended has no other end than that of its rounds.
         return replace(result, ended="rounds") if result.ended == "converged" else result
 
@@ -361,7 +362,7 @@ class DPNewton(Method[PrivateResult, None]):
         units = self._num_units(fm, plan)
         self.privacy.check_units(units)
         return NewtonSettings(
-            guide=resolve(GUIDE, fm, dict(plan.largest), dict(plan.total), at_mode=True),
+            guide=resolve_guide(GUIDE, fm, dict(plan.largest), dict(plan.total), at_mode=True),
             privacy=repr(self.privacy),
             multipliers=tuple(s for _, s in self._schedule(fm, plan).releases()),
             units=units,
@@ -370,14 +371,14 @@ class DPNewton(Method[PrivateResult, None]):
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: None) -> Built:
         return Built(
             model=fm,
-            guide=build_resolved(GUIDE, self.settings_for(fm, plan).guide, fm),
+            guide=build_guide(GUIDE, self.settings_for(fm, plan).guide, fm),
             objective=default_quadrature(fm) or ELBO(),
             algorithm=self._newton(fm, plan).algorithm,
             protected=NOT_PROTECTED,
         )
 
     def result_of(
-        self, run: RunOutcome, fit: CompiledMethod, hosted: Silos, *, quiet: bool = False
+        self, run: RunOutcome, compiled: CompiledMethod, hosted: Silos, *, quiet: bool = False
     ) -> PrivateResult:
         server, ended = run.state.server, run.ended
         made = np.array(server.made)
@@ -387,9 +388,9 @@ class DPNewton(Method[PrivateResult, None]):
             made[lost:][:1] = True
             server = server._replace(phase=np.int32(min(lost + 1, len(made))), made=made)
             run = run._replace(state=run.state._replace(server=server))
-        schedule = self._schedule(fit.model, fit.plan)
+        schedule = self._schedule(compiled.model, compiled.plan)
         spent = Spent.of(self.privacy, schedule.releases(made.tolist()))
-        return PrivateResult(run.losses, run.state, fit, hosted, privacy=spent)
+        return PrivateResult(run.losses, run.state, compiled, hosted, privacy=spent)
 
 
 def check_trusted(privacy: Privacy, silos: object) -> None:

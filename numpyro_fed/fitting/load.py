@@ -21,7 +21,7 @@ from numpyro_fed.data.silo_data import read_all
 from numpyro_fed.dp_newton.method import DPNewton
 from numpyro_fed.fitting.fit import MAX_EXCHANGES, FitCall
 from numpyro_fed.methods.recipe import rebuilt
-from numpyro_fed.methods.rows import Method
+from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.posterior.corrected import Corrected
 from numpyro_fed.posterior.particles import Particles
 from numpyro_fed.posterior.posterior import Posterior, Stage
@@ -33,7 +33,7 @@ from numpyro_fed.search.mode import LocalMode
 from numpyro_fed.sfvi.method import SFVI, SFVIAvg
 from numpyro_fed.weigh.weights import systematic_resample
 
-METHODS: dict[str, type[Method[Any, Any]]] = {
+METHODS: dict[str, type[RowMethod[Any, Any]]] = {
     kind.__name__: kind for kind in (PVI, SFVI, SFVIAvg, DPNewton)
 }
 NO_VERDICT = "Saved by an earlier release, which kept no verdict."
@@ -224,7 +224,7 @@ def _whole_fit(
     silos: Sequence[Mapping[str, Any]],
 ) -> Posterior:
     """Return the saved object itself: a run, its correction, or what ``nf.fit`` led to."""
-    read_silos, methods = read_all(silos, model), dict[str, Method[Any, Any]]()
+    read_silos, methods = read_all(silos, model), dict[str, RowMethod[Any, Any]]()
 
     def run_of(part: str) -> Result:
         """Return a run of the file; those with equal settings share a method."""
@@ -263,7 +263,7 @@ def _whole_fit(
 
 def _method_of(
     path: str | Path, described: Mapping[str, Any], model: Callable[..., Any]
-) -> Method[Any, Any]:
+) -> RowMethod[Any, Any]:
     """Return the method of a run in a file, if the file holds all of its settings."""
     recipe, name = described.get("recipe") or {}, described["settings"]["method"]
     why = ""

@@ -50,15 +50,15 @@ class LocalGuide:
     .. math::
         q(z_i \mid a) = N\big(m_i + C_i a,\; T_i\, \mathrm{diag}(e^{2(s_i + D_i a)})\, T_i'\big).
 
-    ``dim`` are latents of one row. The ``covariance`` is ``"diagonal"``, ``"full"`` within each
-    row, or ``"joint"``: one full covariance over all rows of the plate at a silo, for plates of few
-    rows. Latents of ``"amortised"`` ones are independent, with parameters that a network returns;
-    the silo itself keeps none, and ``loc`` is (rows, 0). ``couple_mean`` and ``couple_scale`` say
-    whether there are ``C_i`` and ``D_i``.
+    ``dim`` are latents of one row. The ``kind`` of covariance is ``"diagonal"``, ``"full"`` within
+    each row, or ``"joint"``: one full covariance over all rows of the plate at a silo, for plates
+    of few rows. Latents of ``"amortised"`` ones are independent, with parameters that a network
+    returns; the silo itself keeps none, and ``loc`` is (rows, 0). ``couple_mean`` and
+    ``couple_scale`` say whether there are ``C_i`` and ``D_i``.
     """
 
     dim: int
-    covariance: str
+    kind: str
     couple_mean: bool
     couple_scale: bool
     init_scale: float
@@ -66,19 +66,19 @@ class LocalGuide:
     @property
     def joint(self) -> bool:
         """Return whether rows share one covariance; a row's density is then given those before."""
-        return self.covariance == "joint"
+        return self.kind == "joint"
 
     @property
     def independent(self) -> bool:
         """Return whether all latents are independent given the latents above them."""
-        if self.covariance == "full":
+        if self.kind == "full":
             return self.dim < 2
         return not self.joint
 
     def init(self, loc: Array, width: int) -> GuideParams:
         """Return parameters for a start at ``loc`` (rows, dim), with ``width`` numbers above."""
         rows, dim = len(loc), self.dim
-        if self.covariance == AMORTISED:
+        if self.kind == AMORTISED:
             return {"loc": jnp.zeros((rows, 0))}
         eta: GuideParams = {
             "loc": loc,
@@ -119,7 +119,7 @@ class LocalGuide:
 
     def from_mode(self, mode: Array, precision: Array) -> GuideParams:
         """Return the normal with a mode (rows, dim), and the precision of each row, or of all."""
-        if self.covariance in ("diagonal", AMORTISED):
+        if self.kind in ("diagonal", AMORTISED):
             return {"loc": mode, "log_scale": -0.5 * jnp.log(jnp.diagonal(precision, 0, -2, -1))}
         shape = (mode.size,) if self.joint else mode.shape
         return self._params(Gaussian.of_precision(mode.reshape(shape), precision), mode.shape)

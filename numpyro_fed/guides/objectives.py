@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from numpyro_fed.basics.errors import ModelWarning, positive_int
+from numpyro_fed.guides.guide import Guide
 from numpyro_fed.guides.quadrature import NODES, default_nodes, quadrature_misfit
-from numpyro_fed.guides.structured import Guide, Spec, Structured, structured
+from numpyro_fed.guides.structured import Spec, Structured, as_structured
 from numpyro_fed.text.log_density import FederatedModel
 
 
@@ -131,7 +132,7 @@ def objective_for(
     """
     if given is not None:
         return given
-    chosen, default = structured(guide), Structured()
+    chosen, default = as_structured(guide), Structured()
     names = "locals", "couple_mean", "couple_scale"
     is_open = all(getattr(chosen, name) == getattr(default, name) for name in names)
     nodes = default_nodes(fm) if start in ("mode", "result") and is_open else 0
@@ -173,13 +174,14 @@ def draws_by_plate(objective: Objective, guide: Guide) -> dict[str, int]:
     if isinstance(objective.draws, Mapping):
         draws = {**dict.fromkeys(guide.locals, 1), **objective.draws}
     else:
-        draws = {p: 1 if p in guide.outer else objective.draws for p in guide.locals}
-        if objective.draws != 1 and guide.outer and not guide.rows:
+        draws = {p: 1 if p in guide.outer_plates else objective.draws for p in guide.locals}
+        if objective.draws != 1 and guide.outer_plates and not guide.row_plates:
             warnings.warn(
                 f"{objective} changes nothing: rows of another plate depend on every silo plate "
-                f"with latents ({', '.join(guide.outer)}). If each row has its own data, put these "
-                "inside, in a nested plate with one row of a matrix for each; otherwise say "
-                f"draws={{'{guide.outer[0]}': {objective.draws}}}, which weighs a silo as a whole.",
+                f"with latents ({', '.join(guide.outer_plates)}). If each row has its own data, "
+                "put these inside, in a nested plate with one row of a matrix for each; otherwise "
+                f"say draws={{'{guide.outer_plates[0]}': {objective.draws}}}, which weighs a silo "
+                "as a whole.",
                 category=ModelWarning,
                 stacklevel=2,
             )

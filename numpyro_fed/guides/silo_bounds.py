@@ -14,10 +14,10 @@ from jax import Array
 from jax.lax import stop_gradient
 
 from numpyro_fed.data.silo_data import SiloData, Sizes
+from numpyro_fed.guides.guide import Guide
 from numpyro_fed.guides.laplace import SearchEnd
 from numpyro_fed.guides.objectives import Objective, Quadrature, draws_by_plate
 from numpyro_fed.guides.quadrature import NEARBY, RowIntegrals
-from numpyro_fed.guides.structured import Guide
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Rows, Theta
@@ -124,7 +124,7 @@ class SiloBound:
 
     def shapes(self, sizes: Sizes, particles: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the noise: {plate: (rows, particles, K_outer, K, dim)}."""
-        dims, rows = {p.name: p.dim for p in self.model.plates}, self.guide.rows
+        dims, rows = {p.name: p.dim for p in self.model.plates}, self.guide.row_plates
         return {
             p: (sizes[p], particles, self._k_outer, self.draws[p] if p in rows else 1, dims[p])
             for p in self.guide.locals
@@ -137,16 +137,16 @@ class SiloBound:
     def value(self, at: AtDraw, noise: Rows) -> Array:
         """Return the bound (), from the noise of one particle {plate: (rows, K_outer, K, dim)}."""
         guide, k_outer = self.guide, self._k_outer
-        eps = {p: noise[p] for p in guide.rows}
+        eps = {p: noise[p] for p in guide.row_plates}
         # A single draw above the rows needs no weights: the common case, and a smaller program.
         if k_outer == 1:
-            z_outer = {p: self._draw(p, at, noise[p][:, 0, 0]) for p in guide.outer}
+            z_outer = {p: self._draw(p, at, noise[p][:, 0, 0]) for p in guide.outer_plates}
             return self._silo_term(at, z_outer, {p: e[:, 0] for p, e in eps.items()})
-        outer = {p: noise[p][:, :, 0] for p in guide.outer}
+        outer = {p: noise[p][:, :, 0] for p in guide.outer_plates}
         if self.plain:
-            log_weights = self._each_outer(at, self._draws(guide.outer, at, outer), eps)
+            log_weights = self._each_outer(at, self._draws(guide.outer_plates, at, outer), eps)
             return jax.nn.logsumexp(log_weights) - math.log(k_outer)
-        moved_by_globals, moved_by_guide = self._two_paths(guide.outer, at, outer)
+        moved_by_globals, moved_by_guide = self._two_paths(guide.outer_plates, at, outer)
         counts = ((_OUTER, k_outer),)
         return _doubly_reparametrised(
             self._outer_weights, counts, moved_by_guide, (moved_by_globals, at, eps)
@@ -163,13 +163,13 @@ class SiloBound:
 
         # The log weight of one outer draw, and its rows, resampled by theirs.
         def one_outer_draw(eps: Rows) -> tuple[Array, Rows]:
-            z_outer = {p: self._draw(p, at, eps[p][:, 0]) for p in guide.outer}
+            z_outer = {p: self._draw(p, at, eps[p][:, 0]) for p in guide.outer_plates}
             at_outer = at._replace(z_outer=z_outer)
-            z = self._draws(guide.rows, at_outer, self._tiled(eps))
+            z = self._draws(guide.row_plates, at_outer, self._tiled(eps))
             weights = jax.vmap(partial(self._log_ratio, at=at_outer), axis_size=self._k_rows)(z)
-            q = _total({p: self._log_q(p, at, z_outer[p]) for p in guide.outer})
+            q = _total({p: self._log_q(p, at, z_outer[p]) for p in guide.outer_plates})
             chosen = dict(z_outer)
-            for i, p in enumerate(guide.rows):
+            for i, p in enumerate(guide.row_plates):
                 # Rows first: padded rows, which come last, then change no other number.
                 log_weights = weights[p][: self.draws[p]].T
                 k = jax.random.categorical(jax.random.fold_in(key_rows, i), log_weights, axis=1)
@@ -182,16 +182,16 @@ class SiloBound:
 
     @property
     def _k_outer(self) -> int:
-        return max((self.draws[p] for p in self.guide.outer), default=1)
+        return max((self.draws[p] for p in self.guide.outer_plates), default=1)
 
     @property
     def _k_rows(self) -> int:
-        return max((self.draws[p] for p in self.guide.rows), default=1)
+        return max((self.draws[p] for p in self.guide.row_plates), default=1)
 
     @property
     def _counts(self) -> tuple[tuple[str, int], ...]:
         """Return ``K`` of each plate, and 1 for outer plates."""
-        rows = self.guide.rows
+        rows = self.guide.row_plates
         return tuple(
             (p.name, self.draws[p.name] if p.name in rows else 1) for p in self.model.plates
         )
@@ -206,8 +206,9 @@ class SiloBound:
 
     def _params_and_above(self, plate: str, at: AtDraw) -> tuple[Any, Array]:
         """Return the parameters of a plate's guide, and the values its rows are coupled to."""
-        eta = self.guide.of_rows(plate, at.theta, at.eta[plate], at.z_G, at.data)
-        return eta, self.guide.above(plate, at.eta, at.coordinates.offset, at.z_outer, at.data)
+        eta = self.guide.row_params(plate, at.theta, at.eta[plate], at.z_G, at.data)
+        offset = at.coordinates.offset
+        return eta, self.guide.offset_of_plate(plate, at.eta, offset, at.z_outer, at.data)
 
     def _draw(self, plate: str, at: AtDraw, eps: Array) -> Array:
         return self.guide.locals[plate].draw(*self._params_and_above(plate, at), eps)
@@ -241,7 +242,8 @@ class SiloBound:
 
     def _tiled(self, eps: Rows) -> Rows:
         """Return rows' noise with equally many draws for all plates, repeated where needed."""
-        return {p: eps[p][:, jnp.arange(self._k_rows) % self.draws[p]] for p in self.guide.rows}
+        plates = self.guide.row_plates
+        return {p: eps[p][:, jnp.arange(self._k_rows) % self.draws[p]] for p in plates}
 
     def _row_weights(self, moved_by_guide: Rows, rest: tuple[Rows, AtDraw]) -> Rows:
         moved_by_globals, at = rest
@@ -251,7 +253,7 @@ class SiloBound:
 
     def _silo_term(self, at: AtDraw, z_outer: Rows, eps: Rows) -> Array:
         """Return the silo's whole term () at one draw of the outer latents."""
-        below, rows = at._replace(z_outer=z_outer), self.guide.rows
+        below, rows = at._replace(z_outer=z_outer), self.guide.row_plates
         # Whether the gradients of rows' terms are doubly reparametrised. With several draws at an
         # outer plate its weights multiply all terms below, and the identity holds for the outermost
         # gradient only. It does not hold for rows that share a covariance either: a row's noise
@@ -270,7 +272,7 @@ class SiloBound:
             rest = moved_by_globals, self._stopped(below)
             terms = _doubly_reparametrised(self._row_weights, self._counts, moved_by_guide, rest)
         stopped = at if self.plain else self._stopped(at)
-        outer = {p: self._log_q(p, stopped, z_outer[p]) for p in self.guide.outer}
+        outer = {p: self._log_q(p, stopped, z_outer[p]) for p in self.guide.outer_plates}
         return at.data.total(terms) - _total(outer)
 
     def _each_outer(self, at: AtDraw, z_outer: Rows, eps: Rows) -> Array:

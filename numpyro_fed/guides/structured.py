@@ -1,29 +1,25 @@
-"""The guide of a federation: one for the globals, one for the rows of each silo plate."""
+"""The settings of a guide: the user's, complete ones for a model, and the guide made of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
-import jax.numpy as jnp
 from jax import Array
 from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_fed.basics.errors import GuideError
-from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_guides import (
     Diagonal,
     Full,
     GlobalGuide,
-    GuideParams,
     LowRank,
     Skewed,
     from_autoguide,
 )
+from numpyro_fed.guides.guide import Guide
 from numpyro_fed.guides.local_guides import (
     AMORTISED,
     Amortised,
@@ -32,7 +28,6 @@ from numpyro_fed.guides.local_guides import (
     RowShapes,
     encoder_of,
 )
-from numpyro_fed.numerics.gaussian import Gaussian, identity
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Plate, Site
 
@@ -46,9 +41,8 @@ LOW_RANK_UP_TO = 20_000
 # with full covariances 0.35 (docs/results/raw_data.md).
 FULL_ROW_UP_TO = 30
 JOINT_UP_TO = 32  # latents of an outer plate at one silo, which then share one covariance
-COUPLINGS_UP_TO = (
-    10_000_000  # coefficients of all rows together: 40 MB in single precision, each way
-)
+# Coefficients of all rows together: 40 MB in single precision, each way.
+COUPLINGS_UP_TO = 10_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,152 +128,11 @@ def MeanField(
     )
 
 
-@dataclass(frozen=True, eq=False)
-class Guide:
-    """A guide for a model with given sizes, as functions of its parameters.
-
-    ``locals`` has the guide of each silo plate that has latents, ``encoders`` the networks of those
-    with an amortised guide. ``init_loc_fn`` is the function for the start of the guide, or None.
-    """
-
-    model: FederatedModel
-    globals: GlobalGuide[Array]
-    locals: Mapping[str, LocalGuide]
-    init_loc_fn: Callable[..., Any] | None = None
-    encoders: Mapping[str, Encoder] = field(default_factory=dict)
-
-    @cached_property
-    def outer(self) -> tuple[str, ...]:
-        """Return the plates with latents that stand above rows of another plate."""
-        return tuple(p.name for p in self.model.plates if p.dim and p.outer)
-
-    @cached_property
-    def rows(self) -> tuple[str, ...]:
-        """Return the other plates with latents."""
-        return tuple(p.name for p in self.model.plates if p.dim and not p.outer)
-
-    @cached_property
-    def uses_globals(self) -> bool:
-        """Whether any local guide depends on where the globals are."""
-        return any(g.couple_mean or g.couple_scale for g in self.locals.values())
-
-    def init_global(self, key: Array) -> GuideParams:
-        """Return the first parameters of the globals' guide."""
-        key_loc, key_rest = jax.random.split(key)
-        z_G = self.model.init_global(key_loc, self.init_loc_fn)
-        return self.globals.init(key_rest, self.globals.coordinates(identity(z_G.shape), z_G))
-
-    def init_local(self, key: Array, data: SiloData) -> dict[str, GuideParams]:
-        """Return the first parameters of a silo's local guides, by plate."""
-        loc = self.model.init_local(key, data, self.init_loc_fn)
-        dim = self.model.dim
-        width = dim + sum(loc[p].size for p in self.outer)
-        return {
-            p: guide.init(loc[p], dim if p in self.outer else width)
-            for p, guide in self.locals.items()
-        }
-
-    def above(
-        self,
-        plate: str,
-        eta: dict[str, GuideParams],
-        offset: Array,
-        z_outer: Mapping[str, Array],
-        data: SiloData,
-    ) -> Array:
-        """Return the offsets (width,) of globals and outer latents that rows are coupled to."""
-        if plate in self.outer or not self.outer:
-            return offset
-        # Padded latents count as at their centre, so that they are coupled to nothing.
-        offsets = [data.masked(p, z_outer[p] - eta[p]["loc"]).ravel() for p in self.outer]
-        return jnp.concatenate([offset, *offsets])
-
-    def recentre(
-        self, eta: dict[str, GuideParams], offset: Array, data: SiloData
-    ) -> dict[str, GuideParams]:
-        """Return the same local guides, measured from a centre moved by ``offset`` (dim,)."""
-        above = self.centres(eta, offset, data)
-        return {p: self.locals[p].recentre(eta[p], above[p]) for p in eta}
-
-    def at_globals(
-        self,
-        eta: dict[str, GuideParams],
-        theta: dict[str, Any],
-        z_G: Array,
-        offset: Array,
-        data: SiloData,
-    ) -> dict[str, GuideParams]:
-        """Return the local guides at one ``z_G`` (dim,), with the couplings to it in the means."""
-        moved = self.recentre(eta, offset, data)
-        return {p: self.of_rows(p, theta, params, z_G, data) for p, params in moved.items()}
-
-    def centres(
-        self, eta: dict[str, GuideParams], offset: Array, data: SiloData
-    ) -> dict[str, Array]:
-        """Return the values (width,) that rows are coupled to at an ``offset`` (dim,)."""
-        above: dict[str, Array] = {}
-        z_outer: dict[str, Array] = {}
-        for p in (*self.outer, *self.rows):
-            above[p] = self.above(p, eta, offset, z_outer, data)
-            if p in self.outer:
-                z_outer[p] = self.locals[p].recentre(eta[p], above[p])["loc"]
-        return above
-
-    def composed_with(
-        self, f: Callable[[Array], Array], eta: dict[str, GuideParams], at: Array
-    ) -> dict[str, GuideParams]:
-        """Return local guides as functions of ``u``, from the same guides as functions of ``f(u)``.
-
-        ``f`` is affine, and ``at`` (dim,) is any point. Couplings are multiplied by the Jacobian of
-        ``f``, by reverse mode, which never forms it.
-        """
-        if not eta:
-            return eta
-        width, (_, vjp) = len(at), jax.vjp(f, at)
-        composed = {p: dict(params) for p, params in eta.items()}
-        for params in composed.values():
-            for name in ("mean_coupling", "scale_coupling"):
-                if name not in params:
-                    continue
-                C = params[name]
-                rows = jax.vmap(lambda row: vjp(row)[0])(C[..., :width].reshape(-1, width))
-                own = rows.reshape(*C.shape[:-1], width)
-                params[name] = jnp.concatenate([own, C[..., width:]], -1)
-        return composed
-
-    def to_frame(
-        self, eta: dict[str, GuideParams]
-    ) -> tuple[dict[str, Gaussian], dict[str, GuideParams]]:
-        """Return frames of the rows made of local guides, and the guides in these frames."""
-        pairs = {p: self.locals[p].to_frame(params) for p, params in eta.items()}
-        return {p: f for p, (f, _) in pairs.items()}, {
-            p: params for p, (_, params) in pairs.items()
-        }
-
-    def from_frame(
-        self, frames: Mapping[str, Gaussian], eta: dict[str, GuideParams]
-    ) -> dict[str, GuideParams]:
-        """Return local guides in ``z`` from those in frames of the rows, where plates have one."""
-        return {
-            p: self.locals[p].from_frame(frames[p], params) if p in frames else params
-            for p, params in eta.items()
-        }
-
-    def of_rows(
-        self, plate: str, theta: dict[str, Any], eta: GuideParams, z_G: Array, data: SiloData
-    ) -> GuideParams:
-        """Return the parameters of a plate's guide: those of the silo, or a network's output."""
-        if plate not in self.encoders:
-            return eta
-        encoder = self.encoders[plate]
-        return encoder.eta(theta[encoder.name], theta, z_G, data)
-
-
 class LocalConfig(NamedTuple):
     """The complete settings of the guide of a silo plate's rows: see :class:`LocalGuide`."""
 
     plate: str
-    covariance: str
+    kind: str
     couple_mean: bool
     couple_scale: bool
 
@@ -295,7 +148,7 @@ class GuideConfig(NamedTuple):
 Spec: TypeAlias = Structured | Amortised | AutoGuide
 
 
-def resolve(
+def resolve_guide(
     spec: Spec | None,
     fm: FederatedModel,
     largest: Mapping[str, int],
@@ -309,41 +162,27 @@ def resolve(
     together, up to powers of two. ``at_mode`` says whether a run starts at the mode, with steps in
     coordinates of the posterior.
     """
-    spec = structured(spec)
+    spec = as_structured(spec)
     with_latents = [p for p in fm.plates if p.dim]
     # By the largest silo, padded: guides of all silos have one shape, and one program.
     width_outer = sum(p.dim * largest[p.name] for p in with_latents if p.outer)
     plates = []
     for p in with_latents:
         width = fm.dim + (0 if p.outer else width_outer)
-        kind = _local_covariance(spec, fm, p, largest[p.name] * p.dim)
+        row_covariance = _row_covariance(spec, fm, p, largest[p.name] * p.dim)
         couple = 0 < total[p.name] * p.dim * width <= COUPLINGS_UP_TO
         mean, scale = spec.couple_mean, spec.couple_scale
-        if kind == AMORTISED:
+        if row_covariance == AMORTISED:
             mean = scale = False
         mean, scale = (couple if own is None else own for own in (mean, scale))
-        plates.append(LocalConfig(p.name, kind, mean, scale))
-    kind, dim = spec.globals, fm.dim
-    if isinstance(kind, AutoGuide):
-        return GuideConfig(type(kind).__name__, None, tuple(plates))
-    if kind == "auto":
-        latents = fm.named("latent")
-        # A bounded site beside another one is most often a scale and its effects.
-        scales = len(latents) > 1 and not all(_unbounded(fm, site) for site in latents)
-        small, medium = dim <= FULL_UP_TO, dim <= LOW_RANK_UP_TO
-        kind = "full" if small else "low_rank" if medium else "diagonal"
-        kind = "skewed" if at_mode and scales and dim <= SKEWED_UP_TO else kind
-    if kind not in ("diagonal", "full", "skewed", "low_rank"):
-        raise GuideError(
-            f"globals={kind!r}: expected 'auto', 'diagonal', 'full', 'skewed', 'low_rank' or a "
-            "NumPyro autoguide."
-        )
+        plates.append(LocalConfig(p.name, row_covariance, mean, scale))
     # About the square root, as NumPyro's AutoLowRankMultivariateNormal has it, and at most 20.
-    rank = spec.rank or min(int(dim**0.5) + 1, 20)
-    return GuideConfig(kind, rank if kind == "low_rank" else None, tuple(plates))
+    rank = spec.rank or min(int(fm.dim**0.5) + 1, 20)
+    covariance = _globals_covariance(spec, fm, at_mode)
+    return GuideConfig(covariance, rank if covariance == "low_rank" else None, tuple(plates))
 
 
-def build_resolved(
+def build_guide(
     spec: Spec | None,
     resolved: GuideConfig | Sequence[Any],
     fm: FederatedModel,
@@ -353,42 +192,29 @@ def build_resolved(
 
     Settings may be the lists that JSON makes of them.
     """
-    spec, (chosen, rank, plates) = structured(spec), resolved
-    dims, dim, init_scale = {p.name: p.dim for p in fm.plates}, fm.dim, spec.init_scale
+    spec, (chosen, rank, plates) = as_structured(spec), resolved
+    dims, init_scale = {p.name: p.dim for p in fm.plates}, spec.init_scale
     locals_: dict[str, LocalGuide] = {}
     encoders: dict[str, Encoder] = {}
-    for plate, covariance, mean, scale in plates:
+    for plate, kind, mean, scale in plates:
         width = dims[plate]
-        locals_[plate] = LocalGuide(width, covariance, mean, scale, init_scale)
+        locals_[plate] = LocalGuide(width, kind, mean, scale, init_scale)
         # The server and the plan need the guide's shapes only, and know no rows.
-        if covariance == AMORTISED and row_of is not None:
-            kind = _local_spec(spec, fm, plate)
-            encoders[plate] = encoder_of(kind, fm, plate, width, row_of(plate), init_scale)
-    globals_: GlobalGuide[Array]
-    if isinstance(spec.globals, AutoGuide):
-        globals_ = from_autoguide(spec.globals, dim)
-    elif chosen == "diagonal":
-        globals_ = Diagonal(dim, init_scale)
-    elif chosen == "full":
-        globals_ = Full(dim, init_scale)
-    elif chosen == "skewed":
-        # Bounded sites first: scales before their effects.
-        sites = sorted(fm.named("latent"), key=lambda site: _unbounded(fm, site))
-        order = tuple(i for s in sites for i in range(s.start, s.stop))
-        globals_ = Skewed(dim, init_scale, order)
-    else:
-        globals_ = LowRank(dim, init_scale, rank or 1)
+        if kind == AMORTISED and row_of is not None:
+            setting = _setting_of_plate(spec, fm, plate)
+            encoders[plate] = encoder_of(setting, fm, plate, width, row_of(plate), init_scale)
+    globals_ = _global_guide(spec, chosen, rank, fm)
     return Guide(fm, globals_, locals_, spec.init_loc_fn, encoders)
 
 
-def amortises(spec: Spec | None) -> bool:
+def uses_amortised(spec: Spec | None) -> bool:
     """Return whether any plate has an amortised guide."""
-    kinds = structured(spec).locals
-    each = kinds.values() if isinstance(kinds, Mapping) else [kinds]
-    return any(isinstance(kind, Amortised) for kind in each)
+    settings = as_structured(spec).locals
+    each = settings.values() if isinstance(settings, Mapping) else [settings]
+    return any(isinstance(setting, Amortised) for setting in each)
 
 
-def structured(spec: Spec | None) -> Structured:
+def as_structured(spec: Spec | None) -> Structured:
     """Return the settings that a guide of the user stands for; refuse what is no guide of ours."""
     if isinstance(spec, Amortised):
         spec = Structured(locals=spec)
@@ -407,28 +233,69 @@ def structured(spec: Spec | None) -> Structured:
 
 
 def _unbounded(fm: FederatedModel, site: Site) -> bool:
+    """Return whether a site's support is all numbers."""
     support = fm.structure.supports[site.name]
     base = getattr(support, "base_constraint", support)
     return base in (constraints.real, constraints.real_vector)
 
 
-def _local_spec(spec: Structured, fm: FederatedModel, plate: str) -> Any:
+def _globals_covariance(spec: Structured, fm: FederatedModel, at_mode: bool) -> str:
+    """Return the kind of the globals' covariance, or the name of an autoguide."""
+    setting, dim = spec.globals, fm.dim
+    if isinstance(setting, AutoGuide):
+        return type(setting).__name__
+    if setting == "auto":
+        latents = fm.named("latent")
+        # A bounded site beside another one is most often a scale and its effects.
+        scales = len(latents) > 1 and not all(_unbounded(fm, site) for site in latents)
+        if at_mode and scales and dim <= SKEWED_UP_TO:
+            return "skewed"
+        return "full" if dim <= FULL_UP_TO else "low_rank" if dim <= LOW_RANK_UP_TO else "diagonal"
+    if setting not in ("diagonal", "full", "skewed", "low_rank"):
+        raise GuideError(
+            f"globals={setting!r}: expected 'auto', 'diagonal', 'full', 'skewed', 'low_rank' or a "
+            "NumPyro autoguide."
+        )
+    return setting
+
+
+def _global_guide(
+    spec: Structured, covariance: str, rank: int | None, fm: FederatedModel
+) -> GlobalGuide[Array]:
+    """Return the guide of the globals with complete settings."""
+    dim, init_scale = fm.dim, spec.init_scale
+    if isinstance(spec.globals, AutoGuide):
+        return from_autoguide(spec.globals, dim)
+    if covariance == "diagonal":
+        return Diagonal(dim, init_scale)
+    if covariance == "full":
+        return Full(dim, init_scale)
+    if covariance == "skewed":
+        # Bounded sites first: scales before their effects.
+        sites = sorted(fm.named("latent"), key=lambda site: _unbounded(fm, site))
+        order = tuple(i for s in sites for i in range(s.start, s.stop))
+        return Skewed(dim, init_scale, order)
+    return LowRank(dim, init_scale, rank or 1)
+
+
+def _setting_of_plate(spec: Structured, fm: FederatedModel, plate: str) -> Any:
     """Return the user's setting for a plate."""
-    kind = spec.locals
-    if isinstance(kind, Mapping):
-        if plate not in kind:
+    setting = spec.locals
+    if isinstance(setting, Mapping):
+        if plate not in setting:
             sites = ", ".join(f"'{s.name}'" for s in fm.named("latent", plate))
             raise GuideError(
                 f"the guide does not cover the site {sites} in silo_plate '{plate}': add '{plate}' "
-                f"to locals={dict(kind)}."
+                f"to locals={dict(setting)}."
             )
-        kind = kind[plate]
-    return kind
+        setting = setting[plate]
+    return setting
 
 
-def _local_covariance(spec: Structured, fm: FederatedModel, p: Plate, size: int) -> str:
-    kind = _local_spec(spec, fm, p.name)
-    if isinstance(kind, Amortised):
+def _row_covariance(spec: Structured, fm: FederatedModel, p: Plate, size: int) -> str:
+    """Return the kind of a plate's rows, with ``size`` latents at the largest silo."""
+    setting = _setting_of_plate(spec, fm, p.name)
+    if isinstance(setting, Amortised):
         if p.outer:
             raise GuideError(
                 f"guides.Amortised for silo_plate '{p.name}': rows of another plate depend on its "
@@ -436,13 +303,13 @@ def _local_covariance(spec: Structured, fm: FederatedModel, p: Plate, size: int)
                 "...}, and Amortised() for the plate below."
             )
         return AMORTISED
-    if kind == "auto":
+    if setting == "auto":
         if p.outer and size <= JOINT_UP_TO:
             return "joint"
         return "full" if p.dim <= FULL_ROW_UP_TO else "diagonal"
-    if kind not in ("diagonal", "full", "joint"):
+    if setting not in ("diagonal", "full", "joint"):
         raise GuideError(
-            f"locals={kind!r} for silo_plate '{p.name}': expected 'auto', 'diagonal', 'full', "
+            f"locals={setting!r} for silo_plate '{p.name}': expected 'auto', 'diagonal', 'full', "
             "'joint' or guides.Amortised(...)."
         )
-    return kind
+    return setting

@@ -96,7 +96,7 @@ class FederatedMethod(ABC, Generic[Outcome]):
 
     @abstractmethod
     def result_of(
-        self, run: RunOutcome, fit: CompiledMethod, hosted: Silos, *, quiet: bool = False
+        self, run: RunOutcome, compiled: CompiledMethod, hosted: Silos, *, quiet: bool = False
     ) -> Outcome:
         """Return the result of a run; ``run.log`` is None for a loaded one.
 
@@ -115,21 +115,21 @@ class FederatedMethod(ABC, Generic[Outcome]):
         return False
 
     def _load_run(
-        self, path: str | Path, fit: CompiledMethod, hosted: Silos, part: str = ""
+        self, path: str | Path, compiled: CompiledMethod, hosted: Silos, part: str = ""
     ) -> tuple[Outcome, dict[str, Any]]:
         """Return the run ``part`` of a file as a result, and its description in the file."""
-        like, made = fit.initial_state(hosted), fit.provenance(hosted)
-        losses, state, description = load_state(path, fit.description(), like, made, part)
-        return self.result_of(RunOutcome(state, losses, None, None), fit, hosted), description
+        like, made = compiled.initial_state(hosted), compiled.provenance(hosted)
+        losses, state, description = load_state(path, compiled.description(), like, made, part)
+        return self.result_of(RunOutcome(state, losses, None, None), compiled, hosted), description
 
     def _run_rounds(
         self, begun: Begun, hosted: Silos, key: Array, options: RunOptions[Outcome]
     ) -> Outcome:
         """Run rounds and return their result, or raise an error that carries it."""
-        fit, start, callback = begun.fit, begun.start, options.callback
+        compiled, start, callback = begun.compiled, begun.start, options.callback
 
         def call(run: RunOutcome) -> bool:
-            shown = self.result_of(run, fit, hosted, quiet=True)
+            shown = self.result_of(run, compiled, hosted, quiet=True)
             shown = replace(shown, start=start, ended=run.ended)
             # Not BaseException: Ctrl-C in a callback ends the run like Ctrl-C elsewhere.
             try:
@@ -143,18 +143,18 @@ class FederatedMethod(ABC, Generic[Outcome]):
                 ) from error
 
         run = run_rounds(
-            fit.runtime,
+            compiled.runtime,
             key,
             begun.state,
             hosted.batches,
             options.num_rounds,
             options.progress_bar,
-            fit.server_data,
+            compiled.server_data,
             stop=options.stop is not None,
             callback=None if callback is None else call,
             every=options.every,
         )
-        found = self.result_of(run, fit, hosted, quiet=run.ended == "interrupted")
+        found = self.result_of(run, compiled, hosted, quiet=run.ended == "interrupted")
         result = replace(found, start=start, ended=run.ended)
         if run.ended == "interrupted":
             raise Interrupted(
@@ -211,9 +211,9 @@ def over_federation(
 
     def made() -> tuple[CompiledMethod, Silos]:
         channel = Channel(federation, plan.num_silos, weights, name)
-        fit = make(partial(remote_runtime, template=plan.template, channel=channel))
+        compiled = make(partial(remote_runtime, template=plan.template, channel=channel))
         # Once all is built: where that is refused, silos have built nothing.
         federation.accept(name, plan.to_json())
-        return fit, Silos((), (), channel.batches)
+        return compiled, Silos((), (), channel.batches)
 
     return federation.cached(("fit", name, plan.to_json()), made)

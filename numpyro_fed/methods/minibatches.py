@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from numpyro_fed.basics.errors import GuideError
 from numpyro_fed.data.minibatches import Minibatches
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.structured import Guide
+from numpyro_fed.guides.guide import Guide
 from numpyro_fed.text.layout import Layout
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_arrays import WHOLE, minibatches_of_plates
@@ -33,7 +33,7 @@ def minibatches_of(
             f"{words} locals='joint' for silo_plate '{joint[0]}': one covariance over all rows has "
             f"no part for a minibatch. Use locals='full' or 'diagonal'. {WHOLE}"
         )
-    if weighted := [p for p in guide.outer if draws[p] > 1]:
+    if weighted := [p for p in guide.outer_plates if draws[p] > 1]:
         raise GuideError(
             f"{words} {draws[weighted[0]]} draws at silo_plate '{weighted[0]}', above the rows of "
             "others: a silo is weighed as a whole there, of which some rows say nothing without "

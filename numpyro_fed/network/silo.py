@@ -32,7 +32,7 @@ from numpyro_fed.fitting.load import METHODS
 from numpyro_fed.methods.columns import COLUMNS, moments_reply, names_reply
 from numpyro_fed.methods.method import FederatedMethod
 from numpyro_fed.methods.recipe import rebuilt
-from numpyro_fed.methods.rows import Method
+from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.network.ledger import Ledger, evaluations
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.network.silo_runs import SiloRuns
@@ -443,7 +443,7 @@ class Silo:
                 if self._policy.methods and name not in self._policy.methods:
                     raise ModelError(f"'{name}' is not among the methods of this silo's policy.")
                 self._policy.check_sums(secure)
-            if not isinstance(built, Method | VerticalMethod):
+            if not isinstance(built, RowMethod | VerticalMethod):
                 return _Agreement(settings, double, describe(built, self._data).to_json(), None)
             # The last one of the same settings has the programs that were compiled.
             same = (a.runs for a in reversed(self._agreed.values()) if a.settings == settings)

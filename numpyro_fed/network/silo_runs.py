@@ -33,7 +33,7 @@ from numpyro_fed.basics.files import Store
 from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.methods.method import PlanSize
-from numpyro_fed.methods.rows import Method
+from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.posterior.at_silo import AtSilo, Held
 from numpyro_fed.rounds.exchange import Exchange, ExchangeId, unknown_exchange
 from numpyro_fed.rounds.keys import silo_key
@@ -56,7 +56,7 @@ from numpyro_fed.rounds.states import Sampled
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.vertical.method import VerticalMethod
 
-AnyMethod = Method[Any, Any] | VerticalMethod[Any, Any]
+AnyMethod = RowMethod[Any, Any] | VerticalMethod[Any, Any]
 # Compiled exchanges that a silo keeps. A run has at most ten; a server that asks for corrections of
 # ever other settings would otherwise fill the silo's memory.
 MAX_PROGRAMS = 32

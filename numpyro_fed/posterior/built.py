@@ -20,9 +20,9 @@ import numpy as np
 from numpyro_fed.basics.errors import SavedStateError
 from numpyro_fed.basics.precision import is_double, precision
 from numpyro_fed.data.silo_data import SiloData, Sizes, signature
+from numpyro_fed.guides.guide import Guide
 from numpyro_fed.guides.objectives import ELBO, Objective
 from numpyro_fed.guides.silo_bounds import Bound, bound_of
-from numpyro_fed.guides.structured import Guide
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import MethodSpec, Provenance
 from numpyro_fed.pvi.server import PartitionedVI

@@ -24,6 +24,7 @@ from jax import Array, random
 
 from numpyro_fed.basics.errors import ModelError, positive_int
 from numpyro_fed.basics.precision import precision
+from numpyro_fed.guides.guide import Guide
 from numpyro_fed.guides.objectives import (
     LocallyEnhanced,
     Quadrature,
@@ -31,7 +32,6 @@ from numpyro_fed.guides.objectives import (
     default_quadrature,
     draws_by_plate,
 )
-from numpyro_fed.guides.structured import Guide
 from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.corrected import Corrected, on_supports, sampler_of
 from numpyro_fed.posterior.result import Result
@@ -498,12 +498,12 @@ def log_likelihood_exchange(
 
 
 def _inner_draws(guide: Guide, inner_draws: int | Mapping[str, int]) -> dict[str, int]:
-    if isinstance(inner_draws, Mapping) or not guide.outer:
+    if isinstance(inner_draws, Mapping) or not guide.outer_plates:
         return draws_by_plate(LocallyEnhanced(inner_draws), guide)
     # Draws of the rows are nested in those of the outer plates: n and its root, rounded up, instead
     # of n and n, which would be n^2.
     below = math.isqrt(max(inner_draws - 1, 0)) + 1
-    split = {p: inner_draws if p in guide.outer else below for p in guide.locals}
+    split = {p: inner_draws if p in guide.outer_plates else below for p in guide.locals}
     return draws_by_plate(LocallyEnhanced(split), guide)
 
 

@@ -14,8 +14,8 @@ from jax import Array
 from numpyro_fed.basics.programs import compiled_method, jit_once
 from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.guides.global_guides import GuideParams
+from numpyro_fed.guides.guide import Guide
 from numpyro_fed.guides.silo_bounds import AtDraw, Bound
-from numpyro_fed.guides.structured import Guide
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.states import Private, Shared
 from numpyro_fed.text.log_density import FederatedModel

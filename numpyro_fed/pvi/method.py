@@ -29,16 +29,16 @@ from numpyro_fed.guides.silo_bounds import bound_of
 from numpyro_fed.guides.structured import (
     GuideConfig,
     Structured,
-    amortises,
-    build_resolved,
-    resolve,
-    structured,
+    as_structured,
+    build_guide,
+    resolve_guide,
+    uses_amortised,
 )
 from numpyro_fed.local import ClosedForm, Optax
 from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.local.problem import Local
 from numpyro_fed.methods.minibatches import check_rows_alone, minibatches_of
-from numpyro_fed.methods.rows import Method
+from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.methods.start import check_start, start_kind, start_rounds
 from numpyro_fed.numerics.divergences import KL
 from numpyro_fed.numerics.expfam import Family
@@ -95,7 +95,7 @@ class PVISettings:
 
 
 @dataclass(frozen=True)
-class PVI(Method[PVIResult, Conjugate]):
+class PVI(RowMethod[PVIResult, Conjugate]):
     r"""Partitioned variational inference, with or without local latents.
 
     The posterior of the globals is the prior times one factor for each silo, all in one
@@ -235,7 +235,7 @@ class PVI(Method[PVIResult, Conjugate]):
             )
 
     @property
-    def elsewhere(self) -> PVI:
+    def as_remote(self) -> PVI:
         if not isinstance(named(self.schedule), Asynchronous):
             return self
         return replace(self, schedule=ByArrival())
@@ -248,7 +248,7 @@ class PVI(Method[PVIResult, Conjugate]):
     def _plain_divergences(self) -> bool:
         return isinstance(self.divergence, KL) and isinstance(self.prior_divergence, KL)
 
-    def _check_rounds(self, fit: CompiledMethod, state: State, num_rounds: int) -> None:
+    def _check_rounds(self, compiled: CompiledMethod, state: State, num_rounds: int) -> None:
         if self.max_rounds is not None and int(state.round) + num_rounds > self.max_rounds:
             raise ValueError(
                 f"this method makes {self.max_rounds} round, but would come to "
@@ -297,7 +297,7 @@ class PVI(Method[PVIResult, Conjugate]):
         return self.local or (ClosedForm() if exact else Optax())
 
     def settings_for(self, fm: FederatedModel, plan: Plan) -> PVISettings:
-        if amortises(self.guide):
+        if uses_amortised(self.guide):
             raise GuideError(
                 "guides.Amortised: a silo of PVI settles its own guides on its own, and a network "
                 "is learnt by all silos together. Use SFVI or SFVIAvg."
@@ -316,7 +316,7 @@ class PVI(Method[PVIResult, Conjugate]):
             start_scale=in_words(self.start_scale),
             evidence_draws=in_words(self.evidence_draws),
             local=in_words(self._local(plan)),
-            guide=resolve(self.guide, fm, dict(plan.largest), dict(plan.total)),
+            guide=resolve_guide(self.guide, fm, dict(plan.largest), dict(plan.total)),
             objective=in_words(self._objective(fm, start)),
             loss=in_words(self.loss),
             divergence=in_words(self.divergence),
@@ -334,7 +334,7 @@ class PVI(Method[PVIResult, Conjugate]):
 
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: Conjugate) -> Built:
         (chosen, _), settings = prepared, self.settings_for(fm, plan)
-        guide = build_resolved(self.guide, settings.guide, fm)
+        guide = build_guide(self.guide, settings.guide, fm)
         # The factors' family takes the place of the guide's own part for the globals.
         guide = replace(guide, globals=FamilyGuide(fm.dim, chosen.family))
         objective = self._objective(fm, settings.start)
@@ -396,7 +396,7 @@ class PVI(Method[PVIResult, Conjugate]):
         if settings.start == "result":
             algorithm = algorithm._replace(warm_start=at_result(pvi))
         if settings.start == "mode":
-            init_loc_fn = structured(self.guide).init_loc_fn
+            init_loc_fn = as_structured(self.guide).init_loc_fn
             start = start_rounds("mode", fm, num_silos, self.starts, init_loc_fn, at_mode(pvi))
         return Built(
             model=fm,
@@ -410,20 +410,20 @@ class PVI(Method[PVIResult, Conjugate]):
         )
 
     def result_of(
-        self, run: RunOutcome, fit: CompiledMethod, hosted: Silos, *, quiet: bool = False
+        self, run: RunOutcome, compiled: CompiledMethod, hosted: Silos, *, quiet: bool = False
     ) -> PVIResult:
         if run.log is None:
-            return PVIResult(run.losses, run.state, fit, hosted)
+            return PVIResult(run.losses, run.state, compiled, hosted)
         rounds, visits = len(run.losses), np.asarray(run.log.visits)
         # Without a schedule nobody is drawn, and the log has no visits: all silos, in order.
         if not visits.size:
-            num_silos = fit.plan.num_silos
+            num_silos = compiled.plan.num_silos
             visits = np.broadcast_to(np.arange(num_silos), (rounds, 1, num_silos))
         status = np.asarray(run.log.watched).reshape(visits.shape)
         result = PVIResult(
             run.losses,
             run.state,
-            fit,
+            compiled,
             hosted,
             visits=visits,
             damping=np.asarray(run.log.reports["damping"]),

@@ -21,8 +21,8 @@ from numpyro_fed.basics.trees import all_finite, where
 from numpyro_fed.data.minibatches import Minibatches, draw_minibatch, rows_at
 from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.guides.global_guides import GuideParams
+from numpyro_fed.guides.guide import Guide
 from numpyro_fed.guides.silo_bounds import AtDraw, Bound, SiloBound, normals
-from numpyro_fed.guides.structured import Guide
 from numpyro_fed.local.problem import Local, LocalNoise, Problem, SiloPart, Solution
 from numpyro_fed.numerics import expfam
 from numpyro_fed.numerics.expfam import Family

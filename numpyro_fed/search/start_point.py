@@ -20,8 +20,8 @@ from jax import Array
 from numpyro_fed.basics.trees import Numbers
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_guides import GlobalGuide, GuideParams
+from numpyro_fed.guides.guide import Guide
 from numpyro_fed.guides.laplace import Laplace
-from numpyro_fed.guides.structured import Guide
 from numpyro_fed.numerics import linalg
 from numpyro_fed.numerics.gaussian import Curvature, Frame, Gaussian
 from numpyro_fed.rounds.states import CarriedSilo
@@ -129,7 +129,7 @@ def local_guides_at_mode(
     frame = point.frame(guide.globals).globals
     before = jax.tree.map(lambda a: a[message.start], state.z_L)
     z = laplace.search(theta, guide.globals.place(frame, origin), data, before).modes
-    outer = jnp.concatenate([jnp.zeros(0), *(z[p].ravel() for p in guide.outer)])
+    outer = jnp.concatenate([jnp.zeros(0), *(z[p].ravel() for p in guide.outer_plates)])
 
     # Latents of outer plates depend on the globals alone, rows also on the latents above them. So
     # the two kinds of guides are functions of different vectors, and differentiated apart.
@@ -137,14 +137,15 @@ def local_guides_at_mode(
         z_G = guide.globals.place(frame, u)
         found = laplace.outer_given(theta, z_G, z, data)
         return {
-            p: guide.locals[p].from_mode(*outer_precision(guide, p, *found[p])) for p in guide.outer
+            p: guide.locals[p].from_mode(*outer_precision(guide, p, *found[p]))
+            for p in guide.outer_plates
         }
 
     def row_guides(above: Array) -> Guides:
         z_G = guide.globals.place(frame, above[: fm.dim])
         found = laplace.rows_given(theta, z_G, outer + above[fm.dim :], z, data)
         guides = {}
-        for p in guide.rows:
+        for p in guide.row_plates:
             mode, precision = found[p]
             if guide.locals[p].joint:  # (n, d, d) to block diagonal (n d, n d)
                 n, d = mode.shape
@@ -156,12 +157,14 @@ def local_guides_at_mode(
     zeros = jnp.zeros(fm.dim + len(outer))
     # Centred at zero, with couplings of zero.
     templates = {
-        p: local.init(jnp.zeros_like(z[p]), fm.dim if p in guide.outer else len(zeros))
+        p: local.init(jnp.zeros_like(z[p]), fm.dim if p in guide.outer_plates else len(zeros))
         for p, local in guide.locals.items()
     }
+    outer_templates = {p: templates[p] for p in guide.outer_plates}
+    row_templates = {p: templates[p] for p in guide.row_plates}
     guides = {
-        **_with_couplings(outer_guides, origin, {p: templates[p] for p in guide.outer}, point.wide),
-        **_with_couplings(row_guides, zeros, {p: templates[p] for p in guide.rows}, point.wide),
+        **_with_couplings(outer_guides, origin, outer_templates, point.wide),
+        **_with_couplings(row_guides, zeros, row_templates, point.wide),
     }
     for p, template in templates.items():
         # At zero and without couplings for rows whose mode was not found.
@@ -176,7 +179,7 @@ def local_guides_of_result(
     """Return the local guides of an earlier result, in the frame in which the next run starts."""
     frame, centre = point.frame(guide.globals).globals, jnp.zeros_like(point.centre)
     eta = guide.recentre(carried.guide, point.centre - carried.centre, data)
-    return guide.composed_with(lambda u: guide.globals.place(frame, u), eta, centre)
+    return guide.in_coordinates(lambda u: guide.globals.place(frame, u), eta, centre)
 
 
 def outer_precision(

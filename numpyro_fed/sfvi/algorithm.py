@@ -29,7 +29,7 @@ from numpyro_fed.basics.optimisers import ascend
 from numpyro_fed.basics.trees import all_finite
 from numpyro_fed.data.minibatches import MinibatchNoise
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.structured import Guide
+from numpyro_fed.guides.guide import Guide
 from numpyro_fed.numerics.gaussian import Coordinates, Frame, Gaussian
 from numpyro_fed.rounds import convergence
 from numpyro_fed.rounds.convergence import ConvergenceStats
@@ -44,10 +44,7 @@ from numpyro_fed.rounds.exchange import (
 )
 from numpyro_fed.rounds.names import SFVI_STEP
 from numpyro_fed.rounds.states import CarriedSilo, Shared, SharedParams, SiloParams, WarmStart
-from numpyro_fed.search.start_point import (
-    StartPoint,
-    local_guides_of_result,
-)
+from numpyro_fed.search.start_point import StartPoint, local_guides_of_result
 from numpyro_fed.sfvi.common import ByGradients, Start, standardising_rounds
 
 
@@ -84,7 +81,7 @@ class Down(NamedTuple):
 def down_of(guide: Guide, shared: Shared, z_G: Array) -> Down:
     """Return the message with draws (n, dim) of the globals, from the shared part of a state."""
     theta, eta, frame = shared
-    uses = guide.uses_globals
+    uses = guide.locals_depend_on_globals
     return Down(theta, z_G, guide.globals.centred_coordinates(frame, eta, z_G) if uses else ())
 
 
@@ -143,7 +140,8 @@ class StructuredVI(ByGradients):
     def silo_state(
         self, params: SiloParams, frames: dict[str, Gaussian], start: Start
     ) -> SiloState:
-        centre = jnp.zeros(self.model.dim) if self.in_part and self.guide.uses_globals else None
+        keeps_centre = self.in_part and self.guide.locals_depend_on_globals
+        centre = jnp.zeros(self.model.dim) if keeps_centre else None
         return SiloState(params, self.optim.init(params), frames, centre)
 
     def draw(self, params: SharedParams, frame: Frame, eps: Array) -> tuple[Down, Array]:
@@ -151,7 +149,7 @@ class StructuredVI(ByGradients):
         theta = frame.parameters(params.theta)
         coordinates, z_G, log_q = self.guide.globals.draws(frame.globals, params.guide, eps)
         log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
-        down = Down(theta, z_G, coordinates if self.guide.uses_globals else ())
+        down = Down(theta, z_G, coordinates if self.guide.locals_depend_on_globals else ())
         return down, jnp.mean(log_prior - log_q)
 
     def round(self, state: ServerState, noise: Array, ask: Ask) -> tuple[ServerState, Info]:

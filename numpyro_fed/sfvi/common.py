@@ -15,8 +15,8 @@ from numpyro_fed.basics.trees import all_finite
 from numpyro_fed.data.minibatches import Minibatches, MinibatchNoise, draw_minibatch, rows_at
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_guides import GuideParams
+from numpyro_fed.guides.guide import Guide
 from numpyro_fed.guides.silo_bounds import AtDraw, Bound
-from numpyro_fed.guides.structured import Guide
 from numpyro_fed.numerics.gaussian import Coordinates, Frame, Gaussian
 from numpyro_fed.rounds.exchange import (
     Ask,
@@ -205,8 +205,9 @@ class ByGradients(ABC):
         would be those of other globals.
         """
         guides = state.params.guide
-        centres = self.guide.centres(self.guide.from_frame(state.frames, guides), offset, data)
-        moved = {p: self.guide.locals[p].recentre(guides[p], centres[p]) for p in guides}
+        in_z = self.guide.from_frame(state.frames, guides)
+        offsets = self.guide.offsets_by_plate(in_z, offset, data)
+        moved = {p: self.guide.locals[p].recentre(guides[p], offsets[p]) for p in guides}
         return state.params._replace(guide=moved)
 
 

@@ -31,14 +31,14 @@ from numpyro_fed.guides.structured import (
     FULL_UP_TO,
     GuideConfig,
     Structured,
-    amortises,
-    build_resolved,
-    resolve,
-    structured,
+    as_structured,
+    build_guide,
+    resolve_guide,
+    uses_amortised,
 )
 from numpyro_fed.methods.minibatches import check_rows_alone, minibatches_of
-from numpyro_fed.methods.rows import Method
-from numpyro_fed.methods.start import SEARCHED, check_start, start_kind, start_rounds
+from numpyro_fed.methods.row_method import RowMethod
+from numpyro_fed.methods.start import SEARCH_KINDS, check_start, start_kind, start_rounds
 from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.rounds.runtime import RunOutcome
@@ -92,7 +92,7 @@ Settings = TypeVar("Settings", bound=GradientSettings)
 
 
 @dataclass(frozen=True)
-class GradientMethod(Method[Result, None], Generic[Settings]):
+class GradientMethod(RowMethod[Result, None], Generic[Settings]):
     """A method by stochastic gradients; a run warns if its bound has not settled."""
 
     optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
@@ -166,20 +166,20 @@ class GradientMethod(Method[Result, None], Generic[Settings]):
 
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: None) -> Built:
         settings, spec = self.settings_for(fm, plan), self._spec(fm)
-        guide = build_resolved(spec, settings.guide, fm, plan.row_of)
+        guide = build_guide(spec, settings.guide, fm, plan.row_of)
         fm = with_encoders(fm, guide.encoders)
         objective = self._objective(fm, settings.start)
         draws = draws_of(self.objective, objective, guide)
         bound = bound_of(fm, guide, objective)
         minibatches = minibatches_of(fm, plan.plates_of_arrays, self.batch_size, guide, draws)
         parts, start = self._parts(settings, fm, plan, bound, minibatches), None
-        if settings.start in SEARCHED:
+        if settings.start in SEARCH_KINDS:
             start = start_rounds(
                 settings.start,
                 fm,
                 plan.num_silos,
                 self.starts,
-                structured(spec).init_loc_fn,
+                as_structured(spec).init_loc_fn,
                 parts.begin(),
             )
         return Built(
@@ -203,9 +203,9 @@ class GradientMethod(Method[Result, None], Generic[Settings]):
         return ()
 
     def result_of(
-        self, run: RunOutcome, fit: CompiledMethod, hosted: Silos, *, quiet: bool = False
+        self, run: RunOutcome, compiled: CompiledMethod, hosted: Silos, *, quiet: bool = False
     ) -> Result:
-        result = Result(run.losses, run.state, fit, hosted)
+        result = Result(run.losses, run.state, compiled, hosted)
         if quiet or run.ended == "converged":
             return result
         if len(run.losses) >= MIN_ROUNDS and run.log is not None and not result.settled:
@@ -301,14 +301,14 @@ class SFVI(GradientMethod[GradientSettings]):
     def settings_for(self, fm: FederatedModel, plan: Plan) -> GradientSettings:
         largest, total = dict(plan.largest), dict(plan.total)
         start = start_kind(self.start, fm, wide=True)
-        if amortises(self.guide):
+        if uses_amortised(self.guide):
             if start == "result":
                 raise GuideError(
                     "start=result with guides.Amortised: nothing says which network gives the rows "
                     "the guides that they have there. Go on by init_state=, or use start=None."
                 )
             start = None
-        guide = resolve(self._spec(fm), fm, largest, total, at_mode=start == "mode")
+        guide = resolve_guide(self._spec(fm), fm, largest, total, at_mode=start == "mode")
         return self._settings(fm, start, guide)
 
     def _parts(
@@ -515,9 +515,9 @@ class SFVIAvg(GradientMethod[AveragingSettings]):
                 "all of them: SFVIAvg weighs each silo's rows as if all were like them. Use SFVI "
                 "or PVI, or take the parameter out of the silo_plate."
             )
-        guide = resolve(self._spec(fm), fm, dict(plan.largest), dict(plan.total))
+        guide = resolve_guide(self._spec(fm), fm, dict(plan.largest), dict(plan.total))
         start = start_kind(self.start, fm, wide=guide.globals == "diagonal")
-        start = None if amortises(self.guide) else start
+        start = None if uses_amortised(self.guide) else start
         return AveragingSettings(
             **vars(self._settings(fm, start, guide)),
             local_steps=self.local_steps,

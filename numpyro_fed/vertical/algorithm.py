@@ -41,7 +41,7 @@ from jax import Array
 from numpyro_fed.basics.trees import all_finite
 from numpyro_fed.data.silo_data import SiloData, signature
 from numpyro_fed.guides.global_guides import Full, GlobalGuide, GuideParams
-from numpyro_fed.guides.structured import Guide
+from numpyro_fed.guides.guide import Guide
 from numpyro_fed.numerics.gaussian import Gaussian, identity
 from numpyro_fed.rounds import convergence
 from numpyro_fed.rounds.exchange import Ask, Exchange, Info, Reply, Round

@@ -402,9 +402,9 @@ class VerticalMethod(FederatedMethod[Outcome], Generic[Outcome, Algorithm]):
         )
 
     def result_of(
-        self, run: RunOutcome, fit: CompiledMethod, hosted: Silos, *, quiet: bool = False
+        self, run: RunOutcome, compiled: CompiledMethod, hosted: Silos, *, quiet: bool = False
     ) -> Any:
-        return self.result_class(run.losses, run.state, fit, hosted)
+        return self.result_class(run.losses, run.state, compiled, hosted)
 
     def build(self, plan: Plan) -> Built:
         """Return the algorithm from model and plan, the same at every party."""

@@ -22,7 +22,8 @@ from numpyro_fed.basics.optimisers import ascend
 from numpyro_fed.basics.trees import all_finite, where
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_guides import GlobalGuide, GuideParams
-from numpyro_fed.guides.structured import Guide, GuideConfig, Spec, build_resolved, resolve
+from numpyro_fed.guides.guide import Guide
+from numpyro_fed.guides.structured import GuideConfig, Spec, build_guide, resolve_guide
 from numpyro_fed.numerics.gaussian import Gaussian
 from numpyro_fed.rounds import convergence
 from numpyro_fed.rounds.convergence import ConvergenceStats
@@ -60,7 +61,7 @@ class PartyType:
     def guide_at(self, data: SiloData | None) -> Guide:
         """Return the party's guide, whose first parameters may depend on the party's data."""
         model = self.model if data is None else replace(self.model, silo=data)
-        return build_resolved(self.guide_spec, self.guide_config, model)
+        return build_guide(self.guide_spec, self.guide_config, model)
 
     @cached_property
     def guide(self) -> GlobalGuide[Array]:
@@ -190,7 +191,7 @@ class VerticalAlgorithm(ABC):
     def server_guide(self) -> Guide:
         """Return the guide of the server's latents; a default one where it is not used."""
         server = self.model.server
-        return build_resolved(None, resolve(None, server, {}, {}), server)
+        return build_guide(None, resolve_guide(None, server, {}, {}), server)
 
     @property
     @abstractmethod

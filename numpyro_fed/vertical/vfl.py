@@ -15,7 +15,7 @@ from numpyro.infer.autoguide import AutoGuide
 from numpyro_fed.basics.errors import GuideError, StartWarning, positive_int
 from numpyro_fed.data.silo_data import SiloData, signature
 from numpyro_fed.guides.local_guides import Amortised
-from numpyro_fed.guides.structured import Spec, Structured, resolve
+from numpyro_fed.guides.structured import Spec, Structured, resolve_guide
 from numpyro_fed.posterior.built import Built
 from numpyro_fed.rounds.exchange import ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.rounds.names import IMPORTANCE
@@ -191,7 +191,7 @@ class VFL(VerticalMethod[VerticalResult, VFLAlgorithm]):
             check_batches(parts, self.batch_size)
 
         def party_type(spec: Spec | None, party: FederatedModel, data: SiloData) -> PartyType:
-            config = resolve(spec, party, {}, {})
+            config = resolve_guide(spec, party, {}, {})
             return PartyType(party, spec, config, hyperparameter_mask(party, data))
 
         pairs = zip(model.clients, parts.clients, strict=True)

@@ -25,10 +25,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.guides.guide import Guide
 from numpyro_fed.guides.laplace import Laplace
 from numpyro_fed.guides.quadrature import NEARBY, RowIntegrals
 from numpyro_fed.guides.silo_bounds import EACH_DRAW, AtDraw, Bound, QuadratureBound, SiloBound
-from numpyro_fed.guides.structured import Guide
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.search.expand import ROUNDING_UNITS
 from numpyro_fed.search.start_point import outer_precision, where_finite
@@ -56,7 +56,7 @@ def too_coarse(bound: QuadratureBound, keys: Array, given: AtDraw, values: Array
 
     def starts_at(key: Array, given: AtDraw) -> Rows:
         starts = [bound.start(given)]
-        if bound.model.draws_local and not bound.guide.outer:
+        if bound.model.draws_local and not bound.guide.outer_plates:
             # From draws of the latents' prior the search leads to other modes, if there are any.
             starts.append(bound.model.draw_local(key, theta, given.z_G, {}, data))
         return jax.tree.map(lambda *a: jnp.stack(a), *starts)
@@ -98,7 +98,7 @@ class SiloLikelihood:
     def log_estimate(self, key: Array, given: AtDraw) -> Array:
         """Return the log of the estimate () at one draw of the globals, which is unbiased."""
         latents, key_outer, key_rows = self._latents_at(key, given)
-        if not self.guide.outer:
+        if not self.guide.outer_plates:
             return latents.log_likelihood({}, key_rows)
         *_, terms = self._outer_terms(latents, key_outer, key_rows)
         return jax.nn.logsumexp(terms) - jnp.log(len(terms))
@@ -112,11 +112,13 @@ class SiloLikelihood:
         start = {p: guides[p]["loc"] for p in self.guide.locals}
         at_globals = coordinates._replace(centre=coordinates.u)
         latents = _LatentsAt(self, theta, guides, start, z_G, at_globals, data)
-        if self.guide.outer:
+        if self.guide.outer_plates:
             laplace = Laplace(self.model)
             z = laplace.search(theta, z_G, data, start, NEARBY).modes
             found = laplace.outer_given(theta, z_G, z, data)
-            precisions = {p: outer_precision(self.guide, p, *found[p]) for p in self.guide.outer}
+            precisions = {
+                p: outer_precision(self.guide, p, *found[p]) for p in self.guide.outer_plates
+            }
             latents = replace(latents.with_modes(precisions), start=z)
         return (latents, *jax.random.split(key))
 
@@ -124,8 +126,8 @@ class SiloLikelihood:
         self, latents: _LatentsAt, key: Array, key_rows: Array
     ) -> tuple[Rows, Array, Array]:
         """Return draws of outer plates' latents, a key for the rows of each, and log weights."""
-        number = max(self.draws[p] for p in self.guide.outer)
-        z, log_mixture = latents.mixture(self.guide.outer, number, {}, key)
+        number = max(self.draws[p] for p in self.guide.outer_plates)
+        z, log_mixture = latents.mixture(self.guide.outer_plates, number, {}, key)
         keys = jax.random.split(key_rows, number)
         log_q = sum(v.sum(1) for v in log_mixture.values())
         return z, keys, jax.vmap(latents.log_likelihood)(z, keys) - log_q
@@ -134,13 +136,13 @@ class SiloLikelihood:
         """Return each row's log likelihood, outer plates' latents drawn by their weights."""
         latents, key_outer, key_rows = self._latents_at(key, given)
         z_outer: Rows = {}
-        if self.guide.outer:
+        if self.guide.outer_plates:
             key_outer, key_choice = jax.random.split(key_outer)
             z, keys, terms = self._outer_terms(latents, key_outer, key_rows)
             chosen = jax.random.categorical(key_choice, terms)
             z_outer, key_rows = {p: a[chosen] for p, a in z.items()}, keys[chosen]
         found = latents.refined_rows(z_outer).row_terms(z_outer, key_rows)
-        return {p: rows for p, rows in found.items() if p not in self.guide.outer}
+        return {p: rows for p, rows in found.items() if p not in self.guide.outer_plates}
 
 
 @dataclass(frozen=True)
@@ -158,10 +160,10 @@ class _LatentsAt:
     def refined_rows(self, z_outer: Rows) -> _LatentsAt:
         """Return a copy whose guides of rows are at the modes given the latents above them."""
         guide, laplace = self.likelihood.guide, Laplace(self.likelihood.model)
-        plates = [p for p in guide.rows if not guide.locals[p].joint]
+        plates = [p for p in guide.row_plates if not guide.locals[p].joint]
         if not plates:
             return self
-        outer = jnp.concatenate([jnp.zeros(0), *(z_outer[p].ravel() for p in guide.outer)])
+        outer = jnp.concatenate([jnp.zeros(0), *(z_outer[p].ravel() for p in guide.outer_plates)])
         start = {**self.start, **z_outer}
         z = laplace.search(self.theta, self.z_G, self.data, start, NEARBY, fix_outer=True).modes
         found = laplace.rows_given(self.theta, self.z_G, outer, z, self.data)
@@ -183,7 +185,7 @@ class _LatentsAt:
 
     def row_terms(self, z_outer: Rows, key: Array) -> Rows:
         """Return what each row adds to the log likelihood given the outer latents."""
-        plates, fm = self.likelihood.guide.rows, self.likelihood.model
+        plates, fm = self.likelihood.guide.row_plates, self.likelihood.model
 
         def joint(z: Rows) -> Rows:
             return fm.log_silo(self.theta, self.z_G, {**z_outer, **z}, self.data)
@@ -212,11 +214,11 @@ class _LatentsAt:
         guide, fm, data = self.likelihood.guide, self.likelihood.model, self.data
         locals_ = guide.locals
         offset = self.coordinates.offset
-        above = {p: guide.above(p, self.eta, offset, z_outer, data) for p in plates}
+        above = {p: guide.offset_of_plate(p, self.eta, offset, z_outer, data) for p in plates}
         key_guide, key_prior = jax.random.split(key)
         # Rows of a joint guide share one density, so that they cannot be mixed row by row. Outer
         # plates are mixed as a whole.
-        separable = plates == guide.outer or not any(locals_[p].joint for p in plates)
+        separable = plates == guide.outer_plates or not any(locals_[p].joint for p in plates)
         from_prior = int(SHARE * number) if separable else 0
 
         def draw_guide(key: Array) -> Rows:
@@ -245,7 +247,7 @@ class _LatentsAt:
         )(z)
         log_q, share = jax.vmap(log_guide)(z), from_prior / number
         densities = {p: (log_q[p], log_p[p]) for p in plates}
-        if plates == guide.outer:  # drawn together
+        if plates == guide.outer_plates:  # drawn together
             q, p = (sum(d[i].sum(1, keepdims=True) for d in densities.values()) for i in (0, 1))
             densities = {"": (jnp.asarray(q), jnp.asarray(p))}
         mixed = {

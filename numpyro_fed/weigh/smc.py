@@ -40,9 +40,9 @@ from numpyro_fed.basics.errors import NonFiniteError
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.basics.trees import Numbers, namespace
 from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.guides.guide import Guide
 from numpyro_fed.guides.quadrature import NEARBY, RowIntegrals
 from numpyro_fed.guides.silo_bounds import QuadratureBound
-from numpyro_fed.guides.structured import Guide
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.exchange import AskSilos, Exchange, FederatedAlgorithm
 from numpyro_fed.rounds.names import TEMPERED
@@ -318,7 +318,7 @@ class TemperedSMC:
         at: Any = np.asarray(z, jnp.result_type(float))
         # Local guides say where searches begin, at the centre of the globals' guide.
         centre: Any = Coordinates(np.zeros_like(at), np.zeros_like(at[0]))
-        return Down(theta, at, centre if self.guide.uses_globals else ())
+        return Down(theta, at, centre if self.guide.locals_depend_on_globals else ())
 
     @cached_property
     def _ends(self) -> Callable[[Theta, Any, Any], tuple[Array, ...]]:
