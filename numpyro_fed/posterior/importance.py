@@ -43,6 +43,7 @@ from numpyro_fed.posterior.weighted_draws import (
     until_interrupted,
 )
 from numpyro_fed.rounds.keys import generator
+from numpyro_fed.rounds.names import IMPORTANCE
 from numpyro_fed.rounds.progress import in_sight
 from numpyro_fed.search.expand import prior_draws
 from numpyro_fed.search.mode import Mode, OneCopy
@@ -266,7 +267,7 @@ class Weighing:
         while True:
             num_own = 0 if anywhere else self.num_own
             weigh: LogLikelihoodExchange[Any, Any] = self.result._fit.question(
-                "importance", log_likelihood_exchange, self.integration, self.size, num_own=num_own
+                IMPORTANCE, log_likelihood_exchange, self.integration, self.size, num_own=num_own
             )
             log_prior, down = weigh.of_server(self.result.shared, z_G)
             up: Estimates = self.result.ask_once(weigh.exchange, down, key, NO_WEIGHTS)
