@@ -222,7 +222,7 @@ def told_by_silos(
         "rows": {str(s.plate): largest[str(s.plate)] for s in sites},
         **sampler.settings,
     }
-    name = "outer latents", json.dumps(settings)
+    name = OUTER_LATENTS, json.dumps(settings)
     exchange = fit.cached(name, lambda: fit.runtime.single(outer_round(fit.built, settings)))
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(number))
     given = SiloData({DRAWS: jnp.asarray(z_G), KEYS: jax.random.key_data(keys)})

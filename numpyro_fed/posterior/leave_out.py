@@ -205,7 +205,7 @@ def silos_left_out(
 ) -> LeaveOut:
     """Return the table by draws (n, dim) with log weights (n,), in one exchange."""
     fit, n = result._fit, len(log_weights)
-    question = fit.question("leave out", leave_out_exchange, integration, n)
+    question = fit.question(LEAVE_OUT, leave_out_exchange, integration, n)
     draws = down_of(fit.guide, result.shared, jnp.asarray(z_G))
     found: LeftOut = result.ask_once(
         question, LeaveOutDown(draws, jnp.asarray(log_weights)), key, NOT_FINITE
@@ -393,7 +393,7 @@ def rows_left_out(
     draws = down_of(fit.guide, result.shared, jnp.asarray(z_G))
     down = LeaveOutDown(draws, jnp.asarray(log_weights))
     if result._silos.elsewhere:
-        question = fit.question("loo", loo_exchange, integration, n)
+        question = fit.question(LOO, loo_exchange, integration, n)
         sums: RowSums = result.ask_once(question, down, key, MESSAGE)
         return Loo.of(sums, worth, 1)
     scores = fit.question(
