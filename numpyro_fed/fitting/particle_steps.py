@@ -58,7 +58,7 @@ def particles_from(steps: FitSteps, start: str, before: Corrected) -> Particles 
                     min(MAX_PARTICLE_EXCHANGES, left),
                     found or before,
                     progress_bar=steps.account.bar,
-                    quick=steps.problem.runtime == "quick",
+                    quick=steps.problem.runtime_name == "quick",
                 )
         except (ModelError, NonFiniteError, ValueError) as error:
             steps.account.spend(error.round + 1 if isinstance(error, NonFiniteError) else 0)

@@ -28,7 +28,7 @@ from numpyro_fed.posterior.result import Result
 from numpyro_fed.pvi.method import PVI
 from numpyro_fed.rounds.runtime import State
 from numpyro_fed.sfvi.method import SFVI
-from numpyro_fed.weigh.mixture import FULL_UP_TO, Mixture, around_modes
+from numpyro_fed.weigh.mixture import MIXTURE_FULL_UP_TO, Mixture, around_modes
 
 # Messages that must be left for a try of SFVI: with fewer rounds its bound has not settled, and
 # nothing can be said.
@@ -82,14 +82,14 @@ class FitSteps:
         key = self.new_key()
 
         def run() -> Result:
-            return self.problem.method(kind, coupled=self.coupled).run(
+            return self.problem.method_for(kind, coupled=self.coupled).run(
                 key,
                 rounds,
                 self.problem.silos,
                 init_state=init_state,
                 stop="converged",
                 progress_bar=self.account.bar,
-                runtime=self.problem.runtime,
+                runtime=self.problem.runtime_name,
             )
 
         try:
@@ -212,7 +212,7 @@ class FitSteps:
 
     def around(self, result: Result) -> Mixture | None:
         """Return the mixture around a fit and other modes; None where its own guide is better."""
-        if not 0 < self.fm.dim <= FULL_UP_TO:
+        if not 0 < self.fm.dim <= MIXTURE_FULL_UP_TO:
             return None
         z = result.many_draws_of_globals().astype(np.float64)
         mode = self.account.mode

@@ -32,7 +32,7 @@ from numpyro_fed.guides.local_guides import (
     RowShapes,
     encoder_of,
 )
-from numpyro_fed.numerics.gaussian import Gaussian, identity
+from numpyro_fed.numerics.gaussian import FULL_COVARIANCE_UP_TO, Gaussian, identity
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Plate, Site
 
@@ -40,7 +40,6 @@ from numpyro_fed.text.sites import Plate, Site
 # Globals: a skewed guide has three times the parameters of a full one, and a loop over coordinates
 # where its density is evaluated at a given point; a low-rank one has 20 columns at most.
 SKEWED_UP_TO = 128
-FULL_UP_TO = 300
 LOW_RANK_UP_TO = 20_000
 # Latents of one row: at 8, an earlier bound, a state-space model of patients had k-hat 1.05, and
 # with full covariances 0.35 (docs/results/raw_data.md).
@@ -330,7 +329,7 @@ def resolve(
         latents = fm.named("latent")
         # A bounded site beside another one is most often a scale and its effects.
         scales = len(latents) > 1 and not all(_unbounded(fm, site) for site in latents)
-        small, medium = dim <= FULL_UP_TO, dim <= LOW_RANK_UP_TO
+        small, medium = dim <= FULL_COVARIANCE_UP_TO, dim <= LOW_RANK_UP_TO
         kind = "full" if small else "low_rank" if medium else "diagonal"
         kind = "skewed" if at_mode and scales and dim <= SKEWED_UP_TO else kind
     if kind not in ("diagonal", "full", "skewed", "low_rank"):
