@@ -73,7 +73,9 @@ def match(steps: FitSteps, best: Corrected) -> Corrected:
     It lies closer to the posterior. Its draws are added to those before, for the next match.
     """
     for _ in range(MAX_MATCHES):
-        lacks_only_draws = best.reliable and best.moments_known and best.share > ENOUGH_COUNT
+        lacks_only_draws = (
+            best.reliable and best.moments_known and best.effective_share > ENOUGH_COUNT
+        )
         if best.trusted or steps.account.left <= 0 or lacks_only_draws:
             break
         too_few = best.pool is None or best.ess <= MIN_DRAWS_PER_GLOBAL * steps.fm.dim
@@ -90,7 +92,7 @@ def match(steps: FitSteps, best: Corrected) -> Corrected:
 
 def look_farther(steps: FitSteps, best: Corrected) -> Corrected:
     """Return the better of a correction without a mixture and one with more draws."""
-    unsure_of_tails = best.pool is None and not best.reliable and best.many_count
+    unsure_of_tails = best.pool is None and not best.reliable and best.many_draws_count
     if not unsure_of_tails or steps.account.left <= 0:
         return best
     new = steps.correct(best.result, "more draws", TAIL_FACTOR * AT_ONCE)
@@ -99,7 +101,7 @@ def look_farther(steps: FitSteps, best: Corrected) -> Corrected:
 
 def draw_enough(steps: FitSteps, best: Corrected) -> Corrected:
     """Return the better of a correction and one with as many draws as its errors ask for."""
-    converges = best.many_count or best.reliable
+    converges = best.many_draws_count or best.reliable
     if not converges or not math.isfinite(best.monte_carlo_error):
         return best
     # Errors fall as the root of the number of draws. The 1.3 allows for the error of the

@@ -34,14 +34,9 @@ from numpyro_fed.guides.objectives import (
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.corrected import Corrected, on_supports, sampler_of
+from numpyro_fed.posterior.interruption import unless_interrupted, until_interrupted
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.verdict import TOLERANCE, check_accuracy
-from numpyro_fed.posterior.weighted_draws import (
-    NO_WEIGHTS,
-    replace_weightless,
-    unless_interrupted,
-    until_interrupted,
-)
 from numpyro_fed.rounds.keys import generator
 from numpyro_fed.rounds.progress import in_sight
 from numpyro_fed.search.expand import prior_draws
@@ -55,7 +50,7 @@ from numpyro_fed.weigh.integration import Integration
 from numpyro_fed.weigh.log_likelihoods import Estimates, LogLikelihoodExchange
 from numpyro_fed.weigh.mixture import LocationScale, Mixture, root_of_draws
 from numpyro_fed.weigh.proposals import SHARE, Part, Pool, WideParts, wider_parts
-from numpyro_fed.weigh.weights import Weights
+from numpyro_fed.weigh.weights import NO_WEIGHTS, Weights, replace_weightless
 
 InnerDraws = Quadrature | int | Mapping[str, int] | None
 # Draws of each row's latents where they are integrated by draws, or drawn from the posterior.
