@@ -20,6 +20,7 @@ from scipy.special import logsumexp
 import numpyro_fed as nf
 from numpyro_fed.guides.silo_bounds import AtDraw
 from numpyro_fed.numerics.gaussian import Coordinates
+from numpyro_fed.posterior.verdict import Verdict
 from numpyro_fed.weigh.element_errors import moments
 from numpyro_fed.weigh.integration import SiloLikelihood
 from numpyro_fed.weigh.log_likelihoods import LogLikelihoodExchange
@@ -228,6 +229,14 @@ def test_two_silos_do_not_share_their_noise():
 
 
 # --- k-hat and words -------------------------------------------------------------------------
+
+
+def test_too_few_draws_to_tell_are_not_trusted():
+    few = Verdict((), enough_draws=False)
+    assert "Too few draws to tell" in str(few)
+    assert not few.trusted
+    assert few.reason == "too few draws to tell"
+    assert Verdict(()).trusted
 
 
 def test_the_report_trusts_a_wrong_guide_that_was_repaired():

@@ -156,7 +156,7 @@ def test_silos_are_left_out_of_as_many_draws_as_are_needed():
     whole = correction(numbers, log_weights)
     number = whole._number_left_out
     assert number % 4_000 == 0
-    assert 1_000 <= number * whole.share < 1_000 + 4_000 * whole.share
+    assert 1_000 <= number * whole.effective_share < 1_000 + 4_000 * whole.effective_share
     some = whole._some(number)
     assert len(some.weights) == number
     assert some.pool.numbers == tuple(number * n // 64_000 for n in numbers)

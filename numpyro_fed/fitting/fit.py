@@ -26,8 +26,10 @@ from numpyro_fed.basics.precision import precision as precision_as
 from numpyro_fed.data.silo_data import read_all
 from numpyro_fed.data.tables import SiloInput
 from numpyro_fed.dp_newton.method import DPNewton
+from numpyro_fed.fitting.account import Account
+from numpyro_fed.fitting.ladder import reached_so_far, run_steps
 from numpyro_fed.fitting.problem import FitProblem
-from numpyro_fed.fitting.steps import Account, FitSteps
+from numpyro_fed.fitting.steps import FitSteps
 from numpyro_fed.posterior.posterior import Posterior, Stage
 from numpyro_fed.posterior.verdict import TOLERANCE, check_accuracy
 from numpyro_fed.privacy.budget import Privacy
@@ -198,14 +200,14 @@ class FitCall:
         with precision_as(double=self.double), _LOCK, StageBar(self.progress_bar) as bar, silent:
             problem = FitProblem.of(self.model, self.silos)
             account = Account(self.max_exchanges, bar)
-            fitting = FitSteps(typed_key(key), problem, self.accuracy, account, places)
+            steps = FitSteps(typed_key(key), problem, self.accuracy, account, places)
             try:
-                return replace(fitting.run(), call=self)
+                return replace(run_steps(steps), call=self)
             except SilosError as error:
-                error.result = fitting.reached_so_far(error.result)
+                error.result = reached_so_far(steps, error.result)
                 raise
             except KeyboardInterrupt as error:
-                reached = fitting.reached_so_far(getattr(error, "result", None))
+                reached = reached_so_far(steps, getattr(error, "result", None))
                 if reached is None:
                     raise
                 raise Interrupted(

@@ -28,6 +28,7 @@ from numpyro_fed.guides.local_guides import (
     RowShapes,
     encoder_of,
 )
+from numpyro_fed.numerics.gaussian import FULL_COVARIANCE_UP_TO
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Plate, Site
 
@@ -35,7 +36,6 @@ from numpyro_fed.text.sites import Plate, Site
 # Globals: a skewed guide has three times the parameters of a full one, and a loop over coordinates
 # where its density is evaluated at a given point; a low-rank one has 20 columns at most.
 SKEWED_UP_TO = 128
-FULL_UP_TO = 300
 LOW_RANK_UP_TO = 20_000
 # Latents of one row: at 8, an earlier bound, a state-space model of patients had k-hat 1.05, and
 # with full covariances 0.35 (docs/results/raw_data.md).
@@ -250,7 +250,13 @@ def _globals_covariance(spec: Structured, fm: FederatedModel, at_mode: bool) -> 
         scales = len(latents) > 1 and not all(_unbounded(fm, site) for site in latents)
         if at_mode and scales and dim <= SKEWED_UP_TO:
             return "skewed"
-        return "full" if dim <= FULL_UP_TO else "low_rank" if dim <= LOW_RANK_UP_TO else "diagonal"
+        return (
+            "full"
+            if dim <= FULL_COVARIANCE_UP_TO
+            else "low_rank"
+            if dim <= LOW_RANK_UP_TO
+            else "diagonal"
+        )
     if setting not in ("diagonal", "full", "skewed", "low_rank"):
         raise GuideError(
             f"globals={setting!r}: expected 'auto', 'diagonal', 'full', 'skewed', 'low_rank' or a "

@@ -19,9 +19,8 @@ from numpyro_fed.basics.precision import to_current_precision
 from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.guide import Guide
-from numpyro_fed.guides.structured import FULL_UP_TO
 from numpyro_fed.numerics import linalg
-from numpyro_fed.numerics.gaussian import Gaussian
+from numpyro_fed.numerics.gaussian import FULL_COVARIANCE_UP_TO, Gaussian
 from numpyro_fed.posterior.built import CompiledMethod
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.rounds.runtime import State
@@ -147,7 +146,7 @@ def _globals_as_normal(result: Result) -> tuple[StartPoint, str]:
     """Return the globals of a result as a normal distribution, and its moments in words."""
     theta, eta, frame = result.shared
     guide, dim = result._fit.guide.globals, result.num_globals
-    is_wide = dim > FULL_UP_TO
+    is_wide = dim > FULL_COVARIANCE_UP_TO
     params = guide.in_z(frame, eta)
     names = set(params) if isinstance(params, dict) else set()
     # A diagonal or a full Gaussian has its moments in closed form; others are estimated by draws.

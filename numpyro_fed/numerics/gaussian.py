@@ -29,6 +29,9 @@ from numpyro_fed.basics.trees import AnyArray, Tree, namespace
 from numpyro_fed.numerics import linalg
 
 LOG_2PI = math.log(2 * math.pi)
+# Globals up to which their covariance is full by default. A visit's steps in PVI cost the square of
+# their number (3 ms each at 300, docs/results/pvi.md).
+FULL_COVARIANCE_UP_TO = 300
 
 # GPUs and TPUs multiply float32 matrices in fewer digits by default, and a covariance needs all.
 dot = partial(jnp.matmul, precision="highest")

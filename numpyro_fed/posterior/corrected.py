@@ -156,7 +156,7 @@ class Corrected(Posterior, WeightedDraws[Result]):
         more = "importance_correct(key, fitted, num_draws=100_000)"
         if self.reliable:
             return f"{more}, or more max_exchanges"
-        if self.many_count:
+        if self.many_draws_count:
             return more
         return (
             "effects as scale times a standard normal or the other way round, a prior that holds "
@@ -231,7 +231,7 @@ class Corrected(Posterior, WeightedDraws[Result]):
     def _number_left_out(self) -> int:
         """Return how many draws silos are left out of: so many that a thousand of them count."""
         number = len(self.weights)
-        enough = math.ceil(LEFT_OUT / self.share / MORE_DRAWS) * MORE_DRAWS
+        enough = math.ceil(LEFT_OUT / self.effective_share / MORE_DRAWS) * MORE_DRAWS
         return number if number % MORE_DRAWS else min(number, enough)
 
     @in_precision_of_object

@@ -39,7 +39,16 @@ from numpyro_fed.posterior.importance import (
 )
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.saving import SavedWords
-from numpyro_fed.posterior.verdict import QUANTILES_KNOWN, TOLERANCE, Doubt, Spoils
+from numpyro_fed.posterior.verdict import (
+    FEW_COORDINATES,
+    MAX_COARSE,
+    MAX_PARTICLE_ERROR,
+    TOLERANCE,
+    Doubt,
+    doubts_of_particles,
+    particles_arrived,
+    particles_reliable,
+)
 from numpyro_fed.rounds.keys import generator, typed_key
 from numpyro_fed.rounds.progress import Progress, progress_of
 from numpyro_fed.search.mode import Mode
@@ -57,21 +66,7 @@ STARTS = "fit", "prior"
 # 0.05 sd, and its length scale was 1.5 sd off. A horseshoe has three, a test of 30 items five.
 MIN_EFFECTIVE = 40
 WIDER = 0.5  # share of the first particles that come from distributions wider than the fit
-# Standard error, as a share of the accuracy, up to which means and sds count as known. It is
-# estimated from four islands alone, and the largest of all coordinates is looked at, which is about
-# twice the true one. With few coordinates the largest is no larger, and it is that of weighted
-# draws: the true error of a mean is then below the accuracy with a probability of 97.5 % (Student's
-# t with three degrees of freedom).
-MAX_ERROR, FEW = 0.5, 2
-# Nats. A Gaussian process of 43 globals has 0.5; with more than one, islands have found other
-# shares of the mass.
-MAX_EVIDENCE_ERROR = 1.0
 NEARLY = 2.0  # times the largest error: three times as many particles bring it down enough
-MAX_COARSE = 0.1  # nats by which a finer quadrature may move log densities
-MIN_KEPT = 3  # times that particles must have been kept
-# Memory above which they count as standing still: islands would agree for no good reason, as where
-# a posterior's neck is too narrow for their steps.
-MAX_MEMORY = 0.5
 # A gap between particles that separates modes, as a multiple of the spreads on both its sides, and
 # the share of the particles on both sides, at least. The largest gap among a thousand draws from a
 # normal distribution, without the outer 2 % of them, is a tenth of this.
@@ -325,19 +320,14 @@ class Particles(Corrected):
     @property
     def reliable(self) -> bool:
         """Whether particles came to the posterior and moved there, and integrals are right."""
-        settled = self._arrived and self.memory <= MAX_MEMORY
-        return self.near and settled and self.coarse <= MAX_COARSE
-
-    @property
-    def _arrived(self) -> bool:
-        return self.reached >= 1 and self.num_kept >= MIN_KEPT
+        return particles_reliable(self)
 
     @property
     def nearly(self) -> bool:
         """Whether particles are at the posterior, and more exchanges are likely to be enough."""
-        error = MAX_ERROR * self.accuracy
+        error = MAX_PARTICLE_ERROR * self.accuracy
         close = self.monte_carlo_error <= NEARLY * error and self.coarse <= MAX_COARSE
-        more = close or not self._arrived
+        more = close or not particles_arrived(self)
         return self.near and self.reached >= 1 and not self.trusted and more
 
     @property
@@ -346,7 +336,11 @@ class Particles(Corrected):
 
         It is half of the ``accuracy=`` that was asked for, or 0.3 of it with few globals.
         """
-        return super().max_error if self.z_G.shape[1] <= FEW else MAX_ERROR * self.accuracy
+        return (
+            super().max_error
+            if self.z_G.shape[1] <= FEW_COORDINATES
+            else MAX_PARTICLE_ERROR * self.accuracy
+        )
 
     @property
     def monte_carlo_error(self) -> float:
@@ -362,36 +356,7 @@ class Particles(Corrected):
 
     def doubts(self) -> Iterator[Doubt]:
         """Yield all that speaks against the particles, the gravest first."""
-        remedy = f"Try {self._advice}."
-        spoils: Spoils = "details" if self.many_count else "all"
-        if not self.precise:
-            yield Doubt(self._rounding.words(self._sites), self._rounding.remedy)
-        if self.reached < 1:
-            came = f"the particles came to {self.reached:.2g} of the way to the posterior"
-            yield Doubt(came, remedy, spoils)
-        elif not (self._arrived and self.memory <= MAX_MEMORY):
-            yield Doubt("the particles have not moved enough at the posterior", remedy, spoils)
-        if not self.near:
-            why = (
-                "the particles began at a fit that is not known to cover the posterior, and may "
-                "have missed a part of it: give a correction of which draws count, or start='prior'"
-            )
-            yield Doubt(why, remedy, spoils)
-        if not self.coarse <= MAX_COARSE:
-            yield Doubt("the quadrature over rows' latents is too coarse", remedy, spoils)
-        spoils = "details" if self.moments_known else "spreads"
-        if self.quantiles_known:
-            remedy = f"{QUANTILES_KNOWN} {remedy}"
-        if not self.evidence_error <= MAX_EVIDENCE_ERROR:
-            error = f"{self.evidence_error:.2g}"
-            why = f"islands of particles differ: the log evidence is known to {error} nats"
-            yield Doubt(why, remedy, spoils)
-        if not self.quantiles_known:
-            error = f"{self.monte_carlo_error:.2g}"
-            why = f"islands of particles differ: means and sds are known to {error} sd"
-            yield Doubt(why, remedy, spoils)
-        elif not self.moments_known:
-            yield Doubt(self.reservation, remedy, spoils)
+        return doubts_of_particles(self)
 
     @property
     def figures(self) -> str:
@@ -419,9 +384,9 @@ class Particles(Corrected):
     def report(self) -> str:
         """Return in words whether to trust the posterior."""
         if self.log_evidence is None:
-            return str(self.verdict_of_draws)
+            return str(self.draws_verdict)
         error = f"(+- {self.evidence_error:.2f})"
-        return f"{self.verdict_of_draws} Log evidence {self.log_evidence:.2f} {error}."
+        return f"{self.draws_verdict} Log evidence {self.log_evidence:.2f} {error}."
 
 
 def particles_of(

@@ -27,7 +27,7 @@ from numpyro_fed.basics.errors import DataError, ModelError, positive_int
 from numpyro_fed.basics.precision import precision
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedRun, SavedWords, save
-from numpyro_fed.posterior.verdict import Doubt, Verdict
+from numpyro_fed.posterior.verdict import Verdict, unchecked, with_doubts_of_search
 from numpyro_fed.privacy.budget import Spent
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.messages import DRAWS, Question, at_silo, pack, write
@@ -135,24 +135,10 @@ class Posterior(Questions):
         """Return the verdict on the weighted draws, and on what the search has found or left."""
         correction = self.correction
         if isinstance(correction, str):
-            why = "the fit was interrupted" if self.interrupted else "it could not be checked"
-            more = "NUTS on pooled data (run_nuts), where that is allowed, would show it."
-            return Verdict((Doubt(why, f"What follows says more; {more}"),))
-        verdict: Verdict = correction.verdict_of_draws
-        if self.interrupted:
-            why = "the fit was interrupted before its check was done"
-            return verdict.with_gravest(Doubt(why))
-        if self.missed:
-            why = (
-                f"it is that around one of {1 + len(self.missed)} modes that the search has found, "
-                "and others hold about as much of the mass"
-            )
-            remedy = (
-                "A prior or a constraint that tells them apart (a sign, an order) leaves one; "
-                ".missed has the others."
-            )
-            return verdict.with_gravest(Doubt(why, remedy))
-        return verdict
+            return unchecked(interrupted=self.interrupted)
+        return with_doubts_of_search(
+            correction.draws_verdict, num_missed=len(self.missed), interrupted=self.interrupted
+        )
 
     def _account(self) -> str:
         """Return in words what was done, and which sites are in no draws."""

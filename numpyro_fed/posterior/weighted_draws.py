@@ -5,47 +5,38 @@ Corrections of fits over rows and over columns share this module.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from numpyro_fed.basics import display
-from numpyro_fed.basics.errors import Interrupted
+from numpyro_fed.posterior import report as words
 from numpyro_fed.posterior.run import FederatedRun
 from numpyro_fed.posterior.saving import SavedWords
 from numpyro_fed.posterior.verdict import (
     MAX_ERROR,
     MIN_DRAWS,
-    QUANTILES_KNOWN,
     TOLERANCE,
     Doubt,
     Verdict,
+    doubts_of_draws,
 )
 from numpyro_fed.text.sites import Site
-from numpyro_fed.weigh.element_errors import ORDERS, ElementErrors, Moments, Rounding
+from numpyro_fed.weigh.element_errors import ElementErrors, Moments, Rounding
 from numpyro_fed.weigh.weights import max_k_hat
 
 # Share of effective draws above which only tails are unsure:
 # nf.fit then tries more draws before a better proposal.
 MANY_SHARE = 0.3
-NO_WEIGHTS = (
-    "the importance weights are NaN, or all zero, at {}. Fit for more rounds, or look at the data "
-    "and the supports of the sites there."
-)
-
-Corrects = TypeVar("Corrects", bound=FederatedRun)
-Part = TypeVar("Part")
-Draws = TypeVar("Draws", np.ndarray, Array)
+CorrectedRun = TypeVar("CorrectedRun", bound=FederatedRun)
 
 
 @dataclass(frozen=True, eq=False)
-class WeightedDraws(ABC, Generic[Corrects]):
+class WeightedDraws(ABC, Generic[CorrectedRun]):
     """Draws of latents that all parties share, with importance weights (:class:`.Corrected`).
 
     ``errors`` are those of each element of the globals, as users see them, and ``accuracy`` is the
@@ -56,7 +47,7 @@ class WeightedDraws(ABC, Generic[Corrects]):
     ess: float
     pareto_k: float
     weights: np.ndarray = field(repr=False)
-    result: Corrects = field(repr=False)
+    result: CorrectedRun = field(repr=False)
     _key: Array = field(repr=False)
     _moments: Moments = field(repr=False)
     _rounding: Rounding = field(repr=False)
@@ -67,6 +58,11 @@ class WeightedDraws(ABC, Generic[Corrects]):
     @abstractmethod
     def _sites(self) -> tuple[Site, ...]:
         """Return the latents with their slices of the vector of coordinates."""
+
+    @property
+    @abstractmethod
+    def draws(self) -> dict[str, Array]:
+        """Draws on their supports, to be weighted by ``weights``."""
 
     @property
     def threshold(self) -> float:
@@ -112,14 +108,14 @@ class WeightedDraws(ABC, Generic[Corrects]):
         return self.errors.words(self.max_error)
 
     @property
-    def share(self) -> float:
+    def effective_share(self) -> float:
         """The effective draws as a share of all."""
         return self.ess / len(self.weights)
 
     @property
-    def many_count(self) -> bool:
+    def many_draws_count(self) -> bool:
         """Whether many draws share the weight, so that only tails are unsure."""
-        return self.share > MANY_SHARE
+        return self.effective_share > MANY_SHARE
 
     @property
     def monte_carlo_error(self) -> float:
@@ -143,41 +139,6 @@ class WeightedDraws(ABC, Generic[Corrects]):
         return self._rounding.fine
 
     @property
-    def verdict_of_draws(self) -> Verdict:
-        """Return the verdict, as far as the draws and their weights tell."""
-        enough = len(self.weights) >= MIN_DRAWS
-        return Verdict(tuple(self.doubts()), self.figures, self.reservation, enough)
-
-    def doubts(self) -> Iterator[Doubt]:
-        """Yield all that speaks against the draws, the gravest first."""
-        remedy = f"Try {self._advice}."
-        if not self.precise:
-            yield Doubt(self._rounding.words(self._sites), self._rounding.remedy)
-        if not self.reliable and self.many_count:
-            yield Doubt("its tails reach beyond what was drawn", remedy, "details")
-        elif not self.reliable:
-            yield Doubt("a few draws carry the weight", remedy)
-        if not self.quantiles_known:
-            error = f"{self.monte_carlo_error:.2g}"
-            what = f"means, sds and quantiles are known to {error} sd only"
-            yield Doubt(what, remedy, "details" if self.moments_known else "spreads")
-        if not self.moments_known:
-            yield Doubt(self.reservation, f"{QUANTILES_KNOWN} {remedy}", "spreads")
-
-    @property
-    def trusted(self) -> bool:
-        """Whether quantiles, and means and sds that exist, are right to the ``accuracy=``.
-
-        That is as far as the weights tell.
-        """
-        return self.verdict_of_draws.trusted
-
-    @property
-    def doubt(self) -> str:
-        """Return the gravest reason why the draws are not to be trusted; empty if there is none."""
-        return self.verdict_of_draws.reason
-
-    @property
     def fit_error(self) -> dict[str, dict[str, np.ndarray]]:
         """The errors of the fit by site, each with ``"mean_error_sd"`` and ``"sd_ratio"``.
 
@@ -193,8 +154,31 @@ class WeightedDraws(ABC, Generic[Corrects]):
         }
 
     @property
+    def draws_verdict(self) -> Verdict:
+        """Return the verdict, as far as the draws and their weights tell."""
+        enough = len(self.weights) >= MIN_DRAWS
+        return Verdict(tuple(self.doubts()), self.figures, self.reservation, enough)
+
+    def doubts(self) -> Iterator[Doubt]:
+        """Yield all that speaks against the draws, the gravest first."""
+        return doubts_of_draws(self)
+
+    @property
+    def trusted(self) -> bool:
+        """Whether quantiles, and means and sds that exist, are right to the ``accuracy=``.
+
+        That is as far as the weights tell.
+        """
+        return self.draws_verdict.trusted
+
+    @property
+    def doubt(self) -> str:
+        """Return the gravest reason why the draws are not to be trusted; empty if there is none."""
+        return self.draws_verdict.reason
+
+    @property
     def fit_trusted(self) -> bool:
-        """Whether the fit's own means and sds are right to a tenth of an sd.
+        """Whether the fit's own means and sds are right to the ``accuracy=``.
 
         They are those of unconstrained coordinates. The correction has to know all moments that
         exist on the user's scale, besides: where it does not, its own errors look too small.
@@ -206,115 +190,28 @@ class WeightedDraws(ABC, Generic[Corrects]):
     @property
     def figures(self) -> str:
         """Return the numbers that a verdict rests on, in words."""
-        return (
-            f"{self.ess:,.0f} effective draws, Pareto k-hat {self.pareto_k:.2f}, "
-            f"Monte Carlo error of means and sds at most {self.monte_carlo_error:.2g} sd"
-        )
+        return words.figures(self)
 
     @property
     def _advice(self) -> str:
         """Return in words what to try where the draws are not to be trusted."""
-        if self.reliable:
-            return "more num_draws, or a longer fit"
-        if self.many_count:
-            return "more num_draws"
-        return "more rounds, a richer guide or LocallyEnhanced, or more inner_draws"
+        return words.advice(self)
 
     def report(self) -> str:
         """Return in words whether to trust the corrected posterior, and the fit."""
-        parts = [str(self.verdict_of_draws)]
-        if self.log_evidence is not None:
-            parts.append(f"Log evidence {self.log_evidence:.2f}.")
-        if self.reliable and self.precise and len(self.weights) >= MIN_DRAWS:
-            parts.append(self._of_fit())
-        return " ".join(filter(None, parts))
+        return words.report(self)
 
     @property
     def attributes(self) -> dict[str, float | str]:
         """Return the attributes that go with the draws into ArviZ."""
-        found = dict[str, float | str](ess=self.ess)
-        if not math.isnan(self.pareto_k):  # particles have none
-            found["pareto_k"] = self.pareto_k
-        found["verdict"] = self.report()
-        for order, infinite in zip(ORDERS, self.errors.infinite, strict=True):
-            names = [n for n, no in zip(self.errors.names, infinite, strict=True) if no]
-            if names:
-                found[f"no_{order}"] = ", ".join(names)
-        return found
+        return words.attributes(self)
 
-    def _of_fit(self) -> str:
-        """Return in words whether to trust the fit that was corrected."""
-        shift = np.abs(self._moments.shift)
-        if not shift.size:
-            return "There are no globals to compare."
-        moment, coordinate = np.unravel_index(shift.argmax(), shift.shape)
-        name = next(s.name for s in self._sites if s.start <= coordinate < s.stop)
-        worst = (
-            f"the {('mean', 'sd')[moment]} of '{name}' is {shift[moment, coordinate]:.2g} sd off"
-        )
-        if self.fit_trusted:
-            also = " as well" if self.trusted else ""
-            return f"The globals of the fit can be trusted{also}: at worst {worst}."
-        if (shift + 2 * self._moments.shift_error <= self.accuracy).all():
-            return ""  # the fit is as close as can be told: what is unknown is not its fault
-        return f"The globals of the fit itself cannot: {worst}. Use the correction."
+    def saved_words(self, draws: int | None = None) -> SavedWords:
+        """Return the correction in the form in which a file keeps it, with all of its draws."""
+        return words.saved_words(self)
 
     def __str__(self) -> str:
         return self.report()
 
     def _repr_html_(self) -> str:
         return display.html_words(self.report())
-
-    @property
-    @abstractmethod
-    def draws(self) -> dict[str, Array]:
-        """Draws on their supports, to be weighted by ``weights``."""
-
-    def saved_words(self, draws: int | None = None) -> SavedWords:
-        """Return the correction in the form in which a file keeps it, with all of its draws."""
-        words = {
-            "verdict": self.report(),
-            "trusted": self.trusted,
-            "log_evidence": self.log_evidence,
-            "ess": self.ess,
-            "pareto_k": self.pareto_k,
-            "accuracy": self.accuracy,
-        }
-        return SavedWords(type(self).__name__, words, self.draws, self.weights)
-
-
-Weighted = TypeVar("Weighted", bound=WeightedDraws[Any])
-
-
-def replace_weightless(z: Draws, weights: np.ndarray) -> Draws:
-    """Return the draws ``z`` (n, dim) with the heaviest one in the place of all without weight.
-
-    Draws without weight may lie so far out that they overflow on their own support, and infinity
-    times a weight of zero is NaN.
-    """
-    xp = np if isinstance(z, np.ndarray) else jnp
-    return xp.where((weights > 0)[:, None], z, z[weights.argmax()])
-
-
-def until_interrupted(exchange: Callable[[int], Part], number: int) -> tuple[list[Part], bool]:
-    """Return the results of ``number`` exchanges, or those before Ctrl-C, and whether it came."""
-    results: list[Part] = []
-    try:
-        for i in range(number):
-            results.append(exchange(i))
-    except KeyboardInterrupt:
-        if not results:
-            raise
-        return results, True
-    return results, False
-
-
-def unless_interrupted(correction: Weighted, interrupted: bool, num_draws: int) -> Weighted:
-    """Return the correction, or raise ``Interrupted`` that carries it."""
-    if not interrupted:
-        return correction
-    raise Interrupted(
-        f"interrupted after {len(correction.weights):,} of {num_draws:,} draws: the correction by "
-        "these is in the error's .result, and error.result.save(path) keeps it.",
-        result=correction,
-    )

@@ -26,6 +26,7 @@ from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics import expfam
 from numpyro_fed.numerics.expfam import Family
 from numpyro_fed.numerics.expfam.family import Natural, Ordinary, Product
+from numpyro_fed.numerics.gaussian import FULL_COVARIANCE_UP_TO
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Site, Theta
 
@@ -39,9 +40,6 @@ ROUNDING = 1e-10
 # Rounding errors, in units of eps times the size of all terms, that a likelihood of few rows may
 # have. Of many rows they add up as a random walk, by the square root of the number.
 ROUNDINGS = 8
-# Globals, up to which the Gaussian is full by default. A visit's steps cost the square of their
-# number (3 ms each at 300, docs/results/pvi.md).
-FULL_UP_TO = 300
 GAUSSIAN = "gaussian"
 
 # Numbers in all test points together, 32 MB in double precision: a model of a million globals is
@@ -122,7 +120,7 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
                 f"one of {_candidates(s)}."
             )
     if covariance == "auto":
-        covariance = "full" if fm.dim <= FULL_UP_TO else "diagonal"
+        covariance = "full" if fm.dim <= FULL_COVARIANCE_UP_TO else "diagonal"
     reach, points = _reach_and_points(fm)
     kinds, family, eta, outside = _choose(fm, chosen, covariance, prior, points, reach)
     learned = bool(fm.named("param")) and not outside

@@ -28,7 +28,6 @@ from numpyro_fed.guides.local_guides import Amortised, with_encoders
 from numpyro_fed.guides.objectives import Objective, draws_of, objective_for
 from numpyro_fed.guides.silo_bounds import Bound, bound_of
 from numpyro_fed.guides.structured import (
-    FULL_UP_TO,
     GuideConfig,
     Structured,
     as_structured,
@@ -39,6 +38,7 @@ from numpyro_fed.guides.structured import (
 from numpyro_fed.methods.minibatches import check_rows_alone, minibatches_of
 from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.methods.start import SEARCH_KINDS, check_start, start_kind, start_rounds
+from numpyro_fed.numerics.gaussian import FULL_COVARIANCE_UP_TO
 from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.rounds.runtime import RunOutcome
@@ -532,8 +532,8 @@ class SFVIAvg(GradientMethod[AveragingSettings]):
             spec = Structured(locals=spec)
         kind = spec.globals if isinstance(spec, Structured) else spec
         if kind == "auto":
-            kind = "full" if fm.dim <= FULL_UP_TO else "diagonal"
-        if kind == "low_rank" and fm.dim <= FULL_UP_TO:
+            kind = "full" if fm.dim <= FULL_COVARIANCE_UP_TO else "diagonal"
+        if kind == "low_rank" and fm.dim <= FULL_COVARIANCE_UP_TO:
             kind = "full"
         if kind not in ("full", "diagonal"):
             name = kind if isinstance(kind, str) else type(kind).__name__

@@ -28,13 +28,8 @@ from jax import Array
 from numpyro_fed.basics.programs import compiled_method
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_guides import GlobalGuide
-from numpyro_fed.posterior.weighted_draws import (
-    NO_WEIGHTS,
-    WeightedDraws,
-    replace_weightless,
-    unless_interrupted,
-    until_interrupted,
-)
+from numpyro_fed.posterior.interruption import unless_interrupted, until_interrupted
+from numpyro_fed.posterior.weighted_draws import WeightedDraws
 from numpyro_fed.rounds.exchange import AskSilos, Exchange, Reply, key_as_noise
 from numpyro_fed.rounds.keys import exchange_key, server_key
 from numpyro_fed.rounds.names import IMPORTANCE
@@ -48,7 +43,7 @@ from numpyro_fed.vertical.coupling import CouplingStats
 from numpyro_fed.vertical.parties import ClientState, PartyState, ServerState
 from numpyro_fed.vertical.result import ColumnsAfterFit, VerticalResult
 from numpyro_fed.weigh.element_errors import ElementErrors, Rounding, moments
-from numpyro_fed.weigh.weights import Weights, systematic_resample
+from numpyro_fed.weigh.weights import NO_WEIGHTS, Weights, replace_weightless, systematic_resample
 
 # Draws in an exchange, as for silos with rows: more make replies larger, fewer more exchanges.
 AT_ONCE = 4_000

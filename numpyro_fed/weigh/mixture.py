@@ -46,7 +46,7 @@ from numpyro_fed.numerics.gaussian import root_of
 OWN_FREEDOM = 10
 TINY = 1e-12  # from zero and one, where quantiles are infinite
 NUM_PARTS = 4  # of a mixture: with eight, k-hat came out larger, with two fewer draws counted
-FULL_UP_TO = 100  # latents; beyond it the covariance of the draws is taken as diagonal
+MIXTURE_FULL_UP_TO = 100  # latents; beyond it the covariance of the draws is taken as diagonal
 ITERATIONS = 50  # of EM; the proposal need not be the best fit
 MIN_PART = 1e-3  # share of a part, at least: an empty part has no mean
 # Effective draws in a part, for each dimension: with fewer its covariance is mostly noise.
@@ -105,7 +105,7 @@ def root_of_draws(z: AnyArray) -> AnyArray:
     xp, (n, dim) = namespace(z), z.shape
     sd = z.std(0)
     # Ten draws for each latent: with fewer the sample correlations are mostly noise.
-    if dim > FULL_UP_TO or n < 10 * dim:
+    if dim > MIXTURE_FULL_UP_TO or n < 10 * dim:
         return xp.diag(sd)
     L = root_of(((z - z.mean(0)) / sd).T / math.sqrt(n))
     usable = xp.isfinite(L).all() & (xp.diagonal(L) > 0).all()

@@ -8,8 +8,9 @@ its shape is k-hat, which says how far these can be relied on.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -19,6 +20,14 @@ from numpyro_fed.rounds.keys import generator
 # changes no average.
 NEGLIGIBLE = -100.0
 SMOOTHED_FROM = 1 / 3  # k-hat: lighter tails are left as they are (Vehtari et al. 2024)
+
+# What an error says of silos whose answers give no draw any weight.
+NO_WEIGHTS = (
+    "the importance weights are NaN, or all zero, at {}. Fit for more rounds, or look at the data "
+    "and the supports of the sites there."
+)
+
+Draws = TypeVar("Draws", np.ndarray, Array)
 
 
 class Weights(NamedTuple):
@@ -121,6 +130,16 @@ def fit_pareto(x: np.ndarray) -> Pareto:
         best = float(weights @ theta / weights.sum())
         shape = float(np.log1p(-best * x).mean())
     return Pareto((n * shape + 5) / (n + 10), -shape / best)
+
+
+def replace_weightless(z: Draws, weights: np.ndarray) -> Draws:
+    """Return the draws ``z`` (n, dim) with the heaviest one in the place of all without weight.
+
+    Draws without weight may lie so far out that they overflow on their own support, and infinity
+    times a weight of zero is NaN.
+    """
+    xp = np if isinstance(z, np.ndarray) else jnp
+    return xp.where((weights > 0)[:, None], z, z[weights.argmax()])
 
 
 def systematic_resample(key: Array, weights: np.ndarray, n: int) -> np.ndarray:
