@@ -56,8 +56,8 @@ def sent(result: Any, client: int, rounds: int) -> np.ndarray:
     state, data = jax.tree.map(lambda a: a[i], result.state.silos[b]), held.data[client]
 
     def one(key):
-        noise = v.noise_of(key, state)
-        return v.draw(state.params, state.xi, state._replace(noise=noise), data).part[0]
+        noise = v.new_draw_noise(key, state)
+        return v.client_draw(state.params, state.xi, state._replace(noise=noise), data).part[0]
 
     return np.asarray(jax.jit(lambda keys: jax.lax.map(one, keys))(jax.random.split(KEY, rounds)))
 

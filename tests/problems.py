@@ -18,7 +18,7 @@ from numpyro_fed.guides.objectives import draws_by_plate
 from numpyro_fed.guides.silo_bounds import AtDraw, SiloBound
 from numpyro_fed.guides.structured import build_guide, resolve_guide
 from numpyro_fed.rounds.exchange import FederatedAlgorithm
-from numpyro_fed.sfvi.algorithm import StructuredVI
+from numpyro_fed.sfvi.algorithm import SFVIAlgorithm
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.split import split
 from numpyro_fed.text.traces import Traces
@@ -102,7 +102,7 @@ def parts(model, silos, *, guide=None, objective=None, optim=None, num_particles
     sizes = [traces.at(silo).structure.sizes for silo in data]
     built = build(guide, fm, sizes)
     bound = SiloBound(fm, built, draws_by_plate(objective or nf.ELBO(), built))
-    method = StructuredVI(fm, built, bound, optim or optax.sgd(1.0), num_particles, len(data))
+    method = SFVIAlgorithm(fm, built, bound, optim or optax.sgd(1.0), num_particles, len(data))
     algorithm = method.algorithm()
     return Parts(fm, built, bound, algorithm, data, sizes)
 

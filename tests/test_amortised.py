@@ -20,7 +20,7 @@ from numpyro_fed.guides.silo_bounds import AtDraw, SiloBound
 from numpyro_fed.guides.structured import build_guide, resolve_guide
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.step import replayed_part
-from numpyro_fed.sfvi.algorithm import StructuredVI
+from numpyro_fed.sfvi.algorithm import SFVIAlgorithm
 from numpyro_fed.text.facts import agree, facts_of
 from numpyro_fed.text.layout import layout_and_buckets
 from numpyro_fed.text.row_arrays import minibatches_of_plates
@@ -136,7 +136,7 @@ def test_gradients_of_minibatches_are_unbiased(double):
     cut = minibatches_of_plates(split.fm, split.layout.possible_plates, 4)
     settings = split.guide, split.bound, optax.sgd(1.0), 1, 2
     whole, some = (
-        StructuredVI(split.fm, *settings, minibatches=batches) for batches in (None, cut)
+        SFVIAlgorithm(split.fm, *settings, minibatches=batches) for batches in (None, cut)
     )
     server = whole.init_server(KEY)
     round_ = whole.algorithm().round

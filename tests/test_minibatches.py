@@ -18,7 +18,7 @@ from numpyro_fed.guides.silo_bounds import SiloBound
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.exchange import Replies
 from numpyro_fed.rounds.step import replayed_part
-from numpyro_fed.sfvi.algorithm import StructuredVI
+from numpyro_fed.sfvi.algorithm import SFVIAlgorithm
 from numpyro_fed.text.layout import layout_and_buckets
 from numpyro_fed.text.row_arrays import minibatches_of_plates
 
@@ -92,8 +92,8 @@ class Split:
         bound = SiloBound(self.fm, guide, draws_by_plate(objective, guide))
         self.minibatches = minibatches_of_plates(self.fm, layout.possible_plates, size)
         settings = guide, bound, optax.sgd(1.0), 1, len(held)
-        self.whole = StructuredVI(self.fm, *settings)
-        self.some = StructuredVI(self.fm, *settings, minibatches=self.minibatches)
+        self.whole = SFVIAlgorithm(self.fm, *settings)
+        self.some = SFVIAlgorithm(self.fm, *settings, minibatches=self.minibatches)
 
     def start(self):
         """What is sent, and the states of all silos, none of them special."""
@@ -286,7 +286,7 @@ def test_participants_count_for_all():
     """Under sgd the server's step at given noise is unbiased over who takes part."""
     with jax.enable_x64(True):
         split = Split("with_latents", 4)
-        parts = StructuredVI(*[getattr(split.whole, f) for f in FIELDS], in_part=True)
+        parts = SFVIAlgorithm(*[getattr(split.whole, f) for f in FIELDS], in_part=True)
         down, states = split.start()
         server = parts.init_server(KEY)
         noise = jax.vmap(parts.step_noise)(jax.random.split(KEY, 3), states)

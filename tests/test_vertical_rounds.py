@@ -166,7 +166,7 @@ def test_minibatches_are_unbiased(case, auxiliary):
         silos = this.one_by_one(states[i].silos)
         clients = jax.tree.map(jnp.asarray, this.data)
         served = jax.tree.map(jnp.asarray, this.server_data)
-        noise = full.vertical.server_noise(KEY)._replace(rows=rows)
+        noise = full.vertical.round_noise(KEY)._replace(rows=rows)
         noises = [s.noise for s in full.one_by_one(states[1].silos)]
         asked, given = (this.round, server, noise, jnp.arange(3), served), []
         for exchange in this.round.exchanges:

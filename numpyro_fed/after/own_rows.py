@@ -22,8 +22,8 @@ from numpyro_fed.after.predict import SEEN, Draws, Programs, compiled, global_la
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.data.padding import Filling, arrays_with_rows, padded_arrays, source_rows
 from numpyro_fed.data.silo_data import SiloData, Sizes
+from numpyro_fed.guides.global_draws import GlobalDraws
 from numpyro_fed.rounds.silos import Silos
-from numpyro_fed.sfvi.algorithm import down_of
 from numpyro_fed.text.log_density import outcomes_at
 from numpyro_fed.text.row_checks import default_rtol, refuse_coupled_rows
 from numpyro_fed.weigh.integration import Integration
@@ -315,7 +315,7 @@ def log_likelihoods_at(
         ("rows", n, str(integration)),
         lambda: jit_once(log_likelihoods_of_rows(fit.model, likelihood, fit.algorithm, size)),
     )
-    down = down_of(fit.guide, run.shared, jnp.asarray(z_G))
+    down = GlobalDraws.of(fit.guide, run.shared, jnp.asarray(z_G))
     parts = []
     for j in range(run.num_silos):
         data = run._silos.at(j, [batch.data for batch in run._silos.batches])

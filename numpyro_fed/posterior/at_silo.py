@@ -29,6 +29,7 @@ from numpyro_fed.after.predict import (
 )
 from numpyro_fed.basics.errors import DataError, ModelError, ReplyError
 from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.guides.global_draws import GlobalDraws
 from numpyro_fed.posterior.built import Built
 from numpyro_fed.posterior.run import FederatedRun
 from numpyro_fed.posterior.sampler import Sampler
@@ -36,7 +37,6 @@ from numpyro_fed.rounds.exchange import Ask, Combine, Exchange, Info, Reply, Rou
 from numpyro_fed.rounds.messages import unpack
 from numpyro_fed.rounds.names import OUTER_LATENTS
 from numpyro_fed.rounds.runtime import failed_silos
-from numpyro_fed.sfvi.algorithm import Down, coordinates_of, down_of
 from numpyro_fed.text.facts import Facts
 from numpyro_fed.weigh.integration import Integration
 from numpyro_fed.weigh.log_likelihoods import shape_of_draws
@@ -56,10 +56,10 @@ class Held(NamedTuple):
 
 
 def local_draws(
-    built: Built, sampler: Sampler, key: Array, down: Down, state: object, data: SiloData
+    built: Built, sampler: Sampler, key: Array, down: GlobalDraws, state: object, data: SiloData
 ) -> dict[str, Array]:
     """Return local sites (n, ...) at the server's draws of the globals, made at the silo."""
-    private, coordinates = built.algorithm.private(state), coordinates_of(down)
+    private, coordinates = built.algorithm.private(state), down.in_frame
     return sampler.draw_silo(key, down.theta, private, down.z_G, coordinates, data)
 
 
@@ -82,7 +82,7 @@ class AtSilo:
         return {mean: predictor(fm, mean=mean).many for mean in (True, False)}
 
     @cached_property
-    def _like(self) -> Down:
+    def _like(self) -> GlobalDraws:
         """Return the shapes of the server's message."""
         built = self.built
         return shape_of_draws(built.guide, built.algorithm, (self.num_draws, built.model.dim))
@@ -135,7 +135,7 @@ class LatentsQuestion(NamedTuple):
     It is the key with which a run in one process draws the silo's latents.
     """
 
-    draws: Down
+    draws: GlobalDraws
     keys: Array
 
 
@@ -190,7 +190,7 @@ def outer_round(built: Built, settings: Mapping[str, Any]) -> Round:
         keys = jnp.zeros((settings["num_silos"], *words), jnp.uint32)
         if ask.server_data is not None:
             z_G, keys = (ask.server_data.arrays[name] for name in (DRAWS, KEYS))
-        down = LatentsQuestion(down_of(built.guide, fitted.shared(state), z_G), keys)
+        down = LatentsQuestion(GlobalDraws.of(built.guide, fitted.shared(state), z_G), keys)
         told: SharedLatents = ask(OUTER_LATENTS, down).up
         return told, Info(jnp.zeros(()), jnp.array(True))
 

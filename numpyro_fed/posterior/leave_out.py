@@ -29,6 +29,7 @@ from numpyro_fed.after.arviz import elpd_data
 from numpyro_fed.basics.errors import DataError, optional
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.guides.global_draws import GlobalDraws
 from numpyro_fed.posterior.built import Built
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.rounds.exchange import Combine, Exchange, key_as_noise
@@ -36,7 +37,6 @@ from numpyro_fed.rounds.keys import generator
 from numpyro_fed.rounds.names import LEAVE_OUT, LOO
 from numpyro_fed.rounds.stacks import StackedExchange, stacked_reply
 from numpyro_fed.search.expand import shape
-from numpyro_fed.sfvi.algorithm import Down, down_of
 from numpyro_fed.text.row_checks import refuse_coupled_rows, refuse_parameters_of_rows
 from numpyro_fed.weigh.integration import Integration
 from numpyro_fed.weigh.log_likelihoods import (
@@ -56,7 +56,7 @@ MAX_K = 0.7  # shape of a tail above which ratios are not known (Vehtari et al. 
 class LeaveOutDown(NamedTuple):
     """The server's message: draws as in a correction, and their log weights (n,)."""
 
-    draws: Down
+    draws: GlobalDraws
     log_weights: Array
 
 
@@ -206,7 +206,7 @@ def silos_left_out(
     """Return the table by draws (n, dim) with log weights (n,), in one exchange."""
     fit, n = result._fit, len(log_weights)
     question = fit.question(LEAVE_OUT, leave_out_exchange, integration, n)
-    draws = down_of(fit.guide, result.shared, jnp.asarray(z_G))
+    draws = GlobalDraws.of(fit.guide, result.shared, jnp.asarray(z_G))
     found: LeftOut = result.ask_once(
         question, LeaveOutDown(draws, jnp.asarray(log_weights)), key, NOT_FINITE
     )
@@ -390,7 +390,7 @@ def rows_left_out(
     refuse_coupled_rows(fit.checks, result._silos.buckets, "leaving rows out needs")
     w = np.exp(log_weights - log_weights.max())
     worth = int(w.sum() ** 2 / (w**2).sum())
-    draws = down_of(fit.guide, result.shared, jnp.asarray(z_G))
+    draws = GlobalDraws.of(fit.guide, result.shared, jnp.asarray(z_G))
     down = LeaveOutDown(draws, jnp.asarray(log_weights))
     if result._silos.elsewhere:
         question = fit.question(LOO, loo_exchange, integration, n)

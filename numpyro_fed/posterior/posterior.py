@@ -25,6 +25,7 @@ from numpyro_fed.after.questions import Questions
 from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import DataError, ModelError, positive_int
 from numpyro_fed.basics.precision import precision
+from numpyro_fed.guides.global_draws import GlobalDraws
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedRun, SavedWords, save
 from numpyro_fed.posterior.verdict import Verdict, unchecked, with_doubts_of_search
@@ -33,7 +34,6 @@ from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.messages import DRAWS, Question, at_silo, pack, write
 from numpyro_fed.rounds.progress import shows
 from numpyro_fed.search.mode import LocalMode, Mode
-from numpyro_fed.sfvi.algorithm import down_of
 
 
 class Stage(NamedTuple):
@@ -310,7 +310,7 @@ class Posterior(Questions):
         if isinstance(silo, bool) or not 0 <= int(silo) < run.num_silos:
             raise DataError(f"there is no silo {silo}: they are 0 to {run.num_silos - 1}.")
         with precision(double=run.double):
-            down = down_of(run._fit.guide, run.shared, self.unconstrained(key, n))
+            down = GlobalDraws.of(run._fit.guide, run.shared, self.unconstrained(key, n))
             settings = json.dumps({"num_draws": n, **self.sampler.settings})
             used, method = int(mark.used[silo]), at_silo(run._fit.asked_as, silo)
             question = Question(DRAWS, settings, mark.run_of(silo), 0, used, method)

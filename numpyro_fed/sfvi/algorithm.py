@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from numpyro_fed.basics.optimisers import ascend
 from numpyro_fed.basics.trees import all_finite
 from numpyro_fed.data.minibatches import MinibatchNoise
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.guide import Guide
+from numpyro_fed.guides.global_draws import GlobalDraws
 from numpyro_fed.numerics.gaussian import Coordinates, Frame, Gaussian
 from numpyro_fed.rounds import convergence
 from numpyro_fed.rounds.convergence import ConvergenceStats
@@ -43,9 +43,10 @@ from numpyro_fed.rounds.exchange import (
     WhenAway,
 )
 from numpyro_fed.rounds.names import SFVI_STEP
-from numpyro_fed.rounds.states import CarriedSilo, Shared, SharedParams, SiloParams, WarmStart
+from numpyro_fed.rounds.states import CarriedSilo, SharedParams, SiloParams, WarmStart
 from numpyro_fed.search.start_point import StartPoint, local_guides_of_result
-from numpyro_fed.sfvi.common import ByGradients, Start, standardising_rounds
+from numpyro_fed.sfvi.base import FirstParams, GradientAlgorithm
+from numpyro_fed.sfvi.standardise import standardising_rounds
 
 
 class ServerState(NamedTuple):
@@ -70,38 +71,16 @@ class SiloState(NamedTuple):
     centre: Array | None = None
 
 
-class Down(NamedTuple):
-    """A message: shared parameters, draws (particles, dim), and these in their frame if needed."""
-
-    theta: dict[str, Any]
-    z_G: Array
-    coordinates: Coordinates | tuple[()]
-
-
-def down_of(guide: Guide, shared: Shared, z_G: Array) -> Down:
-    """Return the message with draws (n, dim) of the globals, from the shared part of a state."""
-    theta, eta, frame = shared
-    uses = guide.locals_depend_on_globals
-    return Down(theta, z_G, guide.globals.centred_coordinates(frame, eta, z_G) if uses else ())
-
-
-def coordinates_of(down: Down) -> Coordinates:
-    """Return the draws in their frame; placeholders, where no local guide depends on them."""
-    if isinstance(down.coordinates, Coordinates):
-        return down.coordinates
-    return Coordinates(down.z_G, down.z_G[0])
-
-
 class Up(NamedTuple):
-    """A silo's message: its term of the bound, and the gradient with respect to ``Down``."""
+    """A silo's message: its term of the bound, and the gradient with respect to what was sent."""
 
     bound: Array
-    gradient: Down
+    gradient: GlobalDraws
 
 
 @dataclass(frozen=True, eq=False)
-class StructuredVI(ByGradients):
-    """SFVI as pure functions; parameters as for :class:`ByGradients`, and one more.
+class SFVIAlgorithm(GradientAlgorithm):
+    """SFVI as pure functions; parameters as for :class:`GradientAlgorithm`, and one more.
 
     ``in_part``: Whether silos may be left out of a step. Replies of those that take part are then
         scaled up, and a silo keeps the centre from which its local guide measures the globals.
@@ -124,37 +103,37 @@ class StructuredVI(ByGradients):
             self.private,
             done=lambda state: convergence.settled(state.course),
             opening=standardising_rounds(self.guide),
-            warm_start=WarmStart(self.init_server, self.carried_silo),
+            warm_start=WarmStart(self.init_server, self.silo_from_result),
             when_away=WhenAway.SCALE,
         )
 
     @cached_property
-    def exchange(self) -> Exchange[SiloState, Down, Up]:
+    def exchange(self) -> Exchange[SiloState, GlobalDraws, Up]:
         """Return the exchange of a step."""
-        return Exchange(SFVI_STEP, self.silo, silo_noise=self.step_noise)
+        return Exchange(SFVI_STEP, self.answer, silo_noise=self.step_noise)
 
     def init_server(self, key: Array, point: StartPoint | None = None) -> ServerState:
         params, frame = self.first_params(key, point)
         return ServerState(params, convergence.init(params), frame, self.optim.init(params))
 
-    def silo_state(
-        self, params: SiloParams, frames: dict[str, Gaussian], start: Start
+    def make_silo_state(
+        self, params: SiloParams, frames: dict[str, Gaussian], start: FirstParams
     ) -> SiloState:
         keeps_centre = self.in_part and self.guide.locals_depend_on_globals
         centre = jnp.zeros(self.model.dim) if keeps_centre else None
         return SiloState(params, self.optim.init(params), frames, centre)
 
-    def draw(self, params: SharedParams, frame: Frame, eps: Array) -> tuple[Down, Array]:
+    def draw(self, params: SharedParams, frame: Frame, eps: Array) -> tuple[GlobalDraws, Array]:
         """Return the server's message, and its own term of the bound."""
         theta = frame.parameters(params.theta)
         coordinates, z_G, log_q = self.guide.globals.draws(frame.globals, params.guide, eps)
         log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
-        down = Down(theta, z_G, coordinates if self.guide.locals_depend_on_globals else ())
+        down = GlobalDraws(theta, z_G, coordinates if self.guide.locals_depend_on_globals else ())
         return down, jnp.mean(log_prior - log_q)
 
     def round(self, state: ServerState, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
         """Draw the globals, ask every silo for gradients there, and take a step."""
-        (down, value), vjp = jax.vjp(
+        (down, server_term), vjp = jax.vjp(
             lambda params: self.draw(params, state.frame, noise), state.params
         )
         replies = ask(self.exchange.name, down)
@@ -163,26 +142,26 @@ class StructuredVI(ByGradients):
         up = jax.tree.map(lambda a: times * a, replies.up)
         # The chain rule of the module's docstring: silos' gradients with respect to the message,
         # pulled back through the draw to ``theta`` and ``eta_G``.
-        (gradient,) = vjp((up.gradient, jnp.ones_like(value)))
+        (gradient,) = vjp((up.gradient, jnp.ones_like(server_term)))
         params, opt_state = ascend(self.optim, gradient, state.opt_state, state.params)
-        total = value + up.bound
-        course = convergence.update(state.course, -total, params, whitened=self.from_mode)
+        bound = server_term + up.bound
+        course = convergence.update(state.course, -bound, params, whitened=self.starts_from_point)
         after = state._replace(params=params, opt_state=opt_state, course=course)
         # A round reports the sum over its steps, and the bound of a round is their mean.
-        return after, Info(-total / self.steps, all_finite((total, gradient)))
+        return after, Info(-bound / self.steps, all_finite((bound, gradient)))
 
-    def silo(
-        self, noise: MinibatchNoise, down: Down, state: SiloState, data: SiloData
+    def answer(
+        self, noise: MinibatchNoise, down: GlobalDraws, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
+        """Send a silo's term of the bound with its gradients, and take a step on its parameters."""
         if isinstance(down.coordinates, Coordinates) and state.centre is not None:
             centre_now = down.coordinates.centre
             # The silo may have missed rounds in which the globals' guide moved.
             params = self.recentred(state, centre_now - state.centre, data)
             state = state._replace(params=params, centre=centre_now)
 
-        def term(down: Down, params: SiloParams) -> Array:
-            at = down.z_G, coordinates_of(down)
-            return self.mean_bound(down.theta, params, state.frames, *at, noise, data)
+        def term(down: GlobalDraws, params: SiloParams) -> Array:
+            return self.mean_bound(state._replace(params=params), down, noise, data)
 
         # One backward pass for the message and for the silo's own parameters.
         value, (g_down, g_params) = jax.value_and_grad(term, (0, 1))(down, state.params)
@@ -190,9 +169,9 @@ class StructuredVI(ByGradients):
         reply = Reply(Up(value, g_down), all_finite((value, g_down)))
         return reply, state._replace(params=params, opt_state=opt_state)
 
-    def carried_silo(
+    def silo_from_result(
         self, key: Array, carried: CarriedSilo, point: StartPoint, data: SiloData
     ) -> SiloState:
         """Return a silo's state at the posterior of another run, with its local guides."""
         eta = local_guides_of_result(self.guide, carried, point, data)
-        return self.silo_at(carried.theta, eta, self.first_params(key, point))
+        return self.silo_from_guides(carried.theta, eta, self.first_params(key, point))

@@ -30,6 +30,7 @@ from numpyro_fed.basics.optimisers import ascend
 from numpyro_fed.basics.trees import Tree, all_finite
 from numpyro_fed.data.minibatches import MinibatchNoise
 from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.guides.global_draws import GlobalDraws
 from numpyro_fed.guides.global_guides import GuideParams
 from numpyro_fed.numerics import barycenters, linalg
 from numpyro_fed.numerics.gaussian import Frame, Gaussian
@@ -48,7 +49,8 @@ from numpyro_fed.rounds.exchange import (
 from numpyro_fed.rounds.names import ROWS, SFVI_AVG_ROUND
 from numpyro_fed.rounds.states import SharedParams, SiloParams
 from numpyro_fed.search.start_point import StartPoint
-from numpyro_fed.sfvi.common import ByGradients, Start, standardising_rounds
+from numpyro_fed.sfvi.base import FirstParams, GradientAlgorithm
+from numpyro_fed.sfvi.standardise import standardising_rounds
 
 
 class ServerState(NamedTuple):
@@ -165,7 +167,7 @@ def _square(shift: Array, like: Array) -> Array:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Averaging(ByGradients):
+class Averaging(GradientAlgorithm):
     """SFVI-Avg as pure functions; ``by_rows``, a silo's weight is its number of rows."""
 
     aggregation: Aggregation
@@ -188,7 +190,7 @@ class Averaging(ByGradients):
         """Return the exchange of a round."""
         return Exchange(
             SFVI_AVG_ROUND,
-            self.silo,
+            self.answer,
             silo_noise=key_as_noise,
             combine=self.aggregation.combine,
             weighted=self.by_rows,
@@ -226,8 +228,8 @@ class Averaging(ByGradients):
         total = jnp.array(0.0 if self.by_rows else float(self.num_silos))
         return ServerState(params, convergence.init(params), frame, total)
 
-    def silo_state(
-        self, params: SiloParams, frames: dict[str, Gaussian], start: Start
+    def make_silo_state(
+        self, params: SiloParams, frames: dict[str, Gaussian], start: FirstParams
     ) -> SiloState:
         opt_state, centre = self.optim.init(params), jnp.zeros(self.model.dim)
         shared_opt_state = self.optim.init(start.params)
@@ -248,11 +250,11 @@ class Averaging(ByGradients):
         eta = self.aggregation.average(guide, weights, state.params.guide)
         params = SharedParams(eta, mean(replies.up.theta))
         loss = -mean(replies.up.bound)
-        course = convergence.update(state.course, loss, params, whitened=self.from_mode)
+        course = convergence.update(state.course, loss, params, whitened=self.starts_from_point)
         after = state._replace(params=params, course=course)
         return after, Info(loss, all_finite((loss, params)))
 
-    def silo(
+    def answer(
         self, noise: Array, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
         weight, centre_of = self.weight(data), self.guide.globals.centre
@@ -269,8 +271,9 @@ class Averaging(ByGradients):
                 state.shared_frame.globals, shared.guide, eps[0]
             )
             log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, draws)
-            at = draws, coordinates
-            bound = self.mean_bound(theta, silo_params, state.frames, *at, eps[1], data)
+            stepped = state._replace(params=silo_params)
+            message = GlobalDraws(theta, draws, coordinates)
+            bound = self.mean_bound(stepped, message, eps[1], data)
             log_prior, log_q = log_prior.mean(), log_q.mean()
             value = log_prior - log_q + scale * bound
             if self.aggregation.name != "product":

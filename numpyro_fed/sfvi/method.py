@@ -45,9 +45,9 @@ from numpyro_fed.rounds.runtime import RunOutcome
 from numpyro_fed.rounds.schedules import Given, Random, Sequential, Spec, in_step
 from numpyro_fed.rounds.silos import Silos
 from numpyro_fed.search.newton import SEARCHED_UP_TO
-from numpyro_fed.sfvi.algorithm import StructuredVI
+from numpyro_fed.sfvi.algorithm import SFVIAlgorithm
 from numpyro_fed.sfvi.averaging import Aggregation, Averaging
-from numpyro_fed.sfvi.common import ByGradients
+from numpyro_fed.sfvi.base import GradientAlgorithm
 from numpyro_fed.text.facts import Facts, Plan, size_class
 from numpyro_fed.text.layout import Layout
 from numpyro_fed.text.log_density import FederatedModel
@@ -139,7 +139,7 @@ class GradientMethod(RowMethod[Result, None], Generic[Settings]):
         plan: Plan,
         bound: Bound,
         minibatches: Minibatches | None,
-    ) -> ByGradients:
+    ) -> GradientAlgorithm:
         """Return the parts of the method's algorithm, for a bound with a guide that is built."""
 
     def _spec(self, fm: FederatedModel) -> Structured | Amortised | AutoGuide | None:
@@ -180,7 +180,7 @@ class GradientMethod(RowMethod[Result, None], Generic[Settings]):
                 plan.num_silos,
                 self.starts,
                 as_structured(spec).init_loc_fn,
-                parts.begin(),
+                parts.round_from_mode(),
             )
         return Built(
             model=fm,
@@ -318,9 +318,9 @@ class SFVI(GradientMethod[GradientSettings]):
         plan: Plan,
         bound: Bound,
         minibatches: Minibatches | None,
-    ) -> StructuredVI:
+    ) -> SFVIAlgorithm:
         kind, schedule = settings.start, in_step(self.schedule).build(plan.num_silos)
-        return StructuredVI(
+        return SFVIAlgorithm(
             fm,
             bound.guide,
             bound,
@@ -330,8 +330,8 @@ class SFVI(GradientMethod[GradientSettings]):
             in_part=schedule is not None,
             steps=1 if schedule is None else schedule.steps,
             minibatches=minibatches,
-            from_mode=kind is not None,
-            wide=kind == "wide" or (kind == "result" and fm.dim > SEARCHED_UP_TO),
+            starts_from_point=kind is not None,
+            many_globals=kind == "wide" or (kind == "result" and fm.dim > SEARCHED_UP_TO),
         )
 
 
@@ -564,6 +564,6 @@ class SFVIAvg(GradientMethod[AveragingSettings]):
             num_silos=plan.num_silos,
             by_rows=settings.by_rows,
             minibatches=minibatches,
-            from_mode=kind is not None,
-            wide=kind == "wide",
+            starts_from_point=kind is not None,
+            many_globals=kind == "wide",
         )

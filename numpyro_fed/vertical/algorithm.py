@@ -1,4 +1,4 @@
-r"""Algorithms 1 and 2 of Hassan, Sutton, Mira and Mengersen 2024, and the exact split.
+r"""Algorithm 1 of Hassan, Sutton, Mira and Mengersen 2024, and the exact split.
 
 *Scalable Vertical Federated Learning via Data Augmentation and Amortized Inference*, arXiv
 2405.04043.
@@ -12,14 +12,7 @@ In each round of Algorithm 1
 3. every client takes its step. The gradient with respect to the sum is also the one with respect
    to each part (equations 11 to 13).
 
-In Algorithm 2 the likelihood at client ``j`` has the argument :math:`g_j + \sum_{k \ne j} z_k`,
-and the power :math:`1/J`. In each round
-
-1. clients send their :math:`z_j`;
-2. the server sends the sum of these, and draws of its own latents;
-3. clients reply with their term and its gradient :math:`v_j` with respect to the argument;
-4. the server sends the sum of these. Client ``j`` subtracts its own and has
-   :math:`\sum_{k \ne j} v_k`, the gradient with respect to its :math:`z_j` (equations 14 to 17).
+Algorithm 2 is in :mod:`numpyro_fed.vertical.power`.
 
 The paper sends all :math:`z_j`, and a gradient for each of them. A likelihood depends on the
 others' auxiliary variables by their sum alone, so sums are enough, and secure aggregation may form
@@ -45,7 +38,7 @@ from numpyro_fed.guides.guide import Guide
 from numpyro_fed.numerics.gaussian import Gaussian, identity
 from numpyro_fed.rounds import convergence
 from numpyro_fed.rounds.exchange import Ask, Exchange, Info, Reply, Round
-from numpyro_fed.rounds.names import DRAW, LIKELIHOOD, STEP
+from numpyro_fed.rounds.names import DRAW, STEP
 from numpyro_fed.rounds.states import Shared
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.vertical import init_theta
@@ -63,6 +56,7 @@ from numpyro_fed.vertical.parties import (
     ServerParams,
     ServerState,
     VerticalAlgorithm,
+    server_arrays,
 )
 
 # Standard deviation of the first random shares in the shared noise, where a run does not start at
@@ -93,11 +87,18 @@ class Up(NamedTuple):
     coupling: CouplingStats | None  # None where parties are independent
 
 
-class SumMessage(NamedTuple):
-    """The sum of all parts and the coupling statistic, or the gradients with respect to both."""
+class SumAndStat(NamedTuple):
+    """The sum of all parts, and of the coupling statistic."""
 
     part: Array  # (particles, rows, ...)
     b: Array | None  # (particles, rank)
+
+
+class SumGradients(NamedTuple):
+    """A message of the server: the gradients in the sum of parts and in the coupling statistic."""
+
+    part: Array
+    b: Array | None
 
 
 class Stepped(NamedTuple):
@@ -107,29 +108,9 @@ class Stepped(NamedTuple):
     resting: Array  # whether its guide has converged (0 or 1): the sum over clients counts them
 
 
-class AtServer(NamedTuple):
-    """A message of the server: the sum of auxiliary variables, its parameters and latents."""
-
-    total: Array
-    theta: dict[str, Any]
-    z: Array
-
-
-class Gradients(NamedTuple):
-    """A client's message: its likelihood term, and gradients of it."""
-
-    term: Array
-    slope: Array  # with respect to the likelihood's argument
-    theta: dict[str, Any]  # with respect to the server's parameters, and to its draws
-    z: Array
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class VFLAlgorithm(VerticalAlgorithm):
-    """Algorithm 1, or 2 with ``power``, as pure functions; without ``rho`` it is the exact split.
-
-    Under the power likelihood clients hold the server's arrays as ``shared``.
-    """
+    """Algorithm 1 as pure functions; without ``rho`` it is the exact split."""
 
     server: PartyType
     client_types: Mapping[Any, PartyType]  # by the signature of a client's data
@@ -142,193 +123,6 @@ class VFLAlgorithm(VerticalAlgorithm):
     local_steps: int = 1
 
     @property
-    def round(self) -> Round:
-        drawing = Exchange(DRAW, self.draw_part, silo_noise=self.noise_of)
-        stepping = Exchange(STEP, self.step, silo_noise=self.noise_of_local_steps)
-        if not self.power:
-            return Round((drawing, stepping), self.server_round, self.server_noise)
-        likelihood = Exchange(LIKELIHOOD, self.likelihood)
-        return Round((drawing, likelihood, stepping), self.server_power_round, self.server_noise)
-
-    def draw_part(
-        self, noise: tuple[Array, Array | None], down: Down, state: ClientState, data: SiloData
-    ) -> tuple[Reply[Up], ClientState]:
-        """Draw a client's latents and its part of the sum, and send the part."""
-        state = state._replace(noise=noise, rows=down.rows, xi=down.xi)
-        drawn = self.draw(state.params, down.xi, state, data)
-        V = self.coupling_of(self.type_of(data), state.params.own)
-        stats = None if V is None or drawn.b is None else CouplingStats(drawn.b, V.T @ V)
-        up = Up(drawn.part, drawn.term, stats)
-        return Reply(up, all_finite(up)), state
-
-    def server_round(
-        self, state: ServerState, noise: ServerNoise, ask: Ask
-    ) -> tuple[ServerState, Info]:
-        """Ask clients for their parts of the sum, take a step, and send the gradient in the sum."""
-        # ``pull`` carries all parties' gradients in the shared noise back to the parameters of its
-        # guide, which only the server has.
-        xi, pull = jax.vjp(lambda shared: self.xi(shared, noise.xi), state.params.shared)
-        up: Up = ask(DRAW, Down(xi, noise.rows)).up
-        data = self.take_rows(ask.server_data, noise.rows)
-
-        def bound(params: PartyParams, xi: Array | None, sums: SumMessage) -> Array:
-            """Return the server's term of the bound, given the sum of the clients' parts."""
-            guide, eta, V = self.server.guide, params.guide, self.coupling_of(self.server, params)
-
-            def one_particle(eps: Array, xi: Array | None, sums: SumMessage) -> Array:
-                z, log_q, b = coupling.draw_in(state.frame, guide, eta, V, eps, xi)
-                prior, likelihood = self.model.log_server(params.theta, z, sums.part, data)
-                value = prior - log_q + self.row_weight * likelihood
-                if V is None or b is None or sums.b is None or up.coupling is None:
-                    return value
-                A = jax.lax.stop_gradient(V.T @ V) + up.coupling.A
-                return value - coupling.log_ratio(state.params.shared, sums.b + b, A)
-
-            return jax.vmap(one_particle)(noise.eps, xi, sums).mean()
-
-        sums = SumMessage(up.part, None if up.coupling is None else up.coupling.b)
-        value, (gradient, by_xi, slope) = jax.value_and_grad(bound, (0, 1, 2))(
-            state.params.own, xi, sums
-        )
-        after = self.ascend(state, "own", gradient)
-        total = value + up.term
-        course = convergence.update(state.course, -total, after.params, whitened=self.from_start)
-        stepped: Stepped = ask(STEP, slope).up
-        after = after._replace(course=course, resting=stepped.resting)
-        if self.rank:
-            after = self.ascend(after, "shared", pull(by_xi + stepped.by_xi)[0])
-        return after, Info(-total, all_finite((total, gradient, by_xi, slope)))
-
-    def step(
-        self, noise: Array | None, down: SumMessage, state: ClientState, data: SiloData
-    ) -> tuple[Reply[Stepped], ClientState]:
-        """Take a client's steps, given the gradients in its predictor and its part of the sum."""
-        slope_g, slope_part = jnp.zeros_like(down.part), down.part
-        if self.power:
-            # Its likelihood depends on its own predictor, not on its own auxiliary variables.
-            slope_g, slope_part = state.slope, down.part - state.slope
-
-        def draw(params: ClientParams, xi: Array | None) -> ClientDraw:
-            return self.draw(params, xi, state, data)
-
-        # The derivatives of the first draw cannot be kept from one exchange to the next, so the
-        # draw is repeated from the noise in the state.
-        drawn, pull = jax.vjp(draw, state.params, state.xi)
-        slopes = ClientDraw(slope_g, slope_part, jnp.ones_like(drawn.term), down.b)
-        gradient, by_xi = pull(slopes)
-        after = self.ascend(state, "own", gradient.own)
-        if self.auxiliary is not None:
-            after = self.ascend(after, "auxiliary", gradient.auxiliary)
-
-        party, batch = self.type_of(data), self.take_rows(data, state.rows)
-
-        def at_fixed_part(own: PartyParams, eps: Array) -> Array:
-            """Return the client's term of the bound, its auxiliary variables as they are."""
-
-            def one_particle(eps: Array, part: Array) -> Array:
-                z, log_q, _ = coupling.draw_in(state.frame, party.guide, own.guide, None, eps, None)
-                g, prior = self.model.predict(party.model, own.theta, z, batch)
-                return prior - log_q + self.row_weight * self.log_noise(part, g)
-
-            return jax.vmap(one_particle)(eps, drawn.part).mean()
-
-        def local_step(state: ClientState, eps: Array) -> tuple[ClientState, None]:
-            return self.ascend(state, "own", jax.grad(at_fixed_part)(state.params.own, eps)), None
-
-        if noise is not None:
-            after, _ = jax.lax.scan(local_step, after, noise)
-        course = convergence.update(
-            state.course, jnp.zeros(()), after.params.own, whitened=self.from_start
-        )
-        up = Stepped(by_xi, convergence.settled(course).astype(jnp.result_type(float)))
-        return Reply(up, all_finite((gradient, by_xi))), after._replace(course=course)
-
-    def server_power_round(
-        self, state: ServerState, noise: ServerNoise, ask: Ask
-    ) -> tuple[ServerState, Info]:
-        """Ask clients for their auxiliary variables, then for their likelihoods, and step."""
-        drawn: Up = ask(DRAW, Down(None, noise.rows)).up
-        data = self.take_rows(ask.server_data, noise.rows)
-
-        def latents(own: PartyParams) -> tuple[Array, Array]:
-            """Return draws of the server's latents, and its own term of the bound."""
-            _, z, log_q = self.server.guide.draws(state.frame, own.guide, noise.eps)
-            total = jnp.zeros(self.shape[1:])
-            log_p = jax.vmap(lambda z: self.model.log_server(own.theta, z, total, data)[0])(z)
-            return z, (log_p - log_q).mean()
-
-        (z, value), pull = jax.vjp(latents, state.params.own)
-        up: Gradients = ask(LIKELIHOOD, AtServer(drawn.part, self.shared(state).theta, z)).up
-        (gradient,) = pull((up.z, jnp.ones_like(value)))
-        theta = jax.tree.map(jnp.add, gradient.theta, up.theta)
-        after = self.ascend(state, "own", gradient._replace(theta=theta))
-        loss = -(value + up.term + drawn.term)
-        course = convergence.update(state.course, loss, after.params, whitened=self.from_start)
-        stepped: Stepped = ask(STEP, SumMessage(up.slope, None)).up
-        after = after._replace(course=course, resting=stepped.resting)
-        return after, Info(loss, all_finite((loss, gradient, up.slope)))
-
-    def likelihood(
-        self, noise: object, down: AtServer, state: ClientState, data: SiloData
-    ) -> tuple[Reply[Gradients], ClientState]:
-        """Send a client's likelihood at its own predictor and the others' auxiliary variables."""
-        drawn = self.draw(state.params, None, state, data)
-        batch = self.take_rows(data, state.rows)
-        at_server = SiloData(dict(batch.kwargs["shared"]))
-        argument = drawn.g + down.total - drawn.part
-
-        def term(theta: dict[str, Any], z: Array, argument: Array) -> Array:
-            def one_particle(z: Array, argument: Array) -> Array:
-                return self.model.log_server(theta, z, argument, at_server)[1]
-
-            return self.row_weight * jax.vmap(one_particle)(z, argument).mean() / self.num_clients
-
-        value, (theta, z, slope) = jax.value_and_grad(term, (0, 1, 2))(down.theta, down.z, argument)
-        up = Gradients(value, slope, theta, z)
-        return Reply(up, all_finite(up)), state._replace(slope=slope)
-
-    def draw(
-        self, params: ClientParams, xi: Array | None, state: ClientState, data: SiloData
-    ) -> ClientDraw:
-        """Return a client's draws, from the noise in its state and the shared noise ``xi``."""
-        party, batch = self.type_of(data), self.take_rows(data, state.rows)
-        psi, row_info = params.auxiliary, self.row_info(state, batch)
-        eta, V = params.own.guide, self.coupling_of(party, params.own)
-        # Parameters of all rows are the client's state; the round uses those of its rows.
-        if self.auxiliary is not None and state.rows is not None:
-            psi = self.auxiliary.take_rows(psi, state.rows)
-
-        def one_particle(eps: Array, tau: Array | None, xi: Array | None) -> ClientDraw:
-            z, log_q, b = coupling.draw_in(state.frame, party.guide, eta, V, eps, xi)
-            g, log_p = self.model.predict(party.model, params.own.theta, z, batch)
-            if self.auxiliary is None or tau is None:
-                return ClientDraw(g, g, log_p - log_q, b)
-            part, log_q_part = self.auxiliary.draw(psi, g, row_info, tau)
-            log_ratio = self.log_noise(part, g) - log_q_part
-            return ClientDraw(g, part, log_p - log_q + self.row_weight * log_ratio, b)
-
-        eps, tau = state.noise
-        drawn = jax.vmap(one_particle)(eps, tau, xi)
-        return drawn._replace(term=drawn.term.mean())
-
-    def log_noise(self, part: Array, g: Array) -> Array:
-        """Return the log density of auxiliary variables given the predictor."""
-        return dist.Normal(g, self.rho).log_prob(part).sum()
-
-    def row_info(self, state: ClientState, data: SiloData) -> RowInfo:
-        """Return the inputs of the auxiliary variables' guide for the round's rows.
-
-        The response's columns (rows, k) are those that clients have; k may be 0.
-        """
-        centre = state.centre
-        if state.rows is not None and centre.ndim:
-            centre = centre[state.rows]
-        shared, num_rows = data.kwargs.get("shared") or {}, self.shape[1]
-        responses = [shared[n] for n in self.model.response if n in shared]
-        columns = [y.reshape(len(y), -1) for y in responses if jnp.shape(y)[:1] == (num_rows,)]
-        return RowInfo(centre, jnp.concatenate([jnp.zeros((num_rows, 0)), *columns], 1))
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape (particles, rows, ...) of a client's part of the sum."""
         num_rows = self.batch_size or self.model.rows
@@ -339,68 +133,63 @@ class VFLAlgorithm(VerticalAlgorithm):
         """Return the weight of rows' terms: all rows over those of a minibatch."""
         return self.model.rows / self.shape[1]
 
+    @property
+    def dim(self) -> int:
+        """Return the number of all parties' latents, without auxiliary variables."""
+        return sum(party.dim for party in self.model.parties)
+
+    @property
+    def server_guide(self) -> Guide:
+        return self.server.guide_at(None)
+
+    @property
+    def all_types(self) -> tuple[PartyType, ...]:
+        """Return the server, and all types of clients."""
+        return self.server, *self.client_types.values()
+
+    def type_of(self, data: SiloData) -> PartyType:
+        """Return the type of the clients that hold data of this shape."""
+        return self.client_types[signature(data)]
+
     def take_rows(self, data: SiloData, rows: Array | None) -> SiloData:
         """Return the data of the round's rows."""
         return data if rows is None else self.model.take(data, rows)
 
-    def server_noise(self, key: Array) -> ServerNoise:
-        key_draw, key_shared, key_rows = jax.random.split(key, 3)
-        eps = self.server.guide.noise(key_draw, self.num_particles)
-        xi = self.sharing.noise(key_shared, self.num_particles) if self.rank else None
-        if self.batch_size is None:
-            return ServerNoise(eps, xi, None)
-        # With replacement, by the server: all parties need the same rows.
-        num_rows = self.shape[1]
-        rows = jax.random.randint(key_rows, (num_rows,), 0, self.model.rows, jnp.int32)
-        return ServerNoise(eps, xi, rows)
+    def row_info(self, state: ClientState, data: SiloData) -> RowInfo:
+        """Return the inputs of the auxiliary variables' guide for the round's rows.
 
-    def noise_of(self, key: Array, state: ClientState) -> tuple[Array, Array | None]:
-        """Return new standard normals with the shapes of the noise in a client's state."""
-        key_draw, key_z = jax.random.split(key)
-        eps, tau = state.noise
-        new = jax.random.normal(key_draw, eps.shape)
-        return new, None if tau is None else jax.random.normal(key_z, tau.shape)
-
-    def noise_of_local_steps(self, key: Array, state: ClientState) -> Array | None:
-        """Return the noise of a client's steps after the first one of a round."""
-        keys = jax.random.split(key, self.local_steps - 1)
-        return jax.vmap(lambda key: self.noise_of(key, state)[0])(keys) if len(keys) else None
+        The response's columns (rows, k) are those that clients have; k may be 0.
+        """
+        centre = state.centre
+        if state.rows is not None and centre.ndim:
+            centre = centre[state.rows]
+        known, num_rows = server_arrays(data), self.shape[1]
+        responses = [known[n] for n in self.model.response if n in known]
+        columns = [y.reshape(len(y), -1) for y in responses if jnp.shape(y)[:1] == (num_rows,)]
+        return RowInfo(centre, jnp.concatenate([jnp.zeros((num_rows, 0)), *columns], 1))
 
     @property
-    def sharing(self) -> GlobalGuide[Array]:
+    def shared_noise_guide(self) -> GlobalGuide[Array]:
         """Return the guide of the shared noise, which starts as a standard normal."""
         return Full(self.rank, 1.0)
 
-    def xi(self, shared: GuideParams, noise: Array | None) -> Array | None:
-        """Return the shared noise, (draws, rank), from standard normals."""
-        if noise is None:
-            return None
-        return jax.vmap(self.sharing.draw, (None, 0))(shared, noise)[0]
-
-    def random_coupling(self, key: Array, dim: int) -> Array | None:
-        """Return a small random share (dim, rank) in the shared noise.
-
-        At zero the gradient would be zero as well, and parties would stay independent.
-        """
-        return COUPLING_SD * jax.random.normal(key, (dim, self.rank)) if self.rank else None
-
     def coupling_of(self, party: PartyType, params: PartyParams) -> Array | None:
         """Return the coefficients (dim, rank) of the shared noise in a party's guide, or None."""
-        V = params.coupling
-        # Without a start, V is in units of the standard noise already.
-        if V is None or not self.from_start:
-            return V
-        return coupling.from_frame_units(party.guide, params.guide, V)
+        coefs = params.coupling
+        # Without a start they are in units of the standard noise already.
+        if coefs is None or not self.from_start:
+            return coefs
+        return coupling.from_frame_units(party.guide, params.guide, coefs)
 
     def init_server(self, key: Array, data: SiloData) -> ServerState:
-        key_theta, key_guide, key_coupling, key_sharing = jax.random.split(key, 4)
+        key_theta, key_guide, key_coupling, key_noise_guide = jax.random.split(key, 4)
         zeros, dim = self.zeros_at_server(data), self.server.model.dim
         theta = init_theta(self.server.model, key_theta, zeros)
         if self.from_start:
             return self.server_at(key_guide, theta, self.start_at_zero(dim))
         eta = self.server.guide_at(zeros).init_global(key_guide)
         params = PartyParams(self.random_coupling(key_coupling, dim), eta, theta)
-        return self._server_state(key_sharing, params, identity((dim,)))
+        return self._server_state(key_noise_guide, params, identity((dim,)))
 
     def init_client(self, key: Array, data: SiloData) -> ClientState:
         key_theta, key_guide, key_coupling, key_state = jax.random.split(key, 4)
@@ -420,9 +209,9 @@ class VFLAlgorithm(VerticalAlgorithm):
 
     def server_at(self, key: Array, theta: dict[str, Any], start: PartyStart) -> ServerState:
         """Return the server's state at the start of a run."""
-        key_guide, key_sharing = jax.random.split(key)
+        key_guide, key_noise_guide = jax.random.split(key)
         params, frame = _standard_normal_at(start, key_guide, self.server, theta)
-        return self._server_state(key_sharing, params, frame)
+        return self._server_state(key_noise_guide, params, frame)
 
     def client_at(
         self,
@@ -442,8 +231,8 @@ class VFLAlgorithm(VerticalAlgorithm):
         return self._client_state(key_state, party, params, frame, centre)
 
     def _server_state(self, key: Array, own: PartyParams, frame: Gaussian) -> ServerState:
-        shared = self.sharing.init(key, jnp.zeros(self.rank)) if self.rank else {}
-        return self.first_server(ServerParams(own, shared), frame)
+        noise_guide = self.shared_noise_guide.init(key, jnp.zeros(self.rank)) if self.rank else {}
+        return self.first_server(ServerParams(own, noise_guide), frame)
 
     def _client_state(
         self, key: Array, party: PartyType, own: PartyParams, frame: Gaussian, centre: Array
@@ -459,34 +248,189 @@ class VFLAlgorithm(VerticalAlgorithm):
             noise=(eps, None if self.auxiliary is None else jnp.zeros(self.shape)),
             rows=None if self.batch_size is None else jnp.zeros(self.shape[1], jnp.int32),
             xi=jnp.zeros((self.num_particles, self.rank)) if self.rank else None,
-            slope=jnp.zeros(self.shape) if self.power else None,
             frame=frame,
             centre=centre,
         )
 
-    @property
-    def server_guide(self) -> Guide:
-        return self.server.guide_at(None)
+    def random_coupling(self, key: Array, dim: int) -> Array | None:
+        """Return a small random share (dim, rank) in the shared noise.
+
+        At zero the gradient would be zero as well, and parties would stay independent.
+        """
+        return COUPLING_SD * jax.random.normal(key, (dim, self.rank)) if self.rank else None
 
     @property
-    def dim(self) -> int:
-        """Return the number of all parties' latents, without auxiliary variables."""
-        return sum(party.dim for party in self.model.parties)
-
-    def type_of(self, data: SiloData) -> PartyType:
-        """Return the type of the clients that hold data of this shape."""
-        return self.client_types[signature(data)]
+    def round(self) -> Round:
+        return Round(self.exchanges, self.server_round, self.round_noise)
 
     @property
-    def all_types(self) -> tuple[PartyType, ...]:
-        """Return the server, and all types of clients."""
-        return self.server, *self.client_types.values()
+    def exchanges(self) -> tuple[Exchange[Any, Any, Any], ...]:
+        """Return the exchanges of a round, in order."""
+        drawing = Exchange(DRAW, self.answer_draw, silo_noise=self.new_draw_noise)
+        stepping = Exchange(STEP, self.answer_step, silo_noise=self.local_step_noise)
+        return drawing, stepping
+
+    def round_noise(self, key: Array) -> ServerNoise:
+        """Return the noise of the server in a round, and the indices of the round's rows."""
+        key_draw, key_shared, key_rows = jax.random.split(key, 3)
+        eps = self.server.guide.noise(key_draw, self.num_particles)
+        xi = self.shared_noise_guide.noise(key_shared, self.num_particles) if self.rank else None
+        if self.batch_size is None:
+            return ServerNoise(eps, xi, None)
+        # With replacement, by the server: all parties need the same rows.
+        num_rows = self.shape[1]
+        rows = jax.random.randint(key_rows, (num_rows,), 0, self.model.rows, jnp.int32)
+        return ServerNoise(eps, xi, rows)
+
+    def new_draw_noise(self, key: Array, state: ClientState) -> tuple[Array, Array | None]:
+        """Return new standard normals with the shapes of the noise in a client's state."""
+        key_draw, key_z = jax.random.split(key)
+        eps, tau = state.noise
+        new = jax.random.normal(key_draw, eps.shape)
+        return new, None if tau is None else jax.random.normal(key_z, tau.shape)
+
+    def local_step_noise(self, key: Array, state: ClientState) -> Array | None:
+        """Return the noise of a client's steps after the first one of a round."""
+        keys = jax.random.split(key, self.local_steps - 1)
+        return jax.vmap(lambda key: self.new_draw_noise(key, state)[0])(keys) if len(keys) else None
+
+    def answer_draw(
+        self, noise: tuple[Array, Array | None], down: Down, state: ClientState, data: SiloData
+    ) -> tuple[Reply[Up], ClientState]:
+        """Draw a client's latents and its part of the sum, and send the part."""
+        state = state._replace(noise=noise, rows=down.rows, xi=down.xi)
+        drawn = self.client_draw(state.params, down.xi, state, data)
+        coefs = self.coupling_of(self.type_of(data), state.params.own)
+        stat, stats = drawn.coupling_stat, None
+        if coefs is not None and stat is not None:
+            stats = CouplingStats(stat, coefs.T @ coefs)
+        up = Up(drawn.part, drawn.term, stats)
+        return Reply(up, all_finite(up)), state
+
+    def server_round(
+        self, state: ServerState, noise: ServerNoise, ask: Ask
+    ) -> tuple[ServerState, Info]:
+        """Ask clients for their parts of the sum, take a step, and send the gradient in the sum."""
+        # ``pull`` carries all parties' gradients in the shared noise back to the parameters of its
+        # guide, which only the server has.
+        noise_guide = state.params.shared
+        xi, pull = jax.vjp(lambda guide: self.draw_shared_noise(guide, noise.xi), noise_guide)
+        up: Up = ask(DRAW, Down(xi, noise.rows)).up
+        data = self.take_rows(ask.server_data, noise.rows)
+
+        def server_term(params: PartyParams, xi: Array | None, sums: SumAndStat) -> Array:
+            """Return the server's term of the bound, given the sum of the clients' parts."""
+            guide, eta = self.server.guide, params.guide
+            coefs = self.coupling_of(self.server, params)
+
+            def one_particle(eps: Array, xi: Array | None, sums: SumAndStat) -> Array:
+                z, log_q, stat = coupling.draw_in(state.frame, guide, eta, coefs, eps, xi)
+                prior, likelihood = self.model.log_server(params.theta, z, sums.part, data)
+                value = prior - log_q + self.row_weight * likelihood
+                if coefs is None or stat is None or sums.b is None or up.coupling is None:
+                    return value
+                A = jax.lax.stop_gradient(coefs.T @ coefs) + up.coupling.A
+                return value - coupling.log_ratio(noise_guide, sums.b + stat, A)
+
+            return jax.vmap(one_particle)(noise.eps, xi, sums).mean()
+
+        sums = SumAndStat(up.part, None if up.coupling is None else up.coupling.b)
+        value, (gradient, by_xi, slope) = jax.value_and_grad(server_term, (0, 1, 2))(
+            state.params.own, xi, sums
+        )
+        after = self.ascend(state, "own", gradient)
+        bound = value + up.term
+        course = convergence.update(state.course, -bound, after.params, whitened=self.from_start)
+        stepped: Stepped = ask(STEP, SumGradients(*slope)).up
+        after = after._replace(course=course, resting=stepped.resting)
+        if self.rank:
+            after = self.ascend(after, "shared", pull(by_xi + stepped.by_xi)[0])
+        return after, Info(-bound, all_finite((bound, gradient, by_xi, slope)))
+
+    def answer_step(
+        self, noise: Array | None, down: SumGradients, state: ClientState, data: SiloData
+    ) -> tuple[Reply[Stepped], ClientState]:
+        """Take a client's steps, given the gradients in its predictor and its part of the sum."""
+
+        def draw(params: ClientParams, xi: Array | None) -> ClientDraw:
+            return self.client_draw(params, xi, state, data)
+
+        # The derivatives of the first draw cannot be kept from one exchange to the next, so the
+        # draw is repeated from the noise in the state.
+        drawn, pull = jax.vjp(draw, state.params, state.xi)
+        slope_g, slope_part = self.client_slopes(down.part, state)
+        slopes = ClientDraw(slope_g, slope_part, jnp.ones_like(drawn.term), down.b)
+        gradient, by_xi = pull(slopes)
+        after = self.ascend(state, "own", gradient.own)
+        if self.auxiliary is not None:
+            after = self.ascend(after, "auxiliary", gradient.auxiliary)
+
+        party, batch = self.type_of(data), self.take_rows(data, state.rows)
+
+        def at_fixed_part(own: PartyParams, eps: Array) -> Array:
+            """Return the client's term of the bound, its auxiliary variables as they are."""
+
+            def one_particle(eps: Array, part: Array) -> Array:
+                z, log_q, _ = coupling.draw_in(state.frame, party.guide, own.guide, None, eps, None)
+                g, prior = self.model.predict(party.model, own.theta, z, batch)
+                return prior - log_q + self.row_weight * self.log_auxiliary(part, g)
+
+            return jax.vmap(one_particle)(eps, drawn.part).mean()
+
+        def local_step(state: ClientState, eps: Array) -> tuple[ClientState, None]:
+            return self.ascend(state, "own", jax.grad(at_fixed_part)(state.params.own, eps)), None
+
+        if noise is not None:
+            after, _ = jax.lax.scan(local_step, after, noise)
+        course = convergence.update(
+            state.course, jnp.zeros(()), after.params.own, whitened=self.from_start
+        )
+        up = Stepped(by_xi, convergence.settled(course).astype(jnp.result_type(float)))
+        return Reply(up, all_finite((gradient, by_xi))), after._replace(course=course)
+
+    def client_slopes(self, slope: Array, state: ClientState) -> tuple[Array, Array]:
+        """Return the gradients in a client's predictor and in its part, from that in the sum."""
+        return jnp.zeros_like(slope), slope
+
+    def client_draw(
+        self, params: ClientParams, xi: Array | None, state: ClientState, data: SiloData
+    ) -> ClientDraw:
+        """Return a client's draws, from the noise in its state and the shared noise ``xi``."""
+        party, batch = self.type_of(data), self.take_rows(data, state.rows)
+        psi, row_info = params.auxiliary, self.row_info(state, batch)
+        eta, coefs = params.own.guide, self.coupling_of(party, params.own)
+        # Parameters of all rows are the client's state; the round uses those of its rows.
+        if self.auxiliary is not None and state.rows is not None:
+            psi = self.auxiliary.take_rows(psi, state.rows)
+
+        def one_particle(eps: Array, tau: Array | None, xi: Array | None) -> ClientDraw:
+            z, log_q, stat = coupling.draw_in(state.frame, party.guide, eta, coefs, eps, xi)
+            g, log_p = self.model.predict(party.model, params.own.theta, z, batch)
+            if self.auxiliary is None or tau is None:
+                return ClientDraw(g, g, log_p - log_q, stat)
+            part, log_q_part = self.auxiliary.draw(psi, g, row_info, tau)
+            log_ratio = self.log_auxiliary(part, g) - log_q_part
+            return ClientDraw(g, part, log_p - log_q + self.row_weight * log_ratio, stat)
+
+        eps, tau = state.noise
+        drawn = jax.vmap(one_particle)(eps, tau, xi)
+        return drawn._replace(term=drawn.term.mean())
+
+    def log_auxiliary(self, part: Array, g: Array) -> Array:
+        """Return the log density of auxiliary variables given the predictor."""
+        return dist.Normal(g, self.rho).log_prob(part).sum()
+
+    def draw_shared_noise(self, noise_guide: GuideParams, noise: Array | None) -> Array | None:
+        """Return the shared noise, (draws, rank), from standard normals."""
+        if noise is None:
+            return None
+        return jax.vmap(self.shared_noise_guide.draw, (None, 0))(noise_guide, noise)[0]
 
     def shared(self, state: ServerState) -> Shared:
-        own, shared = state.params
+        own, noise_guide = state.params
         guide: dict[str, Any] = {"latents": own.guide}
         if self.rank:
-            guide |= {"coupling": self.coupling_of(self.server, own), "shared": shared}
+            guide |= {"coupling": self.coupling_of(self.server, own), "shared": noise_guide}
         return Shared(own.theta, guide, state.frame)
 
     def private(self, state: ClientState, data: SiloData) -> PartyState:
@@ -502,26 +446,26 @@ class VFLAlgorithm(VerticalAlgorithm):
         guide = (self.server if data is None else self.type_of(data)).guide
         return {**party.guide, "latents": guide.in_z(party.frame, party.guide["latents"])}
 
-    def server_noise_of(self, key: Array, n: int) -> tuple[Array, Array | None]:
+    def server_posterior_noise(self, key: Array, n: int) -> tuple[Array, Array | None]:
         """Return noise for ``n`` draws of the server's latents, and of the shared noise."""
         key_draw, key_shared = jax.random.split(key)
         eps = self.server.guide.noise(key_draw, n)
-        return eps, self.sharing.noise(key_shared, n) if self.rank else None
+        return eps, self.shared_noise_guide.noise(key_shared, n) if self.rank else None
 
-    def client_noise_of(self, key: Array, state: ClientState, n: int) -> Array:
+    def client_posterior_noise(self, key: Array, state: ClientState, n: int) -> Array:
         """Return noise for ``n`` draws of a client's latents."""
         return jax.random.normal(key, (n, *state.noise[0].shape[1:]))
 
     def server_draws(self, key: Array, state: ServerState, n: int) -> tuple[Array | None, Array]:
-        eps, shared = self.server_noise_of(key, n)
-        xi = self.xi(state.params.shared, shared)
+        eps, noise = self.server_posterior_noise(key, n)
+        xi = self.draw_shared_noise(state.params.shared, noise)
         return xi, _latents(self.server, self.shared(state), eps, xi)
 
     def client_draws(
         self, key: Array, sent: Array | None, state: ClientState, data: SiloData, n: int
     ) -> tuple[FederatedModel, dict[str, Any], Array]:
         party, private = self.type_of(data), self.private(state, data)
-        z = _latents(party, private, self.client_noise_of(key, state, n), sent)
+        z = _latents(party, private, self.client_posterior_noise(key, state, n), sent)
         return party.model, private.theta, z
 
 
@@ -537,6 +481,6 @@ def _latents(
     party: PartyType, fitted: Shared | PartyState, noise: Array, xi: Array | None
 ) -> Array:
     """Return draws (n, dim) of a party's latents."""
-    eta, V = fitted.guide["latents"], fitted.guide.get("coupling")
-    draw = partial(coupling.draw_in, fitted.frame, party.guide, eta, V)
+    eta, coefs = fitted.guide["latents"], fitted.guide.get("coupling")
+    draw = partial(coupling.draw_in, fitted.frame, party.guide, eta, coefs)
     return jax.vmap(draw)(noise, xi)[0]

@@ -268,7 +268,8 @@ class WeighParties:
     ) -> tuple[Reply[Up], Array]:
         """Draw a client's latents, and send its predictors and densities there."""
         v, party = self.vertical, self.vertical.type_of(data)
-        private, eps = v.private(state, data), v.client_noise_of(noise, state, self.num_draws)
+        private = v.private(state, data)
+        eps = v.client_posterior_noise(noise, state, self.num_draws)
         z, log_q, b = self.draw(party.guide, private, eps, down)
 
         def predict_at(z: Array) -> tuple[Array, Array]:
@@ -290,9 +291,9 @@ class WeighParties:
     def _drawn(self, key: Array, state: ServerState) -> tuple[Down, PartyDraws]:
         """Return the server's message, and its own draws."""
         v = self.vertical
-        eps, shared = v.server_noise_of(key, self.num_draws)
-        centre_xi = v.sharing.centre(state.params.shared) if v.rank else None
-        down = Down(v.xi(state.params.shared, shared), centre_xi)
+        eps, noise = v.server_posterior_noise(key, self.num_draws)
+        centre_xi = v.shared_noise_guide.centre(state.params.shared) if v.rank else None
+        down = Down(v.draw_shared_noise(state.params.shared, noise), centre_xi)
         return down, self.draw(v.server.guide, v.shared(state), eps, down)
 
     @compiled_method()

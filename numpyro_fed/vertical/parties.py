@@ -153,7 +153,12 @@ class ClientDraw(NamedTuple):
     g: Array  # (particles, rows, ...) its predictor
     part: Array  # (particles, rows, ...) its part of the sum
     term: Array  # its term of the bound
-    b: Array | None = None  # (particles, rank) its coupling statistic
+    coupling_stat: Array | None = None  # (particles, rank)
+
+
+def server_arrays(data: SiloData) -> dict[str, Array]:
+    """Return the arrays of the server that a client knows, from the client's data."""
+    return dict(data.kwargs.get("shared") or {})
 
 
 class PartyStart(NamedTuple):

@@ -45,7 +45,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -87,12 +87,20 @@ from numpyro_fed.vertical.curvature import (
     ritz_vectors,
     root_of,
 )
-from numpyro_fed.vertical.parties import (
-    ClientState,
-    PartyStart,
-    PartyType,
-    PinnedLatents,
-    ServerState,
+from numpyro_fed.vertical.parties import ClientState, PartyStart, PartyType, ServerState
+from numpyro_fed.vertical.search_messages import (
+    Along,
+    BeginMessage,
+    ClientSearch,
+    JointCurvature,
+    PartySearch,
+    RitzValues,
+    ServerSearch,
+    Slopes,
+    Trial,
+    TrialReply,
+    accepted,
+    moved,
 )
 
 # Rounds of a cycle of the search, at most. A search takes some 10 to 60 exchanges as a rule; a run
@@ -112,99 +120,7 @@ COMPLETE, OTHERWISE = 3, 10
 OWN_STEPS, SHARES = 30, tuple(2.0**-i for i in range(12))
 
 
-class PartySearch(NamedTuple, Generic[AnyArray]):
-    """A party's state of the search: arrays of NumPy at the server, of JAX at a client."""
-
-    theta: dict[str, Any]
-    pinned: PinnedLatents
-    z: AnyArray  # the best point so far
-    direction: AnyArray  # with ``last`` it spans the plane of the next step
-    last: AnyArray
-    step: AnyArray  # leads to the point that is tried
-    basis: AnyArray  # (dim, width) its rows of a basis for directions of all parties' latents
-    directions: AnyArray  # the same in the latents' own units
-    anchor: AnyArray  # (dim, rank) the first columns of the first basis
-
-
-class Trial(NamedTuple, Generic[AnyArray]):
-    """The point to try: coordinates in the plane (2,), and a step along the basis (width,)."""
-
-    ab: AnyArray
-    newton: AnyArray
-
-
-def moved(state: PartySearch[AnyArray], trial: Trial[AnyArray]) -> PartySearch[AnyArray]:
-    """Return the party with its own step (dim,) from the best point to the trial point."""
-    plane = trial.ab[0] * state.direction + trial.ab[1] * state.last
-    return state._replace(step=plane + state.directions @ trial.newton)
-
-
-def accepted(state: PartySearch[AnyArray]) -> PartySearch[AnyArray]:
-    """Return the party with the trial point as its best one."""
-    return state._replace(z=state.z + state.step, last=state.step)
-
-
-class Tried(NamedTuple, Generic[AnyArray]):
-    """A client's message on a trial point: its predictor, and its own log density."""
-
-    predictor: AnyArray
-    log_p: AnyArray
-
-
-class Slopes(NamedTuple, Generic[AnyArray]):
-    """A message of the server: whether the trial was accepted, slope and curvature in the sum.
-
-    Where the basis is improved, ``ritz`` has the findings on it (:class:`RitzValues`).
-    """
-
-    better: AnyArray  # () bool
-    slope: AnyArray
-    curvature: AnyArray
-    ritz: Any = ()
-
-
-class Along(NamedTuple, Generic[AnyArray]):
-    """A client's message on some directions: the two of its plane, or those of its basis."""
-
-    predictor: AnyArray  # (k, rows, ...) the change of its predictor along each
-    slope: AnyArray  # (k,) of its own log density
-    curvature: AnyArray  # (k, k)
-    gram: Any = ()  # (k, k) products of its rows of a basis
-    anchor: Any = ()  # (k, rank) those with its rows of the anchor
-
-
-class RitzValues(NamedTuple, Generic[AnyArray]):
-    """The server's findings on the basis, which it sends."""
-
-    looks: AnyArray  # counts exchanges
-    combine: AnyArray  # (width, width) combinations of the basis
-    curvatures: AnyArray  # (width,) along these, smallest first
-    # (width, rows, ...) minus the change of the slope with respect to the sum along each; empty if
-    # the basis spans all directions
-    pull: AnyArray
-
-
-class ToBegin(NamedTuple, Generic[AnyArray]):
-    """A message of the server at the start of a run."""
-
-    at_best: Slopes[AnyArray]
-    combine: Any  # (width, rank) makes the shares in the shared noise of the basis
-    tau: AnyArray
-
-
-ServerSearch: TypeAlias = PartySearch[np.ndarray]
-ClientSearch: TypeAlias = PartySearch[Array]
 ServerPoint: TypeAlias = Point[np.ndarray]
-
-
-class JointCurvature(NamedTuple):
-    """The server's findings on the basis, besides those that it sends (``ritz``)."""
-
-    ritz: RitzValues[np.ndarray]
-    turned: np.ndarray  # (dim, width) its own rows of the curvature times the directions
-    newton: np.ndarray  # (width,) a step along them to try, whose gain is ``gain`` nats
-    angles: np.ndarray  # (rank, rank) products of the best directions with the anchor
-    gain: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,7 +151,7 @@ class VerticalSearch:
             total = best.total
             slopes = Slopes(np.array(True), total, np.full_like(total, (v.rho or np.inf) ** -2))
         *_, begin = self.exchanges.values()
-        ask(begin, real(ToBegin(slopes, combine, tau)))
+        ask(begin, real(BeginMessage(slopes, combine, tau)))
         root = root_of(best.by_zz)
         server = self._first_state(key, real(state), real(root), real(combine), real(tau))
         if not finite(server):
@@ -278,7 +194,7 @@ class VerticalSearch:
         ab, quiet, rounds = np.zeros(2), 0, 0
         while best is None or (rounds < MAX_ROUNDS and quiet < QUIET_ROUNDS):
             trial, rounds = Trial(ab, newton), rounds + 1
-            tried: Tried[np.ndarray] = ask(self.exchanges[TRY], real(trial))
+            tried: TrialReply[np.ndarray] = ask(self.exchanges[TRY], real(trial))
             state = moved(state, trial)
             found = self._at(accepted(state), tried.predictor, data)
             found = found._replace(value=found.value + tried.log_p)
@@ -395,7 +311,7 @@ class VerticalSearch:
         yes: Any = jax.ShapeDtypeStruct((), bool)
         number: Any = jax.ShapeDtypeStruct((), jnp.int32)
         slopes = Slopes(yes, total, total)
-        to_begin = ToBegin(slopes, shape(width, rank) if rank and width else None, shape())
+        to_begin = BeginMessage(slopes, shape(width, rank) if rank and width else None, shape())
         begin = StackedExchange(
             BEGIN_AT_MODE if width else BEGIN_AT_ZERO,
             stacked_visit(self.first, little=True),
@@ -418,7 +334,7 @@ class VerticalSearch:
             visit = stacked_visit(silo, little=True)
             return StackedExchange(name, visit, lenient=True, messages=lambda: (like[0], like[1]))
 
-        trial, tried = Trial(shape(2), shape(width)), Tried(total, shape())
+        trial, tried = Trial(shape(2), shape(width)), TrialReply(total, shape())
         asked = (
             asking(TRY, self.try_point, trial, tried),
             asking(TURN, self.turn, slopes, in_plane),
@@ -446,10 +362,10 @@ class VerticalSearch:
 
     def try_point(
         self, noise: object, down: Trial[Array], state: ClientSearch, data: SiloData
-    ) -> tuple[Reply[Tried[Array]], ClientSearch]:
+    ) -> tuple[Reply[TrialReply[Array]], ClientSearch]:
         """Send a client's predictor and log density at the trial point."""
         state = moved(state, down)
-        tried = Tried(*(f(state.z + state.step) for f in self._functions(state, data)))
+        tried = TrialReply(*(f(state.z + state.step) for f in self._functions(state, data)))
         return Reply(tried, all_finite(tried)), state
 
     def turn(
@@ -481,7 +397,7 @@ class VerticalSearch:
         return Reply(up, all_finite(up)), after
 
     def first(
-        self, noise: Array, down: ToBegin[Array], state: ClientSearch, data: SiloData
+        self, noise: Array, down: BeginMessage[Array], state: ClientSearch, data: SiloData
     ) -> tuple[Reply[tuple[()]], ClientState]:
         """Take a client's first state of a run."""
         root = root_of(self._local(state, data, down.at_best).curvature)

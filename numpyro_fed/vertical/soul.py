@@ -44,7 +44,7 @@ from numpyro_fed.sfvi.method import default_optimiser
 from numpyro_fed.text.clients import positive_rho
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.vertical import VerticalSplit, init_theta
-from numpyro_fed.vertical.algorithm import AtServer, Gradients, Stepped, Up
+from numpyro_fed.vertical.algorithm import Stepped, Up
 from numpyro_fed.vertical.curvature import PartyExpansion, diagonal_curvature, root_of
 from numpyro_fed.vertical.method import VerticalMethod
 from numpyro_fed.vertical.parties import (
@@ -55,7 +55,9 @@ from numpyro_fed.vertical.parties import (
     ServerParams,
     ServerState,
     VerticalAlgorithm,
+    server_arrays,
 )
+from numpyro_fed.vertical.power import AtServer, Gradients
 from numpyro_fed.vertical.result import SOULResult, VerticalResult
 
 Context = TypeVar("Context")  # arguments of a likelihood besides a client's own predictor
@@ -90,20 +92,20 @@ class SOULAlgorithm(VerticalAlgorithm):
 
         Under the power likelihood all know the sum of the auxiliary variables before they draw.
         """
-        drawing = Exchange(DRAW, self.draw, silo_noise=key_as_noise)
-        stepping = Exchange(STEP, self.step)
+        drawing = Exchange(DRAW, self.answer_draw, silo_noise=key_as_noise)
+        stepping = Exchange(STEP, self.answer_step)
         if not self.power:
             return Round((drawing, stepping), self.server_round)
-        return Round((Exchange(SHOW, self.show), drawing, stepping), self.server_round)
+        return Round((Exchange(SHOW, self.answer_show), drawing, stepping), self.server_round)
 
-    def show(
+    def answer_show(
         self, noise: object, down: object, state: ClientState, data: SiloData
     ) -> tuple[Reply[Array], ClientState]:
         """Send a client's auxiliary variables."""
         z = self.auxiliary(state)
         return Reply(z, all_finite(z)), state
 
-    def draw(
+    def answer_draw(
         self, noise: Array, down: AtServer | tuple[()], state: ClientState, data: SiloData
     ) -> tuple[Reply[Up | Gradients], ClientState]:
         """Take a client's Langevin steps, and send its auxiliary variables or its likelihood."""
@@ -111,7 +113,7 @@ class SOULAlgorithm(VerticalAlgorithm):
             after, own_log_p, _ = self.langevin(noise, state, data, (), lambda g, context: 0.0)
             drawn = Up(self.auxiliary(state), own_log_p, None)
             return Reply(drawn, all_finite((drawn, after.chain))), after
-        at_server, down = SiloData(dict(data.kwargs["shared"])), cast(AtServer, down)
+        at_server, down = SiloData(server_arrays(data)), cast(AtServer, down)
 
         def likelihood(g: Array, context: tuple[Any, Array, Array]) -> Array:
             theta, z, others = context
@@ -191,7 +193,7 @@ class SOULAlgorithm(VerticalAlgorithm):
         after = after._replace(course=course, resting=stepped.resting)
         return after, Info(loss, all_finite((loss, gradient, slope)))
 
-    def step(
+    def answer_step(
         self, noise: object, down: Array, state: ClientState, data: SiloData
     ) -> tuple[Reply[Stepped], ClientState]:
         """Take a client's steps, given the gradient with respect to the sum."""
@@ -229,7 +231,7 @@ class SOULAlgorithm(VerticalAlgorithm):
             # and that of its own likelihood under the power model.
             curvature = self.rho**-2 + jnp.zeros_like(centre)
             if self.power:
-                server, at_server = self.model.server, SiloData(dict(data.kwargs["shared"]))
+                server, at_server = self.model.server, SiloData(server_arrays(data))
                 given = self.model.with_total(at_server, centre)
                 at_theta = init_theta(server, jax.random.key(0), given)
 

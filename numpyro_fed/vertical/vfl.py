@@ -29,6 +29,7 @@ from numpyro_fed.vertical.auxiliary_guide import auxiliary_guide
 from numpyro_fed.vertical.correction import WeighParties
 from numpyro_fed.vertical.method import VerticalMethod
 from numpyro_fed.vertical.parties import PartyType
+from numpyro_fed.vertical.power import PowerVFL
 from numpyro_fed.vertical.result import VerticalResult
 from numpyro_fed.vertical.search import VerticalSearch
 
@@ -203,9 +204,9 @@ class VFL(VerticalMethod[VerticalResult, VFLAlgorithm]):
             num_responses = sum(of_response) if self.share_response else 0
             spec = self._auxiliary(model.rows)
             auxiliary = auxiliary_guide(spec, model.shape, self.rho, num_responses)
-        v = VFLAlgorithm(
+        algorithm_class = PowerVFL if self.likelihood == "power" else VFLAlgorithm
+        v = algorithm_class(
             model=model,
-            power=self.likelihood == "power",
             server=party_type(
                 self.server_guide, model.server, model.with_total(parts.server, at_zero)
             ),

@@ -29,6 +29,7 @@ from jax.random import fold_in
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.basics.trees import Numbers
 from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.guides.global_draws import GlobalDraws
 from numpyro_fed.guides.guide import Guide
 from numpyro_fed.guides.silo_bounds import EACH_DRAW, AtDraw, QuadratureBound
 from numpyro_fed.rounds.exchange import (
@@ -44,7 +45,6 @@ from numpyro_fed.rounds.names import IMPORTANCE
 from numpyro_fed.rounds.stacks import StackedExchange, of_stack
 from numpyro_fed.rounds.states import Shared
 from numpyro_fed.search.expand import shape
-from numpyro_fed.sfvi.algorithm import Down, coordinates_of, down_of
 from numpyro_fed.text.log_density import FederatedModel, outcomes_at
 from numpyro_fed.weigh.integration import CHECKED, LikelihoodEstimate, too_coarse
 
@@ -101,30 +101,32 @@ class LogLikelihoodExchange(Generic[Server, Silo]):
         )
 
     @cached_property
-    def of_server(self) -> Callable[[Shared, Any], tuple[Array, Down]]:
+    def of_server(self) -> Callable[[Shared, Any], tuple[Array, GlobalDraws]]:
         """Return the function to the log prior (n,) at draws (n, dim), and to the message."""
 
-        def of_server(shared: Shared, z_G: Array) -> tuple[Array, Down]:
+        def of_server(shared: Shared, z_G: Array) -> tuple[Array, GlobalDraws]:
             log_prior = jax.vmap(self.model.log_prior, (None, 0))(shared.theta, z_G)
-            return log_prior, down_of(self.guide, shared, z_G)
+            return log_prior, GlobalDraws.of(self.guide, shared, z_G)
 
         return jit_once(of_server)
 
     @cached_property
-    def _values(self) -> Callable[[Array, Down, Silo, SiloData], Array]:
+    def _values(self) -> Callable[[Array, GlobalDraws, Silo, SiloData], Array]:
         """Return the function to log likelihoods (silos, n) of a stack of silos."""
         evaluate = log_likelihoods(self.likelihood, self.fitted, self.num_draws, self.batch_size)
         return of_stack(evaluate, little=self.little)
 
     @cached_property
-    def _too_coarse(self) -> Callable[[Any, Down, Silo, SiloData], Array] | None:
+    def _too_coarse(self) -> Callable[[Any, GlobalDraws, Silo, SiloData], Array] | None:
         """Return the function to whether quadratures of silos (silos,) are too coarse."""
         # Keys and values of the silos are its noise.
         quadrature = self.likelihood
         if not isinstance(quadrature, QuadratureBound):
             return None
 
-        def of_silo(noise: tuple[Array, Array], down: Down, state: Silo, data: SiloData) -> Array:
+        def of_silo(
+            noise: tuple[Array, Array], down: GlobalDraws, state: Silo, data: SiloData
+        ) -> Array:
             key, values = noise
             few = slice(len(values))
             keys = jax.vmap(fold_in, (None, 0))(key, jnp.arange(len(values)))
@@ -136,7 +138,7 @@ class LogLikelihoodExchange(Generic[Server, Silo]):
         return of_stack(of_silo, little=True)
 
     def reply(
-        self, noise: Array, down: Down, state: Silo, data: SiloData
+        self, noise: Array, down: GlobalDraws, state: Silo, data: SiloData
     ) -> tuple[Reply[Estimates], Silo]:
         """Return the replies of a stack of silos with a key each, and their states as they are."""
         # Waited for in a way that Ctrl-C can end.
@@ -168,21 +170,21 @@ class LogLikelihoodExchange(Generic[Server, Silo]):
 
 def shape_of_draws(
     guide: Guide, fitted: FederatedAlgorithm[Any, Any], size: tuple[int, int]
-) -> Down:
+) -> GlobalDraws:
     """Return the shapes of a message with so many draws of the globals (n, dim)."""
-    found: Down = jax.eval_shape(
-        lambda key: down_of(guide, fitted.shared(fitted.init_server(key)), jnp.zeros(size)),
+    found: GlobalDraws = jax.eval_shape(
+        lambda key: GlobalDraws.of(guide, fitted.shared(fitted.init_server(key)), jnp.zeros(size)),
         jax.random.key(0),
     )
     return found
 
 
 def at_draws(
-    fitted: FederatedAlgorithm[Any, Silo], down: Down, state: Silo, data: SiloData
+    fitted: FederatedAlgorithm[Any, Silo], down: GlobalDraws, state: Silo, data: SiloData
 ) -> AtDraw:
     """Return all that a silo's likelihood depends on, at all draws of the server's message."""
     private = fitted.private(state)
-    coordinates = private.recentred(coordinates_of(down))
+    coordinates = private.recentred(down.in_frame)
     return AtDraw({**down.theta, **private.theta}, private.guide, down.z_G, coordinates, data)
 
 
@@ -196,11 +198,11 @@ def log_likelihoods(
     fitted: FederatedAlgorithm[Server, Silo],
     num_draws: int,
     batch_size: int,
-) -> Callable[[Any, Down, Silo, SiloData], Array]:
+) -> Callable[[Any, GlobalDraws, Silo, SiloData], Array]:
     """Return the function to a silo's log likelihood at each draw (n,)."""
 
-    def evaluate(noise: Array | tuple[()], down: Down, state: Silo, data: SiloData) -> Array:
-        given, offset = at_draws(fitted, down, state, data), coordinates_of(down).offset
+    def evaluate(noise: Array | tuple[()], down: GlobalDraws, state: Silo, data: SiloData) -> Array:
+        given, offset = at_draws(fitted, down, state, data), down.in_frame.offset
 
         def estimate(batch: tuple[Array, Array, Array]) -> Array:
             s, z_G, u = batch
@@ -252,11 +254,13 @@ def log_likelihoods_of_rows(
     likelihood: LikelihoodEstimate,
     fitted: FederatedAlgorithm[Any, Any],
     batch_size: int,
-) -> Callable[[Array, Down, Any, SiloData], tuple[Array, Array]]:
+) -> Callable[[Array, GlobalDraws, Any, SiloData], tuple[Array, Array]]:
     """Return the function to log likelihoods (draws, rows), and whether rows count (rows,)."""
     plates = plates_of_rows(fm)
 
-    def values_of(key: Array, down: Down, state: object, data: SiloData) -> tuple[Array, Array]:
+    def values_of(
+        key: Array, down: GlobalDraws, state: object, data: SiloData
+    ) -> tuple[Array, Array]:
         given, counts = at_draws(fitted, down, state, data), rows_that_count(fm, data)
 
         def rows_at(draw: tuple[Array, Array, Array]) -> Array:

@@ -40,6 +40,7 @@ from numpyro_fed.basics.errors import NonFiniteError
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.basics.trees import Numbers, namespace
 from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.guides.global_draws import GlobalDraws
 from numpyro_fed.guides.guide import Guide
 from numpyro_fed.guides.quadrature import NEARBY, RowIntegrals
 from numpyro_fed.guides.silo_bounds import QuadratureBound
@@ -48,7 +49,6 @@ from numpyro_fed.rounds.exchange import AskSilos, Exchange, FederatedAlgorithm
 from numpyro_fed.rounds.names import TEMPERED
 from numpyro_fed.rounds.stacks import StackedExchange, stacked_reply
 from numpyro_fed.search.expand import shape
-from numpyro_fed.sfvi.algorithm import Down
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Theta
 from numpyro_fed.weigh.log_likelihoods import at_draws, shape_of_draws, with_globals
@@ -221,7 +221,9 @@ class TemperedSMC:
             ),
         )
 
-    def at_silo(self, noise: object, down: Down, state: object, data: SiloData) -> AtParticles:
+    def at_silo(
+        self, noise: object, down: GlobalDraws, state: object, data: SiloData
+    ) -> AtParticles:
         """Return what a silo tells."""
         given = at_draws(self.fitted, down, state, data)
         bound = QuadratureBound(self.model, self.guide, self.nodes)
@@ -313,12 +315,12 @@ class TemperedSMC:
             else:
                 temper(state, random)
 
-    def message(self, theta: Theta, z: np.ndarray) -> Down:
+    def message(self, theta: Theta, z: np.ndarray) -> GlobalDraws:
         """Return the message to the silos: the points (N, dim) to evaluate."""
         at: Any = np.asarray(z, jnp.result_type(float))
         # Local guides say where searches begin, at the centre of the globals' guide.
         centre: Any = Coordinates(np.zeros_like(at), np.zeros_like(at[0]))
-        return Down(theta, at, centre if self.guide.locals_depend_on_globals else ())
+        return GlobalDraws(theta, at, centre if self.guide.locals_depend_on_globals else ())
 
     @cached_property
     def _ends(self) -> Callable[[Theta, Any, Any], tuple[Array, ...]]:

@@ -1,4 +1,4 @@
-"""What SFVI and SFVI-Avg share: their start, a silo's term of the bound, inputs of networks."""
+"""The base class of SFVI and SFVI-Avg: their first states, and a silo's term of the bound."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from jax import Array
 from numpyro_fed.basics.trees import all_finite
 from numpyro_fed.data.minibatches import Minibatches, MinibatchNoise, draw_minibatch, rows_at
 from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.guides.global_draws import GlobalDraws
 from numpyro_fed.guides.global_guides import GuideParams
 from numpyro_fed.guides.guide import Guide
 from numpyro_fed.guides.silo_bounds import AtDraw, Bound
-from numpyro_fed.numerics.gaussian import Coordinates, Frame, Gaussian
+from numpyro_fed.numerics.gaussian import Frame, Gaussian
 from numpyro_fed.rounds.exchange import (
     Ask,
     Exchange,
@@ -27,7 +28,7 @@ from numpyro_fed.rounds.exchange import (
     Round,
     key_as_noise,
 )
-from numpyro_fed.rounds.names import DEVIATIONS, FROM_MODE, MEANS
+from numpyro_fed.rounds.names import FROM_MODE
 from numpyro_fed.rounds.states import Private, Shared, SharedParams, SiloParams
 from numpyro_fed.search.expand import SearchState as ModeSiloState
 from numpyro_fed.search.mode_search import BestPoints
@@ -41,7 +42,7 @@ from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Rows, Theta
 
 
-class Start(NamedTuple):
+class FirstParams(NamedTuple):
     """The server's first parameters, and the frame of which they are coordinates."""
 
     params: SharedParams
@@ -72,14 +73,15 @@ class SiloParts(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class ByGradients(ABC):
+class GradientAlgorithm(ABC):
     """The parts of an algorithm that takes stochastic gradient steps at silos.
 
     ``optim``: The optimiser of the server and of every silo; each has a state of its own.
     ``num_particles``: Draws of the globals in each step.
     ``minibatches``: Minibatches of the rows in a silo's step.
-    ``from_mode``: Whether a run starts at the mode, by :meth:`begin`, or at an earlier result.
-    ``wide``: Whether the mode is searched by the algorithm for many globals.
+    ``starts_from_point``: Whether a run starts at the mode (:meth:`round_from_mode`), or at an
+        earlier result.
+    ``many_globals``: Whether there are too many for a full covariance at that point.
     """
 
     model: FederatedModel
@@ -89,8 +91,8 @@ class ByGradients(ABC):
     num_particles: int
     num_silos: int
     minibatches: Minibatches | None = None
-    from_mode: bool = False
-    wide: bool = False
+    starts_from_point: bool = False
+    many_globals: bool = False
 
     @abstractmethod
     def algorithm(self) -> FederatedAlgorithm[Any, Any]:
@@ -101,59 +103,65 @@ class ByGradients(ABC):
         """Return the server's first state, at a point or without one."""
 
     @abstractmethod
-    def silo_state(self, params: SiloParams, frames: dict[str, Gaussian], start: Start) -> Any:
+    def make_silo_state(
+        self, params: SiloParams, frames: dict[str, Gaussian], start: FirstParams
+    ) -> Any:
         """Return a silo's first state, with ``frames`` of its local guides."""
 
     def init_silo(self, key: Array, data: SiloData) -> Any:
         """Return a silo's first state, before the mode is known."""
-        # A run from the mode replaces these states by :meth:`begin`. They are made all the same:
-        # runtimes need their shapes before the search has ended.
+        # A run from the mode replaces these states (:meth:`round_from_mode`). They are made all the
+        # same: runtimes need their shapes before the search has ended.
         key_private, key_guide = jax.random.split(key)
         private = self.model.init_private(key_private, data)
         eta = self.guide.init_local(key_guide, data)
-        return self.silo_at(private, eta, self.first_params(key))
+        # The silo keeps no shared parameters: the frame and the optimiser's first state do not
+        # depend on their values, so the key may be used again.
+        return self.silo_from_guides(private, eta, self.first_params(key))
 
-    def silo_at(self, private: Theta, eta: dict[str, GuideParams], start: Start) -> Any:
+    def silo_from_guides(
+        self, private: Theta, eta: dict[str, GuideParams], start: FirstParams
+    ) -> Any:
         """Return a silo's first state with local guides, the frames of its rows from a mode on."""
-        frames, inside = self.guide.to_frame(eta) if self.from_mode else ({}, eta)
-        return self.silo_state(SiloParams(inside, private), frames, start)
+        frames, inside = self.guide.to_frame(eta) if self.starts_from_point else ({}, eta)
+        return self.make_silo_state(SiloParams(inside, private), frames, start)
 
-    def first_params(self, key: Array, point: StartPoint | None = None) -> Start:
+    def first_params(self, key: Array, point: StartPoint | None = None) -> FirstParams:
         """Return the first shared parameters; at a point, zero and standard in its frame.
 
         Where the point is not known yet they are a placeholder of these shapes.
         """
-        if point is None and not self.from_mode:
+        if point is None and not self.starts_from_point:
             key_theta, key_guide = jax.random.split(key)
             theta = self.model.init_theta(key_theta)
             params = SharedParams(self.guide.init_global(key_guide), theta)
-            return Start(params, Frame.identity(self.model.dim))
+            return FirstParams(params, Frame.identity(self.model.dim))
         if point is None:
             theta, dim = self.model.init_theta(key), self.model.dim
-            root = jnp.ones(dim) if self.wide else jnp.eye(dim)
+            root = jnp.ones(dim) if self.many_globals else jnp.eye(dim)
             point = StartPoint(theta, jax.tree.map(jnp.ones_like, theta), jnp.zeros(dim), root)
         # The globals' guide has standard deviations of one in the frame: those of the posterior,
         # as far as its curvature tells.
         zeros = jax.tree.map(jnp.zeros_like, point.theta)
         eta = self.guide.globals.init(key, jnp.zeros_like(point.centre), 1.0)
-        return Start(SharedParams(eta, zeros), point.frame(self.guide.globals))
+        return FirstParams(SharedParams(eta, zeros), point.frame(self.guide.globals))
 
-    def begin(self) -> Round:
+    def round_from_mode(self) -> Round:
         """Return the round from the states of a search for the mode to those of a run."""
 
         def silo(
-            noise: Array, down: StartMessage, state: ModeSiloState, data: SiloData
+            key: Array, down: StartMessage, state: ModeSiloState, data: SiloData
         ) -> tuple[Reply[tuple[()]], Any]:
             eta = local_guides_at_mode(self.model, self.guide, down, state, data)
-            after = self.silo_at(state.private, eta, self.first_params(noise, down.point))
+            after = self.silo_from_guides(state.private, eta, self.first_params(key, down.point))
             return Reply((), all_finite(eta)), after
 
-        def run(state: BestPoints[Any], noise: Array, ask: Ask) -> tuple[Any, Info]:
+        def run(state: BestPoints[Any], key: Array, ask: Ask) -> tuple[Any, Info]:
             # Silos reply with nothing, but the exchange is needed: each makes its own local guides,
             # from data and modes that never leave it.
             message = start_at_mode(self.model, state)
             ask(FROM_MODE, message)
-            after = self.init_server(noise, message.point)
+            after = self.init_server(key, message.point)
             return after, Info(jnp.zeros(()), all_finite(after))
 
         return Round((Exchange(FROM_MODE, silo, silo_noise=key_as_noise),), run, key_as_noise)
@@ -178,24 +186,20 @@ class ByGradients(ABC):
         return MinibatchNoise(rows, self.minibatches.noise(key_which))
 
     def mean_bound(
-        self,
-        theta: Theta,
-        params: SiloParams,
-        frames: dict[str, Gaussian],
-        z_G: Array,
-        coordinates: Coordinates,
-        noise: MinibatchNoise,
-        data: SiloData,
+        self, state: SiloParts, draws: GlobalDraws, noise: MinibatchNoise, data: SiloData
     ) -> Array:
-        """Return a silo's term of the bound (), the mean over draws (n, dim) of the globals."""
+        """Return a silo's term of the bound (), the mean over draws of the globals."""
+        params, coordinates = state.params, draws.in_frame
         batch, indices = draw_minibatch(self.minibatches, noise.which, data)
-        eta = self.guide.from_frame(rows_at(frames, indices), rows_at(params.guide, indices))
+        eta = self.guide.from_frame(rows_at(state.frames, indices), rows_at(params.guide, indices))
+
+        theta = {**draws.theta, **params.private}
 
         def at_draw(z: Array, u: Array, eps: Rows) -> Array:
             at = coordinates._replace(u=u)
-            return self.bound.value(AtDraw({**theta, **params.private}, eta, z, at, batch), eps)
+            return self.bound.value(AtDraw(theta, eta, z, at, batch), eps)
 
-        return jax.vmap(at_draw, (0, 0, 1))(z_G, coordinates.u, noise.rows).mean()
+        return jax.vmap(at_draw, (0, 0, 1))(draws.z_G, coordinates.u, noise.rows).mean()
 
     def recentred(self, state: SiloParts, offset: Array, data: SiloData) -> SiloParams:
         """Return a silo's parameters, with local guides measured from a moved centre.
@@ -209,41 +213,3 @@ class ByGradients(ABC):
         offsets = self.guide.offsets_by_plate(in_z, offset, data)
         moved = {p: self.guide.locals[p].recentre(guides[p], offsets[p]) for p in guides}
         return state.params._replace(guide=moved)
-
-
-def standardising_rounds(guide: Guide) -> tuple[Round, ...]:
-    """Return the two opening rounds of a guide with networks, or none.
-
-    In the first, silos send sums of the inputs; in the second, sums of squared deviations from the
-    mean of all silos. One round with sums of squares would do, but would lose the variance of
-    numbers far from zero to rounding.
-    """
-    encoders = [e for e in guide.encoders.values() if e.standardises]
-
-    def round_of(name: str, power: int) -> Round:
-        """Return the round for means of a power of the inputs, measured from the shift so far."""
-
-        def silo(
-            noise: object, down: dict[str, Array], state: SiloParts, data: SiloData
-        ) -> tuple[Reply[dict[str, tuple[Array, Array]]], SiloParts]:
-            sums: dict[str, tuple[Array, Array]] = {}
-            for encoder in encoders:
-                x = encoder.features(data) - down[encoder.name]
-                number = data.masked(encoder.plate, jnp.ones(len(x))).sum()
-                sums[encoder.name] = number, data.masked(encoder.plate, x**power).sum(0)
-            return Reply(sums, all_finite(sums)), state
-
-        def run(state: Any, noise: object, ask: Ask) -> tuple[Any, Info]:
-            theta = dict(state.params.theta)
-            replies = ask(name, {e.name: theta[e.name]["shift"] for e in encoders})
-            for encoder, (number, total) in replies.up.items():
-                mean = total / number
-                # A constant input has no deviation: it is left in its own units.
-                sd = jnp.where(mean > 0, jnp.sqrt(jnp.abs(mean)), 1.0)
-                theta[encoder] = theta[encoder] | ({"shift": mean} if power == 1 else {"scale": sd})
-            after = state._replace(params=state.params._replace(theta=theta))
-            return after, Info(jnp.zeros(()), jnp.array(True))
-
-        return Round((Exchange(name, silo),), run)
-
-    return (round_of(MEANS, 1), round_of(DEVIATIONS, 2)) if encoders else ()
