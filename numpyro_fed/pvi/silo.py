@@ -33,9 +33,8 @@ from numpyro_fed.rounds.exchange import Reply, SiloParams
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Rows, Theta
 
-EVIDENCE_BATCH = (
-    8  # draws of the expected log likelihood side by side; more of them use more memory
-)
+# Draws of the expected log likelihood side by side; more of them use more memory.
+EVIDENCE_BATCH = 8
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
