@@ -23,6 +23,7 @@ from numpyro_fed.basics.errors import (
 )
 from numpyro_fed.network import InMemory
 from numpyro_fed.network.cli import load_file, names_of
+from numpyro_fed.network.ledger import evaluations
 from numpyro_fed.rounds.messages import Question, read, write
 
 KEY = jax.random.key(0)
@@ -485,6 +486,23 @@ def asked(silos, method):
 )
 def test_a_policy_is_kept(policy, method, words):
     assert re.search(words, asked(silos_of(numbers(), policy=nf.Policy(**policy)), method))
+
+
+@pytest.mark.parametrize(
+    ("exchange", "cost"),
+    [
+        ("mode", {"places": 12}),
+        ("own modes", {"places": 12}),
+        ("tempered", {"places": 12}),
+        ("around the mode", {"draws": 12}),
+        ("importance", {"draws": 12}),
+        ("leave out", {"draws": 12}),
+        ("sfvi", {"places": 1}),
+    ],
+)
+def test_each_point_at_which_a_likelihood_is_told_is_counted(exchange, cost):
+    arrays = {"down/places": np.zeros((12, 3)), "down/start": np.zeros(()), "key": np.zeros(99)}
+    assert evaluations(Question(exchange, ""), arrays) == cost
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 from numpyro_fed.rounds.stacks import of_stack
 from numpyro_fed.search.expand import Expansion
 from numpyro_fed.search.lbfgs import BACKTRACK, MAX_IDLE, LBFGSAscent
+from numpyro_fed.search.mode_search import Phase
 
 SCALES = np.array([1.0, 1e4, 1e-3])
 
@@ -23,33 +24,33 @@ def climb(start, f=bowl, exchanges=60):
     """Take exchanges until the search is left; return which of them had the diagonal."""
     asked = []
     for _ in range(exchanges):
-        if start.finished:
+        if start.phase is Phase.ENDED:
             break
         asked.append(start.with_diagonal)
-        start.take(f(start.trial, start.with_diagonal), None)
+        start.advance(f(start.trial, start.with_diagonal), None)
     return asked
 
 
 def test_a_gaussian_of_unlike_scales_is_found_at_once(double):
     start = LBFGSAscent(np.zeros(3))
     asked = climb(start)
-    assert start.rests
-    assert start.finished
+    assert start.at_mode
+    assert start.phase is Phase.ENDED
     np.testing.assert_allclose(start.best.x, [1, 2, 3], rtol=1e-9)
     np.testing.assert_array_equal(start.best.curvature, SCALES)
     # At first and at the end, and after eight steps; never by a start that has left.
     assert [i for i, yes in enumerate(asked) if yes] == [0, 9, len(asked) - 1]
     assert not start.with_diagonal
     before = start.best
-    start.take(bowl(start.trial, with_diagonal=False), None)
+    start.advance(bowl(start.trial, with_diagonal=False), None)
     assert start.best is before
 
 
 def test_a_step_that_fails_is_shortened_and_its_point_is_not_taken(double):
     start = LBFGSAscent(np.zeros(3))
-    start.take(bowl(start.trial), None)
+    start.advance(bowl(start.trial), None)
     first, trial = start.best, start.trial
-    start.take(bowl(trial)._replace(value=np.asarray(np.nan)), None)
+    start.advance(bowl(trial)._replace(value=np.asarray(np.nan)), None)
     assert start.best is first
     assert start.share == BACKTRACK
     np.testing.assert_allclose(start.trial, BACKTRACK * trial)
@@ -58,13 +59,13 @@ def test_a_step_that_fails_is_shortened_and_its_point_is_not_taken(double):
 def test_from_where_nothing_is_finite_it_goes_halfway_to_zero(double):
     start = LBFGSAscent(np.full(3, 8.0))
     lost = Expansion(start.trial, *[np.asarray(np.nan)] * 3)
-    start.take(lost, None)
+    start.advance(lost, None)
     np.testing.assert_array_equal(start.trial, 4.0)
     assert start.best is None
     assert start.with_diagonal
-    start.take(lost, max_places=2)
-    start.take(lost, max_places=2)
-    assert start.finished
+    start.advance(lost, max_places=2)
+    start.advance(lost, max_places=2)
+    assert start.phase is Phase.ENDED
     assert start.best is None
     assert start.height == -np.inf
 
@@ -72,19 +73,19 @@ def test_from_where_nothing_is_finite_it_goes_halfway_to_zero(double):
 @pytest.mark.parametrize("most", [1, 4])
 def test_it_ends_after_so_many_places_at_the_best(double, most):
     start = LBFGSAscent(np.zeros(3))
-    while not start.finished:
-        start.take(bowl(start.trial, start.with_diagonal), most)
+    while start.phase is not Phase.ENDED:
+        start.advance(bowl(start.trial, start.with_diagonal), most)
     assert start.tried == most < MAX_IDLE
     np.testing.assert_array_equal(start.best.curvature, SCALES)
 
 
 def test_a_direction_along_which_nothing_rises_is_given_up(double):
     start = LBFGSAscent(np.zeros(3))
-    start.take(bowl(start.trial), None)
+    start.advance(bowl(start.trial), None)
     for _ in range(30):
-        start.take(bowl(start.trial)._replace(value=np.asarray(-1e9)), None)
-    assert start.finished
-    assert not start.rests
+        start.advance(bowl(start.trial)._replace(value=np.asarray(-1e9)), None)
+    assert start.phase is Phase.ENDED
+    assert not start.at_mode
 
 
 def test_silos_in_turn_have_the_numbers_of_silos_side_by_side(monkeypatch, double):

@@ -14,7 +14,8 @@ from numpyro_fed.rounds.compiled_loop import compiled_runtime
 from numpyro_fed.rounds.silos import on_device
 from numpyro_fed.rounds.step import Conversation, transport_of_stacks
 from numpyro_fed.search.expand import Expansion
-from numpyro_fed.search.newton import LATE, NewtonAscent, NewtonSearch, without_followers
+from numpyro_fed.search.mode_search import Phase
+from numpyro_fed.search.newton import LATE, NewtonAscent, NewtonSearch, stop_followers
 from numpyro_fed.text.layout import layout_and_buckets
 
 KEY = jax.random.key(0)
@@ -29,7 +30,7 @@ def first_places(model, silos, starts=2):
     ask = Conversation(transport_of_stacks(batches), KEY, len(silos), state.silos)
     first = search.first_ascents(KEY, np.random.default_rng(0))
     before = np.stack([start.trial for start in first])
-    search.open(ask, first)
+    search.begin_at_own_modes(ask, first)
     assert not ask.unusable
     return before, np.stack([start.trial for start in first])
 
@@ -101,10 +102,10 @@ def test_a_start_that_lags_behind_a_mode_is_given_up(after, value, left):
         Expansion(np.array([x]), np.float64(v), np.zeros(1), np.eye(1))
         for x, v in ((0.0, 0.0), (50.0, value))
     ]
-    first = NewtonAscent(at[0].x, at[0], tried=6, rests=True, stopped=True, finished=True)
+    first = NewtonAscent(at[0].x, at[0], tried=6, at_mode=True, phase=Phase.ENDED)
     second = NewtonAscent(at[1].x, at[1], tried=6 + after)
-    without_followers([first, second])
-    assert second.finished == bool(left)
+    stop_followers([first, second])
+    assert (second.phase is Phase.ENDED) == bool(left)
     near = NewtonAscent(at[0].x, at[0]._replace(x=np.array([1.0]), value=np.float64(-0.5)), tried=1)
-    without_followers([first, near])
-    assert near.stopped
+    stop_followers([first, near])
+    assert near.phase is Phase.ENDED

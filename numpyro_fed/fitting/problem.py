@@ -15,7 +15,7 @@ from numpyro_fed.guides.objectives import ELBO, LocallyEnhanced
 from numpyro_fed.methods.recipe import method_model
 from numpyro_fed.pvi.method import PVI
 from numpyro_fed.rounds.federation import Federation
-from numpyro_fed.search.newton import SEARCHED_UP_TO
+from numpyro_fed.search.limits import SEARCHED_UP_TO
 from numpyro_fed.sfvi.method import SFVI
 from numpyro_fed.text.facts import Facts, agree, size_class
 from numpyro_fed.text.fingerprint import fingerprint as fingerprint_of

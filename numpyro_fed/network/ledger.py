@@ -15,7 +15,16 @@ from numpyro_fed.basics.files import Store, log_privately
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.privacy.budget import epsilon_of
 from numpyro_fed.rounds.messages import Question
-from numpyro_fed.rounds.names import IMPORTANCE, LEAVE_OUT, LOO, MODE, OUTER_LATENTS, TEMPERED
+from numpyro_fed.rounds.names import (
+    AROUND_MODE,
+    IMPORTANCE,
+    LEAVE_OUT,
+    LOO,
+    MODE,
+    OUTER_LATENTS,
+    OWN_MODES,
+    TEMPERED,
+)
 
 LEDGER = "ledger"  # the name under which a silo keeps what has been asked
 # A run that may spend the whole budget does so up to the accountant's rounding.
@@ -148,13 +157,14 @@ class Ledger:
 def evaluations(question: Question, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
     """Return at how many places and draws a silo evaluates its likelihood for a reply.
 
-    A search gets gradient and curvature at each of its places, particles a gradient at each, a
-    correction the log likelihood at each draw, latents are told at each draw, and a round counts as
-    one place.
+    A search gets gradient and curvature at each of its places, or from each at the silo's own mode,
+    and particles a gradient at each. A correction gets the log likelihood at each draw, and the
+    check of a mode at each point around it; latents are told at each draw. A round counts as one
+    place.
     """
     # Counted on the arrays, whose shapes must be those of the exchange.
     downs = [len(a) for name, a in arrays.items() if name.startswith("down") and a.ndim]
     most = max([1, *downs])
-    if question.exchange in (IMPORTANCE, LEAVE_OUT, LOO, OUTER_LATENTS):
+    if question.exchange in (IMPORTANCE, LEAVE_OUT, LOO, OUTER_LATENTS, AROUND_MODE):
         return {"draws": most}
-    return {"places": most if question.exchange in (MODE, TEMPERED) else 1}
+    return {"places": most if question.exchange in (MODE, OWN_MODES, TEMPERED) else 1}

@@ -45,15 +45,16 @@ from numpyro_fed.numerics.expfam import Family
 from numpyro_fed.numerics.losses import log_loss
 from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.result import Result
+from numpyro_fed.pvi.aggregate import aggregation
 from numpyro_fed.pvi.families import Globals, conjugacy, globals_of
 from numpyro_fed.pvi.result import PVIResult
-from numpyro_fed.pvi.server import PartitionedVI, aggregate
-from numpyro_fed.pvi.silo import Status
+from numpyro_fed.pvi.server import PartitionedVI
 from numpyro_fed.pvi.start import at_mode, at_result
+from numpyro_fed.pvi.states import Status
 from numpyro_fed.rounds.runtime import RunOutcome, State
 from numpyro_fed.rounds.schedules import Adaptive, Asynchronous, ByArrival, Spec, named
 from numpyro_fed.rounds.silos import Silos
-from numpyro_fed.search.newton import SEARCHED_UP_TO
+from numpyro_fed.search.limits import SEARCHED_UP_TO
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.text.handlers import generalised
 from numpyro_fed.text.layout import Layout
@@ -370,7 +371,7 @@ class PVI(RowMethod[PVIResult, Conjugate]):
             optim=self.theta_optim or optax.adam(0.02),
             minibatches=minibatches_of(fm, plan.plates_of_arrays, local.batch_size, guide, draws),
             divergence=to_cavity,
-            aggregate=aggregate(chosen.family, self.prior_divergence),
+            aggregate=aggregation(chosen.family, self.prior_divergence),
             num_silos=num_silos,
             steps=1 if schedule is None else schedule.steps,
             participants=num_silos if schedule is None else schedule.size,

@@ -24,12 +24,10 @@ from jax import Array
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.basics.trees import all_finite, where
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.local.problem import LocalNoise, Problem, minimise, proper_step
-from numpyro_fed.numerics import expfam
-from numpyro_fed.numerics.divergences import KL, WeightedKL
-from numpyro_fed.numerics.expfam import Family
+from numpyro_fed.local.problem import LocalNoise, Problem, proper_step
 from numpyro_fed.numerics.expfam.family import Natural, Ordinary, Parts, location_and_log_scale
-from numpyro_fed.pvi.silo import Down, Movement, PVIAtSilo, ServerState, SiloState, Status, Up
+from numpyro_fed.pvi.silo import PVIAtSilo
+from numpyro_fed.pvi.states import Down, Movement, ServerState, SiloState, Status, Up
 from numpyro_fed.rounds.exchange import (
     Ask,
     AskSilos,
@@ -53,6 +51,21 @@ ARRIVED = 0.1
 SCATTERED: Any = (False, False, True)  # each silo receives its own entry of ``taken`` only
 
 
+def worst_status(statuses: Array) -> Array:
+    """Return the last status that a visit ended by; of one visit, the one that it ended by.
+
+    ``statuses`` counts how visits ended. Where silos' replies are told as a sum alone, nobody knows
+    whose visit ended badly, and all of them are doubted.
+    """
+    return jnp.max(jnp.where(statuses > 0, jnp.arange(len(statuses)), 0))
+
+
+def is_usable(up: Up) -> Array:
+    """Return whether a proposal can be used: at a vague prior ``log_lik`` is minus infinity."""
+    counted = (up.statuses >= 0).all() & (up.statuses.sum() == 1)
+    return all_finite((up.change, up.theta)) & (up.log_lik < jnp.inf) & counted
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartitionedVI(PVIAtSilo):
     """PVI, or one of its relatives, as pure functions."""
@@ -66,7 +79,7 @@ class PartitionedVI(PVIAtSilo):
             silo_noise=key_as_noise,
             scatter=Down(*SCATTERED),
             # Not the default, all_finite: an expected log likelihood of minus infinity is allowed.
-            usable=usable,
+            usable=is_usable,
         )
         return FederatedAlgorithm(
             self.init_server,
@@ -75,7 +88,7 @@ class PartitionedVI(PVIAtSilo):
             lambda state: Shared(state.params.theta, state.params.guide, state.frame),
             lambda state: Private(state.params.private, state.params.guide, state.centre),
             watch=lambda state: state.status,
-            watch_reply=lambda up: worst(up.statuses),
+            watch_reply=lambda up: worst_status(up.statuses),
             done=self.done,
             # A factor that is not renewed stays in the posterior as it is.
             when_away=WhenAway.GO_ON,
@@ -86,13 +99,14 @@ class PartitionedVI(PVIAtSilo):
         """Return the first state: the prior, with the server's own factor if it needs one."""
         theta = self.model.init_theta(key)
         prior = self.globals.prior(theta)
-        server_factor, converged = jax.tree.map(jnp.zeros_like, prior), jnp.array(True)
+        server_factor = jax.tree.map(jnp.zeros_like, prior)
+        server_converged = jnp.array(True)
         # A run from the mode has the parabola of the prior's outside part as this factor instead.
         if (outside := self.globals.prior_outside) is not None and not self.from_mode:
             start = jax.tree.map(
                 lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(self.family.ordinary, prior)
             )
-            server_factor, converged = self._visit_prior(
+            server_factor, server_converged = self._visit_prior(
                 outside, key, theta, prior, start, server_factor
             )
         none, zero = jnp.zeros(self.model.dim), jnp.zeros(())
@@ -103,58 +117,78 @@ class PartitionedVI(PVIAtSilo):
             opt_state=self.optim.init(theta),
             damping=jnp.asarray(self.damping, jnp.result_type(float)),
             taken=jnp.zeros(self.num_silos),
-            progress=Movement(none, none, jnp.zeros((), jnp.int32), zero, converged, zero),
+            progress=Movement(none, none, jnp.zeros((), jnp.int32), zero, server_converged, zero),
             frame=self.first_frame(),
         )
 
     def round(self, state: ServerState, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
         """Ask for changes, take as much as leaves the posterior proper, and step on theta."""
-        theta, before, converged = state.params.theta, state.params.guide, state.progress.own
+        theta, posterior_before = state.params.theta, state.params.guide
         up: Up = ask(PVI_ROUND, Down(theta, state.total, state.taken[ask.who])).up
-        kl_to_prior, prior = self.kl_to_prior(noise, theta, before), self.globals.prior(theta)
-
-        def proper(total: Natural) -> Array:
-            return self.family.proper(self.aggregate(prior, total))
-
-        if self.adaptive:
-            target = jax.tree.map(jnp.add, state.total, up.change)
-            total, damping = proper_step(proper, state.total, target, state.damping)
-            # Down as far as a step had to be damped, and up again by two in each step.
-            lowered = jnp.where(damping > 0, damping, state.damping / 2)
-            next_damping = jnp.minimum(2 * lowered, self.damping)
-        else:
-            moved = jax.tree.map(lambda a, b: a + state.damping * b, state.total, up.change)
-            fine, next_damping = proper(moved), state.damping
-            total = where(fine, moved, state.total)
-            damping = jnp.where(fine, state.damping, 0.0)
-        server_factor = state.server_factor
+        kl_to_prior = self.kl_to_prior(noise, theta, posterior_before)
+        prior = self.globals.prior(theta)
+        total, damping, next_damping = self._damped_total(state, up.change, prior)
+        server_factor, server_converged = state.server_factor, state.progress.own
         if (outside := self.globals.prior_outside) is not None:
-            # The server treats the prior's part outside of the family as a silo treats its
-            # likelihood, and visits it in each round. The factor is replaced, not damped: the
-            # server's problem has no data, and is solved anew.
-            others = jax.tree.map(jnp.subtract, total, server_factor)
-            start = self.family.ordinary(self.aggregate(prior, total))
-            cavity = self.aggregate(prior, others)
-            server_factor, converged = self._visit_prior(
-                outside, noise, theta, cavity, start, server_factor
+            total, server_factor, server_converged = self._renew_server_factor(
+                outside, noise, theta, prior, total, server_factor
             )
-            total = jax.tree.map(jnp.add, others, server_factor)
-        theta, opt_state, guide = self._update_theta(state, noise, total, up.theta)
+        theta, opt_state, posterior = self._update_theta(state, noise, total, up.theta)
         after = state._replace(
-            params=SharedParams(guide, theta),
+            params=SharedParams(posterior, theta),
             total=total,
             server_factor=server_factor,
             opt_state=opt_state,
             damping=next_damping,
             taken=state.taken.at[ask.who].set(damping),
-            progress=self._progress(state.progress, before, guide, converged, up.statuses),
+            progress=self._progress(
+                state.progress, posterior_before, posterior, server_converged, up.statuses
+            ),
         )
         # Each silo's term counts once in a round, however many visits a round has.
         weight = self.num_silos / self.visits
         loss = kl_to_prior / self.steps - weight * up.log_lik
         # The damping used is 0 for a rejected update; ``own`` is the server's own factor's state.
-        report = {"damping": damping, "statuses": up.statuses, "own": converged}
+        report = {"damping": damping, "statuses": up.statuses, "own": server_converged}
         return after, Info(loss, all_finite(after), report)
+
+    def _damped_total(
+        self, state: ServerState, change: Natural, prior: Natural
+    ) -> tuple[Natural, Array, Array]:
+        """Return the sum of factors after a damped change, its damping, and that of the next."""
+
+        def is_proper(total: Natural) -> Array:
+            return self.family.proper(self.aggregate(prior, total))
+
+        if not self.adaptive:
+            moved = jax.tree.map(lambda a, b: a + state.damping * b, state.total, change)
+            taken = is_proper(moved)
+            damping = jnp.where(taken, state.damping, 0.0)
+            return where(taken, moved, state.total), damping, state.damping
+        target = jax.tree.map(jnp.add, state.total, change)
+        total, damping = proper_step(is_proper, state.total, target, state.damping)
+        # Down as far as a step had to be damped, and up again by two in each step.
+        lowered = jnp.where(damping > 0, damping, state.damping / 2)
+        return total, damping, jnp.minimum(2 * lowered, self.damping)
+
+    def _renew_server_factor(
+        self,
+        log_outside: Callable[[Theta, Array], Array],
+        key: Array,
+        theta: Theta,
+        prior: Natural,
+        total: Natural,
+        factor_before: Natural,
+    ) -> tuple[Natural, Natural, Array]:
+        """Return the sum of factors, the server's own one in it, and whether that converged."""
+        # The server treats the prior's part outside of the family as a silo treats its
+        # likelihood, and visits it in each round. The factor is replaced, not damped: the
+        # server's problem has no data, and is solved anew.
+        others = jax.tree.map(jnp.subtract, total, factor_before)
+        start = self.family.ordinary(self.aggregate(prior, total))
+        cavity = self.aggregate(prior, others)
+        factor, converged = self._visit_prior(log_outside, key, theta, cavity, start, factor_before)
+        return jax.tree.map(jnp.add, others, factor), factor, converged
 
     def done(self, state: ServerState) -> Array:
         """Return whether the last round moved the posterior little, and used every proposal."""
@@ -184,11 +218,11 @@ class PartitionedVI(PVIAtSilo):
         self, state: ServerState, key: Array, total: Natural, gradient: Theta
     ) -> tuple[Theta, optax.OptState, Natural]:
         """Return theta after a step on the free energy, optimiser state and the new posterior."""
-        theta, before = state.params.theta, state.params.guide
-        guide = self.aggregate(self.globals.prior(theta), total)
+        theta, posterior_before = state.params.theta, state.params.guide
+        posterior = self.aggregate(self.globals.prior(theta), total)
         if not theta:
-            return theta, state.opt_state, guide
-        pull = jax.grad(lambda t: self.kl_to_prior(key, t, before))(theta)
+            return theta, state.opt_state, posterior
+        pull = jax.grad(lambda t: self.kl_to_prior(key, t, posterior_before))(theta)
         scale = self.num_silos / self.visits * self.steps
         descent = jax.tree.map(lambda p, g: p - scale * g, pull, gradient)
         updates, opt_state = self.optim.update(descent, state.opt_state, theta)
@@ -196,30 +230,33 @@ class PartitionedVI(PVIAtSilo):
         shifted = self.aggregate(self.globals.prior(moved), total)
         # The prior's natural parameters depend on theta, so a step may make the posterior
         # improper. It is then not taken.
-        fine = self.family.proper(shifted) & all_finite(moved)
-        return where(fine, (moved, opt_state, shifted), (theta, state.opt_state, guide))
+        is_proper = self.family.proper(shifted) & all_finite(moved)
+        return where(is_proper, (moved, opt_state, shifted), (theta, state.opt_state, posterior))
 
     def _progress(
-        self, before: Movement, old: Natural, new: Natural, converged: Array, statuses: Array
+        self,
+        movement: Movement,
+        posterior_before: Natural,
+        posterior: Natural,
+        server_converged: Array,
+        statuses: Array,
     ) -> Movement:
         """Return how far the posterior has moved since the round began."""
-        means, log_scales = zip(
-            location_and_log_scale(self.family, old),
-            location_and_log_scale(self.family, new),
-            strict=True,
-        )
-        round_begins = before.steps % self.steps == 0
+        mean_before, log_scale_before = location_and_log_scale(self.family, posterior_before)
+        mean_now, log_scale_now = location_and_log_scale(self.family, posterior)
+        round_begins = movement.steps % self.steps == 0
         # A flat prior has no mean and no sd: the first round then counts as a move from zero.
-        mean = jnp.where(round_begins, jnp.nan_to_num(means[0]), before.mean)
-        log_scale = jnp.where(round_begins, jnp.nan_to_num(log_scales[0]), before.log_scale)
+        mean = jnp.where(round_begins, jnp.nan_to_num(mean_before), movement.mean)
+        log_scale = jnp.where(round_begins, jnp.nan_to_num(log_scale_before), movement.log_scale)
         moves = (
-            jnp.abs(means[1] - mean) / jnp.exp(log_scales[1]),
-            jnp.abs(log_scales[1] - log_scale),
+            jnp.abs(mean_now - mean) / jnp.exp(log_scale_now),
+            jnp.abs(log_scale_now - log_scale),
         )
         moved = jnp.nan_to_num(jnp.concatenate(moves).max(initial=0.0))
-        visits = statuses[Status.NON_FINITE :].sum().astype(moved.dtype)
-        refused = jnp.where(round_begins, 0.0, before.refused) + visits
-        return Movement(mean, log_scale, before.steps + 1, moved, converged, refused)
+        num_refused = statuses[Status.NON_FINITE :].sum().astype(moved.dtype)
+        refused_before = jnp.where(round_begins, 0.0, movement.refused)
+        refused = refused_before + num_refused
+        return Movement(mean, log_scale, movement.steps + 1, moved, server_converged, refused)
 
     def _visit_prior(
         self,
@@ -228,7 +265,7 @@ class PartitionedVI(PVIAtSilo):
         theta: Theta,
         cavity: Natural,
         start: Ordinary,
-        before: Natural,
+        factor_before: Natural,
     ) -> tuple[Natural, Array]:
         """Return the server's own factor, and whether it converged."""
         family = self.family
@@ -251,8 +288,8 @@ class PartitionedVI(PVIAtSilo):
         problem = Problem(family, cavity, start, (), noise, log_lik, likelihood, 0)
         solution = self.solve(self.prior_local, problem, key)
         factor = jax.tree.map(jnp.subtract, solution.eta, cavity)
-        fine = family.proper(solution.eta) & all_finite(factor)
-        return where(fine, factor, before), fine & solution.converged
+        is_proper = family.proper(solution.eta) & all_finite(factor)
+        return where(is_proper, factor, factor_before), is_proper & solution.converged
 
     @cached_property
     def evaluation(self) -> Exchange[Any, Any, Any]:
@@ -275,50 +312,3 @@ class PartitionedVI(PVIAtSilo):
         log_lik = ask(self.evaluation, Down(state.params.theta, state.total))
         kl = jit_once(self.kl_to_prior)(key, state.params.theta, state.params.guide)
         return float(log_lik) - float(kl)
-
-
-STEPS = 200  # of L-BFGS, at most
-TOLERANCE = 1e-5  # the largest slope at which it ends
-# The largest slope, relative to the largest coefficient, that counts as a minimum. Where these are
-# large the absolute tolerance is out of reach in single precision; without a minimum the slope
-# stays of their size.
-ENOUGH = 1e-3
-
-
-def aggregate(
-    family: Family[Any], divergence: Callable[..., Array]
-) -> Callable[[Natural, Natural], Natural]:
-    """Return ``(prior, total) -> eta`` for a divergence; NaN where no minimum is found."""
-    if isinstance(divergence, KL | WeightedKL):
-        weight = divergence.weight if isinstance(divergence, WeightedKL) else 1.0
-        return lambda prior, total: jax.tree.map(lambda a, b: a + b / weight, prior, total)
-
-    def solve(prior: Natural, total: Natural) -> Natural:
-        def objective(psi: Ordinary) -> Array:
-            gain = expfam.inner(total, family.moments(psi))
-            return divergence(family, family.natural(psi), prior) - gain
-
-        summed = jax.tree.map(jnp.add, prior, total)
-        proper = family.proper(summed)
-        start = jax.tree.map(lambda a, b: jnp.where(proper, a, b), summed, prior)
-        psi, _, slope = minimise(objective, family.ordinary(start), STEPS, TOLERANCE)
-        scale = 1 + jnp.stack([jnp.abs(x).max() for x in jax.tree.leaves(total)]).max()
-        converged = slope <= ENOUGH * scale
-        return jax.tree.map(lambda a: jnp.where(converged, a, jnp.nan), family.natural(psi))
-
-    return solve
-
-
-def worst(statuses: Array) -> Array:
-    """Return the last status that a visit ended by; of one visit, the one that it ended by.
-
-    ``statuses`` counts how visits ended. Where silos' replies are told as a sum alone, nobody knows
-    whose visit ended badly, and all of them are doubted.
-    """
-    return jnp.max(jnp.where(statuses > 0, jnp.arange(len(statuses)), 0))
-
-
-def usable(up: Up) -> Array:
-    """Return whether a proposal can be used: at a vague prior ``log_lik`` is minus infinity."""
-    counted = (up.statuses >= 0).all() & (up.statuses.sum() == 1)
-    return all_finite((up.change, up.theta)) & (up.log_lik < jnp.inf) & counted

@@ -1,4 +1,4 @@
-"""PVI's states and messages, its parts, and what it does at a silo.
+"""PVI at a silo, and its parts and settings.
 
 A silo takes its factor out of the posterior, solves its own problem, and sends the change.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,105 +28,14 @@ from numpyro_fed.numerics.expfam import Family
 from numpyro_fed.numerics.expfam.family import Natural, Ordinary, Parts
 from numpyro_fed.numerics.gaussian import Coordinates, Gaussian, identity
 from numpyro_fed.pvi.families import GAUSSIAN, Globals, misfit, row_terms
+from numpyro_fed.pvi.states import Down, SiloState, Status, Up
 from numpyro_fed.rounds.exchange import Reply
-from numpyro_fed.rounds.states import SharedParams, SiloParams
+from numpyro_fed.rounds.states import SiloParams
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Rows, Theta
 
-BATCH = 8  # draws of the expected log likelihood side by side; more of them use more memory
-
-
-# The order counts: code compares with ``NON_FINITE``, and messages hold one number for each.
-class Status(IntEnum):
-    """How a visit ended. From ``NON_FINITE`` on, the change that it sends is zero."""
-
-    CONVERGED = 0
-    NOT_CONVERGED = 1
-    NON_FINITE = 2
-    IMPROPER = 3
-    NOT_CONJUGATE = 4
-    AWAY = 5  # the silo did not answer: its factor stays
-
-
-class Movement(NamedTuple):
-    """How far the posterior has moved since the round began.
-
-    ``mean`` and ``log_scale`` (dim,) are those of the posterior when the round began. ``steps``
-    counts all steps of the run. ``moved`` is the largest move of a mean, in standard deviations, or
-    of a log standard deviation. ``own`` says whether the server's own factor has converged.
-    ``refused`` counts visits of this round whose change could not be used and was zero.
-    """
-
-    mean: Array
-    log_scale: Array
-    steps: Array
-    moved: Array
-    own: Array
-    refused: Array
-
-
-class ServerState(NamedTuple):
-    """The state that the server keeps from round to round.
-
-    ``params`` has the shared parameters and, as ``guide``, the posterior's natural parameters.
-    ``total`` is the sum of all factors. ``server_factor`` is the server's own among them, for the
-    part of the prior outside of the family. ``taken`` (silos,) is the share of each silo's last
-    proposal that was added. Silos' local guides measure the globals in the ``frame``.
-    """
-
-    params: SharedParams
-    total: Natural
-    server_factor: Natural
-    opt_state: optax.OptState
-    damping: Array
-    taken: Array
-    progress: Movement
-    frame: Gaussian
-
-
-class SiloState(NamedTuple):
-    """The state that a silo keeps from round to round.
-
-    ``centre`` (dim,) is the point of the ``frame`` from which the local guides measure the globals.
-    ``factor`` is the part that the server has added; ``pending`` is the last change that was sent,
-    of which the silo does not know yet how much was added. ``status`` says how the last visit
-    ended. ``stale`` has the cavity and the posterior from which an asynchronous silo works.
-    """
-
-    params: SiloParams
-    centre: Array
-    factor: Natural
-    pending: Natural
-    visits: Array
-    status: Array
-    stale: tuple[Natural, Natural] | tuple[()]
-    frame: Gaussian
-
-    def effective_factor(self, taken: Array) -> Natural:
-        """Return the factor with the share of its pending change that was added."""
-        return jax.tree.map(lambda a, b: a + taken * b, self.factor, self.pending)
-
-
-class Down(NamedTuple):
-    """A message: shared parameters, sum of factors, share of the last proposal that was added."""
-
-    theta: dict[str, Any]
-    total: Natural
-    taken: Any = ()
-
-
-class Up(NamedTuple):
-    """A silo's message: the change of its factor, and a report of the visit.
-
-    ``log_lik`` is the expected log likelihood at the posterior that the silo received, ``theta``
-    its gradient in the shared parameters. ``statuses`` is a one-hot vector: a sum over silos then
-    counts how visits ended.
-    """
-
-    change: Natural
-    log_lik: Array
-    theta: dict[str, Any]
-    statuses: Array
+# Draws of the expected log likelihood side by side; more of them use more memory.
+EVIDENCE_BATCH = 8
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -240,17 +148,17 @@ class PVIAtSilo:
         }[self.deletion]
         share = jax.tree.map(lambda a: self.prior_share * a, prior)
         own_cavity = self.aggregate(share, jax.tree.map(jnp.subtract, down.total, removed))
-        current = cavity, at = own_cavity, posterior
+        current = cavity, start_from = own_cavity, posterior
         if state.stale:
             # An asynchronous silo works from those of its visit before: its computation takes so
             # long.
             from_prior = self.globals.prior_outside is None and not self.from_mode
             at_first = (prior, prior) if from_prior else current
-            cavity, at = where(state.visits > 0, state.stale, at_first)
+            cavity, start_from = where(state.visits > 0, state.stale, at_first)
         # At the posterior that the server sent, and not at the solution: the loss is then that of
         # one posterior, the same for all silos of a step.
         log_lik, g_theta = self.expected_log_lik(key_evidence, down.theta, posterior, state, data)
-        start, scale = family.ordinary(at), None if self.from_mode else self.start_scale
+        start, scale = family.ordinary(start_from), None if self.from_mode else self.start_scale
         if scale is not None and GAUSSIAN in start:
             # At first no wider than asked for: the paper's remedy against pruning units of a
             # network.
@@ -283,6 +191,7 @@ class PVIAtSilo:
         return Reply(Up(change, log_lik, g_theta, statuses), jnp.array(True)), draft
 
     def _status(self, solution: Solution[SiloParams], change: Natural) -> Array:
+        """Return how a visit has ended."""
         finite = solution.finite & all_finite((change, solution.silo_part))
         proper = self.family.proper(solution.eta)
         # Later lines have the last word: a visit with NaN is NON_FINITE whatever else it is.
@@ -310,7 +219,7 @@ class PVIAtSilo:
             psi = family.ordinary(posterior)
             eta = self._guides_at(family.centre(psi), state, data)
             params, sizes = SiloParams(eta, private), {p: len(eta[p]["loc"]) for p in eta}
-            num_batches = -(-self.evidence_draws // BATCH)
+            num_batches = -(-self.evidence_draws // EVIDENCE_BATCH)
             batch_size = -(-self.evidence_draws // num_batches)
 
             def batch_values(i: Array) -> Array:
@@ -323,13 +232,14 @@ class PVIAtSilo:
         expected = exact if self.conjugate else sampled
         log_lik, gradient = jax.value_and_grad(expected)(theta) if theta else (expected(theta), {})
         # At a vague prior it may not be finite, and nothing is wrong.
-        fine = all_finite((log_lik, gradient))
-        gradient = jax.tree.map(lambda g: jnp.where(fine, g, 0.0), gradient)
+        is_finite = all_finite((log_lik, gradient))
+        gradient = jax.tree.map(lambda g: jnp.where(is_finite, g, 0.0), gradient)
         return jnp.where(jnp.isfinite(log_lik), log_lik, -jnp.inf), gradient
 
     def _problem(
         self, theta: Theta, cavity: Natural, start: Ordinary, state: SiloState, data: SiloData
     ) -> Problem[SiloParams]:
+        """Return the silo's problem between two messages, for its local optimiser."""
         fm, family, guide = self.model, self.family, self.guide
         eta = self._guides_at(family.centre(start), state, data)
         silo_part = SiloParams(eta, state.params.private)

@@ -22,7 +22,7 @@ from numpyro_fed.local.problem import proper_step
 from numpyro_fed.numerics.expfam.family import Natural
 from numpyro_fed.numerics.gaussian import Gaussian
 from numpyro_fed.pvi.server import PartitionedVI
-from numpyro_fed.pvi.silo import ServerState, SiloState
+from numpyro_fed.pvi.states import ServerState, SiloState
 from numpyro_fed.rounds.exchange import Ask, Exchange, Info, Reply, Round, key_as_noise
 from numpyro_fed.rounds.names import FROM_MODE
 from numpyro_fed.rounds.states import CarriedSilo, SharedParams, SiloParams, WarmStart
@@ -64,7 +64,7 @@ def at_mode(pvi: PartitionedVI) -> Round:
         server_factor = _server_factor_at(pvi, point, first.server_factor)
         total = jax.tree.map(jnp.add, replies.up, server_factor)
 
-        def proper(total: Natural) -> Array:
+        def is_proper(total: Natural) -> Array:
             return family.proper(pvi.aggregate(prior, total))
 
         if pvi.globals.prior_outside is not None:
@@ -73,16 +73,16 @@ def at_mode(pvi: PartitionedVI) -> Round:
             # server's factor makes the posterior that of the search, until a round renews it.
             posterior = _posterior_at(pvi, point)
             needed = jax.tree.map(lambda q, p, t: q - p - t, posterior, prior, replies.up)
-            server_factor = where(proper(total), server_factor, needed)
+            server_factor = where(is_proper(total), server_factor, needed)
             total = jax.tree.map(jnp.add, replies.up, server_factor)
         none = jax.tree.map(jnp.zeros_like, total)
         # A silo's own parabola may be concave upwards, and so may the family's diagonal of the
         # sum. A smaller share of all factors is then proper under a proper prior.
-        total, taken = proper_step(proper, none, total, 1.0)
-        server_factor = jax.tree.map(lambda a: taken * a, server_factor)
+        total, damping = proper_step(is_proper, none, total, 1.0)
+        server_factor = jax.tree.map(lambda a: damping * a, server_factor)
         after = _server_at(pvi, first, point, total, server_factor)
-        after = after._replace(taken=jnp.full_like(first.taken, taken))
-        return after, Info(jnp.zeros(()), all_finite(after) & proper(total))
+        after = after._replace(taken=jnp.full_like(first.taken, damping))
+        return after, Info(jnp.zeros(()), all_finite(after) & is_proper(total))
 
     exchange = Exchange(
         FROM_MODE,
@@ -154,9 +154,10 @@ def _server_at(
     total: Natural,
     server_factor: Natural,
 ) -> ServerState:
-    guide = pvi.aggregate(pvi.globals.prior(point.theta), total)
+    """Return the server's first state at a point, with a sum of factors."""
+    posterior = pvi.aggregate(pvi.globals.prior(point.theta), total)
     return first._replace(
-        params=SharedParams(guide, point.theta),
+        params=SharedParams(posterior, point.theta),
         total=total,
         server_factor=server_factor,
         opt_state=pvi.optim.init(point.theta),

@@ -222,7 +222,7 @@ class CurvatureCheck:
             places = np.concatenate([places, shifted])
         places = places.astype(x.dtype)
         of_silos = ask(self.exchange, CheckPoints(places, np.asarray(i, np.int32)))
-        of_prior = jax.block_until_ready(self._log_prior(search.likelihood[i], places))
+        of_prior = jax.block_until_ready(self._log_prior(search.effects_curvature[i], places))
         densities, periods = of_silos + np.asarray(of_prior), np.full(len(x), np.inf)
         if len(flat):
             periods = periods.astype(densities.dtype)

@@ -43,11 +43,12 @@ from numpyro_fed.rounds.names import INFLUENCE
 from numpyro_fed.rounds.stacks import StackedExchange
 from numpyro_fed.rounds.states import Shared
 from numpyro_fed.search.expand import Expand, Prior, SearchState, SiloExpansion, flat_size, shape
+from numpyro_fed.search.limits import SEARCHED_UP_TO
 from numpyro_fed.search.own_modes import climb_to_own_modes
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Theta
 
-MOST_GLOBALS = 300  # as in the search for the mode: silos send Hessians
+MOST_GLOBALS = SEARCHED_UP_TO  # silos send Hessians, as in the search for the mode
 # Precision of a silo along a direction, of that of all others, below which it knows nothing there:
 # rounding in single precision is 1e-7 of the whole.
 NOTHING = 1e-5
@@ -139,7 +140,7 @@ class Influence:
         # in directions of which the silo knows nothing.
         at, share = at._replace(z_L=modes), 1 / self.num_silos
         own = climb_to_own_modes(self.expand, self.prior, share, places, at, data, fixed=f)
-        gain = own.likelihood - here.value
+        gain = own.log_likelihood - here.value
         known = own.arrived & np.isfinite(gain)
         told = SiloPull(
             here.gradient[:, 0, f:],

@@ -39,7 +39,7 @@ from numpyro_fed.search.expand import (
     silo_log_likelihood,
     unraveller,
 )
-from numpyro_fed.search.mode_search import Ascent, ModeSearch, rounding_of
+from numpyro_fed.search.mode_search import Ascent, ModeSearch, Phase, rounding_of
 from numpyro_fed.text.sites import Rows
 
 # Pairs that L-BFGS keeps. An exchange with silos costs far more than the products with the pairs,
@@ -52,7 +52,7 @@ ARMIJO = 1e-4  # share of the predicted gain that a step must reach: Nocedal and
 # Factor of a step that failed; each try is an exchange, so shorter than the usual half.
 BACKTRACK = 0.25
 MIN_SHARE = 1e-6  # of a step: below it the direction is given up
-MAX_IDLE = 10  # steps in a row that gain little, after which the search has arrived
+MAX_IDLE = 10  # steps in a row that gain little, after which the search is at a mode
 MIN_GAIN = 1e-3  # nats: a step that gains less counts as one of these
 
 LBFGS = optax.scale_by_lbfgs(LBFGS_PAIRS)
@@ -84,25 +84,25 @@ class LBFGSAscent(Ascent):
     with_diagonal: bool = True
     steps: int = 0
 
-    def take(self, point: Expansion[np.ndarray], max_places: int | None) -> None:
+    def advance(self, point: Expansion[np.ndarray], max_places: int | None) -> None:
         """Keep the trial if it is better than the best point, and choose the next one."""
-        if self.finished:
+        if self.phase is Phase.ENDED:
             return
         finite = all(np.isfinite(a).all() for a in point[1:])
-        if self.stopped:  # the last exchange was for the diagonal
+        if self.phase is Phase.GOING_BACK:  # the last exchange was for the diagonal
             if self.best is not None and finite:
                 self.best = self.best._replace(curvature=point.curvature)
-            self.finished, self.with_diagonal = True, False
+            self.phase, self.with_diagonal = Phase.ENDED, False
             return
         self.tried += 1
-        ended = max_places is not None and self.tried >= max_places
+        no_more_places = max_places is not None and self.tried >= max_places
         if self.best is None and not finite:
-            self.halve(ended)
+            self.halve(no_more_places)
             return
         stuck = self._step(point if self.best is None else self.best, point, finite)
-        self.rests = self.idle >= MAX_IDLE
-        self.stopped = self.rests or stuck or ended
-        self.with_diagonal |= self.stopped
+        self.at_mode = self.idle >= MAX_IDLE
+        if self.at_mode or stuck or no_more_places:
+            self.phase, self.with_diagonal = Phase.GOING_BACK, True
         x = point.x if self.best is None else self.best.x
         self.trial = x if self.with_diagonal else x + self.share * self.direction
 
@@ -183,7 +183,7 @@ class LBFGSSearch(ModeSearch[LBFGSAscent, PlacesToTry]):
 
         return of_stack(at_silo, little=False)
 
-    def reply(
+    def answer_mode(
         self, noise: object, down: PlacesToTry, state: SearchState, data: SiloData
     ) -> tuple[Reply[SiloExpansion[np.ndarray]], SearchState]:
         found = jax.block_until_ready(self._at_silos((), down, state, data))
@@ -205,13 +205,15 @@ class LBFGSSearch(ModeSearch[LBFGSAscent, PlacesToTry]):
 
         return jax.jit(program)
 
-    def move(self, ask: AskSilos, ascents: list[LBFGSAscent], places: np.ndarray) -> None:
+    def ask_and_advance(
+        self, ask: AskSilos, ascents: list[LBFGSAscent], places: np.ndarray
+    ) -> None:
         diagonal = np.asarray(any(ascent.with_diagonal for ascent in ascents))
         up = ask(self.exchange, PlacesToTry(places, diagonal))
         prior = jax.block_until_ready(self._prior(places, diagonal))
         for i, ascent in enumerate(ascents):
             total = (np.asarray(a)[i] + b[i] for a, b in zip(prior[1:], up, strict=True))
-            ascent.take(Expansion(places[i], *total), self.max_places)
+            ascent.advance(Expansion(places[i], *total), self.max_places)
 
 
 def with_slope(

@@ -171,7 +171,7 @@ def mode_of_search(
     curvature = np.asarray(search.best.curvature[i], float)
     value, flat = float(search.best.value[i]), tuple[str, ...]()
     x, _, gradient, metric = (np.asarray(a[i]) for a in search.best)
-    if metric.ndim == 2 and search.rests[i]:
+    if metric.ndim == 2 and search.at_mode[i]:
         # A last step of Newton's method, at most a hundredth of an sd long, needs no exchange:
         # gradient and curvature at the point are known.
         unit = np.sqrt(np.maximum(np.diagonal(metric), np.finfo(float).tiny))
@@ -192,7 +192,7 @@ def mode_of_search(
         curvature=curvature,
         log_evidence=evidence,
         num_exchanges=num_exchanges,
-        converged=bool(search.rests[i]) and not flat,
+        converged=bool(search.at_mode[i]) and not flat,
         values=np.where(search.known, search.best.value, -np.inf),
         names=names,
         flat=flat,
@@ -207,7 +207,7 @@ def _other_modes(
     """Return the modes of other starts than the best one, each once, in order of their evidence."""
     num_theta = search.best.x.shape[1] - fm.dim
     modes: list[LocalMode] = []
-    for i in (best, *np.flatnonzero(search.known & search.rests).tolist()):
+    for i in (best, *np.flatnonzero(search.known & search.at_mode).tolist()):
         curvature = np.asarray(search.best.curvature[i], float)
         evidence = _log_evidence(fm, float(search.best.value[i]), curvature)
         if evidence is not None:

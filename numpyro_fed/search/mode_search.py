@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import cached_property
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -81,22 +82,22 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
     @cached_property
     def exchange(self) -> Exchange[Any, Any, Any]:
         """Return the exchange in which silos expand their log likelihoods at the starts' points."""
-        return StackedExchange(MODE, self.reply, lenient=True, messages=self.messages)
+        return StackedExchange(MODE, self.answer_mode, lenient=True, messages=self.messages)
 
     @property
-    def opening(self) -> tuple[Exchange[Any, Any, Any], ...]:
+    def opening_exchanges(self) -> tuple[Exchange[Any, Any, Any], ...]:
         """Return the exchanges before the first place."""
         return ()
 
-    def open(self, ask: AskSilos, ascents: list[AnyAscent]) -> None:
-        """Make the opening exchanges, which may move the first places."""
+    def begin_at_own_modes(self, ask: AskSilos, ascents: list[AnyAscent]) -> None:
+        """Make the opening exchanges, if there are any: they may move the first places."""
 
     @abstractmethod
     def messages(self) -> tuple[Message, SiloExpansion[Any]]:
         """Return the shapes of the messages."""
 
     @abstractmethod
-    def reply(
+    def answer_mode(
         self, noise: object, down: Message, state: SearchState, data: SiloData
     ) -> tuple[Reply[SiloExpansion[np.ndarray]], SearchState]:
         """Return the replies and states of a stack of silos.
@@ -106,7 +107,7 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
         """
 
     @abstractmethod
-    def move(self, ask: AskSilos, ascents: list[AnyAscent], places: np.ndarray) -> None:
+    def ask_and_advance(self, ask: AskSilos, ascents: list[AnyAscent], places: np.ndarray) -> None:
         """Ask silos at the places (starts, n), and let each ascent choose its next one."""
 
     def first_ascents(self, key: Array, random: np.random.Generator) -> list[AnyAscent]:
@@ -141,10 +142,10 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
     ) -> BestPoints[Any]:
         """Return where ascents end, after so many exchanges at most."""
         for _ in range(max_exchanges):
-            if all(ascent.finished for ascent in ascents):
+            if all(ascent.phase is Phase.ENDED for ascent in ascents):
                 break
             places = np.stack([ascent.trial for ascent in ascents])
-            self.move(ask, ascents, places.astype(jnp.result_type(float)))
+            self.ask_and_advance(ask, ascents, places.astype(jnp.result_type(float)))
             shown(max(ascent.height for ascent in ascents))
         (_, like), n, c = self.messages(), flat_size(self.model), len(self.effects)
         unit = np.eye(n) if like.curvature.ndim == 3 else np.ones(n)
@@ -152,9 +153,9 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
         best = [a.best or none._replace(x=a.trial) for a in ascents]
         return BestPoints(
             Expansion(*map(np.stack, zip(*best, strict=True))),
-            np.stack([a.likelihood if a.best else np.zeros((c, c)) for a in ascents]),
+            np.stack([a.effects_curvature if a.best else np.zeros((c, c)) for a in ascents]),
             np.array([a.best is not None for a in ascents]),
-            np.array([a.rests for a in ascents]),
+            np.array([a.at_mode for a in ascents]),
         )
 
     @cached_property
@@ -188,8 +189,21 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
             return Shared(theta, {"loc": z_G}, identity(z_G.shape))
 
         round_ = Round((self.exchange,))
-        opening = tuple(Round((first,)) for first in self.opening)
+        opening = tuple(Round((first,)) for first in self.opening_exchanges)
         return FederatedAlgorithm(init_server, init_silo, round_, shared, opening=opening)
+
+
+class Phase(Enum):
+    """Where an ascent is on its way.
+
+    ``GOING_BACK``: It takes no more steps; one more exchange follows, at its best point.
+    ``ENDED``: The last exchange was at its best point, and the modes that silos keep of their
+        latents are those there; or it was given up.
+    """
+
+    CLIMBING = auto()
+    GOING_BACK = auto()
+    ENDED = auto()
 
 
 @dataclass
@@ -198,33 +212,31 @@ class Ascent:
 
     ``trial`` (n,): The point to try next.
     ``best``: At the best point so far, or None before some point had finite numbers.
-    ``likelihood`` (c, c): The silos' negative Hessian there, among the effects.
+    ``effects_curvature`` (c, c): The silos' negative Hessian there, among the effects.
     ``idle, tried``: Accepted steps in a row that gained little, and points tried.
-    ``stopped``: Whether it takes no more steps. Unless it rests at its last trial, one more
-        exchange follows, at ``best``.
-    ``rests``: Whether it stopped at a mode.
-    ``finished``: Whether the last exchange was at ``best``: the modes that silos keep of their
-        latents are then those there.
+    ``phase``: Whether it still climbs.
+    ``at_mode``: Whether its best point is a mode.
     """
 
     trial: np.ndarray
     best: Expansion[np.ndarray] | None = None
-    likelihood: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+    effects_curvature: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
     idle: int = 0
     tried: int = 0
-    stopped: bool = False
-    rests: bool = False
-    finished: bool = False
+    phase: Phase = Phase.CLIMBING
+    at_mode: bool = False
 
     @property
     def height(self) -> float:
         """Return the log density at the best point, minus infinity where there is none."""
         return -math.inf if self.best is None else float(self.best.value)
 
-    def halve(self, ended: bool) -> None:
+    def halve(self, no_more_places: bool) -> None:
         """Go halfway back to zero from a start at which something is not finite."""
-        self.stopped = ended or self.tried > MAX_HALVINGS or not self.trial.any()
-        self.trial = self.trial if self.stopped else 0.5 * self.trial
+        if no_more_places or self.tried > MAX_HALVINGS or not self.trial.any():
+            self.phase = Phase.GOING_BACK
+        else:
+            self.trial = 0.5 * self.trial
 
 
 def rounding_of(value: np.ndarray) -> float:
@@ -240,16 +252,16 @@ class BestPoints(NamedTuple, Generic[AnyArray]):
     """The best points of searches from several starts.
 
     ``best`` Expansion, leaves (starts, ...): At the best point of each.
-    ``likelihood`` (starts, c, c): The silos' negative Hessian there, among the effects.
+    ``effects_curvature`` (starts, c, c): The silos' negative Hessian there, among the effects.
     ``known`` (starts,) bool: Whether some point had finite numbers; without one ``best`` is a
         placeholder.
-    ``rests`` (starts,) bool: Whether each ended at a mode.
+    ``at_mode`` (starts,) bool: Whether each ended at a mode.
     """
 
     best: Expansion[AnyArray]
-    likelihood: AnyArray
+    effects_curvature: AnyArray
     known: AnyArray
-    rests: AnyArray
+    at_mode: AnyArray
 
 
 def best_start(state: BestPoints[Any]) -> Any:

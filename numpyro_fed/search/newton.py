@@ -16,7 +16,7 @@ damping :math:`\lambda` shrinks after steps whose gain is as predicted, and grow
 Effects and their scale together (``b ~ Normal(mu, tau)``, ``tau ~ HalfNormal(5)``) have no mode:
 the density rises without bound as ``tau`` goes to zero. So global latents whose prior depends on
 other globals are integrated out as well, at the server, with the silos' Hessian held fixed
-(:func:`prior_of`). Their coordinates in ``z_G`` hold their mode given the others.
+(:func:`.expand.prior_of`). Their coordinates in ``z_G`` hold their mode given the others.
 
 Several starts run side by side, one point of each in every message. The server's part is plain
 Python, and so are the steps of a silo's own climb (:mod:`.own_modes`); what depends on the text is
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -50,22 +50,10 @@ from numpyro_fed.search.expand import (
     flat_size,
     shape,
 )
-from numpyro_fed.search.mode_search import Ascent, ModeSearch, rounding_of
-from numpyro_fed.search.own_modes import (
-    MIN_EIGENVALUE,
-    Parabola,
-    climb_to_own_modes,
-    slopes_off_saddles,
-    where_at,
-)
+from numpyro_fed.search.mode_search import Ascent, ModeSearch, Phase, rounding_of
+from numpyro_fed.search.newton_steps import MIN_EIGENVALUE, slopes_off_saddles, where_at
+from numpyro_fed.search.own_modes import Parabola, climb_to_own_modes
 
-# Shared parameters and globals, up to which silos send Hessians, of 300 x 300 numbers at most. The
-# same limit holds for full covariances of the globals.
-SEARCHED_UP_TO = 300
-MANY_EFFECTS = (
-    f"above {SEARCHED_UP_TO} globals effects are not integrated out, and together with a scale "
-    "that is a global, too, they have no mode"
-)
 DAMPING = 1e-2  # at the start, for curvatures scaled to one: almost a full Newton step
 # Least factor by which a coordinate's scale may change in a step. Without any decay the search took
 # 86 exchanges on posteriordb's mesquite, whose curvature at the start is 1e5 times that at the mode
@@ -93,6 +81,21 @@ LATE = 20
 MIN_SHARE = 0.5  # of the silos that came to a mode from the best start, for another start to go on
 
 
+class Step(NamedTuple):
+    """A damped step ``move`` (n,) from the best point.
+
+    ``gain``: What an undamped step would gain, in nats; infinite at a saddle. It says whether the
+        point is a mode.
+    ``promise``: The gain that is predicted for this one.
+    ``damping``: The damping by which it was short enough.
+    """
+
+    move: np.ndarray
+    gain: float
+    promise: float
+    damping: float
+
+
 @dataclass
 class NewtonAscent(Ascent):
     """The search from one place by Newton's method.
@@ -110,27 +113,31 @@ class NewtonAscent(Ascent):
     damping: float = DAMPING
     min_gain: float = MIN_GAIN
 
-    def take(
+    def advance(
         self, point: Expansion[np.ndarray], of_effects: np.ndarray, max_places: int | None
     ) -> None:
         """Keep the trial if it is better than the best point, and choose the next one."""
-        if self.stopped:
-            self.finished = True
+        if self.phase is not Phase.CLIMBING:
+            self.phase = Phase.ENDED
             return
         self.tried += 1
-        ended = max_places is not None and self.tried >= max_places
-        better = self._accept(point, of_effects)
+        no_more_places = max_places is not None and self.tried >= max_places
+        better = self._keep_if_better(point, of_effects)
         if self.best is None:
-            self.halve(ended)
+            self.halve(no_more_places)
             return
-        move, gain = self._step(self.best)
-        # Where it rests the trial was the best point, and silos' modes are those there.
-        self.rests = self.finished = better and gain <= self.min_gain
+        step = self._step(self.best)
+        self.damping, self.promise = step.damping, step.promise
+        self.at_mode = better and step.gain <= self.min_gain
         stuck = self.damping > MAX_DAMPING or self.idle >= MAX_IDLE
-        self.stopped = self.rests or stuck or ended
-        self.trial = self.best.x if self.stopped else self.best.x + move
+        if self.at_mode:  # the trial was the best point, and silos' modes are those there
+            self.phase = Phase.ENDED
+        elif stuck or no_more_places:
+            self.phase = Phase.GOING_BACK
+        climbs = self.phase is Phase.CLIMBING
+        self.trial = self.best.x + step.move if climbs else self.best.x
 
-    def _accept(self, point: Expansion[np.ndarray], of_effects: np.ndarray) -> bool:
+    def _keep_if_better(self, point: Expansion[np.ndarray], of_effects: np.ndarray) -> bool:
         """Keep the point if it is better than the best one, adapt the damping; return whether."""
         finite = all(np.isfinite(a).all() for a in point[1:])
         if self.best is None:
@@ -155,12 +162,12 @@ class NewtonAscent(Ascent):
             self.idle = 0 if gained else self.idle + 1
             diagonal = np.abs(np.diagonal(point.curvature))
             shrunk = SCALE_DECAY * self.scale if self.best is not None else 0.0
-            self.best, self.likelihood = point, of_effects
+            self.best, self.effects_curvature = point, of_effects
             self.scale = np.maximum(diagonal, shrunk)
         return better
 
-    def _step(self, best: Expansion[np.ndarray]) -> tuple[np.ndarray, float]:
-        """Return the damped step (n,) from the best point, and what an undamped one would gain."""
+    def _step(self, best: Expansion[np.ndarray]) -> Step:
+        """Return the damped step from the best point."""
         unit = np.sqrt(np.where(self.scale > 0, self.scale, 1.0))
         curvature = Curvature.of(best.curvature, unit)
         values, slope = curvature.values, curvature.along(best.gradient)
@@ -169,15 +176,14 @@ class NewtonAscent(Ascent):
         pull = slopes_off_saddles(curvature, best.gradient)
         # Damped until it is short enough in the metric; where none is, the least damped.
         for times in (*DAMPINGS, 1.0) if self.metric is not None else DAMPINGS[:1]:
-            u = pull / (size + self.damping * times)
-            move = curvature.across(u)
+            along = pull / (size + self.damping * times)
+            move = curvature.across(along)
             if self.metric is None or np.sqrt(move @ self.metric @ move) <= LONGEST:
                 break
-        self.damping = self.damping * times
-        self.promise = float(slope @ u - 0.5 * (values * u**2).sum())
-        # The gain, infinite at a saddle, says whether the point is a mode.
+        promise = float(slope @ along - 0.5 * (values * along**2).sum())
         at_peak = (values > -flat).all()
-        return move, float(0.5 * (slope**2 / size).sum()) if at_peak else np.inf
+        gain = float(0.5 * (slope**2 / size).sum()) if at_peak else np.inf
+        return Step(move, gain, promise, self.damping * times)
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,7 +211,7 @@ class NewtonSearch(ModeSearch[NewtonAscent, np.ndarray]):
         return Prior(self.model, self.effects, min(side_by_side, SIDE_BY_SIDE))
 
     @cached_property
-    def opening(self) -> tuple[Exchange[Any, Any, Any], ...]:
+    def opening_exchanges(self) -> tuple[Exchange[Any, Any, Any], ...]:
         """Return the exchange in which silos tell the parabolas at their own modes."""
         # Effects and their scale together have no mode that a silo could climb to.
         if len(self.effects):
@@ -214,37 +220,37 @@ class NewtonSearch(ModeSearch[NewtonAscent, np.ndarray]):
         return (
             StackedExchange(
                 OWN_MODES,
-                self.own_modes,
+                self.answer_own_modes,
                 messages=lambda: (shape(k, n), Parabola(shape(k, n, n), shape(k, n), shape(k))),
             ),
         )
 
     @np.errstate(all="ignore")
-    def own_modes(
+    def answer_own_modes(
         self, noise: object, down: np.ndarray, state: SearchState, data: SiloData
     ) -> tuple[Reply[Parabola], SearchState]:
         """Return the replies and states of a stack of silos, from places (starts, n)."""
         size = len(state.top)
         places = np.broadcast_to(down, (size, *down.shape))
-        share = 1 / self.num_silos
-        found = climb_to_own_modes(self.expand, self.prior, share, places, state, data)
+        prior_share = 1 / self.num_silos
+        found = climb_to_own_modes(self.expand, self.prior, prior_share, places, state, data)
         # A silo that came to no mode says nothing, and the others decide: where nothing is finite,
         # or a likelihood has kinks and so no curvature but the prior's.
-        known = found.arrived & np.isfinite(found.likelihood)
+        known = found.arrived & np.isfinite(found.log_likelihood)
         modes = found.modes_of_rows.items()
         z_L = {p: where_at(found.arrived, new, state.z_L[p]) for p, new in modes}
-        tops = np.where(known, found.likelihood, state.top).astype(down.dtype)
+        tops = np.where(known, found.log_likelihood, state.top).astype(down.dtype)
         after = state._replace(z_L=z_L, top=tops)
         return Reply(found.parabolas(), np.ones(size, bool)), after
 
     @np.errstate(all="ignore")
-    def open(self, ask: AskSilos, ascents: list[NewtonAscent]) -> None:
+    def begin_at_own_modes(self, ask: AskSilos, ascents: list[NewtonAscent]) -> None:
         """Let all ascents begin at the highest point of the sum of the silos' parabolas.
 
         One whose sum is not finite stays where it is. Those from where only few silos came to a
         mode are given up, if others led somewhere.
         """
-        for exchange in self.opening:
+        for exchange in self.opening_exchanges:
             total = ask(exchange, np.stack([ascent.trial for ascent in ascents]))
             for i, ascent in enumerate(ascents):
                 curvature = Curvature.of(total.A[i]).positive(MIN_EIGENVALUE)
@@ -252,7 +258,7 @@ class NewtonSearch(ModeSearch[NewtonAscent, np.ndarray]):
                 if total.arrived[i] > 0 and np.isfinite(x).all():
                     ascent.trial, ascent.metric = x, curvature.matrix()
                 if total.arrived[i] < MIN_SHARE * total.arrived.max():
-                    ascent.stopped = ascent.finished = True
+                    ascent.phase = Phase.ENDED
 
     def begin_near(self, ascents: list[NewtonAscent], places: np.ndarray) -> None:
         """Let half of the ascents begin at places (k, n), at modes of nearly the same data."""
@@ -261,13 +267,13 @@ class NewtonSearch(ModeSearch[NewtonAscent, np.ndarray]):
         # The other half begins where it did: other data may have modes where there were none.
         for ascent, place in zip(ascents[: -(-len(ascents) // 2)], places, strict=False):
             ascent.trial, ascent.metric = np.asarray(place, ascent.trial.dtype), None
-            ascent.stopped = ascent.finished = False
+            ascent.phase = Phase.CLIMBING
 
     def messages(self) -> tuple[Any, SiloExpansion[Any]]:
         k, n = self.num_starts, flat_size(self.model)
         return shape(k, n), SiloExpansion(shape(k), shape(k, n), shape(k, n, n))
 
-    def reply(
+    def answer_mode(
         self, noise: object, down: np.ndarray, state: SearchState, data: SiloData
     ) -> tuple[Reply[SiloExpansion[np.ndarray]], SearchState]:
         size = len(state.top)
@@ -277,7 +283,9 @@ class NewtonSearch(ModeSearch[NewtonAscent, np.ndarray]):
         place = jax.tree.map(partial(where_at, np.isfinite(up.value)), up, state.place)
         return Reply(up, np.ones(size, bool)), state._replace(z_L=modes, place=place)
 
-    def move(self, ask: AskSilos, ascents: list[NewtonAscent], places: np.ndarray) -> None:
+    def ask_and_advance(
+        self, ask: AskSilos, ascents: list[NewtonAscent], places: np.ndarray
+    ) -> None:
         up = ask(self.exchange, places)
         # The prior's integral over the effects needs the silos' curvature at the same point, so
         # the server's part is computed after the replies.
@@ -285,17 +293,17 @@ class NewtonSearch(ModeSearch[NewtonAscent, np.ndarray]):
         prior = self.prior(of_effects, places)
         for i, ascent in enumerate(ascents):
             total = (a[i] + b[i] for a, b in zip(prior[1:], up, strict=True))
-            ascent.take(Expansion(places[i], *total), of_effects[i], self.max_places)
-        without_followers(ascents)
+            ascent.advance(Expansion(places[i], *total), of_effects[i], self.max_places)
+        stop_followers(ascents)
 
 
-def without_followers(ascents: list[NewtonAscent]) -> None:
-    """Stop the ascents that come to where a better one rests, or lag behind it."""
-    first = max((a for a in ascents if a.rests), key=lambda a: a.height, default=None)
+def stop_followers(ascents: list[NewtonAscent]) -> None:
+    """Stop the ascents that come to where a better one is at a mode, or lag behind it."""
+    first = max((a for a in ascents if a.at_mode), key=lambda a: a.height, default=None)
     if first is None or first.best is None:
         return
     for ascent in ascents:
-        if ascent.rests or ascent.height > first.height:
+        if ascent.at_mode or ascent.height > first.height:
             continue
         follows = ascent.tried > first.tried + LATE
         if ascent.best is not None:
@@ -303,4 +311,4 @@ def without_followers(ascents: list[NewtonAscent]) -> None:
             apart = np.sqrt(np.maximum(away @ first.best.curvature @ away, 0.0))
             follows = follows or apart <= MERGED
         if follows:
-            ascent.stopped = ascent.finished = True
+            ascent.phase = Phase.ENDED

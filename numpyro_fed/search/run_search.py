@@ -24,6 +24,7 @@ from numpyro_fed.rounds.silos import Batches, Stacks
 from numpyro_fed.rounds.step import Conversation
 from numpyro_fed.search.expand import ROUNDING_UNITS, SearchState, unraveller
 from numpyro_fed.search.influence import Factors, SiloPull
+from numpyro_fed.search.limits import MAX_PROMISE_PER_DIM
 from numpyro_fed.search.mode_search import BestPoints, ModeSearch, best_start
 from numpyro_fed.search.newton import NewtonSearch
 from numpyro_fed.text.log_density import FederatedModel
@@ -33,9 +34,6 @@ from numpyro_fed.text.values import first_not_finite
 # Share of the silos in a coordinate's curvature that counts as none. A likelihood with a kink
 # (Laplace) has none but by rounding; then the prior alone would say how far the posterior reaches.
 NO_SHARE = 1e-5
-# Nats for each coordinate that another Newton step may promise. A place half a nat off is one sd
-# off, from where a run finds its way; farther off the curvature may be that of another region.
-MAX_GAIN = 0.5
 
 
 def run_search(
@@ -56,7 +54,7 @@ def run_search(
     progress = progress_of(progress_bar)
     with progress.under_way(True, max_exchanges):
         ascents = search.first_ascents(key, generator(key))
-        search.open(ask, ascents)
+        search.begin_at_own_modes(ask, ascents)
         if places is not None and isinstance(search, NewtonSearch):
             search.begin_near(ascents, places)
         return search.run(ask, ascents, max_exchanges, partial(progress.step, 1)), ask
@@ -92,16 +90,16 @@ def factors_at_mode(
 def curvature_usable(fm: FederatedModel, search: BestPoints[Any]) -> bool:
     """Return whether the curvature at the best place is that of the posterior.
 
-    If the search has not come to rest, silos must have a share in the curvature of each coordinate:
-    of a likelihood with a kink only the prior has curvature. And another Newton step must promise
-    little.
+    If the search has not come to a mode, silos must have a share in the curvature of each
+    coordinate: of a likelihood with a kink only the prior has curvature. And another Newton step
+    must promise little.
     """
     i = int(best_start(search))
     x, value, g, A = (np.asarray(a[i], float) for a in search.best)
     if A.ndim == 1:
         return True
     diagonal = np.abs(np.diagonal(A))
-    if search.rests[i]:
+    if search.at_mode[i]:
         return bool((diagonal > 0).all())
     unravel = unraveller(fm)
     of_prior = jit_once(jax.hessian(lambda x: fm.smoothed.log_prior(*unravel(x))))(search.best.x[i])
@@ -116,7 +114,7 @@ def curvature_usable(fm: FederatedModel, search: BestPoints[Any]) -> bool:
     if values.min() <= eps * len(x):
         return False
     gain = 0.5 * ((V.T @ (g / unit)) ** 2 / values).sum()
-    return bool(gain <= max(MAX_GAIN * len(x), 10 * eps * abs(value)))
+    return bool(gain <= max(MAX_PROMISE_PER_DIM * len(x), 10 * eps * abs(value)))
 
 
 def at_silos(silos: tuple[int, ...]) -> str:

@@ -90,7 +90,7 @@ def start_at_mode(fm: FederatedModel, search: BestPoints[Any]) -> StartMessage:
     if curvature.ndim == 1:
         sd = 1 / jnp.sqrt(nonzero(curvature))
         return StartMessage(StartPoint(theta, unravel(sd)[0], centre, sd[num_theta:]), i)
-    least = jnp.where(search.rests[i], min_curvature(x), MIN_CURVATURE_OFF_MODE)
+    least = jnp.where(search.at_mode[i], min_curvature(x), MIN_CURVATURE_OFF_MODE)
     # The units of theta are marginal sds, from the inverse of the whole matrix. The root of the
     # globals is from their own block, which is their covariance given theta.
     unit, _ = unravel(jnp.linalg.norm(covariance_root(curvature, least), axis=1))
