@@ -8,7 +8,7 @@ import pytest
 from numpyro_fed.rounds.stacks import of_stack
 from numpyro_fed.search.expand import Expansion
 from numpyro_fed.search.lbfgs import BACKTRACK, MAX_IDLE, LBFGSAscent
-from numpyro_fed.search.mode_search import Phase
+from numpyro_fed.search.mode_search import AscentPhase
 
 SCALES = np.array([1.0, 1e4, 1e-3])
 
@@ -24,7 +24,7 @@ def climb(start, f=bowl, exchanges=60):
     """Take exchanges until the search is left; return which of them had the diagonal."""
     asked = []
     for _ in range(exchanges):
-        if start.phase is Phase.ENDED:
+        if start.phase is AscentPhase.ENDED:
             break
         asked.append(start.with_diagonal)
         start.advance(f(start.trial, start.with_diagonal), None)
@@ -35,7 +35,7 @@ def test_a_gaussian_of_unlike_scales_is_found_at_once(double):
     start = LBFGSAscent(np.zeros(3))
     asked = climb(start)
     assert start.at_mode
-    assert start.phase is Phase.ENDED
+    assert start.phase is AscentPhase.ENDED
     np.testing.assert_allclose(start.best.x, [1, 2, 3], rtol=1e-9)
     np.testing.assert_array_equal(start.best.curvature, SCALES)
     # At first and at the end, and after eight steps; never by a start that has left.
@@ -65,7 +65,7 @@ def test_from_where_nothing_is_finite_it_goes_halfway_to_zero(double):
     assert start.with_diagonal
     start.advance(lost, max_places=2)
     start.advance(lost, max_places=2)
-    assert start.phase is Phase.ENDED
+    assert start.phase is AscentPhase.ENDED
     assert start.best is None
     assert start.height == -np.inf
 
@@ -73,7 +73,7 @@ def test_from_where_nothing_is_finite_it_goes_halfway_to_zero(double):
 @pytest.mark.parametrize("most", [1, 4])
 def test_it_ends_after_so_many_places_at_the_best(double, most):
     start = LBFGSAscent(np.zeros(3))
-    while start.phase is not Phase.ENDED:
+    while start.phase is not AscentPhase.ENDED:
         start.advance(bowl(start.trial, start.with_diagonal), most)
     assert start.tried == most < MAX_IDLE
     np.testing.assert_array_equal(start.best.curvature, SCALES)
@@ -84,7 +84,7 @@ def test_a_direction_along_which_nothing_rises_is_given_up(double):
     start.advance(bowl(start.trial), None)
     for _ in range(30):
         start.advance(bowl(start.trial)._replace(value=np.asarray(-1e9)), None)
-    assert start.phase is Phase.ENDED
+    assert start.phase is AscentPhase.ENDED
     assert not start.at_mode
 
 

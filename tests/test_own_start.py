@@ -14,7 +14,7 @@ from numpyro_fed.rounds.compiled_loop import compiled_runtime
 from numpyro_fed.rounds.silos import on_device
 from numpyro_fed.rounds.step import Conversation, transport_of_stacks
 from numpyro_fed.search.expand import Expansion
-from numpyro_fed.search.mode_search import Phase
+from numpyro_fed.search.mode_search import AscentPhase
 from numpyro_fed.search.newton import LATE, NewtonAscent, NewtonSearch, stop_followers
 from numpyro_fed.text.layout import layout_and_buckets
 
@@ -102,10 +102,10 @@ def test_a_start_that_lags_behind_a_mode_is_given_up(after, value, left):
         Expansion(np.array([x]), np.float64(v), np.zeros(1), np.eye(1))
         for x, v in ((0.0, 0.0), (50.0, value))
     ]
-    first = NewtonAscent(at[0].x, at[0], tried=6, at_mode=True, phase=Phase.ENDED)
+    first = NewtonAscent(at[0].x, at[0], tried=6, at_mode=True, phase=AscentPhase.ENDED)
     second = NewtonAscent(at[1].x, at[1], tried=6 + after)
     stop_followers([first, second])
-    assert (second.phase is Phase.ENDED) == bool(left)
+    assert (second.phase is AscentPhase.ENDED) == bool(left)
     near = NewtonAscent(at[0].x, at[0]._replace(x=np.array([1.0]), value=np.float64(-0.5)), tried=1)
     stop_followers([first, near])
-    assert near.phase is Phase.ENDED
+    assert near.phase is AscentPhase.ENDED

@@ -319,7 +319,7 @@ class RowSums(NamedTuple):
 
 
 class RowScores(NamedTuple):
-    """What is known of each row of a silo, all (rows,).
+    """The scores of each row of a silo, all (rows,).
 
     ``log_density, pareto_k``: The log predictive density without the row, and the shape of its
         tail.

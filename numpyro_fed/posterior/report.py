@@ -14,7 +14,7 @@ from numpyro_fed.weigh.element_errors import ORDERS, ElementErrors, Moments
 
 
 class WordedDraws(JudgedDraws, Protocol):
-    """What the words are about; :class:`.WeightedDraws` says what each of it is."""
+    """The facts that the words are about; :class:`.WeightedDraws` says what each of it is."""
 
     @property
     def log_evidence(self) -> float | None: ...

@@ -51,7 +51,7 @@ Spoils = Literal["all", "details", "spreads"]
 
 
 class Doubt(NamedTuple):
-    """What speaks against a posterior, what to do about it, and what of the posterior it spoils."""
+    """A reason against a posterior, its remedy, and which part of the posterior it spoils."""
 
     reason: str
     remedy: str = ""
@@ -105,7 +105,7 @@ class Verdict:
 
 
 class JudgedDraws(Protocol):
-    """What a verdict on draws rests on; :class:`.WeightedDraws` says what each of them is."""
+    """The facts that a verdict on draws rests on; :class:`.WeightedDraws` says what each of them is."""
 
     @property
     def precise(self) -> bool: ...
@@ -130,7 +130,7 @@ class JudgedDraws(Protocol):
 
 
 class JudgedParticles(JudgedDraws, Protocol):
-    """What a verdict on particles rests on; :class:`.Particles` says what each of them is."""
+    """The facts that a verdict on particles rests on; :class:`.Particles` says what each of them is."""
 
     @property
     def near(self) -> bool: ...

@@ -39,7 +39,7 @@ from numpyro_fed.search.expand import (
     silo_log_likelihood,
     unraveller,
 )
-from numpyro_fed.search.mode_search import Ascent, ModeSearch, Phase, rounding_of
+from numpyro_fed.search.mode_search import Ascent, AscentPhase, ModeSearch, rounding_of
 from numpyro_fed.text.sites import Rows
 
 # Pairs that L-BFGS keeps. An exchange with silos costs far more than the products with the pairs,
@@ -86,13 +86,13 @@ class LBFGSAscent(Ascent):
 
     def advance(self, point: Expansion[np.ndarray], max_places: int | None) -> None:
         """Keep the trial if it is better than the best point, and choose the next one."""
-        if self.phase is Phase.ENDED:
+        if self.phase is AscentPhase.ENDED:
             return
         finite = all(np.isfinite(a).all() for a in point[1:])
-        if self.phase is Phase.GOING_BACK:  # the last exchange was for the diagonal
+        if self.phase is AscentPhase.GOING_BACK:  # the last exchange was for the diagonal
             if self.best is not None and finite:
                 self.best = self.best._replace(curvature=point.curvature)
-            self.phase, self.with_diagonal = Phase.ENDED, False
+            self.phase, self.with_diagonal = AscentPhase.ENDED, False
             return
         self.tried += 1
         no_more_places = max_places is not None and self.tried >= max_places
@@ -102,7 +102,7 @@ class LBFGSAscent(Ascent):
         stuck = self._step(point if self.best is None else self.best, point, finite)
         self.at_mode = self.idle >= MAX_IDLE
         if self.at_mode or stuck or no_more_places:
-            self.phase, self.with_diagonal = Phase.GOING_BACK, True
+            self.phase, self.with_diagonal = AscentPhase.GOING_BACK, True
         x = point.x if self.best is None else self.best.x
         self.trial = x if self.with_diagonal else x + self.share * self.direction
 

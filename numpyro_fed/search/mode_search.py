@@ -142,7 +142,7 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
     ) -> BestPoints[Any]:
         """Return where ascents end, after so many exchanges at most."""
         for _ in range(max_exchanges):
-            if all(ascent.phase is Phase.ENDED for ascent in ascents):
+            if all(ascent.phase is AscentPhase.ENDED for ascent in ascents):
                 break
             places = np.stack([ascent.trial for ascent in ascents])
             self.ask_and_advance(ask, ascents, places.astype(jnp.result_type(float)))
@@ -193,8 +193,8 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
         return FederatedAlgorithm(init_server, init_silo, round_, shared, opening=opening)
 
 
-class Phase(Enum):
-    """Where an ascent is on its way.
+class AscentPhase(Enum):
+    """The phase of an ascent on its way to a mode.
 
     ``GOING_BACK``: It takes no more steps; one more exchange follows, at its best point.
     ``ENDED``: The last exchange was at its best point, and the modes that silos keep of their
@@ -223,7 +223,7 @@ class Ascent:
     effects_curvature: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
     idle: int = 0
     tried: int = 0
-    phase: Phase = Phase.CLIMBING
+    phase: AscentPhase = AscentPhase.CLIMBING
     at_mode: bool = False
 
     @property
@@ -234,7 +234,7 @@ class Ascent:
     def halve(self, no_more_places: bool) -> None:
         """Go halfway back to zero from a start at which something is not finite."""
         if no_more_places or self.tried > MAX_HALVINGS or not self.trial.any():
-            self.phase = Phase.GOING_BACK
+            self.phase = AscentPhase.GOING_BACK
         else:
             self.trial = 0.5 * self.trial
 

@@ -50,7 +50,7 @@ from numpyro_fed.search.expand import (
     flat_size,
     shape,
 )
-from numpyro_fed.search.mode_search import Ascent, ModeSearch, Phase, rounding_of
+from numpyro_fed.search.mode_search import Ascent, AscentPhase, ModeSearch, rounding_of
 from numpyro_fed.search.newton_steps import MIN_EIGENVALUE, slopes_off_saddles, where_at
 from numpyro_fed.search.own_modes import Parabola, climb_to_own_modes
 
@@ -117,8 +117,8 @@ class NewtonAscent(Ascent):
         self, point: Expansion[np.ndarray], of_effects: np.ndarray, max_places: int | None
     ) -> None:
         """Keep the trial if it is better than the best point, and choose the next one."""
-        if self.phase is not Phase.CLIMBING:
-            self.phase = Phase.ENDED
+        if self.phase is not AscentPhase.CLIMBING:
+            self.phase = AscentPhase.ENDED
             return
         self.tried += 1
         no_more_places = max_places is not None and self.tried >= max_places
@@ -131,10 +131,10 @@ class NewtonAscent(Ascent):
         self.at_mode = better and step.gain <= self.min_gain
         stuck = self.damping > MAX_DAMPING or self.idle >= MAX_IDLE
         if self.at_mode:  # the trial was the best point, and silos' modes are those there
-            self.phase = Phase.ENDED
+            self.phase = AscentPhase.ENDED
         elif stuck or no_more_places:
-            self.phase = Phase.GOING_BACK
-        climbs = self.phase is Phase.CLIMBING
+            self.phase = AscentPhase.GOING_BACK
+        climbs = self.phase is AscentPhase.CLIMBING
         self.trial = self.best.x + step.move if climbs else self.best.x
 
     def _keep_if_better(self, point: Expansion[np.ndarray], of_effects: np.ndarray) -> bool:
@@ -258,7 +258,7 @@ class NewtonSearch(ModeSearch[NewtonAscent, np.ndarray]):
                 if total.arrived[i] > 0 and np.isfinite(x).all():
                     ascent.trial, ascent.metric = x, curvature.matrix()
                 if total.arrived[i] < MIN_SHARE * total.arrived.max():
-                    ascent.phase = Phase.ENDED
+                    ascent.phase = AscentPhase.ENDED
 
     def begin_near(self, ascents: list[NewtonAscent], places: np.ndarray) -> None:
         """Let half of the ascents begin at places (k, n), at modes of nearly the same data."""
@@ -267,7 +267,7 @@ class NewtonSearch(ModeSearch[NewtonAscent, np.ndarray]):
         # The other half begins where it did: other data may have modes where there were none.
         for ascent, place in zip(ascents[: -(-len(ascents) // 2)], places, strict=False):
             ascent.trial, ascent.metric = np.asarray(place, ascent.trial.dtype), None
-            ascent.phase = Phase.CLIMBING
+            ascent.phase = AscentPhase.CLIMBING
 
     def messages(self) -> tuple[Any, SiloExpansion[Any]]:
         k, n = self.num_starts, flat_size(self.model)
@@ -311,4 +311,4 @@ def stop_followers(ascents: list[NewtonAscent]) -> None:
             apart = np.sqrt(np.maximum(away @ first.best.curvature @ away, 0.0))
             follows = follows or apart <= MERGED
         if follows:
-            ascent.phase = Phase.ENDED
+            ascent.phase = AscentPhase.ENDED

@@ -103,7 +103,7 @@ class SiteRows(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """What a site depends on."""
+    """The data, randomness and silo plates that a site depends on."""
 
     data: bool = False
     key: bool = False  # randomness other than of sample sites

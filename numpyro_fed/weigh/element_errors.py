@@ -195,7 +195,7 @@ class ElementErrors(NamedTuple):
 
 
 class OneElement(NamedTuple):
-    """What :class:`ElementErrors` has of one element."""
+    """The errors of one element in :class:`ElementErrors`."""
 
     error: tuple[float, float, float]
     shape: tuple[float, float]
