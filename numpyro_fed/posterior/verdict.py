@@ -105,7 +105,7 @@ class Verdict:
 
 
 class JudgedDraws(Protocol):
-    """The facts that a verdict on draws rests on; :class:`.WeightedDraws` says what each of them is."""
+    """The facts that a verdict on draws rests on; see :class:`.WeightedDraws`."""
 
     @property
     def precise(self) -> bool: ...
@@ -130,7 +130,7 @@ class JudgedDraws(Protocol):
 
 
 class JudgedParticles(JudgedDraws, Protocol):
-    """The facts that a verdict on particles rests on; :class:`.Particles` says what each of them is."""
+    """The facts that a verdict on particles rests on; see :class:`.Particles`."""
 
     @property
     def near(self) -> bool: ...
