@@ -10,6 +10,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -76,3 +77,16 @@ def elements(draws: Mapping[str, Array | np.ndarray]) -> tuple[tuple[str, ...], 
             columns.append(array[(slice(None), *index)])
     n = len(next(iter(draws.values()))) if draws else 0
     return tuple(names), np.stack(columns, 1) if columns else np.zeros((n, 0))
+
+
+Params = TypeVar("Params")
+
+
+def ascend(
+    optim: optax.GradientTransformation, gradient: Params, opt_state: optax.OptState, params: Params
+) -> tuple[Params, optax.OptState]:
+    """Take one optimiser step up the bound, and return parameters and optimiser state."""
+    # Optax minimises.
+    descent = jax.tree.map(jnp.negative, gradient)
+    updates, opt_state = optim.update(descent, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state

@@ -43,9 +43,8 @@ from numpyro_fed.rounds.silos import Batches, on_device
 from numpyro_fed.search.curvature_check import CurvatureCheck
 from numpyro_fed.search.expand import effects_of, flat_size
 from numpyro_fed.search.lbfgs import LBFGSSearch
-from numpyro_fed.search.limits import MANY_EFFECTS, SEARCHED_UP_TO
 from numpyro_fed.search.mode import Mode, mode_of_search
-from numpyro_fed.search.mode_search import ModeSearch
+from numpyro_fed.search.mode_search import MANY_EFFECTS, SEARCHED_UP_TO, ModeSearch
 from numpyro_fed.search.newton import NewtonSearch
 from numpyro_fed.search.run_search import coupling_reason, not_found_error, run_search
 from numpyro_fed.sfvi.method import SFVI

@@ -18,8 +18,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from numpyro_fed.basics.errors import GuideError, ModelError, NonFiniteError, RefusedError
-from numpyro_fed.fitting.particle_steps import temper
-from numpyro_fed.fitting.remedies import confirm_by_new_draws, improve_and_confirm
+from numpyro_fed.fitting.remedies import confirm_by_new_draws, improve_and_confirm, temper
 from numpyro_fed.fitting.steps import MIN_FOR_SFVI, FitSteps
 from numpyro_fed.posterior.corrected import Corrected
 from numpyro_fed.posterior.particles import Particles

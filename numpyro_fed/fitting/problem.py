@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from numpyro_fed.data.silo_data import ReadSilos, read_all
 from numpyro_fed.data.tables import SiloInput
-from numpyro_fed.fitting.method_cache import cached_method, key_of_model
 from numpyro_fed.guides.objectives import ELBO, LocallyEnhanced
 from numpyro_fed.methods.recipe import method_model
 from numpyro_fed.pvi.method import PVI
 from numpyro_fed.rounds.federation import Federation
-from numpyro_fed.search.limits import SEARCHED_UP_TO
+from numpyro_fed.search.mode_search import SEARCHED_UP_TO
 from numpyro_fed.sfvi.method import SFVI
 from numpyro_fed.text.facts import Facts, agree, size_class
 from numpyro_fed.text.fingerprint import fingerprint as fingerprint_of
@@ -122,3 +121,31 @@ def rows_of_longest_plate(fm: FederatedModel, sizes: Sequence[Mapping[str, int]]
     """Return the rows, over all silos, of the longest plate with latents of its own."""
     plates = [p.name for p in fm.plates if p.dim and not p.outer]
     return max((sum(size[p] for size in sizes) for p in plates), default=0)
+
+
+# Methods whose compiled programs are kept for the next call, each for a model and its draws. More
+# keep more programs in memory.
+MAX_CACHED_METHODS = 8
+
+_methods: dict[Hashable, PVI | SFVI] = {}
+
+
+def cached_method(key: Hashable, make: Callable[[], PVI | SFVI]) -> PVI | SFVI:
+    """Return the method of an earlier call with this key, or else a new one, which is kept."""
+    method = _methods.pop(key, None)
+    if method is None:
+        while len(_methods) >= MAX_CACHED_METHODS:
+            _methods.pop(next(iter(_methods)))
+        method = make()
+    _methods[key] = method  # put back at the end: the least recently used is dropped first
+    return method
+
+
+def key_of_model(model: Callable[..., Any]) -> Hashable:
+    """Return what stands for a model in a key: itself, or its id if it has no hash."""
+    try:
+        hash(model)
+    except TypeError:
+        # An id is safe: the method that is kept keeps the model alive.
+        return id(model)
+    return model

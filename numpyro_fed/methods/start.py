@@ -29,9 +29,8 @@ from numpyro_fed.rounds.step import Conversation
 from numpyro_fed.search.curvature_check import CurvatureCheck
 from numpyro_fed.search.expand import effects_of, flat_size
 from numpyro_fed.search.lbfgs import LBFGSSearch
-from numpyro_fed.search.limits import MANY_EFFECTS, SEARCHED_UP_TO
 from numpyro_fed.search.mode import Mode, mode_of_search
-from numpyro_fed.search.mode_search import BestPoints
+from numpyro_fed.search.mode_search import MANY_EFFECTS, SEARCHED_UP_TO, BestPoints
 from numpyro_fed.search.newton import NewtonSearch
 from numpyro_fed.search.run_search import (
     at_silos,

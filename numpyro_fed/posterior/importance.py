@@ -34,9 +34,9 @@ from numpyro_fed.guides.objectives import (
 )
 from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.corrected import Corrected, on_supports, sampler_of
-from numpyro_fed.posterior.interruption import unless_interrupted, until_interrupted
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.verdict import TOLERANCE, check_accuracy
+from numpyro_fed.posterior.weighted_draws import unless_interrupted, until_interrupted
 from numpyro_fed.rounds.keys import generator
 from numpyro_fed.rounds.names import IMPORTANCE
 from numpyro_fed.rounds.progress import in_sight

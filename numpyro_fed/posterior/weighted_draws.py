@@ -6,14 +6,15 @@ Corrections of fits over rows and over columns share this module.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from jax import Array
 
 from numpyro_fed.basics import display
+from numpyro_fed.basics.errors import Interrupted
 from numpyro_fed.posterior import report as words
 from numpyro_fed.posterior.run import FederatedRun
 from numpyro_fed.posterior.saving import SavedWords
@@ -215,3 +216,31 @@ class WeightedDraws(ABC, Generic[CorrectedRun]):
 
     def _repr_html_(self) -> str:
         return display.html_words(self.report())
+
+
+Answer = TypeVar("Answer")
+Weighted = TypeVar("Weighted", bound=WeightedDraws[Any])
+
+
+def until_interrupted(exchange: Callable[[int], Answer], number: int) -> tuple[list[Answer], bool]:
+    """Return the results of ``number`` exchanges, or those before Ctrl-C, and whether it came."""
+    results: list[Answer] = []
+    try:
+        for i in range(number):
+            results.append(exchange(i))
+    except KeyboardInterrupt:
+        if not results:
+            raise
+        return results, True
+    return results, False
+
+
+def unless_interrupted(correction: Weighted, interrupted: bool, num_draws: int) -> Weighted:
+    """Return the correction, or raise ``Interrupted`` that carries it."""
+    if not interrupted:
+        return correction
+    raise Interrupted(
+        f"interrupted after {len(correction.weights):,} of {num_draws:,} draws: the correction by "
+        "these is in the error's .result, and error.result.save(path) keeps it.",
+        result=correction,
+    )

@@ -54,7 +54,7 @@ from numpyro_fed.pvi.states import Status
 from numpyro_fed.rounds.runtime import RunOutcome, State
 from numpyro_fed.rounds.schedules import Adaptive, Asynchronous, ByArrival, Spec, named
 from numpyro_fed.rounds.silos import Silos
-from numpyro_fed.search.limits import SEARCHED_UP_TO
+from numpyro_fed.search.mode_search import SEARCHED_UP_TO
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.text.handlers import generalised
 from numpyro_fed.text.layout import Layout

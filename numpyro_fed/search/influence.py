@@ -43,7 +43,7 @@ from numpyro_fed.rounds.names import INFLUENCE
 from numpyro_fed.rounds.stacks import StackedExchange
 from numpyro_fed.rounds.states import Shared
 from numpyro_fed.search.expand import Expand, Prior, SearchState, SiloExpansion, flat_size, shape
-from numpyro_fed.search.limits import SEARCHED_UP_TO
+from numpyro_fed.search.mode_search import SEARCHED_UP_TO
 from numpyro_fed.search.own_modes import climb_to_own_modes
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Theta

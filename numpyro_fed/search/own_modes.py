@@ -27,7 +27,7 @@ import numpy as np
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics.gaussian import Curvature
 from numpyro_fed.search.expand import Expand, Expansion, Prior, SearchState
-from numpyro_fed.search.limits import MAX_PROMISE_PER_DIM
+from numpyro_fed.search.mode_search import MAX_PROMISE_PER_DIM
 from numpyro_fed.search.newton_steps import (
     MIN_EIGENVALUE,
     is_finite,

@@ -24,8 +24,7 @@ from numpyro_fed.rounds.silos import Batches, Stacks
 from numpyro_fed.rounds.step import Conversation
 from numpyro_fed.search.expand import ROUNDING_UNITS, SearchState, unraveller
 from numpyro_fed.search.influence import Factors, SiloPull
-from numpyro_fed.search.limits import MAX_PROMISE_PER_DIM
-from numpyro_fed.search.mode_search import BestPoints, ModeSearch, best_start
+from numpyro_fed.search.mode_search import MAX_PROMISE_PER_DIM, BestPoints, ModeSearch, best_start
 from numpyro_fed.search.newton import NewtonSearch
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_checks import RowChecks, coupled_rows

@@ -26,8 +26,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from numpyro_fed.basics.optimisers import ascend
-from numpyro_fed.basics.trees import Tree, all_finite
+from numpyro_fed.basics.trees import Tree, all_finite, ascend
 from numpyro_fed.data.minibatches import MinibatchNoise
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_draws import GlobalDraws
@@ -49,8 +48,7 @@ from numpyro_fed.rounds.exchange import (
 from numpyro_fed.rounds.names import ROWS, SFVI_AVG_ROUND
 from numpyro_fed.rounds.states import SharedParams, SiloParams
 from numpyro_fed.search.start_point import StartPoint
-from numpyro_fed.sfvi.base import FirstParams, GradientAlgorithm
-from numpyro_fed.sfvi.standardise import standardising_rounds
+from numpyro_fed.sfvi.base import FirstParams, GradientAlgorithm, standardising_rounds
 
 
 class ServerState(NamedTuple):

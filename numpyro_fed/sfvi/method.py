@@ -44,7 +44,7 @@ from numpyro_fed.posterior.result import Result
 from numpyro_fed.rounds.runtime import RunOutcome
 from numpyro_fed.rounds.schedules import Given, Random, Sequential, Spec, in_step
 from numpyro_fed.rounds.silos import Silos
-from numpyro_fed.search.limits import SEARCHED_UP_TO
+from numpyro_fed.search.mode_search import SEARCHED_UP_TO
 from numpyro_fed.sfvi.algorithm import SFVIAlgorithm
 from numpyro_fed.sfvi.averaging import Aggregation, Averaging
 from numpyro_fed.sfvi.base import GradientAlgorithm

@@ -28,8 +28,11 @@ from jax import Array
 from numpyro_fed.basics.programs import compiled_method
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_guides import GlobalGuide
-from numpyro_fed.posterior.interruption import unless_interrupted, until_interrupted
-from numpyro_fed.posterior.weighted_draws import WeightedDraws
+from numpyro_fed.posterior.weighted_draws import (
+    WeightedDraws,
+    unless_interrupted,
+    until_interrupted,
+)
 from numpyro_fed.rounds.exchange import AskSilos, Exchange, Reply, key_as_noise
 from numpyro_fed.rounds.keys import exchange_key, server_key
 from numpyro_fed.rounds.names import IMPORTANCE

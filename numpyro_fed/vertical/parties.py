@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from numpyro_fed.basics.optimisers import ascend
-from numpyro_fed.basics.trees import all_finite, where
+from numpyro_fed.basics.trees import all_finite, ascend, where
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_guides import GlobalGuide, GuideParams
 from numpyro_fed.guides.guide import Guide

@@ -19,7 +19,7 @@ from numpyro_fed.guides.structured import Spec, Structured, resolve_guide
 from numpyro_fed.posterior.built import Built
 from numpyro_fed.rounds.exchange import ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.rounds.names import IMPORTANCE
-from numpyro_fed.search.limits import SEARCHED_UP_TO
+from numpyro_fed.search.mode_search import SEARCHED_UP_TO
 from numpyro_fed.sfvi.method import default_optimiser
 from numpyro_fed.text.clients import positive_rho
 from numpyro_fed.text.log_density import FederatedModel
