@@ -8,6 +8,7 @@ run's own data.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -332,4 +333,6 @@ def _memory() -> float:
     # An accelerator's own memory; a CPU reports no limit, and there the machine's memory counts.
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
+    if not hasattr(os, "sysconf"):  # Windows does not tell
+        return math.inf
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

@@ -87,7 +87,12 @@ def begin_run(
     """
     if not (init_state is None or isinstance(init_state, np.ndarray)):
         return begin_at_state(compiled, hosted, init_state)
-    if init_state is None and result is not None:
+    if result is not None:
+        if init_state is not None:
+            raise ModelError(
+                "init_state= has places for the search for the mode, and start= is a result, at "
+                "which the run begins without a search. Give one of them."
+            )
         return Begun(compiled, *state_at_result(compiled, key, hosted, result))
     try:
         return begin_at_mode(compiled, key, hosted, progress_bar, init_state)
