@@ -182,7 +182,7 @@ def secret_of(node: Any) -> Any:
 
 def questions(checks: Any) -> dict[Any, Any]:
     """Whose answers the checks of values keep."""
-    return checks._known
+    return checks._answers
 
 
 def globals_drawn(corrected: Any) -> np.ndarray:
