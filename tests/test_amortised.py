@@ -145,7 +145,7 @@ def test_gradients_of_minibatches_are_unbiased(double):
     noise = jax.vmap(whole.step_noise)(jax.random.split(KEY, 2), states)
 
     def ask(parts, noise):
-        reply, _ = jax.vmap(parts.silo, (0, None, 0, 0))(noise, down, states, split.data)
+        reply, _ = jax.vmap(parts.answer, (0, None, 0, 0))(noise, down, states, split.data)
         return reply.up
 
     def minibatch(key):

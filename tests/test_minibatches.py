@@ -107,7 +107,7 @@ class Split:
 
 def gradients(parts, noise, down, states, data):
     """A reply and a step under sgd(1.0), which is the gradient, of every silo."""
-    reply, after = jax.vmap(parts.silo, (0, None, 0, 0))(noise, down, states, data)
+    reply, after = jax.vmap(parts.answer, (0, None, 0, 0))(noise, down, states, data)
     step = jax.tree.map(jnp.subtract, after.params, states.params)
     return reply.up, step
 
@@ -162,8 +162,8 @@ def test_a_silo_with_few_rows_takes_all_of_them(double, name):
         else e
         for p, e in few[0].rows.items()
     }
-    some = split.some.silo(few[0], down, *few[1:])
-    whole = split.whole.silo(MinibatchNoise(rows), down, *few[1:])
+    some = split.some.answer(few[0], down, *few[1:])
+    whole = split.whole.answer(MinibatchNoise(rows), down, *few[1:])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), some, whole)
 
 
@@ -296,7 +296,7 @@ def test_participants_count_for_all():
         def step(who):
             down = replayed_part(parts.algorithm().round, server, eps, who)
             some = jax.tree.map(lambda a: a[who], (noise, states, split.data))
-            reply, _ = jax.vmap(parts.silo, (0, None, 0, 0))(some[0], down, *some[1:])
+            reply, _ = jax.vmap(parts.answer, (0, None, 0, 0))(some[0], down, *some[1:])
             total = jax.tree.map(lambda a: a.sum(0), reply.up)
             replies = Replies(total, jnp.array(True), jnp.ones(()))
             return replayed_part(parts.algorithm().round, server, eps, who, None, [replies])[

@@ -190,7 +190,7 @@ def test_what_the_server_takes_is_the_average_by_its_name(aggregate, globals):
 
     def replies_of(parts):
         each = [
-            parts.silo(jax.random.key(j), down, parts.init_silo(KEY, data), data)[0]
+            parts.answer(jax.random.key(j), down, parts.init_silo(KEY, data), data)[0]
             for j, data in enumerate(held)
         ]
         return jax.tree.map(lambda *a: jnp.stack(a), *each)

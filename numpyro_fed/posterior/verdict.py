@@ -81,9 +81,9 @@ class Verdict:
     @property
     def reason(self) -> str:
         """The gravest reason not to trust it; empty where there is none."""
-        if not self.enough_draws:
-            return "too few draws to tell"
-        return self.doubts[0].reason if self.doubts else ""
+        if self.doubts:
+            return self.doubts[0].reason
+        return "" if self.enough_draws else "too few draws to tell"
 
     def with_gravest(self, doubt: Doubt) -> Verdict:
         """Return the verdict with one more doubt, graver than all others."""
