@@ -459,7 +459,7 @@ def counting(how, bad=None):
         offset = ask.server_data["offset"]
         replies = ask("count", offset)
         report = (replies.up, replies.ok, replies.weight, offset)
-        return state, Info(jnp.zeros(()), jnp.array(True), 0.0, report)
+        return state, Info(jnp.zeros(()), jnp.array(True), report)
 
     return FederatedAlgorithm(
         lambda key: jnp.zeros(()),
