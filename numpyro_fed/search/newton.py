@@ -51,10 +51,15 @@ from numpyro_fed.search.expand import (
     shape,
 )
 from numpyro_fed.search.mode_search import Ascent, AscentPhase, ModeSearch, rounding_of
-from numpyro_fed.search.newton_steps import MIN_EIGENVALUE, slopes_off_saddles, where_at
+from numpyro_fed.search.newton_steps import (
+    DAMPING,
+    MAX_DAMPING,
+    MIN_EIGENVALUE,
+    slopes_off_saddles,
+    where_at,
+)
 from numpyro_fed.search.own_modes import Parabola, climb_to_own_modes
 
-DAMPING = 1e-2  # at the start, for curvatures scaled to one: almost a full Newton step
 # Least factor by which a coordinate's scale may change in a step. Without any decay the search took
 # 86 exchanges on posteriordb's mesquite, whose curvature at the start is 1e5 times that at the mode
 # (docs/results/raw_data.md); with no bound, one step into a flat region would make all units equal.
@@ -65,7 +70,6 @@ SCALE_DECAY = 0.1
 LONGEST = 2.0
 DAMPINGS = np.sqrt(10.0) ** np.arange(25)
 MIN_DAMPING = 1e-30  # a damping of zero could never grow again by a factor
-MAX_DAMPING = 1e8  # steps are 1e-8 of a unit: rounding decides whether they gain
 MIN_GAIN = 1e-4  # predicted gain of an undamped step, in nats, below which a point is a mode
 # The same near modes of other data, where every exchange counts. Such a point is a third of an sd
 # off, which draws that are weighed do not notice.

@@ -13,6 +13,8 @@ from numpy.typing import ArrayLike
 from numpyro_fed.numerics.gaussian import Curvature
 from numpyro_fed.search.expand import Expansion
 
+DAMPING = 1e-2  # at the start, for curvatures scaled to one: almost a full Newton step
+MAX_DAMPING = 1e8  # steps are 1e-8 of a unit: rounding decides whether they gain
 # Least eigenvalue of a parabola, of the largest: a direction that a silo knows nothing about still
 # has the prior's share, and one that its own rows leave flat must not draw the sum far away.
 MIN_EIGENVALUE = 1e-6

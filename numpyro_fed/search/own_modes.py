@@ -29,6 +29,8 @@ from numpyro_fed.numerics.gaussian import Curvature
 from numpyro_fed.search.expand import Expand, Expansion, Prior, SearchState
 from numpyro_fed.search.mode_search import MAX_PROMISE_PER_DIM
 from numpyro_fed.search.newton_steps import (
+    DAMPING,
+    MAX_DAMPING,
     MIN_EIGENVALUE,
     is_finite,
     slopes_off_saddles,
@@ -41,8 +43,6 @@ from numpyro_fed.text.sites import Rows
 MAX_STEPS = 150
 # Predicted gain, in nats, at which a silo stops: the search goes on from there.
 MIN_STEP_GAIN = 1e-2
-DAMPING = 1e-2  # at the start, for curvatures scaled to one
-MAX_DAMPING = 1e8  # steps are then too small to be worth trying
 
 
 class OwnModes(NamedTuple):
