@@ -16,7 +16,6 @@ from numpyro_fed.data.padding import bucket
 from numpyro_fed.data.silo_data import SiloData, read
 from numpyro_fed.text.fingerprint import fingerprint
 from numpyro_fed.text.jaxprs import (
-    labels_by_name,
     propagate_labels,
     same_but_for_sizes,
     trace_program,
@@ -171,9 +170,8 @@ def test_labels_are_seen_at_each_operation_those_of_inner_programs_included():
 
     inputs, seen = {"c": 0.0, "xs": jnp.ones(3)}, {}
     program = trace_program(fn, inputs).jaxpr
-    propagate_labels(
-        program, labels_by_name(inputs), lambda eqn, into: seen.update({eqn.primitive.name: into})
-    )
+    labels = [frozenset({name}) for name in inputs]
+    propagate_labels(program, labels, lambda eqn, into: seen.update({eqn.primitive.name: into}))
     assert seen["sin"] == [{"xs"}]
     assert seen["add"] == [{"c", "xs"}, {"xs"}]
 

@@ -19,8 +19,7 @@ from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.exchange import Replies
 from numpyro_fed.rounds.step import replayed_part
 from numpyro_fed.sfvi.algorithm import SFVIAlgorithm
-from numpyro_fed.text.layout import layout_and_buckets
-from numpyro_fed.text.row_arrays import minibatches_of_plates
+from numpyro_fed.text.layout import layout_and_buckets, minibatches_of_plates
 
 KEY, QUIET = jax.random.key(0), dict(progress_bar=False)
 

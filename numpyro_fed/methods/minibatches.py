@@ -8,9 +8,8 @@ from numpyro_fed.basics.errors import GuideError
 from numpyro_fed.data.minibatches import Minibatches
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.guide import Guide
-from numpyro_fed.text.layout import Layout
+from numpyro_fed.text.layout import WHOLE, Layout, minibatches_of_plates
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.row_arrays import WHOLE, minibatches_of_plates
 
 
 def minibatches_of(

@@ -176,11 +176,6 @@ class Plan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     @property
-    def rows(self) -> dict[str, str]:
-        """Return the silo plate of each array that holds rows."""
-        return {name: plates[0] for name, plates in self.plates_of_arrays.items()}
-
-    @property
     def plates_of_arrays(self) -> dict[str, tuple[str, ...]]:
         """Return for each array of rows the silo plates that are as long at every silo."""
         return {a.name: a.plates for a in self.facts.arguments if a.plates}

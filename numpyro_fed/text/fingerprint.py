@@ -171,43 +171,38 @@ def _term(site: str, words: str, found: Sequence[ArrayLike]) -> Term:
 
 def check_terms(expected: Sequence[Term], own: Sequence[Term], who: str, *, by_value: bool) -> None:
     """Raise an error if a party (``"silo 2"``) has another text than the server, by their terms."""
-    pairs = zip(expected, own, strict=False)
-    differences = (_difference(there, here, by_value) for there, here in pairs)
-    what = next(filter(None, differences), "")
+    wrong = []
+    for there, here in zip(expected, own, strict=False):
+        site = there.site
+        if site != here.site:
+            wrong.append(f"has '{here.site}' in the place of '{site}'")
+            continue
+        if there.words != here.words or len(there.numbers) != len(here.numbers):
+            kinds = "another distribution, branch, shape or whole number"
+            wrong.append(f"computes '{site}' in another way ({kinds})")
+            continue
+        for one, other in zip(there.numbers, here.numbers, strict=True):
+            if by_value:
+                if not np.allclose(one, other, rtol=VALUES_ALIKE, atol=VALUES_ALIKE):
+                    wrong.append(f"has other values of '{site}' at made-up data")
+                continue
+            # Projections are as large as the root mean square, or closer to zero by chance. No
+            # least size: a constant may be small in its unit, and two zeros are the same.
+            size = max(map(abs, (*one, *other)))
+            if not np.allclose(one, other, rtol=0, atol=CONSTANTS_ALIKE * size):
+                wrong.append(
+                    f"reads another array of constants in '{site}'"
+                    if len(one) > 1
+                    else f"has another constant in '{site}' where the server's has {one[0]:.6g}"
+                )
     if len(expected) != len(own):
-        what = what or "has other sites"
-    if what:
+        wrong.append("has other sites")
+    if wrong:
         raise ModelError(
-            f"{who} does not fit together with the server: its text {what}. All parties must run "
-            "the same text, with the same constants where it reads some from outside (a module, a "
-            "closure). What is to differ between silos is data: pass it as an argument."
+            f"{who} does not fit together with the server: its text {wrong[0]}. All parties must "
+            "run the same text, with the same constants where it reads some from outside (a "
+            "module, a closure). What is to differ between silos is data: pass it as an argument."
         )
-
-
-def _difference(there: Term, here: Term, by_value: bool) -> str:
-    """Return in words how a silo's term differs from the server's, ``there``; empty if nowhere."""
-    site = there.site
-    if site != here.site:
-        return f"has '{here.site}' in the place of '{site}'"
-    if there.words != here.words or len(there.numbers) != len(here.numbers):
-        return (
-            f"computes '{site}' in another way (another distribution, branch, shape or whole "
-            "number)"
-        )
-    for one, other in zip(there.numbers, here.numbers, strict=True):
-        if by_value:
-            if not np.allclose(one, other, rtol=VALUES_ALIKE, atol=VALUES_ALIKE):
-                return f"has other values of '{site}' at made-up data"
-            continue
-        # Projections are as large as the root mean square, or closer to zero by chance. No least
-        # size: a constant may be small in its unit, and two zeros are the same.
-        size = max(map(abs, (*one, *other)))
-        if np.allclose(one, other, rtol=0, atol=CONSTANTS_ALIKE * size):
-            continue
-        if len(one) > 1:
-            return f"reads another array of constants in '{site}'"
-        return f"has another constant in '{site}' where the server's has {one[0]:.6g}"
-    return ""
 
 
 # What stands for a value in the text: a digest of all that led to it, or a constant and its type.

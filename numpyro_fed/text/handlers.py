@@ -197,7 +197,15 @@ def joint(model: Callable[..., Any], silos: Sequence[Mapping[str, Any]]) -> Call
         plain = [as_dict(f"silo {j}", silo) for j, silo in enumerate(silos)]
         all_data = with_model_data(model, plain)
         text = localised(model, all_data[0]) if all_data else model
-        text = leaving_out_missing(text, missing_names(all_data))
+        # Values that are traced are not looked at.
+        missing = {
+            keystr(path, simple=True, separator=".")
+            for data in all_data
+            for path, leaf in jax.tree.leaves_with_path(dict(data), is_leaf=is_leaf)
+            if isinstance(leaf, np.ndarray | Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
+            if not isinstance(leaf, jax.core.Tracer) and np.isnan(leaf).any()
+        }
+        text = leave_out_missing(text, sorted(missing)) if missing else text
         for j, data in enumerate(all_data):
             with at_silo(silo=j), _emit_once(values):
                 text(**data)
@@ -369,31 +377,17 @@ class leave_out_missing(Messenger):
         # By identity: a value that is computed of the argument may have NaN of its own.
         if not any(msg["value"] is outcome for outcome in self._outcomes):
             return
-        value = jnp.asarray(msg["value"])
-        if self.blind:
-            nothing = jnp.zeros(value.shape, value.dtype)
-            msg["value"] = _filled(msg["fn"], nothing, nothing == 0)
-        elif value.dtype.kind == "f":
-            seen = ~jnp.isnan(value)
-            msg["value"] = _filled(msg["fn"], value, seen)
+        value, blind = jnp.asarray(msg["value"]), self.blind
+        if value.dtype.kind != "f" and not blind:
+            return
+        seen = jnp.ones(value.shape, bool) if blind else ~jnp.isnan(value)
+        value = jnp.where(seen, jnp.zeros(value.shape, value.dtype) if blind else value, 0.0)
+        # Whole numbers were floats beside NaN only; categories are indices.
+        is_whole = getattr(msg["fn"].support, "is_discrete", False)
+        msg["value"] = value.astype(jnp.result_type(int)) if is_whole else value
+        if not blind:
             msg["fn"] = _masked(msg["fn"], seen, msg["name"])
             msg["missing"] = ~seen  # for whoever reads the values off the trace
-
-
-def leaving_out_missing(
-    model: Callable[..., Any], missing: Sequence[str], *, blind: bool = False
-) -> Callable[..., Any]:
-    """Return the model without what is missing; the model itself where nothing is."""
-    return leave_out_missing(model, missing, blind=blind) if missing else model
-
-
-def _filled(fn: Distribution, value: Array, seen: Array) -> Array:
-    """Return observed values with a number in the place of what is missing."""
-    value = jnp.where(seen, value, 0.0)
-    # Whole numbers were floats beside NaN only; categories are indices.
-    return (
-        value.astype(jnp.result_type(int)) if getattr(fn.support, "is_discrete", False) else value
-    )
 
 
 def _masked(fn: Distribution, seen: Array, site: str) -> Distribution:
@@ -415,24 +409,9 @@ def _masked(fn: Distribution, seen: Array, site: str) -> Distribution:
     )
 
 
-def missing_names(silos: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the arguments that have NaN at some silo; values that are traced are not looked at."""
-    names: set[str] = set()
-    for silo in silos:
-        for path, leaf in jax.tree.leaves_with_path(dict(silo), is_leaf=is_leaf):
-            floats = isinstance(leaf, np.ndarray | Array) and jnp.issubdtype(
-                leaf.dtype, jnp.floating
-            )
-            if floats and not isinstance(leaf, jax.core.Tracer) and np.isnan(leaf).any():
-                names.add(keystr(path, simple=True, separator="."))
-    return tuple(sorted(names))
-
-
 # c, in scales. Half of it would have 0.82 of the information instead of 0.70, but curvature in
 # fewer rows, so that Newton's steps depend on few of them. Twice as much would have 0.54.
 WIDTH = 0.5
-
-
 # The normalising constant for c = 1/2 and equal slopes, -log of the integral of exp(-sqrt(c^2 +
 # z^2)) over 2: scales are estimated by it as well.
 NORM = 0.18848

@@ -163,17 +163,7 @@ def _apply(eqn: JaxprEqn, values: list[Any], labels: Sequence[Labels]) -> Sequen
         ]
         return jax.lax.switch(values[0], runs, *values[1:])
 
-    if _indexed_by_data(eqn, labels):
-        index, largest, lengths = _ranges(eqn, values)
-        bad = ((index < 0) | (index > largest)).ravel()
-        # A message of checkify holds scalars only: the first bad index stands for all.
-        first = bad.argmax()
-        checkify.check(
-            ~bad.any(),
-            "index {i} is out of range for an axis of length {n}.",
-            i=index.ravel()[first],
-            n=jnp.broadcast_to(lengths, index.shape).ravel()[first],
-        )
+    _check_indices(eqn, values, labels)
     bound = eqn.primitive.get_bind_params(eqn.params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
     out = eqn.primitive.bind(*functions, *values, **params)
@@ -199,41 +189,43 @@ def _wrapped_index(eqn: JaxprEqn, producer: Mapping[Var, JaxprEqn]) -> Var | Non
     return index if counts and isinstance(zero, Literal) and np.all(zero.val == 0) else None
 
 
-def _indexed_by_data(eqn: JaxprEqn, labels: Sequence[Labels]) -> bool:
-    """Return whether an index depends on data, and the text does not define one out of range."""
-    name = eqn.primitive.name
-    if name == "dynamic_slice":
-        return any(labels[1:])
-    if name == "dynamic_update_slice":
-        return any(labels[2:])
-    if not (name == "gather" or name.startswith("scatter")) or not labels[1]:
-        return False
-    fill, dtype = eqn.params.get("fill_value"), type_of(eqn.outvars[0]).dtype
-    if eqn.params.get("mode") == GatherScatterMode.CLIP:
-        return False
-    if fill is None or dtype.kind == "b":
-        return True
-    # JAX's own fill values are NaN and the least integer (the greatest if unsigned). Any other
-    # value was chosen by the author of the text.
-    if dtype.kind in "iu":
-        return fill in (np.iinfo(dtype).min, np.iinfo(dtype).max)
-    return bool(np.isnan(fill))
-
-
-def _ranges(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[Array, np.ndarray, np.ndarray]:
-    """Return the indices of an operation, the largest that are in range, and its axes' lengths."""
+def _check_indices(eqn: JaxprEqn, values: Sequence[Any], labels: Sequence[Labels]) -> None:
+    """Check indices that depend on data, unless the text says what one out of range reads."""
     name, params, lengths = eqn.primitive.name, eqn.params, np.array(jnp.shape(values[0]))
-    if name == "dynamic_slice":
-        return jnp.stack(values[1:]), lengths - np.array(params["slice_sizes"]), lengths
-    if name == "dynamic_update_slice":
-        return jnp.stack(values[2:]), lengths - np.array(jnp.shape(values[1])), lengths
-    numbers = params["dimension_numbers"]
-    # A window of some size starts at each index, and must end within the axis as well.
-    if name == "gather":
-        sizes, axes = np.array(params["slice_sizes"]), np.array(numbers.start_index_map)
+    if name == "dynamic_slice" and any(labels[1:]):
+        index, largest = jnp.stack(values[1:]), lengths - np.array(params["slice_sizes"])
+    elif name == "dynamic_update_slice" and any(labels[2:]):
+        index, largest = jnp.stack(values[2:]), lengths - np.array(jnp.shape(values[1]))
+    elif (name == "gather" or name.startswith("scatter")) and labels[1]:
+        if params.get("mode") == GatherScatterMode.CLIP:
+            return
+        fill, dtype = params.get("fill_value"), type_of(eqn.outvars[0]).dtype
+        if fill is not None and dtype.kind != "b":
+            # JAX's own fill values are NaN and the least integer (the greatest if unsigned). Any
+            # other value was chosen by the author of the text.
+            whole = dtype.kind in "iu"
+            if not (
+                fill in (np.iinfo(dtype).min, np.iinfo(dtype).max) if whole else np.isnan(fill)
+            ):
+                return
+        numbers = params["dimension_numbers"]
+        # A window of some size starts at each index, and must end within the axis as well.
+        if name == "gather":
+            sizes, axes = np.array(params["slice_sizes"]), np.array(numbers.start_index_map)
+        else:
+            sizes, axes = np.ones_like(lengths), np.array(numbers.scatter_dims_to_operand_dims)
+            single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+            window = [i for i in range(len(lengths)) if i not in single]
+            sizes[window] = np.array(jnp.shape(values[2]))[list(numbers.update_window_dims)]
+        index, largest, lengths = values[1], (lengths - sizes)[axes], lengths[axes]
     else:
-        sizes, axes = np.ones_like(lengths), np.array(numbers.scatter_dims_to_operand_dims)
-        single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-        window = [i for i in range(len(lengths)) if i not in single]
-        sizes[window] = np.array(jnp.shape(values[2]))[list(numbers.update_window_dims)]
-    return values[1], (lengths - sizes)[axes], lengths[axes]
+        return
+    bad = ((index < 0) | (index > largest)).ravel()
+    # A message of checkify holds scalars only: the first bad index stands for all.
+    first = bad.argmax()
+    checkify.check(
+        ~bad.any(),
+        "index {i} is out of range for an axis of length {n}.",
+        i=index.ravel()[first],
+        n=jnp.broadcast_to(lengths, index.shape).ravel()[first],
+    )

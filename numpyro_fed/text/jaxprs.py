@@ -130,8 +130,12 @@ def branches(eqn: JaxprEqn) -> list[Program] | None:
 def pruned(program: Program, outputs: Sequence[bool]) -> tuple[Program, list[bool]]:
     """Return the program of some outputs without dead code, and which inputs it still has."""
     jaxpr, used = dce_jaxpr(program.jaxpr, list(outputs))
-    kept = _read(jaxpr, program.consts)
-    places, values = list(kept), list(kept.values())
+    # By id: literals among the operands cannot be hashed.
+    read = {id(v) for vs in (jaxpr.outvars, *(e.invars for e in jaxpr.eqns)) for v in vs}
+    kept = [
+        pair for pair in zip(jaxpr.constvars, program.consts, strict=True) if id(pair[0]) in read
+    ]
+    places, values = [v for v, _ in kept], [c for _, c in kept]
     if hasattr(jaxpr, "consts"):
         return as_program(jaxpr.replace(constvars=places, consts=values)), used
     return Program(jaxpr.replace(constvars=places), values), used
@@ -154,32 +158,19 @@ def run_program(program: Program, operands: Sequence[ArrayLike]) -> list[Array]:
     return jaxpr_as_fun(closed)(*operands)
 
 
-def _read(jaxpr: Jaxpr, consts: Sequence[ArrayLike]) -> dict[Var, ArrayLike]:
-    """Return the constants that a program reads, by variable."""
-    # By id: literals among the operands cannot be hashed.
-    read = {id(v) for vs in (jaxpr.outvars, *(e.invars for e in jaxpr.eqns)) for v in vs}
-    return {v: c for v, c in zip(jaxpr.constvars, consts, strict=True) if id(v) in read}
-
-
 def provenance(fn: Callable[..., Any], /, **inputs: object) -> Any:
     """Return the names of the inputs that reach each output of ``fn``: a pytree like its outputs.
 
     Unlike in ``numpyro.ops.provenance`` the outputs of a scan are told apart.
     """
     program, out = jax.make_jaxpr(lambda inputs: fn(**inputs), return_shape=True)(inputs)
-    labels = propagate_labels(as_program(program).jaxpr, labels_by_name(inputs))
+    by_name = [frozenset({path[0].key}) for path, _ in jax.tree.leaves_with_path(inputs)]
+    labels = propagate_labels(as_program(program).jaxpr, by_name)
     return jax.tree.unflatten(jax.tree.structure(out), labels)
 
 
-def labels_by_name(inputs: Mapping[str, object]) -> list[Labels]:
-    """Return the label of each leaf of a dict: the key that it belongs to."""
-    return [frozenset({path[0].key}) for path, _ in jax.tree.leaves_with_path(inputs)]
-
-
 def propagate_labels(
-    jaxpr: Jaxpr,
-    labels: Sequence[Labels],
-    visit: Visitor | None = None,
+    jaxpr: Jaxpr, labels: Sequence[Labels], visit: Visitor | None = None
 ) -> list[Labels]:
     """Return the labels of a program's outputs, given those of its inputs.
 
@@ -201,9 +192,7 @@ def labels_of(by_variable: Mapping[Var, Labels], variable: Atom) -> Labels:
 
 
 def output_labels(
-    eqn: JaxprEqn,
-    operands: Sequence[Labels],
-    visit: Visitor | None = None,
+    eqn: JaxprEqn, operands: Sequence[Labels], visit: Visitor | None = None
 ) -> list[Labels]:
     """Return the labels of one operation's outputs, given those of its operands."""
     if (loop := scan(eqn)) is not None:
@@ -236,10 +225,7 @@ def scan_body_labels(loop: Scan, operands: Sequence[Labels]) -> list[Labels]:
 
 # The axis along which a value has rows; None if it reads no row, MIXED if it may read several.
 Axis = int | None
-
-
 MIXED = -1
-
 
 ELEMENTWISE = frozenset(
     {"abs", "acos", "acosh", "add", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt"}
@@ -251,27 +237,19 @@ ELEMENTWISE = frozenset(
     | {"sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"}
     | {"zeta"}
 )
-
-
 REDUCTIONS = frozenset(
     {"argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod"}
     | {"reduce_sum"}
 )
-
-
 # What runs along one axis, which is the parameter of this name.
 ALONG = {
     **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "split"), "axis"),
     **dict.fromkeys(("concatenate", "sort"), "dimension"),
 }
-
-
 CALLS = frozenset(
     {"checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit"}
     | {"custom_vjp_call_jaxpr", "remat", "remat2"}
 )
-
-
 # Of matrices in the last two axes.
 OF_MATRICES = frozenset({"cholesky", "triangular_solve"})
 
@@ -421,8 +399,6 @@ def _gathered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
 OF_ANY_SIZE = ELEMENTWISE - {"integer_pow"} | {
     *("broadcast_in_dim", "iota", "squeeze", "stack", "transpose"),
 }
-
-
 # Parameters that are sizes of axes.
 SIZES = frozenset({"limit_indices", "new_sizes", "shape", "sizes", "slice_sizes"})
 

@@ -7,6 +7,7 @@ frame of a class of its own in its ``cond_indep_stack``. Handlers read both.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -139,7 +140,7 @@ class silo_plate(numpyro.plate):
             super().__init__(name, size, dim=dim)
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        if inside_control_flow(msg, self._wrap):
+        if inside_control_flow(msg, lambda body: partial(self._run, body)):
             return
         super().process_message(msg)
         # Messages pass from the innermost handler to the outermost: the first name is to stay.
@@ -149,12 +150,9 @@ class silo_plate(numpyro.plate):
                 _SiloFrame(*f) if f.name == self.name else f for f in msg["cond_indep_stack"]
             ]
 
-    def _wrap(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: object) -> Any:
-            with self:
-                return body(*args)
-
-        return wrapped
+    def _run(self, body: Callable[..., Any], *args: object) -> Any:
+        with self:
+            return body(*args)
 
 
 class feasible(Messenger):
@@ -170,19 +168,16 @@ class feasible(Messenger):
         self.scanned = scanned
         super().__init__(fn)
 
-    def _noted(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: object) -> Any:
-            outside, self.inside = self.inside, True
-            try:
-                return body(*args)
-            finally:
-                self.inside = outside
-
-        return run
+    def _run(self, body: Callable[..., Any], *args: object) -> Any:
+        outside, self.inside = self.inside, True
+        try:
+            return body(*args)
+        finally:
+            self.inside = outside
 
     def process_message(self, msg: dict[str, Any]) -> None:
         scanned = self.scanned or (msg["type"] == "control_flow" and msg["fn"] is scan_wrapper)
-        if inside_control_flow(msg, lambda body: self._noted(feasible(body, scanned=scanned))):
+        if inside_control_flow(msg, lambda f: partial(self._run, feasible(f, scanned=scanned))):
             return
         if msg["type"] == "param" and scanned:
             # NumPyro's substitute handlers reach the latents of a scan's body, but not parameters.

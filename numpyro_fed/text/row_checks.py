@@ -188,13 +188,12 @@ class RowChecks:
         Beside a column of large numbers terms overflow or are huge, and what other rows change in
         them is lost. Then each coordinate is the largest that by itself moves no term far.
         """
-        dim = self.model.dim
-        general = 0.3 * hashed_normals(1, dim)
-        flat = lambda z_G: jnp.concatenate(list(self.terms(z_G, z_L, data).values()))  # noqa: E731
-        at_zero, shares = flat(jnp.zeros(dim)), jnp.asarray(SHARES)
+        dim, shares = self.model.dim, jnp.asarray(SHARES)
+        general, terms = 0.3 * hashed_normals(1, dim), partial(self.terms, z_L=z_L, data=data)
+        at_zero = jnp.concatenate(list(terms(jnp.zeros(dim)).values()))
 
         def is_moderate(z_G: Array) -> Array:
-            moved = jnp.abs(flat(z_G) - at_zero)
+            moved = jnp.abs(jnp.concatenate(list(terms(z_G).values())) - at_zero)
             return (moved <= MODERATE * (1 + jnp.abs(at_zero))).all()
 
         def largest(z_G: Array) -> Array:
@@ -202,8 +201,9 @@ class RowChecks:
             return shares[jax.lax.map(lambda share: is_moderate(share * z_G), shares).argmax()]
 
         def smaller() -> Array:
-            alone = lambda i: jnp.zeros(dim).at[i].set(general[i])  # noqa: E731
-            each = jax.lax.map(lambda i: largest(alone(i)), jnp.arange(dim))
+            each = jax.lax.map(
+                lambda i: largest(jnp.zeros(dim).at[i].set(general[i])), jnp.arange(dim)
+            )
             # Together they would add up to what none of them reaches.
             z_G = general * each / dim
             return z_G * largest(z_G)
@@ -256,7 +256,7 @@ class RowChecks:
             each = jax.lax.map(refilled, jnp.arange(PADDINGS))
             same = [terms_agree(v, v[0]) for v in each.values()]
             found = {p: v[0] for p, v in each.items()}
-            summaries = self._summaries(apart, z_G, z_L, data)
+            summaries = self._summaries(apart, data, z_G)
             return jnp.stack([s.all() for s in same]).all(), found, z_G, summaries
 
         same, padded, z_G, summaries = jax.lax.map(agree, stack)
@@ -320,14 +320,11 @@ class RowChecks:
         ``x.mean(0)``.
         """
 
-        def first_rows(data: SiloData) -> ByPlate:
-            z_L = self.latents(data)
-            return self._summaries(apart, self.globals_at(z_L, data), z_L, data)
+        return jax.lax.map(partial(self._summaries, apart), stack)
 
-        return jax.lax.map(first_rows, stack)
-
-    def _summaries(self, apart: Apart, z_G: Array, z_L: Rows, data: SiloData) -> ByPlate:
-        perturbations = []
+    def _summaries(self, apart: Apart, data: SiloData, z_G: Array | None = None) -> ByPlate:
+        z_L, perturbations = self.latents(data), []
+        z_G = self.globals_at(z_L, data) if z_G is None else z_G
         for plate, _ in apart:
             size = len(z_L[plate])
             row, real = jnp.arange(size), data.masks.get(plate, jnp.ones(size, bool))

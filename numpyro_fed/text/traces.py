@@ -57,6 +57,7 @@ from numpyro_fed.text.primitives import feasible, silo_plate_of
 from numpyro_fed.text.sites import (
     NamesApart,
     Rows,
+    Site,
     Structure,
     Theta,
     check_shapes,
@@ -100,14 +101,6 @@ class SiteRows(NamedTuple):
         # the same.
         shape = jnp.broadcast_shapes(jnp.shape(density), self.batch_shape)
         return sum_rows(jnp.moveaxis(jnp.broadcast_to(density, shape), self.dim, 0))
-
-
-class Sources(NamedTuple):
-    """The data, randomness and silo plates that a site depends on."""
-
-    data: bool = False
-    key: bool = False  # randomness other than of sample sites
-    plates: frozenset[str] = frozenset()  # the silo plates whose latents it reads
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,29 +184,19 @@ class Trace:
         outputs = [o for o in dict.fromkeys(self.outputs) if o[0] in (DENSITY, VALUE)]
         return {self.owners.get(o[1], o[1]) for o in outputs if array in self.reads(o, ARRAY)}
 
-    @cached_property
-    def sources(self) -> dict[str, Sources]:
-        """Return what each site's density, or a deterministic site's value, depends on."""
-        plates = {s.name: s.plate for s in self.structure.sites if s.kind == "latent" and s.plate}
-        fixed = {(VALUE, s.name) for s in self.structure.sites if s.kind == "deterministic"}
-        sources = dict.fromkeys((s.name for s in self.structure.sites), Sources())
-        for output in dict.fromkeys(self.outputs):
-            kind, name = output
-            if kind not in (DENSITY, INITIAL) and output not in fixed:
-                continue
-            found = Sources(data=bool(self.reads(output, ARRAY)))
-            # The initial value of a shared parameter must not come from data, but it may be random.
-            if kind != INITIAL:
-                read = self.reads(output, LATENT)
-                local = frozenset(plates[n] for n in read if n in plates)
-                found = Sources(found.data, bool(self.reads(output, THE_KEY)), local)
-            # The log-determinant of a latent is a factor of its own; it belongs to the latent.
-            site = self.owners.get(name, name)
-            before = sources.get(site, Sources())
-            sources[site] = Sources(
-                before.data or found.data, before.key or found.key, before.plates | found.plates
-            )
-        return sources
+    def site_reads(self, site: Site, kind: str) -> frozenset[str]:
+        """Return the names of the inputs of a kind that a site's density depends on.
+
+        Of a deterministic site it is the value, and of a parameter the initial value.
+        """
+        of = {"deterministic": VALUE, "param": INITIAL}.get(site.kind, DENSITY)
+        outputs = (o for o in self.trees if o[0] == of and self.owners.get(o[1], o[1]) == site.name)
+        return frozenset[str]().union(*(self.reads(output, kind) for output in outputs))
+
+    def plates_read(self, site: Site) -> frozenset[str]:
+        """Return the silo plates whose latents a site reads."""
+        read = self.site_reads(site, LATENT)
+        return frozenset(s.plate for s in self.structure.sites if s.plate and s.name in read)
 
     def rows_apart(self, plate: str, arrays: Collection[str], *, alone: bool = False) -> bool:
         """Return whether the program shows that each row of a silo plate reads no other row.

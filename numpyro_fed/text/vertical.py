@@ -8,6 +8,7 @@ them follow who holds which array, and which texts are refused.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -120,7 +121,7 @@ class VerticalModel(NamedTuple):
         found, start = dict[str, Site](), 0
         for j, party in enumerate(self.parties):
             for s in party.sites:
-                name = next(iter(self.scoped(j - 1, {s.name: s}))) if j else s.name
+                name = f"{self.name}_{j - 1}/{s.name}" if j else s.name
                 found[name] = s._replace(name=name, start=start + s.start, stop=start + s.stop)
             start += party.dim
         return found
@@ -204,20 +205,6 @@ class Text(NamedTuple):
         bound = inspect.BoundArguments(self.signature, replace(self.data, arrays=full).kwargs)
         return self.model(*bound.args, **bound.kwargs)
 
-    def columns(self, arrays: Mapping[str, Any], key: Array) -> Clients:
-        """Return the arguments of the ``client_sum``, computed from the model's arguments."""
-
-        def reached(clients: Clients) -> Any:
-            raise _Reached
-
-        at = at_client_sum(reached)
-        try:
-            with TRACING, handlers.block(), handlers.seed(rng_seed=key), feasible(), at:
-                self.run(arrays)
-        except _Reached:
-            pass
-        return at.only()
-
     def at_client(self, j: int, arrays: Mapping[str, Any] | None = None) -> Callable[..., Any]:
         """Return the text of client ``j``, a model of its columns.
 
@@ -234,12 +221,10 @@ class Text(NamedTuple):
                 raise _Reached
 
             at = at_client_sum(reached)
-            try:
-                # Sites before the client_sum are the server's; outer handlers must not get them.
-                with handlers.block(hide_fn=lambda msg: not at.inside), feasible(), at:
-                    self.run(arrays or {})
-            except _Reached:
-                pass
+            # Sites before the client_sum are the server's; outer handlers must not get them.
+            outside = handlers.block(hide_fn=lambda msg: not at.inside)
+            with contextlib.suppress(_Reached), outside, feasible(), at:
+                self.run(arrays or {})
             numpyro.deterministic(PREDICTOR, predicted[0])
 
         return text
@@ -394,9 +379,14 @@ def _columns(text: Text, arrays: dict[str, Any]) -> tuple[Clients, list[Any], di
     """Return the ``client_sum``, each client's columns, and the clients that read each array."""
     calls, key = list[Clients](), jax.random.key(0)
 
+    def reached(clients: Clients) -> Any:
+        raise _Reached
+
     def arrays_of(**inputs: Array) -> list[list[Any]]:
-        latents = inputs.pop(LATENTS)
-        calls.append(text.columns(inputs, latents))
+        seed, at = handlers.seed(rng_seed=inputs.pop(LATENTS)), at_client_sum(reached)
+        with contextlib.suppress(_Reached), TRACING, handlers.block(), seed, feasible(), at:
+            text.run(inputs)
+        calls.append(at.only())
         return [list(filter(is_array, jax.tree.leaves(x))) for x in calls[-1].columns]
 
     try:
@@ -505,13 +495,14 @@ def check_batches(roles: VerticalSplit, batch_size: int) -> None:
         raise ModelError(ROWS_READ_ROWS.format("the server's part of the model"))
     some = model.take(roles.server, jnp.arange(batch_size))
     total = jnp.zeros((batch_size, *model.shape[1:]), model.dtype)
-
-    def at_some(data: SiloData) -> Any:
-        theta = init_theta(model.server, jax.random.key(0), model.with_total(data, total))
-        return model.log_server(theta, jnp.zeros(model.server.dim), total, data)
-
     try:
-        jax.eval_shape(at_some, some)
+        key, z = jax.random.key(0), jnp.zeros(model.server.dim)
+        jax.eval_shape(
+            lambda data: model.log_server(
+                init_theta(model.server, key, model.with_total(data, total)), z, total, data
+            ),
+            some,
+        )
     except Exception as error:
         raise ModelError(
             f"the server's part of the model cannot be run with {batch_size} of {model.rows} rows "
