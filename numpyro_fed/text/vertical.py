@@ -205,6 +205,17 @@ class Text(NamedTuple):
         bound = inspect.BoundArguments(self.signature, replace(self.data, arrays=full).kwargs)
         return self.model(*bound.args, **bound.kwargs)
 
+    def columns(self, arrays: Mapping[str, Any], key: Array) -> Clients:
+        """Return the arguments of the ``client_sum``, computed from the model's arguments."""
+
+        def reached(clients: Clients) -> Any:
+            raise _Reached
+
+        seed, at = handlers.seed(rng_seed=key), at_client_sum(reached)
+        with contextlib.suppress(_Reached), TRACING, handlers.block(), seed, feasible(), at:
+            self.run(arrays)
+        return at.only()
+
     def at_client(self, j: int, arrays: Mapping[str, Any] | None = None) -> Callable[..., Any]:
         """Return the text of client ``j``, a model of its columns.
 
@@ -379,14 +390,9 @@ def _columns(text: Text, arrays: dict[str, Any]) -> tuple[Clients, list[Any], di
     """Return the ``client_sum``, each client's columns, and the clients that read each array."""
     calls, key = list[Clients](), jax.random.key(0)
 
-    def reached(clients: Clients) -> Any:
-        raise _Reached
-
     def arrays_of(**inputs: Array) -> list[list[Any]]:
-        seed, at = handlers.seed(rng_seed=inputs.pop(LATENTS)), at_client_sum(reached)
-        with contextlib.suppress(_Reached), TRACING, handlers.block(), seed, feasible(), at:
-            text.run(inputs)
-        calls.append(at.only())
+        latents = inputs.pop(LATENTS)
+        calls.append(text.columns(inputs, latents))
         return [list(filter(is_array, jax.tree.leaves(x))) for x in calls[-1].columns]
 
     try:
