@@ -354,16 +354,14 @@ def power_likelihood(model: Callable[..., Any], rho: float) -> Callable[..., Any
     rho = positive_rho(rho)
 
     def powered(*args: object, **kwargs: object) -> Any:
-        predicted: dict[str, list[Array]] = {"g": [], "z": []}
+        g, z = list[Array](), list[Array]()
 
         def true_sum(clients: Clients) -> Array:
-            g = clients.predictions()
-            predicted["z"] = [clients.auxiliary(j, g_j, rho) for j, g_j in enumerate(g)]
-            predicted["g"] = g
+            g[:] = clients.predictions()
+            z[:] = [clients.auxiliary(j, g_j, rho) for j, g_j in enumerate(g)]
             return sum(g[1:], g[0])
 
         at = at_client_sum(true_sum)
-
         # The model runs twice. Here latents get their messages, and observed sites are hidden from
         # outer handlers: factors replace them below.
         hidden = handlers.block(
@@ -391,12 +389,12 @@ def power_likelihood(model: Callable[..., Any], rho: float) -> Callable[..., Any
                 trace = handlers.trace(text).get_trace(*args, **kwargs)
                 return {n: log_prob(s) for n, s in trace.items() if s["type"] == "sample"}
 
-        g, z = jnp.stack(predicted["g"]), jnp.stack(predicted["z"])
         for name, labels in provenance(log_probs, eta=g[0]).items():
             if labels and name not in observed:  # a latent whose distribution depends on the sum
                 raise ModelError(LATENT_OF_SUM.format(name))
         # Row j of the stack is g_j plus the sum of all other z_k.
-        powers = jax.vmap(log_probs)(g + z.sum(0) - z)
+        drawn = jnp.stack(z)
+        powers = jax.vmap(log_probs)(jnp.stack(g) + drawn.sum(0) - drawn)
         for name in observed:
             # The power 1/J of a product over J clients: the mean of their log likelihoods.
             numpyro.factor(name, powers[name].mean(0))

@@ -309,21 +309,18 @@ def agree(facts: Sequence[Facts]) -> Plan:
     for j, other in enumerate(facts):
         _check_alike(first, other, j)
     smallest = min(facts, key=lambda f: sum(dict(f.sizes).values()))
-    by_name: dict[str, list[Argument]] = {}
-    for argument in (a for f in facts for a in f.arguments):
-        by_name.setdefault(argument.name, []).append(argument)
     arguments = []
     for name in (a.name for a in smallest.arguments):
         # An array holds rows of a plate only if it is as long as the plate at every silo.
-        one, plates = by_name[name][0], [set(a.plates) for a in by_name[name]]
-        shared = tuple(p for p in one.plates if all(p in found for found in plates))
-        whole = [a for a in by_name[name] if not a.plates]
+        found = [a for f in facts for a in f.arguments if a.name == name]
+        shared = tuple(p for p in found[0].plates if all(p in a.plates for a in found))
+        whole = [a for a in found if not a.plates]
         if not shared and not whole:
             raise ModelError(
                 f"the array '{name}' is as long as one silo plate here and another there, so that "
                 "nobody can tell whose rows it holds. Give the silo plates different sizes."
             )
-        arguments.append(one._replace(plates=shared) if shared else whole[0])
+        arguments.append(found[0]._replace(plates=shared) if shared else whole[0])
     questions = [question for question, _ in first.verdicts]
     verdicts = tuple((q, all(f.verdict(q) for f in facts)) for q in questions)
     names = [plate for plate, _ in first.sizes]

@@ -250,7 +250,7 @@ class Written:
             return [_digest("cond", which, *map(self._said, one)) for one in outputs]
         if (loop := scan(eqn)) is not None:
             consts, items = operands[: loop.num_consts], operands[loop.carry.stop :]
-            carried = self._inputs("carry", operands[loop.carry])
+            carried = self._carried(operands[loop.carry])
             inside = [*consts, *carried, *(_digest("item", self._said(one)) for one in items)]
             results = self._outputs(loop.body, inside)
             steps, stacked = f"{loop.length} {loop.reverse}", results[loop.num_carry :]
@@ -262,7 +262,7 @@ class Written:
             ]
         if eqn.primitive.name == "while":
             ends, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-            carry = self._inputs("carry", operands[ends + body :])
+            carry = self._carried(operands[ends + body :])
             goes_on = [*operands[:ends], *carry]
             step = [*operands[ends : ends + body], *carry]
             programs = as_program(eqn.params["cond_jaxpr"]), as_program(eqn.params["body_jaxpr"])
@@ -283,8 +283,8 @@ class Written:
         whole = _digest(eqn.primitive.name, *parts)
         return [_digest(whole, f"{i}:{_shape(v)}") for i, v in enumerate(eqn.outvars)]
 
-    def _inputs(self, kind: str, operands: Sequence[Said]) -> list[str]:
-        return [_digest(kind, f"{i}", self._said(one)) for i, one in enumerate(operands)]
+    def _carried(self, operands: Sequence[Said]) -> list[str]:
+        return [_digest("carry", f"{i}", self._said(one)) for i, one in enumerate(operands)]
 
     def _said(self, one: Said) -> str:
         """Return what stands for a value in the text; a number is noted wherever it is read."""

@@ -191,22 +191,23 @@ def _wrapped_index(eqn: JaxprEqn, producer: Mapping[Var, JaxprEqn]) -> Var | Non
 
 def _check_indices(eqn: JaxprEqn, values: Sequence[Any], labels: Sequence[Labels]) -> None:
     """Check indices that depend on data, unless the text says what one out of range reads."""
-    name, params, lengths = eqn.primitive.name, eqn.params, np.array(jnp.shape(values[0]))
+    name, params = eqn.primitive.name, eqn.params
+    if not name.startswith(("dynamic_slice", "dynamic_update_slice", "gather", "scatter")):
+        return
+    lengths = np.array(jnp.shape(values[0]))
     if name == "dynamic_slice" and any(labels[1:]):
         index, largest = jnp.stack(values[1:]), lengths - np.array(params["slice_sizes"])
     elif name == "dynamic_update_slice" and any(labels[2:]):
         index, largest = jnp.stack(values[2:]), lengths - np.array(jnp.shape(values[1]))
-    elif (name == "gather" or name.startswith("scatter")) and labels[1]:
+    elif name.startswith(("gather", "scatter")) and labels[1]:
         if params.get("mode") == GatherScatterMode.CLIP:
             return
         fill, dtype = params.get("fill_value"), type_of(eqn.outvars[0]).dtype
         if fill is not None and dtype.kind != "b":
             # JAX's own fill values are NaN and the least integer (the greatest if unsigned). Any
             # other value was chosen by the author of the text.
-            whole = dtype.kind in "iu"
-            if not (
-                fill in (np.iinfo(dtype).min, np.iinfo(dtype).max) if whole else np.isnan(fill)
-            ):
+            bounds = (np.iinfo(dtype).min, np.iinfo(dtype).max) if dtype.kind in "iu" else None
+            if fill not in bounds if bounds else not np.isnan(fill):
                 return
         numbers = params["dimension_numbers"]
         # A window of some size starts at each index, and must end within the axis as well.

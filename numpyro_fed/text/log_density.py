@@ -64,7 +64,7 @@ class FederatedModel:
     outer : frozenset of str
         The silo plates whose latents sites of other silo plates read.
     without_kinks : FederatedModel or None
-        The model with kinks rounded off (:mod:`numpyro_fed.text.sites`), if it has any.
+        The model with kinks rounded off (:mod:`numpyro_fed.text.handlers`), if it has any.
     networks : dict of str to callable
         Further shared parameters by name, each with what returns its initial value from a key.
     """

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.scipy.special import ndtri
-from jax.typing import ArrayLike
 
 from numpyro_fed.basics.errors import CoupledRowsError, ModelError
 from numpyro_fed.basics.programs import compiled_method, jit_once
@@ -451,22 +450,18 @@ def first_changed_rows(
         moved = {p: steps[p] * some[:, None] for p, some in stepped.items()}
         return terms(*changed(silo, keys, moved, source))
 
-    def compare(before: Array, after: Array, may_change: ArrayLike) -> ChangedRow:
-        finite = jnp.isfinite(before) | jnp.isfinite(after)
-        wrong = ~terms_agree(after, before, rtol) & finite & ~jnp.asarray(may_change)
-        time, row = jnp.unravel_index(wrong.argmax(), wrong.shape)
-        return ChangedRow(wrong.any(), row, before[row], after[time, row])
-
     ways = jnp.arange(total), which, source
-    rows = jax.lax.map(after, ways, batch_size=at_once)
-    original = {p: stack[0] for p, stack in rows.items()}
-    return original, [
-        {
-            p: compare(original[p], after[i : i + len(m.some)], m.some if p == m.plate else False)
-            for p, after in rows.items()
-        }
-        for m, i in zip(perturbations, starts, strict=True)
-    ]
+    rows, each = jax.lax.map(after, ways, batch_size=at_once), list[dict[str, ChangedRow]]()
+    for m, start in zip(perturbations, starts, strict=True):
+        each.append({})
+        for p, stack in rows.items():
+            before, found = stack[0], stack[start : start + len(m.some)]
+            may_change = jnp.asarray(m.some if p == m.plate else False)
+            finite = jnp.isfinite(before) | jnp.isfinite(found)
+            wrong = ~terms_agree(found, before, rtol) & finite & ~may_change
+            time, row = jnp.unravel_index(wrong.argmax(), wrong.shape)
+            each[-1][p] = ChangedRow(wrong.any(), row, before[row], found[time, row])
+    return {p: stack[0] for p, stack in rows.items()}, each
 
 
 def changed(

@@ -125,16 +125,13 @@ class SitePrior(Protocol[Shared]):
     @property
     def site(self) -> str:
         """Return the site whose prior it is."""
-        ...
 
     @property
     def blocks(self) -> Blocks:
         """Return the division of the site's entries into blocks."""
-        ...
 
     def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> Shared:
         """Sample the part that all silos share, given the true prior ``fn`` and ``phi``."""
-        ...
 
     def local(
         self, shared: Shared, fn: Distribution, phi: Mapping[str, Array], which: Array
@@ -143,15 +140,12 @@ class SitePrior(Protocol[Shared]):
 
         They are independent given the shared part.
         """
-        ...
 
     def whole(self, shared: Shared, parts: Array, which: Array) -> Array:
         """Return the site (size,) from the shared part and these blocks."""
-        ...
 
     def suits(self, model: Callable[..., Any], silos: Sequence[Mapping[str, Any]]) -> None:
         """Refuse a text in which, on the silos' data, the site has another prior."""
-        ...
 
 
 class _Substitution(Messenger):
@@ -209,9 +203,9 @@ class Substituted:
         given = [{k: v for k, v in silo.items() if k not in names} for silo in silos]
         with_blocks = [dict(silo) for silo in given]
         for name, site in names.items():
-            prior, owner = self.priors[site], dict[int, int]()
+            owner = dict[int, int]()
             for j, silo in enumerate(given):
-                block = self._block(site, prior.blocks, silo, j, silos[j].get(name))
+                block = self._block(site, silo, j, silos[j].get(name))
                 if block in owner:
                     raise DataError(
                         f"silos {owner[block]} and {j} both read entries of block {block} of "
@@ -230,15 +224,14 @@ class Substituted:
         for name, site in names.items():
             own = numbers[name]
             try:
-                self._block(site, self.priors[site].blocks, given, j, new.get(name, own))
-                self._block(site, self.priors[site].blocks, given, j, own)
+                self._block(site, given, j, new.get(name, own))
+                self._block(site, given, j, own)
             except TypeError as error:
                 raise DataError(f"new data do not fit the model: {error}.") from error
         return given | dict(numbers)
 
-    def _block(
-        self, site: str, blocks: Blocks, silo: dict[str, Any], j: int, given: ArrayLike | None
-    ) -> int:
+    def _block(self, site: str, silo: dict[str, Any], j: int, given: ArrayLike | None) -> int:
+        blocks = self.priors[site].blocks
         read = np.flatnonzero(self._entries_read(site, silo))
         found = np.unique([*blocks.block_of[read], *([] if given is None else np.ravel(given))])
         if len(found) > 1:

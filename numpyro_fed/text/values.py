@@ -228,14 +228,14 @@ def first_without_density(
         # Minus infinity is a density of zero, as outside of a support that a latent bounds.
         return {name: rows < jnp.inf for name, rows in terms.items()}
 
+    plate_of = {s.name: s.plate for s in fm.sites}
     for j, silo in silos:
         for name, rows in jax.device_get(numbers(silo)).items():
             if not rows.all():
-                owner = fm.traces.at(silo).owners[name]
-                site = next(s for s in fm.sites if s.name == owner)
-                if site.plate is None:
-                    return NotFinite(site.name, None, None, False)
-                return NotFinite(site.name, j, int(np.argmin(rows)), False)
+                site = fm.traces.at(silo).owners[name]
+                local = plate_of[site] is not None
+                row = int(np.argmin(rows)) if local else None
+                return NotFinite(site, j if local else None, row, False)
     return None
 
 
