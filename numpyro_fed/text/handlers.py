@@ -136,27 +136,6 @@ def localised(model: Callable[..., Any], data: Mapping[str, Any]) -> Callable[..
     )
 
 
-class _emit_once(Messenger):
-    """Emit each global site once: at later silos it has the same value and no message."""
-
-    def __init__(self, values: dict[str, Any]):
-        self.values = values
-        super().__init__(None)
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] == "control_flow":
-            # Handlers do not reach into a scan; NumPyro substitutes the values of its sites there.
-            msg["kwargs"]["substitute_stack"].append(("substitute", dict(self.values)))
-        if silo_plate_of(msg) is None and msg.get("name") in self.values:
-            msg["value"] = self.values[msg["name"]]
-            # Outer handlers (trace, log_density) must not count the site a second time.
-            msg["stop"] = True
-
-    def postprocess_message(self, msg: dict[str, Any]) -> None:
-        if silo_plate_of(msg) is None and msg.get("name"):
-            self.values.setdefault(msg["name"], msg["value"])
-
-
 def joint(model: Callable[..., Any], silos: Sequence[Mapping[str, Any]]) -> Callable[[], None]:
     r"""Return the exact joint model of all silos, as an ordinary NumPyro model of no arguments.
 
@@ -206,9 +185,14 @@ def joint(model: Callable[..., Any], silos: Sequence[Mapping[str, Any]]) -> Call
             if not isinstance(leaf, jax.core.Tracer) and np.isnan(leaf).any()
         }
         text = leave_out_missing(text, sorted(missing)) if missing else text
+        # Each global site is emitted once: at later silos it has the same value and no message.
+        known = handlers.block(
+            hide_fn=lambda msg: silo_plate_of(msg) is None and msg.get("name") in values
+        )
         for j, data in enumerate(all_data):
-            with at_silo(silo=j), _emit_once(values):
-                text(**data)
+            with at_silo(silo=j), known, handlers.trace() as trace:
+                handlers.substitute(text, data=values)(**data)
+            values |= {name: s["value"] for name, s in trace.items() if silo_plate_of(s) is None}
 
     return joint_model
 

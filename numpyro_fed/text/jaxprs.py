@@ -396,9 +396,8 @@ def _gathered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
 
 
 # Operations whose results at a row are the same among more rows.
-OF_ANY_SIZE = ELEMENTWISE - {"integer_pow"} | {
-    *("broadcast_in_dim", "iota", "squeeze", "stack", "transpose"),
-}
+OF_ANY_SIZE = ELEMENTWISE - {"integer_pow"}
+OF_ANY_SIZE |= {"broadcast_in_dim", "iota", "squeeze", "stack", "transpose"}
 # Parameters that are sizes of axes.
 SIZES = frozenset({"limit_indices", "new_sizes", "shape", "sizes", "slice_sizes"})
 
