@@ -359,8 +359,12 @@ class DPNewton(RowMethod[PrivateResult, None]):
         return ()
 
     def settings_for(self, fm: FederatedModel, plan: Plan) -> NewtonSettings:
-        units = self._num_units(fm, plan)
-        self.privacy.check_units(units)
+        units, delta, unit = self._num_units(fm, plan), self.privacy.delta, self.privacy.unit
+        if delta >= 1 / units:
+            raise ValueError(
+                f"delta={delta}: expected less than 1/{units}, one over the number of {unit}s, "
+                f"since publishing a {unit} whole has a delta of that size."
+            )
         return NewtonSettings(
             guide=resolve_guide(GUIDE, fm, dict(plan.largest), dict(plan.total), at_mode=True),
             privacy=repr(self.privacy),

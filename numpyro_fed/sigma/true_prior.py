@@ -72,11 +72,6 @@ class Scales(NamedTuple):
     width: Array
     growth: Array
 
-    @property
-    def hyper(self) -> int:
-        """Return the number of hyperparameters."""
-        return self.quantiles.shape[1]
-
     def ranks(self, phi: Array) -> Array:
         """Return hyperparameters (hyper,) as networks take them: by rank among the training's."""
         # Values beyond its range are set to the ends, since networks do not extrapolate.

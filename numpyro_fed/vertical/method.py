@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from numpyro_fed.basics.errors import DataError, ModelError, StartWarning, one_o
 from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.data.padding import bucket, one_by_one
 from numpyro_fed.data.silo_data import SiloData, read_one, signature
+from numpyro_fed.guides.guide import Guide
 from numpyro_fed.methods.method import (
     RUNTIMES,
     FederatedMethod,
@@ -55,6 +56,7 @@ from numpyro_fed.text.fingerprint import SOFTWARE, check_terms, terms_of
 from numpyro_fed.text.row_checks import RowChecks
 from numpyro_fed.text.values import SupportCheck, as_bucket
 from numpyro_fed.text.vertical import Text, VerticalSplit, is_array, split
+from numpyro_fed.vertical.algorithm import VFLAlgorithm
 from numpyro_fed.vertical.curvature import NoModeError
 from numpyro_fed.vertical.parties import VerticalAlgorithm
 from numpyro_fed.vertical.result import VerticalResult, VerticalStart
@@ -68,11 +70,8 @@ OTHER_COLUMNS = (
 )
 
 
-Algorithm = TypeVar("Algorithm", bound=VerticalAlgorithm)
-
-
 @dataclass(frozen=True)
-class VerticalMethod(FederatedMethod[Outcome], Generic[Outcome, Algorithm]):
+class VerticalMethod(FederatedMethod[Outcome]):
     """A method for models whose clients hold some columns of every row.
 
     Parameters
@@ -375,30 +374,24 @@ class VerticalMethod(FederatedMethod[Outcome], Generic[Outcome, Algorithm]):
         check_terms(plan.terms[number], mine, f"client {number}", by_value=by_value)
 
     @abstractmethod
-    def algorithm_for(self, parts: VerticalSplit) -> Algorithm:
-        """Return the method's algorithm for a model that is split over its parties."""
-
-    @abstractmethod
-    def settings_of(self, v: Algorithm) -> dict[str, Any]:
-        """Return the settings that a saved state must agree with."""
-
-    def search_for(self, v: Algorithm, server_like: SiloData) -> VerticalSearch | None:
-        """Return the search by which a run begins; None if it begins without one."""
-        return None
-
     def assemble(self, parts: VerticalSplit) -> Built:
         """Return the algorithm for a model that is split over its parties."""
+
+    def built(
+        self, parts: VerticalSplit, v: VerticalAlgorithm, guide: Guide, settings: dict[str, Any]
+    ) -> Built:
+        """Return an algorithm with the server's guide, and settings of which saved states hold."""
         if self.likelihood == "power" and parts.model.below:
             raise ModelError(LATENT_OF_SUM.format(parts.model.below[0]))
-        v = self.algorithm_for(parts)
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), parts.server)
+        searches = isinstance(v, VFLAlgorithm) and v.from_start
         return Built(
             model=parts.model.server,
-            guide=v.server_guide,
+            guide=guide,
             algorithm=v.algorithm(like),
             parties=v,
-            settings={"method": type(self).__name__, **self.settings_of(v)},
-            search=self.search_for(v, like),
+            settings={"method": type(self).__name__, **settings},
+            search=VerticalSearch(cast(VFLAlgorithm, v), like) if searches else None,
         )
 
     def result_of(
