@@ -305,11 +305,13 @@ class VFLAlgorithm(VerticalAlgorithm):
 
             return jax.vmap(one_particle)(eps, drawn.part).mean()
 
-        def local_step(state: ClientState, eps: Array) -> tuple[ClientState, None]:
-            return self.ascend(state, "own", jax.grad(at_fixed_part)(state.params.own, eps)), None
-
         if noise is not None:
-            after, _ = jax.lax.scan(local_step, after, noise)
+            slope = jax.grad(at_fixed_part)
+            after, _ = jax.lax.scan(
+                lambda at, eps: (self.ascend(at, "own", slope(at.params.own, eps)), None),
+                after,
+                noise,
+            )
         course = convergence.update(
             state.course, jnp.zeros(()), after.params.own, whitened=self.from_start
         )
@@ -457,10 +459,8 @@ class PowerVFL(VFLAlgorithm):
         argument = drawn.g + down.total - drawn.part
 
         def term(theta: dict[str, Any], z: Array, argument: Array) -> Array:
-            def one_particle(z: Array, argument: Array) -> Array:
-                return self.model.log_server(theta, z, argument, at_server)[1]
-
-            return self.row_weight * jax.vmap(one_particle)(z, argument).mean() / self.num_clients
+            log_p = jax.vmap(lambda z, g: self.model.log_server(theta, z, g, at_server)[1])
+            return self.row_weight * log_p(z, argument).mean() / len(self.model.clients)
 
         value, (theta, z, slope) = jax.value_and_grad(term, (0, 1, 2))(down.theta, down.z, argument)
         up = Gradients(value, slope, theta, z)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import ArrayLike
 
 from numpyro_fed.basics.trees import AnyArray
 from numpyro_fed.numerics.gaussian import Curvature
@@ -82,9 +81,7 @@ def diagonal_curvature(fn: Callable[[Array], Array], total: Array) -> Array:
     Rows must not interact: one product with the Hessian then gives a whole column of the sum.
     """
     columns = total.reshape(len(total), -1)
-
-    def slope(columns: Array) -> Array:
-        return jax.grad(fn)(columns.reshape(total.shape)).reshape(columns.shape)
+    slope = jax.grad(lambda columns: fn(columns.reshape(total.shape)))
 
     def diagonal_column(k: Array) -> Array:
         tangent = jnp.zeros_like(columns).at[:, k].set(1.0)
@@ -129,12 +126,8 @@ def ritz_vectors(gram: np.ndarray, curvature: np.ndarray) -> tuple[np.ndarray, n
 
 def real(tree: object) -> Any:
     """Return numbers in the precision of this moment, in which they are sent and computed with."""
-    dtype = jnp.result_type(float)
-
-    def cast(a: ArrayLike) -> np.ndarray:
-        return np.asarray(a, dtype if np.asarray(a).dtype.kind == "f" else None)
-
-    return jax.tree.map(cast, tree)
+    kinds = {"f": jnp.result_type(float)}
+    return jax.tree.map(lambda a: np.asarray(a, kinds.get(np.asarray(a).dtype.kind)), tree)
 
 
 def finite(tree: object) -> bool:

@@ -48,6 +48,7 @@ from numpyro_fed.text.clients import (
     check_same_digests,
     check_same_ids,
     digest,
+    positive_rho,
     read_ids,
     rows_of,
 )
@@ -81,17 +82,22 @@ class VerticalMethod(FederatedMethod[Outcome]):
     likelihood : {"augmented", "power"}
     share_response : bool
         Whether clients know the response and the rest of the server's data.
+    rho : float, optional
+        Standard deviation of the auxiliary variables; None for none.
     """
 
     result_class: ClassVar[type[VerticalResult]] = VerticalResult
 
     likelihood: str = field(default="augmented", kw_only=True)
     share_response: bool = field(default=False, kw_only=True)
+    rho: float | None = field(default=None, kw_only=True)
     _fits: dict[Hashable, CompiledMethod] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
+        if self.rho is not None:
+            positive_rho(self.rho)
         if self.likelihood not in ("augmented", "power"):
             raise ValueError(f"likelihood={self.likelihood!r}: expected 'augmented' or 'power'.")
         if self.likelihood == "power" and not self.share_response:
@@ -100,6 +106,10 @@ class VerticalMethod(FederatedMethod[Outcome]):
                 "which it must know the response: say share_response=True, or use the augmented "
                 "model."
             )
+
+    @property
+    def hides_by_noise(self) -> bool:
+        return self.rho is not None
 
     def run(
         self,

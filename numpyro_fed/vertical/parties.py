@@ -245,11 +245,6 @@ class VerticalAlgorithm(ABC):
     rank: int = 0  # the dimension of the shared noise: 0 for parties that are independent
 
     @property
-    def num_clients(self) -> int:
-        """Return how many clients there are."""
-        return len(self.model.clients)
-
-    @property
     @abstractmethod
     def round(self) -> Round:
         """Return the round of a run."""
@@ -265,7 +260,7 @@ class VerticalAlgorithm(ABC):
             # Guides of auxiliary variables are not checked: one for each row, they are known by the
             # bound alone.
             done=lambda state: (
-                convergence.settled(state.course) & (state.resting == self.num_clients)
+                convergence.settled(state.course) & (state.resting == len(self.model.clients))
             ),
             server_like=server_like,
         )

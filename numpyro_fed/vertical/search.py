@@ -143,8 +143,20 @@ class VerticalSearch:
             if v.rank:
                 combine, tau = self.shared_directions(joint)
         else:
+            # The server starts at the mode of its own latents, for a sum of zero.
+            total = np.zeros(v.model.shape, jnp.result_type(float))
+            best = self._at(state, total, data)
+            for _ in range(OWN_STEPS if len(state.z) else 0):
+                move = newton_step(best.by_zz, best.by_z)
+                for share in SHARES:
+                    trial = state._replace(z=state.z + share * move)
+                    found = self._at(trial, total, data)
+                    if found.value > best.value:
+                        state, best = trial, found
+                        break
+                else:
+                    break
             # Clients start at zero, with the curvature that follows from their noise.
-            state, best = self.own_mode(state, data)
             total = best.total
             slopes = Slopes(np.array(True), total, np.full_like(total, (v.rho or np.inf) ** -2))
         *_, begin = self.exchanges.values()
@@ -265,22 +277,6 @@ class VerticalSearch:
         # rounding, and without it so would the draws.
         left, _, right = np.linalg.svd(size[:, None] * joint.angles)
         return joint.ritz.combine[:, : v.rank] * size @ (left @ right), tau
-
-    def own_mode(self, state: ServerSearch, data: SiloData) -> tuple[ServerSearch, ServerPoint]:
-        """Return the server's state at the mode of its own latents, for a sum of zero."""
-        total = np.zeros(self.vertical.model.shape, jnp.result_type(float))
-        best = self._at(state, total, data)
-        for _ in range(OWN_STEPS if len(state.z) else 0):
-            move = newton_step(best.by_zz, best.by_z)
-            for share in SHARES:
-                trial = state._replace(z=state.z + share * move)
-                found = self._at(trial, total, data)
-                if found.value > best.value:
-                    state, best = trial, found
-                    break
-            else:
-                break
-        return state, best
 
     @cached_property
     def algorithm(self) -> FederatedAlgorithm[ClientSearch, ClientSearch]:
@@ -511,13 +507,9 @@ class VerticalSearch:
         self, state: ClientSearch, total: Array, along: Array, data: SiloData
     ) -> tuple[Array, Array]:
         """Return minus the changes of the slopes in latents and in the sum along the basis."""
-        slopes = jax.grad(partial(self._log_p, state, data), (0, 1))
-
-        def change(by_z: Array, by_total: Array) -> tuple[Array, Array]:
-            changed = jax.jvp(slopes, (state.z, total), (by_z, by_total))[1]
-            return jax.tree.map(jnp.negative, changed)
-
-        return jax.vmap(change)(state.directions.T, along)
+        slopes, at = jax.grad(partial(self._log_p, state, data), (0, 1)), (state.z, total)
+        change = jax.vmap(lambda *towards: jax.jvp(slopes, at, towards)[1])
+        return jax.tree.map(jnp.negative, change(state.directions.T, along))
 
     @compiled_method(jit_once)
     def _first_state(

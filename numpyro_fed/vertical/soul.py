@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import jax
@@ -42,7 +43,6 @@ from numpyro_fed.rounds import convergence
 from numpyro_fed.rounds.exchange import Ask, Exchange, Info, Reply, Round, key_as_noise
 from numpyro_fed.rounds.names import DRAW, SHOW, STEP
 from numpyro_fed.sfvi.method import default_optimiser
-from numpyro_fed.text.clients import positive_rho
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.vertical import VerticalSplit, init_theta
 from numpyro_fed.vertical.curvature import PartyExpansion, diagonal_curvature, root_of
@@ -120,7 +120,8 @@ class SOULAlgorithm(VerticalAlgorithm):
 
         def likelihood(g: Array, context: tuple[Any, Array, Array]) -> Array:
             theta, z, others = context
-            return self.model.log_server(theta, z, g + others, at_server)[1] / self.num_clients
+            of_rows = self.model.log_server(theta, z, g + others, at_server)[1]
+            return of_rows / len(self.model.clients)
 
         context = down.theta, down.z, down.total - self.auxiliary(state)
         after, own_log_p, (theta, z, slope) = self.langevin(noise, state, data, context, likelihood)
@@ -235,12 +236,10 @@ class SOULAlgorithm(VerticalAlgorithm):
                 given = self.model.with_total(at_server, centre)
                 at_theta = init_theta(server, jax.random.key(0), given)
 
-                def log_p(predictor: Array) -> Array:
-                    z = jnp.zeros(server.dim)
-                    terms = self.model.log_server(at_theta, z, predictor, at_server)
-                    return terms[1] / self.num_clients
-
-                curvature = self.rho**-2 + diagonal_curvature(log_p, centre)
+                at_zero = partial(self.model.log_server, at_theta, jnp.zeros(server.dim))
+                curvature += diagonal_curvature(
+                    lambda g: at_zero(g, at_server)[1] / len(self.model.clients), centre
+                )
             slope = jnp.zeros_like(centre)
             root = root_of(PartyExpansion.at(density, origin, slope, curvature).curvature)
         params = ClientParams(jnp.zeros_like(centre), PartyParams(None, {}, theta))
@@ -348,7 +347,6 @@ class SOUL(VerticalMethod[SOULResult]):
     num_kept: int = field(default=1_000, kw_only=True)
 
     def __post_init__(self) -> None:
-        positive_rho(self.rho)
         positive_int("num_steps", self.num_steps)
         positive_int("num_kept", self.num_kept)
         if not 0 < self.step_size < 2:
@@ -357,10 +355,6 @@ class SOUL(VerticalMethod[SOULResult]):
                 "nearly right below 0.2."
             )
         super().__post_init__()
-
-    @property
-    def hides_by_noise(self) -> bool:
-        return True
 
     def assemble(self, parts: VerticalSplit) -> Built:
         pairs, server = zip(parts.model.clients, parts.clients, strict=True), parts.model.server

@@ -21,7 +21,6 @@ from numpyro_fed.rounds.exchange import ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.rounds.names import IMPORTANCE
 from numpyro_fed.search.mode_search import SEARCHED_UP_TO
 from numpyro_fed.sfvi.method import default_optimiser
-from numpyro_fed.text.clients import positive_rho
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.vertical import (
     VerticalModel,
@@ -139,7 +138,6 @@ class VFL(VerticalMethod[VerticalResult]):
     (True, (1000, 2))
     """
 
-    rho: float | None = field(default=None, kw_only=True)
     optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
     guide: Structured | AutoGuide | None = field(default=None, kw_only=True)
     server_guide: Structured | AutoGuide | None = field(default=None, kw_only=True)
@@ -155,8 +153,6 @@ class VFL(VerticalMethod[VerticalResult]):
         positive_int("local_steps", self.local_steps)
         if self.batch_size is not None:
             positive_int("batch_size", self.batch_size)
-        if self.rho is not None:
-            positive_rho(self.rho)
         if self.start not in ("auto", "mode", "own", None):
             raise ValueError(f"start={self.start!r}: expected 'auto', 'mode', 'own' or None.")
         if self.start == "own" and self.rho is None:
@@ -185,10 +181,6 @@ class VFL(VerticalMethod[VerticalResult]):
                 "these, or local_steps=1."
             )
         super().__post_init__()
-
-    @property
-    def hides_by_noise(self) -> bool:
-        return self.rho is not None
 
     def assemble(self, parts: VerticalSplit) -> Built:
         model = parts.model
