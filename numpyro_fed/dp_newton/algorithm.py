@@ -248,20 +248,18 @@ class PrivateNewton:
 
     def _tell_units(self, down: NewtonQuestion, phase: Phase, units: UnitDerivatives) -> np.ndarray:
         """Return how many units' roots of curvature are of each power of two, by coordinate."""
-        if units.hessians is None:
-            sizes = np.abs(units.gradients)
-        else:
-            sizes = np.sqrt(np.abs(np.diagonal(units.hessians, axis1=1, axis2=2)))
+        sizes, hessians = np.abs(units[0]), units[1]
+        if hessians is not None:
+            sizes = np.sqrt(np.abs(np.diagonal(hessians, axis1=1, axis2=2)))
         counts = np.stack([histogram(column) for column in sizes.T])
         change = math.sqrt(self.units.model.dim)  # one count in each coordinate
         return self.units.with_noise(counts, change, self.schedule.units)
 
     def _tell_sizes(self, down: NewtonQuestion, phase: Phase, units: UnitDerivatives) -> np.ndarray:
         """Return how many gradients, and curvatures, have a length of each power of two."""
-        lengths = np.linalg.norm(units.gradients, axis=1)
-        curved = lengths**2
-        if units.hessians is not None:
-            curved = np.linalg.norm(units.hessians, axis=(1, 2))
+        g, hessians = units
+        lengths = np.linalg.norm(g, axis=1)
+        curved = lengths**2 if hessians is None else np.linalg.norm(hessians, axis=(1, 2))
         counts = np.stack([histogram(lengths), histogram(curved)])
         return self.units.with_noise(counts, math.sqrt(2.0), phase.sizes)
 

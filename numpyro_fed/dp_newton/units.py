@@ -46,13 +46,8 @@ MAX_SHARE_HIDDEN = 0.08
 # in its place, whose length is known, which is the same on average at the truth.
 HESSIANS_UP_TO = 20
 Noisy = Callable[[np.ndarray, np.ndarray], np.ndarray]
-
-
-class UnitDerivatives(NamedTuple):
-    """Gradients (units, d) of units' log likelihoods, and negative Hessians for few globals."""
-
-    gradients: np.ndarray
-    hessians: np.ndarray | None = None
+# Gradients (units, d) of units' log likelihoods, and negative Hessians for few globals.
+UnitDerivatives = tuple[np.ndarray, np.ndarray | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +101,8 @@ class PrivateUnits:
     def derivatives(self, z: np.ndarray, L: np.ndarray, data: SiloData) -> UnitDerivatives:
         """Return those of units (silos, units, ...) at ``z``, in the frame ``L``."""
         found = jax.block_until_ready(self._program((), (z, L), (), data))
-        return UnitDerivatives(*(np.asarray(a, float) for a in found))
+        g, *hessians = (np.asarray(a, float) for a in found)
+        return g, hessians[0] if hessians else None
 
     def with_noise(self, total: np.ndarray, change: float, multiplier: float) -> np.ndarray:
         """Return a sum with this silo's noise, which a unit changes by at most ``change``."""

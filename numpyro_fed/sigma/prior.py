@@ -239,8 +239,8 @@ class SigmaPrior:
             encodes=not decoder_only,
         )
         settings = Training(num_steps, batch_size, min(draws_per_phi, batch_size), noise)
-        initial = training_draws(true_prior, scales, INITIAL, for_initial)
-        if decoder_only and initial.normals is None:
+        _, theta, normals = training_draws(true_prior, scales, INITIAL, for_initial)
+        if decoder_only and normals is None:
             raise ModelError(
                 f"'{site}' is no Gaussian whose draws are known as functions of standard normals: "
                 "MultivariateNormal, CAR or nf.fields.Leroux. Train with an encoder."
@@ -253,7 +253,7 @@ class SigmaPrior:
         trained, losses, times = train(
             for_steps,
             nets.Networks(sizes, for_networks).initialised(
-                initial.theta, initial.normals, jnp.asarray(divided.table), noise
+                theta, normals, jnp.asarray(divided.table), noise
             ),
             true_prior,
             divided,

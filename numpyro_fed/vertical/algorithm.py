@@ -379,26 +379,26 @@ class VFLAlgorithm(VerticalAlgorithm):
         guide = (self.server if data is None else self.type_of(data)).guide
         return {**party.guide, "latents": guide.in_z(party.frame, party.guide["latents"])}
 
-    def server_posterior_noise(self, key: Array, n: int) -> tuple[Array, Array | None]:
-        """Return noise for ``n`` draws of the server's latents, and of the shared noise."""
+    def server_noise(self, key: Array, state: ServerState, n: int) -> tuple[Array, Array | None]:
+        """Return noise for ``n`` draws of the server's latents, and the shared noise."""
         key_draw, key_shared = jax.random.split(key)
+        noise = self.shared_noise_guide.noise(key_shared, n) if self.rank else None
         eps = self.server.guide.noise(key_draw, n)
-        return eps, self.shared_noise_guide.noise(key_shared, n) if self.rank else None
+        return eps, self.draw_shared_noise(state.params.shared, noise)
 
-    def client_posterior_noise(self, key: Array, state: ClientState, n: int) -> Array:
+    def client_noise(self, key: Array, state: ClientState, n: int) -> Array:
         """Return noise for ``n`` draws of a client's latents."""
         return jax.random.normal(key, (n, *state.noise[0].shape[1:]))
 
     def server_draws(self, key: Array, state: ServerState, n: int) -> tuple[Array | None, Array]:
-        eps, noise = self.server_posterior_noise(key, n)
-        xi = self.draw_shared_noise(state.params.shared, noise)
+        eps, xi = self.server_noise(key, state, n)
         return xi, _latents(self.server, self.shared(state), eps, xi)
 
     def client_draws(
         self, key: Array, sent: Array | None, state: ClientState, data: SiloData, n: int
     ) -> tuple[FederatedModel, dict[str, Any], Array]:
         party, private = self.type_of(data), self.private(state, data)
-        z = _latents(party, private, self.client_posterior_noise(key, state, n), sent)
+        z = _latents(party, private, self.client_noise(key, state, n), sent)
         return party.model, private.theta, z
 
 

@@ -179,12 +179,9 @@ class Up(NamedTuple):
     coupling: CouplingStats | None = None  # with ``b`` (draws, components, rank)
 
 
-class PartyDraws(NamedTuple):
-    """A party's draws from the mixture."""
-
-    z: Array  # (draws, dim)
-    log_q: Array  # (draws, components)
-    b: Array | None  # (draws, components, rank) the coupling statistic
+# A party's draws from the mixture (draws, dim), their log densities (draws, components), and the
+# coupling statistic (draws, components, rank).
+PartyDraws = tuple[Array, Array, Array | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,7 +240,7 @@ class WeighParties:
         place = jax.vmap(partial(guide.place, frame))
         if len(scales) == 1 or not guide.density_everywhere:
             b = None if b is None else b[:, None]
-            return PartyDraws(place(u), log_q[:, None] - frame.log_det, b)
+            return place(u), log_q[:, None] - frame.log_det, b
         centre = guide.centre(eta) if V is None else guide.draw(eta, V @ down.centre_xi)[0]
         # Wider draws are spread around the centre given the centre of the shared noise: then all
         # parties' draws are those of one widened joint distribution.
@@ -258,7 +255,7 @@ class WeighParties:
             return log_q, jax.vmap(partial(coupling_stat, guide, eta, V))(shrunk)
 
         densities = [log_q_at_scale(float(s)) for s in scales]
-        return PartyDraws(place(u), *jax.tree.map(lambda *a: jnp.stack(a, 1), *densities))
+        return place(u), *jax.tree.map(lambda *a: jnp.stack(a, 1), *densities)
 
     def silo(
         self, noise: Array, down: Down, state: ClientState, data: SiloData
@@ -266,7 +263,7 @@ class WeighParties:
         """Draw a client's latents, and send its predictors and densities there."""
         v, party = self.vertical, self.vertical.type_of(data)
         private = v.private(state, data)
-        eps = v.client_posterior_noise(noise, state, self.num_draws)
+        eps = v.client_noise(noise, state, self.num_draws)
         z, log_q, b = self.draw(party.guide, private, eps, down)
         g, log_p = jax.lax.map(
             lambda z: v.model.predict(party.model, private.theta, z, data),
@@ -288,28 +285,27 @@ class WeighParties:
     def _drawn(self, key: Array, state: ServerState) -> tuple[Down, PartyDraws]:
         """Return the server's message, and its own draws."""
         v = self.vertical
-        eps, noise = v.server_posterior_noise(key, self.num_draws)
-        centre_xi = v.shared_noise_guide.centre(state.params.shared) if v.rank else None
-        down = Down(v.draw_shared_noise(state.params.shared, noise), centre_xi)
+        eps, xi = v.server_noise(key, state, self.num_draws)
+        down = Down(xi, v.shared_noise_guide.centre(state.params.shared) if v.rank else None)
         return down, self.draw(v.server.guide, v.shared(state), eps, down)
 
     @compiled_method()
     def _log_weights(self, state: ServerState, drawn: PartyDraws, up: Up, data: SiloData) -> Array:
         """Return the log weights (n,) of all draws."""
-        v, (scales, of_draw) = self.vertical, self.mixture
+        v, (scales, of_draw), (z, log_q, b) = self.vertical, self.mixture, drawn
         shares = jnp.asarray(np.bincount(of_draw, minlength=len(scales)) / self.num_draws)
         theta, params, _ = v.shared(state)
 
         log_p = jax.lax.map(
             lambda at: sum(v.model.log_server(theta, at[0], at[1], data), jnp.zeros(())),
-            (drawn.z, up.predictor),
+            (z, up.predictor),
             batch_size=self.at_once,
         )
-        log_q = drawn.log_q + up.log_q
-        if up.coupling is not None and drawn.b is not None:
+        log_q = log_q + up.log_q
+        if up.coupling is not None and b is not None:
             A = up.coupling.A + _products(params)
             ratio = partial(log_ratio, params["shared"], A=A)
-            log_q += jax.vmap(jax.vmap(ratio))(drawn.b + up.coupling.b)
+            log_q += jax.vmap(jax.vmap(ratio))(b + up.coupling.b)
         log_w = log_p + up.log_p - jax.nn.logsumexp(jnp.log(shares) + log_q, axis=1)
         # Far from the guides a density may overflow; that draw has no weight.
         return jnp.where((of_draw > 0) & ~(log_w < jnp.inf), -jnp.inf, log_w)
@@ -320,7 +316,7 @@ class WeighParties:
         """Return the server's draws (n, dim), and the log weights (n,) of all parties' draws."""
         down, drawn = self._drawn(key, state)
         up: Up = ask(self.exchange, down)
-        return drawn.z, self._log_weights(state, drawn, up, data)
+        return drawn[0], self._log_weights(state, drawn, up, data)
 
 
 def _products(params: dict[str, Any]) -> Array:

@@ -249,15 +249,9 @@ class VerticalMethod(FederatedMethod[Outcome]):
         precision = str(jnp.result_type(float))
         cache_key = (runtime, precision, parts.arguments, *map(signature, parts.clients))
         if cache_key not in self._fits:
-            built, reach = self.assemble(parts), partial(in_process, runtime)
-            self._fits[cache_key] = CompiledMethod(
-                built=built,
-                runtime=reach(built.algorithm),
-                reach=reach,
-                checks=RowChecks(built.model),
-                plan=Plan(facts_of_columns(whole.data), len(parts.clients), (), ()),
-                recipe=recipe(self, runtime),
-            )
+            plan = Plan(facts_of_columns(whole.data), len(parts.clients), (), ())
+            compiled = self._compiled(parts, plan, partial(in_process, runtime))
+            self._fits[cache_key] = replace(compiled, recipe=recipe(self, runtime))
         fit = replace(self._fits[cache_key], server_data=parts.server)
         # At every run, since the response's values may be other ones than at the first.
         checks = fit.cached("supports", lambda: SupportCheck.of_server(parts.model))
@@ -285,22 +279,18 @@ class VerticalMethod(FederatedMethod[Outcome]):
 
         name, facts = federation.describe(for_silos(self, federation.names))
         plan, parts = self.agree(tuple(map(Facts.from_json, facts)), arguments, row_ids)
-
-        def make(reach: Callable[..., Runtime]) -> CompiledMethod:
-            built = self.assemble(parts)
-            return CompiledMethod(
-                built=built,
-                runtime=reach(built.algorithm),
-                reach=reach,
-                checks=RowChecks(built.model),
-                server_data=parts.server,
-                plan=plan,
-            )
-
-        # The server's data may be others than at an earlier run, so that only what clients need of
-        # the plan is kept.
+        make = partial(self._compiled, parts, plan)
         fit, hosted = over_federation(federation, name, plan, make)
+        # The server's data may be others than at an earlier run.
         return replace(fit, server_data=parts.server), hosted
+
+    def _compiled(
+        self, parts: VerticalSplit, plan: Plan, reach: Callable[..., Runtime]
+    ) -> CompiledMethod:
+        """Return the fit without the server's data."""
+        built = self.assemble(parts)
+        runtime, checks = reach(built.algorithm), RowChecks(built.model)
+        return CompiledMethod(built, runtime, plan, reach, checks)
 
     def agree(
         self,
