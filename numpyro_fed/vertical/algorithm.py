@@ -286,8 +286,7 @@ class VFLAlgorithm(VerticalAlgorithm):
         # Under the power likelihood a client's term depends on its own predictor, and not on its
         # own auxiliary variables.
         slope_g = state.slope if self.power else jnp.zeros_like(down.part)
-        slope_part = down.part - slope_g if self.power else down.part
-        slopes = ClientDraw(slope_g, slope_part, jnp.ones_like(drawn.term), down.b)
+        slopes = ClientDraw(slope_g, down.part - slope_g, jnp.ones_like(drawn.term), down.b)
         gradient, by_xi = pull(slopes)
         after = self.ascend(state, "own", gradient.own)
         if self.auxiliary is not None:

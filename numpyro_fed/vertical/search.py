@@ -157,7 +157,6 @@ class VerticalSearch:
                 else:
                     break
             # Clients start at zero, with the curvature that follows from their noise.
-            total = best.total
             slopes = Slopes(np.array(True), total, np.full_like(total, (v.rho or np.inf) ** -2))
         *_, begin = self.exchanges.values()
         ask(begin, real(BeginMessage(slopes, combine, tau)))

@@ -278,7 +278,7 @@ class VFL(VerticalMethod[VerticalResult]):
                 f"start={self.start!r} is not possible for this model (see numpyro_fed.VFL): the "
                 f"run begins as with start={start!r}.",
                 category=StartWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
         return start
 
