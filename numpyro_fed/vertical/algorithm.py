@@ -300,7 +300,8 @@ class VFLAlgorithm(VerticalAlgorithm):
             def one_particle(eps: Array, part: Array) -> Array:
                 z, log_q, _ = draw_in(state.frame, party.guide, own.guide, None, eps, None)
                 g, prior = self.model.predict(party.model, own.theta, z, batch)
-                return prior - log_q + self.row_weight * self.log_auxiliary(part, g)
+                log_part = dist.Normal(g, self.rho).log_prob(part).sum()
+                return prior - log_q + self.row_weight * log_part
 
             return jax.vmap(one_particle)(eps, drawn.part).mean()
 
@@ -341,16 +342,12 @@ class VFLAlgorithm(VerticalAlgorithm):
             if self.auxiliary is None or tau is None:
                 return ClientDraw(g, g, log_p - log_q, stat)
             part, log_q_part = self.auxiliary.draw(psi, g, known, tau)
-            log_ratio = self.log_auxiliary(part, g) - log_q_part
-            return ClientDraw(g, part, log_p - log_q + self.row_weight * log_ratio, stat)
+            log_part = dist.Normal(g, self.rho).log_prob(part).sum() - log_q_part
+            return ClientDraw(g, part, log_p - log_q + self.row_weight * log_part, stat)
 
         eps, tau = state.noise
         drawn = jax.vmap(one_particle)(eps, tau, xi)
         return drawn._replace(term=drawn.term.mean())
-
-    def log_auxiliary(self, part: Array, g: Array) -> Array:
-        """Return the log density of auxiliary variables given the predictor."""
-        return dist.Normal(g, self.rho).log_prob(part).sum()
 
     def draw_shared_noise(self, noise_guide: GuideParams, noise: Array | None) -> Array | None:
         """Return the shared noise, (draws, rank), from standard normals."""

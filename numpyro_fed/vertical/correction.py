@@ -270,7 +270,8 @@ class WeighParties:
             z,
             batch_size=self.at_once,
         )
-        stats = None if b is None else CouplingStats(b, _products(private.guide))
+        V = private.guide.get("coupling")
+        stats = None if b is None or V is None else CouplingStats(b, V.T @ V)
         return Reply(Up(g, log_p, log_q, stats), jnp.array(True)), z
 
     def usable(self, up: Up) -> Any:
@@ -303,8 +304,8 @@ class WeighParties:
         )
         log_q = log_q + up.log_q
         if up.coupling is not None and b is not None:
-            A = up.coupling.A + _products(params)
-            ratio = partial(log_ratio, params["shared"], A=A)
+            V = params["coupling"]
+            ratio = partial(log_ratio, params["shared"], A=up.coupling.A + V.T @ V)
             log_q += jax.vmap(jax.vmap(ratio))(b + up.coupling.b)
         log_w = log_p + up.log_p - jax.nn.logsumexp(jnp.log(shares) + log_q, axis=1)
         # Far from the guides a density may overflow; that draw has no weight.
@@ -317,8 +318,3 @@ class WeighParties:
         down, drawn = self._drawn(key, state)
         up: Up = ask(self.exchange, down)
         return drawn[0], self._log_weights(state, drawn, up, data)
-
-
-def _products(params: dict[str, Any]) -> Array:
-    """Return ``V' V`` of a party's part in the shared noise."""
-    return params["coupling"].T @ params["coupling"]
