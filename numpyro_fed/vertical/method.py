@@ -289,8 +289,13 @@ class VerticalMethod(FederatedMethod[Outcome]):
     ) -> CompiledMethod:
         """Return the fit without the server's data."""
         built = self.assemble(parts)
-        runtime, checks = reach(built.algorithm), RowChecks(built.model)
-        return CompiledMethod(built, runtime, plan, reach, checks)
+        return CompiledMethod(
+            built=built,
+            runtime=reach(built.algorithm),
+            plan=plan,
+            reach=reach,
+            checks=RowChecks(built.model),
+        )
 
     def agree(
         self,
