@@ -48,7 +48,6 @@ from numpyro_fed.text.clients import (
     check_same_digests,
     check_same_ids,
     digest,
-    positive_rho,
     read_ids,
     rows_of,
 )
@@ -96,8 +95,6 @@ class VerticalMethod(FederatedMethod[Outcome]):
     )
 
     def __post_init__(self) -> None:
-        if self.rho is not None:
-            positive_rho(self.rho)
         if self.likelihood not in ("augmented", "power"):
             raise ValueError(f"likelihood={self.likelihood!r}: expected 'augmented' or 'power'.")
         if self.likelihood == "power" and not self.share_response:

@@ -43,6 +43,7 @@ from numpyro_fed.rounds import convergence
 from numpyro_fed.rounds.exchange import Ask, Exchange, Info, Reply, Round, key_as_noise
 from numpyro_fed.rounds.names import DRAW, SHOW, STEP
 from numpyro_fed.sfvi.method import default_optimiser
+from numpyro_fed.text.clients import positive_rho
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.vertical import VerticalSplit, init_theta
 from numpyro_fed.vertical.curvature import PartyExpansion, diagonal_curvature, root_of
@@ -347,6 +348,7 @@ class SOUL(VerticalMethod[SOULResult]):
     num_kept: int = field(default=1_000, kw_only=True)
 
     def __post_init__(self) -> None:
+        positive_rho(self.rho)
         positive_int("num_steps", self.num_steps)
         positive_int("num_kept", self.num_kept)
         if not 0 < self.step_size < 2:

@@ -21,6 +21,7 @@ from numpyro_fed.rounds.exchange import ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.rounds.names import IMPORTANCE
 from numpyro_fed.search.mode_search import SEARCHED_UP_TO
 from numpyro_fed.sfvi.method import default_optimiser
+from numpyro_fed.text.clients import positive_rho
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.vertical import (
     VerticalModel,
@@ -153,6 +154,8 @@ class VFL(VerticalMethod[VerticalResult]):
         positive_int("local_steps", self.local_steps)
         if self.batch_size is not None:
             positive_int("batch_size", self.batch_size)
+        if self.rho is not None:
+            positive_rho(self.rho)
         if self.start not in ("auto", "mode", "own", None):
             raise ValueError(f"start={self.start!r}: expected 'auto', 'mode', 'own' or None.")
         if self.start == "own" and self.rho is None:
